@@ -1,0 +1,15 @@
+"""Carpool: expert-parallel training of Mixture-of-Experts models, in which tokens that go the same way share a ride.
+
+`carpool.MoE` is the layer alone, for any framework. `import carpool.hf` registers it with Hugging Face Transformers.
+"""
+
+from __future__ import annotations
+
+from carpool.layout import ExpertLayout, assign
+from carpool.moe import MoE
+from carpool.parallel.gradients import reduce_gradients
+from carpool.routing import Router, Routing
+
+__version__ = "0.1.0"
+
+__all__ = ["ExpertLayout", "MoE", "Router", "Routing", "__version__", "assign", "reduce_gradients"]

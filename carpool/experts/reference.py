@@ -1,0 +1,71 @@
+"""Experts in plain PyTorch: a loop over slots, differentiated by autograd. Defines what all others must compute.
+
+Slow, and any dtype (float64 included) and any size. The backward runs the forward again.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from carpool.experts.base import ExpertFunction, ExpertWeights
+from carpool.transport.base import Arrivals
+
+
+def reference_experts(
+    x_RH: torch.Tensor,
+    slot_RJ: torch.Tensor,
+    weight_RJ: torch.Tensor,
+    weights: ExpertWeights,
+    function: ExpertFunction,
+) -> torch.Tensor:
+    """(R, H) partial sums in float32 (float64 for float64 rows); differentiable in x, weight and weights."""
+    accumulate = torch.float64 if x_RH.dtype == torch.float64 else torch.float32
+    partial_RH = torch.zeros_like(x_RH, dtype=accumulate)
+    for slot in range(weights.up_SFH.shape[0]):
+        row_p, column_p = (slot_RJ == slot).nonzero(as_tuple=True)
+        up_FH, down_HF = weights.up_SFH[slot], weights.down_SHF[slot]
+        if function.transposed:
+            up_FH, down_HF = up_FH.t(), down_HF.t()
+        up_bias_F = None if weights.up_bias_SF is None else weights.up_bias_SF[slot]
+        down_bias_H = None if weights.down_bias_SH is None else weights.down_bias_SH[slot]
+        h_pF = F.linear(x_RH[row_p], up_FH, up_bias_F)
+        y_pH = F.linear(function.activation(h_pF), down_HF, down_bias_H)
+        scaled_pH = y_pH.to(accumulate) * weight_RJ[row_p, column_p].to(accumulate).unsqueeze(1)
+        partial_RH = partial_RH.index_add(0, row_p, scaled_pH)
+    return partial_RH
+
+
+class ReferenceExperts:
+    """`reference_experts` behind the contract of `Experts`."""
+
+    name = "reference"
+
+    def __init__(self, function: ExpertFunction) -> None:
+        self.function = function
+
+    def forward(self, arrivals: Arrivals, weights: ExpertWeights, partial_RH: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        saved = (arrivals.x_RH, arrivals.slot_RJ, arrivals.weight_RJ)
+        partial_RH.copy_(reference_experts(*saved, weights, self.function))
+        return saved
+
+    def backward(
+        self,
+        saved: tuple[torch.Tensor, ...],
+        weights: ExpertWeights,
+        dpartial_RH: torch.Tensor,
+        dx_RH: torch.Tensor,
+        needs_dweights: bool,
+    ) -> tuple[torch.Tensor, ExpertWeights | None]:
+        x_RH, slot_RJ, weight_RJ = saved
+        with torch.enable_grad():
+            x_RH, weight_RJ = x_RH.detach().requires_grad_(), weight_RJ.detach().requires_grad_()
+            leaves = [None if w is None else w.detach().requires_grad_() for w in weights]
+            given = [w for w in leaves if w is not None]
+            partial_RH = reference_experts(x_RH, slot_RJ, weight_RJ, ExpertWeights(*leaves), self.function)
+            dx, dweight_RJ, *dgiven = torch.autograd.grad(
+                partial_RH, [x_RH, weight_RJ, *given], dpartial_RH.to(partial_RH.dtype), materialize_grads=True
+            )
+        dx_RH.copy_(dx)
+        gradients = iter(dgiven)
+        return dweight_RJ, ExpertWeights(*(None if w is None else next(gradients) for w in leaves))

@@ -1,0 +1,257 @@
+"""What holds an expert: homes, slots, and which of its slots serves a token.
+
+Every logical expert has one *home*: the rank and row that own its parameter, its optimizer state and its entry
+in checkpoints (those are always in logical expert order, whatever the layout). *Slots* are where experts are
+computed. In the plain layout the slot is the home; a permuted layout moves homes; a replica is one more slot of
+the same expert, filled from the home before the forward and summed back to it, in a fixed order, after the
+backward. Ranks may hold unequal numbers of both.
+
+    4 experts on 2 ranks, expert 1 replicated on rank 1:
+
+        homes  rank 0: [0, 1]     rank 1: [2, 3]          who owns the parameter
+        slots  rank 0: [0, 1]     rank 1: [2, 3, 1]       who computes;  expert_WS = [[0, 1, -1], [2, 3, 1]]
+
+    A global slot id is rank * S + slot with S the largest number of slots of a rank (here 3), so expert 1 has
+    the slots 1 (rank 0) and 5 (rank 1).
+
+`assign` is the one place where a token's copy of an expert is chosen. It is a pure, deterministic function, which
+transports, tests, placement and planner all call: otherwise counted bytes could not equal predicted ones.
+
+Dimension letters, used as suffixes of tensor names in all of Carpool: T tokens of this rank, H hidden, F expert
+hidden, E logical experts, K experts per token, W ranks of the expert-parallel group, S slots of one rank, R rows
+that a rank receives, C copies of an expert.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from carpool.routing import Routing
+
+Lists = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class ExpertLayout:
+    """Which slot of which rank holds which expert. Immutable; compares and hashes by content.
+
+    Args:
+        homes: for each rank, the experts whose parameters it owns, in row order. Every expert exactly once.
+        slots: for each rank, the experts it computes, in slot order (-1: an empty slot). Every expert at least
+            once, and at most once per rank. Defaults to the homes.
+
+    Raises:
+        ValueError: an expert is missing, homed twice, out of range, or twice on one rank.
+    """
+
+    homes: Lists
+    slots: Lists = field(default=())
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "homes", _freeze(self.homes))
+        object.__setattr__(self, "slots", _freeze(self.slots) or self.homes)
+        owned = sorted(expert for rank in self.homes for expert in rank)
+        if not owned:
+            raise ValueError("an expert layout needs at least one expert on at least one rank")
+        if owned != list(range(len(owned))):
+            raise ValueError(
+                f"homes must name each expert 0..{len(owned) - 1} exactly once; got {_duplicates_or_gaps(owned)}"
+            )
+        if len(self.slots) != len(self.homes):
+            raise ValueError(f"homes name {len(self.homes)} ranks but slots name {len(self.slots)}")
+        for rank, experts in enumerate(self.slots):
+            filled = [e for e in experts if e != -1]
+            if bad := [e for e in filled if not 0 <= e < len(owned)]:
+                raise ValueError(f"slots of rank {rank} name experts {bad}, but experts are 0..{len(owned) - 1}")
+            if len(set(filled)) != len(filled):
+                raise ValueError(f"slots of rank {rank} hold an expert twice: {list(experts)}")
+        if missing := set(owned) - {e for rank in self.slots for e in rank}:
+            raise ValueError(f"experts {sorted(missing)} have no slot: no rank would compute them")
+
+    # -- making one -------------------------------------------------------------------------------------------
+
+    @classmethod
+    def contiguous(cls, num_experts: int, num_ranks: int) -> ExpertLayout:
+        """Experts in order, equally many per rank (the first `num_experts % num_ranks` ranks hold one more)."""
+        if num_ranks < 1 or num_experts < num_ranks:
+            raise ValueError(
+                f"{num_experts} experts cannot be spread over {num_ranks} ranks: each rank needs at least one; "
+                "use fewer expert-parallel ranks"
+            )
+        base, more = divmod(num_experts, num_ranks)
+        ends = [base * (r + 1) + min(r + 1, more) for r in range(num_ranks)]
+        return cls(tuple(tuple(range(start, end)) for start, end in zip([0, *ends], ends, strict=False)))
+
+    @classmethod
+    def permuted(cls, order: Sequence[int], num_ranks: int) -> ExpertLayout:
+        """As `contiguous`, with expert `order[i]` in place of expert i."""
+        plain = cls.contiguous(len(order), num_ranks)
+        return cls(tuple(tuple(int(order[i]) for i in rank) for rank in plain.homes))
+
+    def with_replicas(self, replicas: Iterable[tuple[int, int]]) -> ExpertLayout:
+        """The same layout with one more slot for each (expert, rank) given."""
+        slots = [list(rank) for rank in self.slots]
+        for expert, rank in replicas:
+            if not 0 <= rank < self.num_ranks:
+                raise ValueError(f"cannot replicate expert {expert} on rank {rank}: ranks are 0..{self.num_ranks - 1}")
+            slots[rank].append(expert)
+        return ExpertLayout(self.homes, _freeze(slots))
+
+    # -- reading it -------------------------------------------------------------------------------------------
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.homes)
+
+    @cached_property
+    def num_experts(self) -> int:
+        return sum(len(rank) for rank in self.homes)
+
+    @cached_property
+    def slots_per_rank(self) -> int:
+        """S: the largest number of slots of a rank; global slot ids count in steps of it."""
+        return max(len(rank) for rank in self.slots)
+
+    @property
+    def num_replicas(self) -> int:
+        """Slots beyond the first of each expert."""
+        return sum(e != -1 for rank in self.slots for e in rank) - self.num_experts
+
+    @property
+    def slot_is_home(self) -> bool:
+        """Whether every rank computes just what it owns, row for row, so that nothing has to be filled."""
+        return self.slots == self.homes
+
+    @property
+    def kind(self) -> str:
+        """One word for logs and reports."""
+        if self.num_replicas:
+            return "replicated"
+        if len({len(rank) for rank in self.slots}) > 1:
+            return "uneven"
+        return "contiguous" if self == ExpertLayout.contiguous(self.num_experts, self.num_ranks) else "permuted"
+
+    @cached_property
+    def home_of(self) -> tuple[tuple[int, int], ...]:
+        """(rank, row) of each expert's home, indexed by expert."""
+        where = {e: (rank, row) for rank, experts in enumerate(self.homes) for row, e in enumerate(experts)}
+        return tuple(where[e] for e in range(self.num_experts))
+
+    @cached_property
+    def slots_of(self) -> tuple[tuple[int, ...], ...]:
+        """Global slot ids of each expert in rank order, indexed by expert."""
+        found: list[list[int]] = [[] for _ in range(self.num_experts)]
+        for rank, experts in enumerate(self.slots):
+            for slot, e in enumerate(experts):
+                if e != -1:
+                    found[e].append(rank * self.slots_per_rank + slot)
+        return tuple(tuple(f) for f in found)
+
+    @cached_property
+    def expert_WS(self) -> torch.Tensor:
+        """(W, S) int32 on the CPU: the expert in each slot, -1 where empty."""
+        rows = [list(rank) + [-1] * (self.slots_per_rank - len(rank)) for rank in self.slots]
+        return torch.tensor(rows, dtype=torch.int32)
+
+    @cached_property
+    def _copies_by_device(self) -> dict[torch.device, torch.Tensor]:
+        return {}
+
+    def copies_EC(self, device: torch.device) -> torch.Tensor:
+        """(E, C) int32: global slot ids of each expert's copies, -1 where it has fewer. Kept per device."""
+        if device not in self._copies_by_device:
+            most = max(len(s) for s in self.slots_of)
+            rows = [list(s) + [-1] * (most - len(s)) for s in self.slots_of]
+            self._copies_by_device[device] = torch.tensor(rows, dtype=torch.int32).to(device)
+        return self._copies_by_device[device]
+
+    # -- files ------------------------------------------------------------------------------------------------
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"homes": [list(r) for r in self.homes], "slots": [list(r) for r in self.slots]}
+
+    def save(self, path: str | Path) -> None:
+        """Write the layout as JSON, which `[moe] layout = "PATH"` accepts."""
+        Path(path).write_text(json.dumps(self.to_dict()) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> ExpertLayout:
+        """Read what `save` wrote. Raises ValueError naming the file if it is no layout."""
+        try:
+            data = json.loads(Path(path).read_text())
+            return cls(_freeze(data["homes"]), _freeze(data.get("slots", ())))
+        except OSError as error:
+            raise ValueError(f"cannot read the expert layout {path}: {error.strerror}") from error
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(
+                f'{path} is not an expert layout: expected {{"homes": [[0, 1], [2, 3]], "slots": ...}} ({error})'
+            ) from error
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+
+def assign(routing: Routing, layout: ExpertLayout, source_rank: int) -> torch.Tensor:
+    """The slot that serves each choice of each token.
+
+    An expert with one slot leaves no choice. Among several copies the token takes, in this order: one on its own
+    rank (no ride), one on a rank that it visits anyway for an expert with a single slot (a shared ride), else
+    copy number `token index mod copies`, which spreads the load.
+
+    Args:
+        routing: `expert_TK`, logical ids, -1 for no expert.
+        layout: where the experts are.
+        source_rank: the rank, in the expert-parallel group, that holds the tokens.
+
+    Returns:
+        slot_TK: (T, K) int32 global slot ids (rank * S + slot), -1 where there is no expert.
+
+    Example, layout of the module's docstring, tokens on rank 0:
+        expert_TK = [[1, 2], [3, -1]]  ->  slot_TK = [[1, 3], [4, -1]]      expert 1 is served at home
+        and on rank 1: expert_TK = [[1, 2]]  ->  [[5, 3]]                   by the replica there
+    """
+    expert_TK = routing.expert_TK
+    copies_EC = layout.copies_EC(expert_TK.device)
+    index_TK = expert_TK.clamp(min=0).long()
+    if copies_EC.shape[1] == 1:
+        slot_TK = copies_EC[:, 0][index_TK]
+        return torch.where(expert_TK < 0, -1, slot_TK)
+
+    copies_TKC = copies_EC[index_TK]
+    exists_TKC = (copies_TKC >= 0) & (expert_TK >= 0).unsqueeze(-1)
+    rank_TKC = copies_TKC.div(layout.slots_per_rank, rounding_mode="floor")
+    number_TK1 = exists_TKC.sum(-1, keepdim=True)
+
+    # Ranks that the token visits whatever we choose: those of its experts with a single copy.
+    forced_TK = torch.where(number_TK1.squeeze(-1) == 1, rank_TKC[..., 0], -1)
+    ranks_W = torch.arange(layout.num_ranks, device=expert_TK.device)
+    visits_TW = (forced_TK.unsqueeze(-1) == ranks_W).any(dim=1)
+    visited_TKC = visits_TW.unsqueeze(1).expand(-1, expert_TK.shape[1], -1).gather(2, rank_TKC.clamp(min=0).long())
+
+    # Lower is better: own rank, then a visited one, then the token's turn.
+    copy_C = torch.arange(copies_EC.shape[1], device=expert_TK.device)
+    token_T11 = torch.arange(expert_TK.shape[0], device=expert_TK.device).view(-1, 1, 1)
+    turn_TKC = (copy_C - token_T11) % number_TK1.clamp(min=1)
+    most = copies_EC.shape[1]
+    cost_TKC = turn_TKC + torch.where(rank_TKC == source_rank, 0, torch.where(visited_TKC, most, 2 * most))
+    cost_TKC = torch.where(exists_TKC, cost_TKC, 3 * most)
+    best_TK1 = cost_TKC.argmin(dim=-1, keepdim=True)
+    slot_TK = copies_TKC.gather(2, best_TK1).squeeze(-1)
+    return torch.where(expert_TK < 0, -1, slot_TK)
+
+
+def _freeze(lists: Iterable[Iterable[int]]) -> Lists:
+    return tuple(tuple(int(e) for e in rank) for rank in lists)
+
+
+def _duplicates_or_gaps(owned: list[int]) -> str:
+    twice = sorted({e for e in owned if owned.count(e) > 1})
+    missing = sorted(set(range(len(owned))) - set(owned))
+    return f"experts {twice} more than once and {missing} not at all"

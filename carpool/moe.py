@@ -1,0 +1,262 @@
+"""A Mixture-of-Experts layer over several ranks. Follow one token through `MoE.forward`:
+
+    routing = router(x)            who serves it: K experts, K weights                      carpool/routing.py
+    slot_TK = assign(...)          which copy of each expert: rank and slot                 carpool/layout.py
+    weights = fill(...)            slots take their experts' parameters from the homes      carpool/parallel/slots.py
+    y = ride(...)                  its row goes to each rank that holds any of them, the    carpool/ride.py
+                                   experts there add up what they make of it, and one
+                                   partial sum per rank comes back
+    y += shared(x)                 experts that serve every token stay at home
+
+Shapes: T tokens of this rank, H hidden, F expert hidden, E experts, K experts per token (layout.py has the legend).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from carpool.experts import ExpertFunction, ExpertWeights, make_activation, make_experts
+from carpool.layout import ExpertLayout, assign
+from carpool.parallel.slots import SlotFiller
+from carpool.ride import ride
+from carpool.routing import Router, Routing
+from carpool.stats import LayerStats, RideStats
+from carpool.transport import choose_transport, make_transport
+
+log = logging.getLogger("carpool")
+
+
+class MoE(nn.Module):
+    """A drop-in MoE feed-forward layer whose experts live on the ranks of `ep_mesh`.
+
+    Every rank calls the layer with its own tokens, also with none. Each rank holds the parameters of its own
+    experts, so after `backward()` their gradients are those of all tokens of the expert-parallel group; call
+    `carpool.reduce_gradients` to get the gradients of the mean loss over ranks.
+
+    Args:
+        hidden_size, intermediate_size, num_experts, num_experts_per_tok: H, F, E, K.
+        ep_mesh: one-dimensional mesh of the expert-parallel group. None: one rank holds all experts.
+        edp_mesh: mesh of the ranks that hold copies of this rank's experts, if there are any (balance statistics
+            are over the whole batch).
+        layout: where experts live; default contiguous.
+        transport: "auto", "gather", "alltoall", "dedup".
+        experts: "auto", "grouped", "reference".
+        activation, gated, bias: of the experts: silu, gelu, gelu_tanh, relu, relu2; SwiGLU-like or plain.
+        shared_intermediate_size: hidden size of a shared expert of the same kind that serves every token. 0: none.
+        router: keyword arguments of `carpool.routing.Router` (score, normalize, aux_loss_coef, ...).
+
+    Example:
+        >>> moe = MoE(256, 512, num_experts=16, num_experts_per_tok=4, ep_mesh=mesh["ep"])
+        >>> y = moe(x)                               # (..., 256) -> (..., 256)
+        >>> (y.square().mean() + moe.aux_loss).backward()
+
+    Raises:
+        ValueError: sizes, layout or names that do not fit, saying which.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        num_experts_per_tok: int,
+        *,
+        ep_mesh: DeviceMesh | None = None,
+        edp_mesh: DeviceMesh | None = None,
+        layout: ExpertLayout | None = None,
+        transport: str = "auto",
+        experts: str = "auto",
+        activation: str = "silu",
+        gated: bool = True,
+        bias: bool = False,
+        shared_intermediate_size: int = 0,
+        router: dict[str, Any] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        num_ranks = _check_mesh(ep_mesh, "ep_mesh")
+        _check_mesh(edp_mesh, "edp_mesh")
+        if layout is None:
+            layout = ExpertLayout.contiguous(num_experts, num_ranks)
+        if (layout.num_experts, layout.num_ranks) != (num_experts, num_ranks):
+            raise ValueError(
+                f"the layout is for {layout.num_experts} experts on {layout.num_ranks} ranks, "
+                f"the layer has {num_experts} experts and ep_mesh {num_ranks} ranks"
+            )
+        if device is None and ep_mesh is not None:
+            device = ep_mesh.device_type
+        self.layout = layout
+        self.group = ep_mesh.get_group() if ep_mesh is not None and num_ranks > 1 else None
+        self.rank = dist.get_rank(self.group) if self.group is not None else 0
+        groups = [mesh.get_group() for mesh in (ep_mesh, edp_mesh) if mesh is not None and mesh.size() > 1]
+        place = {"device": device, "dtype": dtype}
+
+        self.router = Router(hidden_size, num_experts, num_experts_per_tok, groups=groups, **place, **(router or {}))
+        rows, width = len(layout.homes[self.rank]), intermediate_size * (2 if gated else 1)
+        self.up_proj = nn.Parameter(torch.empty(rows, width, hidden_size, **place))
+        self.down_proj = nn.Parameter(torch.empty(rows, hidden_size, intermediate_size, **place))
+        self.up_bias = nn.Parameter(torch.empty(rows, width, **place)) if bias else None
+        self.down_bias = nn.Parameter(torch.empty(rows, hidden_size, **place)) if bias else None
+        act = make_activation(activation, gated)
+        self.shared = SharedExpert(hidden_size, shared_intermediate_size, act, gated, place)
+
+        self.experts = make_experts(experts, ExpertFunction(act))
+        self.filler = SlotFiller(layout, self.group)
+        self.stats_counter = LayerStats(num_experts, num_ranks, self.rank)
+        self.set_transport(transport)
+        self.routing: Routing | None = None
+        self.aux_loss = torch.zeros((), device=device)
+        self.reset_parameters()
+        self._agree(groups)
+
+    def forward(self, x: torch.Tensor, routing: Routing | None = None) -> torch.Tensor:
+        """(..., H) -> (..., H). With `routing`, replay it: recorded weights are used as they are, and where a
+        recording has none the router computes them for the recorded choices."""
+        x_TH = x.reshape(-1, x.shape[-1])
+        if routing is None:
+            routing = self.router(x_TH)
+            self.aux_loss = self.router.aux_loss
+        else:
+            routing.check(x_TH.shape[0], self.layout.num_experts)
+            replayed = self.router(x_TH, routing.expert_TK) if routing.weight_TK is None else routing
+            self.aux_loss = self.router.aux_loss if routing.weight_TK is None else x_TH.new_zeros(())
+            routing = replayed
+        self.routing = routing.detach()
+        self.stats_counter.count(routing.expert_TK)
+
+        slot_TK = assign(routing, self.layout, self.rank)
+        weights = ExpertWeights(*(None if w is None else self.filler.fill(w) for w in self._home_weights()))
+        y_TH = ride(x_TH, routing.weight_TK, slot_TK, self.transport, self.experts, weights, self.stats_counter)
+        return (y_TH + self.shared(x_TH)).view_as(x)
+
+    # -- what is asked of it beside the forward -----------------------------------------------------------------
+
+    def set_transport(self, name: str) -> None:
+        """Change how rows travel. All ranks together, between steps."""
+        chosen, why = choose_transport(name, self.layout.num_ranks, self.router.top_k)
+        if name == "auto" and self.rank == 0:
+            log.info("transport %s: %s", chosen, why)
+        self.transport = make_transport(chosen, self.group, self.layout.slots_per_rank)
+
+    def stats(self, reset: bool = False) -> RideStats:
+        """Copies per token, rows, bytes and expert load of this rank's tokens since the last reset."""
+        summary = replace(self.stats_counter.summary(), dropped=int(self.router.dropped))
+        if reset:
+            self.stats_counter.reset()
+            self.router.dropped.zero_()
+        return summary
+
+    def update_bias(self) -> None:
+        """Auxiliary-loss-free balancing; see `Router.update_bias`."""
+        self.router.update_bias()
+
+    def expert_parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's expert parameters. All others of the layer are replicated on every rank."""
+        return (w for w in self._home_weights() if w is not None)
+
+    @torch.no_grad()
+    def logical_state_dict(self) -> dict[str, torch.Tensor]:
+        """The whole layer's state, experts in logical order, the same whatever the layout. Collective."""
+        state = {k: v.detach().clone() for k, v in self.state_dict().items() if k not in EXPERT_NAMES}
+        for name in EXPERT_NAMES:
+            if (home := getattr(self, name)) is not None:
+                state[name] = gather_homes(home, self.layout, self.group)
+        return state
+
+    @torch.no_grad()
+    def load_logical_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Take this rank's part of what `logical_state_dict` gave, also under another layout."""
+        mine = list(self.layout.homes[self.rank])
+        local = {k: v[mine] if k in EXPERT_NAMES else v for k, v in state.items()}
+        self.load_state_dict(local)
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters from the default generator. Every rank draws every expert and keeps its own, so that
+        the same seed gives the same model on any number of ranks."""
+        rows = {expert: row for row, expert in enumerate(self.layout.homes[self.rank])}
+        with torch.no_grad():
+            _draw(self.router.weight)
+            for expert in range(self.layout.num_experts):
+                for weight in self._home_weights():
+                    if weight is not None:
+                        row = weight[rows[expert]] if expert in rows else torch.empty_like(weight[0])
+                        _draw(row)
+        self.shared.reset_parameters()
+
+    def extra_repr(self) -> str:
+        return f"layout={self.layout.kind}, transport={self.transport.name}, experts={self.experts.name}"
+
+    def _home_weights(self) -> tuple[torch.Tensor | None, ...]:
+        return self.up_proj, self.down_proj, self.up_bias, self.down_bias
+
+    def _agree(self, groups: list[dist.ProcessGroup]) -> None:
+        """Replicated parameters start equal on all ranks even if the ranks were seeded differently."""
+        experts = set(self.expert_parameters())
+        for parameter in self.parameters():
+            if parameter in experts or parameter.device.type == "meta":
+                continue
+            for group in reversed(groups):
+                dist.broadcast(parameter.data, group=group, group_src=0)
+
+
+EXPERT_NAMES = ("up_proj", "down_proj", "up_bias", "down_bias")
+
+
+class SharedExpert(nn.Module):
+    """A dense expert that serves every token at home. With size 0 it adds nothing."""
+
+    def __init__(self, hidden_size: int, size: int, activation: Any, gated: bool, place: dict[str, Any]) -> None:
+        super().__init__()
+        self.size, self.activation = size, activation
+        if size:
+            self.up = nn.Linear(hidden_size, size * (2 if gated else 1), bias=False, **place)
+            self.down = nn.Linear(size, hidden_size, bias=False, **place)
+
+    def forward(self, x_TH: torch.Tensor) -> torch.Tensor | float:
+        return self.down(self.activation(self.up(x_TH))) if self.size else 0.0
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                _draw(parameter)
+
+
+def gather_homes(home: torch.Tensor, layout: ExpertLayout, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """All experts' rows in logical order, on every rank. Collective.
+
+    Example: homes [[2, 0], [1]], rows [[c, a], [b]]  ->  [a, b, c]
+    """
+    most = max(len(rank) for rank in layout.homes)
+    padded = home.new_zeros(most, *home.shape[1:])
+    padded[: home.shape[0]] = home
+    parts = [padded]
+    if group is not None:
+        parts = [torch.empty_like(padded) for _ in layout.homes]
+        dist.all_gather(parts, padded, group=group)
+    return torch.stack([parts[rank][row] for rank, row in layout.home_of])
+
+
+def _draw(weight: torch.Tensor) -> None:
+    """Normal with the standard deviation of a linear layer's usual start; zeros for a bias."""
+    if weight.dim() < 2:
+        weight.zero_()
+    else:
+        weight.normal_(std=1 / math.sqrt(weight.shape[-1]))
+
+
+def _check_mesh(mesh: DeviceMesh | None, name: str) -> int:
+    if mesh is None:
+        return 1
+    if mesh.ndim != 1:
+        raise ValueError(f'{name} has {mesh.ndim} dimensions; pass one, such as mesh["ep"] of a named mesh')
+    return mesh.size()

@@ -1,0 +1,134 @@
+"""The ride of a batch of tokens: plan, dispatch, experts, combine, as one autograd function.
+
+Autograd sees a single node with the rows, the routing weights and the expert weights as inputs. Inside, forward and
+backward are written out, so that it is plain what travels when and what is kept:
+
+    forward    plan -> dispatch x -> experts -> combine partial sums
+    backward   dispatch dy -> experts' backward -> combine (dx, dweight)
+
+`ride_module` does the same for an expert module that our kernels do not know (any `forward(rows, ids, weights)`):
+there dispatch and combine are two nodes, each the other's backward, and autograd differentiates what lies between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from carpool.experts import Experts, ExpertWeights
+from carpool.stats import LayerStats
+from carpool.transport import Transport
+
+
+def ride(
+    x_TH: torch.Tensor,
+    weight_TK: torch.Tensor,
+    slot_TK: torch.Tensor,
+    transport: Transport,
+    experts: Experts,
+    weights: ExpertWeights,
+    stats: LayerStats,
+) -> torch.Tensor:
+    """Send rows to their slots, compute, and bring the sums back.
+
+    Args:
+        x_TH: (T, H) rows in the dtype of the weights. T may differ between ranks, and be 0.
+        weight_TK: (T, K) float32 routing weights.
+        slot_TK: (T, K) int32 global slot ids, -1: none (from `assign`).
+        weights: of this rank's slots.
+
+    Returns:
+        y_TH: (T, H), the dtype of x. Differentiable in x, weight_TK and the weights.
+    """
+    return _Ride.apply(x_TH, weight_TK, slot_TK, transport, experts, stats, *weights)
+
+
+class _Ride(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TH: torch.Tensor,
+        weight_TK: torch.Tensor,
+        slot_TK: torch.Tensor,
+        transport: Transport,
+        experts: Experts,
+        stats: LayerStats,
+        *tensors: torch.Tensor | None,
+    ) -> torch.Tensor:
+        weights = ExpertWeights(*tensors)
+        device = x_TH.device
+        with stats.meter.span("dispatch", device):
+            route = transport.plan(slot_TK, weight_TK, stats.traffic)
+            arrivals = transport.dispatch(x_TH, route).wait()
+        with stats.meter.span("experts", device):
+            saved = experts.forward(arrivals, weights, route.new_partial(x_TH.shape[1], x_TH.dtype, device))
+        with stats.meter.span("combine", device):
+            y_TH = transport.combine(route).wait()
+        ctx.save_for_backward(*weights, *saved)
+        ctx.route, ctx.transport, ctx.experts, ctx.stats = route, transport, experts, stats
+        return y_TH.to(x_TH.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TH: torch.Tensor) -> tuple[Any, ...]:
+        route, transport, stats = ctx.route, ctx.transport, ctx.stats
+        weights = ExpertWeights(*ctx.saved_tensors[:4])
+        saved = ctx.saved_tensors[4:]
+        with stats.meter.span("dispatch", dy_TH.device):
+            dpartial_RH = transport.dispatch_gradients(dy_TH.contiguous(), route).wait()
+        with stats.meter.span("experts", dy_TH.device):
+            dx_RH = route.new_partial(dy_TH.shape[1], dy_TH.dtype, dy_TH.device)
+            needs_dweights = any(ctx.needs_input_grad[6:])
+            dweight_RJ, dweights = ctx.experts.backward(saved, weights, dpartial_RH, dx_RH, needs_dweights)
+        with stats.meter.span("combine", dy_TH.device):
+            dx_TH, dweight_TK = transport.combine_gradients(route, dweight_RJ).wait()
+        return dx_TH.to(dy_TH.dtype), dweight_TK, None, None, None, None, *(dweights or (None,) * 4)
+
+
+def ride_module(
+    x_TH: torch.Tensor,
+    weight_TK: torch.Tensor,
+    slot_TK: torch.Tensor,
+    transport: Transport,
+    module: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    stats: LayerStats,
+) -> torch.Tensor:
+    """As `ride`, with `module(x_RH, slot_RJ, weight_RJ) -> partial_RH` as the experts (-1 in slot_RJ: none)."""
+    with stats.meter.span("dispatch", x_TH.device):
+        route = transport.plan(slot_TK, weight_TK, stats.traffic)
+        x_RH, weight_RJ, slot_RJ = _Dispatch.apply(x_TH, weight_TK, route, transport)
+    with stats.meter.span("experts", x_TH.device):
+        partial_RH = module(x_RH, slot_RJ, weight_RJ)
+    with stats.meter.span("combine", x_TH.device):
+        return _Combine.apply(partial_RH.to(x_TH.dtype), route, transport)
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TH: torch.Tensor, weight_TK: torch.Tensor, route: Any, transport: Transport) -> Any:
+        arrivals = transport.dispatch(x_TH, route).wait()
+        ctx.route, ctx.transport = route, transport
+        ctx.mark_non_differentiable(arrivals.slot_RJ)
+        # A single rank's arrivals may be the input itself, which autograd would take for an in-place result.
+        x_RH = arrivals.x_RH.view_as(arrivals.x_RH) if arrivals.x_RH is x_TH else arrivals.x_RH
+        return x_RH, arrivals.weight_RJ, arrivals.slot_RJ
+
+    @staticmethod
+    def backward(ctx: Any, dx_RH: torch.Tensor, dweight_RJ: torch.Tensor, _: Any) -> tuple[Any, ...]:
+        ctx.route.backward = True
+        ctx.route.partial_RH = dx_RH
+        dx_TH, dweight_TK = ctx.transport.combine_gradients(ctx.route, dweight_RJ).wait()
+        return dx_TH.to(dx_RH.dtype), dweight_TK, None, None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, partial_RH: torch.Tensor, route: Any, transport: Transport) -> torch.Tensor:
+        ctx.route, ctx.transport = route, transport
+        route.partial_RH = partial_RH
+        return transport.combine(route).wait().to(partial_RH.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, dy_TH: torch.Tensor) -> tuple[Any, ...]:
+        return ctx.transport.dispatch_gradients(dy_TH.contiguous(), ctx.route).wait(), None, None

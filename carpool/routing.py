@@ -1,0 +1,241 @@
+"""Who serves a token: routers, balance losses, bias balancing, group-limited selection, capacity, replay.
+
+A router turns each token's hidden state into a `Routing`: K expert ids and K weights. Whoever makes one, our
+`Router`, a Hugging Face model or a recording, the rest of the layer treats alike.
+
+Balance, three ways, all on *global* statistics (a mean over the batch of one rank is not the mean over the batch:
+the auxiliary loss is a product of two means and therefore not linear in the batch):
+  - auxiliary loss (Switch Transformer, section 2.2; GShard): E * sum_e f_e * P_e, where f_e is the share of
+    choices that went to expert e and P_e the mean probability; 1.0 when balanced.
+  - z-loss (ST-MoE, section 2.2): mean of logsumexp(logits)^2, which keeps the router's logits small.
+  - bias (auxiliary-loss-free, DeepSeek-V3, section 2.1.2): a bias per expert, added for the selection only and
+    moved after each step by `bias_update_rate * sign(mean load - load)`.
+
+Lossy, off by default: `capacity_factor` drops tokens beyond an expert's capacity (counted in `dropped`), and
+`num_groups`/`topk_groups` restrict a token to the experts of a few groups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from carpool.stats import in_recompute
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Which experts serve each token, and with which weight.
+
+    Attributes:
+        expert_TK: (T, K) int32, logical expert ids, -1 for none. A token names an expert at most once.
+        weight_TK: (T, K) float32. None in a recording of choices only: the router then computes the weights.
+    """
+
+    expert_TK: torch.Tensor
+    weight_TK: torch.Tensor | None
+
+    def detach(self) -> Routing:
+        """The same routing as a recording, which `moe(x, routing=...)` replays."""
+        return Routing(self.expert_TK, None if self.weight_TK is None else self.weight_TK.detach())
+
+    def check(self, num_tokens: int, num_experts: int) -> None:
+        """Raise ValueError if this cannot route `num_tokens` tokens to `num_experts` experts.
+
+        Looks at values (a host synchronisation), so it is for recordings and other input of a user, not for the
+        hot path."""
+        shape = tuple(self.expert_TK.shape)
+        if len(shape) != 2 or shape[0] != num_tokens:
+            raise ValueError(f"routing.expert_TK has shape {shape}, but the layer got {num_tokens} tokens")
+        if self.expert_TK.dtype != torch.int32:
+            raise ValueError(f"routing.expert_TK must be int32, not {self.expert_TK.dtype}; use .int()")
+        if self.weight_TK is not None and tuple(self.weight_TK.shape) != shape:
+            raise ValueError(f"routing.weight_TK has shape {tuple(self.weight_TK.shape)}, expert_TK has {shape}")
+        if num_tokens and not -1 <= int(self.expert_TK.min()) <= int(self.expert_TK.max()) < num_experts:
+            raise ValueError(
+                f"routing.expert_TK holds ids from {int(self.expert_TK.min())} to {int(self.expert_TK.max())}; "
+                f"experts are 0..{num_experts - 1}, and -1 means none"
+            )
+        sorted_TK = self.expert_TK.sort(dim=1).values
+        if bool(((sorted_TK[:, 1:] == sorted_TK[:, :-1]) & (sorted_TK[:, 1:] >= 0)).any()):
+            raise ValueError("routing.expert_TK names an expert twice for one token; add the two weights instead")
+
+
+class Router(nn.Module):
+    """A linear router with top-k selection.
+
+    Args:
+        hidden_size, num_experts, num_experts_per_tok: H, E, K.
+        score: "softmax" over the experts (Mixtral, OLMoE), or "sigmoid" of each (DeepSeek-V3).
+        normalize: divide the K weights by their sum.
+        scaling_factor: multiply the weights (DeepSeek-V3 uses 2.5).
+        num_groups, topk_groups: choose the `topk_groups` best of `num_groups` equal groups of experts first, by the
+            sum of each group's two best scores (DeepSeek-V3, section 2.1.2: node-limited routing). 0: off.
+        aux_loss_coef, z_loss_coef: weights of the two losses in `aux_loss`. 0: off.
+        bias_update_rate: step of the bias in `update_bias`. 0: off, no bias.
+        capacity_factor: keep at most ceil(capacity_factor * T * K / E) choices of each expert among this rank's T
+            tokens, earlier tokens first, and drop the rest. None: nothing is ever dropped.
+        groups: process groups over which statistics are summed, one after another; together they must cover all
+            ranks that hold tokens of the batch (the expert-parallel group and that of its copies).
+
+    Attributes:
+        aux_loss: scalar, differentiable, of the last forward. Its mean over the ranks is the loss of the whole
+            batch, so it composes with a loss that is averaged over ranks (DDP, FSDP).
+        dropped: scalar int64 tensor: choices dropped since the last `reset_counts`.
+    """
+
+    load_E: torch.Tensor
+    bias_E: torch.Tensor | None
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_experts: int,
+        num_experts_per_tok: int,
+        *,
+        score: Literal["softmax", "sigmoid"] = "softmax",
+        normalize: bool = True,
+        scaling_factor: float = 1.0,
+        num_groups: int = 0,
+        topk_groups: int = 0,
+        aux_loss_coef: float = 0.0,
+        z_loss_coef: float = 0.0,
+        bias_update_rate: float = 0.0,
+        capacity_factor: float | None = None,
+        groups: Sequence[dist.ProcessGroup] = (),
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not 1 <= num_experts_per_tok <= num_experts:
+            raise ValueError(f"num_experts_per_tok={num_experts_per_tok} must be between 1 and {num_experts} experts")
+        if score not in ("softmax", "sigmoid"):
+            raise ValueError(f"score={score!r} is not known; use 'softmax' or 'sigmoid'")
+        if num_groups:
+            _check_groups(num_experts, num_experts_per_tok, num_groups, topk_groups)
+        if capacity_factor is not None and capacity_factor <= 0:
+            raise ValueError(f"capacity_factor={capacity_factor} must be positive, or None to drop nothing")
+        self.num_experts, self.top_k = num_experts, num_experts_per_tok
+        self.score, self.normalize, self.scaling_factor = score, normalize, scaling_factor
+        self.num_groups, self.topk_groups = num_groups, topk_groups
+        self.aux_loss_coef, self.z_loss_coef = aux_loss_coef, z_loss_coef
+        self.bias_update_rate, self.capacity_factor = bias_update_rate, capacity_factor
+        self.groups = tuple(groups)
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
+        # Selection is sensitive to rounding, so the bias stays float32 whatever the weights are.
+        self.register_buffer(
+            "bias_E", torch.zeros(num_experts, device=device, dtype=torch.float32) if bias_update_rate else None
+        )
+        self.register_buffer("load_E", torch.zeros(num_experts, device=device, dtype=torch.int64), persistent=False)
+        self.register_buffer("dropped", torch.zeros((), device=device, dtype=torch.int64), persistent=False)
+        self.aux_loss = torch.zeros((), device=device)
+
+    def forward(self, x_TH: torch.Tensor, expert_TK: torch.Tensor | None = None) -> Routing:
+        """Route tokens; with `expert_TK`, keep those choices and compute only their weights (replay)."""
+        # float32 from here on: a bf16 softmax over hundreds of experts changes which are chosen.
+        logits_TE = F.linear(x_TH.float(), self.weight.float())
+        prob_TE = logits_TE.softmax(-1) if self.score == "softmax" else logits_TE.sigmoid()
+        if expert_TK is None:
+            expert_TK = self._select(prob_TE)
+        index_TK = expert_TK.clamp(min=0).long()
+        weight_TK = prob_TE.gather(1, index_TK).masked_fill(expert_TK < 0, 0.0)
+        if self.normalize:
+            weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True).clamp(min=1e-20)
+        weight_TK = weight_TK * self.scaling_factor
+
+        count_E = torch.zeros_like(self.load_E).scatter_add_(
+            0, index_TK.reshape(-1), (expert_TK >= 0).long().reshape(-1)
+        )
+        self.aux_loss = self._aux_loss(logits_TE, prob_TE, count_E)
+        if not in_recompute():
+            # Activation checkpointing runs this forward twice; the tokens came once.
+            self.load_E += count_E
+        if self.capacity_factor is not None:
+            kept_TK = self._within_capacity(expert_TK)
+            if not in_recompute():
+                self.dropped += ((expert_TK >= 0) & ~kept_TK).sum()
+            expert_TK = expert_TK.masked_fill(~kept_TK, -1)
+            weight_TK = weight_TK.masked_fill(~kept_TK, 0.0)
+        return Routing(expert_TK, weight_TK)
+
+    @torch.no_grad()
+    def _select(self, prob_TE: torch.Tensor) -> torch.Tensor:
+        choice_TE = prob_TE if self.bias_E is None else prob_TE + self.bias_E
+        if self.num_groups:
+            choice_TGe = choice_TE.unflatten(1, (self.num_groups, -1))
+            group_TG = choice_TGe.topk(min(2, choice_TGe.shape[-1]), dim=-1).values.sum(-1)
+            best_TG = group_TG.topk(self.topk_groups, dim=-1).indices
+            open_TG = torch.zeros_like(group_TG, dtype=torch.bool).scatter_(1, best_TG, True)
+            choice_TE = choice_TGe.masked_fill(~open_TG.unsqueeze(-1), -math.inf).flatten(1)
+        return choice_TE.topk(self.top_k, dim=-1).indices.int()
+
+    def _aux_loss(self, logits_TE: torch.Tensor, prob_TE: torch.Tensor, count_E: torch.Tensor) -> torch.Tensor:
+        if not (self.aux_loss_coef or self.z_loss_coef):
+            return logits_TE.new_zeros(())
+        prob_TE = prob_TE / prob_TE.sum(-1, keepdim=True)  # a no-op for softmax; makes sigmoid scores shares
+        prob_E = prob_TE.sum(0)
+        z = logits_TE.logsumexp(-1).square().sum()
+        tokens = logits_TE.new_tensor([float(logits_TE.shape[0])])
+        total = torch.cat([count_E.float(), prob_E.detach(), z.detach().view(1), tokens])
+        ranks = 1
+        for group in self.groups:
+            dist.all_reduce(total, group=group)
+            ranks *= dist.get_world_size(group)
+        count_all_E, prob_all_E, z_all, tokens_all = total.split([self.num_experts, self.num_experts, 1, 1])
+        share_E = count_all_E / count_all_E.sum().clamp(min=1.0)
+        # The loss is linear in P once f is global. So each rank differentiates its own part, scaled by the number
+        # of ranks because the caller averages over them, and no gradient has to travel.
+        scale = ranks / tokens_all.squeeze(0).clamp(min=1.0)
+        own = self.aux_loss_coef * self.num_experts * (share_E * prob_E).sum() * scale + self.z_loss_coef * z * scale
+        value = (
+            self.aux_loss_coef * self.num_experts * (share_E * prob_all_E).sum() + self.z_loss_coef * z_all.squeeze(0)
+        ) / tokens_all.squeeze(0).clamp(min=1.0)
+        return own + (value - own).detach()
+
+    @torch.no_grad()
+    def _within_capacity(self, expert_TK: torch.Tensor) -> torch.Tensor:
+        """(T, K) bool: whether a choice is among the first `capacity` of its expert, in token order."""
+        assert self.capacity_factor is not None
+        capacity = math.ceil(self.capacity_factor * expert_TK.numel() / self.num_experts)
+        flat = expert_TK.reshape(-1).long()
+        chosen = F.one_hot(flat.clamp(min=0), self.num_experts) * (flat >= 0).unsqueeze(-1)
+        position = (chosen.cumsum(0) * chosen).sum(-1) - 1
+        return ((position < capacity) & (flat >= 0)).view_as(expert_TK)
+
+    @torch.no_grad()
+    def update_bias(self) -> None:
+        """Move the bias towards balance and forget the load. Call on every rank, once per optimizer step.
+
+        The load of all ranks and of all micro-batches since the last call decides, each token counted once.
+        """
+        if self.bias_E is None:
+            raise ValueError("this router has no bias: construct it with bias_update_rate > 0")
+        load_E = self.load_E.clone()
+        for group in self.groups:
+            dist.all_reduce(load_E, group=group)
+        self.bias_E += self.bias_update_rate * torch.sign(load_E.float().mean() - load_E.float())
+        self.reset_counts()
+
+    def reset_counts(self) -> None:
+        """Forget load and drops counted so far."""
+        self.load_E.zero_()
+        self.dropped.zero_()
+
+
+def _check_groups(num_experts: int, top_k: int, num_groups: int, topk_groups: int) -> None:
+    if num_experts % num_groups:
+        raise ValueError(f"num_groups={num_groups} must divide num_experts={num_experts}")
+    if not 1 <= topk_groups <= num_groups:
+        raise ValueError(f"topk_groups={topk_groups} must be between 1 and num_groups={num_groups}")
+    if topk_groups * (num_experts // num_groups) < top_k:
+        raise ValueError(
+            f"{topk_groups} groups of {num_experts // num_groups} experts hold fewer than {top_k} experts per token; "
+            "raise topk_groups"
+        )

@@ -1,0 +1,175 @@
+"""What a layer counted: rows and bytes per verb and destination, tokens per expert, and milliseconds.
+
+Counting is always on, because it is cheap: transports know on the host how many rows they send, the load is one
+integer scatter, and times are a pair of events (CUDA) or clock readings (CPU) around each verb. Nothing here
+synchronises with the device until somebody asks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+VERBS = ("plan", "dispatch", "combine", "dispatch_backward", "combine_backward")
+
+
+def in_recompute() -> bool:
+    """Whether this forward is the second one of activation checkpointing.
+
+    Both kinds of checkpointing (reentrant or not) recompute inside the backward pass, where autograd has a graph
+    task under way. Counting tokens there again is a known bug of load statistics.
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
+class Traffic:
+    """Rows and bytes that this rank sent, per verb and destination rank. Recomputed rides count: they do travel."""
+
+    def __init__(self, num_ranks: int, rank: int) -> None:
+        self.num_ranks, self.rank = num_ranks, rank
+        self.reset()
+
+    def reset(self) -> None:
+        self.rows: dict[str, list[int]] = {verb: [0] * self.num_ranks for verb in VERBS}
+        self.bytes: dict[str, list[int]] = {verb: [0] * self.num_ranks for verb in VERBS}
+
+    def add(self, verb: str, rows_W: Sequence[int], row_bytes: int) -> None:
+        """`rows_W[r]` rows of `row_bytes` bytes went to rank r. Rows to oneself are counted as local."""
+        rows = self.rows[verb]
+        for rank, n in enumerate(rows_W):
+            rows[rank] += n
+        self.add_bytes(verb, rows_W, row_bytes)
+
+    def add_bytes(self, verb: str, rows_W: Sequence[int], row_bytes: int) -> None:
+        """As `add`, for a second message beside rows that are counted already."""
+        size = self.bytes[verb]
+        for rank, n in enumerate(rows_W):
+            size[rank] += n * row_bytes
+
+    def remote(self, what: dict[str, list[int]], *verbs: str) -> int:
+        return sum(sum(what[v]) - what[v][self.rank] for v in verbs or VERBS)
+
+
+# Calls whose times are kept: nobody may ever ask, and a run has millions.
+KEPT_SPANS = 1024
+
+
+class Meter:
+    """Milliseconds of the latest calls of each named span, also shown to profilers under that name."""
+
+    def __init__(self) -> None:
+        self._spans: dict[str, deque[Any]] = {}
+
+    @contextmanager
+    def span(self, name: str, device: torch.device) -> Iterator[None]:
+        """Time the enclosed work on `device`: by events in the current stream on CUDA, by the clock elsewhere."""
+        with torch.profiler.record_function(f"carpool::{name}"):
+            if device.type == "cuda":
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                yield
+                end.record()
+                self._keep(name, (start, end))
+            else:
+                begin = time.perf_counter()
+                yield
+                self._keep(name, 1e3 * (time.perf_counter() - begin))
+
+    def _keep(self, name: str, value: Any) -> None:
+        self._spans.setdefault(name, deque(maxlen=KEPT_SPANS)).append(value)
+
+    def milliseconds(self, reset: bool = True) -> dict[str, list[float]]:
+        """Milliseconds of each call since the last reset, per span. Waits for the device if it must."""
+        result: dict[str, list[float]] = {}
+        for name, spans in self._spans.items():
+            if spans and isinstance(spans[-1], tuple):
+                spans[-1][1].synchronize()
+                result[name] = [start.elapsed_time(end) for start, end in spans]
+            else:
+                result[name] = list(spans)
+        if reset:
+            self._spans = {}
+        return result
+
+
+class LayerStats:
+    """Counters of one layer on one rank, since the last `reset`."""
+
+    def __init__(self, num_experts: int, num_ranks: int, rank: int) -> None:
+        self.traffic = Traffic(num_ranks, rank)
+        self.meter = Meter()
+        self.num_experts = num_experts
+        self._load_E: torch.Tensor | None = None
+        self.tokens = 0
+        self.top_k = 0
+
+    def count(self, expert_TK: torch.Tensor) -> None:
+        """Count the tokens and the load of one forward; a recomputed forward is not counted again."""
+        if in_recompute():
+            return
+        if self._load_E is None:
+            self._load_E = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=expert_TK.device)
+        # -1 ("no expert") goes to the last place, which nobody reads: no host synchronisation to filter it out.
+        index = torch.where(expert_TK < 0, self.num_experts, expert_TK).reshape(-1).long()
+        self._load_E.scatter_add_(0, index, torch.ones_like(index))
+        self.tokens += expert_TK.shape[0]
+        self.top_k = expert_TK.shape[1]
+
+    @property
+    def load_E(self) -> torch.Tensor:
+        """(E,) int64: choices of each expert by this rank's tokens."""
+        if self._load_E is None:
+            return torch.zeros(self.num_experts, dtype=torch.int64)
+        return self._load_E[:-1]
+
+    def summary(self) -> RideStats:
+        traffic = self.traffic
+        return RideStats(
+            tokens=self.tokens,
+            num_experts_per_tok=self.top_k,
+            rows_dispatched=sum(traffic.rows["dispatch"]),
+            rows_remote=traffic.remote(traffic.rows, "dispatch"),
+            bytes_remote={verb: traffic.remote(traffic.bytes, verb) for verb in VERBS},
+            load_E=tuple(self.load_E.tolist()),
+        )
+
+    def reset(self) -> None:
+        self.traffic.reset()
+        self.meter.milliseconds(reset=True)
+        if self._load_E is not None:
+            self._load_E.zero_()
+        self.tokens = 0
+
+
+@dataclass(frozen=True)
+class RideStats:
+    """What one rank's tokens did in one layer. Rows to the own rank are copies, but not remote."""
+
+    tokens: int
+    num_experts_per_tok: int
+    rows_dispatched: int
+    rows_remote: int
+    bytes_remote: dict[str, int]
+    load_E: tuple[int, ...] = field(repr=False)
+    dropped: int = 0
+
+    @property
+    def copies_per_token(self) -> float:
+        """Rows dispatched per token, the copy that stays on the own rank included."""
+        return self.rows_dispatched / self.tokens if self.tokens else 0.0
+
+    def __str__(self) -> str:
+        mean = sum(self.load_E) / max(1, len(self.load_E))
+        return (
+            f"{self.tokens} tokens, {self.copies_per_token:.2f} copies per token "
+            f"(of {self.num_experts_per_tok} experts), {self.rows_remote} rows to other ranks, "
+            + ", ".join(f"{verb} {size} B" for verb, size in self.bytes_remote.items() if size)
+            + f"; load max/mean {max(self.load_E, default=0) / mean if mean else 0.0:.2f}, "
+            f"{sum(n == 0 for n in self.load_E)} experts idle, {self.dropped} choices dropped"
+        )

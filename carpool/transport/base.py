@@ -1,0 +1,122 @@
+"""The contract of a transport: how rows travel between ranks and back.
+
+A transport has three verbs. None blocks the host for longer than it must; what is still under way has `wait()`.
+
+    route    = transport.plan(slot_TK, weight_TK, traffic)     who gets which row
+    arrivals = transport.dispatch(x_TH, route)                 rows x_RH here, with their slots and weights
+    ...experts write their weighted partial sums into route.partial_RH...
+    y_TH     = transport.combine(route)                        sums over the ranks that a token visited
+
+The backward pass uses the same verbs on the same route: the backward of a dispatch is a combine of row gradients
+(with `dweight_RJ` beside them), the backward of a combine is a dispatch without weights.
+
+A row of an arrival serves J choices of its token. J depends on the transport: `dedup` sends one row per (token,
+rank), J = K; `alltoall` one row per (token, expert), J = 1. Column j of `slot_RJ` is -1 where nothing is to do.
+
+Buffers that a transport owns are leased: they hold until the next verb on the same route and autograd must never
+save a view of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from carpool.stats import Traffic
+
+# What a choice carries besides its row: an int32 slot and a float32 weight.
+CHOICE_BYTES = 8
+
+
+@dataclass
+class Route:
+    """Where each row of one forward goes; made by `plan`, and good for one forward and its backward.
+
+    Attributes:
+        num_tokens, top_k: T and K of this rank.
+        num_rows: R, rows that this rank receives.
+        num_pairs: P, (row, slot) pairs among them: the rows that the experts' matrix products see.
+        traffic: where the verbs count what they send.
+        partial_RH: what the experts write and `combine` reads; set by `new_partial`.
+    """
+
+    num_tokens: int
+    top_k: int
+    num_rows: int
+    num_pairs: int
+    traffic: Traffic
+    backward: bool = False
+    partial_RH: torch.Tensor | None = None
+
+    def new_partial(self, hidden: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """The (R, H) buffer for what goes back: partial sums in the forward, row gradients in the backward."""
+        self.partial_RH = torch.empty(self.num_rows, hidden, dtype=dtype, device=device)
+        return self.partial_RH
+
+    def verb(self, name: str) -> str:
+        """The name under which a verb is counted. A dispatch of gradients is the backward of a combine."""
+        if not self.backward:
+            return name
+        return "combine_backward" if name == "dispatch" else "dispatch_backward"
+
+
+@dataclass
+class Pending:
+    """Something under way; `wait()` gives its value, once."""
+
+    finish: Callable[[], Any]
+
+    def wait(self) -> Any:
+        return self.finish()
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """Rows that came, with what to do with them.
+
+    Attributes:
+        x_RH: (R, H) rows, in the order of the sending ranks.
+        slot_RJ: (R, J) int32 slots of this rank that want the row, -1: none.
+        weight_RJ: (R, J) float32 routing weights, 0 where there is no slot.
+        num_pairs: P, how many entries of slot_RJ are filled.
+    """
+
+    x_RH: torch.Tensor
+    slot_RJ: torch.Tensor
+    weight_RJ: torch.Tensor
+    num_pairs: int
+
+
+class Transport(Protocol):
+    """One way for rows to travel. `name` is what `transport=` selects."""
+
+    name: str
+
+    def plan(self, slot_TK: torch.Tensor, weight_TK: torch.Tensor, traffic: Traffic) -> Route:
+        """Decide which row goes where.
+
+        Args:
+            slot_TK: (T, K) int32 global slot ids (rank * S + slot), -1: none. T may differ between ranks, and be 0.
+            weight_TK: (T, K) float32.
+            traffic: counts of this layer.
+        """
+        ...
+
+    def dispatch(self, x_TH: torch.Tensor, route: Route) -> Pending:
+        """Send each row where the route says. `wait()` gives the `Arrivals`."""
+        ...
+
+    def dispatch_gradients(self, dy_TH: torch.Tensor, route: Route) -> Pending:
+        """The backward of `combine`: rows only, their slots are known. `wait()` gives dpartial_RH."""
+        ...
+
+    def combine(self, route: Route) -> Pending:
+        """Bring `route.partial_RH` back. `wait()` gives y_TH: the sums, accumulated in float32 in rank order."""
+        ...
+
+    def combine_gradients(self, route: Route, dweight_RJ: torch.Tensor) -> Pending:
+        """The backward of `dispatch`. `wait()` gives (dx_TH, dweight_TK)."""
+        ...

@@ -1,0 +1,111 @@
+"""Every rank sees every token: the oracle.
+
+All tokens, slots and weights are gathered on every rank; each rank computes what its slots are asked for; the
+partial sums are sent back to the tokens' ranks and added in rank order. Nothing is selected, sorted or counted on
+the way out, so there is little to get wrong: the other transports are tested against it. Shapes are static when
+all ranks hold equally many tokens (others are padded to the largest), and only the largest count is exchanged.
+
+    rank 0 has tokens a, b; rank 1 has c          every rank receives [a, b | c, -]; `-` is padding, wanted by none
+
+Cost per token: W - 1 rows to other ranks there and back, whatever was chosen. That is less than one row per expert
+when K is larger than W, which is why MegaScale-MoE (arXiv 2505.11432, section 4) uses it for large top-k.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from carpool.ordered_sum import ordered_sum
+from carpool.stats import Traffic
+from carpool.transport.base import CHOICE_BYTES, Arrivals, Pending, Route
+
+COUNT_BYTES = 8
+
+
+@dataclass
+class GatherRoute(Route):
+    padded_tokens: int = 0
+    slot_RK: torch.Tensor = torch.empty(0)
+    weight_RK: torch.Tensor = torch.empty(0)
+
+
+class Gather:
+    """All rows to all ranks; J = K. Arguments as for `ExchangeTransport`."""
+
+    name = "gather"
+
+    def __init__(self, group: dist.ProcessGroup | None, slots_per_rank: int) -> None:
+        self.group = group
+        self.slots_per_rank = slots_per_rank
+        self.num_ranks = dist.get_world_size(group) if group is not None else 1
+        self.rank = dist.get_rank(group) if group is not None else 0
+
+    def plan(self, slot_TK: torch.Tensor, weight_TK: torch.Tensor, traffic: Traffic) -> GatherRoute:
+        num_tokens, top_k = slot_TK.shape
+        most = torch.tensor([num_tokens], device=slot_TK.device)
+        if self.num_ranks > 1:
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
+        padded_tokens = int(most.item())
+        traffic.add("plan", [1] * self.num_ranks, COUNT_BYTES)
+        padding = (0, 0, 0, padded_tokens - num_tokens)
+        slot_RK = self._gather(F.pad(slot_TK, padding, value=-1))
+        weight_RK = self._gather(F.pad(weight_TK.float(), padding))
+        mine_RK = slot_RK.div(self.slots_per_rank, rounding_mode="floor") == self.rank
+        return GatherRoute(
+            num_tokens=num_tokens,
+            top_k=top_k,
+            num_rows=self.num_ranks * padded_tokens,
+            num_pairs=int(mine_RK.sum().item()),
+            traffic=traffic,
+            padded_tokens=padded_tokens,
+            slot_RK=torch.where(mine_RK, slot_RK % self.slots_per_rank, -1).int(),
+            weight_RK=weight_RK.masked_fill(~mine_RK, 0.0),
+        )
+
+    def dispatch(self, x_TH: torch.Tensor, route: GatherRoute) -> Pending:
+        x_RH = self._gather(F.pad(x_TH, (0, 0, 0, route.padded_tokens - route.num_tokens)))
+        row_bytes = x_TH.shape[1] * x_TH.element_size() + route.top_k * CHOICE_BYTES
+        route.traffic.add(route.verb("dispatch"), [route.padded_tokens] * self.num_ranks, row_bytes)
+        return Pending(lambda: Arrivals(x_RH, route.slot_RK, route.weight_RK, route.num_pairs))
+
+    def dispatch_gradients(self, dy_TH: torch.Tensor, route: GatherRoute) -> Pending:
+        route.backward = True
+        dpartial_RH = self._gather(F.pad(dy_TH, (0, 0, 0, route.padded_tokens - route.num_tokens)))
+        row_bytes = dy_TH.shape[1] * dy_TH.element_size()
+        route.traffic.add(route.verb("dispatch"), [route.padded_tokens] * self.num_ranks, row_bytes)
+        return Pending(lambda: dpartial_RH)
+
+    def combine(self, route: GatherRoute) -> Pending:
+        assert route.partial_RH is not None
+        partial_RH, route.partial_RH = route.partial_RH, None
+        row_bytes = partial_RH.shape[1] * partial_RH.element_size()
+        route.traffic.add(route.verb("combine"), [route.padded_tokens] * self.num_ranks, row_bytes)
+        return Pending(lambda: self._sum_at_home(partial_RH, route))
+
+    def combine_gradients(self, route: GatherRoute, dweight_RJ: torch.Tensor) -> Pending:
+        dx = self.combine(route)
+        row_bytes = dweight_RJ.shape[1] * dweight_RJ.element_size()
+        route.traffic.add_bytes(route.verb("combine"), [route.padded_tokens] * self.num_ranks, row_bytes)
+        return Pending(lambda: (dx.wait(), self._sum_at_home(dweight_RJ, route)))
+
+    def _gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """(T', ...) of each rank -> (W * T', ...) of all, in rank order."""
+        if self.num_ranks == 1:
+            return rows
+        out = rows.new_empty(self.num_ranks * rows.shape[0], *rows.shape[1:])
+        dist.all_gather_into_tensor(out, rows.contiguous(), group=self.group)
+        return out
+
+    def _sum_at_home(self, partial_RH: torch.Tensor, route: GatherRoute) -> torch.Tensor:
+        """Each rank's partial rows to the ranks that hold the tokens, added there in rank order."""
+        if self.num_ranks > 1:
+            back = torch.empty_like(partial_RH)
+            dist.all_to_all_single(back, partial_RH.contiguous(), group=self.group)
+        else:
+            back = partial_RH
+        token_N = torch.arange(route.padded_tokens, device=back.device).repeat(self.num_ranks)
+        return ordered_sum(back, token_N, route.padded_tokens)[: route.num_tokens]

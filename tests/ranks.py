@@ -1,0 +1,123 @@
+"""Four gloo ranks in processes that are started once and reused by every test.
+
+A test hands a module-level function to the pool; each rank calls it as `fn(*args)` inside an initialised
+process group, and the pool returns the four results in rank order:
+
+    def total(x):
+        t = torch.tensor(float(dist.get_rank() + x))
+        dist.all_reduce(t)
+        return t.item()
+
+    def test_total(ranks):
+        assert ranks(total, 1) == [10.0] * 4
+
+When a rank raises, the others may be stuck in a collective that it will never join: the pool then kills all
+of them, starts afresh for the next test, and raises the first traceback here.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+WORLD_SIZE = 4
+
+
+@functools.cache
+def mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """A device mesh over the four ranks; each rank builds a given mesh once, because its groups are costly."""
+    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _serve(rank: int, port: int, pipe: Any, path: list[str]) -> None:
+    sys.path[:] = path
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    dist.init_process_group("gloo")
+    while True:
+        try:
+            job = pipe.recv()
+        except EOFError:
+            break
+        if job is None:
+            break
+        fn, args, kwargs = job
+        try:
+            pipe.send((True, fn(*args, **kwargs)))
+        except BaseException:  # the parent shows it; a worker must survive to be told what to do next
+            pipe.send((False, traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+class Ranks:
+    """The pool. Call it with a function and its arguments; see the module's docstring."""
+
+    def __init__(self) -> None:
+        self._processes: list[Any] = []
+        self._pipes: list[Any] = []
+
+    def _start(self) -> None:
+        context = mp.get_context("spawn")
+        port = free_port()
+        for rank in range(WORLD_SIZE):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, port, theirs, sys.path), daemon=True)
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def __call__(self, fn: Callable[..., Any], *args: Any, timeout: float = 180.0, **kwargs: Any) -> list[Any]:
+        if not self._processes:
+            self._start()
+        for pipe in self._pipes:
+            pipe.send((fn, args, kwargs))
+        results: list[Any] = [None] * WORLD_SIZE
+        missing = set(range(WORLD_SIZE))
+        deadline = time.monotonic() + timeout
+        while missing:
+            ready = wait([self._pipes[r] for r in missing], timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self.stop(kill=True)
+                raise TimeoutError(f"ranks {sorted(missing)} did not answer within {timeout:.0f} s")
+            for rank in [r for r in missing if self._pipes[r] in ready]:
+                try:
+                    ok, value = self._pipes[rank].recv()
+                except EOFError:
+                    ok, value = False, "the process died"
+                if not ok:
+                    self.stop(kill=True)
+                    raise RuntimeError(f"rank {rank} failed:\n{value}")
+                results[rank] = value
+                missing.discard(rank)
+        return results
+
+    def stop(self, kill: bool = False) -> None:
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
+            if kill:
+                process.kill()
+            else:
+                pipe.send(None)
+            process.join(timeout=30)
+            pipe.close()
+        self._processes, self._pipes = [], []
