@@ -2,7 +2,7 @@
 
     routing = router(x)            who serves it: K experts, K weights                      carpool/routing.py
     slot_TK = assign(...)          which copy of each expert: rank and slot                 carpool/layout.py
-    weights = fill(...)            slots take their experts' parameters from the homes      carpool/parallel/slots.py
+    weights = fill_slots(...)      slots take their experts' parameters from the homes      carpool/parallel/slots.py
     y = ride(...)                  its row goes to each rank that holds any of them, the    carpool/ride.py
                                    experts there add up what they make of it, and one
                                    partial sum per rank comes back
@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from carpool.experts import ExpertFunction, ExpertWeights, make_activation, make_experts
 from carpool.layout import ExpertLayout, assign
-from carpool.parallel.slots import SlotFiller
+from carpool.parallel.slots import SlotFiller, fill_slots
 from carpool.ride import ride
 from carpool.routing import Router, Routing
 from carpool.stats import LayerStats, RideStats
@@ -99,7 +99,7 @@ class MoE(nn.Module):
         self.group = ep_mesh.get_group() if ep_mesh is not None and num_ranks > 1 else None
         self.rank = dist.get_rank(self.group) if self.group is not None else 0
         groups = [mesh.get_group() for mesh in (ep_mesh, edp_mesh) if mesh is not None and mesh.size() > 1]
-        place = {"device": device, "dtype": dtype}
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
 
         self.router = Router(hidden_size, num_experts, num_experts_per_tok, groups=groups, **place, **(router or {}))
         rows, width = len(layout.homes[self.rank]), intermediate_size * (2 if gated else 1)
@@ -131,11 +131,12 @@ class MoE(nn.Module):
             replayed = self.router(x_TH, routing.expert_TK) if routing.weight_TK is None else routing
             self.aux_loss = self.router.aux_loss if routing.weight_TK is None else x_TH.new_zeros(())
             routing = replayed
+        assert routing.weight_TK is not None
         self.routing = routing.detach()
-        self.stats_counter.count(routing.expert_TK)
+        self.stats_counter.count(routing.expert_TK, routing.weight_TK)
 
         slot_TK = assign(routing, self.layout, self.rank)
-        weights = ExpertWeights(*(None if w is None else self.filler.fill(w) for w in self._home_weights()))
+        weights = fill_slots(ExpertWeights(*self._home_weights()), self.filler)
         y_TH = ride(x_TH, routing.weight_TK, slot_TK, self.transport, self.experts, weights, self.stats_counter)
         return (y_TH + self.shared(x_TH)).view_as(x)
 
@@ -150,7 +151,7 @@ class MoE(nn.Module):
 
     def stats(self, reset: bool = False) -> RideStats:
         """Copies per token, rows, bytes and expert load of this rank's tokens since the last reset."""
-        summary = replace(self.stats_counter.summary(), dropped=int(self.router.dropped))
+        summary = replace(self.stats_counter.summary(), dropped=int(self.router.dropped.item()))
         if reset:
             self.stats_counter.reset()
             self.router.dropped.zero_()
@@ -196,7 +197,7 @@ class MoE(nn.Module):
     def extra_repr(self) -> str:
         return f"layout={self.layout.kind}, transport={self.transport.name}, experts={self.experts.name}"
 
-    def _home_weights(self) -> tuple[torch.Tensor | None, ...]:
+    def _home_weights(self) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter | None, nn.Parameter | None]:
         return self.up_proj, self.down_proj, self.up_bias, self.down_bias
 
     def _agree(self, groups: list[dist.ProcessGroup]) -> None:

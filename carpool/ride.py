@@ -57,7 +57,7 @@ class _Ride(torch.autograd.Function):
         stats: LayerStats,
         *tensors: torch.Tensor | None,
     ) -> torch.Tensor:
-        weights = ExpertWeights(*tensors)
+        weights = ExpertWeights._make(tensors)
         device = x_TH.device
         with stats.meter.span("dispatch", device):
             route = transport.plan(slot_TK, weight_TK, stats.traffic)
@@ -73,7 +73,7 @@ class _Ride(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_TH: torch.Tensor) -> tuple[Any, ...]:
         route, transport, stats = ctx.route, ctx.transport, ctx.stats
-        weights = ExpertWeights(*ctx.saved_tensors[:4])
+        weights = ExpertWeights._make(ctx.saved_tensors[:4])
         saved = ctx.saved_tensors[4:]
         with stats.meter.span("dispatch", dy_TH.device):
             dpartial_RH = transport.dispatch_gradients(dy_TH.contiguous(), route).wait()

@@ -93,6 +93,7 @@ class Router(nn.Module):
 
     load_E: torch.Tensor
     bias_E: torch.Tensor | None
+    dropped: torch.Tensor
 
     def __init__(
         self,

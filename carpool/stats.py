@@ -106,15 +106,20 @@ class LayerStats:
         self.meter = Meter()
         self.num_experts = num_experts
         self._load_E: torch.Tensor | None = None
+        self._entropy: torch.Tensor | None = None
         self.tokens = 0
         self.top_k = 0
 
-    def count(self, expert_TK: torch.Tensor) -> None:
+    @torch.no_grad()
+    def count(self, expert_TK: torch.Tensor, weight_TK: torch.Tensor) -> None:
         """Count the tokens and the load of one forward; a recomputed forward is not counted again."""
         if in_recompute():
             return
-        if self._load_E is None:
+        if self._load_E is None or self._entropy is None:
             self._load_E = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=expert_TK.device)
+            self._entropy = torch.zeros((), dtype=torch.float64, device=expert_TK.device)
+        share_TK = weight_TK / weight_TK.sum(1, keepdim=True).clamp(min=1e-20)
+        self._entropy -= torch.special.xlogy(share_TK, share_TK).sum()
         # -1 ("no expert") goes to the last place, which nobody reads: no host synchronisation to filter it out.
         index = torch.where(expert_TK < 0, self.num_experts, expert_TK).reshape(-1).long()
         self._load_E.scatter_add_(0, index, torch.ones_like(index))
@@ -127,6 +132,12 @@ class LayerStats:
         if self._load_E is None:
             return torch.zeros(self.num_experts, dtype=torch.int64)
         return self._load_E[:-1]
+
+    @property
+    def entropy(self) -> torch.Tensor:
+        """Sum over this rank's tokens of the entropy of their K weights, in nats: 0 if one expert has all of the
+        weight, ln K if all have the same."""
+        return torch.zeros((), dtype=torch.float64) if self._entropy is None else self._entropy
 
     def summary(self) -> RideStats:
         traffic = self.traffic
@@ -142,8 +153,9 @@ class LayerStats:
     def reset(self) -> None:
         self.traffic.reset()
         self.meter.milliseconds(reset=True)
-        if self._load_E is not None:
+        if self._load_E is not None and self._entropy is not None:
             self._load_E.zero_()
+            self._entropy.zero_()
         self.tokens = 0
 
 

@@ -62,10 +62,10 @@ class ReferenceExperts:
             x_RH, weight_RJ = x_RH.detach().requires_grad_(), weight_RJ.detach().requires_grad_()
             leaves = [None if w is None else w.detach().requires_grad_() for w in weights]
             given = [w for w in leaves if w is not None]
-            partial_RH = reference_experts(x_RH, slot_RJ, weight_RJ, ExpertWeights(*leaves), self.function)
+            partial_RH = reference_experts(x_RH, slot_RJ, weight_RJ, ExpertWeights._make(leaves), self.function)
             dx, dweight_RJ, *dgiven = torch.autograd.grad(
                 partial_RH, [x_RH, weight_RJ, *given], dpartial_RH.to(partial_RH.dtype), materialize_grads=True
             )
         dx_RH.copy_(dx)
         gradients = iter(dgiven)
-        return dweight_RJ, ExpertWeights(*(None if w is None else next(gradients) for w in leaves))
+        return dweight_RJ, ExpertWeights._make(None if w is None else next(gradients) for w in leaves)

@@ -10,8 +10,8 @@ Everything else of the script stays as it is. "carpool" picks the transport ("au
 
 from __future__ import annotations
 
-from carpool.hf.expert_parallel import CarpoolEP, register, rides, set_transport
+from carpool.hf.expert_parallel import CarpoolEP, ExpertRides, install, register, rides, set_transport, transport
 
-__all__ = ["CarpoolEP", "rides", "set_transport"]
+__all__ = ["CarpoolEP", "ExpertRides", "install", "rides", "set_transport", "transport"]
 
 register()

@@ -16,10 +16,12 @@ Two ways through the layer:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -28,117 +30,152 @@ from transformers.distributed.expert_parallel import EPImplementation, EPImpleme
 
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts
 from carpool.layout import ExpertLayout, assign
-from carpool.parallel.slots import SlotFiller
+from carpool.parallel.slots import SlotFiller, fill_slots
 from carpool.ride import ride, ride_module
 from carpool.routing import Routing
 from carpool.stats import LayerStats
-from carpool.transport import TRANSPORTS, choose_transport, make_transport
+from carpool.transport import TRANSPORTS, Transport, choose_transport, make_transport
+
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-class CarpoolEP(EPImplementation):
-    """One experts module's rides. Constructed by transformers; reached afterwards through `rides(model)`.
+class ExpertRides:
+    """The rides of one experts module: its layout, transport and counters. `rides(model)` finds them.
+
+    Args:
+        experts: transformers' experts module; `experts.num_experts` is what this rank owns.
+        experts_forward: its own forward, on local expert ids.
+        group: the expert-parallel group; None for one rank.
+        transport: "auto" or a key of `carpool.transport.TRANSPORTS`.
 
     Attributes:
         layout: where the experts live; `carpool.hf.set_layout` changes it.
-        stats: counters of this layer (carpool.stats.LayerStats).
+        stats: counters of this layer (`carpool.stats.LayerStats`).
         routing: the last forward's choices on this rank, detached.
+        why: why "auto" chose this transport; set by the first forward.
     """
 
-    requested = "auto"
-
-    def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
-        super().__init__(experts, ep_mesh, tp_mesh)
+    def __init__(self, experts: Any, experts_forward: Forward, group: dist.ProcessGroup | None, transport: str) -> None:
         if not isinstance(getattr(experts, "num_experts", None), int):
-            raise ValueError(f"{type(experts).__name__} has no integer `num_experts`; carpool cannot tell its experts apart")
-        self.experts = experts
-        self.group = ep_mesh.get_group()
-        self.rank = ep_mesh.get_local_rank()
+            raise ValueError(
+                f"{type(experts).__name__} has no integer `num_experts`; carpool cannot tell its experts apart"
+            )
+        self.experts, self.experts_forward, self.group = experts, experts_forward, group
+        self.num_ranks = dist.get_world_size(group) if group is not None else 1
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.num_local_experts: int = experts.num_experts
+        self.num_experts = self.num_local_experts * self.num_ranks
         self.routing: Routing | None = None
+        self.requested, self.why = transport, ""
+        self.stats = LayerStats(self.num_experts, self.num_ranks, self.rank)
         self._function = expert_function(experts)
-        self.stats = LayerStats(self.num_local_experts * ep_mesh.size(), ep_mesh.size(), self.rank)
-        self.set_layout(ExpertLayout.contiguous(self.num_local_experts * ep_mesh.size(), ep_mesh.size()))
-        self.transport = None
-        # Found again by `rides`. Not a submodule: it must not appear in the state dict.
-        object.__setattr__(experts, "_carpool_ride", self)
+        self.set_layout(ExpertLayout.contiguous(self.num_experts, self.num_ranks))
+        # Found again by `rides`. Set past nn.Module: it must not appear among submodules or in the state dict.
+        object.__setattr__(experts, "_carpool_rides", self)
 
     def set_layout(self, layout: ExpertLayout) -> None:
         """Compute under `layout` from now on. The parameters must already be in its home order."""
-        if (layout.num_experts, layout.num_ranks) != (self.stats.num_experts, self.ep_mesh.size()):
+        if (layout.num_experts, layout.num_ranks) != (self.num_experts, self.num_ranks):
             raise ValueError(
                 f"the layout is for {layout.num_experts} experts on {layout.num_ranks} ranks; this model has "
-                f"{self.stats.num_experts} experts on ep_size={self.ep_mesh.size()}"
+                f"{self.num_experts} experts on ep_size={self.num_ranks}"
             )
         if {len(rank) for rank in layout.homes} != {self.num_local_experts}:
             raise ValueError("FSDP shards experts evenly, so every rank must be home to equally many experts")
         if not layout.slot_is_home and self._function is None:
-            raise ValueError(f"{type(self.experts).__name__} is computed by its own forward: no replicas or empty slots")
+            raise ValueError(f"{type(self.experts).__name__} runs its own forward: no replicas, no empty slots")
         self.layout, self.filler = layout, SlotFiller(layout, self.group)
-        self.transport = None
+        self.transport: Transport | None = None
 
     def set_transport(self, name: str) -> None:
-        """Change how rows travel: "auto" or a key of `carpool.transport.TRANSPORTS`. All ranks together."""
-        choose_transport(name, self.layout.num_ranks, 2)
+        """Change how rows travel. All ranks together, between steps."""
+        choose_transport(name, self.num_ranks, 1)
         self.requested, self.transport = name, None
 
-    def __call__(
-        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
-    ) -> torch.Tensor:
-        num_tokens = hidden_states.shape[0]
-        if self.tp_mesh.size() > 1:
-            # The ranks of a tensor-parallel group hold the same tokens: each takes its slice, or they would be
-            # computed tp times and the router's gradient counted tp times.
-            hidden_states, top_k_index, top_k_weights = (
-                DTensor.from_local(t, self.tp_mesh, [Replicate()], run_check=False)
-                .redistribute(self.tp_mesh, [Shard(0)])
-                .to_local()
-                for t in (hidden_states, top_k_index, top_k_weights)
-            )
-        y_TH = self._ride(hidden_states, top_k_index, top_k_weights)
-        if self.tp_mesh.size() > 1:
-            shape = (num_tokens, y_TH.shape[1])
-            y_TH = DTensor.from_local(
-                y_TH.contiguous(), self.tp_mesh, [Shard(0)], shape=shape, stride=(shape[1], 1)
-            ).full_tensor()
-        return y_TH
-
-    def _ride(self, x_TH: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x_TH: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        """(T, H) rows, (T, K) global expert ids, (T, K) weights -> (T, H)."""
         if self.transport is None:
-            name, _ = choose_transport(self.requested, self.layout.num_ranks, top_k_index.shape[1])
+            name, self.why = choose_transport(self.requested, self.num_ranks, top_k_index.shape[1])
             self.transport = make_transport(name, self.group, self.layout.slots_per_rank)
         # Some routers mark "no expert" by -1, others by the number of experts.
-        in_range = (top_k_index >= 0) & (top_k_index < self.stats.num_experts)
-        routing = Routing(torch.where(in_range, top_k_index, -1).int(), top_k_weights.float())
+        in_range_TK = (top_k_index >= 0) & (top_k_index < self.num_experts)
+        weight_TK = top_k_weights.float()
+        routing = Routing(torch.where(in_range_TK, top_k_index, -1).int(), weight_TK)
         self.routing = routing.detach()
-        self.stats.count(routing.expert_TK)
+        self.stats.count(routing.expert_TK, weight_TK)
         slot_TK = assign(routing, self.layout, self.rank)
 
-        names = weight_names(self.experts)
-        if self._function is None or any(name not in self.experts._parameters for name in names if name):
-            return ride_module(x_TH, routing.weight_TK, slot_TK, self.transport, self._own_forward, self.stats)
-        home = [self.experts._parameters[name] if name else None for name in names]
-        weights = ExpertWeights(*(None if w is None else self.filler.fill(w) for w in home))
+        names = weight_names(self.experts) if self._function is not None else ()
+        if self._function is None or any(name and name not in self.experts._parameters for name in names):
+            return ride_module(x_TH, weight_TK, slot_TK, self.transport, self._own_forward, self.stats)
+        home = ExpertWeights._make(self.experts._parameters[name] if name else None for name in names)
+        weights = fill_slots(home, self.filler)
         x_TH = x_TH.to(weights.up_SFH.dtype)
         compute = GroupedExperts(self._function)
-        return ride(x_TH, routing.weight_TK, slot_TK, self.transport, compute, weights, self.stats)
+        return ride(x_TH, weight_TK, slot_TK, self.transport, compute, weights, self.stats)
 
     def _own_forward(self, x_RH: torch.Tensor, slot_RJ: torch.Tensor, weight_RJ: torch.Tensor) -> torch.Tensor:
         """The model's own experts on the rows that arrived; "no expert" is the number of local experts there."""
         if x_RH.shape[0] == 0:
             # One row for nobody keeps the parameters in the graph, so that this rank joins FSDP's reductions.
-            x_1H = x_RH.sum(0, keepdim=True)
-            y_1H = self.experts_forward(x_1H, slot_RJ.new_zeros(1, 1).long(), weight_RJ.sum().view(1, 1).to(x_RH.dtype))
-            return y_1H[:0]
+            x_1H, weight_11 = x_RH.sum(0, keepdim=True), weight_RJ.sum().view(1, 1)
+            return self.experts_forward(x_1H, slot_RJ.new_zeros(1, 1).long(), weight_11.to(x_RH.dtype))[:0]
         ids_RJ = torch.where(slot_RJ < 0, self.num_local_experts, slot_RJ).long()
         return self.experts_forward(x_RH, ids_RJ, weight_RJ.to(x_RH.dtype))
 
 
-def weight_names(experts: nn.Module) -> tuple[str, str, str | None, str | None]:
+class CarpoolEP(EPImplementation):
+    """transformers' adapter: built for each experts module when a model's expert-parallel plan is applied."""
+
+    requested = "auto"
+
+    def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
+        super().__init__(experts, ep_mesh, tp_mesh)
+        self.rides = ExpertRides(experts, self.experts_forward, ep_mesh.get_group(), self.requested)
+
+    def __call__(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        if self.tp_mesh.size() == 1:
+            return self.rides(hidden_states, top_k_index, top_k_weights)
+        # The ranks of a tensor-parallel group hold the same tokens: each takes its slice, or they would be computed
+        # tp times and the router's gradient counted tp times. The chunk's backward gathers the slices' gradients.
+        sliced = (
+            DTensor.from_local(t, self.tp_mesh, [Replicate()], run_check=False)
+            .redistribute(self.tp_mesh, [Shard(0)])
+            .to_local()
+            for t in (hidden_states, top_k_index, top_k_weights)
+        )
+        y_TH = self.rides(*sliced).contiguous()
+        size = torch.Size((hidden_states.shape[0], y_TH.shape[1]))
+        return DTensor.from_local(y_TH, self.tp_mesh, [Shard(0)], shape=size, stride=(size[1], 1)).full_tensor()
+
+
+def install(model: PreTrainedModel) -> None:
+    """Give every experts module of a model that runs without expert parallelism (ep_size = 1) its `ExpertRides`.
+
+    Nothing travels then, but the experts' computation and all counters are Carpool's. A no-op for modules that
+    have theirs already."""
+    for name, style in model._expand_parallel_plan(model.ep_plan or {}).items():
+        experts = model.get_submodule(name) if style == "ep_dispatch_experts" else None
+        if experts is not None and not hasattr(experts, "_carpool_rides"):
+            experts.forward = _local_forward(ExpertRides(experts, experts.forward, None, "auto"))
+
+
+def _local_forward(own: ExpertRides) -> Forward:
+    def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+        return own(hidden_states, top_k_index, top_k_weights).to(hidden_states.dtype)
+
+    return forward
+
+
+def weight_names(experts: Any) -> tuple[str, str, str | None, str | None]:
     """Parameter names of a decorated experts module, in the order of `ExpertWeights`."""
     up = "gate_up_proj" if experts.has_gate else "up_proj"
     return (up, "down_proj", f"{up}_bias", "down_proj_bias") if experts.has_bias else (up, "down_proj", None, None)
 
 
-def expert_function(experts: nn.Module) -> ExpertFunction | None:
+def expert_function(experts: Any) -> ExpertFunction | None:
     """What a decorated experts module computes, or None if only its own forward knows.
 
     The module must hold just the parameters that the decorator's flags announce: one more (a norm, a learned
@@ -151,35 +188,36 @@ def expert_function(experts: nn.Module) -> ExpertFunction | None:
     return ExpertFunction(experts._apply_gate if experts.has_gate else experts.act_fn, experts.is_transposed)
 
 
-def rides(model: nn.Module) -> dict[str, CarpoolEP]:
+def rides(model: nn.Module) -> dict[str, ExpertRides]:
     """The Carpool layers of a model by module name, such as "model.layers.0.mlp.experts"."""
-    found = ((name, getattr(module, "_carpool_ride", None)) for name, module in model.named_modules())
-    return {name: ep for name, ep in found if ep is not None}
+    found = ((name, getattr(module, "_carpool_rides", None)) for name, module in model.named_modules())
+    return {name: own for name, own in found if own is not None}
 
 
-def set_transport(model: PreTrainedModel, name: str) -> None:
+def set_transport(model: nn.Module, name: str) -> None:
     """Change how rows travel in all MoE layers of a model. Call on all ranks, between steps."""
     layers = rides(model)
     if not layers:
         raise ValueError('this model has no Carpool layers; load it with ep_implementation="carpool" and ep_size > 1')
-    for ep in layers.values():
-        ep.set_transport(name)
+    for own in layers.values():
+        own.set_transport(name)
+
+
+@contextmanager
+def transport(model: nn.Module, name: str) -> Iterator[None]:
+    """Use another transport inside a `with`, then go back to what was there."""
+    before = {own: own.requested for own in rides(model).values()}
+    set_transport(model, name)
+    try:
+        yield
+    finally:
+        for own, requested in before.items():
+            own.set_transport(requested)
 
 
 def register() -> None:
     """Add "carpool" and one "carpool-TRANSPORT" for each transport to transformers' registry."""
     EPImplementationInterface.register("carpool", CarpoolEP)
     for name in TRANSPORTS:
-        EPImplementationInterface.register(f"carpool-{name}", type(f"CarpoolEP_{name}", (CarpoolEP,), {"requested": name}))
-
-
-@contextmanager
-def transport(model: PreTrainedModel, name: str) -> Iterator[None]:
-    """Use another transport inside a `with`, then go back to what was there."""
-    before = {ep: ep.requested for ep in rides(model).values()}
-    set_transport(model, name)
-    try:
-        yield
-    finally:
-        for ep, requested in before.items():
-            ep.set_transport(requested)
+        variant = type(f"CarpoolEP_{name}", (CarpoolEP,), {"requested": name})
+        EPImplementationInterface.register(f"carpool-{name}", variant)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from carpool.experts import ExpertWeights
 from carpool.layout import ExpertLayout
 from carpool.ordered_sum import ordered_sum
 
@@ -54,6 +55,12 @@ class SlotFiller:
             return rows
         dist.all_to_all_single(out, rows.contiguous(), receive, send, group=self.group)
         return out
+
+
+def fill_slots(home: ExpertWeights, filler: SlotFiller) -> ExpertWeights:
+    """The weights of this rank's slots from those of its homes, differentiable. Collective unless slots are homes."""
+    up_bias, down_bias = (None if w is None else filler.fill(w) for w in (home.up_bias_SF, home.down_bias_SH))
+    return ExpertWeights(filler.fill(home.up_SFH), filler.fill(home.down_SHF), up_bias, down_bias)
 
 
 class _Fill(torch.autograd.Function):

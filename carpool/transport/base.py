@@ -31,7 +31,7 @@ from carpool.stats import Traffic
 CHOICE_BYTES = 8
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Route:
     """Where each row of one forward goes; made by `plan`, and good for one forward and its backward.
 
@@ -91,7 +91,9 @@ class Arrivals:
 
 
 class Transport(Protocol):
-    """One way for rows to travel. `name` is what `transport=` selects."""
+    """One way for rows to travel. `name` is what `transport=` selects.
+
+    A transport reads its own kind of route, the one that its `plan` made; hence `Any`."""
 
     name: str
 
@@ -105,18 +107,18 @@ class Transport(Protocol):
         """
         ...
 
-    def dispatch(self, x_TH: torch.Tensor, route: Route) -> Pending:
+    def dispatch(self, x_TH: torch.Tensor, route: Any) -> Pending:
         """Send each row where the route says. `wait()` gives the `Arrivals`."""
         ...
 
-    def dispatch_gradients(self, dy_TH: torch.Tensor, route: Route) -> Pending:
+    def dispatch_gradients(self, dy_TH: torch.Tensor, route: Any) -> Pending:
         """The backward of `combine`: rows only, their slots are known. `wait()` gives dpartial_RH."""
         ...
 
-    def combine(self, route: Route) -> Pending:
+    def combine(self, route: Any) -> Pending:
         """Bring `route.partial_RH` back. `wait()` gives y_TH: the sums, accumulated in float32 in rank order."""
         ...
 
-    def combine_gradients(self, route: Route, dweight_RJ: torch.Tensor) -> Pending:
+    def combine_gradients(self, route: Any, dweight_RJ: torch.Tensor) -> Pending:
         """The backward of `dispatch`. `wait()` gives (dx_TH, dweight_TK)."""
         ...

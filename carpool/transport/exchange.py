@@ -49,14 +49,14 @@ class RowsToSend:
     choice_NJ: torch.Tensor
 
 
-@dataclass
+@dataclass(kw_only=True)
 class ExchangeRoute(Route):
-    token_N: torch.Tensor = torch.empty(0)
-    choice_NJ: torch.Tensor = torch.empty(0)
-    slot_NJ: torch.Tensor = torch.empty(0)
-    weight_NJ: torch.Tensor = torch.empty(0)
-    send: tuple[int, ...] = ()
-    receive: tuple[int, ...] = ()
+    token_N: torch.Tensor
+    choice_NJ: torch.Tensor
+    slot_NJ: torch.Tensor
+    weight_NJ: torch.Tensor
+    send: tuple[int, ...]
+    receive: tuple[int, ...]
 
 
 class ExchangeTransport:
@@ -155,7 +155,9 @@ class ExchangeTransport:
         if self.num_ranks == 1:
             return lambda: rows
         out = rows.new_empty(sum(receive), *rows.shape[1:])
-        work = dist.all_to_all_single(out, rows.contiguous(), list(receive), list(send), group=self.group, async_op=True)
+        work = dist.all_to_all_single(
+            out, rows.contiguous(), list(receive), list(send), group=self.group, async_op=True
+        )
 
         def finish() -> torch.Tensor:
             work.wait()

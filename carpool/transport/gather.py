@@ -26,11 +26,11 @@ from carpool.transport.base import CHOICE_BYTES, Arrivals, Pending, Route
 COUNT_BYTES = 8
 
 
-@dataclass
+@dataclass(kw_only=True)
 class GatherRoute(Route):
-    padded_tokens: int = 0
-    slot_RK: torch.Tensor = torch.empty(0)
-    weight_RK: torch.Tensor = torch.empty(0)
+    padded_tokens: int
+    slot_RK: torch.Tensor
+    weight_RK: torch.Tensor
 
 
 class Gather:
