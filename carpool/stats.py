@@ -29,7 +29,13 @@ def in_recompute() -> bool:
 
 
 class Traffic:
-    """Rows and bytes that this rank sent, per verb and destination rank. Recomputed rides count: they do travel."""
+    """Rows and bytes that this rank sent, per verb and destination rank. Recomputed rides count: they do travel.
+
+    Attributes:
+        rows, bytes: per verb, a list over destination ranks, this rank included.
+        baseline: per verb, the bytes to and from other ranks that one row per (token, expert) would have taken for
+            this rank's tokens.
+    """
 
     def __init__(self, num_ranks: int, rank: int) -> None:
         self.num_ranks, self.rank = num_ranks, rank
@@ -38,19 +44,17 @@ class Traffic:
     def reset(self) -> None:
         self.rows: dict[str, list[int]] = {verb: [0] * self.num_ranks for verb in VERBS}
         self.bytes: dict[str, list[int]] = {verb: [0] * self.num_ranks for verb in VERBS}
+        self.baseline: dict[str, int] = dict.fromkeys(VERBS, 0)
 
     def add(self, verb: str, rows_W: Sequence[int], row_bytes: int) -> None:
         """`rows_W[r]` rows of `row_bytes` bytes went to rank r. Rows to oneself are counted as local."""
-        rows = self.rows[verb]
         for rank, n in enumerate(rows_W):
-            rows[rank] += n
-        self.add_bytes(verb, rows_W, row_bytes)
+            self.rows[verb][rank] += n
+            self.bytes[verb][rank] += n * row_bytes
 
-    def add_bytes(self, verb: str, rows_W: Sequence[int], row_bytes: int) -> None:
-        """As `add`, for a second message beside rows that are counted already."""
-        size = self.bytes[verb]
-        for rank, n in enumerate(rows_W):
-            size[rank] += n * row_bytes
+    def add_baseline(self, verb: str, choices_W: Sequence[int], row_bytes: int) -> None:
+        """This rank's tokens have `choices_W[r]` choices on rank r, each of which would have been a row."""
+        self.baseline[verb] += (sum(choices_W) - choices_W[self.rank]) * row_bytes
 
     def remote(self, what: dict[str, list[int]], *verbs: str) -> int:
         return sum(sum(what[v]) - what[v][self.rank] for v in verbs or VERBS)

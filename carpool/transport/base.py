@@ -19,16 +19,19 @@ save a view of one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
 from carpool.stats import Traffic
 
-# What a choice carries besides its row: an int32 slot and a float32 weight.
+# What travels beside a row for each choice that it serves: an int32 slot and a float32 weight on the way out, the
+# weight's float32 gradient on the way back in the backward.
 CHOICE_BYTES = 8
+GRADIENT_BYTES = 4
+VERB_OF = {"out": "dispatch", "back": "combine"}
 
 
 @dataclass(kw_only=True)
@@ -38,7 +41,9 @@ class Route:
     Attributes:
         num_tokens, top_k: T and K of this rank.
         num_rows: R, rows that this rank receives.
+        choices_per_row: J.
         num_pairs: P, (row, slot) pairs among them: the rows that the experts' matrix products see.
+        choices_W: choices of this rank's tokens on each rank: what one row per (token, expert) would send.
         traffic: where the verbs count what they send.
         partial_RH: what the experts write and `combine` reads; set by `new_partial`.
     """
@@ -46,7 +51,9 @@ class Route:
     num_tokens: int
     top_k: int
     num_rows: int
+    choices_per_row: int
     num_pairs: int
+    choices_W: tuple[int, ...]
     traffic: Traffic
     backward: bool = False
     partial_RH: torch.Tensor | None = None
@@ -56,11 +63,20 @@ class Route:
         self.partial_RH = torch.empty(self.num_rows, hidden, dtype=dtype, device=device)
         return self.partial_RH
 
-    def verb(self, name: str) -> str:
-        """The name under which a verb is counted. A dispatch of gradients is the backward of a combine."""
-        if not self.backward:
-            return name
-        return "combine_backward" if name == "dispatch" else "dispatch_backward"
+    def count(self, way: Literal["out", "back"], rows_W: Sequence[int], row: torch.Tensor, choice_bytes: int) -> None:
+        """Count rows that travel out to experts or back, in the forward or the backward, by their verb.
+
+        A dispatch of gradients is the backward of a combine, and the other way round.
+
+        Args:
+            rows_W: rows sent to each rank.
+            row: any matrix of such rows, for the size of one.
+            choice_bytes: what travels beside a row for each choice that it serves.
+        """
+        verb = ("combine_backward" if way == "out" else "dispatch_backward") if self.backward else VERB_OF[way]
+        row_bytes = row.shape[1] * row.element_size()
+        self.traffic.add(verb, rows_W, row_bytes + self.choices_per_row * choice_bytes)
+        self.traffic.add_baseline(verb, self.choices_W, row_bytes + choice_bytes)
 
 
 @dataclass

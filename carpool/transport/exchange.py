@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from carpool.ordered_sum import ordered_sum
 from carpool.stats import Traffic
-from carpool.transport.base import CHOICE_BYTES, Arrivals, Pending, Route
+from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Arrivals, Pending, Route
 
 # Each rank tells each other how many rows and how many (row, slot) pairs will come: two int64.
 COUNT_BYTES = 16
@@ -87,7 +87,8 @@ class ExchangeTransport:
             dist.all_to_all_single(received_W2, counts_W2, group=self.group)
         else:
             received_W2 = counts_W2
-        send, receive, pairs = torch.stack([rows.sent_W, received_W2[:, 0], received_W2[:, 1]]).tolist()
+        counts = [rows.sent_W, rows.pairs_W, received_W2[:, 0], received_W2[:, 1]]
+        send, choices, receive, pairs = torch.stack(counts).tolist()
         traffic.add("plan", [1] * self.num_ranks, COUNT_BYTES)
         # One place more than there are choices: the empty entries point at it.
         padded = torch.cat([weight_TK.reshape(-1), weight_TK.new_zeros(1)])
@@ -95,7 +96,9 @@ class ExchangeTransport:
             num_tokens=slot_TK.shape[0],
             top_k=slot_TK.shape[1],
             num_rows=sum(receive),
+            choices_per_row=rows.slot_NJ.shape[1],
             num_pairs=sum(pairs),
+            choices_W=tuple(choices),
             traffic=traffic,
             token_N=rows.token_N,
             choice_NJ=rows.choice_NJ,
@@ -111,8 +114,7 @@ class ExchangeTransport:
         packed_N2J = torch.cat([route.slot_NJ, route.weight_NJ.view(torch.int32)], dim=1)
         choices = self._start(packed_N2J, route.send, route.receive)
         width = route.slot_NJ.shape[1]
-        row_bytes = x_TH.shape[1] * x_TH.element_size() + width * CHOICE_BYTES
-        route.traffic.add(route.verb("dispatch"), route.send, row_bytes)
+        route.count("out", route.send, x_TH, CHOICE_BYTES)
 
         def finish() -> Arrivals:
             slot_RJ, weight_bits_RJ = choices().split(width, dim=1)
@@ -124,21 +126,22 @@ class ExchangeTransport:
     def dispatch_gradients(self, dy_TH: torch.Tensor, route: ExchangeRoute) -> Pending:
         route.backward = True
         rows = self._start(dy_TH[route.token_N], route.send, route.receive)
-        route.traffic.add(route.verb("dispatch"), route.send, dy_TH.shape[1] * dy_TH.element_size())
+        route.count("out", route.send, dy_TH, 0)
         return Pending(rows)
 
     def combine(self, route: ExchangeRoute) -> Pending:
+        return self._combine(route, 0)
+
+    def _combine(self, route: ExchangeRoute, choice_bytes: int) -> Pending:
         assert route.partial_RH is not None
         partial_RH, route.partial_RH = route.partial_RH, None
         rows = self._start(partial_RH, route.receive, route.send)
-        route.traffic.add(route.verb("combine"), route.receive, partial_RH.shape[1] * partial_RH.element_size())
+        route.count("back", route.receive, partial_RH, choice_bytes)
         return Pending(lambda: ordered_sum(rows(), route.token_N, route.num_tokens))
 
     def combine_gradients(self, route: ExchangeRoute, dweight_RJ: torch.Tensor) -> Pending:
-        dx = self.combine(route)
+        dx = self._combine(route, GRADIENT_BYTES)
         dweights = self._start(dweight_RJ.contiguous(), route.receive, route.send)
-        width = dweight_RJ.shape[1]
-        route.traffic.add_bytes(route.verb("combine"), route.receive, width * dweight_RJ.element_size())
 
         def finish() -> tuple[torch.Tensor, torch.Tensor]:
             dweight_NJ = dweights()

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 from carpool.ordered_sum import ordered_sum
 from carpool.stats import Traffic
-from carpool.transport.base import CHOICE_BYTES, Arrivals, Pending, Route
+from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Arrivals, Pending, Route
 
 COUNT_BYTES = 8
 
@@ -54,12 +54,18 @@ class Gather:
         padding = (0, 0, 0, padded_tokens - num_tokens)
         slot_RK = self._gather(F.pad(slot_TK, padding, value=-1))
         weight_RK = self._gather(F.pad(weight_TK.float(), padding))
-        mine_RK = slot_RK.div(self.slots_per_rank, rounding_mode="floor") == self.rank
+        rank_RK = slot_RK.div(self.slots_per_rank, rounding_mode="floor")
+        mine_RK = rank_RK == self.rank
+        own = slice(self.rank * padded_tokens, (self.rank + 1) * padded_tokens)
+        ranks_W = torch.arange(self.num_ranks, device=slot_TK.device)
+        choices_W = (rank_RK[own].reshape(-1, 1) == ranks_W).sum(0)
         return GatherRoute(
             num_tokens=num_tokens,
             top_k=top_k,
             num_rows=self.num_ranks * padded_tokens,
+            choices_per_row=top_k,
             num_pairs=int(mine_RK.sum().item()),
+            choices_W=tuple(choices_W.tolist()),
             traffic=traffic,
             padded_tokens=padded_tokens,
             slot_RK=torch.where(mine_RK, slot_RK % self.slots_per_rank, -1).int(),
@@ -68,28 +74,26 @@ class Gather:
 
     def dispatch(self, x_TH: torch.Tensor, route: GatherRoute) -> Pending:
         x_RH = self._gather(F.pad(x_TH, (0, 0, 0, route.padded_tokens - route.num_tokens)))
-        row_bytes = x_TH.shape[1] * x_TH.element_size() + route.top_k * CHOICE_BYTES
-        route.traffic.add(route.verb("dispatch"), [route.padded_tokens] * self.num_ranks, row_bytes)
+        route.count("out", [route.padded_tokens] * self.num_ranks, x_TH, CHOICE_BYTES)
         return Pending(lambda: Arrivals(x_RH, route.slot_RK, route.weight_RK, route.num_pairs))
 
     def dispatch_gradients(self, dy_TH: torch.Tensor, route: GatherRoute) -> Pending:
         route.backward = True
         dpartial_RH = self._gather(F.pad(dy_TH, (0, 0, 0, route.padded_tokens - route.num_tokens)))
-        row_bytes = dy_TH.shape[1] * dy_TH.element_size()
-        route.traffic.add(route.verb("dispatch"), [route.padded_tokens] * self.num_ranks, row_bytes)
+        route.count("out", [route.padded_tokens] * self.num_ranks, dy_TH, 0)
         return Pending(lambda: dpartial_RH)
 
     def combine(self, route: GatherRoute) -> Pending:
+        return self._combine(route, 0)
+
+    def _combine(self, route: GatherRoute, choice_bytes: int) -> Pending:
         assert route.partial_RH is not None
         partial_RH, route.partial_RH = route.partial_RH, None
-        row_bytes = partial_RH.shape[1] * partial_RH.element_size()
-        route.traffic.add(route.verb("combine"), [route.padded_tokens] * self.num_ranks, row_bytes)
+        route.count("back", [route.padded_tokens] * self.num_ranks, partial_RH, choice_bytes)
         return Pending(lambda: self._sum_at_home(partial_RH, route))
 
     def combine_gradients(self, route: GatherRoute, dweight_RJ: torch.Tensor) -> Pending:
-        dx = self.combine(route)
-        row_bytes = dweight_RJ.shape[1] * dweight_RJ.element_size()
-        route.traffic.add_bytes(route.verb("combine"), [route.padded_tokens] * self.num_ranks, row_bytes)
+        dx = self._combine(route, GRADIENT_BYTES)
         return Pending(lambda: (dx.wait(), self._sum_at_home(dweight_RJ, route)))
 
     def _gather(self, rows: torch.Tensor) -> torch.Tensor:
