@@ -190,7 +190,7 @@ class MoE(nn.Module):
             for expert in range(self.layout.num_experts):
                 for weight in self._home_weights():
                     if weight is not None:
-                        row = weight[rows[expert]] if expert in rows else torch.empty_like(weight[0])
+                        row = weight[rows[expert]] if expert in rows else weight.new_empty(weight.shape[1:])
                         _draw(row)
         self.shared.reset_parameters()
 

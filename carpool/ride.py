@@ -34,14 +34,19 @@ def ride(
     """Send rows to their slots, compute, and bring the sums back.
 
     Args:
-        x_TH: (T, H) rows in the dtype of the weights. T may differ between ranks, and be 0.
+        x_TH: (T, H) rows; they travel in the dtype of the weights (under autocast, in autocast's). T may differ
+            between ranks, and be 0.
         weight_TK: (T, K) float32 routing weights.
         slot_TK: (T, K) int32 global slot ids, -1: none (from `assign`).
         weights: of this rank's slots.
 
     Returns:
-        y_TH: (T, H), the dtype of x. Differentiable in x, weight_TK and the weights.
+        y_TH: (T, H), the dtype that travelled. Differentiable in x, weight_TK and the weights.
     """
+    device = x_TH.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weights.up_SFH.dtype
+    x_TH = x_TH.to(dtype)
+    weights = ExpertWeights._make(None if w is None else w.to(dtype) for w in weights)
     return _Ride.apply(x_TH, weight_TK, slot_TK, transport, experts, stats, *weights)
 
 

@@ -43,7 +43,7 @@ class GroupedExperts:
         y_PH = grouped_mm(self.function.activation(h_PF), down_SFH, offsets_S)
         if weights.down_bias_SH is not None:
             y_PH += weights.down_bias_SH[slot_P]
-        partial_RH.copy_(ordered_sum(y_PH * weight_P1, row_P, x_RH.shape[0]))
+        partial_RH.copy_(ordered_sum(y_PH, row_P, x_RH.shape[0], weight_P1.squeeze(1)))
         return x_RH, slot_RJ, weight_RJ, h_PF, order_P, offsets_S
 
     def backward(

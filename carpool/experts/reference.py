@@ -63,6 +63,12 @@ class ReferenceExperts:
             leaves = [None if w is None else w.detach().requires_grad_() for w in weights]
             given = [w for w in leaves if w is not None]
             partial_RH = reference_experts(x_RH, slot_RJ, weight_RJ, ExpertWeights._make(leaves), self.function)
+            if not partial_RH.requires_grad:
+                # A rank without slots computed nothing; it still answers, because the others wait for its rows.
+                dx_RH.zero_()
+                return torch.zeros_like(weight_RJ), ExpertWeights._make(
+                    None if w is None else torch.zeros_like(w) for w in weights
+                )
             dx, dweight_RJ, *dgiven = torch.autograd.grad(
                 partial_RH, [x_RH, weight_RJ, *given], dpartial_RH.to(partial_RH.dtype), materialize_grads=True
             )

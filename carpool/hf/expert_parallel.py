@@ -52,7 +52,6 @@ class ExpertRides:
         layout: where the experts live; `carpool.hf.set_layout` changes it.
         stats: counters of this layer (`carpool.stats.LayerStats`).
         routing: the last forward's choices on this rank, detached.
-        why: why "auto" chose this transport; set by the first forward.
     """
 
     def __init__(self, experts: Any, experts_forward: Forward, group: dist.ProcessGroup | None, transport: str) -> None:
@@ -66,15 +65,15 @@ class ExpertRides:
         self.num_local_experts: int = experts.num_experts
         self.num_experts = self.num_local_experts * self.num_ranks
         self.routing: Routing | None = None
-        self.requested, self.why = transport, ""
+        self.requested = transport
         self.stats = LayerStats(self.num_experts, self.num_ranks, self.rank)
         self._function = expert_function(experts)
         self.set_layout(ExpertLayout.contiguous(self.num_experts, self.num_ranks))
         # Found again by `rides`. Set past nn.Module: it must not appear among submodules or in the state dict.
         object.__setattr__(experts, "_carpool_rides", self)
 
-    def set_layout(self, layout: ExpertLayout) -> None:
-        """Compute under `layout` from now on. The parameters must already be in its home order."""
+    def check_layout(self, layout: ExpertLayout) -> None:
+        """Raise ValueError if this layer cannot compute under `layout`."""
         if (layout.num_experts, layout.num_ranks) != (self.num_experts, self.num_ranks):
             raise ValueError(
                 f"the layout is for {layout.num_experts} experts on {layout.num_ranks} ranks; this model has "
@@ -84,18 +83,23 @@ class ExpertRides:
             raise ValueError("FSDP shards experts evenly, so every rank must be home to equally many experts")
         if not layout.slot_is_home and self._function is None:
             raise ValueError(f"{type(self.experts).__name__} runs its own forward: no replicas, no empty slots")
+
+    def set_layout(self, layout: ExpertLayout) -> None:
+        """Compute under `layout` from now on. The parameters must already be in its home order: see
+        `carpool.hf.layouts.set_layout`, which moves them."""
+        self.check_layout(layout)
         self.layout, self.filler = layout, SlotFiller(layout, self.group)
         self.transport: Transport | None = None
 
     def set_transport(self, name: str) -> None:
-        """Change how rows travel. All ranks together, between steps."""
+        """Change how rows travel. All ranks together, between steps. Raises ValueError for an unknown name."""
         choose_transport(name, self.num_ranks, 1)
         self.requested, self.transport = name, None
 
     def __call__(self, x_TH: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """(T, H) rows, (T, K) global expert ids, (T, K) weights -> (T, H)."""
         if self.transport is None:
-            name, self.why = choose_transport(self.requested, self.num_ranks, top_k_index.shape[1])
+            name, _ = choose_transport(self.requested, self.num_ranks, top_k_index.shape[1])
             self.transport = make_transport(name, self.group, self.layout.slots_per_rank)
         # Some routers mark "no expert" by -1, others by the number of experts.
         in_range_TK = (top_k_index >= 0) & (top_k_index < self.num_experts)
@@ -110,7 +114,6 @@ class ExpertRides:
             return ride_module(x_TH, weight_TK, slot_TK, self.transport, self._own_forward, self.stats)
         home = ExpertWeights._make(self.experts._parameters[name] if name else None for name in names)
         weights = fill_slots(home, self.filler)
-        x_TH = x_TH.to(weights.up_SFH.dtype)
         compute = GroupedExperts(self._function)
         return ride(x_TH, weight_TK, slot_TK, self.transport, compute, weights, self.stats)
 

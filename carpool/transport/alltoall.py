@@ -22,19 +22,16 @@ class AllToAll(ExchangeTransport):
 
     name = "alltoall"
 
-    def rows_to_send(self, slot_TK: torch.Tensor) -> RowsToSend:
-        slot_C = slot_TK.reshape(-1).long()
-        end = self.num_ranks * self.slots_per_rank
-        count_G = torch.zeros(end + 1, dtype=torch.int64, device=slot_TK.device)
-        key_C = torch.where(slot_C < 0, end, slot_C)
-        count_G.scatter_add_(0, key_C, torch.ones_like(key_C))
-        sent_W = count_G[:end].view(self.num_ranks, self.slots_per_rank).sum(1)
-        # Choices without an expert sort to the end and are cut off there.
-        choice_N = torch.argsort(key_C, stable=True)[: int(sent_W.sum())]
+    def count_rows(self, here_WTK: torch.Tensor) -> torch.Tensor:
+        return here_WTK.sum((1, 2))
+
+    def list_rows(self, slot_TK: torch.Tensor, here_WTK: torch.Tensor, num_rows: int) -> RowsToSend:
+        # Slot ids count over ranks, so that sorting by slot sorts by rank; choices without an expert sort to the end.
+        key_C = slot_TK.reshape(-1)
+        key_C = torch.where(key_C < 0, self.num_ranks * self.slots_per_rank, key_C)
+        choice_N = torch.argsort(key_C, stable=True)[:num_rows]
         return RowsToSend(
             token_N=choice_N // max(1, slot_TK.shape[1]),
-            sent_W=sent_W,
-            pairs_W=sent_W,
-            slot_NJ=(slot_C[choice_N] % self.slots_per_rank).int().unsqueeze(1),
+            slot_NJ=(key_C[choice_N] % self.slots_per_rank).int().unsqueeze(1),
             choice_NJ=choice_N.unsqueeze(1),
         )

@@ -26,19 +26,19 @@ class Dedup(ExchangeTransport):
 
     name = "dedup"
 
-    def rows_to_send(self, slot_TK: torch.Tensor) -> RowsToSend:
+    def count_rows(self, here_WTK: torch.Tensor) -> torch.Tensor:
+        return here_WTK.any(-1).sum(1)
+
+    def list_rows(self, slot_TK: torch.Tensor, here_WTK: torch.Tensor, num_rows: int) -> RowsToSend:
         num_tokens, top_k = slot_TK.shape
-        rank_TK = slot_TK.div(self.slots_per_rank, rounding_mode="floor")  # -1 stays -1
-        ranks_W = torch.arange(self.num_ranks, device=slot_TK.device)
-        here_WTK = rank_TK == ranks_W.view(-1, 1, 1)
-        wants_WT = here_WTK.any(-1)
-        rank_N, token_N = wants_WT.nonzero(as_tuple=True)  # by rank, then by token
+        # The places of the wanted (rank, token) pairs in order: a stable sort of "not wanted", since `nonzero` would
+        # make the host wait once more.
+        place_N = torch.argsort((~here_WTK.any(-1)).flatten().byte(), stable=True)[:num_rows]
+        rank_N, token_N = place_N // max(1, num_tokens), place_N % max(1, num_tokens)
         here_NK = here_WTK[rank_N, token_N]
         choice_NK = token_N.unsqueeze(1) * top_k + torch.arange(top_k, device=slot_TK.device)
         return RowsToSend(
             token_N=token_N,
-            sent_W=wants_WT.sum(1),
-            pairs_W=here_WTK.sum((1, 2)),
             slot_NJ=torch.where(here_NK, slot_TK[token_N] % self.slots_per_rank, -1).int(),
             choice_NJ=torch.where(here_NK, choice_NK, num_tokens * top_k),
         )

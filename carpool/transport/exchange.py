@@ -1,7 +1,7 @@
 """Rows over `torch.distributed`: what the `alltoall` and `dedup` transports share.
 
 Both send a list of rows, sorted by destination, with one all-to-all of uneven sizes, and get one row back for each
-row sent. They differ only in which rows are on the list, so a subclass writes `rows_to_send` and nothing else.
+row sent. They differ only in which rows are on the list: a subclass says how many go to each rank, and which.
 
     sender                                    receiver
     token_N   which token each row copies     rows arrive in order of the sending rank, then of its list
@@ -36,15 +36,11 @@ class RowsToSend:
 
     Attributes:
         token_N: (N,) int64, the token that each row copies.
-        sent_W: (W,) int64, rows to each rank.
-        pairs_W: (W,) int64, (row, slot) pairs to each rank.
         slot_NJ: (N, J) int32, slots on the destination, -1: none.
         choice_NJ: (N, J) int64, index into the flattened (T, K) of each entry, T*K where there is none.
     """
 
     token_N: torch.Tensor
-    sent_W: torch.Tensor
-    pairs_W: torch.Tensor
     slot_NJ: torch.Tensor
     choice_NJ: torch.Tensor
 
@@ -75,21 +71,26 @@ class ExchangeTransport:
         self.num_ranks = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
 
-    def rows_to_send(self, slot_TK: torch.Tensor) -> RowsToSend:
-        """Which rows go where. The only thing in which the transports of this family differ."""
+    def count_rows(self, here_WTK: torch.Tensor) -> torch.Tensor:
+        """(W,) rows to each rank, from (W, T, K) bool: whether a choice is on a rank."""
+        raise TypeError(f"{type(self).__name__} does not say how many rows to send")
+
+    def list_rows(self, slot_TK: torch.Tensor, here_WTK: torch.Tensor, num_rows: int) -> RowsToSend:
+        """Which rows go where; `num_rows` is the sum of what `count_rows` said."""
         raise TypeError(f"{type(self).__name__} does not say which rows to send")
 
     def plan(self, slot_TK: torch.Tensor, weight_TK: torch.Tensor, traffic: Traffic) -> ExchangeRoute:
-        rows = self.rows_to_send(slot_TK)
-        counts_W2 = torch.stack([rows.sent_W, rows.pairs_W], dim=1)
-        received_W2 = torch.empty_like(counts_W2)
+        rank_TK = slot_TK.div(self.slots_per_rank, rounding_mode="floor")  # -1 stays -1
+        here_WTK = rank_TK == torch.arange(self.num_ranks, device=slot_TK.device).view(-1, 1, 1)
+        counts_W2 = torch.stack([self.count_rows(here_WTK), here_WTK.sum((1, 2))], dim=1)
+        received_W2 = counts_W2
         if self.num_ranks > 1:
+            received_W2 = torch.empty_like(counts_W2)
             dist.all_to_all_single(received_W2, counts_W2, group=self.group)
-        else:
-            received_W2 = counts_W2
-        counts = [rows.sent_W, rows.pairs_W, received_W2[:, 0], received_W2[:, 1]]
-        send, choices, receive, pairs = torch.stack(counts).tolist()
+        # The one place where the host waits for the device.
+        send, choices, receive, pairs = torch.cat([counts_W2, received_W2], dim=1).t().tolist()
         traffic.add("plan", [1] * self.num_ranks, COUNT_BYTES)
+        rows = self.list_rows(slot_TK, here_WTK, sum(send))
         # One place more than there are choices: the empty entries point at it.
         padded = torch.cat([weight_TK.reshape(-1), weight_TK.new_zeros(1)])
         return ExchangeRoute(

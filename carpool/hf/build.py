@@ -1,0 +1,261 @@
+"""Models to train: from a checkpoint folder, or from a configuration with random weights, sharded over all ranks.
+
+A checkpoint folder is Transformers' own business: `from_pretrained(..., distributed_config=...)` reads only the rank's
+own experts. This module adds the refusals: no pickles, no code that comes with a checkpoint, no weights missing.
+
+A configuration is built on the meta device, sharded by the same `maybe_distribute_model`, and filled with the values
+that `carpool.hf.initial_weights` draws, which are the same for any number of ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import difflib
+import json
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import initialization as init
+from transformers.core_model_loading import build_glob_alternation
+from transformers.distributed import DistributedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from carpool.hf.initial_weights import fill, set_tensor
+
+# Spellings of rotary settings that Transformers still takes and folds into `rope_parameters`.
+_ROPE_KEYS = ("rope_theta", "rope_scaling", "partial_rotary_factor")
+
+
+def make_config(model_type: str, overrides: dict[str, Any]) -> PreTrainedConfig:
+    """The configuration of a Transformers model type, with some of its values changed.
+
+    Args:
+        model_type: as in `config.json`, for example "olmoe" or "qwen3_moe".
+        overrides: values by the configuration's own keys; those of a sub-configuration as a dictionary.
+
+    Raises:
+        ValueError: for a model type or key that Transformers does not have (with the nearest one that it has), or a
+            value that the configuration refuses.
+    """
+    if model_type not in CONFIG_MAPPING or model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        known = sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in CONFIG_MAPPING)
+        raise ValueError(
+            f"Transformers has no causal language model of type {model_type!r}{_nearest(model_type, known)}"
+        )
+    config_class = CONFIG_MAPPING[model_type]
+    _check_keys(config_class, overrides, model_type)
+    try:
+        return config_class(**overrides)
+    except Exception as error:  # each configuration validates in its own way, and with its own exception
+        raise ValueError(f"the {model_type} configuration refuses {overrides}: {error}") from error
+
+
+def build_model(
+    config_or_path: PreTrainedConfig | str | os.PathLike[str],
+    *,
+    distributed_config: DistributedConfig | None,
+    dtype: torch.dtype,
+    seed: int,
+    attn_implementation: str | None = None,
+    experts_implementation: str | None = None,
+) -> PreTrainedModel:
+    """A mixture-of-experts language model in training mode, sharded as `distributed_config` says.
+
+    Every rank calls it. Parameters come out as Transformers shards them: DTensors over (dp_replicate, fsdp, tp), those
+    of experts over (dp_replicate, efsdp, ep). Without a distributed configuration, or with all sizes 1, the model is an
+    ordinary one on this process's accelerator (the CPU if there is none).
+
+    Args:
+        config_or_path: a folder as `save_pretrained` writes it (config.json and safetensors), or a configuration,
+            whose model gets random weights.
+        distributed_config: sizes of the mesh and the `ep_implementation`.
+        dtype: of the parameters, but for those that the model itself insists on keeping in float32.
+        seed: of the random weights; they are the same for any number of ranks.
+        attn_implementation, experts_implementation: as in Transformers; None takes its default.
+
+    Raises:
+        ValueError: if the folder or the configuration is not usable, is no mixture of experts, or does not fit the
+            requested parallelism. The message says what to change.
+    """
+    wanted = {"attn_implementation": attn_implementation, "experts_implementation": experts_implementation}
+    kwargs = {name: value for name, value in wanted.items() if value is not None}
+    path = None if isinstance(config_or_path, PreTrainedConfig) else Path(config_or_path)
+    config = _read_config(path) if path is not None else copy.deepcopy(cast(PreTrainedConfig, config_or_path))
+    _check_ranks(distributed_config)
+    blueprint = _on_meta(config, dtype, kwargs)
+    _check_experts(blueprint, distributed_config)
+    if path is not None:
+        model = _load(path, distributed_config, dtype, kwargs)
+    else:
+        model_class = type(blueprint)
+        distributed_config, _, mesh_manager = model_class.prepare_distribute_model(distributed_config)
+        model = _on_meta(config, dtype, kwargs)
+        model = model_class.maybe_distribute_model(model, distributed_config, mesh_manager)
+        offload = distributed_config is not None and distributed_config.fsdp_cpu_offload
+        fill(model, blueprint, seed, _device(), offload)
+    return model.train()
+
+
+def experts_modules(model: PreTrainedModel, distributed_config: DistributedConfig | None = None) -> dict[str, int]:
+    """The modules that expert parallelism dispatches to, by name, with the number of experts in each (of this rank,
+    once the model is sharded). Empty if the model has no such module."""
+    override = distributed_config.ep_plan if distributed_config is not None else None
+    plan = model._expand_parallel_plan((model.ep_plan or {}) | (override or {}))
+    modules = (name for name, style in plan.items() if style == "ep_dispatch_experts")
+    return {name: int(cast(Any, model.get_submodule(name)).num_experts) for name in modules}
+
+
+# --------------------------------------------------------------------------------------------------------- refusals
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    matches = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(repr(match) for match in matches)}?" if matches else ""
+
+
+def _check_keys(config_class: type[PreTrainedConfig], overrides: dict[str, Any], where: str) -> None:
+    known = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
+    if "rope_parameters" in known:
+        known.update(_ROPE_KEYS)
+    for key, value in overrides.items():
+        if key not in known:
+            raise ValueError(f"the configuration of {where} has no key {key!r}{_nearest(key, known)}")
+        sub_config = config_class.sub_configs.get(key)
+        if isinstance(value, dict) and isinstance(sub_config, type) and issubclass(sub_config, PreTrainedConfig):
+            _check_keys(sub_config, value, f"{where}.{key}")
+
+
+def _read_config(folder: Path) -> PreTrainedConfig:
+    """The configuration of a checkpoint folder that is safe and complete enough to read."""
+    if not folder.is_dir():
+        raise ValueError(f"there is no checkpoint folder {folder}")
+    if not (folder / "config.json").is_file():
+        hint = " (it holds an adapter; merge it into its base model first)" if any(folder.glob("adapter_*")) else ""
+        raise ValueError(f"{folder} has no config.json, so it is not a Transformers checkpoint{hint}")
+    try:
+        raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        model_type = raw.get("model_type")
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{folder / 'config.json'} is not a JSON object: {error}") from error
+    if model_type not in CONFIG_MAPPING:
+        code = " It brings its own code (auto_map), which Carpool never runs." if "auto_map" in raw else ""
+        raise ValueError(
+            f"{folder / 'config.json'} has model_type {model_type!r}, which the installed Transformers does not have"
+            f"{_nearest(str(model_type), CONFIG_MAPPING)}.{code}"
+        )
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method", "unknown method")
+        raise ValueError(
+            f"the weights in {folder} are quantised ({method}), and quantised weights cannot be trained; "
+            "save the model dequantised first (`model.dequantize()`)"
+        )
+    _check_weights(folder)
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+
+
+def _check_weights(folder: Path) -> None:
+    if not any(folder.glob("*.safetensors")):
+        pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+        if pickles:
+            raise ValueError(
+                f"the weights in {folder} are pickles ({', '.join(pickles[:3])}), which can run code when they are "
+                "loaded, and Carpool never unpickles; save the model again with safetensors"
+            )
+        raise ValueError(f"{folder} holds no weights (no *.safetensors file)")
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        if missing := sorted(name for name in files if not (folder / name).is_file()):
+            raise ValueError(f"{folder} is incomplete: its index names {', '.join(missing)}, which are not there")
+
+
+def _check_ranks(distributed_config: DistributedConfig | None) -> None:
+    if distributed_config is None:
+        return
+    sizes = {name: _size(distributed_config, name) for name in ("pp", "dp_replicate", "fsdp", "tp")}
+    needed = math.prod(sizes.values())
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if (ep_size := _size(distributed_config, "ep")) > world:
+        raise ValueError(f"ep_size is {ep_size}, but only {world} ranks run; start more of them or lower it")
+    if needed != world:
+        product = " x ".join(f"{name}_size {size}" for name, size in sizes.items())
+        raise ValueError(f"the parallelism is for {needed} ranks ({product}), but {world} run; make the numbers equal")
+
+
+def _size(distributed_config: DistributedConfig | None, axis: str) -> int:
+    return 1 if distributed_config is None else int(getattr(distributed_config, f"{axis}_size") or 1)
+
+
+def _check_experts(blueprint: PreTrainedModel, distributed_config: DistributedConfig | None) -> None:
+    name = type(blueprint).__name__
+    experts = experts_modules(blueprint, distributed_config)
+    if not experts:
+        raise ValueError(
+            f"{name} ({blueprint.config.model_type}) is not a mixture of experts that Carpool can train: "
+            "it has no module with an expert-parallel plan"
+        )
+    ep_size = _size(distributed_config, "ep")
+    for module, num_experts in experts.items():
+        if num_experts % ep_size:
+            divisors = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
+            raise ValueError(
+                f"ep_size {ep_size} does not divide the {num_experts} experts of {name}'s {module}; "
+                f"it can be one of {', '.join(map(str, divisors))}"
+            )
+
+
+# ---------------------------------------------------------------------------------------------------- from a folder
+
+
+def _load(
+    folder: Path, distributed_config: DistributedConfig | None, dtype: torch.dtype, kwargs: dict[str, str]
+) -> PreTrainedModel:
+    sharded = any(_size(distributed_config, axis) > 1 for axis in ("pp", "dp_replicate", "fsdp", "tp"))
+    model, info = cast(Any, AutoModelForCausalLM).from_pretrained(
+        folder,
+        dtype=dtype,
+        distributed_config=distributed_config,
+        device_map=None if sharded or _device().type == "cpu" else {"": _device()},
+        use_safetensors=True,
+        local_files_only=True,
+        trust_remote_code=False,
+        output_loading_info=True,
+        **kwargs,
+    )
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(
+            f"{folder} lacks {len(missing)} of the weights of {type(model).__name__}: {', '.join(missing[:4])}"
+            f"{', ...' if len(missing) > 4 else ''}; training would start from random values there"
+        )
+    return model
+
+
+# ------------------------------------------------------------------------------------------- from a configuration
+
+
+def _device() -> torch.device:
+    """Where this process computes; Transformers' meshes choose the same way (and leave Apple's GPUs aside)."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or accelerator.type == "mps":
+        return torch.device("cpu")
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def _on_meta(config: PreTrainedConfig, dtype: torch.dtype, kwargs: dict[str, str]) -> PreTrainedModel:
+    """The whole model without values, its tied weights not yet tied, in the dtypes that it will have."""
+    with torch.device("meta"), init.no_tie_weights(), init.meta_device_safe_creation_ops():
+        model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False, **kwargs)
+    if dtype_plan := model._get_dtype_plan(dtype):
+        in_float32, _, _ = build_glob_alternation(list(dtype_plan))
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if in_float32.search(name) and tensor.is_floating_point():
+                set_tensor(model, name, tensor.to(torch.float32))
+    return model

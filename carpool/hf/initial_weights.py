@@ -1,0 +1,142 @@
+"""Random weights for a sharded model that do not depend on how it is sharded.
+
+If each rank drew its own shards, the values would depend on the number of ranks, and every experiment that changes it
+would start from another model. Here they do not: a run on 1 process and one on 4 ranks with `ep_size=4` start bitwise
+equal (on the same kind of device; CUDA draws other numbers than the CPU). How:
+
+1. There are two copies of the model on the meta device, where they cost nothing. One is whole: the *blueprint*. The
+   other is sharded, as in `from_pretrained`: its parameters are DTensors.
+2. `_init_weights`, the model's own recipe, runs once over the blueprint while everything is still on the meta device,
+   only to see which module writes which tensors. Nearly always these are the module's own, but some reach into
+   children (a sparse block that fills its router). Modules that write the same tensor form one *unit*.
+3. Unit by unit: the blueprint's tensors are allocated in full, each module's `_init_weights` runs under a generator
+   seeded by (seed, name of the module), the rank copies its shards into the sharded model, and the full tensors go.
+
+So the peak is one unit in full size (for a mixture of experts: the experts of one layer), and a weight depends on
+nothing but the seed, the name of its module and the configuration. Every rank draws everything; that costs about a
+second per billion parameters on a GPU, and no communication.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers import initialization as init
+from transformers.distributed.sharding_utils import DtensorShardOperation
+
+
+@torch.no_grad()
+def fill(model: PreTrainedModel, blueprint: PreTrainedModel, seed: int, device: torch.device, offload: bool) -> None:
+    """Gives `model`, sharded and on the meta device, its values; see the module's docstring.
+
+    `offload`: parameters go to the CPU (FSDP brings them to the device when it needs them), buffers do not.
+    """
+    placeholders = dict(_tensors(model))
+    tied = set(model.all_tied_weights_keys)
+    with init.guard_torch_init_functions(), torch.random.fork_rng(devices=[device] if device.type != "cpu" else []):
+        for unit in _units(blueprint):
+            shape_only = {key: blueprint.get_parameter_or_buffer(key) for key in sorted(unit.tensors - tied)}
+            for key, tensor in shape_only.items():
+                set_tensor(blueprint, key, torch.empty_like(tensor, device=device))
+            for _, name, module, owner in sorted(unit.modules, key=lambda entry: entry[0]):
+                torch.manual_seed(_seed_of(seed, name))
+                owner._init_weights(module)
+            for key, tensor in shape_only.items():
+                full = blueprint.get_parameter_or_buffer(key)
+                target = torch.device("cpu") if offload and isinstance(full, nn.Parameter) else device
+                set_tensor(model, key, _shard_like(placeholders[key], full, target))
+                set_tensor(blueprint, key, tensor)
+    model.tie_weights(recompute_mapping=False)
+    for module in model.modules():
+        module._is_hf_initialized = True  # type: ignore[assignment]
+    for _, tensor in _tensors(model):
+        tensor._is_hf_initialized = True  # type: ignore[attr-defined]
+
+
+def set_tensor(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Puts a tensor in the place of the parameter or buffer of that name."""
+    parent_name, _, leaf = name.rpartition(".")
+    parent = model.get_submodule(parent_name)
+    if leaf in parent._parameters:
+        value = nn.Parameter(value, requires_grad=cast(nn.Parameter, parent._parameters[leaf]).requires_grad)
+    setattr(parent, leaf, value)
+
+
+def _tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers, persistent or not, of a module and its children."""
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        yield prefix + name, tensor
+
+
+@dataclass
+class _Unit:
+    """Modules that write the same tensors: place in the order of initialisation, name, module, whose recipe it gets."""
+
+    tensors: set[str]
+    modules: list[tuple[int, str, nn.Module, PreTrainedModel]]
+
+
+def _in_init_order(
+    module: nn.Module, name: str, owner: PreTrainedModel, seen: set[nn.Module]
+) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
+    """Children before parents, each with the innermost model around it: Transformers' `initialize_weights`."""
+    if module in seen:
+        return
+    seen.add(module)
+    for child_name, child in module.named_children():
+        child_owner = child if isinstance(child, PreTrainedModel) else owner
+        yield from _in_init_order(child, f"{name}.{child_name}" if name else child_name, child_owner, seen)
+    yield name, module, owner
+
+
+def _units(blueprint: PreTrainedModel) -> list[_Unit]:
+    """Runs the recipe on the meta device, watches which tensors each module writes, and joins those that share one."""
+    units: list[_Unit] = []
+    written: set[str] = set()
+    for place, (name, module, owner) in enumerate(_in_init_order(blueprint, "", blueprint, set())):
+        below = list(_tensors(module, f"{name}." if name else ""))
+        versions = [tensor._version for _, tensor in below]
+        owner._init_weights(module)
+        writes = {key for (key, tensor), version in zip(below, versions, strict=True) if tensor._version != version}
+        written |= writes
+        unit = _Unit(writes, [(place, name, module, owner)])
+        for other in [other for other in units if other.tensors & writes]:
+            unit = _Unit(other.tensors | unit.tensors, other.modules + unit.modules)
+            units.remove(other)
+        if writes:
+            units.append(unit)
+    if never := sorted({key for key, _ in _tensors(blueprint)} - written):
+        raise ValueError(
+            f"{type(blueprint).__name__} gives no initial value to {', '.join(never[:4])}"
+            f"{', ...' if len(never) > 4 else ''}, so it cannot be trained from scratch; start from a checkpoint"
+        )
+    return units
+
+
+def _seed_of(seed: int, name: str) -> int:
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
+
+
+def _shard_like(placeholder: torch.Tensor, full: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """This rank's part of `full`, in memory of its own, as a DTensor if the placeholder is one."""
+    if not isinstance(placeholder, DTensor):
+        return full.detach().to(device)
+    assert placeholder.shape == full.shape, f"sharding changed a shape: {placeholder.shape} from {full.shape}"
+    local = DtensorShardOperation(placeholder).shard_tensor(full.detach(), device=device, dtype=full.dtype)
+    assert local is not None
+    return DTensor.from_local(
+        local.clone(memory_format=torch.contiguous_format),
+        placeholder.device_mesh,
+        placeholder.placements,
+        run_check=False,
+        shape=placeholder.shape,
+        stride=placeholder.stride(),
+    )

@@ -1,0 +1,118 @@
+"""Gradient clipping by the norm of the whole model's gradient, whatever each parameter is sharded over.
+
+Clipping asks for one number: the norm of the gradient of *all* parameters, `sqrt(Σ g²)`. Under expert parallelism no
+rank sees that gradient. The parameters live on different meshes, and each mesh splits them differently. With 4 ranks,
+fsdp 4 and ep 2 (so efsdp 2):
+
+    parameter                placements                                     a rank holds   copies of an element
+    attention, embeddings    fsdp: Shard(0)                                 1/4            1
+    experts                  efsdp: _StridedShard(0), ep: Shard(0)          1/4            1
+    something not sharded    a plain tensor, the same on every rank         all of it      4
+    with dp_replicate 2      dp_replicate: Replicate, fsdp (2): Shard(0)    1/2            2
+
+The recurring bug is a sum over the wrong group. If each rank takes the norm of what it holds and the sum runs over the
+FSDP group alone, every rank counts its own experts and forgets those of the others: the ranks then clip by
+*different* coefficients, replicas drift apart, and the loss curve looks normal. If instead every rank adds everything
+and the sum runs over the world, what is replicated is counted once per copy, and the norm is too large.
+
+Here each element counts exactly once. A rank adds the squares of what it holds, divided by the number of ranks that
+hold the same element, `world / (product of the sizes of the mesh axes that shard it)`, and a single all-reduce over
+the world adds the ranks. With one copy of everything, as in the first two rows, nothing is divided.
+
+Sums are in float32 (float64 for float64 gradients), in the order of the parameters; the same inputs give the same bits.
+Nothing is read back to the host: the norm stays a tensor on the device, and so does the coefficient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+
+def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+    """Scales the gradients of `parameters` in place so that their global norm is at most `max_norm`.
+
+    Every rank of the world calls it, with its own parameters in the same order, also a rank whose shards are empty or
+    whose parameters have no gradient: it adds zero, but it joins the all-reduce.
+
+    Args:
+        parameters: plain tensors (taken to be the same on every rank) and DTensors on any mesh of the world.
+        max_norm: the largest norm that is left as it is; `math.inf` only measures.
+
+    Returns:
+        The norm before clipping, 0-dimensional, on the gradients' device; it is the same number on every rank. If it
+        is not finite, the gradients are left as they are, so that whoever called can look for the layer that broke.
+
+    Raises:
+        ValueError: if `max_norm` is not positive.
+    """
+    if math.isnan(max_norm) or max_norm <= 0:
+        raise ValueError(f"max_norm is {max_norm}, but a norm to clip by is positive; use math.inf to only measure it")
+    unique = list({id(parameter): parameter for parameter in parameters}.values())
+    with torch.no_grad():
+        shards = _gradient_shards(unique)
+        norm = _sum_of_squares(shards, _accumulator(unique)).sqrt()
+        if math.isfinite(max_norm):
+            coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+            coefficient = torch.where(torch.isfinite(norm), coefficient, torch.ones_like(coefficient))
+            for (device, _, _), local in shards.items():
+                torch._foreach_mul_(local, coefficient.to(device))
+    return norm
+
+
+# Local gradient shards by device, dtype and number of ranks that hold the same elements: one fused kernel for each key.
+Shards = dict[tuple[torch.device, torch.dtype, int], list[torch.Tensor]]
+
+
+def _gradient_shards(parameters: list[torch.Tensor]) -> Shards:
+    """What this rank holds of the gradients, in the order of the parameters; empty shards are left out."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    shards: Shards = {}
+    for parameter in parameters:
+        grad = parameter.grad
+        if grad is None:
+            continue
+        copies = world
+        if isinstance(grad, DTensor):
+            if any(placement.is_partial() for placement in grad.placements):
+                raise ValueError(
+                    f"a gradient of shape {tuple(grad.shape)} is still a partial sum over its mesh {grad.placements}; "
+                    "reduce it before clipping, a norm of partial sums means nothing"
+                )
+            # An axis either replicates or shards (`Shard`, and `_StridedShard`, which is no subclass of it everywhere).
+            split = [
+                size for size, p in zip(grad.device_mesh.shape, grad.placements, strict=True) if not p.is_replicate()
+            ]
+            copies, rest = divmod(world, math.prod(split))
+            assert rest == 0, f"mesh {grad.device_mesh} does not tile a world of {world} ranks"
+            grad = grad.to_local()
+        if grad.numel() > 0:
+            shards.setdefault((grad.device, grad.dtype, copies), []).append(grad)
+    return shards
+
+
+def _accumulator(parameters: list[torch.Tensor]) -> torch.Tensor:
+    """A zero to add to. Its device and dtype follow from the parameters, not from the gradients that happen to exist
+    on this rank: all ranks bring the same kind of tensor to the all-reduce."""
+    dtype = torch.float64 if any(p.dtype == torch.float64 for p in parameters) else torch.float32
+    device = parameters[0].device if parameters else torch.device("cpu")
+    for parameter in parameters:
+        if isinstance(parameter, DTensor) and parameter.device_mesh.device_type != device.type:
+            # Parameters that are offloaded to the host; the ranks still talk through the accelerator.
+            device = torch.device(parameter.device_mesh.device_type, torch.accelerator.current_device_index())
+            break
+    return torch.zeros((), dtype=dtype, device=device)
+
+
+def _sum_of_squares(shards: Shards, total: torch.Tensor) -> torch.Tensor:
+    """The sum over all ranks of the squares of all gradients, each element counted once."""
+    for (_, _, copies), local in shards.items():
+        norms = torch.stack(torch._foreach_norm(local, 2, dtype=total.dtype))
+        total += (norms.square().sum() / copies).to(total.device)
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return total

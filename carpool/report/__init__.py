@@ -1,0 +1,20 @@
+"""What happened? The report room reads a run directory and tells it to a person.
+
+Two ways of telling, from the same facts:
+
+- `text_block(summary, run)`: a few lines of plain text that can be quoted; the trainer prints them at the end.
+- `write_report(run_dir)`: one HTML file with that block on top and the figures below. It needs no network and no other
+  file, so it can be mailed, and it is readable on a phone, on a desktop, in the dark and in print.
+
+What is measured and what is predicted never look alike: a prediction (made before the run, from shapes and from the
+assumption of uniform routing) is dashed or hatched and says "predicted".
+
+The room reads files only. It imports neither torch nor transformers, so it also works where a run was merely copied to.
+"""
+
+from __future__ import annotations
+
+from carpool.report.headline import text_block
+from carpool.report.page import write_report
+
+__all__ = ["text_block", "write_report"]

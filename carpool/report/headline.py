@@ -1,0 +1,219 @@
+"""The block a person can quote, in words and numbers: what moved, how long a step took, and whether it is exact.
+
+`facts` says it once; the plain text that the trainer prints and the top of the HTML page are two ways to show it. For a
+run without summary.json (still going, or stopped), `summarise` computes the same numbers from the steps so far.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import textwrap
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from carpool.report.read import Run
+from carpool.report.schema import PARTS, Compare, RunInfo, Summary, explain
+from carpool.report.units import bytes_text, count_text, ms_text, percent_text, plain_text
+
+COLUMNS = 100
+"""Width of the plain text, in characters."""
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One line of the block: a short label, the number, and a sentence that says what the number means."""
+
+    label: str
+    value: str
+    detail: str
+
+
+def text_block(summary: dict[str, Any], run: dict[str, Any]) -> str:
+    """The quotable block as plain text, from the contents of summary.json and run.json.
+
+    Returns lines of at most 100 columns (long words aside) without a trailing newline and without control sequences.
+    Errors: ValueError if a field has the wrong type.
+    """
+    try:
+        checked, info = Summary.model_validate(summary), RunInfo.model_validate(run)
+    except ValidationError as error:
+        raise ValueError(f"the summary of this run cannot be told: {explain(error)}") from None
+    rows = [(fact.label, f"{fact.value}  {fact.detail}".rstrip()) for fact in facts(checked, info)]
+    word, why = verdict(checked, info)
+    rows.append((word, why))
+    width = max(len(label) for label, _ in rows)
+    lines = textwrap.wrap(f"Carpool: {title(checked, info)}", COLUMNS, subsequent_indent="  ")
+    for label, text in rows:
+        # Non-breaking spaces keep a number and its unit on one line; in a terminal they are plain spaces.
+        wrapped = textwrap.wrap(text, COLUMNS - width - 4, break_on_hyphens=False) or [""]
+        lines.append(f"  {label:<{width}}  {wrapped[0]}")
+        lines.extend(" " * (width + 4) + more for more in wrapped[1:])
+    return "\n".join(lines).replace("\u00a0", " ")
+
+
+def title(summary: Summary, info: RunInfo) -> str:
+    """One line: how long, of what, on what."""
+    ranks = info.parallelism.get("world_size")
+    on = [f"{ranks} rank{'s' if ranks != 1 else ''}"] if ranks is not None else []
+    on += [str(info.environment[key]) for key in ("device",) if info.environment.get(key)]
+    on.append(f"transport {info.transport.name}")
+    amount = f"{summary.steps} step{'s' if summary.steps != 1 else ''}"
+    if summary.tokens is not None:
+        amount += f", {count_text(summary.tokens)} tokens"
+    return f"{info.model.architecture}, {amount}, {', '.join(on)}"
+
+
+def facts(summary: Summary, info: RunInfo) -> list[Fact]:
+    """The numbers of the block, each with its meaning; what was not measured is left out or said to be missing."""
+    chosen = summary.num_experts_per_tok or info.model.num_experts_per_tok
+    return [
+        _moved(summary),
+        Fact(
+            "copies per token",
+            plain_text(summary.copies_per_token) + (f" of {chosen}" if chosen else ""),
+            "one for each rank that the token visits, its own included; one row per expert makes "
+            + (f"{chosen}" if chosen else "K"),
+        ),
+        _step(summary),
+        _waiting(summary),
+        _speed(summary),
+        _loss(summary),
+    ]
+
+
+def verdict(summary: Summary, info: RunInfo) -> tuple[str, str]:
+    """("EXACT" | "LOSSY" | "UNKNOWN", why): whether the run computed the model's own function."""
+    reasons = summary.lossy_reasons or info.lossy_reasons
+    exact = summary.exact if summary.exact is not None else info.exact
+    if reasons or exact is False:
+        return "LOSSY", "; ".join(reasons) or "the run says so without giving a reason"
+    if exact:
+        return "EXACT", "the model's own function: no token was dropped, no payload compressed"
+    return "UNKNOWN", "the run does not say whether it changes the model's function"
+
+
+def _moved(summary: Summary) -> Fact:
+    ours, theirs = summary.bytes_remote, summary.bytes_remote_alltoall
+    if ours is None:
+        return Fact("bytes moved", bytes_text(None), "not recorded")
+    if not ours and not theirs:
+        return Fact("bytes moved", bytes_text(0), "between ranks: every expert lives where its tokens are")
+    detail = "between ranks, forward and backward"
+    if theirs is not None:
+        detail += f"; one row per (token, expert) would have moved {bytes_text(theirs)}"
+        if ours:
+            detail += f", {theirs / ours:.2f}× as much"
+    return Fact("bytes moved", bytes_text(ours), detail)
+
+
+def _step(summary: Summary) -> Fact:
+    compare = summary.compare
+    if compare is None or compare.step_ms is None or compare.ours_step_ms is None:
+        return Fact("step time", ms_text(summary.step_ms_median), "median; not timed against another transport")
+    repeats = f"{compare.repetitions} interleaved repetitions" if compare.repetitions else "interleaved steps"
+    detail = f"against {ms_text(compare.step_ms)} with {compare.transport}"
+    if compare.ours_step_ms > 0:
+        ratio = compare.ratio if compare.ratio is not None else compare.step_ms / compare.ours_step_ms
+        detail += f", which took {ratio:.2f}× as long" + (" and so was the faster one" if ratio < 0.995 else "")
+    return Fact("step time", ms_text(compare.ours_step_ms), f"{detail}; measured in this run, {repeats}")
+
+
+def _speed(summary: Summary) -> Fact:
+    detail = f"median step {ms_text(summary.step_ms_median)}"
+    if summary.mfu_median is not None:
+        detail += f", MFU {percent_text(summary.mfu_median)}"
+    return Fact("speed", f"{count_text(summary.tokens_per_second_median)} tokens/s", detail)
+
+
+def _waiting(summary: Summary) -> Fact:
+    share = summary.share
+    if summary.ride_share is None:
+        return Fact("waiting for rides", percent_text(None), "not measured")
+    parts = [f"{part} {percent_text(share[part])}" for part in ("dispatch", "combine") if part in share]
+    return Fact(
+        "waiting for rides",
+        percent_text(summary.ride_share),
+        "of the step" + (f": {', '.join(parts)}" if parts else ""),
+    )
+
+
+def _loss(summary: Summary) -> Fact:
+    train = f"training loss {plain_text(summary.final_loss, 3)} at the end"
+    if summary.final_eval_loss is None:
+        return Fact("held-out loss", plain_text(None), f"not measured; {train}")
+    last = plain_text(summary.final_eval_loss, 3)
+    if summary.first_eval_loss is None:
+        return Fact("held-out loss", last, train)
+    return Fact("held-out loss", f"{plain_text(summary.first_eval_loss, 3)} → {last}", train)
+
+
+def summarise(run: Run) -> Summary:
+    """The summary of the steps so far, for a run that has not written its own."""
+    train = run.train
+    total = _median(t.step_ms for t in train)
+    share: dict[str, float] = {}
+    if total:
+        for part in PARTS[:-1]:
+            spent = _median(t.part_ms(part, "total") for t in train)
+            if spent is not None:
+                share[part] = spent / total
+        if share:
+            share["rest"] = max(0.0, 1.0 - sum(share.values()))
+    rides = [share[part] for part in ("dispatch", "combine") if part in share]
+    evals = [e.loss for e in run.evals if e.loss is not None]
+    copies = [t.copies_per_token for t in train if t.copies_per_token is not None]
+    dropped = sum(t.dropped_tokens or 0 for t in train)
+    reasons = list(run.info.lossy_reasons)
+    if dropped and not reasons:
+        reasons.append(f"{dropped} tokens were dropped")
+    return Summary(
+        steps=train[-1].step,
+        tokens=train[-1].tokens_seen,
+        final_loss=train[-1].loss,
+        final_eval_loss=evals[-1] if evals else None,
+        first_eval_loss=evals[0] if evals else None,
+        bytes_remote=_total(t.bytes_remote for t in train),
+        bytes_remote_alltoall=_total(t.bytes_remote_alltoall for t in train),
+        copies_per_token=statistics.fmean(copies) if copies else None,
+        num_experts_per_tok=run.info.model.num_experts_per_tok,
+        step_ms_median=total,
+        compare=_compare(run),
+        ride_share=sum(rides) if rides else None,
+        share=share,
+        exact=run.info.exact,
+        lossy_reasons=reasons,
+        tokens_per_second_median=_median(t.tokens_per_second for t in train),
+        mfu_median=_median(t.mfu for t in train),
+    )
+
+
+def _compare(run: Run) -> Compare | None:
+    ours_name = run.info.transport.name
+    times: dict[str, list[float]] = {}
+    for probe in run.probes:
+        times.setdefault(probe.transport, []).extend(probe.step_ms)
+    other = next((name for name, ms in times.items() if name != ours_name and ms), None)
+    if other is None or not times.get(ours_name):
+        return None
+    ours, theirs = statistics.median(times[ours_name]), statistics.median(times[other])
+    return Compare(
+        transport=other,
+        step_ms=theirs,
+        ours_step_ms=ours,
+        ratio=theirs / ours if ours else None,
+        repetitions=min(len(times[ours_name]), len(times[other])),
+    )
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    known = [v for v in values if v is not None and not math.isnan(v)]
+    return statistics.median(known) if known else None
+
+
+def _total(values: Iterable[int | None]) -> int | None:
+    known = [v for v in values if v is not None]
+    return sum(known) if known else None

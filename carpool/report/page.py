@@ -1,0 +1,178 @@
+"""From a `Run` to one HTML file that needs nothing else.
+
+The page is a template (page.html.j2) and a style sheet (page.css), both beside this file, with the figures as inline
+SVG. Whatever comes from the run is escaped by the template: a model's samples are text that nobody has checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+from carpool.report.headline import facts, summarise, text_block, title, verdict
+from carpool.report.read import Run, read_run
+from carpool.report.schema import PARTS
+from carpool.report.units import bytes_text, count_text, ms_text, percent_text, plain_text
+
+HERE = Path(__file__).parent
+# Control characters other than tab and line ends, and half surrogates, are not allowed in HTML, and a byte-level model
+# does produce them. Marks that turn the direction of writing could make a page say what its source does not.
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
+
+
+def write_report(run_dir: Path, output: Path | None = None) -> Path:
+    """Writes the report of the run in `run_dir` to `output` (default: run_dir/report.html) and returns that path.
+
+    Works on a run that is still going, too: it then tells the steps so far. An existing report is replaced at once and
+    never left half written.
+
+    Errors: ValueError if the folder is no run, has no step yet, is damaged (the message names file and line), or if the
+    output cannot be written; ImportError if matplotlib or jinja2 is missing.
+    """
+    run_dir = Path(run_dir)
+    output = Path(output) if output is not None else run_dir / "report.html"
+    run = read_run(run_dir)
+    if output.is_dir() or not output.parent.is_dir():
+        problem = "is a folder" if output.is_dir() else f"cannot be written: the folder {output.parent} does not exist"
+        raise ValueError(f"{output} {problem}; name a file to write the report to")
+    page = render(run)
+    draft = output.with_name(f".{output.name}.part")
+    try:
+        draft.write_text(page, encoding="utf-8")
+        os.replace(draft, output)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise ValueError(f"{output} cannot be written ({error.strerror}); name another file for the report") from error
+    return output
+
+
+def render(run: Run) -> str:
+    """The page as HTML text."""
+    try:
+        import jinja2
+
+        from carpool.report.panels import panels
+    except ImportError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in ("jinja2", "matplotlib"):
+            raise
+        raise ImportError(f"the report needs {package}, which is missing: pip install 'carpool[train]'") from error
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(bytes=bytes_text, ms=ms_text, percent=percent_text, count=count_text)
+    page = environment.get_template("page.html.j2").render(**_context(run), panels=panels(run))
+    return _UNPRINTABLE.sub("\ufffd", page)
+
+
+def _context(run: Run) -> dict[str, Any]:
+    summary = run.summary or summarise(run)
+    word, why = verdict(summary, run.info)
+    raw = summary.model_dump() if run.summary_raw is None else run.summary_raw
+    name = run.path.resolve().name
+    return {
+        "run": run,
+        "info": run.info,
+        "name": name,
+        "title": title(summary, run.info),
+        "summary": summary,
+        "finished": run.summary is not None,
+        "facts": facts(summary, run.info),
+        "verdict": word,
+        "why": why,
+        "text": text_block(raw, run.info_raw),
+        "share": _share(summary.share, summary.step_ms_median),
+        "last_step": _last_step(run),
+        "tables": _tables(run),
+        "again": shlex.join(
+            ["carpool", "train", "--config", str(run.path / "config.toml"), f"training.output_dir={run.path}-again"]
+        ),
+    }
+
+
+def _share(share: dict[str, float], step_ms: float | None) -> list[dict[str, Any]]:
+    """The pieces of the bar: widths add up to 100 even where the shares, each a median of its own, do not quite."""
+    pieces = [(part, share[part]) for part in PARTS if share.get(part, 0) > 0]
+    whole = sum(value for _, value in pieces)
+    if whole <= 0:
+        return []
+    return [
+        {"part": part, "share": value, "width": 100 * value / whole, "ms": None if step_ms is None else value * step_ms}
+        for part, value in pieces
+    ]
+
+
+def _last_step(run: Run) -> list[tuple[str, str]]:
+    """What a step records besides the figures, at the last step."""
+    last = run.train[-1]
+    rows = [
+        ("Step", str(last.step)),
+        ("Loss", plain_text(last.loss, 4)),
+        ("Auxiliary loss", plain_text(last.aux_loss, 4)),
+        ("Learning rate", "–" if last.learning_rate is None else f"{last.learning_rate:.3g}"),
+        ("Tokens, this step", count_text(last.tokens)),
+        ("Tokens, so far", count_text(last.tokens_seen)),
+        ("Step time", ms_text(last.step_ms)),
+        ("Rows between ranks", count_text(last.rows_remote)),
+        ("Bytes between ranks", bytes_text(last.bytes_remote)),
+        ("One row per (token, expert)", bytes_text(last.bytes_remote_alltoall)),
+        ("Load, max/mean, worst layer", plain_text(last.load_max_over_mean)),
+        ("Experts that nobody chose", count_text(last.dead_experts)),
+        ("Router entropy (nats)", plain_text(last.router_entropy)),
+        ("Tokens dropped", count_text(last.dropped_tokens)),
+    ]
+    return [(label, value) for label, value in rows if value != plain_text(None)]
+
+
+def _tables(run: Run) -> list[tuple[str, list[tuple[str, str]]]]:
+    """What the run was: the facts of run.json under their own names."""
+    info = run.info
+    predicted = info.predicted
+    forecast = [
+        ("copies_per_token_uniform", plain_text(predicted.copies_per_token_uniform)),
+        ("flops_per_token", count_text(predicted.flops_per_token)),
+        *((f"memory_per_rank.{k}", bytes_text(v)) for k, v in predicted.memory_per_rank_bytes.items()),
+    ]
+    model = info.model.model_dump()
+    names = info.model.moe_layers
+    model["moe_layers"] = f"{len(names)}: {names[0]} … {names[-1]}" if len(names) > 2 else names
+    peak = {"peak_flops": count_text(info.peak_flops), "peak_flops_source": info.peak_flops_source}
+    tables = [
+        ("Model", _rows(model)),
+        ("Environment", _rows({"carpool": info.carpool_version, **info.environment, **peak})),
+        ("Parallelism", _rows(info.parallelism)),
+        ("Transport", _rows(info.transport.model_dump())),
+        ("Layout", _rows(info.layout)),
+        ("Data", _rows({**info.data, "seed": info.seed})),
+        ("Predicted before the run, not measured", forecast),
+    ]
+    return [(heading, rows) for heading, rows in tables if any(value != plain_text(None) for _, value in rows)]
+
+
+def _rows(table: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(key, _value(value)) for key, value in table.items()]
+
+
+def _value(value: Any) -> str:
+    if value is None or value == "":
+        return plain_text(None)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        # Thin spaces between thousands: readable, and not mistaken for a decimal point anywhere.
+        return f"{value:,}".replace(",", "\u2009")
+    if isinstance(value, list):
+        return ", ".join(_value(v) for v in value)
+    if isinstance(value, dict):
+        return ", ".join(f"{k}: {_value(v)}" for k, v in value.items())
+    return str(value)

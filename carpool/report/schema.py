@@ -1,0 +1,200 @@
+"""The records of a run directory, as types.
+
+A run may be half written, older or newer than this reader, or lack what was not asked for. So every field but the step
+has a default, `null` means the same as absent, and unknown fields are ignored. A field of the wrong type is refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+PARTS = ("dispatch", "experts", "combine", "rest")
+"""Where a step's time goes, in the order of the layer; dispatch and combine are the rides."""
+
+
+class Record(BaseModel):
+    """Base of all records: immutable, tolerant of unknown fields, `null` as absent."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, data: Any) -> Any:
+        return {k: v for k, v in data.items() if v is not None} if isinstance(data, dict) else data
+
+
+def explain(error: ValidationError) -> str:
+    """The first complaint of pydantic, in one line: `ms.dispatch.p50: Input should be a valid number (got 'x')`."""
+    first = error.errors(include_url=False)[0]
+    field = ".".join(str(part) for part in first["loc"]) or "record"
+    return f"{field}: {first['msg']} (got {first['input']!r:.80})"
+
+
+# run.json
+
+
+class HistoryEntry(Record):
+    started: str = ""
+    from_step: int = 0
+    resumed_from: str | None = None
+
+
+class ModelInfo(Record):
+    architecture: str = "unknown architecture"
+    parameters: int | None = None
+    active_parameters: int | None = None
+    num_experts: int | None = None
+    num_experts_per_tok: int | None = None
+    moe_layers: list[str] = Field(default_factory=list)
+    hidden_size: int | None = None
+    moe_intermediate_size: int | None = None
+
+
+class TransportInfo(Record):
+    name: str = "unknown"
+    requested: str | None = None
+    why: str | None = None
+
+
+class Predicted(Record):
+    """Computed before the run from shapes, never measured."""
+
+    memory_per_rank_bytes: dict[str, float | None] = Field(default_factory=dict)
+    copies_per_token_uniform: float | None = None
+    flops_per_token: float | None = None
+
+
+class RunInfo(Record):
+    carpool_version: str | None = None
+    started: str | None = None
+    command: str | None = None
+    history: list[HistoryEntry] = Field(default_factory=list)
+    environment: dict[str, Any] = Field(default_factory=dict)
+    model: ModelInfo = Field(default_factory=ModelInfo)
+    parallelism: dict[str, Any] = Field(default_factory=dict)
+    transport: TransportInfo = Field(default_factory=TransportInfo)
+    layout: dict[str, Any] = Field(default_factory=dict)
+    exact: bool | None = None
+    lossy_reasons: list[str] = Field(default_factory=list)
+    predicted: Predicted = Field(default_factory=Predicted)
+    peak_flops: float | None = None
+    peak_flops_source: str | None = None
+    seed: int | None = None
+    data: dict[str, Any] = Field(default_factory=dict)
+
+
+# metrics.jsonl
+
+
+class Timing(Record):
+    """Milliseconds: per call (p50, p99, slowest rank) and summed over the step (total)."""
+
+    p50: float | None = None
+    p99: float | None = None
+    total: float | None = None
+
+
+class Train(Record):
+    step: int
+    time: float | None = None
+    loss: float | None = None
+    aux_loss: float | None = None
+    learning_rate: float | None = None
+    grad_norm: float | None = None
+    tokens: int | None = None
+    tokens_seen: int | None = None
+    step_ms: float | None = None
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    hfu: float | None = None
+    copies_per_token: float | None = None
+    rows_remote: int | None = None
+    bytes_remote: int | None = None
+    bytes_remote_alltoall: int | None = None
+    load_max_over_mean: float | None = None
+    dead_experts: int | None = None
+    router_entropy: float | None = None
+    dropped_tokens: int | None = None
+    ms: dict[str, Timing] = Field(default_factory=dict)
+    memory_peak_bytes: int | None = None
+
+    def part_ms(self, part: str, which: str) -> float | None:
+        """`which` (p50, p99 or total) of one part of the layer, in ms; None if it was not measured."""
+        timing = self.ms.get(part)
+        return None if timing is None else getattr(timing, which)
+
+
+class Layers(Record):
+    """One step seen layer by layer: load_LE tokens per expert, copies_L, and rows_WW from rank i to rank j."""
+
+    step: int
+    load: list[list[float]] = Field(default_factory=list)
+    copies: list[float | None] = Field(default_factory=list)
+    traffic_rows: list[list[float]] = Field(default_factory=list)
+
+    @model_validator(mode="after")
+    def _shapes(self) -> Layers:
+        if len({len(row) for row in self.load}) > 1:
+            raise ValueError(f"load names {sorted({len(row) for row in self.load})} experts in different layers")
+        if any(len(row) != len(self.traffic_rows) for row in self.traffic_rows):
+            raise ValueError("traffic_rows is not square: one row and one column per rank are expected")
+        return self
+
+
+class Eval(Record):
+    step: int
+    loss: float | None = None
+    tokens: int | None = None
+
+
+class Sample(Record):
+    step: int
+    prompt: str = ""
+    text: str = ""
+
+
+class Probe(Record):
+    step: int
+    transport: str = ""
+    step_ms: list[float] = Field(default_factory=list)
+    bytes_remote: int | None = None
+
+
+class Checkpoint(Record):
+    step: int
+    path: str = ""
+    bytes: int | None = None
+    seconds: float | None = None
+
+
+# summary.json
+
+
+class Compare(Record):
+    transport: str = "alltoall"
+    step_ms: float | None = None
+    ours_step_ms: float | None = None
+    ratio: float | None = None
+    repetitions: int | None = None
+
+
+class Summary(Record):
+    steps: int = 0
+    tokens: int | None = None
+    final_loss: float | None = None
+    final_eval_loss: float | None = None
+    first_eval_loss: float | None = None
+    bytes_remote: int | None = None
+    bytes_remote_alltoall: int | None = None
+    copies_per_token: float | None = None
+    num_experts_per_tok: int | None = None
+    step_ms_median: float | None = None
+    compare: Compare | None = None
+    ride_share: float | None = None
+    share: dict[str, float] = Field(default_factory=dict)
+    exact: bool | None = None
+    lossy_reasons: list[str] = Field(default_factory=list)
+    tokens_per_second_median: float | None = None
+    mfu_median: float | None = None

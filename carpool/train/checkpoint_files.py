@@ -1,0 +1,170 @@
+"""A checkpoint as files: what is where, and how a reader knows that all of it is there and intact.
+
+    step-00000100/
+      state.json                 step, loader and random state, versions, and the size and SHA-256 of every other file
+      model/shard-00001-model-00001-of-00001.safetensors      what rank 0 wrote of the model (parts, with their offsets)
+      model/shard-00002-...                                   rank 1, and so on
+      model/config.json, generation_config.json               what to build before the weights can be loaded
+      optimizer/shard-...                                     the same for the optimizer's state
+
+Everything is text or safetensors. DCP's own format keeps a pickle, and loading a pickle runs whatever code is in it, so
+Carpool neither writes nor reads any.
+
+`state.json` is written last, and the folder gets its name last of all, by one rename: a folder with that name is whole,
+as far as the writer could tell. The reader still checks sizes and sums, because disks and copies go wrong later.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+FORMAT = "carpool-checkpoint-1"
+STATE_FILE = "state.json"
+MODEL, OPTIMIZER = "model", "optimizer"
+_PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".distcp")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used. Nothing of the model or the optimizer was changed."""
+
+
+class CheckpointWriteError(OSError):
+    """A checkpoint that could not be written. The checkpoints from before are untouched."""
+
+
+def file_record(path: Path) -> dict[str, Any]:
+    """Size and checksum of a file, as in `state.json`."""
+    with path.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": digest}
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def write_state(folder: Path, content: dict[str, Any]) -> None:
+    """Writes `state.json`, with the format mark and a checksum of itself, and flushes it to the disk."""
+    # As it will be read: JSON turns keys into text and tuples into lists, and the checksum must not see a difference.
+    content = json.loads(json.dumps({"format": FORMAT, **content}))
+    write_text(folder / STATE_FILE, json.dumps({**content, "sha256": _digest(content)}, indent=1))
+
+
+def write_text(path: Path, text: str) -> None:
+    with path.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def flush_file(path: Path) -> None:
+    """Waits until the content of a file that somebody else wrote and closed is on the disk."""
+    with path.open("rb") as stream:
+        os.fsync(stream.fileno())
+
+
+def flush_folder(folder: Path) -> None:
+    """Makes names in a folder survive a power cut, as fsync does for the content of a file."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """`state.json` of a checkpoint.
+
+    Raises:
+        CheckpointError: there is none, it is foreign, of another version, or damaged.
+    """
+    path = folder / STATE_FILE
+    if not path.is_file():
+        raise CheckpointError(_why_no_checkpoint(folder))
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        found = content.pop("sha256", None)
+        mark = content.get("format")
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged ({error}); resume from an older checkpoint") from error
+    if mark != FORMAT:
+        if str(mark).startswith(FORMAT.rstrip("0123456789")):
+            raise CheckpointError(f"{folder} has format {mark}, this version of Carpool reads {FORMAT}; update Carpool")
+        raise CheckpointError(f"{path} does not have the mark {FORMAT!r}: {folder} is not a Carpool checkpoint")
+    if found != _digest(content):
+        raise CheckpointError(f"{path} is damaged (wrong checksum); resume from an older checkpoint")
+    return dict(content)
+
+
+def _why_no_checkpoint(folder: Path) -> str:
+    if not folder.exists():
+        beside = sorted(p.name for p in folder.parent.glob("step-*")) if folder.parent.is_dir() else []
+        return f"there is no checkpoint {folder}" + (f"; beside it are {', '.join(beside)}" if beside else "")
+    if not folder.is_dir():
+        pickle = ", and Carpool never unpickles" if folder.suffix in _PICKLES else ""
+        return f"{folder} is a file, and a Carpool checkpoint is a folder{pickle}"
+    for inside in (folder, folder / "checkpoints"):
+        if steps := sorted(p.name for p in inside.glob("step-*")):
+            return f"{folder} is not a checkpoint itself, but holds some; resume from {inside / steps[-1]}"
+    foreign = sorted(p.name for p in folder.iterdir() if p.name == ".metadata" or p.suffix in _PICKLES)
+    if foreign:
+        return (
+            f"{folder} is not a Carpool checkpoint: it holds pickles ({', '.join(foreign[:3])}), which can run code "
+            "when they are loaded, and Carpool never unpickles"
+        )
+    if (folder / "config.json").is_file():
+        return (
+            f"{folder} is a model without optimizer state, not a Carpool checkpoint; start a new run from it with "
+            "model.path instead of resuming it"
+        )
+    return f"{folder} is not a Carpool checkpoint: it has no {STATE_FILE}"
+
+
+def check_files(folder: Path, records: dict[str, dict[str, Any]], mine: Iterable[str]) -> None:
+    """Checks that the files of a checkpoint are those in `records` and intact. Of the content, only files in `mine`.
+
+    Raises:
+        CheckpointError: naming the file, and how it is wrong.
+    """
+    for name, record in records.items():
+        path = folder / name
+        if not path.is_file():
+            raise CheckpointError(f"{folder} is incomplete: {name} is missing; resume from an older checkpoint")
+        if (size := path.stat().st_size) != record["bytes"]:
+            wrong = "truncated" if size < record["bytes"] else "damaged"
+            raise CheckpointError(
+                f"{path} is {wrong}: it has {size} bytes instead of {record['bytes']}; resume from an older checkpoint"
+            )
+    strangers = {str(p.relative_to(folder)) for p in folder.rglob("*.safetensors")} - records.keys()
+    if strangers:
+        raise CheckpointError(f"{folder} holds files that Carpool did not write there: {', '.join(sorted(strangers))}")
+    for name in mine:
+        if file_record(folder / name)["sha256"] != records[name]["sha256"]:
+            raise CheckpointError(f"{folder / name} is damaged (wrong checksum); resume from an older checkpoint")
+
+
+def stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
+    """Shapes and dtypes of the tensors in a folder of shards, read from the headers of the files alone.
+
+    Raises:
+        CheckpointError: a header that is no safetensors header, or tensors of which parts are missing.
+    """
+    try:
+        metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    except Exception as error:  # safetensors raises its own, and whatever a wrong header leads to
+        raise CheckpointError(f"{folder} holds a file that is not intact safetensors: {error}") from error
+    tensors: dict[str, TensorStorageMetadata] = {}
+    for name, stored in metadata.items():
+        assert isinstance(stored, TensorStorageMetadata)
+        if sum(chunk.sizes.numel() for chunk in stored.chunks) != stored.size.numel():
+            raise CheckpointError(f"{folder} holds only parts of {name}")
+        tensors[name] = stored
+    return tensors

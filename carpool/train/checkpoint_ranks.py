@@ -1,0 +1,71 @@
+"""All ranks, or none: work that must not succeed on some ranks and fail on others.
+
+A rank that raises alone leaves the others waiting in the next collective until a timeout ends them, with a message
+about the timeout. So the work of each rank is done apart, and then all tell all how it went.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+T = TypeVar("T")
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def gather(value: T) -> list[T]:
+    """Everybody's value, on every rank."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+@contextmanager
+def together(error_class: Callable[[str], Exception], doing: str) -> Iterator[None]:
+    """A piece of work that either succeeds on all ranks, or raises the same error on all of them.
+
+    Every rank must enter it. What it does before the end may differ between ranks, as long as a rank that fails leaves
+    no other waiting for it in a collective.
+    """
+    local: BaseException | None = None
+    try:
+        yield
+    except (Exception, CheckpointException) as error:  # DCP's is not an Exception
+        local = error
+    reports = gather(None if local is None else _describe(local))
+    failed = {rank: report for rank, report in enumerate(reports) if report is not None}
+    if failed:
+        # The same words from everybody are one problem of the run, not of a rank.
+        same = len(failed) == len(reports) and len(set(failed.values())) == 1
+        texts = [reports[0]] if same else [f"rank {rank}: {report}" for rank, report in failed.items()]
+        raise error_class(f"{doing}{'; '.join(map(str, texts))}") from local
+    if local is not None:
+        raise error_class(f"{doing}{local}") from local
+
+
+def _describe(error: BaseException) -> str | None:
+    """What happened on this rank, in words; None if this rank only heard of another's trouble."""
+    if isinstance(error, CheckpointException):
+        # DCP raises on every rank, and says on which it happened.
+        failure = error.failures.get(rank())
+        return None if failure is None else _describe(failure[0])
+    if isinstance(error, OSError):
+        text = error.strerror or str(error)
+        where = f" ({error.filename})" if error.filename else ""
+        hint = "; free some space or lower save_total_limit" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        return f"{text}{where}{hint}"
+    return str(error) or type(error).__name__

@@ -1,0 +1,199 @@
+"""What a checkpoint holds, tensor by tensor: the model's and the optimizer's, each rank its own part.
+
+DCP describes a rank's part of a DTensor as one rectangle of the global tensor: an offset and a size. That fails for
+`_StridedShard`, the placement that FSDP2 gives to a parameter that something else has sharded before it, and so to
+every expert: its meaning depends on the *order* of the axes. But the part itself is a rectangle. With 8 experts, ep 2
+and efsdp 2, a rank holds (rank = efsdp coordinate f, ep coordinate e)
+
+    mesh (efsdp, ep), placements (_StridedShard(0, split_factor=2), Shard(0))
+    (f 0, e 0): 0 1     (f 0, e 1): 4 5     (f 1, e 0): 2 3     (f 1, e 1): 6 7
+
+which is just: first split over ep, then over efsdp. Written on the same ranks with the axes swapped, mesh (ep, efsdp),
+that is (Shard(0), Shard(0)), with which DCP is at home. So `as_rectangles` relabels; nothing is sent or copied, and
+what DCP reads goes straight into the model's own memory. Placements that this does not explain (fused weights under
+tensor parallelism, whose parts are not rectangles) are redistributed, as Transformers does for all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+Tensors = dict[str, torch.Tensor]
+# A change of a state dict between the layout of the model and logical expert order. See `CheckpointManager.save`.
+Hook = Callable[[Tensors], Tensors]
+
+# State that is all zeros before an optimizer has seen a parameter's first gradient (Adam and its kin).
+_ZERO_AT_START = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
+
+
+def model_tensors(model: nn.Module) -> Tensors:
+    """Parameters and persistent buffers by name: the model's own memory, DTensors where it is sharded.
+
+    A tied weight comes once, under its first name; safetensors files do not hold two names for one tensor.
+    """
+    once = {name for name, _ in model.named_parameters()}
+    again = {name for name, _ in model.named_parameters(remove_duplicate=False)} - once
+    return {
+        name: value
+        for name, value in get_model_state_dict(model).items()
+        if isinstance(value, torch.Tensor) and name not in again
+    }
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
+    """The optimizer's state by name, `state.<parameter>.exp_avg` and so on: the optimizer's own memory.
+
+    State that the optimizer would only create at its first step is created now, as zeros, so that every rank, and
+    every run with the same model, has the same names. Settings of the parameter groups (learning rate, betas) are not
+    state: they follow from the configuration.
+    """
+    _create_missing_state(optimizer)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    tensors: Tensors = {}
+    for name, value in get_optimizer_state_dict(model, optimizer, options=options).items():
+        if not name.startswith("state."):
+            continue
+        if not isinstance(value, torch.Tensor):
+            raise ValueError(f"{type(optimizer).__name__} keeps {name} as a {type(value).__name__}, not as a tensor")
+        tensors[name] = value
+    return tensors
+
+
+def _create_missing_state(optimizer: torch.optim.Optimizer) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    examples = [p for p in parameters if optimizer.state.get(p)]
+    missing = [p for p in parameters if not optimizer.state.get(p)]
+    if not missing:
+        return
+    if not examples:
+        # Only the optimizer knows what it keeps. A step with zero gradients and learning rate 0 makes it, and leaves
+        # the parameters alone, but counts as a step.
+        grads = [p.grad for p in parameters]
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        for group in optimizer.param_groups:
+            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], torch.Tensor) else 0.0
+        optimizer.step()
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        for parameter in parameters:
+            if "step" in optimizer.state[parameter]:
+                optimizer.state[parameter]["step"].zero_()
+        return
+    example = examples[0]
+    keys = optimizer.state[example].keys()
+    if not keys <= _ZERO_AT_START:
+        raise ValueError(
+            f"{type(optimizer).__name__} has no state yet for a parameter of shape {tuple(missing[0].shape)}, and how "
+            f"its {', '.join(sorted(keys - _ZERO_AT_START))} starts is not known; save after all had a gradient"
+        )
+    for parameter in missing:
+        optimizer.state[parameter] = {
+            key: torch.zeros_like(value) if key == "step" else torch.zeros_like(parameter, dtype=value.dtype)
+            for key, value in optimizer.state[example].items()
+        }
+
+
+def as_rectangles(tensors: Mapping[str, torch.Tensor]) -> Tensors:
+    """The same tensors with placements that DCP can describe, sharing their memory wherever that is possible."""
+    meshes: dict[tuple[DeviceMesh, tuple[int, ...]], DeviceMesh] = {}
+    return {
+        name: _as_rectangle(tensor, meshes) if isinstance(tensor, DTensor) else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def _as_rectangle(tensor: DTensor, meshes: dict[tuple[DeviceMesh, tuple[int, ...]], DeviceMesh]) -> DTensor:
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if not any(isinstance(p, _StridedShard) for p in placements):
+        return tensor
+    plain = tuple(Shard(p.dim) if isinstance(p, _StridedShard) else p for p in placements)
+    order = _axis_order(mesh, placements)
+    if order is None:
+        return tensor.redistribute(placements=plain)
+    if (mesh, order) not in meshes:
+        names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
+        meshes[mesh, order] = DeviceMesh.from_group(
+            [mesh.get_group(axis) for axis in order],
+            mesh.device_type,
+            mesh=mesh.mesh.permute(order),
+            mesh_dim_names=tuple(names[axis] for axis in order),
+        )
+    return DTensor.from_local(
+        tensor.to_local(),
+        meshes[mesh, order],
+        [plain[axis] for axis in order],
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
+
+
+def _axis_order(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[int, ...] | None:
+    """The axes in the order in which they really split the tensor, if there is one.
+
+    A strided shard whose split factor is the number of pieces that later axes make of the same dimension means: those
+    axes first, then this one.
+    """
+    order = list(range(mesh.ndim))
+    for axis in reversed(range(mesh.ndim)):
+        placement = placements[axis]
+        if not isinstance(placement, _StridedShard):
+            continue
+        # `dim` is there for both kinds of shards, and for nothing else.
+        later = [o for o in range(axis + 1, mesh.ndim) if getattr(placements[o], "dim", None) == placement.dim]
+        if placement.split_factor != math.prod(mesh.size(other) for other in later):
+            return None
+        if later:
+            order.remove(axis)
+            order.insert(max(order.index(other) for other in later) + 1, axis)
+    return tuple(order)
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole tensor on every rank. Axis by axis, so that no rank needs more than the result while it gathers."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    tensor = _as_rectangle(tensor, {})
+    placements = list(tensor.placements)
+    for axis in reversed(range(len(placements))):
+        placements[axis] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()
+
+
+@torch.no_grad()
+def copy_back(rectangles: Tensors, tensors: Tensors) -> None:
+    """Brings what was written into the rectangles of some tensors into these, where `as_rectangles` had to copy."""
+    for name, tensor in tensors.items():
+        rectangle = rectangles[name]
+        if rectangle is tensor or not isinstance(tensor, DTensor) or not isinstance(rectangle, DTensor):
+            continue
+        if _axis_order(tensor.device_mesh, tensor.placements) is None:
+            tensor.to_local().copy_(rectangle.redistribute(placements=tensor.placements).to_local())
+
+
+@torch.no_grad()
+def assign(tensors: Tensors, values: Tensors) -> None:
+    """Copies `values` into the memory of `tensors`; names, shapes and placements are the same."""
+    for name, tensor in tensors.items():
+        value = values[name]
+        if isinstance(tensor, DTensor):
+            assert isinstance(value, DTensor) and value.placements == tensor.placements, name
+            tensor, value = tensor.to_local(), value.to_local()
+        tensor.copy_(value)

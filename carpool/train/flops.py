@@ -1,0 +1,103 @@
+"""Floating-point operations of a training step, for MFU and HFU.
+
+Definitions (PaLM, arXiv 2204.02311, appendix B):
+  - MFU, model FLOPs utilisation: the operations that the mathematics of the step needs, per second, over the peak
+    of the device. A matrix product of m x k by k x n needs 2mkn; a parameter that a token meets costs 2 forward and 4
+    backward, so 6 per token.
+  - HFU, hardware FLOPs utilisation: the same with what is computed again counted again (activation checkpointing runs
+    the forward twice).
+
+What counts: active parameters only (K of E experts; the input embedding is a table, not a product, the output head
+counts), and causal attention at half, since half of its score matrix is never needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+# Dense bf16 matrix rates without sparsity, from the vendors' datasheets, by a part of the device's name.
+_PEAKS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100": 989e12,
+    "H800": 989e12,
+    "GH200": 989e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "L40S": 362e12,
+    "MI300X": 1307e12,
+}
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Parameters of a model, counted once whatever the sharding.
+
+    Attributes:
+        total: all parameters.
+        experts: those of routed experts.
+        active: those that one token meets: all but the experts that it does not choose.
+        multiplied: active without the input embedding.
+        attention: sum over attention layers of heads * head_dim, for the score products.
+    """
+
+    total: int
+    experts: int
+    active: int
+    multiplied: int
+    attention: int
+
+
+def model_size(model: nn.Module, expert_modules: dict[str, int], top_k: int) -> ModelSize:
+    """Count a transformers model's parameters.
+
+    Args:
+        model: may be sharded (DTensors count in full) or on the meta device.
+        expert_modules: number of all experts by module name.
+        top_k: K.
+    """
+    total = sum(p.numel() for p in model.parameters())
+    experts, active_experts = 0, 0
+    for name, number in expert_modules.items():
+        size = sum(p.numel() for p in model.get_submodule(name).parameters())
+        experts += size
+        active_experts += size * min(top_k, number) // number
+    active = total - experts + active_experts
+    embedding = model.get_input_embeddings().weight  # type: ignore[operator]
+    tied = model.get_output_embeddings() is None or model.get_output_embeddings().weight is embedding  # type: ignore[operator]
+    config = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    heads = getattr(config, "num_attention_heads", 0)
+    head_dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
+    return ModelSize(
+        total=total,
+        experts=experts,
+        active=active,
+        multiplied=active if tied else active - embedding.numel(),
+        attention=config.num_hidden_layers * heads * head_dim,
+    )
+
+
+def flops_per_token(size: ModelSize, sequence_length: int) -> int:
+    """Operations of one token's forward and backward.
+
+    Example: 1000 parameters, 2 layers of 8 heads * 4, sequence 16: 6 * 1000 + 6 * 16 * 64 = 12,144. The scores and
+    their product with the values take 2 * L * heads * head_dim each per layer, half of that when causal, and twice
+    the forward in the backward.
+    """
+    return 6 * size.multiplied + 6 * sequence_length * size.attention
+
+
+def peak_flops(device: torch.device, override: float | None) -> tuple[float | None, str]:
+    """The device's peak rate in FLOP/s and where the number is from; None where it is not known."""
+    if override is not None:
+        return override, "training.peak_flops"
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        for part, peak in _PEAKS.items():
+            if part in name:
+                return peak, f"datasheet of {part}, dense bf16"
+        return None, f"no known peak for {name}: set training.peak_flops to see MFU"
+    return None, "no peak is taken for CPUs"

@@ -1,0 +1,465 @@
+"""The main job: a `Config` in, a run directory out. Runs in every rank, inside an initialised process group.
+
+    set up      data -> model (FSDP x EP) -> optimizer -> resume
+    each step   batch -> loss and gradients -> global norm -> finite? -> AdamW -> metrics
+    now and then  held-out loss and a sample; a checkpoint
+    at the end  held-out loss, checkpoint, comparison with another transport, the block that a person can quote
+
+Whatever decides what happens next (is the loss finite, does a checkpoint exist) is known to all ranks alike.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import statistics
+import time
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import carpool
+from carpool.hf import install, rides, set_transport
+from carpool.hf.build import build_model
+from carpool.hf.layouts import logical_order, physical_order, set_layout
+from carpool.layout import ExpertLayout
+from carpool.parallel.clip import clip_grad_norm
+from carpool.report import text_block
+from carpool.train.checkpoint import CheckpointManager, load
+from carpool.train.data import prepare
+from carpool.train.diagnose import NonFiniteError, explain
+from carpool.train.display import Display
+from carpool.train.environment import environment
+from carpool.train.estimate import estimate_memory, uniform_copies
+from carpool.train.flops import flops_per_token, model_size, peak_flops
+from carpool.train.loader import EvalLoader, TokenMean, TrainLoader, count_targets
+from carpool.train.metrics import RideMetrics, RideRecord, peak_memory
+from carpool.train.model import distributed_config, expert_counts, meta_model, model_source, top_k_of
+from carpool.train.probe import compare, summarise
+from carpool.train.record import METRICS, Recorder
+from carpool.train.sample import sample
+from carpool.train.schema import Config, Degrees
+from carpool.train.step import Batch, Objective, learning_rate, make_optimizer
+from carpool.train.tokenizer import load_tokenizer
+from carpool.transport import choose_transport
+
+log = logging.getLogger("carpool")
+
+
+def train(config: Config, *, compare: str | None = None, command: str = "carpool train") -> None:
+    """Train as `config` says, from the start or from a checkpoint.
+
+    Args:
+        compare: at the end, compare step times with this transport.
+        command: what the user typed, for the record.
+
+    Raises:
+        ValueError: a configuration, data or checkpoint that cannot be used; nothing has been written then.
+        NonFiniteError: the loss or its gradient is NaN or infinite; the last checkpoint is untouched.
+    """
+    run = _Run(config, compare, command)
+    try:
+        run.loop()
+        run.finish()
+    finally:
+        run.close()
+
+
+class _Run:
+    """Everything that lives as long as a run."""
+
+    def __init__(self, config: Config, compare_with: str | None, command: str) -> None:
+        training, moe = config.training, config.moe
+        self.config, self.compare_with = config, compare_with
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.main = self.rank == 0
+        cuda = dist.get_backend() == "nccl"
+        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self.folder = Path(training.output_dir)
+        self.checkpoints = CheckpointManager(self.folder, training.save_total_limit)
+        resume = self._resume_path()
+
+        self.tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
+        self.corpus = prepare(
+            config.data, self.tokenizer, build=int(os.environ.get("LOCAL_RANK", "0")) == 0, barrier=dist.barrier
+        )
+        source = model_source(config, self.tokenizer)
+        counts = expert_counts(meta_model(source))
+        self.degrees = config.parallelism.resolve(self.world, min(counts.values()))
+        self.bf16 = cuda if training.bf16 is None else training.bf16
+        dp_rank = self.rank // self.degrees.tp_size
+        share = {"sequence_length": config.data.sequence_length, "dp_rank": dp_rank, "dp_size": self.degrees.dp_size}
+        self.loader = TrainLoader(
+            self.corpus.train,
+            fingerprint=self.corpus.fingerprint,
+            batch_size=training.per_device_train_batch_size,
+            accumulation=training.gradient_accumulation_steps,
+            seed=training.seed,
+            **share,
+        )
+        self.eval_loader = EvalLoader(
+            self.corpus.eval,
+            batch_size=training.per_device_eval_batch_size,
+            max_sequences=config.data.eval_max_sequences,
+            pad_id=self.tokenizer.eos_id,
+            **share,
+        )
+
+        self.model = build_model(
+            source,
+            distributed_config=distributed_config(self.degrees, self.bf16),
+            dtype=getattr(torch, config.model.dtype or "float32"),
+            seed=training.seed,
+            attn_implementation=config.model.attn_implementation,
+            experts_implementation=config.model.experts_implementation,
+        )
+        install(self.model)
+        if training.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.layout = _layout(config, self.model)
+        set_layout(self.model, self.layout)
+        set_transport(self.model, moe.transport)
+        if compare_with is not None:
+            choose_transport(compare_with, self.degrees.ep_size, 1)
+        self.top_k = top_k_of(self.model)
+        coef = moe.router_aux_loss_coef
+        self.objective = Objective(
+            self.model,
+            top_k=self.top_k,
+            aux_coef=getattr(self.model.config, "router_aux_loss_coef", 0.0) or 0.0 if coef is None else coef,
+            dp_size=self.degrees.dp_size,
+            autocast=torch.bfloat16 if self.bf16 and self.degrees.dp_size == 1 else None,
+        )
+        self.optimizer = make_optimizer(self.model, training)
+        self.metrics = RideMetrics(self.model)
+        # Drop-out and the like differ between ranks with different data, and only between them.
+        torch.manual_seed(training.seed + dp_rank)
+
+        self.step = 0
+        # Both go into checkpoints: a resumed run's summary is of the whole run.
+        self.totals = {"tokens": 0, "bytes_remote": 0, "bytes_remote_alltoall": 0}
+        self.losses: dict[str, float | None] = {"final_loss": None, "first_eval_loss": None, "final_eval_loss": None}
+        if resume is not None:
+            state = load(resume, self.model, self.optimizer, from_logical=lambda s: physical_order(self.model, s))
+            self.step, self.totals, self.losses = state["step"], state["totals"], state["losses"]
+            self.loader.load_state_dict(state["loader"])
+        if self.step >= training.max_steps:
+            raise ValueError(
+                f"{resume} is at step {self.step} already, and training.max_steps is {training.max_steps}: nothing to "
+                "do; raise training.max_steps to go on"
+            )
+        self.start = self.step
+
+        self.size = model_size(self.model, counts, self.top_k)
+        self.flops = flops_per_token(self.size, config.data.sequence_length)
+        self.peak, self.peak_source = peak_flops(self.device, training.peak_flops)
+        self.step_records: list[dict[str, Any]] = []
+
+        if self.main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        settings = config.model_dump(mode="json")
+        self.recorder = Recorder(self.folder, self.main, training.report_to, settings, training.max_steps)
+        self.display = Display(self.main, training.max_steps, self.step)
+        self.info = self._write_run(command, resume)
+        self._say_hello(resume)
+
+    # -- the loop ---------------------------------------------------------------------------------------------
+
+    def loop(self) -> None:
+        training = self.config.training
+        if training.eval_on_start and self.start == 0:
+            self.evaluate()
+        self.metrics.reset()
+        begin = time.perf_counter()
+        while self.step < training.max_steps:
+            self.step += 1
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate(self.step, training)
+            batches = [self._to_device(batch) for batch in next(self.loader)]
+            losses = self.objective.backward(batches)
+            norm = clip_grad_norm(self.model.parameters(), training.max_grad_norm or math.inf).item()
+            if not (math.isfinite(losses.loss) and math.isfinite(norm)):
+                self._stop_not_finite(losses.loss, norm, batches)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            rode = self.metrics.collect(self.device)
+            now = time.perf_counter()
+            self._record_step(asdict(losses), norm, rode, 1e3 * (now - begin))
+            if training.eval_steps and self.step % training.eval_steps == 0 and self.step < training.max_steps:
+                self.evaluate()
+            if training.save_steps and self.step % training.save_steps == 0:
+                self.save()
+            self.metrics.reset()
+            begin = time.perf_counter()
+
+    def evaluate(self) -> None:
+        """Held-out loss and a sample of text."""
+        training = self.config.training
+        if len(self.eval_loader):
+            mean = TokenMean()
+            self.model.eval()
+            with torch.no_grad():
+                for batch in self.eval_loader:
+                    batch = self._to_device(batch)
+                    targets = count_targets(batch["labels"])
+                    ce, _ = self.objective.forward(batch)
+                    mean.add(ce / max(1, targets), targets)
+            self.model.train()
+            loss, tokens = mean.value(self._sum_over_ranks)
+            tokens //= self.degrees.tp_size
+            self.recorder.write("eval", self.step, loss=loss, tokens=tokens)
+            if self.losses["first_eval_loss"] is None:
+                self.losses["first_eval_loss"] = loss
+            self.losses["final_eval_loss"] = loss
+            self.display.say(f"step {self.step}: held-out loss {loss:.4f} over {tokens:,} tokens")
+        if training.sample_prompt is not None:
+            text = sample(
+                self.model,
+                self.tokenizer,
+                training.sample_prompt,
+                max_new_tokens=training.sample_tokens,
+                seed=training.seed,
+                context=self.config.data.sequence_length,
+            )
+            self.recorder.write("sample", self.step, prompt=training.sample_prompt, text=text)
+
+    def save(self) -> None:
+        state = {"totals": self.totals, "losses": self.losses, "loader": self.loader.state_dict()}
+        saved = self.checkpoints.save(
+            self.step, self.model, self.optimizer, state, to_logical=lambda s: logical_order(self.model, s)
+        )
+        path = str(saved.path.relative_to(self.folder))
+        self.recorder.write("checkpoint", self.step, path=path, bytes=saved.bytes, seconds=saved.seconds)
+        self.display.say(f"step {self.step}: checkpoint {saved.path}")
+
+    def finish(self) -> None:
+        """What comes after the last step."""
+        training = self.config.training
+        self.evaluate()
+        if not training.save_steps or self.step % training.save_steps:
+            self.save()
+        comparison = self._compare()
+        self.display.close()
+        summary = self._summary(comparison)
+        if self.main:
+            (self.folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+            self.display.say("")
+            self.display.say(text_block(summary, self.info))
+            self.display.say(f"\nrun directory: {self.folder}   report: carpool report {self.folder}")
+
+    def close(self) -> None:
+        self.display.close()
+        self.recorder.close()
+
+    # -- parts ------------------------------------------------------------------------------------------------
+
+    def _record_step(self, losses: dict[str, Any], norm: float, rode: RideRecord, step_ms: float) -> None:
+        training = self.config.training
+        per_second = losses["tokens"] / step_ms * 1e3
+        used = self.flops * per_second / self.world / self.peak if self.peak else None
+        again = 4 / 3 if training.gradient_checkpointing else 1.0
+        self.totals["tokens"] += losses["tokens"]
+        for key in ("bytes_remote", "bytes_remote_alltoall"):
+            self.totals[key] += rode.record[key]
+        record = {
+            **losses,
+            "learning_rate": learning_rate(self.step, training),
+            "grad_norm": norm,
+            "tokens_seen": self.totals["tokens"],
+            "step_ms": step_ms,
+            "tokens_per_second": per_second,
+            "mfu": used,
+            "hfu": used * again if used is not None else None,
+            **rode.record,
+            "memory_peak_bytes": int(self._max_over_ranks(peak_memory(self.device))),
+        }
+        self.losses["final_loss"] = losses["loss"]
+        self.step_records.append(record)
+        if self.step % training.logging_steps == 0 or self.step in (self.start + 1, training.max_steps):
+            self.recorder.write("train", self.step, **record)
+            self.recorder.write(
+                "layers", self.step, load=rode.load_LE, copies=rode.copies_L, traffic_rows=rode.traffic_WW
+            )
+            self.display.step(self.step, record)
+
+    def _compare(self) -> dict[str, Any] | None:
+        if self.compare_with is None:
+            return None
+        layer = next(iter(rides(self.model).values()))
+        ours = layer.transport.name if layer.transport is not None else layer.requested
+        batches = [self._to_device(batch) for batch in next(self.loader)]
+        self.display.say(f"comparing {ours} with {self.compare_with} in interleaved probe steps")
+        result = compare(
+            self.model,
+            (ours, self.compare_with),
+            lambda: self.objective.backward(batches),
+            self.metrics,
+            self.config.training.compare_repetitions,
+            self.device,
+        )
+        for name, values in result.items():
+            self.recorder.write("probe", self.step, transport=name, **values)
+        return summarise(result, ours, self.compare_with)
+
+    def _summary(self, comparison: dict[str, Any] | None) -> dict[str, Any]:
+        records = self.step_records
+        # The first step of a process warms up allocators, caches and connections.
+        steady = records[1:] or records
+        step_ms = statistics.median(r["step_ms"] for r in steady)
+        share = {
+            span: statistics.median(r["ms"][span]["total"] / r["step_ms"] for r in steady)
+            for span in ("dispatch", "experts", "combine")
+        }
+        mfu = [r["mfu"] for r in steady if r["mfu"] is not None]
+        return {
+            "steps": self.step,
+            **self.totals,
+            **self.losses,
+            "copies_per_token": statistics.fmean(r["copies_per_token"] for r in records),
+            "num_experts_per_tok": self.top_k,
+            "step_ms_median": step_ms,
+            "compare": comparison,
+            "ride_share": share["dispatch"] + share["combine"],
+            "share": {**share, "rest": max(0.0, 1.0 - sum(share.values()))},
+            "exact": self.info["exact"],
+            "lossy_reasons": self.info["lossy_reasons"],
+            "tokens_per_second_median": statistics.median(r["tokens_per_second"] for r in steady),
+            "mfu_median": statistics.median(mfu) if mfu else None,
+        }
+
+    def _stop_not_finite(self, loss: float, norm: float, batches: list[Batch]) -> None:
+        def forward() -> None:
+            for batch in batches:
+                self.objective.forward(batch)
+
+        where = explain(self.model, forward)
+        latest = self.checkpoints.latest()
+        good = f"the last good checkpoint is {latest}" if latest else "there is no checkpoint yet"
+        raise NonFiniteError(
+            f"step {self.step}: loss {loss:g}, gradient norm {norm:g}: {where}. No update was made; {good}. "
+            "Lower training.learning_rate or training.max_grad_norm, or look at that layer's input"
+        )
+
+    def _resume_path(self) -> Path | None:
+        training = self.config.training
+        wanted = training.resume_from_checkpoint
+        if wanted == "last":
+            path = self.checkpoints.latest()
+            if path is None:
+                raise ValueError(
+                    f"training.resume_from_checkpoint = 'last', but {self.folder} holds no checkpoint; check "
+                    "training.output_dir, or leave training.resume_from_checkpoint out to start anew"
+                )
+            return path
+        if wanted is not None:
+            return Path(wanted)
+        if (self.folder / METRICS).exists():
+            raise ValueError(
+                f"{self.folder} already holds a run: continue it with training.resume_from_checkpoint=last, or choose "
+                "another training.output_dir (or delete that folder)"
+            )
+        return None
+
+    def _write_run(self, command: str, resume: Path | None) -> dict[str, Any]:
+        degrees, layer = self.degrees, next(iter(rides(self.model).values()))
+        config = self.model.config.get_text_config()
+        moe_layers = list(rides(self.model))
+        name, why = choose_transport(self.config.moe.transport, layer.num_ranks, self.top_k)
+        path = self.folder / "run.json"
+        history = []
+        if resume is not None and path.exists():
+            history = json.loads(path.read_text()).get("history", [])
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        history.append(
+            {"started": started, "from_step": self.start, "resumed_from": str(resume) if resume is not None else None}
+        )
+        memory = estimate_memory(self.size, self.degrees, self.config, self.model, layer.num_experts, self.bf16)
+        info = {
+            "carpool_version": carpool.__version__,
+            "started": history[0]["started"],
+            "command": command,
+            "history": history,
+            "environment": environment(self.device, self.world),
+            "model": {
+                "architecture": type(self.model).__name__,
+                "parameters": self.size.total,
+                "active_parameters": self.size.active,
+                "num_experts": layer.num_experts,
+                "num_experts_per_tok": self.top_k,
+                "moe_layers": moe_layers,
+                "hidden_size": config.hidden_size,
+                "moe_intermediate_size": getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
+            },
+            "parallelism": {**asdict(degrees), "efsdp_size": degrees.efsdp_size, "backend": dist.get_backend()},
+            "transport": {"name": name, "requested": self.config.moe.transport, "why": why},
+            "layout": {
+                "kind": self.layout.kind,
+                "experts_per_rank": [len(rank) for rank in self.layout.homes],
+                "replicas": self.layout.num_replicas,
+            },
+            "exact": True,
+            "lossy_reasons": [],
+            "predicted": {
+                "memory_per_rank_bytes": memory,
+                "copies_per_token_uniform": uniform_copies(layer.num_experts, self.top_k, layer.num_ranks),
+                "flops_per_token": self.flops,
+            },
+            "peak_flops": self.peak,
+            "peak_flops_source": self.peak_source,
+            "seed": self.config.training.seed,
+            "data": {
+                "source": self.corpus.source,
+                "train_tokens": len(self.corpus.train),
+                "eval_tokens": len(self.corpus.eval),
+                "tokenizer": self.tokenizer.name,
+            },
+        }
+        if self.main:
+            path.write_text(json.dumps(info, indent=1) + "\n")
+            (self.folder / "config.toml").write_text(self.config.to_toml())
+            self.layout.save(self.folder / "layout.json")
+        return info
+
+    def _say_hello(self, resume: Path | None) -> None:
+        info, say = self.info, self.display.say
+        degrees: Degrees = self.degrees
+        say(
+            f"{info['model']['architecture']}: {self.size.total:,} parameters, {self.size.active:,} active per token, "
+            f"{info['model']['num_experts']} experts, top-{self.top_k}"
+        )
+        say(
+            f"{self.world} ranks ({info['parallelism']['backend']}): fsdp {degrees.fsdp_size} x tp {degrees.tp_size}, "
+            f"experts ep {degrees.ep_size} x efsdp {degrees.efsdp_size}, copies {degrees.dp_replicate_size}"
+        )
+        say(f"data: {info['data']['source']}, {len(self.corpus.train):,} tokens, {len(self.corpus.eval):,} held out")
+        say(f"transport {info['transport']['name']}: {info['transport']['why']}")
+        say("EXACT: nothing in this run changes the model's function")
+        if resume is not None:
+            say(f"resumed from {resume}, step {self.start}")
+
+    def _to_device(self, batch: Batch) -> Batch:
+        return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
+
+    def _sum_over_ranks(self, sums: torch.Tensor) -> None:
+        total = sums.to(self.device)
+        dist.all_reduce(total)
+        sums.copy_(total.cpu())
+
+    def _max_over_ranks(self, value: float) -> float:
+        number = torch.tensor([float(value)], dtype=torch.float64, device=self.device)
+        dist.all_reduce(number, op=dist.ReduceOp.MAX)
+        return float(number.item())
+
+
+def _layout(config: Config, model: torch.nn.Module) -> ExpertLayout:
+    layer = next(iter(rides(model).values()))
+    if config.moe.layout == "contiguous":
+        return ExpertLayout.contiguous(layer.num_experts, layer.num_ranks)
+    return ExpertLayout.load(config.moe.layout)

@@ -1,0 +1,125 @@
+"""What a step did, over all ranks: from each layer's counters to the records of `metrics.jsonl`.
+
+Each rank has counted its own tokens (carpool.stats). Two reductions make one record of them: sums (rows, bytes, load)
+and maxima (milliseconds: the slowest rank decides; memory). That happens at logging steps only.
+"""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from carpool.hf import ExpertRides, rides
+
+SPANS = ("dispatch", "experts", "combine")
+
+
+@dataclass(frozen=True)
+class RideRecord:
+    """The rides of one or more steps, over all layers and ranks.
+
+    Attributes:
+        record: fields of a "train" line that come from the rides.
+        load_LE: choices of each expert, per layer.
+        copies_L: rows dispatched per token, per layer.
+        traffic_WW: rows dispatched from rank i to rank j of an expert-parallel group, over layers.
+    """
+
+    record: dict[str, Any]
+    load_LE: list[list[int]]
+    copies_L: list[float]
+    traffic_WW: list[list[int]]
+
+
+class RideMetrics:
+    """Collects the counters of a model's MoE layers. All ranks construct and call it together."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.layers: list[ExpertRides] = list(rides(model).values())
+
+    def reset(self) -> None:
+        """Forget what was counted so far (a warm-up, an evaluation)."""
+        for own in self.layers:
+            own.stats.reset()
+
+    def collect(self, device: torch.device, steps: int = 1) -> RideRecord:
+        """Everything counted since the last reset, over all ranks, and reset."""
+        ranks = self.layers[0].num_ranks
+        experts = max(own.num_experts for own in self.layers)
+        sums, maxima = [], []
+        for own in self.layers:
+            stats, traffic = own.stats, own.stats.traffic
+            load = torch.zeros(experts, dtype=torch.float64)
+            load[: own.num_experts] = stats.load_E.double().cpu()
+            rows_WW = torch.zeros(ranks, ranks, dtype=torch.float64)
+            rows_WW[own.rank] = torch.tensor(traffic.rows["dispatch"], dtype=torch.float64)
+            numbers = [
+                stats.tokens,
+                stats.entropy.item(),
+                traffic.remote(traffic.rows, "dispatch"),
+                traffic.remote(traffic.bytes),
+                sum(traffic.baseline.values()) + traffic.remote(traffic.bytes, "plan"),
+            ]
+            sums.append(torch.cat([load, rows_WW.flatten(), torch.tensor(numbers, dtype=torch.float64)]))
+        times = [own.stats.meter.milliseconds() for own in self.layers]
+        for span in SPANS:
+            calls = [ms for layer in times for ms in layer.get(span, [])]
+            maxima += [percentile(calls, 0.5), percentile(calls, 0.99), sum(calls) / steps]
+        total = torch.stack(sums).to(device)
+        slowest = torch.tensor(maxima, dtype=torch.float64, device=device)
+        if dist.is_initialized():
+            dist.all_reduce(total)
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        self.reset()
+        return self._record(total.cpu(), slowest.tolist(), experts, ranks)
+
+    def _record(self, total: torch.Tensor, slowest: list[float], experts: int, ranks: int) -> RideRecord:
+        load_LE, rows_LWW, numbers = total.split([experts, ranks * ranks, 5], dim=1)
+        tokens_L, entropy_L, rows_L, bytes_L, baseline_L = numbers.unbind(1)
+        copies_L = (rows_LWW.sum(1) / tokens_L.clamp(min=1)).tolist()
+        loads = [row[: own.num_experts] for row, own in zip(load_LE, self.layers, strict=True)]
+        record = {
+            "copies_per_token": statistics.fmean(copies_L),
+            "rows_remote": int(rows_L.sum()),
+            "bytes_remote": int(bytes_L.sum()),
+            "bytes_remote_alltoall": int(baseline_L.sum()),
+            "load_max_over_mean": max((float(load.max() / load.mean()) if load.sum() else 0.0) for load in loads),
+            "dead_experts": sum(int((load == 0).sum()) for load in loads),
+            "router_entropy": float((entropy_L / tokens_L.clamp(min=1)).mean()),
+            "dropped_tokens": 0,
+            "ms": {
+                span: dict(zip(("p50", "p99", "total"), slowest[3 * i : 3 * i + 3], strict=True))
+                for i, span in enumerate(SPANS)
+            },
+        }
+        return RideRecord(
+            record=record,
+            load_LE=[[int(n) for n in load] for load in loads],
+            copies_L=copies_L,
+            traffic_WW=rows_LWW.sum(0).view(ranks, ranks).long().tolist(),
+        )
+
+
+def percentile(values: list[float], share: float) -> float:
+    """The smallest value that at least this share of the values does not exceed; 0 for none."""
+    if not values:
+        return 0.0
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, max(0, -(-int(share * 1000) * len(ordered) // 1000) - 1))]
+
+
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes of this process: the allocator's on CUDA, the resident set's elsewhere."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+__all__ = ["SPANS", "RideMetrics", "RideRecord", "peak_memory", "percentile"]

@@ -1,0 +1,76 @@
+"""Step time of this run's transport against another's, measured in this run.
+
+A few probe steps, forward and backward on one batch, alternate between the two transports, so that a noisy machine is
+noisy for both. Nothing is updated: gradients are thrown away and the random state is put back.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from carpool.hf import transport
+from carpool.train.metrics import RideMetrics
+
+
+def compare(
+    model: nn.Module,
+    names: tuple[str, str],
+    step: Callable[[], Any],
+    metrics: RideMetrics,
+    repetitions: int,
+    device: torch.device,
+) -> dict[str, dict[str, Any]]:
+    """Time `step` (a forward and backward) under both transports. All ranks call it together.
+
+    Returns:
+        For each name: `step_ms`, milliseconds of each repetition on the slowest rank, and `bytes_remote` of one step.
+    """
+    result: dict[str, dict[str, Any]] = {name: {"step_ms": [], "bytes_remote": 0} for name in names}
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        for repetition in range(-1, repetitions):
+            # Whoever goes first in one round goes second in the next.
+            for name in names if repetition % 2 else reversed(names):
+                with transport(model, name):
+                    metrics.reset()
+                    milliseconds = _timed(step, device)
+                    model.zero_grad(set_to_none=True)
+                    moved = metrics.collect(device).record["bytes_remote"]
+                if repetition >= 0:  # the first round warms up
+                    result[name]["step_ms"].append(milliseconds)
+                    result[name]["bytes_remote"] = moved
+    return result
+
+
+def summarise(result: dict[str, dict[str, Any]], ours: str, theirs: str) -> dict[str, Any]:
+    """Medians and their ratio (theirs over ours: above 1, ours is faster)."""
+    ours_ms = statistics.median(result[ours]["step_ms"])
+    theirs_ms = statistics.median(result[theirs]["step_ms"])
+    return {
+        "transport": theirs,
+        "step_ms": theirs_ms,
+        "ours_step_ms": ours_ms,
+        "ratio": theirs_ms / ours_ms,
+        "repetitions": len(result[ours]["step_ms"]),
+    }
+
+
+def _timed(step: Callable[[], Any], device: torch.device) -> float:
+    if dist.is_initialized():
+        dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elapsed = torch.tensor([1e3 * (time.perf_counter() - begin)], dtype=torch.float64, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
+    return float(elapsed.item())

@@ -1,0 +1,90 @@
+"""Who started this process, and which rank of how many is it? Read from the environment variables of the launcher.
+
+torchrun sets what PyTorch reads. Slurm sets its own, from which the same is derived:
+
+    SLURM_PROCID=5  SLURM_STEP_NUM_TASKS=8  SLURM_LOCALID=1  SLURM_STEP_NODELIST="gpu[07-08]"  SLURM_JOB_ID=4711
+    ->  RANK=5  WORLD_SIZE=8  LOCAL_RANK=1  MASTER_ADDR=gpu07  MASTER_PORT=19711
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place among ranks that somebody else started."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    master_addr: str
+    master_port: int
+    started_by: str
+
+    def environment(self) -> dict[str, str]:
+        """The variables that `torch.distributed` reads."""
+        return {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.local_rank),
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": str(self.master_port),
+        }
+
+
+def find_world(env: Mapping[str, str]) -> World | None:
+    """Who started this process as one rank of several? None: nobody did.
+
+    Raises:
+        ValueError: variables that contradict each other or are no numbers.
+    """
+    try:
+        if "RANK" in env and "WORLD_SIZE" in env:
+            return World(
+                rank=int(env["RANK"]),
+                world_size=int(env["WORLD_SIZE"]),
+                local_rank=int(env.get("LOCAL_RANK", "0")),
+                master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
+                master_port=int(env.get("MASTER_PORT", "29500")),
+                started_by="torchrun",
+            )
+        tasks = int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "1")))
+        # A batch script also has SLURM_PROCID, but only what srun started has a step: without it, this process is
+        # alone and would wait forever for ranks that nobody starts.
+        in_step = "SLURM_STEP_ID" in env or "SLURM_STEPID" in env
+        if "SLURM_PROCID" in env and tasks > 1 and in_step:
+            nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "127.0.0.1"
+            job = int(env.get("SLURM_JOB_ID", "0"))
+            return World(
+                rank=int(env["SLURM_PROCID"]),
+                world_size=tasks,
+                local_rank=int(env.get("SLURM_LOCALID", "0")),
+                master_addr=env.get("MASTER_ADDR") or first_host(nodes),
+                # Derived from the job, so that all of its ranks agree and two jobs on one node do not.
+                master_port=int(env.get("MASTER_PORT", 15000 + job % 15000)),
+                started_by="slurm",
+            )
+    except ValueError as error:
+        raise ValueError(f"cannot read the launcher's environment variables: {error}") from None
+    return None
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of Slurm's notation: "gpu[07-09,12],login1" gives "gpu07"."""
+    host, depth = "", 0
+    group = ""
+    for character in nodelist.strip():
+        if character == "[":
+            depth, group = 1, ""
+        elif character == "]":
+            depth = 0
+            host += group.split(",")[0].split("-")[0]
+        elif depth:
+            group += character
+        elif character == ",":
+            break
+        else:
+            host += character
+    return host
