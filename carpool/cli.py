@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import os
 import shlex
 import sys
 from collections.abc import Iterator
@@ -182,6 +183,7 @@ def _explain_config() -> None:
 def _check_paths(config: Config) -> None:
     """Refuses paths where nothing is, before any rank is started."""
     from carpool.train.data import check_sources
+    from carpool.train.tokenizer import load_tokenizer
 
     if config.model.path is not None and not (Path(config.model.path) / "config.json").is_file():
         raise ValueError(f"model.path: {config.model.path} is no checkpoint folder (it has no config.json)")
@@ -194,6 +196,7 @@ def _check_paths(config: Config) -> None:
             f"{Path(config.training.output_dir) / 'checkpoints' / 'step-00000100'}"
         )
     check_sources(config.data)
+    load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
 
 
 def _require(packages: tuple[str, ...]) -> None:
@@ -208,6 +211,7 @@ def _require(packages: tuple[str, ...]) -> None:
 def _errors(debug: bool) -> Iterator[None]:
     """Turns what a user can put right into one line, and a failed rank into its traceback and one message."""
     from carpool.train.failure import Interrupted, RankFailure
+    from carpool.train.worker import is_user_error
 
     try:
         yield
@@ -219,14 +223,16 @@ def _errors(debug: bool) -> Iterator[None]:
         _fail(str(stopped), 128 + stopped.signum)
     except KeyboardInterrupt:
         _fail("stopped by Ctrl-C", 130)
-    except (ValueError, OSError, ImportError) as error:
-        if debug:
+    except Exception as error:
+        if debug or not (is_user_error(error) or isinstance(error, ImportError)):
             raise
         _fail(str(error))
 
 
 def _fail(text: str, code: int = 1) -> None:
-    Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(text)}", highlight=False)
+    # Under torchrun and Slurm every rank is a command of its own.
+    rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
+    Console(stderr=True, soft_wrap=True).print(f"[bold red]error{rank}:[/] {escape(text)}", highlight=False)
     raise typer.Exit(code)
 
 

@@ -120,16 +120,27 @@ def _resources() -> Iterator[Check]:
         yield Check(RED, "disk", f"{text}: too little for a checkpoint")
     else:
         yield Check(GREEN if free > 5 else YELLOW, "disk", text)
-    try:
-        memory = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
-    except (ValueError, OSError, AttributeError):
+    memory = _available_memory()
+    if memory is None:
         yield Check(YELLOW, "memory", "cannot be measured on this system")
         return
-    text = f"{memory:.1f} GiB free"
+    text = f"{memory:.1f} GiB available"
     if memory < 1:
         yield Check(RED, "memory", f"{text}: the demo's four ranks need about 2")
     else:
         yield Check(GREEN if memory > 3 else YELLOW, "memory", text)
+
+
+def _available_memory() -> float | None:
+    """GiB that programs could take now; unlike free pages, this counts what caches would give back."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) / 2**20
+    return None
 
 
 def _embedded_data() -> Check:

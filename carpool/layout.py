@@ -28,6 +28,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from operator import index
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,6 +101,8 @@ class ExpertLayout:
         """The same layout with one more slot for each (expert, rank) given."""
         slots = [list(rank) for rank in self.slots]
         for expert, rank in replicas:
+            if not 0 <= expert < self.num_experts:
+                raise ValueError(f"cannot replicate expert {expert}: experts are 0..{self.num_experts - 1}")
             if not 0 <= rank < self.num_ranks:
                 raise ValueError(f"cannot replicate expert {expert} on rank {rank}: ranks are 0..{self.num_ranks - 1}")
             slots[rank].append(expert)
@@ -248,10 +251,11 @@ def assign(routing: Routing, layout: ExpertLayout, source_rank: int) -> torch.Te
 
 
 def _freeze(lists: Iterable[Iterable[int]]) -> Lists:
-    return tuple(tuple(int(e) for e in rank) for rank in lists)
+    return tuple(tuple(index(e) for e in rank) for rank in lists)
 
 
 def _duplicates_or_gaps(owned: list[int]) -> str:
     twice = sorted({e for e in owned if owned.count(e) > 1})
+    strange = sorted(set(owned) - set(range(len(owned))))
     missing = sorted(set(range(len(owned))) - set(owned))
-    return f"experts {twice} more than once and {missing} not at all"
+    return f"experts {twice} more than once, {missing} not at all, and {strange}, which do not exist"

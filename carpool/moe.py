@@ -84,6 +84,7 @@ class MoE(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        _check_sizes(hidden_size, intermediate_size, shared_intermediate_size)
         num_ranks = _check_mesh(ep_mesh, "ep_mesh")
         _check_mesh(edp_mesh, "edp_mesh")
         if layout is None:
@@ -96,9 +97,9 @@ class MoE(nn.Module):
         if device is None and ep_mesh is not None:
             device = ep_mesh.device_type
         self.layout = layout
-        self.group = ep_mesh.get_group() if ep_mesh is not None and num_ranks > 1 else None
+        self.group, edp_group = _group(ep_mesh), _group(edp_mesh)
         self.rank = dist.get_rank(self.group) if self.group is not None else 0
-        groups = [mesh.get_group() for mesh in (ep_mesh, edp_mesh) if mesh is not None and mesh.size() > 1]
+        groups = [group for group in (self.group, edp_group) if group is not None]
         place: dict[str, Any] = {"device": device, "dtype": dtype}
 
         self.router = Router(hidden_size, num_experts, num_experts_per_tok, groups=groups, **place, **(router or {}))
@@ -117,11 +118,12 @@ class MoE(nn.Module):
         self.routing: Routing | None = None
         self.aux_loss = torch.zeros((), device=device)
         self.reset_parameters()
-        self._agree(groups)
+        self._agree(edp_group)
 
     def forward(self, x: torch.Tensor, routing: Routing | None = None) -> torch.Tensor:
         """(..., H) -> (..., H). With `routing`, replay it: recorded weights are used as they are, and where a
         recording has none the router computes them for the recorded choices."""
+        self._check_input(x)
         x_TH = x.reshape(-1, x.shape[-1])
         if routing is None:
             routing = self.router(x_TH)
@@ -177,6 +179,11 @@ class MoE(nn.Module):
     @torch.no_grad()
     def load_logical_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Take this rank's part of what `logical_state_dict` gave, also under another layout."""
+        for name in EXPERT_NAMES:
+            if name in state and len(state[name]) != self.layout.num_experts:
+                raise ValueError(
+                    f"{name} in the state has {len(state[name])} experts, the layer has {self.layout.num_experts}"
+                )
         mine = list(self.layout.homes[self.rank])
         local = {k: v[mine] if k in EXPERT_NAMES else v for k, v in state.items()}
         self.load_state_dict(local)
@@ -200,14 +207,22 @@ class MoE(nn.Module):
     def _home_weights(self) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter | None, nn.Parameter | None]:
         return self.up_proj, self.down_proj, self.up_bias, self.down_bias
 
-    def _agree(self, groups: list[dist.ProcessGroup]) -> None:
-        """Replicated parameters start equal on all ranks even if the ranks were seeded differently."""
+    def _check_input(self, x: torch.Tensor) -> None:
+        if x.dim() == 0 or x.shape[-1] != self.up_proj.shape[2]:
+            raise ValueError(f"the layer's hidden size is {self.up_proj.shape[2]}, but x has shape {tuple(x.shape)}")
+        if x.dtype != self.up_proj.dtype:
+            raise ValueError(f"x is {x.dtype}, the layer's parameters are {self.up_proj.dtype}; convert one of them")
+
+    def _agree(self, edp_group: dist.ProcessGroup | None) -> None:
+        """What several ranks hold starts equal on them even if they were seeded differently: an expert on its copies,
+        everything else on all ranks."""
         experts = set(self.expert_parameters())
         for parameter in self.parameters():
-            if parameter in experts or parameter.device.type == "meta":
+            if parameter.device.type == "meta":
                 continue
-            for group in reversed(groups):
-                dist.broadcast(parameter.data, group=group, group_src=0)
+            for group in (edp_group,) if parameter in experts else (edp_group, self.group):
+                if group is not None:
+                    dist.broadcast(parameter.data, group=group, group_src=0)
 
 
 EXPERT_NAMES = ("up_proj", "down_proj", "up_bias", "down_bias")
@@ -253,6 +268,18 @@ def _draw(weight: torch.Tensor) -> None:
         weight.zero_()
     else:
         weight.normal_(std=1 / math.sqrt(weight.shape[-1]))
+
+
+def _check_sizes(hidden_size: int, intermediate_size: int, shared_intermediate_size: int) -> None:
+    if hidden_size < 1 or intermediate_size < 1:
+        raise ValueError(f"hidden_size={hidden_size} and intermediate_size={intermediate_size} must both be at least 1")
+    if shared_intermediate_size < 0:
+        raise ValueError(f"shared_intermediate_size={shared_intermediate_size} must be 0 (no shared expert) or more")
+
+
+def _group(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    """None where there is nobody to talk to."""
+    return mesh.get_group() if mesh is not None and mesh.size() > 1 else None
 
 
 def _check_mesh(mesh: DeviceMesh | None, name: str) -> int:

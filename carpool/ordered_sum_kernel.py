@@ -2,8 +2,8 @@
 
     out[r, :] = sum over i in starts[r] .. starts[r+1]-1, in that order, of  weight[order[i]] * values[order[i], :]
 
-float64 adds in float64, all else in float32. A program's loop runs over its row's inputs, a handful (experts per arrival, ranks per token), so there is nothing to
-split and no atomics. It reads every input once, in 16-byte pieces.
+float64 adds in float64, all else in float32. A program's loop runs over its row's inputs, a handful (experts per
+arrival, ranks per token), so there is nothing to split and no atomics. It reads every input once, in 16-byte pieces.
 """
 
 from __future__ import annotations

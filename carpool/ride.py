@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from carpool.experts import Experts, ExpertWeights
 from carpool.stats import LayerStats
@@ -47,7 +48,9 @@ def ride(
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weights.up_SFH.dtype
     x_TH = x_TH.to(dtype)
     weights = ExpertWeights._make(None if w is None else w.to(dtype) for w in weights)
-    return _Ride.apply(x_TH, weight_TK, slot_TK, transport, experts, stats, *weights)
+    # The dtypes are those of the arguments: autocast would change them in the forward and not in the backward.
+    with torch.autocast(x_TH.device.type, enabled=False):
+        return _Ride.apply(x_TH, weight_TK, slot_TK, transport, experts, stats, *weights)
 
 
 class _Ride(torch.autograd.Function):
@@ -76,6 +79,7 @@ class _Ride(torch.autograd.Function):
         return y_TH.to(x_TH.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy_TH: torch.Tensor) -> tuple[Any, ...]:
         route, transport, stats = ctx.route, ctx.transport, ctx.stats
         weights = ExpertWeights._make(ctx.saved_tensors[:4])
@@ -101,7 +105,7 @@ def ride_module(
 ) -> torch.Tensor:
     """As `ride`, with `module(x_RH, slot_RJ, weight_RJ) -> partial_RH` as the experts (-1 in slot_RJ: none)."""
     with stats.meter.span("dispatch", x_TH.device):
-        route = transport.plan(slot_TK, weight_TK, stats.traffic)
+        route = transport.plan(slot_TK, weight_TK.detach(), stats.traffic)
         x_RH, weight_RJ, slot_RJ = _Dispatch.apply(x_TH, weight_TK, route, transport)
     with stats.meter.span("experts", x_TH.device):
         partial_RH = module(x_RH, slot_RJ, weight_RJ)
@@ -115,11 +119,12 @@ class _Dispatch(torch.autograd.Function):
         arrivals = transport.dispatch(x_TH, route).wait()
         ctx.route, ctx.transport = route, transport
         ctx.mark_non_differentiable(arrivals.slot_RJ)
-        # A single rank's arrivals may be the input itself, which autograd would take for an in-place result.
-        x_RH = arrivals.x_RH.view_as(arrivals.x_RH) if arrivals.x_RH is x_TH else arrivals.x_RH
-        return x_RH, arrivals.weight_RJ, arrivals.slot_RJ
+        # Fresh handles, for autograd hangs its graph on what is returned: that must be neither the input itself (which
+        # a single rank's arrivals may be) nor a tensor of the route, which the graph holds: neither would be freed.
+        return arrivals.x_RH.detach(), arrivals.weight_RJ.detach(), arrivals.slot_RJ
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dx_RH: torch.Tensor, dweight_RJ: torch.Tensor, _: Any) -> tuple[Any, ...]:
         ctx.route.backward = True
         ctx.route.partial_RH = dx_RH
@@ -135,5 +140,6 @@ class _Combine(torch.autograd.Function):
         return transport.combine(route).wait().to(partial_RH.dtype)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy_TH: torch.Tensor) -> tuple[Any, ...]:
         return ctx.transport.dispatch_gradients(dy_TH.contiguous(), ctx.route).wait(), None, None

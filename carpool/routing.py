@@ -18,7 +18,7 @@ Lossy, off by default: `capacity_factor` drops tokens beyond an expert's capacit
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -119,7 +119,7 @@ class Router(nn.Module):
             raise ValueError(f"num_experts_per_tok={num_experts_per_tok} must be between 1 and {num_experts} experts")
         if score not in ("softmax", "sigmoid"):
             raise ValueError(f"score={score!r} is not known; use 'softmax' or 'sigmoid'")
-        if num_groups:
+        if num_groups or topk_groups:
             _check_groups(num_experts, num_experts_per_tok, num_groups, topk_groups)
         if capacity_factor is not None and capacity_factor <= 0:
             raise ValueError(f"capacity_factor={capacity_factor} must be positive, or None to drop nothing")
@@ -140,8 +140,9 @@ class Router(nn.Module):
 
     def forward(self, x_TH: torch.Tensor, expert_TK: torch.Tensor | None = None) -> Routing:
         """Route tokens; with `expert_TK`, keep those choices and compute only their weights (replay)."""
-        # float32 from here on: a bf16 softmax over hundreds of experts changes which are chosen.
-        logits_TE = F.linear(x_TH.float(), self.weight.float())
+        # float32 from here on, also under autocast: a bf16 softmax over hundreds of experts changes which are chosen.
+        with torch.autocast(x_TH.device.type, enabled=False):
+            logits_TE = F.linear(x_TH.float(), self.weight.float())
         prob_TE = logits_TE.softmax(-1) if self.score == "softmax" else logits_TE.sigmoid()
         if expert_TK is None:
             expert_TK = self._select(prob_TE)
@@ -155,8 +156,8 @@ class Router(nn.Module):
             0, index_TK.reshape(-1), (expert_TK >= 0).long().reshape(-1)
         )
         self.aux_loss = self._aux_loss(logits_TE, prob_TE, count_E)
-        if not in_recompute():
-            # Activation checkpointing runs this forward twice; the tokens came once.
+        if self.training and not in_recompute():
+            # Activation checkpointing runs this forward twice; the tokens came once. Evaluation must not train.
             self.load_E += count_E
         if self.capacity_factor is not None:
             kept_TK = self._within_capacity(expert_TK)
@@ -210,6 +211,14 @@ class Router(nn.Module):
         position = (chosen.cumsum(0) * chosen).sum(-1) - 1
         return ((position < capacity) & (flat >= 0)).view_as(expert_TK)
 
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Router:
+        """`module.to(...)`: the bias follows to the device and keeps its dtype and digits."""
+        bias_E = self.bias_E
+        super()._apply(fn, recurse)
+        if bias_E is not None and self.bias_E is not None and self.bias_E.dtype != bias_E.dtype:
+            self.bias_E = bias_E.to(self.bias_E.device)
+        return self
+
     @torch.no_grad()
     def update_bias(self) -> None:
         """Move the bias towards balance and forget the load. Call on every rank, once per optimizer step.
@@ -222,7 +231,7 @@ class Router(nn.Module):
         for group in self.groups:
             dist.all_reduce(load_E, group=group)
         self.bias_E += self.bias_update_rate * torch.sign(load_E.float().mean() - load_E.float())
-        self.reset_counts()
+        self.load_E.zero_()
 
     def reset_counts(self) -> None:
         """Forget load and drops counted so far."""
@@ -231,6 +240,8 @@ class Router(nn.Module):
 
 
 def _check_groups(num_experts: int, top_k: int, num_groups: int, topk_groups: int) -> None:
+    if num_groups < 1:
+        raise ValueError(f"topk_groups={topk_groups} chooses among groups, but num_groups={num_groups}")
     if num_experts % num_groups:
         raise ValueError(f"num_groups={num_groups} must divide num_experts={num_experts}")
     if not 1 <= topk_groups <= num_groups:

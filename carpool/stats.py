@@ -111,17 +111,20 @@ class LayerStats:
         self.num_experts = num_experts
         self._load_E: torch.Tensor | None = None
         self._entropy: torch.Tensor | None = None
-        self.tokens = 0
+        self.tokens = self.tokens_dispatched = 0
         self.top_k = 0
 
     @torch.no_grad()
     def count(self, expert_TK: torch.Tensor, weight_TK: torch.Tensor) -> None:
-        """Count the tokens and the load of one forward; a recomputed forward is not counted again."""
+        """Count the tokens and the load of one forward; a recomputed forward adds to `tokens_dispatched` only, because
+        its rows travel again and the traffic counts them."""
+        self.tokens_dispatched += expert_TK.shape[0]
         if in_recompute():
             return
         if self._load_E is None or self._entropy is None:
             self._load_E = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=expert_TK.device)
             self._entropy = torch.zeros((), dtype=torch.float64, device=expert_TK.device)
+        weight_TK = weight_TK.masked_fill(expert_TK < 0, 0.0)
         share_TK = weight_TK / weight_TK.sum(1, keepdim=True).clamp(min=1e-20)
         self._entropy -= torch.special.xlogy(share_TK, share_TK).sum()
         # -1 ("no expert") goes to the last place, which nobody reads: no host synchronisation to filter it out.
@@ -147,6 +150,7 @@ class LayerStats:
         traffic = self.traffic
         return RideStats(
             tokens=self.tokens,
+            tokens_dispatched=self.tokens_dispatched,
             num_experts_per_tok=self.top_k,
             rows_dispatched=sum(traffic.rows["dispatch"]),
             rows_remote=traffic.remote(traffic.rows, "dispatch"),
@@ -160,14 +164,18 @@ class LayerStats:
         if self._load_E is not None and self._entropy is not None:
             self._load_E.zero_()
             self._entropy.zero_()
-        self.tokens = 0
+        self.tokens = self.tokens_dispatched = 0
 
 
 @dataclass(frozen=True)
 class RideStats:
-    """What one rank's tokens did in one layer. Rows to the own rank are copies, but not remote."""
+    """What one rank's tokens did in one layer. Rows to the own rank are copies, but not remote.
+
+    Activation checkpointing sends a token's rows twice: `tokens` counts it once, `tokens_dispatched`, rows and bytes
+    twice."""
 
     tokens: int
+    tokens_dispatched: int
     num_experts_per_tok: int
     rows_dispatched: int
     rows_remote: int
@@ -178,7 +186,7 @@ class RideStats:
     @property
     def copies_per_token(self) -> float:
         """Rows dispatched per token, the copy that stays on the own rank included."""
-        return self.rows_dispatched / self.tokens if self.tokens else 0.0
+        return self.rows_dispatched / self.tokens_dispatched if self.tokens_dispatched else 0.0
 
     def __str__(self) -> str:
         mean = sum(self.load_E) / max(1, len(self.load_E))

@@ -5,13 +5,27 @@
         fsdp_size=4, ep_size=4, ep_implementation="carpool"))
 
 Everything else of the script stays as it is. "carpool" picks the transport ("auto"); "carpool-dedup",
-"carpool-alltoall" and "carpool-gather" name one. `rides(model)` gives each MoE layer's counters.
+"carpool-alltoall" and "carpool-gather" name one. `rides(model)` gives each MoE layer's counters, `CarpoolCallback`
+puts them into a Trainer's logs, and `set_layout` moves experts.
 """
 
 from __future__ import annotations
 
+from carpool.hf.balance import balance_loss
+from carpool.hf.callback import CarpoolCallback
 from carpool.hf.expert_parallel import CarpoolEP, ExpertRides, install, register, rides, set_transport, transport
+from carpool.hf.layouts import set_layout
 
-__all__ = ["CarpoolEP", "ExpertRides", "install", "rides", "set_transport", "transport"]
+__all__ = [
+    "CarpoolCallback",
+    "CarpoolEP",
+    "ExpertRides",
+    "balance_loss",
+    "install",
+    "rides",
+    "set_layout",
+    "set_transport",
+    "transport",
+]
 
 register()

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from carpool.experts import ExpertWeights
 from carpool.layout import ExpertLayout
@@ -74,6 +75,7 @@ class _Fill(torch.autograd.Function):
         return slots
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dslots: torch.Tensor) -> tuple[torch.Tensor, None]:
         filler: SlotFiller = ctx.filler
         arrival_slots = torch.tensor(filler.arrival_slots, dtype=torch.int64, device=dslots.device)

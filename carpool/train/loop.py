@@ -28,6 +28,7 @@ import carpool
 from carpool.hf import install, rides, set_transport
 from carpool.hf.build import build_model
 from carpool.hf.layouts import logical_order, physical_order, set_layout
+from carpool.hf.metrics import RideMetrics, RideRecord
 from carpool.layout import ExpertLayout
 from carpool.parallel.clip import clip_grad_norm
 from carpool.report import text_block
@@ -35,11 +36,10 @@ from carpool.train.checkpoint import CheckpointManager, load
 from carpool.train.data import prepare
 from carpool.train.diagnose import NonFiniteError, explain
 from carpool.train.display import Display
-from carpool.train.environment import environment
+from carpool.train.environment import environment, peak_memory
 from carpool.train.estimate import estimate_memory, uniform_copies
 from carpool.train.flops import flops_per_token, model_size, peak_flops
 from carpool.train.loader import EvalLoader, TokenMean, TrainLoader, count_targets
-from carpool.train.metrics import RideMetrics, RideRecord, peak_memory
 from carpool.train.model import distributed_config, expert_counts, meta_model, model_source, top_k_of
 from carpool.train.probe import compare, summarise
 from carpool.train.record import METRICS, Recorder
@@ -90,7 +90,10 @@ class _Run:
             config.data, self.tokenizer, build=int(os.environ.get("LOCAL_RANK", "0")) == 0, barrier=dist.barrier
         )
         source = model_source(config, self.tokenizer)
-        counts = expert_counts(meta_model(source))
+        blueprint = meta_model(source)
+        # Not the sharded model's class, which FSDP renames.
+        self.architecture = type(blueprint).__name__
+        counts = expert_counts(blueprint)
         self.degrees = config.parallelism.resolve(self.world, min(counts.values()))
         self.bf16 = cuda if training.bf16 is None else training.bf16
         dp_rank = self.rank // self.degrees.tp_size
@@ -149,12 +152,13 @@ class _Run:
             state = load(resume, self.model, self.optimizer, from_logical=lambda s: physical_order(self.model, s))
             self.step, self.totals, self.losses = state["step"], state["totals"], state["losses"]
             self.loader.load_state_dict(state["loader"])
-        if self.step >= training.max_steps:
-            raise ValueError(
-                f"{resume} is at step {self.step} already, and training.max_steps is {training.max_steps}: nothing to "
-                "do; raise training.max_steps to go on"
-            )
         self.start = self.step
+        self.last_step = min(training.max_steps, training.stop_at_step or training.max_steps)
+        if self.step >= self.last_step:
+            raise ValueError(
+                f"{resume} is at step {self.step} already, and this run ends at step {self.last_step}: nothing to do; "
+                "raise training.max_steps (or training.stop_at_step) to go on"
+            )
 
         self.size = model_size(self.model, counts, self.top_k)
         self.flops = flops_per_token(self.size, config.data.sequence_length)
@@ -178,7 +182,7 @@ class _Run:
             self.evaluate()
         self.metrics.reset()
         begin = time.perf_counter()
-        while self.step < training.max_steps:
+        while self.step < self.last_step:
             self.step += 1
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(self.step, training)
@@ -192,7 +196,7 @@ class _Run:
             rode = self.metrics.collect(self.device)
             now = time.perf_counter()
             self._record_step(asdict(losses), norm, rode, 1e3 * (now - begin))
-            if training.eval_steps and self.step % training.eval_steps == 0 and self.step < training.max_steps:
+            if training.eval_steps and self.step % training.eval_steps == 0 and self.step < self.last_step:
                 self.evaluate()
             if training.save_steps and self.step % training.save_steps == 0:
                 self.save()
@@ -282,7 +286,7 @@ class _Run:
         }
         self.losses["final_loss"] = losses["loss"]
         self.step_records.append(record)
-        if self.step % training.logging_steps == 0 or self.step in (self.start + 1, training.max_steps):
+        if self.step % training.logging_steps == 0 or self.step in (self.start + 1, self.last_step):
             self.recorder.write("train", self.step, **record)
             self.recorder.write(
                 "layers", self.step, load=rode.load_LE, copies=rode.copies_L, traffic_rows=rode.traffic_WW
@@ -388,7 +392,7 @@ class _Run:
             "history": history,
             "environment": environment(self.device, self.world),
             "model": {
-                "architecture": type(self.model).__name__,
+                "architecture": self.architecture,
                 "parameters": self.size.total,
                 "active_parameters": self.size.active,
                 "num_experts": layer.num_experts,

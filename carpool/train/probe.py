@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from carpool.hf import transport
-from carpool.train.metrics import RideMetrics
+from carpool.hf.metrics import RideMetrics
 
 
 def compare(

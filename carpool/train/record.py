@@ -35,6 +35,8 @@ class Recorder:
     ) -> None:
         self._main = main
         self._trackers = _Trackers(folder, report_to, settings, max_steps) if main and report_to else None
+        if main:
+            _cut_partial_line(folder / METRICS)
         self._file = (folder / METRICS).open("a", encoding="utf-8") if main else None
 
     def write(self, kind: str, step: int, **fields: Any) -> None:
@@ -53,6 +55,14 @@ class Recorder:
             self._file.close()
         if self._trackers is not None:
             self._trackers.close()
+
+
+def _cut_partial_line(path: Path) -> None:
+    """What a killed writer left of its last line would become a malformed line in the middle."""
+    if path.exists():
+        with path.open("r+b") as file:
+            content = file.read()
+            file.truncate(content.rfind(b"\n") + 1)
 
 
 class _Trackers:

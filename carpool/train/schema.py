@@ -38,6 +38,9 @@ DEMO_MODEL: dict[str, Any] = {
         "num_experts": 16,
         "num_experts_per_tok": 4,
         "norm_topk_prob": True,
+        # So narrow a model starts from larger weights than transformers' 0.02.
+        "initializer_range": 0.06,
+        "router_aux_loss_coef": 0.1,
         "max_position_embeddings": 1024,
     },
 }
@@ -157,13 +160,18 @@ class TrainingSection(Section):
     output_dir: str = Field(
         default="runs/demo", description="Folder of this run: metrics, checkpoints, resolved config."
     )
-    max_steps: int = Field(default=300, gt=0, description="Optimizer steps of the whole run, resumed parts included.")
+    max_steps: int = Field(default=500, gt=0, description="Optimizer steps of the whole run, resumed parts included.")
+    stop_at_step: int | None = Field(
+        default=None,
+        gt=0,
+        description="Leave off after this step, with a checkpoint; the schedule still runs to max_steps. none: do not.",
+    )
     per_device_train_batch_size: int = Field(
-        default=4, gt=0, description="Sequences per data-parallel rank and micro-batch."
+        default=2, gt=0, description="Sequences per data-parallel rank and micro-batch."
     )
     per_device_eval_batch_size: int = Field(default=8, gt=0, description="The same, in evaluation.")
     gradient_accumulation_steps: int = Field(default=1, gt=0, description="Micro-batches per optimizer step.")
-    learning_rate: float = Field(default=2e-3, ge=0, description="Peak learning rate of AdamW.")
+    learning_rate: float = Field(default=3e-3, ge=0, description="Peak learning rate of AdamW.")
     lr_scheduler_type: Literal["cosine", "linear", "constant"] = Field(
         default="cosine", description="How the learning rate falls after warm-up, until max_steps."
     )

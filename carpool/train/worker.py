@@ -27,8 +27,6 @@ from typing import Any
 
 from carpool.train.config import Config
 
-# Errors whose text is meant for users and says what to do; others are shown with a traceback.
-USER_ERRORS = (ValueError, OSError, ArithmeticError)
 _PR_SET_PDEATHSIG = 1
 _LEAVE_SECONDS = 5.0
 
@@ -112,6 +110,17 @@ def die_with(agent: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+def is_user_error(error: BaseException) -> bool:
+    """Is the text of this error meant for users, and says what to do? Others are shown with a traceback.
+
+    These are refused input (ValueError), a full disk and the like (OSError), and a loss that is not a number
+    (ArithmeticError), but not a lost connection.
+    """
+    return isinstance(error, (ValueError, OSError, ArithmeticError)) and not isinstance(
+        error, (ConnectionError, TimeoutError)
+    )
+
+
 def record_error(error: BaseException) -> None:
     """Writes what happened where the agent (ours or torchrun's) looks for it, in its format and with our details.
 
@@ -123,13 +132,12 @@ def record_error(error: BaseException) -> None:
     now = time.time_ns()
     lines = "".join(traceback.format_exception(error))
     text = str(error) or type(error).__name__
-    user_error = isinstance(error, USER_ERRORS) and not isinstance(error, (ConnectionError, TimeoutError))
     ours = {
         "type": type(error).__name__,
         "text": text,
         "traceback": lines,
         "time_ns": now,
-        "user_error": user_error,
+        "user_error": is_user_error(error),
     }
     extra = {"py_callstack": lines, "timestamp": str(now // 10**9)}
     message = {"message": f"{type(error).__name__}: {text}", "extraInfo": extra}

@@ -101,7 +101,9 @@ class Gather:
         if self.num_ranks == 1:
             return rows
         out = rows.new_empty(self.num_ranks * rows.shape[0], *rows.shape[1:])
-        dist.all_gather_into_tensor(out, rows.contiguous(), group=self.group)
+        # Newer torch calls it all_gather_single and warns whoever uses the name that torch 2.11 knows.
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+        gather(out, rows.contiguous(), group=self.group)
         return out
 
     def _sum_at_home(self, partial_RH: torch.Tensor, route: GatherRoute) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a step did, over all ranks: from each layer's counters to the records of `metrics.jsonl`.
+"""What the MoE layers of a model did in a step, over all ranks: from each layer's counters to one record.
 
 Each rank has counted its own tokens (carpool.stats). Two reductions make one record of them: sums (rows, bytes, load)
 and maxima (milliseconds: the slowest rank decides; memory). That happens at logging steps only.
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from carpool.hf import ExpertRides, rides
+from carpool.hf.expert_parallel import ExpertRides, rides
 
 SPANS = ("dispatch", "experts", "combine")
 
@@ -60,6 +60,7 @@ class RideMetrics:
             rows_WW[own.rank] = torch.tensor(traffic.rows["dispatch"], dtype=torch.float64)
             numbers = [
                 stats.tokens,
+                stats.tokens_dispatched,
                 stats.entropy.item(),
                 traffic.remote(traffic.rows, "dispatch"),
                 traffic.remote(traffic.bytes),
@@ -79,9 +80,9 @@ class RideMetrics:
         return self._record(total.cpu(), slowest.tolist(), experts, ranks)
 
     def _record(self, total: torch.Tensor, slowest: list[float], experts: int, ranks: int) -> RideRecord:
-        load_LE, rows_LWW, numbers = total.split([experts, ranks * ranks, 5], dim=1)
-        tokens_L, entropy_L, rows_L, bytes_L, baseline_L = numbers.unbind(1)
-        copies_L = (rows_LWW.sum(1) / tokens_L.clamp(min=1)).tolist()
+        load_LE, rows_LWW, numbers = total.split([experts, ranks * ranks, 6], dim=1)
+        tokens_L, dispatched_L, entropy_L, rows_L, bytes_L, baseline_L = numbers.unbind(1)
+        copies_L = (rows_LWW.sum(1) / dispatched_L.clamp(min=1)).tolist()
         loads = [row[: own.num_experts] for row, own in zip(load_LE, self.layers, strict=True)]
         record = {
             "copies_per_token": statistics.fmean(copies_L),
@@ -111,15 +112,3 @@ def percentile(values: list[float], share: float) -> float:
         return 0.0
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, max(0, -(-int(share * 1000) * len(ordered) // 1000) - 1))]
-
-
-def peak_memory(device: torch.device) -> int:
-    """Peak bytes of this process: the allocator's on CUDA, the resident set's elsewhere."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-__all__ = ["SPANS", "RideMetrics", "RideRecord", "peak_memory", "percentile"]

@@ -1,0 +1,87 @@
+"""Carpool's numbers in the logs of transformers' Trainer, and of whatever is built on it (TRL).
+
+    trainer = Trainer(model, args, train_dataset=data, callbacks=[CarpoolCallback()])
+
+Each of the Trainer's log lines then also has copies per token, rows and bytes that left their rank, what one row per
+(token, expert) would have moved, expert load, idle experts, and milliseconds in dispatch, experts and combine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from carpool.hf.expert_parallel import rides
+from carpool.hf.metrics import RideMetrics
+
+
+class CarpoolCallback(TrainerCallback):
+    """Adds `carpool/...` entries to every log of a Trainer whose model has Carpool layers.
+
+    Collecting is collective, so all ranks must have the callback, which is how a Trainer uses it anyway. Numbers cover
+    the steps since the last log.
+
+    Raises:
+        ValueError: at the start of training, for a model without Carpool layers.
+    """
+
+    def __init__(self) -> None:
+        self._metrics: RideMetrics | None = None
+        self._pending: dict[str, float] = {}
+        self._steps = 0
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **_: Any,
+    ) -> None:
+        if model is None or not rides(model):
+            raise ValueError(
+                'this model has no Carpool layers: load it with DistributedConfig(..., ep_implementation="carpool") and '
+                "ep_size > 1, or call carpool.hf.install(model)"
+            )
+        self._metrics = RideMetrics(model)
+        self._metrics.reset()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Collect when a log is due: every rank gets here, while only some write logs."""
+        assert self._metrics is not None
+        self._steps += 1
+        if control.should_log:
+            device = (
+                torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+            )
+            record = self._metrics.collect(device, self._steps).record
+            self._pending = {f"carpool/{name}": value for name, value in _flat(record).items()}
+            self._steps = 0
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **_: Any,
+    ) -> None:
+        if logs is not None and self._pending and "loss" in logs:
+            logs.update(self._pending)
+            # The Trainer has put its own copy into the history already.
+            if state.log_history and state.log_history[-1].get("step") == state.global_step:
+                state.log_history[-1].update(self._pending)
+            self._pending = {}
+
+
+def _flat(record: dict[str, Any], prefix: str = "") -> dict[str, float]:
+    flat: dict[str, float] = {}
+    for name, value in record.items():
+        if isinstance(value, dict):
+            flat.update(_flat(value, f"{prefix}{name}/"))
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
