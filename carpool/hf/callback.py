@@ -1,9 +1,12 @@
 """Carpool's numbers in the logs of transformers' Trainer, and of whatever is built on it (TRL).
 
-    trainer = Trainer(model, args, train_dataset=data, callbacks=[CarpoolCallback()])
+    trainer = Trainer(model, args, train_dataset=data)
+    CarpoolCallback.add_to(trainer)
 
 Each of the Trainer's log lines then also has copies per token, rows and bytes that left their rank, what one row per
 (token, expert) would have moved, expert load, idle experts, and milliseconds in dispatch, experts and combine.
+`callbacks=[CarpoolCallback()]` works too, but puts the callback behind the trackers (TensorBoard and the like), which
+then do not see its numbers; `trainer.state.log_history` does.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from carpool.hf.expert_parallel import rides
 from carpool.hf.metrics import RideMetrics
@@ -33,6 +36,13 @@ class CarpoolCallback(TrainerCallback):
         self._pending: dict[str, float] = {}
         self._steps = 0
 
+    @classmethod
+    def add_to(cls, trainer: Trainer) -> CarpoolCallback:
+        """Add one to a Trainer, behind what decides when to log and before what reports it."""
+        callback = cls()
+        trainer.callback_handler.callbacks.insert(1, callback)
+        return callback
+
     def on_train_begin(
         self,
         args: TrainingArguments,
@@ -43,23 +53,18 @@ class CarpoolCallback(TrainerCallback):
     ) -> None:
         if model is None or not rides(model):
             raise ValueError(
-                'this model has no Carpool layers: load it with DistributedConfig(..., ep_implementation="carpool") and '
-                "ep_size > 1, or call carpool.hf.install(model)"
+                'this model has no Carpool layers: load it with DistributedConfig(..., ep_implementation="carpool") '
+                "and ep_size > 1, or call carpool.hf.install(model)"
             )
         self._metrics = RideMetrics(model)
         self._metrics.reset()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Collect when a log is due: every rank gets here, while only some write logs."""
-        assert self._metrics is not None
         self._steps += 1
-        if control.should_log:
-            device = (
-                torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-            )
-            record = self._metrics.collect(device, self._steps).record
-            self._pending = {f"carpool/{name}": value for name, value in _flat(record).items()}
-            self._steps = 0
+        self._collect(control)
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._collect(control)
 
     def on_log(
         self,
@@ -75,6 +80,16 @@ class CarpoolCallback(TrainerCallback):
             if state.log_history and state.log_history[-1].get("step") == state.global_step:
                 state.log_history[-1].update(self._pending)
             self._pending = {}
+
+    def _collect(self, control: TrainerControl) -> None:
+        """When a log is due, on every rank: they all get here, while only some write logs."""
+        if control.should_log and self._steps:
+            assert self._metrics is not None
+            cuda = torch.cuda.is_available()
+            device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+            record = self._metrics.collect(device, self._steps).record
+            self._pending = {f"carpool/{name}": value for name, value in _flat(record).items()}
+            self._steps = 0
 
 
 def _flat(record: dict[str, Any], prefix: str = "") -> dict[str, float]:
