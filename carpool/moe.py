@@ -210,7 +210,7 @@ class MoE(nn.Module):
     def _check_input(self, x: torch.Tensor) -> None:
         if x.dim() == 0 or x.shape[-1] != self.up_proj.shape[2]:
             raise ValueError(f"the layer's hidden size is {self.up_proj.shape[2]}, but x has shape {tuple(x.shape)}")
-        if x.dtype != self.up_proj.dtype:
+        if x.dtype != self.up_proj.dtype and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(f"x is {x.dtype}, the layer's parameters are {self.up_proj.dtype}; convert one of them")
 
     def _agree(self, edp_group: dist.ProcessGroup | None) -> None:

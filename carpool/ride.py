@@ -82,8 +82,9 @@ class _Ride(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy_TH: torch.Tensor) -> tuple[Any, ...]:
         route, transport, stats = ctx.route, ctx.transport, ctx.stats
-        weights = ExpertWeights._make(ctx.saved_tensors[:4])
-        saved = ctx.saved_tensors[4:]
+        # Read once: with checkpointing each reading would run the forward again, and torch refuses the second.
+        tensors = ctx.saved_tensors
+        weights, saved = ExpertWeights._make(tensors[:4]), tensors[4:]
         with stats.meter.span("dispatch", dy_TH.device):
             dpartial_RH = transport.dispatch_gradients(dy_TH.contiguous(), route).wait()
         with stats.meter.span("experts", dy_TH.device):

@@ -1,0 +1,57 @@
+# make demo | test | lint | format | clean. Each makes the virtual environment first if it is missing or out of date.
+# Another interpreter: make test PYTHON=python3.12
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Inside the environment, so that deleting the environment also forgets that it was complete.
+STAMP := $(VENV)/.carpool-installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint format clean
+
+help:
+	@echo "make demo    train a small MoE on 4 CPU ranks and write its report (nothing is downloaded for it)"
+	@echo "make test    run the tests"
+	@echo "make lint    check style, formatting and types"
+	@echo "make format  fix style and formatting"
+	@echo "make clean   delete the environment, caches and builds; runs/ is kept"
+
+# Leaves off half-way and resumes, to show that it can.
+demo: $(STAMP)
+	rm -rf runs/demo
+	$(BIN)/carpool train training.stop_at_step=250
+	$(BIN)/carpool train training.resume_from_checkpoint=last --compare alltoall
+	$(BIN)/carpool generate runs/demo --prompt "def " --max-new-tokens 200
+	$(BIN)/carpool report runs/demo
+
+# One thread for each process: the tests start several ranks, which otherwise fight for the cores.
+test: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy carpool
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find carpool tests -type d -name __pycache__ -prune -exec rm -rf {} +
+
+# torch goes first and alone: a range such as "torch>=2.11", met while other packages are resolved, can pull a newer
+# build together with gigabytes of CUDA libraries; the version pinned in constraints.txt is then already there.
+$(STAMP): pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "'$(PYTHON)' was not found: install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
+	@if [ -x $(BIN)/python ]; then python=$(BIN)/python; else python=$(PYTHON); fi; \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Carpool needs Python 3.11 or newer, but $$python is $$($$python --version 2>&1)." >&2; \
+	  echo "Name another one: make clean && make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
+	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,dev]'
+	@touch $@

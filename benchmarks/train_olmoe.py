@@ -1,0 +1,182 @@
+"""A whole training step of OLMoE's configuration: Carpool's transports against transformers' own expert parallelism.
+
+    torchrun --nproc-per-node 4 benchmarks/train_olmoe.py --out train_olmoe.json
+
+One model, built once: each experts module holds transformers' `all_to_all` and Carpool's rides side by side, and a
+switch says which one the next step takes. So weights, data, optimizer and everything outside the experts are the same,
+and the contenders alternate step by step. A step is forward, backward and AdamW, in bf16, with sdpa, not compiled.
+
+Defaults: the OLMoE configuration of transformers (H 2048, F 2048, E 64, K 8) cut to 6 layers, 2 x 4096 tokens per rank,
+FSDP over all ranks with EP over all ranks. Milliseconds are of the slowest rank, median over steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import OlmoeConfig
+from transformers.distributed import DistributedConfig
+from transformers.distributed.expert_parallel import AllToAllEP, EPImplementation, EPImplementationInterface
+
+from carpool.hf import CarpoolEP, rides
+from carpool.hf.build import build_model, experts_modules
+from carpool.train.environment import environment
+from carpool.train.flops import flops_per_token, model_size, peak_flops
+
+THEIRS = "transformers all_to_all"
+
+
+class Switch(EPImplementation):
+    """Both implementations over the same experts; `Switch.theirs` says whose turn it is."""
+
+    theirs = False
+
+    def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
+        super().__init__(experts, ep_mesh, tp_mesh)
+        self.all_to_all = AllToAllEP(experts, ep_mesh, tp_mesh)
+        self.carpool = CarpoolEP(experts, ep_mesh, tp_mesh)
+
+    def __call__(self, *args: torch.Tensor) -> torch.Tensor:
+        return (self.all_to_all if Switch.theirs else self.carpool)(*args)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--intermediate", type=int, default=2048)
+    parser.add_argument("--experts", type=int, default=64)
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=2, help="sequences per rank")
+    parser.add_argument("--sequence", type=int, default=4096)
+    parser.add_argument("--vocab", type=int, default=50304)
+    parser.add_argument("--steps", type=int, default=15, help="timed steps of each contender")
+    parser.add_argument("--transports", nargs="+", default=["dedup", "alltoall"])
+    parser.add_argument("--profile", action="store_true", help="print the kernels of one step of the first transport")
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args()
+
+    cuda = torch.cuda.is_available()
+    if cuda:
+        local = int(os.environ["LOCAL_RANK"])
+        torch.cuda.set_device(local)
+        dist.init_process_group("nccl", device_id=torch.device("cuda", local))
+    else:
+        dist.init_process_group("gloo")
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    world, rank = dist.get_world_size(), dist.get_rank()
+
+    EPImplementationInterface.register("switch", Switch)
+    config = OlmoeConfig(
+        num_hidden_layers=args.layers,
+        hidden_size=args.hidden,
+        intermediate_size=args.intermediate,
+        num_experts=args.experts,
+        num_experts_per_tok=args.top_k,
+        vocab_size=args.vocab,
+        max_position_embeddings=max(4096, args.sequence),
+    )
+    model = build_model(
+        config,
+        distributed_config=DistributedConfig(fsdp_size=world, ep_size=world, ep_implementation="switch"),
+        dtype=torch.bfloat16,
+        seed=0,
+        attn_implementation="sdpa",
+    )
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        groups.setdefault(parameter.device_mesh, []).append(parameter)
+    optimizer = torch.optim.AdamW([{"params": p} for p in groups.values()], lr=1e-5)
+    counts = {name: number * world for name, number in experts_modules(model).items()}
+    size = model_size(model, counts, args.top_k)
+    torch.manual_seed(rank)
+    batches = [torch.randint(args.vocab, (args.batch, args.sequence), device=device) for _ in range(4)]
+
+    def step(name: str, batch: torch.Tensor) -> None:
+        Switch.theirs = name == THEIRS
+        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    contenders = [*args.transports, THEIRS]
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    for i in range(-2, args.steps):
+        for name in contenders if i % 2 else reversed(contenders):
+            for own in rides(model).values():
+                own.stats.reset()
+                if name != THEIRS and own.requested != name:
+                    own.set_transport(name)
+            ms = timed(lambda name=name, i=i: step(name, batches[i % len(batches)]), device)
+            if i >= 0:
+                times[name].append(ms)
+            if i == 0 and name != THEIRS and rank == 0:
+                layer = next(iter(rides(model).values()))
+                print(f"{name}: first layer of rank 0: {layer.stats.summary()}", flush=True)
+    if args.profile:
+        profile(lambda: step(args.transports[0], batches[0]), rank)
+
+    if rank == 0:
+        report(args, times, size, world, device)
+    dist.destroy_process_group()
+
+
+def timed(step: Any, device: torch.device) -> float:
+    dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    step()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    slowest = torch.tensor([1e3 * (time.perf_counter() - begin)], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return float(slowest.item())
+
+
+def profile(step: Any, rank: int) -> None:
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=kinds) as recorded:
+        step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    if rank == 0:
+        key = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+        print(recorded.key_averages().table(sort_by=key, row_limit=25, max_name_column_width=60))
+
+
+def report(args: Any, times: dict[str, list[float]], size: Any, world: int, device: torch.device) -> None:
+    tokens = args.batch * args.sequence
+    flops = flops_per_token(size, args.sequence)
+    peak, source = peak_flops(device, None)
+    theirs = statistics.median(times[THEIRS])
+    rows = []
+    print(f"\n{size.total:,} parameters, {size.active:,} active; {world} x {environment(device, world)['device']}")
+    print(f"{'contender':<26}{'ms/step':>9}{'tokens/s/rank':>15}{'TFLOP/s':>9}{'MFU':>8}{'speed-up':>10}")
+    for name, values in times.items():
+        ms = statistics.median(values)
+        rate = tokens / ms * 1e3
+        mfu = flops * rate / peak if peak else None
+        rows.append({"contender": name, "ms": ms, "all_ms": values, "tokens_per_second_per_rank": rate, "mfu": mfu})
+        shown = f"{100 * mfu:.1f}%" if mfu else "-"
+        print(f"{name:<26}{ms:>9.1f}{rate:>15,.0f}{flops * rate / 1e12:>9.1f}{shown:>8}{theirs / ms:>9.2f}x")
+    if args.out:
+        settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+        about = {"settings": settings, "environment": environment(device, world), "peak_source": source}
+        args.out.write_text(json.dumps({**about, "flops_per_token": flops, "results": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,160 @@
+"""The quotable block: units, words, and what it says when something was not measured."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from carpool.report import text_block
+from carpool.report.headline import summarise
+from carpool.report.read import read_run
+from carpool.report.units import bytes_text, count_text, ms_text, percent_text, plain_text
+from tests.report.runs import Shape, run_info, write_run
+
+SHAPE = Shape(steps=40, sampled=64)
+
+SUMMARY = {
+    "steps": 200,
+    "tokens": 1_638_400,
+    "final_loss": 1.9,
+    "final_eval_loss": 2.1,
+    "first_eval_loss": 5.55,
+    "bytes_remote": 1_234_000_000,
+    "bytes_remote_alltoall": 1_851_000_000,
+    "copies_per_token": 2.904,
+    "num_experts_per_tok": 4,
+    "step_ms_median": 412.0,
+    "compare": {"transport": "alltoall", "step_ms": 530.0, "ours_step_ms": 410.0, "ratio": 530 / 410, "repetitions": 5},
+    "ride_share": 0.23,
+    "share": {"dispatch": 0.12, "experts": 0.5, "combine": 0.11, "rest": 0.27},
+    "exact": True,
+    "lossy_reasons": [],
+    "tokens_per_second_median": 19_883.0,
+    "mfu_median": None,
+}
+
+BLOCK = """\
+Carpool: OlmoeForCausalLM, 200 steps, 1.64M tokens, 4 ranks, cpu, transport dedup
+  bytes moved        1.23 GB  between ranks, forward and backward; one row per (token, expert) would
+                     have moved 1.85 GB, 1.50× as much
+  copies per token   2.90 of 4  one for each rank that the token visits, its own included; one row
+                     per expert makes 4
+  step time          410 ms  against 530 ms with alltoall, which took 1.29× as long; measured in
+                     this run, 5 interleaved repetitions
+  waiting for rides  23 %  of the step: dispatch 12 %, combine 11 %
+  speed              19.9k tokens/s  median step 412 ms
+  held-out loss      5.550 → 2.100  training loss 1.900 at the end
+  EXACT              the model's own function: no token was dropped, no payload compressed"""
+
+
+def _line(block: str, label: str) -> str:
+    """One entry of the block with its continuation lines, as one line."""
+    lines = block.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith(f"  {label}"))
+    end = next((i for i in range(start + 1, len(lines)) if not lines[i].startswith("     ")), len(lines))
+    return " ".join(" ".join(lines[start:end]).split())
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        if isinstance(value, dict):
+            flat.update(_flat(value, f"{key}."))
+        else:
+            flat[prefix + key] = pytest.approx(value) if isinstance(value, float) else value
+    return flat
+
+
+def test_the_whole_block() -> None:
+    assert text_block(SUMMARY, run_info(SHAPE)) == BLOCK
+
+
+def test_lossy_gives_every_reason() -> None:
+    reasons = ["capacity factor 1.0 drops tokens", "FP8 payload"]
+    told = _line(text_block({**SUMMARY, "exact": False, "lossy_reasons": reasons}, run_info(SHAPE)), "LOSSY")
+    assert all(reason in told for reason in reasons)
+    assert "EXACT" not in text_block({**SUMMARY, "exact": False}, run_info(SHAPE))
+    # A reason wins over a flag that was forgotten.
+    assert "LOSSY" in text_block({**SUMMARY, "exact": True, "lossy_reasons": reasons}, run_info(SHAPE))
+
+
+def test_a_slower_ride_is_told_as_it_is() -> None:
+    compare = {"transport": "alltoall", "step_ms": 380.0, "ours_step_ms": 400.0, "ratio": 0.95, "repetitions": 5}
+    told = _line(text_block({**SUMMARY, "compare": compare}, run_info(SHAPE)), "step time")
+    assert "400 ms against 380 ms with alltoall, which took 0.95× as long and so was the faster one" in told
+
+
+def test_without_comparison_and_held_out_text() -> None:
+    block = text_block({**SUMMARY, "compare": None, "final_eval_loss": None, "first_eval_loss": None}, run_info(SHAPE))
+    assert "412 ms median; not timed against another transport" in _line(block, "step time")
+    assert "– not measured; training loss 1.900 at the end" in _line(block, "held-out loss")
+
+
+def test_nothing_known_is_not_an_error() -> None:
+    block = text_block({}, {})
+    assert "UNKNOWN" in block and "not recorded" in block
+    assert "None" not in block and "nan" not in block.lower()
+
+
+def test_one_rank_moves_nothing() -> None:
+    block = text_block({**SUMMARY, "bytes_remote": 0, "bytes_remote_alltoall": 0}, run_info(SHAPE))
+    assert "0 B between ranks: every expert lives where its tokens are" in _line(block, "bytes moved")
+
+
+def test_mfu_and_nan() -> None:
+    block = text_block({**SUMMARY, "mfu_median": 0.2137, "final_loss": math.nan}, run_info(SHAPE))
+    assert "MFU 21 %" in _line(block, "speed")
+    assert "training loss NaN" in _line(block, "held-out loss")
+
+
+def test_lines_stay_narrow_and_plain() -> None:
+    block = text_block({**SUMMARY, "lossy_reasons": ["a reason of some length"] * 20}, run_info(SHAPE))
+    assert max(map(len, block.splitlines())) <= 100
+    assert block.replace("\n", "").isprintable()
+
+
+def test_wrong_types_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"bytes_remote: .*'many'"):
+        text_block({**SUMMARY, "bytes_remote": "many"}, run_info(SHAPE))
+
+
+def test_a_run_without_summary_is_summarised_alike(tmp_path: Path) -> None:
+    """What the report computes for a run still going equals, at the end, what the trainer's formulas give."""
+    run = read_run(write_run(tmp_path, SHAPE))
+    written = json.loads((tmp_path / "summary.json").read_text())
+    computed = summarise(run).model_dump()
+    assert _flat(computed) == _flat(written)
+
+
+@pytest.mark.parametrize(
+    ("told", "expected"),
+    [
+        (bytes_text(0), "0 B"),
+        (bytes_text(999), "999 B"),
+        (bytes_text(1000), "1.00 kB"),
+        (count_text(999.7), "1.00k"),
+        (bytes_text(12_345_678), "12.3 MB"),
+        (bytes_text(999_999), "1.00 MB"),
+        (bytes_text(123_456_789_012), "123 GB"),
+        (bytes_text(None), "–"),
+        (count_text(950), "950"),
+        (count_text(1_638_400), "1.64M"),
+        (count_text(99_960), "100k"),
+        (count_text(2.5e9), "2.50B"),
+        (ms_text(0.412), "412 µs"),
+        (ms_text(412), "412 ms"),
+        (ms_text(1234), "1.23 s"),
+        (ms_text(180_000), "3.0 min"),
+        (ms_text(math.nan), "NaN ms"),
+        (percent_text(0.0423), "4.2 %"),
+        (percent_text(0.9999), "100 %"),
+        (plain_text(-math.inf), "-∞"),
+        (plain_text(2.0, 3), "2.000"),
+    ],
+)
+def test_units(told: str, expected: str) -> None:
+    assert told == expected

@@ -1,0 +1,353 @@
+"""The page itself, parsed: what it shows, that it needs nothing else, and that nothing from a run can act in it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+from collections import Counter
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from carpool.report import write_report
+from carpool.report.curves import POINTS, series
+from carpool.report.schema import Train
+from carpool.report.svg import ROLES
+from tests.report.runs import CONFIG, Shape, run_info, train_lines, write_lines, write_run
+
+SHAPE = Shape(steps=40, sampled=64)
+VOID = {"meta", "link", "br", "img", "hr", "input", "path", "use", "rect"}
+CARDS = ["loss", "copies", "load-time", "load-expert", "traffic", "parts", "memory", "speed", "gradient-norm"]
+
+
+class Page(HTMLParser):
+    """Tags with attributes, visible text, and the text and the markup inside each element that has an id."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.open: list[tuple[str, str | None]] = []
+        self.text_of: dict[str, str] = Counter()  # type: ignore[assignment]
+        self.tags_of: dict[str, list[tuple[str, dict[str, str | None]]]] = {}
+        self.source = path.read_text(encoding="utf-8")
+        self.feed(self.source)
+        self.close()
+        self.text = " ".join(" ".join(self.words).split())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        attributes = dict(attrs)
+        self.tags.append((tag, attributes))
+        for _, name in self.open:
+            if name:
+                self.tags_of.setdefault(name, []).append((tag, attributes))
+        if tag not in VOID:
+            self.open.append((tag, attributes.get("id")))
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        if tag not in VOID:
+            self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open[-1][0] == tag, f"</{tag}> closes <{self.open[-1][0]}>"
+            self.open.pop()
+
+    def handle_data(self, data: str) -> None:
+        if any(tag == "style" for tag, _ in self.open):
+            return
+        self.words.append(data)
+        for name in {name for _, name in self.open if name}:
+            self.text_of[name] = self.text_of.get(name, "") + data + " "
+
+    def shown(self, name: str) -> str:
+        """The text inside the element with this id, white space collapsed."""
+        return " ".join(str(self.text_of.get(name, "")).split())
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with everything in it, which nobody changes; its report is written."""
+    path = write_run(tmp_path_factory.mktemp("runs") / "whole", SHAPE)
+    info = run_info(SHAPE)
+    info["history"].append({"started": "2026-11-21T10:00:00+00:00", "from_step": 20, "resumed_from": "checkpoints/x"})
+    (path / "run.json").write_text(json.dumps(info))
+    assert write_report(path) == path / "report.html"
+    return path
+
+
+@pytest.fixture(scope="module")
+def page(run: Path) -> Page:
+    return Page(run / "report.html")
+
+
+def _report(path: Path, **info: Any) -> Page:
+    if info:
+        (path / "run.json").write_text(json.dumps(run_info(SHAPE, **info)))
+    return Page(write_report(path))
+
+
+def test_the_page_needs_no_network(page: Page) -> None:
+    assert not re.search(r"https?://|//[a-z0-9.-]+\.[a-z]{2,}/", page.source)
+    for tag, attributes in page.tags:
+        assert tag not in {"script", "link", "iframe", "object", "embed", "base", "img", "image", "style-src"}
+        for name, value in attributes.items():
+            assert not name.startswith("on"), f"{name} runs code"
+            if name in {"src", "href", "xlink:href", "data", "srcset"}:
+                assert (value or "").startswith("#")
+        for target in re.findall(r"url\(([^)]*)\)", attributes.get("style") or ""):
+            assert target.startswith("#")
+    assert [tag for tag, _ in page.tags].count("style") == 1, "a figure's own style sheet would reach the whole page"
+    style = page.source[page.source.index("<style>") : page.source.index("</style>")]
+    assert "@import" not in style and "url(" not in style
+
+
+def test_ids_are_unique_and_references_hit(page: Page) -> None:
+    ids = Counter(attributes["id"] for _, attributes in page.tags if "id" in attributes)
+    assert [name for name, count in ids.items() if count > 1] == []
+    used = set(re.findall(r'(?:url\(|href=")#([^)"]+)', page.source))
+    assert used and used <= set(ids)
+
+
+def test_every_colour_is_defined_for_both_themes(page: Page) -> None:
+    style = page.source[page.source.index("<style>") : page.source.index("</style>")]
+    light, dark = style.split("@media (prefers-color-scheme: dark)")
+    for theme in (light[: light.index("}")], dark[: dark.index("}")]):
+        defined = set(re.findall(r"--([a-z0-9-]+):", theme))
+        assert set(ROLES) <= defined
+        assert set(re.findall(r"var\(--([a-z0-9-]+)\)", page.source)) <= defined
+    body = page.source[page.source.index("</style>") :]
+    assert not re.search(r"#0a00[0-9a-f]{2}|(fill|stroke): #", body), "a colour that no theme can change"
+
+
+def test_figures_are_there_and_have_real_text(page: Page) -> None:
+    for name in CARDS:
+        figures = [attributes for tag, attributes in page.tags_of[name] if tag == "svg"]
+        assert len(figures) == 1 and figures[0]["aria-label"], name
+        assert sum(tag == "text" for tag, _ in page.tags_of[name]) >= 4, f"{name}: labels must be text"
+    assert "step" in page.shown("loss") and "held out" in page.shown("loss")
+    assert "MFU and HFU" not in page.text, "no accelerator, no MFU"
+
+
+def test_the_block_on_top(page: Page, run: Path) -> None:
+    summary = json.loads((run / "summary.json").read_text())
+    assert "EXACT" in page.text and "LOSSY" not in page.text
+    gigabytes = f"{summary['bytes_remote'] / 1e9:.2f} GB"
+    would_be = f"{summary['bytes_remote_alltoall'] / 1e9:.2f} GB"
+    more = summary["bytes_remote_alltoall"] / summary["bytes_remote"]
+    assert gigabytes in page.text
+    assert f"one row per (token, expert) would have moved {would_be}, {more:.2f}× as much" in page.text
+    assert f"{summary['copies_per_token']:.2f} of 4" in page.text
+    assert "358 ms against 449 ms with alltoall, which took 1.25× as long" in page.text
+    assert f"{100 * summary['ride_share']:.0f} % of the step" in page.text
+    assert page.text.index("bytes moved") < page.text.index("Where the step went") < page.text.index("Copies per token")
+    assert "bytes moved" in page.shown("quote") and "EXACT" in page.shown("quote")
+
+
+def test_the_bar_adds_up(page: Page, run: Path) -> None:
+    share = json.loads((run / "summary.json").read_text())["share"]
+    widths = {}
+    for tag, attributes in page.tags:
+        match = re.fullmatch(r"flex: ([\d.]+) 0 0", attributes.get("style") or "")
+        if tag == "span" and match:
+            widths[attributes["class"]] = float(match.group(1))
+    assert list(widths) == ["dispatch", "experts", "combine", "rest"]
+    assert sum(widths.values()) == pytest.approx(100, abs=0.01)
+    assert widths == pytest.approx({part: 100 * value for part, value in share.items()}, abs=0.01)
+
+
+def test_predicted_is_drawn_apart_from_measured(page: Page) -> None:
+    copies = [attributes.get("style") or "" for tag, attributes in page.tags_of["copies"] if tag == "path"]
+    predicted = [style for style in copies if "var(--predicted)" in style]
+    assert predicted and all("stroke-dasharray" in style for style in predicted)
+    assert not [style for style in copies if "var(--dispatch)" in style and "stroke-dasharray" in style]
+    uniform = run_info(SHAPE)["predicted"]["copies_per_token_uniform"]
+    assert f"predicted (uniform): {uniform:.2f}" in page.shown("copies")
+    assert "K = 4" in page.shown("copies")
+
+    memory = page.tags_of["memory"]
+    assert sum(tag == "pattern" for tag, _ in memory) == 5, "each predicted component is hatched"
+    styles = [attributes.get("style") or "" for tag, attributes in memory if tag == "path"]
+    assert all("stroke-dasharray" in style for style in styles if "fill: url(#memory-" in style)
+    assert "activations: 190 MB" in page.shown("memory")
+    assert {"predicted", "measured"} <= set(page.shown("memory").split())
+    assert "413 MB" in page.shown("memory")
+
+
+def test_traffic_shows_the_last_steps_rows(page: Page) -> None:
+    rows = next(line for line in train_lines(SHAPE)[::-1] if line["kind"] == "layers")["traffic_rows"]
+    shown = page.shown("traffic").split()
+    for count in Counter(f"{n / 1000:.2f}k" for row in rows for n in row).items():
+        assert shown.count(count[0]) >= count[1]
+
+
+def test_what_ran_and_how_to_run_it_again(page: Page, run: Path) -> None:
+    for expected in (
+        "carpool train --compare alltoall training.max_steps=40",
+        f"carpool train --config {run}/config.toml training.output_dir={run}-again",
+        "0123456789abcdef0123456789abcdef01234567",
+        "OlmoeForCausalLM",
+        "9\u2009568\u2009000",
+        "checkpoints/step-00000040",
+        "38.4 MB",
+        "2026-11-21T10:00:00+00:00",
+        "Python standard library",
+        "num_experts_per_tok = 4",
+    ):
+        assert " ".join(expected.split()) in page.text, expected
+    assert " ".join(CONFIG.split()) in page.text
+    assert "def _check(self, name): return self._map # step 40" in page.text
+
+
+def test_what_a_run_contains_cannot_act(tmp_path: Path) -> None:
+    evil = "</pre></details><script>alert(1)</script><img src=x onerror=alert(2)>\x00\x1b[31m\u202e\ud800 {{ 7 * 7 }}"
+    lines = train_lines(SHAPE, last=2)
+    lines += [{"kind": "sample", "step": 2, "prompt": "<b>", "text": "<b>" + evil}]
+    lines += [{"kind": "checkpoint", "step": 2, "path": "<i>path", "bytes": 1, "seconds": None}]
+    write_run(tmp_path / "<run>", SHAPE, finished=False)
+    write_lines(tmp_path / "<run>", lines)
+    (tmp_path / "<run>" / "config.toml").write_text('x = "</pre><script>"')
+    page = _report(tmp_path / "<run>", command="carpool train '<script>&amp;'", environment={"<u>": "<s>&lt;"})
+    assert not {"script", "img", "i", "u", "s"} & {tag for tag, a in page.tags if not a}, "markup from the run"
+    for shown in ("<script>alert(1)</script><img src=x onerror=alert(2)>", "<i>path", "'<script>&amp;'", "<s>&lt;"):
+        assert shown in page.text
+    assert "{{ 7 * 7 }}" in page.text
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\u202e\ud800]", page.source)
+
+
+def test_an_alt_text_and_layer_names_are_escaped(tmp_path: Path) -> None:
+    write_run(tmp_path, SHAPE, finished=False, sides=False)
+    write_lines(tmp_path, train_lines(SHAPE, last=2))
+    names = [f'"><script>.{i}.x' for i in range(SHAPE.layers)]
+    page = _report(tmp_path, model={"architecture": "<script>", "moe_layers": names, "num_experts_per_tok": 4})
+    assert "script" not in {tag for tag, _ in page.tags}
+
+
+def test_a_run_still_going(tmp_path: Path) -> None:
+    write_run(tmp_path, Shape(steps=3, sampled=64), finished=False, sides=False)
+    page = Page(write_report(tmp_path))
+    assert "No summary yet" in page.text and "steps up to 3" in page.text
+    assert "The run wrote no samples." in page.text and "not measured; training loss" in page.text
+    assert "not timed against another transport" in page.text
+    assert "held out" not in page.shown("loss")
+
+
+def test_a_run_that_recorded_next_to_nothing(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "step": 1}\n')
+    page = Page(write_report(tmp_path))
+    for name in CARDS:
+        assert "The run recorded" in page.shown(name), name
+        assert "svg" not in {tag for tag, _ in page.tags_of[name]}
+    assert "neither its command nor its configuration" in page.text
+    assert "did not time the parts" in page.text
+    assert "None" not in page.text.replace("None was written", "")
+
+
+def test_nan_is_shown_and_drawn_around(tmp_path: Path) -> None:
+    write_run(tmp_path, SHAPE, finished=False)
+    lines = train_lines(SHAPE)
+    for line in lines[-20:]:
+        if line["kind"] == "train":
+            line.update(loss=math.nan, grad_norm=math.inf)
+        else:
+            line.update(load=[[0] * SHAPE.experts] * SHAPE.layers)
+    write_lines(tmp_path, lines)
+    page = Page(write_report(tmp_path))
+    assert "Loss NaN" in page.text and "training loss NaN" in page.text
+    assert "svg" in {tag for tag, _ in page.tags_of["loss"]}
+
+
+def test_lossy_runs_say_so_on_top(tmp_path: Path) -> None:
+    write_run(tmp_path, SHAPE, finished=False, sides=False)
+    page = _report(tmp_path, exact=False, lossy_reasons=["capacity factor 1.0 drops tokens", "FP8 payload"])
+    assert page.text.index("LOSSY capacity factor 1.0 drops tokens; FP8 payload") < page.text.index("bytes moved")
+    assert "EXACT" not in page.text
+
+
+def test_accelerators_show_their_utilisation(tmp_path: Path) -> None:
+    page = Page(write_report(write_run(tmp_path, Shape(steps=6, sampled=64, gpu=True))))
+    assert {"MFU", "HFU"} <= set(page.shown("utilisation").split())
+    assert "NVIDIA H200" in page.text and "989T" in page.text
+
+
+def test_large_and_small_shapes(tmp_path: Path) -> None:
+    big = Shape(steps=10, ranks=16, layers=32, experts=128, chosen=8, sampled=64, tokens=64 * 16)
+    path = write_report(write_run(tmp_path / "big", big, sides=False))
+    assert path.stat().st_size < 2_000_000
+    one = Page(write_report(write_run(tmp_path / "one", Shape(steps=1, ranks=1, layers=1, sampled=64), sides=False)))
+    assert "0 B between ranks" in one.text and "only one rank" in one.shown("traffic")
+
+
+def test_long_runs_are_thinned(tmp_path: Path) -> None:
+    write_run(tmp_path, SHAPE, finished=False, sides=False)
+    write_lines(tmp_path, [{"kind": "train", "step": s, "loss": 5 - s / 4000} for s in range(1, 10_001)])
+    page = Page(write_report(tmp_path))
+    line = next(
+        a for tag, a in page.tags_of["loss"] if tag == "path" and "stroke: var(--loss)" in (a.get("style") or "")
+    )
+    assert 2 <= (line["d"] or "").count("L") + 1 <= 400
+    assert len(page.source) < 300_000
+
+
+def test_thinning_takes_means_of_neighbours() -> None:
+    train = [Train(step=s, loss=math.nan if s == 3 else float(s)) for s in range(1, 4 * POINTS + 1)]
+    steps, values = series(train, lambda t: t.loss)
+    assert len(steps) == POINTS
+    assert steps[:2].tolist() == [2.5, 6.5] and steps[-1] == 4 * POINTS - 1.5
+    assert values[1:].tolist() == steps[1:].tolist()
+    assert values[0] == pytest.approx((1 + 2 + 4) / 3), "what is not a number is left out of the mean"
+
+
+def test_an_unwritable_output_leaves_the_old_report(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="does not exist"):
+        write_report(run, tmp_path / "nowhere" / "report.html")
+    with pytest.raises(ValueError, match="is a folder"):
+        write_report(run, tmp_path)
+    old = tmp_path / "report.html"
+    old.write_text("the old one")
+    (tmp_path / ".report.html.part").mkdir()
+    with pytest.raises(ValueError, match="cannot be written"):
+        write_report(run, old)
+    assert old.read_text() == "the old one"
+
+
+def test_errors_reach_the_caller(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is not a folder: give the output_dir of a run"):
+        write_report(tmp_path / "nope")
+    with pytest.raises(ValueError, match=r"has no run\.json"):
+        write_report(tmp_path)
+
+
+@pytest.mark.parametrize("package", ["jinja2", "matplotlib"])
+def test_a_missing_package_is_named(run: Path, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("carpool.report.") or name.startswith(package)]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ImportError, match=rf"needs {package}.*carpool\[train\]"):
+        write_report(run)
+
+
+def test_the_room_needs_neither_torch_nor_transformers(run: Path, tmp_path: Path) -> None:
+    """A report can be written where the run was merely copied to, and it is the same one, byte for byte.
+
+    (The package's own front door does import torch; it is replaced here.)
+    """
+    room = Path(sys.modules["carpool.report"].__file__ or "").parent
+    program = (
+        "import sys, types, pathlib\n"
+        "for name in ('torch', 'transformers'): sys.modules[name] = None\n"
+        "front = sys.modules['carpool'] = types.ModuleType('carpool')\n"
+        f"front.__path__ = [{str(room.parent)!r}]\n"
+        "from carpool.report import write_report\n"
+        f"write_report(pathlib.Path({str(run)!r}), pathlib.Path({str(tmp_path / 'r.html')!r}))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "r.html").read_bytes() == (run / "report.html").read_bytes()
