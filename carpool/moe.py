@@ -59,6 +59,9 @@ class MoE(nn.Module):
         >>> y = moe(x)                               # (..., 256) -> (..., 256)
         >>> (y.square().mean() + moe.aux_loss).backward()
 
+    Activation checkpointing works with and without reentry. With reentry the first forward builds no graph, so
+    `aux_loss` has a gradient only if the checkpointed function returns it beside the output.
+
     Raises:
         ValueError: sizes, layout or names that do not fit, saying which.
     """

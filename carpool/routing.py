@@ -81,7 +81,8 @@ class Router(nn.Module):
         aux_loss_coef, z_loss_coef: weights of the two losses in `aux_loss`. 0: off.
         bias_update_rate: step of the bias in `update_bias`. 0: off, no bias.
         capacity_factor: keep at most ceil(capacity_factor * T * K / E) choices of each expert among this rank's T
-            tokens, earlier tokens first, and drop the rest. None: nothing is ever dropped.
+            tokens, earlier tokens first, and drop the rest, without weighing what is kept anew. None: nothing is ever
+            dropped.
         groups: process groups over which statistics are summed, one after another; together they must cover all
             ranks that hold tokens of the batch (the expert-parallel group and that of its copies).
 
@@ -223,7 +224,8 @@ class Router(nn.Module):
     def update_bias(self) -> None:
         """Move the bias towards balance and forget the load. Call on every rank, once per optimizer step.
 
-        The load of all ranks and of all micro-batches since the last call decides, each token counted once.
+        The load of all ranks and of all micro-batches since the last call decides, each token counted once and those
+        of an evaluation (`eval()`) not at all.
         """
         if self.bias_E is None:
             raise ValueError("this router has no bias: construct it with bias_update_rate > 0")

@@ -37,8 +37,9 @@ WORLD_SIZE = 4
 
 @functools.cache
 def mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """A device mesh over the four ranks; each rank builds a given mesh once, because its groups are costly."""
-    return init_device_mesh("cpu", shape, mesh_dim_names=names)
+    """A device mesh over the ranks; each rank builds a given mesh once, because its groups are costly."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    return init_device_mesh(device, shape, mesh_dim_names=names)
 
 
 def free_port() -> int:

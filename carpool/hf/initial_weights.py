@@ -13,8 +13,7 @@ equal (on the same kind of device; CUDA draws other numbers than the CPU). How:
    seeded by (seed, name of the module), the rank copies its shards into the sharded model, and the full tensors go.
 
 So the peak is one unit in full size (for a mixture of experts: the experts of one layer), and a weight depends on
-nothing but the seed, the name of its module and the configuration. Every rank draws everything; that costs about a
-second per billion parameters on a GPU, and no communication.
+nothing but the seed, the name of its module and the configuration. The price is that every rank draws everything.
 """
 
 from __future__ import annotations

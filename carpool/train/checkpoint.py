@@ -240,10 +240,10 @@ class CheckpointManager:
     def _clean_up(self) -> None:
         """Removes what killed writers left."""
         for path in self.folder.glob(".tmp-*"):
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)
         for path in self.folder.glob(".old-*"):
             if (self.folder / _name(path)).exists():
-                shutil.rmtree(path)
+                shutil.rmtree(path, ignore_errors=True)
             else:
                 path.rename(self.folder / _name(path))
 
@@ -286,7 +286,7 @@ def _write(folder: Path, tensors: Tensors) -> None:
 
 
 def _write_config(model: nn.Module, folder: Path) -> None:
-    """What Transformers needs to load the folder without Carpool."""
+    """From these a reader knows what to build."""
     for name in ("config", "generation_config"):
         if save := getattr(getattr(model, name, None), "save_pretrained", None):
             save(folder)
@@ -340,7 +340,8 @@ def load(
     Args:
         path: the folder of one checkpoint, `.../checkpoints/step-00000100`.
         optimizer: None leaves the optimizer's state in the checkpoint.
-        from_logical: the inverse of `to_logical` in `CheckpointManager.save`, for the layout of this run.
+        from_logical: the inverse of `to_logical` in `CheckpointManager.save`, for the layout of this run. Without it,
+            tensors are read straight into the model's memory; with it, a second copy exists for a while.
         restore_rng: put the random generators back, which is possible on the same number of ranks alone.
 
     Returns:

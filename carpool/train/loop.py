@@ -42,7 +42,7 @@ from carpool.train.flops import flops_per_token, model_size, peak_flops
 from carpool.train.loader import EvalLoader, TokenMean, TrainLoader, count_targets
 from carpool.train.model import distributed_config, expert_counts, meta_model, model_source, top_k_of
 from carpool.train.probe import compare, summarise
-from carpool.train.record import METRICS, Recorder
+from carpool.train.record import METRICS, Recorder, check_trackers
 from carpool.train.sample import sample
 from carpool.train.schema import Config, Degrees
 from carpool.train.step import Batch, Objective, learning_rate, make_optimizer
@@ -83,6 +83,7 @@ class _Run:
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.folder = Path(training.output_dir)
         self.checkpoints = CheckpointManager(self.folder, training.save_total_limit)
+        check_trackers(training.report_to)
         resume = self._resume_path()
 
         self.tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)

@@ -16,6 +16,18 @@ from typing import Any
 METRICS = "metrics.jsonl"
 
 
+def check_trackers(report_to: Sequence[str]) -> None:
+    """Raise ValueError for a tracker that transformers does not know. On all ranks: one alone would leave the others
+    waiting."""
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    if unknown := [name for name in report_to if name not in INTEGRATION_TO_CALLBACK]:
+        raise ValueError(
+            f"training.report_to names {', '.join(unknown)}, which transformers does not know; it knows "
+            f"{', '.join(sorted(INTEGRATION_TO_CALLBACK))}"
+        )
+
+
 class Recorder:
     """Appends records to a run directory and passes them on. On other ranks than 0 it does nothing.
 
@@ -27,7 +39,7 @@ class Recorder:
         max_steps: for the trackers.
 
     Raises:
-        ValueError: a tracker that transformers does not know, or whose package is missing.
+        ValueError: a tracker whose package is missing.
     """
 
     def __init__(
@@ -67,17 +79,9 @@ def _cut_partial_line(path: Path) -> None:
 
 class _Trackers:
     def __init__(self, folder: Path, report_to: Sequence[str], settings: dict[str, Any], max_steps: int) -> None:
-        from transformers.integrations.integration_utils import (
-            INTEGRATION_TO_CALLBACK,
-            get_reporting_integration_callbacks,
-        )
+        from transformers.integrations.integration_utils import get_reporting_integration_callbacks
         from transformers.trainer_callback import TrainerControl, TrainerState
 
-        if unknown := [name for name in report_to if name not in INTEGRATION_TO_CALLBACK]:
-            raise ValueError(
-                f"training.report_to names {', '.join(unknown)}, which transformers does not know; it knows "
-                f"{', '.join(sorted(INTEGRATION_TO_CALLBACK))}"
-            )
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(folder / "tensorboard"))
         self._args = _Arguments(folder, settings)
         self._state = TrainerState(max_steps=max_steps, is_world_process_zero=True, is_local_process_zero=True)

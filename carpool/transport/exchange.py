@@ -5,7 +5,7 @@ row sent. They differ only in which rows are on the list: a subclass says how ma
 
     sender                                    receiver
     token_N   which token each row copies     rows arrive in order of the sending rank, then of its list
-    rank_N    where it goes (sorted)          slot_NJ / weight_NJ travel beside them
+    sent_W    rows to each rank, in order     slot_NJ / weight_NJ travel beside them
     choice_NJ which of the T*K choices each   and come back, as gradients, into the same places
               of its J columns stands for
 

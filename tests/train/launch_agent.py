@@ -1,0 +1,27 @@
+"""A process that starts ranks, for tests that stop it: `python -m tests.train.launch_agent ENTRY FOLDER`.
+
+Prints how the run ended, and exits as the command line would.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from carpool.train.config import load_config
+from carpool.train.launch import Interrupted, RankFailure, run
+
+
+def main() -> None:
+    entry, folder, *words = sys.argv[1:]
+    config = load_config(None, ["parallelism.device=cpu", "parallelism.num_ranks=2", f"training.output_dir={folder}"])
+    word: dict[str, Any] = {"word": words[0]} if words else {}
+    try:
+        run(config, f"tests.train.launch_entries:{entry}", folder=folder, **word)
+    except (RankFailure, Interrupted) as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+        sys.exit(128 + error.signum if isinstance(error, Interrupted) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""What ranks do in the tests of launching; a module of its own, because ranks import it by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from carpool.train.config import Config
+
+
+def report_in(config: Config, folder: str, word: str) -> None:
+    """Each rank writes what it finds, after an exchange in which all took part."""
+    total = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(total)
+    line = [dist.get_rank(), dist.get_world_size(), int(total), word, config.training.max_steps, dist.get_backend()]
+    line += [os.environ["LOCAL_RANK"], os.environ.get("OMP_NUM_THREADS"), torch.get_num_threads()]
+    Path(folder, f"rank{dist.get_rank()}").write_text(repr(line))
+    print(f"rank {dist.get_rank()} speaks")
+
+
+def exchange_forever(config: Config, folder: str) -> None:
+    """Collectives without end; each rank leaves its process id."""
+    step = 0
+    while True:
+        dist.all_reduce(torch.ones(1))
+        step += 1
+        if step == 3:
+            Path(folder, f"pid{dist.get_rank()}").write_text(str(os.getpid()))
+        time.sleep(0.005)
+
+
+def fail(config: Config, rank: int, how: str) -> None:
+    """One rank fails in its own way, the others are in a collective that it never joins."""
+    dist.barrier()
+    if dist.get_rank() != rank:
+        while True:
+            dist.all_reduce(torch.ones(1))
+    if how == "bug":
+        raise RuntimeError("a bug of our own")
+    if how == "input":
+        raise ValueError("data.train: something to put right")
+    print("last words", file=sys.stderr, flush=True)
+    signal.raise_signal(signal.SIGSEGV)

@@ -1,0 +1,166 @@
+"""The command line: help that is complete, and errors that are one line."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import carpool
+from carpool import cli, doctor
+from carpool.train.config import describe
+from carpool.train.failure import Interrupted, RankFailure
+
+ROOT = Path(__file__).parents[2]
+
+
+def carpool_command(*args: str) -> Result:
+    # Wide, because messages are wrapped to the terminal's width where they are tables.
+    return CliRunner(env={"COLUMNS": "400", "TERMINAL_WIDTH": "400", "NO_COLOR": "1"}).invoke(cli.app, list(args))
+
+
+def error_of(*args: str) -> str:
+    result = carpool_command(*args)
+    assert result.exit_code == 1, result.output
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+    return result.stderr
+
+
+def test_version():
+    result = carpool_command("--version")
+    assert (result.exit_code, result.stdout) == (0, f"carpool {carpool.__version__}\n")
+
+
+def test_only_commands_that_exist_are_offered():
+    shown = carpool_command("--help").stdout
+    offered = {command.callback.__name__ for command in cli.app.registered_commands if command.callback}
+    assert offered == {"train", "report", "generate", "doctor"}
+    for name in ("train", "report", "generate", "doctor"):
+        assert re.search(rf"\b{name}\b", shown)
+        assert carpool_command(name, "--help").exit_code == 0
+
+
+def test_every_setting_is_explained():
+    shown = carpool_command("train", "--help-config").stdout
+    for name, _, default, description in describe():
+        assert f"{name} = {default}" in shown
+        assert description in shown
+
+
+def test_errors_of_the_input_are_one_line(tmp_path):
+    file = tmp_path / "my.toml"
+    file.write_text("[training]\nmax_step = 3\n")
+    expected = f"error: unknown key training.max_step in {file}; did you mean training.max_steps?\n"
+    assert error_of("train", "--config", str(file)) == expected
+    assert error_of("train", "--config", str(tmp_path / "no.toml")) == (
+        f"error: configuration file {tmp_path / 'no.toml'} does not exist\n"
+    )
+    assert error_of("train", "parallelism.num_ranks=2", "parallelism.ep_size=4").startswith(
+        "error: parallelism.ep_size = 4 is larger than the number of ranks, 2"
+    )
+    debug = carpool_command("train", "--debug", "training.max_step=3")
+    assert isinstance(debug.exception, ValueError), "with --debug the error itself, hence its traceback"
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("data.train={}/no.txt", "data.train: {}/no.txt does not exist"),
+        ("model.path={}", "model.path: {} is no checkpoint folder"),
+        ("moe.layout={}/no.json", "moe.layout: the file {}/no.json does not exist"),
+        ("training.resume_from_checkpoint={}/no", "training.resume_from_checkpoint: {}/no is no folder"),
+        ("data.tokenizer={}", "data.tokenizer: {}/tokenizer.json does not exist"),
+    ],
+)
+def test_paths_are_checked_before_ranks_are_started(tmp_path, setting, message):
+    found = error_of("train", setting.format(tmp_path))
+    assert found.startswith(f"error: {message.format(tmp_path)}")
+    assert len(found.splitlines()) == 1
+
+
+def test_reports_and_samples_need_a_run(tmp_path):
+    assert error_of("report", str(tmp_path)).startswith("error: ")
+    assert error_of("generate", str(tmp_path), "--prompt", "def ").startswith("error: ")
+
+
+def failing(*, user_error: bool) -> RankFailure:
+    text = "what was [wrong]"
+    return RankFailure(text, rank=1, pid=5, exit_code=1, user_error=user_error, traceback="Traceback: there")
+
+
+@pytest.mark.parametrize(
+    ("error", "debug", "code", "shown"),
+    [
+        (failing(user_error=True), False, 1, "error: what was [wrong]\n"),
+        (failing(user_error=True), True, 1, "Traceback: there\nerror: what was [wrong]\n"),
+        (failing(user_error=False), False, 1, "Traceback: there\nerror: what was [wrong]\n"),
+        (Interrupted("stopped by Ctrl-C", 2), False, 130, "error: stopped by Ctrl-C\n"),
+        (KeyboardInterrupt(), False, 130, "error: stopped by Ctrl-C\n"),
+        (ImportError("needs jinja2"), False, 1, "error: needs jinja2\n"),
+        (FloatingPointError("loss is NaN"), False, 1, "error: loss is NaN\n"),
+        (RuntimeError("a bug"), False, None, ""),
+        (ConnectionResetError("a peer"), False, None, ""),
+    ],
+)
+def test_how_failures_are_shown(monkeypatch, error, debug, code, shown):
+    def failed(*args: object, **kwargs: object) -> None:
+        raise error
+
+    # What starts the ranks raises these (tests/train/test_launch.py has it raise them for real).
+    monkeypatch.setattr("carpool.train.launch.run", failed)
+    result = carpool_command("train", *["--debug"] * debug)
+    if code is None:
+        assert result.exception is error, "a bug keeps its traceback"
+    else:
+        assert (result.exit_code, result.stderr) == (code, shown)
+
+
+def test_ranks_of_a_launcher_say_who_they_are(monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    assert error_of("train", "training.max_step=3").startswith("error (rank 3): unknown key")
+
+
+def test_the_command_is_installed_and_returns_its_exit_code():
+    command = [sys.executable, "-c", "from carpool.cli import main; main()", "train", "x=1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=dict(os.environ))
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: unknown key x on the command line")
+
+
+def test_doctor_finds_this_machine_fit():
+    result = carpool_command("doctor")
+    assert result.exit_code == 0, result.stdout
+    for found in (r"ok +torch +\d", r"ok +transformers +\d", "ok +gloo +available", "two ranks exchanged rows"):
+        assert re.search(found, result.stdout), found
+    assert "FAIL" not in result.stdout
+
+
+def test_doctor_says_what_is_wrong(monkeypatch):
+    monkeypatch.setattr(doctor, "_installed", {"torch": "2.3.1", "transformers": None}.get)
+    found = {check.name: check for check in doctor._versions()}
+    assert (found["torch"].color, found["torch"].text) == (
+        doctor.RED,
+        "2.3.1, but 2.11 or newer is needed: pip install -U torch",
+    )
+    assert found["transformers"].color == doctor.RED
+    assert found["triton"].color == doctor.YELLOW
+    assert "pip install" in found["transformers"].text
+    monkeypatch.setattr(doctor, "check_all", lambda: iter(found.values()))
+    result = carpool_command("doctor")
+    assert result.exit_code == 1
+    assert re.search(r"FAIL +torch", result.stdout) and re.search(r"note +triton", result.stdout)
+
+
+def test_doctor_tells_an_exchange_that_fails(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    check = doctor._exchange("cpu")
+    assert check.color == doctor.RED
+    assert check.text
+    monkeypatch.setattr(doctor, "_EXCHANGE_SECONDS", 0.2)
+    assert "within 0.2 s" in doctor._exchange("cpu").text

@@ -1,0 +1,245 @@
+"""Configuration: defaults, files, overrides, errors that say what and where, and writing it back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from carpool.train.config import Config, ParallelismSection, TrainingSection, describe, load_config
+from carpool.train.schema import keys
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "olmoe.toml"
+    path.write_text(text)
+    return path
+
+
+def error(path: Path | None = None, *overrides: str) -> str:
+    with pytest.raises(ValueError) as caught:
+        load_config(path, overrides)
+    return str(caught.value)
+
+
+def test_the_default_is_the_demo():
+    config = load_config(None, [])
+    assert config == Config()
+    assert config.model.model_type == "olmoe"
+    assert config.model.config["num_experts"] >= 16
+    assert config.model.config["num_experts_per_tok"] == 4
+    assert config.data.train == ("stdlib",)
+    degrees = config.parallelism.resolve(4, config.model.config["num_experts"])
+    assert (degrees.fsdp_size, degrees.ep_size, degrees.efsdp_size, degrees.dp_size) == (4, 4, 1, 4)
+
+
+def test_later_wins_key_by_key(tmp_path):
+    path = write(
+        tmp_path,
+        '[model.config]\nnum_experts = 32\nrope_parameters = {rope_theta = 1e4, rope_type = "default"}\n'
+        "[training]\nmax_steps = 7\nlearning_rate = 1\n",
+    )
+    config = load_config(path, ["training.max_steps=9", "model.config.rope_parameters.rope_theta=5e5"])
+    assert config.training.max_steps == 9
+    assert config.training.learning_rate == 1.0
+    assert config.training.seed == Config().training.seed
+    assert config.model.config["num_experts"] == 32
+    assert config.model.config["hidden_size"] == Config().model.config["hidden_size"], "the demo's, only changed"
+    assert config.model.config["rope_parameters"] == {"rope_theta": 5e5, "rope_type": "default"}
+
+
+@pytest.mark.parametrize("source", ['path = "some/folder"', 'model_type = "mixtral"', 'architecture = "X"'])
+def test_another_model_starts_from_nothing(tmp_path, source):
+    config = load_config(write(tmp_path, f"[model]\n{source}\nconfig = {{num_hidden_layers = 2}}\n"), [])
+    assert config.model.config == {"num_hidden_layers": 2}
+    assert [config.model.path, config.model.model_type, config.model.architecture].count(None) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("3", 3),
+        ("1e-3", 1e-3),
+        ("true", True),
+        ("[1, 2]", [1, 2]),
+        ("{a = 1}", {"a": 1}),
+        ("word", "word"),
+        ("runs/a-b.c", "runs/a-b.c"),
+        ('"3"', "3"),
+        ("a=b", "a=b"),
+        ("none", None),
+        ("null", None),
+        (" spaced ", "spaced"),
+        ("1\nother = 2", "1\nother = 2"),
+    ],
+)
+def test_values_of_overrides(text, value):
+    assert load_config(None, [f"model.config.key={text}"]).model.config["key"] == value
+
+
+def test_lists_may_be_single_texts():
+    config = load_config(None, ["data.train=a.txt", "training.report_to=tensorboard", 'data.eval=["b", "c"]'])
+    assert config.data.train == ("a.txt",)
+    assert config.training.report_to == ("tensorboard",)
+    assert config.data.eval == ("b", "c")
+    assert load_config(None, ["training.report_to=none"]).training.report_to == ()
+
+
+def test_unknown_keys_name_the_nearest(tmp_path):
+    path = write(tmp_path, "[training]\nmax_step = 3\n")
+    assert error(path) == f"unknown key training.max_step in {path}; did you mean training.max_steps?"
+    assert error(None, "training.max_step=3") == (
+        "unknown key training.max_step on the command line; did you mean training.max_steps?"
+    )
+    assert error(None, "learning_rate=1").endswith("did you mean training.learning_rate?")
+    assert error(None, "learning_rat=1").endswith("did you mean training.learning_rate?")
+    assert error(None, "training.num_ranks=1").endswith("did you mean parallelism.num_ranks?")
+    assert error(None, "paralelism.num_ranks=1") == (
+        "unknown section paralelism on the command line; did you mean parallelism?"
+    )
+    assert "[data] knows train, eval," in error(None, "data.zzzzqq=1")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("training.max_steps=many", "training.max_steps = 'many' (on the command line): expected a whole number"),
+        ("training.max_steps=1.5", "training.max_steps = 1.5 (on the command line): expected a whole number"),
+        ("training.max_steps=true", "training.max_steps = true (on the command line): expected a whole number"),
+        ("training.max_steps=0", "training.max_steps = 0 (on the command line): expected a number above 0"),
+        ("training.learning_rate=-1", "learning_rate = -1 (on the command line): expected a number at least 0"),
+        ("training.learning_rate=nan", "expected a finite number"),
+        ("training.adam_beta1=1", "expected a number below 1"),
+        ("training.bf16=1", "training.bf16 = 1 (on the command line): expected true or false"),
+        ("training.output_dir=3", "training.output_dir = 3 (on the command line): expected text"),
+        ("parallelism.device=cud", "one of 'auto', 'cpu' or 'cuda' (did you mean cuda?)"),
+        ("data.train=3", "data.train = 3 (on the command line): expected text or a list of texts"),
+        ("data.train=[1]", "data.train = 1 (on the command line, item 0): expected text"),
+        ("data.train=[]", "data.train is empty"),
+        ("model.config=3", "model.config = 3 (on the command line): expected a table"),
+        ("training=3", "training is a section; set its keys"),
+        ("training.max_steps", "expected section.key=value"),
+        ("=3", "expected section.key=value"),
+        ("training..max_steps=3", "expected section.key=value"),
+        ("data.train=[a.txt]", "put single quotes around"),
+        ("parallelism.ep_size=-4", "expected a number above 0"),
+    ],
+)
+def test_bad_values_say_key_value_place_and_expectation(override, message):
+    assert message in error(None, override)
+
+
+def test_warmup_must_end():
+    message = error(None, "training.max_steps=300", "training.warmup_steps=301")
+    assert message.startswith(
+        "training.warmup_steps = 301 is more than training.max_steps = 300: warm-up would never end"
+    )
+
+
+def test_all_wrong_values_are_told_at_once(tmp_path):
+    path = write(tmp_path, '[training]\nmax_steps = "3"\n[data]\nsequence_length = 1\n')
+    lines = error(path, "training.seed=x").splitlines()
+    assert lines == [
+        f"data.sequence_length = 1 (in {path}): expected a number at least 2",
+        f"training.max_steps = '3' (in {path}): expected a whole number",
+        "training.seed = 'x' (on the command line): expected a whole number",
+    ]
+
+
+def test_files_that_are_none(tmp_path):
+    assert "does not exist" in error(tmp_path / "missing.toml")
+    assert "cannot be read" in error(tmp_path)
+    assert "is not valid TOML" in error(write(tmp_path, "[training\n"))
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    assert "cannot be read" in error(tmp_path / "binary.toml")
+
+
+def test_models_that_contradict_themselves():
+    assert "model.path and model.model_type contradict" in error(None, "model.path=a", "model.model_type=b")
+    with pytest.raises(ValidationError, match="needs a path"):
+        Config.model_validate({"model": {}})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["num_ranks=4", "ep_size=8"], "ep_size = 8 is larger than the number of ranks, 4"),
+        (["num_ranks=4", "tp_size=3"], "4 ranks cannot be divided by"),
+        (["num_ranks=8", "fsdp_size=4", "ep_size=8"], "fsdp_size * tp_size * dp_replicate_size = 4 * 1 * 1 = 4, but"),
+        (["num_ranks=8", "dp_replicate_size=2", "ep_size=8"], "ep_size = 8 must divide fsdp_size * tp_size = 4 * 1"),
+        (["fsdp_size=4", "ep_size=3"], "ep_size = 3 must divide"),
+        (["tp_size=4", "ep_size=2"], "ep_size = 2 must be a multiple of parallelism.tp_size = 4"),
+    ],
+)
+def test_ranks_that_cannot_be_divided_so(settings, message):
+    assert message in error(None, *[f"parallelism.{setting}" for setting in settings])
+
+
+@pytest.mark.parametrize(
+    ("section", "world", "experts", "expected"),
+    [
+        ({}, 1, 16, (1, 1, 1)),
+        ({}, 4, 16, (4, 4, 1)),
+        ({}, 4, 6, (4, 2, 2)),
+        ({}, 4, 5, (4, 1, 4)),
+        ({}, 6, 16, (6, 2, 3)),
+        ({"ep_size": 2}, 4, 16, (4, 2, 2)),
+        ({"tp_size": 2}, 8, 20, (4, 4, 2)),
+        ({"tp_size": 2}, 8, 5, (4, 1, 8)),
+        ({"dp_replicate_size": 2}, 8, 16, (4, 4, 1)),
+    ],
+)
+def test_derived_degrees(section, world, experts, expected):
+    degrees = ParallelismSection(**section).resolve(world, experts)
+    assert (degrees.fsdp_size, degrees.ep_size, degrees.efsdp_size) == expected
+    assert degrees.dp_replicate_size * degrees.fsdp_size * degrees.tp_size == world
+    assert degrees.efsdp_size * degrees.ep_size * degrees.dp_replicate_size == world
+
+
+def test_asked_ep_must_divide_the_experts():
+    with pytest.raises(ValueError, match="does not divide the model's 6 experts; with 4 ranks per copy these do: 1, 2"):
+        ParallelismSection(ep_size=4).resolve(4, 6)
+
+
+def test_warmup_as_steps_or_share():
+    assert TrainingSection(max_steps=50, warmup_steps=20).warmup() == 20
+    assert TrainingSection(max_steps=50, warmup_steps=0.05).warmup() == 3
+    assert TrainingSection(max_steps=50, warmup_steps=0).warmup() == 0
+
+
+@pytest.mark.parametrize("comments", [False, True])
+def test_toml_round_trip(tmp_path, comments):
+    config = load_config(
+        None,
+        [
+            'model.config.odd={"a key" = [1, {b = "x\\"y"}], c = true, "" = -0.5}',
+            "model.config.nothing=none",
+            'data.train=["a \\"b\\"", "c\\nd", "é\\u007f"]',
+            "training.eval_steps=none",
+            "training.adam_epsilon=1e-12",
+            'training.report_to=["wandb", "tensorboard"]',
+        ],
+    )
+    text = config.to_toml(comments)
+    (tmp_path / "config.toml").write_text(text)
+    again = load_config(tmp_path / "config.toml", [])
+    assert again == config
+    assert again.to_toml(comments) == text
+    for section, _, key in keys():
+        assert f"\n{key} = " in text or f"[{section}.{key}]" in text, "every key is written"
+
+
+def test_configs_are_frozen_and_travel_as_json():
+    config = load_config(None, ["model.config.num_experts=8", "training.report_to=tensorboard"])
+    with pytest.raises(ValidationError, match="frozen"):
+        config.training.max_steps = 3
+    assert Config.model_validate_json(json.dumps(config.model_dump(mode="json"))) == config
+
+
+def test_every_key_is_described():
+    described = list(describe())
+    assert [name for name, *_ in described] == [f"{section}.{key}" for section, _, key in keys()]
+    for name, kind, default, description in described:
+        assert kind and default and len(description) > 10, name

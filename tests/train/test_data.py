@@ -1,0 +1,527 @@
+"""Data: every kind of source, the token cache, packing, the loaders' order and state, and errors that say where."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import multiprocessing
+import os
+import random
+import sysconfig
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from carpool.train.data import Corpus, check_sources, default_cache_dir, prepare
+from carpool.train.documents import PIECE_BYTES, Source, describe_sources, find_sources, read_documents
+from carpool.train.loader import EvalLoader, TokenMean, TrainLoader, count_targets, permutation
+from carpool.train.schema import DataSection
+from carpool.train.tokenizer import BytesTokenizer, FileTokenizer, load_tokenizer
+
+BYTES = BytesTokenizer()
+EOS = BYTES.eos_id
+
+
+def corpus(folder: Path, **settings) -> Corpus:
+    settings.setdefault("eval_fraction", 0.0)
+    return prepare(DataSection(cache_dir=str(folder / "cache"), **settings), BYTES)
+
+
+def texts_of(tokens) -> list[str]:
+    """The documents in an array of byte tokens."""
+    parts = "".join(map(chr, tokens)).split(chr(EOS))
+    assert parts.pop() == "", "the array ends with EOS"
+    return [part.encode("latin-1").decode() for part in parts]
+
+
+def write_lines(path: Path, rows: list[object]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_parquet(path: Path, **columns) -> Path:
+    import pyarrow
+    import pyarrow.parquet
+
+    pyarrow.parquet.write_table(pyarrow.table(columns), path, row_group_size=2)
+    return path
+
+
+# ---------------------------------------------------------------------------------------------------- tokenizers
+
+
+def test_bytes_tokenizer():
+    assert BYTES.encode("ké").tolist() == [107, 195, 169]
+    assert BYTES.decode([107, 195, 169, EOS, BYTES.bos_id, 300]) == "ké"
+    assert BYTES.decode([195]) == "�"
+    assert (BYTES.vocab_size, BytesTokenizer(pad_to=1).vocab_size) == (320, 258)
+    text = "".join(chr(random.Random(0).randrange(0x10000)) for _ in range(2)) + "def f():\r\n\t日本🚗\0"
+    assert BYTES.decode(BYTES.encode(text)) == text
+    assert BYTES.decode(BYTES.encode("a\ud800b")) == "a?b"
+    assert [t.tolist() for t in BYTES.encode_batch(["a", ""])] == [[97], []]
+
+
+def make_tokenizer(folder: Path, eos: str = "<|endoftext|>", config: object = None) -> Path:
+    import tokenizers
+
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        special_tokens=[eos, "<x>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the car the pool the carpool"] * 5, trainer)
+    tokenizer.enable_truncation(2)
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if config is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder / "tokenizer.json"
+
+
+def test_tokenizer_files(tmp_path):
+    path = make_tokenizer(tmp_path / "a")
+    tokenizer = load_tokenizer(str(path))
+    assert tokenizer.decode(tokenizer.encode("the carpool ü\ud800")) == "the carpool ü?"
+    assert len(tokenizer.encode("the car the pool")) > 2, "truncation that the file asks for is off"
+    assert tokenizer.encode("the car").tolist() == tokenizer.encode_batch(["x", "the car"])[1].tolist()
+    assert tokenizer.eos_id == 0
+    assert max(tokenizer.encode("the carpool")) < tokenizer.vocab_size
+    folder = load_tokenizer(None, model_path=str(tmp_path / "a"))
+    assert folder.fingerprint == tokenizer.fingerprint
+    assert load_tokenizer(None, model_path=str(tmp_path)).name == "bytes"
+    assert load_tokenizer(str(path), eos_token="<x>").eos_id == 1
+    assert load_tokenizer(str(path), eos_token="<x>").fingerprint != tokenizer.fingerprint
+
+
+@pytest.mark.parametrize("said", ["<end>", {"content": "<end>"}])
+def test_eos_as_the_file_beside_it_says(tmp_path, said):
+    assert FileTokenizer(make_tokenizer(tmp_path, "<end>", {"eos_token": said})).eos_token == "<end>"
+
+
+def test_bad_tokenizers(tmp_path):
+    with pytest.raises(ValueError, match=r"tokenizer.json does not exist"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"is not a tokenizer\.json"):
+        load_tokenizer(str(tmp_path))
+    path = make_tokenizer(tmp_path / "b", "<end>")
+    with pytest.raises(ValueError, match=r"set data\.eos_token to one of its tokens \(its special ones are <end>, <x>"):
+        load_tokenizer(str(path))
+    with pytest.raises(ValueError, match="'<no>' is not in the vocabulary"):
+        load_tokenizer(str(path), eos_token="<no>")
+    with pytest.raises(ValueError, match="bytes tokenizer has its own"):
+        load_tokenizer("bytes", eos_token="<x>")
+
+
+# ------------------------------------------------------------------------------------------------------- sources
+
+
+def test_every_kind_of_source_gives_its_texts(tmp_path):
+    import datasets
+
+    texts = ["one", "zwei ü", "three\nlines\n"]
+    rows = [{"text": text, "n": 3} for text in texts]
+    (tmp_path / "a.txt").write_text(texts[0])
+    (tmp_path / "b.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + "\n\n")
+    with gzip.open(tmp_path / "c.jsonl.gz", "wt", encoding="utf-8") as file:
+        file.write("\n".join(json.dumps(row, ensure_ascii=False) for row in rows))
+    write_parquet(tmp_path / "d.parquet", n=[1, 2, 3], text=texts)
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "e"))
+    splits = {"train": datasets.Dataset.from_list(rows), "test": datasets.Dataset.from_list(rows[:1])}
+    datasets.DatasetDict(splits).save_to_disk(str(tmp_path / "f"))
+    expected = {"a.txt": texts[:1], "f": texts} | dict.fromkeys(["b.jsonl", "c.jsonl.gz", "d.parquet", "e"], texts)
+    for name, want in expected.items():
+        got = corpus(tmp_path, train=[str(tmp_path / name)])
+        assert texts_of(got.train) == want, name
+        assert got.train_documents == len(want)
+    got = corpus(tmp_path, train=[str(tmp_path / "a.txt")], eval=[str(tmp_path / "f")])
+    assert texts_of(got.eval) == texts[:1], "the held-out split of a dataset folder"
+
+
+def test_folders_and_globs_are_read_in_sorted_order_each_file_once(tmp_path):
+    for name in ("b/2.txt", "a/1.md", "c.py", ".hidden/x.txt", "a/skip.bin", "d.jsonl"):
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_text(name if name != "d.jsonl" else '{"text": "d"}')
+    whole = str(tmp_path / "in")
+    assert texts_of(corpus(tmp_path, train=[whole]).train) == ["a/1.md", "b/2.txt", "c.py", "d"]
+    mixed = [f"{whole}/**/*.txt", f"{whole}/a/skip.bin", whole]
+    assert texts_of(corpus(tmp_path, train=mixed).train) == ["b/2.txt", "a/skip.bin", "a/1.md", "c.py", "d"]
+
+
+def test_long_text_files_are_cut_at_line_ends(tmp_path):
+    lines = [f"{i} " + "ü" * 40 for i in range(5000)]
+    path = tmp_path / "long.txt"
+    path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
+    pieces = list(read_documents([Source("text", path)], "text", ()))
+    assert "".join(pieces) == "\n".join(lines), "nothing lost, no mark at the beginning, plain line ends"
+    assert len(pieces) == math.ceil(path.stat().st_size / (PIECE_BYTES + 50))
+    assert all(piece.endswith("\n") for piece in pieces[:-1])
+
+
+def test_the_standard_library_is_the_embedded_default(tmp_path):
+    files = find_sources(["stdlib"], "data.train")
+    root = Path(sysconfig.get_paths()["stdlib"])
+    names = [file.path.relative_to(root).as_posix() for file in files]
+    assert names == sorted(names, key=lambda name: Path(name))
+    assert "ast.py" in names and "json/decoder.py" in names
+    assert not any("site-packages" in name or "test" in name.split("/") for name in names)
+    got = corpus(tmp_path, train=["stdlib"], max_bytes=300_000, eval_fraction=0.1)
+    total = len(got.train) + len(got.eval)
+    assert 300_000 <= total <= 300_000 + PIECE_BYTES + 10_000, "whole documents, until the limit is reached"
+    assert "def " in "".join(texts_of(got.train))
+    assert got.source == describe_sources(["stdlib"])
+    assert "standard library" in got.source
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"fine\n\xff\xfe", r"a\.txt is not UTF-8 text: byte 0xff at offset 5"),
+        ("a.txt", b"", "has no text"),
+        ("a.txt", b" \n\n", "has no text"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": ', r"a\.jsonl, line 2 is not JSON"),
+        ("a.jsonl", b'{"body": "a", "id": 3}\n', r"line 1 has no field 'text'; it has body, id: set data\.text_field"),
+        ("a.jsonl", b"{}\n", "it has no fields at all"),
+        ("a.jsonl", b'{"text": 3}\n', "the field 'text' holds int, not text"),
+        ("a.jsonl", b'["text"]\n', "line 1 is a JSON list; one object per line"),
+        ("a.json", b'[\n{"text": "a"}]', "a JSON array is not read"),
+        ("a.jsonl", b'{"text": null}\n', "has no text"),
+        ("a.jsonl.gz", b"no gzip", r"a\.jsonl\.gz is no intact gzip file"),
+        ("a.txt.gz", gzip.compress(b"text " * 999)[:-9], r"a\.txt\.gz is no intact gzip file"),
+        ("a.parquet", b"no parquet", r"a\.parquet is no readable Parquet file"),
+    ],
+)
+def test_unreadable_files(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        corpus(tmp_path, train=[str(tmp_path / name)])
+    cached = list((tmp_path / "cache").glob("*"))
+    assert cached == [], "a build that failed leaves nothing behind"
+
+
+def test_tables_without_the_field(tmp_path):
+    import datasets
+
+    path = write_parquet(tmp_path / "a.parquet", body=["a"], text=[3])
+    with pytest.raises(ValueError, match=r"a\.parquet, row 0: the field 'text' holds int"):
+        corpus(tmp_path, train=[str(path)])
+    with pytest.raises(ValueError, match=r"has no column 'content'; it has body, text: set data\.text_field"):
+        corpus(tmp_path, train=[str(path)], text_field="content")
+    datasets.Dataset.from_dict({"body": ["a"]}).save_to_disk(str(tmp_path / "d"))
+    with pytest.raises(ValueError, match="has no column 'text'; it has body"):
+        corpus(tmp_path, train=[str(tmp_path / "d")])
+    datasets.DatasetDict({"dev": datasets.Dataset.from_dict({"text": ["a"]})}).save_to_disk(str(tmp_path / "e"))
+    with pytest.raises(ValueError, match=r"has no split train, but dev; name the folder of one split, such as .*e/dev"):
+        corpus(tmp_path, train=[str(tmp_path / "e")])
+    assert texts_of(corpus(tmp_path, train=[str(tmp_path / "e" / "dev")]).train) == ["a"]
+    (tmp_path / "d" / "state.json").write_text("{}")
+    with pytest.raises(ValueError, match="is no readable Hugging Face dataset folder"):
+        corpus(tmp_path, train=[str(tmp_path / "d")])
+
+
+def test_paths_where_nothing_is(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "odd").mkdir()
+    (tmp_path / "odd" / "x.c").write_text("int x;")
+    for named, message in [
+        (tmp_path / "no.txt", r"data\.train: .*no\.txt does not exist"),
+        (tmp_path / "*.no", "no file matches"),
+        (tmp_path / "empty", "empty is empty"),
+        (tmp_path / "odd", r'no text, JSON-lines or Parquet file, but \.c; if these are text, name them .*\*\.c"'),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            check_sources(DataSection(train=(str(named),)))
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(ValueError, match=r"data\.eval: .*no\.txt does not exist"):
+        check_sources(DataSection(train=(str(tmp_path / "a.txt"),), eval=(str(tmp_path / "no.txt"),)))
+
+
+# --------------------------------------------------------------------------------------------- split and cache
+
+
+@pytest.mark.parametrize(("count", "share", "held"), [(7, 0.4, [2, 4]), (40, 0.05, [19, 39]), (3, 0.05, [2])])
+def test_whole_documents_are_held_out_evenly(tmp_path, count, share, held):
+    path = write_lines(tmp_path / "a.jsonl", [{"text": f"doc {i}"} for i in range(count)])
+    got = corpus(tmp_path, train=[str(path)], eval_fraction=share)
+    assert texts_of(got.eval) == [f"doc {i}" for i in held]
+    assert texts_of(got.train) == [f"doc {i}" for i in range(count) if i not in held]
+    assert (got.train_documents, got.eval_documents) == (count - len(held), len(held))
+
+
+def test_a_single_document_cannot_be_held_out(tmp_path):
+    (tmp_path / "a.txt").write_text("alone")
+    with pytest.raises(ValueError, match=r"has a single document.*data\.eval, or set data\.eval_fraction=0"):
+        corpus(tmp_path, train=[str(tmp_path / "a.txt")], eval_fraction=0.05)
+    assert len(corpus(tmp_path, train=[str(tmp_path / "a.txt")]).eval) == 0
+    (tmp_path / "b.txt").write_text("")
+    with pytest.raises(ValueError, match=r"data\.eval .* has no text"):
+        corpus(tmp_path, train=[str(tmp_path / "a.txt")], eval=[str(tmp_path / "b.txt")])
+
+
+def test_max_bytes_counts_bytes_and_keeps_documents_whole(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "üü"}] * 9)
+    assert texts_of(corpus(tmp_path, train=[str(path)], max_bytes=9).train) == ["üü"] * 3
+
+
+def test_the_cache_is_used_until_something_changes(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [{"text": f"doc {i}", "other": f"{i}"} for i in range(5)])
+    settings = {"train": [str(path)], "eval_fraction": 0.3}
+    first = corpus(tmp_path, **settings)
+    (entry,) = (tmp_path / "cache").iterdir()
+    stamp = entry.stat().st_mtime_ns
+    assert corpus(tmp_path, **settings).fingerprint == first.fingerprint
+    assert entry.stat().st_mtime_ns == stamp
+    assert corpus(tmp_path, **settings, text_field="other").fingerprint != first.fingerprint
+    assert corpus(tmp_path, train=[str(path)], eval_fraction=0.5).fingerprint != first.fingerprint
+    os.utime(path, ns=(1, 1))
+    assert corpus(tmp_path, **settings).fingerprint == first.fingerprint, "read again, with the same tokens"
+    assert len(list((tmp_path / "cache").iterdir())) == 4
+    write_lines(path, [{"text": "new", "other": "1"}] * 5)
+    assert corpus(tmp_path, **settings).fingerprint != first.fingerprint
+
+
+def test_a_damaged_entry_is_built_again(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "doc"}] * 5)
+    corpus(tmp_path, train=[str(path)])
+    (entry,) = (tmp_path / "cache").iterdir()
+    with open(entry / "train.bin", "r+b") as file:
+        file.truncate(3)
+    assert texts_of(corpus(tmp_path, train=[str(path)]).train) == ["doc"] * 5
+    (entry / "meta.json").write_text("{")
+    assert texts_of(corpus(tmp_path, train=[str(path)]).train) == ["doc"] * 5
+
+
+def test_only_builders_build(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "doc"}] * 5)
+    data = DataSection(train=(str(path),), cache_dir=str(tmp_path / "cache"), eval_fraction=0.2)
+    with pytest.raises(ValueError, match="another rank should have built"):
+        prepare(data, BYTES, build=False)
+
+    # The other rank, which arrives at the barrier first and waits there for the builder.
+    def builder() -> None:
+        prepare(data, BYTES)
+
+    waited = prepare(data, BYTES, build=False, barrier=builder)
+    assert texts_of(waited.train) == ["doc"] * 4
+
+
+def _prepare_at_once(data: DataSection, start) -> str:
+    start.wait()
+    return prepare(data, BYTES).fingerprint
+
+
+def _prepare_into(data: DataSection, start, results) -> None:
+    results.put(_prepare_at_once(data, start))
+
+
+def test_several_builders_at_once(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [{"text": f"document {i} " * 50} for i in range(2000)])
+    data = DataSection(train=(str(path),), cache_dir=str(tmp_path / "cache"))
+    context = multiprocessing.get_context("fork")
+    start, results = context.Event(), context.Queue()
+    builders = [context.Process(target=_prepare_into, args=(data, start, results)) for _ in range(4)]
+    for builder in builders:
+        builder.start()
+    start.set()
+    fingerprints = {results.get(timeout=60) for _ in builders}
+    for builder in builders:
+        builder.join(timeout=60)
+        assert builder.exitcode == 0
+    assert fingerprints == {prepare(data, BYTES).fingerprint}
+    assert len(list((tmp_path / "cache").iterdir())) == 1, "one entry, nothing unfinished"
+
+
+def test_a_cache_that_cannot_be_written(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "doc"}] * 5)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"cannot keep tokens in .*set data\.cache_dir"):
+        prepare(DataSection(train=(str(path),), cache_dir=str(tmp_path / "file")), BYTES)
+
+
+def test_the_cache_folder_follows_xdg(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/some/cache")
+    assert default_cache_dir() == Path("/some/cache/carpool")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert default_cache_dir() == Path.home() / ".cache" / "carpool"
+
+
+def test_large_vocabularies_take_32_bits(tmp_path):
+    class Wide(BytesTokenizer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.vocab_size, self.eos_id, self.fingerprint = 100_000, 99_999, "wide"
+
+    path = write_lines(tmp_path / "a.jsonl", [{"text": "ab"}] * 2)
+    got = prepare(DataSection(train=(str(path),), cache_dir=str(tmp_path), eval_fraction=0.0), Wide())
+    assert got.train.dtype == np.uint32
+    assert got.train.tolist() == [97, 98, 99_999] * 2
+
+
+# ------------------------------------------------------------------------------------------------------- loaders
+
+L = 5
+
+
+def train_loader(tokens, **settings: Any) -> TrainLoader:
+    defaults: dict[str, Any] = {"fingerprint": "f", "sequence_length": L, "batch_size": 2, "seed": 3}
+    return TrainLoader(tokens, **(defaults | settings))
+
+
+def rows(step) -> list[tuple[int, ...]]:
+    return [tuple(row) for batch in step for row in batch["input_ids"].tolist()]
+
+
+def test_every_token_is_predicted_once_per_epoch():
+    tokens = np.arange(100, 100 + 4 * 9 + 1 + 2, dtype=np.uint16)  # 9 sequences and 2 tokens of a tail
+    loader = train_loader(tokens, batch_size=3)
+    assert loader.num_sequences == 9
+    seen: Counter[int] = Counter()
+    for _ in range(3):
+        (batch,) = next(loader)
+        assert batch["input_ids"].dtype == batch["labels"].dtype == torch.int64
+        assert batch["input_ids"].shape == (3, L)
+        assert torch.equal(batch["input_ids"], batch["labels"])
+        assert batch["input_ids"].data_ptr() != batch["labels"].data_ptr()
+        seen.update(batch["labels"][:, 1:].flatten().tolist())
+        assert count_targets(batch["labels"]) == 3 * (L - 1)
+    assert seen == Counter(range(101, 137))
+    assert loader.epoch == 1.0
+
+
+def test_the_order_depends_on_seed_and_epoch_only():
+    tokens = np.arange(4 * 20 + 1, dtype=np.uint32)
+
+    def epochs(seed):
+        loader = train_loader(tokens, seed=seed, batch_size=10)
+        return [rows(next(loader)) + rows(next(loader)) for _ in range(3)]
+
+    first, again, other = epochs(3), epochs(3), epochs(4)
+    assert first == again
+    assert first[0] != other[0]
+    assert first[0] != first[1] != first[2]
+    assert sorted(first[0]) == sorted(first[1]) == sorted(other[2])
+
+
+def test_permutation_is_a_fixed_one():
+    assert sorted(permutation(1000, 7, 0)) == list(range(1000))
+    # Known values: an order that changed would silently reorder the rest of every resumed run.
+    assert permutation(10, 0, 0).tolist() == [4, 8, 0, 1, 7, 6, 2, 5, 3, 9]
+    assert permutation(10, 1, 5).tolist() == [9, 5, 4, 6, 7, 3, 8, 2, 1, 0]
+    spread = np.mean([permutation(100, 0, epoch)[:10].mean() for epoch in range(200)])
+    assert 47 < spread < 52
+
+
+@pytest.mark.parametrize(("ranks", "batch", "accumulation"), [(1, 12, 1), (2, 3, 2), (4, 1, 3), (3, 4, 1)])
+def test_a_step_is_the_same_set_on_any_number_of_ranks(ranks, batch, accumulation):
+    tokens = np.arange(4 * 31 + 1, dtype=np.uint32)
+    reference = train_loader(tokens, batch_size=12)
+    loaders = [
+        train_loader(tokens, batch_size=batch, accumulation=accumulation, dp_rank=rank, dp_size=ranks)
+        for rank in range(ranks)
+    ]
+    for _ in range(7):  # crosses the end of an epoch in the middle of a step
+        expected = rows(next(reference))
+        steps = [next(loader) for loader in loaders]
+        assert all(len(step) == accumulation for step in steps)
+        got = [rows(step) for step in steps]
+        assert sorted(row for step in got for row in step) == sorted(expected)
+        assert got == [expected[rank::ranks] for rank in range(ranks)]
+
+
+def test_state_continues_exactly_also_on_other_ranks():
+    tokens = np.arange(4 * 31 + 1, dtype=np.uint32)
+    loader = train_loader(tokens, batch_size=6)
+    for _ in range(4):
+        next(loader)
+    state = json.loads(json.dumps(loader.state_dict()))
+    assert state["position"] == 24
+    expected = [rows(next(loader)) for _ in range(6)]
+    resumed = train_loader(tokens, batch_size=6)
+    next(resumed)
+    resumed.load_state_dict(state)
+    assert [rows(next(resumed)) for _ in range(6)] == expected
+    halves = [train_loader(tokens, batch_size=3, dp_rank=rank, dp_size=2) for rank in range(2)]
+    for half in halves:
+        half.load_state_dict(state)
+    for step in expected:
+        assert sorted(rows(next(halves[0])) + rows(next(halves[1]))) == sorted(step)
+    assert halves[0].state_dict() == halves[1].state_dict() == resumed.state_dict()
+
+
+def test_state_of_other_data_is_refused():
+    tokens = np.arange(4 * 31 + 1, dtype=np.uint32)
+    state = train_loader(tokens).state_dict()
+    with pytest.raises(ValueError, match="trained on other data"):
+        train_loader(tokens, fingerprint="g").load_state_dict(state)
+    with pytest.raises(ValueError, match=r"data\.sequence_length = 5, now it is 4.*set data\.sequence_length=5"):
+        train_loader(tokens, sequence_length=4).load_state_dict(state)
+    with pytest.raises(ValueError, match=r"set training\.seed=3"):
+        train_loader(tokens, seed=4).load_state_dict(state)
+
+
+def test_too_little_data_for_one_step():
+    tokens = np.arange(4 * 7 + 1, dtype=np.uint32)
+    train_loader(tokens, batch_size=7)
+    with pytest.raises(ValueError, match=r"29 tokens, 7 sequences .* one step takes 8 sequences .*2 \* .*1 \* 4 ranks"):
+        train_loader(tokens, batch_size=2, dp_size=4)
+    with pytest.raises(ValueError, match="0 tokens, 0 sequences"):
+        train_loader(np.empty(0, dtype=np.uint32))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("size", [0, 1, 2, 5, 6, 23, 41])
+def test_evaluation_sees_each_target_once_on_any_number_of_ranks(size, ranks):
+    tokens = np.arange(100, 100 + size, dtype=np.uint16)
+    loaders = [
+        EvalLoader(tokens, sequence_length=L, batch_size=2, dp_rank=rank, dp_size=ranks, pad_id=9)
+        for rank in range(ranks)
+    ]
+    assert len({len(loader) for loader in loaders}) == 1
+    seen: Counter[int] = Counter()
+    for loader in loaders:
+        batches = list(loader)
+        assert len(batches) == len(loader)
+        for batch in batches:
+            ids_BL, labels_BL = batch["input_ids"], batch["labels"]
+            assert ids_BL.shape == labels_BL.shape == (2, L)
+            assert torch.equal(ids_BL == 9, labels_BL == -100)
+            assert torch.equal(ids_BL[labels_BL != -100], labels_BL[labels_BL != -100])
+            targets = labels_BL[:, 1:][labels_BL[:, 1:] != -100]
+            assert count_targets(labels_BL) == len(targets)
+            seen.update(targets.tolist())
+        assert [b["input_ids"].tolist() for b in loader] == [b["input_ids"].tolist() for b in batches]
+    assert seen == Counter(range(101, 100 + size))
+
+
+def test_evaluation_can_be_limited_to_a_spread_of_sequences():
+    tokens = np.arange(4 * 20 + 1, dtype=np.uint16)
+    loader = EvalLoader(tokens, sequence_length=L, batch_size=2, max_sequences=4)
+    first = [row[0] for batch in loader for row in batch["input_ids"].tolist()]
+    assert first == [0, 20, 40, 60]
+    assert EvalLoader(tokens, sequence_length=L, batch_size=2, max_sequences=99).num_sequences == 20
+
+
+def test_token_mean_is_exact_over_unequal_batches():
+    losses = torch.linspace(1, 2, 12, dtype=torch.float64)
+    parts = losses.split([5, 0, 1, 6])
+    mean = TokenMean()
+    for part in parts:
+        mean.add(part.mean(), len(part))
+    value, tokens = mean.value()
+    assert tokens == 12
+    assert value == pytest.approx(losses.mean().item(), abs=1e-15)
+    ours, theirs = TokenMean(), TokenMean()
+    ours.add(losses[:3].mean(), 3)
+    theirs.add(losses[3:].mean(), 9)
+    assert ours.value(lambda sums: sums.add_(theirs._sums))[0] == pytest.approx(value, abs=1e-15)
+    assert ours.value()[1] == 3, "the sums of one rank stay its own"
+    assert math.isnan(TokenMean().value()[0])

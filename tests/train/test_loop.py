@@ -1,0 +1,269 @@
+"""The main job end to end on four ranks: same answer twice, resumed anywhere, stopped with a reason, recorded truly."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+
+from carpool.layout import ExpertLayout
+from carpool.report import write_report
+from carpool.train.config import load_config
+from carpool.train.generate import generate
+from carpool.train.loop import train
+from carpool.train.schema import TrainingSection
+from carpool.train.step import learning_rate
+from tests.ranks import Ranks
+
+MODEL = [
+    "model.model_type=olmoe",
+    "model.config.hidden_size=32",
+    "model.config.intermediate_size=32",
+    "model.config.num_hidden_layers=2",
+    "model.config.num_attention_heads=4",
+    "model.config.num_key_value_heads=4",
+    "model.config.num_experts=8",
+    "model.config.num_experts_per_tok=3",
+    "model.config.router_aux_loss_coef=0.05",
+    "data.sequence_length=32",
+    "training.max_steps=6",
+    "training.save_steps=3",
+    "training.eval_steps=3",
+    "training.sample_tokens=8",
+    "training.warmup_steps=2",
+]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(30):
+        (folder / f"{i:02d}.txt").write_text(f"def f{i}(x):\n    return x + {i}\n" * 20)
+    return [f"data.train={folder}", f"data.cache_dir={folder}/cache", "data.eval_fraction=0.1"]
+
+
+def run(output: str, overrides: Sequence[str], compare: str | None = None) -> str:
+    """On a rank: train, and give back the error's text if it ends in one."""
+    try:
+        train(load_config(None, [*overrides, f"training.output_dir={output}"]), compare=compare, command="test")
+    except (ValueError, ArithmeticError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def start(ranks: Ranks, output: Path, overrides: Sequence[str], compare: str | None = None) -> list[str]:
+    return ranks(run, str(output), [*MODEL, *overrides], compare)
+
+
+def records(output: Path, kind: str = "train") -> dict[int, dict[str, Any]]:
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line for line in lines if line["kind"] == kind}
+
+
+def losses(output: Path) -> dict[int, tuple[float, float]]:
+    return {step: (line["loss"], line["grad_norm"]) for step, line in records(output).items()}
+
+
+def weights(output: Path, step: int) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, whole: shards of a tensor lie in several files."""
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+    found: dict[str, torch.Tensor] = {}
+    for part in ("model", "optimizer"):
+        folder = output / "checkpoints" / f"step-{step:08d}" / part
+        metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
+        assert metadata.storage_data is not None
+        for index, stored in metadata.storage_data.items():
+            size = metadata.state_dict_metadata[index.fqn].size
+            whole = found.setdefault(f"{part}/{index.fqn}", torch.full(tuple(size), math.nan))
+            with safe_open(stored.relative_path, "pt") as file:
+                piece = file.get_tensor(index.fqn)
+            place = tuple(slice(o, o + n) for o, n in zip(index.offset, piece.shape, strict=True))
+            whole[place] = piece.float()
+    assert found and not any(t.isnan().any() for t in found.values())
+    return found
+
+
+@pytest.fixture(scope="module")
+def reference(ranks: Ranks, text: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("runs") / "reference"
+    assert start(ranks, output, [*text, "training.report_to=tensorboard"], compare="alltoall") == [""] * 4
+    return output
+
+
+def test_learns_and_records_what_it_did(reference: Path) -> None:
+    train_lines, evals = records(reference), records(reference, "eval")
+    assert list(train_lines) == [1, 2, 3, 4, 5, 6] and set(evals) == {0, 3, 6}
+    assert evals[6]["loss"] < evals[0]["loss"] - 0.3
+    info = json.loads((reference / "run.json").read_text())
+    summary = json.loads((reference / "summary.json").read_text())
+    line = train_lines[6]
+    # 8 sequences of 32 tokens per step, the last of each predicts nothing
+    assert line["tokens"] == 8 * 31 and summary["tokens"] == 6 * 8 * 31
+    assert 1 <= line["copies_per_token"] <= 3 < line["load_max_over_mean"] + 3
+    assert 0 < line["bytes_remote"] < line["bytes_remote_alltoall"]
+    assert summary["bytes_remote"] == sum(r["bytes_remote"] for r in train_lines.values())
+    layers = records(reference, "layers")[6]
+    assert [sum(load) for load in layers["load"]] == [8 * 32 * 3] * 2
+    rows = torch.tensor(layers["traffic_rows"])
+    assert rows.shape == (4, 4) and int(rows.sum() - rows.diagonal().sum()) == line["rows_remote"]
+    assert line["router_entropy"] <= math.log(3) + 1e-6
+    assert info["model"]["architecture"] == "OlmoeForCausalLM" and info["exact"] and info["parallelism"]["ep_size"] == 4
+    assert summary["compare"]["transport"] == "alltoall" and summary["compare"]["repetitions"] == 5
+    probes = [json.loads(x) for x in (reference / "metrics.jsonl").read_text().splitlines() if '"probe"' in x]
+    moved = {probe["transport"]: probe["bytes_remote"] for probe in probes}
+    assert moved["dedup"] < moved["alltoall"]
+    assert list((reference / "tensorboard").glob("events*"))
+    assert "EXACT" in write_report(reference).read_text()
+
+
+def test_the_same_seed_gives_the_same_bits(ranks: Ranks, reference: Path, text: list[str], tmp_path: Path) -> None:
+    assert start(ranks, tmp_path / "again", text) == [""] * 4
+    assert losses(tmp_path / "again") == losses(reference)
+    first, second = weights(reference, 6), weights(tmp_path / "again", 6)
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_resumes_as_if_nothing_had_happened(ranks: Ranks, reference: Path, text: list[str], tmp_path: Path) -> None:
+    output = tmp_path / "resumed"
+    assert start(ranks, output, [*text, "training.stop_at_step=3"]) == [""] * 4
+    with (output / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "step": 4, "lo')  # what a killed writer leaves
+    assert start(ranks, output, [*text, "training.resume_from_checkpoint=last"]) == [""] * 4
+    assert losses(output) == losses(reference)
+    first, second = weights(reference, 6), weights(output, 6)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert json.loads((output / "summary.json").read_text())["tokens"] == 6 * 8 * 31
+    assert [entry["from_step"] for entry in json.loads((output / "run.json").read_text())["history"]] == [0, 3]
+
+
+@pytest.mark.parametrize("other", ["ep_size=2", "alltoall", "permuted", "replicated", "accumulate", "checkpointing"])
+def test_another_way_to_compute_it_gives_the_same_losses(
+    ranks: Ranks, reference: Path, text: list[str], tmp_path: Path, other: str
+) -> None:
+    layout = ExpertLayout.permuted([3, 6, 0, 5, 1, 7, 2, 4], 4)
+    if other == "replicated":
+        layout = layout.with_replicas([(0, 0), (3, 2)])
+    layout.save(tmp_path / "layout.json")
+    change = {
+        "ep_size=2": ["parallelism.ep_size=2"],
+        "alltoall": ["moe.transport=alltoall"],
+        "permuted": [f"moe.layout={tmp_path}/layout.json"],
+        "replicated": [f"moe.layout={tmp_path}/layout.json"],
+        "accumulate": ["training.per_device_train_batch_size=1", "training.gradient_accumulation_steps=2"],
+        "checkpointing": ["training.gradient_checkpointing=true"],
+    }[other]
+    output = tmp_path / "other"
+    # From the reference's checkpoint, so that resuming on another mesh and layout is tested as well.
+    resume = f"training.resume_from_checkpoint={reference}/checkpoints/step-00000003"
+    assert start(ranks, output, [*text, resume, *change]) == [""] * 4
+    # The balance loss of a micro-batch is not that of the whole batch, and it is a part of what is minimised.
+    tolerance = 1e-3 if other == "accumulate" else 2e-5
+    for step in (4, 5, 6):
+        assert losses(output)[step] == pytest.approx(losses(reference)[step], rel=tolerance), step
+    if other != "accumulate":
+        first, second = weights(reference, 6), weights(output, 6)
+        for name in first:
+            if name.startswith("model/"):
+                torch.testing.assert_close(second[name], first[name], rtol=0, atol=2e-4, msg=name)
+
+
+def test_stops_when_the_loss_is_no_number(ranks: Ranks, text: list[str], tmp_path: Path) -> None:
+    output = tmp_path / "nan"
+    change = [
+        "training.learning_rate=1e30",
+        "training.warmup_steps=0",
+        "training.save_steps=1",
+        "training.eval_steps=none",
+    ]
+    errors = start(ranks, output, [*text, *change])
+    assert len(set(errors)) == 1 and errors[0].startswith("NonFiniteError: step 2: loss")
+    assert "model." in errors[0] and "checkpoints/step-00000001" in errors[0]
+    assert (output / "checkpoints" / "step-00000001").is_dir()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["parallelism.ep_size=3"], "parallelism.ep_size = 3 must divide"),
+        (["model.config.num_experts=6", "parallelism.ep_size=4"], "does not divide the model's 6 experts"),
+        (["model.config.num_expert=6"], "num_experts"),
+        (["data.train=/nowhere/at/all"], "/nowhere/at/all"),
+        (["moe.layout=/nowhere/layout.json"], "/nowhere/layout.json"),
+        (["training.resume_from_checkpoint=last"], "holds no checkpoint"),
+        (["training.report_to=nothing_known"], "nothing_known"),
+        (["training.per_device_train_batch_size=100000"], "per_device_train_batch_size"),
+    ],
+)
+def test_bad_input_is_refused_before_any_work(
+    ranks: Ranks, text: list[str], tmp_path: Path, change: list[str], message: str
+) -> None:
+    errors = start(ranks, tmp_path / "run", [*text, *change])
+    assert all(error.startswith("ValueError: ") and message in error for error in errors), errors
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_model_without_experts_is_refused(ranks: Ranks, text: list[str], tmp_path: Path) -> None:
+    dense = [setting for setting in MODEL if "expert" not in setting and "router" not in setting]
+    errors = ranks(run, str(tmp_path / "run"), [*dense, *text, "model.model_type=llama"])
+    assert all("LlamaForCausalLM has no experts" in error for error in errors), errors
+
+
+def test_a_run_is_not_overwritten(ranks: Ranks, reference: Path, text: list[str]) -> None:
+    before = (reference / "metrics.jsonl").read_bytes()
+    errors = start(ranks, reference, text)
+    assert all("already holds a run" in error for error in errors)
+    assert (reference / "metrics.jsonl").read_bytes() == before
+
+
+def test_generates_from_the_newest_checkpoint(reference: Path) -> None:
+    first = generate(reference, "def f", max_new_tokens=12, seed=1)
+    assert first.startswith("def f") and first == generate(reference, "def f", max_new_tokens=12, seed=1)
+    with pytest.raises(ValueError, match="is not a run directory"):
+        generate(reference / "checkpoints", "x")
+
+
+def test_learning_rate_warms_up_and_falls() -> None:
+    training = TrainingSection(learning_rate=1.0, warmup_steps=2, max_steps=10, min_lr_ratio=0.1)
+    rates = [learning_rate(step, training) for step in range(1, 11)]
+    assert rates[:2] == [0.5, 1.0] and rates[-1] == pytest.approx(0.1)
+    assert rates[1:] == sorted(rates[1:], reverse=True) and len(set(rates[1:])) == 9
+    linear = training.model_copy(update={"lr_scheduler_type": "linear"})
+    assert learning_rate(6, linear) == pytest.approx(0.1 + 0.9 * 0.5)
+    constant = training.model_copy(update={"lr_scheduler_type": "constant"})
+    assert learning_rate(10, constant) == 1.0
+
+
+def _balance() -> tuple[float, torch.Tensor]:
+    from carpool.hf.balance import balance_loss
+
+    generator = torch.Generator().manual_seed(0)
+    sizes = [5, 0, 9, 3]
+    logits = [torch.randn(sum(sizes), 8, generator=generator) for _ in range(2)]
+    rank = dist.get_rank()
+    own = [x.split(sizes)[rank].clone().requires_grad_() for x in logits]
+    loss = balance_loss(own, 3)
+    loss.backward()
+    return loss.item(), torch.stack([x.grad if x.grad is not None else torch.zeros_like(x) for x in own])
+
+
+def test_the_balance_loss_is_that_of_the_whole_batch(ranks: Ranks) -> None:
+    """Against transformers' own function on all tokens at once, value and gradient."""
+    from transformers.models.olmoe.modeling_olmoe import load_balancing_loss_func
+
+    results = ranks(_balance)
+    generator = torch.Generator().manual_seed(0)
+    logits = tuple(torch.randn(17, 8, generator=generator).requires_grad_() for _ in range(2))
+    whole = load_balancing_loss_func(logits, 8, 3)
+    assert isinstance(whole, torch.Tensor)
+    whole.backward()
+    assert [value for value, _ in results] == pytest.approx([whole.item()] * 4, rel=1e-6)
+    gradient = torch.cat([g for _, g in results], dim=1) / 4  # ranks are averaged
+    torch.testing.assert_close(gradient, torch.stack([x.grad for x in logits]), rtol=1e-5, atol=1e-9)
