@@ -1,0 +1,283 @@
+"""What is computed on a row: every way against formulas in float64, on odd, empty and skewed inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd import gradcheck
+
+from carpool.experts import (
+    ACTIVATIONS,
+    EXPERTS,
+    ExpertFunction,
+    Experts,
+    ExpertWeights,
+    make_activation,
+    make_experts,
+)
+from carpool.experts.grouped import grouped_mm, grouped_outer, sort_pairs
+from carpool.ride import ride
+from carpool.stats import LayerStats
+from carpool.transport import TRANSPORTS, Arrivals, make_transport
+from tests.reference import Spec, expert
+
+# Largest |difference| over largest |reference| of a tensor.
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6}
+# Root-mean-square error in bf16, over that of plain PyTorch that rounds after every operation.
+BF16_FACTOR = 1.0
+NAMES = ("partial", "dx", "dweight", "dup", "ddown", "dup_bias", "ddown_bias")
+
+
+def draw_slots(pattern: str, generator: torch.Generator) -> tuple[torch.Tensor, int]:
+    """slot_RJ and the number of slots."""
+    rows, columns, slots = 37, 3, 5
+    slot_RJ = torch.rand(rows, slots, generator=generator).argsort(1)[:, :columns]
+    match pattern:
+        case "random":
+            slot_RJ[torch.rand(rows, columns, generator=generator) < 0.3] = -1
+        case "full":
+            pass
+        case "one column":
+            slot_RJ = slot_RJ[:, :1]
+        case "one slot":
+            slot_RJ[:] = -1
+            slot_RJ[torch.arange(rows), torch.arange(rows) % columns] = 3
+        case "idle slots":
+            slot_RJ[(slot_RJ == 0) | (slot_RJ == 4)] = -1
+        case "no pairs":
+            slot_RJ[:] = -1
+        case "no rows":
+            slot_RJ = slot_RJ[:0]
+        case "no slots":
+            slot_RJ[:], slots = -1, 0
+        case "single slot":
+            slot_RJ, slots = torch.where(slot_RJ == 0, 0, -1), 1
+    return slot_RJ.int(), slots
+
+
+PATTERNS = ("random", "full", "one column", "one slot", "idle slots", "no pairs", "no rows", "no slots", "single slot")
+
+
+class Setting:
+    """Inputs of one computation, drawn in float64 and rounded to `dtype`."""
+
+    def __init__(self, pattern: str, spec: Spec, dtype: torch.dtype, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.spec, self.dtype = spec, dtype
+        self.slot_RJ, slots = draw_slots(pattern, generator)
+        rows, width = len(self.slot_RJ), spec.inner * (2 if spec.gated else 1)
+
+        def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
+            return (scale * torch.randn(*shape, generator=generator, dtype=torch.float64)).to(dtype)
+
+        self.x, self.dpartial = draw(rows, spec.hidden), draw(rows, spec.hidden)
+        self.weight = (0.1 + torch.rand(self.slot_RJ.shape, generator=generator, dtype=torch.float64)).to(
+            torch.float64 if dtype == torch.float64 else torch.float32
+        )
+        self.weight[self.slot_RJ < 0] = 0
+        self.weights = {
+            "up_proj": draw(slots, width, spec.hidden, scale=spec.hidden**-0.5),
+            "down_proj": draw(slots, spec.hidden, spec.inner, scale=spec.inner**-0.5),
+        }
+        if spec.bias:
+            self.weights |= {"up_bias": draw(slots, width), "down_bias": draw(slots, spec.hidden)}
+
+    def run(self, experts: Experts, transposed: bool, device: str = "cpu") -> dict[str, torch.Tensor]:
+        """Forward and backward by `experts`; gradients of weights as (out, in) whatever their storage."""
+        stored = {n: w.to(device) for n, w in self.weights.items()}
+        if transposed:
+            stored |= {n: stored[n].transpose(1, 2).contiguous() for n in ("up_proj", "down_proj")}
+        weights = ExpertWeights._make(stored.get(n) for n in ("up_proj", "down_proj", "up_bias", "down_bias"))
+        pairs = int((self.slot_RJ >= 0).sum())
+        arrivals = Arrivals(self.x.to(device), self.slot_RJ.to(device), self.weight.to(device), pairs)
+        # What is not written stays garbage, and is found.
+        partial, dx = (torch.full_like(arrivals.x_RH, torch.nan) for _ in range(2))
+        saved = experts.forward(arrivals, weights, partial)
+        dweight, gradients = experts.backward(saved, weights, self.dpartial.to(device), dx, True)
+        assert gradients is not None
+        found = dict(zip(NAMES, (partial, dx, dweight, *gradients), strict=True))
+        if transposed:
+            found |= {n: found[n].transpose(1, 2) for n in ("dup", "ddown")}
+        return {n: t.cpu() for n, t in found.items() if t is not None}
+
+    def expected(self, dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+        """The same by formulas and autograd; in another dtype than float64 it is the path that nobody fused."""
+        leaves = {n: w.to(dtype, copy=True).requires_grad_() for n, w in self.weights.items()}
+        x = self.x.to(dtype, copy=True).requires_grad_()
+        weight = self.weight.to(dtype, copy=True).requires_grad_()
+        partial = torch.zeros_like(x)
+        for slot in range(len(leaves["up_proj"])):
+            row, column = (self.slot_RJ == slot).nonzero(as_tuple=True)
+            out = expert(self.spec, leaves, slot, x[row]) * weight[row, column].unsqueeze(1)
+            partial = partial + torch.zeros_like(x).index_put((row,), out, accumulate=True)
+        inputs = [x, weight, *leaves.values()]
+        if not partial.requires_grad:
+            gradients = [torch.zeros_like(t) for t in inputs]
+        else:
+            gradients = list(torch.autograd.grad(partial, inputs, self.dpartial.to(dtype), materialize_grads=True))
+        return dict(zip(NAMES, (partial.detach(), *gradients), strict=False))
+
+
+def check(got: dict[str, torch.Tensor], want: dict[str, torch.Tensor], tolerance: float, setting: Setting) -> None:
+    assert set(got) == set(want)
+    for name, tensor in got.items():
+        assert tensor.shape == want[name].shape, name
+        if tensor.numel():
+            error = (tensor.double() - want[name].double()).abs().max()
+            scale = float(want[name].abs().max()) or 1e-30
+            assert error <= tolerance * scale, f"{name}: error {error / scale:.1e}, allowed {tolerance:.0e}"
+    absent = setting.slot_RJ < 0
+    assert not got["dweight"][absent].any(), "a weight that nobody uses has no gradient"
+    assert not got["partial"][absent.all(1)].any() and not got["dx"][absent.all(1)].any()
+
+
+def functions(transposed: bool, spec: Spec) -> ExpertFunction:
+    return ExpertFunction(make_activation(spec.activation, spec.gated), transposed)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("name", list(EXPERTS))
+def test_every_pattern_equals_the_formulas(name: str, pattern: str) -> None:
+    sizes = [(37, 19), (32, 24), (8, 4), (5, 1)]
+    for i, activation in enumerate(ACTIVATIONS):
+        for gated in (True, False):
+            for transposed in (True, False):
+                for bias in (True, False):
+                    hidden, inner = sizes[(i + gated + 2 * transposed + bias) % len(sizes)]
+                    spec = Spec(hidden=hidden, inner=inner, activation=activation, gated=gated, bias=bias)
+                    for dtype in TOLERANCE:
+                        setting = Setting(pattern, spec, dtype, seed=i)
+                        got = setting.run(make_experts(name, functions(transposed, spec)), transposed)
+                        check(got, setting.expected(), TOLERANCE[dtype], setting)
+
+
+@pytest.mark.parametrize("name", list(EXPERTS))
+@pytest.mark.parametrize("sizes", [(64, 40), (37, 19)], ids=str)
+def test_bf16_is_no_worse_than_a_path_that_nobody_fused(name: str, sizes: tuple[int, int]) -> None:
+    """Against float64 on the same rounded inputs, beside plain PyTorch in bf16; averaged over draws and elements."""
+    errors: dict[str, list[tuple[float, float]]] = {}
+    for seed in range(12):
+        spec = Spec(hidden=sizes[0], inner=sizes[1], bias=seed % 2 == 1)
+        setting = Setting("random", spec, torch.bfloat16, seed)
+        exact, plain = setting.expected(), setting.expected(torch.bfloat16)
+        for key, tensor in setting.run(make_experts(name, functions(False, spec)), False).items():
+            ours, theirs = ((t.double() - exact[key]).square().mean().item() for t in (tensor, plain[key]))
+            errors.setdefault(key, []).append((ours, theirs))
+    for key, squares in errors.items():
+        ours, theirs = (sum(s[i] for s in squares) ** 0.5 for i in (0, 1))
+        assert ours <= BF16_FACTOR * theirs, f"{key}: {ours / theirs:.2f} times the error of plain bf16"
+
+
+@pytest.mark.parametrize("name", list(EXPERTS))
+def test_gradients_of_weights_only_where_asked(name: str) -> None:
+    setting = Setting("random", Spec(hidden=20, inner=12, bias=True), torch.float32)
+    experts = make_experts(name, functions(False, setting.spec))
+    weights = ExpertWeights._make(setting.weights.values())
+    arrivals = Arrivals(setting.x, setting.slot_RJ, setting.weight, int((setting.slot_RJ >= 0).sum()))
+    saved = experts.forward(arrivals, weights, torch.empty_like(setting.x))
+    dx = torch.empty_like(setting.x)
+    dweight, gradients = experts.backward(saved, weights, setting.dpartial, dx, False)
+    want = setting.expected()
+    torch.testing.assert_close(dx.double(), want["dx"], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(dweight.double(), want["dweight"], rtol=1e-4, atol=1e-5)
+    if name == "grouped":
+        assert gradients is None
+
+
+@pytest.mark.parametrize("transport", list(TRANSPORTS))
+@pytest.mark.parametrize("name", list(EXPERTS))
+def test_finite_differences_agree(name: str, transport: str) -> None:
+    """The whole ride on one rank, as autograd sees it, in float64."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    inputs = [draw(5, 6), draw(3, 8, 6), draw(3, 6, 4), draw(3, 8), draw(3, 6)]
+    slot_TK = torch.tensor([[0, 1], [2, -1], [1, 0], [-1, -1], [1, 2]], dtype=torch.int32)
+    weight_TK = torch.rand(5, 2, generator=generator)
+    function = ExpertFunction(make_activation("silu", True))
+
+    def layer(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        way, experts = make_transport(transport, None, 3), make_experts(name, function)
+        return ride(x, weight_TK, slot_TK, way, experts, ExpertWeights._make(weights), LayerStats(3, 1, 0))
+
+    assert gradcheck(layer, inputs)
+
+
+# -- pieces ---------------------------------------------------------------------------------------------------------
+
+
+def test_sort_pairs_of_the_docstring() -> None:
+    order, offsets = sort_pairs(torch.tensor([[1, 0], [1, -1]], dtype=torch.int32), 2, 3)
+    assert order.tolist() == [1, 0, 2] and offsets.tolist() == [1, 3] and offsets.dtype == torch.int32
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_sort_pairs_orders_by_slot_then_by_row(pattern: str) -> None:
+    slot_RJ, slots = draw_slots(pattern, torch.Generator().manual_seed(0))
+    flat = slot_RJ.flatten().tolist()
+    expected = sorted((i for i, s in enumerate(flat) if s >= 0), key=lambda i: (flat[i], i))
+    order, offsets = sort_pairs(slot_RJ, slots, len(expected))
+    assert order.tolist() == expected
+    assert offsets.tolist() == [sum(0 <= s <= slot for s in flat) for slot in range(slots)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "inner", "outer"), [(37, 19, 33), (64, 16, 24), (9, 8, 3), (0, 16, 8)])
+def test_grouped_products_equal_a_loop(rows: int, inner: int, outer: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b, w = (
+        torch.randn(*s, generator=generator).to(dtype) for s in ((rows, inner), (rows, outer), (4, inner, outer))
+    )
+    ends = [0, rows // 3, rows // 3, rows]  # slots 0 and 2 are idle
+    offsets = torch.tensor(ends, dtype=torch.int32)
+    got, got_outer = grouped_mm(a, w, offsets), grouped_outer(a, b, offsets)
+    assert got.shape == (rows, outer) and got_outer.shape == (4, inner, outer)
+    tolerance = {"rtol": 2e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    for slot, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        torch.testing.assert_close(got[start:end], a[start:end] @ w[slot], **tolerance)
+        torch.testing.assert_close(got_outer[slot], a[start:end].t() @ b[start:end], **tolerance)
+    assert not got_outer[0].any() and not got_outer[2].any()
+
+
+@pytest.mark.parametrize("name", list(ACTIVATIONS))
+def test_gated_activations_gate_with_the_first_half(name: str) -> None:
+    plain: Callable[[torch.Tensor], torch.Tensor] = make_activation(name, False)
+    h = torch.randn(3, 8)
+    assert torch.equal(make_activation(name, True)(h), plain(h[:, :4]) * h[:, 4:])
+    known: dict[str, Any] = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
+    assert torch.equal(plain(h), known.get(name, plain)(h))
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="activation='tanh' is not known; use one of silu, gelu"):
+        make_activation("tanh", True)
+    with pytest.raises(ValueError, match="experts='triton' is not known; use 'auto' or one of grouped, reference"):
+        make_experts("triton", ExpertFunction(F.silu))
+    assert make_experts("auto", ExpertFunction(F.silu)).name == "grouped"
+
+
+# -- CUDA -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_cuda_equals_the_formulas_and_itself(pattern: str) -> None:
+    """float32, and bf16 through the grouped kernels, where idle slots could keep uninitialised gradients."""
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 3e-2)):
+        for hidden, inner, bias, transposed in ((64, 40, True, False), (64, 40, False, True), (37, 19, True, False)):
+            spec = Spec(hidden=hidden, inner=inner, bias=bias)
+            setting = Setting(pattern, spec, dtype)
+            for name in EXPERTS:
+                got = setting.run(make_experts(name, functions(transposed, spec)), transposed, "cuda")
+                check(got, setting.expected(), tolerance, setting)
+                if name == "grouped":
+                    idle = [s for s in range(len(got["dup"])) if not (setting.slot_RJ == s).any()]
+                    assert not got["dup"][idle].any() and not got["ddown"][idle].any()
+                    again = setting.run(make_experts(name, functions(transposed, spec)), transposed, "cuda")
+                    assert all(torch.equal(got[key], again[key]) for key in got), "bitwise equal twice"

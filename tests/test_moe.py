@@ -1,0 +1,525 @@
+"""The layer as a user meets it: the snippet, seeds, state, replay, checkpointing, counters, errors."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import carpool
+from carpool import ExpertLayout, Routing
+from carpool.moe import gather_homes
+from carpool.placement import predict
+from carpool.transport import TRANSPORTS
+from tests.layouts import EXPERTS, LAYOUTS, layout_of
+from tests.ranks import WORLD_SIZE, Ranks, mesh
+from tests.reference import Spec, router_scores
+
+H, F, K = 20, 12, 3
+SIZES = (7, 0, 11, 4)  # tokens of each rank
+GRIDS = [(ep, layout) for ep in (4, 2, 1) for layout in LAYOUTS if ep > 1 or not layout.startswith("replicated")]
+
+
+def build(ep: int = 4, layout: str = "contiguous", **options: Any) -> carpool.MoE:
+    grid = mesh((WORLD_SIZE // ep, ep), ("edp", "ep"))
+    options = {"layout": layout_of(layout, ep), "ep_mesh": grid["ep"], "edp_mesh": grid["edp"]} | options
+    return carpool.MoE(H, F, EXPERTS, K, **options)
+
+
+def tokens(seed: int = 0) -> torch.Tensor:
+    """This rank's tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(sum(SIZES), H, generator=generator).split(SIZES)[dist.get_rank()]
+
+
+def all_tokens(seed: int = 0) -> torch.Tensor:
+    return torch.randn(sum(SIZES), H, generator=torch.Generator().manual_seed(seed))
+
+
+# -- the contract with the user -------------------------------------------------------------------------------------
+
+
+def snippet() -> str:
+    torch.manual_seed(0)
+    x = torch.randn(2, 9, 256)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
+        moe = carpool.MoE(
+            hidden_size=256, intermediate_size=512, num_experts=16, num_experts_per_tok=4, ep_mesh=mesh["ep"]
+        )
+        y = moe(x)
+        (y.square().mean() + moe.aux_loss).backward()
+        print(moe.stats())
+        recorded = moe.routing
+        assert torch.equal(moe(x, routing=recorded), y)
+    assert y.shape == x.shape and all(p.grad is not None and p.grad.isfinite().all() for p in moe.parameters())
+    return printed.getvalue()
+
+
+def test_the_snippet_works_as_written(ranks: Ranks) -> None:
+    for text in ranks(snippet):
+        assert text.startswith("18 tokens, ") and "copies per token (of 4 experts)" in text
+        for part in ("rows to other ranks", "dispatch", "combine_backward", "load max/mean", "0 choices dropped"):
+            assert part in text
+
+
+def test_it_also_works_alone() -> None:
+    moe = carpool.MoE(H, F, EXPERTS, K)
+    x = torch.randn(5, H)
+    y = moe(x)
+    y.sum().backward()
+    stats = moe.stats()
+    assert (stats.tokens, stats.copies_per_token, stats.rows_remote) == (5, 1.0, 0)
+    assert sum(stats.load_E) == 5 * K and moe.stats_counter.traffic.remote(moe.stats_counter.traffic.bytes) == 0
+    assert set(moe.stats_counter.meter.milliseconds()) == {"dispatch", "experts", "combine"}
+    assert repr(moe).startswith("MoE(\n  layout=contiguous, transport=dedup, experts=grouped")
+
+
+def test_any_shape_of_input() -> None:
+    moe = carpool.MoE(H, F, EXPERTS, K, shared_intermediate_size=8)
+    x = torch.randn(6, H)
+    y = moe(x)
+    torch.testing.assert_close(moe(x.view(2, 3, H)), y.view(2, 3, H))
+    torch.testing.assert_close(moe(x[4]), y[4])
+    torch.testing.assert_close(moe(x.t().contiguous().t()), y)
+    assert moe(x[:0].view(2, 0, H)).shape == (2, 0, H)
+    with torch.no_grad():
+        assert torch.equal(moe(x), y)
+    assert moe.double()(x.double()).dtype == torch.float64
+
+
+def test_auto_says_in_the_log_what_it_chose(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="carpool"):
+        moe = carpool.MoE(H, F, EXPERTS, 1)
+        assert moe.transport.name == "alltoall" and "transport alltoall: with one expert per token" in caplog.text
+        caplog.clear()
+        moe.set_transport("gather")
+        assert moe.transport.name == "gather" and not caplog.text
+
+
+@pytest.mark.parametrize("frozen", ["router", "experts", "x", "all but x"])
+def test_frozen_parts_change_nothing_for_the_others(frozen: str) -> None:
+    def gradients(freeze: bool) -> dict[str, torch.Tensor | None]:
+        torch.manual_seed(0)
+        moe = carpool.MoE(H, F, EXPERTS, K, bias=True, shared_intermediate_size=8)
+        x = torch.randn(6, H, requires_grad=True)
+        if freeze:
+            x.requires_grad_(frozen != "x")
+            moe.router.requires_grad_(frozen not in ("router", "all but x"))
+            for parameter in moe.expert_parameters():
+                parameter.requires_grad_(frozen not in ("experts", "all but x"))
+            moe.shared.requires_grad_(frozen != "all but x")
+        moe(x).square().sum().backward()
+        return {"x": x.grad} | {n: p.grad for n, p in moe.named_parameters()}
+
+    whole, partial = gradients(False), gradients(True)
+    assert any(g is None for g in partial.values()) and any(g is not None for g in partial.values())
+    for name, gradient in partial.items():
+        assert gradient is None or torch.equal(gradient, whole[name]), name
+
+
+@pytest.mark.parametrize("experts", ["grouped", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_computes_in_its_dtype_and_routes_in_float32(dtype: torch.dtype, experts: str) -> None:
+    """Forward and backward: autocast itself does not see a backward, which would then run in another dtype."""
+    torch.manual_seed(0)
+    moe = carpool.MoE(H, F, EXPERTS, K, experts=experts, shared_intermediate_size=8)
+    x = torch.randn(6, H).bfloat16().to(dtype).requires_grad_()  # inside a model, bf16 comes from the layer before
+    projection = torch.randn(6, H)
+    inputs = [x, *moe.parameters()]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = moe(x)
+    cast = torch.autograd.grad((y * projection).sum(), inputs)
+    cast_routing = moe.routing
+    wide = x.detach().float().requires_grad_()
+    y_wide = moe(wide)
+    plain = torch.autograd.grad((y_wide * projection).sum(), [wide, *moe.parameters()])
+    assert y.dtype == torch.bfloat16 and [g.dtype for g in cast] == [t.dtype for t in inputs]
+    assert torch.equal(cast_routing.expert_TK, moe.routing.expert_TK)
+    assert torch.equal(cast_routing.weight_TK, moe.routing.weight_TK)
+    for a, b in zip([y, *cast], [y_wide, *plain], strict=True):
+        assert (a.float() - b).abs().max() <= 2e-2 * b.abs().max()
+
+
+# -- seeds and state ------------------------------------------------------------------------------------------------
+
+
+def logical_models(seeds: list[int]) -> list[dict[str, torch.Tensor]]:
+    models = []
+    for ep, layout in GRIDS:
+        torch.manual_seed(seeds[dist.get_rank()])
+        moe = build(ep, layout, bias=True, shared_intermediate_size=8, router={"bias_update_rate": 0.1})
+        models.append({name: t.numpy() for name, t in moe.logical_state_dict().items()})
+    return models
+
+
+def test_the_same_seed_gives_the_same_model_on_any_ranks_and_layout(ranks: Ranks) -> None:
+    results = ranks(logical_models, [5] * WORLD_SIZE)
+    first = results[0][0]
+    assert set(first) == {
+        *("router.weight", "router.bias_E", "shared.up.weight", "shared.down.weight"),
+        *("up_proj", "down_proj", "up_bias", "down_bias"),
+    }
+    assert first["up_proj"].shape == (EXPERTS, 2 * F, H) and first["down_proj"].std() > 0.1
+    assert len({row.tobytes() for row in first["up_proj"]}) == EXPERTS, "experts start different"
+    for models in results:
+        for grid, model in zip(GRIDS, models, strict=True):
+            for name, value in model.items():
+                assert value.tobytes() == first[name].tobytes(), f"{name} of {grid}"
+
+
+def test_what_ranks_hold_together_starts_equal_even_with_different_seeds(ranks: Ranks) -> None:
+    results = ranks(logical_models, [1, 2, 3, 4])
+    for models in results[1:]:
+        for grid, model, first in zip(GRIDS, models, results[0], strict=True):
+            for name, value in model.items():
+                assert value.tobytes() == first[name].tobytes(), f"{name} of {grid}"
+
+
+def travels_between_layouts() -> list[str]:
+    wrong = []
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"bias": True, "shared_intermediate_size": 8, "router": {"bias_update_rate": 0.1}}
+    source = build(4, "replicated_permuted", **options)
+    with torch.no_grad():
+        source.router.bias_E.normal_()
+        dist.broadcast(source.router.bias_E, 0)
+        for parameter in (source.up_bias, source.down_bias):
+            parameter.normal_()
+    state, x = source.logical_state_dict(), tokens()
+    y = source(x)
+    for ep, layout in GRIDS:
+        moe = build(ep, layout, **options)
+        moe.load_logical_state_dict(state)
+        again = moe.logical_state_dict()
+        wrong += [f"{name} of {(ep, layout)}" for name in state if not torch.equal(state[name], again[name])]
+        if set(again) != set(state):
+            wrong.append(f"other names under {(ep, layout)}")
+        if not torch.allclose(moe(x), y, rtol=1e-5, atol=1e-5):
+            wrong.append(f"output under {(ep, layout)}")
+    return wrong
+
+
+def test_state_travels_between_layouts(ranks: Ranks) -> None:
+    assert ranks(travels_between_layouts) == [[]] * WORLD_SIZE
+
+
+def gathered() -> list[str]:
+    layout = ExpertLayout(((2, 0), (1,), (), (3,)))
+    row = {0: "a", 1: "b", 2: "c", 3: "d"}
+    mine = [float(ord(row[e])) for e in layout.homes[dist.get_rank()]]
+    rows = gather_homes(torch.tensor(mine).view(-1, 1), layout, mesh((WORLD_SIZE,), ("ep",)).get_group())
+    return [chr(int(v)) for v in rows.flatten()]
+
+
+def test_gather_homes_gives_logical_order(ranks: Ranks) -> None:
+    assert ranks(gathered) == [["a", "b", "c", "d"]] * WORLD_SIZE
+    rows = gather_homes(torch.tensor([[2.0], [0.0], [1.0]]), ExpertLayout(((2, 0, 1),)), None)
+    assert rows.flatten().tolist() == [0.0, 1.0, 2.0]
+
+
+def test_a_foreign_state_is_refused() -> None:
+    moe = carpool.MoE(H, F, EXPERTS, K)
+    state = moe.logical_state_dict()
+    for other, message in [
+        (carpool.MoE(H, F, EXPERTS + 2, K).logical_state_dict(), f"up_proj.*{EXPERTS + 2} experts.*{EXPERTS}"),
+        (carpool.MoE(H, F, EXPERTS - 2, K).logical_state_dict(), f"up_proj.*{EXPERTS - 2} experts.*{EXPERTS}"),
+        (carpool.MoE(H, F + 1, EXPERTS, K).logical_state_dict(), "size mismatch for up_proj"),
+        ({k: v for k, v in state.items() if k != "down_proj"}, "Missing key.*down_proj"),
+        (state | {"extra": torch.zeros(1)}, "Unexpected key.*extra"),
+    ]:
+        with pytest.raises((ValueError, RuntimeError), match=f"(?s){message}"):
+            moe.load_logical_state_dict(other)
+
+
+# -- replay ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_recording_replays_bit_for_bit_and_choices_train_the_router() -> None:
+    moe = carpool.MoE(H, F, EXPERTS, K, router={"aux_loss_coef": 0.1})
+    x = torch.randn(9, H)
+    y = moe(x)
+    assert moe.aux_loss.item() > 0
+    expected = torch.autograd.grad(y.square().sum() + moe.aux_loss, list(moe.parameters()))
+    recorded = moe.routing
+    assert recorded is not None and not recorded.weight_TK.requires_grad
+
+    assert torch.equal(moe(x, routing=recorded), y) and moe.aux_loss.item() == 0
+    moe(x, routing=recorded).square().sum().backward()
+    assert moe.router.weight.grad is None, "recorded weights are constants"
+
+    again = moe(x, routing=Routing(recorded.expert_TK, None))
+    assert torch.equal(again, y)
+    got = torch.autograd.grad(again.square().sum() + moe.aux_loss, list(moe.parameters()))
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True)) and got[0].abs().max() > 0
+
+    other = Routing(recorded.expert_TK.roll(1, 0), None)
+    assert not torch.allclose(moe(x, routing=other), y)
+    assert torch.equal(moe.routing.expert_TK, other.expert_TK)
+
+
+def test_a_recording_may_have_another_number_of_choices() -> None:
+    moe = carpool.MoE(H, F, EXPERTS, K)
+    x = torch.randn(4, H)
+    one = torch.tensor([[1], [5], [-1], [0]], dtype=torch.int32)
+    y = moe(x, routing=Routing(one, torch.ones(4, 1)))
+    assert y[2].eq(0).all() and y[0].ne(0).any()
+
+
+# -- checkpointing and balance --------------------------------------------------------------------------------------
+
+
+def checkpointed(layout: str, transport: str) -> list[str]:
+    wrong = []
+
+    def run(how: bool | None) -> tuple[list[torch.Tensor], Any, Any, float]:
+        torch.manual_seed(0)
+        router = {"aux_loss_coef": 0.1, "z_loss_coef": 0.1, "bias_update_rate": 0.1, "capacity_factor": 0.9}
+        moe = build(2, layout, transport=transport, router=router, shared_intermediate_size=8)
+        x = tokens().clone().requires_grad_()
+        outer = torch.nn.Linear(H, H)  # so that the checkpointed input needs a gradient, as inside a model
+
+        def layer(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return moe(x), moe.aux_loss
+
+        y, aux = layer(outer(x)) if how is None else checkpoint(layer, outer(x), use_reentrant=how)
+        dropped = moe.stats().dropped
+        (y.square().sum() + aux).backward()
+        stats = moe.stats()
+        if stats.dropped != dropped:
+            wrong.append(f"drops counted again under {how}")
+        moe.update_bias()
+        gradients = [x.grad, *(p.grad for p in (*outer.parameters(), *moe.parameters()))]
+        return [y.detach(), *gradients, moe.router.bias_E], stats, moe.stats_counter, float(aux.detach())
+
+    plain, stats, counter, aux = run(None)
+    for how in (True, False):
+        values, again, counted, aux_again = run(how)
+        wrong += [
+            f"tensor {i} under {how}"
+            for i, (a, b) in enumerate(zip(values, plain, strict=True))
+            if not torch.equal(a, b)
+        ]
+        if (again.load_E, again.tokens, aux_again) != (stats.load_E, stats.tokens, aux):
+            wrong.append(f"load, tokens or balance loss under {how}")
+        if again.copies_per_token != stats.copies_per_token or not torch.equal(counted.entropy, counter.entropy):
+            wrong.append(f"copies per token {again.copies_per_token} instead of {stats.copies_per_token} under {how}")
+        if again.rows_dispatched != 2 * stats.rows_dispatched or again.tokens_dispatched != 2 * stats.tokens:
+            wrong.append(f"recomputed rides travel again, under {how} too")
+    return wrong
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_the_balance_loss_read_outside_a_checkpoint(reentrant: bool) -> None:
+    """As the layer's docstring has it."""
+    moe = carpool.MoE(H, F, EXPERTS, K, router={"aux_loss_coef": 0.1})
+    x = torch.randn(5, H, requires_grad=True)
+    moe(x)
+    (expected,) = torch.autograd.grad(moe.aux_loss, moe.router.weight)
+    checkpoint(moe, x, use_reentrant=reentrant)
+    assert moe.aux_loss.requires_grad is not reentrant
+    if not reentrant:
+        (got,) = torch.autograd.grad(moe.aux_loss, moe.router.weight)
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("transport", list(TRANSPORTS))
+@pytest.mark.parametrize("layout", ["contiguous", "replicated_permuted"])
+def test_activation_checkpointing_changes_nothing_and_counts_tokens_once(
+    layout: str, transport: str, ranks: Ranks
+) -> None:
+    assert ranks(checkpointed, layout, transport) == [[]] * WORLD_SIZE
+
+
+def bias_after(recompute: bool) -> list[list[float]]:
+    """Bias of this rank after each of three steps with two micro-batches and an evaluation, on two copies of EP 2."""
+    torch.manual_seed(0)
+    moe = build(2, router={"bias_update_rate": 0.05, "score": "sigmoid"})
+    history = []
+    for step in range(3):
+        for micro in range(2):
+            x = tokens(10 * step + micro).clone().requires_grad_()
+            (checkpoint(moe, x, use_reentrant=False) if recompute else moe(x)).sum().backward()
+        moe.eval()
+        moe(tokens(99))
+        moe.train()
+        moe.update_bias()
+        history.append(moe.router.bias_E.tolist())
+    return [*history, moe.router.weight.tolist()]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_bias_updates_equal_the_rule_on_the_whole_batch(recompute: bool, ranks: Ranks) -> None:
+    results = ranks(bias_after, recompute)
+    weight = torch.tensor(results[0].pop(), dtype=torch.float64)
+    bias = torch.zeros(EXPERTS)
+    for step in range(3):
+        load = torch.zeros(EXPERTS)
+        for micro in range(2):
+            scores = router_scores(Spec(score="sigmoid"), all_tokens(10 * step + micro).double() @ weight.t())
+            load += torch.bincount((scores + bias).topk(K).indices.flatten(), minlength=EXPERTS)
+        assert load.sum() == 2 * K * sum(SIZES)
+        bias += 0.05 * torch.sign(load.mean() - load)
+        for rank in range(WORLD_SIZE):
+            torch.testing.assert_close(torch.tensor(results[rank][step]), bias, msg=f"rank {rank}, step {step}")
+
+
+# -- counters -------------------------------------------------------------------------------------------------------
+
+
+def counters() -> dict[str, Any]:
+    torch.manual_seed(0)
+    moe = build(4, router={"capacity_factor": 0.5, "normalize": False})
+    x = tokens()
+    seen, entropy = [], 0.0
+    for _ in range(2):
+        moe(x).sum().backward()
+        seen.append(moe.routing.expert_TK)
+        share = moe.routing.weight_TK / moe.routing.weight_TK.sum(1, keepdim=True).clamp(min=1e-20)
+        entropy += -sum(s * math.log(s) for s in share.flatten().tolist() if s > 0)
+    stats, counter = moe.stats(reset=True), moe.stats_counter
+    after = moe.stats()
+    assert (after.tokens, after.rows_dispatched, after.dropped, sum(after.load_E)) == (0, 0, 0, 0)
+    assert counter.entropy.item() == 0 and not any(counter.traffic.baseline.values())
+    return {"seen": [e.tolist() for e in seen], "stats": stats, "entropy": entropy, "size": len(x)}
+
+
+def test_counters_of_several_forwards_add_up(ranks: Ranks) -> None:
+    results = ranks(counters)
+    volume = predict("dedup", [torch.tensor(r["seen"][0]).view(-1, K) for r in results], layout_of("contiguous", 4),
+                     hidden=H, element_size=4)  # fmt: skip
+    for rank, result in enumerate(results):
+        stats, kept = result["stats"], [e for rows in result["seen"] for row in rows for e in row if e >= 0]
+        assert stats.tokens == 2 * result["size"]
+        assert stats.load_E == tuple(kept.count(e) for e in range(EXPERTS))
+        assert stats.dropped == 2 * K * result["size"] - len(kept)
+        assert stats.rows_dispatched == 2 * volume.rows_WW[rank].sum()
+        assert stats.copies_per_token == (stats.rows_dispatched / stats.tokens if stats.tokens else 0.0)
+        assert str(stats).startswith(f"{stats.tokens} tokens") and f"{stats.dropped} choices dropped" in str(stats)
+
+
+def test_entropy_counts_choices_that_exist() -> None:
+    moe = carpool.MoE(H, F, EXPERTS, K)
+    expert_TK = torch.tensor([[0, 1, -1], [2, -1, -1], [-1, -1, -1], [3, 4, 5]], dtype=torch.int32)
+    moe(torch.randn(4, H), routing=Routing(expert_TK, torch.full((4, 3), 0.7)))
+    assert moe.stats_counter.entropy.item() == pytest.approx(math.log(2) + math.log(3), rel=1e-6)
+
+
+def switched() -> bool:
+    moe, x = build(4, "replicated"), tokens()
+    outputs = []
+    for name in TRANSPORTS:
+        moe.set_transport(name)
+        outputs.append(moe(x))
+    return all(torch.allclose(y, outputs[0], rtol=1e-5, atol=1e-6) for y in outputs)
+
+
+def test_the_transport_may_change_between_steps(ranks: Ranks) -> None:
+    assert ranks(switched) == [True] * WORLD_SIZE
+
+
+# -- gradients of a model around the layer --------------------------------------------------------------------------
+
+
+def reduced() -> list[str]:
+    """`reduce_gradients` on a model: dense mean over all ranks, unused parameters, frozen ones."""
+    wrong = []
+    rank, grid = dist.get_rank(), mesh((2, 2), ("edp", "ep"))
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({"dense": torch.nn.Linear(H, H), "moe": build(2), "unused": torch.nn.Linear(2, 2)})
+    model["frozen"] = torch.nn.Linear(2, 2).requires_grad_(False)
+    model["dense"].weight.grad = torch.full((H, H), float(rank))
+    for parameter in model["moe"].expert_parameters():
+        parameter.grad = torch.full_like(parameter, float(10**rank))
+    carpool.reduce_gradients(model, grid["ep"], grid["edp"])
+    if not (model["dense"].weight.grad == 1.5).all():
+        wrong.append("dense")
+    copies = 101.0 if rank % 2 == 0 else 1010.0
+    if not all((p.grad == copies / 4).all() for p in model["moe"].expert_parameters()):
+        wrong.append("experts")
+    if model["unused"].weight.grad is None or model["unused"].weight.grad.any():
+        wrong.append("unused")
+    if model["frozen"].weight.grad is not None:
+        wrong.append("frozen")
+    return wrong
+
+
+def test_reduce_gradients_tells_dense_from_expert(ranks: Ranks) -> None:
+    assert ranks(reduced) == [[]] * WORLD_SIZE
+
+
+# -- errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layout": ExpertLayout.contiguous(8, 1)}, "layout is for 8 experts on 1 ranks, the layer has 12 experts"),
+        ({"layout": ExpertLayout.contiguous(12, 2)}, "12 experts on 2 ranks, .* ep_mesh 1 ranks"),
+        ({"num_experts_per_tok": 13}, "num_experts_per_tok=13 must be between 1 and 12"),
+        ({"transport": "pigeon"}, "transport='pigeon' is not known; use 'auto' or one of gather, alltoall, dedup"),
+        ({"experts": "magic"}, "experts='magic' is not known; use 'auto' or one of grouped, reference"),
+        ({"activation": "tanh"}, "activation='tanh' is not known; use one of silu"),
+        ({"router": {"score": "tanh"}}, "score='tanh' is not known"),
+        ({"num_experts": 0}, "0 experts"),
+        ({"hidden_size": 0}, "hidden_size=0"),
+        ({"intermediate_size": -3}, "intermediate_size=-3"),
+        ({"shared_intermediate_size": -1}, "shared_intermediate_size=-1"),
+    ],
+)
+def test_impossible_layers_are_refused(options: dict[str, Any], message: str) -> None:
+    sizes = {"hidden_size": H, "intermediate_size": F, "num_experts": EXPERTS, "num_experts_per_tok": K}
+    with pytest.raises(ValueError, match=message):
+        carpool.MoE(**(sizes | options))
+
+
+def refused() -> list[str]:
+    grid = mesh((2, 2), ("edp", "ep"))
+    messages = []
+    for options in (
+        {"ep_mesh": grid},
+        {"ep_mesh": grid["ep"], "edp_mesh": grid},
+        {"ep_mesh": mesh((WORLD_SIZE,), ("ep",)), "num_experts": 3},
+        {"ep_mesh": grid["ep"], "layout": ExpertLayout.contiguous(EXPERTS, 4)},
+    ):
+        sizes = {"hidden_size": H, "intermediate_size": F, "num_experts": EXPERTS, "num_experts_per_tok": K}
+        try:
+            carpool.MoE(**(sizes | options))
+            messages.append("nothing")
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_meshes_that_do_not_fit_are_refused(ranks: Ranks) -> None:
+    for messages in ranks(refused):
+        assert messages[0].startswith("ep_mesh has 2 dimensions; pass one, such as mesh[")
+        assert messages[1].startswith("edp_mesh has 2 dimensions")
+        assert messages[2].startswith("3 experts cannot be spread over 4 ranks")
+        assert messages[3] == "the layout is for 12 experts on 4 ranks, the layer has 12 experts and ep_mesh 2 ranks"
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.randn(3, H + 1), rf"hidden size is {H}, but x has shape \(3, {H + 1}\)"),
+        (torch.tensor(1.0), rf"hidden size is {H}, but x has shape \(\)"),
+        (torch.randn(3, H).bfloat16(), "x is torch.bfloat16, the layer's parameters are torch.float32"),
+    ],
+)
+def test_input_that_does_not_fit_is_refused(x: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        carpool.MoE(H, F, EXPERTS, K)(x)
+
+
+def test_a_recording_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"shape \(2, 3\), but the layer got 4 tokens"):
+        carpool.MoE(H, F, EXPERTS, K)(torch.randn(4, H), routing=Routing(torch.zeros(2, 3, dtype=torch.int32), None))

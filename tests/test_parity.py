@@ -1,0 +1,519 @@
+"""The parity matrix: output and every gradient equal a single-process reference on the whole batch.
+
+Four ranks always take part. With EP 2 they are two copies of an expert-parallel group of two, with EP 1 four copies
+of a layer that holds all experts; so the averages of dense parameters and the sums of experts over copies are told
+apart. The product transport x layout x EP is complete; all other settings are spread over it such that each pair of
+values meets (tests/pairwise.py). Every case runs in one call of the pool, each is compared in a test of its own, and
+the last tests break one reduction each and require that the comparison notices.
+"""
+
+from __future__ import annotations
+
+import functools
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from itertools import combinations, product
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+import carpool
+from carpool import Routing
+from tests.layouts import EXPERTS, LAYOUTS, layout_of
+from tests.pairwise import all_pairs, feasible_pairs
+from tests.ranks import WORLD_SIZE, Ranks, mesh
+from tests.reference import Answer, Problem, Spec, draw_parameters, draw_tokens, rank_loss, solve
+
+# Largest |difference| over largest |reference|, per tensor. The reference is float64. In bf16 every stage rounds to 8
+# bits (2^-9 = 0.002 each): the pre-activation, the activation, the partial sum, the gradients of each.
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+# A tensor whose gradients are small beside others of its case is compared with the largest of those, times this ...
+FLOOR = 1e-2
+# ... and where the router's gradient is a difference of equal terms (one normalised weight is always 1), times this.
+FLOOR_CANCELLED = 0.2
+
+REPLAYED = ("one_expert", "unchosen", "holes", "no_pairs")  # what only a recorded routing can promise
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "transport": ("gather", "alltoall", "dedup"),
+    "layout": LAYOUTS,
+    "ep": (4, 2, 1),
+    "top_k": (1, 2, 3, 4, 5, 6, 7, 8),
+    "tokens": ("ragged", "empty_ranks", *REPLAYED, "no_tokens"),
+    "routing": ("router", "choices", "recorded"),
+    "size": ((32, 24), (20, 36), (37, 19)),
+    "shared": (0, 20),
+    "normalize": (True, False),
+    "experts": ("grouped", "reference"),
+    "gated": (True, False),
+    "bias": (False, True),
+    "activation": ("silu", "gelu", "gelu_tanh", "relu", "relu2"),
+    "score": ("softmax", "sigmoid"),
+    "balance": ("none", "aux", "aux+z"),
+    "selection": ("plain", "groups", "bias"),
+    "scaling": (1.0, 2.5),
+}
+# A rank holds an expert at most once, so a single rank has no replicas.
+FORBIDDEN = [{"layout": name, "ep": 1} for name in ("replicated", "replicated_permuted")]
+FORBIDDEN += [{"tokens": name, "routing": "router"} for name in REPLAYED]
+PRODUCT = [
+    {"transport": t, "layout": layout, "ep": ep}
+    for t, layout, ep in product(*(FACTORS[name] for name in ("transport", "layout", "ep")))
+    if {"layout": layout, "ep": ep} not in FORBIDDEN
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell of the matrix; fields are the factors above."""
+
+    transport: str = "dedup"
+    layout: str = "contiguous"
+    ep: int = 4
+    top_k: int = 3
+    tokens: str = "ragged"
+    routing: str = "router"
+    size: tuple[int, int] = (32, 24)
+    shared: int = 0
+    normalize: bool = True
+    experts: str = "grouped"
+    gated: bool = True
+    bias: bool = False
+    activation: str = "silu"
+    score: str = "softmax"
+    balance: str = "none"
+    selection: str = "plain"
+    scaling: float = 1.0
+    dtype: torch.dtype = torch.float32
+
+    def __str__(self) -> str:
+        """Transport, layout and EP, then whatever is not the default."""
+        words = [self.transport, self.layout, f"ep{self.ep}"]
+        for name, value in vars(self).items():
+            if value == getattr(Case(), name) or name in ("transport", "layout", "ep"):
+                continue
+            match value:
+                case bool():
+                    words.append(name if value else f"not_{name}")
+                case int() | float():
+                    words.append(f"{name}{value}")
+                case tuple():
+                    words.append("x".join(map(str, value)))
+                case _:
+                    words.append(str(value).removeprefix("torch."))
+        return "-".join(words)
+
+    @property
+    def spec(self) -> Spec:
+        return Spec(
+            hidden=self.size[0],
+            inner=self.size[1],
+            experts=EXPERTS,
+            top_k=self.top_k,
+            score=self.score,
+            normalize=self.normalize,
+            scaling=self.scaling,
+            num_groups=3 if self.selection == "groups" else 0,
+            topk_groups=2 if self.selection == "groups" else 0,
+            selection_bias=self.selection == "bias",
+            aux=0.3 if self.balance != "none" else 0.0,
+            z=0.1 if self.balance == "aux+z" else 0.0,
+            activation=self.activation,
+            gated=self.gated,
+            bias=self.bias,
+            shared=self.shared,
+        )
+
+
+# Meetings of three that are risky: a rank that holds no expert at all, with each way to compute experts.
+TRIPLES = [
+    {"layout": "uneven", "ep": 4, "experts": experts, "bias": bias, "routing": "router"}
+    for experts, bias in product(FACTORS["experts"], FACTORS["bias"])
+]
+CASES = [Case(**case) for case in all_pairs(FACTORS, FORBIDDEN, start=PRODUCT + TRIPLES)]
+BF16 = [
+    Case(transport=transport, layout=layout, ep=ep, top_k=top_k, bias=bias, shared=shared, dtype=torch.bfloat16)
+    for transport, layout, ep, top_k, bias, shared in [
+        ("gather", "contiguous", 4, 4, False, 0),
+        ("alltoall", "uneven", 2, 8, True, 20),
+        ("dedup", "contiguous", 1, 2, False, 20),
+        ("dedup", "replicated", 4, 8, False, 0),
+        ("dedup", "replicated_permuted", 2, 4, True, 20),
+    ]
+]
+BF16 += [replace(BF16[-1], experts="reference"), replace(BF16[3], routing="recorded", tokens="holes", size=(20, 36))]
+
+
+TOKENS = {"empty_ranks": (0, 9, 0, 4), "no_tokens": (0, 0, 0, 0)}
+
+
+@functools.cache
+def problem(case: Case) -> Problem:
+    """The numbers of a case: the same in every process, whatever the transport, layout and ranks."""
+    spec = case.spec
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{spec} {case.tokens} {case.routing}".encode()))
+    sizes = TOKENS.get(case.tokens, (7, 5, 11, 3))
+    parameters = draw_parameters(spec, generator, case.dtype)
+    x = [draw_tokens(spec, parameters, size, generator, case.dtype) for size in sizes]
+    projection = [torch.randn(size, spec.hidden, generator=generator) for size in sizes]
+    result = Problem(spec, parameters, x, projection)
+    if case.routing != "router":
+        result.expert = [draw_choices(case.tokens, size, spec, generator) for size in sizes]
+    if case.routing == "recorded":
+        # Weights of absent choices are drawn too: they must not matter.
+        result.weight = [torch.rand(size, spec.top_k, generator=generator) + 0.1 for size in sizes]
+    return result
+
+
+def draw_choices(tokens: str, count: int, spec: Spec, generator: torch.Generator) -> torch.Tensor:
+    experts = torch.arange(spec.experts)
+    if tokens == "unchosen":
+        experts = experts[(experts != 0) & (experts != 7)]
+    picks = [experts[torch.randperm(len(experts), generator=generator)[: spec.top_k]] for _ in range(count)]
+    expert_TK = torch.stack(picks).int() if picks else torch.zeros(0, spec.top_k, dtype=torch.int32)
+    if tokens == "holes":
+        expert_TK[torch.rand(expert_TK.shape, generator=generator) < 0.5] = -1
+    if tokens in ("one_expert", "no_pairs"):
+        expert_TK[:] = -1
+    if tokens == "one_expert":
+        expert_TK[:, count % spec.top_k] = 5
+    return expert_TK
+
+
+# -- on the ranks ---------------------------------------------------------------------------------------------------
+
+
+def build(case: Case) -> carpool.MoE:
+    """This rank's layer with the parameters of the case."""
+    spec, grid = case.spec, mesh((WORLD_SIZE // case.ep, case.ep), ("edp", "ep"))
+    moe = carpool.MoE(
+        spec.hidden,
+        spec.inner,
+        spec.experts,
+        spec.top_k,
+        ep_mesh=grid["ep"],
+        edp_mesh=grid["edp"],
+        layout=layout_of(case.layout, case.ep),
+        transport=case.transport,
+        experts=case.experts,
+        activation=spec.activation,
+        gated=spec.gated,
+        bias=spec.bias,
+        shared_intermediate_size=spec.shared,
+        router={
+            "score": spec.score,
+            "normalize": spec.normalize,
+            "scaling_factor": spec.scaling,
+            "num_groups": spec.num_groups,
+            "topk_groups": spec.topk_groups,
+            "aux_loss_coef": spec.aux,
+            "z_loss_coef": spec.z,
+            "bias_update_rate": 0.1 if spec.selection_bias else 0.0,
+        },
+        dtype=case.dtype,
+    )
+    mine = list(moe.layout.homes[moe.rank])
+    with torch.no_grad():
+        for name, value in problem(case).parameters.items():
+            if name == "selection_bias":
+                moe.router.bias_E.copy_(value)
+            else:
+                local = value[mine] if name.startswith(("up_", "down_")) else value
+                moe.get_parameter(name).copy_(local)
+    return moe
+
+
+def step(case: Case) -> dict[str, Any]:
+    """One forward and backward on this rank; what came out, as numpy arrays."""
+    rank = torch.distributed.get_rank()
+    numbers = problem(case)
+    moe = build(case)
+    device = moe.up_proj.device
+    x = numbers.x[rank].to(device, copy=True).requires_grad_()
+    routing = weight = None
+    if numbers.expert is not None:
+        weight = None if numbers.weight is None else numbers.weight[rank].to(device, copy=True).requires_grad_()
+        routing = Routing(numbers.expert[rank].to(device), weight)
+    y = moe(x, routing=routing)
+    loss = rank_loss(y.float(), numbers.projection[rank].to(device)) + moe.aux_loss
+    loss.backward()
+    carpool.reduce_gradients(moe, mesh((WORLD_SIZE // case.ep, case.ep), ("edp", "ep"))["ep"], edp_mesh(case))
+    gradients = {name: p.grad for name, p in moe.named_parameters()}
+    gradients[f"x {rank}"] = x.grad / WORLD_SIZE  # the loss of the batch is the mean over ranks
+    if weight is not None:
+        gradients[f"weight {rank}"] = weight.grad / WORLD_SIZE
+    return {
+        "y": y.detach().float().cpu().numpy(),
+        "expert": moe.routing.expert_TK.cpu().numpy(),
+        "aux": moe.aux_loss.item(),
+        "gradients": {name: g.float().cpu().numpy() for name, g in gradients.items()},
+    }
+
+
+def edp_mesh(case: Case) -> Any:
+    return mesh((WORLD_SIZE // case.ep, case.ep), ("edp", "ep"))["edp"]
+
+
+def run_cases(cases: list[Case], broken: str = "") -> list[dict[str, Any]]:
+    results = []
+    for case in cases:
+        try:
+            with BREAKING[broken](case) if broken else ExitStack():
+                results.append(step(case))
+        except Exception as error:
+            raise RuntimeError(f"case {case}") from error
+    return results
+
+
+# -- comparing ------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def answer(case: Case) -> Answer:
+    return solve(problem(case))
+
+
+def differences(case: Case, results: list[dict[str, Any]]) -> dict[str, str]:
+    """What differs from the reference beyond the tolerance: name -> by how much, and where."""
+    expected, layout = answer(case), layout_of(case.layout, case.ep)
+    allowed = TOLERANCE[case.dtype]
+    cancelled = case.normalize and (case.top_k == 1 or case.tokens == "one_expert")
+    largest = max(float(g.abs().max()) for g in expected.gradients.values() if g.numel())
+    found: dict[str, str] = {}
+
+    def check(name: str, got: np.ndarray, want: torch.Tensor, scale: float, where: str = "") -> None:
+        if tuple(got.shape) != tuple(want.shape):
+            found[name] = f"shape {got.shape} instead of {tuple(want.shape)}{where}"
+        elif want.numel():
+            error = np.abs(got - want.numpy())
+            if not error.max() <= allowed * scale:
+                at = tuple(int(i) for i in np.unravel_index(int(np.nanargmax(error)), error.shape))
+                ratio = float((got * want.numpy()).sum() / max(1e-30, float(want.square().sum())))
+                found[name] = (
+                    f"max-norm relative error {error.max() / scale:.1e} (allowed {allowed:.0e}) at {at}{where}: "
+                    f"{got[at]:.6g} instead of {want[at].item():.6g}; overall {ratio:.3f} times the reference"
+                )
+
+    for rank, result in enumerate(results):
+        check(f"y {rank}", result["y"], expected.y[rank], max(1e-30, max_abs(torch.cat(expected.y))))
+        check(f"aux {rank}", np.array(result["aux"]), expected.aux, max(1e-30, float(expected.aux)))
+        if not np.array_equal(np.sort(result["expert"], 1), np.sort(expected.expert[rank].numpy(), 1)):
+            found[f"expert {rank}"] = "other experts were chosen"
+        homes = list(layout.homes[rank % case.ep])
+        for name, got in result["gradients"].items():
+            want = expected.gradients[name]
+            floor = FLOOR_CANCELLED if cancelled and name == "router.weight" else FLOOR
+            scale = max(max_abs(want), floor * largest, 1e-30)
+            if name.startswith(("up_", "down_")):
+                check(name, got, want[homes], scale, f" of experts {homes} on rank {rank}")
+            else:
+                check(name, got, want, scale, f" on rank {rank}")
+        missing = {n for n in expected.gradients if n[-1].isalpha() or n.endswith(f" {rank}")} - set(
+            result["gradients"]
+        )
+        found |= {name: f"no gradient on rank {rank}" for name in missing}
+    return found
+
+
+def max_abs(tensor: torch.Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def compare(case: Case, results: list[dict[str, Any]]) -> None:
+    found = differences(case, results)
+    assert not found, f"{case}\n" + "\n".join(f"  {name}: {what}" for name, what in sorted(found.items()))
+
+
+# -- the matrix -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def outcomes(ranks: Ranks) -> dict[Case, list[dict[str, Any]]]:
+    cases = CASES + BF16
+    return dict(zip(cases, zip(*ranks(run_cases, cases), strict=True), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES + BF16, ids=str)
+def test_output_and_every_gradient_equal_the_reference(case: Case, outcomes: dict[Case, Any]) -> None:
+    compare(case, outcomes[case])
+
+
+def test_the_matrix_holds_the_small_product_and_every_pair() -> None:
+    rows = [vars(case) for case in CASES]
+    for cell in PRODUCT:
+        assert any(cell.items() <= row.items() for row in rows), f"missing {cell}"
+    met = {frozenset(pair) for row in rows for pair in combinations([(n, row[n]) for n in FACTORS], 2)}
+    assert not [pair for pair in feasible_pairs(FACTORS, FORBIDDEN) if pair not in met]
+    assert len(CASES) == len(set(CASES)) < 120
+    for pair in FORBIDDEN[:2]:
+        with pytest.raises(ValueError, match="twice"):
+            layout_of("contiguous", 1).with_replicas([(0, 0)])
+        assert not any(pair.items() <= row.items() for row in rows)
+
+
+def test_pairs_are_few_complete_and_deterministic() -> None:
+    assert len(all_pairs({"a": [0, 1], "b": [0, 1], "c": [0, 1]})) == 4
+    factors = {"a": [0, 1, 2], "b": [0, 1], "c": [0, 1, 2, 3]}
+    forbidden = [{"a": 2, "c": 3}]
+    cases = all_pairs(factors, forbidden, start=[{"c": 3}])
+    assert cases == all_pairs(factors, forbidden, start=[{"c": 3}])
+    assert cases[0]["c"] == 3 and cases[0]["a"] != 2
+    met = {frozenset(pair) for case in cases for pair in combinations(case.items(), 2)}
+    assert met == set(feasible_pairs(factors, forbidden)) and len(cases) < 3 * 2 * 4
+
+
+# -- the matrix has teeth: each way of being silently wrong is found, and only where it is -----------------------------
+
+STEP: Callable[..., None] = carpool.reduce_gradients
+
+
+@contextmanager
+def experts_times_ep(case: Case) -> Iterator[None]:
+    """Experts' gradients as a mean over their copies instead of over all ranks: too large by the EP degree."""
+
+    def wrong(model: carpool.MoE, *meshes: Any) -> None:
+        STEP(model, *meshes)
+        for parameter in model.expert_parameters():
+            parameter.grad *= case.ep
+
+    with mock.patch.object(carpool, "reduce_gradients", wrong):
+        yield
+
+
+@contextmanager
+def copies_not_summed(case: Case) -> Iterator[None]:
+    """Each copy of the expert group keeps its own experts' gradients."""
+    keep = {}
+
+    def wrong(model: carpool.MoE, *meshes: Any) -> None:
+        keep.update({p: p.grad.clone() for p in model.expert_parameters()})
+        STEP(model, *meshes)
+        for parameter, grad in keep.items():
+            parameter.grad = grad / WORLD_SIZE
+
+    with mock.patch.object(carpool, "reduce_gradients", wrong):
+        yield
+
+
+@contextmanager
+def dense_over_ep_only(case: Case) -> Iterator[None]:
+    """The router's and the shared expert's gradients averaged within one copy of the expert group."""
+
+    def wrong(model: carpool.MoE, ep_mesh: Any, edp_mesh: Any) -> None:
+        experts = {p: p.grad.clone() for p in model.expert_parameters()}
+        STEP(model, ep_mesh)
+        for parameter, grad in experts.items():
+            parameter.grad = grad
+            torch.distributed.all_reduce(grad, group=edp_mesh.get_group())
+            grad /= WORLD_SIZE
+
+    with mock.patch.object(carpool, "reduce_gradients", wrong):
+        yield
+
+
+@contextmanager
+def skipped_replica(case: Case) -> Iterator[None]:
+    """Only the first slot of each expert gives its gradient to the home."""
+    from carpool.parallel import slots
+
+    right = slots.ordered_sum
+
+    def wrong(values: torch.Tensor, index: torch.Tensor, num_rows: int) -> torch.Tensor:
+        first = [i for i, row in enumerate(index.tolist()) if row not in index.tolist()[:i]]
+        return right(values[first], index[first], num_rows)
+
+    with mock.patch.object(slots, "ordered_sum", wrong):
+        yield
+
+
+@contextmanager
+def forgotten_router_term(case: Case) -> Iterator[None]:
+    """The routing weights get no gradient."""
+    cls = carpool.transport.TRANSPORTS[case.transport]
+    right = cls.combine_gradients
+    with mock.patch.object(
+        cls, "combine_gradients", lambda self, route, dweight_RJ: right(self, route, torch.zeros_like(dweight_RJ))
+    ):
+        yield
+
+
+@contextmanager
+def local_statistics(case: Case) -> Iterator[None]:
+    """Balance statistics of this rank's tokens instead of the batch's."""
+    right = carpool.Router.__init__
+
+    def wrong(self: carpool.Router, *args: Any, **kwargs: Any) -> None:
+        right(self, *args, **kwargs | {"groups": ()})
+
+    with mock.patch.object(carpool.Router, "__init__", wrong):
+        yield
+
+
+@contextmanager
+def statistics_of_one_copy(case: Case) -> Iterator[None]:
+    """Balance statistics reduced over the expert-parallel group, not over its copies."""
+    right = carpool.Router.__init__
+
+    def wrong(self: carpool.Router, *args: Any, **kwargs: Any) -> None:
+        right(self, *args, **kwargs | {"groups": kwargs["groups"][:1]})
+
+    with mock.patch.object(carpool.Router, "__init__", wrong):
+        yield
+
+
+BREAKING: dict[str, Callable[[Case], Any]] = {
+    fn.__name__: fn
+    for fn in (
+        experts_times_ep,
+        copies_not_summed,
+        dense_over_ep_only,
+        skipped_replica,
+        forgotten_router_term,
+        local_statistics,
+        statistics_of_one_copy,
+    )
+}
+TWO_COPIES = Case(layout="replicated", ep=2, shared=20, bias=True, balance="aux+z")
+EXPERT_NAMES = {"up_proj", "down_proj", "up_bias", "down_bias"}
+DENSE_NAMES = {"router.weight", "shared.up.weight", "shared.down.weight"}
+X_NAMES = {f"x {r}" for r in range(WORLD_SIZE)}
+AUX_NAMES = {f"aux {r}" for r in range(WORLD_SIZE)}
+
+
+@pytest.mark.parametrize(
+    ("broken", "case", "noticed"),
+    [
+        ("experts_times_ep", TWO_COPIES, EXPERT_NAMES),
+        ("experts_times_ep", replace(TWO_COPIES, ep=4, transport="alltoall"), EXPERT_NAMES),
+        ("copies_not_summed", TWO_COPIES, EXPERT_NAMES),
+        ("dense_over_ep_only", TWO_COPIES, DENSE_NAMES),
+        ("skipped_replica", TWO_COPIES, EXPERT_NAMES),
+        ("skipped_replica", replace(TWO_COPIES, ep=4, layout="replicated_permuted"), EXPERT_NAMES),
+        ("forgotten_router_term", TWO_COPIES, {"router.weight"} | X_NAMES),
+        ("forgotten_router_term", replace(TWO_COPIES, ep=4, transport="gather"), {"router.weight"} | X_NAMES),
+        ("local_statistics", TWO_COPIES, {"router.weight"} | X_NAMES | AUX_NAMES),
+        ("statistics_of_one_copy", TWO_COPIES, {"router.weight"} | X_NAMES | AUX_NAMES),
+    ],
+    ids=str,
+)
+def test_a_broken_reduction_is_noticed(broken: str, case: Case, noticed: set[str], ranks: Ranks) -> None:
+    case = replace(case, size=(20, 36))
+    compare(case, [r[0] for r in ranks(run_cases, [case])])
+    results = [r[0] for r in ranks(run_cases, [case], broken)]
+    with pytest.raises(AssertionError):
+        compare(case, results)
+    assert set(differences(case, results)) == noticed
+
+
+def test_two_runs_are_bitwise_equal(ranks: Ranks, outcomes: dict[Case, Any]) -> None:
+    cases = CASES[:: len(CASES) // 20] + BF16
+    for rank, results in enumerate(ranks(run_cases, cases)):
+        for case, again in zip(cases, results, strict=True):
+            once = outcomes[case][rank]
+            assert again["y"].tobytes() == once["y"].tobytes(), f"{case}: y of rank {rank}"
+            for name, gradient in again["gradients"].items():
+                assert gradient.tobytes() == once["gradients"][name].tobytes(), f"{case}: {name} of rank {rank}"

@@ -1,0 +1,267 @@
+"""Who serves a token: selection, weights, balance, capacity, replay. Statistics over ranks are in test_moe.py."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from carpool import Router, Routing
+from tests.reference import Spec, balance_losses, router_scores, select
+
+T, H, E = 37, 20, 12
+
+
+def make(top_k: int = 3, seed: int = 0, **options: Any) -> tuple[Router, torch.Tensor]:
+    """A router with random weights, and tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    router = Router(H, E, top_k, **options)
+    with torch.no_grad():
+        router.weight.copy_(torch.randn(E, H, generator=generator) / math.sqrt(H))
+    return router, torch.randn(T, H, generator=generator)
+
+
+def spec_of(router: Router) -> Spec:
+    return Spec(
+        hidden=H,
+        experts=E,
+        top_k=router.top_k,
+        score=router.score,
+        normalize=router.normalize,
+        scaling=router.scaling_factor,
+        num_groups=router.num_groups,
+        topk_groups=router.topk_groups,
+        aux=router.aux_loss_coef,
+        z=router.z_loss_coef,
+    )
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize(("groups", "topk_groups"), [(0, 0), (3, 1), (3, 2), (4, 2), (6, 3), (12, 5), (2, 2)], ids=str)
+def test_selection_and_weights_equal_brute_force(score: str, normalize: bool, groups: int, topk_groups: int) -> None:
+    options = {"score": score, "normalize": normalize, "num_groups": groups, "topk_groups": topk_groups}
+    router, x = make(top_k=4, scaling_factor=2.5, bias_update_rate=0.1, **options)
+    router.bias_E.copy_(torch.linspace(-0.2, 0.2, E).roll(5))
+    routing = router(x)
+    scores_TE = router_scores(spec_of(router), x.double() @ router.weight.double().t())
+    expert_TK, _ = select(spec_of(router), scores_TE, router.bias_E)
+    assert routing.expert_TK.dtype == torch.int32 and routing.weight_TK.dtype == torch.float32
+    assert torch.equal(routing.expert_TK.long(), expert_TK)
+    # The bias selects and does not weigh.
+    weight_TK = scores_TE.gather(1, expert_TK)
+    weight_TK = 2.5 * (weight_TK / weight_TK.sum(1, keepdim=True) if normalize else weight_TK)
+    torch.testing.assert_close(routing.weight_TK.double(), weight_TK, rtol=1e-5, atol=1e-6)
+    if groups:
+        visited = [len({e // (E // groups) for e in row}) for row in routing.expert_TK.tolist()]
+        assert max(visited) <= topk_groups
+
+
+def test_no_tokens_at_all() -> None:
+    router, _ = make(aux_loss_coef=1.0, z_loss_coef=1.0, capacity_factor=1.0)
+    routing = router(torch.zeros(0, H))
+    assert routing.expert_TK.shape == (0, 3) and router.aux_loss.item() == 0.0 and router.dropped.item() == 0
+
+
+def test_bf16_tokens_are_routed_in_float32_also_under_autocast() -> None:
+    router, x = make(top_k=2)
+    plain = router(x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        again = router(x)
+    assert torch.equal(plain.weight_TK, again.weight_TK) and torch.equal(plain.expert_TK, again.expert_TK)
+    rounded, x = make(top_k=2, dtype=torch.bfloat16)
+    x = x.bfloat16()
+    wide, _ = make(top_k=2)
+    wide.load_state_dict({k: v.float() for k, v in rounded.state_dict().items()})
+    assert torch.equal(rounded(x).weight_TK, wide(x.float()).weight_TK)
+
+
+# -- balance --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+def test_balance_losses_equal_their_formulas(score: str) -> None:
+    router, x = make(score=score, aux_loss_coef=0.3, z_loss_coef=0.1)
+    routing = router(x)
+    weight = router.weight.detach().double().requires_grad_()
+    logits_TE = x.double() @ weight.t()
+    spec = spec_of(router)
+    expected = balance_losses(spec, logits_TE, router_scores(spec, logits_TE), routing.expert_TK.long())
+    (slope,) = torch.autograd.grad(expected, weight)
+    torch.testing.assert_close(router.aux_loss.double(), expected, rtol=1e-6, atol=0)
+    (got,) = torch.autograd.grad(router.aux_loss, router.weight)
+    torch.testing.assert_close(got.double(), slope, rtol=1e-4, atol=1e-7)
+
+
+def test_a_balanced_router_has_an_auxiliary_loss_of_one() -> None:
+    router = Router(E, E, 1, aux_loss_coef=1.0)
+    with torch.no_grad():
+        router.weight.copy_(20 * torch.eye(E))
+    router(torch.eye(E))
+    assert router.aux_loss.item() == pytest.approx(1.0, abs=1e-5)
+    router(torch.eye(E)[:1].repeat(7, 1))
+    assert router.aux_loss.item() == pytest.approx(E, rel=1e-4), "all tokens to one expert: as bad as it gets"
+
+
+def test_bias_moves_against_the_load_and_forgets_it() -> None:
+    router, x = make(bias_update_rate=0.01)
+    load = torch.bincount(router(x).expert_TK.flatten(), minlength=E)
+    load += torch.bincount(router(x[:5]).expert_TK.flatten(), minlength=E)
+    router.update_bias()
+    expected = 0.01 * torch.sign(load.float().mean() - load.float())
+    assert torch.equal(router.bias_E, expected)
+    assert router.load_E.sum().item() == 0
+    before = router.bias_E.clone()
+    router.update_bias()
+    assert torch.equal(router.bias_E, before), "without tokens nothing is out of balance"
+
+
+def test_the_bias_balances_a_lopsided_router() -> None:
+    router, x = make(top_k=2, bias_update_rate=0.02, score="sigmoid")
+    x = x + 2 * router.weight[3].detach() * math.sqrt(H)
+
+    def imbalance() -> float:
+        load = torch.bincount(router(x).expert_TK.flatten(), minlength=E).float()
+        router.update_bias()
+        return float(load.max() / load.mean())
+
+    first = imbalance()
+    for _ in range(100):
+        last = imbalance()
+    assert first > 3 and last < 2
+
+
+def test_evaluation_does_not_move_the_bias() -> None:
+    router, x = make(bias_update_rate=0.01)
+    router.eval()
+    router(x)
+    assert router.load_E.sum().item() == 0
+    router.train()
+    router(x)
+    assert router.load_E.sum().item() == T * 3
+
+
+def test_the_bias_keeps_float32_when_the_model_is_cast() -> None:
+    router, _ = make(bias_update_rate=0.001)
+    router.bias_E += 0.5 + 1e-3
+    router.bfloat16()
+    assert router.weight.dtype == torch.bfloat16 and router.bias_E.dtype == torch.float32
+    assert torch.equal(router.bias_E, torch.full((E,), 0.501)) and "bias_E" in router.state_dict()
+    router.to("meta")
+    assert router.bias_E.device.type == "meta"
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputation_counts_no_load_and_no_drop_twice(reentrant: bool) -> None:
+    router, x = make(bias_update_rate=0.01, capacity_factor=0.5)
+    x.requires_grad_()
+    weight_TK = checkpoint(lambda x: router(x).weight_TK, x, use_reentrant=reentrant)
+    load, dropped = router.load_E.clone(), router.dropped.item()
+    assert load.sum().item() == T * 3 and dropped > 0
+    weight_TK.square().sum().backward()
+    assert torch.equal(router.load_E, load) and router.dropped.item() == dropped
+
+
+def test_a_router_without_bias_says_so() -> None:
+    with pytest.raises(ValueError, match="construct it with bias_update_rate > 0"):
+        make()[0].update_bias()
+
+
+# -- capacity -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("factor", [0.25, 0.5, 1.0, 1.5, 100.0])
+@pytest.mark.parametrize("top_k", [1, 3, 8])
+def test_capacity_keeps_the_first_tokens_of_each_expert_and_counts_the_rest(factor: float, top_k: int) -> None:
+    plain, x = make(top_k=top_k)
+    router, _ = make(top_k=top_k, capacity_factor=factor)
+    wanted, got = plain(x), router(x)
+    capacity = math.ceil(factor * T * top_k / E)
+    seen, dropped = [0] * E, 0
+    for t in range(T):
+        for k in range(top_k):
+            e = int(wanted.expert_TK[t, k])
+            seen[e] += 1
+            if seen[e] > capacity:
+                dropped += 1
+                assert got.expert_TK[t, k] == -1 and got.weight_TK[t, k] == 0
+            else:
+                assert got.expert_TK[t, k] == e and got.weight_TK[t, k] == wanted.weight_TK[t, k]
+    assert router.dropped.item() == dropped
+    assert (dropped > 0) if factor <= 0.5 else (dropped == 0) if factor == 100.0 else True
+    router(x)
+    assert router.dropped.item() == 2 * dropped
+    router.reset_counts()
+    assert router.dropped.item() == 0
+
+
+def test_drops_outlive_an_update_of_the_bias() -> None:
+    router, x = make(capacity_factor=0.5, bias_update_rate=0.01)
+    router(x)
+    dropped = router.dropped.item()
+    router.update_bias()
+    assert router.dropped.item() == dropped > 0
+
+
+def test_capacity_and_replayed_holes() -> None:
+    router, x = make(top_k=2, capacity_factor=0.5)
+    expert_TK = torch.full((T, 2), -1, dtype=torch.int32)
+    expert_TK[:, 0] = 4
+    routing = router(x, expert_TK)
+    capacity = math.ceil(0.5 * T * 2 / E)
+    assert (routing.expert_TK[:, 0] == 4).sum() == capacity and (routing.expert_TK[:capacity, 0] == 4).all()
+    assert router.dropped.item() == T - capacity
+
+
+# -- errors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok=0 must be between 1 and 12"),
+        ({"num_experts_per_tok": 13}, "num_experts_per_tok=13 must be between 1 and 12"),
+        ({"score": "tanh"}, "score='tanh' is not known; use 'softmax' or 'sigmoid'"),
+        ({"num_groups": 5, "topk_groups": 2}, "num_groups=5 must divide num_experts=12"),
+        ({"num_groups": 4, "topk_groups": 0}, "topk_groups=0 must be between 1 and num_groups=4"),
+        ({"num_groups": 4, "topk_groups": 5}, "topk_groups=5 must be between 1 and num_groups=4"),
+        ({"num_groups": 6, "topk_groups": 1}, "1 groups of 2 experts hold fewer than 3 experts per token"),
+        ({"topk_groups": 2}, "topk_groups=2.*num_groups"),
+        ({"capacity_factor": 0.0}, "capacity_factor=0.0 must be positive"),
+    ],
+)
+def test_impossible_routers_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Router(H, E, **({"num_experts_per_tok": 3} | options))
+
+
+def experts(*rows: list[int]) -> torch.Tensor:
+    return torch.tensor(rows, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("routing", "message"),
+    [
+        (Routing(experts([0, 1]), None), r"shape \(1, 2\), but the layer got 2 tokens"),
+        (Routing(experts([0, 1])[0], None), r"shape \(2,\), but the layer got 2 tokens"),
+        (Routing(experts([0, 1], [2, 3]).long(), None), "must be int32, not torch.int64; use .int()"),
+        (Routing(experts([0, 1], [2, 3]), torch.ones(2, 3)), r"weight_TK has shape \(2, 3\), expert_TK has \(2, 2\)"),
+        (Routing(experts([0, 1], [2, 12]), None), r"ids from 0 to 12; experts are 0\.\.11, and -1 means none"),
+        (Routing(experts([0, 1], [2, -2]), None), "ids from -2 to 2"),
+        (Routing(experts([0, 1], [3, 3]), None), "names an expert twice for one token; add the two weights"),
+    ],
+)
+def test_a_recording_that_does_not_fit_is_refused(routing: Routing, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        routing.check(2, E)
+
+
+def test_recordings_that_fit() -> None:
+    Routing(experts([0, 1], [-1, -1]), torch.ones(2, 2)).check(2, E)
+    Routing(torch.zeros(0, 3, dtype=torch.int32), None).check(0, E)
+    weight = torch.rand(2, 2, requires_grad=True)
+    recorded = Routing(experts([0, 1], [2, 3]), weight * 2).detach()
+    assert not recorded.weight_TK.requires_grad and Routing(recorded.expert_TK, None).detach().weight_TK is None

@@ -1,0 +1,389 @@
+"""How rows travel: counted rows and bytes equal the predicted ones, and the verbs keep their contract."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import weakref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+import carpool
+from carpool import ExpertLayout, Routing, assign
+from carpool.experts import (
+    ExpertFunction,
+    ExpertWeights,
+    GroupedExperts,
+    ReferenceExperts,
+    make_activation,
+    reference_experts,
+)
+from carpool.ordered_sum import ordered_sum
+from carpool.placement import VERBS, predict
+from carpool.ride import ride, ride_module
+from carpool.stats import LayerStats, Traffic
+from carpool.transport import TRANSPORTS, Arrivals, choose_transport, make_transport
+from tests.layouts import EXPERTS, layout_of
+from tests.ranks import WORLD_SIZE, Ranks, mesh
+
+NAMES = tuple(TRANSPORTS)
+H, F = 20, 12
+
+
+def draw_routings(sizes: tuple[int, ...], top_k: int, holes: float, seed: int) -> list[torch.Tensor]:
+    """expert_TK of each rank, skewed towards low experts, with -1 entries."""
+    generator = torch.Generator().manual_seed(seed)
+    popularity = 1.0 / (1 + torch.arange(EXPERTS))
+    routings = []
+    for size in sizes:
+        picks = [torch.multinomial(popularity, top_k, generator=generator) for _ in range(size)]
+        expert_TK = torch.stack(picks).int() if picks else torch.zeros(0, top_k, dtype=torch.int32)
+        expert_TK[torch.rand(expert_TK.shape, generator=generator) < holes] = -1
+        routings.append(expert_TK)
+    return routings
+
+
+# -- honest bytes ---------------------------------------------------------------------------------------------------
+
+VOLUME_CASES = [
+    # transport, layout, ep, tokens per rank, K, share of -1, dtype
+    (name, layout, 4, sizes, top_k, holes, dtype)
+    for name in NAMES
+    for layout, sizes, top_k, holes, dtype in [
+        ("contiguous", (7, 5, 11, 3), 4, 0.0, torch.float32),
+        ("permuted", (1, 0, 0, 6), 8, 0.3, torch.float32),
+        ("uneven", (4, 4, 4, 4), 3, 0.1, torch.bfloat16),
+        ("replicated", (9, 0, 13, 2), 6, 0.0, torch.float32),
+        ("replicated_permuted", (3, 8, 5, 0), 5, 0.2, torch.bfloat16),
+        ("contiguous", (0, 0, 0, 0), 2, 0.0, torch.float32),
+        ("contiguous", (5, 2, 0, 1), 1, 1.0, torch.float32),
+    ]
+] + [(name, "replicated", 2, (9, 4, 0, 7), 3, 0.0, torch.float32) for name in NAMES]
+VOLUME_CASES += [(name, "contiguous", 1, (3, 4, 0, 7), 2, 0.1, torch.float32) for name in NAMES]
+
+
+def count_rides(cases: list[Any]) -> list[dict[str, Any]]:
+    """Forward and backward of each case on this rank; what was counted."""
+    rank, counted = dist.get_rank(), []
+    for seed, (name, layout, ep, sizes, top_k, holes, dtype) in enumerate(cases):
+        grid = mesh((WORLD_SIZE // ep, ep), ("edp", "ep"))
+        place: dict[str, Any] = {"ep_mesh": grid["ep"], "layout": layout_of(layout, ep), "dtype": dtype}
+        moe = carpool.MoE(H, F, EXPERTS, top_k, transport=name, **place)
+        expert_TK = draw_routings(sizes, top_k, holes, seed)[rank]
+        x = torch.randn(len(expert_TK), H, dtype=dtype, requires_grad=True)
+        moe(x, routing=Routing(expert_TK, torch.ones(expert_TK.shape))).square().sum().backward()
+        stats = moe.stats()
+        traffic = moe.stats_counter.traffic
+        counted.append(
+            {
+                "rows": traffic.rows,
+                "bytes": traffic.bytes,
+                "baseline": traffic.baseline,
+                "rows_remote": stats.rows_remote,
+                "rows_dispatched": stats.rows_dispatched,
+                "bytes_remote": stats.bytes_remote,
+            }
+        )
+    return counted
+
+
+def test_counted_rows_and_bytes_equal_the_predicted_ones(ranks: Ranks) -> None:
+    counted = ranks(count_rides, VOLUME_CASES)
+    for number, case in enumerate(VOLUME_CASES):
+        name, layout, ep, sizes, top_k, holes, dtype = case
+        routings = draw_routings(sizes, top_k, holes, number)
+        for first in range(0, WORLD_SIZE, ep):  # every copy of the expert group on its own
+            group = range(first, first + ep)
+            shape = {"hidden": H, "element_size": dtype.itemsize}
+            volume = predict(name, [routings[r] for r in group], layout_of(layout, ep), **shape)
+            seen = [counted[r][number] for r in group]
+            np.testing.assert_array_equal([s["rows"]["dispatch"] for s in seen], volume.rows_WW, err_msg=str(case))
+            for verb in VERBS:
+                got = np.array([s["bytes"][verb] for s in seen])
+                np.testing.assert_array_equal(got, volume.bytes_WW[verb], err_msg=f"{case}: {verb}")
+                assert sum(s["bytes_remote"][verb] for s in seen) == volume.bytes_remote(verb), f"{case}: {verb}"
+            assert sum(s["rows_remote"] for s in seen) == volume.rows_remote
+            assert sum(s["rows_dispatched"] for s in seen) == volume.copies_per_token * max(1, sum(volume.tokens_W))
+            # What alltoall would have moved is counted beside every transport, so that savings are of the same ride.
+            baseline = predict("alltoall", [routings[r] for r in group], layout_of(layout, ep), **shape)
+            for verb in VERBS[1:]:
+                assert sum(s["baseline"][verb] for s in seen) == baseline.bytes_remote(verb), f"{case}: {verb}"
+
+
+def test_the_predictions_order_of_transports() -> None:
+    """dedup never moves more rows than alltoall, nor than gather."""
+    routings = draw_routings((6, 6, 6, 6), 6, 0.1, 0)
+    rows = {
+        name: predict(name, routings, layout_of("permuted", 4), hidden=H, element_size=2).rows_remote for name in NAMES
+    }
+    assert rows["dedup"] < rows["alltoall"] and rows["dedup"] <= rows["gather"]
+
+
+def test_predicted_rows_of_the_docstring() -> None:
+    routings = [np.array([[0, 1], [1, 2], [1, 2]]), np.array([[0, 3]])]
+    plain = ExpertLayout(((0, 1), (2, 3)))
+    shape = {"hidden": 16, "element_size": 2}
+    assert predict("dedup", routings, plain, **shape).rows_WW.tolist() == [[3, 2], [1, 1]]
+    assert predict("alltoall", routings, plain, **shape).rows_WW.tolist() == [[4, 2], [1, 1]]
+    assert predict("gather", routings, plain, **shape).rows_WW.tolist() == [[3, 3], [3, 3]]
+    placed = predict("dedup", routings, ExpertLayout(((1, 2), (0, 3))), **shape)
+    assert placed.rows_WW.sum() == 5 and placed.copies_per_token == 5 / 4
+    assert placed.bytes_WW["dispatch"].tolist() == [[3 * 48, 48], [0, 48]]
+    assert placed.bytes_WW["dispatch_backward"].tolist() == [[3 * 40, 0], [40, 40]]
+    assert placed.bytes_remote("combine") == 32 and placed.bytes_remote("plan") == 32
+
+
+@pytest.mark.parametrize(
+    ("transport", "routings", "message"),
+    [
+        ("pigeon", [[[0]], [[1]]], "pigeon.*no volume formula.*gather, alltoall, dedup"),
+        ("dedup", [[[0]]], "2 ranks, but there are routings of 1"),
+        ("dedup", [[[0]], [[1, 2]]], "same K on all ranks.*1, 2"),
+        ("dedup", [[[0]], [[4]]], r"rank 1 names experts 4 to 4.*0\.\.3"),
+        ("dedup", [[[0]], [[-2]]], "rank 1 names experts -2"),
+    ],
+)
+def test_a_volume_of_nonsense_is_refused(transport: str, routings: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tensors = [torch.tensor(r) for r in routings]
+        predict(transport, tensors, ExpertLayout(((0, 1), (2, 3))), hidden=8, element_size=4)
+
+
+# -- the contract of the verbs --------------------------------------------------------------------------------------
+
+
+def arrivals_of(name: str, layout_name: str) -> dict[str, Any]:
+    """Plan, dispatch, and a combine that sends back what came, on this rank."""
+    rank, layout = dist.get_rank(), layout_of(layout_name, WORLD_SIZE)
+    expert_TK = draw_routings((4, 7, 0, 5), 5, 0.2, 3)[rank]
+    transport = make_transport(name, mesh((WORLD_SIZE,), ("ep",)).get_group(), layout.slots_per_rank)
+    slot_TK = assign(Routing(expert_TK, None), layout, rank)
+    token_T = 100 * rank + torch.arange(len(expert_TK))
+    x_TH = token_T.float().unsqueeze(1).repeat(1, 3)
+    weight_TK = token_T.unsqueeze(1) + 0.01 * torch.arange(5)
+    traffic = Traffic(WORLD_SIZE, rank)
+    route = transport.plan(slot_TK, weight_TK, traffic)
+    arrivals: Arrivals = transport.dispatch(x_TH, route).wait()
+    filled = arrivals.slot_RJ >= 0
+    partial_RH = route.new_partial(3, torch.float32, x_TH.device)
+    partial_RH.copy_(arrivals.x_RH * filled.any(1, keepdim=True))
+    y_TH = transport.combine(route).wait()
+    visited = [len({s // layout.slots_per_rank for s in row if s >= 0}) for row in slot_TK.tolist()]
+    per_row = torch.tensor([sum(s >= 0 for s in row) for row in slot_TK.tolist()] if name == "alltoall" else visited)
+    assert torch.equal(y_TH, x_TH * per_row.unsqueeze(1)), "each row came back once for each place that it went to"
+    assert route.num_rows == len(arrivals.x_RH) and arrivals.num_pairs == route.num_pairs == int(filled.sum())
+    assert arrivals.slot_RJ.dtype == torch.int32 and arrivals.weight_RJ.dtype == torch.float32
+    assert (arrivals.weight_RJ[~filled] == 0).all()
+    assert arrivals.slot_RJ.shape[1] == route.choices_per_row
+    pairs = []
+    for row, column in filled.nonzero().tolist():
+        token = int(arrivals.x_RH[row, 0])
+        pairs.append((token, int(arrivals.slot_RJ[row, column]), round(float(arrivals.weight_RJ[row, column]), 2)))
+    wanted = [
+        (token, slot, round(token + 0.01 * k, 2))
+        for token, row in zip(token_T.tolist(), slot_TK.tolist(), strict=True)
+        for k, slot in enumerate(row)
+        if slot >= 0
+    ]
+    return {"pairs": pairs, "wanted": wanted, "slots": layout.slots_per_rank, "columns": arrivals.slot_RJ.tolist()}
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "uneven", "replicated_permuted"])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_choice_arrives_once_where_its_slot_is(name: str, layout: str, ranks: Ranks) -> None:
+    results = ranks(arrivals_of, name, layout)
+    for rank, result in enumerate(results):
+        slots = result["slots"]
+        wanted = [(t, s % slots, w) for other in results for t, s, w in other["wanted"] if s // slots == rank]
+        assert sorted(result["pairs"]) == sorted(wanted)
+
+
+def module_rides(name: str, layout_name: str, ep: int) -> dict[str, bool]:
+    """`ride_module` around the reference experts against `ride` with them: outputs and gradients, bit for bit."""
+    rank = dist.get_rank()
+    grid = mesh((WORLD_SIZE // ep, ep), ("edp", "ep"))
+    layout = layout_of(layout_name, ep)
+    group = grid["ep"].get_group() if ep > 1 else None
+    expert_TK = draw_routings((4, 7, 0, 5), 5, 0.2, 3)[rank]
+    slot_TK = assign(Routing(expert_TK, None), layout, rank % ep)
+    generator = torch.Generator().manual_seed(rank)
+    own = len(layout.slots[rank % ep])
+    function = ExpertFunction(make_activation("silu", True))
+    inputs = [(len(expert_TK), H), tuple(expert_TK.shape), (own, 2 * F, H), (own, H, F)]
+    x, weight, up, down = [torch.randn(shape, generator=generator) for shape in inputs]
+    results = []
+    for way in ("ride", "module"):
+        leaves = [t.clone().requires_grad_() for t in (x, weight, up, down)]
+        transport = make_transport(name, group, layout.slots_per_rank)
+        stats = LayerStats(EXPERTS, ep, rank % ep)
+        weights = ExpertWeights(leaves[2], leaves[3])
+        if way == "ride":
+            y = ride(leaves[0], leaves[1], slot_TK, transport, ReferenceExperts(function), weights, stats)
+        else:
+
+            def module(x_RH: torch.Tensor, slot_RJ: torch.Tensor, weight_RJ: torch.Tensor) -> torch.Tensor:
+                return reference_experts(x_RH, slot_RJ, weight_RJ, weights, function)  # noqa: B023
+
+            y = ride_module(leaves[0], leaves[1], slot_TK, transport, module, stats)
+        # A gradient that is one number expanded is what `y.sum()` gives.
+        y.sum().backward()
+        results.append((y.detach(), *(leaf.grad for leaf in leaves), stats.traffic.bytes, stats.traffic.baseline))
+    names = ("y", "x", "weight", "up", "down")
+    same = {n: torch.equal(a, b) for n, a, b in zip(names, results[0], results[1], strict=False)}
+    return same | {"traffic": results[0][5:] == results[1][5:]}
+
+
+@pytest.mark.parametrize(("layout", "ep"), [("contiguous", 4), ("replicated", 2), ("permuted", 1)])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_foreign_module_rides_like_our_own_experts(name: str, layout: str, ep: int, ranks: Ranks) -> None:
+    for rank, same in enumerate(ranks(module_rides, name, layout, ep)):
+        assert all(same.values()), f"rank {rank}: {[n for n, equal in same.items() if not equal]} differ"
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("way", ["ride", "ride_module"])
+def test_nothing_of_a_ride_survives_it(name: str, way: str) -> None:
+    """A route that a cycle keeps alive would hold every layer's rows until the garbage collector comes by."""
+    layout = ExpertLayout.contiguous(4, 1)
+    transport = make_transport(name, None, layout.slots_per_rank)
+    routes: list[weakref.ref[Any]] = []
+    plan = transport.plan
+
+    def spy(*args: Any) -> Any:
+        route = plan(*args)
+        routes.append(weakref.ref(route))
+        return route
+
+    transport.plan = spy  # type: ignore[method-assign]
+    function = ExpertFunction(make_activation("silu", True))
+    weights = ExpertWeights(torch.randn(4, 2 * F, H, requires_grad=True), torch.randn(4, H, F, requires_grad=True))
+    x, weight_TK = torch.randn(5, H, requires_grad=True), torch.rand(5, 2, requires_grad=True)
+    slot_TK = torch.tensor([[0, 1], [1, 2], [3, -1], [2, 0], [-1, -1]], dtype=torch.int32)
+    gc.collect()
+    gc.disable()
+    try:
+        stats = LayerStats(4, 1, 0)
+        if way == "ride":
+            y = ride(x, weight_TK, slot_TK, transport, GroupedExperts(function), weights, stats)
+        else:
+            y = ride_module(
+                x, weight_TK, slot_TK, transport, lambda *rows: reference_experts(*rows, weights, function), stats
+            )
+        y.sum().backward()
+        del y
+        assert [ref() for ref in routes] == [None]
+    finally:
+        gc.enable()
+
+
+def test_a_second_backward_through_a_kept_graph_gives_the_same(ranks: Ranks) -> None:
+    assert ranks(_twice_backward) == [True] * WORLD_SIZE
+
+
+def _twice_backward() -> bool:
+    moe = carpool.MoE(H, F, EXPERTS, 3, ep_mesh=mesh((WORLD_SIZE,), ("ep",))["ep"])
+    x = torch.randn(5, H, requires_grad=True)
+    loss = moe(x).square().sum()
+    inputs = [x, *moe.parameters()]
+    once = torch.autograd.grad(loss, inputs, retain_graph=True)
+    again = torch.autograd.grad(loss, inputs)
+    return all(torch.equal(a, b) for a, b in zip(once, again, strict=True))
+
+
+def test_second_derivatives_are_refused_rather_than_wrong() -> None:
+    moe = carpool.MoE(H, F, 4, 2)
+    x = torch.randn(5, H, requires_grad=True)
+    (dx,) = torch.autograd.grad(moe(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+# -- choosing -------------------------------------------------------------------------------------------------------
+
+
+def test_auto_names_its_reason() -> None:
+    name, why = choose_transport("auto", 4, 8)
+    assert name == "dedup" and "3.60 rows per token" in why and "one row per expert sends 8" in why
+    name, why = choose_transport("auto", 4, 1)
+    assert name == "alltoall" and "one row per token either way" in why
+    assert choose_transport("gather", 4, 8) == ("gather", "asked for")
+    with pytest.raises(ValueError, match="'pigeon' is not known; use 'auto' or one of gather, alltoall, dedup"):
+        choose_transport("pigeon", 4, 8)
+
+
+# -- sums in a fixed order ------------------------------------------------------------------------------------------
+
+
+def test_ordered_sum_of_the_docstring() -> None:
+    out = ordered_sum(torch.tensor([[1.0], [2.0], [4.0]]), torch.tensor([1, 0, 1]), 3)
+    assert out.tolist() == [[2.0], [5.0], [0.0]]
+    assert ordered_sum(torch.zeros(0, 2), torch.zeros(0, dtype=torch.int64), 3).tolist() == [[0.0, 0.0]] * 3
+    assert ordered_sum(torch.zeros(0, 2), torch.zeros(0, dtype=torch.int64), 0).shape == (0, 2)
+    assert ordered_sum(torch.ones(2, 3, dtype=torch.float64), torch.tensor([0, 0]), 1).dtype == torch.float64
+    assert ordered_sum(torch.ones(2, 3, dtype=torch.bfloat16), torch.tensor([0, 0]), 1).dtype == torch.float32
+
+
+def sequential_sum(values: torch.Tensor, index: torch.Tensor, num_rows: int) -> torch.Tensor:
+    out = torch.zeros(num_rows, values.shape[1])
+    for i, row in enumerate(index.tolist()):
+        out[row] += values[i].float()
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ordered_sum_adds_in_order_of_position(dtype: torch.dtype) -> None:
+    """Bit for bit the sum that a loop gives: terms of very different size make the order visible."""
+    generator = torch.Generator().manual_seed(0)
+    for n, width, rows in ((37, 5, 7), (1000, 3, 1), (199, 33, 250)):
+        values = torch.randn(n, width, generator=generator) * 10 ** torch.randint(-4, 5, (n, 1), generator=generator)
+        index = torch.randint(0, rows, (n,), generator=generator)
+        assert torch.equal(ordered_sum(values.to(dtype), index, rows), sequential_sum(values.to(dtype), index, rows))
+
+
+IN_THE_INTERPRETER = """
+import torch
+from carpool.ordered_sum import ordered_lists, ordered_sum
+from carpool.ordered_sum_kernel import launch
+
+generator = torch.Generator().manual_seed(0)
+for dtype in (torch.float32, torch.bfloat16, torch.float64):
+    for n, width, rows in ((37, 5, 7), (23, 1030, 1), (0, 4, 3), (9, 33, 25)):
+        values = torch.randn(n, width, generator=generator).to(dtype)
+        index = torch.randint(0, rows, (n,), generator=generator)
+        weight = torch.rand(n, generator=generator)
+        for factor in (None, weight):
+            expected = ordered_sum(values, index, rows, factor)
+            out = torch.full_like(expected, torch.nan)
+            launch(values, *ordered_lists(index, rows), factor, out)
+            assert torch.equal(out, expected), (dtype, n, width, rows, factor is not None)
+"""
+
+
+def test_the_kernel_of_ordered_sum_equals_it_in_the_interpreter() -> None:
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", IN_THE_INTERPRETER], env=environment, check=True, timeout=120)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ordered_sum_on_cuda_equals_that_of_the_cpu_bit_for_bit(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for n, width, rows in ((37, 5, 7), (1000, 3, 1), (4096, 64, 900), (0, 4, 3), (5, 4, 0)):
+        values = torch.randn(n if rows else 0, width, generator=generator).to(dtype)
+        values *= 10 ** torch.randint(-4, 5, (len(values), 1), generator=generator)
+        index = torch.randint(0, max(1, rows), (len(values),), generator=generator)
+        expected = ordered_sum(values, index, rows)
+        for kind in (torch.int64, torch.int32):
+            got = ordered_sum(values.cuda(), index.cuda().to(kind), rows)
+            assert torch.equal(got.cpu(), expected), f"{n} values into {rows} rows"
+        weight = torch.rand(len(values), generator=generator)
+        got = ordered_sum(values.cuda(), index.cuda(), rows, weight.cuda())
+        assert torch.equal(got, ordered_sum(values.cuda(), index.cuda(), rows, weight.cuda())), "bitwise equal twice"
+        torch.testing.assert_close(got.cpu(), ordered_sum(values, index, rows, weight), rtol=1e-5, atol=1e-1)
