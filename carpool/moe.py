@@ -51,7 +51,8 @@ class MoE(nn.Module):
         transport: "auto", "gather", "alltoall", "dedup".
         experts: "auto", "grouped", "reference".
         activation, gated, bias: of the experts: silu, gelu, gelu_tanh, relu, relu2; SwiGLU-like or plain.
-        shared_intermediate_size: hidden size of a shared expert of the same kind that serves every token. 0: none.
+        shared_intermediate_size: hidden size of a shared expert, of the same activation and without biases, that serves
+            every token. 0: none.
         router: keyword arguments of `carpool.routing.Router` (score, normalize, aux_loss_coef, ...).
 
     Example:
@@ -112,7 +113,9 @@ class MoE(nn.Module):
         self.up_bias = nn.Parameter(torch.empty(rows, width, **place)) if bias else None
         self.down_bias = nn.Parameter(torch.empty(rows, hidden_size, **place)) if bias else None
         act = make_activation(activation, gated)
-        self.shared = SharedExpert(hidden_size, shared_intermediate_size, act, gated, place)
+        self.shared = None
+        if shared_intermediate_size:
+            self.shared = SharedExpert(hidden_size, shared_intermediate_size, act, gated, place)
 
         self.experts = make_experts(experts, ExpertFunction(act))
         self.filler = SlotFiller(layout, self.group)
@@ -143,7 +146,9 @@ class MoE(nn.Module):
         slot_TK = assign(routing, self.layout, self.rank)
         weights = fill_slots(ExpertWeights(*self._home_weights()), self.filler)
         y_TH = ride(x_TH, routing.weight_TK, slot_TK, self.transport, self.experts, weights, self.stats_counter)
-        return (y_TH + self.shared(x_TH)).view_as(x)
+        if self.shared is not None:
+            y_TH = y_TH + self.shared(x_TH)
+        return y_TH.view_as(x)
 
     # -- what is asked of it beside the forward -----------------------------------------------------------------
 
@@ -202,7 +207,8 @@ class MoE(nn.Module):
                     if weight is not None:
                         row = weight[rows[expert]] if expert in rows else weight.new_empty(weight.shape[1:])
                         _draw(row)
-        self.shared.reset_parameters()
+        if self.shared is not None:
+            self.shared.reset_parameters()
 
     def extra_repr(self) -> str:
         return f"layout={self.layout.kind}, transport={self.transport.name}, experts={self.experts.name}"
@@ -232,17 +238,16 @@ EXPERT_NAMES = ("up_proj", "down_proj", "up_bias", "down_bias")
 
 
 class SharedExpert(nn.Module):
-    """A dense expert that serves every token at home. With size 0 it adds nothing."""
+    """A dense expert that serves every token at home."""
 
     def __init__(self, hidden_size: int, size: int, activation: Any, gated: bool, place: dict[str, Any]) -> None:
         super().__init__()
-        self.size, self.activation = size, activation
-        if size:
-            self.up = nn.Linear(hidden_size, size * (2 if gated else 1), bias=False, **place)
-            self.down = nn.Linear(size, hidden_size, bias=False, **place)
+        self.activation = activation
+        self.up = nn.Linear(hidden_size, size * (2 if gated else 1), bias=False, **place)
+        self.down = nn.Linear(size, hidden_size, bias=False, **place)
 
-    def forward(self, x_TH: torch.Tensor) -> torch.Tensor | float:
-        return self.down(self.activation(self.up(x_TH))) if self.size else 0.0
+    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        return self.down(self.activation(self.up(x_TH)))
 
     def reset_parameters(self) -> None:
         with torch.no_grad():

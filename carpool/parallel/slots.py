@@ -35,14 +35,14 @@ class SlotFiller:
         self.rank = dist.get_rank(group) if group is not None else 0
         ranks = range(layout.num_ranks)
         # What rank r sends to rank w: the home rows of the experts in w's slots that live on r, in slot order.
-        sends = [[layout.home_of[e][1] for e in layout.slots[w] if e != -1 and layout.home_of[e][0] == self.rank]
-                 for w in ranks]  # fmt: skip
+        sends = [self._rows_for(layout.slots[w]) for w in ranks]
         self.send = [len(rows) for rows in sends]
-        self.send_rows = [row for rows in sends for row in rows]
+        self._send_rows = torch.tensor([row for rows in sends for row in rows], dtype=torch.int64)
         mine = layout.slots[self.rank]
         arriving = [[slot for slot, e in enumerate(mine) if e != -1 and layout.home_of[e][0] == r] for r in ranks]
         self.receive = [len(slots) for slots in arriving]
-        self.arrival_slots = [slot for slots in arriving for slot in slots]
+        self._arrival_slots = torch.tensor([slot for slots in arriving for slot in slots], dtype=torch.int64)
+        self._on_device: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def fill(self, home: torch.Tensor) -> torch.Tensor:
         """(rows of this rank's homes, ...) -> (slots of this rank, ...), differentiable. Collective."""
@@ -50,10 +50,19 @@ class SlotFiller:
             return home
         return _Fill.apply(home, self)
 
+    def indices(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        """(home rows to send, slots that arriving rows go to), kept on the device so that no step copies them there."""
+        if device not in self._on_device:
+            self._on_device[device] = self._send_rows.to(device), self._arrival_slots.to(device)
+        return self._on_device[device]
+
+    def _rows_for(self, slots: tuple[int, ...]) -> list[int]:
+        return [self.layout.home_of[e][1] for e in slots if e != -1 and self.layout.home_of[e][0] == self.rank]
+
     def exchange(self, rows: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
-        out = rows.new_empty(sum(receive), *rows.shape[1:])
         if self.group is None:
             return rows
+        out = rows.new_empty(sum(receive), *rows.shape[1:])
         dist.all_to_all_single(out, rows.contiguous(), receive, send, group=self.group)
         return out
 
@@ -68,18 +77,17 @@ class _Fill(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, home: torch.Tensor, filler: SlotFiller) -> torch.Tensor:
         ctx.filler, ctx.num_rows = filler, home.shape[0]
-        send_rows = torch.tensor(filler.send_rows, dtype=torch.int64, device=home.device)
+        send_rows, arrival_slots = filler.indices(home.device)
         arrived = filler.exchange(home[send_rows], filler.send, filler.receive)
         slots = home.new_zeros(len(filler.layout.slots[filler.rank]), *home.shape[1:])
-        slots[torch.tensor(filler.arrival_slots, dtype=torch.int64, device=home.device)] = arrived
+        slots[arrival_slots] = arrived
         return slots
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dslots: torch.Tensor) -> tuple[torch.Tensor, None]:
         filler: SlotFiller = ctx.filler
-        arrival_slots = torch.tensor(filler.arrival_slots, dtype=torch.int64, device=dslots.device)
+        send_rows, arrival_slots = filler.indices(dslots.device)
         back = filler.exchange(dslots[arrival_slots], filler.receive, filler.send)
-        send_rows = torch.tensor(filler.send_rows, dtype=torch.int64, device=dslots.device)
         dhome = ordered_sum(back.flatten(1), send_rows, ctx.num_rows)
         return dhome.view(ctx.num_rows, *dslots.shape[1:]).to(dslots.dtype), None
