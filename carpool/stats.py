@@ -154,6 +154,7 @@ class LayerStats:
             num_experts_per_tok=self.top_k,
             rows_dispatched=sum(traffic.rows["dispatch"]),
             rows_remote=traffic.remote(traffic.rows, "dispatch"),
+            bytes_local={verb: traffic.bytes[verb][traffic.rank] for verb in VERBS},
             bytes_remote={verb: traffic.remote(traffic.bytes, verb) for verb in VERBS},
             load_E=tuple(self.load_E.tolist()),
         )
@@ -179,9 +180,15 @@ class RideStats:
     num_experts_per_tok: int
     rows_dispatched: int
     rows_remote: int
+    bytes_local: dict[str, int]
     bytes_remote: dict[str, int]
     load_E: tuple[int, ...] = field(repr=False)
     dropped: int = 0
+
+    @property
+    def rows_local(self) -> int:
+        """Rows that stayed on their own rank."""
+        return self.rows_dispatched - self.rows_remote
 
     @property
     def copies_per_token(self) -> float:
@@ -191,8 +198,8 @@ class RideStats:
     def __str__(self) -> str:
         mean = sum(self.load_E) / max(1, len(self.load_E))
         return (
-            f"{self.tokens} tokens, {self.copies_per_token:.2f} copies per token "
-            f"(of {self.num_experts_per_tok} experts), {self.rows_remote} rows to other ranks, "
+            f"{self.tokens} tokens, {self.copies_per_token:.2f} copies each (of {self.num_experts_per_tok} experts), "
+            f"{self.rows_local} rows stayed, {self.rows_remote} went to other ranks: "
             + ", ".join(f"{verb} {size} B" for verb, size in self.bytes_remote.items() if size)
             + f"; load max/mean {max(self.load_E, default=0) / mean if mean else 0.0:.2f}, "
             f"{sum(n == 0 for n in self.load_E)} experts idle, {self.dropped} choices dropped"

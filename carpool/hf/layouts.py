@@ -45,6 +45,11 @@ def set_layout(model: nn.Module, layout: ExpertLayout) -> None:
             own.set_layout(layout)
 
 
+def is_logical(model: nn.Module) -> bool:
+    """Whether expert rows are in logical order as they are, so that checkpoints need no reordering."""
+    return all(order == sorted(order) for order in (places(own.layout) for own in rides(model).values()))
+
+
 def logical_order(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A state dict of the model or its optimizer with expert rows in logical order. Collective."""
     return _reorder(model, state, to_logical=True)

@@ -18,6 +18,7 @@ import statistics
 import time
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +28,12 @@ import torch.distributed as dist
 import carpool
 from carpool.hf import install, rides, set_transport
 from carpool.hf.build import build_model
-from carpool.hf.layouts import logical_order, physical_order, set_layout
+from carpool.hf.layouts import is_logical, logical_order, physical_order, set_layout
 from carpool.hf.metrics import RideMetrics, RideRecord
 from carpool.layout import ExpertLayout
 from carpool.parallel.clip import clip_grad_norm
 from carpool.report import text_block
-from carpool.train.checkpoint import CheckpointManager, load
+from carpool.train.checkpoint import CheckpointManager, export_pretrained, load
 from carpool.train.data import prepare
 from carpool.train.diagnose import NonFiniteError, explain
 from carpool.train.display import Display
@@ -150,7 +151,8 @@ class _Run:
         self.totals = {"tokens": 0, "bytes_remote": 0, "bytes_remote_alltoall": 0}
         self.losses: dict[str, float | None] = {"final_loss": None, "first_eval_loss": None, "final_eval_loss": None}
         if resume is not None:
-            state = load(resume, self.model, self.optimizer, from_logical=lambda s: physical_order(self.model, s))
+            from_logical = None if is_logical(self.model) else partial(physical_order, self.model)
+            state = load(resume, self.model, self.optimizer, from_logical=from_logical)
             self.step, self.totals, self.losses = state["step"], state["totals"], state["losses"]
             self.loader.load_state_dict(state["loader"])
         self.start = self.step
@@ -237,9 +239,8 @@ class _Run:
 
     def save(self) -> None:
         state = {"totals": self.totals, "losses": self.losses, "loader": self.loader.state_dict()}
-        saved = self.checkpoints.save(
-            self.step, self.model, self.optimizer, state, to_logical=lambda s: logical_order(self.model, s)
-        )
+        to_logical = None if is_logical(self.model) else partial(logical_order, self.model)
+        saved = self.checkpoints.save(self.step, self.model, self.optimizer, state, to_logical=to_logical)
         path = str(saved.path.relative_to(self.folder))
         self.recorder.write("checkpoint", self.step, path=path, bytes=saved.bytes, seconds=saved.seconds)
         self.display.say(f"step {self.step}: checkpoint {saved.path}")
@@ -250,6 +251,10 @@ class _Run:
         self.evaluate()
         if not training.save_steps or self.step % training.save_steps:
             self.save()
+        if training.save_pretrained and self.step == training.max_steps:
+            to_logical = None if is_logical(self.model) else partial(logical_order, self.model)
+            exported = export_pretrained(self.model, self.folder / "model", to_logical=to_logical)
+            self.display.say(f"model for transformers: {exported}")
         comparison = self._compare()
         self.display.close()
         summary = self._summary(comparison)

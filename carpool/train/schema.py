@@ -213,6 +213,10 @@ class TrainingSection(Section):
         default=100, gt=0, description="Steps between checkpoints; one more at the end. none: only at the end."
     )
     save_total_limit: int | None = Field(default=2, gt=0, description="Newest checkpoints that are kept. none: all.")
+    save_pretrained: bool = Field(
+        default=True,
+        description="At the end, also write the model as a plain transformers checkpoint, the folder model of the run.",
+    )
     resume_from_checkpoint: str | None = Field(
         default=None, description='"last" (newest good one in output_dir), or a checkpoint\'s folder. none: start anew.'
     )

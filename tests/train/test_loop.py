@@ -223,6 +223,15 @@ def test_a_run_is_not_overwritten(ranks: Ranks, reference: Path, text: list[str]
     assert (reference / "metrics.jsonl").read_bytes() == before
 
 
+def test_the_model_loads_in_plain_transformers(reference: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(reference / "model", dtype=torch.float32)
+    saved = weights(reference, 6)
+    for name, parameter in model.state_dict().items():
+        assert torch.equal(parameter, saved[f"model/{name}"]), name
+
+
 def test_generates_from_the_newest_checkpoint(reference: Path) -> None:
     first = generate(reference, "def f", max_new_tokens=12, seed=1)
     assert first.startswith("def f") and first == generate(reference, "def f", max_new_tokens=12, seed=1)

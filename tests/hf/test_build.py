@@ -1,0 +1,348 @@
+"""Models from a configuration or a folder: the same values for any number of ranks, and clear refusals."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers.distributed import DistributedConfig
+from transformers.models.olmoe.modeling_olmoe import OlmoePreTrainedModel
+
+from carpool.hf.build import build_model, experts_modules, make_config
+from tests.hf.meshes import reuse_meshes
+from tests.ranks import Ranks
+
+EP_IMPLEMENTATION = "all_to_all"
+Layout = dict[str, int]
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+}
+TINY: dict[str, dict[str, Any]] = {
+    "olmoe": COMMON | {"num_experts": 8, "num_experts_per_tok": 2},
+    # Keeps its router in float32 beside bfloat16 weights, and a correction bias.
+    "ernie4_5_moe": COMMON
+    | {"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 1},
+    # Its router writes the weights of a child that has written them already; latent attention; a float32 buffer.
+    "afmoe": COMMON
+    | {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "num_dense_layers": 1, "head_dim": 8},
+}
+LAYOUTS: list[Layout] = [
+    {"fsdp_size": 4, "ep_size": 4},
+    {"fsdp_size": 4, "ep_size": 2},
+    {"dp_replicate_size": 2, "fsdp_size": 2, "ep_size": 2},
+    {"tp_size": 2, "fsdp_size": 2, "ep_size": 4},
+    {"fsdp_size": 4},
+]
+
+
+def _distributed(layout: Layout | None) -> DistributedConfig | None:
+    reuse_meshes()
+    return None if layout is None else DistributedConfig.from_dict({"ep_implementation": EP_IMPLEMENTATION, **layout})
+
+
+def _build(
+    model_type: str = "olmoe",
+    layout: Layout | None = None,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **overrides: Any,
+) -> PreTrainedModel:
+    config = make_config(model_type, TINY[model_type] | overrides)
+    return build_model(config, distributed_config=_distributed(layout), dtype=dtype, seed=seed)
+
+
+def _tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """All parameters and buffers in full, tied ones under each of their names."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for name, t in named}
+
+
+# ------------------------------------------------------------------------------------------------- random weights
+
+
+def _differences(model_type: str, layouts: list[Layout], dtype: torch.dtype, tied: bool) -> list[str]:
+    """What is not exactly as in the model of one process."""
+    expected = _tensors(_build(model_type, dtype=dtype, tie_word_embeddings=tied))
+    wrong = []
+    for layout in layouts:
+        model = _build(model_type, layout, dtype=dtype, tie_word_embeddings=tied)
+        ours = _tensors(model)
+        assert ours.keys() == expected.keys()
+        for name, tensor in ours.items():
+            if tensor.dtype != expected[name].dtype or not tensor.equal(expected[name]):
+                wrong.append(f"{layout} {name}")
+        if tied:
+            assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+        shards = [p for p in model.parameters() if isinstance(p, DTensor)]
+        assert len(shards) == len(list(model.parameters()))
+        # A rank keeps its part and not a view into the whole.
+        assert all(p.to_local().untyped_storage().nbytes() == p.to_local().nbytes for p in shards)
+        assert all(getattr(t, "_is_hf_initialized", False) for t in [*model.parameters(), *model.buffers()])
+        assert model.training and all(getattr(m, "_is_hf_initialized", False) for m in model.modules())
+    return wrong
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_values_do_not_depend_on_the_mesh(ranks: Ranks, tied: bool) -> None:
+    assert ranks(_differences, "olmoe", LAYOUTS, torch.float32, tied) == [[]] * 4
+
+
+@pytest.mark.parametrize("model_type", ["ernie4_5_moe", "afmoe"])
+def test_unusual_modules(ranks: Ranks, model_type: str) -> None:
+    assert ranks(_differences, model_type, LAYOUTS[1:2], torch.bfloat16, False) == [[]] * 4
+
+
+def _logits_and_gradients(layout: Layout) -> tuple[float, dict[str, float]]:
+    """The largest difference from one process, in a forward and backward over 4 rows."""
+    ids = torch.randint(2, 64, (4, 10), generator=torch.Generator().manual_seed(0))
+    mine = ids[dist.get_rank() :][:1]
+    model, reference = _build("olmoe", layout), _build("olmoe")
+    logits = model(input_ids=mine, labels=mine)
+    expected = reference(input_ids=ids, labels=ids)
+    logits.loss.backward()
+    expected.loss.backward()
+    difference = (logits.logits - expected.logits[dist.get_rank()]).abs().max().item()
+    gradients = {}
+    for name, theirs in reference.named_parameters():
+        grad = model.get_parameter(name).grad
+        assert isinstance(grad, DTensor) and theirs.grad is not None
+        gradients[name] = (grad.full_tensor() - theirs.grad).abs().max().item() / theirs.grad.abs().max().item()
+    return difference, gradients
+
+
+def test_the_model_computes_what_one_process_computes(ranks: Ranks) -> None:
+    for difference, gradients in ranks(_logits_and_gradients, {"fsdp_size": 4, "ep_size": 2}):
+        assert difference < 1e-6
+        assert max(gradients.values()) < 1e-5, gradients
+
+
+def test_the_recipe_is_the_model_s_own() -> None:
+    """Standard deviations, ones, zeros; no two modules alike; nothing left over from uninitialised memory."""
+    tensors = _tensors(_build("olmoe", hidden_size=64, vocab_size=512, initializer_range=0.05))
+    for name, tensor in tensors.items():
+        if "norm" in name:
+            assert tensor.equal(torch.ones_like(tensor)), name
+        elif "inv_freq" not in name:
+            assert tensor.std().item() == pytest.approx(0.05, rel=0.05), name
+            assert abs(tensor.mean().item()) < 0.005, name
+    padding = _tensors(_build("olmoe", pad_token_id=3))["model.embed_tokens.weight"][3]
+    assert padding.equal(torch.zeros_like(padding))
+    first, second = (tensors[f"model.layers.{layer}.mlp.experts.down_proj"] for layer in (0, 1))
+    assert not first.equal(second)
+
+
+def test_rotary_frequencies_are_computed() -> None:
+    from transformers import AutoModelForCausalLM
+
+    config = make_config("olmoe", TINY["olmoe"])
+    expected = dict(AutoModelForCausalLM.from_config(config).named_buffers())
+    ours = dict(_build("olmoe", dtype=torch.bfloat16).named_buffers())
+    assert ours.keys() == expected.keys() and len(ours) > 0
+    assert all(ours[name].dtype == torch.float32 and ours[name].equal(expected[name]) for name in ours)
+
+
+def test_the_seed_and_nothing_else_decides() -> None:
+    torch.manual_seed(1)
+    first = _tensors(_build(seed=1))
+    state = torch.get_rng_state()
+    torch.manual_seed(2)
+    again = _tensors(_build(seed=1))
+    other = _tensors(_build(seed=2))
+    assert all(first[name].equal(again[name]) for name in first)
+    weight = "model.layers.0.self_attn.q_proj.weight"
+    assert not first[weight].equal(other[weight])
+    torch.manual_seed(1)
+    assert torch.get_rng_state().equal(state), "building a model must not draw from the caller's generator"
+
+
+def test_a_module_that_writes_into_its_child_has_the_last_word() -> None:
+    """AFMoE's router sets the weights of its gate to zero after the gate drew them."""
+    gate = _tensors(_build("afmoe"))["model.layers.1.mlp.router.gate.weight"]
+    assert gate.equal(torch.zeros_like(gate))
+
+
+def test_what_is_kept_in_float32() -> None:
+    dtypes = {name: tensor.dtype for name, tensor in _tensors(_build("ernie4_5_moe", dtype=torch.bfloat16)).items()}
+    assert dtypes["model.layers.1.mlp.gate.weight"] == torch.float32
+    assert dtypes["model.layers.1.mlp.experts.down_proj"] == torch.bfloat16
+
+
+def test_one_module_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a module is filled, no other module of the whole model is in memory."""
+    original: Any = OlmoePreTrainedModel._init_weights
+    real: list[int] = []
+
+    def watched(self: PreTrainedModel, module: torch.nn.Module) -> None:
+        real.append(sum(p.numel() for p in self.parameters() if not p.is_meta))
+        original(self, module)
+
+    monkeypatch.setattr(OlmoePreTrainedModel, "_init_weights", watched)
+    model = _build()
+    largest = max(sum(p.numel() for p in module.parameters(recurse=False)) for module in model.modules())
+    assert max(real) == largest
+
+
+def test_a_parameter_that_the_recipe_forgets_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    original: Any = OlmoePreTrainedModel._init_weights
+
+    def forgetful(self: PreTrainedModel, module: torch.nn.Module) -> None:
+        if "Experts" not in type(module).__name__:
+            original(self, module)
+
+    monkeypatch.setattr(OlmoePreTrainedModel, "_init_weights", forgetful)
+    with pytest.raises(ValueError, match=r"gives no initial value to model\.layers\.0\.mlp\.experts\.down_proj"):
+        _build()
+
+
+# ----------------------------------------------------------------------------------------------------- from a folder
+
+
+def _load(path: str, layout: Layout | None, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    model = build_model(path, distributed_config=_distributed(layout), dtype=dtype, seed=0)
+    assert model.training
+    if layout is not None:
+        assert experts_modules(model) == {f"model.layers.{n}.mlp.experts": 8 // layout["ep_size"] for n in (0, 1)}
+    return _tensors(model)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("folder")
+    _build(seed=4).save_pretrained(path)
+    return path
+
+
+def test_a_folder_is_loaded_sharded(ranks: Ranks, folder: Path) -> None:
+    expected = _tensors(_build(seed=4))
+    for ours in [*ranks(_load, str(folder), LAYOUTS[0]), _load(str(folder), None)]:
+        assert ours.keys() == expected.keys()
+        assert all(ours[name].equal(expected[name]) for name in expected)
+    ours = _load(str(folder), None, torch.bfloat16)
+    assert ours["lm_head.weight"].equal(expected["lm_head.weight"].bfloat16())
+
+
+def _refusal(path: Path | PreTrainedConfig, layout: Layout | None = None) -> str:
+    with pytest.raises(ValueError) as caught:
+        build_model(path, distributed_config=_distributed(layout), dtype=torch.float32, seed=0)
+    return str(caught.value)
+
+
+def _copy(folder: Path, to: Path, **config: Any) -> Path:
+    to.mkdir()
+    for file in folder.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    if config:
+        raw = json.loads((to / "config.json").read_text())
+        (to / "config.json").write_text(json.dumps(raw | config))
+    return to
+
+
+def test_folders_that_are_refused(folder: Path, tmp_path: Path) -> None:
+    assert f"there is no checkpoint folder {tmp_path / 'nowhere'}" in _refusal(tmp_path / "nowhere")
+
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert "has no config.json" in _refusal(empty)
+    (empty / "adapter_config.json").write_text("{}")
+    assert "it holds an adapter" in _refusal(empty)
+
+    broken = _copy(folder, tmp_path / "broken")
+    for text in ("{", "[]"):
+        (broken / "config.json").write_text(text)
+        assert "is not a JSON object" in _refusal(broken)
+
+    unknown = _copy(folder, tmp_path / "unknown", model_type="olmoee", auto_map={"AutoConfig": "evil.Config"})
+    message = _refusal(unknown)
+    assert "did you mean 'olmoe'" in message and "its own code (auto_map), which Carpool never runs" in message
+
+    pickled = _copy(folder, tmp_path / "pickled")
+    (pickled / "model.safetensors").rename(pickled / "pytorch_model.bin")
+    message = _refusal(pickled)
+    assert "pickles (pytorch_model.bin)" in message and "Carpool never unpickles" in message
+
+    bare = _copy(folder, tmp_path / "bare")
+    (bare / "model.safetensors").unlink()
+    assert "holds no weights" in _refusal(bare)
+
+    index = {"metadata": {}, "weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}
+    partial = _copy(folder, tmp_path / "partial")
+    (partial / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "its index names model-00002-of-00002.safetensors" in _refusal(partial)
+
+    quantised = _copy(folder, tmp_path / "quantised", quantization_config={"quant_method": "mxfp4"})
+    assert "quantised (mxfp4)" in _refusal(quantised)
+
+
+def test_missing_weights_are_refused_and_not_made_up(folder: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    lacking = _copy(folder, tmp_path / "lacking")
+    tensors = load_file(lacking / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, lacking / "model.safetensors", metadata={"format": "pt"})
+    assert "lacks 1 of the weights of OlmoeForCausalLM: model.norm.weight" in _refusal(lacking)
+
+
+# --------------------------------------------------------------------------------------------------------- refusals
+
+
+def test_a_model_without_experts_is_refused() -> None:
+    message = _refusal(LlamaConfig(**COMMON))
+    assert "LlamaForCausalLM (llama) is not a mixture of experts" in message
+    assert "no module with an expert-parallel plan" in message
+
+
+def _wrong_parallelism() -> list[str]:
+    config = make_config("olmoe", TINY["olmoe"] | {"num_experts": 6})
+    layouts: list[Layout] = [
+        {"fsdp_size": 4, "ep_size": 4},
+        {"fsdp_size": 8, "ep_size": 8},
+        {"fsdp_size": 2},
+        {"fsdp_size": 1},
+    ]
+    return [_refusal(config, layout) for layout in layouts]
+
+
+def test_parallelism_that_does_not_fit_is_refused(ranks: Ranks) -> None:
+    for experts, too_many, too_few, none in ranks(_wrong_parallelism):
+        assert "ep_size 4 does not divide the 6 experts of OlmoeForCausalLM's model.layers.0.mlp.experts" in experts
+        assert "one of 1, 2, 3, 6" in experts
+        assert "ep_size is 8, but only 4 ranks run" in too_many
+        assert "for 2 ranks" in too_few and "fsdp_size 2" in too_few and "but 4 run" in too_few
+        assert "for 1 ranks" in none
+    assert "for 2 ranks" in _refusal(make_config("olmoe", TINY["olmoe"]), {"fsdp_size": 2})
+
+
+def test_sizes_of_one_are_one_process() -> None:
+    expected = _tensors(_build())
+    ours = _tensors(_build(layout={"fsdp_size": 1, "ep_size": 1}))
+    assert all(ours[name].equal(expected[name]) for name in expected)
+
+
+def test_make_config() -> None:
+    config = make_config("olmoe", {"num_experts": 12, "num_local_experts": 12, "rope_theta": 5000.0})
+    assert config.num_experts == 12 and config.rope_parameters["rope_theta"] == 5000.0
+    for model_type, overrides, message in (
+        ("olmo_e", {}, "no causal language model of type 'olmo_e'; did you mean 'olmoe'"),
+        ("vit", {}, "no causal language model of type 'vit'"),
+        ("olmoe", {"num_expert": 4}, "of olmoe has no key 'num_expert'; did you mean 'num_experts'"),
+        ("olmoe", {"hidden_size": "big"}, "refuses .*hidden_size"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make_config(model_type, overrides)
