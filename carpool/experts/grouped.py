@@ -111,9 +111,7 @@ def sort_pairs(slot_RJ: torch.Tensor, num_slots: int, num_pairs: int) -> tuple[t
 
 def grouped_mm(x_PI: torch.Tensor, weight_SIO: torch.Tensor, offsets_S: torch.Tensor) -> torch.Tensor:
     """(P, I) rows grouped by slot times (S, I, O): (P, O), every row a product with its slot's matrix."""
-    size = x_PI.element_size()
-    aligned = x_PI.shape[1] * size % 16 == 0 and weight_SIO.shape[2] * size % 16 == 0
-    if aligned and _takes(x_PI):
+    if _takes(x_PI, weight_SIO.shape[2], offsets_S):
         return F.grouped_mm(x_PI.contiguous(), weight_SIO, offs=offsets_S)
     out = x_PI.new_empty(x_PI.shape[0], weight_SIO.shape[2])
     for slot, (start, end) in enumerate(_ranges(offsets_S)):
@@ -123,9 +121,7 @@ def grouped_mm(x_PI: torch.Tensor, weight_SIO: torch.Tensor, offsets_S: torch.Te
 
 def grouped_outer(a_PM: torch.Tensor, b_PN: torch.Tensor, offsets_S: torch.Tensor) -> torch.Tensor:
     """For each slot the product a^T b over its rows: (S, M, N); zero for a slot without rows."""
-    size = a_PM.element_size()
-    aligned = a_PM.shape[1] * size % 16 == 0 and b_PN.shape[1] * size % 16 == 0
-    if aligned and _takes(a_PM) and a_PM.shape[0]:
+    if _takes(a_PM, b_PN.shape[1], offsets_S):
         return F.grouped_mm(a_PM.contiguous().t(), b_PN.contiguous(), offs=offsets_S)
     out = a_PM.new_zeros(offsets_S.shape[0], a_PM.shape[1], b_PN.shape[1])
     for slot, (start, end) in enumerate(_ranges(offsets_S)):
@@ -133,10 +129,12 @@ def grouped_outer(a_PM: torch.Tensor, b_PN: torch.Tensor, offsets_S: torch.Tenso
     return out
 
 
-def _takes(tensor: torch.Tensor) -> bool:
-    if tensor.is_cuda:
-        return tensor.dtype == torch.bfloat16
-    return tensor.dtype in (torch.bfloat16, torch.float16, torch.float32)
+def _takes(rows: torch.Tensor, width: int, offsets_S: torch.Tensor) -> bool:
+    """Whether `F.grouped_mm` takes these: its dtypes, rows aligned to 16 bytes on both sides, and some work (on CUDA
+    it divides by the number of groups and of rows)."""
+    dtypes = (torch.bfloat16,) if rows.is_cuda else (torch.bfloat16, torch.float16, torch.float32)
+    aligned = all(size * rows.element_size() % 16 == 0 for size in (rows.shape[1], width))
+    return rows.dtype in dtypes and aligned and rows.shape[0] > 0 and offsets_S.shape[0] > 0
 
 
 def _ranges(offsets_S: torch.Tensor) -> list[tuple[int, int]]:

@@ -32,7 +32,7 @@ DEMO_MODEL: dict[str, Any] = {
     "config": {
         "hidden_size": 128,
         "intermediate_size": 128,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
         "num_experts": 16,
@@ -160,7 +160,7 @@ class TrainingSection(Section):
     output_dir: str = Field(
         default="runs/demo", description="Folder of this run: metrics, checkpoints, resolved config."
     )
-    max_steps: int = Field(default=500, gt=0, description="Optimizer steps of the whole run, resumed parts included.")
+    max_steps: int = Field(default=400, gt=0, description="Optimizer steps of the whole run, resumed parts included.")
     stop_at_step: int | None = Field(
         default=None,
         gt=0,
@@ -202,13 +202,13 @@ class TrainingSection(Section):
     )
     logging_steps: int = Field(default=1, gt=0, description="Steps between lines of metrics.")
     eval_steps: int | None = Field(
-        default=100, gt=0, description="Steps between evaluations; one more at the end. none: only at the end."
+        default=200, gt=0, description="Steps between evaluations; one more at the end. none: only at the end."
     )
     eval_on_start: bool = Field(default=True, description="Also evaluate before the first step.")
     sample_prompt: str | None = Field(
         default="def ", description="A text is sampled from this at each evaluation. none: no."
     )
-    sample_tokens: int = Field(default=64, gt=0, description="Tokens of that sample.")
+    sample_tokens: int = Field(default=48, gt=0, description="Tokens of that sample.")
     save_steps: int | None = Field(
         default=100, gt=0, description="Steps between checkpoints; one more at the end. none: only at the end."
     )
