@@ -82,6 +82,7 @@ class _Run:
         self.main = self.rank == 0
         cuda = dist.get_backend() == "nccl"
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self.memory_before = peak_memory(self.device)
         self.folder = Path(training.output_dir)
         self.checkpoints = CheckpointManager(self.folder, training.save_total_limit)
         check_trackers(training.report_to)
@@ -288,7 +289,7 @@ class _Run:
             "mfu": used,
             "hfu": used * again if used is not None else None,
             **rode.record,
-            "memory_peak_bytes": int(self._max_over_ranks(peak_memory(self.device))),
+            "memory_peak_bytes": int(self._max_over_ranks(peak_memory(self.device) - self.memory_before)),
         }
         self.losses["final_loss"] = losses["loss"]
         self.step_records.append(record)
