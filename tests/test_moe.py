@@ -67,7 +67,7 @@ def snippet() -> str:
 def test_the_snippet_works_as_written(ranks: Ranks) -> None:
     for text in ranks(snippet):
         assert text.startswith("18 tokens, ") and "copies each (of 4 experts)" in text
-        for part in ("rows to other ranks", "dispatch", "combine_backward", "load max/mean", "0 choices dropped"):
+        for part in ("went to other ranks", "dispatch", "combine_backward", "load max/mean", "0 choices dropped"):
             assert part in text
 
 

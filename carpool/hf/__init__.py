@@ -11,6 +11,7 @@ puts them into a Trainer's logs, and `set_layout` moves experts.
 
 from __future__ import annotations
 
+from carpool.hf.adapters import synchronize_adapters
 from carpool.hf.balance import balance_loss
 from carpool.hf.callback import CarpoolCallback
 from carpool.hf.expert_parallel import CarpoolEP, ExpertRides, install, register, rides, set_transport, transport
@@ -25,6 +26,7 @@ __all__ = [
     "rides",
     "set_layout",
     "set_transport",
+    "synchronize_adapters",
     "transport",
 ]
 

@@ -25,9 +25,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers import initialization as init
 from transformers.core_model_loading import build_glob_alternation
 from transformers.distributed import DistributedConfig
+from transformers.distributed.checkpoint import is_sharded_checkpoint
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from carpool.hf.conversions import unshardable
 from carpool.hf.initial_weights import fill, set_tensor
 
 # Spellings of rotary settings that Transformers still takes and folds into `rope_parameters`.
@@ -93,6 +95,7 @@ def build_model(
     blueprint = _on_meta(config, dtype, kwargs)
     _check_experts(blueprint, distributed_config)
     if path is not None:
+        _check_shardable(path, blueprint, distributed_config)
         model = _load(path, distributed_config, dtype, kwargs)
     else:
         model_class = type(blueprint)
@@ -210,6 +213,17 @@ def _check_experts(blueprint: PreTrainedModel, distributed_config: DistributedCo
                 f"ep_size {ep_size} does not divide the {num_experts} experts of {name}'s {module}; "
                 f"it can be one of {', '.join(map(str, divisors))}"
             )
+
+
+def _check_shardable(folder: Path, blueprint: PreTrainedModel, distributed_config: DistributedConfig | None) -> None:
+    """Refuse what transformers would load wrongly, partly without an error; see `carpool.hf.conversions`."""
+    sharded = any(_size(distributed_config, axis) > 1 for axis in ("dp_replicate", "fsdp", "tp"))
+    if sharded and not is_sharded_checkpoint(str(folder)) and (names := unshardable(blueprint)):
+        raise ValueError(
+            f"Transformers cannot shard the checkpoints of {type(blueprint).__name__} while it reads them: "
+            f"{', '.join(names[:2])}{', ...' if len(names) > 2 else ''} would come out wrong; train it from scratch "
+            "or on one process"
+        )
 
 
 # ---------------------------------------------------------------------------------------------------- from a folder

@@ -29,6 +29,7 @@ from transformers import PreTrainedModel
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts
+from carpool.hf.adapters import check_adapters
 from carpool.layout import ExpertLayout, assign
 from carpool.parallel.slots import SlotFiller, fill_slots
 from carpool.ride import ride, ride_module
@@ -36,6 +37,7 @@ from carpool.routing import Routing
 from carpool.stats import LayerStats
 from carpool.transport import TRANSPORTS, Transport, choose_transport, make_transport
 
+TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -59,6 +61,8 @@ class ExpertRides:
             raise ValueError(
                 f"{type(experts).__name__} has no integer `num_experts`; carpool cannot tell its experts apart"
             )
+        check_not_quantised(experts)
+        self._adapters_checked = False
         self.experts, self.experts_forward, self.group = experts, experts_forward, group
         self.num_ranks = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
@@ -98,6 +102,9 @@ class ExpertRides:
 
     def __call__(self, x_TH: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """(T, H) rows, (T, K) global expert ids, (T, K) weights -> (T, H)."""
+        if not self._adapters_checked and torch.is_grad_enabled():
+            check_adapters(self.experts)
+            self._adapters_checked = True
         if self.transport is None:
             name, _ = choose_transport(self.requested, self.num_ranks, top_k_index.shape[1])
             self.transport = make_transport(name, self.group, self.layout.slots_per_rank)
@@ -125,6 +132,21 @@ class ExpertRides:
             return self.experts_forward(x_1H, slot_RJ.new_zeros(1, 1).long(), weight_11.to(x_RH.dtype))[:0]
         ids_RJ = torch.where(slot_RJ < 0, self.num_local_experts, slot_RJ).long()
         return self.experts_forward(x_RH, ids_RJ, weight_RJ.to(x_RH.dtype))
+
+
+def check_not_quantised(experts: Any) -> None:
+    """Raise ValueError for experts whose weights are, or are to be loaded, quantised.
+
+    transformers reads one shard of a weight on each rank, but its scales belong to whole blocks: loading fails on some
+    ranks only, and the others wait for them for ever. So all ranks refuse before anything is read."""
+    quantised = {str(p.dtype) for p in experts.parameters() if p.dtype not in TRAINABLE_DTYPES}
+    config = getattr(getattr(experts, "config", None), "quantization_config", None)
+    if quantised or config is not None:
+        what = ", ".join(sorted(quantised)) or type(config).__name__
+        raise ValueError(
+            f"the experts are quantised ({type(experts).__name__}: {what}), which expert parallelism with Carpool does "
+            "not support; load the checkpoint on one process, call model.dequantize(), and save it again"
+        )
 
 
 class CarpoolEP(EPImplementation):

@@ -17,11 +17,17 @@ from tests.train.test_loop import MODEL, losses, start, text
 
 __all__ = ["text"]  # a fixture
 
-STEPS = 30
+STEPS = 12
 
 
 def test_kill_9_of_one_rank(ranks: Ranks, text: list[str], tmp_path: Path) -> None:
-    settings = [*text, "training.max_steps=1000", "training.save_steps=2", "training.eval_steps=none"]
+    settings = [
+        *text,
+        "training.max_steps=1000",
+        "training.save_steps=4",
+        "training.eval_steps=none",
+        "training.sample_prompt=none",
+    ]
     assert start(ranks, tmp_path / "whole", [*settings, f"training.stop_at_step={STEPS}"]) == [""] * 4
 
     output = tmp_path / "killed"

@@ -1,0 +1,460 @@
+"""What people do with models beside training them: each works under expert parallelism, or is refused clearly.
+
+Every function that starts with an underscore and takes `path` runs on each of the four ranks, in an empty directory
+they share; `_model` loads a tiny model there the way a user would (fsdp_size = ep_size = 4).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+from torch.utils.data import Dataset
+from transformers import PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+import carpool.hf
+from tests.hf.meshes import reuse_meshes
+from tests.hf.parity import BOUND, IMPLEMENTATION, full_gradients, quiet, relative_error
+from tests.hf.tiny_models import VOCAB_SIZE, discover, tiny_batch, tiny_model
+from tests.ranks import Ranks
+
+FOLDERS = ["olmoe", "gpt_oss", "deepseek_v3", "qwen3_moe"]
+
+
+def _save(folder: str, path: str, **overrides: Any) -> None:
+    quiet()
+    if dist.get_rank() == 0:
+        tiny_model(discover()[folder], **overrides).save_pretrained(path)
+    dist.barrier()
+
+
+def _model(folder: str, path: str, implementation: str = IMPLEMENTATION, **kwargs: Any) -> PreTrainedModel:
+    sizes = {"fsdp_size": 4, "ep_size": 4} | kwargs.pop("sizes", {})
+    config = DistributedConfig(ep_implementation=implementation, **sizes)
+    kwargs = {"dtype": torch.float32} | kwargs
+    reuse_meshes()
+    return discover()[folder].model_class.from_pretrained(path, distributed_config=config, **kwargs).train()
+
+
+def _alone(folder: str, path: str, **kwargs: Any) -> PreTrainedModel:
+    """The same model, unmodified, whole on each rank."""
+    kwargs = {"dtype": torch.float32} | kwargs
+    return discover()[folder].model_class.from_pretrained(path, **kwargs).train()
+
+
+def _own(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """This rank's sequence of the batch."""
+    rank = dist.get_rank()
+    return {name: value[rank : rank + 1] for name, value in tiny_batch(model).items()}
+
+
+def _worst(model: Any, reference: Any) -> float:
+    """The largest error of a gradient; infinite if one exists on one side only. Collective."""
+    ours = full_gradients(model)
+    worst = 0.0
+    for name, parameter in reference.named_parameters():
+        if (parameter.grad is None) != (ours[name] is None):
+            return float("inf")
+        if parameter.grad is not None:
+            worst = max(worst, relative_error(ours[name], parameter.grad, 1e-6))
+    return worst
+
+
+def _train_both(model: Any, reference: Any, batch_of: PreTrainedModel) -> float:
+    model(**_own(batch_of)).loss.backward()
+    reference(**tiny_batch(batch_of)).loss.backward()
+    return _worst(model, reference)
+
+
+# ------------------------------------------------------------------------------------------------------- training
+
+
+def _checkpointing(path: str, folder: str, use_reentrant: bool) -> bool:
+    _save(folder, path)
+    plain, recomputing = _model(folder, path), _model(folder, path)
+    recomputing.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+    for model in (plain, recomputing):
+        model(**_own(model)).loss.backward()
+    ours, theirs = full_gradients(recomputing), full_gradients(plain)
+    return all(
+        torch.equal(gradient, expected) if gradient is not None and expected is not None else gradient is expected
+        for gradient, expected in ((ours[name], theirs[name]) for name in theirs)
+    )
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing_changes_nothing(ranks: Ranks, tmp_path: Path, folder: str, use_reentrant: bool) -> None:
+    assert ranks(_checkpointing, str(tmp_path), folder, use_reentrant) == [True] * 4
+
+
+def _frozen(path: str, experts_train: bool) -> float:
+    _save("olmoe", path)
+    model, reference = _model("olmoe", path), _alone("olmoe", path)
+    for part in (model, reference):
+        for name, parameter in part.named_parameters():
+            parameter.requires_grad_((".experts." in name) == experts_train)
+    return _train_both(model, reference, model)
+
+
+@pytest.mark.parametrize("experts_train", [False, True])
+def test_frozen_experts_or_frozen_rest(ranks: Ranks, tmp_path: Path, experts_train: bool) -> None:
+    assert max(ranks(_frozen, str(tmp_path), experts_train)) <= BOUND
+
+
+def _tied(path: str, folder: str) -> tuple[float, bool, float]:
+    _save(folder, path, tie_word_embeddings=True)
+    model, reference = _model(folder, path), _alone(folder, path)
+    error = _train_both(model, reference, model)
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    model.save_pretrained(f"{path}/saved")
+    dist.barrier()
+    again = _alone(folder, f"{path}/saved")
+    return error, tied, float((again(**_own(again)).logits - reference(**_own(again)).logits).abs().max())
+
+
+@pytest.mark.parametrize("folder", ["olmoe", "gpt_oss"])
+def test_tied_embeddings(ranks: Ranks, tmp_path: Path, folder: str) -> None:
+    for error, tied, difference in ranks(_tied, str(tmp_path), folder):
+        assert error <= BOUND and tied and difference == 0
+
+
+def _all_to_one_rank(path: str, folder: str) -> tuple[float, list[int]]:
+    quiet()
+    if dist.get_rank() == 0:
+        model = tiny_model(discover()[folder])
+        for name, tensor in model.state_dict().items():
+            if name.endswith(("router.bias", "e_score_correction_bias")):
+                tensor[:2] += 100
+        model.save_pretrained(path)
+    dist.barrier()
+    model, reference = _model(folder, path), _alone(folder, path)
+    error = _train_both(model, reference, model)
+    routings = [ride.routing for ride in carpool.hf.rides(model).values()]
+    chosen = {int(e) for routing in routings if routing is not None for e in routing.expert_TK.unique()}
+    return error, sorted(chosen)
+
+
+@pytest.mark.parametrize("folder", ["gpt_oss", "deepseek_v3"])
+def test_ranks_that_no_token_visits(ranks: Ranks, tmp_path: Path, folder: str) -> None:
+    for error, chosen in ranks(_all_to_one_rank, str(tmp_path), folder):
+        assert chosen == [0, 1]  # of eight experts on four ranks: all of them are on rank 0
+        assert error <= BOUND
+
+
+def _bf16(path: str, folder: str, how: str) -> dict[str, tuple[float, str]]:
+    """Error of the gradients against float32, as a whole, for Carpool and for transformers' own all-to-all."""
+    _save(folder, path)
+    reference = _alone(folder, path)
+    reference(**tiny_batch(reference)).loss.backward()
+    exact = torch.cat([p.grad.flatten() for p in reference.parameters() if p.grad is not None])
+    results = {}
+    for implementation in (IMPLEMENTATION, "all_to_all"):
+        dtype = torch.bfloat16 if how == "parameters" else torch.float32
+        sizes = {"fsdp_mixed_precision": how == "mixed precision"}
+        model = _model(folder, path, implementation, dtype=dtype, sizes=sizes)
+        with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast"):
+            output = model(**_own(model))
+        output.loss.backward()
+        gradients = [g.float().flatten() for g in full_gradients(model).values() if g is not None]
+        error = float((torch.cat(gradients) - exact).norm() / exact.norm())
+        results[implementation] = (error, str(output.logits.dtype))
+    return results
+
+
+@pytest.mark.parametrize("how", ["parameters", "mixed precision", "autocast"])
+@pytest.mark.parametrize("folder", ["olmoe", "gpt_oss"])
+def test_bf16_is_as_exact_as_without_carpool(ranks: Ranks, tmp_path: Path, folder: str, how: str) -> None:
+    """bf16 keeps 8 bits, so its errors are about 2^-8 per operation; what counts is that Carpool adds none."""
+    for result in ranks(_bf16, str(tmp_path), folder, how):
+        (ours, dtype), (theirs, their_dtype) = result[IMPLEMENTATION], result["all_to_all"]
+        assert ours <= 1.1 * theirs and theirs < 0.15
+        assert dtype == their_dtype
+
+
+class _Tokens(Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(3, VOCAB_SIZE, (11,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids}
+
+
+def _trainer(path: str) -> dict[str, list[tuple[float, float]]]:
+    _save("olmoe", path)
+    curves = {}
+    for implementation in (IMPLEMENTATION, "all_to_all"):
+        transformers.set_seed(0)
+        arguments = transformers.TrainingArguments(
+            output_dir=f"{path}/{implementation}",
+            max_steps=3,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            learning_rate=1e-2,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+        )
+        trainer = transformers.Trainer(_model("olmoe", path, implementation), arguments, train_dataset=_Tokens())
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+        curves[implementation] = [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log]
+    return curves
+
+
+def test_trainer(ranks: Ranks, tmp_path: Path) -> None:
+    """transformers' Trainer with gradient accumulation and clipping: only the name of the implementation differs."""
+    for curves in ranks(_trainer, str(tmp_path)):
+        assert len(curves[IMPLEMENTATION]) == 3
+        assert curves[IMPLEMENTATION] == [pytest.approx(step, rel=1e-5) for step in curves["all_to_all"]]
+
+
+# ------------------------------------------------------------------------------------------------------- adapters
+
+
+def _lora(targets: list[str]) -> LoraConfig:
+    return LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+
+
+def _lora_on_attention(path: str) -> tuple[list[str], list[float], float]:
+    _save("olmoe", path)
+    base, reference = _model("olmoe", path), _alone("olmoe", path)
+    torch.manual_seed(dist.get_rank())  # adapters start from other values on each rank, as they would by chance
+    model = get_peft_model(base, _lora(["q_proj", "v_proj"]))
+    try:
+        model(**_own(base)).loss.backward()
+        return [], [], 0.0
+    except ValueError as error:
+        message = str(error)
+
+    names = carpool.hf.synchronize_adapters(model)
+    torch.manual_seed(0)
+    single = get_peft_model(reference, _lora(["q_proj", "v_proj"]))
+    errors = [_train_both(model, single, base)]
+    for use_reentrant in (False, True):
+        model.zero_grad()
+        base.activation_checkpointing_enable({"use_reentrant": use_reentrant})
+        base.enable_input_require_grads()
+        model(**_own(base)).loss.backward()
+        errors.append(_worst(model, single))
+
+    model.save_pretrained(f"{path}/adapter")
+    dist.barrier()
+    loaded = PeftModel.from_pretrained(_alone("olmoe", path), f"{path}/adapter")
+    difference = float((loaded(**_own(base)).logits - model(**_own(base)).logits).abs().max())
+    return [message, *names], errors, difference
+
+
+def test_lora_on_attention(ranks: Ranks, tmp_path: Path) -> None:
+    """Forgetting to synchronise is refused; with it, gradients are those of one process, and adapters save and load."""
+    for (message, *names), errors, difference in ranks(_lora_on_attention, str(tmp_path)):
+        assert "8 trainable parameters" in message and "synchronize_adapters" in message
+        assert len(names) == 8
+        assert max(errors) <= BOUND
+        assert difference <= BOUND
+
+
+def _lora_on_experts(path: str) -> tuple[str, str]:
+    _save("olmoe", path)
+    base = _model("olmoe", path)
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = get_peft_model(base, LoraConfig(r=4, target_parameters=targets, target_modules=[]))
+    with pytest.raises(ValueError) as ours:
+        carpool.hf.synchronize_adapters(model)
+    with pytest.raises(RuntimeError) as theirs:
+        model(**_own(base))
+    return str(ours.value), str(theirs.value)
+
+
+def test_lora_on_experts_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """peft adds its product to the sharded weight, which PyTorch refuses in the first forward if nobody did before."""
+    for ours, theirs in ranks(_lora_on_experts, str(tmp_path)):
+        assert "adapts the experts' own weights" in ours
+        assert "got mixed torch.Tensor and DTensor" in theirs
+
+
+def test_synchronize_adapters_needs_a_sharded_model() -> None:
+    with pytest.raises(ValueError, match="not sharded"):
+        carpool.hf.synchronize_adapters(tiny_model(discover()["olmoe"]))
+
+
+# ------------------------------------------------------------------------------------------ quantisation, devices
+
+
+def _quantise(path: str) -> None:
+    """Turn a saved checkpoint into one with FP8 weights and block scales, as published checkpoints are."""
+    weights = {}
+    for name, weight in load_file(f"{path}/model.safetensors").items():
+        if weight.ndim == 2 and "proj" in name:
+            scale = weight.abs().max() / 448
+            weights[name], weights[f"{name}_scale_inv"] = (weight / scale).to(torch.float8_e4m3fn), scale.view(1, 1)
+        else:
+            weights[name] = weight
+    save_file(weights, f"{path}/model.safetensors", metadata={"format": "pt"})
+    config_file = Path(path, "config.json")
+    quantisation = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | {"quantization_config": quantisation}))
+
+
+def _load_quantised(path: str) -> tuple[str, float]:
+    _save("olmoe", path)
+    whole = _alone("olmoe", path)(**_own(_alone("olmoe", path))).logits
+    dist.barrier()
+    if dist.get_rank() == 0:
+        _quantise(path)
+    dist.barrier()
+    alone = _alone("olmoe", path)  # the checkpoint itself is sound
+    with pytest.raises(ValueError) as error:
+        _model("olmoe", path)
+    return str(error.value), relative_error(alone(**_own(alone)).logits.detach(), whole.detach())
+
+
+def test_quantised_checkpoints_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """On all ranks, before anything is read: loading would fail on some ranks and leave the others waiting."""
+    for message, error in ranks(_load_quantised, str(tmp_path)):
+        assert "quantised" in message and "dequantize()" in message
+        assert error < 0.3
+
+
+def _device_map(path: str) -> tuple[float, set[str], str]:
+    _save("olmoe", path)
+    plain, mapped = _model("olmoe", path), _model("olmoe", path, device_map="auto")
+    difference = float((plain(**_own(plain)).logits - mapped(**_own(plain)).logits).abs().max())
+    with pytest.raises(ValueError) as error:
+        _model("olmoe", path, device_map="auto", sizes={"fsdp_size": 2, "tp_size": 2})
+    return difference, {str(parameter.device) for parameter in mapped.parameters()}, str(error.value)
+
+
+def test_device_map(ranks: Ranks, tmp_path: Path) -> None:
+    """The mesh decides where a rank's shard lives: transformers ignores `device_map` with FSDP, refuses it with TP."""
+    for difference, devices, message in ranks(_device_map, str(tmp_path)):
+        assert difference == 0 and devices == {"cpu"}
+        assert "mutually exclusive" in message
+
+
+# ----------------------------------------------------------------------------------------------------- generation
+
+
+def _generate(path: str, folder: str) -> bool:
+    """Prompts of 3, 5, 7 and 9 tokens, which end after 3, 5, 7 and 9 more."""
+    _save(folder, path)
+    model, reference = _model(folder, path).eval(), _alone(folder, path).eval()
+    length = 3 + 2 * dist.get_rank()
+    prompt = _own(model)["input_ids"][:, :length]
+    options: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "use_cache": True}
+    ours = model.generate(prompt, max_new_tokens=length, **options)
+    return torch.equal(ours, reference.generate(prompt, max_new_tokens=length, **options))
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_generate_with_other_lengths_on_each_rank(ranks: Ranks, tmp_path: Path, folder: str) -> None:
+    assert ranks(_generate, str(tmp_path), folder) == [True] * 4
+
+
+# ------------------------------------------------------------------------------------------------ loading, saving
+
+
+def _save_and_load(path: str, folder: str) -> tuple[list[str], float]:
+    """Train one step, save; then the names of the weights that plain transformers loads differently, and the logits."""
+    _save(folder, path)
+    model = _model(folder, path)
+    model(**_own(model)).loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1, foreach=False).step()
+    model.save_pretrained(f"{path}/saved")
+    dist.barrier()
+    plain = _alone(folder, f"{path}/saved")
+    ours = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named_parameters()}
+    different = [name for name, p in plain.named_parameters() if not torch.equal(p, ours[name])]
+    with torch.no_grad():
+        return different, relative_error(model(**_own(model)).logits, plain(**_own(model)).logits)
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_saved_model_loads_in_plain_transformers(ranks: Ranks, tmp_path: Path, folder: str) -> None:
+    for different, error in ranks(_save_and_load, str(tmp_path), folder):
+        assert not different
+        assert error <= BOUND
+
+
+def _distributed_checkpoint(path: str, folder: str) -> float:
+    _save(folder, path)
+    model = _model(folder, path).eval()
+    model.save_pretrained(f"{path}/shards", distributed_checkpoint=True)
+    again = _model(folder, f"{path}/shards", sizes={"ep_size": 2}).eval()
+    with torch.no_grad():
+        return relative_error(again(**_own(model)).logits, model(**_own(model)).logits)
+
+
+@pytest.mark.parametrize("folder", ["olmoe", "gpt_oss"])
+def test_sharded_checkpoint_loads_on_another_mesh(ranks: Ranks, tmp_path: Path, folder: str) -> None:
+    assert max(ranks(_distributed_checkpoint, str(tmp_path), folder)) <= BOUND
+
+
+class _CountingSlice:
+    """Stands before a slice of a safetensors file and counts the elements that are read through it."""
+
+    def __init__(self, name: str, source: Any, counts: Counter[str]) -> None:
+        self._name, self._source, self._counts = name, source, counts
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        tensor = self._source[index]
+        self._counts[self._name] += tensor.numel()
+        return tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._source, name)
+
+
+def _count_reads(path: str, folder: str) -> tuple[int, int, set[str]]:
+    """Elements of expert weights that this rank reads, and that there are; the names of the tensors it touches."""
+    _save(folder, path)
+    counts: Counter[str] = Counter()
+    safe_open = transformers.modeling_utils.safe_open
+
+    class CountingFile:
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self._file = safe_open(*args, **kwargs)
+
+        def __enter__(self) -> CountingFile:
+            self._file.__enter__()
+            return self
+
+        def __exit__(self, *args: Any) -> Any:
+            return self._file.__exit__(*args)
+
+        def get_slice(self, name: str) -> _CountingSlice:
+            return _CountingSlice(name, self._file.get_slice(name), counts)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._file, name)
+
+    with mock.patch.object(transformers.modeling_utils, "safe_open", CountingFile):
+        _model(folder, path)
+    read = sum(elements for name, elements in counts.items() if ".experts." in name)
+    whole = _alone(folder, path)
+    stored = sum(p.numel() for name, p in whole.named_parameters() if ".experts." in name)
+    return read, stored, {name for name in counts if ".experts." in name}
+
+
+@pytest.mark.parametrize("folder", ["olmoe", "gpt_oss"])
+def test_loading_reads_only_a_ranks_own_experts(ranks: Ranks, tmp_path: Path, folder: str) -> None:
+    """olmoe's checkpoints hold one tensor per expert, gpt_oss's one for all experts of a layer."""
+    results = ranks(_count_reads, str(tmp_path), folder)
+    assert all(read * 4 == stored > 0 for read, stored, _ in results)
+    touched = [names for _, _, names in results]
+    if folder == "olmoe":
+        assert sum(len(names) for names in touched) == len(set().union(*touched)) == 2 * 8 * 3

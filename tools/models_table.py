@@ -1,0 +1,118 @@
+"""Writes docs/models.md: which MoE architectures of the installed transformers run on Carpool, and which cannot.
+
+    python -m tools.models_table
+
+It measures every architecture on four ranks, as tests/hf/test_every_model.py does and with the same code, which
+takes two minutes. An architecture that fails stops it: nothing is written that was not measured.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import transformers
+
+from tests.hf import parity
+from tests.hf.tiny_models import MoEArchitecture, discover
+from tests.ranks import Ranks
+
+DOCS = Path(__file__).parents[1] / "docs" / "models.md"
+COLUMNS = ("architecture", "class", "experts", "EP plan of transformers", "computed by", "largest error", "remarks")
+NOT_POSSIBLE = "not possible"
+
+INTRODUCTION = """\
+# Models
+
+Carpool takes the tokens to the experts of every model for which Transformers has an *expert-parallel plan*: a list of
+the modules whose experts may live on different ranks. This table is measured, not claimed: `python -m
+tools.models_table` finds every folder of the installed Transformers ({version}) that defines experts and puts a small
+random model of it (two layers, eight experts) on four ranks, with `fsdp_size=4, ep_size=4,
+ep_implementation="carpool"`. Logits, loss and the gradient of every parameter are compared with those of the
+unmodified model in one process on the whole batch, in float32. The *largest error* is the largest of max |ours −
+theirs| / max |theirs| over all of them. {measured} of {total} architectures run; the others have no plan, and loading
+them with `ep_size > 1` is refused with a message that says so.
+
+*Computed by*: experts with Transformers' experts decorator have two stacked weights and a gate or an activation, and
+Carpool computes them itself, whatever their layout. It calls the others as they are, on the rows that arrived.
+
+Models that wrap one of these as their language model (through `AutoModel`) inherit its plan, and with it its row.
+
+{table}
+
+## What people do with models
+
+Each line is a test in `tests/hf/test_behaviours.py`, on tiny OLMoE, gpt-oss, DeepSeek-V3 or Qwen3-MoE models.
+
+- **Gradient checkpointing**, reentrant or not: the same gradients, bitwise.
+- **Frozen** experts, or everything but the experts frozen: gradients as in one process.
+- **Tied embeddings**: gradients as in one process; they stay tied when saved.
+- **LoRA** (peft) on attention: call `carpool.hf.synchronize_adapters(model)` after `get_peft_model`. FSDP does not know
+  parameters that are added after it sharded the model: each rank would train its own. Without the call, the first
+  forward is refused. LoRA on the experts' own weights (`target_parameters`) is refused.
+- **bf16** parameters, FSDP's mixed precision, or autocast: as exact as with Transformers' own `all_to_all`.
+- **Quantised** checkpoints are refused, on all ranks, before anything is read: load one in a single process, call
+  `model.dequantize()`, and save it again.
+- **`device_map`** has no effect with FSDP (Transformers lets the mesh decide where a rank's shard lives) and is refused
+  with tensor parallelism.
+- **`generate()`** with prompts and outputs of other lengths on each rank: the same tokens as in one process. Ranks that
+  no token visits take part.
+- **`Trainer`**, with gradient accumulation and clipping: the same losses and gradient norms as with `all_to_all`.
+- **Loading** reads exactly a rank's share: with four ranks, a quarter of the expert weights, be they stored one by one
+  or stacked.
+- **Saving**: `save_pretrained` on all ranks writes a checkpoint that plain Transformers loads with the same weights;
+  with `distributed_checkpoint=True`, one that loads on another mesh.
+"""
+
+
+def main() -> int:
+    rows, failed = [], []
+    ranks = Ranks()
+    for folder, architecture in discover().items():
+        row, error = _row(ranks, architecture)
+        rows.append(row)
+        bound = parity.HANDLING.get(folder, parity.Handling()).bound
+        if error > bound:
+            failed.append(f"{folder}: error {error:.1e} is above its bound of {bound:.0e}")
+        print(" | ".join(row), flush=True)
+    ranks.stop()
+    if failed:
+        print(f"{DOCS} is not written:", *failed, sep="\n", file=sys.stderr)
+        return 1
+    text = INTRODUCTION.format(
+        version=transformers.__version__,
+        measured=sum(row[5] != NOT_POSSIBLE for row in rows),
+        total=len(rows),
+        table="\n".join(_line(cells) for cells in [COLUMNS, ["---"] * len(COLUMNS), *rows]),
+    )
+    DOCS.write_text(text, encoding="utf-8")
+    return 0
+
+
+def read_rows() -> list[list[str]]:
+    """The rows of the table in docs/models.md as lists of cells."""
+    lines = [line for line in DOCS.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    return [[cell.strip(" `") for cell in line.strip("| ").split(" | ")] for line in lines]
+
+
+def _row(ranks: Ranks, architecture: MoEArchitecture) -> tuple[list[str], float]:
+    folder, class_name = f"`{architecture.folder}`", architecture.class_name or "none"
+    if reason := parity.EXCEPTIONS.get(architecture.folder):
+        return [folder, class_name, "–", "no", "–", NOT_POSSIBLE, reason], 0.0
+    with tempfile.TemporaryDirectory() as path:
+        outcome = ranks(parity.measure, architecture.folder, path, parity.Mesh())[0]
+    handling = parity.HANDLING.get(architecture.folder, parity.Handling())
+    remarks = "; ".join(text for text in (handling.cannot_load, handling.note) if text)
+    error = f"< 1e{math.floor(math.log10(outcome.error)) + 1}"
+    return [folder, class_name, outcome.experts, outcome.plan, outcome.computed_by, error, remarks], outcome.error
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
