@@ -20,7 +20,7 @@ help:
 # Leaves off half-way and resumes, to show that it can.
 demo: $(STAMP)
 	rm -rf runs/demo
-	$(BIN)/carpool train training.stop_at_step=180
+	$(BIN)/carpool train training.stop_at_step=210
 	$(BIN)/carpool train training.resume_from_checkpoint=last --compare alltoall
 	$(BIN)/carpool generate runs/demo --prompt "def " --max-new-tokens 200
 	$(BIN)/carpool report runs/demo

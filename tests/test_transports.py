@@ -366,7 +366,9 @@ for dtype in (torch.float32, torch.bfloat16, torch.float64):
 
 
 def test_the_kernel_of_ordered_sum_equals_it_in_the_interpreter() -> None:
-    pytest.importorskip("triton")
+    triton = pytest.importorskip("triton")
+    if triton.__version__ < "3.7" and np.__version__ >= "2.3":
+        pytest.skip("the interpreter of Triton before 3.7 does not know how numpy 2.3 reads one number of an array")
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", IN_THE_INTERPRETER], env=environment, check=True, timeout=120)
 

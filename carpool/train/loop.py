@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers.utils.logging import disable_progress_bar
 
 import carpool
 from carpool.hf import install, rides, set_transport
@@ -64,6 +65,8 @@ def train(config: Config, *, compare: str | None = None, command: str = "carpool
         ValueError: a configuration, data or checkpoint that cannot be used; nothing has been written then.
         NonFiniteError: the loss or its gradient is NaN or infinite; the last checkpoint is untouched.
     """
+    # transformers' own progress bars, one per rank, would write over the run's.
+    disable_progress_bar()
     run = _Run(config, compare, command)
     try:
         run.loop()

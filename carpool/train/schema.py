@@ -160,7 +160,7 @@ class TrainingSection(Section):
     output_dir: str = Field(
         default="runs/demo", description="Folder of this run: metrics, checkpoints, resolved config."
     )
-    max_steps: int = Field(default=360, gt=0, description="Optimizer steps of the whole run, resumed parts included.")
+    max_steps: int = Field(default=420, gt=0, description="Optimizer steps of the whole run, resumed parts included.")
     stop_at_step: int | None = Field(
         default=None,
         gt=0,
@@ -202,7 +202,7 @@ class TrainingSection(Section):
     )
     logging_steps: int = Field(default=1, gt=0, description="Steps between lines of metrics.")
     eval_steps: int | None = Field(
-        default=180, gt=0, description="Steps between evaluations; one more at the end. none: only at the end."
+        default=210, gt=0, description="Steps between evaluations; one more at the end. none: only at the end."
     )
     eval_on_start: bool = Field(default=True, description="Also evaluate before the first step.")
     sample_prompt: str | None = Field(

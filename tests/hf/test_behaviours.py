@@ -183,7 +183,7 @@ def test_bf16_is_as_exact_as_without_carpool(ranks: Ranks, tmp_path: Path, folde
         assert dtype == their_dtype
 
 
-class _Tokens(Dataset[dict[str, torch.Tensor]]):
+class Tokens(Dataset[dict[str, torch.Tensor]]):
     def __len__(self) -> int:
         return 64
 
@@ -209,7 +209,7 @@ def _trainer(path: str) -> dict[str, list[tuple[float, float]]]:
             use_cpu=True,
             disable_tqdm=True,
         )
-        trainer = transformers.Trainer(_model("olmoe", path, implementation), arguments, train_dataset=_Tokens())
+        trainer = transformers.Trainer(_model("olmoe", path, implementation), arguments, train_dataset=Tokens())
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
         curves[implementation] = [(log["loss"], log["grad_norm"]) for log in trainer.state.log_history if "loss" in log]
