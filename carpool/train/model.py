@@ -25,11 +25,16 @@ def model_source(config: Config, tokenizer: Tokenizer) -> PreTrainedConfig | Pat
     """What to build: a checkpoint folder, or a transformers configuration for a model from scratch.
 
     Raises:
-        ValueError: an architecture that transformers does not have, a configuration key that it does not know, or a
-            vocabulary smaller than the tokenizer's.
+        ValueError: an architecture that transformers does not have, a configuration key that it does not know, a
+            vocabulary smaller than the tokenizer's, or settings for a checkpoint, which has its own.
     """
     model = config.model
     if model.path is not None:
+        if model.config or model.num_experts_per_tok is not None:
+            raise ValueError(
+                "model.config and model.num_experts_per_tok configure a model from scratch, but model.path = "
+                f"{model.path} names a checkpoint, which has a configuration: leave them out, or edit its config.json"
+            )
         return Path(model.path)
     overrides = dict(model.config)
     overrides.setdefault("vocab_size", tokenizer.vocab_size)

@@ -77,13 +77,13 @@ class ModelSection(Section):
     )
     config: dict[str, Any] = Field(
         default_factory=dict,
-        description="Any key of the model's transformers configuration class. With path, these override the "
-        "checkpoint's. Without a vocab_size, the tokenizer's is used.",
+        description="Any key of the model's transformers configuration class, for a model from scratch. Without "
+        "a vocab_size, the tokenizer's is used.",
     )
     num_experts_per_tok: int | None = Field(
         default=None,
         gt=0,
-        description="Experts that each token visits (top-k). none: as the model's configuration says.",
+        description="Experts that each token visits (top-k), from scratch. none: as the configuration says.",
     )
     attn_implementation: str | None = Field(
         default=None,
