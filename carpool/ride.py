@@ -19,6 +19,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from carpool.experts import Experts, ExpertWeights
+from carpool.memory import Rows
 from carpool.stats import LayerStats
 from carpool.transport import Transport
 
@@ -72,9 +73,10 @@ class _Ride(torch.autograd.Function):
             arrivals = transport.dispatch(x_TH, route).wait()
         with stats.meter.span("experts", device):
             saved = experts.forward(arrivals, weights, route.new_partial(x_TH.shape[1], x_TH.dtype, device))
+            kept_RH = arrivals.x_RH.clone() if arrivals.leased else arrivals.x_RH
         with stats.meter.span("combine", device):
             y_TH = transport.combine(route).wait()
-        ctx.save_for_backward(*weights, *saved)
+        _save(ctx, (*weights, Rows(kept_RH, kept_RH.shape[1]), *saved))
         ctx.route, ctx.transport, ctx.experts, ctx.stats = route, transport, experts, stats
         return y_TH.to(x_TH.dtype)
 
@@ -83,17 +85,31 @@ class _Ride(torch.autograd.Function):
     def backward(ctx: Any, dy_TH: torch.Tensor) -> tuple[Any, ...]:
         route, transport, stats = ctx.route, ctx.transport, ctx.stats
         # Read once: with checkpointing each reading would run the forward again, and torch refuses the second.
-        tensors = ctx.saved_tensors
-        weights, saved = ExpertWeights._make(tensors[:4]), tensors[4:]
+        kept = _saved(ctx)
+        weights, x, saved = ExpertWeights._make(kept[:4]), kept[4], kept[5:]
         with stats.meter.span("dispatch", dy_TH.device):
             dpartial_RH = transport.dispatch_gradients(dy_TH.contiguous(), route).wait()
         with stats.meter.span("experts", dy_TH.device):
             dx_RH = route.new_partial(dy_TH.shape[1], dy_TH.dtype, dy_TH.device)
             needs_dweights = any(ctx.needs_input_grad[6:])
-            dweight_RJ, dweights = ctx.experts.backward(saved, weights, dpartial_RH, dx_RH, needs_dweights)
+            dweight_RJ, dweights = ctx.experts.backward(saved, x, weights, dpartial_RH, dx_RH, needs_dweights)
         with stats.meter.span("combine", dy_TH.device):
             dx_TH, dweight_TK = transport.combine_gradients(route, dweight_RJ).wait()
         return dx_TH.to(dy_TH.dtype), dweight_TK, None, None, None, None, *(dweights or (None,) * 4)
+
+
+def _save(ctx: Any, what: tuple[Any, ...]) -> None:
+    """Save tensors, `Rows` and Nones through autograd, which lets checkpointing and offloading see them."""
+    tensors: list[torch.Tensor | None] = []
+    for item in what:
+        tensors += (item.data, item.start) if isinstance(item, Rows) else (item,)
+    ctx.widths = tuple(item.width if isinstance(item, Rows) else None for item in what)
+    ctx.save_for_backward(*tensors)
+
+
+def _saved(ctx: Any) -> tuple[Any, ...]:
+    tensors = iter(ctx.saved_tensors)
+    return tuple(next(tensors) if w is None else Rows(next(tensors), w, next(tensors)) for w in ctx.widths)
 
 
 def ride_module(

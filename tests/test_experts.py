@@ -20,6 +20,7 @@ from carpool.experts import (
     make_experts,
 )
 from carpool.experts.grouped import grouped_mm, grouped_outer, sort_pairs
+from carpool.memory import Rows
 from carpool.ride import ride
 from carpool.stats import LayerStats
 from carpool.transport import TRANSPORTS, Arrivals, make_transport
@@ -97,7 +98,8 @@ class Setting:
         # What is not written stays garbage, and is found.
         partial, dx = (torch.full_like(arrivals.x_RH, torch.nan) for _ in range(2))
         saved = experts.forward(arrivals, weights, partial)
-        dweight, gradients = experts.backward(saved, weights, self.dpartial.to(device), dx, True)
+        x = Rows(arrivals.x_RH, arrivals.x_RH.shape[1])
+        dweight, gradients = experts.backward(saved, x, weights, self.dpartial.to(device), dx, True)
         assert gradients is not None
         found = dict(zip(NAMES, (partial, dx, dweight, *gradients), strict=True))
         if transposed:
@@ -180,7 +182,8 @@ def test_gradients_of_weights_only_where_asked(name: str) -> None:
     arrivals = Arrivals(setting.x, setting.slot_RJ, setting.weight, int((setting.slot_RJ >= 0).sum()))
     saved = experts.forward(arrivals, weights, torch.empty_like(setting.x))
     dx = torch.empty_like(setting.x)
-    dweight, gradients = experts.backward(saved, weights, setting.dpartial, dx, False)
+    x = Rows(arrivals.x_RH, arrivals.x_RH.shape[1])
+    dweight, gradients = experts.backward(saved, x, weights, setting.dpartial, dx, False)
     want = setting.expected()
     torch.testing.assert_close(dx.double(), want["dx"], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(dweight.double(), want["dweight"], rtol=1e-4, atol=1e-5)

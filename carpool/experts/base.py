@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 
+from carpool.memory.arena import Arena, Rows
 from carpool.transport.base import Arrivals
 
 
@@ -73,23 +74,36 @@ def make_activation(name: str, gated: bool) -> Callable[[torch.Tensor], torch.Te
 
 
 class Experts(Protocol):
-    """Computes partial sums of arrived rows, forward and backward, without autograd."""
+    """Computes partial sums of arrived rows, forward and backward, without autograd.
+
+    Whoever calls keeps the arrived rows x for the backward; the experts keep the rest."""
 
     name: str
 
-    def forward(self, arrivals: Arrivals, weights: ExpertWeights, partial_RH: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Write the partial sum of every row into `partial_RH`; return what backward needs."""
+    def forward(
+        self, arrivals: Arrivals, weights: ExpertWeights, partial_RH: torch.Tensor, arena: Arena | None = None
+    ) -> tuple[Any, ...]:
+        """Write the partial sum of every row into `partial_RH`; return what backward needs besides x.
+
+        Args:
+            arena: where to keep what has one row per pair, if `arrivals.num_pairs` is only a bound.
+        """
         ...
 
     def backward(
         self,
-        saved: tuple[torch.Tensor, ...],
+        saved: tuple[Any, ...],
+        x: Rows,
         weights: ExpertWeights,
         dpartial_RH: torch.Tensor,
         dx_RH: torch.Tensor,
         needs_dweights: bool,
     ) -> tuple[torch.Tensor, ExpertWeights | None]:
         """Write the rows' gradients into `dx_RH`; return (dweight_RJ float32, gradients of the weights).
+
+        Args:
+            saved: what `forward` returned: tensors, `Rows`, or None.
+            x: the rows that arrived in the forward, kept by the caller.
 
         Gradients of the weights are None if not needed."""
         ...

@@ -13,10 +13,13 @@ Weight gradients are grouped products over the pairs; row gradients are summed i
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
 from carpool.experts.base import ExpertFunction, ExpertWeights
+from carpool.memory.arena import Arena, Rows
 from carpool.ordered_sum import ordered_sum
 from carpool.transport.base import Arrivals
 
@@ -29,7 +32,9 @@ class GroupedExperts:
     def __init__(self, function: ExpertFunction) -> None:
         self.function = function
 
-    def forward(self, arrivals: Arrivals, weights: ExpertWeights, partial_RH: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(
+        self, arrivals: Arrivals, weights: ExpertWeights, partial_RH: torch.Tensor, arena: Arena | None = None
+    ) -> tuple[Any, ...]:
         x_RH, slot_RJ, weight_RJ = arrivals.x_RH, arrivals.slot_RJ, arrivals.weight_RJ
         order_P, offsets_S = sort_pairs(slot_RJ, weights.up_SFH.shape[0], arrivals.num_pairs)
         row_P = order_P // slot_RJ.shape[1]
@@ -44,17 +49,19 @@ class GroupedExperts:
         if weights.down_bias_SH is not None:
             y_PH += weights.down_bias_SH[slot_P]
         partial_RH.copy_(ordered_sum(y_PH, row_P, x_RH.shape[0], weight_P1.squeeze(1)))
-        return x_RH, slot_RJ, weight_RJ, h_PF, order_P, offsets_S
+        return slot_RJ, weight_RJ, h_PF, order_P, offsets_S
 
     def backward(
         self,
-        saved: tuple[torch.Tensor, ...],
+        saved: tuple[Any, ...],
+        x: Rows,
         weights: ExpertWeights,
         dpartial_RH: torch.Tensor,
         dx_RH: torch.Tensor,
         needs_dweights: bool,
     ) -> tuple[torch.Tensor, ExpertWeights | None]:
-        x_RH, slot_RJ, weight_RJ, h_PF, order_P, offsets_S = saved
+        slot_RJ, weight_RJ, h_PF, order_P, offsets_S = saved
+        x_RH = x.contiguous(slot_RJ.shape[0])
         row_P = order_P // slot_RJ.shape[1]
         slot_P = slot_RJ.reshape(-1)[order_P]
         weight_P1 = weight_RJ.reshape(-1)[order_P].unsqueeze(1)

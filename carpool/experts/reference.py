@@ -5,10 +5,13 @@ Slow, and any dtype (float64 included) and any size. The backward runs the forwa
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
 from carpool.experts.base import ExpertFunction, ExpertWeights
+from carpool.memory.arena import Arena, Rows
 from carpool.transport.base import Arrivals
 
 
@@ -44,20 +47,24 @@ class ReferenceExperts:
     def __init__(self, function: ExpertFunction) -> None:
         self.function = function
 
-    def forward(self, arrivals: Arrivals, weights: ExpertWeights, partial_RH: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        saved = (arrivals.x_RH, arrivals.slot_RJ, arrivals.weight_RJ)
-        partial_RH.copy_(reference_experts(*saved, weights, self.function))
+    def forward(
+        self, arrivals: Arrivals, weights: ExpertWeights, partial_RH: torch.Tensor, arena: Arena | None = None
+    ) -> tuple[Any, ...]:
+        saved = (arrivals.slot_RJ, arrivals.weight_RJ)
+        partial_RH.copy_(reference_experts(arrivals.x_RH, *saved, weights, self.function))
         return saved
 
     def backward(
         self,
-        saved: tuple[torch.Tensor, ...],
+        saved: tuple[Any, ...],
+        x: Rows,
         weights: ExpertWeights,
         dpartial_RH: torch.Tensor,
         dx_RH: torch.Tensor,
         needs_dweights: bool,
     ) -> tuple[torch.Tensor, ExpertWeights | None]:
-        x_RH, slot_RJ, weight_RJ = saved
+        slot_RJ, weight_RJ = saved
+        x_RH = x.contiguous(slot_RJ.shape[0])
         with torch.enable_grad():
             x_RH, weight_RJ = x_RH.detach().requires_grad_(), weight_RJ.detach().requires_grad_()
             leaves = [None if w is None else w.detach().requires_grad_() for w in weights]

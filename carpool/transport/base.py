@@ -42,7 +42,8 @@ class Route:
         num_tokens, top_k: T and K of this rank.
         num_rows: R, rows that this rank receives.
         choices_per_row: J.
-        num_pairs: P, (row, slot) pairs among them: the rows that the experts' matrix products see.
+        num_pairs: P, (row, slot) pairs among them: the rows that the experts' matrix products see; an upper bound where
+            only the device knows.
         choices_W: choices of this rank's tokens on each rank: what one row per (token, expert) would send.
         traffic: where the verbs count what they send.
         partial_RH: what the experts write and `combine` reads; set by `new_partial`.
@@ -95,15 +96,19 @@ class Arrivals:
 
     Attributes:
         x_RH: (R, H) rows, in the order of the sending ranks.
-        slot_RJ: (R, J) int32 slots of this rank that want the row, -1: none.
+        slot_RJ: (R, J) int32 slots of this rank that want the row, -1: none. A row that nobody wants may hold anything.
         weight_RJ: (R, J) float32 routing weights, 0 where there is no slot.
-        num_pairs: P, how many entries of slot_RJ are filled.
+        num_pairs: at most so many entries of slot_RJ are filled. Exactly so many, unless only the device knows.
+        leased: x_RH is the transport's own buffer, which it overwrites later: copy what has to last.
+        sums_unwanted: whether `combine` reads the partial sums of rows that nobody wants; they must be zero then.
     """
 
     x_RH: torch.Tensor
     slot_RJ: torch.Tensor
     weight_RJ: torch.Tensor
     num_pairs: int
+    leased: bool = False
+    sums_unwanted: bool = True
 
 
 class Transport(Protocol):

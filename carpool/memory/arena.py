@@ -1,0 +1,113 @@
+"""An arena: memory for rows whose number only the device knows.
+
+What a layer keeps for its backward pass has one row per arrival, or one per (arrival, expert). A transport that never
+tells the host how many there are would force every layer to allocate for the worst case, which is W times the usual
+one. Instead all layers share one block of memory and a *bump pointer* that lives on the device:
+
+    reserve(count 3, 256 bytes a row)      start = 0      pointer -> 768
+    reserve(count 5, 256 bytes a row)      start = 768    pointer -> 2048
+    the second one is released             pointer -> 768, at the next reserve
+
+so memory follows the rows that came. The host knows the order of reservations, not their sizes, and that is enough to
+release them: backward passes run in the reverse order of forward passes, so what is released lies on top. What is
+released out of order is given back as soon as everything above it is.
+
+When the rows do not fit, the reservation's start is -1: nothing may be written or read there, what the step computes is
+worthless, and `needed` says how many bytes it would have taken. Somebody has to look, once per step, and repeat it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+
+ALIGNMENT = 256  # bytes; also what an allocation of torch is aligned to
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows kept for backward: element c of row r is `data.view(-1)[start + r * width + c]`.
+
+    Attributes:
+        data: (N, width) rows with `start` None; or all of an arena, flat, in the rows' dtype.
+        width: elements of a row.
+        start: (1,) int64 on the device, in elements; negative: there was no room, do not touch. None: 0. Whoever holds
+            it, or a view of it, holds the place in the arena: autograd may save it like any tensor.
+    """
+
+    data: torch.Tensor
+    width: int
+    start: torch.Tensor | None = None
+
+    def contiguous(self, num_rows: int) -> torch.Tensor:
+        """(num_rows, width): the rows themselves, or a copy out of the arena in which rows past the count, and all rows
+        if there was no room, hold anything finite or not."""
+        if self.start is None:
+            return self.data.view(-1, self.width)[:num_rows]
+        index = self.start.clamp(min=0) + torch.arange(num_rows * self.width, device=self.data.device)
+        return self.data[index.clamp(max=self.data.numel() - 1)].view(num_rows, self.width)
+
+
+class _Held:
+    """Whether a reservation is still wanted."""
+
+    alive = True
+
+    def release(self) -> None:
+        self.alive = False
+
+
+class Arena:
+    """Bytes on one device, shared by all layers of a model.
+
+    Args:
+        capacity: bytes.
+        device: where. On the CPU the same arithmetic runs in PyTorch.
+    """
+
+    def __init__(self, capacity: int, device: torch.device) -> None:
+        self.capacity = capacity // ALIGNMENT * ALIGNMENT
+        self.bytes = torch.empty(self.capacity, dtype=torch.uint8, device=device)
+        # Where the next reservation starts, and the furthest that any has reached since `reset_peak`; in bytes.
+        self.pointer = torch.zeros(1, dtype=torch.int64, device=device)
+        self.peak = torch.zeros(1, dtype=torch.int64, device=device)
+        # In order of reservation: where it began, and whether somebody holds it.
+        self._stack: list[tuple[torch.Tensor, _Held]] = []
+
+    def reserve(self, width: int, dtype: torch.dtype, count: torch.Tensor) -> Rows:
+        """Room for rows; written by whoever asked.
+
+        Args:
+            width, dtype: of a row.
+            count: one integer on the device, how many rows.
+        """
+        element = dtype.itemsize
+        self._drop_released()
+        begin = self.pointer.clone()
+        size = (count.reshape(1).long() * (width * element) + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
+        torch.add(begin, size, out=self.pointer)
+        torch.maximum(self.peak, self.pointer, out=self.peak)
+        start = torch.where(self.pointer > self.capacity, -1, begin // element)
+        held = _Held()
+        self._stack.append((begin, held))
+        # On the storage: tensors that autograd and checkpointing hand back share it, but are not the same object.
+        weakref.finalize(start.untyped_storage(), held.release).atexit = False
+        return Rows(self.bytes.view(dtype), width, start)
+
+    @property
+    def needed(self) -> torch.Tensor:
+        """(1,) int64 on the device: the most bytes that were wanted at one time; more than `capacity`: repeat."""
+        return self.peak
+
+    def reset_peak(self) -> None:
+        self.peak.zero_()
+
+    def _drop_released(self) -> None:
+        """Move the pointer back over what was released at the top of the stack."""
+        lowest = None
+        while self._stack and not self._stack[-1][1].alive:
+            lowest, _ = self._stack.pop()
+        if lowest is not None:
+            self.pointer.copy_(lowest)
