@@ -1,4 +1,4 @@
-"""What you type: `carpool train`, `report`, `generate`, `doctor`.
+"""What you type: `carpool train`, `report`, `generate`, `doctor`, `bench`.
 
 Each command imports what it needs when it runs, so that a report can be written where there is no transformers, and
 each says on one line what is wrong when the input is: `error: ...`, exit code 1. A failed rank's traceback is shown
@@ -42,6 +42,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+bench = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
 
 
 def main() -> None:
@@ -165,6 +169,74 @@ def doctor() -> None:
         worst = RED if check.color == RED else worst
     if worst == RED:
         raise typer.Exit(1)
+
+
+@bench.command("transport")
+def bench_transport(
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", help="Ranks on this machine. Default: one per GPU, or 4 on CPU.")
+    ] = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--shape",
+            metavar="T,H,E,K",
+            help="Tokens per rank, hidden size, experts, experts per token; may be repeated. Default on GPUs: "
+            "4096,7168,256,8 and 8192,2048,64,8 and 8192,4096,128,8; on CPU 1024,256,32,4.",
+        ),
+    ] = None,
+    transports: Annotated[
+        str | None, typer.Option("--transports", metavar="NAME,...", help="Default: all that can run here.")
+    ] = None,
+    routing: Annotated[str, typer.Option("--routing", help="uniform, zipf, skewed, or all.")] = "uniform",
+    zipf_exponent: Annotated[float, typer.Option("--zipf-exponent", help="How unequal zipf is.")] = 1.0,
+    dtype: Annotated[str, typer.Option("--dtype", help="Of the rows: bfloat16, float16 or float32.")] = "bfloat16",
+    ctas: Annotated[
+        list[int] | None,
+        typer.Option("--ctas", help="Thread blocks of the nvlink transport; may be repeated. Default: 8 and 16."),
+    ] = None,
+    fp8: Annotated[bool, typer.Option("--fp8", help="Also nvlink with rows as FP8 on the way out (lossy).")] = False,
+    backward: Annotated[bool, typer.Option("--backward", help="Also the rides of the backward.")] = False,
+    decode: Annotated[
+        bool, typer.Option("--decode", help="Also 128 tokens per rank, as a CUDA graph where that is possible.")
+    ] = False,
+    repetitions: Annotated[int, typer.Option("--repetitions", help="Timed repetitions of everything.")] = 15,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of rows and routing.")] = 0,
+    device: Annotated[
+        str, typer.Option("--device", help="auto (cuda if there is a GPU, otherwise cpu), cpu or cuda.")
+    ] = "auto",
+    out: Annotated[
+        Path, typer.Option("--out", help="Folder for transport.json and transport.png, which are overwritten.")
+    ] = Path("runs/bench/transport"),
+    json_only: Annotated[bool, typer.Option("--json-only", help="Write transport.json; no table, no figure.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks, and the output of all ranks.")] = False,
+) -> None:
+    """Time how rows travel: all transports side by side, checked, interleaved, beside the ceiling of plain copies.
+
+    It starts the ranks itself, unless torchrun or Slurm started it.
+    """
+    with _errors(debug):
+        from carpool.bench.settings import Settings, Shape, split
+        from carpool.bench.transport import benchmark
+
+        settings = Settings(
+            ranks=ranks,
+            device=device,
+            shapes=tuple(Shape.parse(text) for text in shape or ()),
+            transports=split(transports),
+            dtype=dtype,
+            routings=split(routing),
+            zipf_exponent=zipf_exponent,
+            ctas=tuple(ctas or ()),
+            repetitions=repetitions,
+            seed=seed,
+            backward=backward,
+            decode=decode,
+            fp8=fp8,
+            out=str(out),
+            json_only=json_only,
+        )
+        benchmark(settings, debug=debug, command=shlex.join(["carpool", *sys.argv[1:]]))
 
 
 def _explain_config() -> None:

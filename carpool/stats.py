@@ -1,8 +1,8 @@
 """What a layer counted: rows and bytes per verb and destination, tokens per expert, and milliseconds.
 
-Counting is always on, because it is cheap: transports know on the host how many rows they send, the load is one
-integer scatter, and times are a pair of events (CUDA) or clock readings (CPU) around each verb. Nothing here
-synchronises with the device until somebody asks.
+Counting is always on, because it is cheap: transports know on the host how many rows they send, or count them in their
+kernels; the load is one integer scatter, and times are a pair of events (CUDA) or clock readings (CPU) around each
+verb. Nothing here synchronises with the device until somebody asks.
 """
 
 from __future__ import annotations
@@ -39,22 +39,57 @@ class Traffic:
 
     def __init__(self, num_ranks: int, rank: int) -> None:
         self.num_ranks, self.rank = num_ranks, rank
+        self._tallies: dict[tuple[str, int, int], torch.Tensor] = {}
         self.reset()
 
     def reset(self) -> None:
-        self.rows: dict[str, list[int]] = {verb: [0] * self.num_ranks for verb in VERBS}
-        self.bytes: dict[str, list[int]] = {verb: [0] * self.num_ranks for verb in VERBS}
-        self.baseline: dict[str, int] = dict.fromkeys(VERBS, 0)
+        self._rows: dict[str, list[int]] = {verb: [0] * self.num_ranks for verb in VERBS}
+        self._bytes: dict[str, list[int]] = {verb: [0] * self.num_ranks for verb in VERBS}
+        self._baseline: dict[str, int] = dict.fromkeys(VERBS, 0)
+        for tally in self._tallies.values():
+            tally.zero_()
+
+    @property
+    def rows(self) -> dict[str, list[int]]:
+        return self._read()._rows
+
+    @property
+    def bytes(self) -> dict[str, list[int]]:
+        return self._read()._bytes
+
+    @property
+    def baseline(self) -> dict[str, int]:
+        return self._read()._baseline
 
     def add(self, verb: str, rows_W: Sequence[int], row_bytes: int) -> None:
         """`rows_W[r]` rows of `row_bytes` bytes went to rank r. Rows to oneself are counted as local."""
         for rank, n in enumerate(rows_W):
-            self.rows[verb][rank] += n
-            self.bytes[verb][rank] += n * row_bytes
+            self._rows[verb][rank] += n
+            self._bytes[verb][rank] += n * row_bytes
 
     def add_baseline(self, verb: str, choices_W: Sequence[int], row_bytes: int) -> None:
         """This rank's tokens have `choices_W[r]` choices on rank r, each of which would have been a row."""
-        self.baseline[verb] += (sum(choices_W) - choices_W[self.rank]) * row_bytes
+        self._baseline[verb] += (sum(choices_W) - choices_W[self.rank]) * row_bytes
+
+    def tally(self, verb: str, row_bytes: int, baseline_bytes: int, device: torch.device) -> torch.Tensor:
+        """Where kernels count what the host does not know: (2, W) int64 on the device, rows of `row_bytes` bytes to
+        each rank, and choices of this rank's tokens on each rank (a row of `baseline_bytes` each). Kernels add to it;
+        it is read when somebody asks, and the same tensor each time, so that a CUDA graph may hold it."""
+        key = (verb, row_bytes, baseline_bytes)
+        if key not in self._tallies:
+            self._tallies[key] = torch.zeros(2, self.num_ranks, dtype=torch.int64, device=device)
+        return self._tallies[key]
+
+    def _read(self) -> Traffic:
+        """Move what the kernels counted into the host's counters. Waits for the device."""
+        if self._tallies:
+            counted = torch.stack(list(self._tallies.values())).tolist()
+            for (verb, row_bytes, baseline_bytes), (rows, choices) in zip(self._tallies, counted, strict=True):
+                self.add(verb, rows, row_bytes)
+                self.add_baseline(verb, choices, baseline_bytes)
+            for tally in self._tallies.values():
+                tally.zero_()
+        return self
 
     def remote(self, what: dict[str, list[int]], *verbs: str) -> int:
         return sum(sum(what[v]) - what[v][self.rank] for v in verbs or VERBS)

@@ -13,54 +13,27 @@ from torch.autograd import gradcheck
 from carpool.experts import (
     ACTIVATIONS,
     EXPERTS,
+    Activation,
     ExpertFunction,
     Experts,
     ExpertWeights,
     make_activation,
     make_experts,
 )
-from carpool.experts.grouped import grouped_mm, grouped_outer, sort_pairs
-from carpool.memory import Rows
+from carpool.experts.grouped import grouped_mm, grouped_outer
+from carpool.experts.pairs import sort_pairs
+from carpool.memory import Arena, Rows
 from carpool.ride import ride
 from carpool.stats import LayerStats
 from carpool.transport import TRANSPORTS, Arrivals, make_transport
+from tests.experts_problem import ACTIVATIONS as DESCRIBED
+from tests.experts_problem import NAMES, PATTERNS, ExpertProblem, draw_slots
 from tests.reference import Spec, expert
 
 # Largest |difference| over largest |reference| of a tensor.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 3e-6}
 # Root-mean-square error in bf16, over that of plain PyTorch that rounds after every operation.
 BF16_FACTOR = 1.0
-NAMES = ("partial", "dx", "dweight", "dup", "ddown", "dup_bias", "ddown_bias")
-
-
-def draw_slots(pattern: str, generator: torch.Generator) -> tuple[torch.Tensor, int]:
-    """slot_RJ and the number of slots."""
-    rows, columns, slots = 37, 3, 5
-    slot_RJ = torch.rand(rows, slots, generator=generator).argsort(1)[:, :columns]
-    match pattern:
-        case "random":
-            slot_RJ[torch.rand(rows, columns, generator=generator) < 0.3] = -1
-        case "full":
-            pass
-        case "one column":
-            slot_RJ = slot_RJ[:, :1]
-        case "one slot":
-            slot_RJ[:] = -1
-            slot_RJ[torch.arange(rows), torch.arange(rows) % columns] = 3
-        case "idle slots":
-            slot_RJ[(slot_RJ == 0) | (slot_RJ == 4)] = -1
-        case "no pairs":
-            slot_RJ[:] = -1
-        case "no rows":
-            slot_RJ = slot_RJ[:0]
-        case "no slots":
-            slot_RJ[:], slots = -1, 0
-        case "single slot":
-            slot_RJ, slots = torch.where(slot_RJ == 0, 0, -1), 1
-    return slot_RJ.int(), slots
-
-
-PATTERNS = ("random", "full", "one column", "one slot", "idle slots", "no pairs", "no rows", "no slots", "single slot")
 
 
 class Setting:
@@ -191,6 +164,41 @@ def test_gradients_of_weights_only_where_asked(name: str) -> None:
         assert gradients is None
 
 
+@pytest.mark.parametrize("use_arena", [True, False], ids=["arena", "no arena"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_bound_instead_of_a_count_and_garbage_in_rows_that_nobody_wants(pattern: str, use_arena: bool) -> None:
+    for i, activation in enumerate(DESCRIBED.values()):
+        hidden, inner = [(37, 19), (32, 24), (5, 1)][i % 3]
+        dtype, tolerance = list(TOLERANCE.items())[i % 2]
+        problem = ExpertProblem(pattern, hidden, inner, activation, i % 2 == 0, dtype, transposed=i % 4 < 2)
+        got = problem.run(make_experts("grouped", problem.function), use_arena, all_rows=True)
+        problem.check(got, tolerance, all_rows=True)
+
+
+def test_without_room_in_the_arena_the_output_is_right() -> None:
+    problem = ExpertProblem("random", 32, 24, make_activation("silu", True), False, torch.float32)
+    arrivals = Arrivals(problem.x_RH, problem.slot_RJ, problem.weight_RJ, 1000)
+    arena, want, got = Arena(256, torch.device("cpu")), torch.empty_like(problem.x_RH), torch.empty_like(problem.x_RH)
+    arena.bytes.fill_(7)
+    experts = make_experts("grouped", problem.function)
+    experts.forward(arrivals, problem.weights, want)
+    experts.forward(arrivals, problem.weights, got, arena)
+    assert torch.equal(got, want) and (arena.bytes == 7).all()
+    assert arena.needed.item() >= int((problem.slot_RJ >= 0).sum()) * 48 * 4
+
+
+def test_several_layers_in_one_arena_look_unmodified_to_autograd() -> None:
+    """What a layer keeps must not be refused because a later one wrote elsewhere in the same memory."""
+    arena = Arena(10**6, torch.device("cpu"))
+    problem = ExpertProblem("random", 32, 24, make_activation("silu", True), False, torch.float32)
+    arrivals = Arrivals(problem.x_RH, problem.slot_RJ, problem.weight_RJ, 1000)
+    experts = make_experts("grouped", problem.function)
+    _, h, *_ = experts.forward(arrivals, problem.weights, torch.empty_like(problem.x_RH), arena)
+    version = h.data._version
+    experts.forward(arrivals, problem.weights, torch.empty_like(problem.x_RH), arena)
+    assert h.data._version == version
+
+
 @pytest.mark.parametrize("transport", list(TRANSPORTS))
 @pytest.mark.parametrize("name", list(EXPERTS))
 def test_finite_differences_agree(name: str, transport: str) -> None:
@@ -216,18 +224,27 @@ def test_finite_differences_agree(name: str, transport: str) -> None:
 
 
 def test_sort_pairs_of_the_docstring() -> None:
-    order, offsets = sort_pairs(torch.tensor([[1, 0], [1, -1]], dtype=torch.int32), 2, 3)
-    assert order.tolist() == [1, 0, 2] and offsets.tolist() == [1, 3] and offsets.dtype == torch.int32
+    pairs = sort_pairs(torch.tensor([[1, 0], [1, -1]], dtype=torch.int32), 2, 4)
+    assert pairs.order_P.tolist() == [1, 0, 2, 0] and pairs.offsets_S.tolist() == [1, 3]
+    assert pairs.position_RJ.tolist() == [[1, 0], [2, -1]]
+    assert pairs.row_P.tolist() == [0, 0, 1, 0] and pairs.count_1.tolist() == [3]
+    assert {t.dtype for t in pairs} == {torch.int32}
 
 
+@pytest.mark.parametrize("bound", ["exact", "one more", "far too many"])
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_sort_pairs_orders_by_slot_then_by_row(pattern: str) -> None:
+def test_sort_pairs_orders_by_slot_then_by_row(pattern: str, bound: str) -> None:
     slot_RJ, slots = draw_slots(pattern, torch.Generator().manual_seed(0))
     flat = slot_RJ.flatten().tolist()
     expected = sorted((i for i, s in enumerate(flat) if s >= 0), key=lambda i: (flat[i], i))
-    order, offsets = sort_pairs(slot_RJ, slots, len(expected))
-    assert order.tolist() == expected
-    assert offsets.tolist() == [sum(0 <= s <= slot for s in flat) for slot in range(slots)]
+    num_pairs = {"exact": len(expected), "one more": len(expected) + 1, "far too many": 1000}[bound]
+    pairs = sort_pairs(slot_RJ, slots, num_pairs)
+    tail = min(num_pairs, len(flat)) - len(expected)
+    assert pairs.order_P.tolist() == expected + [0] * tail
+    assert pairs.offsets_S.tolist() == [sum(0 <= s <= slot for s in flat) for slot in range(slots)]
+    assert pairs.count_1.tolist() == [len(expected)]
+    places = {entry: place for place, entry in enumerate(expected)}
+    assert pairs.position_RJ.flatten().tolist() == [places.get(i, -1) for i in range(len(flat))]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -246,6 +263,22 @@ def test_grouped_products_equal_a_loop(rows: int, inner: int, outer: int, dtype:
         torch.testing.assert_close(got[start:end], a[start:end] @ w[slot], **tolerance)
         torch.testing.assert_close(got_outer[slot], a[start:end].t() @ b[start:end], **tolerance)
     assert not got_outer[0].any() and not got_outer[2].any()
+
+
+def test_described_activations_are_their_formulas() -> None:
+    h = torch.randn(5, 12, dtype=torch.float64)
+    gate, up = h[:, ::2].clamp(max=0.8), h[:, 1::2].clamp(-0.8, 0.8)
+    torch.testing.assert_close(DESCRIBED["gpt-oss"](h), gate / (1 + torch.exp(-1.702 * gate)) * (up + 1))
+    gate, up = h[:, :6].clamp(max=0.5), h[:, 6:].clamp(-0.5, 0.5)
+    torch.testing.assert_close(DESCRIBED["clamped"](h), gate / (1 + torch.exp(-gate)) * up)
+    torch.testing.assert_close(DESCRIBED["relu2, interleaved"](h), h[:, ::2].clamp(min=0) ** 2 * h[:, 1::2])
+
+
+def test_descriptions_that_mean_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="of gated activations; pass gated=True"):
+        Activation("silu", limit=7.0)
+    with pytest.raises(ValueError, match=r"alpha=1\.702 is a factor in silu's sigmoid; gelu has none"):
+        Activation("gelu", gated=True, alpha=1.702)
 
 
 @pytest.mark.parametrize("name", list(ACTIVATIONS))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from carpool.experts.base import ACTIVATIONS, ExpertFunction, Experts, ExpertWeights, make_activation
+from carpool.experts.base import ACTIVATIONS, Activation, ExpertFunction, Experts, ExpertWeights, make_activation
 from carpool.experts.grouped import GroupedExperts
 from carpool.experts.reference import ReferenceExperts, reference_experts
 
 __all__ = [
     "ACTIVATIONS",
     "EXPERTS",
+    "Activation",
     "ExpertFunction",
     "ExpertWeights",
     "Experts",

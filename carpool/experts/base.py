@@ -35,21 +35,9 @@ class ExpertWeights(NamedTuple):
     down_bias_SH: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
-class ExpertFunction:
-    """What an expert computes apart from its weights.
+ActivationFunction = Callable[[torch.Tensor], torch.Tensor]
 
-    Attributes:
-        activation: (P, F1) -> (P, F), differentiable, row by row. Gated activations take [gate, up] side by side,
-            or however the weights have them.
-        transposed: weights are stored (in, out) instead of (out, in).
-    """
-
-    activation: Callable[[torch.Tensor], torch.Tensor]
-    transposed: bool = False
-
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATIONS: dict[str, ActivationFunction] = {
     "silu": F.silu,
     "gelu": F.gelu,
     "gelu_tanh": lambda h: F.gelu(h, approximate="tanh"),
@@ -58,19 +46,81 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def make_activation(name: str, gated: bool) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`act(h)`, or for gated experts `act(gate) * up` of h = [gate, up] (SwiGLU: Shazeer, arXiv 2002.05202)."""
-    if name not in ACTIVATIONS:
-        raise ValueError(f"activation={name!r} is not known; use one of {', '.join(ACTIVATIONS)}")
-    act = ACTIVATIONS[name]
-    if not gated:
-        return act
+@dataclass(frozen=True)
+class Activation:
+    """An activation that is described rather than only callable, so that kernels can compute it too.
 
-    def glu(h_PF1: torch.Tensor) -> torch.Tensor:
-        gate_PF, up_PF = h_PF1.chunk(2, dim=-1)
-        return act(gate_PF) * up_PF
+        plain       a = act(h)
+        gated       a = act(gate) * (up + up_shift), gate and up clamped first if there is a `limit`
 
-    return glu
+    Calling it is the definition, in PyTorch: (P, F1) -> (P, F).
+
+    Attributes:
+        name: act, a key of `ACTIVATIONS`.
+        gated: h is [gate; up], twice as wide as the result.
+        interleaved: gate is every even column of h and up every odd one, instead of its halves.
+        limit: gate is cut at `limit`, up at `-limit` and `limit`. None: not.
+        alpha: of silu, which is `gate * sigmoid(alpha * gate)`.
+        up_shift: what is added to up.
+
+    Raises:
+        ValueError: an unknown name, or fields that mean nothing for it.
+
+    Example: gpt-oss is Activation("silu", gated=True, interleaved=True, limit=7.0, alpha=1.702, up_shift=1.0)
+    """
+
+    name: str
+    gated: bool = False
+    interleaved: bool = False
+    limit: float | None = None
+    alpha: float = 1.0
+    up_shift: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.name not in ACTIVATIONS:
+            raise ValueError(f"activation={self.name!r} is not known; use one of {', '.join(ACTIVATIONS)}")
+        if not self.gated and (self.interleaved or self.limit is not None or self.up_shift):
+            raise ValueError("interleaved, limit and up_shift are of gated activations; pass gated=True or leave them")
+        if self.alpha != 1 and self.name != "silu":
+            raise ValueError(f"alpha={self.alpha} is a factor in silu's sigmoid; {self.name} has none")
+
+    def __call__(self, h_PF1: torch.Tensor) -> torch.Tensor:
+        if not self.gated:
+            return self._act(h_PF1)
+        if self.interleaved:
+            gate_PF, up_PF = h_PF1[..., ::2], h_PF1[..., 1::2]
+        else:
+            gate_PF, up_PF = h_PF1.chunk(2, dim=-1)
+        if self.limit is not None:
+            gate_PF, up_PF = gate_PF.clamp(max=self.limit), up_PF.clamp(-self.limit, self.limit)
+        if self.up_shift:
+            up_PF = up_PF + self.up_shift
+        return self._act(gate_PF) * up_PF
+
+    def _act(self, h: torch.Tensor) -> torch.Tensor:
+        return h * torch.sigmoid(h * self.alpha) if self.alpha != 1 else ACTIVATIONS[self.name](h)
+
+
+def make_activation(name: str, gated: bool) -> Activation:
+    """`act(h)`, or for gated experts `act(gate) * up` of h = [gate, up] (SwiGLU: Shazeer, arXiv 2002.05202).
+
+    Raises ValueError for an unknown name."""
+    return Activation(name, gated)
+
+
+@dataclass(frozen=True)
+class ExpertFunction:
+    """What an expert computes apart from its weights.
+
+    Attributes:
+        activation: (P, F1) -> (P, F), differentiable, row by row. Gated activations take [gate, up] side by side,
+            or however the weights have them. On CUDA an `Activation` is computed by kernels in one pass, any other
+            callable by PyTorch, on as many rows as there could be.
+        transposed: weights are stored (in, out) instead of (out, in).
+    """
+
+    activation: ActivationFunction
+    transposed: bool = False
 
 
 class Experts(Protocol):

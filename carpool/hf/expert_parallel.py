@@ -26,9 +26,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
+from transformers.activations import GELUActivation, GELUTanh, ReLUSquaredActivation, SiLUActivation
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
+from transformers.integrations.moe import _default_apply_gate
 
-from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts
+from carpool.experts import Activation, ExpertFunction, ExpertWeights, GroupedExperts
 from carpool.hf.adapters import check_adapters
 from carpool.layout import ExpertLayout, assign
 from carpool.parallel.slots import SlotFiller, fill_slots
@@ -37,6 +39,13 @@ from carpool.routing import Routing
 from carpool.stats import LayerStats
 from carpool.transport import TRANSPORTS, Transport, choose_transport, make_transport
 
+# Where gpt-oss's own gate is defined, which is recognised without importing that model.
+GPT_OSS_GATE = ("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts._apply_gate")
+# By exact type: a subclass may compute something else.
+ACTIVATION_MODULES: dict[type, str] = {
+    SiLUActivation: "silu", nn.SiLU: "silu", GELUActivation: "gelu", nn.GELU: "gelu", GELUTanh: "gelu_tanh",
+    nn.ReLU: "relu", ReLUSquaredActivation: "relu2",
+}  # fmt: skip
 TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -210,7 +219,25 @@ def expert_function(experts: Any) -> ExpertFunction | None:
         return None
     if {name for name, _ in experts.named_parameters()} != {name for name in weight_names(experts) if name}:
         return None
-    return ExpertFunction(experts._apply_gate if experts.has_gate else experts.act_fn, experts.is_transposed)
+    own = experts._apply_gate if experts.has_gate else experts.act_fn
+    return ExpertFunction(_described(experts) or own, experts.is_transposed)
+
+
+def _described(experts: Any) -> Activation | None:
+    """The experts' activation in terms that our kernels know, or None if it is not known to be one of those."""
+    if "_apply_gate" in vars(experts):
+        return None  # somebody replaced the class's
+    gate = type(experts)._apply_gate
+    if experts.has_gate and (gate.__module__, gate.__qualname__) == GPT_OSS_GATE:
+        limit, alpha = float(experts.limit), float(experts.alpha)
+        return Activation("silu", gated=True, interleaved=True, limit=limit, alpha=alpha, up_shift=1.0)
+    if experts.has_gate and gate is not _default_apply_gate:
+        return None
+    act = getattr(experts, "act_fn", None)
+    name = "silu" if act is nn.functional.silu else ACTIVATION_MODULES.get(type(act))
+    if name == "gelu" and getattr(act, "approximate", "none") == "tanh":  # of torch.nn.GELU
+        name = "gelu_tanh"
+    return Activation(name, experts.has_gate) if name is not None else None
 
 
 def rides(model: nn.Module) -> dict[str, ExpertRides]:

@@ -44,8 +44,9 @@ class Route:
         choices_per_row: J.
         num_pairs: P, (row, slot) pairs among them: the rows that the experts' matrix products see; an upper bound where
             only the device knows.
-        choices_W: choices of this rank's tokens on each rank: what one row per (token, expert) would send.
         traffic: where the verbs count what they send.
+        choices_W: choices of this rank's tokens on each rank: what one row per (token, expert) would send. Empty where
+            only the device knows.
         partial_RH: what the experts write and `combine` reads; set by `new_partial`.
     """
 
@@ -54,8 +55,8 @@ class Route:
     num_rows: int
     choices_per_row: int
     num_pairs: int
-    choices_W: tuple[int, ...]
     traffic: Traffic
+    choices_W: tuple[int, ...] = ()
     backward: bool = False
     partial_RH: torch.Tensor | None = None
 
@@ -100,6 +101,7 @@ class Arrivals:
         weight_RJ: (R, J) float32 routing weights, 0 where there is no slot.
         num_pairs: at most so many entries of slot_RJ are filled. Exactly so many, unless only the device knows.
         leased: x_RH is the transport's own buffer, which it overwrites later: copy what has to last.
+        scale_RG: if x_RH is FP8: (R, ceil(H / 128)) float32, the factor of each group of 128 columns.
         sums_unwanted: whether `combine` reads the partial sums of rows that nobody wants; they must be zero then.
     """
 
@@ -109,6 +111,7 @@ class Arrivals:
     num_pairs: int
     leased: bool = False
     sums_unwanted: bool = True
+    scale_RG: torch.Tensor | None = None
 
 
 class Transport(Protocol):

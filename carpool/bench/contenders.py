@@ -1,0 +1,99 @@
+"""Who takes part: one contender is a transport with its options. And what each must send, from the definition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from carpool.bench.settings import KNOWN, Settings, Shape
+from carpool.layout import ExpertLayout
+from carpool.placement.volume import predict
+from carpool.routing import Routing
+from carpool.transport import Transport, make_transport
+from carpool.transport.base import CHOICE_BYTES
+
+FP8_GROUP = 128  # columns that share a float32 scale
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Attributes:
+    transport: the name of the transport.
+    ctas: thread blocks of its kernels; None: not ours to choose (NCCL and gloo decide).
+    fp8: rows travel out as FP8. Lossy.
+    """
+
+    transport: str
+    ctas: int | None = None
+    fp8: bool = False
+
+    @property
+    def label(self) -> str:
+        if self.ctas is None:
+            return self.transport
+        return f"{self.transport} ({'fp8, ' if self.fp8 else ''}{self.ctas} CTAs)"
+
+
+def list_contenders(settings: Settings) -> list[Contender]:
+    """One for each transport, of `nvlink` one for each number of CTAs, and one more for FP8."""
+    found = []
+    for name in settings.transports or KNOWN:
+        if name != "nvlink":
+            found.append(Contender(name))
+            continue
+        found += [Contender(name, ctas) for ctas in settings.ctas]
+        if settings.fp8:
+            found.append(Contender(name, settings.ctas[-1], fp8=True))
+    return list(dict.fromkeys(found))
+
+
+def why_unavailable(name: str, group: dist.ProcessGroup | None, shape: Shape, dtype: torch.dtype) -> str | None:
+    """Why transport `name` cannot run here, or None. Collective over the group."""
+    if name != "nvlink":
+        return None
+    from carpool.transport.nvlink import why_not
+
+    if shape.hidden * dtype.itemsize % 16:
+        return f"a row of {shape.hidden} x {str(dtype).removeprefix('torch.')} is no multiple of 16 bytes"
+    return why_not(group)
+
+
+def build(contender: Contender, group: dist.ProcessGroup | None, layout: ExpertLayout, tokens: int) -> Transport:
+    """The transport itself, with buffers for `tokens` tokens per rank where it has any."""
+    if contender.transport != "nvlink":
+        return make_transport(contender.transport, group, layout.slots_per_rank)
+    from carpool.transport.nvlink import NVLink, NVLinkOptions
+
+    assert contender.ctas is not None
+    options = NVLinkOptions(
+        dispatch_ctas=contender.ctas, combine_ctas=contender.ctas, max_tokens=tokens, forward_fp8=contender.fp8
+    )
+    return NVLink(group, layout.slots_per_rank, options)
+
+
+def expected_bytes(
+    contender: Contender, routings: Sequence[Routing], layout: ExpertLayout, hidden: int, element_size: int
+) -> dict[str, np.ndarray]:
+    """For each verb of `carpool.stats.VERBS` but the plan: (W, W) bytes from rank [i] to rank [j], 0 to itself.
+
+    `nvlink` sends what `dedup` sends: one row per (token, rank). As FP8 a row is one byte per column and a float32
+    for each 128 of them, on the way out of the forward only.
+    """
+    formula = "dedup" if contender.transport == "nvlink" else contender.transport
+    volume = predict(formula, [r.expert_TK for r in routings], layout, hidden=hidden, element_size=element_size)
+    bytes_WW = {verb: matrix.copy() for verb, matrix in volume.bytes_WW.items() if verb != "plan"}
+    if contender.fp8:
+        row = hidden + 4 * -(-hidden // FP8_GROUP) + CHOICE_BYTES * routings[0].expert_TK.shape[1]
+        bytes_WW["dispatch"] = volume.rows_WW * row
+    for matrix in bytes_WW.values():
+        np.fill_diagonal(matrix, 0)
+    return bytes_WW
+
+
+def busiest(bytes_WW: np.ndarray) -> int:
+    """Bytes through the link of the rank that has most to do. Links carry both directions at once."""
+    return int(max(bytes_WW.sum(0).max(), bytes_WW.sum(1).max()))

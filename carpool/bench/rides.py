@@ -1,0 +1,227 @@
+"""What a contender is asked to do: all verbs, in the order of training; once for the answer, then for the time.
+
+    forward    plan, dispatch x, partial sums, combine
+    again      dispatch x on the same route (its plan is known), partial sums, combine
+    backward   dispatch dy, row gradients, combine (dx, dweight)
+
+Every dispatch is followed by its combine, which a transport with buffers relies on.
+
+In the check the "experts" multiply: slot s of all slots scales a row by f(s) = 1 + s / number of slots, so that a row
+that came to the wrong slot, with the wrong weight, or not at all, changes the answer
+
+    y_t = sum_k weight_tk f(slot_tk) x_t           dx_t = sum_k weight_tk f(slot_tk) dy_t      dweight_tk = f(slot_tk)
+
+The transport `gather` in float64 is the oracle; it is itself compared with the formula. All terms are of one sign per
+element of x, so rounding is relative to the answer. Allowed are: half a unit in the last place for each partial sum
+and half a unit for y (together one eps of the dtype), and a few float32 roundings for the sums. With FP8 on the way out
+1/16 of the element (3 bits of mantissa) and 1e-4 of its row's largest, because small values underflow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from carpool.bench.contenders import FP8_GROUP
+from carpool.bench.settings import Shape
+from carpool.bench.timing import Clock
+from carpool.layout import ExpertLayout, assign
+from carpool.routing import Routing
+from carpool.stats import Traffic
+from carpool.transport import Arrivals, Transport, make_transport
+
+CHUNK = 2048  # rows that are scaled at a time, to keep temporary memory small
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape and routing, as this rank sees it: the input of every contender."""
+
+    shape: Shape
+    layout: ExpertLayout
+    routings: list[Routing]
+    x_TH: torch.Tensor
+    dy_TH: torch.Tensor
+    slot_TK: torch.Tensor
+    weight_TK: torch.Tensor
+
+    @classmethod
+    def make(
+        cls, shape: Shape, layout: ExpertLayout, routings: list[Routing], rank: int, dtype: torch.dtype,
+        device: torch.device, seed: int,
+    ) -> Case:  # fmt: skip
+        """Rows are normal random numbers, other ones on each rank."""
+        generator = torch.Generator(device).manual_seed(7919 * (seed + 1) + rank)
+        rows = (2, shape.tokens, shape.hidden)
+        x_TH, dy_TH = torch.randn(rows, generator=generator, device=device).to(dtype)
+        weight_TK = routings[rank].weight_TK
+        assert weight_TK is not None
+        slot_TK = assign(routings[rank], layout, rank).to(device)
+        return cls(shape, layout, routings, x_TH, dy_TH, slot_TK, weight_TK.to(device))
+
+    @cached_property
+    def factor_S(self) -> torch.Tensor:
+        """(W * S,) float64: f of every global slot."""
+        slots = self.layout.num_ranks * self.layout.slots_per_rank
+        return 1 + torch.arange(slots, dtype=torch.float64, device=self.x_TH.device) / slots
+
+    def factors(self, rank: int) -> torch.Tensor:
+        """(S,) float64: f of the slots of one rank."""
+        return self.factor_S[rank * self.layout.slots_per_rank :][: self.layout.slots_per_rank]
+
+
+@dataclass
+class Answers:
+    """What came back; the gradients are None without a backward."""
+
+    y_TH: torch.Tensor
+    dx_TH: torch.Tensor | None = None
+    dweight_TK: torch.Tensor | None = None
+
+
+def forward_and_backward(
+    transport: Transport, case: Case, rank: int, traffic: Traffic, *, backward: bool, dtype: torch.dtype | None = None
+) -> Answers:
+    """One training step of the multiplying experts, through `transport`. `dtype`: of the rows, if not the case's."""
+    x_TH, dy_TH = (rows.to(dtype or rows.dtype) for rows in (case.x_TH, case.dy_TH))
+    hidden, device = case.shape.hidden, x_TH.device
+    route = transport.plan(case.slot_TK, case.weight_TK, traffic)
+    arrivals: Arrivals = transport.dispatch(x_TH, route).wait()
+    multiply(arrivals, None, case.factors(rank), route.new_partial(hidden, x_TH.dtype, device))
+    answers = Answers(transport.combine(route).wait())
+    if backward:
+        dpartial_RH = transport.dispatch_gradients(dy_TH, route).wait()
+        multiply(arrivals, dpartial_RH, case.factors(rank), route.new_partial(hidden, dy_TH.dtype, device))
+        dweight_RJ = _factors_of(arrivals.slot_RJ, case.factors(rank)).float()
+        answers.dx_TH, answers.dweight_TK = transport.combine_gradients(route, dweight_RJ).wait()
+    return answers
+
+
+def multiply(
+    arrivals: Arrivals, gradient_RH: torch.Tensor | None, factor_S: torch.Tensor, out_RH: torch.Tensor
+) -> None:
+    """The experts of the check, forward (of `arrivals.x_RH`) or backward (of `gradient_RH`).
+
+    out = row * (sum over its wanted slots of weight * f(slot)), and 0 where nobody wants a row.
+    """
+    rows_RH = arrivals.x_RH if gradient_RH is None else gradient_RH
+    wide = torch.promote_types(out_RH.dtype, torch.float32)
+    for start in range(0, rows_RH.shape[0], CHUNK):
+        chunk = slice(start, start + CHUNK)
+        slot_RJ = arrivals.slot_RJ[chunk]
+        # A weight where no slot is may be anything, even NaN.
+        weight_RJ = torch.where(slot_RJ < 0, 0.0, arrivals.weight_RJ[chunk])
+        factor_R1 = (weight_RJ * _factors_of(slot_RJ, factor_S)).sum(1, keepdim=True)
+        value_RH = rows_RH[chunk].to(wide)
+        if gradient_RH is None and arrivals.scale_RG is not None:
+            value_RH *= arrivals.scale_RG[chunk].repeat_interleave(FP8_GROUP, dim=1)[:, : value_RH.shape[1]]
+        wanted_R1 = (slot_RJ >= 0).any(1, keepdim=True)
+        out_RH[chunk] = torch.where(wanted_R1, value_RH * factor_R1.to(wide), 0.0).to(out_RH.dtype)
+
+
+def _factors_of(slot_RJ: torch.Tensor, factor_S: torch.Tensor) -> torch.Tensor:
+    """f of each entry, 0 where there is no slot."""
+    return torch.where(slot_RJ < 0, 0.0, factor_S[slot_RJ.clamp(min=0).long()])
+
+
+def oracle(case: Case, group: dist.ProcessGroup | None, rank: int) -> Answers:
+    """What is right: `gather` in float64, compared with the formula of the module's docstring."""
+    gather = make_transport("gather", group, case.layout.slots_per_rank)
+    traffic = Traffic(case.layout.num_ranks, rank)
+    answers = forward_and_backward(gather, case, rank, traffic, backward=True, dtype=torch.float64)
+    factor_TK = case.factor_S[case.slot_TK.long()]
+    sum_T1 = (case.weight_TK * factor_TK).sum(1, keepdim=True)
+    formula = Answers(case.x_TH * sum_T1, case.dy_TH * sum_T1, factor_TK)
+    check("gather in float64", answers, formula, case, group, torch.float64)
+    return answers
+
+
+def check(
+    label: str,
+    got: Answers,
+    want: Answers,
+    case: Case,
+    group: dist.ProcessGroup | None,
+    dtype: torch.dtype,
+    fp8: bool = False,
+) -> float:
+    """Compare with what is right. Collective.
+
+    Returns:
+        The largest error of all ranks, as a share of what is allowed.
+
+    Raises:
+        RuntimeError: it is more than 1, or not a number. On every rank.
+    """
+    sums = case.layout.num_ranks + case.shape.top_k + 3
+    rounding = torch.finfo(dtype).eps + sums * torch.finfo(torch.float32).eps
+    # Numbers this small are rounded to multiples of it.
+    smallest = torch.finfo(dtype).tiny * torch.finfo(dtype).eps
+    ratios = []
+    for name in ("y_TH", "dx_TH", "dweight_TK"):
+        mine, right = getattr(got, name), getattr(want, name)
+        if mine is None:
+            continue
+        lossy = fp8 and name == "y_TH"
+        relative = rounding + (2**-4 if lossy else 0.0)
+        allowed = relative * right.abs() + sums * smallest
+        if lossy:
+            allowed += 1e-4 * right.abs().amax(1, keepdim=True)
+        # What is not a number is wrong.
+        ratio = ((mine.double() - right).abs() / allowed).nan_to_num(nan=torch.inf)
+        ratios.append(ratio.max() if ratio.numel() else ratio.new_zeros(()))
+    worst = torch.stack(ratios).max().double()
+    if group is not None:
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX, group=group)
+    if not float(worst) <= 1:
+        raise RuntimeError(
+            f"{label} gives a wrong answer for {case.shape}: the largest error is {float(worst):.3g} times what "
+            "rounding allows, so it is not timed"
+        )
+    return float(worst)
+
+
+def ride_once(transport: Transport, case: Case, traffic: Traffic, clock: Clock, label: str, *, backward: bool) -> None:
+    """All verbs once, each timed as a section of `clock`. What experts would write is a copy of what came, untimed."""
+    x_TH, dy_TH = case.x_TH, case.dy_TH
+    hidden, dtype, device = case.shape.hidden, x_TH.dtype, x_TH.device
+
+    def fill(rows_RH: torch.Tensor, route: Any) -> None:
+        route.new_partial(hidden, dtype, device).copy_(rows_RH)
+
+    with clock.section(label, "plan_dispatch"):
+        route = transport.plan(case.slot_TK, case.weight_TK, traffic)
+        arrivals = transport.dispatch(x_TH, route).wait()
+    fill(arrivals.x_RH, route)
+    with clock.section(label, "combine"):
+        transport.combine(route).wait()
+    del arrivals
+    with clock.section(label, "dispatch"):
+        arrivals = transport.dispatch(x_TH, route).wait()
+    fill(arrivals.x_RH, route)
+    transport.combine(route).wait()
+    if not backward:
+        return
+    dweight_RJ = torch.rand_like(arrivals.weight_RJ)
+    del arrivals
+    with clock.section(label, "dispatch_gradients"):
+        dpartial_RH = transport.dispatch_gradients(dy_TH, route).wait()
+    fill(dpartial_RH, route)
+    with clock.section(label, "combine_gradients"):
+        transport.combine_gradients(route, dweight_RJ).wait()
+
+
+# Per section: the verb under which `Traffic` counts it.
+VERB_OF_SECTION = {
+    "plan_dispatch": "dispatch",
+    "dispatch": "dispatch",
+    "combine": "combine",
+    "dispatch_gradients": "combine_backward",
+    "combine_gradients": "dispatch_backward",
+}
+# How often `ride_once` does each verb.
+CALLS = {"dispatch": 2, "combine": 2, "combine_backward": 1, "dispatch_backward": 1}

@@ -1,0 +1,101 @@
+"""How a section is timed: all ranks start together, the slowest rank counts, and nobody is timed alone.
+
+On CUDA, before each timed section, the ranks meet on the host (a barrier, and the device has nothing left to do), then
+each queues a delay kernel of about half a millisecond and a tiny all-reduce, then the first event, the section, the
+second event. While the delay runs the host queues the section, so that launching is hidden, as it is in training,
+where the host runs ahead; the all-reduce lets the devices start together however unequal the hosts were. The delay is
+the same for all contenders. A transport that has to ask the device something waits for the delay, and what it queues
+after that is not hidden: it pays for this in its own time, as it does in training. How long the host took is kept as
+well (`host_us`): a contender whose host needs longer than the delay is timed with the rest of it.
+
+On CPU: a barrier, and the clock.
+
+A repetition's time is that of the slowest rank; the median and the 99th percentile are over repetitions (the largest,
+if there are fewer than 100).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+DELAY_CYCLES = 1_000_000  # about 500 us at 2 GHz
+
+
+class Clock:
+    """Times of named sections on this rank.
+
+    Args:
+        device: cuda or cpu.
+        group: the ranks that work together; None for one.
+
+    Attributes:
+        keep: whether what is timed now counts; False while warming up.
+    """
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
+        self.device, self.group = device, group
+        self.keep = True
+        self._flag = torch.zeros(1, device=device)
+        self._sections: dict[tuple[str, str], list[Any]] = {}
+        self._host: dict[tuple[str, str], list[float]] = {}
+
+    @contextmanager
+    def section(self, label: str, name: str) -> Iterator[None]:
+        """Time the enclosed work, once all ranks have come here. All enter the same sections in the same order."""
+        self._in_step()
+        if self.device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            host = time.perf_counter()
+            yield
+            host = time.perf_counter() - host
+            end.record()
+            span: Any = (begin, end)
+        else:
+            start = time.perf_counter()
+            yield
+            span = host = time.perf_counter() - start
+        if self.keep:
+            self._sections.setdefault((label, name), []).append(span)
+            self._host.setdefault((label, name), []).append(1e6 * host)
+
+    def slowest(self) -> dict[tuple[str, str], list[float]]:
+        """Microseconds of the slowest rank in each repetition, by (label, section). Collective."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        own = {
+            key: [1e3 * s[0].elapsed_time(s[1]) if isinstance(s, tuple) else 1e6 * s for s in spans]
+            for key, spans in self._sections.items()
+        }
+        flat = torch.tensor([us for times in own.values() for us in times], dtype=torch.float64, device=self.device)
+        if self.group is not None and flat.numel():
+            dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=self.group)
+        everyone = iter(flat.tolist())
+        return {key: [next(everyone) for _ in times] for key, times in own.items()}
+
+    def host_us(self, label: str, name: str) -> float:
+        """Median microseconds that this rank's host spent in a section."""
+        return statistics.median(self._host[label, name])
+
+    def _in_step(self) -> None:
+        if self.group is not None:
+            dist.barrier(group=self.group)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda._sleep(DELAY_CYCLES)
+            if self.group is not None:
+                dist.all_reduce(self._flag, group=self.group)
+
+
+def p99(times: list[float]) -> float:
+    """The 99th percentile; of fewer than 100 values, the largest."""
+    if len(times) < 100:
+        return max(times)
+    return statistics.quantiles(times, n=100, method="inclusive")[-1]

@@ -1,0 +1,270 @@
+"""`carpool bench transport`: how long rows travel, all transports side by side in one run.
+
+For each shape and routing the ranks draw the same input, and every contender
+
+    1  is checked: forward and backward against `gather` in float64 (`rides.py`); a wrong answer ends the benchmark
+    2  rides: repetition by repetition, contender by contender, the order turned round each time (`timing.py`)
+    3  has its bytes compared: what `Traffic` counted equals what `carpool.placement.volume` predicts
+
+    section              what is timed
+    plan_dispatch        plan and dispatch, until what arrived can be used: end to end
+    dispatch             dispatch on a route that was planned before
+    combine              until the sums are there
+    dispatch_gradients   with --backward: the backward of combine
+    combine_gradients    with --backward: the backward of dispatch
+    decode               with --decode: plan, dispatch and combine of 128 tokens per rank (`decode.py`)
+
+GB/s are the bytes that the busiest rank sends to or receives from others, whichever is more, per second of the median.
+On GPUs the same run measures what plain copies reach between the same GPUs (`ceiling.py`); a contender's share of it
+compares its GB/s with theirs. A contender that sends more bytes than necessary may use the links well and be slow.
+
+Files: DIR/transport.json, every repetition and where it ran; DIR/transport.png.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import carpool
+from carpool.bench.ceiling import LABEL as CEILING
+from carpool.bench.ceiling import Ceiling
+from carpool.bench.contenders import Contender, build, busiest, expected_bytes, list_contenders, why_unavailable
+from carpool.bench.decode import TOKENS as DECODE_TOKENS
+from carpool.bench.decode import Decoder
+from carpool.bench.results import CaseResult, ContenderResult, Result, Times, show, write
+from carpool.bench.rides import CALLS, VERB_OF_SECTION, Case, check, forward_and_backward, oracle, ride_once
+from carpool.bench.routings import make_routings
+from carpool.bench.settings import Settings, Shape, find_ranks
+from carpool.bench.timing import Clock
+from carpool.layout import ExpertLayout
+from carpool.stats import Traffic
+from carpool.train.config import Config, load_config
+from carpool.train.environment import environment
+from carpool.train.launch import run
+from carpool.transport.nvlink import why_not
+
+WARMUP = 3
+
+
+def benchmark(settings: Settings, *, debug: bool = False, command: str = "carpool bench transport") -> None:
+    """Start the ranks (or be one, under torchrun or Slurm), measure, and show and write the results.
+
+    Raises:
+        ValueError: settings that do not fit this machine, or a transport asked for by name that cannot run here.
+        OSError: the folder cannot be written.
+        carpool.train.failure.RankFailure: a rank failed.
+    """
+    cuda, num_ranks = find_ranks(settings)
+    settings = settings.resolve(cuda=cuda, num_ranks=num_ranks)
+    Path(settings.out).mkdir(parents=True, exist_ok=True)
+    device = "cuda" if cuda else "cpu"
+    options = [f"parallelism.num_ranks={num_ranks}", f"parallelism.device={device}"]
+    config = load_config(None, [*options, f"training.output_dir={json.dumps(settings.out)}"])
+    entry = "carpool.bench.transport:measure"
+    run(config, entry, debug=debug, settings=settings.to_json(), command=command)
+
+
+def measure(config: Config, settings: dict[str, Any], command: str) -> None:
+    """One rank's part of the benchmark; the process group is there."""
+    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    cuda = dist.get_backend() == "nccl"
+    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    bench = TransportBenchmark(Settings.from_json(settings), device)
+    cases = bench.measure_all()
+    if dist.get_rank() != 0:
+        return
+    result = Result(
+        carpool_version=carpool.__version__,
+        started=started,
+        command=command,
+        settings=settings,
+        environment=environment(device, dist.get_world_size()),
+        cases=cases,
+    )
+    paths = write(result, Path(settings["out"]), plot=not settings["json_only"])
+    if not settings["json_only"]:
+        show(result)
+    print("wrote " + ", ".join(map(str, paths)), flush=True)
+
+
+class TransportBenchmark:
+    """Measures every case on the default process group; all ranks construct and call it alike.
+
+    Raises:
+        ValueError: a transport that was asked for by name cannot run here.
+    """
+
+    def __init__(self, settings: Settings, device: torch.device) -> None:
+        self.settings, self.device = settings, device
+        self.dtype: torch.dtype = getattr(torch, settings.dtype)
+        self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+        self.group = dist.group.WORLD if self.num_ranks > 1 else None
+        self.contenders = list_contenders(settings)
+        # A group, and so buffers, of their own: those of the larger shapes would be too large.
+        self.decode_group = dist.new_group() if settings.decode and self.group is not None else None
+        self.ceiling: Ceiling | None = None
+        for shape in settings.shapes:
+            self._runnable(shape, self.group)
+
+    def measure_all(self) -> list[CaseResult]:
+        """The results in the order of the settings."""
+        settings = self.settings
+        results: dict[tuple[Shape, str, bool], CaseResult] = {}
+        # Buffers grow and never shrink: small shapes first, so that each is measured with buffers of its size.
+        for shape in sorted(settings.shapes, key=lambda shape: shape.tokens):
+            for kind in settings.routings:
+                results[shape, kind, False] = self._measure(shape, kind)
+        if settings.decode:
+            for shape in settings.shapes:
+                for kind in settings.routings:
+                    results[shape, kind, True] = self._decode(replace(shape, tokens=DECODE_TOKENS), kind)
+        modes = (False, True) if settings.decode else (False,)
+        return [results[s, kind, mode] for mode in modes for s in settings.shapes for kind in settings.routings]
+
+    def _measure(self, shape: Shape, kind: str) -> CaseResult:
+        settings, group, rank = self.settings, self.group, self.rank
+        case = self._case(shape, kind)
+        expected = {c: self._expected(c, case) for c in [*self.contenders, Contender("dedup")]}
+        result = CaseResult(shape, kind, "train", self.num_ranks)
+        want = oracle(case, group, rank)
+        transports, traffics, reasons, errors = {}, {}, self._runnable(shape, group), {}
+        for c in self.contenders:
+            if c.transport in reasons:
+                continue
+            transports[c] = build(c, group, case.layout, shape.tokens)
+            traffics[c] = Traffic(self.num_ranks, rank)
+            answers = forward_and_backward(transports[c], case, rank, traffics[c], backward=settings.backward)
+            errors[c] = check(c.label, answers, want, case, group, self.dtype, c.fp8)
+        del want
+        clock = Clock(self.device, group)
+        ceiling_bytes, pushed = int(expected[Contender("dedup")]["dispatch"].sum()) // self.num_ranks, 0
+        ceiling = self._ceiling(ceiling_bytes)
+        for i in range(-WARMUP, settings.repetitions):
+            clock.keep = i >= 0
+            if i == 0:
+                for traffic in traffics.values():
+                    traffic.reset()
+            for c in transports if i % 2 else reversed(transports):
+                ride_once(transports[c], case, traffics[c], clock, c.label, backward=settings.backward)
+            if ceiling is not None:
+                pushed = ceiling.push(ceiling_bytes, clock, "push")
+        times = clock.slowest()
+        if pushed:
+            result.ceiling_bytes = pushed
+            result.ceiling = Times.of(times[CEILING, "push"], pushed, None, clock.host_us(CEILING, "push"))
+        ceiling_rate = None if result.ceiling is None else result.ceiling.gb_per_s
+        for c in self.contenders:
+            row = self._row(c, reasons, errors)
+            result.rows.append(row)
+            if c not in transports:
+                continue
+            row.bytes_sent, row.bytes_predicted = self._check_bytes(c, traffics[c], expected[c])
+            for section, verb in VERB_OF_SECTION.items():
+                if (c.label, section) in times:
+                    host_us = clock.host_us(c.label, section)
+                    row.sections[section] = Times.of(
+                        times[c.label, section], busiest(expected[c][verb]), ceiling_rate, host_us
+                    )
+        return result
+
+    def _decode(self, shape: Shape, kind: str) -> CaseResult:
+        group, rank = self.decode_group, self.rank
+        case = self._case(shape, kind)
+        result = CaseResult(shape, kind, "decode", self.num_ranks)
+        want = oracle(case, group, rank)
+        reasons, errors = self._runnable(shape, group), {}
+        decoders = {}
+        for c in self.contenders:
+            if c.transport not in reasons:
+                transport = build(c, group, case.layout, shape.tokens)
+                decoders[c] = Decoder(transport, case, rank, group, c.label, want, fp8=c.fp8)
+        for c, decoder in decoders.items():
+            decoder.record()
+            errors[c] = decoder.error
+        clock = Clock(self.device, group)
+        for i in range(-WARMUP, self.settings.repetitions):
+            clock.keep = i >= 0
+            for c in decoders if i % 2 else reversed(decoders):
+                decoders[c].once(clock)
+        times = clock.slowest()
+        for c in self.contenders:
+            row = self._row(c, reasons, errors)
+            result.rows.append(row)
+            if c in decoders:
+                row.graph = decoders[c].graph is not None
+                row.sections["decode"] = Times.of(
+                    times[c.label, "decode"], None, None, clock.host_us(c.label, "decode")
+                )
+        return result
+
+    def _case(self, shape: Shape, kind: str) -> Case:
+        layout = ExpertLayout.contiguous(shape.experts, self.num_ranks)
+        settings = self.settings
+        routings = make_routings(
+            kind, shape.tokens, shape.top_k, layout, seed=settings.seed, zipf_exponent=settings.zipf_exponent
+        )
+        return Case.make(shape, layout, routings, self.rank, self.dtype, self.device, settings.seed)
+
+    def _expected(self, contender: Contender, case: Case) -> dict[str, np.ndarray]:
+        return expected_bytes(contender, case.routings, case.layout, case.shape.hidden, self.dtype.itemsize)
+
+    def _runnable(self, shape: Shape, group: dist.ProcessGroup | None) -> dict[str, str]:
+        """Why transports cannot run here, for those that cannot. Collective."""
+        reasons = {}
+        for name in dict.fromkeys(c.transport for c in self.contenders):
+            if why := why_unavailable(name, group, shape, self.dtype):
+                if name in self.settings.transports:
+                    raise ValueError(
+                        f"transport {name} cannot run here: {why}; leave it out of --transports, or leave --transports "
+                        "out to measure those that can"
+                    )
+                reasons[name] = why
+        return reasons
+
+    def _ceiling(self, num_bytes: int) -> Ceiling | None:
+        """What measures the ceiling, for at least so many bytes per rank; None where ranks cannot write into each
+        other's memory. Collective."""
+        if self.device.type != "cuda" or self.group is None or num_bytes == 0 or why_not(self.group) is not None:
+            return None
+        if self.ceiling is None or self.ceiling.most_bytes < num_bytes:
+            self.ceiling = Ceiling(self.group, self.device, num_bytes)
+        return self.ceiling
+
+    def _row(self, c: Contender, reasons: dict[str, str], errors: dict[Contender, float]) -> ContenderResult:
+        lossy = ("rows travel as FP8",) if c.fp8 else ()
+        return ContenderResult(
+            c.label, c.transport, c.ctas, lossy, unavailable=reasons.get(c.transport), error=errors.get(c)
+        )
+
+    def _check_bytes(
+        self, contender: Contender, traffic: Traffic, expected: dict[str, np.ndarray]
+    ) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+        """Bytes that each rank sent to others in one call of each verb, counted and predicted. Collective.
+
+        Raises:
+            RuntimeError: they differ.
+        """
+        calls = {verb: n * self.settings.repetitions for verb, n in CALLS.items()}
+        verbs = [verb for verb in calls if self.settings.backward or not verb.endswith("_backward")]
+        counted = {verb: traffic.bytes[verb] for verb in verbs}
+        everyone: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(everyone, counted)
+        sent: dict[str, list[int]] = {}
+        for verb in verbs:
+            total_WW = np.array([of_rank[verb] for of_rank in everyone])
+            np.fill_diagonal(total_WW, 0)
+            if not np.array_equal(total_WW, calls[verb] * expected[verb]):
+                raise RuntimeError(
+                    f"{contender.label} counted other bytes than predicted in {verb}: in {calls[verb]} calls, from "
+                    f"rank [i] to rank [j], {total_WW.tolist()}; each call should be {expected[verb].tolist()}"
+                )
+            sent[verb] = (total_WW.sum(1) // calls[verb]).tolist()
+        return sent, {verb: expected[verb].sum(1).tolist() for verb in verbs}

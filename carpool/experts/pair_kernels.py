@@ -1,0 +1,186 @@
+"""The CUDA side of `carpool.experts.pairs`: rows to pairs, pairs to rows, pairs to slots.
+
+How many pairs there are stands in device memory, in the last entry of `offsets_S`, and tensors of pairs are as long as
+the bound that the host knows, several times longer as a rule. So the kernels are persistent: a grid of a few programs
+per multiprocessor, whatever the bound, and each program takes tiles
+
+    tile = program, program + programs, ...        while  tile < tiles of the pairs that are there
+
+Nothing past the count is read or written. A tile is ROWS x BLOCK elements, 16 to 32 per thread, which is what it takes
+to keep enough bytes under way with 8 or more programs on a multiprocessor; the width of a row is a compile-time
+constant, so that rows of a multiple of 8 elements move in 16-byte pieces without the launcher promising it.
+
+    gather_rows    moves each pair's row once: P x H in, P x H out
+    sum_pairs      one program per tile of *output* rows walks their J columns in order, so there are no atomics, and
+                   a column that is empty costs no memory access
+    slot_sums      pairs of a slot lie together: 16 programs each add every 16th tile of it, and a second kernel adds
+                   their sums in order. One slot that got everything is still 16 x (columns / 128) programs
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from carpool.memory.arena import Rows
+
+SPLITS = 16
+
+
+@triton.jit
+def _gather_rows(  # type: ignore[no-untyped-def]
+    rows, start, order, offsets, out, slots, J: tl.constexpr, WIDTH: tl.constexpr, HAS_START: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    count = tl.load(offsets + slots - 1)
+    if HAS_START:
+        begin = tl.load(start)
+        count = tl.where(begin < 0, 0, count)
+        rows += tl.multiple_of(begin, 16)
+    chunks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    for tile in range(tl.program_id(0), tl.cdiv(count, ROWS) * chunks, tl.num_programs(0)):
+        pair = (tile // chunks) * ROWS + tl.arange(0, ROWS)
+        column = (tile % chunks) * BLOCK + tl.arange(0, BLOCK)
+        row = (tl.load(order + pair, mask=pair < count, other=0) // J).to(tl.int64)
+        mask = (pair < count)[:, None] & (column < WIDTH)[None, :]
+        value = tl.load(rows + row[:, None] * WIDTH + column[None, :], mask=mask)
+        at = pair.to(tl.int64)[:, None] * WIDTH + column[None, :]
+        tl.store(out + at, value.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _sum_pairs(  # type: ignore[no-untyped-def]
+    values, position, weight, bias, slot, out, rows, J: tl.constexpr, WIDTH: tl.constexpr, HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr, ALL_ROWS: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    chunks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS) * chunks, tl.num_programs(0)):
+        row = (tile // chunks) * ROWS + tl.arange(0, ROWS)
+        column = (tile % chunks) * BLOCK + tl.arange(0, BLOCK)
+        inside = column < WIDTH
+        total = tl.zeros((ROWS, BLOCK), ACC)
+        wanted = row < 0
+        for j in tl.static_range(J):
+            entry = row.to(tl.int64) * J + j
+            pair = tl.load(position + entry, mask=row < rows, other=-1)
+            present = pair >= 0
+            mask = present[:, None] & inside[None, :]
+            at = pair.to(tl.int64)[:, None] * WIDTH + column[None, :]
+            value = tl.load(values + at, mask=mask, other=0.0).to(ACC)
+            if HAS_BIAS:
+                own = tl.load(slot + entry, mask=present, other=0).to(tl.int64)
+                value += tl.load(bias + own[:, None] * WIDTH + column[None, :], mask=mask, other=0.0).to(ACC)
+            if HAS_WEIGHT:
+                value *= tl.load(weight + entry, mask=present, other=0.0).to(ACC)[:, None]
+            total += value
+            wanted = wanted | present
+        written = row < rows
+        if not ALL_ROWS:
+            written = written & wanted
+        at = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+        tl.store(out + at, total.to(out.dtype.element_ty), mask=written[:, None] & inside[None, :])
+
+
+@triton.jit
+def _slot_sums(  # type: ignore[no-untyped-def]
+    values, weight, order, offsets, out, WIDTH: tl.constexpr, HAS_WEIGHT: tl.constexpr, ACC: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    slot, split = tl.program_id(0), tl.program_id(1)
+    column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    begin = tl.load(offsets + slot - 1, mask=slot > 0, other=0)
+    end = tl.load(offsets + slot)
+    total = tl.zeros((ROWS, BLOCK), ACC)
+    for first in range(begin + split * ROWS, end, tl.num_programs(1) * ROWS):
+        pair = first + tl.arange(0, ROWS)
+        mask = (pair < end)[:, None] & (column < WIDTH)[None, :]
+        at = pair.to(tl.int64)[:, None] * WIDTH + column[None, :]
+        value = tl.load(values + at, mask=mask, other=0.0).to(ACC)
+        if HAS_WEIGHT:
+            entry = tl.load(order + pair, mask=pair < end, other=0)
+            value *= tl.load(weight + entry, mask=pair < end, other=0.0).to(ACC)[:, None]
+        total += value
+    at = (split * tl.num_programs(0) + slot).to(tl.int64) * WIDTH + column
+    tl.store(out + at, tl.sum(total, 0), mask=column < WIDTH)
+
+
+def gather_rows(
+    rows: Rows, order_P: torch.Tensor, offsets_S: torch.Tensor, columns: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """(P, width): for each pair the row that it is of, `order_P // columns`. Rows past the count are not written."""
+    data, width = rows.data.contiguous(), rows.width
+    out_PH = torch.empty(order_P.shape[0], width, dtype=dtype, device=order_P.device)
+    if out_PH.numel() and offsets_S.numel():
+        tile, block = tiling(width)
+        _gather_rows[programs(out_PH, tile, block)](
+            data, data if rows.start is None else rows.start, order_P, offsets_S, out_PH, offsets_S.shape[0],
+            J=columns, WIDTH=width, HAS_START=rows.start is not None, ROWS=tile, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+    return out_PH
+
+
+def sum_pairs(
+    values_PH: torch.Tensor,
+    position_RJ: torch.Tensor,
+    out_RH: torch.Tensor,
+    weight_RJ: torch.Tensor | None,
+    bias_SH: torch.Tensor | None,
+    slot_RJ: torch.Tensor,
+    all_rows: bool,
+) -> None:
+    """out[r] = sum over j, in order, of weight[r, j] * (values[position[r, j]] + bias[slot[r, j]]).
+
+    float64 adds in float64, all else in float32, rounded once. Rows without pairs become zero, or stay as they are if
+    not `all_rows`.
+    """
+    if out_RH.numel() == 0:
+        return
+    width = out_RH.shape[1]
+    tile, block = tiling(width, 1024)  # J values of each element are under way at once
+    _sum_pairs[programs(out_RH, tile, block, per_processor=12)](
+        values_PH, position_RJ, position_RJ if weight_RJ is None else weight_RJ,
+        values_PH if bias_SH is None else bias_SH.contiguous(), slot_RJ, out_RH, out_RH.shape[0],
+        J=position_RJ.shape[1], WIDTH=width, HAS_WEIGHT=weight_RJ is not None, HAS_BIAS=bias_SH is not None,
+        ALL_ROWS=all_rows, ACC=accumulator(values_PH), ROWS=tile, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+
+
+def slot_sums(
+    values_PH: torch.Tensor, order_P: torch.Tensor, offsets_S: torch.Tensor, weight_RJ: torch.Tensor | None
+) -> torch.Tensor:
+    """(S, width): for each slot the sum of its pairs, each times its weight if there are any; zero for an idle slot."""
+    slots, width = offsets_S.shape[0], values_PH.shape[1]
+    if slots == 0 or values_PH.numel() == 0:
+        return values_PH.new_zeros(slots, width)
+    block = min(128, triton.next_power_of_2(width))
+    acc = torch.float64 if values_PH.dtype == torch.float64 else torch.float32
+    parts_KSH = torch.empty(SPLITS, slots, width, dtype=acc, device=values_PH.device)
+    _slot_sums[(slots, SPLITS, triton.cdiv(width, block))](
+        values_PH, values_PH if weight_RJ is None else weight_RJ, order_P, offsets_S, parts_KSH,
+        WIDTH=width, HAS_WEIGHT=weight_RJ is not None, ACC=accumulator(values_PH), ROWS=32, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+    return parts_KSH.sum(0).to(values_PH.dtype)
+
+
+def accumulator(values: torch.Tensor) -> tl.dtype:
+    return tl.float64 if values.dtype == torch.float64 else tl.float32
+
+
+def tiling(width: int, elements: int = 2048) -> tuple[int, int]:
+    """(ROWS, BLOCK) of a tile: powers of two, about `elements` together, with as few columns past the width as can be.
+
+    Example: width 768 -> (8, 256): three full blocks. Width 37 -> (32, 64).
+    """
+    blocks = [b for b in (1024, 512, 256, 128) if b < 2 * width] or [triton.next_power_of_2(width)]
+    block = min(blocks, key=lambda b: (triton.cdiv(width, b) * b, -b))
+    return max(1, elements // block), block
+
+
+def programs(out: torch.Tensor, tile: int, block: int, per_processor: int = 16) -> tuple[int]:
+    """A grid for tiles of `out`: enough programs to fill the GPU, and no more than there can be tiles. On the CPU,
+    where Triton interprets, two, so that each takes several tiles."""
+    tiles = triton.cdiv(out.shape[0], tile) * triton.cdiv(out.shape[1], block)
+    if not out.is_cuda:
+        return (min(tiles, 2),)
+    return (min(tiles, torch.cuda.get_device_properties(out.device).multi_processor_count * per_processor),)

@@ -1,0 +1,291 @@
+"""The memory that ranks write into: one owner per process group, shared by all layers, and leased.
+
+A lease is one symmetric allocation per rank, cut into regions at the same byte offsets on every rank:
+
+    signals   arrived (W x MAX_CTAS), written (W), counts (2 x W)         int32
+    rows      W slabs of `capacity` rows, one slab for each sender        what dispatch writes into peers
+    choices   K slots and K weights beside each row
+    scales    one float32 for 128 columns, if rows travel as FP8
+    partial   what the experts write and peers read                       as many rows
+    dweight   K float32 beside each partial row, in the backward
+
+So a lease takes about 2 * W * capacity * H * 2 bytes in bf16: 235 MiB for 4 ranks, 8192 tokens each, H 2048. By default
+`capacity` is the largest number of tokens of any rank, the worst case: then no routing can overflow. Leases are made
+when they are first needed. One is enough while every dispatch is followed by its combine; to overlap the dispatch of
+one piece with the combine of another takes two, and sending rows again in the backward does as well.
+
+Autograd must not hold a view of a lease: what it keeps is copied (`carpool.ride`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+MAX_CTAS = 64
+PAGE = 256  # bytes; regions start at multiples of it
+VERBS = ("", "dispatch", "combine", "dispatch_gradients", "combine_gradients")
+
+
+class RankMissingError(RuntimeError):
+    """A rank did not arrive in time. `ranks` are the missing ones, in the expert-parallel group."""
+
+    def __init__(self, text: str, ranks: Sequence[int]) -> None:
+        super().__init__(text)
+        self.ranks = tuple(ranks)
+
+
+class BufferOverflowError(RuntimeError):
+    """More rows went to a rank than its slabs hold. `needed` is the capacity that would have been enough."""
+
+    def __init__(self, text: str, needed: int) -> None:
+        super().__init__(text)
+        self.needed = needed
+
+
+@dataclass(frozen=True)
+class Regions:
+    """Byte offsets of the regions of a lease."""
+
+    capacity: int
+    arrived: int
+    written: int
+    counts: int
+    rows: int
+    choices: int
+    scales: int
+    partial: int
+    dweight: int
+    total: int
+
+    @classmethod
+    def of(cls, num_ranks: int, capacity: int, row_bytes: int, top_k: int, scale_bytes: int) -> Regions:
+        """For W slabs of `capacity` rows of `row_bytes` bytes, K choices and `scale_bytes` of scales each."""
+        rows = num_ranks * capacity
+        sizes = {
+            "arrived": num_ranks * MAX_CTAS * 4,
+            "written": num_ranks * 4,
+            "counts": 2 * num_ranks * 4,
+            "rows": rows * row_bytes,
+            "choices": rows * 2 * top_k * 4,
+            "scales": rows * scale_bytes,
+            "partial": rows * row_bytes,
+            "dweight": rows * top_k * 4,
+        }
+        offsets, at = {}, 0
+        for name, size in sizes.items():
+            offsets[name] = at
+            at += -(-size // PAGE) * PAGE
+        return cls(capacity=capacity, total=at, **offsets)
+
+
+@dataclass
+class Lease:
+    """One buffer on every rank; see the module's docstring.
+
+    Attributes:
+        bytes: this rank's part, uint8.
+        bases: (W,) int64 on the device: the address of every rank's part.
+        epochs: (2,) int32 on the device: of the last finished combine, and of the last finished dispatch.
+        regions: what lies where.
+        busy: dispatched into, and not combined yet.
+    """
+
+    bytes: torch.Tensor
+    bases: torch.Tensor
+    epochs: torch.Tensor
+    regions: Regions
+    busy: bool = False
+    handle: Any = field(default=None, repr=False)
+    stream: torch.cuda.Stream | None = field(default=None, repr=False)
+
+    def view(self, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor over the region that starts at byte `at`."""
+        size = dtype.itemsize
+        for n in shape:
+            size *= n
+        return self.bytes[at : at + size].view(dtype).view(shape)
+
+
+class Buffers:
+    """Leases, capacity and failures of one process group on one device.
+
+    Args:
+        group: the expert-parallel process group; None for one rank, whose buffers are ordinary memory.
+        device: where.
+        num_leases: how many dispatches may be without their combine at one time.
+        max_tokens: tokens of the largest rank. None: agreed upon at the first `agree`, rounded up to a power of two.
+        timeout_seconds: how long a kernel waits for a peer.
+
+    Attributes:
+        capacity: rows of a slab; 0 before the first agreement.
+        status, needed: int32 on the device: has a wait failed; the largest capacity that was needed so far.
+        host_status: (1 + W,) int32 in pinned host memory, which kernels write when they give up.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        *,
+        num_leases: int = 2,
+        max_tokens: int | None = None,
+        timeout_seconds: float = 300.0,
+    ) -> None:
+        self.group, self.device, self.num_leases = group, device, num_leases
+        self.num_ranks = dist.get_world_size(group) if group is not None else 1
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.capacity = 0
+        self.timeout_seconds = timeout_seconds
+        self.status = torch.zeros(1, dtype=torch.int32, device=device)
+        self.needed = torch.zeros(1, dtype=torch.int32, device=device)
+        self.host_status = torch.zeros(1 + self.num_ranks, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._row = (0, 0, 0)  # the largest row, K and scales that any layer has asked for, in bytes
+        self._leases: list[Lease] = []
+        self._turn = 0
+        if max_tokens is not None:
+            self._set_capacity(max_tokens)
+
+    @property
+    def size(self) -> int:
+        """Bytes of this rank's leases that exist."""
+        return sum(lease.regions.total for lease in self._leases)
+
+    def lease_bytes(self, capacity: int, hidden: int, element_size: int, top_k: int, fp8: bool = False) -> int:
+        """Bytes that one lease takes on each rank."""
+        scales = 4 * -(-hidden // 128) if fp8 else 0
+        return Regions.of(self.num_ranks, capacity, hidden * element_size, top_k, scales).total
+
+    def agree(self, tokens: int) -> None:
+        """Make sure that there is a capacity. The first call is collective and waits for the device."""
+        if self.capacity:
+            return
+        most = torch.tensor([max(1, tokens)], device=self.device)
+        if self.group is not None:
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
+        self._set_capacity(1 << (int(most.item()) - 1).bit_length())
+
+    def grow(self, capacity: int) -> None:
+        """Make slabs of at least `capacity` rows, and forget the overflow. Collective; between steps."""
+        if self.busy:
+            raise RuntimeError("buffers cannot grow between a dispatch and its combine; call grow() between steps")
+        self._leases.clear()
+        self._set_capacity(max(capacity, self.capacity))
+        self.needed.zero_()
+
+    def overflow(self) -> int:
+        """The capacity that was needed, if slabs were too small since the last `grow`, else 0. The same on all ranks.
+        Waits for the device."""
+        needed = int(self.needed.item())
+        return needed if needed > self.capacity else 0
+
+    @property
+    def busy(self) -> bool:
+        return any(lease.busy for lease in self._leases)
+
+    def acquire(self, row_bytes: int, top_k: int, scale_bytes: int) -> Lease:
+        """The next lease, of at least these sizes. All ranks take turns alike; collective when a lease is made."""
+        wanted = (row_bytes, top_k, scale_bytes)
+        if any(now < new for now, new in zip(self._row, wanted, strict=True)) and not self.busy:
+            self._row = tuple(max(pair) for pair in zip(self._row, wanted, strict=True))  # type: ignore[assignment]
+            self._leases.clear()
+        for _ in range(len(self._leases)):
+            lease = self._leases[self._turn % len(self._leases)]
+            self._turn += 1
+            if not lease.busy:
+                break
+        else:
+            if len(self._leases) >= self.num_leases:
+                raise RuntimeError(
+                    f"{self.num_leases} dispatches are without their combine, and there are no more leases; combine "
+                    f"first, or raise num_leases (NVLinkOptions)"
+                )
+            lease = self._make()
+            self._leases.append(lease)
+            self._turn = 0
+        self._after_last_use(lease)
+        lease.busy = True
+        return lease
+
+    def release(self, lease: Lease) -> None:
+        """Its combine has been launched on the current stream."""
+        lease.busy = False
+        # What is captured into a graph runs whenever that is replayed: its stream says nothing.
+        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        lease.stream = None if self.device.type != "cuda" or capturing else torch.cuda.current_stream(self.device)
+
+    def _after_last_use(self, lease: Lease) -> None:
+        """Let the current stream wait for the stream that used the lease before."""
+        if lease.stream is not None and not torch.cuda.is_current_stream_capturing():
+            current = torch.cuda.current_stream(self.device)
+            if lease.stream != current:
+                current.wait_stream(lease.stream)
+
+    def _set_capacity(self, tokens: int) -> None:
+        if tokens < 1:
+            raise ValueError(f"max_tokens={tokens}: a slab holds at least one row")
+        self.capacity = tokens
+
+    def _make(self) -> Lease:
+        regions = Regions.of(self.num_ranks, self.capacity, *self._row)
+        handle = None
+        if self.group is not None:
+            from torch.distributed import _symmetric_memory as symmetric_memory
+
+            memory = symmetric_memory.empty(regions.total, dtype=torch.uint8, device=self.device)
+            handle = symmetric_memory.rendezvous(memory, self.group)
+            addresses = list(handle.buffer_ptrs)
+        else:
+            memory = torch.empty(regions.total, dtype=torch.uint8, device=self.device)
+            addresses = [memory.data_ptr()]
+        memory[: regions.rows].zero_()
+        bases = torch.tensor(addresses, dtype=torch.int64, device=self.device)
+        if self.group is not None:
+            # Nobody may raise a signal here before it was set to zero.
+            dist.barrier(group=self.group)
+        epochs = torch.zeros(2, dtype=torch.int32, device=self.device)
+        return Lease(memory, bases, epochs, regions, handle=handle)
+
+    def check(self) -> None:
+        """Raise if a kernel gave up waiting. Looks at host memory only.
+
+        Raises:
+            RankMissingError: naming the ranks and what they were missing in."""
+        if not int(self.host_status[0]):
+            return
+        missing = {rank: int(verb) for rank, verb in enumerate(self.host_status[1:].tolist()) if verb}
+        names = self._names(list(missing))
+        verb = VERBS[next(iter(missing.values()), 0)]
+        raise RankMissingError(
+            f"{names} did not arrive at {verb} within {self.timeout_seconds:g} s; {self._names([self.rank])} waited in "
+            "vain. Look for what stopped it (its log, its exit code); if it was only slow, raise "
+            "parallelism.timeout_seconds (NVLinkOptions.timeout_seconds)",
+            list(missing),
+        )
+
+    def _names(self, ranks: list[int]) -> str:
+        if self.group is None:
+            return "rank 0"
+        world = [dist.get_global_rank(self.group, rank) for rank in ranks]
+        return ("rank " if len(world) == 1 else "ranks ") + ", ".join(map(str, world))
+
+
+# One owner per process group is a fact of the process, as the group itself is; it goes when the group goes.
+OWNERS: weakref.WeakKeyDictionary[dist.ProcessGroup, Buffers] = weakref.WeakKeyDictionary()
+
+
+def buffers_of(group: dist.ProcessGroup | None, device: torch.device, **options: Any) -> Buffers:
+    """The buffers of a group, made at the first call with these options. `max_tokens` larger than before: they grow."""
+    if group is None:
+        return Buffers(None, device, **options)
+    if group not in OWNERS:
+        OWNERS[group] = Buffers(group, device, **options)
+    buffers = OWNERS[group]
+    if (options.get("max_tokens") or 0) > buffers.capacity:
+        buffers.grow(options["max_tokens"])
+    return buffers

@@ -1,0 +1,174 @@
+"""Combine: every token's partial sums are read from the ranks that it visited, and added up.
+
+    1  signal   the own experts have written their sums: tell every peer, then wait for all of them
+    2  weights  in the backward, the K gradients of a token's weights, each from the rank that served the choice
+    3  rows     tile by tile (BT tokens x BH columns): load the tile's rows from every rank's memory, add them in
+                float32 in rank order, store
+
+Why pull: whoever needs the sum reads the rows straight out of the buffer that the experts wrote, and adds on the fly.
+Pushing partial rows to the token's rank and adding there takes a second pass over memory: 694 + 119 us against 503 us
+at T 4096, H 7168. A pull needs many loads in flight, hence small tiles and four stages.
+
+There is no wait at the end: nobody writes into this lease's sums before the next dispatch on it has finished, and that
+waits for every peer, after this combine. See dispatch_kernel.py.
+
+If a slab was too small somewhere (`needed` > capacity), rows are missing and the sums are wrong: they are set to NaN.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from carpool.transport.nvlink.signals import count_sent, send, wait
+
+
+@triton.jit
+def _place(tile, H: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr):  # type: ignore[no-untyped-def]
+    across: tl.constexpr = (H + BH - 1) // BH
+    return (tile // across) * BT + tl.arange(0, BT), (tile % across) * BH + tl.arange(0, BH)
+
+
+@triton.jit
+def _source(row, peer, token, tokens, W: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The tokens' rows on a rank; -1: was not there, or there is no such rank."""
+    inside = (token < tokens) & (peer < W)
+    return tl.load(row + (peer % W) * tokens.to(tl.int64) + token, mask=inside, other=-1)
+
+
+@triton.jit
+def _rows_of(bases, peer, partial_at, source, column, element, H: tl.constexpr, W: tl.constexpr):  # type: ignore[no-untyped-def]
+    buffer = tl.multiple_of((tl.load(bases + peer % W) + partial_at).to(tl.pointer_type(element)), 16)
+    at = source.to(tl.int64)[:, None] * H + column[None, :]
+    return tl.load(buffer + at, mask=(source >= 0)[:, None] & (column < H)[None, :], other=0.0)
+
+
+@triton.jit
+def _sum_rows(  # type: ignore[no-untyped-def]
+    y,
+    row,
+    bases,
+    partial_at,
+    tokens,
+    poison,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    BT: tl.constexpr,
+    BH: tl.constexpr,
+):
+    element: tl.constexpr = y.dtype.element_ty
+    tiles = tl.cdiv(tokens, BT) * ((H + BH - 1) // BH)
+    token, column = _place(tl.program_id(0), H, BT, BH)
+    source0 = _source(row, 0, token, tokens, W)
+    source1 = _source(row, 1, token, tokens, W)
+    source2 = _source(row, 2, token, tokens, W)
+    source3 = _source(row, 3, token, tokens, W)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        # Four ranks' loads before the first addition; then where the next tile's rows are, so that its loads can start.
+        part0 = _rows_of(bases, 0, partial_at, source0, column, element, H, W)
+        part1 = _rows_of(bases, 1, partial_at, source1, column, element, H, W)
+        part2 = _rows_of(bases, 2, partial_at, source2, column, element, H, W)
+        part3 = _rows_of(bases, 3, partial_at, source3, column, element, H, W)
+        next_token, next_column = _place(tile + tl.num_programs(0), H, BT, BH)
+        source0 = _source(row, 0, next_token, tokens, W)
+        source1 = _source(row, 1, next_token, tokens, W)
+        source2 = _source(row, 2, next_token, tokens, W)
+        source3 = _source(row, 3, next_token, tokens, W)
+        total = part0.to(tl.float32) + poison
+        total += part1.to(tl.float32)
+        total += part2.to(tl.float32)
+        total += part3.to(tl.float32)
+        for peer in tl.static_range(4, W):
+            total += _rows_of(bases, peer, partial_at, _source(row, peer, token, tokens, W), column, element, H, W).to(
+                tl.float32
+            )
+        out = token.to(tl.int64)[:, None] * H + column[None, :]
+        tl.store(y + out, total.to(element), mask=(token < tokens)[:, None] & (column < H)[None, :])
+        token, column = next_token, next_column
+
+
+@triton.jit
+def _fetch_weights(  # type: ignore[no-untyped-def]
+    dweight,
+    slot,
+    row,
+    bases,
+    dweight_at,
+    tokens,
+    S: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    BC: tl.constexpr,
+):
+    choice = tl.arange(0, KP)
+    for block in range(tl.program_id(0), tl.cdiv(tokens, BC), tl.num_programs(0)):
+        token = block * BC + tl.arange(0, BC)
+        inside = (token < tokens)[:, None] & (choice < K)[None, :]
+        at = token.to(tl.int64)[:, None] * K + choice[None, :]
+        chosen = tl.load(slot + at, mask=inside, other=-1)
+        served = inside & (chosen >= 0)
+        peer = tl.where(served, chosen // S, 0)
+        source = tl.load(row + peer.to(tl.int64) * tokens + token[:, None], mask=served, other=-1)
+        served = served & (source >= 0)
+        base = tl.load(bases + peer, mask=served, other=0)
+        where = base + dweight_at + (source.to(tl.int64) * K + choice[None, :]) * 4
+        value = tl.load(where.to(tl.pointer_type(tl.float32)), mask=served, other=0.0)
+        tl.store(dweight + at, value, mask=inside)
+
+
+@triton.jit(do_not_specialize=["tokens", "blocks", "capacity", "own", "verb"])
+def combine_kernel(  # type: ignore[no-untyped-def]
+    y,
+    dweight,
+    slot,
+    row,
+    count,
+    choices,
+    received,
+    bases,
+    epochs,
+    status,
+    host_status,
+    needed,
+    tally,
+    tokens,
+    blocks,
+    capacity,
+    own,
+    timeout,
+    verb,
+    partial_at,
+    dweight_at,
+    written_at,
+    H: tl.constexpr,
+    S: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    W: tl.constexpr,
+    WP: tl.constexpr,
+    BT: tl.constexpr,
+    BH: tl.constexpr,
+    BC: tl.constexpr,
+    WEIGHTS: tl.constexpr,
+    SEND: tl.constexpr,
+    RECEIVE: tl.constexpr,
+    SPIN: tl.constexpr,
+):
+    """y: (T, H), out. dweight: (T, K) float32, out, if WEIGHTS. The rest as in `dispatch_kernel`."""
+    program = tl.program_id(0)
+    peer = tl.arange(0, WP)
+    epoch = tl.load(epochs + 1)
+    if SEND and program == 0:
+        send(bases, written_at + own * 4, epoch, W, WP)
+    if RECEIVE:
+        poison = tl.where(tl.load(needed) > capacity, float("nan"), 0.0)
+        wait(tl.load(bases + own), written_at, epoch, timeout, status, host_status, verb, W, 1, 1, WP, SPIN)
+        if WEIGHTS:
+            _fetch_weights(dweight, slot, row, bases, dweight_at, tokens, S, K, KP, BC)
+        _sum_rows(y, row, bases, partial_at, tokens, poison, H, W, BT, BH)
+        if program == 0:
+            # Rows that this rank computed for each rank; its own slab has a place for every token, wanted here or not.
+            came = tl.load(received + peer, mask=peer < W, other=0)
+            rows = tl.where(peer == own, tl.load(count + peer, mask=peer < W, other=0), came)
+            count_sent(tally, rows, choices, blocks, W, WP)
+            tl.store(epochs, epoch)

@@ -1,0 +1,318 @@
+"""Dispatch: every row is loaded once and stored to each rank that wants it.
+
+    1  counts   how many rows come from here
+    2  choices  beside each row K slots of its rank (-1: elsewhere) and K weights, in one piece of 8 K bytes
+    3  rows     tile by tile (BT tokens x BH words): for each rank, store the tile to where the plan says; the next
+                tile's load is under way meanwhile
+    4  signal   each program tells each peer that its part is written, then waits for the programs of all peers
+    5  unpack   slots and weights leave the buffer into tensors of the layer; rows past a slab's count get slot -1
+
+Rows are copied as 4-byte words, whatever their dtype. Why push: a store needs no answer, so few programs fill the
+links (8 CTAs: 330 GB/s of 360; a pull with 8: 197, see docs/measurements.md).
+
+There is one wait, at the end, and none at the start. A peer may write into a lease as soon as its own dispatch runs:
+that comes after its combine on the same lease, which waited for the signal that this rank's experts have finished with
+it. In the same way this dispatch's end says that all peers have finished reading this lease's partial sums.
+
+Rows for the own experts are a plain copy, which the launcher runs beside this kernel: an SM stores about 45 GB/s to
+wherever it may be, so filling the own slab too would take a quarter of what 8 programs can do. With few tokens a second
+stream costs more than it saves, and the kernel does it (OWN).
+
+FP8: rows are quantised on the way out, in groups of 128 columns with one float32 scale each (amax / 448, e4m3), so half
+of the bytes travel. The receiver gets the codes and the scales.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from carpool.transport.nvlink.signals import count_sent, send, wait
+
+GROUP = tl.constexpr(128)
+FP8_MAX = tl.constexpr(448.0)
+
+
+@triton.jit
+def _target(row, step, own, token, tokens, W: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the tokens of a tile go on the `step`-th rank after the own one; -1: not wanted there, or no such rank."""
+    peer = (own + step) % W
+    inside = (token < tokens) & (step < W)
+    return tl.load(row + peer.to(tl.int64) * tokens + token, mask=inside, other=-1)
+
+
+@triton.jit
+def _buffer(bases, step, own, at, element, W: tl.constexpr):  # type: ignore[no-untyped-def]
+    address = tl.load(bases + (own + step) % W) + at
+    return tl.multiple_of(address.to(tl.pointer_type(element)), 16)
+
+
+@triton.jit
+def _store(buffer, target, column, value, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = target.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    tl.store(buffer + at, value, mask=(target >= 0)[:, None] & (column < WIDTH)[None, :])
+
+
+@triton.jit
+def _load(x, tile, tokens, WIDTH: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(value, token, column) of a tile; nothing past the last one."""
+    across: tl.constexpr = (WIDTH + BH - 1) // BH
+    token = (tile // across) * BT + tl.arange(0, BT)
+    column = (tile % across) * BH + tl.arange(0, BH)
+    inside = (token < tokens)[:, None] & (column < WIDTH)[None, :]
+    return tl.load(x + token.to(tl.int64)[:, None] * WIDTH + column[None, :], mask=inside, other=0), token, column
+
+
+@triton.jit
+def _send_rows(  # type: ignore[no-untyped-def]
+    x,
+    row,
+    bases,
+    x_at,
+    tokens,
+    own,
+    HW: tl.constexpr,
+    W: tl.constexpr,
+    BT: tl.constexpr,
+    BH: tl.constexpr,
+    OWN: tl.constexpr,
+):
+    tiles = tl.cdiv(tokens, BT) * ((HW + BH - 1) // BH)
+    value, token, column = _load(x, tl.program_id(0), tokens, HW, BT, BH)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        # All loads come before the stores, which the compiler must not pass: what a store waits for is then under way.
+        following, next_token, next_column = _load(x, tile + tl.num_programs(0), tokens, HW, BT, BH)
+        # Ranks start with different peers, so that no one is written to by all at once. Three peers at a time.
+        for step in tl.static_range(1, W, 3):
+            target0 = _target(row, step, own, token, tokens, W)
+            target1 = _target(row, step + 1, own, token, tokens, W)
+            target2 = _target(row, step + 2, own, token, tokens, W)
+            buffer0 = _buffer(bases, step, own, x_at, tl.int32, W)
+            buffer1 = _buffer(bases, step + 1, own, x_at, tl.int32, W)
+            buffer2 = _buffer(bases, step + 2, own, x_at, tl.int32, W)
+            _store(buffer0, target0, column, value, HW)
+            _store(buffer1, target1, column, value, HW)
+            _store(buffer2, target2, column, value, HW)
+        if OWN:
+            _store(_buffer(bases, 0, own, x_at, tl.int32, W), _target(row, 0, own, token, tokens, W), column, value, HW)
+        value, token, column = following, next_token, next_column
+
+
+@triton.jit
+def _send_rows_fp8(  # type: ignore[no-untyped-def]
+    x,
+    row,
+    bases,
+    x_at,
+    scale_at,
+    tokens,
+    own,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    BT: tl.constexpr,
+    BH: tl.constexpr,
+):
+    groups: tl.constexpr = (H + GROUP - 1) // GROUP
+    across: tl.constexpr = (H + BH - 1) // BH
+    each: tl.constexpr = BH // GROUP
+    tiles = tl.cdiv(tokens, BT) * across
+    value, token, column = _load(x, tl.program_id(0), tokens, H, BT, BH)
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+        following, next_token, next_column = _load(x, tile + tl.num_programs(0), tokens, H, BT, BH)
+        group = (tile % across) * each + tl.arange(0, each)
+        grouped = tl.reshape(value.to(tl.float32), [BT, each, GROUP])
+        scale = tl.maximum(tl.max(tl.abs(grouped), 2), 1e-30) / FP8_MAX
+        code = (grouped / scale[:, :, None]).to(tl.float8e4nv)
+        code = tl.reshape(code, [BT, BH]).to(tl.uint8, bitcast=True)
+        for step in tl.static_range(W):
+            target = _target(row, step, own, token, tokens, W)
+            _store(_buffer(bases, step, own, x_at, tl.uint8, W), target, column, code, H)
+            _store(_buffer(bases, step, own, scale_at, tl.float32, W), target, group, scale, groups)
+        value, token, column = following, next_token, next_column
+
+
+@triton.jit
+def _store_choices(  # type: ignore[no-untyped-def]
+    bases,
+    step,
+    own,
+    choice_at,
+    target,
+    chosen,
+    bits,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    S: tl.constexpr,
+    W: tl.constexpr,
+):
+    column = tl.arange(0, 2 * KP)
+    is_weight = (column >= KP)[None, :]
+    choice = column % KP
+    peer = (own + step) % W
+    here = (chosen >= 0) & (chosen // S == peer)
+    word = tl.where(is_weight, tl.where(here, bits, 0), tl.where(here, chosen % S, -1))
+    at = target.to(tl.int64)[:, None] * (2 * K) + (is_weight.to(tl.int32) * K + choice[None, :])
+    buffer = _buffer(bases, step, own, choice_at, tl.int32, W)
+    tl.store(buffer + at, word, mask=(target >= 0)[:, None] & (choice < K)[None, :])
+
+
+@triton.jit
+def _send_choices(  # type: ignore[no-untyped-def]
+    slot,
+    weight,
+    row,
+    bases,
+    choice_at,
+    tokens,
+    capacity,
+    own,
+    S: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    W: tl.constexpr,
+    BC: tl.constexpr,
+):
+    """Beside row r lie 2 K words: K slots, then the bits of K weights. The own slab has a row for every token."""
+    column = tl.arange(0, 2 * KP)
+    choice = column % KP
+    for block in range(tl.program_id(0), tl.cdiv(tokens, BC), tl.num_programs(0)):
+        token = block * BC + tl.arange(0, BC)
+        inside = (token < tokens)[:, None] & (choice < K)[None, :]
+        at = token.to(tl.int64)[:, None] * K + choice[None, :]
+        chosen = tl.load(slot + at, mask=inside, other=-1)
+        bits = tl.load(weight + at, mask=inside & (column >= KP)[None, :], other=0.0).to(tl.int32, bitcast=True)
+        at_home = tl.where(token < tl.minimum(tokens, capacity), own * capacity + token, -1)
+        for step in tl.static_range(1, W, 3):
+            target0 = _target(row, step, own, token, tokens, W)
+            target1 = _target(row, step + 1, own, token, tokens, W)
+            target2 = _target(row, step + 2, own, token, tokens, W)
+            _store_choices(bases, step, own, choice_at, target0, chosen, bits, K, KP, S, W)
+            _store_choices(bases, step + 1, own, choice_at, target1, chosen, bits, K, KP, S, W)
+            _store_choices(bases, step + 2, own, choice_at, target2, chosen, bits, K, KP, S, W)
+        _store_choices(bases, 0, own, choice_at, at_home, chosen, bits, K, KP, S, W)
+
+
+@triton.jit
+def _unpack(  # type: ignore[no-untyped-def]
+    base,
+    choice_at,
+    count_at,
+    slot_out,
+    weight_out,
+    capacity,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    W: tl.constexpr,
+    BU: tl.constexpr,
+):
+    choices = (base + choice_at).to(tl.pointer_type(tl.int32))
+    counts = (base + count_at).to(tl.pointer_type(tl.int32))
+    choice = tl.arange(0, KP)
+    rows = W * capacity
+    for block in range(tl.program_id(0), tl.cdiv(rows, BU), tl.num_programs(0)):
+        at_row = block * BU + tl.arange(0, BU)
+        inside = at_row < rows
+        came = tl.load(counts + at_row // capacity, mask=inside, other=0, cache_modifier=".cg")
+        valid = (inside & (at_row % capacity < came))[:, None] & (choice < K)[None, :]
+        at = at_row.to(tl.int64)[:, None] * (2 * K) + choice[None, :]
+        slot = tl.load(choices + at, mask=valid, other=-1, cache_modifier=".cg")
+        bits = tl.load(choices + at + K, mask=valid, other=0, cache_modifier=".cg")
+        out = at_row.to(tl.int64)[:, None] * K + choice[None, :]
+        written = inside[:, None] & (choice < K)[None, :]
+        tl.store(slot_out + out, slot, mask=written)
+        tl.store(weight_out + out, bits.to(tl.float32, bitcast=True), mask=written)
+
+
+@triton.jit(do_not_specialize=["tokens", "blocks", "capacity", "own", "verb"])
+def dispatch_kernel(  # type: ignore[no-untyped-def]
+    x,
+    slot,
+    weight,
+    row,
+    count,
+    choices,
+    bases,
+    epochs,
+    status,
+    host_status,
+    needed,
+    tally,
+    slot_out,
+    weight_out,
+    received,
+    tokens,
+    blocks,
+    capacity,
+    own,
+    timeout,
+    verb,
+    x_at,
+    scale_at,
+    choice_at,
+    count_at,
+    arrived_at,
+    H: tl.constexpr,
+    HW: tl.constexpr,
+    S: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    W: tl.constexpr,
+    WP: tl.constexpr,
+    CTAS: tl.constexpr,
+    MAX_CTAS: tl.constexpr,
+    PAD: tl.constexpr,
+    BT: tl.constexpr,
+    BH: tl.constexpr,
+    BC: tl.constexpr,
+    BU: tl.constexpr,
+    FP8: tl.constexpr,
+    OWN: tl.constexpr,
+    CHOICES: tl.constexpr,
+    SEND: tl.constexpr,
+    RECEIVE: tl.constexpr,
+    SPIN: tl.constexpr,
+):
+    """One program per CTA, CTAS of them on every rank.
+
+    x: (T, HW) words, or (T, H) for FP8. slot, weight: (T, K). row: (W, T), count: (2, W), choices: (blocks, W): from
+    the plan. bases: (W,) addresses of the ranks' leases; *_at: byte offsets in a lease. epochs: (2,) of this lease.
+    needed: (1,) the largest capacity that any rank would have needed so far. tally: (2, W) int64, rows and choices.
+    slot_out, weight_out: (W * capacity, K), received: (W,). OWN: fill the own slab too. CHOICES: do steps 2 and 5 (not
+    for gradients).
+    """
+    program = tl.program_id(0)
+    peer = tl.arange(0, WP)
+    epoch = tl.load(epochs) + 1
+    if SEND:
+        if program == 0:
+            # Every rank hears how many rows come from here, and how large the fullest slab of all would have to be.
+            here = peer < W
+            rows = tl.load(count + peer, mask=here, other=0)
+            fullest = tl.max(tl.load(count + W + peer, mask=here, other=0), 0)
+            base = tl.load(bases + peer, mask=here, other=0)
+            counts = (base + count_at).to(tl.pointer_type(tl.int32))
+            tl.store(counts + own, tl.where(peer == own, tl.minimum(tokens, capacity), rows), mask=here)
+            tl.store(counts + W + own, tl.zeros([WP], tl.int32) + fullest, mask=here)
+        if CHOICES:
+            _send_choices(slot, weight, row, bases, choice_at, tokens, capacity, own, S, K, KP, W, BC)
+        if FP8:
+            _send_rows_fp8(x, row, bases, x_at, scale_at, tokens, own, H, W, BT, BH)
+        else:
+            _send_rows(x, row, bases, x_at, tokens, own, HW, W, BT, BH, OWN)
+        send(bases, arrived_at + (own * MAX_CTAS + program) * 4, epoch, W, WP)
+        if program == CTAS - 1:
+            rows = tl.load(count + peer, mask=peer < W, other=0)
+            count_sent(tally, rows, choices, blocks, W, WP)
+    if RECEIVE:
+        base = tl.load(bases + own)
+        wait(base, arrived_at, epoch, timeout, status, host_status, verb, W, CTAS, MAX_CTAS, PAD, SPIN)
+        if CHOICES:
+            _unpack(base, choice_at, count_at, slot_out, weight_out, capacity, K, KP, W, BU)
+        if program == 0:
+            counts = (base + count_at).to(tl.pointer_type(tl.int32))
+            came = tl.load(counts + peer, mask=peer < W, other=0, volatile=True)
+            wanted = tl.load(counts + W + peer, mask=peer < W, other=0, volatile=True)
+            tl.store(received + peer, came, mask=peer < W)
+            tl.atomic_max(needed, tl.max(wanted, 0))
+            # The combine of this lease reads this one, and sets the one that the next dispatch reads.
+            tl.store(epochs + 1, epoch)

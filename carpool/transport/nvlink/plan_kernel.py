@@ -1,0 +1,115 @@
+"""The plan: to which row of which rank does each token go? One kernel, nothing exchanged, nothing read back.
+
+Every rank's buffer has one slab of `capacity` rows for each sender. A sender fills its slab from the front, in the
+order of its tokens, so where a row lands is a prefix sum over the sender's own tokens:
+
+    rank 1 of 2, capacity 4, slots 0..1 on rank 0, 2..3 on rank 1
+
+    slot_TK              wants rank 0, 1      row_WT (in the receiver's buffer, where the slab of rank 1 starts at 4)
+    token 0: [0, 1]      yes  no              rank 0: [ 4, -1,  5]      filled from the front
+    token 1: [2, 3]      no   yes             rank 1: [-1,  5,  6]      the own one: token t is row t of its slab
+    token 2: [1, 2]      yes  yes             count:  [2, 2]
+
+The own slab is laid out like the sender's tokens, so filling it is one plain copy, which takes no thread block.
+
+A program handles BLOCK tokens. It counts what all blocks before it want by itself, which is a read of K int32 per
+token from the L2 cache, and needs neither a second kernel nor a wait for other programs. That is quadratic, and cheap
+up to some hundred thousand tokens.
+
+A slab that is too small is not an error here: rows past the capacity get no destination (-1), and `needed` tells every
+rank how large it had to be. At most 63 ranks: a token's ranks are one bit each.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _or(a, b):  # type: ignore[no-untyped-def]
+    return a | b
+
+
+@triton.jit
+def _bit(chosen, S: tl.constexpr):  # type: ignore[no-untyped-def]
+    """int64 with the bit of the rank that a slot is on."""
+    one = tl.zeros_like(chosen).to(tl.int64) + 1
+    return tl.where(chosen < 0, 0, one << (tl.maximum(chosen, 0) // S).to(tl.int64))
+
+
+@triton.jit
+def _pack(bits, first: tl.constexpr, FIELDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Bits first, first + 1, ... of an int64, each in a field of its own: FIELDS counters that add up together."""
+    packed = (bits >> first) & 1
+    for field in tl.static_range(1, FIELDS):
+        packed |= ((bits >> (first + field)) & 1) << (64 // FIELDS * field)
+    return packed
+
+
+@triton.jit
+def _field(packed, field: tl.constexpr, FIELDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    return ((packed >> (64 // FIELDS * field)) & ((1 << (64 // FIELDS)) - 1)).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["tokens", "capacity", "own"])
+def plan_kernel(  # type: ignore[no-untyped-def]
+    slot,
+    row,
+    count,
+    choices,
+    tokens,
+    capacity,
+    own,
+    S: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+    AHEAD: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
+    """slot: (T, K) int32. row: (W, T) int32, out. count: (2, W) int32, out: rows to each rank, and the capacity that
+    the slab for each rank would need. choices: (blocks, W) int32, out: choices of a block's tokens on each rank. own:
+    this rank. AHEAD: how many of the tokens before the own block are counted at once. FIELDS: counters in an int64, 4
+    for fewer than 2^16 tokens, else 2: scans and sums are what takes time here, so there are as few as can be."""
+    block = tl.program_id(0)
+    first = block * BLOCK
+    token = first + tl.arange(0, BLOCK)
+    column = tl.arange(0, KP)
+    ahead = tl.arange(0, AHEAD)
+
+    for group in tl.static_range(0, W, FIELDS):
+        before = tl.zeros([AHEAD], tl.int64)
+        for start in range(0, first, AHEAD):
+            inside = (start + ahead < first)[:, None] & (column < K)[None, :]
+            at = (start + ahead).to(tl.int64)[:, None] * K + column[None, :]
+            chosen = tl.load(slot + at, mask=inside, other=-1)
+            before += _pack(tl.reduce(_bit(chosen, S), 1, _or), group, FIELDS)
+        base = tl.sum(before, 0)
+
+        # Column by column, in the plain layout of one number per token: the scan wants that.
+        bits = tl.zeros([BLOCK], tl.int64)
+        chosen_here = tl.zeros([BLOCK], tl.int64)
+        for k in tl.static_range(K):
+            bit = _bit(tl.load(slot + token.to(tl.int64) * K + k, mask=token < tokens, other=-1), S)
+            bits |= bit
+            chosen_here += _pack(bit, group, FIELDS)
+        packed = _pack(bits, group, FIELDS)
+        through = tl.cumsum(packed, 0)
+        all_rows = base + tl.sum(packed, 0)
+        all_choices = tl.sum(chosen_here, 0)
+        for field in tl.static_range(FIELDS):
+            if group + field < W:
+                rank = group + field
+                # The own slab is not filled from the front: token t is its row t.
+                position = _field(base, field, FIELDS) + _field(through, field, FIELDS) - 1
+                position = tl.where(own == rank, token, position)
+                wanted = _field(packed, field, FIELDS) > 0
+                destination = tl.where(wanted & (position < capacity), own * capacity + position, -1)
+                tl.store(row + rank * tokens.to(tl.int64) + token, destination, mask=token < tokens)
+                tl.store(choices + block * W + rank, _field(all_choices, field, FIELDS))
+                if block == tl.num_programs(0) - 1:
+                    rows = _field(all_rows, field, FIELDS)
+                    tl.store(count + rank, tl.where(own == rank, rows, tl.minimum(rows, capacity)))
+                    tl.store(count + W + rank, tl.where(own == rank, tokens, rows))

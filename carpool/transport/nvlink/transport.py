@@ -1,0 +1,362 @@
+"""One ride per rank, over NVLink, without asking the host.
+
+Every rank holds a buffer that all ranks of the group can write and read (PyTorch's symmetric memory). A sender owns a
+slab of each, so its own prefix sum is the whole plan, and nothing has to be exchanged or read back before rows travel:
+
+    token 0 of rank 1 chose experts on ranks 0 and 3; the slab of rank 1 begins at row `capacity` of every buffer
+
+    plan       row_WT[0, 0] = capacity + 0, row_WT[3, 0] = capacity + 0, the others -1
+    dispatch   rank 1 loads x_0 once and stores it to ranks 0 and 3, with the slots and weights that each is to use
+    experts    ranks 0 and 3 write their partial sums into row `capacity + 0` of their own buffers
+    combine    rank 1 reads both rows and adds them in float32
+
+Shapes are static: R = W * capacity rows, of which each sender's slab is filled from the front; how many came is known
+to the device alone. Cost per token: one row for each distinct rank, as for `dedup`, and one kernel launch per verb.
+
+Lossy options, off by default: rows as FP8 on the way out (`forward_fp8`), gradients likewise (`backward_fp8`).
+
+Needs CUDA, Triton, and ranks of one host whose GPUs reach each other's memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from carpool.stats import Traffic
+from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, VERB_OF, Arrivals, Pending, Route
+from carpool.transport.nvlink.buffers import MAX_CTAS, OWNERS, Buffers, Lease, buffers_of
+
+FP8_GROUP = 128
+# From how many tokens on a rank's rows for itself are copied beside the kernel instead of by it.
+COPY_TOKENS = 1024
+
+
+@dataclass(frozen=True)
+class NVLinkOptions:
+    """How the `nvlink` transport works; the defaults are exact and were measured (docs/measurements.md).
+
+    Attributes:
+        dispatch_ctas, combine_ctas: thread blocks of a verb: SMs that the ride takes from the computation.
+        num_leases: dispatches that may be without their combine at one time.
+        max_tokens: tokens of the largest rank; None: agreed upon at the first forward, rounded up to a power of two.
+        timeout_seconds: how long a rank waits for another before it gives up and says which.
+        forward_fp8, backward_fp8: rows (gradients) travel out as e4m3 with a scale for 128 columns. LOSSY.
+        side_stream: run on a stream of its own; `Pending.wait` lets the caller's stream wait.
+        split: send at the verb, wait for the others at `Pending.wait`: two kernels instead of one.
+    """
+
+    dispatch_ctas: int = 16
+    combine_ctas: int = 16
+    num_leases: int = 2
+    max_tokens: int | None = None
+    timeout_seconds: float = 300.0
+    forward_fp8: bool = False
+    backward_fp8: bool = False
+    side_stream: bool = False
+    split: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("dispatch_ctas", "combine_ctas"):
+            if not 1 <= getattr(self, name) <= MAX_CTAS:
+                raise ValueError(f"{name}={getattr(self, name)} must be 1..{MAX_CTAS}")
+        if self.num_leases < 1:
+            raise ValueError(f"num_leases={self.num_leases} must be at least 1")
+        if self.timeout_seconds <= 0:
+            raise ValueError(f"timeout_seconds={self.timeout_seconds} must be positive")
+
+    @property
+    def lossy_reasons(self) -> list[str]:
+        """What changes the model's function, for logs and reports."""
+        fp8 = {"rows travel as FP8": self.forward_fp8, "gradients of rows travel as FP8": self.backward_fp8}
+        return [what for what, on in fp8.items() if on]
+
+
+@dataclass(kw_only=True)
+class NVLinkRoute(Route):
+    """Attributes:
+    row_WT: (W, T) int32, each token's row in rank w's buffer, -1: none.
+    count_2W, choices_BW: int32, see plan_kernel.py.
+    received_W: (W,) int32, rows in each rank's slab, once dispatched.
+    """
+
+    slot_TK: torch.Tensor
+    weight_TK: torch.Tensor
+    row_WT: torch.Tensor
+    count_2W: torch.Tensor
+    choices_BW: torch.Tensor
+    received_W: torch.Tensor
+    lease: Lease | None = field(default=None, repr=False)
+
+    def new_partial(self, hidden: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        assert self.lease is not None, "new_partial comes after dispatch"
+        self.partial_RH = self.lease.view(self.lease.regions.partial, (self.num_rows, hidden), dtype)
+        return self.partial_RH
+
+
+class NVLink:
+    """See the module's docstring; J = K.
+
+    Args:
+        group: the expert-parallel process group; None for one rank.
+        slots_per_rank: S of the layout.
+        buffers: whose memory to use; by default the group's (`buffers_of`).
+    """
+
+    name = "nvlink"
+    graphable = True
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        slots_per_rank: int,
+        options: NVLinkOptions | None = None,
+        buffers: Buffers | None = None,
+    ) -> None:
+        self.options = options or NVLinkOptions()
+        self.slots_per_rank = slots_per_rank
+        if buffers is None:
+            if reason := None if group in OWNERS else why_not(group):
+                raise ValueError(f"transport 'nvlink' cannot be used here: {reason}; use 'auto' or 'dedup'")
+            buffers = buffers_of(
+                group,
+                torch.device("cuda", torch.cuda.current_device()),
+                num_leases=self.options.num_leases,
+                max_tokens=self.options.max_tokens,
+                timeout_seconds=self.options.timeout_seconds,
+            )
+        self.buffers = buffers
+        self.num_ranks, self.rank = buffers.num_ranks, buffers.rank
+        cuda = buffers.device.type == "cuda"
+        # High priority: a stream of its own hardware queue, which does not wait behind the caller's.
+        self._copies = torch.cuda.Stream(buffers.device, priority=-1) if cuda else None
+        self.stream = torch.cuda.Stream(buffers.device, priority=-1) if self.options.side_stream else None
+
+    def plan(self, slot_TK: torch.Tensor, weight_TK: torch.Tensor, traffic: Traffic) -> NVLinkRoute:
+        from carpool.transport.nvlink.launch import launch_plan
+
+        self.buffers.check()
+        self.buffers.agree(slot_TK.shape[0])
+        capacity, (num_tokens, top_k) = self.buffers.capacity, slot_TK.shape
+        slot_TK, weight_TK = slot_TK.contiguous(), weight_TK.float().contiguous()
+        row_WT, count_2W, choices_BW = launch_plan(slot_TK, capacity, self.rank, self.num_ranks, self.slots_per_rank)
+        num_rows = self.num_ranks * capacity
+        return NVLinkRoute(
+            num_tokens=num_tokens,
+            top_k=top_k,
+            num_rows=num_rows,
+            choices_per_row=top_k,
+            # A row wants no slot twice.
+            num_pairs=num_rows * min(top_k, self.slots_per_rank),
+            traffic=traffic,
+            slot_TK=slot_TK,
+            weight_TK=weight_TK,
+            row_WT=row_WT,
+            count_2W=count_2W,
+            choices_BW=choices_BW,
+            received_W=count_2W.new_empty(self.num_ranks),
+        )
+
+    def dispatch(self, x_TH: torch.Tensor, route: NVLinkRoute) -> Pending:
+        slot_RJ = route.slot_TK.new_empty(route.num_rows, route.top_k)
+        weight_RJ = route.weight_TK.new_empty(route.num_rows, route.top_k)
+        fp8 = self.options.forward_fp8
+        pending = self._dispatch(x_TH, route, CHOICE_BYTES, fp8, slot_RJ, weight_RJ)
+
+        def finish() -> Arrivals:
+            x_RH, scale_RG = pending.wait()
+            return Arrivals(
+                x_RH, slot_RJ, weight_RJ, route.num_pairs, leased=True, sums_unwanted=False, scale_RG=scale_RG
+            )
+
+        return Pending(finish)
+
+    def dispatch_gradients(self, dy_TH: torch.Tensor, route: NVLinkRoute) -> Pending:
+        route.backward = True
+        pending = self._dispatch(dy_TH, route, 0, self.options.backward_fp8)
+
+        def finish() -> torch.Tensor:
+            dpartial_RH, scale_RG = pending.wait()
+            if scale_RG is None:
+                return dpartial_RH
+            from carpool.transport.nvlink.launch import launch_dequantise
+
+            return launch_dequantise(dpartial_RH, scale_RG, route.received_W, dy_TH.dtype)
+
+        return Pending(finish)
+
+    def combine(self, route: NVLinkRoute) -> Pending:
+        return self._combine(route, None)
+
+    def combine_gradients(self, route: NVLinkRoute, dweight_RJ: torch.Tensor) -> Pending:
+        return self._combine(route, dweight_RJ)
+
+    # -- how ----------------------------------------------------------------------------------------------------
+
+    def _dispatch(
+        self,
+        x_TH: torch.Tensor,
+        route: NVLinkRoute,
+        choice_bytes: int,
+        fp8: bool,
+        slot_RJ: torch.Tensor | None = None,
+        weight_RJ: torch.Tensor | None = None,
+    ) -> Pending:
+        from carpool.transport.nvlink.launch import launch_dispatch
+
+        self.buffers.check()
+        x_TH = x_TH.contiguous()
+        hidden, row_bytes = x_TH.shape[1], x_TH.shape[1] * x_TH.element_size()
+        if row_bytes % 16:
+            raise ValueError(
+                f"transport 'nvlink' moves rows in pieces of 16 bytes, but {hidden} x {x_TH.dtype} are {row_bytes} "
+                "bytes: use a hidden size that is a multiple of 8, or transport 'dedup'"
+            )
+        groups = -(-hidden // FP8_GROUP)
+        scale_bytes = 4 * groups if self.options.forward_fp8 or self.options.backward_fp8 else 0
+        lease = self.buffers.acquire(row_bytes, route.top_k, scale_bytes)
+        route.lease = lease
+        at = lease.regions
+        sent_bytes = hidden + 4 * groups if fp8 else row_bytes
+        tally = self._tally("out", route, sent_bytes, row_bytes, choice_bytes)
+
+        # Few tokens: the kernel stores them. FP8: it must, to quantise them.
+        copy_own = not fp8 and x_TH.shape[0] >= COPY_TOKENS
+        if copy_own:
+            self._copy_own(x_TH, route, lease)
+
+        def launch(send: bool, receive: bool) -> None:
+            launch_dispatch(
+                x_TH, route, lease, tally, slot_RJ, weight_RJ, self.buffers, self.options.dispatch_ctas, self.rank,
+                self.slots_per_rank, fp8, not copy_own, send, receive,
+            )  # fmt: skip
+
+        finish = self._run(launch, x_TH)
+        if copy_own and self._copies is not None:
+            torch.cuda.current_stream().wait_stream(self._copies)
+
+        def rows() -> tuple[torch.Tensor, torch.Tensor | None]:
+            finish()
+            if fp8:
+                codes = lease.view(at.rows, (route.num_rows, hidden), torch.float8_e4m3fn)
+                return codes, lease.view(at.scales, (route.num_rows, groups), torch.float32)
+            return lease.view(at.rows, (route.num_rows, hidden), x_TH.dtype), None
+
+        return Pending(rows)
+
+    def _combine(self, route: NVLinkRoute, dweight_RJ: torch.Tensor | None) -> Pending:
+        from carpool.transport.nvlink.launch import launch_combine
+
+        self.buffers.check()
+        lease, partial_RH = route.lease, route.partial_RH
+        assert lease is not None and partial_RH is not None
+        route.lease = route.partial_RH = None
+        hidden, dtype = partial_RH.shape[1], partial_RH.dtype
+        own = lease.view(lease.regions.partial, (route.num_rows, hidden), dtype)
+        if own.data_ptr() != partial_RH.data_ptr():
+            own.copy_(partial_RH)
+        y_TH = partial_RH.new_empty(route.num_tokens, hidden)
+        dweight_TK = None
+        if dweight_RJ is not None:
+            lease.view(lease.regions.dweight, tuple(dweight_RJ.shape), torch.float32).copy_(dweight_RJ)
+            dweight_TK = torch.empty_like(route.weight_TK)
+        row_bytes = hidden * dtype.itemsize
+        choice_bytes = 0 if dweight_RJ is None else GRADIENT_BYTES
+        tally = self._tally("back", route, row_bytes, row_bytes, choice_bytes)
+
+        def launch(send: bool, receive: bool) -> None:
+            launch_combine(
+                y_TH, dweight_TK, route, lease, tally, self.buffers, self.options.combine_ctas, self.rank,
+                self.slots_per_rank, send, receive,
+            )  # fmt: skip
+
+        finish = self._run(launch, y_TH)
+
+        def sums() -> Any:
+            finish()
+            self.buffers.release(lease)
+            return y_TH if dweight_TK is None else (y_TH, dweight_TK)
+
+        if not self.options.split:
+            self.buffers.release(lease)
+        return Pending(sums)
+
+    def _copy_own(self, x_TH: torch.Tensor, route: NVLinkRoute, lease: Lease) -> None:
+        """Rows for the own experts: one plain copy, beside the kernel."""
+        capacity = self.buffers.capacity
+        rows = lease.view(lease.regions.rows, (route.num_rows, x_TH.shape[1]), x_TH.dtype)
+        own = rows[self.rank * capacity : (self.rank + 1) * capacity][: x_TH.shape[0]]
+        if self._copies is None:
+            own.copy_(x_TH[:capacity])
+            return
+        self._copies.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._copies):
+            own.copy_(x_TH[:capacity])
+
+    def _run(self, launch: Any, *tensors: torch.Tensor) -> Any:
+        """Launch a verb; what is returned lets the current stream wait for it."""
+        if self.options.split:
+            launch(True, False)
+            return lambda: launch(False, True)
+        if self.stream is None:
+            launch(True, True)
+            return lambda: None
+        current = torch.cuda.current_stream()
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            launch(True, True)
+            done = self.stream.record_event()
+        for tensor in tensors:
+            tensor.record_stream(self.stream)
+        return lambda: torch.cuda.current_stream().wait_event(done)
+
+    def _tally(
+        self, way: Literal["out", "back"], route: NVLinkRoute, row_bytes: int, plain_bytes: int, choice_bytes: int
+    ) -> torch.Tensor:
+        """Where the kernel counts: see `Route.count`, which does it for rows that the host knows."""
+        verb = ("combine_backward" if way == "out" else "dispatch_backward") if route.backward else VERB_OF[way]
+        sent = row_bytes + route.top_k * choice_bytes
+        return route.traffic.tally(verb, sent, plain_bytes + choice_bytes, route.row_WT.device)
+
+
+def why_not(group: dist.ProcessGroup | None) -> str | None:
+    """Why the ranks of a group cannot use this transport, or None if they can. Collective over the group."""
+    reason = None
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        reason = "Triton is not installed"
+    if not torch.cuda.is_available():
+        reason = "there is no CUDA device"
+    if group is None:
+        return reason
+    if reason is None and dist.get_backend(group) != "nccl":
+        reason = f"the process group's backend is {dist.get_backend(group)}, not nccl"
+    return _agree_why_not(group, reason)
+
+
+def _agree_why_not(group: dist.ProcessGroup, reason: str | None) -> str | None:
+    """The first reason of any rank, or what their hosts and links say."""
+    import socket
+
+    index = torch.cuda.current_device() if reason is None else -1
+    mine = (reason, socket.gethostname(), index)
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    for _, (theirs, _, _) in enumerate(everyone):
+        if theirs is not None:
+            return str(theirs)
+    hosts = {host for _, host, _ in everyone}
+    if len(hosts) > 1:
+        return f"its ranks are on {len(hosts)} hosts ({', '.join(sorted(hosts))})"
+    apart = [(index, other) for _, _, other in everyone
+             if other != index and not torch.cuda.can_device_access_peer(index, other)]  # fmt: skip
+    reached: list[Any] = [None] * len(everyone)
+    dist.all_gather_object(reached, apart, group=group)
+    for pairs in reached:
+        if pairs:
+            return f"GPU {pairs[0][0]} cannot reach the memory of GPU {pairs[0][1]}"
+    return None

@@ -1,0 +1,174 @@
+"""Experts' inputs as a transport hands them over that does not tell the host how much came, and the answer in float64.
+
+Rows that nobody wants hold NaN, the number of pairs is only a bound, and what is kept lies in an arena that is full of
+NaN. `ReferenceExperts` in float64, on the inputs as they were rounded, gives the answer.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from carpool.experts import Activation, ExpertFunction, Experts, ExpertWeights, ReferenceExperts
+from carpool.experts.base import ActivationFunction
+from carpool.memory import Arena, Rows
+from carpool.transport import Arrivals
+
+ACTIVATIONS = {
+    "SwiGLU": Activation("silu", gated=True),
+    "GeGLU": Activation("gelu", gated=True),
+    "gelu_tanh, gated": Activation("gelu_tanh", gated=True),
+    "relu, gated": Activation("relu", gated=True),
+    "relu2, interleaved": Activation("relu2", gated=True, interleaved=True),
+    "gpt-oss": Activation("silu", gated=True, interleaved=True, limit=0.8, alpha=1.702, up_shift=1.0),
+    "clamped": Activation("silu", gated=True, limit=0.5),
+    "silu": Activation("silu"),
+    "gelu": Activation("gelu"),
+    "gelu_tanh": Activation("gelu_tanh"),
+    "relu": Activation("relu"),
+    "relu2": Activation("relu2"),
+}
+
+
+NAMES = ("partial", "dx", "dweight", "dup", "ddown", "dup_bias", "ddown_bias")
+
+
+def draw_slots(pattern: str, generator: torch.Generator) -> tuple[torch.Tensor, int]:
+    """slot_RJ and the number of slots."""
+    rows, columns, slots = 37, 3, 5
+    slot_RJ = torch.rand(rows, slots, generator=generator).argsort(1)[:, :columns]
+    match pattern:
+        case "random":
+            slot_RJ[torch.rand(rows, columns, generator=generator) < 0.3] = -1
+        case "full":
+            pass
+        case "one column":
+            slot_RJ = slot_RJ[:, :1]
+        case "one slot":
+            slot_RJ[:] = -1
+            slot_RJ[torch.arange(rows), torch.arange(rows) % columns] = 3
+        case "idle slots":
+            slot_RJ[(slot_RJ == 0) | (slot_RJ == 4)] = -1
+        case "no pairs":
+            slot_RJ[:] = -1
+        case "no rows":
+            slot_RJ = slot_RJ[:0]
+        case "no slots":
+            slot_RJ[:], slots = -1, 0
+        case "single slot":
+            slot_RJ, slots = torch.where(slot_RJ == 0, 0, -1), 1
+    return slot_RJ.int(), slots
+
+
+PATTERNS = ("random", "full", "one column", "one slot", "idle slots", "no pairs", "no rows", "no slots", "single slot")
+
+
+class ExpertProblem:
+    """Inputs of one computation, drawn in float64 and rounded to `dtype`; slots by one of `PATTERNS`, or as they are
+    given."""
+
+    def __init__(
+        self,
+        pattern: str | tuple[torch.Tensor, int],
+        hidden: int,
+        inner: int,
+        activation: ActivationFunction,
+        bias: bool,
+        dtype: torch.dtype,
+        transposed: bool = False,
+    ) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.slot_RJ, slots = draw_slots(pattern, generator) if isinstance(pattern, str) else pattern
+        self.function, self.dtype = ExpertFunction(activation, transposed), dtype
+        self.wanted_R = (self.slot_RJ >= 0).any(1)
+        gated = not isinstance(activation, Activation) or activation.gated
+        rows, width = len(self.slot_RJ), inner * (2 if gated else 1)
+
+        def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
+            return (scale * torch.randn(*shape, generator=generator, dtype=torch.float64)).to(dtype)
+
+        self.x_RH, self.dpartial_RH = draw(rows, hidden), draw(rows, hidden)
+        weight = 0.1 + torch.rand(self.slot_RJ.shape, generator=generator, dtype=torch.float64)
+        self.weight_RJ = torch.where(self.slot_RJ < 0, 0, weight).to(
+            torch.float64 if dtype == torch.float64 else torch.float32
+        )
+        for tensor in (self.x_RH, self.dpartial_RH, self.weight_RJ):
+            tensor[~self.wanted_R] = torch.nan
+        up, down = draw(slots, width, hidden, scale=hidden**-0.5), draw(slots, hidden, inner, scale=inner**-0.5)
+        if transposed:
+            up, down = up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
+        biases = (draw(slots, width), draw(slots, hidden)) if bias else (None, None)
+        self.weights = ExpertWeights(up, down, *biases)
+
+    def run(
+        self,
+        experts: Experts,
+        use_arena: bool,
+        all_rows: bool,
+        device: str = "cpu",
+        dtype: torch.dtype | None = None,
+        may_wait: bool = False,
+    ) -> dict[str, torch.Tensor]:
+        """Forward and backward; results by `NAMES`. Unless `all_rows`, the sums of rows that nobody wants need not be
+        written: they start, and may end, as NaN. Unless `may_wait`, the host must not wait for a GPU meanwhile."""
+
+        def put(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(device, dtype if dtype is not None else tensor.dtype, copy=True)
+
+        count = int((self.slot_RJ >= 0).sum())
+        x_RH, dpartial_RH = put(self.x_RH), put(self.dpartial_RH)
+        arrivals = Arrivals(
+            x_RH, self.slot_RJ.to(device), put(self.weight_RJ), 4 * count + 5, leased=True, sums_unwanted=all_rows
+        )
+        weights = ExpertWeights._make(None if w is None else put(w) for w in self.weights)
+        partial, dx = (torch.full_like(x_RH, torch.nan) for _ in range(2))
+        arena, x = None, Rows(x_RH.clone(), x_RH.shape[1])
+        if use_arena:
+            elements = x_RH.numel() + count * max(self.weights.up_SFH.shape[1:])
+            arena = Arena(2 * elements * x_RH.element_size() + 10000, x_RH.device)
+            arena.bytes.fill_(255)
+            arena.reserve(3, x_RH.dtype, torch.ones(1, dtype=torch.int32, device=device))
+            x = arena.reserve(x_RH.shape[1], x_RH.dtype, torch.full((1,), len(x_RH), device=device))
+            assert x.start is not None
+            x.data[int(x.start) : int(x.start) + x_RH.numel()] = x_RH.flatten()
+        with no_host_synchronisation(device == "cuda" and not may_wait):
+            saved = experts.forward(arrivals, weights, partial, arena)
+            x_RH.fill_(torch.nan)  # it was leased
+            dweight, gradients = experts.backward(saved, x, weights, dpartial_RH, dx, True)
+        assert gradients is not None
+        found = dict(zip(NAMES, (partial, dx, dweight, *gradients), strict=True))
+        return {name: t.cpu() for name, t in found.items() if t is not None}
+
+    def expected(self) -> dict[str, torch.Tensor]:
+        return self.run(ReferenceExperts(self.function), False, True, dtype=torch.float64)
+
+    def check(self, got: dict[str, torch.Tensor], tolerance: float, all_rows: bool) -> None:
+        want = self.expected()
+        assert set(got) == set(want)
+        for name, tensor in got.items():
+            assert tensor.shape == want[name].shape, name
+            if name in ("partial", "dx"):
+                tensor, reference = tensor[self.wanted_R], want[name][self.wanted_R]
+            else:
+                reference = want[name]
+            if tensor.numel():
+                error = (tensor.double() - reference).abs().max()
+                scale = float(reference.abs().max()) or 1e-30
+                assert error <= tolerance * scale, f"{name}: error {error / scale:.1e}, allowed {tolerance:.0e}"
+        assert not got["dweight"][self.slot_RJ < 0].any(), "a weight that nobody uses has no gradient"
+        if all_rows:
+            assert not got["partial"][~self.wanted_R].any() and not got["dx"][~self.wanted_R].any()
+
+
+class no_host_synchronisation:
+    """Inside this `with`, PyTorch raises if the host waits for the GPU."""
+
+    def __init__(self, on: bool) -> None:
+        self.on = on
+
+    def __enter__(self) -> None:
+        if self.on:
+            torch.cuda.set_sync_debug_mode("error")
+
+    def __exit__(self, *_: object) -> None:
+        if self.on:
+            torch.cuda.set_sync_debug_mode("default")

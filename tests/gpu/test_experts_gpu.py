@@ -1,0 +1,129 @@
+"""Experts on a GPU that does not tell the host how many pairs came: no waiting, no use of garbage, the same twice.
+
+PyTorch fills memory that nobody initialised with NaN here, so that a kernel that reads past the count is found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from carpool.experts import Activation, GroupedExperts, make_activation
+from carpool.experts.pairs import Pairs, sort_pairs
+from tests.experts_problem import ACTIVATIONS, PATTERNS, ExpertProblem
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:Deterministic behavior was enabled"),
+    pytest.mark.filterwarnings("ignore:.*does not have a deterministic implementation"),
+]
+
+
+@pytest.fixture(autouse=True)
+def nan_in_fresh_memory() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.empty(3, device="cuda").isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def routed(rows: int, columns: int, slots: int, skewed: bool = False) -> tuple[torch.Tensor, int]:
+    """About a quarter of the entries filled, different slots in each row; a third of the rows wanted by nobody."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.rand(rows, slots, generator=generator)
+    if skewed:
+        scores[:, slots // 2] -= 1
+    slot_RJ = scores.argsort(1)[:, :columns].int()
+    slot_RJ[torch.rand(rows, columns, generator=generator) < 0.6] = -1
+    if skewed:
+        slot_RJ[:, 0] = slots // 2
+    slot_RJ[torch.rand(rows, generator=generator) < 0.33] = -1
+    return slot_RJ, slots
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "slots"),
+    [(1, 1, 1), (37, 3, 5), (5000, 8, 64), (32768, 8, 256), (100001, 1, 16), (700, 22, 1000), (300000, 2, 3)],
+)
+def test_sort_is_the_cpus(rows: int, columns: int, slots: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    slot_RJ = torch.randint(-1, slots, (rows, columns), generator=generator).int()
+    for filled in (1.0, 0.25, 0.0):
+        slot_RJ[torch.rand(rows, columns, generator=generator) > filled] = -1
+        for bound in (int((slot_RJ >= 0).sum()), rows * columns):
+            got, want = sort_pairs(slot_RJ.cuda(), slots, bound), sort_pairs(slot_RJ, slots, bound)
+            for name, a, b in zip(Pairs._fields, got, want, strict=True):
+                assert torch.equal(a.cpu(), b), (name, filled, bound)
+
+
+def check(problem: ExpertProblem, tolerance: float, may_wait: bool = False) -> None:
+    """With and without an arena, twice: within the tolerance of float64, and bitwise equal."""
+    runs = []
+    for use_arena in (True, False, True):
+        got = problem.run(GroupedExperts(problem.function), use_arena, True, "cuda", may_wait=may_wait)
+        problem.check(got, tolerance, all_rows=True)
+        runs.append(got)
+    for other in runs[1:]:
+        assert all(torch.equal(runs[0][name], other[name]) for name in other)
+    got = problem.run(GroupedExperts(problem.function), True, False, "cuda", may_wait=may_wait)
+    problem.check(got, tolerance, all_rows=False)
+    unwanted = ~problem.wanted_R
+    assert got["partial"][unwanted].isnan().all() and got["dx"][unwanted].isnan().all(), "left as they were"
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("name", list(ACTIVATIONS))
+def test_every_activation_in_bf16(name: str, bias: bool) -> None:
+    for hidden, inner in ((64, 40), (200, 72)):
+        check(ExpertProblem(routed(500, 4, 7), hidden, inner, ACTIVATIONS[name], bias, torch.bfloat16), 3e-2)
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_every_pattern_in_bf16(pattern: str, transposed: bool) -> None:
+    check(ExpertProblem(pattern, 64, 40, make_activation("silu", True), True, torch.bfloat16, transposed), 3e-2)
+
+
+@pytest.mark.parametrize("name", ["SwiGLU", "gpt-oss", "gelu"])
+def test_bf16_is_no_worse_than_pytorchs_operations(name: str) -> None:
+    problem = ExpertProblem(routed(2000, 4, 7), 256, 136, ACTIVATIONS[name], True, torch.bfloat16)
+    ours = problem.run(GroupedExperts(problem.function), True, False, "cuda")
+    plain, exact = problem.run(GroupedExperts(problem.function), False, False), problem.expected()
+    for key in ours:
+        picked = problem.wanted_R if key in ("partial", "dx") else slice(None)
+        a, b = (float((t[key].double() - exact[key])[picked].square().mean().sqrt()) for t in (ours, plain))
+        assert a <= 1.05 * b, f"{key}: {a / b:.2f} times the error of plain bf16"
+
+
+@pytest.mark.parametrize("skewed", [True, False])
+def test_sizes_of_a_real_layer(skewed: bool) -> None:
+    problem = ExpertProblem(routed(3000, 8, 16, skewed), 2048, 768, make_activation("silu", True), True, torch.bfloat16)
+    check(problem, 3e-2)
+
+
+def test_an_activation_that_no_kernel_knows() -> None:
+    def softplus(h: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.softplus(h[..., ::2]) * h[..., 1::2]
+
+    for bias in (True, False):
+        check(ExpertProblem(routed(500, 4, 7), 64, 40, softplus, bias, torch.bfloat16), 3e-2)
+    check(ExpertProblem("no pairs", 64, 40, softplus, True, torch.bfloat16), 3e-2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.float64, 1e-12), (torch.bfloat16, 3e-2)]
+)
+def test_products_that_the_grouped_kernel_does_not_take(dtype: torch.dtype, tolerance: float) -> None:
+    """Odd sizes, float32, float64: the host asks where slots end, all else is the same."""
+    odd = [(37, 19), (64, 40)] if dtype != torch.bfloat16 else [(37, 19)]
+    for hidden, inner in odd:
+        for activation in (ACTIVATIONS["gpt-oss"], Activation("gelu_tanh")):
+            check(ExpertProblem(routed(300, 4, 7), hidden, inner, activation, True, dtype), tolerance, may_wait=True)
+
+
+@pytest.mark.parametrize("pattern", ["no rows", "no slots"])
+def test_without_rows_or_slots_no_size_waits(pattern: str) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        check(ExpertProblem(pattern, 37, 19, make_activation("silu", True), True, dtype), 1e-4)

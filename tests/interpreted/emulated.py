@@ -1,0 +1,54 @@
+"""Several ranks in one process: `NVLink` transports whose buffers are tensors of this process.
+
+Triton's interpreter follows the int64 addresses between them as a GPU follows them over NVLink. Programs run one after
+the other, so a verb is sent on all ranks before any of them receives: `NVLinkOptions(split=True)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from carpool.transport.nvlink import Buffers, NVLink, NVLinkOptions
+from carpool.transport.nvlink.buffers import Lease, Regions
+
+CPU = torch.device("cpu")
+
+
+def emulate(
+    num_ranks: int,
+    slots_per_rank: int,
+    *,
+    capacity: int,
+    row_bytes: int,
+    top_k: int,
+    scale_bytes: int = 0,
+    num_leases: int = 2,
+    **options: Any,
+) -> list[NVLink]:
+    """One transport for each rank. What no kernel has written reads as garbage (-7 or NaN, mostly)."""
+    regions = Regions.of(num_ranks, capacity, row_bytes, top_k, scale_bytes)
+    owners = []
+    for rank in range(num_ranks):
+        owner = Buffers(None, CPU, num_leases=num_leases, max_tokens=capacity)
+        owner.num_ranks, owner.rank = num_ranks, rank
+        owner.host_status = torch.zeros(1 + num_ranks, dtype=torch.int32)
+        owner._row = (row_bytes, top_k, scale_bytes)
+        owners.append(owner)
+    for _ in range(num_leases):
+        parts = [torch.full((regions.total,), 0xF9, dtype=torch.uint8) for _ in range(num_ranks)]
+        for part in parts:
+            part[: regions.rows] = 0
+        bases = torch.tensor([part.data_ptr() for part in parts])
+        for owner, part in zip(owners, parts, strict=True):
+            owner._leases.append(Lease(part, bases, torch.zeros(2, dtype=torch.int32), regions))
+    options = {"dispatch_ctas": 3, "combine_ctas": 2} | options
+    return [NVLink(None, slots_per_rank, NVLinkOptions(split=True, **options), owner) for owner in owners]
+
+
+def verb(ranks: list[NVLink], call: Callable[[int, NVLink], Any]) -> list[Any]:
+    """A verb on all ranks: send everywhere, then receive everywhere."""
+    pending = [call(rank, transport) for rank, transport in enumerate(ranks)]
+    return [p.wait() for p in pending]
