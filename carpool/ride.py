@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from carpool.experts import Experts, ExpertWeights
 from carpool.memory import Rows
+from carpool.memory.keep import keep_rows
 from carpool.stats import LayerStats
 from carpool.transport import Transport
 
@@ -70,13 +71,15 @@ class _Ride(torch.autograd.Function):
         device = x_TH.device
         with stats.meter.span("dispatch", device):
             route = transport.plan(slot_TK, weight_TK, stats.traffic)
-            arrivals = transport.dispatch(x_TH, route).wait()
+            arrivals = transport.dispatch(x_TH, route).wait().widened(x_TH.dtype)
         with stats.meter.span("experts", device):
-            saved = experts.forward(arrivals, weights, route.new_partial(x_TH.shape[1], x_TH.dtype, device))
-            kept_RH = arrivals.x_RH.clone() if arrivals.leased else arrivals.x_RH
+            partial_RH = route.new_partial(x_TH.shape[1], x_TH.dtype, device)
+            saved = experts.forward(arrivals, weights, partial_RH, transport.arena)
+            kept = keep_rows(arrivals, transport.arena) if any(ctx.needs_input_grad) else None
         with stats.meter.span("combine", device):
             y_TH = transport.combine(route).wait()
-        _save(ctx, (*weights, Rows(kept_RH, kept_RH.shape[1]), *saved))
+        if kept is not None:
+            _save(ctx, (*weights, kept, *saved))
         ctx.route, ctx.transport, ctx.experts, ctx.stats = route, transport, experts, stats
         return y_TH.to(x_TH.dtype)
 
@@ -88,11 +91,11 @@ class _Ride(torch.autograd.Function):
         kept = _saved(ctx)
         weights, x, saved = ExpertWeights._make(kept[:4]), kept[4], kept[5:]
         with stats.meter.span("dispatch", dy_TH.device):
-            dpartial_RH = transport.dispatch_gradients(dy_TH.contiguous(), route).wait()
+            dpartial = transport.dispatch_gradients(dy_TH.contiguous(), route).wait()
         with stats.meter.span("experts", dy_TH.device):
             dx_RH = route.new_partial(dy_TH.shape[1], dy_TH.dtype, dy_TH.device)
             needs_dweights = any(ctx.needs_input_grad[6:])
-            dweight_RJ, dweights = ctx.experts.backward(saved, x, weights, dpartial_RH, dx_RH, needs_dweights)
+            dweight_RJ, dweights = ctx.experts.backward(saved, x, weights, dpartial, dx_RH, needs_dweights)
         with stats.meter.span("combine", dy_TH.device):
             dx_TH, dweight_TK = transport.combine_gradients(route, dweight_RJ).wait()
         return dx_TH.to(dy_TH.dtype), dweight_TK, None, None, None, None, *(dweights or (None,) * 4)
@@ -102,14 +105,19 @@ def _save(ctx: Any, what: tuple[Any, ...]) -> None:
     """Save tensors, `Rows` and Nones through autograd, which lets checkpointing and offloading see them."""
     tensors: list[torch.Tensor | None] = []
     for item in what:
-        tensors += (item.data, item.start) if isinstance(item, Rows) else (item,)
-    ctx.widths = tuple(item.width if isinstance(item, Rows) else None for item in what)
+        tensors += (item.data, item.start, item.home) if isinstance(item, Rows) else (item,)
+    ctx.numbers = [(i.width, i.slab, i.home_row) if isinstance(i, Rows) else None for i in what]
     ctx.save_for_backward(*tensors)
 
 
 def _saved(ctx: Any) -> tuple[Any, ...]:
     tensors = iter(ctx.saved_tensors)
-    return tuple(next(tensors) if w is None else Rows(next(tensors), w, next(tensors)) for w in ctx.widths)
+
+    def rows(width: int, slab: int, home_row: int) -> Rows:
+        data, start, home = (next(tensors) for _ in range(3))
+        return Rows(data, width, start, slab, home, home_row)
+
+    return tuple(next(tensors) if numbers is None else rows(*numbers) for numbers in ctx.numbers)
 
 
 def ride_module(
@@ -133,9 +141,13 @@ def ride_module(
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TH: torch.Tensor, weight_TK: torch.Tensor, route: Any, transport: Transport) -> Any:
-        arrivals = transport.dispatch(x_TH, route).wait()
+        arrivals = transport.dispatch(x_TH, route).wait().widened(x_TH.dtype)
         ctx.route, ctx.transport = route, transport
         ctx.mark_non_differentiable(arrivals.slot_RJ)
+        if not arrivals.sums_unwanted:
+            # A row that nobody wants may hold anything; a module may well multiply it by zero. The same for gradients.
+            route.wanted_R1 = (arrivals.slot_RJ >= 0).any(1, keepdim=True)
+            return _wanted(arrivals.rows, route), arrivals.weight_RJ, arrivals.slot_RJ
         # Fresh handles, for autograd hangs its graph on what is returned: that must be neither the input itself (which
         # a single rank's arrivals may be) nor a tensor of the route, which the graph holds: neither would be freed.
         return arrivals.x_RH.detach(), arrivals.weight_RJ.detach(), arrivals.slot_RJ
@@ -159,4 +171,10 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TH: torch.Tensor) -> tuple[Any, ...]:
-        return ctx.transport.dispatch_gradients(dy_TH.contiguous(), ctx.route).wait(), None, None
+        return _wanted(ctx.transport.dispatch_gradients(dy_TH.contiguous(), ctx.route).wait(), ctx.route), None, None
+
+
+def _wanted(rows: Rows, route: Any) -> torch.Tensor:
+    """(R, H): the rows, out of the transport's buffer, zero where nobody wants one."""
+    rows_RH = rows.contiguous(route.num_rows)
+    return rows_RH if route.wanted_R1 is None else rows_RH.masked_fill(~route.wanted_R1, 0.0)

@@ -72,7 +72,7 @@ class Setting:
         partial, dx = (torch.full_like(arrivals.x_RH, torch.nan) for _ in range(2))
         saved = experts.forward(arrivals, weights, partial)
         x = Rows(arrivals.x_RH, arrivals.x_RH.shape[1])
-        dweight, gradients = experts.backward(saved, x, weights, self.dpartial.to(device), dx, True)
+        dweight, gradients = experts.backward(saved, x, weights, Rows.of(self.dpartial.to(device)), dx, True)
         assert gradients is not None
         found = dict(zip(NAMES, (partial, dx, dweight, *gradients), strict=True))
         if transposed:
@@ -156,7 +156,7 @@ def test_gradients_of_weights_only_where_asked(name: str) -> None:
     saved = experts.forward(arrivals, weights, torch.empty_like(setting.x))
     dx = torch.empty_like(setting.x)
     x = Rows(arrivals.x_RH, arrivals.x_RH.shape[1])
-    dweight, gradients = experts.backward(saved, x, weights, setting.dpartial, dx, False)
+    dweight, gradients = experts.backward(saved, x, weights, Rows.of(setting.dpartial), dx, False)
     want = setting.expected()
     torch.testing.assert_close(dx.double(), want["dx"], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(dweight.double(), want["dweight"], rtol=1e-4, atol=1e-5)

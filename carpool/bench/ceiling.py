@@ -1,10 +1,12 @@
 """The practical ceiling of the links: every rank pushes the same bytes to every other with plain copies.
 
 Copies between the memories of two GPUs are done by copy engines; no SM is used, nothing is selected or added. What
-they reach is what a transport's kernels can hope for. Each peer has a stream of its own, and rank r begins with rank
-r + 1, so that no two ranks write to the same peer first:
+they reach is what a transport's kernels can hope for. Rank r begins with rank r + 1, so that no two ranks write to the
+same peer at a time, and one copy follows the other:
 
     rank 0 -> 1, 2, 3      rank 1 -> 2, 3, 0      rank 2 -> 3, 0, 1      rank 3 -> 0, 1, 2
+
+(A stream for each peer, all copies at once, reaches less: 227 GB/s instead of 370 on 4 H200.)
 
 The bytes are those that one row per (token, rank) takes for the routing in question, the mean over ranks, spread
 evenly over the peers: a skewed routing is slower than its ceiling for that alone.
@@ -40,19 +42,13 @@ class Ceiling:
         handle = symmetric_memory.rendezvous(self.memory, group)
         order = [(self.rank + i) % self.num_ranks for i in range(1, self.num_ranks)]
         self.targets = [handle.get_buffer(peer, (total,), torch.uint8)[self.rank * each :][:each] for peer in order]
-        self.streams = [torch.cuda.Stream(device) for _ in order]
 
     def push(self, num_bytes: int, clock: Clock, name: str) -> int:
         """Time one push of `num_bytes` bytes per rank as section (`LABEL`, name); returns the bytes in fact pushed."""
         size = self._share(num_bytes)
         with clock.section(LABEL, name):
-            current = torch.cuda.current_stream()
-            for stream, target in zip(self.streams, self.targets, strict=True):
-                stream.wait_stream(current)
-                with torch.cuda.stream(stream):
-                    target[:size].copy_(self.source[:size], non_blocking=True)
-            for stream in self.streams:
-                current.wait_stream(stream)
+            for target in self.targets:
+                target[:size].copy_(self.source[:size], non_blocking=True)
         return size * (self.num_ranks - 1)
 
     def _share(self, num_bytes: int) -> int:

@@ -94,8 +94,13 @@ def forward_and_backward(
     multiply(arrivals, None, case.factors(rank), route.new_partial(hidden, x_TH.dtype, device))
     answers = Answers(transport.combine(route).wait())
     if backward:
-        dpartial_RH = transport.dispatch_gradients(dy_TH, route).wait()
-        multiply(arrivals, dpartial_RH, case.factors(rank), route.new_partial(hidden, dy_TH.dtype, device))
+        dpartial = transport.dispatch_gradients(dy_TH, route).wait()
+        multiply(
+            arrivals,
+            dpartial.contiguous(route.num_rows),
+            case.factors(rank),
+            route.new_partial(hidden, dy_TH.dtype, device),
+        )
         dweight_RJ = _factors_of(arrivals.slot_RJ, case.factors(rank)).float()
         answers.dx_TH, answers.dweight_TK = transport.combine_gradients(route, dweight_RJ).wait()
     return answers
@@ -108,7 +113,7 @@ def multiply(
 
     out = row * (sum over its wanted slots of weight * f(slot)), and 0 where nobody wants a row.
     """
-    rows_RH = arrivals.x_RH if gradient_RH is None else gradient_RH
+    rows_RH = rows_of(arrivals) if gradient_RH is None else gradient_RH
     wide = torch.promote_types(out_RH.dtype, torch.float32)
     for start in range(0, rows_RH.shape[0], CHUNK):
         chunk = slice(start, start + CHUNK)
@@ -121,6 +126,11 @@ def multiply(
             value_RH *= arrivals.scale_RG[chunk].repeat_interleave(FP8_GROUP, dim=1)[:, : value_RH.shape[1]]
         wanted_R1 = (slot_RJ >= 0).any(1, keepdim=True)
         out_RH[chunk] = torch.where(wanted_R1, value_RH * factor_R1.to(wide), 0.0).to(out_RH.dtype)
+
+
+def rows_of(arrivals: Arrivals) -> torch.Tensor:
+    """(R, H) all rows that came, those at home included; codes, if they travelled as FP8."""
+    return arrivals.rows.contiguous(arrivals.x_RH.shape[0])
 
 
 def _factors_of(slot_RJ: torch.Tensor, factor_S: torch.Tensor) -> torch.Tensor:
@@ -196,21 +206,21 @@ def ride_once(transport: Transport, case: Case, traffic: Traffic, clock: Clock, 
     with clock.section(label, "plan_dispatch"):
         route = transport.plan(case.slot_TK, case.weight_TK, traffic)
         arrivals = transport.dispatch(x_TH, route).wait()
-    fill(arrivals.x_RH, route)
+    fill(rows_of(arrivals), route)
     with clock.section(label, "combine"):
         transport.combine(route).wait()
     del arrivals
     with clock.section(label, "dispatch"):
         arrivals = transport.dispatch(x_TH, route).wait()
-    fill(arrivals.x_RH, route)
+    fill(rows_of(arrivals), route)
     transport.combine(route).wait()
     if not backward:
         return
     dweight_RJ = torch.rand_like(arrivals.weight_RJ)
     del arrivals
     with clock.section(label, "dispatch_gradients"):
-        dpartial_RH = transport.dispatch_gradients(dy_TH, route).wait()
-    fill(dpartial_RH, route)
+        dpartial = transport.dispatch_gradients(dy_TH, route).wait()
+    fill(dpartial.contiguous(route.num_rows), route)
     with clock.section(label, "combine_gradients"):
         transport.combine_gradients(route, dweight_RJ).wait()
 

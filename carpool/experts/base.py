@@ -145,7 +145,7 @@ class Experts(Protocol):
         saved: tuple[Any, ...],
         x: Rows,
         weights: ExpertWeights,
-        dpartial_RH: torch.Tensor,
+        dpartial: Rows,
         dx_RH: torch.Tensor,
         needs_dweights: bool,
     ) -> tuple[torch.Tensor, ExpertWeights | None]:
@@ -154,6 +154,7 @@ class Experts(Protocol):
         Args:
             saved: what `forward` returned: tensors, `Rows`, or None.
             x: the rows that arrived in the forward, kept by the caller.
+            dpartial: gradients of the partial sums, in the order of x.
 
         Gradients of the weights are None if not needed."""
         ...

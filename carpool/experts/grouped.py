@@ -54,12 +54,12 @@ class GroupedExperts:
     def forward(
         self, arrivals: Arrivals, weights: ExpertWeights, partial_RH: torch.Tensor, arena: Arena | None = None
     ) -> tuple[Any, ...]:
-        x_RH, weight_RJ = arrivals.x_RH, arrivals.weight_RJ.contiguous()
+        weight_RJ, dtype = arrivals.weight_RJ.contiguous(), weights.up_SFH.dtype
         num_pairs = count_pairs(arrivals.slot_RJ, arrivals.num_pairs)
         pairs = sort_pairs(arrivals.slot_RJ, weights.up_SFH.shape[0], num_pairs)
         up_SHF, down_SFH = self._in_out(weights)
 
-        h_PF = grouped_mm(gather_rows(Rows(x_RH, x_RH.shape[1]), pairs, x_RH.dtype), up_SHF, pairs.offsets_S)
+        h_PF = grouped_mm(gather_rows(arrivals.rows, pairs, dtype), up_SHF, pairs.offsets_S)
         a_PF, h = activate(self.function.activation, h_PF, weights.up_bias_SF, pairs, arena)
         y_PH = grouped_mm(a_PF, down_SFH, pairs.offsets_S)
         sum_pairs(y_PH, pairs, partial_RH, arrivals.sums_unwanted, weight_RJ, weights.down_bias_SH)
@@ -71,7 +71,7 @@ class GroupedExperts:
         saved: tuple[Any, ...],
         x: Rows,
         weights: ExpertWeights,
-        dpartial_RH: torch.Tensor,
+        dpartial: Rows,
         dx_RH: torch.Tensor,
         needs_dweights: bool,
     ) -> tuple[torch.Tensor, ExpertWeights | None]:
@@ -79,7 +79,7 @@ class GroupedExperts:
         dtype, offsets_S = weights.up_SFH.dtype, pairs.offsets_S
         up_SHF, down_SFH = self._in_out(weights)
 
-        dy_PH = gather_rows(Rows(dpartial_RH, dpartial_RH.shape[1]), pairs, dtype)
+        dy_PH = gather_rows(dpartial, pairs, dtype)
         dA_PF = grouped_mm(dy_PH, down_SFH.transpose(1, 2), offsets_S)
         dh_PF, scaled_a_PF, dweight_RJ = activate_backward(
             self.function.activation, h, dA_PF, dy_PH, weights.down_bias_SH, weight_RJ, pairs, needs_dweights

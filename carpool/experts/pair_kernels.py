@@ -30,21 +30,32 @@ SPLITS = 16
 
 @triton.jit
 def _gather_rows(  # type: ignore[no-untyped-def]
-    rows, start, order, offsets, out, slots, J: tl.constexpr, WIDTH: tl.constexpr, HAS_START: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    rows, start, home, order, offsets, out, slots, slab, home_row, home_rows, J: tl.constexpr, WIDTH: tl.constexpr,
+    HAS_START: tl.constexpr, HAS_HOME: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     count = tl.load(offsets + slots - 1)
-    if HAS_START:
-        begin = tl.load(start)
-        count = tl.where(begin < 0, 0, count)
-        rows += tl.multiple_of(begin, 16)
     chunks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     for tile in range(tl.program_id(0), tl.cdiv(count, ROWS) * chunks, tl.num_programs(0)):
         pair = (tile // chunks) * ROWS + tl.arange(0, ROWS)
         column = (tile % chunks) * BLOCK + tl.arange(0, BLOCK)
-        row = (tl.load(order + pair, mask=pair < count, other=0) // J).to(tl.int64)
+        row = tl.load(order + pair, mask=pair < count, other=0) // J
         mask = (pair < count)[:, None] & (column < WIDTH)[None, :]
-        value = tl.load(rows + row[:, None] * WIDTH + column[None, :], mask=mask)
+        element = row.to(tl.int64) * WIDTH
+        room = pair < count
+        if HAS_START:
+            begin = tl.load(start + row // slab, mask=pair < count, other=0)
+            room = begin >= 0
+            element = tl.multiple_of(begin, 16) + (row % slab).to(tl.int64) * WIDTH
+        if HAS_HOME:
+            # Two loads of which one is masked: a pointer that may be in either tensor would hide its alignment.
+            at_home = (row >= home_row) & (row < home_row + home_rows)
+            own = (row - home_row).to(tl.int64) * WIDTH
+            near = tl.load(home + own[:, None] + column[None, :], mask=mask & at_home[:, None], other=0.0)
+            away = room & (row < home_row) | room & (row >= home_row + home_rows)
+            far = tl.load(rows + element[:, None] + column[None, :], mask=mask & away[:, None], other=0.0)
+            value = tl.where(at_home[:, None], near, far)
+        else:
+            value = tl.load(rows + element[:, None] + column[None, :], mask=mask & room[:, None])
         at = pair.to(tl.int64)[:, None] * WIDTH + column[None, :]
         tl.store(out + at, value.to(out.dtype.element_ty), mask=mask)
 
@@ -113,9 +124,12 @@ def gather_rows(
     out_PH = torch.empty(order_P.shape[0], width, dtype=dtype, device=order_P.device)
     if out_PH.numel() and offsets_S.numel():
         tile, block = tiling(width)
+        home = rows.home
         _gather_rows[programs(out_PH, tile, block)](
-            data, data if rows.start is None else rows.start, order_P, offsets_S, out_PH, offsets_S.shape[0],
-            J=columns, WIDTH=width, HAS_START=rows.start is not None, ROWS=tile, BLOCK=block, num_warps=4,
+            data, data if rows.start is None else rows.start, data if home is None else home.contiguous(), order_P,
+            offsets_S, out_PH, offsets_S.shape[0], rows.slab or 2**31 - 1, rows.home_row,
+            0 if home is None else home.shape[0], J=columns, WIDTH=width, HAS_START=rows.start is not None,
+            HAS_HOME=home is not None, ROWS=tile, BLOCK=block, num_warps=4,
         )  # fmt: skip
     return out_PH
 

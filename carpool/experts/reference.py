@@ -51,7 +51,7 @@ class ReferenceExperts:
         self, arrivals: Arrivals, weights: ExpertWeights, partial_RH: torch.Tensor, arena: Arena | None = None
     ) -> tuple[Any, ...]:
         saved = (arrivals.slot_RJ, arrivals.weight_RJ)
-        partial_RH.copy_(reference_experts(arrivals.x_RH, *saved, weights, self.function))
+        partial_RH.copy_(reference_experts(arrivals.rows.contiguous(saved[0].shape[0]), *saved, weights, self.function))
         return saved
 
     def backward(
@@ -59,12 +59,12 @@ class ReferenceExperts:
         saved: tuple[Any, ...],
         x: Rows,
         weights: ExpertWeights,
-        dpartial_RH: torch.Tensor,
+        dpartial: Rows,
         dx_RH: torch.Tensor,
         needs_dweights: bool,
     ) -> tuple[torch.Tensor, ExpertWeights | None]:
         slot_RJ, weight_RJ = saved
-        x_RH = x.contiguous(slot_RJ.shape[0])
+        x_RH, dpartial_RH = x.contiguous(slot_RJ.shape[0]), dpartial.contiguous(slot_RJ.shape[0])
         with torch.enable_grad():
             x_RH, weight_RJ = x_RH.detach().requires_grad_(), weight_RJ.detach().requires_grad_()
             leaves = [None if w is None else w.detach().requires_grad_() for w in weights]

@@ -28,26 +28,49 @@ ALIGNMENT = 256  # bytes; also what an allocation of torch is aligned to
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows kept for backward: element c of row r is `data.view(-1)[start + r * width + c]`.
+    """Rows that somebody reads by number: of a tensor, of places in an arena, and of a rank's own tokens.
+
+    Row r is number r % slab of slab r // slab. It begins at `data.view(-1)[start[r // slab] + (r % slab) * width]`,
+    unless it is one of the `home` rows: home row i stands for row home_row + i, which is in `data` nowhere.
 
     Attributes:
-        data: (N, width) rows with `start` None; or all of an arena, flat, in the rows' dtype.
+        data: (N, width) rows if `start` is None; else flat memory in the rows' dtype.
         width: elements of a row.
-        start: (1,) int64 on the device, in elements; negative: there was no room, do not touch. None: 0. Whoever holds
-            it, or a view of it, holds the place in the arena: autograd may save it like any tensor.
+        start: (slabs,) int64 on the device, in elements; negative: there was no room, do not touch. Whoever holds it,
+            or a view of it, holds the place in the arena: autograd may save it like any tensor.
+        slab: rows from one start to the next; 0: there is one slab.
+        home: (T, width) rows that never left their rank, or None.
+        home_row: the number of the first of them.
     """
 
     data: torch.Tensor
     width: int
     start: torch.Tensor | None = None
+    slab: int = 0
+    home: torch.Tensor | None = None
+    home_row: int = 0
+
+    @classmethod
+    def of(cls, rows: torch.Tensor) -> Rows:
+        """The rows of a (N, width) tensor."""
+        return cls(rows, rows.shape[1])
 
     def contiguous(self, num_rows: int) -> torch.Tensor:
-        """(num_rows, width): the rows themselves, or a copy out of the arena in which rows past the count, and all rows
-        if there was no room, hold anything finite or not."""
-        if self.start is None:
+        """(num_rows, width): the rows themselves, or a copy. Rows that nobody wrote, and all rows if there was no room,
+        may hold anything."""
+        if self.start is None and self.home is None:
             return self.data.view(-1, self.width)[:num_rows]
-        index = self.start.clamp(min=0) + torch.arange(num_rows * self.width, device=self.data.device)
-        return self.data[index.clamp(max=self.data.numel() - 1)].view(num_rows, self.width)
+        if self.start is None:
+            rows = self.data.view(-1, self.width)[:num_rows].clone()
+        else:
+            row = torch.arange(num_rows, device=self.data.device)
+            slab = self.slab or max(1, num_rows)
+            first = (self.start[row // slab] + row % slab * self.width).clamp(min=0)
+            element = first[:, None] + torch.arange(self.width, device=row.device)
+            rows = self.data[element.clamp(max=max(0, self.data.numel() - 1))]
+        if self.home is not None:
+            rows[self.home_row : self.home_row + self.home.shape[0]] = self.home
+        return rows
 
 
 class _Held:
@@ -76,25 +99,27 @@ class Arena:
         # In order of reservation: where it began, and whether somebody holds it.
         self._stack: list[tuple[torch.Tensor, _Held]] = []
 
-    def reserve(self, width: int, dtype: torch.dtype, count: torch.Tensor) -> Rows:
+    def reserve(self, width: int, dtype: torch.dtype, count: torch.Tensor, slab: int = 0) -> Rows:
         """Room for rows; written by whoever asked.
 
         Args:
             width, dtype: of a row.
-            count: one integer on the device, how many rows.
+            count: (slabs,) integers on the device: how many rows there are in each slab.
+            slab: see `Rows`.
         """
         element = dtype.itemsize
         self._drop_released()
         begin = self.pointer.clone()
-        size = (count.reshape(1).long() * (width * element) + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
-        torch.add(begin, size, out=self.pointer)
+        size = (count.reshape(-1).long() * (width * element) + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
+        ends = begin + size.cumsum(0)
+        self.pointer.copy_(ends[-1:])
         torch.maximum(self.peak, self.pointer, out=self.peak)
-        start = torch.where(self.pointer > self.capacity, -1, begin // element)
+        start = torch.where(self.pointer > self.capacity, -1, (ends - size) // element)
         held = _Held()
         self._stack.append((begin, held))
         # On the storage: tensors that autograd and checkpointing hand back share it, but are not the same object.
         weakref.finalize(start.untyped_storage(), held.release).atexit = False
-        return Rows(self.bytes.view(dtype), width, start)
+        return Rows(self.bytes.view(dtype), width, start, slab)
 
     @property
     def needed(self) -> torch.Tensor:

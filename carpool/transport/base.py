@@ -20,11 +20,12 @@ save a view of one.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
 
+from carpool.memory.arena import Arena, Rows
 from carpool.stats import Traffic
 
 # What travels beside a row for each choice that it serves: an int32 slot and a float32 weight on the way out, the
@@ -48,6 +49,7 @@ class Route:
         choices_W: choices of this rank's tokens on each rank: what one row per (token, expert) would send. Empty where
             only the device knows.
         partial_RH: what the experts write and `combine` reads; set by `new_partial`.
+        wanted_R1: (R, 1) bool, which rows somebody wants; set by `ride_module` where the others may hold anything.
     """
 
     num_tokens: int
@@ -59,6 +61,7 @@ class Route:
     choices_W: tuple[int, ...] = ()
     backward: bool = False
     partial_RH: torch.Tensor | None = None
+    wanted_R1: torch.Tensor | None = None
 
     def new_partial(self, hidden: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The (R, H) buffer for what goes back: partial sums in the forward, row gradients in the backward."""
@@ -101,6 +104,9 @@ class Arrivals:
         weight_RJ: (R, J) float32 routing weights, 0 where there is no slot.
         num_pairs: at most so many entries of slot_RJ are filled. Exactly so many, unless only the device knows.
         leased: x_RH is the transport's own buffer, which it overwrites later: copy what has to last.
+        home_TH, home_row: rows of this rank's own tokens that it keeps for itself need no ride: where given, they stand
+            for rows home_row, home_row + 1, ... of x_RH, which are not written there.
+        came_W: if rows lie in W slabs of R / W, one for each sender: (W,) int32 on the device, how many are in each.
         scale_RG: if x_RH is FP8: (R, ceil(H / 128)) float32, the factor of each group of 128 columns.
         sums_unwanted: whether `combine` reads the partial sums of rows that nobody wants; they must be zero then.
     """
@@ -111,15 +117,35 @@ class Arrivals:
     num_pairs: int
     leased: bool = False
     sums_unwanted: bool = True
+    home_TH: torch.Tensor | None = None
+    home_row: int = 0
+    came_W: torch.Tensor | None = None
     scale_RG: torch.Tensor | None = None
+
+    @property
+    def rows(self) -> Rows:
+        """All rows that came, those at home included."""
+        return Rows(self.x_RH, self.x_RH.shape[1], home=self.home_TH, home_row=self.home_row)
+
+    def widened(self, dtype: torch.dtype) -> Arrivals:
+        """The same, with rows that travelled as FP8 back in `dtype`, in a tensor of their own."""
+        if self.scale_RG is None:
+            return self
+        from carpool.transport.nvlink.transport import dequantise
+
+        assert self.came_W is not None
+        x_RH = dequantise(self.x_RH, self.scale_RG, self.came_W, dtype)
+        return replace(self, x_RH=x_RH, scale_RG=None, leased=False)
 
 
 class Transport(Protocol):
     """One way for rows to travel. `name` is what `transport=` selects.
 
-    A transport reads its own kind of route, the one that its `plan` made; hence `Any`."""
+    A transport reads its own kind of route, the one that its `plan` made; hence `Any`. `arena`: where layers keep what
+    only the device can count; None if the host knows."""
 
     name: str
+    arena: Arena | None
 
     def plan(self, slot_TK: torch.Tensor, weight_TK: torch.Tensor, traffic: Traffic) -> Route:
         """Decide which row goes where.
@@ -136,7 +162,7 @@ class Transport(Protocol):
         ...
 
     def dispatch_gradients(self, dy_TH: torch.Tensor, route: Any) -> Pending:
-        """The backward of `combine`: rows only, their slots are known. `wait()` gives dpartial_RH."""
+        """The backward of `combine`: rows only, their slots are known. `wait()` gives dpartial as `Rows`."""
         ...
 
     def combine(self, route: Any) -> Pending:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from carpool.memory.arena import Arena, Rows
 from carpool.ordered_sum import ordered_sum
 from carpool.stats import Traffic
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Arrivals, Pending, Route
@@ -64,6 +65,7 @@ class ExchangeTransport:
     """
 
     name = "exchange"
+    arena: Arena | None = None
 
     def __init__(self, group: dist.ProcessGroup | None, slots_per_rank: int) -> None:
         self.group = group
@@ -128,7 +130,7 @@ class ExchangeTransport:
         route.backward = True
         rows = self._start(dy_TH[route.token_N], route.send, route.receive)
         route.count("out", route.send, dy_TH, 0)
-        return Pending(rows)
+        return Pending(lambda: Rows.of(rows()))
 
     def combine(self, route: ExchangeRoute) -> Pending:
         return self._combine(route, 0)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from carpool.memory.arena import Arena, Rows
 from carpool.ordered_sum import ordered_sum
 from carpool.stats import Traffic
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Arrivals, Pending, Route
@@ -37,6 +38,7 @@ class Gather:
     """All rows to all ranks; J = K. Arguments as for `ExchangeTransport`."""
 
     name = "gather"
+    arena: Arena | None = None
 
     def __init__(self, group: dist.ProcessGroup | None, slots_per_rank: int) -> None:
         self.group = group
@@ -81,7 +83,7 @@ class Gather:
         route.backward = True
         dpartial_RH = self._gather(F.pad(dy_TH, (0, 0, 0, route.padded_tokens - route.num_tokens)))
         route.count("out", [route.padded_tokens] * self.num_ranks, dy_TH, 0)
-        return Pending(lambda: dpartial_RH)
+        return Pending(lambda: Rows.of(dpartial_RH))
 
     def combine(self, route: GatherRoute) -> Pending:
         return self._combine(route, 0)

@@ -14,12 +14,12 @@ There is one wait, at the end, and none at the start. A peer may write into a le
 that comes after its combine on the same lease, which waited for the signal that this rank's experts have finished with
 it. In the same way this dispatch's end says that all peers have finished reading this lease's partial sums.
 
-Rows for the own experts are a plain copy, which the launcher runs beside this kernel: an SM stores about 45 GB/s to
-wherever it may be, so filling the own slab too would take a quarter of what 8 programs can do. With few tokens a second
-stream costs more than it saves, and the kernel does it (OWN).
+Rows for the own experts stay where they are: who reads arrivals finds them in x (`Arrivals.home_TH`). An SM stores
+about 45 GB/s to wherever it may be, so filling the own slab too would take a quarter of what 8 programs can do (8 CTAs:
+582 us against 500 at T 4096, H 7168), and a copy beside the kernel was delayed by it in one run of two.
 
 FP8: rows are quantised on the way out, in groups of 128 columns with one float32 scale each (amax / 448, e4m3), so half
-of the bytes travel. The receiver gets the codes and the scales.
+of the bytes travel. The receiver gets the codes and the scales, the own rows too.
 """
 
 from __future__ import annotations
@@ -75,7 +75,6 @@ def _send_rows(  # type: ignore[no-untyped-def]
     W: tl.constexpr,
     BT: tl.constexpr,
     BH: tl.constexpr,
-    OWN: tl.constexpr,
 ):
     tiles = tl.cdiv(tokens, BT) * ((HW + BH - 1) // BH)
     value, token, column = _load(x, tl.program_id(0), tokens, HW, BT, BH)
@@ -93,8 +92,6 @@ def _send_rows(  # type: ignore[no-untyped-def]
             _store(buffer0, target0, column, value, HW)
             _store(buffer1, target1, column, value, HW)
             _store(buffer2, target2, column, value, HW)
-        if OWN:
-            _store(_buffer(bases, 0, own, x_at, tl.int32, W), _target(row, 0, own, token, tokens, W), column, value, HW)
         value, token, column = following, next_token, next_column
 
 
@@ -266,7 +263,6 @@ def dispatch_kernel(  # type: ignore[no-untyped-def]
     BC: tl.constexpr,
     BU: tl.constexpr,
     FP8: tl.constexpr,
-    OWN: tl.constexpr,
     CHOICES: tl.constexpr,
     SEND: tl.constexpr,
     RECEIVE: tl.constexpr,
@@ -277,8 +273,7 @@ def dispatch_kernel(  # type: ignore[no-untyped-def]
     x: (T, HW) words, or (T, H) for FP8. slot, weight: (T, K). row: (W, T), count: (2, W), choices: (blocks, W): from
     the plan. bases: (W,) addresses of the ranks' leases; *_at: byte offsets in a lease. epochs: (2,) of this lease.
     needed: (1,) the largest capacity that any rank would have needed so far. tally: (2, W) int64, rows and choices.
-    slot_out, weight_out: (W * capacity, K), received: (W,). OWN: fill the own slab too. CHOICES: do steps 2 and 5 (not
-    for gradients).
+    slot_out, weight_out: (W * capacity, K), received: (W,). CHOICES: do steps 2 and 5 (not for gradients).
     """
     program = tl.program_id(0)
     peer = tl.arange(0, WP)
@@ -298,7 +293,7 @@ def dispatch_kernel(  # type: ignore[no-untyped-def]
         if FP8:
             _send_rows_fp8(x, row, bases, x_at, scale_at, tokens, own, H, W, BT, BH)
         else:
-            _send_rows(x, row, bases, x_at, tokens, own, HW, W, BT, BH, OWN)
+            _send_rows(x, row, bases, x_at, tokens, own, HW, W, BT, BH)
         send(bases, arrived_at + (own * MAX_CTAS + program) * 4, epoch, W, WP)
         if program == CTAS - 1:
             rows = tl.load(count + peer, mask=peer < W, other=0)
@@ -312,6 +307,8 @@ def dispatch_kernel(  # type: ignore[no-untyped-def]
             counts = (base + count_at).to(tl.pointer_type(tl.int32))
             came = tl.load(counts + peer, mask=peer < W, other=0, volatile=True)
             wanted = tl.load(counts + W + peer, mask=peer < W, other=0, volatile=True)
+            if not FP8:
+                came = tl.where(peer == own, 0, came)
             tl.store(received + peer, came, mask=peer < W)
             tl.atomic_max(needed, tl.max(wanted, 0))
             # The combine of this lease reads this one, and sets the one that the next dispatch reads.

@@ -55,7 +55,6 @@ def launch_dispatch(
     rank: int,
     slots_per_rank: int,
     fp8: bool,
-    fill_own: bool,
     send: bool,
     receive: bool,
 ) -> None:
@@ -74,7 +73,7 @@ def launch_dispatch(
         H=hidden, HW=words, S=max(1, slots_per_rank), K=top_k, KP=power(top_k), W=num_ranks, WP=power(num_ranks),
         CTAS=ctas, MAX_CTAS=MAX_CTAS, PAD=power(num_ranks * ctas), BC=max(16, 2048 // power(top_k)),
         BU=max(16, 16384 // power(top_k)),
-        FP8=fp8, OWN=fill_own, CHOICES=choices, SEND=send, RECEIVE=receive, SPIN=SPIN, **tile,
+        FP8=fp8, CHOICES=choices, SEND=send, RECEIVE=receive, SPIN=SPIN, **tile,
     )  # fmt: skip
 
 

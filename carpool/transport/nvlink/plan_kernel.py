@@ -10,7 +10,7 @@ order of its tokens, so where a row lands is a prefix sum over the sender's own 
     token 1: [2, 3]      no   yes             rank 1: [-1,  5,  6]      the own one: token t is row t of its slab
     token 2: [1, 2]      yes  yes             count:  [2, 2]
 
-The own slab is laid out like the sender's tokens, so filling it is one plain copy, which takes no thread block.
+The own slab is laid out like the sender's tokens, so its rows need not be copied: they are the tokens.
 
 A program handles BLOCK tokens. It counts what all blocks before it want by itself, which is a read of K int32 per
 token from the L2 cache, and needs neither a second kernel nor a wait for other programs. That is quadratic, and cheap

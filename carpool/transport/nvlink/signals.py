@@ -5,9 +5,9 @@ costs no traffic on the links. What is written is an *epoch*, a number that only
 signal that comes early stays, and a CUDA graph can be replayed, because the epoch is counted on the device.
 
     sender                                        waiter
-    ... stores rows into peers ...                loop: are all flags >= epoch?  (volatile loads, own memory)
-    barrier of the program's threads              acquire, at system scope
-    release, at system scope: flag = epoch        barrier; now the rows are there
+    ... stores rows into peers ...                loop: are all flags >= epoch?  (acquire, at system scope)
+    barrier of the program's threads              barrier of the program's threads
+    release, at system scope: flag = epoch        ... reads the rows ...
 
 Each program (CTA) of a dispatch raises a flag of its own at every peer, and a receiver waits for all of them: that
 saves counting the programs that have finished before anything can be said, 2 us on an H200.
@@ -29,6 +29,17 @@ EXPIRED = tl.constexpr(1 << 20)
 @triton.jit
 def nanoseconds():  # type: ignore[no-untyped-def]
     return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+
+
+@triton.jit
+def _read(flags, SPIN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Flags as they are now; what their senders wrote before is visible to this thread then."""
+    if SPIN:
+        return tl.inline_asm_elementwise(
+            "ld.acquire.sys.global.b32 $0, [$1];", "=r,l", [flags], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        return tl.load(flags)
 
 
 @triton.jit
@@ -65,26 +76,23 @@ def wait(  # type: ignore[no-untyped-def]
     PAD: W * EACH rounded up. SPIN: whether to wait at all; the interpreter runs one program after the other, so
     there every signal must have been sent before."""
     lane = tl.arange(0, PAD)
-    source = lane // EACH
-    inside = lane < W * EACH
-    flags = (base + at).to(tl.pointer_type(tl.int32)) + source * STRIDE + lane % EACH
-    seen = tl.load(flags, mask=inside, other=2147483647, volatile=True)
-    late = (seen < epoch).to(tl.int32)
+    # Lanes past the last flag look at the last one.
+    flag = tl.minimum(lane, W * EACH - 1)
+    source = flag // EACH
+    flags = (base + at).to(tl.pointer_type(tl.int32)) + source * STRIDE + flag % EACH
+    late = (_read(flags, SPIN) < epoch).to(tl.int32)
     total = tl.sum(late, 0)
     if SPIN:
         limit = tl.where(tl.load(status) != 0, 0, timeout)
         begin = nanoseconds()
         while (total > 0) & (total < EXPIRED):
-            seen = tl.load(flags, mask=inside, other=2147483647, volatile=True)
-            late = (seen < epoch).to(tl.int32)
+            late = (_read(flags, SPIN) < epoch).to(tl.int32)
             expired = ((nanoseconds() - begin) > limit).to(tl.int32)
             total = tl.sum(late * (1 + expired * EXPIRED), 0)
     if total > 0:
-        missing = inside & (late > 0)
-        tl.store(host_status + 1 + source, tl.zeros([PAD], tl.int32) + verb, mask=missing)
+        tl.store(host_status + 1 + source, tl.zeros([PAD], tl.int32) + verb, mask=late > 0)
         tl.store(status, 1)
         tl.store(host_status, 1)
-    tl.atomic_add(flags, tl.zeros([PAD], tl.int32), mask=inside, sem="acquire", scope="sys")
     tl.debug_barrier()
 
 

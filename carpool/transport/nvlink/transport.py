@@ -26,13 +26,12 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from carpool.memory.arena import Arena, Rows
 from carpool.stats import Traffic
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, VERB_OF, Arrivals, Pending, Route
 from carpool.transport.nvlink.buffers import MAX_CTAS, OWNERS, Buffers, Lease, buffers_of
 
 FP8_GROUP = 128
-# From how many tokens on a rank's rows for itself are copied beside the kernel instead of by it.
-COPY_TOKENS = 1024
 
 
 @dataclass(frozen=True)
@@ -130,9 +129,7 @@ class NVLink:
             )
         self.buffers = buffers
         self.num_ranks, self.rank = buffers.num_ranks, buffers.rank
-        cuda = buffers.device.type == "cuda"
-        # High priority: a stream of its own hardware queue, which does not wait behind the caller's.
-        self._copies = torch.cuda.Stream(buffers.device, priority=-1) if cuda else None
+        self.arena: Arena | None = None
         self.stream = torch.cuda.Stream(buffers.device, priority=-1) if self.options.side_stream else None
 
     def plan(self, slot_TK: torch.Tensor, weight_TK: torch.Tensor, traffic: Traffic) -> NVLinkRoute:
@@ -168,9 +165,11 @@ class NVLink:
 
         def finish() -> Arrivals:
             x_RH, scale_RG = pending.wait()
+            home_TH = None if fp8 else x_TH[: self.buffers.capacity]
             return Arrivals(
-                x_RH, slot_RJ, weight_RJ, route.num_pairs, leased=True, sums_unwanted=False, scale_RG=scale_RG
-            )
+                x_RH, slot_RJ, weight_RJ, route.num_pairs, leased=True, sums_unwanted=False, home_TH=home_TH,
+                home_row=self.rank * self.buffers.capacity, came_W=route.received_W, scale_RG=scale_RG,
+            )  # fmt: skip
 
         return Pending(finish)
 
@@ -178,13 +177,13 @@ class NVLink:
         route.backward = True
         pending = self._dispatch(dy_TH, route, 0, self.options.backward_fp8)
 
-        def finish() -> torch.Tensor:
+        def finish() -> Rows:
             dpartial_RH, scale_RG = pending.wait()
             if scale_RG is None:
-                return dpartial_RH
-            from carpool.transport.nvlink.launch import launch_dequantise
-
-            return launch_dequantise(dpartial_RH, scale_RG, route.received_W, dy_TH.dtype)
+                home_row = self.rank * self.buffers.capacity
+                home = dy_TH[: self.buffers.capacity]
+                return Rows(dpartial_RH, dy_TH.shape[1], home=home, home_row=home_row)
+            return Rows.of(dequantise(dpartial_RH, scale_RG, route.received_W, dy_TH.dtype))
 
         return Pending(finish)
 
@@ -223,20 +222,13 @@ class NVLink:
         sent_bytes = hidden + 4 * groups if fp8 else row_bytes
         tally = self._tally("out", route, sent_bytes, row_bytes, choice_bytes)
 
-        # Few tokens: the kernel stores them. FP8: it must, to quantise them.
-        copy_own = not fp8 and x_TH.shape[0] >= COPY_TOKENS
-        if copy_own:
-            self._copy_own(x_TH, route, lease)
-
         def launch(send: bool, receive: bool) -> None:
             launch_dispatch(
                 x_TH, route, lease, tally, slot_RJ, weight_RJ, self.buffers, self.options.dispatch_ctas, self.rank,
-                self.slots_per_rank, fp8, not copy_own, send, receive,
+                self.slots_per_rank, fp8, send, receive,
             )  # fmt: skip
 
         finish = self._run(launch, x_TH)
-        if copy_own and self._copies is not None:
-            torch.cuda.current_stream().wait_stream(self._copies)
 
         def rows() -> tuple[torch.Tensor, torch.Tensor | None]:
             finish()
@@ -284,18 +276,6 @@ class NVLink:
             self.buffers.release(lease)
         return Pending(sums)
 
-    def _copy_own(self, x_TH: torch.Tensor, route: NVLinkRoute, lease: Lease) -> None:
-        """Rows for the own experts: one plain copy, beside the kernel."""
-        capacity = self.buffers.capacity
-        rows = lease.view(lease.regions.rows, (route.num_rows, x_TH.shape[1]), x_TH.dtype)
-        own = rows[self.rank * capacity : (self.rank + 1) * capacity][: x_TH.shape[0]]
-        if self._copies is None:
-            own.copy_(x_TH[:capacity])
-            return
-        self._copies.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._copies):
-            own.copy_(x_TH[:capacity])
-
     def _run(self, launch: Any, *tensors: torch.Tensor) -> Any:
         """Launch a verb; what is returned lets the current stream wait for it."""
         if self.options.split:
@@ -320,6 +300,13 @@ class NVLink:
         verb = ("combine_backward" if way == "out" else "dispatch_backward") if route.backward else VERB_OF[way]
         sent = row_bytes + route.top_k * choice_bytes
         return route.traffic.tally(verb, sent, plain_bytes + choice_bytes, route.row_WT.device)
+
+
+def dequantise(code_RH: torch.Tensor, scale_RG: torch.Tensor, came_W: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """(R, H) rows in `dtype` of what travelled as FP8; those that did not come are not written."""
+    from carpool.transport.nvlink.launch import launch_dequantise
+
+    return launch_dequantise(code_RH, scale_RG, came_W, dtype)
 
 
 def why_not(group: dist.ProcessGroup | None) -> str | None:
