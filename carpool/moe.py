@@ -30,7 +30,7 @@ from carpool.parallel.slots import SlotFiller, fill_slots
 from carpool.ride import ride
 from carpool.routing import Router, Routing
 from carpool.stats import LayerStats, RideStats
-from carpool.transport import choose_transport, make_transport
+from carpool.transport import NVLinkOptions, make_transport, resolve_transport
 
 log = logging.getLogger("carpool")
 
@@ -48,7 +48,10 @@ class MoE(nn.Module):
         edp_mesh: mesh of the ranks that hold copies of this rank's experts, if there are any (balance statistics
             are over the whole batch).
         layout: where experts live; default contiguous.
-        transport: "auto", "gather", "alltoall", "dedup".
+        transport: "auto", "gather", "alltoall", "dedup", "nvlink".
+        max_tokens: the most tokens that any rank will ever have. Given this, "auto" picks "nvlink" where it can be used;
+            its buffers have a fixed size. With more tokens outputs are NaN: `carpool.transport.check_overflow` tells.
+        transport_options: of "nvlink".
         experts: "auto", "grouped", "reference".
         activation, gated, bias: of the experts: silu, gelu, gelu_tanh, relu, relu2; SwiGLU-like or plain.
         shared_intermediate_size: hidden size of a shared expert, of the same activation and without biases, that serves
@@ -78,6 +81,8 @@ class MoE(nn.Module):
         edp_mesh: DeviceMesh | None = None,
         layout: ExpertLayout | None = None,
         transport: str = "auto",
+        max_tokens: int | None = None,
+        transport_options: NVLinkOptions | None = None,
         experts: str = "auto",
         activation: str = "silu",
         gated: bool = True,
@@ -101,6 +106,7 @@ class MoE(nn.Module):
         if device is None and ep_mesh is not None:
             device = ep_mesh.device_type
         self.layout = layout
+        self.transport_options: NVLinkOptions | None = None
         self.group, edp_group = _group(ep_mesh), _group(edp_mesh)
         self.rank = dist.get_rank(self.group) if self.group is not None else 0
         groups = [group for group in (self.group, edp_group) if group is not None]
@@ -120,7 +126,8 @@ class MoE(nn.Module):
         self.experts = make_experts(experts, ExpertFunction(act))
         self.filler = SlotFiller(layout, self.group)
         self.stats_counter = LayerStats(num_experts, num_ranks, self.rank)
-        self.set_transport(transport)
+        options = transport_options or NVLinkOptions()
+        self.set_transport(transport, options if max_tokens is None else replace(options, max_tokens=max_tokens))
         self.routing: Routing | None = None
         self.aux_loss = torch.zeros((), device=device)
         self.reset_parameters()
@@ -152,12 +159,14 @@ class MoE(nn.Module):
 
     # -- what is asked of it beside the forward -----------------------------------------------------------------
 
-    def set_transport(self, name: str) -> None:
-        """Change how rows travel. All ranks together, between steps."""
-        chosen, why = choose_transport(name, self.layout.num_ranks, self.router.top_k)
+    def set_transport(self, name: str, options: NVLinkOptions | None = None) -> None:
+        """Change how rows travel. All ranks together, between steps. `options`: as before, unless given."""
+        self.transport_options = options or self.transport_options
+        hidden, options = self.up_proj.shape[2], self.transport_options
+        chosen, why = resolve_transport(name, self.group, self.router.top_k, hidden, options)
         if name == "auto" and self.rank == 0:
             log.info("transport %s: %s", chosen, why)
-        self.transport = make_transport(chosen, self.group, self.layout.slots_per_rank)
+        self.transport = make_transport(chosen, self.group, self.layout.slots_per_rank, options)
 
     def stats(self, reset: bool = False) -> RideStats:
         """Copies per token, rows, bytes and expert load of this rank's tokens since the last reset."""

@@ -82,14 +82,22 @@ class Traffic:
 
     def _read(self) -> Traffic:
         """Move what the kernels counted into the host's counters. Waits for the device."""
-        if self._tallies:
-            counted = torch.stack(list(self._tallies.values())).tolist()
-            for (verb, row_bytes, baseline_bytes), (rows, choices) in zip(self._tallies, counted, strict=True):
-                self.add(verb, rows, row_bytes)
-                self.add_baseline(verb, choices, baseline_bytes)
-            for tally in self._tallies.values():
-                tally.zero_()
+        self.read_all([self])
         return self
+
+    @staticmethod
+    def read_all(layers: Sequence[Traffic]) -> None:
+        """Move what the kernels counted for several layers into their host counters, reading the device once."""
+        places = [(traffic, key) for traffic in layers for key in traffic._tallies]
+        if not places:
+            return
+        tallies = [traffic._tallies[key] for traffic, key in places]
+        for (traffic, (verb, row_bytes, baseline_bytes)), (rows, choices) in zip(
+            places, torch.stack(tallies).tolist(), strict=True
+        ):
+            traffic.add(verb, rows, row_bytes)
+            traffic.add_baseline(verb, choices, baseline_bytes)
+        torch._foreach_zero_(tallies)
 
     def remote(self, what: dict[str, list[int]], *verbs: str) -> int:
         return sum(sum(what[v]) - what[v][self.rank] for v in verbs or VERBS)

@@ -19,6 +19,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from carpool.hf.expert_parallel import rides
 from carpool.hf.metrics import RideMetrics
+from carpool.transport import check_overflow
 
 
 class CarpoolCallback(TrainerCallback):
@@ -29,6 +30,9 @@ class CarpoolCallback(TrainerCallback):
 
     Raises:
         ValueError: at the start of training, for a model without Carpool layers.
+        BufferOverflowError: before an optimizer step, if a batch had more tokens than the buffers of transport "nvlink"
+            hold: its gradients are NaN. See `carpool.hf.set_transport`, which takes the largest number.
+        RankMissingError: there as well, if a rank did not arrive at one of its verbs.
     """
 
     def __init__(self) -> None:
@@ -58,6 +62,13 @@ class CarpoolCallback(TrainerCallback):
             )
         self._metrics = RideMetrics(model)
         self._metrics.reset()
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        layers = self._metrics.layers if self._metrics is not None else []
+        for transport in {id(getattr(own.transport, "buffers", None)): own.transport for own in layers}.values():
+            check_overflow(transport)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._steps += 1

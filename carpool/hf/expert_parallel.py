@@ -16,8 +16,9 @@ Two ways through the layer:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,7 +38,16 @@ from carpool.parallel.slots import SlotFiller, fill_slots
 from carpool.ride import ride, ride_module
 from carpool.routing import Routing
 from carpool.stats import LayerStats
-from carpool.transport import TRANSPORTS, Transport, choose_transport, make_transport
+from carpool.transport import (
+    TRANSPORTS,
+    NVLinkOptions,
+    Transport,
+    check_transport,
+    choose_transport,
+    make_transport,
+    resolve_transport,
+)
+from carpool.transport.nvlink import Buffers
 
 # Where gpt-oss's own gate is defined, which is recognised without importing that model.
 GPT_OSS_GATE = ("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts._apply_gate")
@@ -61,6 +71,7 @@ class ExpertRides:
 
     Attributes:
         layout: where the experts live; `carpool.hf.set_layout` changes it.
+        transport, why: how rows travel, and why so; made by `prepare`, at the latest in the first forward.
         stats: counters of this layer (`carpool.stats.LayerStats`).
         routing: the last forward's choices on this rank, detached.
     """
@@ -78,7 +89,8 @@ class ExpertRides:
         self.num_local_experts: int = experts.num_experts
         self.num_experts = self.num_local_experts * self.num_ranks
         self.routing: Routing | None = None
-        self.requested = transport
+        self.options: NVLinkOptions | None = None
+        self.set_transport(transport)
         self.stats = LayerStats(self.num_experts, self.num_ranks, self.rank)
         self._function = expert_function(experts)
         self.set_layout(ExpertLayout.contiguous(self.num_experts, self.num_ranks))
@@ -103,20 +115,32 @@ class ExpertRides:
         self.check_layout(layout)
         self.layout, self.filler = layout, SlotFiller(layout, self.group)
         self.transport: Transport | None = None
+        self.why = ""
 
-    def set_transport(self, name: str) -> None:
-        """Change how rows travel. All ranks together, between steps. Raises ValueError for an unknown name."""
-        choose_transport(name, self.num_ranks, 1)
-        self.requested, self.transport = name, None
+    def set_transport(self, name: str, options: NVLinkOptions | None = None) -> None:
+        """Change how rows travel. All ranks together, between steps. `options`: as before, unless given.
+
+        Raises ValueError for a name that is unknown, or that cannot be used here."""
+        check_transport(name, self.group)
+        self.requested, self.options, self.transport = name, options or self.options, None
+
+    def prepare(self, top_k: int, hidden: int) -> Transport:
+        """Make the transport, if there is none. All ranks together."""
+        if self.transport is None:
+            if self.requested == "auto" and self._function is None:
+                # Its forward would see all rows that the buffers have, and most are empty.
+                name, self.why = choose_transport("auto", self.num_ranks, top_k, "the experts run their own forward")
+            else:
+                name, self.why = resolve_transport(self.requested, self.group, top_k, hidden, self.options)
+            self.transport = make_transport(name, self.group, self.layout.slots_per_rank, self.options)
+        return self.transport
 
     def __call__(self, x_TH: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """(T, H) rows, (T, K) global expert ids, (T, K) weights -> (T, H)."""
         if not self._adapters_checked and torch.is_grad_enabled():
             check_adapters(self.experts)
             self._adapters_checked = True
-        if self.transport is None:
-            name, _ = choose_transport(self.requested, self.num_ranks, top_k_index.shape[1])
-            self.transport = make_transport(name, self.group, self.layout.slots_per_rank)
+        transport = self.prepare(top_k_index.shape[1], x_TH.shape[1])
         # Some routers mark "no expert" by -1, others by the number of experts.
         in_range_TK = (top_k_index >= 0) & (top_k_index < self.num_experts)
         weight_TK = top_k_weights.float()
@@ -127,11 +151,11 @@ class ExpertRides:
 
         names = weight_names(self.experts) if self._function is not None else ()
         if self._function is None or any(name and name not in self.experts._parameters for name in names):
-            return ride_module(x_TH, weight_TK, slot_TK, self.transport, self._own_forward, self.stats)
+            return ride_module(x_TH, weight_TK, slot_TK, transport, self._own_forward, self.stats)
         home = ExpertWeights._make(self.experts._parameters[name] if name else None for name in names)
         weights = fill_slots(home, self.filler)
         compute = GroupedExperts(self._function)
-        return ride(x_TH, weight_TK, slot_TK, self.transport, compute, weights, self.stats)
+        return ride(x_TH, weight_TK, slot_TK, transport, compute, weights, self.stats)
 
     def _own_forward(self, x_RH: torch.Tensor, slot_RJ: torch.Tensor, weight_RJ: torch.Tensor) -> torch.Tensor:
         """The model's own experts on the rows that arrived; "no expert" is the number of local experts there."""
@@ -246,25 +270,44 @@ def rides(model: nn.Module) -> dict[str, ExpertRides]:
     return {name: own for name, own in found if own is not None}
 
 
-def set_transport(model: nn.Module, name: str) -> None:
-    """Change how rows travel in all MoE layers of a model. Call on all ranks, between steps."""
+def set_transport(
+    model: nn.Module, name: str, *, max_tokens: int | None = None, options: NVLinkOptions | None = None
+) -> None:
+    """Change how rows travel in all MoE layers of a model. Call on all ranks, between steps.
+
+    Args:
+        name: "auto", "gather", "alltoall", "dedup", "nvlink".
+        max_tokens: the most tokens that any rank will ever have in a forward. Given this, "auto" picks "nvlink" where it
+            can be used. Its buffers have a fixed size; without it, that of the first forward, rounded up to a power of
+            two. Tokens beyond make the sums NaN, and `CarpoolCallback` then raises before the optimizer's step.
+        options: further ones of "nvlink". Neither given: as before.
+    """
     layers = rides(model)
     if not layers:
         raise ValueError('this model has no Carpool layers; load it with ep_implementation="carpool" and ep_size > 1')
+    if max_tokens is not None:
+        options = replace(options or NVLinkOptions(), max_tokens=max_tokens)
     for own in layers.values():
-        own.set_transport(name)
+        own.set_transport(name, options)
 
 
 @contextmanager
-def transport(model: nn.Module, name: str) -> Iterator[None]:
+def transport(model: nn.Module, name: str, options: NVLinkOptions | None = None) -> Iterator[None]:
     """Use another transport inside a `with`, then go back to what was there."""
-    before = {own: own.requested for own in rides(model).values()}
-    set_transport(model, name)
+    before = {own: (own.requested, own.options) for own in rides(model).values()}
+    set_transport(model, name, options=options)
     try:
         yield
     finally:
-        for own, requested in before.items():
+        for own, (requested, old) in before.items():
+            own.options = old
             own.set_transport(requested)
+
+
+def buffers_of_rides(layers: Iterable[ExpertRides]) -> list[Buffers]:
+    """The buffers that these layers use now, each once; none unless they ride over `nvlink`."""
+    buffers = (getattr(own.transport, "buffers", None) for own in layers)
+    return list({id(one): one for one in buffers if one is not None}.values())
 
 
 def register() -> None:

@@ -1,7 +1,8 @@
 """What the MoE layers of a model did in a step, over all ranks: from each layer's counters to one record.
 
 Each rank has counted its own tokens (carpool.stats). Two reductions make one record of them: sums (rows, bytes, load)
-and maxima (milliseconds: the slowest rank decides; memory). That happens at logging steps only.
+and maxima (milliseconds: the slowest rank decides). The device is read three times, whatever the number of layers: for
+what kernels counted, for the sums, for the maxima.
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import nn
 
 from carpool.hf.expert_parallel import ExpertRides, rides
+from carpool.stats import Traffic
 
 SPANS = ("dispatch", "experts", "combine")
 
@@ -51,27 +54,29 @@ class RideMetrics:
         """Everything counted since the last reset, over all ranks, and reset."""
         ranks = self.layers[0].num_ranks
         experts = max(own.num_experts for own in self.layers)
-        sums, maxima = [], []
+        Traffic.read_all([own.stats.traffic for own in self.layers])
+        counted, maxima = [], []
         for own in self.layers:
             stats, traffic = own.stats, own.stats.traffic
-            load = torch.zeros(experts, dtype=torch.float64)
-            load[: own.num_experts] = stats.load_E.double().cpu()
-            rows_WW = torch.zeros(ranks, ranks, dtype=torch.float64)
-            rows_WW[own.rank] = torch.tensor(traffic.rows["dispatch"], dtype=torch.float64)
+            rows_WW = [[0] * ranks for _ in range(ranks)]
+            rows_WW[own.rank] = traffic.rows["dispatch"]
             numbers = [
                 stats.tokens,
                 stats.tokens_dispatched,
-                stats.entropy.item(),
                 traffic.remote(traffic.rows, "dispatch"),
                 traffic.remote(traffic.bytes),
                 sum(traffic.baseline.values()) + traffic.remote(traffic.bytes, "plan"),
             ]
-            sums.append(torch.cat([load, rows_WW.flatten(), torch.tensor(numbers, dtype=torch.float64)]))
+            counted.append([n for row in rows_WW for n in row] + numbers)
+        # Load and entropy stay on the device until they are summed.
+        loads = [F.pad(own.stats.load_E.to(device, torch.float64), (0, experts - own.num_experts)) for own in self.layers]
+        entropies = torch.stack([own.stats.entropy.to(device) for own in self.layers])
+        host = torch.tensor(counted, dtype=torch.float64).to(device)
+        total = torch.cat([torch.stack(loads), host, entropies.unsqueeze(1)], dim=1)
         times = [own.stats.meter.milliseconds() for own in self.layers]
         for span in SPANS:
             calls = [ms for layer in times for ms in layer.get(span, [])]
             maxima += [percentile(calls, 0.5), percentile(calls, 0.99), sum(calls) / steps]
-        total = torch.stack(sums).to(device)
         slowest = torch.tensor(maxima, dtype=torch.float64, device=device)
         if dist.is_initialized():
             dist.all_reduce(total)
@@ -81,7 +86,7 @@ class RideMetrics:
 
     def _record(self, total: torch.Tensor, slowest: list[float], experts: int, ranks: int) -> RideRecord:
         load_LE, rows_LWW, numbers = total.split([experts, ranks * ranks, 6], dim=1)
-        tokens_L, dispatched_L, entropy_L, rows_L, bytes_L, baseline_L = numbers.unbind(1)
+        tokens_L, dispatched_L, rows_L, bytes_L, baseline_L, entropy_L = numbers.unbind(1)
         copies_L = (rows_LWW.sum(1) / dispatched_L.clamp(min=1)).tolist()
         loads = [row[: own.num_experts] for row, own in zip(load_LE, self.layers, strict=True)]
         record = {

@@ -77,7 +77,9 @@ def check(problem: ExpertProblem, tolerance: float, may_wait: bool = False) -> N
 @pytest.mark.parametrize("name", list(ACTIVATIONS))
 def test_every_activation_in_bf16(name: str, bias: bool) -> None:
     for hidden, inner in ((64, 40), (200, 72)):
-        check(ExpertProblem(routed(500, 4, 7), hidden, inner, ACTIVATIONS[name], bias, torch.bfloat16), 3e-2)
+        # Where a rounded pre-activation falls on the other side of 0, relu's slope jumps.
+        tolerance = 6e-2 if "relu" in name else 3e-2
+        check(ExpertProblem(routed(500, 4, 7), hidden, inner, ACTIVATIONS[name], bias, torch.bfloat16), tolerance)
 
 
 @pytest.mark.parametrize("transposed", [True, False])

@@ -169,6 +169,11 @@ def combine_kernel(  # type: ignore[no-untyped-def]
         source1 = _source(row, 1, token, tokens, W)
         source2 = _source(row, 2, token, tokens, W)
         source3 = _source(row, 3, token, tokens, W)
+        if program == tl.num_programs(0) - 1:
+            # Rows that this rank computed for each rank; to itself, those that it wanted.
+            came = tl.load(received + peer, mask=peer < W, other=0)
+            rows = tl.where(peer == own, tl.load(count + peer, mask=peer < W, other=0), came)
+            count_sent(tally, rows, choices, blocks, W, WP)
         wait(tl.load(bases + own), written_at, epoch, timeout, status, host_status, verb, W, 1, 1, WP, SPIN)
         if WEIGHTS:
             _fetch_weights(dweight, slot, row, bases, dweight_at, tokens, S, K, KP, BC)
@@ -176,8 +181,4 @@ def combine_kernel(  # type: ignore[no-untyped-def]
             y, row, bases, partial_at, tokens, poison, token, column, source0, source1, source2, source3, H, W, BT, BH
         )
         if program == 0:
-            # Rows that this rank computed for each rank; its own slab has a place for every token, wanted here or not.
-            came = tl.load(received + peer, mask=peer < W, other=0)
-            rows = tl.where(peer == own, tl.load(count + peer, mask=peer < W, other=0), came)
-            count_sent(tally, rows, choices, blocks, W, WP)
             tl.store(epochs, epoch)

@@ -1,11 +1,11 @@
 """Dispatch: every row is loaded once and stored to each rank that wants it.
 
-    1  counts   how many rows come from here
-    2  choices  beside each row K slots of its rank (-1: elsewhere) and K weights, in one piece of 8 K bytes
-    3  rows     tile by tile (BT tokens x BH words): for each rank, store the tile to where the plan says; the next
-                tile's load is under way meanwhile
-    4  signal   each program tells each peer that its part is written, then waits for the programs of all peers
-    5  unpack   slots and weights leave the buffer into tensors of the layer; rows past a slab's count get slot -1
+    rows      ROWS programs, tile by tile (BT tokens x BH words): for each rank, store the tile to where the plan says;
+              the next tile's load is under way meanwhile
+    choices   CHOICES more programs, meanwhile: for each row K slots of its rank (-1: elsewhere) and K weights, in one
+              piece of 8 K bytes; how many rows come from here; when those of all peers have come, slots and weights
+              leave the buffer into tensors of the layer, and rows past a slab's count get slot -1
+    signal    each program tells each peer that its part is written; one waits for the programs of all peers
 
 Rows are copied as 4-byte words, whatever their dtype. Why push: a store needs no answer, so few programs fill the
 links (8 CTAs: 330 GB/s of 360; a pull with 8: 197, see docs/measurements.md).
@@ -75,12 +75,13 @@ def _send_rows(  # type: ignore[no-untyped-def]
     W: tl.constexpr,
     BT: tl.constexpr,
     BH: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     tiles = tl.cdiv(tokens, BT) * ((HW + BH - 1) // BH)
     value, token, column = _load(x, tl.program_id(0), tokens, HW, BT, BH)
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+    for tile in range(tl.program_id(0), tiles, ROWS):
         # All loads come before the stores, which the compiler must not pass: what a store waits for is then under way.
-        following, next_token, next_column = _load(x, tile + tl.num_programs(0), tokens, HW, BT, BH)
+        following, next_token, next_column = _load(x, tile + ROWS, tokens, HW, BT, BH)
         # Ranks start with different peers, so that no one is written to by all at once. Three peers at a time.
         for step in tl.static_range(1, W, 3):
             target0 = _target(row, step, own, token, tokens, W)
@@ -108,18 +109,21 @@ def _send_rows_fp8(  # type: ignore[no-untyped-def]
     W: tl.constexpr,
     BT: tl.constexpr,
     BH: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     groups: tl.constexpr = (H + GROUP - 1) // GROUP
     across: tl.constexpr = (H + BH - 1) // BH
     each: tl.constexpr = BH // GROUP
     tiles = tl.cdiv(tokens, BT) * across
     value, token, column = _load(x, tl.program_id(0), tokens, H, BT, BH)
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        following, next_token, next_column = _load(x, tile + tl.num_programs(0), tokens, H, BT, BH)
+    for tile in range(tl.program_id(0), tiles, ROWS):
+        following, next_token, next_column = _load(x, tile + ROWS, tokens, H, BT, BH)
         group = (tile % across) * each + tl.arange(0, each)
         grouped = tl.reshape(value.to(tl.float32), [BT, each, GROUP])
-        scale = tl.maximum(tl.max(tl.abs(grouped), 2), 1e-30) / FP8_MAX
-        code = (grouped / scale[:, :, None]).to(tl.float8e4nv)
+        largest = tl.maximum(tl.max(tl.abs(grouped), 2), 1e-30)
+        scale = largest / FP8_MAX
+        inverse = 1.0 / scale
+        code = (grouped * inverse[:, :, None]).to(tl.float8e4nv)
         code = tl.reshape(code, [BT, BH]).to(tl.uint8, bitcast=True)
         for step in tl.static_range(W):
             target = _target(row, step, own, token, tokens, W)
@@ -168,11 +172,12 @@ def _send_choices(  # type: ignore[no-untyped-def]
     KP: tl.constexpr,
     W: tl.constexpr,
     BC: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     """Beside row r lie 2 K words: K slots, then the bits of K weights. The own slab has a row for every token."""
     column = tl.arange(0, 2 * KP)
     choice = column % KP
-    for block in range(tl.program_id(0), tl.cdiv(tokens, BC), tl.num_programs(0)):
+    for block in range(tl.program_id(0) - ROWS, tl.cdiv(tokens, BC), tl.num_programs(0) - ROWS):
         token = block * BC + tl.arange(0, BC)
         inside = (token < tokens)[:, None] & (choice < K)[None, :]
         at = token.to(tl.int64)[:, None] * K + choice[None, :]
@@ -201,12 +206,13 @@ def _unpack(  # type: ignore[no-untyped-def]
     KP: tl.constexpr,
     W: tl.constexpr,
     BU: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     choices = (base + choice_at).to(tl.pointer_type(tl.int32))
     counts = (base + count_at).to(tl.pointer_type(tl.int32))
     choice = tl.arange(0, KP)
     rows = W * capacity
-    for block in range(tl.program_id(0), tl.cdiv(rows, BU), tl.num_programs(0)):
+    for block in range(tl.program_id(0) - ROWS, tl.cdiv(rows, BU), tl.num_programs(0) - ROWS):
         at_row = block * BU + tl.arange(0, BU)
         inside = at_row < rows
         came = tl.load(counts + at_row // capacity, mask=inside, other=0, cache_modifier=".cg")
@@ -255,7 +261,8 @@ def dispatch_kernel(  # type: ignore[no-untyped-def]
     KP: tl.constexpr,
     W: tl.constexpr,
     WP: tl.constexpr,
-    CTAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHOICES: tl.constexpr,
     MAX_CTAS: tl.constexpr,
     PAD: tl.constexpr,
     BT: tl.constexpr,
@@ -263,23 +270,29 @@ def dispatch_kernel(  # type: ignore[no-untyped-def]
     BC: tl.constexpr,
     BU: tl.constexpr,
     FP8: tl.constexpr,
-    CHOICES: tl.constexpr,
     SEND: tl.constexpr,
     RECEIVE: tl.constexpr,
     SPIN: tl.constexpr,
 ):
-    """One program per CTA, CTAS of them on every rank.
+    """ROWS programs send rows, CHOICES more the rest (0 of them for gradients); the same numbers on every rank.
 
     x: (T, HW) words, or (T, H) for FP8. slot, weight: (T, K). row: (W, T), count: (2, W), choices: (blocks, W): from
     the plan. bases: (W,) addresses of the ranks' leases; *_at: byte offsets in a lease. epochs: (2,) of this lease.
     needed: (1,) the largest capacity that any rank would have needed so far. tally: (2, W) int64, rows and choices.
-    slot_out, weight_out: (W * capacity, K), received: (W,). CHOICES: do steps 2 and 5 (not for gradients).
+    slot_out, weight_out: (W * capacity, K), received: (W,).
     """
+    LAST: tl.constexpr = ROWS + CHOICES - 1
     program = tl.program_id(0)
     peer = tl.arange(0, WP)
     epoch = tl.load(epochs) + 1
     if SEND:
-        if program == 0:
+        if program >= ROWS:
+            _send_choices(slot, weight, row, bases, choice_at, tokens, capacity, own, S, K, KP, W, BC, ROWS)
+        elif FP8:
+            _send_rows_fp8(x, row, bases, x_at, scale_at, tokens, own, H, W, BT, BH, ROWS)
+        else:
+            _send_rows(x, row, bases, x_at, tokens, own, HW, W, BT, BH, ROWS)
+        if (CHOICES > 0) & (program == LAST):
             # Every rank hears how many rows come from here, and how large the fullest slab of all would have to be.
             here = peer < W
             rows = tl.load(count + peer, mask=here, other=0)
@@ -288,28 +301,26 @@ def dispatch_kernel(  # type: ignore[no-untyped-def]
             counts = (base + count_at).to(tl.pointer_type(tl.int32))
             tl.store(counts + own, tl.where(peer == own, tl.minimum(tokens, capacity), rows), mask=here)
             tl.store(counts + W + own, tl.zeros([WP], tl.int32) + fullest, mask=here)
-        if CHOICES:
-            _send_choices(slot, weight, row, bases, choice_at, tokens, capacity, own, S, K, KP, W, BC)
-        if FP8:
-            _send_rows_fp8(x, row, bases, x_at, scale_at, tokens, own, H, W, BT, BH)
-        else:
-            _send_rows(x, row, bases, x_at, tokens, own, HW, W, BT, BH)
         send(bases, arrived_at + (own * MAX_CTAS + program) * 4, epoch, W, WP)
-        if program == CTAS - 1:
+        if program == LAST:
             rows = tl.load(count + peer, mask=peer < W, other=0)
             count_sent(tally, rows, choices, blocks, W, WP)
     if RECEIVE:
         base = tl.load(bases + own)
-        wait(base, arrived_at, epoch, timeout, status, host_status, verb, W, CTAS, MAX_CTAS, PAD, SPIN)
-        if CHOICES:
-            _unpack(base, choice_at, count_at, slot_out, weight_out, capacity, K, KP, W, BU)
+        counts = (base + count_at).to(tl.pointer_type(tl.int32))
+        if program >= ROWS:
+            # Choices and counts come from the programs that send them, long before the rows.
+            choices_at = arrived_at + ROWS * 4
+            wait(base, choices_at, epoch, timeout, status, host_status, verb, W, CHOICES, MAX_CTAS, PAD, SPIN)
+            _unpack(base, choice_at, count_at, slot_out, weight_out, capacity, K, KP, W, BU, ROWS)
         if program == 0:
-            counts = (base + count_at).to(tl.pointer_type(tl.int32))
-            came = tl.load(counts + peer, mask=peer < W, other=0, volatile=True)
-            wanted = tl.load(counts + W + peer, mask=peer < W, other=0, volatile=True)
-            if not FP8:
-                came = tl.where(peer == own, 0, came)
-            tl.store(received + peer, came, mask=peer < W)
-            tl.atomic_max(needed, tl.max(wanted, 0))
+            wait(base, arrived_at, epoch, timeout, status, host_status, verb, W, LAST + 1, MAX_CTAS, PAD, SPIN)
+            if CHOICES > 0:
+                came = tl.load(counts + peer, mask=peer < W, other=0, volatile=True)
+                wanted = tl.load(counts + W + peer, mask=peer < W, other=0, volatile=True)
+                if not FP8:
+                    came = tl.where(peer == own, 0, came)
+                tl.store(received + peer, came, mask=peer < W)
+                tl.atomic_max(needed, tl.max(wanted, 0))
             # The combine of this lease reads this one, and sets the one that the next dispatch reads.
             tl.store(epochs + 1, epoch)

@@ -63,17 +63,21 @@ def launch_dispatch(
     num_ranks, at = buffers.num_ranks, lease.regions
     choices = slot_RJ is not None
     tile = dispatch_tile(hidden if fp8 else words, fp8)
-    dispatch_kernel[(ctas,)](
+    capacity = route.num_rows // num_ranks
+    # All ranks must agree on who does what, so it depends on the capacity, which they share, not on the tokens.
+    others = min(max(1, ctas // 2), triton.cdiv(capacity, 1024))
+    rows = ctas - others
+    dispatch_kernel[(ctas if choices else rows,)](
         x_TH if fp8 else x_TH.view(torch.int32), route.slot_TK, route.weight_TK, route.row_WT, route.count_2W,
         route.choices_BW, lease.bases, lease.epochs, buffers.status, buffers.host_status, buffers.needed, tally,
         slot_RJ if choices else route.slot_TK, weight_RJ if choices else route.weight_TK, route.received_W,
-        tokens, route.choices_BW.shape[0], route.num_rows // num_ranks, rank, int(1e9 * buffers.timeout_seconds),
+        tokens, route.choices_BW.shape[0], capacity, rank, int(1e9 * buffers.timeout_seconds),
         VERBS.index("dispatch" if choices else "dispatch_gradients"),
         at.rows, at.scales, at.choices, at.counts, at.arrived,
         H=hidden, HW=words, S=max(1, slots_per_rank), K=top_k, KP=power(top_k), W=num_ranks, WP=power(num_ranks),
-        CTAS=ctas, MAX_CTAS=MAX_CTAS, PAD=power(num_ranks * ctas), BC=max(16, 2048 // power(top_k)),
-        BU=max(16, 16384 // power(top_k)),
-        FP8=fp8, CHOICES=choices, SEND=send, RECEIVE=receive, SPIN=SPIN, **tile,
+        ROWS=rows, CHOICES=others if choices else 0, MAX_CTAS=MAX_CTAS, PAD=power(num_ranks * ctas),
+        BC=max(16, 4096 // power(top_k)), BU=max(16, 8192 // power(top_k)), FP8=fp8, SEND=send, RECEIVE=receive,
+        SPIN=SPIN, **tile,
     )  # fmt: skip
 
 
@@ -81,7 +85,7 @@ def dispatch_tile(width: int, fp8: bool) -> dict[str, int]:
     """Tile of the push, measured: 32 KiB per program and step."""
     if fp8:
         across = max(128, min(512, power(width)))
-        return {"BT": 4096 // across, "BH": across, "num_warps": 16}
+        return {"BT": 16384 // across, "BH": across, "num_warps": 32}
     across = min(512, power(width))
     return {"BT": 8192 // across, "BH": across, "num_warps": 32}
 

@@ -1,0 +1,177 @@
+"""The verbs of the `nvlink` transport one after another, in Triton's interpreter: forward and backward over several
+rounds, dispatches in flight at the same time, and what was counted. tests/gpu/nvlink_rides.py has the rides.
+
+Run by tests/test_interpreted.py, as test_nvlink.py is. Sums are float32 here: the interpreter cuts a float32 off where
+a GPU rounds it to bfloat16.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1; tests/test_interpreted.py sets it", allow_module_level=True)
+
+from carpool import ExpertLayout, Routing, assign
+from carpool.placement import VERBS, predict
+from carpool.stats import Traffic
+from carpool.transport.nvlink import NVLink
+from tests.gpu.nvlink_rides import PATTERNS, Case, Mismatches, Ride, Shape, draw_routings, draw_sizes
+from tests.interpreted.emulated import emulate
+from tests.layouts import EXPERTS, layout_of
+
+CPU = torch.device("cpu")
+
+
+def transports_of(shape: Shape, **options: object) -> list[NVLink]:
+    row_bytes = shape.hidden * shape.dtype.itemsize
+    sizes = {"capacity": shape.tokens, "row_bytes": row_bytes, "top_k": shape.top_k}
+    return emulate(shape.ranks, shape.slots, **sizes, **options)  # type: ignore[arg-type]
+
+
+def draw_cases(shape: Shape, sizes: list[tuple[int, ...]], seed: int) -> list[Case]:
+    generator = torch.Generator().manual_seed(seed)
+    slot, weight = draw_routings(shape, sizes, generator, CPU)
+    rows = torch.randn(len(sizes), 2, shape.ranks, shape.tokens, shape.hidden, generator=generator).to(shape.dtype)
+    return [Case(size, slot[i], weight[i], rows[i, 0], rows[i, 1]) for i, size in enumerate(sizes)]
+
+
+def rides_of(
+    transports: list[NVLink], shape: Shape, case: Case, found: Mismatches, traffic: list[Traffic] | None = None
+) -> list[Ride]:
+    traffic = traffic or [Traffic(shape.ranks, rank) for rank in range(shape.ranks)]
+    return [Ride(t, shape, case, traffic[rank], found) for rank, t in enumerate(transports)]
+
+
+def step(rides: list[Ride]) -> None:
+    """The next step of a case: every rank sends, then every rank receives."""
+    pending = [ride.start() for ride in rides]
+    for ride, sent in zip(rides, pending, strict=True):
+        ride.finish(sent)
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes"),
+    [
+        (Shape(2, 8, 1, 1, torch.float32, 5), (5, 3)),
+        (Shape(3, 24, 1, 4, torch.float32, 6), (0, 6, 2)),
+        (Shape(4, 40, 3, 2, torch.float32, 7), (0, 7, 0, 1)),
+        (Shape(4, 12, 9, 1, torch.float32, 4), (4, 4, 4, 4)),  # more choices than there are slots
+        (Shape(8, 8, 5, 3, torch.float32, 4), (3, 0, 4, 1, 0, 2, 4, 1)),
+        (Shape(8, 200, 2, 5, torch.float32, 2), (0, 0, 0, 0, 0, 0, 0, 1)),
+        (Shape(5, 4, 2, 2, torch.float32, 3), (0, 0, 0, 0, 0)),
+    ],
+    ids=str,
+)
+def test_forward_and_backward(shape: Shape, sizes: tuple[int, ...]) -> None:
+    """Three rounds, so that a lease is used again: its signals then carry the next epoch."""
+    transports, found = transports_of(shape, num_leases=1), Mismatches(CPU)
+    for seed in range(3):
+        rides = rides_of(transports, shape, draw_cases(shape, [sizes], seed)[0], found)
+        for _ in range(4):
+            step(rides)
+    assert not found.counts.any(), str(found)
+    lease = transports[0].buffers._leases[0]
+    assert lease.epochs.tolist() == [6, 6]
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_two_dispatches_in_flight(pattern: str) -> None:
+    shape, found = Shape(3, 16, 3, 2, torch.float32, 6), Mismatches(CPU)
+    transports = transports_of(shape, num_leases=2)
+    draw = random.Random(pattern)
+    sizes = [draw_sizes(shape.ranks, shape.tokens, draw) for _ in range(6)]
+    cases = draw_cases(shape, sizes, seed=len(pattern))
+    for first in range(0, len(cases), 2):
+        rides = {letter: rides_of(transports, shape, cases[first + i], found) for i, letter in enumerate("ab")}
+        for letter in pattern:
+            step(rides[letter])
+    assert not found.counts.any(), str(found)
+    assert all(lease.epochs[0] == lease.epochs[1] > 0 for lease in transports[0].buffers._leases)
+
+
+def test_three_leases_and_any_order_of_combines() -> None:
+    shape, found = Shape(2, 8, 2, 3, torch.float32, 4), Mismatches(CPU)
+    transports = transports_of(shape, num_leases=3)
+    for seed, order in enumerate(((0, 1, 2), (2, 0, 1), (1, 2, 0))):
+        rides = [rides_of(transports, shape, c, found) for c in draw_cases(shape, [(4, 2), (0, 4), (3, 3)], seed)]
+        for several in (range(3), order, order[::-1], order):
+            for number in several:
+                step(rides[number])
+    assert not found.counts.any(), str(found)
+
+
+def test_a_wrong_byte_is_noticed() -> None:
+    """Of what a peer wrote, and of what a peer reads: the rides would otherwise prove nothing."""
+    shape = Shape(2, 8, 1, 2, torch.float32, 4)
+    case = Case(
+        (4, 4), torch.tensor([[[2]] * 4, [[0]] * 4], dtype=torch.int32), torch.full((2, 4, 1), 0.5),
+        *torch.randn(2, 2, 4, 8),
+    )  # fmt: skip
+    for spoil, kind in (("rows", "rows"), ("partial", "sums")):
+        found, transports = Mismatches(CPU), transports_of(shape, num_leases=1)
+        rides = rides_of(transports, shape, case, found)
+        if spoil == "partial":
+            step(rides)
+        pending = [ride.start() for ride in rides]
+        lease = transports[0].buffers._leases[0]
+        lease.bytes[getattr(lease.regions, spoil) + shape.tokens * 32] ^= 64  # the first row from rank 1
+        for ride, sent in zip(rides, pending, strict=True):
+            ride.finish(sent)
+        assert f"'{kind}': 1" in str(found), str(found)
+
+
+COUNTED = [(layout, 4, (7, 0, 11, 3), 3, dtype) for layout in ("contiguous", "permuted", "uneven", "replicated_permuted")
+           for dtype in (torch.float32, torch.bfloat16)]  # fmt: skip
+COUNTED += [("uneven", 2, (5, 2), 8, torch.float32), ("replicated", 2, (0, 4), 1, torch.float32),
+            ("uneven", 1, (6,), 4, torch.float32), ("eight ranks", 8, (1, 0, 3, 2, 0, 0, 4, 1), 5, torch.float32)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "num_ranks", "sizes", "top_k", "dtype"), COUNTED)
+def test_what_is_counted_is_what_is_predicted(
+    name: str, num_ranks: int, sizes: tuple[int, ...], top_k: int, dtype: torch.dtype
+) -> None:
+    """Also with slots that hold no expert, and ranks that hold none; a plan is not exchanged, so it has no bytes."""
+    layout = ExpertLayout.contiguous(16, 8) if num_ranks == 8 else layout_of(name, num_ranks)
+    generator = torch.Generator().manual_seed(0)
+    hidden = 20 if dtype == torch.float32 else 24
+    shape = Shape(num_ranks, hidden, top_k, layout.slots_per_rank, dtype, max(sizes))
+    case = draw_cases(shape, [sizes], 0)[0]
+    routings = []
+    for rank, size in enumerate(sizes):
+        picks = [torch.randperm(EXPERTS, generator=generator)[:top_k] for _ in range(size)]
+        expert_TK = torch.stack(picks).int() if picks else torch.zeros(0, top_k, dtype=torch.int32)
+        expert_TK[torch.rand(expert_TK.shape, generator=generator) < 0.2] = -1
+        routings.append(expert_TK)
+        case.slot_WTK[rank] = -1
+        case.slot_WTK[rank, :size] = assign(Routing(expert_TK, None), layout, rank)
+
+    traffic, found = [Traffic(num_ranks, rank) for rank in range(num_ranks)], Mismatches(CPU)
+    rides = rides_of(transports_of(shape), shape, case, found, traffic)
+    for _ in range(4):
+        step(rides)
+    wrong = found.counts.clone()
+    if dtype == torch.bfloat16:
+        wrong[[4, 6]] = 0  # sums: see the module's docstring
+    assert not wrong.any(), str(found)
+    predicted = predict("dedup", routings, layout, hidden=hidden, element_size=dtype.itemsize)
+    plain = predict("alltoall", routings, layout, hidden=hidden, element_size=dtype.itemsize)
+    np.testing.assert_array_equal([t.rows["dispatch"] for t in traffic], predicted.rows_WW)
+    for verb in VERBS[1:]:
+        np.testing.assert_array_equal([t.bytes[verb] for t in traffic], predicted.bytes_WW[verb], err_msg=verb)
+        assert sum(t.baseline[verb] for t in traffic) == plain.bytes_remote(verb), verb
+    assert not any(sum(t.bytes["plan"]) for t in traffic)
+
+
+@pytest.mark.parametrize(("hidden", "dtype"), [(12, torch.bfloat16), (37, torch.float32), (1, torch.float64)])
+def test_rows_that_are_no_multiple_of_16_bytes_are_refused(hidden: int, dtype: torch.dtype) -> None:
+    shape = Shape(2, hidden, 1, 1, dtype, 2)
+    transport = transports_of(shape)[0]
+    route = transport.plan(torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1), Traffic(2, 0))
+    with pytest.raises(ValueError, match=f"{hidden} x {dtype} are .* bytes.*multiple of 8.*'dedup'"):
+        transport.dispatch(torch.zeros(2, hidden, dtype=dtype), route)
