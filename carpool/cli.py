@@ -30,6 +30,7 @@ class _Transport(enum.StrEnum):
     GATHER = "gather"
     ALLTOALL = "alltoall"
     DEDUP = "dedup"
+    NVLINK = "nvlink"
 
 
 # Distribution names of what `carpool train` and `carpool generate` cannot do without.

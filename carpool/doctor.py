@@ -1,7 +1,7 @@
 """What `carpool doctor` looks at: is this machine able to train, and if not, what is missing?
 
-Green is as it should be, yellow can be lived with (the text says what is lost), red prevents training. The last check
-does what training does: two ranks are started and exchange rows of unequal number.
+Green is as it should be, yellow can be lived with (the text says what is lost), red prevents training. The last checks
+do what training does: two ranks are started and exchange rows of unequal number, over each way that there is.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ def check_all() -> Iterator[Check]:
     yield _exchange("cpu")
     if torch.cuda.device_count() > 1:
         yield _exchange("cuda")
+    yield _nvlink(torch)
 
 
 def _versions() -> Iterator[Check]:
@@ -154,15 +155,41 @@ def _embedded_data() -> Check:
     return Check(GREEN, "demo data", f"{describe_sources([STDLIB])}, {len(sources)} files, {size:.1f} MB")
 
 
-def _exchange(device: str) -> Check:
-    """Two ranks, started as training starts them, in a process of their own that can be stopped after a time."""
-    name = "gloo exchange" if device == "cpu" else "nccl exchange"
+def _nvlink(torch: Any) -> Check:
+    """Can kernels write into the memory of other GPUs, and what does it take?"""
+    from carpool.transport.nvlink import why_not
+    from carpool.transport.nvlink.buffers import Regions
+
+    name, count = "nvlink transport", torch.cuda.device_count()
+    pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
+    apart = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
+    reason = why_not(None) or ("there is one GPU" if count == 1 else None)
+    if apart:
+        reason = f"GPU {apart[0][0]} cannot reach the memory of GPU {apart[0][1]}"
+    if reason:
+        return Check(YELLOW, name, f"{reason}: transport auto uses dedup")
+    found = _exchange("nvlink")
+    if found.color != GREEN:
+        return found
+    tokens, hidden, top_k = 8192, 2048, 8
+    size = Regions.of(count, tokens, 2 * hidden, top_k).total
+    needs = f"buffers for {tokens} tokens x {hidden} in bf16: {size / 1e6:.0f} MB a lease"
+    return Check(GREEN, name, f"{count} GPUs reach each other; {needs}")
+
+
+def _exchange(way: str) -> Check:
+    """Two ranks, started as training starts them, in a process of their own that can be stopped after a time.
+
+    Args:
+        way: "cpu", "cuda" or "nvlink".
+    """
+    name = {"cpu": "gloo exchange", "cuda": "nccl exchange", "nvlink": "nvlink transport"}[way]
     # Whatever launcher started this process, the two ranks are our own.
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE") and not k.startswith("SLURM_")}
     env["PYTHONPATH"] = os.pathsep.join(
         filter(None, [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH")])
     )
-    command = [sys.executable, "-P", "-c", "import sys, carpool.doctor as d; d.start_exchange(sys.argv[1])", device]
+    command = [sys.executable, "-P", "-c", "import sys, carpool.doctor as d; d.start_exchange(sys.argv[1])", way]
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_EXCHANGE_SECONDS)
     except subprocess.TimeoutExpired:
@@ -173,13 +200,15 @@ def _exchange(device: str) -> Check:
     return Check(GREEN, name, "two ranks exchanged rows")
 
 
-def start_exchange(device: str) -> None:
-    """Starts two ranks on `device` ("cpu" or "cuda") that exchange rows; raises if that fails."""
+def start_exchange(way: str) -> None:
+    """Starts two ranks that exchange rows, over collectives on "cpu" or "cuda", or over "nvlink"; raises if that
+    fails."""
     from carpool.train.config import load_config
     from carpool.train.launch import run
 
+    device = "cpu" if way == "cpu" else "cuda"
     settings = ["parallelism.num_ranks=2", "parallelism.timeout_seconds=60", f"parallelism.device={device}"]
-    run(load_config(None, settings), exchange)
+    run(load_config(None, settings), ride if way == "nvlink" else exchange)
 
 
 def exchange(config: Any) -> None:
@@ -194,3 +223,25 @@ def exchange(config: Any) -> None:
     expected = torch.tensor([0.0, 1.0, 1.0], device=device)[:, None].expand(3, 8)
     if not torch.equal(received, expected):
         raise RuntimeError(f"rank {rank} received {received[:, 0].tolist()} instead of [0.0, 1.0, 1.0]")
+
+
+def ride(config: Any) -> None:
+    """One rank's part: rank r sends r + 1 rows to both ranks over transport nvlink and gets back twice what it sent."""
+    import torch
+    import torch.distributed as dist
+
+    from carpool.stats import Traffic
+    from carpool.transport import NVLinkOptions, make_transport
+
+    rank, device = dist.get_rank(), torch.device("cuda", torch.cuda.current_device())
+    options = NVLinkOptions(max_tokens=2, timeout_seconds=20.0)
+    transport = make_transport("nvlink", dist.group.WORLD, 1, options)
+    x_TH = torch.arange(8.0, device=device).repeat(rank + 1, 1) + 100 * (rank + 1)
+    slot_TK = torch.tensor([[0, 1]], dtype=torch.int32, device=device).repeat(rank + 1, 1)
+    route = transport.plan(slot_TK, torch.ones(rank + 1, 2, device=device), Traffic(2, rank))
+    arrivals = transport.dispatch(x_TH, route).wait()
+    route.new_partial(8, x_TH.dtype, device).copy_(arrivals.rows.contiguous(route.num_rows))
+    y_TH = transport.combine(route).wait()
+    if not torch.equal(y_TH, 2 * x_TH):
+        raise RuntimeError(f"rank {rank} got back {y_TH[:, 0].tolist()} instead of {(2 * x_TH[:, 0]).tolist()}")
+    dist.barrier()

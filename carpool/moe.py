@@ -49,8 +49,8 @@ class MoE(nn.Module):
             are over the whole batch).
         layout: where experts live; default contiguous.
         transport: "auto", "gather", "alltoall", "dedup", "nvlink".
-        max_tokens: the most tokens that any rank will ever have. Given this, "auto" picks "nvlink" where it can be used;
-            its buffers have a fixed size. With more tokens outputs are NaN: `carpool.transport.check_overflow` tells.
+        max_tokens: the most tokens that any rank will ever have. Given this, "auto" picks "nvlink" where it can be
+            used; its buffers have a fixed size. With more, outputs are NaN: `carpool.transport.check_overflow` tells.
         transport_options: of "nvlink".
         experts: "auto", "grouped", "reference".
         activation, gated, bias: of the experts: silu, gelu, gelu_tanh, relu, relu2; SwiGLU-like or plain.

@@ -86,18 +86,17 @@ class Traffic:
         return self
 
     @staticmethod
-    def read_all(layers: Sequence[Traffic]) -> None:
-        """Move what the kernels counted for several layers into their host counters, reading the device once."""
+    def read_all(layers: Sequence[Traffic]) -> list[tuple[dict[str, list[int]], dict[str, list[int]], dict[str, int]]]:
+        """(rows, bytes, baseline) of several layers. Reads the device once for all that their kernels counted."""
         places = [(traffic, key) for traffic in layers for key in traffic._tallies]
-        if not places:
-            return
-        tallies = [traffic._tallies[key] for traffic, key in places]
-        for (traffic, (verb, row_bytes, baseline_bytes)), (rows, choices) in zip(
-            places, torch.stack(tallies).tolist(), strict=True
-        ):
-            traffic.add(verb, rows, row_bytes)
-            traffic.add_baseline(verb, choices, baseline_bytes)
-        torch._foreach_zero_(tallies)
+        if places:
+            tallies = [traffic._tallies[key] for traffic, key in places]
+            counted = torch.stack(tallies).tolist()
+            for (traffic, (verb, row_bytes, baseline_bytes)), (rows, choices) in zip(places, counted, strict=True):
+                traffic.add(verb, rows, row_bytes)
+                traffic.add_baseline(verb, choices, baseline_bytes)
+            torch._foreach_zero_(tallies)
+        return [(traffic._rows, traffic._bytes, traffic._baseline) for traffic in layers]
 
     def remote(self, what: dict[str, list[int]], *verbs: str) -> int:
         return sum(sum(what[v]) - what[v][self.rank] for v in verbs or VERBS)

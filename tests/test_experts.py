@@ -199,7 +199,7 @@ def test_several_layers_in_one_arena_look_unmodified_to_autograd() -> None:
     assert h.data._version == version
 
 
-@pytest.mark.parametrize("transport", list(TRANSPORTS))
+@pytest.mark.parametrize("transport", [name for name in TRANSPORTS if name != "nvlink"])
 @pytest.mark.parametrize("name", list(EXPERTS))
 def test_finite_differences_agree(name: str, transport: str) -> None:
     """The whole ride on one rank, as autograd sees it, in float64."""

@@ -149,6 +149,7 @@ BF16 += [replace(BF16[-1], experts="reference"), replace(BF16[3], routing="recor
 
 
 TOKENS = {"empty_ranks": (0, 9, 0, 4), "no_tokens": (0, 0, 0, 0)}
+MAX_TOKENS = 11
 
 
 @functools.cache
@@ -156,7 +157,7 @@ def problem(case: Case) -> Problem:
     """The numbers of a case: the same in every process, whatever the transport, layout and ranks."""
     spec = case.spec
     generator = torch.Generator().manual_seed(zlib.crc32(f"{spec} {case.tokens} {case.routing}".encode()))
-    sizes = TOKENS.get(case.tokens, (7, 5, 11, 3))
+    sizes = TOKENS.get(case.tokens, (7, 5, MAX_TOKENS, 3))
     parameters = draw_parameters(spec, generator, case.dtype)
     x = [draw_tokens(spec, parameters, size, generator, case.dtype) for size in sizes]
     projection = [torch.randn(size, spec.hidden, generator=generator) for size in sizes]
@@ -199,6 +200,7 @@ def build(case: Case) -> carpool.MoE:
         edp_mesh=grid["edp"],
         layout=layout_of(case.layout, case.ep),
         transport=case.transport,
+        max_tokens=MAX_TOKENS,
         experts=case.experts,
         activation=spec.activation,
         gated=spec.gated,

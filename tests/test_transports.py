@@ -6,6 +6,7 @@ import gc
 import os
 import subprocess
 import sys
+import unittest.mock
 import weakref
 from typing import Any
 
@@ -28,11 +29,22 @@ from carpool.ordered_sum import ordered_sum
 from carpool.placement import VERBS, predict
 from carpool.ride import ride, ride_module
 from carpool.stats import LayerStats, Traffic
-from carpool.transport import TRANSPORTS, Arrivals, choose_transport, make_transport
+from carpool.transport import (
+    TRANSPORTS,
+    Arrivals,
+    NVLinkOptions,
+    check_overflow,
+    check_transport,
+    choose_transport,
+    make_transport,
+    why_not_nvlink,
+)
+from carpool.transport.nvlink import BufferOverflowError, Buffers, NVLink, RankMissingError
+from carpool.transport.nvlink.transport import packet_bytes
 from tests.layouts import EXPERTS, layout_of
 from tests.ranks import WORLD_SIZE, Ranks, mesh
 
-NAMES = tuple(TRANSPORTS)
+NAMES = tuple(name for name in TRANSPORTS if name != "nvlink")  # that one runs on GPUs: tests/gpu, tests/interpreted
 H, F = 20, 12
 
 
@@ -137,6 +149,27 @@ def test_predicted_rows_of_the_docstring() -> None:
     assert placed.bytes_WW["dispatch"].tolist() == [[3 * 48, 48], [0, 48]]
     assert placed.bytes_WW["dispatch_backward"].tolist() == [[3 * 40, 0], [40, 40]]
     assert placed.bytes_remote("combine") == 32 and placed.bytes_remote("plan") == 32
+
+
+def test_nvlink_moves_what_dedup_moves_without_a_plan() -> None:
+    routings, layout = draw_routings((6, 0, 9, 3), 6, 0.1, 0), layout_of("replicated", 4)
+    shape = {"hidden": 200, "element_size": 2}
+    ours, dedup = predict("nvlink", routings, layout, **shape), predict("dedup", routings, layout, **shape)
+    np.testing.assert_array_equal(ours.rows_WW, dedup.rows_WW)
+    assert ours.bytes_remote("plan") == 0 < dedup.bytes_remote("plan")
+    for verb in VERBS[1:]:
+        np.testing.assert_array_equal(ours.bytes_WW[verb], dedup.bytes_WW[verb])
+    # 200 columns: 200 codes and two scales, rounded up
+    packet = packet_bytes(200)
+    assert packet == 208
+    half = predict("nvlink", routings, layout, **shape, forward_fp8=True)
+    np.testing.assert_array_equal(half.bytes_WW["dispatch"], ours.rows_WW * (packet + 6 * 8))
+    np.testing.assert_array_equal(half.bytes_WW["combine_backward"], ours.bytes_WW["combine_backward"])
+    back = predict("nvlink", routings, layout, **shape, backward_fp8=True)
+    np.testing.assert_array_equal(back.bytes_WW["combine_backward"], ours.rows_WW * packet)
+    np.testing.assert_array_equal(back.bytes_WW["dispatch"], ours.bytes_WW["dispatch"])
+    with pytest.raises(ValueError, match="'dedup' does not send FP8"):
+        predict("dedup", routings, layout, **shape, forward_fp8=True)
 
 
 @pytest.mark.parametrize(
@@ -315,6 +348,51 @@ def test_auto_names_its_reason() -> None:
     assert choose_transport("gather", 4, 8) == ("gather", "asked for")
     with pytest.raises(ValueError, match="'pigeon' is not known; use 'auto' or one of gather, alltoall, dedup"):
         choose_transport("pigeon", 4, 8)
+    name, why = choose_transport("auto", 4, 8, None)
+    assert name == "nvlink" and "4 GPUs reach each other" in why
+    assert choose_transport("auto", 4, 1, None)[0] == "nvlink"
+    assert choose_transport("dedup", 4, 8, None) == ("dedup", "asked for")
+    name, why = choose_transport("auto", 4, 8, "there is no CUDA device")
+    assert name == "dedup" and why.endswith("; not nvlink: there is no CUDA device")
+
+
+def _why_not() -> list[Any]:
+    """On a rank: what auto says of nvlink here, one answer for all, asked once; and what asking for it does."""
+    group = mesh((WORLD_SIZE,), ("ep",)).get_group()
+    stated = NVLinkOptions(max_tokens=8)
+    found = [why_not_nvlink(*arguments) for arguments in
+             [(None, 16, stated), (group, 16, None), (group, 16, NVLinkOptions()), (group, 12, stated)]]  # fmt: skip
+    found.append(why_not_nvlink(group, 16, stated))
+    with unittest.mock.patch("carpool.transport.why_not", side_effect=AssertionError("asked again")):
+        found.append(why_not_nvlink(group, 16, stated))
+    with pytest.raises(ValueError) as refused:
+        carpool.MoE(16, F, EXPERTS, 3, ep_mesh=mesh((WORLD_SIZE,), ("ep",))["ep"], transport="nvlink")
+    return [*found, str(refused.value)]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_nvlink_is_refused_where_it_cannot_be_used(ranks: Ranks) -> None:
+    alone, unsaid, agreed, odd, nowhere, again, refused = ranks(_why_not)[1]
+    assert alone == "one rank has nobody to send to" and "max_tokens" in unsaid and unsaid == agreed
+    assert "12 is no multiple of 8" in odd and nowhere == again == "there is no CUDA device"
+    assert refused == "transport 'nvlink' cannot be used here: there is no CUDA device; use 'auto' or 'dedup'"
+    with pytest.raises(ValueError, match="there is no CUDA device; use 'auto' or 'dedup'"):
+        check_transport("nvlink", None)
+
+
+def test_an_overflow_is_an_error_that_says_how_much_was_needed() -> None:
+    transport = NVLink(None, 4, NVLinkOptions(), Buffers(None, torch.device("cpu"), max_tokens=4))
+    check_overflow(transport)
+    check_overflow(make_transport("dedup", None, 4))
+    transport.buffers.needed.fill_(7)
+    with pytest.raises(BufferOverflowError, match=r"hold 4 tokens of a rank, and 7 were needed.*max_tokens=7") as error:
+        check_overflow(transport)
+    assert error.value.needed == 7
+    transport.buffers.grow(8)
+    check_overflow(transport)
+    transport.buffers.host_status.fill_(1)
+    with pytest.raises(RankMissingError, match="did not arrive at dispatch"):
+        check_overflow(transport)
 
 
 # -- sums in a fixed order ------------------------------------------------------------------------------------------

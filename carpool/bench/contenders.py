@@ -16,8 +16,6 @@ from carpool.routing import Routing
 from carpool.transport import Transport, make_transport
 from carpool.transport.base import CHOICE_BYTES
 
-FP8_GROUP = 128  # columns that share a float32 scale
-
 
 @dataclass(frozen=True)
 class Contender:
@@ -80,14 +78,16 @@ def expected_bytes(
 ) -> dict[str, np.ndarray]:
     """For each verb of `carpool.stats.VERBS` but the plan: (W, W) bytes from rank [i] to rank [j], 0 to itself.
 
-    `nvlink` sends what `dedup` sends: one row per (token, rank). As FP8 a row is one byte per column and a float32
-    for each 128 of them, on the way out of the forward only.
+    `nvlink` sends what `dedup` sends: one row per (token, rank). As FP8 a row is a packet of codes and scales,
+    on the way out of the forward only.
     """
     formula = "dedup" if contender.transport == "nvlink" else contender.transport
     volume = predict(formula, [r.expert_TK for r in routings], layout, hidden=hidden, element_size=element_size)
     bytes_WW = {verb: matrix.copy() for verb, matrix in volume.bytes_WW.items() if verb != "plan"}
     if contender.fp8:
-        row = hidden + 4 * -(-hidden // FP8_GROUP) + CHOICE_BYTES * routings[0].expert_TK.shape[1]
+        from carpool.transport.nvlink.transport import packet_bytes
+
+        row = packet_bytes(hidden) + CHOICE_BYTES * routings[0].expert_TK.shape[1]
         bytes_WW["dispatch"] = volume.rows_WW * row
     for matrix in bytes_WW.values():
         np.fill_diagonal(matrix, 0)

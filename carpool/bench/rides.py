@@ -26,7 +26,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from carpool.bench.contenders import FP8_GROUP
 from carpool.bench.settings import Shape
 from carpool.bench.timing import Clock
 from carpool.layout import ExpertLayout, assign
@@ -113,7 +112,7 @@ def multiply(
 
     out = row * (sum over its wanted slots of weight * f(slot)), and 0 where nobody wants a row.
     """
-    rows_RH = rows_of(arrivals) if gradient_RH is None else gradient_RH
+    rows_RH = rows_of(arrivals, out_RH.dtype) if gradient_RH is None else gradient_RH
     wide = torch.promote_types(out_RH.dtype, torch.float32)
     for start in range(0, rows_RH.shape[0], CHUNK):
         chunk = slice(start, start + CHUNK)
@@ -122,15 +121,13 @@ def multiply(
         weight_RJ = torch.where(slot_RJ < 0, 0.0, arrivals.weight_RJ[chunk])
         factor_R1 = (weight_RJ * _factors_of(slot_RJ, factor_S)).sum(1, keepdim=True)
         value_RH = rows_RH[chunk].to(wide)
-        if gradient_RH is None and arrivals.scale_RG is not None:
-            value_RH *= arrivals.scale_RG[chunk].repeat_interleave(FP8_GROUP, dim=1)[:, : value_RH.shape[1]]
         wanted_R1 = (slot_RJ >= 0).any(1, keepdim=True)
         out_RH[chunk] = torch.where(wanted_R1, value_RH * factor_R1.to(wide), 0.0).to(out_RH.dtype)
 
 
-def rows_of(arrivals: Arrivals) -> torch.Tensor:
-    """(R, H) all rows that came, those at home included; codes, if they travelled as FP8."""
-    return arrivals.rows.contiguous(arrivals.x_RH.shape[0])
+def rows_of(arrivals: Arrivals, dtype: torch.dtype) -> torch.Tensor:
+    """(R, H) all rows that came, those at home included."""
+    return arrivals.widened(dtype).rows.contiguous(arrivals.x_RH.shape[0])
 
 
 def _factors_of(slot_RJ: torch.Tensor, factor_S: torch.Tensor) -> torch.Tensor:
@@ -206,13 +203,13 @@ def ride_once(transport: Transport, case: Case, traffic: Traffic, clock: Clock, 
     with clock.section(label, "plan_dispatch"):
         route = transport.plan(case.slot_TK, case.weight_TK, traffic)
         arrivals = transport.dispatch(x_TH, route).wait()
-    fill(rows_of(arrivals), route)
+    fill(rows_of(arrivals, dtype), route)
     with clock.section(label, "combine"):
         transport.combine(route).wait()
     del arrivals
     with clock.section(label, "dispatch"):
         arrivals = transport.dispatch(x_TH, route).wait()
-    fill(rows_of(arrivals), route)
+    fill(rows_of(arrivals, dtype), route)
     transport.combine(route).wait()
     if not backward:
         return

@@ -5,9 +5,9 @@
         fsdp_size=4, ep_size=4, ep_implementation="carpool"))
 
 Everything else of the script stays as it is. "carpool" picks the transport ("auto"); "carpool-dedup",
-"carpool-alltoall", "carpool-gather" and "carpool-nvlink" name one. On GPUs of one host,
-`set_transport(model, "nvlink", max_tokens=...)` takes the fastest; it has to know the most tokens that a rank will have,
-so "auto" picks it only where that was said. `rides(model)` gives each MoE layer's counters, `CarpoolCallback`
+"carpool-alltoall", "carpool-gather" and "carpool-nvlink" name one. On GPUs of one host
+`set_transport(model, "nvlink", max_tokens=...)` takes the fastest; it has to know the most tokens that a rank will
+have, so "auto" picks it only where that was said. `rides(model)` gives each MoE layer's counters, `CarpoolCallback`
 puts them into a Trainer's logs, and `set_layout` moves experts.
 """
 

@@ -277,9 +277,9 @@ def set_transport(
 
     Args:
         name: "auto", "gather", "alltoall", "dedup", "nvlink".
-        max_tokens: the most tokens that any rank will ever have in a forward. Given this, "auto" picks "nvlink" where it
-            can be used. Its buffers have a fixed size; without it, that of the first forward, rounded up to a power of
-            two. Tokens beyond make the sums NaN, and `CarpoolCallback` then raises before the optimizer's step.
+        max_tokens: the most tokens that any rank will ever have in a forward. Given this, "auto" picks "nvlink" where
+            it can be used. Its buffers have a fixed size; without it, that of the first forward, rounded up to a power
+            of two. Tokens beyond make the sums NaN, and `CarpoolCallback` then raises before the optimizer's step.
         options: further ones of "nvlink". Neither given: as before.
     """
     layers = rides(model)

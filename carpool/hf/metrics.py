@@ -54,22 +54,24 @@ class RideMetrics:
         """Everything counted since the last reset, over all ranks, and reset."""
         ranks = self.layers[0].num_ranks
         experts = max(own.num_experts for own in self.layers)
-        Traffic.read_all([own.stats.traffic for own in self.layers])
+        traffics = Traffic.read_all([own.stats.traffic for own in self.layers])
         counted, maxima = [], []
-        for own in self.layers:
+        for own, (rows, sizes, baseline) in zip(self.layers, traffics, strict=True):
             stats, traffic = own.stats, own.stats.traffic
             rows_WW = [[0] * ranks for _ in range(ranks)]
-            rows_WW[own.rank] = traffic.rows["dispatch"]
+            rows_WW[own.rank] = rows["dispatch"]
             numbers = [
                 stats.tokens,
                 stats.tokens_dispatched,
-                traffic.remote(traffic.rows, "dispatch"),
-                traffic.remote(traffic.bytes),
-                sum(traffic.baseline.values()) + traffic.remote(traffic.bytes, "plan"),
+                traffic.remote(rows, "dispatch"),
+                traffic.remote(sizes),
+                sum(baseline.values()) + traffic.remote(sizes, "plan"),
             ]
             counted.append([n for row in rows_WW for n in row] + numbers)
         # Load and entropy stay on the device until they are summed.
-        loads = [F.pad(own.stats.load_E.to(device, torch.float64), (0, experts - own.num_experts)) for own in self.layers]
+        loads = [
+            F.pad(own.stats.load_E.to(device, torch.float64), (0, experts - own.num_experts)) for own in self.layers
+        ]
         entropies = torch.stack([own.stats.entropy.to(device) for own in self.layers])
         host = torch.tensor(counted, dtype=torch.float64).to(device)
         total = torch.cat([torch.stack(loads), host, entropies.unsqueeze(1)], dim=1)

@@ -4,11 +4,11 @@ A batch's routing is a *hypergraph*. Experts are its vertices; a token is a hype
 chose. A layout cuts the vertices into one part per rank, and the number of parts that an edge touches is its
 *connectivity*, written λ. Rows per token, by transport:
 
-    dedup      λ   one row for each rank that holds any of the token's experts
+    dedup      λ   one row for each rank that holds any of the token's experts; the same for nvlink
     alltoall   K   one row for each choice; the layout only decides which of them leave the rank
     gather     W   one row to every rank; neither routing nor layout matters
 
-So the rows that `dedup` moves are the sum of λ over all tokens, and to place experts well is to partition a
+So the rows that `dedup` and `nvlink` move are the sum of λ over all tokens, and to place experts well is to partition a
 hypergraph into parts of given sizes with a small sum of (λ - 1), the metric that partitioners call km1. A replica
 is a vertex that lies in several parts; which of them serves a token is `carpool.layout.assign`'s decision, and it is
 called here too: a predicted byte is only worth something if the transports' counters show the same number.
@@ -23,7 +23,7 @@ called here too: a predicted byte is only worth something if the transports' cou
     With experts [1, 2 | 0, 3] instead, λ is 2, 1, 1 | 1, in sum 5: tokens that want 1 and 2 now share a ride.
 
 Bytes: a row is H elements. Beside it travel, on the way out, a slot and a weight for each of the choices that it may
-serve (K of them for dedup and gather, 1 for alltoall), and on the backward's way back the weights' gradients.
+serve (K of them for dedup, nvlink and gather, 1 for alltoall), and on the backward's way back the weights' gradients.
 
     verb                from, to                     bytes per row
     dispatch            token's rank -> expert's     H * element + 8 * choices
@@ -31,6 +31,10 @@ serve (K of them for dedup and gather, 1 for alltoall), and on the backward's wa
     combine_backward    token's rank -> expert's     H * element                     (gradients of what came back)
     dispatch_backward   expert's rank -> token's     H * element + 4 * choices       (gradients of what went out)
     plan                all -> all                   how many rows (and choices) will come
+
+`nvlink` exchanges no plan: every sender works out alone where its rows go. The signals between its kernels are a few
+words per rank and verb, and are not counted. A row that travels as FP8 is a byte for each column and a float32
+for each 128 of them, rounded up to 16 bytes.
 """
 
 from __future__ import annotations
@@ -49,6 +53,7 @@ VERBS = ("plan", "dispatch", "combine", "dispatch_backward", "combine_backward")
 SLOT_AND_WEIGHT = 8  # int32 and float32
 WEIGHT_GRADIENT = 4  # float32
 ONE_COUNT = 8  # int64
+FP8_GROUP = 128  # columns that share a float32 scale
 
 Counts = npt.NDArray[np.int64]
 
@@ -91,39 +96,49 @@ def predict(
     *,
     hidden: int,
     element_size: int,
+    forward_fp8: bool = False,
+    backward_fp8: bool = False,
 ) -> Volume:
     """Rows and bytes that `transport` moves for these routings under this layout.
 
     Args:
-        transport: "gather", "alltoall" or "dedup".
+        transport: "gather", "alltoall", "dedup" or "nvlink".
         routings: for each rank, expert_TK: (T, K) logical expert ids of its tokens, -1: none. T may differ.
         layout: where the experts are.
         hidden: H, elements of a row.
         element_size: bytes of an element on the wire (2 for bfloat16).
+        forward_fp8, backward_fp8: rows, or gradients of sums, go out as FP8 (`nvlink` alone can do that).
 
     Raises:
-        ValueError: an unknown transport, a routing for each rank missing, expert ids out of range, unequal K.
+        ValueError: an unknown transport, a routing for each rank missing, expert ids out of range, unequal K,
+            FP8 of a transport that has none.
     """
     if transport not in _ROWS:
         raise ValueError(f"transport={transport!r} has no volume formula; use one of {', '.join(_ROWS)}")
+    if (forward_fp8 or backward_fp8) and transport != "nvlink":
+        raise ValueError(f"transport={transport!r} does not send FP8; use 'nvlink'")
     chosen = [torch.as_tensor(expert_TK).cpu().int() for expert_TK in routings]
     top_k = _check(chosen, layout)
     rank_TK = [_ranks_visited(expert_TK, layout, source) for source, expert_TK in enumerate(chosen)]
     rows_WW = _ROWS[transport](rank_TK, layout.num_ranks)
-    choices, counts = (1, 2) if transport == "alltoall" else (top_k, 1 if transport == "gather" else 2)
-    row = hidden * element_size
+    choices = 1 if transport == "alltoall" else top_k
+    row, row_fp8 = hidden * element_size, _round_up(_round_up(hidden, 4) + 4 * -(-hidden // FP8_GROUP), 16)
     return Volume(
         transport=transport,
         tokens_W=tuple(len(expert_TK) for expert_TK in chosen),
         rows_WW=rows_WW,
         bytes_WW={
-            "plan": np.full_like(rows_WW, counts * ONE_COUNT),
-            "dispatch": rows_WW * (row + choices * SLOT_AND_WEIGHT),
+            "plan": np.full_like(rows_WW, _COUNTS[transport] * ONE_COUNT),
+            "dispatch": rows_WW * ((row_fp8 if forward_fp8 else row) + choices * SLOT_AND_WEIGHT),
             "combine": rows_WW.T * row,
             "dispatch_backward": rows_WW.T * (row + choices * WEIGHT_GRADIENT),
-            "combine_backward": rows_WW * row,
+            "combine_backward": rows_WW * (row_fp8 if backward_fp8 else row),
         },
     )
+
+
+def _round_up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def _ranks_visited(expert_TK: torch.Tensor, layout: ExpertLayout, source: int) -> Counts:
@@ -149,7 +164,10 @@ _ROWS: Mapping[str, Callable[[Sequence[Counts], int], Counts]] = {
     "gather": _one_to_all,
     "alltoall": _one_per_choice,
     "dedup": _one_per_rank,
+    "nvlink": _one_per_rank,
 }
+# Numbers that each rank tells each other one before rows travel.
+_COUNTS: Mapping[str, int] = {"gather": 1, "alltoall": 2, "dedup": 2, "nvlink": 0}
 
 
 def _check(chosen: Sequence[torch.Tensor], layout: ExpertLayout) -> int:

@@ -146,12 +146,14 @@ def _tables(run: Run) -> list[tuple[str, list[tuple[str, str]]]]:
     model = info.model.model_dump()
     names = info.model.moe_layers
     model["moe_layers"] = f"{len(names)}: {names[0]} … {names[-1]}" if len(names) > 2 else names
+    transport = info.transport.model_dump()
+    transport["buffer_bytes"] = bytes_text(info.transport.buffer_bytes) if info.transport.buffer_bytes else None
     peak = {"peak_flops": count_text(info.peak_flops), "peak_flops_source": info.peak_flops_source}
     tables = [
         ("Model", _rows(model)),
         ("Environment", _rows({"carpool": info.carpool_version, **info.environment, **peak})),
         ("Parallelism", _rows(info.parallelism)),
-        ("Transport", _rows(info.transport.model_dump())),
+        ("Transport", _rows(transport)),
         ("Layout", _rows(info.layout)),
         ("Data", _rows({**info.data, "seed": info.seed})),
         ("Predicted before the run, not measured", forecast),

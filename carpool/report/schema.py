@@ -56,6 +56,7 @@ class TransportInfo(Record):
     name: str = "unknown"
     requested: str | None = None
     why: str | None = None
+    buffer_bytes: int | None = None
 
 
 class Predicted(Record):

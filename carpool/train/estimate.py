@@ -7,6 +7,8 @@ with these assumptions, stated because they are where an estimate goes wrong:
   - a decoder layer keeps about 16 tensors of T x H (norms, attention's inputs and outputs, residuals), its experts
     keep the received rows, the pre-activation, and the two gathered copies that the products read, and balanced
     routing brings every rank as many rows as it sends;
+  - of the buffers of transport nvlink there is one (schedules that overlap rides take more), and other transports have
+    the rows of one layer, out and back, in flight;
   - the loss keeps the logits twice in float32;
   - with gradient checkpointing only one T x H per layer stays, plus one layer being recomputed.
 """
@@ -16,26 +18,37 @@ from __future__ import annotations
 import math
 import os
 
+import torch
 from transformers import PreTrainedModel
 
 from carpool.train.flops import ModelSize, flops_per_token, model_size
 from carpool.train.launch import local_ranks, use_cuda
 from carpool.train.model import expert_counts, meta_model, model_source, top_k_of
+from carpool.train.room import lease_bytes, nvlink_options
 from carpool.train.schema import Config, Degrees
 from carpool.train.tokenizer import load_tokenizer
 from carpool.train.world import find_world
+from carpool.transport import check_transport, choose_transport
+from carpool.transport.nvlink import why_not
 
 Memory = dict[str, int]
 
 
 def estimate_memory(
-    size: ModelSize, degrees: Degrees, config: Config, model: PreTrainedModel, num_experts: int, bf16: bool
+    size: ModelSize,
+    degrees: Degrees,
+    config: Config,
+    model: PreTrainedModel,
+    num_experts: int,
+    bf16: bool,
+    transport: str = "dedup",
 ) -> Memory:
     """Predicted bytes of each component on one rank, and their total.
 
     Args:
         model: for its shapes only; may be on the meta device.
         num_experts: E.
+        transport: the one that is used, not "auto".
 
     Returns:
         parameters, gradients, optimizer, activations, transport, total.
@@ -60,13 +73,16 @@ def estimate_memory(
     layer = 16 * tokens * hidden + rows * hidden + pairs * (2 * hidden + 2 * width)
     kept = tokens * hidden * layers + layer if config.training.gradient_checkpointing else layer * layers
     logits = 2 * 4 * tokens * text.vocab_size
+    rides = int(2 * rows * hidden * computed)
+    if transport == "nvlink":
+        rides = lease_bytes(nvlink_options(config, degrees), degrees.ep_size, hidden, computed, top_k)
     memory = {
         "parameters": own * stored + gathered,
         "gradients": own * stored,
         "optimizer": 2 * own * stored,
         "activations": int(kept * computed + logits),
-        # Rows out and back are in flight once, whatever the number of layers.
-        "transport": int(2 * rows * hidden * computed),
+        # All layers share it.
+        "transport": rides,
     }
     return {**memory, "total": sum(memory.values())}
 
@@ -95,7 +111,8 @@ def dry_run(config: Config) -> str:
     degrees = config.parallelism.resolve(ranks, min(counts.values()))
     size = model_size(model, counts, top_k_of(model))
     bf16 = use_cuda(config) if config.training.bf16 is None else config.training.bf16
-    memory = estimate_memory(size, degrees, config, model, max(counts.values()), bf16)
+    transport, why = _likely_transport(config, degrees, model)
+    memory = estimate_memory(size, degrees, config, model, max(counts.values()), bf16, transport)
     tokens = (
         config.training.per_device_train_batch_size
         * config.training.gradient_accumulation_steps
@@ -108,10 +125,24 @@ def dry_run(config: Config) -> str:
         f"# {ranks} ranks: fsdp {degrees.fsdp_size} x tp {degrees.tp_size}, experts ep {degrees.ep_size} x efsdp "
         f"{degrees.efsdp_size}, copies {degrees.dp_replicate_size}",
         f"# {tokens:,} tokens per step, {flops_per_token(size, config.data.sequence_length):,} operations per token",
+        f"# transport {transport}: {why}",
         "# predicted memory of one rank:",
         *(f"#   {name:<12} {_mib(value):>12}" for name, value in memory.items()),
     ]
     return "\n".join(lines)
+
+
+def _likely_transport(config: Config, degrees: Degrees, model: PreTrainedModel) -> tuple[str, str]:
+    """What the ranks will choose, and why, as far as this process can tell without them."""
+    name, hidden = config.moe.transport, model.config.get_text_config().hidden_size
+    check_transport(name, None)
+    unfit: str | None = ""
+    if use_cuda(config) and degrees.ep_size > 1:
+        if degrees.ep_size > torch.cuda.device_count():
+            unfit = "its ranks are on several hosts"
+        else:
+            unfit = "rows are no multiple of 16 bytes" if hidden % 8 else why_not(None)
+    return choose_transport(name, degrees.ep_size, top_k_of(model), unfit)
 
 
 def _mib(size: int) -> str:

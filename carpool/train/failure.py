@@ -21,6 +21,8 @@ _LOG_TAIL_LINES = 15
 
 # What peers of a failed rank raise: consequences, never the cause that a person looks for.
 _CONSEQUENCES = ("DistBackendError", "DistNetworkError", "ConnectionError", "ConnectionResetError", "BrokenPipeError")
+# What says itself which rank is missing, if that one merely hangs.
+_MISSING = "RankMissingError"
 _CONSEQUENCE_TEXTS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport")
 
 
@@ -53,17 +55,18 @@ def first_cause(failures: Mapping[int, ProcessFailure]) -> int:
     """The rank whose failure caused the others, of failures in the order in which they were noticed.
 
     In this order: a rank that a signal killed; one with an error of its own; one that aborted or left without a
-    word; one that lost the connection to a peer; one that was told to stop.
+    word; one that waited in vain for others and names them; one that lost the connection to a peer; one that was told
+    to stop.
     """
 
     def order(rank: int) -> tuple[int, int]:
         failure = failures[rank]
         error = _error_of(failure)
         if error:
-            kind = 3 if _is_consequence(error) else 1
+            kind = 3 if error["type"] == _MISSING else 4 if _is_consequence(error) else 1
             return kind, int(error.get("time_ns", 0))
         if failure.exitcode == -signal.SIGTERM:
-            return 4, 0
+            return 5, 0
         return (0 if failure.exitcode < 0 and failure.exitcode != -signal.SIGABRT else 2), 0
 
     return min(failures, key=order)

@@ -1,7 +1,7 @@
 """The main job: a `Config` in, a run directory out. Runs in every rank, inside an initialised process group.
 
     set up      data -> model (FSDP x EP) -> optimizer -> resume
-    each step   batch -> loss and gradients -> global norm -> finite? -> AdamW -> metrics
+    each step   batch -> loss and gradients -> all rows had a place? -> global norm -> finite? -> AdamW -> metrics
     now and then  held-out loss and a sample; a checkpoint
     at the end  held-out loss, checkpoint, comparison with another transport, the block that a person can quote
 
@@ -16,11 +16,12 @@ import math
 import os
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ from transformers.utils.logging import disable_progress_bar
 import carpool
 from carpool.hf import install, rides, set_transport
 from carpool.hf.build import build_model
+from carpool.hf.expert_parallel import ExpertRides, buffers_of_rides
 from carpool.hf.layouts import is_logical, logical_order, physical_order, set_layout
 from carpool.hf.metrics import RideMetrics, RideRecord
 from carpool.layout import ExpertLayout
@@ -45,12 +47,22 @@ from carpool.train.loader import EvalLoader, TokenMean, TrainLoader, count_targe
 from carpool.train.model import distributed_config, expert_counts, meta_model, model_source, top_k_of
 from carpool.train.probe import compare, summarise
 from carpool.train.record import METRICS, Recorder, check_trackers
+from carpool.train.room import (
+    lease_bytes,
+    make_room,
+    most_tokens,
+    nvlink_options,
+    random_state,
+    restore_random_state,
+)
 from carpool.train.sample import sample
 from carpool.train.schema import Config, Degrees
 from carpool.train.step import Batch, Objective, learning_rate, make_optimizer
 from carpool.train.tokenizer import load_tokenizer
-from carpool.transport import choose_transport
+from carpool.train.watchdog import Watchdog
+from carpool.transport import check_transport
 
+T = TypeVar("T")
 log = logging.getLogger("carpool")
 
 
@@ -89,6 +101,9 @@ class _Run:
         self.folder = Path(training.output_dir)
         self.checkpoints = CheckpointManager(self.folder, training.save_total_limit)
         check_trackers(training.report_to)
+        # As far as one rank can tell alone; together they look again when the model is there.
+        for name in (moe.transport, compare_with or "auto"):
+            check_transport(name, None)
         resume = self._resume_path()
 
         self.tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
@@ -133,10 +148,15 @@ class _Run:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         self.layout = _layout(config, self.model)
         set_layout(self.model, self.layout)
-        set_transport(self.model, moe.transport)
-        if compare_with is not None:
-            choose_transport(compare_with, self.degrees.ep_size, 1)
+        self.options, self.most_tokens = nvlink_options(config, self.degrees), most_tokens(config, self.degrees)
+        set_transport(self.model, moe.transport, options=self.options)
         self.top_k = top_k_of(self.model)
+        self.rides: list[ExpertRides] = list(rides(self.model).values())
+        for own in self.rides:
+            own.prepare(self.top_k, self.model.config.get_text_config().hidden_size)
+        if compare_with is not None:
+            check_transport(compare_with, self.rides[0].group)
+        self.watchdog = Watchdog(lambda: buffers_of_rides(self.rides))
         coef = moe.router_aux_loss_coef
         self.objective = Objective(
             self.model,
@@ -180,6 +200,7 @@ class _Run:
         self.display = Display(self.main, training.max_steps, self.step)
         self.info = self._write_run(command, resume)
         self._say_hello(resume)
+        self.watchdog.start()
 
     # -- the loop ---------------------------------------------------------------------------------------------
 
@@ -194,8 +215,10 @@ class _Run:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(self.step, training)
             batches = [self._to_device(batch) for batch in next(self.loader)]
-            losses = self.objective.backward(batches)
+            losses = self._with_room(partial(self.objective.backward, batches))
             norm = clip_grad_norm(self.model.parameters(), training.max_grad_norm or math.inf).item()
+            # The device has been waited for: a ride that lacked a rank is known now, and what it gave is worth nothing.
+            self._check_rides()
             if not (math.isfinite(losses.loss) and math.isfinite(norm)):
                 self._stop_not_finite(losses.loss, norm, batches)
             self.optimizer.step()
@@ -220,9 +243,10 @@ class _Run:
                 for batch in self.eval_loader:
                     batch = self._to_device(batch)
                     targets = count_targets(batch["labels"])
-                    ce, _ = self.objective.forward(batch)
+                    ce, _ = self._with_room(partial(self.objective.forward, batch))
                     mean.add(ce / max(1, targets), targets)
             self.model.train()
+            self._check_rides()
             loss, tokens = mean.value(self._sum_over_ranks)
             tokens //= self.degrees.tp_size
             self.recorder.write("eval", self.step, loss=loss, tokens=tokens)
@@ -269,10 +293,34 @@ class _Run:
             self.display.say(f"\nrun directory: {self.folder}   report: carpool report {self.folder}")
 
     def close(self) -> None:
+        self.watchdog.stop()
         self.display.close()
         self.recorder.close()
 
     # -- parts ------------------------------------------------------------------------------------------------
+
+    def _with_room(self, compute: Callable[[], T]) -> T:
+        """What `compute` returns once all rows had a place in the transport's buffers: until then these grow, and it
+        is repeated from the same random state."""
+        buffers = buffers_of_rides(self.rides) if self.options.max_tokens != self.most_tokens else []
+        if not buffers:
+            return compute()
+        before = random_state(self.device)
+        while True:
+            result = compute()
+            capacity = make_room(buffers, self.most_tokens, self.device)
+            if not capacity:
+                return result
+            self.model.zero_grad(set_to_none=True)
+            restore_random_state(before, self.device)
+            self.metrics.reset()
+            self.recorder.write("repeat", self.step, capacity=capacity)
+            self.display.say(f"step {self.step}: more rows than buffers hold: now {capacity:,} a slab, and once more")
+
+    def _check_rides(self) -> None:
+        """Raise RankMissingError if a ride since the last call lacked a rank. Looks at host memory."""
+        for buffers in buffers_of_rides(self.rides):
+            buffers.check()
 
     def _record_step(self, losses: dict[str, Any], norm: float, rode: RideRecord, step_ms: float) -> None:
         training = self.config.training
@@ -306,7 +354,7 @@ class _Run:
     def _compare(self) -> dict[str, Any] | None:
         if self.compare_with is None:
             return None
-        layer = next(iter(rides(self.model).values()))
+        layer = self.rides[0]
         ours = layer.transport.name if layer.transport is not None else layer.requested
         batches = [self._to_device(batch) for batch in next(self.loader)]
         self.display.say(f"comparing {ours} with {self.compare_with} in interleaved probe steps")
@@ -317,6 +365,7 @@ class _Run:
             self.metrics,
             self.config.training.compare_repetitions,
             self.device,
+            self.options,
         )
         for name, values in result.items():
             self.recorder.write("probe", self.step, transport=name, **values)
@@ -344,6 +393,7 @@ class _Run:
             "share": {**share, "rest": max(0.0, 1.0 - sum(share.values()))},
             "exact": self.info["exact"],
             "lossy_reasons": self.info["lossy_reasons"],
+            "buffer_bytes": sum(buffers.size for buffers in buffers_of_rides(self.rides)),
             "tokens_per_second_median": statistics.median(r["tokens_per_second"] for r in steady),
             "mfu_median": statistics.median(mfu) if mfu else None,
         }
@@ -382,10 +432,15 @@ class _Run:
         return None
 
     def _write_run(self, command: str, resume: Path | None) -> dict[str, Any]:
-        degrees, layer = self.degrees, next(iter(rides(self.model).values()))
+        degrees, layer = self.degrees, self.rides[0]
         config = self.model.config.get_text_config()
         moe_layers = list(rides(self.model))
-        name, why = choose_transport(self.config.moe.transport, layer.num_ranks, self.top_k)
+        assert layer.transport is not None
+        name, buffer_bytes, lossy = layer.transport.name, 0, []
+        if name == "nvlink":
+            size = 2 if self.bf16 else self.model.dtype.itemsize
+            buffer_bytes = lease_bytes(self.options, layer.num_ranks, config.hidden_size, size, self.top_k)
+            lossy = self.options.lossy_reasons
         path = self.folder / "run.json"
         history = []
         if resume is not None and path.exists():
@@ -394,7 +449,7 @@ class _Run:
         history.append(
             {"started": started, "from_step": self.start, "resumed_from": str(resume) if resume is not None else None}
         )
-        memory = estimate_memory(self.size, self.degrees, self.config, self.model, layer.num_experts, self.bf16)
+        memory = estimate_memory(self.size, self.degrees, self.config, self.model, layer.num_experts, self.bf16, name)
         info = {
             "carpool_version": carpool.__version__,
             "started": history[0]["started"],
@@ -412,14 +467,19 @@ class _Run:
                 "moe_intermediate_size": getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
             },
             "parallelism": {**asdict(degrees), "efsdp_size": degrees.efsdp_size, "backend": dist.get_backend()},
-            "transport": {"name": name, "requested": self.config.moe.transport, "why": why},
+            "transport": {
+                "name": name,
+                "requested": self.config.moe.transport,
+                "why": layer.why,
+                "buffer_bytes": buffer_bytes,
+            },
             "layout": {
                 "kind": self.layout.kind,
                 "experts_per_rank": [len(rank) for rank in self.layout.homes],
                 "replicas": self.layout.num_replicas,
             },
-            "exact": True,
-            "lossy_reasons": [],
+            "exact": not lossy,
+            "lossy_reasons": lossy,
             "predicted": {
                 "memory_per_rank_bytes": memory,
                 "copies_per_token_uniform": uniform_copies(layer.num_experts, self.top_k, layer.num_ranks),
@@ -454,7 +514,13 @@ class _Run:
         )
         say(f"data: {info['data']['source']}, {len(self.corpus.train):,} tokens, {len(self.corpus.eval):,} held out")
         say(f"transport {info['transport']['name']}: {info['transport']['why']}")
-        say("EXACT: nothing in this run changes the model's function")
+        if size := info["transport"]["buffer_bytes"]:
+            rows, leases = self.options.max_tokens, self.options.num_leases
+            say(f"buffers: slabs of {rows:,} rows, {size / 1e6:,.1f} MB a lease on each rank, at most {leases} leases")
+        if info["lossy_reasons"]:
+            say(f"LOSSY: {'; '.join(info['lossy_reasons'])}")
+        else:
+            say("EXACT: nothing in this run changes the model's function")
         if resume is not None:
             say(f"resumed from {resume}, step {self.start}")
 

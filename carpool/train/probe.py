@@ -17,6 +17,7 @@ from torch import nn
 
 from carpool.hf import transport
 from carpool.hf.metrics import RideMetrics
+from carpool.transport import NVLinkOptions
 
 
 def compare(
@@ -26,8 +27,9 @@ def compare(
     metrics: RideMetrics,
     repetitions: int,
     device: torch.device,
+    options: NVLinkOptions | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Time `step` (a forward and backward) under both transports. All ranks call it together.
+    """Time `step` (a forward and backward) under both transports. All ranks call it together. `options`: of nvlink.
 
     Returns:
         For each name: `step_ms`, milliseconds of each repetition on the slowest rank, and `bytes_remote` of one step.
@@ -37,7 +39,7 @@ def compare(
         for repetition in range(-1, repetitions):
             # Whoever goes first in one round goes second in the next.
             for name in names if repetition % 2 else reversed(names):
-                with transport(model, name):
+                with transport(model, name, options):
                     metrics.reset()
                     milliseconds = _timed(step, device)
                     model.zero_grad(set_to_none=True)

@@ -1,10 +1,11 @@
-"""What a run of `carpool train` is made of: five frozen sections, every key with its type, limits and meaning.
+"""What a run of `carpool train` is made of: six frozen sections, every key with its type, limits and meaning.
 
     [model]        which transformers MoE model: a checkpoint folder, or an architecture trained from scratch
     [data]         which text, how it is tokenized, how long a sequence is
     [training]     optimizer, schedule, steps, and where the run is written
     [parallelism]  how many ranks, and how FSDP, tensor and expert parallelism divide them
     [moe]          how tokens ride to their experts
+    [nvlink]       how the transport of that name works
 
 Names are transformers' own wherever transformers has one. `Config()` without arguments is the demo: a small
 OLMoE-shaped model trained on the Python standard library's source code by four processes of this machine.
@@ -345,10 +346,11 @@ class ParallelismSection(Section):
 class MoeSection(Section):
     """How tokens ride to their experts."""
 
-    transport: Literal["auto", "gather", "alltoall", "dedup"] = Field(
+    transport: Literal["auto", "gather", "alltoall", "dedup", "nvlink"] = Field(
         default="auto",
-        description="dedup: one row per (token, rank); alltoall: one per (token, expert); gather: every rank sees "
-        "every token. auto picks, and logs why.",
+        description="nvlink: one row per (token, rank), written into the memory of the other GPUs of this host; dedup: "
+        "the same rows over any network; alltoall: one per (token, expert); gather: every rank sees every token. auto "
+        "picks nvlink where it can, else dedup, and logs why.",
     )
     layout: str = Field(
         default="contiguous",
@@ -358,6 +360,29 @@ class MoeSection(Section):
         default=None,
         ge=0,
         description="Weight of the balance loss; 0 turns it off. none: as the model's configuration says.",
+    )
+
+
+class NvlinkSection(Section):
+    """How the transport nvlink works; for the others it means nothing. The defaults are exact and were measured."""
+
+    dispatch_ctas: int = Field(
+        default=16, ge=2, le=64, description="Thread blocks of a dispatch: SMs that it takes from the computation."
+    )
+    combine_ctas: int = Field(default=16, gt=0, le=64, description="The same, of a combine.")
+    capacity: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="Rows that a rank has room for from each other rank, as a share of that one's tokens. If a step "
+        "needs more, the buffers grow and the step is repeated: nothing is lost. none: 1, which always suffices.",
+    )
+    forward_fp8: bool = Field(
+        default=False, description="LOSSY. Rows travel to experts as FP8 with a scale for 128 columns: half the bytes."
+    )
+    backward_fp8: bool = Field(default=False, description="LOSSY. The same for the gradients of what comes back.")
+    leases: int = Field(
+        default=2, gt=0, description="Buffers at most; each is made when that many rides are under way at a time."
     )
 
 
@@ -371,6 +396,7 @@ class Config(Section):
     training: TrainingSection = Field(default_factory=TrainingSection, description="Optimizer, schedule, steps.")
     parallelism: ParallelismSection = Field(default_factory=ParallelismSection, description="How ranks are divided.")
     moe: MoeSection = Field(default_factory=MoeSection, description="How tokens ride to their experts.")
+    nvlink: NvlinkSection = Field(default_factory=NvlinkSection, description="How the transport nvlink works.")
 
     def to_toml(self, comments: bool = False) -> str:
         """Every key as TOML, which `load_config` reads back to an equal Config; with `comments`, each explained."""

@@ -29,6 +29,8 @@ from carpool.train.config import Config
 
 _PR_SET_PDEATHSIG = 1
 _LEAVE_SECONDS = 5.0
+# NCCL cannot say which rank it waits for; so much later than the kernels of transport nvlink, which can, it gives up.
+_NCCL_EXTRA_SECONDS = 30
 
 
 def main() -> None:
@@ -79,7 +81,8 @@ def process_group(config: Config) -> Iterator[None]:
             raise ValueError(f"rank {os.environ['RANK']} is number {local_rank} on its machine, which has {gpus} GPUs")
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", timeout=timeout, device_id=device)
+        later = timeout + datetime.timedelta(seconds=_NCCL_EXTRA_SECONDS)
+        dist.init_process_group("nccl", timeout=later, device_id=device)
     else:
         dist.init_process_group("gloo", timeout=timeout)
     try:

@@ -106,8 +106,9 @@ class Arrivals:
         leased: x_RH is the transport's own buffer, which it overwrites later: copy what has to last.
         home_TH, home_row: rows of this rank's own tokens that it keeps for itself need no ride: where given, they stand
             for rows home_row, home_row + 1, ... of x_RH, which are not written there.
+        fp8_hidden: 0, or H: then rows travelled as FP8 and x_RH are packets (R, bytes) uint8 of codes and scales, of
+            which `widened` makes rows. Those at home are what they were.
         came_W: if rows lie in W slabs of R / W, one for each sender: (W,) int32 on the device, how many are in each.
-        scale_RG: if x_RH is FP8: (R, ceil(H / 128)) float32, the factor of each group of 128 columns.
         sums_unwanted: whether `combine` reads the partial sums of rows that nobody wants; they must be zero then.
     """
 
@@ -120,22 +121,23 @@ class Arrivals:
     home_TH: torch.Tensor | None = None
     home_row: int = 0
     came_W: torch.Tensor | None = None
-    scale_RG: torch.Tensor | None = None
+    fp8_hidden: int = 0
 
     @property
     def rows(self) -> Rows:
         """All rows that came, those at home included."""
+        assert not self.fp8_hidden, "widen them first"
         return Rows(self.x_RH, self.x_RH.shape[1], home=self.home_TH, home_row=self.home_row)
 
     def widened(self, dtype: torch.dtype) -> Arrivals:
         """The same, with rows that travelled as FP8 back in `dtype`, in a tensor of their own."""
-        if self.scale_RG is None:
+        if not self.fp8_hidden:
             return self
-        from carpool.transport.nvlink.transport import dequantise
+        from carpool.transport.nvlink.launch import launch_dequantise
 
         assert self.came_W is not None
-        x_RH = dequantise(self.x_RH, self.scale_RG, self.came_W, dtype)
-        return replace(self, x_RH=x_RH, scale_RG=None, leased=False)
+        x_RH = launch_dequantise(self.x_RH, self.came_W, self.fp8_hidden, dtype)
+        return replace(self, x_RH=x_RH, leased=False, fp8_hidden=0)
 
 
 class Transport(Protocol):

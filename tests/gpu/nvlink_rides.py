@@ -1,7 +1,7 @@
 """Rides whose answer is known bit by bit: random routings, experts that only scale, and what must come of them.
 
-A rank's experts scale a row by the sum over its slots s of weight_s (s + 1) (rank + 1). Weights are multiples of 1/64, so
-that this sum is exact in whatever order it is added, and what is left to rounding is the same on both sides: one
+A rank's experts scale a row by the sum over its slots s of weight_s (s + 1) (rank + 1). Weights are multiples of 1/64,
+so that this sum is exact in whatever order it is added, and what is left to rounding is the same on both sides: one
 rounding of each partial sum, additions in float32 in the order of ranks, one rounding of the total.
 
     4 steps of a ride           checked when it ends
@@ -28,18 +28,14 @@ import torch
 from carpool.stats import Traffic
 from carpool.transport import Arrivals, Pending
 
-FP8_GROUP = 128
 KINDS = ("rows", "slots", "weights", "counts", "sums", "gradient rows", "gradient sums", "weight gradients", "traffic")
 # Which of two rides takes its next step; at most two of them are between a dispatch and its combine.
 PATTERNS = ("aaaabbbb", "ababbaba", "abbaabba", "aababbab")
 
 
-def rows_of(arrivals: Arrivals) -> torch.Tensor:
-    """(R, H) rows that came, those at home included; what came as FP8 in float32."""
-    rows_RH = arrivals.rows.contiguous(arrivals.x_RH.shape[0])
-    if arrivals.scale_RG is None:
-        return rows_RH
-    return rows_RH.float() * arrivals.scale_RG.repeat_interleave(FP8_GROUP, 1)[:, : rows_RH.shape[1]]
+def rows_of(arrivals: Arrivals, dtype: torch.dtype) -> torch.Tensor:
+    """(R, H) rows that came, those at home included, in the dtype of the layer if they came as FP8."""
+    return arrivals.widened(dtype).rows.contiguous(arrivals.slot_RJ.shape[0])
 
 
 def gradient_rows(result: Any, num_rows: int) -> torch.Tensor:
@@ -93,8 +89,8 @@ def draw_sizes(ranks: int, tokens: int, draw: random.Random) -> tuple[int, ...]:
 def draw_routings(
     shape: Shape, sizes: list[tuple[int, ...]], generator: torch.Generator, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(B, W, T, K) slots, distinct ones for each token, and weights. Some routings prefer some slots by a lot, some have
-    holes, some have nothing but holes."""
+    """(B, W, T, K) slots, distinct ones for each token, and weights. Some routings prefer some slots by a lot, some
+    have holes, some have nothing but holes."""
     place: dict[str, Any] = {"generator": generator, "device": device}
     count, everywhere = len(sizes), shape.ranks * shape.slots
     size = (count, shape.ranks, shape.tokens)
@@ -185,7 +181,7 @@ class Ride:
 
     def _arrived(self, pending: Pending) -> None:
         arrivals = pending.wait()
-        rows_RH = rows_of(arrivals)
+        rows_RH = rows_of(arrivals, self.shape.dtype)
         self.slot_RK, self.weight_RK = arrivals.slot_RJ, arrivals.weight_RJ
         self._check_rows("rows", rows_RH, self.case.x_WTH)
         self.found.add("slots", self._scattered(self.local_WTK, -1) != self.slot_RK)
@@ -251,9 +247,7 @@ def scale_rows(
     out_RH.copy_(torch.where(factor_R1 > 0, rows_RH.float() * factor_R1, torch.nan))
 
 
-def scaled(
-    values_TH: torch.Tensor, slot_TK: torch.Tensor, weight_TK: torch.Tensor, shape: Shape
-) -> torch.Tensor:
+def scaled(values_TH: torch.Tensor, slot_TK: torch.Tensor, weight_TK: torch.Tensor, shape: Shape) -> torch.Tensor:
     """(T, H) what comes back for `values_TH` from the experts of all ranks."""
     total_TH = torch.zeros_like(values_TH, dtype=torch.float32)
     for rank in range(shape.ranks):

@@ -1,27 +1,70 @@
-"""What tests/gpu/test_gpu.py runs on every GPU: `torchrun --nproc-per-node 4 -m tests.gpu.worker`.
+"""What the tests here run on every GPU: `torchrun --nproc-per-node 4 -m tests.gpu.worker [nvlink]`.
 
 The parity matrix of tests/test_parity.py over NCCL, each case against the same float64 reference, and once more to see
-that it is bitwise the same.
+that it is bitwise the same. With `nvlink` the matrix of that transport, which exists on GPUs only.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from tests.test_parity import BF16, CASES, differences, run_cases
+from tests.pairwise import all_pairs
+from tests.test_parity import BF16, CASES, FACTORS, FORBIDDEN, PRODUCT, Case, differences, run_cases
+
+# Each K, hidden size, and number of slots and ranks has its kernels compiled, so those that do not matter to one another
+# are tied together. Rows are multiples of 16 bytes.
+K_AND_SIZE = {4: (8, (32, 24)), 2: (3, (20, 36)), 1: (2, (32, 24))}
+
+
+def nvlink_cases() -> list[Case]:
+    """Every layout with every EP, and every pair of all other settings; K 1 and bf16 added."""
+    factors = FACTORS | {
+        "transport": ("nvlink",),
+        "top_k": tuple(top_k for top_k, _ in K_AND_SIZE.values()),
+        "size": ((20, 36), (32, 24)),
+    }
+    untied = [
+        {"ep": ep, name: value}
+        for ep, (top_k, size) in K_AND_SIZE.items()
+        for name, tied in (("top_k", top_k), ("size", size))
+        for value in factors[name]
+        if value != tied
+    ]
+    # Pairs that an EP in between would need: the number of choices says the EP, and that the size.
+    untied += [
+        {"top_k": top_k, "size": value}
+        for top_k, size in K_AND_SIZE.values()
+        for value in factors["size"]
+        if value != size
+    ]
+    # A replicated layout needs several ranks, and one rank is what its number of choices stands for.
+    untied += [
+        {"layout": layout, "top_k": K_AND_SIZE[1][0]} for layout in FACTORS["layout"] if layout.startswith("replicated")
+    ]
+    start = [cell | {"transport": "nvlink"} for cell in PRODUCT if cell["transport"] == "dedup"]
+    cases = [Case(**case) for case in all_pairs(factors, FORBIDDEN + untied, start=start)]
+    cases += [Case("nvlink", "contiguous", 4, top_k=1), Case("nvlink", "replicated", 2, top_k=1, tokens="empty_ranks")]
+    cases += [Case("nvlink", layout, ep, top_k=top_k, bias=bias, shared=shared, tokens=tokens, dtype=torch.bfloat16)
+              for layout, ep, top_k, bias, shared, tokens in [
+                  ("contiguous", 4, 8, True, 0, "ragged"), ("uneven", 4, 8, True, 20, "empty_ranks"),
+                  ("replicated", 4, 8, False, 0, "ragged"), ("replicated_permuted", 2, 3, True, 20, "ragged"),
+                  ("uneven", 1, 2, False, 20, "ragged"), ("contiguous", 4, 8, False, 0, "no_tokens")]]  # fmt: skip
+    cases += [replace(cases[-6], experts="reference"), replace(cases[-6], routing="recorded", tokens="holes")]
+    return cases
 
 
 def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
-    cases = CASES + BF16
+    cases = nvlink_cases() if "nvlink" in sys.argv else CASES + BF16
     own, again = run_cases(cases), run_cases(cases)
     unequal = [str(case) for case, a, b in zip(cases, own, again, strict=True) if not same(a, b)]
     gathered: list[Any] = [None] * dist.get_world_size()

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 import transformers
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, TrainerControl, TrainerState, TrainingArguments
 from transformers.distributed import DistributedConfig
+from transformers.trainer_callback import CallbackHandler
 
 from carpool.hf import CarpoolCallback
+from carpool.transport.nvlink import BufferOverflowError, Buffers, NVLink
 from tests.hf.meshes import reuse_meshes
 from tests.hf.parity import quiet
 from tests.hf.test_behaviours import Tokens
@@ -56,6 +60,20 @@ def _logs(path: str) -> tuple[list[dict[str, float]], str]:
     with pytest.raises(ValueError) as error:
         plain.callback_handler.on_train_begin(plain.args, plain.state, plain.control)
     return logs, str(error.value)
+
+
+def test_an_overflow_is_told_before_the_optimizer_uses_it() -> None:
+    callback = CarpoolCallback()
+    handler = CallbackHandler([callback], torch.nn.Linear(1, 1), None, None, None)
+    event = (TrainingArguments(report_to=[]), TrainerState(), TrainerControl())
+    handler.on_pre_optimizer_step(*event)  # not begun
+    buffers = Buffers(None, torch.device("cpu"), max_tokens=4)
+    layers = [SimpleNamespace(transport=NVLink(None, 4, None, buffers)) for _ in range(2)]
+    callback._metrics = SimpleNamespace(layers=[SimpleNamespace(transport=None), *layers])  # type: ignore[assignment]
+    handler.on_pre_optimizer_step(*event)
+    buffers.needed.fill_(5)
+    with pytest.raises(BufferOverflowError, match="5 were needed"):
+        handler.on_pre_optimizer_step(*event)
 
 
 def test_trainer_logs_what_rode(ranks: Ranks, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner, Result
 
 import carpool
@@ -139,6 +140,19 @@ def test_doctor_finds_this_machine_fit():
     for found in (r"ok +torch +\d", r"ok +transformers +\d", "ok +gloo +available", "two ranks exchanged rows"):
         assert re.search(found, result.stdout), found
     assert "FAIL" not in result.stdout
+
+
+@pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="there is a GPU")
+def test_nvlink_needs_gpus(tmp_path):
+    check = doctor._nvlink(torch)
+    assert (check.color, check.name) == (doctor.YELLOW, "nvlink transport")
+    assert check.text == "there is no CUDA device: transport auto uses dedup"
+    refused = error_of("train", "--dry-run", "moe.transport=nvlink")
+    assert refused == (
+        "error: transport 'nvlink' cannot be used here: there is no CUDA device; use 'auto' or 'dedup'\n"
+    )
+    shown = carpool_command("train", "--dry-run", "nvlink.capacity=0.5").stdout
+    assert "# transport dedup: about" in shown and "capacity = 0.5" in shown
 
 
 def test_doctor_says_what_is_wrong(monkeypatch):

@@ -264,12 +264,25 @@ def test_the_cause_is_told_from_its_consequences(tmp_path):
         4: failed(tmp_path, 4, -signal.SIGABRT),
         5: failed(tmp_path, 5, 7),
         6: failed(tmp_path, 6, -signal.SIGKILL),
+        7: failed(tmp_path, 7, 1, RankMissingError("rank 6 did not arrive at combine within 9 s", [6])),
     }
     order = []
     while failures:
         order.append(first_cause(failures))
         del failures[order[-1]]
-    assert order == [6, 2, 3, 4, 5, 0, 1]
+    assert order == [6, 2, 3, 4, 5, 7, 0, 1]
+
+
+def test_a_rank_that_merely_hangs_is_named_by_who_waited(tmp_path):
+    text = "rank 2 did not arrive at dispatch within 9 s; rank 1 waited in vain"
+    failures = {
+        0: failed(tmp_path, 0, 1, RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")),
+        1: failed(tmp_path, 1, 1, RankMissingError(text, [2])),
+        2: failed(tmp_path, 2, -signal.SIGTERM),
+    }
+    failure = rank_failure(failures, 3, config(tmp_path), tmp_path, 0.0)
+    assert failure.rank == 1 and not failure.user_error
+    assert f"RankMissingError: {text}; the other 2 ranks were stopped" in str(failure)
 
 
 def test_recorded_errors_keep_the_first_and_are_readable_by_pytorch(tmp_path, monkeypatch):

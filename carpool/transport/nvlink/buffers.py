@@ -5,7 +5,6 @@ A lease is one symmetric allocation per rank, cut into regions at the same byte 
     signals   arrived (W x MAX_CTAS), written (W), counts (2 x W)         int32
     rows      W slabs of `capacity` rows, one slab for each sender        what dispatch writes into peers
     choices   K slots and K weights beside each row
-    scales    one float32 for 128 columns, if rows travel as FP8
     partial   what the experts write and peers read                       as many rows
     dweight   K float32 beside each partial row, in the backward
 
@@ -58,14 +57,13 @@ class Regions:
     counts: int
     rows: int
     choices: int
-    scales: int
     partial: int
     dweight: int
     total: int
 
     @classmethod
-    def of(cls, num_ranks: int, capacity: int, row_bytes: int, top_k: int, scale_bytes: int) -> Regions:
-        """For W slabs of `capacity` rows of `row_bytes` bytes, K choices and `scale_bytes` of scales each."""
+    def of(cls, num_ranks: int, capacity: int, row_bytes: int, top_k: int) -> Regions:
+        """For W slabs of `capacity` rows of `row_bytes` bytes and K choices each."""
         rows = num_ranks * capacity
         sizes = {
             "arrived": num_ranks * MAX_CTAS * 4,
@@ -73,7 +71,6 @@ class Regions:
             "counts": 2 * num_ranks * 4,
             "rows": rows * row_bytes,
             "choices": rows * 2 * top_k * 4,
-            "scales": rows * scale_bytes,
             "partial": rows * row_bytes,
             "dweight": rows * top_k * 4,
         }
@@ -145,7 +142,7 @@ class Buffers:
         self.status = torch.zeros(1, dtype=torch.int32, device=device)
         self.needed = torch.zeros(1, dtype=torch.int32, device=device)
         self.host_status = torch.zeros(1 + self.num_ranks, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._row = (0, 0, 0)  # the largest row, K and scales that any layer has asked for, in bytes
+        self._row = (0, 0)  # the bytes of the largest row and the largest K that any layer has asked for
         self._leases: list[Lease] = []
         self._turn = 0
         if max_tokens is not None:
@@ -156,10 +153,9 @@ class Buffers:
         """Bytes of this rank's leases that exist."""
         return sum(lease.regions.total for lease in self._leases)
 
-    def lease_bytes(self, capacity: int, hidden: int, element_size: int, top_k: int, fp8: bool = False) -> int:
+    def lease_bytes(self, capacity: int, hidden: int, element_size: int, top_k: int) -> int:
         """Bytes that one lease takes on each rank."""
-        scales = 4 * -(-hidden // 128) if fp8 else 0
-        return Regions.of(self.num_ranks, capacity, hidden * element_size, top_k, scales).total
+        return Regions.of(self.num_ranks, capacity, hidden * element_size, top_k).total
 
     def agree(self, tokens: int) -> None:
         """Make sure that there is a capacity. The first call is collective and waits for the device."""
@@ -188,9 +184,9 @@ class Buffers:
     def busy(self) -> bool:
         return any(lease.busy for lease in self._leases)
 
-    def acquire(self, row_bytes: int, top_k: int, scale_bytes: int) -> Lease:
+    def acquire(self, row_bytes: int, top_k: int) -> Lease:
         """The next lease, of at least these sizes. All ranks take turns alike; collective when a lease is made."""
-        wanted = (row_bytes, top_k, scale_bytes)
+        wanted = (row_bytes, top_k)
         if any(now < new for now, new in zip(self._row, wanted, strict=True)) and not self.busy:
             self._row = tuple(max(pair) for pair in zip(self._row, wanted, strict=True))  # type: ignore[assignment]
             self._leases.clear()

@@ -17,9 +17,6 @@ it. In the same way this dispatch's end says that all peers have finished readin
 Rows for the own experts stay where they are: who reads arrivals finds them in x (`Arrivals.home_TH`). An SM stores
 about 45 GB/s to wherever it may be, so filling the own slab too would take a quarter of what 8 programs can do (8 CTAs:
 582 us against 500 at T 4096, H 7168), and a copy beside the kernel was delayed by it in one run of two.
-
-FP8: rows are quantised on the way out, in groups of 128 columns with one float32 scale each (amax / 448, e4m3), so half
-of the bytes travel. The receiver gets the codes and the scales, the own rows too.
 """
 
 from __future__ import annotations
@@ -28,9 +25,6 @@ import triton
 import triton.language as tl
 
 from carpool.transport.nvlink.signals import count_sent, send, wait
-
-GROUP = tl.constexpr(128)
-FP8_MAX = tl.constexpr(448.0)
 
 
 @triton.jit
@@ -93,42 +87,6 @@ def _send_rows(  # type: ignore[no-untyped-def]
             _store(buffer0, target0, column, value, HW)
             _store(buffer1, target1, column, value, HW)
             _store(buffer2, target2, column, value, HW)
-        value, token, column = following, next_token, next_column
-
-
-@triton.jit
-def _send_rows_fp8(  # type: ignore[no-untyped-def]
-    x,
-    row,
-    bases,
-    x_at,
-    scale_at,
-    tokens,
-    own,
-    H: tl.constexpr,
-    W: tl.constexpr,
-    BT: tl.constexpr,
-    BH: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    groups: tl.constexpr = (H + GROUP - 1) // GROUP
-    across: tl.constexpr = (H + BH - 1) // BH
-    each: tl.constexpr = BH // GROUP
-    tiles = tl.cdiv(tokens, BT) * across
-    value, token, column = _load(x, tl.program_id(0), tokens, H, BT, BH)
-    for tile in range(tl.program_id(0), tiles, ROWS):
-        following, next_token, next_column = _load(x, tile + ROWS, tokens, H, BT, BH)
-        group = (tile % across) * each + tl.arange(0, each)
-        grouped = tl.reshape(value.to(tl.float32), [BT, each, GROUP])
-        largest = tl.maximum(tl.max(tl.abs(grouped), 2), 1e-30)
-        scale = largest / FP8_MAX
-        inverse = 1.0 / scale
-        code = (grouped * inverse[:, :, None]).to(tl.float8e4nv)
-        code = tl.reshape(code, [BT, BH]).to(tl.uint8, bitcast=True)
-        for step in tl.static_range(W):
-            target = _target(row, step, own, token, tokens, W)
-            _store(_buffer(bases, step, own, x_at, tl.uint8, W), target, column, code, H)
-            _store(_buffer(bases, step, own, scale_at, tl.float32, W), target, group, scale, groups)
         value, token, column = following, next_token, next_column
 
 
@@ -250,11 +208,9 @@ def dispatch_kernel(  # type: ignore[no-untyped-def]
     timeout,
     verb,
     x_at,
-    scale_at,
     choice_at,
     count_at,
     arrived_at,
-    H: tl.constexpr,
     HW: tl.constexpr,
     S: tl.constexpr,
     K: tl.constexpr,
@@ -269,14 +225,13 @@ def dispatch_kernel(  # type: ignore[no-untyped-def]
     BH: tl.constexpr,
     BC: tl.constexpr,
     BU: tl.constexpr,
-    FP8: tl.constexpr,
     SEND: tl.constexpr,
     RECEIVE: tl.constexpr,
     SPIN: tl.constexpr,
 ):
     """ROWS programs send rows, CHOICES more the rest (0 of them for gradients); the same numbers on every rank.
 
-    x: (T, HW) words, or (T, H) for FP8. slot, weight: (T, K). row: (W, T), count: (2, W), choices: (blocks, W): from
+    x: (T, HW) words. slot, weight: (T, K). row: (W, T), count: (2, W), choices: (blocks, W): from
     the plan. bases: (W,) addresses of the ranks' leases; *_at: byte offsets in a lease. epochs: (2,) of this lease.
     needed: (1,) the largest capacity that any rank would have needed so far. tally: (2, W) int64, rows and choices.
     slot_out, weight_out: (W * capacity, K), received: (W,).
@@ -288,8 +243,6 @@ def dispatch_kernel(  # type: ignore[no-untyped-def]
     if SEND:
         if program >= ROWS:
             _send_choices(slot, weight, row, bases, choice_at, tokens, capacity, own, S, K, KP, W, BC, ROWS)
-        elif FP8:
-            _send_rows_fp8(x, row, bases, x_at, scale_at, tokens, own, H, W, BT, BH, ROWS)
         else:
             _send_rows(x, row, bases, x_at, tokens, own, HW, W, BT, BH, ROWS)
         if (CHOICES > 0) & (program == LAST):
@@ -318,8 +271,7 @@ def dispatch_kernel(  # type: ignore[no-untyped-def]
             if CHOICES > 0:
                 came = tl.load(counts + peer, mask=peer < W, other=0, volatile=True)
                 wanted = tl.load(counts + W + peer, mask=peer < W, other=0, volatile=True)
-                if not FP8:
-                    came = tl.where(peer == own, 0, came)
+                came = tl.where(peer == own, 0, came)
                 tl.store(received + peer, came, mask=peer < W)
                 tl.atomic_max(needed, tl.max(wanted, 0))
             # The combine of this lease reads this one, and sets the one that the next dispatch reads.

@@ -10,7 +10,7 @@ import triton
 from carpool.transport.nvlink.buffers import MAX_CTAS, VERBS, Buffers, Lease
 from carpool.transport.nvlink.combine_kernel import combine_kernel
 from carpool.transport.nvlink.dispatch_kernel import dispatch_kernel
-from carpool.transport.nvlink.fp8_kernel import dequantise_kernel
+from carpool.transport.nvlink.fp8_kernel import dequantise_kernel, quantise_kernel
 from carpool.transport.nvlink.plan_kernel import plan_kernel
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 # In the interpreter no program may wait for another: everything it waits for has been sent before.
 SPIN = not triton.knobs.runtime.interpret
 PLAN_BLOCK = 512
+FP8_GROUP = 128
 
 
 def power(n: int) -> int:
@@ -54,39 +55,35 @@ def launch_dispatch(
     ctas: int,
     rank: int,
     slots_per_rank: int,
-    fp8: bool,
     send: bool,
     receive: bool,
 ) -> None:
-    hidden, words = x_TH.shape[1], x_TH.shape[1] * x_TH.element_size() // 4
+    words = x_TH.shape[1] * x_TH.element_size() // 4
     tokens, top_k = route.slot_TK.shape
     num_ranks, at = buffers.num_ranks, lease.regions
     choices = slot_RJ is not None
-    tile = dispatch_tile(hidden if fp8 else words, fp8)
+    tile = dispatch_tile(words)
     capacity = route.num_rows // num_ranks
     # All ranks must agree on who does what, so it depends on the capacity, which they share, not on the tokens.
-    others = min(max(1, ctas // 2), triton.cdiv(capacity, 1024))
+    others = min(8, max(1, ctas - 8)) if capacity >= 1024 else 1
     rows = ctas - others
     dispatch_kernel[(ctas if choices else rows,)](
-        x_TH if fp8 else x_TH.view(torch.int32), route.slot_TK, route.weight_TK, route.row_WT, route.count_2W,
+        x_TH.view(torch.int32), route.slot_TK, route.weight_TK, route.row_WT, route.count_2W,
         route.choices_BW, lease.bases, lease.epochs, buffers.status, buffers.host_status, buffers.needed, tally,
         slot_RJ if choices else route.slot_TK, weight_RJ if choices else route.weight_TK, route.received_W,
         tokens, route.choices_BW.shape[0], capacity, rank, int(1e9 * buffers.timeout_seconds),
         VERBS.index("dispatch" if choices else "dispatch_gradients"),
-        at.rows, at.scales, at.choices, at.counts, at.arrived,
-        H=hidden, HW=words, S=max(1, slots_per_rank), K=top_k, KP=power(top_k), W=num_ranks, WP=power(num_ranks),
+        at.rows, at.choices, at.counts, at.arrived,
+        HW=words, S=max(1, slots_per_rank), K=top_k, KP=power(top_k), W=num_ranks, WP=power(num_ranks),
         ROWS=rows, CHOICES=others if choices else 0, MAX_CTAS=MAX_CTAS, PAD=power(num_ranks * ctas),
-        BC=max(16, 4096 // power(top_k)), BU=max(16, 8192 // power(top_k)), FP8=fp8, SEND=send, RECEIVE=receive,
+        BC=max(16, 4096 // power(top_k)), BU=max(16, 8192 // power(top_k)), SEND=send, RECEIVE=receive,
         SPIN=SPIN, **tile,
     )  # fmt: skip
 
 
-def dispatch_tile(width: int, fp8: bool) -> dict[str, int]:
+def dispatch_tile(words: int) -> dict[str, int]:
     """Tile of the push, measured: 32 KiB per program and step."""
-    if fp8:
-        across = max(128, min(512, power(width)))
-        return {"BT": 16384 // across, "BH": across, "num_warps": 32}
-    across = min(512, power(width))
+    across = min(512, power(words))
     return {"BT": 8192 // across, "BH": across, "num_warps": 32}
 
 
@@ -126,14 +123,22 @@ def combine_tile(hidden: int, element_size: int) -> dict[str, int]:
     return {"BT": 32768 // element_size // across, "BH": across, "num_warps": 32}
 
 
-def launch_dequantise(
-    code_RH: torch.Tensor, scale_RG: torch.Tensor, received_W: torch.Tensor, dtype: torch.dtype
-) -> torch.Tensor:
+def launch_quantise(x_TH: torch.Tensor, packet_bytes: int) -> torch.Tensor:
+    """(T, packet_bytes) uint8 of (T, H) rows; see fp8_kernel.py."""
+    rows, hidden = x_TH.shape
+    packet_TB = torch.empty(rows, packet_bytes, dtype=torch.uint8, device=x_TH.device)
+    if rows:
+        grid = (triton.cdiv(rows, 32), triton.cdiv(hidden, FP8_GROUP))
+        quantise_kernel[grid](x_TH, packet_TB, rows, H=hidden, BYTES=packet_bytes, BR=32, num_warps=4)
+    return packet_TB
+
+
+def launch_dequantise(packet_RB: torch.Tensor, came_W: torch.Tensor, hidden: int, dtype: torch.dtype) -> torch.Tensor:
     """(R, H) rows in `dtype`; those that did not come are not written."""
-    rows, hidden = code_RH.shape
-    out_RH = torch.empty(rows, hidden, dtype=dtype, device=code_RH.device)
-    # A block of rows lies in one slab or in two; each row looks up its own.
-    dequantise_kernel[(triton.cdiv(rows, 8), triton.cdiv(hidden, 512))](
-        code_RH, scale_RG, received_W, out_RH, rows, rows // received_W.shape[0], H=hidden, BR=8, BH=512, num_warps=4
+    rows, packet_bytes = packet_RB.shape
+    out_RH = torch.empty(rows, hidden, dtype=dtype, device=packet_RB.device)
+    grid = (triton.cdiv(rows, 32), triton.cdiv(hidden, FP8_GROUP))
+    dequantise_kernel[grid](
+        packet_RB, came_W, out_RH, rows, rows // came_W.shape[0], H=hidden, BYTES=packet_bytes, BR=32, num_warps=4
     )
     return out_RH

@@ -162,28 +162,26 @@ class NVLink:
         weight_RJ = route.weight_TK.new_empty(route.num_rows, route.top_k)
         fp8 = self.options.forward_fp8
         pending = self._dispatch(x_TH, route, CHOICE_BYTES, fp8, slot_RJ, weight_RJ)
-
-        def finish() -> Arrivals:
-            x_RH, scale_RG = pending.wait()
-            home_TH = None if fp8 else x_TH[: self.buffers.capacity]
-            return Arrivals(
-                x_RH, slot_RJ, weight_RJ, route.num_pairs, leased=True, sums_unwanted=False, home_TH=home_TH,
-                home_row=self.rank * self.buffers.capacity, came_W=route.received_W, scale_RG=scale_RG,
-            )  # fmt: skip
-
-        return Pending(finish)
+        return Pending(
+            lambda: Arrivals(
+                pending.wait(), slot_RJ, weight_RJ, route.num_pairs, leased=True, sums_unwanted=False,
+                home_TH=x_TH[: self.buffers.capacity], home_row=self.rank * self.buffers.capacity,
+                came_W=route.received_W, fp8_hidden=x_TH.shape[1] if fp8 else 0,
+            )
+        )  # fmt: skip
 
     def dispatch_gradients(self, dy_TH: torch.Tensor, route: NVLinkRoute) -> Pending:
         route.backward = True
-        pending = self._dispatch(dy_TH, route, 0, self.options.backward_fp8)
+        fp8 = self.options.backward_fp8
+        pending = self._dispatch(dy_TH, route, 0, fp8)
 
         def finish() -> Rows:
-            dpartial_RH, scale_RG = pending.wait()
-            if scale_RG is None:
-                home_row = self.rank * self.buffers.capacity
-                home = dy_TH[: self.buffers.capacity]
-                return Rows(dpartial_RH, dy_TH.shape[1], home=home, home_row=home_row)
-            return Rows.of(dequantise(dpartial_RH, scale_RG, route.received_W, dy_TH.dtype))
+            from carpool.transport.nvlink.launch import launch_dequantise
+
+            came, hidden, capacity = pending.wait(), dy_TH.shape[1], self.buffers.capacity
+            if fp8:
+                came = launch_dequantise(came, route.received_W, hidden, dy_TH.dtype)
+            return Rows(came, hidden, home=dy_TH[:capacity], home_row=self.rank * capacity)
 
         return Pending(finish)
 
@@ -204,7 +202,7 @@ class NVLink:
         slot_RJ: torch.Tensor | None = None,
         weight_RJ: torch.Tensor | None = None,
     ) -> Pending:
-        from carpool.transport.nvlink.launch import launch_dispatch
+        from carpool.transport.nvlink.launch import launch_dispatch, launch_quantise
 
         self.buffers.check()
         x_TH = x_TH.contiguous()
@@ -214,28 +212,23 @@ class NVLink:
                 f"transport 'nvlink' moves rows in pieces of 16 bytes, but {hidden} x {x_TH.dtype} are {row_bytes} "
                 "bytes: use a hidden size that is a multiple of 8, or transport 'dedup'"
             )
-        groups = -(-hidden // FP8_GROUP)
-        scale_bytes = 4 * groups if self.options.forward_fp8 or self.options.backward_fp8 else 0
-        lease = self.buffers.acquire(row_bytes, route.top_k, scale_bytes)
+        lease = self.buffers.acquire(row_bytes, route.top_k)
         route.lease = lease
-        at = lease.regions
-        sent_bytes = hidden + 4 * groups if fp8 else row_bytes
+        sent = launch_quantise(x_TH, packet_bytes(hidden)) if fp8 else x_TH
+        sent_bytes = sent.shape[1] * sent.element_size()
         tally = self._tally("out", route, sent_bytes, row_bytes, choice_bytes)
 
         def launch(send: bool, receive: bool) -> None:
             launch_dispatch(
-                x_TH, route, lease, tally, slot_RJ, weight_RJ, self.buffers, self.options.dispatch_ctas, self.rank,
-                self.slots_per_rank, fp8, send, receive,
+                sent, route, lease, tally, slot_RJ, weight_RJ, self.buffers, self.options.dispatch_ctas, self.rank,
+                self.slots_per_rank, send, receive,
             )  # fmt: skip
 
-        finish = self._run(launch, x_TH)
+        finish = self._run(launch, sent)
 
-        def rows() -> tuple[torch.Tensor, torch.Tensor | None]:
+        def rows() -> torch.Tensor:
             finish()
-            if fp8:
-                codes = lease.view(at.rows, (route.num_rows, hidden), torch.float8_e4m3fn)
-                return codes, lease.view(at.scales, (route.num_rows, groups), torch.float32)
-            return lease.view(at.rows, (route.num_rows, hidden), x_TH.dtype), None
+            return lease.view(lease.regions.rows, (route.num_rows, sent.shape[1]), sent.dtype)
 
         return Pending(rows)
 
@@ -302,11 +295,9 @@ class NVLink:
         return route.traffic.tally(verb, sent, plain_bytes + choice_bytes, route.row_WT.device)
 
 
-def dequantise(code_RH: torch.Tensor, scale_RG: torch.Tensor, came_W: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """(R, H) rows in `dtype` of what travelled as FP8; those that did not come are not written."""
-    from carpool.transport.nvlink.launch import launch_dequantise
-
-    return launch_dequantise(code_RH, scale_RG, came_W, dtype)
+def packet_bytes(hidden: int) -> int:
+    """Bytes of a row that travels as FP8: codes, a float32 scale for each 128 columns, rounded up to 16."""
+    return -(-(-(-hidden // 4) * 4 + 4 * -(-hidden // FP8_GROUP)) // 16) * 16
 
 
 def why_not(group: dist.ProcessGroup | None) -> str | None:

@@ -1,0 +1,149 @@
+"""The `nvlink` transport on real GPUs: tests/gpu/nvlink_worker.py on every one of them, up to four.
+
+NVLink multicast stays off: these tests need none of it, and not every machine's links do it well.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks import free_port
+
+GPUS = torch.cuda.device_count()
+RANKS = min(4, GPUS)
+ROOT = Path(__file__).resolve().parents[2]
+ENVIRONMENT = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
+}
+# A rank gives up after 3 s; the rest is for starting the kernel and looking.
+PATIENCE, SLACK = 3, 5
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(560)]
+
+
+def needs(gpus: int) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(gpus > GPUS, reason=f"needs {gpus} GPUs")
+
+
+def torchrun(ranks: int, module: str, *arguments: str, seconds: int) -> str:
+    """What the ranks printed; all must have succeeded."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    start += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]  # a free port
+    process = subprocess.Popen(
+        [*start, "-m", module, *arguments],
+        cwd=ROOT,
+        env=os.environ | ENVIRONMENT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        out, errors = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun ends its ranks on that; they would survive its being killed
+        out, errors = process.communicate(timeout=60)
+        pytest.fail(f"{module} {arguments} took more than {seconds} s\n{out[-3000:]}{errors[-3000:]}")
+    print(out)
+    assert process.returncode == 0, out[-5000:] + errors[-5000:]
+    return out
+
+
+def check(mode: str, *arguments: str, ranks: int = RANKS, seconds: int = 180) -> str:
+    out = torchrun(ranks, "tests.gpu.nvlink_worker", mode, *arguments, seconds=seconds)
+    lines = [line for line in out.splitlines() if line.startswith(f"{mode}: ")]
+    assert len(lines) == 1 and lines[0].endswith(", ok"), out
+    return lines[0]
+
+
+@needs(2)
+def test_ten_thousand_random_rides_bit_by_bit() -> None:
+    line = check("stress", "10000", seconds=400)
+    assert re.search(rf"100\d\d cases on {RANKS} ranks in [\d.]+ s, 0 mismatches", line), line
+
+
+@needs(3)
+def test_two_ranks_bit_by_bit() -> None:
+    assert "600 cases on 2 ranks" in check("stress", "600", ranks=2, seconds=300)
+
+
+@needs(1)
+def test_one_rank_bit_by_bit() -> None:
+    assert "600 cases on 1 ranks" in check("stress", "600", ranks=1, seconds=300)
+
+
+@needs(2)
+def test_the_layer_never_waits_for_the_device_and_is_the_same_each_time() -> None:
+    check("sync")
+
+
+@needs(2)
+def test_backward_needs_nothing_from_the_buffers() -> None:
+    check("leases")
+
+
+@needs(2)
+def test_a_cuda_graph_of_plan_dispatch_and_combine() -> None:
+    check("graph")
+
+
+@needs(2)
+def test_fp8_loses_half_a_step_at_most() -> None:
+    check("fp8")
+
+
+@needs(2)
+def test_an_overflow_is_known_to_all_and_mended_by_growing() -> None:
+    check("overflow")
+
+
+@needs(2)
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_a_missing_rank_is_named_in_time(how: str) -> None:
+    """Plain processes: torchrun would end the others as soon as one dies."""
+    shared = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.gpu.nvlink_worker", "missing", how],
+            cwd=ROOT,
+            env=os.environ | ENVIRONMENT | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    told, deadline = {}, time.monotonic() + 150
+    try:
+        for rank, process in enumerate(processes):
+            if rank != 1:
+                told[rank], _ = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
+        ended = processes[1].poll()
+    finally:
+        for process in processes:
+            process.kill()  # also ends a process that is stopped
+            process.wait(timeout=30)
+    assert ended == (-signal.SIGKILL if how == "kill" else None)
+    for rank, out in told.items():
+        line = re.search(rf"^rank {rank}: RankMissingError ranks \[1\] after ([\d.]+) s: (.*)$", out, re.MULTILINE)
+        assert line, out[-3000:]
+        print(line[0])
+        assert PATIENCE - 0.5 <= float(line[1]) <= PATIENCE + SLACK, line[0]
+        assert re.match(r"rank 1 did not arrive at \w+ within 3 s", line[2]), line[0]
+
+
+@needs(4)
+def test_parity_matrix_over_nvlink() -> None:
+    out = torchrun(4, "tests.gpu.worker", "nvlink", seconds=520)
+    assert " 0 differ from the reference, 0 differ between two runs" in out

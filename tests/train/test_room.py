@@ -1,0 +1,158 @@
+"""Buffers that are too small: they grow, the step is repeated, and nothing of the first attempt remains."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+import unittest.mock
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from carpool.train import config as configuration
+from carpool.train.config import Config, load_config
+from carpool.train.loop import train
+from carpool.train.room import lease_bytes, make_room, most_tokens, nvlink_options
+from carpool.train.schema import Degrees, NvlinkSection
+from carpool.transport.nvlink import Buffers, NVLinkOptions
+from carpool.transport.nvlink.buffers import MAX_CTAS
+from tests.ranks import Ranks
+from tests.train.test_launch import clean_environment
+from tests.train.test_loop import MODEL, losses, records, text
+
+__all__ = ["text"]  # a fixture
+
+CPU = torch.device("cpu")
+CUT = ["training.max_steps=4", "training.eval_steps=none", "training.sample_prompt=none", "nvlink.capacity=0.25"]
+
+
+def test_options_follow_the_configuration() -> None:
+    section, options = NvlinkSection(), NVLinkOptions()
+    assert (section.dispatch_ctas, section.combine_ctas) == (options.dispatch_ctas, options.combine_ctas)
+    assert section.leases == options.num_leases
+    for name in ("dispatch_ctas", "combine_ctas"):
+        configured = load_config(None, [f"nvlink.{name}={MAX_CTAS}"])
+        assert getattr(configured.nvlink, name) == MAX_CTAS
+    settings = ["training.per_device_train_batch_size=2", "training.per_device_eval_batch_size=3"]
+    settings += ["data.sequence_length=33", "parallelism.timeout_seconds=7"]
+    degrees = Degrees(4, 1, 2, 2, 4)
+    whole = load_config(None, [*settings, "nvlink.forward_fp8=true"])
+    assert most_tokens(whole, degrees) == 50  # 99 tokens for two ranks
+    options = nvlink_options(whole, degrees)
+    assert (options.max_tokens, options.timeout_seconds, options.forward_fp8, options.backward_fp8) == (50, 7, True, 0)
+    assert options.lossy_reasons == ["rows travel as FP8"] and nvlink_options(Config(), degrees).lossy_reasons == []
+    assert nvlink_options(load_config(None, [*settings, "nvlink.capacity=0.5"]), degrees).max_tokens == 25
+    assert nvlink_options(load_config(None, [*settings, "nvlink.capacity=0.01"]), degrees).max_tokens == 17, "a sample"
+    made = Buffers(None, CPU, max_tokens=50)
+    assert lease_bytes(options, 1, 64, 2, 4) == made.lease_bytes(50, 64, 2, 4)
+
+
+@pytest.mark.parametrize(
+    "setting", ["capacity=0", "capacity=1.5", "dispatch_ctas=65", "dispatch_ctas=1", "leases=0", "forward_fp8=1"]
+)
+def test_refused_settings(setting: str) -> None:
+    with pytest.raises(ValueError, match=rf"nvlink\.{setting.split('=')[0]} = .*expected"):
+        configuration.load_config(None, [f"nvlink.{setting}"])
+
+
+@pytest.mark.parametrize(("needed", "most", "capacity"), [(0, 64, 0), (4, 64, 0), (5, 64, 8), (9, 12, 12), (9, 64, 16)])
+def test_room_is_made_when_rows_had_no_place(needed: int, most: int, capacity: int) -> None:
+    buffers = [Buffers(None, CPU, max_tokens=4) for _ in range(2)]
+    buffers[1].needed.fill_(needed)
+    assert make_room(buffers, most, CPU) == capacity
+    assert [one.capacity for one in buffers] == [capacity or 4] * 2
+    assert make_room(buffers, most, CPU) == 0
+
+
+def test_the_worst_case_asks_no_device() -> None:
+    untouchable = SimpleNamespace(capacity=64)
+    assert make_room([untouchable], 64, CPU) == 0  # type: ignore[list-item]
+
+
+class Cramped:
+    """Stands for the buffers of a transport: too small on one rank in the first two attempts, and in two more later."""
+
+    num_ranks, size = 1, 0
+
+    def __init__(self) -> None:
+        self.capacity, self.asked = 64, 0
+
+    def overflow(self) -> int:
+        self.asked += 1
+        return self.capacity + 1 if dist.get_rank() == 2 and self.asked in (2, 3, 6) else 0
+
+    def grow(self, capacity: int) -> None:
+        self.capacity = capacity
+
+    def check(self) -> None:
+        pass
+
+
+def _train(output: str, settings: list[str], cramped: bool) -> int:
+    buffers: list[Any] = [Cramped()] if cramped else []
+    with unittest.mock.patch("carpool.train.loop.buffers_of_rides", lambda layers: buffers):
+        train(load_config(None, [*MODEL, *settings, *CUT, f"training.output_dir={output}"]))
+    return buffers[0].capacity if cramped else 0
+
+
+def test_a_repeated_step_is_as_if_it_had_been_the_first(ranks: Ranks, text: list[str], tmp_path: Path) -> None:
+    # Drop-out: the random state must be put back. Two micro-batches: both are repeated.
+    settings = [*text, "model.config.attention_dropout=0.3", "training.per_device_eval_batch_size=32"]
+    settings += ["training.per_device_train_batch_size=1", "training.gradient_accumulation_steps=2"]
+    assert ranks(_train, str(tmp_path / "plain"), settings, False) == [0] * 4
+    assert ranks(_train, str(tmp_path / "cramped"), settings, True) == [512] * 4, "all ranks grew alike"
+    assert losses(tmp_path / "cramped") == losses(tmp_path / "plain")
+    evals = [
+        {step: line["loss"] for step, line in records(tmp_path / run, "eval").items()} for run in ("plain", "cramped")
+    ]
+    assert evals[0] == evals[1] and len(evals[0]) == 2
+    for step, line in records(tmp_path / "plain").items():
+        again = records(tmp_path / "cramped")[step]
+        assert again["bytes_remote"] == line["bytes_remote"] and again["tokens_seen"] == line["tokens_seen"]
+    lines = [json.loads(line) for line in (tmp_path / "cramped" / "metrics.jsonl").read_text().splitlines()]
+    repeats = [(line["step"], line["capacity"]) for line in lines if line["kind"] == "repeat"]
+    assert repeats == [(1, 128), (1, 256), (3, 512)]
+    assert not records(tmp_path / "plain", "repeat")
+
+
+# -- a rank that does not come ----------------------------------------------------------------------------------------
+
+STUCK = """
+import sys, time, torch
+from carpool.train.watchdog import Watchdog
+from carpool.transport.nvlink import Buffers
+buffers = Buffers(None, torch.device("cpu"), max_tokens=4)
+watchdog = Watchdog(lambda: [buffers], grace=float(sys.argv[1]))
+watchdog.start()
+buffers.host_status.copy_(torch.tensor([1, 2]))
+if sys.argv[2] == "raises":
+    time.sleep(0.5)
+    watchdog.stop()
+time.sleep(2.5 if sys.argv[2] == "raises" else 60)
+print("came to its end")
+"""
+
+
+@pytest.mark.parametrize(("grace", "then"), [("0.2", "hangs"), ("1.5", "raises")])
+def test_the_watchdog_ends_a_process_that_cannot(tmp_path: Path, grace: str, then: str) -> None:
+    begin = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", STUCK, grace, then],
+        env=clean_environment(TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json")),
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    if then == "raises":
+        assert (done.returncode, done.stdout, done.stderr) == (0, "came to its end\n", "")
+        return
+    assert done.returncode == 1 and not done.stdout and time.monotonic() - begin < 55
+    assert "rank 0 did not arrive at combine within 300 s" in done.stderr
+    recorded = json.loads((tmp_path / "error.json").read_text())["carpool"]
+    assert recorded["type"] == "RankMissingError" and not recorded["user_error"]
