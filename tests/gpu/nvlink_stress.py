@@ -43,7 +43,7 @@ class Cases:
 
     def __init__(self, shape: Shape, seed: int, full: bool = False) -> None:
         self.shape, self.full = shape, full
-        self.device = torch.device("cuda", torch.cuda.current_device())
+        _, _, self.device, _ = world()
         self.draw = random.Random(seed)
         self.generator = torch.Generator(self.device).manual_seed(seed)
         rows = (shape.ranks, shape.tokens + SPARE, shape.hidden)

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from tests.pairwise import all_pairs
 from tests.test_parity import BF16, CASES, FACTORS, FORBIDDEN, PRODUCT, Case, differences, run_cases
 
-# Each K, hidden size, and number of slots and ranks has its kernels compiled, so those that do not matter to one another
-# are tied together. Rows are multiples of 16 bytes.
+# Kernels are compiled for each K, hidden size, number of slots and number of ranks: so K and size go with the EP here.
+# Rows are multiples of 16 bytes.
 K_AND_SIZE = {4: (8, (32, 24)), 2: (3, (20, 36)), 1: (2, (32, 24))}
 
 
@@ -37,14 +37,14 @@ def nvlink_cases() -> list[Case]:
         for value in factors[name]
         if value != tied
     ]
-    # Pairs that an EP in between would need: the number of choices says the EP, and that the size.
+    # What follows from these: K says the EP, and so the size ...
     untied += [
         {"top_k": top_k, "size": value}
         for top_k, size in K_AND_SIZE.values()
         for value in factors["size"]
         if value != size
     ]
-    # A replicated layout needs several ranks, and one rank is what its number of choices stands for.
+    # ... and whether there can be replicas.
     untied += [
         {"layout": layout, "top_k": K_AND_SIZE[1][0]} for layout in FACTORS["layout"] if layout.startswith("replicated")
     ]

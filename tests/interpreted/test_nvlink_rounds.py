@@ -183,15 +183,17 @@ def test_rows_that_are_no_multiple_of_16_bytes_are_refused(hidden: int, dtype: t
 
 
 def test_a_lease_that_others_have_taken_is_not_released_by_a_late_wait() -> None:
-    """A combine may be waited for after the next dispatch has taken its lease. One rank, which waits for nobody."""
-    shape = Shape(1, 8, 1, 2, torch.float32, 4)
-    buffers = transports_of(shape, num_leases=1)[0].buffers
-    transport, found = NVLink(None, shape.slots, NVLinkOptions(num_leases=1), buffers), Mismatches(CPU)
+    """A combine may be waited for after the next dispatch has taken its lease. One rank, which waits for nobody, so
+    that its combine can be one kernel here too."""
+    shape, found = Shape(1, 8, 1, 2, torch.float32, 4), Mismatches(CPU)
+    transport = transports_of(shape, num_leases=1)[0]
     first, second = (Ride(transport, shape, case, Traffic(1, 0), found) for case in draw_cases(shape, [(4,), (3,)], 0))
     first.step()
+    first.transport = NVLink(None, shape.slots, NVLinkOptions(combine_ctas=1), transport.buffers)
     pending = first.start()
     second.step()  # takes the lease
     first.finish(pending)
+    first.transport = transport
     with pytest.raises(RuntimeError, match="num_leases"):
         first.start()
     second.step()

@@ -116,7 +116,7 @@ def test_learns_and_records_what_it_did(reference: Path) -> None:
     rows = torch.tensor(layers["traffic_rows"])
     assert rows.shape == (4, 4) and int(rows.sum() - rows.diagonal().sum()) == line["rows_remote"]
     assert line["router_entropy"] <= math.log(3) + 1e-6
-    assert info["transport"]["why"].endswith("; not nvlink: there is no CUDA device")
+    assert "; not nvlink: " in info["transport"]["why"]
     assert info["transport"]["buffer_bytes"] == summary["buffer_bytes"] == 0
     assert info["model"]["architecture"] == "OlmoeForCausalLM" and info["exact"] and info["parallelism"]["ep_size"] == 4
     assert summary["compare"]["transport"] == "alltoall" and summary["compare"]["repetitions"] == 5
@@ -202,7 +202,7 @@ def test_stops_when_the_loss_is_no_number(ranks: Ranks, text: list[str], tmp_pat
         (["moe.layout=/nowhere/layout.json"], "/nowhere/layout.json"),
         (["training.resume_from_checkpoint=last"], "holds no checkpoint"),
         (["training.report_to=nothing_known"], "nothing_known"),
-        (["moe.transport=nvlink"], "transport 'nvlink' cannot be used here: there is no CUDA device; use 'auto'"),
+        (["moe.transport=nvlink"], "transport 'nvlink' cannot be used here: "),
         (["training.per_device_train_batch_size=100000"], "per_device_train_batch_size"),
     ],
 )

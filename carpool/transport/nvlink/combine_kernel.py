@@ -1,9 +1,9 @@
 """Combine: every token's partial sums are read from the ranks that it visited, and added up.
 
     1  signal   the own experts have written their sums: tell every peer, then wait for all of them
-    2  rows     tile by tile (BT tokens x BH columns): load the tile's rows from every rank's memory, add them in
+    2  weights  in the backward, the K gradients of a token's weights, each from the rank that served the choice
+    3  rows     tile by tile (BT tokens x BH columns): load the tile's rows from every rank's memory, add them in
                 float32 in rank order, store
-    3  weights  in the backward, the K gradients of a token's weights, each from the rank that served the choice
 
 Why pull: whoever needs the sum reads the rows straight out of the buffer that the experts wrote, and adds on the fly.
 Pushing partial rows to the token's rank and adding there takes a second pass over memory: 694 + 119 us against 503 us
@@ -51,12 +51,6 @@ def _sum_rows(  # type: ignore[no-untyped-def]
     partial_at,
     tokens,
     poison,
-    token,
-    column,
-    source0,
-    source1,
-    source2,
-    source3,
     H: tl.constexpr,
     W: tl.constexpr,
     BT: tl.constexpr,
@@ -64,6 +58,11 @@ def _sum_rows(  # type: ignore[no-untyped-def]
 ):
     element: tl.constexpr = y.dtype.element_ty
     tiles = tl.cdiv(tokens, BT) * ((H + BH - 1) // BH)
+    token, column = _place(tl.program_id(0), H, BT, BH)
+    source0 = _source(row, 0, token, tokens, W)
+    source1 = _source(row, 1, token, tokens, W)
+    source2 = _source(row, 2, token, tokens, W)
+    source3 = _source(row, 3, token, tokens, W)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         # Four ranks' loads before the first addition; then where the next tile's rows are, so that its loads can start.
         part0 = _rows_of(bases, 0, partial_at, source0, column, element, H, W)
@@ -75,8 +74,6 @@ def _sum_rows(  # type: ignore[no-untyped-def]
         source1 = _source(row, 1, next_token, tokens, W)
         source2 = _source(row, 2, next_token, tokens, W)
         source3 = _source(row, 3, next_token, tokens, W)
-        # A barrier, lest the compiler spread the loads over the additions, and each waits for the one before.
-        tl.debug_barrier()
         total = part0.to(tl.float32) + poison
         total += part1.to(tl.float32)
         total += part2.to(tl.float32)
@@ -165,22 +162,14 @@ def combine_kernel(  # type: ignore[no-untyped-def]
         send(bases, written_at + own * 4, epoch, W, WP)
     if RECEIVE:
         poison = tl.where(tl.load(needed) > capacity, float("nan"), 0.0)
-        # Where the first tile's rows are does not depend on anybody.
-        token, column = _place(program, H, BT, BH)
-        source0 = _source(row, 0, token, tokens, W)
-        source1 = _source(row, 1, token, tokens, W)
-        source2 = _source(row, 2, token, tokens, W)
-        source3 = _source(row, 3, token, tokens, W)
         if program == tl.num_programs(0) - 1:
             # Rows that this rank computed for each rank; to itself, those that it wanted.
             came = tl.load(received + peer, mask=peer < W, other=0)
             rows = tl.where(peer == own, tl.load(count + peer, mask=peer < W, other=0), came)
             count_sent(tally, rows, choices, blocks, W, WP)
         wait(tl.load(bases + own), written_at, epoch, timeout, status, host_status, verb, W, 1, 1, WP, SPIN)
-        _sum_rows(
-            y, row, bases, partial_at, tokens, poison, token, column, source0, source1, source2, source3, H, W, BT, BH
-        )
         if WEIGHTS:
             _fetch_weights(dweight, slot, row, bases, dweight_at, tokens, S, K, KP, BC)
+        _sum_rows(y, row, bases, partial_at, tokens, poison, H, W, BT, BH)
         if program == 0:
             tl.store(epochs, epoch)

@@ -2,10 +2,13 @@
 
     rows      ROWS programs, tile by tile (BT tokens x BH words): for each rank, store the tile to where the plan says;
               the next tile's load is under way meanwhile
-    choices   CHOICES more programs, meanwhile: for each row K slots of its rank (-1: elsewhere) and K weights, in one
+    choices   OTHERS more programs, meanwhile: for each row K slots of its rank (-1: elsewhere) and K weights, in one
               piece of 8 K bytes; how many rows come from here; when those of all peers have come, slots and weights
               leave the buffer into tensors of the layer, and rows past a slab's count get slot -1
     signal    each program tells each peer that its part is written; one waits for the programs of all peers
+
+Eight programs fill the links, so of 16 the other 8 have time for the choices (T 8192, H 2048: 287 us instead of 304).
+With 8 in all they do both: 7 + 1 was slower (533 us instead of 489 at T 4096, H 7168).
 
 Rows are copied as 4-byte words, whatever their dtype. Why push: a store needs no answer, so few programs fill the
 links (8 CTAs: 330 GB/s of 360; a pull with 8: 197, see docs/measurements.md).
@@ -42,19 +45,21 @@ def _buffer(bases, step, own, at, element, W: tl.constexpr):  # type: ignore[no-
 
 
 @triton.jit
-def _store(buffer, target, column, value, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = target.to(tl.int64)[:, None] * WIDTH + column[None, :]
-    tl.store(buffer + at, value, mask=(target >= 0)[:, None] & (column < WIDTH)[None, :])
+def _store(buffer, target, column, value, PITCH: tl.constexpr, END: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = target.to(tl.int64)[:, None] * PITCH + column[None, :]
+    tl.store(buffer + at, value, mask=(target >= 0)[:, None] & (column < END)[None, :])
 
 
 @triton.jit
-def _load(x, tile, tokens, WIDTH: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load(  # type: ignore[no-untyped-def]
+    x, tile, tokens, PITCH: tl.constexpr, BEGIN: tl.constexpr, END: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr
+):
     """(value, token, column) of a tile; nothing past the last one."""
-    across: tl.constexpr = (WIDTH + BH - 1) // BH
+    across: tl.constexpr = (END - BEGIN + BH - 1) // BH
     token = (tile // across) * BT + tl.arange(0, BT)
-    column = (tile % across) * BH + tl.arange(0, BH)
-    inside = (token < tokens)[:, None] & (column < WIDTH)[None, :]
-    return tl.load(x + token.to(tl.int64)[:, None] * WIDTH + column[None, :], mask=inside, other=0), token, column
+    column = BEGIN + (tile % across) * BH + tl.arange(0, BH)
+    inside = (token < tokens)[:, None] & (column < END)[None, :]
+    return tl.load(x + token.to(tl.int64)[:, None] * PITCH + column[None, :], mask=inside, other=0), token, column
 
 
 @triton.jit
@@ -65,17 +70,20 @@ def _send_rows(  # type: ignore[no-untyped-def]
     x_at,
     tokens,
     own,
-    HW: tl.constexpr,
+    PITCH: tl.constexpr,
+    BEGIN: tl.constexpr,
+    END: tl.constexpr,
     W: tl.constexpr,
     BT: tl.constexpr,
     BH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    tiles = tl.cdiv(tokens, BT) * ((HW + BH - 1) // BH)
-    value, token, column = _load(x, tl.program_id(0), tokens, HW, BT, BH)
+    """Words BEGIN to END of every row of PITCH words, by ROWS programs."""
+    tiles = tl.cdiv(tokens, BT) * ((END - BEGIN + BH - 1) // BH)
+    value, token, column = _load(x, tl.program_id(0), tokens, PITCH, BEGIN, END, BT, BH)
     for tile in range(tl.program_id(0), tiles, ROWS):
         # All loads come before the stores, which the compiler must not pass: what a store waits for is then under way.
-        following, next_token, next_column = _load(x, tile + ROWS, tokens, HW, BT, BH)
+        following, next_token, next_column = _load(x, tile + ROWS, tokens, PITCH, BEGIN, END, BT, BH)
         # Ranks start with different peers, so that no one is written to by all at once. Three peers at a time.
         for step in tl.static_range(1, W, 3):
             target0 = _target(row, step, own, token, tokens, W)
@@ -84,9 +92,9 @@ def _send_rows(  # type: ignore[no-untyped-def]
             buffer0 = _buffer(bases, step, own, x_at, tl.int32, W)
             buffer1 = _buffer(bases, step + 1, own, x_at, tl.int32, W)
             buffer2 = _buffer(bases, step + 2, own, x_at, tl.int32, W)
-            _store(buffer0, target0, column, value, HW)
-            _store(buffer1, target1, column, value, HW)
-            _store(buffer2, target2, column, value, HW)
+            _store(buffer0, target0, column, value, PITCH, END)
+            _store(buffer1, target1, column, value, PITCH, END)
+            _store(buffer2, target2, column, value, PITCH, END)
         value, token, column = following, next_token, next_column
 
 
@@ -130,12 +138,12 @@ def _send_choices(  # type: ignore[no-untyped-def]
     KP: tl.constexpr,
     W: tl.constexpr,
     BC: tl.constexpr,
-    ROWS: tl.constexpr,
+    FIRST: tl.constexpr,
 ):
     """Beside row r lie 2 K words: K slots, then the bits of K weights. The own slab has a row for every token."""
     column = tl.arange(0, 2 * KP)
     choice = column % KP
-    for block in range(tl.program_id(0) - ROWS, tl.cdiv(tokens, BC), tl.num_programs(0) - ROWS):
+    for block in range(tl.program_id(0) - FIRST, tl.cdiv(tokens, BC), tl.num_programs(0) - FIRST):
         token = block * BC + tl.arange(0, BC)
         inside = (token < tokens)[:, None] & (choice < K)[None, :]
         at = token.to(tl.int64)[:, None] * K + choice[None, :]
@@ -164,13 +172,13 @@ def _unpack(  # type: ignore[no-untyped-def]
     KP: tl.constexpr,
     W: tl.constexpr,
     BU: tl.constexpr,
-    ROWS: tl.constexpr,
+    FIRST: tl.constexpr,
 ):
     choices = (base + choice_at).to(tl.pointer_type(tl.int32))
     counts = (base + count_at).to(tl.pointer_type(tl.int32))
     choice = tl.arange(0, KP)
     rows = W * capacity
-    for block in range(tl.program_id(0) - ROWS, tl.cdiv(rows, BU), tl.num_programs(0) - ROWS):
+    for block in range(tl.program_id(0) - FIRST, tl.cdiv(rows, BU), tl.num_programs(0) - FIRST):
         at_row = block * BU + tl.arange(0, BU)
         inside = at_row < rows
         came = tl.load(counts + at_row // capacity, mask=inside, other=0, cache_modifier=".cg")
@@ -211,41 +219,49 @@ def dispatch_kernel(  # type: ignore[no-untyped-def]
     choice_at,
     count_at,
     arrived_at,
-    HW: tl.constexpr,
+    PITCH: tl.constexpr,
+    MAIN: tl.constexpr,
     S: tl.constexpr,
     K: tl.constexpr,
     KP: tl.constexpr,
     W: tl.constexpr,
     WP: tl.constexpr,
     ROWS: tl.constexpr,
+    OTHERS: tl.constexpr,
     CHOICES: tl.constexpr,
     MAX_CTAS: tl.constexpr,
     PAD: tl.constexpr,
     BT: tl.constexpr,
     BH: tl.constexpr,
+    BT_TAIL: tl.constexpr,
+    BH_TAIL: tl.constexpr,
     BC: tl.constexpr,
     BU: tl.constexpr,
     SEND: tl.constexpr,
     RECEIVE: tl.constexpr,
     SPIN: tl.constexpr,
 ):
-    """ROWS programs send rows, CHOICES more the rest (0 of them for gradients); the same numbers on every rank.
+    """ROWS programs send rows, OTHERS more the choices (0: the first do that too); the same numbers on every rank.
 
-    x: (T, HW) words. slot, weight: (T, K). row: (W, T), count: (2, W), choices: (blocks, W): from
-    the plan. bases: (W,) addresses of the ranks' leases; *_at: byte offsets in a lease. epochs: (2,) of this lease.
-    needed: (1,) the largest capacity that any rank would have needed so far. tally: (2, W) int64, rows and choices.
-    slot_out, weight_out: (W * capacity, K), received: (W,).
+    x: (T, PITCH) words, of which MAIN first, in wide tiles, then the rest (the scales of FP8). slot, weight: (T, K).
+    row: (W, T), count: (2, W), choices: (blocks, W): from the plan. bases: (W,) addresses of the ranks' leases; *_at:
+    byte offsets in a lease. epochs: (2,) of this lease. needed: (1,) the largest capacity that any rank would have
+    needed so far. tally: (2, W) int64, rows and choices. slot_out, weight_out: (W * capacity, K), received: (W,).
+    CHOICES: False for gradients, whose slots are known.
     """
-    LAST: tl.constexpr = ROWS + CHOICES - 1
+    LAST: tl.constexpr = ROWS + OTHERS - 1
+    FIRST: tl.constexpr = ROWS if OTHERS > 0 else 0
     program = tl.program_id(0)
     peer = tl.arange(0, WP)
     epoch = tl.load(epochs) + 1
     if SEND:
-        if program >= ROWS:
-            _send_choices(slot, weight, row, bases, choice_at, tokens, capacity, own, S, K, KP, W, BC, ROWS)
-        else:
-            _send_rows(x, row, bases, x_at, tokens, own, HW, W, BT, BH, ROWS)
-        if (CHOICES > 0) & (program == LAST):
+        if CHOICES and program >= FIRST:
+            _send_choices(slot, weight, row, bases, choice_at, tokens, capacity, own, S, K, KP, W, BC, FIRST)
+        if program < ROWS:
+            _send_rows(x, row, bases, x_at, tokens, own, PITCH, 0, MAIN, W, BT, BH, ROWS)
+            if MAIN < PITCH:
+                _send_rows(x, row, bases, x_at, tokens, own, PITCH, MAIN, PITCH, W, BT_TAIL, BH_TAIL, ROWS)
+        if CHOICES and program == LAST:
             # Every rank hears how many rows come from here, and how large the fullest slab of all would have to be.
             here = peer < W
             rows = tl.load(count + peer, mask=here, other=0)
@@ -261,14 +277,18 @@ def dispatch_kernel(  # type: ignore[no-untyped-def]
     if RECEIVE:
         base = tl.load(bases + own)
         counts = (base + count_at).to(tl.pointer_type(tl.int32))
-        if program >= ROWS:
-            # Choices and counts come from the programs that send them, long before the rows.
-            choices_at = arrived_at + ROWS * 4
-            wait(base, choices_at, epoch, timeout, status, host_status, verb, W, CHOICES, MAX_CTAS, PAD, SPIN)
-            _unpack(base, choice_at, count_at, slot_out, weight_out, capacity, K, KP, W, BU, ROWS)
+        # One program waits for everything. Those that unpack wait for the choices alone, which come long before the
+        # rows, if others than the rows' programs send them.
+        awaited: tl.constexpr = OTHERS if OTHERS > 0 else ROWS
         if program == 0:
             wait(base, arrived_at, epoch, timeout, status, host_status, verb, W, LAST + 1, MAX_CTAS, PAD, SPIN)
-            if CHOICES > 0:
+        elif CHOICES and program >= FIRST:
+            sent_at = arrived_at + FIRST * 4
+            wait(base, sent_at, epoch, timeout, status, host_status, verb, W, awaited, MAX_CTAS, PAD, SPIN)
+        if CHOICES and program >= FIRST:
+            _unpack(base, choice_at, count_at, slot_out, weight_out, capacity, K, KP, W, BU, FIRST)
+        if program == 0:
+            if CHOICES:
                 came = tl.load(counts + peer, mask=peer < W, other=0, volatile=True)
                 wanted = tl.load(counts + W + peer, mask=peer < W, other=0, volatile=True)
                 came = tl.where(peer == own, 0, came)

@@ -55,17 +55,19 @@ def launch_dispatch(
     ctas: int,
     rank: int,
     slots_per_rank: int,
+    main_words: int,
     send: bool,
     receive: bool,
 ) -> None:
     words = x_TH.shape[1] * x_TH.element_size() // 4
+    main = main_words or words
     tokens, top_k = route.slot_TK.shape
     num_ranks, at = buffers.num_ranks, lease.regions
     choices = slot_RJ is not None
-    tile = dispatch_tile(words)
+    tile = dispatch_tile(main, words - main)
     capacity = route.num_rows // num_ranks
     # All ranks must agree on who does what, so it depends on the capacity, which they share, not on the tokens.
-    others = min(8, max(1, ctas - 8)) if capacity >= 1024 else 1
+    others = 0 if ctas < 12 else min(8, ctas - 8) if capacity >= 1024 else 1
     rows = ctas - others
     dispatch_kernel[(ctas if choices else rows,)](
         x_TH.view(torch.int32), route.slot_TK, route.weight_TK, route.row_WT, route.count_2W,
@@ -74,17 +76,18 @@ def launch_dispatch(
         tokens, route.choices_BW.shape[0], capacity, rank, int(1e9 * buffers.timeout_seconds),
         VERBS.index("dispatch" if choices else "dispatch_gradients"),
         at.rows, at.choices, at.counts, at.arrived,
-        HW=words, S=max(1, slots_per_rank), K=top_k, KP=power(top_k), W=num_ranks, WP=power(num_ranks),
-        ROWS=rows, CHOICES=others if choices else 0, MAX_CTAS=MAX_CTAS, PAD=power(num_ranks * ctas),
+        PITCH=words, MAIN=main, S=max(1, slots_per_rank), K=top_k, KP=power(top_k), W=num_ranks, WP=power(num_ranks),
+        ROWS=rows, OTHERS=others if choices else 0, CHOICES=choices, MAX_CTAS=MAX_CTAS, PAD=power(num_ranks * ctas),
         BC=max(16, 4096 // power(top_k)), BU=max(16, 8192 // power(top_k)), SEND=send, RECEIVE=receive,
         SPIN=SPIN, **tile,
     )  # fmt: skip
 
 
-def dispatch_tile(words: int) -> dict[str, int]:
-    """Tile of the push, measured: 32 KiB per program and step."""
-    across = min(512, power(words))
-    return {"BT": 8192 // across, "BH": across, "num_warps": 32}
+def dispatch_tile(main: int, tail: int) -> dict[str, int]:
+    """Tile of the push, measured: 32 KiB per program and step, in pieces of a row that waste least at its end."""
+    across = min((min(512, power(main)), 256, 128), key=lambda width: (-(-main // width) * width, -width))
+    wide = power(max(1, tail))
+    return {"BT": 8192 // across, "BH": across, "BT_TAIL": max(1, 8192 // wide), "BH_TAIL": wide, "num_warps": 32}
 
 
 def launch_combine(

@@ -59,9 +59,9 @@ class NVLinkOptions:
     split: bool = False
 
     def __post_init__(self) -> None:
-        for name, least in (("dispatch_ctas", 2), ("combine_ctas", 1)):
-            if not least <= getattr(self, name) <= MAX_CTAS:
-                raise ValueError(f"{name}={getattr(self, name)} must be {least}..{MAX_CTAS}")
+        for name in ("dispatch_ctas", "combine_ctas"):
+            if not 1 <= getattr(self, name) <= MAX_CTAS:
+                raise ValueError(f"{name}={getattr(self, name)} must be 1..{MAX_CTAS}")
         if self.num_leases < 1:
             raise ValueError(f"num_leases={self.num_leases} must be at least 1")
         if self.timeout_seconds <= 0:
@@ -221,7 +221,7 @@ class NVLink:
         def launch(send: bool, receive: bool) -> None:
             launch_dispatch(
                 sent, route, lease, tally, slot_RJ, weight_RJ, self.buffers, self.options.dispatch_ctas, self.rank,
-                self.slots_per_rank, send, receive,
+                self.slots_per_rank, hidden // 4 if fp8 else 0, send, receive,
             )  # fmt: skip
 
         finish = self._run(launch, sent)
