@@ -107,14 +107,21 @@ class Arena:
             count: (slabs,) integers on the device: how many rows there are in each slab.
             slab: see `Rows`.
         """
-        element = dtype.itemsize
-        self._drop_released()
-        begin = self.pointer.clone()
-        size = (count.reshape(-1).long() * (width * element) + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
-        ends = begin + size.cumsum(0)
-        self.pointer.copy_(ends[-1:])
-        torch.maximum(self.peak, self.pointer, out=self.peak)
-        start = torch.where(self.pointer > self.capacity, -1, (ends - size) // element)
+        element, row_bytes = dtype.itemsize, width * dtype.itemsize
+        count, from_here = count.reshape(-1), self._drop_released()
+        if self.bytes.is_cuda:
+            from carpool.memory.arena_kernel import reserve
+
+            begin, start = reserve(
+                self.pointer, self.peak, count, from_here, row_bytes, element, ALIGNMENT, self.capacity
+            )
+        else:
+            begin = from_here.clone()
+            size = (count.long() * row_bytes + (ALIGNMENT - 1)) // ALIGNMENT * ALIGNMENT
+            ends = begin + size.cumsum(0)
+            self.pointer.copy_(ends[-1:])
+            torch.maximum(self.peak, self.pointer, out=self.peak)
+            start = torch.where(self.pointer > self.capacity, -1, (ends - size) // element)
         held = _Held()
         self._stack.append((begin, held))
         # On the storage: tensors that autograd and checkpointing hand back share it, but are not the same object.
@@ -129,10 +136,9 @@ class Arena:
     def reset_peak(self) -> None:
         self.peak.zero_()
 
-    def _drop_released(self) -> None:
-        """Move the pointer back over what was released at the top of the stack."""
-        lowest = None
+    def _drop_released(self) -> torch.Tensor:
+        """Where the next reservation begins: past what is still held."""
+        lowest = self.pointer
         while self._stack and not self._stack[-1][1].alive:
             lowest, _ = self._stack.pop()
-        if lowest is not None:
-            self.pointer.copy_(lowest)
+        return lowest

@@ -42,7 +42,8 @@ def copy_slabs(x_RH: torch.Tensor, came_W: torch.Tensor, kept: Rows) -> None:
     if rows == 0:
         return
     block = min(1024, triton.next_power_of_2(width))
-    programs = 8 * torch.cuda.get_device_properties(x_RH.device).multi_processor_count
+    processors = torch.cuda.get_device_properties(x_RH.device).multi_processor_count if x_RH.is_cuda else 1
+    programs = 8 * processors
     _copy_slabs[(programs,)](
         x_RH, came_W, came_W if kept.start is None else kept.start, kept.data, rows // slabs, slabs,
         WIDTH=width, HAS_START=kept.start is not None, ROWS=max(1, 8192 // block), BLOCK=block, num_warps=4,

@@ -143,11 +143,14 @@ class Arrivals:
 class Transport(Protocol):
     """One way for rows to travel. `name` is what `transport=` selects.
 
-    A transport reads its own kind of route, the one that its `plan` made; hence `Any`. `arena`: where layers keep what
-    only the device can count; None if the host knows."""
+    A transport reads its own kind of route, the one that its `plan` made; hence `Any`."""
 
     name: str
-    arena: Arena | None
+
+    @property
+    def arena(self) -> Arena | None:
+        """Where layers keep what only the device can count; None if the host knows, or memory does not matter."""
+        ...
 
     def plan(self, slot_TK: torch.Tensor, weight_TK: torch.Tensor, traffic: Traffic) -> Route:
         """Decide which row goes where.

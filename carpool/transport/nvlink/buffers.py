@@ -26,6 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from carpool.memory.arena import Arena
+
 MAX_CTAS = 64
 PAGE = 256  # bytes; regions start at multiples of it
 VERBS = ("", "dispatch", "combine", "dispatch_gradients", "combine_gradients")
@@ -118,6 +120,7 @@ class Buffers:
         num_leases: how many dispatches may be without their combine at one time.
         max_tokens: tokens of the largest rank. None: agreed upon at the first `agree`, rounded up to a power of two.
         timeout_seconds: how long a kernel waits for a peer.
+        arena_bytes: size of the arena in which layers keep what their backward needs; 0: there is none.
 
     Attributes:
         capacity: rows of a slab; 0 before the first agreement.
@@ -133,6 +136,7 @@ class Buffers:
         num_leases: int = 2,
         max_tokens: int | None = None,
         timeout_seconds: float = 300.0,
+        arena_bytes: int = 0,
     ) -> None:
         self.group, self.device, self.num_leases = group, device, num_leases
         self.num_ranks = dist.get_world_size(group) if group is not None else 1
@@ -145,6 +149,7 @@ class Buffers:
         self._row = (0, 0)  # the bytes of the largest row and the largest K that any layer has asked for
         self._leases: list[Lease] = []
         self._turn = 0
+        self.arena = Arena(arena_bytes, device) if arena_bytes else None
         if max_tokens is not None:
             self._set_capacity(max_tokens)
 
@@ -179,6 +184,19 @@ class Buffers:
         Waits for the device."""
         needed = int(self.needed.item())
         return needed if needed > self.capacity else 0
+
+    def arena_overflow(self) -> int:
+        """Bytes that the arena would have needed, if it was too small since it was made, else 0. Each rank has its own
+        answer. Waits for the device."""
+        if self.arena is None:
+            return 0
+        needed = int(self.arena.needed.item())
+        return needed if needed > self.arena.capacity else 0
+
+    def grow_arena(self, num_bytes: int) -> None:
+        """A new arena, once nobody holds anything in the old one: between steps."""
+        self.arena = None  # first give back, then ask
+        self.arena = Arena(num_bytes, self.device)
 
     @property
     def busy(self) -> bool:
@@ -284,4 +302,6 @@ def buffers_of(group: dist.ProcessGroup | None, device: torch.device, **options:
     buffers = OWNERS[group]
     if (options.get("max_tokens") or 0) > buffers.capacity:
         buffers.grow(options["max_tokens"])
+    if options.get("arena_bytes", 0) > (buffers.arena.capacity if buffers.arena else 0):
+        buffers.grow_arena(options["arena_bytes"])
     return buffers

@@ -45,6 +45,8 @@ class NVLinkOptions:
         timeout_seconds: how long a rank waits for another before it gives up and says which.
         forward_fp8, backward_fp8: rows (gradients) travel out as e4m3 with a scale for 128 columns. LOSSY.
         side_stream: run on a stream of its own; `Pending.wait` lets the caller's stream wait.
+        arena_bytes: memory for what layers keep for their backward, which then follows the rows that came; if it does
+            not suffice, `Buffers.overflow` tells. 0: none, every layer allocates for the worst case.
         split: send at the verb, wait for the others at `Pending.wait`: two kernels instead of one.
     """
 
@@ -55,6 +57,7 @@ class NVLinkOptions:
     timeout_seconds: float = 300.0
     forward_fp8: bool = False
     backward_fp8: bool = False
+    arena_bytes: int = 0
     side_stream: bool = False
     split: bool = False
 
@@ -126,11 +129,15 @@ class NVLink:
                 num_leases=self.options.num_leases,
                 max_tokens=self.options.max_tokens,
                 timeout_seconds=self.options.timeout_seconds,
+                arena_bytes=self.options.arena_bytes,
             )
         self.buffers = buffers
         self.num_ranks, self.rank = buffers.num_ranks, buffers.rank
-        self.arena: Arena | None = None
         self.stream = torch.cuda.Stream(buffers.device, priority=-1) if self.options.side_stream else None
+
+    @property
+    def arena(self) -> Arena | None:
+        return self.buffers.arena
 
     def plan(self, slot_TK: torch.Tensor, weight_TK: torch.Tensor, traffic: Traffic) -> NVLinkRoute:
         from carpool.transport.nvlink.launch import launch_plan
