@@ -25,6 +25,8 @@ from carpool.stats import LayerStats
 from carpool.transport import Transport
 
 
+# Leases, counters and collectives are the host's business: torch.compile compiles what is around a ride.
+@torch.compiler.disable
 def ride(
     x_TH: torch.Tensor,
     weight_TK: torch.Tensor,
@@ -120,6 +122,7 @@ def _saved(ctx: Any) -> tuple[Any, ...]:
     return tuple(next(tensors) if numbers is None else rows(*numbers) for numbers in ctx.numbers)
 
 
+@torch.compiler.disable
 def ride_module(
     x_TH: torch.Tensor,
     weight_TK: torch.Tensor,

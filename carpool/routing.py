@@ -185,7 +185,7 @@ class Router(nn.Module):
         prob_TE = prob_TE / prob_TE.sum(-1, keepdim=True)  # a no-op for softmax; makes sigmoid scores shares
         prob_E = prob_TE.sum(0)
         z = logits_TE.logsumexp(-1).square().sum()
-        tokens = logits_TE.new_tensor([float(logits_TE.shape[0])])
+        tokens = logits_TE.new_full((1,), float(logits_TE.shape[0]))
         total = torch.cat([count_E.float(), prob_E.detach(), z.detach().view(1), tokens])
         ranks = 1
         for group in self.groups:

@@ -82,14 +82,16 @@ def wait(  # type: ignore[no-untyped-def]
     flags = (base + at).to(tl.pointer_type(tl.int32)) + source * STRIDE + flag % EACH
     late = (_read(flags, SPIN) < epoch).to(tl.int32)
     total = tl.sum(late, 0)
+    # After a failure nobody waits, and nobody is blamed for what is merely on its way.
+    failed = tl.load(status)
     if SPIN:
-        limit = tl.where(tl.load(status) != 0, 0, timeout)
+        limit = tl.where(failed != 0, 0, timeout)
         begin = nanoseconds()
         while (total > 0) & (total < EXPIRED):
             late = (_read(flags, SPIN) < epoch).to(tl.int32)
             expired = ((nanoseconds() - begin) > limit).to(tl.int32)
             total = tl.sum(late * (1 + expired * EXPIRED), 0)
-    if total > 0:
+    if (total > 0) & (failed == 0):
         tl.store(host_status + 1 + source, tl.zeros([PAD], tl.int32) + verb, mask=late > 0)
         tl.store(status, 1)
         tl.store(host_status, 1)

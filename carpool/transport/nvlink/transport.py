@@ -269,7 +269,8 @@ class NVLink:
 
         def sums() -> Any:
             finish()
-            self.buffers.release(lease)
+            if self.options.split:
+                self.buffers.release(lease)
             return y_TH if dweight_TK is None else (y_TH, dweight_TK)
 
         if not self.options.split:
