@@ -172,7 +172,7 @@ def _nvlink(torch: Any) -> Check:
     if found.color != GREEN:
         return found
     tokens, hidden, top_k = 8192, 2048, 8
-    size = Regions.of(count, tokens, 2 * hidden, top_k).total
+    size = Regions.of(count, tokens, tokens, 2 * hidden, top_k).total
     needs = f"buffers for {tokens} tokens x {hidden} in bf16: {size / 1e6:.0f} MB a lease"
     return Check(GREEN, name, f"{count} GPUs reach each other; {needs}")
 

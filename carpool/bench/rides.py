@@ -127,7 +127,7 @@ def multiply(
 
 def rows_of(arrivals: Arrivals, dtype: torch.dtype) -> torch.Tensor:
     """(R, H) all rows that came, those at home included."""
-    return arrivals.widened(dtype).rows.contiguous(arrivals.x_RH.shape[0])
+    return arrivals.widened(dtype).rows.contiguous(arrivals.slot_RJ.shape[0])
 
 
 def _factors_of(slot_RJ: torch.Tensor, factor_S: torch.Tensor) -> torch.Tensor:

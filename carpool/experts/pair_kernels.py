@@ -41,21 +41,20 @@ def _gather_rows(  # type: ignore[no-untyped-def]
         row = tl.load(order + pair, mask=pair < count, other=0) // J
         mask = (pair < count)[:, None] & (column < WIDTH)[None, :]
         element = row.to(tl.int64) * WIDTH
-        room = pair < count
-        if HAS_START:
-            begin = tl.load(start + row // slab, mask=pair < count, other=0)
-            room = begin >= 0
-            element = tl.multiple_of(begin, 16) + (row % slab).to(tl.int64) * WIDTH
+        away = pair < count
         if HAS_HOME:
-            # Two loads of which one is masked: a pointer that may be in either tensor would hide its alignment.
             at_home = (row >= home_row) & (row < home_row + home_rows)
+            away = away & (row < home_row)
+        if HAS_START:
+            begin = tl.load(start + row // slab, mask=away, other=-1)
+            away = away & (begin >= 0)
+            element = tl.multiple_of(begin, 16) + (row % slab).to(tl.int64) * WIDTH
+        value = tl.load(rows + element[:, None] + column[None, :], mask=mask & away[:, None], other=0.0)
+        if HAS_HOME:
+            # A second load, of the rows that the first left out: one pointer into either tensor would hide alignment.
             own = (row - home_row).to(tl.int64) * WIDTH
             near = tl.load(home + own[:, None] + column[None, :], mask=mask & at_home[:, None], other=0.0)
-            away = room & (row < home_row) | room & (row >= home_row + home_rows)
-            far = tl.load(rows + element[:, None] + column[None, :], mask=mask & away[:, None], other=0.0)
-            value = tl.where(at_home[:, None], near, far)
-        else:
-            value = tl.load(rows + element[:, None] + column[None, :], mask=mask & room[:, None])
+            value = tl.where(at_home[:, None], near, value)
         at = pair.to(tl.int64)[:, None] * WIDTH + column[None, :]
         tl.store(out + at, value.to(out.dtype.element_ty), mask=mask)
 

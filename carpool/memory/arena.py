@@ -61,11 +61,14 @@ class Rows:
         if self.start is None and self.home is None:
             return self.data.view(-1, self.width)[:num_rows]
         if self.start is None:
-            rows = self.data.view(-1, self.width)[:num_rows].clone()
+            there = self.data.view(-1, self.width)[:num_rows]
+            rows = there.new_empty(num_rows, self.width)
+            rows[: there.shape[0]] = there
         else:
             row = torch.arange(num_rows, device=self.data.device)
             slab = self.slab or max(1, num_rows)
-            first = (self.start[row // slab] + row % slab * self.width).clamp(min=0)
+            number = (row // slab).clamp(max=self.start.shape[0] - 1)
+            first = (self.start[number] + row % slab * self.width).clamp(min=0)
             element = first[:, None] + torch.arange(self.width, device=row.device)
             rows = self.data[element.clamp(max=max(0, self.data.numel() - 1))]
         if self.home is not None:

@@ -35,7 +35,7 @@ def _copy_slabs(  # type: ignore[no-untyped-def]
             tl.store(out + target + at, tl.load(x + begin + at, mask=mask), mask=mask)
 
 
-def copy_slabs(x_RH: torch.Tensor, came_W: torch.Tensor, kept: Rows) -> None:
+def copy_slabs(x_RH: torch.Tensor, came_W: torch.Tensor, slab: int, kept: Rows) -> None:
     """Copy row i of each slab of x_RH to row i of the same slab of `kept`, for i below the slab's count."""
     rows, width = x_RH.shape
     slabs = came_W.shape[0]
@@ -45,6 +45,6 @@ def copy_slabs(x_RH: torch.Tensor, came_W: torch.Tensor, kept: Rows) -> None:
     processors = torch.cuda.get_device_properties(x_RH.device).multi_processor_count if x_RH.is_cuda else 1
     programs = 8 * processors
     _copy_slabs[(programs,)](
-        x_RH, came_W, came_W if kept.start is None else kept.start, kept.data, rows // slabs, slabs,
+        x_RH, came_W, came_W if kept.start is None else kept.start, kept.data, slab, slabs,
         WIDTH=width, HAS_START=kept.start is not None, ROWS=max(1, 8192 // block), BLOCK=block, num_warps=4,
     )  # fmt: skip

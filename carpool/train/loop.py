@@ -302,20 +302,23 @@ class _Run:
     def _with_room(self, compute: Callable[[], T]) -> T:
         """What `compute` returns once all rows had a place in the transport's buffers: until then these grow, and it
         is repeated from the same random state."""
-        buffers = buffers_of_rides(self.rides) if self.options.max_tokens != self.most_tokens else []
+        buffers = buffers_of_rides(self.rides)
         if not buffers:
             return compute()
         before = random_state(self.device)
         while True:
             result = compute()
-            capacity = make_room(buffers, self.most_tokens, self.device)
-            if not capacity:
+            room = make_room(buffers, self.most_tokens, self.device)
+            if room is None:
                 return result
             self.model.zero_grad(set_to_none=True)
             restore_random_state(before, self.device)
             self.metrics.reset()
-            self.recorder.write("repeat", self.step, capacity=capacity)
-            self.display.say(f"step {self.step}: more rows than buffers hold: now {capacity:,} a slab, and once more")
+            self.recorder.write("repeat", self.step, **room._asdict())
+            kept = f", {room.arena_bytes / 2**20:,.0f} MiB for the backward" if room.arena_bytes else ""
+            self.display.say(
+                f"step {self.step}: more rows than buffers hold: now {room.capacity:,} a slab{kept}, and once more"
+            )
 
     def _check_rides(self) -> None:
         """Raise RankMissingError if a ride since the last call lacked a rank. Looks at host memory."""

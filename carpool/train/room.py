@@ -7,13 +7,15 @@ saves memory, and then a step may not fit: sums are NaN, and every rank has coun
     gradients thrown away, slabs of 1024 rows, random state of before step 7
     step 7 again, on the same batches:  forward, backward -> all had a place -> optimizer
 
-The device is asked once per step, and not at all while slabs have the worst case's size.
+The same for the arena in which layers keep what their backward needs: it starts small, and after the first step it has
+the size that this step would have taken, and a quarter more. The device is asked once per step.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,8 @@ from carpool.transport import NVLinkOptions
 from carpool.transport.nvlink import Buffers
 from carpool.transport.nvlink.buffers import Regions
 
+# To start with: what the first step needs is measured in it, and it is repeated.
+ARENA_BYTES = 64 * 2**20
 RandomState = tuple[torch.Tensor, torch.Tensor | None]
 
 
@@ -36,15 +40,19 @@ def most_tokens(config: Config, degrees: Degrees) -> int:
 
 def nvlink_options(config: Config, degrees: Degrees) -> NVLinkOptions:
     """What the sections [nvlink] and [parallelism] say to the transport."""
-    chosen = config.nvlink
-    share = 1.0 if chosen.capacity is None else chosen.capacity
-    # Not less than one sequence: a sample of text cannot be drawn from NaN and repeated.
-    least = -(-config.data.sequence_length // degrees.tp_size)
+    chosen, most = config.nvlink, most_tokens(config, degrees)
+    capacity = None
+    if chosen.capacity is not None:
+        # Not less than one sequence: a sample of text cannot be drawn from NaN and repeated.
+        least = -(-config.data.sequence_length // degrees.tp_size)
+        capacity = min(most, max(least, math.ceil(chosen.capacity * most)))
     return NVLinkOptions(
         dispatch_ctas=chosen.dispatch_ctas,
         combine_ctas=chosen.combine_ctas,
         num_leases=chosen.leases,
-        max_tokens=max(least, math.ceil(share * most_tokens(config, degrees))),
+        max_tokens=most,
+        capacity=capacity,
+        arena_bytes=ARENA_BYTES,
         timeout_seconds=float(config.parallelism.timeout_seconds),
         forward_fp8=chosen.forward_fp8,
         backward_fp8=chosen.backward_fp8,
@@ -54,11 +62,19 @@ def nvlink_options(config: Config, degrees: Degrees) -> NVLinkOptions:
 def lease_bytes(options: NVLinkOptions, num_ranks: int, hidden: int, element_size: int, top_k: int) -> int:
     """Bytes of one buffer on each rank, before it has grown."""
     assert options.max_tokens is not None
-    return Regions.of(num_ranks, options.max_tokens, hidden * element_size, top_k).total
+    capacity = options.capacity or options.max_tokens
+    return Regions.of(num_ranks, options.max_tokens, capacity, hidden * element_size, top_k).total
 
 
-def make_room(buffers: Sequence[Buffers], most: int, device: torch.device) -> int:
-    """If rows had no place since the last call, enlarge the slabs of all ranks.
+class Room(NamedTuple):
+    """What buffers hold after they have grown: rows of a slab, and bytes of the arena."""
+
+    capacity: int
+    arena_bytes: int
+
+
+def make_room(buffers: Sequence[Buffers], most: int, device: torch.device) -> Room | None:
+    """If rows had no place since the last call, enlarge the slabs, or the arena, of all ranks.
 
     Collective over all ranks of the run: they decide alike, also where only one of several expert-parallel groups
     overflowed. Waits for the device.
@@ -67,23 +83,26 @@ def make_room(buffers: Sequence[Buffers], most: int, device: torch.device) -> in
         most: rows that suffice in any case.
 
     Returns:
-        The new capacity: what was computed since the last call is void. 0: all rows had a place.
+        The new sizes: what was computed since the last call is void. None: all rows had a place.
     """
-    if min(one.capacity for one in buffers) >= most:
-        return 0
-    needed = max(one.overflow() for one in buffers)
+    if min(one.capacity for one in buffers) >= most and not any(one.arena for one in buffers):
+        return None
+    needed, arena_needed = max(one.overflow() for one in buffers), max(one.arena_overflow() for one in buffers)
     if dist.is_initialized():
         # Afterwards all ranks have come here, so nobody reads any more what is about to be freed.
-        anybody = torch.tensor(needed, device=device)
+        anybody = torch.tensor([needed, arena_needed], device=device)
         dist.all_reduce(anybody, op=dist.ReduceOp.MAX)
-        needed = int(anybody.item())
-    if not needed:
-        return 0
-    # Powers of two: few repetitions until it fits.
-    capacity = max(needed, min(most, 1 << (needed - 1).bit_length()))
+        needed, arena_needed = anybody.tolist()
+    if not needed and not arena_needed:
+        return None
     for one in buffers:
-        one.grow(capacity)
-    return capacity
+        if needed:
+            # Powers of two: few repetitions until it fits.
+            one.grow(max(needed, min(most, 1 << (needed - 1).bit_length())))
+        if arena_needed:
+            # Loads change from step to step.
+            one.grow_arena(int(1.25 * arena_needed))
+    return Room(buffers[0].capacity, int(1.25 * arena_needed))
 
 
 def random_state(device: torch.device) -> RandomState:

@@ -367,7 +367,7 @@ class NvlinkSection(Section):
     """How the transport nvlink works; for the others it means nothing. The defaults are exact and were measured."""
 
     dispatch_ctas: int = Field(
-        default=16, ge=2, le=64, description="Thread blocks of a dispatch: SMs that it takes from the computation."
+        default=16, gt=0, le=64, description="Thread blocks of a dispatch: SMs that it takes from the computation."
     )
     combine_ctas: int = Field(default=16, gt=0, le=64, description="The same, of a combine.")
     capacity: float | None = Field(

@@ -99,7 +99,7 @@ class Arrivals:
     """Rows that came, with what to do with them.
 
     Attributes:
-        x_RH: (R, H) rows, in the order of the sending ranks.
+        x_RH: (R, H) rows, in the order of the sending ranks; fewer, if the last of the R are at home.
         slot_RJ: (R, J) int32 slots of this rank that want the row, -1: none. A row that nobody wants may hold anything.
         weight_RJ: (R, J) float32 routing weights, 0 where there is no slot.
         num_pairs: at most so many entries of slot_RJ are filled. Exactly so many, unless only the device knows.
@@ -108,7 +108,8 @@ class Arrivals:
             for rows home_row, home_row + 1, ... of x_RH, which are not written there.
         fp8_hidden: 0, or H: then rows travelled as FP8 and x_RH are packets (R, bytes) uint8 of codes and scales, of
             which `widened` makes rows. Those at home are what they were.
-        came_W: if rows lie in W slabs of R / W, one for each sender: (W,) int32 on the device, how many are in each.
+        came_W, slab: if x_RH lies in slabs of so many rows, one for each sender: (W,) int32 on the device, how many are
+            in each (the last is this rank's own, and empty).
         sums_unwanted: whether `combine` reads the partial sums of rows that nobody wants; they must be zero then.
     """
 
@@ -121,6 +122,7 @@ class Arrivals:
     home_TH: torch.Tensor | None = None
     home_row: int = 0
     came_W: torch.Tensor | None = None
+    slab: int = 0
     fp8_hidden: int = 0
 
     @property
@@ -136,7 +138,7 @@ class Arrivals:
         from carpool.transport.nvlink.launch import launch_dequantise
 
         assert self.came_W is not None
-        x_RH = launch_dequantise(self.x_RH, self.came_W, self.fp8_hidden, dtype)
+        x_RH = launch_dequantise(self.x_RH, self.came_W, self.slab, self.fp8_hidden, dtype)
         return replace(self, x_RH=x_RH, leased=False, fp8_hidden=0)
 
 

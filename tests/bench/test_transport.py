@@ -244,17 +244,19 @@ class Forgetful(Dedup):
 
 
 class Quantised(Dedup):
-    """Rows are FP8 when they arrive, with a scale for each 128 columns."""
+    """Rows have been FP8 on their way, with a scale for each 128 columns."""
 
     def dispatch(self, x_TH: torch.Tensor, route: Any) -> Pending:
         pending = super().dispatch(x_TH, route)
 
         def finish() -> Arrivals:
             arrivals = pending.wait()
-            x_RGC = F.pad(arrivals.x_RH.float(), (0, -arrivals.x_RH.shape[1] % 128)).unflatten(1, (-1, 128))
-            scale_RG = x_RGC.abs().amax(2).clamp(min=1e-30) / 448
-            code_RH = (x_RGC / scale_RG.unsqueeze(2)).flatten(1)[:, : arrivals.x_RH.shape[1]].to(torch.float8_e4m3fn)
-            return replace(arrivals, x_RH=code_RH, scale_RG=scale_RG)
+            hidden = arrivals.x_RH.shape[1]
+            x_RGC = F.pad(arrivals.x_RH.float(), (0, -hidden % 128)).unflatten(1, (-1, 128))
+            scale_RG1 = x_RGC.abs().amax(2, keepdim=True).clamp(min=1e-30) / 448
+            code_RGC = (x_RGC / scale_RG1).to(torch.float8_e4m3fn).float()
+            rows_RH = (code_RGC * scale_RG1).flatten(1)[:, :hidden]
+            return replace(arrivals, x_RH=rows_RH.to(arrivals.x_RH.dtype))
 
         return Pending(finish)
 
@@ -365,7 +367,7 @@ def test_what_nvlink_has_to_send():
     assert plain["combine_backward"].tolist() == [[0, 2 * 130], [0, 0]]
     assert plain["dispatch_backward"].tolist() == [[0, 0], [2 * 130 + 2 * 4, 0]]
     fp8 = expected_bytes(Contender("nvlink", 8, fp8=True), routings, layout, 130, 2)
-    assert fp8["dispatch"].tolist() == [[0, 130 + 2 * 4 + 2 * 8], [0, 0]], "two groups of columns have a scale each"
+    assert fp8["dispatch"].tolist() == [[0, 144 + 2 * 8], [0, 0]], "132 bytes of codes, two scales, 16 bytes at a time"
     assert {verb: fp8[verb].tolist() for verb in fp8 if verb != "dispatch"} == {
         verb: plain[verb].tolist() for verb in plain if verb != "dispatch"
     }

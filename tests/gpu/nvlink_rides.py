@@ -139,15 +139,17 @@ class Ride:
         self.transport, self.shape, self.case, self.traffic, self.found = transport, shape, case, traffic, found
         self.rank, self.number = transport.rank, found.number
         self.device = case.slot_WTK.device
-        capacity = transport.buffers.capacity
-        self.num_rows = shape.ranks * capacity
+        capacity, most = transport.buffers.capacity, transport.buffers.most
+        self.num_rows = (shape.ranks - 1) * capacity + most
         here = case.slot_WTK // shape.slots == self.rank
         self.local_WTK = torch.where(here, case.slot_WTK % shape.slots, -1)
         self.want_WT = here.any(2)
         place_WT = self.want_WT.cumsum(1) - 1
         place_WT[self.rank] = torch.arange(shape.tokens, device=self.device)
-        row_WT = place_WT + capacity * torch.arange(shape.ranks, device=self.device)[:, None]
-        self.row_WT = torch.where(self.want_WT & (place_WT < capacity), row_WT, self.num_rows)
+        # Slabs are in the order of the ranks that follow; the own one is the last.
+        slab_W1 = ((torch.arange(shape.ranks, device=self.device) - self.rank - 1) % shape.ranks)[:, None]
+        room_W1 = torch.where(slab_W1 == shape.ranks - 1, most, capacity)
+        self.row_WT = torch.where(self.want_WT & (place_WT < room_W1), place_WT + capacity * slab_W1, self.num_rows)
 
         own = (self.rank, slice(case.sizes[self.rank]))
         self.slot_TK, self.weight_TK = case.slot_WTK[own], case.weight_WTK[own]
@@ -187,8 +189,10 @@ class Ride:
         self.found.add("slots", self._scattered(self.local_WTK, -1) != self.slot_RK)
         weight_WTK = self.case.weight_WTK.masked_fill(self.local_WTK < 0, 0.0)
         self.found.add("weights", self._scattered(weight_WTK, 0.0) != self.weight_RK)
-        others = torch.arange(self.shape.ranks, device=self.device) != self.rank
-        self.found.add("counts", (arrivals.came_W != self.want_WT.sum(1)) & others)
+        sender_W = (torch.arange(self.shape.ranks, device=self.device) + self.rank + 1) % self.shape.ranks
+        came_W = self.want_WT.sum(1)[sender_W]
+        came_W[-1] = 0  # the own rows are at home
+        self.found.add("counts", arrivals.came_W != came_W)
         self._write_partial(rows_RH)
 
     def _combine(self) -> Pending:

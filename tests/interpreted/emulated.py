@@ -24,14 +24,16 @@ def emulate(
     capacity: int,
     row_bytes: int,
     top_k: int,
+    most: int | None = None,
     num_leases: int = 2,
     **options: Any,
 ) -> list[NVLink]:
     """One transport for each rank. What no kernel has written reads as garbage (-7 or NaN, mostly)."""
-    regions = Regions.of(num_ranks, capacity, row_bytes, top_k)
+    most = capacity if most is None else most
+    regions = Regions.of(num_ranks, most, capacity, row_bytes, top_k)
     owners = []
     for rank in range(num_ranks):
-        owner = Buffers(None, CPU, num_leases=num_leases, max_tokens=capacity)
+        owner = Buffers(None, CPU, num_leases=num_leases, max_tokens=most, capacity=capacity)
         owner.num_ranks, owner.rank = num_ranks, rank
         owner.host_status = torch.zeros(1 + num_ranks, dtype=torch.int32)
         owner._row = (row_bytes, top_k)

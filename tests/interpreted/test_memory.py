@@ -40,24 +40,23 @@ def test_a_reservation_by_the_kernel_is_the_one_in_pytorch() -> None:
 @pytest.mark.parametrize("room", [0, 1 << 20, 256], ids=["tensor", "arena", "no room"])
 def test_what_came_is_kept_and_found(width: int, room: int) -> None:
     generator = torch.Generator().manual_seed(width)
-    slab, came, home_row = 6, torch.tensor([4, 0, 0, 6], dtype=torch.int32), 12
-    x_RH = torch.randn(4 * slab, width, generator=generator)
+    slab, came, home_row = 6, torch.tensor([4, 0, 6, 0], dtype=torch.int32), 18
+    x_RH = torch.randn(3 * slab, width, generator=generator)
     home_TH = torch.randn(5, width, generator=generator)
-    valid = torch.tensor([*range(4), *range(18, 24), *range(12, 17)])
+    valid = torch.tensor([*range(4), *range(12, 18), *range(18, 23)])
     slot_RJ = torch.full((24, 2), -1, dtype=torch.int32)
     slot_RJ[valid] = torch.randint(0, 3, (len(valid), 2), generator=generator, dtype=torch.int32)
     arrivals = Arrivals(
         x_RH, slot_RJ, torch.rand(24, 2, generator=generator), 99, leased=True, home_TH=home_TH, home_row=home_row,
-        came_W=came,
+        came_W=came, slab=slab,
     )  # fmt: skip
-    want = x_RH.clone()
-    want[12:17] = home_TH
+    want = torch.cat([x_RH, home_TH, torch.zeros(1, width)])
     arena = Arena(room, CPU) if room else None
     if arena is not None:
         arena.bytes.fill_(255)
     kept = keep_rows(arrivals, arena)
     by_kernel = replace(kept, data=torch.full_like(kept.data, torch.nan))
-    copy_slabs(x_RH, came, by_kernel)
+    copy_slabs(x_RH, came, slab, by_kernel)
     x_RH.fill_(torch.nan)  # the lease goes to others
     pairs = sort_pairs(slot_RJ, 3, 99)
     count = int(pairs.offsets_S[-1])

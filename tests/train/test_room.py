@@ -47,14 +47,15 @@ def test_options_follow_the_configuration() -> None:
     options = nvlink_options(whole, degrees)
     assert (options.max_tokens, options.timeout_seconds, options.forward_fp8, options.backward_fp8) == (50, 7, True, 0)
     assert options.lossy_reasons == ["rows travel as FP8"] and nvlink_options(Config(), degrees).lossy_reasons == []
-    assert nvlink_options(load_config(None, [*settings, "nvlink.capacity=0.5"]), degrees).max_tokens == 25
-    assert nvlink_options(load_config(None, [*settings, "nvlink.capacity=0.01"]), degrees).max_tokens == 17, "a sample"
-    made = Buffers(None, CPU, max_tokens=50)
-    assert lease_bytes(options, 1, 64, 2, 4) == made.lease_bytes(50, 64, 2, 4)
+    assert options.capacity is None
+    half = nvlink_options(load_config(None, [*settings, "nvlink.capacity=0.5"]), degrees)
+    assert (half.max_tokens, half.capacity) == (50, 25)
+    assert nvlink_options(load_config(None, [*settings, "nvlink.capacity=0.01"]), degrees).capacity == 17, "a sample"
+    assert lease_bytes(half, 4, 64, 2, 4) < lease_bytes(options, 4, 64, 2, 4)
 
 
 @pytest.mark.parametrize(
-    "setting", ["capacity=0", "capacity=1.5", "dispatch_ctas=65", "dispatch_ctas=1", "leases=0", "forward_fp8=1"]
+    "setting", ["capacity=0", "capacity=1.5", "dispatch_ctas=65", "dispatch_ctas=0", "leases=0", "forward_fp8=1"]
 )
 def test_refused_settings(setting: str) -> None:
     with pytest.raises(ValueError, match=rf"nvlink\.{setting.split('=')[0]} = .*expected"):
@@ -65,20 +66,31 @@ def test_refused_settings(setting: str) -> None:
 def test_room_is_made_when_rows_had_no_place(needed: int, most: int, capacity: int) -> None:
     buffers = [Buffers(None, CPU, max_tokens=4) for _ in range(2)]
     buffers[1].needed.fill_(needed)
-    assert make_room(buffers, most, CPU) == capacity
+    assert make_room(buffers, most, CPU) == ((capacity, 0) if capacity else None)
     assert [one.capacity for one in buffers] == [capacity or 4] * 2
-    assert make_room(buffers, most, CPU) == 0
+    assert make_room(buffers, most, CPU) is None
+
+
+def test_an_arena_that_was_too_small_has_the_size_that_was_needed() -> None:
+    buffers = Buffers(None, CPU, max_tokens=4, arena_bytes=1024)
+    assert buffers.arena is not None
+    fits = buffers.arena.reserve(64, torch.float32, torch.tensor([4]))
+    assert make_room([buffers], 4, CPU) is None
+    late = buffers.arena.reserve(64, torch.float32, torch.tensor([12]))
+    assert fits.start is not None and late.start is not None and int(late.start) == -1
+    assert make_room([buffers], 4, CPU) == (4, 1.25 * 4096) and buffers.arena.capacity == 1.25 * 4096
+    assert make_room([buffers], 4, CPU) is None
 
 
 def test_the_worst_case_asks_no_device() -> None:
-    untouchable = SimpleNamespace(capacity=64)
-    assert make_room([untouchable], 64, CPU) == 0  # type: ignore[list-item]
+    untouchable = SimpleNamespace(capacity=64, arena=None)
+    assert make_room([untouchable], 64, CPU) is None  # type: ignore[list-item]
 
 
 class Cramped:
     """Stands for the buffers of a transport: too small on one rank in the first two attempts, and in two more later."""
 
-    num_ranks, size = 1, 0
+    num_ranks, size, arena = 1, 0, None
 
     def __init__(self) -> None:
         self.capacity, self.asked = 64, 0
@@ -86,6 +98,9 @@ class Cramped:
     def overflow(self) -> int:
         self.asked += 1
         return self.capacity + 1 if dist.get_rank() == 2 and self.asked in (2, 3, 6) else 0
+
+    def arena_overflow(self) -> int:
+        return 0
 
     def grow(self, capacity: int) -> None:
         self.capacity = capacity

@@ -3,15 +3,15 @@
 A lease is one symmetric allocation per rank, cut into regions at the same byte offsets on every rank:
 
     signals   arrived (W x MAX_CTAS), written (W), counts (2 x W)         int32
-    rows      W slabs of `capacity` rows, one slab for each sender        what dispatch writes into peers
-    choices   K slots and K weights beside each row
-    partial   what the experts write and peers read                       as many rows
+    rows      a slab of `capacity` rows for each other rank               what dispatch writes into peers
+    choices   K slots and K weights for each of R rows: those, and `most` of the own tokens
+    partial   what the experts write and peers read                       R rows
     dweight   K float32 beside each partial row, in the backward
 
-So a lease takes about 2 * W * capacity * H * 2 bytes in bf16: 235 MiB for 4 ranks, 8192 tokens each, H 2048. By default
-`capacity` is the largest number of tokens of any rank, the worst case: then no routing can overflow. Leases are made
-when they are first needed. One is enough while every dispatch is followed by its combine; to overlap the dispatch of
-one piece with the combine of another takes two, and sending rows again in the backward does as well.
+So a lease takes about (2 W - 1) * capacity * H * 2 bytes in bf16: 224 MiB for 4 ranks, 8192 tokens each, H 2048. By
+default `capacity` is the largest number of tokens of any rank, the worst case: then no routing can overflow. Leases are
+made when they are first needed. One is enough while every dispatch is followed by its combine; to overlap the dispatch
+of one piece with the combine of another takes two.
 
 Autograd must not hold a view of a lease: what it keeps is copied (`carpool.ride`).
 """
@@ -54,6 +54,7 @@ class Regions:
     """Byte offsets of the regions of a lease."""
 
     capacity: int
+    most: int
     arrived: int
     written: int
     counts: int
@@ -64,14 +65,15 @@ class Regions:
     total: int
 
     @classmethod
-    def of(cls, num_ranks: int, capacity: int, row_bytes: int, top_k: int) -> Regions:
-        """For W slabs of `capacity` rows of `row_bytes` bytes and K choices each."""
-        rows = num_ranks * capacity
+    def of(cls, num_ranks: int, most: int, capacity: int, row_bytes: int, top_k: int) -> Regions:
+        """For rows of `row_bytes` bytes and K choices: `capacity` from each other rank, `most` of the own."""
+        away = (num_ranks - 1) * capacity
+        rows = away + most
         sizes = {
             "arrived": num_ranks * MAX_CTAS * 4,
             "written": num_ranks * 4,
             "counts": 2 * num_ranks * 4,
-            "rows": rows * row_bytes,
+            "rows": away * row_bytes,
             "choices": rows * 2 * top_k * 4,
             "partial": rows * row_bytes,
             "dweight": rows * top_k * 4,
@@ -80,7 +82,7 @@ class Regions:
         for name, size in sizes.items():
             offsets[name] = at
             at += -(-size // PAGE) * PAGE
-        return cls(capacity=capacity, total=at, **offsets)
+        return cls(capacity=capacity, most=most, total=at, **offsets)
 
 
 @dataclass
@@ -119,11 +121,12 @@ class Buffers:
         device: where.
         num_leases: how many dispatches may be without their combine at one time.
         max_tokens: tokens of the largest rank. None: agreed upon at the first `agree`, rounded up to a power of two.
+        capacity: rows of a slab, at most `max_tokens`, which is the default.
         timeout_seconds: how long a kernel waits for a peer.
         arena_bytes: size of the arena in which layers keep what their backward needs; 0: there is none.
 
     Attributes:
-        capacity: rows of a slab; 0 before the first agreement.
+        most, capacity: tokens of the largest rank, and rows of a slab; 0 before the first agreement.
         status, needed: int32 on the device: has a wait failed; the largest capacity that was needed so far.
         host_status: (1 + W,) int32 in pinned host memory, which kernels write when they give up.
     """
@@ -135,13 +138,14 @@ class Buffers:
         *,
         num_leases: int = 2,
         max_tokens: int | None = None,
+        capacity: int | None = None,
         timeout_seconds: float = 300.0,
         arena_bytes: int = 0,
     ) -> None:
         self.group, self.device, self.num_leases = group, device, num_leases
         self.num_ranks = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
-        self.capacity = 0
+        self.most = self.capacity = 0
         self.timeout_seconds = timeout_seconds
         self.status = torch.zeros(1, dtype=torch.int32, device=device)
         self.needed = torch.zeros(1, dtype=torch.int32, device=device)
@@ -151,32 +155,33 @@ class Buffers:
         self._turn = 0
         self.arena = Arena(arena_bytes, device) if arena_bytes else None
         if max_tokens is not None:
-            self._set_capacity(max_tokens)
+            self._set_sizes(max_tokens, capacity)
 
     @property
     def size(self) -> int:
-        """Bytes of this rank's leases that exist."""
-        return sum(lease.regions.total for lease in self._leases)
+        """Bytes of this rank's leases that exist, and of the arena."""
+        return sum(lease.regions.total for lease in self._leases) + (self.arena.capacity if self.arena else 0)
 
-    def lease_bytes(self, capacity: int, hidden: int, element_size: int, top_k: int) -> int:
-        """Bytes that one lease takes on each rank."""
-        return Regions.of(self.num_ranks, capacity, hidden * element_size, top_k).total
+    @property
+    def home_row(self) -> int:
+        """Where a rank's rows for itself begin."""
+        return (self.num_ranks - 1) * self.capacity
 
     def agree(self, tokens: int) -> None:
         """Make sure that there is a capacity. The first call is collective and waits for the device."""
-        if self.capacity:
+        if self.most:
             return
         most = torch.tensor([max(1, tokens)], device=self.device)
         if self.group is not None:
             dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self.group)
-        self._set_capacity(1 << (int(most.item()) - 1).bit_length())
+        self._set_sizes(1 << (int(most.item()) - 1).bit_length(), None)
 
     def grow(self, capacity: int) -> None:
         """Make slabs of at least `capacity` rows, and forget the overflow. Collective; between steps."""
         if self.busy:
             raise RuntimeError("buffers cannot grow between a dispatch and its combine; call grow() between steps")
-        self._leases.clear()
-        self._set_capacity(max(capacity, self.capacity))
+        self._drop_leases()
+        self._set_sizes(max(capacity, self.most), max(capacity, self.capacity))
         self.needed.zero_()
 
     def overflow(self) -> int:
@@ -207,7 +212,7 @@ class Buffers:
         wanted = (row_bytes, top_k)
         if any(now < new for now, new in zip(self._row, wanted, strict=True)) and not self.busy:
             self._row = tuple(max(pair) for pair in zip(self._row, wanted, strict=True))  # type: ignore[assignment]
-            self._leases.clear()
+            self._drop_leases()
         for _ in range(len(self._leases)):
             lease = self._leases[self._turn % len(self._leases)]
             self._turn += 1
@@ -240,13 +245,22 @@ class Buffers:
             if lease.stream != current:
                 current.wait_stream(lease.stream)
 
-    def _set_capacity(self, tokens: int) -> None:
-        if tokens < 1:
-            raise ValueError(f"max_tokens={tokens}: a slab holds at least one row")
-        self.capacity = tokens
+    def _set_sizes(self, most: int, capacity: int | None) -> None:
+        capacity = most if capacity is None else capacity
+        if not 1 <= capacity <= most:
+            raise ValueError(f"capacity={capacity} must be between 1 and max_tokens={most}")
+        self.most, self.capacity = most, capacity
+
+    def _drop_leases(self) -> None:
+        """Free them, once no rank reads or writes them any more."""
+        if self._leases and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            if self.group is not None:
+                dist.barrier(group=self.group)
+        self._leases.clear()
 
     def _make(self) -> Lease:
-        regions = Regions.of(self.num_ranks, self.capacity, *self._row)
+        regions = Regions.of(self.num_ranks, self.most, self.capacity, *self._row)
         handle = None
         if self.group is not None:
             from torch.distributed import _symmetric_memory as symmetric_memory
@@ -300,7 +314,7 @@ def buffers_of(group: dist.ProcessGroup | None, device: torch.device, **options:
     if group not in OWNERS:
         OWNERS[group] = Buffers(group, device, **options)
     buffers = OWNERS[group]
-    if (options.get("max_tokens") or 0) > buffers.capacity:
+    if (options.get("max_tokens") or 0) > buffers.most:
         buffers.grow(options["max_tokens"])
     if options.get("arena_bytes", 0) > (buffers.arena.capacity if buffers.arena else 0):
         buffers.grow_arena(options["arena_bytes"])

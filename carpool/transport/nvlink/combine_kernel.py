@@ -164,7 +164,7 @@ def combine_kernel(  # type: ignore[no-untyped-def]
         poison = tl.where(tl.load(needed) > capacity, float("nan"), 0.0)
         if program == tl.num_programs(0) - 1:
             # Rows that this rank computed for each rank; to itself, those that it wanted.
-            came = tl.load(received + peer, mask=peer < W, other=0)
+            came = tl.load(received + (peer - own - 1 + W) % W, mask=peer < W, other=0)
             rows = tl.where(peer == own, tl.load(count + peer, mask=peer < W, other=0), came)
             count_sent(tally, rows, choices, blocks, W, WP)
         wait(tl.load(bases + own), written_at, epoch, timeout, status, host_status, verb, W, 1, 1, WP, SPIN)

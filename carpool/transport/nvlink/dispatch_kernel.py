@@ -132,6 +132,7 @@ def _send_choices(  # type: ignore[no-untyped-def]
     choice_at,
     tokens,
     capacity,
+    most,
     own,
     S: tl.constexpr,
     K: tl.constexpr,
@@ -149,7 +150,7 @@ def _send_choices(  # type: ignore[no-untyped-def]
         at = token.to(tl.int64)[:, None] * K + choice[None, :]
         chosen = tl.load(slot + at, mask=inside, other=-1)
         bits = tl.load(weight + at, mask=inside & (column >= KP)[None, :], other=0.0).to(tl.int32, bitcast=True)
-        at_home = tl.where(token < tl.minimum(tokens, capacity), own * capacity + token, -1)
+        at_home = tl.where(token < tl.minimum(tokens, most), (W - 1) * capacity + token, -1)
         for step in tl.static_range(1, W, 3):
             target0 = _target(row, step, own, token, tokens, W)
             target1 = _target(row, step + 1, own, token, tokens, W)
@@ -168,6 +169,7 @@ def _unpack(  # type: ignore[no-untyped-def]
     slot_out,
     weight_out,
     capacity,
+    most,
     K: tl.constexpr,
     KP: tl.constexpr,
     W: tl.constexpr,
@@ -177,12 +179,13 @@ def _unpack(  # type: ignore[no-untyped-def]
     choices = (base + choice_at).to(tl.pointer_type(tl.int32))
     counts = (base + count_at).to(tl.pointer_type(tl.int32))
     choice = tl.arange(0, KP)
-    rows = W * capacity
+    rows = (W - 1) * capacity + most
     for block in range(tl.program_id(0) - FIRST, tl.cdiv(rows, BU), tl.num_programs(0) - FIRST):
         at_row = block * BU + tl.arange(0, BU)
         inside = at_row < rows
-        came = tl.load(counts + at_row // capacity, mask=inside, other=0, cache_modifier=".cg")
-        valid = (inside & (at_row % capacity < came))[:, None] & (choice < K)[None, :]
+        slab = tl.minimum(at_row // capacity, W - 1)
+        came = tl.load(counts + slab, mask=inside, other=0, cache_modifier=".cg")
+        valid = (inside & (at_row - slab * capacity < came))[:, None] & (choice < K)[None, :]
         at = at_row.to(tl.int64)[:, None] * (2 * K) + choice[None, :]
         slot = tl.load(choices + at, mask=valid, other=-1, cache_modifier=".cg")
         bits = tl.load(choices + at + K, mask=valid, other=0, cache_modifier=".cg")
@@ -192,7 +195,7 @@ def _unpack(  # type: ignore[no-untyped-def]
         tl.store(weight_out + out, bits.to(tl.float32, bitcast=True), mask=written)
 
 
-@triton.jit(do_not_specialize=["tokens", "blocks", "capacity", "own", "verb"])
+@triton.jit(do_not_specialize=["tokens", "blocks", "capacity", "most", "own", "verb"])
 def dispatch_kernel(  # type: ignore[no-untyped-def]
     x,
     slot,
@@ -212,6 +215,7 @@ def dispatch_kernel(  # type: ignore[no-untyped-def]
     tokens,
     blocks,
     capacity,
+    most,
     own,
     timeout,
     verb,
@@ -246,7 +250,8 @@ def dispatch_kernel(  # type: ignore[no-untyped-def]
     x: (T, PITCH) words, of which MAIN first, in wide tiles, then the rest (the scales of FP8). slot, weight: (T, K).
     row: (W, T), count: (2, W), choices: (blocks, W): from the plan. bases: (W,) addresses of the ranks' leases; *_at:
     byte offsets in a lease. epochs: (2,) of this lease. needed: (1,) the largest capacity that any rank would have
-    needed so far. tally: (2, W) int64, rows and choices. slot_out, weight_out: (W * capacity, K), received: (W,).
+    needed so far. tally: (2, W) int64, rows and choices. slot_out, weight_out: (R, K). received: (W,) rows in each
+    slab of the rows that travelled.
     CHOICES: False for gradients, whose slots are known.
     """
     LAST: tl.constexpr = ROWS + OTHERS - 1
@@ -256,7 +261,7 @@ def dispatch_kernel(  # type: ignore[no-untyped-def]
     epoch = tl.load(epochs) + 1
     if SEND:
         if CHOICES and program >= FIRST:
-            _send_choices(slot, weight, row, bases, choice_at, tokens, capacity, own, S, K, KP, W, BC, FIRST)
+            _send_choices(slot, weight, row, bases, choice_at, tokens, capacity, most, own, S, K, KP, W, BC, FIRST)
         if program < ROWS:
             _send_rows(x, row, bases, x_at, tokens, own, PITCH, 0, MAIN, W, BT, BH, ROWS)
             if MAIN < PITCH:
@@ -268,8 +273,9 @@ def dispatch_kernel(  # type: ignore[no-untyped-def]
             fullest = tl.max(tl.load(count + W + peer, mask=here, other=0), 0)
             base = tl.load(bases + peer, mask=here, other=0)
             counts = (base + count_at).to(tl.pointer_type(tl.int32))
-            tl.store(counts + own, tl.where(peer == own, tl.minimum(tokens, capacity), rows), mask=here)
-            tl.store(counts + W + own, tl.zeros([WP], tl.int32) + fullest, mask=here)
+            slab = (own - peer - 1 + W) % W
+            tl.store(counts + slab, tl.where(peer == own, tl.minimum(tokens, most), rows), mask=here)
+            tl.store(counts + W + slab, tl.zeros([WP], tl.int32) + fullest, mask=here)
         send(bases, arrived_at + (own * MAX_CTAS + program) * 4, epoch, W, WP)
         if program == LAST:
             rows = tl.load(count + peer, mask=peer < W, other=0)
@@ -286,12 +292,12 @@ def dispatch_kernel(  # type: ignore[no-untyped-def]
             sent_at = arrived_at + FIRST * 4
             wait(base, sent_at, epoch, timeout, status, host_status, verb, W, awaited, MAX_CTAS, PAD, SPIN)
         if CHOICES and program >= FIRST:
-            _unpack(base, choice_at, count_at, slot_out, weight_out, capacity, K, KP, W, BU, FIRST)
+            _unpack(base, choice_at, count_at, slot_out, weight_out, capacity, most, K, KP, W, BU, FIRST)
         if program == 0:
             if CHOICES:
                 came = tl.load(counts + peer, mask=peer < W, other=0, volatile=True)
                 wanted = tl.load(counts + W + peer, mask=peer < W, other=0, volatile=True)
-                came = tl.where(peer == own, 0, came)
+                came = tl.where(peer == W - 1, 0, came)
                 tl.store(received + peer, came, mask=peer < W)
                 tl.atomic_max(needed, tl.max(wanted, 0))
             # The combine of this lease reads this one, and sets the one that the next dispatch reads.

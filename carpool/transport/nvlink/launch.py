@@ -27,16 +27,17 @@ def power(n: int) -> int:
 
 
 def launch_plan(
-    slot_TK: torch.Tensor, capacity: int, rank: int, num_ranks: int, slots_per_rank: int
+    slot_TK: torch.Tensor, buffers: Buffers, slots_per_rank: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(row_WT, count_2W, choices_BW) of `plan_kernel`."""
     tokens, top_k = slot_TK.shape
+    num_ranks = buffers.num_ranks
     blocks = max(1, triton.cdiv(tokens, PLAN_BLOCK))
     row_WT = slot_TK.new_empty(num_ranks, tokens)
     count_2W = slot_TK.new_empty(2, num_ranks)
     choices_BW = slot_TK.new_empty(blocks, num_ranks)
     plan_kernel[(blocks,)](
-        slot_TK, row_WT, count_2W, choices_BW, tokens, capacity, rank,
+        slot_TK, row_WT, count_2W, choices_BW, tokens, buffers.capacity, buffers.most, buffers.rank,
         S=max(1, slots_per_rank), K=top_k, KP=power(top_k), W=num_ranks,
         BLOCK=PLAN_BLOCK, AHEAD=8 * PLAN_BLOCK,
         FIELDS=4 if tokens < 2**16 else 2, num_warps=16,
@@ -65,7 +66,7 @@ def launch_dispatch(
     num_ranks, at = buffers.num_ranks, lease.regions
     choices = slot_RJ is not None
     tile = dispatch_tile(main, words - main)
-    capacity = route.num_rows // num_ranks
+    capacity = lease.regions.capacity
     # All ranks must agree on who does what, so it depends on the capacity, which they share, not on the tokens.
     others = 0 if ctas < 12 else min(8, ctas - 8) if capacity >= 1024 else 1
     rows = ctas - others
@@ -73,7 +74,7 @@ def launch_dispatch(
         x_TH.view(torch.int32), route.slot_TK, route.weight_TK, route.row_WT, route.count_2W,
         route.choices_BW, lease.bases, lease.epochs, buffers.status, buffers.host_status, buffers.needed, tally,
         slot_RJ if choices else route.slot_TK, weight_RJ if choices else route.weight_TK, route.received_W,
-        tokens, route.choices_BW.shape[0], capacity, rank, int(1e9 * buffers.timeout_seconds),
+        tokens, route.choices_BW.shape[0], capacity, lease.regions.most, rank, int(1e9 * buffers.timeout_seconds),
         VERBS.index("dispatch" if choices else "dispatch_gradients"),
         at.rows, at.choices, at.counts, at.arrived,
         PITCH=words, MAIN=main, S=max(1, slots_per_rank), K=top_k, KP=power(top_k), W=num_ranks, WP=power(num_ranks),
@@ -112,7 +113,7 @@ def launch_combine(
         y_TH, dweight_TK if weights else route.weight_TK, route.slot_TK, route.row_WT, route.count_2W,
         route.choices_BW, route.received_W, lease.bases, lease.epochs, buffers.status, buffers.host_status,
         buffers.needed, tally,
-        tokens, route.choices_BW.shape[0], route.num_rows // num_ranks, rank, int(1e9 * buffers.timeout_seconds),
+        tokens, route.choices_BW.shape[0], at.capacity, rank, int(1e9 * buffers.timeout_seconds),
         VERBS.index("combine_gradients" if weights else "combine"),
         at.partial, at.dweight, at.written,
         H=hidden, S=max(1, slots_per_rank), K=top_k, KP=power(top_k), W=num_ranks, WP=power(num_ranks), BC=128,
@@ -136,12 +137,14 @@ def launch_quantise(x_TH: torch.Tensor, packet_bytes: int) -> torch.Tensor:
     return packet_TB
 
 
-def launch_dequantise(packet_RB: torch.Tensor, came_W: torch.Tensor, hidden: int, dtype: torch.dtype) -> torch.Tensor:
+def launch_dequantise(
+    packet_RB: torch.Tensor, came_W: torch.Tensor, slab: int, hidden: int, dtype: torch.dtype
+) -> torch.Tensor:
     """(R, H) rows in `dtype`; those that did not come are not written."""
     rows, packet_bytes = packet_RB.shape
     out_RH = torch.empty(rows, hidden, dtype=dtype, device=packet_RB.device)
     grid = (triton.cdiv(rows, 32), triton.cdiv(hidden, FP8_GROUP))
-    dequantise_kernel[grid](
-        packet_RB, came_W, out_RH, rows, rows // came_W.shape[0], H=hidden, BYTES=packet_bytes, BR=32, num_warps=4
-    )
+    if not rows:
+        return out_RH
+    dequantise_kernel[grid](packet_RB, came_W, out_RH, rows, slab, H=hidden, BYTES=packet_bytes, BR=32, num_warps=4)
     return out_RH

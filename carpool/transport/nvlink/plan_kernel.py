@@ -1,16 +1,18 @@
 """The plan: to which row of which rank does each token go? One kernel, nothing exchanged, nothing read back.
 
-Every rank's buffer has one slab of `capacity` rows for each sender. A sender fills its slab from the front, in the
-order of its tokens, so where a row lands is a prefix sum over the sender's own tokens:
+Every rank's buffer has one slab of `capacity` rows for each other rank, in the order of the ranks that follow it, and
+at the end one of `most` rows for its own tokens. A sender fills its slab from the front, in the order of its tokens, so
+where a row lands is a prefix sum over the sender's own tokens. A rank's rows for itself need not be copied: they are
+its tokens.
 
-    rank 1 of 2, capacity 4, slots 0..1 on rank 0, 2..3 on rank 1
+    rank 1 of 3, capacity 4, most 4, slots 0..1 on rank 0, 2..3 on rank 1, 4..5 on rank 2
+    slabs      on rank 0: [1, 2, 0]      on rank 1: [2, 0, 1]      on rank 2: [0, 1, 2]
 
-    slot_TK              wants rank 0, 1      row_WT (in the receiver's buffer, where the slab of rank 1 starts at 4)
-    token 0: [0, 1]      yes  no              rank 0: [ 4, -1,  5]      filled from the front
-    token 1: [2, 3]      no   yes             rank 1: [-1,  5,  6]      the own one: token t is row t of its slab
-    token 2: [1, 2]      yes  yes             count:  [2, 2]
-
-The own slab is laid out like the sender's tokens, so its rows need not be copied: they are the tokens.
+    slot_TK              row_WT: on rank 0    on rank 1    on rank 2
+    token 0: [0, 1]              0            -1           -1
+    token 1: [2, 4]              -1           8 + 1        4
+    token 2: [1, 5]              1            -1           4 + 1
+    count                        2            1            2
 
 A program handles BLOCK tokens. It counts what all blocks before it want by itself, which is a read of K int32 per
 token from the L2 cache, and needs neither a second kernel nor a wait for other programs. That is quadratic, and cheap
@@ -52,7 +54,7 @@ def _field(packed, field: tl.constexpr, FIELDS: tl.constexpr):  # type: ignore[n
     return ((packed >> (64 // FIELDS * field)) & ((1 << (64 // FIELDS)) - 1)).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["tokens", "capacity", "own"])
+@triton.jit(do_not_specialize=["tokens", "capacity", "most", "own"])
 def plan_kernel(  # type: ignore[no-untyped-def]
     slot,
     row,
@@ -60,6 +62,7 @@ def plan_kernel(  # type: ignore[no-untyped-def]
     choices,
     tokens,
     capacity,
+    most,
     own,
     S: tl.constexpr,
     K: tl.constexpr,
@@ -102,14 +105,17 @@ def plan_kernel(  # type: ignore[no-untyped-def]
         for field in tl.static_range(FIELDS):
             if group + field < W:
                 rank = group + field
-                # The own slab is not filled from the front: token t is its row t.
+                # The slab for itself is the last, and not filled from the front: token t is its row t.
                 position = _field(base, field, FIELDS) + _field(through, field, FIELDS) - 1
                 position = tl.where(own == rank, token, position)
+                room = tl.where(own == rank, most, capacity)
                 wanted = _field(packed, field, FIELDS) > 0
-                destination = tl.where(wanted & (position < capacity), own * capacity + position, -1)
+                slab = (own - rank - 1 + W) % W
+                destination = tl.where(wanted & (position < room), slab * capacity + position, -1)
                 tl.store(row + rank * tokens.to(tl.int64) + token, destination, mask=token < tokens)
                 tl.store(choices + block * W + rank, _field(all_choices, field, FIELDS))
                 if block == tl.num_programs(0) - 1:
                     rows = _field(all_rows, field, FIELDS)
                     tl.store(count + rank, tl.where(own == rank, rows, tl.minimum(rows, capacity)))
-                    tl.store(count + W + rank, tl.where(own == rank, tokens, rows))
+                    needed = tl.where(own == rank, tl.where(tokens > most, tokens, 0), rows)
+                    tl.store(count + W + rank, needed)

@@ -3,15 +3,15 @@
 Every rank holds a buffer that all ranks of the group can write and read (PyTorch's symmetric memory). A sender owns a
 slab of each, so its own prefix sum is the whole plan, and nothing has to be exchanged or read back before rows travel:
 
-    token 0 of rank 1 chose experts on ranks 0 and 3; the slab of rank 1 begins at row `capacity` of every buffer
+    token 0 of rank 1 of 4 chose experts on ranks 0 and 3; the slab of rank 1 is the first on rank 0, the second on 3
 
-    plan       row_WT[0, 0] = capacity + 0, row_WT[3, 0] = capacity + 0, the others -1
+    plan       row_WT[0, 0] = 0, row_WT[3, 0] = capacity, the others -1
     dispatch   rank 1 loads x_0 once and stores it to ranks 0 and 3, with the slots and weights that each is to use
-    experts    ranks 0 and 3 write their partial sums into row `capacity + 0` of their own buffers
+    experts    ranks 0 and 3 write their partial sums into the same rows of their own buffers
     combine    rank 1 reads both rows and adds them in float32
 
-Shapes are static: R = W * capacity rows, of which each sender's slab is filled from the front; how many came is known
-to the device alone. Cost per token: one row for each distinct rank, as for `dedup`, and one kernel launch per verb.
+Shapes are static: R rows, of which each sender's slab is filled from the front; how many came is known to the device
+alone. Cost per token: one row for each distinct rank, as for `dedup`, and one kernel launch per verb.
 
 Lossy options, off by default: rows as FP8 on the way out (`forward_fp8`), gradients likewise (`backward_fp8`).
 
@@ -42,6 +42,8 @@ class NVLinkOptions:
         dispatch_ctas, combine_ctas: thread blocks of a verb: SMs that the ride takes from the computation.
         num_leases: dispatches that may be without their combine at one time.
         max_tokens: tokens of the largest rank; None: agreed upon at the first forward, rounded up to a power of two.
+        capacity: rows that a rank has room for from each other rank. None: `max_tokens`, which always suffices. If more
+            come, sums are NaN and `Buffers.overflow` tells.
         timeout_seconds: how long a rank waits for another before it gives up and says which.
         forward_fp8, backward_fp8: rows (gradients) travel out as e4m3 with a scale for 128 columns. LOSSY.
         side_stream: run on a stream of its own; `Pending.wait` lets the caller's stream wait.
@@ -54,6 +56,7 @@ class NVLinkOptions:
     combine_ctas: int = 16
     num_leases: int = 2
     max_tokens: int | None = None
+    capacity: int | None = None
     timeout_seconds: float = 300.0
     forward_fp8: bool = False
     backward_fp8: bool = False
@@ -128,6 +131,7 @@ class NVLink:
                 torch.device("cuda", torch.cuda.current_device()),
                 num_leases=self.options.num_leases,
                 max_tokens=self.options.max_tokens,
+                capacity=self.options.capacity,
                 timeout_seconds=self.options.timeout_seconds,
                 arena_bytes=self.options.arena_bytes,
             )
@@ -144,10 +148,10 @@ class NVLink:
 
         self.buffers.check()
         self.buffers.agree(slot_TK.shape[0])
-        capacity, (num_tokens, top_k) = self.buffers.capacity, slot_TK.shape
+        num_tokens, top_k = slot_TK.shape
         slot_TK, weight_TK = slot_TK.contiguous(), weight_TK.float().contiguous()
-        row_WT, count_2W, choices_BW = launch_plan(slot_TK, capacity, self.rank, self.num_ranks, self.slots_per_rank)
-        num_rows = self.num_ranks * capacity
+        row_WT, count_2W, choices_BW = launch_plan(slot_TK, self.buffers, self.slots_per_rank)
+        num_rows = self.buffers.home_row + self.buffers.most
         return NVLinkRoute(
             num_tokens=num_tokens,
             top_k=top_k,
@@ -172,7 +176,7 @@ class NVLink:
         return Pending(
             lambda: Arrivals(
                 pending.wait(), slot_RJ, weight_RJ, route.num_pairs, leased=True, sums_unwanted=False,
-                home_TH=x_TH[: self.buffers.capacity], home_row=self.rank * self.buffers.capacity,
+                home_TH=x_TH[: self.buffers.most], home_row=self.buffers.home_row, slab=self.buffers.capacity,
                 came_W=route.received_W, fp8_hidden=x_TH.shape[1] if fp8 else 0,
             )
         )  # fmt: skip
@@ -185,10 +189,10 @@ class NVLink:
         def finish() -> Rows:
             from carpool.transport.nvlink.launch import launch_dequantise
 
-            came, hidden, capacity = pending.wait(), dy_TH.shape[1], self.buffers.capacity
+            came, hidden, buffers = pending.wait(), dy_TH.shape[1], self.buffers
             if fp8:
-                came = launch_dequantise(came, route.received_W, hidden, dy_TH.dtype)
-            return Rows(came, hidden, home=dy_TH[:capacity], home_row=self.rank * capacity)
+                came = launch_dequantise(came, route.received_W, buffers.capacity, hidden, dy_TH.dtype)
+            return Rows(came, hidden, home=dy_TH[: buffers.most], home_row=buffers.home_row)
 
         return Pending(finish)
 
@@ -235,7 +239,7 @@ class NVLink:
 
         def rows() -> torch.Tensor:
             finish()
-            return lease.view(lease.regions.rows, (route.num_rows, sent.shape[1]), sent.dtype)
+            return lease.view(lease.regions.rows, (self.buffers.home_row, sent.shape[1]), sent.dtype)
 
         return Pending(rows)
 
