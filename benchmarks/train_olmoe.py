@@ -30,8 +30,10 @@ from transformers.distributed.expert_parallel import AllToAllEP, EPImplementatio
 
 from carpool.hf import CarpoolEP, rides
 from carpool.hf.build import build_model, experts_modules
+from carpool.hf.expert_parallel import buffers_of_rides
 from carpool.train.environment import environment
 from carpool.train.flops import flops_per_token, model_size, peak_flops
+from carpool.transport import NVLinkOptions
 
 THEIRS = "transformers all_to_all"
 
@@ -62,6 +64,7 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=50304)
     parser.add_argument("--steps", type=int, default=15, help="timed steps of each contender")
     parser.add_argument("--transports", nargs="+", default=["dedup", "alltoall"])
+    parser.add_argument("--arena-gib", type=float, default=8.0, help="nvlink: memory for what layers keep")
     parser.add_argument("--profile", action="store_true", help="print the kernels of one step of the first transport")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
@@ -110,19 +113,25 @@ def main() -> None:
         optimizer.zero_grad(set_to_none=True)
 
     contenders = [*args.transports, THEIRS]
+    options = NVLinkOptions(max_tokens=args.batch * args.sequence, arena_bytes=int(args.arena_gib * 2**30))
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for i in range(-2, args.steps):
         for name in contenders if i % 2 else reversed(contenders):
             for own in rides(model).values():
                 own.stats.reset()
                 if name != THEIRS and own.requested != name:
-                    own.set_transport(name)
+                    own.set_transport(name, options)
             ms = timed(lambda name=name, i=i: step(name, batches[i % len(batches)]), device)
             if i >= 0:
                 times[name].append(ms)
             if i == 0 and name != THEIRS and rank == 0:
                 layer = next(iter(rides(model).values()))
                 print(f"{name}: first layer of rank 0: {layer.stats.summary()}", flush=True)
+    for buffers in buffers_of_rides(rides(model).values()):
+        if needed := buffers.arena_overflow():
+            raise RuntimeError(f"the arena was too small: {needed / 2**30:.1f} GiB were needed; raise --arena-gib")
+        if rank == 0 and buffers.arena is not None:
+            print(f"buffers: {buffers.size / 2**30:.2f} GiB; arena used: {int(buffers.arena.needed) / 2**30:.2f} GiB")
     if args.profile:
         profile(lambda: step(args.transports[0], batches[0]), rank)
 
