@@ -58,17 +58,17 @@ def test_sort_is_the_cpus(rows: int, columns: int, slots: int) -> None:
                 assert torch.equal(a.cpu(), b), (name, filled, bound)
 
 
-def check(problem: ExpertProblem, tolerance: float, may_wait: bool = False) -> None:
+def check(problem: ExpertProblem, tolerance: float, may_wait: bool = False, kinked: bool = False) -> None:
     """With and without an arena, twice: within the tolerance of float64, and bitwise equal."""
     runs = []
     for use_arena in (True, False, True):
         got = problem.run(GroupedExperts(problem.function), use_arena, True, "cuda", may_wait=may_wait)
-        problem.check(got, tolerance, all_rows=True)
+        problem.check(got, tolerance, all_rows=True, kinked=kinked)
         runs.append(got)
     for other in runs[1:]:
         assert all(torch.equal(runs[0][name], other[name]) for name in other)
     got = problem.run(GroupedExperts(problem.function), True, False, "cuda", may_wait=may_wait)
-    problem.check(got, tolerance, all_rows=False)
+    problem.check(got, tolerance, all_rows=False, kinked=kinked)
     unwanted = ~problem.wanted_R
     assert got["partial"][unwanted].isnan().all() and got["dx"][unwanted].isnan().all(), "left as they were"
 
@@ -77,9 +77,9 @@ def check(problem: ExpertProblem, tolerance: float, may_wait: bool = False) -> N
 @pytest.mark.parametrize("name", list(ACTIVATIONS))
 def test_every_activation_in_bf16(name: str, bias: bool) -> None:
     for hidden, inner in ((64, 40), (200, 72)):
-        # Where a rounded pre-activation falls on the other side of 0, relu's slope jumps.
-        tolerance = 6e-2 if "relu" in name else 3e-2
-        check(ExpertProblem(routed(500, 4, 7), hidden, inner, ACTIVATIONS[name], bias, torch.bfloat16), tolerance)
+        kinked = any(word in name for word in ("relu", "clamped", "gpt-oss"))
+        problem = ExpertProblem(routed(500, 4, 7), hidden, inner, ACTIVATIONS[name], bias, torch.bfloat16)
+        check(problem, 3e-2, kinked=kinked)
 
 
 @pytest.mark.parametrize("transposed", [True, False])
