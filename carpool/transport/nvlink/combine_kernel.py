@@ -51,6 +51,12 @@ def _sum_rows(  # type: ignore[no-untyped-def]
     partial_at,
     tokens,
     poison,
+    token,
+    column,
+    source0,
+    source1,
+    source2,
+    source3,
     H: tl.constexpr,
     W: tl.constexpr,
     BT: tl.constexpr,
@@ -58,11 +64,6 @@ def _sum_rows(  # type: ignore[no-untyped-def]
 ):
     element: tl.constexpr = y.dtype.element_ty
     tiles = tl.cdiv(tokens, BT) * ((H + BH - 1) // BH)
-    token, column = _place(tl.program_id(0), H, BT, BH)
-    source0 = _source(row, 0, token, tokens, W)
-    source1 = _source(row, 1, token, tokens, W)
-    source2 = _source(row, 2, token, tokens, W)
-    source3 = _source(row, 3, token, tokens, W)
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         # Four ranks' loads before the first addition; then where the next tile's rows are, so that its loads can start.
         part0 = _rows_of(bases, 0, partial_at, source0, column, element, H, W)
@@ -162,14 +163,21 @@ def combine_kernel(  # type: ignore[no-untyped-def]
         send(bases, written_at + own * 4, epoch, W, WP)
     if RECEIVE:
         poison = tl.where(tl.load(needed) > capacity, float("nan"), 0.0)
-        if program == tl.num_programs(0) - 1:
+        # Where the first tile's rows are does not depend on anybody.
+        token, column = _place(program, H, BT, BH)
+        source0 = _source(row, 0, token, tokens, W)
+        source1 = _source(row, 1, token, tokens, W)
+        source2 = _source(row, 2, token, tokens, W)
+        source3 = _source(row, 3, token, tokens, W)
+        wait(tl.load(bases + own), written_at, epoch, timeout, status, host_status, verb, W, 1, 1, WP, SPIN)
+        if WEIGHTS:
+            _fetch_weights(dweight, slot, row, bases, dweight_at, tokens, S, K, KP, BC)
+        _sum_rows(
+            y, row, bases, partial_at, tokens, poison, token, column, source0, source1, source2, source3, H, W, BT, BH
+        )
+        if program == 0:
             # Rows that this rank computed for each rank; to itself, those that it wanted.
             came = tl.load(received + (peer - own - 1 + W) % W, mask=peer < W, other=0)
             rows = tl.where(peer == own, tl.load(count + peer, mask=peer < W, other=0), came)
             count_sent(tally, rows, choices, blocks, W, WP)
-        wait(tl.load(bases + own), written_at, epoch, timeout, status, host_status, verb, W, 1, 1, WP, SPIN)
-        if WEIGHTS:
-            _fetch_weights(dweight, slot, row, bases, dweight_at, tokens, S, K, KP, BC)
-        _sum_rows(y, row, bases, partial_at, tokens, poison, H, W, BT, BH)
-        if program == 0:
             tl.store(epochs, epoch)
