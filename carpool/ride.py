@@ -76,8 +76,12 @@ class _Ride(torch.autograd.Function):
             arrivals = transport.dispatch(x_TH, route).wait().widened(x_TH.dtype)
         with stats.meter.span("experts", device):
             partial_RH = route.new_partial(x_TH.shape[1], x_TH.dtype, device)
-            saved = experts.forward(arrivals, weights, partial_RH, transport.arena)
-            kept = keep_rows(arrivals, transport.arena) if any(ctx.needs_input_grad) else None
+            backward = any(ctx.needs_input_grad)
+            saved = experts.forward(arrivals, weights, partial_RH, transport.arena if backward else None)
+            kept = None
+            if backward:
+                # Rows that will be sent again need nothing but what is sent.
+                kept = Rows.of(x_TH) if transport.sends_again else keep_rows(arrivals, transport.arena)
         with stats.meter.span("combine", device):
             y_TH = transport.combine(route).wait()
         if kept is not None:
@@ -93,12 +97,17 @@ class _Ride(torch.autograd.Function):
         kept = _saved(ctx)
         weights, x, saved = ExpertWeights._make(kept[:4]), kept[4], kept[5:]
         with stats.meter.span("dispatch", dy_TH.device):
+            if transport.sends_again:
+                x_TH, again = x.data, route.again()
+                x = transport.dispatch(x_TH, again).wait().widened(x_TH.dtype).rows
             dpartial = transport.dispatch_gradients(dy_TH.contiguous(), route).wait()
         with stats.meter.span("experts", dy_TH.device):
             dx_RH = route.new_partial(dy_TH.shape[1], dy_TH.dtype, dy_TH.device)
             needs_dweights = any(ctx.needs_input_grad[6:])
             dweight_RJ, dweights = ctx.experts.backward(saved, x, weights, dpartial, dx_RH, needs_dweights)
         with stats.meter.span("combine", dy_TH.device):
+            if transport.sends_again:
+                transport.discard(again, x_TH).wait()
             dx_TH, dweight_TK = transport.combine_gradients(route, dweight_RJ).wait()
         return dx_TH.to(dy_TH.dtype), dweight_TK, None, None, None, None, *(dweights or (None,) * 4)
 

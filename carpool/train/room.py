@@ -52,6 +52,7 @@ def nvlink_options(config: Config, degrees: Degrees) -> NVLinkOptions:
         num_leases=chosen.leases,
         max_tokens=most,
         capacity=capacity,
+        keep=chosen.keep,
         arena_bytes=ARENA_BYTES,
         timeout_seconds=float(config.parallelism.timeout_seconds),
         forward_fp8=chosen.forward_fp8,

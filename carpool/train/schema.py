@@ -381,6 +381,11 @@ class NvlinkSection(Section):
         default=False, description="LOSSY. Rows travel to experts as FP8 with a scale for 128 columns: half the bytes."
     )
     backward_fp8: bool = Field(default=False, description="LOSSY. The same for the gradients of what comes back.")
+    keep: Literal["copy", "again"] = Field(
+        default="copy",
+        description="What a layer's backward does about the rows that arrived: copy keeps them; again sends them a "
+        "second time, which takes time on the links, a second lease, and no memory.",
+    )
     leases: int = Field(
         default=2, gt=0, description="Buffers at most; each is made when that many rides are under way at a time."
     )

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 import torch
 
@@ -67,6 +67,10 @@ class Route:
         """The (R, H) buffer for what goes back: partial sums in the forward, row gradients in the backward."""
         self.partial_RH = torch.empty(self.num_rows, hidden, dtype=dtype, device=device)
         return self.partial_RH
+
+    def again(self) -> Self:
+        """A route for one more dispatch along the same ways."""
+        return replace(self, partial_RH=None)
 
     def count(self, way: Literal["out", "back"], rows_W: Sequence[int], row: torch.Tensor, choice_bytes: int) -> None:
         """Count rows that travel out to experts or back, in the forward or the backward, by their verb.
@@ -148,6 +152,15 @@ class Transport(Protocol):
     A transport reads its own kind of route, the one that its `plan` made; hence `Any`."""
 
     name: str
+
+    @property
+    def sends_again(self) -> bool:
+        """Whether rows are not kept for the backward, but sent a second time (`Route.again`, `discard`)."""
+        ...
+
+    def discard(self, route: Any, x_TH: torch.Tensor) -> Pending:
+        """End a ride of x_TH whose rows have been read, when no combine will follow."""
+        ...
 
     @property
     def arena(self) -> Arena | None:

@@ -66,6 +66,7 @@ class ExchangeTransport:
 
     name = "exchange"
     arena: Arena | None = None
+    sends_again = False
 
     def __init__(self, group: dist.ProcessGroup | None, slots_per_rank: int) -> None:
         self.group = group
@@ -155,6 +156,9 @@ class ExchangeTransport:
             return dx.wait(), flat[:choices].view(route.num_tokens, route.top_k)
 
         return Pending(finish)
+
+    def discard(self, route: ExchangeRoute, x_TH: torch.Tensor) -> Pending:
+        return Pending(lambda: None)  # nothing is held
 
     def _start(self, rows: torch.Tensor, send: tuple[int, ...], receive: tuple[int, ...]) -> Any:
         """Start an all-to-all of rows; the returned callable waits for it and gives what came."""

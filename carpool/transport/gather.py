@@ -39,6 +39,7 @@ class Gather:
 
     name = "gather"
     arena: Arena | None = None
+    sends_again = False
 
     def __init__(self, group: dist.ProcessGroup | None, slots_per_rank: int) -> None:
         self.group = group
@@ -97,6 +98,9 @@ class Gather:
     def combine_gradients(self, route: GatherRoute, dweight_RJ: torch.Tensor) -> Pending:
         dx = self._combine(route, GRADIENT_BYTES)
         return Pending(lambda: (dx.wait(), self._sum_at_home(dweight_RJ, route)))
+
+    def discard(self, route: GatherRoute, x_TH: torch.Tensor) -> Pending:
+        return Pending(lambda: None)  # nothing is held
 
     def _gather(self, rows: torch.Tensor) -> torch.Tensor:
         """(T', ...) of each rank -> (W * T', ...) of all, in rank order."""

@@ -7,7 +7,10 @@
 
 Why pull: whoever needs the sum reads the rows straight out of the buffer that the experts wrote, and adds on the fly.
 Pushing partial rows to the token's rank and adding there takes a second pass over memory: 694 + 119 us against 503 us
-at T 4096, H 7168. A pull needs many loads in flight, hence small tiles and four stages.
+at T 4096, H 7168. A pull needs many loads in flight: 1024 threads hold 32 KiB from each of four ranks in registers, 503
+us with 16 CTAs and 641 with 8 (ceiling 434). Software pipelining through shared memory (8 x 512, four stages) reaches
+the same with 16 and 887 with 8; half the tile 818 with 16. The eight loads must stay before the additions in the
+machine code: see docs/log.md before touching the loop, or anything near it.
 
 There is no wait at the end: nobody writes into this lease's sums before the next dispatch on it has finished, and that
 waits for every peer, after this combine. See dispatch_kernel.py.

@@ -11,7 +11,7 @@ Eight programs fill the links, so of 16 the other 8 have time for the choices (T
 With 8 in all they do both: 7 + 1 was slower (533 us instead of 489 at T 4096, H 7168).
 
 Rows are copied as 4-byte words, whatever their dtype. Why push: a store needs no answer, so few programs fill the
-links (8 CTAs: 330 GB/s of 360; a pull with 8: 197, see docs/measurements.md).
+links (8 CTAs: 487 us at T 4096, H 7168, where copy engines take 434; 16 CTAs 476; a pull with 8: 641).
 
 There is one wait, at the end, and none at the start. A peer may write into a lease as soon as its own dispatch runs:
 that comes after its combine on the same lease, which waited for the signal that this rank's experts have finished with

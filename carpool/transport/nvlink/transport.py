@@ -20,7 +20,7 @@ Needs CUDA, Triton, and ranks of one host whose GPUs reach each other's memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -47,6 +47,8 @@ class NVLinkOptions:
         timeout_seconds: how long a rank waits for another before it gives up and says which.
         forward_fp8, backward_fp8: rows (gradients) travel out as e4m3 with a scale for 128 columns. LOSSY.
         side_stream: run on a stream of its own; `Pending.wait` lets the caller's stream wait.
+        keep: what a layer does about the rows that arrived, which its backward needs. "copy": it keeps a copy. "again":
+            they are sent a second time in the backward, which takes a second lease and no memory.
         arena_bytes: memory for what layers keep for their backward, which then follows the rows that came; if it does
             not suffice, `Buffers.overflow` tells. 0: none, every layer allocates for the worst case.
         split: send at the verb, wait for the others at `Pending.wait`: two kernels instead of one.
@@ -60,6 +62,7 @@ class NVLinkOptions:
     timeout_seconds: float = 300.0
     forward_fp8: bool = False
     backward_fp8: bool = False
+    keep: Literal["copy", "again"] = "copy"
     arena_bytes: int = 0
     side_stream: bool = False
     split: bool = False
@@ -68,6 +71,10 @@ class NVLinkOptions:
         for name in ("dispatch_ctas", "combine_ctas"):
             if not 1 <= getattr(self, name) <= MAX_CTAS:
                 raise ValueError(f"{name}={getattr(self, name)} must be 1..{MAX_CTAS}")
+        if self.keep not in ("copy", "again"):
+            raise ValueError(f"keep={self.keep!r} must be 'copy' or 'again'")
+        if self.keep == "again" and self.num_leases < 2:
+            raise ValueError("keep='again' takes two leases at a time; set num_leases to 2 or more")
         if self.num_leases < 1:
             raise ValueError(f"num_leases={self.num_leases} must be at least 1")
         if self.timeout_seconds <= 0:
@@ -95,6 +102,9 @@ class NVLinkRoute(Route):
     choices_BW: torch.Tensor
     received_W: torch.Tensor
     lease: Lease | None = field(default=None, repr=False)
+
+    def again(self) -> NVLinkRoute:
+        return replace(self, partial_RH=None, lease=None)
 
     def new_partial(self, hidden: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         assert self.lease is not None, "new_partial comes after dispatch"
@@ -142,6 +152,10 @@ class NVLink:
     @property
     def arena(self) -> Arena | None:
         return self.buffers.arena
+
+    @property
+    def sends_again(self) -> bool:
+        return self.options.keep == "again"
 
     def plan(self, slot_TK: torch.Tensor, weight_TK: torch.Tensor, traffic: Traffic) -> NVLinkRoute:
         from carpool.transport.nvlink.launch import launch_plan
@@ -201,6 +215,24 @@ class NVLink:
 
     def combine_gradients(self, route: NVLinkRoute, dweight_RJ: torch.Tensor) -> Pending:
         return self._combine(route, dweight_RJ)
+
+    def discard(self, route: NVLinkRoute, x_TH: torch.Tensor) -> Pending:
+        """A combine of no tokens: it tells the peers that the rows have been read, and hears the same of theirs."""
+        from carpool.transport.nvlink.launch import launch_combine
+
+        lease, route.lease = route.lease, None
+        assert lease is not None
+        nothing_TH = x_TH.new_empty(0, x_TH.shape[1])
+        nobody = replace(route, num_tokens=0, slot_TK=route.slot_TK[:0])
+        unread = torch.zeros(2, self.num_ranks, dtype=torch.int64, device=x_TH.device)
+
+        def launch(send: bool, receive: bool) -> None:
+            launch_combine(
+                nothing_TH, None, nobody, lease, unread, self.buffers, self.options.combine_ctas, self.rank,
+                self.slots_per_rank, send, receive,
+            )  # fmt: skip
+
+        return self._released(lease, self._run(launch, nothing_TH), lambda: None)
 
     # -- how ----------------------------------------------------------------------------------------------------
 
@@ -269,17 +301,22 @@ class NVLink:
                 self.slots_per_rank, send, receive,
             )  # fmt: skip
 
-        finish = self._run(launch, y_TH)
+        return self._released(
+            lease, self._run(launch, y_TH), lambda: y_TH if dweight_TK is None else (y_TH, dweight_TK)
+        )
 
-        def sums() -> Any:
+    def _released(self, lease: Lease, finish: Any, value: Any) -> Pending:
+        """What is pending after a verb that ends a ride: its lease is free once the verb has been launched."""
+
+        def wait() -> Any:
             finish()
             if self.options.split:
                 self.buffers.release(lease)
-            return y_TH if dweight_TK is None else (y_TH, dweight_TK)
+            return value()
 
         if not self.options.split:
             self.buffers.release(lease)
-        return Pending(sums)
+        return Pending(wait)
 
     def _run(self, launch: Any, *tensors: torch.Tensor) -> Any:
         """Launch a verb; what is returned lets the current stream wait for it."""

@@ -1,0 +1,139 @@
+"""Whole rides over the `nvlink` transport in Triton's interpreter: each emulated rank is a thread of its own.
+
+Between sending and receiving the threads meet, so that no kernel waits for one that has not run. Output and every
+gradient equal those of one rank that holds all experts, whatever is kept for the backward.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
+from carpool.memory import Arena
+from carpool.ride import ride, ride_module
+from carpool.stats import LayerStats
+from carpool.transport import make_transport
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1; tests/test_interpreted.py sets it", allow_module_level=True)
+
+from tests.interpreted.emulated import emulate
+
+TOKENS, TOP_K, SLOTS, HIDDEN, INNER = (7, 0, 5), 3, 2, 16, 12
+RANKS = len(TOKENS)
+FUNCTION = ExpertFunction(make_activation("silu", gated=True))
+
+
+class Meeting:
+    """A launch that sends, meets all other threads, and receives; one kernel at a time, as the interpreter wants."""
+
+    def __init__(self) -> None:
+        self.lock, self.barrier = threading.Lock(), threading.Barrier(RANKS, timeout=60)
+
+    def __call__(self, launch: Callable[[bool, bool], None], *tensors: torch.Tensor) -> Callable[[], None]:
+        with self.lock:
+            launch(True, False)
+        self.barrier.wait()
+
+        def receive() -> None:
+            with self.lock:
+                launch(False, True)
+            # Nobody sends the next before all have received this.
+            self.barrier.wait()
+
+        return receive
+
+    def locked(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def alone(*args: Any) -> Any:
+            with self.lock:
+                return call(*args)
+
+        return alone
+
+
+def on_threads(work: Callable[[int], Any]) -> list[Any]:
+    results: list[Any] = [None] * RANKS
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(rank)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(RANKS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+    return results
+
+
+# What a module sees is kept by autograd, whatever the transport would keep.
+@pytest.mark.parametrize(("kept", "own_forward"), [("copy", False), ("arena", False), ("again", False), ("copy", True)])
+def test_output_and_gradients_are_those_of_one_rank(kept: str, own_forward: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    experts = RANKS * SLOTS
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    up, down = draw(experts, 2 * INNER, HIDDEN), draw(experts, HIDDEN, INNER)
+    slot = torch.rand(sum(TOKENS), experts, generator=generator).argsort(1)[:, :TOP_K].int()
+    slot[::4, 1] = -1
+    x, dy, weight = draw(sum(TOKENS), HIDDEN), draw(sum(TOKENS), HIDDEN), draw(sum(TOKENS), TOP_K).abs()
+
+    def forward_and_backward(transport: Any, mine: slice, homes: slice, stats: LayerStats) -> list[torch.Tensor]:
+        leaves = [t.clone().requires_grad_() for t in (x[mine], weight[mine], up[homes], down[homes])]
+        weights = ExpertWeights(leaves[2], leaves[3])
+        if own_forward:
+
+            def module(x_RH: torch.Tensor, slot_RJ: torch.Tensor, weight_RJ: torch.Tensor) -> torch.Tensor:
+                # Every row through every expert, as a dense module might: what nobody wants must not be NaN.
+                h = torch.einsum("rh,sfh->rsf", x_RH, weights.up_SFH)
+                y = torch.einsum("rsf,shf->rsh", FUNCTION.activation(h), weights.down_SHF)
+                mask = torch.nn.functional.one_hot(slot_RJ.long() + 1, weights.up_SFH.shape[0] + 1)[..., 1:]
+                return torch.einsum("rsh,rjs,rj->rh", y, mask.float(), weight_RJ)
+
+            y = ride_module(leaves[0], leaves[1], slot[mine], transport, module, stats)
+        else:
+            y = ride(leaves[0], leaves[1], slot[mine], transport, GroupedExperts(FUNCTION), weights, stats)
+        y.backward(dy[mine])
+        return [y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+    every = slice(None)
+    want = forward_and_backward(make_transport("dedup", None, experts), every, every, LayerStats(experts, 1, 0))
+
+    options = {"keep": "again"} if kept == "again" else {}
+    transports = emulate(RANKS, SLOTS, capacity=max(TOKENS), row_bytes=4 * HIDDEN, top_k=TOP_K, **options)
+    meeting = Meeting()
+    for transport in transports:
+        transport._run = meeting  # type: ignore[method-assign]
+        transport.plan = meeting.locked(transport.plan)  # type: ignore[method-assign]
+        for lease in transport.buffers._leases:
+            lease.bytes[lease.regions.rows :] = 0xFF  # NaN, in every place that nobody writes
+        if kept == "arena":
+            transport.buffers.arena = Arena(1 << 16, torch.device("cpu"))
+            transport.buffers.arena.bytes.fill_(0xFF)
+    starts = [sum(TOKENS[:rank]) for rank in range(RANKS)]
+
+    def work(rank: int) -> list[torch.Tensor]:
+        mine = slice(starts[rank], starts[rank] + TOKENS[rank])
+        homes = slice(rank * SLOTS, (rank + 1) * SLOTS)
+        return forward_and_backward(transports[rank], mine, homes, LayerStats(experts, RANKS, rank))
+
+    got = on_threads(work)
+    for number in range(5):
+        together = torch.cat([result[number] for result in got])
+        torch.testing.assert_close(together, want[number], rtol=1e-4, atol=1e-4)
+    assert not any(transport.buffers.busy for transport in transports)
+    if kept == "arena":
+        assert all(int(t.buffers.arena.needed) > 0 for t in transports if t.buffers.arena)
