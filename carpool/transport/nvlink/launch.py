@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 # In the interpreter no program may wait for another: everything it waits for has been sent before.
 SPIN = not triton.knobs.runtime.interpret
-PLAN_BLOCK = 512
+# Small in the interpreter, so that a plan of few tokens has several blocks there too.
+PLAN_BLOCK = 512 if SPIN else 64
 FP8_GROUP = 128
 
 
