@@ -32,6 +32,7 @@ from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, VERB_OF, Arriva
 from carpool.transport.nvlink.buffers import MAX_CTAS, OWNERS, Buffers, Lease, buffers_of
 
 FP8_GROUP = 128
+MAX_RANKS = 63  # one bit each in the plan
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class NVLinkOptions:
         keep: what a layer does about the rows that arrived, which its backward needs. "copy": it keeps a copy. "again":
             they are sent a second time in the backward, which takes a second lease and no memory.
         arena_bytes: memory for what layers keep for their backward, which then follows the rows that came; if it does
-            not suffice, `Buffers.overflow` tells. 0: none, every layer allocates for the worst case.
+            not suffice, `Buffers.arena_overflow` tells. 0: none, every layer allocates for the worst case.
         split: send at the verb, wait for the others at `Pending.wait`: two kernels instead of one.
     """
 
@@ -75,6 +76,8 @@ class NVLinkOptions:
             raise ValueError(f"keep={self.keep!r} must be 'copy' or 'again'")
         if self.keep == "again" and self.num_leases < 2:
             raise ValueError("keep='again' takes two leases at a time; set num_leases to 2 or more")
+        if self.capacity is not None and not 1 <= self.capacity <= (self.max_tokens or 0):
+            raise ValueError(f"capacity={self.capacity} must be between 1 and max_tokens={self.max_tokens}")
         if self.num_leases < 1:
             raise ValueError(f"num_leases={self.num_leases} must be at least 1")
         if self.timeout_seconds <= 0:
@@ -144,6 +147,10 @@ class NVLink:
                 capacity=self.options.capacity,
                 timeout_seconds=self.options.timeout_seconds,
                 arena_bytes=self.options.arena_bytes,
+            )
+        if buffers.num_ranks > MAX_RANKS:
+            raise ValueError(
+                f"transport 'nvlink' takes at most {MAX_RANKS} ranks, not {buffers.num_ranks}; use 'dedup'"
             )
         self.buffers = buffers
         self.num_ranks, self.rank = buffers.num_ranks, buffers.rank
