@@ -42,9 +42,10 @@ def emulate(
         parts = [torch.full((regions.total,), 0xF9, dtype=torch.uint8) for _ in range(num_ranks)]
         for part in parts:
             part[: regions.rows] = 0
-        bases = torch.tensor([part.data_ptr() for part in parts])
+        addresses = tuple(part.data_ptr() for part in parts)
+        bases = torch.tensor(addresses)
         for owner, part in zip(owners, parts, strict=True):
-            owner._leases.append(Lease(part, bases, torch.zeros(2, dtype=torch.int32), regions))
+            owner._leases.append(Lease(part, addresses, bases, torch.zeros(2, dtype=torch.int32), regions))
     options = {"dispatch_ctas": 3, "combine_ctas": 2} | options
     return [NVLink(None, slots_per_rank, NVLinkOptions(split=True, **options), owner) for owner in owners]
 

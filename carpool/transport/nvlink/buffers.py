@@ -91,13 +91,14 @@ class Lease:
 
     Attributes:
         bytes: this rank's part, uint8.
-        bases: (W,) int64 on the device: the address of every rank's part.
+        addresses, bases: where every rank's part begins; known to the host, and (W,) int64 on the device.
         epochs: (2,) int32 on the device: of the last finished combine, and of the last finished dispatch.
         regions: what lies where.
         busy: dispatched into, and not combined yet.
     """
 
     bytes: torch.Tensor
+    addresses: tuple[int, ...]
     bases: torch.Tensor
     epochs: torch.Tensor
     regions: Regions
@@ -277,7 +278,7 @@ class Buffers:
             # Nobody may raise a signal here before it was set to zero.
             dist.barrier(group=self.group)
         epochs = torch.zeros(2, dtype=torch.int32, device=self.device)
-        return Lease(memory, bases, epochs, regions, handle=handle)
+        return Lease(memory, tuple(addresses), bases, epochs, regions, handle=handle)
 
     def check(self) -> None:
         """Raise if a kernel gave up waiting. Looks at host memory only.

@@ -7,10 +7,12 @@
 
 Why pull: whoever needs the sum reads the rows straight out of the buffer that the experts wrote, and adds on the fly.
 Pushing partial rows to the token's rank and adding there takes a second pass over memory: 694 + 119 us against 503 us
-at T 4096, H 7168. A pull needs many loads in flight: 1024 threads hold 32 KiB from each of four ranks in registers, 503
-us with 16 CTAs and 641 with 8 (ceiling 434). Software pipelining through shared memory (8 x 512, four stages) reaches
-the same with 16 and 887 with 8; half the tile 818 with 16. The eight loads must stay before the additions in the
-machine code: see docs/log.md before touching the loop, or anything near it.
+at T 4096, H 7168. A pull needs many loads under way: 1024 threads hold 32 KiB from each of four ranks in registers, and
+as soon as a rank's part is added its registers take the next tile's. So the links never run dry between two tiles, and
+the order does not depend on the compiler: the store of the sums, which may alias with anything, ends each turn. Loading
+a whole tile and then adding it took 503 us with 16 CTAs and 641 with 8 (ceiling 434) when the compiler kept the loads
+together, and 540 when it did not. Software pipelining through shared memory (8 x 512, four stages): the same with 16,
+887 with 8. Half the tile: 818 with 16.
 
 There is no wait at the end: nobody writes into this lease's sums before the next dispatch on it has finished, and that
 waits for every peer, after this combine. See dispatch_kernel.py.
@@ -40,8 +42,8 @@ def _source(row, peer, token, tokens, W: tl.constexpr):  # type: ignore[no-untyp
 
 
 @triton.jit
-def _rows_of(bases, peer, partial_at, source, column, element, H: tl.constexpr, W: tl.constexpr):  # type: ignore[no-untyped-def]
-    buffer = tl.multiple_of((tl.load(bases + peer % W) + partial_at).to(tl.pointer_type(element)), 16)
+def _rows_of(base, source, column, element, H: tl.constexpr):  # type: ignore[no-untyped-def]
+    buffer = tl.multiple_of(base.to(tl.pointer_type(element)), 16)
     at = source.to(tl.int64)[:, None] * H + column[None, :]
     return tl.load(buffer + at, mask=(source >= 0)[:, None] & (column < H)[None, :], other=0.0)
 
@@ -50,6 +52,10 @@ def _rows_of(bases, peer, partial_at, source, column, element, H: tl.constexpr, 
 def _sum_rows(  # type: ignore[no-untyped-def]
     y,
     row,
+    base0,
+    base1,
+    base2,
+    base3,
     bases,
     partial_at,
     tokens,
@@ -66,29 +72,40 @@ def _sum_rows(  # type: ignore[no-untyped-def]
     BH: tl.constexpr,
 ):
     element: tl.constexpr = y.dtype.element_ty
+    step = tl.num_programs(0)
+    part0 = _rows_of(base0, source0, column, element, H)
+    part1 = _rows_of(base1, source1, column, element, H)
+    part2 = _rows_of(base2, source2, column, element, H)
+    part3 = _rows_of(base3, source3, column, element, H)
+    next_token, next_column = _place(tl.program_id(0) + step, H, BT, BH)
+    source0 = _source(row, 0, next_token, tokens, W)
+    source1 = _source(row, 1, next_token, tokens, W)
+    source2 = _source(row, 2, next_token, tokens, W)
+    source3 = _source(row, 3, next_token, tokens, W)
     tiles = tl.cdiv(tokens, BT) * ((H + BH - 1) // BH)
-    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
-        # Four ranks' loads before the first addition; then where the next tile's rows are, so that its loads can start.
-        part0 = _rows_of(bases, 0, partial_at, source0, column, element, H, W)
-        part1 = _rows_of(bases, 1, partial_at, source1, column, element, H, W)
-        part2 = _rows_of(bases, 2, partial_at, source2, column, element, H, W)
-        part3 = _rows_of(bases, 3, partial_at, source3, column, element, H, W)
-        next_token, next_column = _place(tile + tl.num_programs(0), H, BT, BH)
-        source0 = _source(row, 0, next_token, tokens, W)
-        source1 = _source(row, 1, next_token, tokens, W)
-        source2 = _source(row, 2, next_token, tokens, W)
-        source3 = _source(row, 3, next_token, tokens, W)
+    for tile in range(tl.program_id(0), tiles, step):
+        # A part's registers are free once it is added: the next tile's rows of that rank are asked for at once, and
+        # where the rows of the tile after that are.
+        after, after_column = _place(tile + 2 * step, H, BT, BH)
         total = part0.to(tl.float32) + poison
+        part0 = _rows_of(base0, source0, next_column, element, H)
+        source0 = _source(row, 0, after, tokens, W)
         total += part1.to(tl.float32)
+        part1 = _rows_of(base1, source1, next_column, element, H)
+        source1 = _source(row, 1, after, tokens, W)
         total += part2.to(tl.float32)
+        part2 = _rows_of(base2, source2, next_column, element, H)
+        source2 = _source(row, 2, after, tokens, W)
         total += part3.to(tl.float32)
+        part3 = _rows_of(base3, source3, next_column, element, H)
+        source3 = _source(row, 3, after, tokens, W)
         for peer in tl.static_range(4, W):
-            total += _rows_of(bases, peer, partial_at, _source(row, peer, token, tokens, W), column, element, H, W).to(
-                tl.float32
-            )
+            base = tl.load(bases + peer) + partial_at
+            total += _rows_of(base, _source(row, peer, token, tokens, W), column, element, H).to(tl.float32)
         out = token.to(tl.int64)[:, None] * H + column[None, :]
         tl.store(y + out, total.to(element), mask=(token < tokens)[:, None] & (column < H)[None, :])
         token, column = next_token, next_column
+        next_token, next_column = after, after_column
 
 
 @triton.jit
@@ -144,6 +161,10 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     partial_at,
     dweight_at,
     written_at,
+    base0,
+    base1,
+    base2,
+    base3,
     H: tl.constexpr,
     S: tl.constexpr,
     K: tl.constexpr,
@@ -158,7 +179,8 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     RECEIVE: tl.constexpr,
     SPIN: tl.constexpr,
 ):
-    """y: (T, H), out. dweight: (T, K) float32, out, if WEIGHTS. The rest as in `dispatch_kernel`."""
+    """y: (T, H), out. dweight: (T, K) float32, out, if WEIGHTS. base0...3: the first four of `bases`, 0 where
+    there is no such rank. The rest as in `dispatch_kernel`."""
     program = tl.program_id(0)
     peer = tl.arange(0, WP)
     epoch = tl.load(epochs + 1)
@@ -176,8 +198,9 @@ def combine_kernel(  # type: ignore[no-untyped-def]
         if WEIGHTS:
             _fetch_weights(dweight, slot, row, bases, dweight_at, tokens, S, K, KP, BC)
         _sum_rows(
-            y, row, bases, partial_at, tokens, poison, token, column, source0, source1, source2, source3, H, W, BT, BH
-        )
+            y, row, base0 + partial_at, base1 + partial_at, base2 + partial_at, base3 + partial_at, bases, partial_at,
+            tokens, poison, token, column, source0, source1, source2, source3, H, W, BT, BH,
+        )  # fmt: skip
         if program == 0:
             # Rows that this rank computed for each rank; to itself, those that it wanted.
             came = tl.load(received + (peer - own - 1 + W) % W, mask=peer < W, other=0)

@@ -116,7 +116,7 @@ def launch_combine(
         buffers.needed, tally,
         tokens, route.choices_BW.shape[0], at.capacity, rank, int(1e9 * buffers.timeout_seconds),
         VERBS.index("combine_gradients" if weights else "combine"),
-        at.partial, at.dweight, at.written,
+        at.partial, at.dweight, at.written, *(lease.addresses * 4)[:4],
         H=hidden, S=max(1, slots_per_rank), K=top_k, KP=power(top_k), W=num_ranks, WP=power(num_ranks), BC=128,
         WEIGHTS=weights, SEND=send, RECEIVE=receive, SPIN=SPIN, **tile,
     )  # fmt: skip
