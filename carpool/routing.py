@@ -11,16 +11,20 @@ the auxiliary loss is a product of two means and therefore not linear in the bat
   - bias (auxiliary-loss-free, DeepSeek-V3, section 2.1.2): a bias per expert, added for the selection only and
     moved after each step by `bias_update_rate * sign(mean load - load)`.
 
+`route` says in plain PyTorch what becomes of logits. On CUDA `carpool.routing_kernel` does the same in one pass,
+forward and backward. Both choose alike: of equal scores the lower expert id wins.
+
 Lossy, off by default: `capacity_factor` drops tokens beyond an expert's capacity (counted in `dropped`), and
 `num_groups`/`topk_groups` restrict a token to the experts of a few groups.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -141,22 +145,12 @@ class Router(nn.Module):
 
     def forward(self, x_TH: torch.Tensor, expert_TK: torch.Tensor | None = None) -> Routing:
         """Route tokens; with `expert_TK`, keep those choices and compute only their weights (replay)."""
-        # float32 from here on, also under autocast: a bf16 softmax over hundreds of experts changes which are chosen.
-        with torch.autocast(x_TH.device.type, enabled=False):
-            logits_TE = F.linear(x_TH.float(), self.weight.float())
-        prob_TE = logits_TE.softmax(-1) if self.score == "softmax" else logits_TE.sigmoid()
-        if expert_TK is None:
-            expert_TK = self._select(prob_TE)
-        index_TK = expert_TK.clamp(min=0).long()
-        weight_TK = prob_TE.gather(1, index_TK).masked_fill(expert_TK < 0, 0.0)
-        if self.normalize:
-            weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True).clamp(min=1e-20)
-        weight_TK = weight_TK * self.scaling_factor
-
-        count_E = torch.zeros_like(self.load_E).scatter_add_(
-            0, index_TK.reshape(-1), (expert_TK >= 0).long().reshape(-1)
-        )
-        self.aux_loss = self._aux_loss(logits_TE, prob_TE, count_E)
+        logits_TE = router_logits(x_TH, self.weight)
+        rule = Rule(
+            self.top_k, self.score, self.normalize, self.scaling_factor, self.num_groups, self.topk_groups,
+            self.aux_loss_coef, self.z_loss_coef,
+        )  # fmt: skip
+        expert_TK, weight_TK, self.aux_loss, count_E = route(logits_TE, self.bias_E, expert_TK, rule, self.groups)
         if self.training and not in_recompute():
             # Activation checkpointing runs this forward twice; the tokens came once. Evaluation must not train.
             self.load_E += count_E
@@ -167,40 +161,6 @@ class Router(nn.Module):
             expert_TK = expert_TK.masked_fill(~kept_TK, -1)
             weight_TK = weight_TK.masked_fill(~kept_TK, 0.0)
         return Routing(expert_TK, weight_TK)
-
-    @torch.no_grad()
-    def _select(self, prob_TE: torch.Tensor) -> torch.Tensor:
-        choice_TE = prob_TE if self.bias_E is None else prob_TE + self.bias_E
-        if self.num_groups:
-            choice_TGe = choice_TE.unflatten(1, (self.num_groups, -1))
-            group_TG = choice_TGe.topk(min(2, choice_TGe.shape[-1]), dim=-1).values.sum(-1)
-            best_TG = group_TG.topk(self.topk_groups, dim=-1).indices
-            open_TG = torch.zeros_like(group_TG, dtype=torch.bool).scatter_(1, best_TG, True)
-            choice_TE = choice_TGe.masked_fill(~open_TG.unsqueeze(-1), -math.inf).flatten(1)
-        return choice_TE.topk(self.top_k, dim=-1).indices.int()
-
-    def _aux_loss(self, logits_TE: torch.Tensor, prob_TE: torch.Tensor, count_E: torch.Tensor) -> torch.Tensor:
-        if not (self.aux_loss_coef or self.z_loss_coef):
-            return logits_TE.new_zeros(())
-        prob_TE = prob_TE / prob_TE.sum(-1, keepdim=True)  # a no-op for softmax; makes sigmoid scores shares
-        prob_E = prob_TE.sum(0)
-        z = logits_TE.logsumexp(-1).square().sum()
-        tokens = logits_TE.new_full((1,), float(logits_TE.shape[0]))
-        total = torch.cat([count_E.float(), prob_E.detach(), z.detach().view(1), tokens])
-        ranks = 1
-        for group in self.groups:
-            dist.all_reduce(total, group=group)
-            ranks *= dist.get_world_size(group)
-        count_all_E, prob_all_E, z_all, tokens_all = total.split([self.num_experts, self.num_experts, 1, 1])
-        share_E = count_all_E / count_all_E.sum().clamp(min=1.0)
-        # The loss is linear in P once f is global. So each rank differentiates its own part, scaled by the number
-        # of ranks because the caller averages over them, and no gradient has to travel.
-        scale = ranks / tokens_all.squeeze(0).clamp(min=1.0)
-        own = self.aux_loss_coef * self.num_experts * (share_E * prob_E).sum() * scale + self.z_loss_coef * z * scale
-        value = (
-            self.aux_loss_coef * self.num_experts * (share_E * prob_all_E).sum() + self.z_loss_coef * z_all.squeeze(0)
-        ) / tokens_all.squeeze(0).clamp(min=1.0)
-        return own + (value - own).detach()
 
     @torch.no_grad()
     def _within_capacity(self, expert_TK: torch.Tensor) -> torch.Tensor:
@@ -239,6 +199,144 @@ class Router(nn.Module):
         """Forget load and drops counted so far."""
         self.load_E.zero_()
         self.dropped.zero_()
+
+
+class Rule(NamedTuple):
+    """How to score, select, weigh and balance; fields as the arguments of `Router`."""
+
+    top_k: int
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalize: bool = True
+    scaling_factor: float = 1.0
+    num_groups: int = 0
+    topk_groups: int = 0
+    aux_loss_coef: float = 0.0
+    z_loss_coef: float = 0.0
+
+
+class Routed(NamedTuple):
+    """What becomes of logits.
+
+    Attributes:
+        expert_TK: (T, K) int32, best first.
+        weight_TK: (T, K), differentiable.
+        aux_loss: scalar, differentiable.
+        count_E: (E,) int64, choices of each expert by these tokens.
+    """
+
+    expert_TK: torch.Tensor
+    weight_TK: torch.Tensor
+    aux_loss: torch.Tensor
+    count_E: torch.Tensor
+
+
+def on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether the kernels are used."""
+    return tensor.is_cuda and importlib.util.find_spec("triton") is not None
+
+
+def router_logits(x_TH: torch.Tensor, weight_EH: torch.Tensor) -> torch.Tensor:
+    """(T, E) float32 logits, also under autocast: a bf16 softmax over hundreds of experts changes which are chosen.
+
+    Tokens and weights of bfloat16 are multiplied on tensor cores on CUDA, others as float32; both add in float32."""
+    with torch.autocast(x_TH.device.type, enabled=False):
+        if x_TH.dtype == weight_EH.dtype == torch.bfloat16 and on_gpu(x_TH):
+            from carpool.routing_logits import logits
+
+            return logits(x_TH, weight_EH)
+        return F.linear(x_TH.float(), weight_EH.float())
+
+
+def route(
+    logits_TE: torch.Tensor,
+    bias_E: torch.Tensor | None,
+    expert_TK: torch.Tensor | None,
+    rule: Rule,
+    groups: Sequence[dist.ProcessGroup] = (),
+) -> Routed:
+    """From logits to choices, weights and the balance loss: on CUDA by kernels, elsewhere (and for float64) by plain
+    PyTorch, which defines what they compute.
+
+    Args:
+        bias_E: added to the scores for the selection, or None.
+        expert_TK: keep these choices and weigh them (replay), or None: choose.
+        groups: over which the statistics of the balance loss are summed.
+    """
+    if logits_TE.dtype == torch.float32 and on_gpu(logits_TE):
+        from carpool import routing_kernel
+
+        return routing_kernel.route(logits_TE, bias_E, expert_TK, rule, groups)
+    prob_TE = logits_TE.softmax(-1) if rule.score == "softmax" else logits_TE.sigmoid()
+    if expert_TK is None:
+        expert_TK = _select(logits_TE, prob_TE, bias_E, rule)
+    index_TK = expert_TK.clamp(min=0).long()
+    weight_TK = prob_TE.gather(1, index_TK).masked_fill(expert_TK < 0, 0.0)
+    if rule.normalize:
+        weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True).clamp(min=1e-20)
+    weight_TK = weight_TK * rule.scaling_factor
+    count_E = torch.zeros(logits_TE.shape[1], dtype=torch.int64, device=logits_TE.device)
+    count_E.scatter_add_(0, index_TK.reshape(-1), (expert_TK >= 0).long().reshape(-1))
+    return Routed(expert_TK, weight_TK, _aux_loss(logits_TE, prob_TE, count_E, rule, groups), count_E)
+
+
+@torch.no_grad()
+def _select(logits_TE: torch.Tensor, prob_TE: torch.Tensor, bias_E: torch.Tensor | None, rule: Rule) -> torch.Tensor:
+    """(T, K) int32: the best K, best first. Of equal ones the lower id wins, and NaN is above all.
+
+    Scores rise with logits, so where nothing is added to or among them logits are compared: they have fewer ties, and
+    do not depend on how a device computes `exp`."""
+    choice_TE = prob_TE if bias_E is not None or rule.num_groups > 1 else logits_TE
+    if bias_E is not None:
+        choice_TE = choice_TE + bias_E
+    if rule.num_groups > 1:
+        choice_TGe = choice_TE.unflatten(1, (rule.num_groups, -1))
+        group_TG = choice_TGe.topk(min(2, choice_TGe.shape[-1]), dim=-1).values.sum(-1)
+        best_TG = _best(group_TG, rule.topk_groups)
+        open_TG = torch.zeros_like(group_TG, dtype=torch.bool).scatter_(1, best_TG, True)
+        choice_TE = choice_TGe.masked_fill(~open_TG.unsqueeze(-1), -math.inf).flatten(1)
+    return _best(choice_TE, rule.top_k).int()
+
+
+def _best(value_TN: torch.Tensor, count: int) -> torch.Tensor:
+    """As `topk(count).indices`, which leaves open which of equal ones it takes."""
+    return value_TN.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+def sum_over(total: torch.Tensor, groups: Sequence[dist.ProcessGroup]) -> int:
+    """Sum in place over all ranks of the groups; how many they are."""
+    ranks = 1
+    for group in groups:
+        dist.all_reduce(total, group=group)
+        ranks *= dist.get_world_size(group)
+    return ranks
+
+
+def _aux_loss(
+    logits_TE: torch.Tensor,
+    prob_TE: torch.Tensor,
+    count_E: torch.Tensor,
+    rule: Rule,
+    groups: Sequence[dist.ProcessGroup],
+) -> torch.Tensor:
+    if not (rule.aux_loss_coef or rule.z_loss_coef):
+        return logits_TE.new_zeros(())
+    num_experts = logits_TE.shape[1]
+    prob_TE = prob_TE / prob_TE.sum(-1, keepdim=True)  # a no-op for softmax; makes sigmoid scores shares
+    prob_E = prob_TE.sum(0)
+    z = logits_TE.logsumexp(-1).square().sum()
+    tokens = logits_TE.new_full((1,), float(logits_TE.shape[0]))
+    total = torch.cat([count_E.to(z.dtype), prob_E.detach(), z.detach().view(1), tokens])
+    ranks = sum_over(total, groups)
+    count_all_E, prob_all_E, z_all, tokens_all = total.split([num_experts, num_experts, 1, 1])
+    share_E = count_all_E / count_all_E.sum().clamp(min=1.0)
+    # The loss is linear in P once f is global. So each rank differentiates its own part, scaled by the number
+    # of ranks because the caller averages over them, and no gradient has to travel.
+    scale = ranks / tokens_all.squeeze(0).clamp(min=1.0)
+    own = rule.aux_loss_coef * num_experts * (share_E * prob_E).sum() * scale + rule.z_loss_coef * z * scale
+    value = (
+        rule.aux_loss_coef * num_experts * (share_E * prob_all_E).sum() + rule.z_loss_coef * z_all.squeeze(0)
+    ) / tokens_all.squeeze(0).clamp(min=1.0)
+    return own + (value - own).detach()
 
 
 def _check_groups(num_experts: int, top_k: int, num_groups: int, topk_groups: int) -> None:

@@ -60,6 +60,21 @@ def test_selection_and_weights_equal_brute_force(score: str, normalize: bool, gr
         assert max(visited) <= topk_groups
 
 
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("bias", [False, True])
+def test_of_equal_scores_the_lower_expert_wins(score: str, bias: bool) -> None:
+    options = {"score": score, "bias_update_rate": 0.1 * bias}
+    router, x = make(top_k=4, **options)
+    assert router(0 * x).expert_TK.tolist() == [[0, 1, 2, 3]] * T
+    router.weight.data[[2, 5, 7]] = x[0]
+    assert router(x[:1]).expert_TK[0, :3].tolist() == [2, 5, 7]
+    grouped, _ = make(top_k=4, num_groups=6, topk_groups=3, **options)
+    grouped.weight.data.zero_()
+    assert grouped(x).expert_TK.tolist() == [[0, 1, 2, 3]] * T
+    grouped.weight.data[8:] = x[0]
+    assert grouped(x[:1]).expert_TK.tolist() == [[8, 9, 10, 11]]
+
+
 def test_no_tokens_at_all() -> None:
     router, _ = make(aux_loss_coef=1.0, z_loss_coef=1.0, capacity_factor=1.0)
     routing = router(torch.zeros(0, H))
