@@ -35,6 +35,8 @@ class _Transport(enum.StrEnum):
 
 # Distribution names of what `carpool train` and `carpool generate` cannot do without.
 _TRAIN_PACKAGES = ("transformers", "tokenizers", "safetensors")
+# And what `carpool bench experts` and `carpool bench layer` compare with.
+_BENCH_PACKAGES = ("transformers",)
 
 app = typer.Typer(
     name="carpool",
@@ -217,8 +219,9 @@ def bench_transport(
     It starts the ranks itself, unless torchrun or Slurm started it.
     """
     with _errors(debug):
-        from carpool.bench.settings import Settings, Shape, split
-        from carpool.bench.transport import benchmark
+        from carpool.bench.options import split
+        from carpool.bench.transport.benchmark import benchmark
+        from carpool.bench.transport.settings import Settings, Shape
 
         settings = Settings(
             ranks=ranks,
@@ -234,6 +237,135 @@ def bench_transport(
             backward=backward,
             decode=decode,
             fp8=fp8,
+            out=str(out),
+            json_only=json_only,
+        )
+        benchmark(settings, debug=debug, command=shlex.join(["carpool", *sys.argv[1:]]))
+
+
+_SHAPE = typer.Option(
+    "--shape",
+    metavar="T,H,F,E,K",
+    help="Tokens per rank, hidden size, expert hidden size, experts, experts per token; may be repeated. Default on "
+    "CPU: 128,64,48,16,4; on GPUs 8192,2048,1024,64,8 and others.",
+)
+_MODEL = typer.Option(
+    "--model",
+    help="A model's sizes and experts: olmoe, qwen3-30b-a3b, mixtral-8x7b, deepseek-v3, gpt-oss-120b; may be repeated.",
+)
+_TOKENS = typer.Option("--tokens", help="Tokens per rank of --model.")
+_ACTIVATION = typer.Option(
+    "--activation",
+    help="What experts of --shape compute: swiglu (default), gpt-oss (clamped, biases), relu2 (no gate).",
+)
+_EXPERTS = typer.Option(
+    "--experts",
+    metavar="NAME,...",
+    help="Carpool's experts: grouped, reference, fp8 (lossy). Default: all but reference.",
+)
+_EXPERT_ROUTING = typer.Option(
+    "--routing", help="uniform, zipf, hot (one expert is everybody's choice), several with commas, or all."
+)
+
+
+@bench.command("experts")
+def bench_experts(
+    shape: Annotated[list[str] | None, _SHAPE] = None,
+    model: Annotated[list[str] | None, _MODEL] = None,
+    tokens: Annotated[int, _TOKENS] = 8192,
+    activation: Annotated[str | None, _ACTIVATION] = None,
+    experts: Annotated[str | None, _EXPERTS] = None,
+    against: Annotated[
+        str | None,
+        typer.Option("--against", metavar="NAME,...", help="Of transformers: grouped_mm, eager. Default: both."),
+    ] = None,
+    routing: Annotated[str, _EXPERT_ROUTING] = "uniform",
+    zipf_exponent: Annotated[float, typer.Option("--zipf-exponent", help="How unequal zipf is.")] = 1.0,
+    dtype: Annotated[str, typer.Option("--dtype", help="bfloat16, float16 or float32.")] = "bfloat16",
+    repetitions: Annotated[int, typer.Option("--repetitions", help="Timed repetitions of everything.")] = 15,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of weights, rows and routing.")] = 0,
+    device: Annotated[
+        str, typer.Option("--device", help="auto (cuda if there is a GPU, otherwise cpu), cpu or cuda.")
+    ] = "auto",
+    out: Annotated[
+        Path, typer.Option("--out", help="Folder for experts.json and experts.png, which are overwritten.")
+    ] = Path("runs/bench/experts"),
+    json_only: Annotated[bool, typer.Option("--json-only", help="Write experts.json; no table, no figure.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks.")] = False,
+) -> None:
+    """Time what experts compute on one device, Carpool's beside transformers'; and see what they keep."""
+    with _errors(debug):
+        _require(_BENCH_PACKAGES)
+        from carpool.bench.moe.experts import benchmark
+        from carpool.bench.moe.settings import Settings, list_shapes
+        from carpool.bench.options import split
+
+        settings = Settings(
+            device=device,
+            shapes=list_shapes(shape or (), model or (), tokens, activation),
+            experts=split(experts),
+            against=split(against),
+            dtype=dtype,
+            routings=split(routing),
+            zipf_exponent=zipf_exponent,
+            repetitions=repetitions,
+            seed=seed,
+            out=str(out),
+            json_only=json_only,
+        )
+        benchmark(settings, command=shlex.join(["carpool", *sys.argv[1:]]))
+
+
+@bench.command("layer")
+def bench_layer(
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", help="Ranks on this machine. Default: one per GPU, or 4 on CPU.")
+    ] = None,
+    shape: Annotated[list[str] | None, _SHAPE] = None,
+    model: Annotated[list[str] | None, _MODEL] = None,
+    tokens: Annotated[int, _TOKENS] = 8192,
+    activation: Annotated[str | None, _ACTIVATION] = None,
+    transports: Annotated[
+        str | None, typer.Option("--transports", metavar="NAME,...", help="Default: all that can run here.")
+    ] = None,
+    experts: Annotated[str | None, _EXPERTS] = None,
+    routing: Annotated[str, _EXPERT_ROUTING] = "uniform",
+    zipf_exponent: Annotated[float, typer.Option("--zipf-exponent", help="How unequal zipf is.")] = 1.0,
+    dtype: Annotated[str, typer.Option("--dtype", help="bfloat16, float16 or float32.")] = "bfloat16",
+    repetitions: Annotated[int, typer.Option("--repetitions", help="Timed repetitions of everything.")] = 15,
+    iterations: Annotated[int, typer.Option("--iterations", help="Layers back to back in one repetition.")] = 5,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of weights, rows and routing.")] = 0,
+    device: Annotated[
+        str, typer.Option("--device", help="auto (cuda if there is a GPU, otherwise cpu), cpu or cuda.")
+    ] = "auto",
+    out: Annotated[
+        Path, typer.Option("--out", help="Folder for layer.json and layer.png, which are overwritten.")
+    ] = Path("runs/bench/layer"),
+    json_only: Annotated[bool, typer.Option("--json-only", help="Write layer.json; no table, no figure.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks, and the output of all ranks.")] = False,
+) -> None:
+    """Time whole MoE layers over ranks: transports and experts of Carpool against transformers' expert parallelism.
+
+    It starts the ranks itself, unless torchrun or Slurm started it.
+    """
+    with _errors(debug):
+        _require(_BENCH_PACKAGES)
+        from carpool.bench.moe.layer import benchmark
+        from carpool.bench.moe.settings import LayerSettings, list_shapes
+        from carpool.bench.options import split
+
+        settings = LayerSettings(
+            ranks=ranks,
+            device=device,
+            shapes=list_shapes(shape or (), model or (), tokens, activation),
+            transports=split(transports),
+            experts=split(experts),
+            dtype=dtype,
+            routings=split(routing),
+            zipf_exponent=zipf_exponent,
+            repetitions=repetitions,
+            iterations=iterations,
+            seed=seed,
             out=str(out),
             json_only=json_only,
         )

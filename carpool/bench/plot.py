@@ -1,62 +1,68 @@
-"""One figure of a run: for each shape and routing, how long every contender took, and the ceiling as a line."""
+"""What the figures of all benchmarks have in common: bar charts in a grid, shapes down and routings across.
+
+Needs matplotlib, which only figures do."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-if TYPE_CHECKING:
-    from carpool.bench.results import CaseResult, Result
+from carpool.bench.results import Result
 
-# Section, legend, colour (of Okabe and Ito, told apart by colour-blind readers), place of the bar within its group.
-_BARS = (
-    ("plan_dispatch", "plan + dispatch", "#0072B2", 0.0),
-    ("combine", "combine", "#E69F00", 1.0),
-    ("dispatch_gradients", "dispatch gradients", "#56B4E9", 2.0),
-    ("combine_gradients", "combine gradients", "#F0E442", 3.0),
-    ("decode", "plan + dispatch + combine", "#009E73", 0.0),
-)
-_CACHED = "dispatch"
+# Of Okabe and Ito, told apart by colour-blind readers.
+BLUE, ORANGE, SKY, YELLOW, GREEN, RED = "#0072B2", "#E69F00", "#56B4E9", "#F0E442", "#009E73", "#D55E00"
 
 
-def write_plot(result: Result, path: Path) -> None:
-    """Write the figure as PNG. Bars are medians, whiskers reach to the 99th percentile."""
-    cases = [case for case in result.cases if any(not row.unavailable for row in case.rows)]
-    shapes = list(dict.fromkeys((case.mode, case.shape) for case in cases))
+def write_grid(
+    result: Result,
+    path: Path,
+    cases: Sequence[Any],
+    row_of: Callable[[Any], Hashable],
+    draw: Sequence[Callable[[Axes, Any], None]],
+) -> None:
+    """Write a PNG: a row of axes for each value of `row_of(case)`, in it for each routing one for each of `draw`."""
+    rows = list(dict.fromkeys(map(row_of, cases)))
     routings = list(dict.fromkeys(case.routing for case in cases))
-    figure = Figure(figsize=(6.5 * len(routings), 0.6 + 3.4 * len(shapes)), layout="constrained")
-    axes = figure.subplots(len(shapes), len(routings), squeeze=False)
+    columns = len(draw) * max(1, len(routings))
+    figure = Figure(figsize=(6.5 * columns, 0.6 + 3.4 * max(1, len(rows))), layout="constrained")
+    axes = figure.subplots(max(1, len(rows)), columns, squeeze=False)
     for case in cases:
-        _draw(axes[shapes.index((case.mode, case.shape)), routings.index(case.routing)], case)
+        for number, one in enumerate(draw):
+            one(axes[rows.index(row_of(case)), len(draw) * routings.index(case.routing) + number], case)
     where = result.environment
     figure.suptitle(f"{where['device_count']} x {where['device']}, {result.settings['dtype']}", fontsize="medium")
     figure.savefig(path, dpi=130)
 
 
-def _draw(axes: Axes, case: CaseResult) -> None:
-    rows = [row for row in case.rows if not row.unavailable]
-    bars = [bar for bar in _BARS if bar[0] in rows[0].sections]
-    height = 0.8 / len(bars)
-    for section, legend, color, place in bars:
-        times = [row.sections[section] for row in rows]
-        median = [t.us_median for t in times]
-        # The 99th percentile is never below the median.
-        whisker = [[0.0] * len(times), [t.us_p99 - t.us_median for t in times]]
-        at = [i - 0.4 + (place + 0.5) * height for i in range(len(rows))]
-        axes.barh(at, median, height, color=color, label=legend, xerr=whisker, ecolor="0.4", capsize=2)
-        if section == "plan_dispatch":
-            cached = [row.sections[_CACHED].us_median for row in rows]
-            axes.scatter(cached, at, marker="|", s=90, color="black", label="dispatch, cached plan", zorder=3)
-    if case.ceiling is not None:
-        axes.axvline(case.ceiling.us_median, color="#D55E00", linestyle="--", label="copy engines, same rows")
-    axes.set_yticks(range(len(rows)), [row.label for row in rows])
+def bars(
+    axes: Axes,
+    values: Sequence[float],
+    place: float,
+    of: int,
+    color: str,
+    legend: str,
+    errors: tuple[Sequence[float], Sequence[float]] | None = None,
+) -> list[float]:
+    """One horizontal bar for each label, number `place` of the `of` that share it; returns where they are.
+
+    Args:
+        errors: how far the whiskers reach, below and above.
+    """
+    height = 0.8 / of
+    at = [i - 0.4 + (place + 0.5) * height for i in range(len(values))]
+    axes.barh(at, values, height, color=color, label=legend, xerr=errors, ecolor="0.4", capsize=2)
+    return at
+
+
+def finish(axes: Axes, labels: Sequence[str], xlabel: str, title: str) -> None:
+    axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.set_xlim(left=0)
-    axes.set_xlabel("us, slowest rank")
-    mode = "decode, " if case.mode == "decode" else ""
-    axes.set_title(f"{mode}{case.shape}, {case.routing} routing", fontsize="medium", loc="left")
+    axes.set_xlabel(xlabel)
+    axes.set_title(title, fontsize="medium", loc="left")
     axes.legend(fontsize="small", loc="best")
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,196 +1,64 @@
-"""What was measured, as plain values, and how it is shown: JSON, tables on the terminal, and a figure (`plot.py`)."""
+"""A run of a benchmark as plain values, and how it becomes files: DIR/NAME.json and DIR/NAME.png."""
 
 from __future__ import annotations
 
 import json
-import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rich import box
+import torch
 from rich.console import Console
-from rich.table import Table
 
-from carpool.bench.settings import Shape
-from carpool.bench.timing import p99
-
-
-@dataclass(frozen=True)
-class Times:
-    """One section of one contender.
-
-    Attributes:
-        us: microseconds of the slowest rank, for each repetition; their median and 99th percentile (of fewer than 100:
-            the largest).
-        host_us: median microseconds that rank 0's host spent in it.
-        bytes: through the link of the busiest rank; None where that is not the question.
-        gb_per_s: 1e9 bytes per second of the median.
-        share_of_ceiling: of what plain copies reached; None where that was not measured.
-    """
-
-    us: list[float]
-    us_median: float
-    us_p99: float
-    host_us: float
-    bytes: int | None
-    gb_per_s: float | None
-    share_of_ceiling: float | None
-
-    @classmethod
-    def of(cls, us: list[float], num_bytes: int | None, ceiling: float | None, host_us: float) -> Times:
-        """`ceiling` in GB/s."""
-        median = statistics.median(us)
-        rate = num_bytes / median / 1e3 if num_bytes else None
-        share = rate / ceiling if rate and ceiling else None
-        return cls(us, median, p99(us), host_us, num_bytes, rate, share)
-
-
-@dataclass
-class ContenderResult:
-    """One contender of a case.
-
-    Attributes:
-        lossy: what changes the answer beyond rounding.
-        unavailable: why it could not run; then all else is empty.
-        error: the largest error, as a share of what rounding allows.
-        bytes_sent, bytes_predicted: per verb, bytes that each rank sent to others in one call.
-        sections: see `carpool.bench.transport`.
-        graph: decoding was replayed from a CUDA graph.
-    """
-
-    label: str
-    transport: str
-    ctas: int | None
-    lossy: tuple[str, ...] = ()
-    unavailable: str | None = None
-    error: float | None = None
-    bytes_sent: dict[str, list[int]] = field(default_factory=dict)
-    bytes_predicted: dict[str, list[int]] = field(default_factory=dict)
-    sections: dict[str, Times] = field(default_factory=dict)
-    graph: bool = False
-
-
-@dataclass
-class CaseResult:
-    """All contenders at one shape and routing. `mode`: "train" or "decode"; `ceiling`: the push of plain copies."""
-
-    shape: Shape
-    routing: str
-    mode: str
-    num_ranks: int
-    rows: list[ContenderResult] = field(default_factory=list)
-    ceiling: Times | None = None
-    ceiling_bytes: int | None = None
+import carpool
+from carpool.train.environment import environment
 
 
 @dataclass(frozen=True)
 class Result:
-    """A whole run of the benchmark; `transport.json` is this."""
+    """A whole run; the JSON file is this. What `cases` are, each benchmark says for itself."""
 
     carpool_version: str
     started: str
     command: str
     settings: dict[str, Any]
     environment: dict[str, Any]
-    cases: Sequence[CaseResult]
+    cases: Sequence[Any]
+
+    @classmethod
+    def of(
+        cls, started: str, command: str, settings: dict[str, Any], device: torch.device, num_ranks: int, cases: Any
+    ) -> Result:
+        return cls(carpool.__version__, started, command, settings, environment(device, num_ranks), cases)
+
+    @property
+    def where(self) -> str:
+        """One line about the machine."""
+        where = self.environment
+        commit = where["commit"] or "unknown"
+        return f"{where['device_count']} x {where['device']}, torch {where['torch']}, commit {commit}"
 
 
-def write(result: Result, folder: Path, *, plot: bool) -> list[Path]:
-    """Write transport.json and, with `plot` and if matplotlib is there, transport.png; returns what was written."""
-    written = [folder / "transport.json"]
+def publish(result: Result, name: str, show: Callable[[Result], None], draw: Callable[[Result, Path], None]) -> None:
+    """Write the files into the folder of the settings, and print the table; with `json_only` the JSON alone."""
+    folder, json_only = Path(result.settings["out"]), result.settings["json_only"]
+    written = [folder / f"{name}.json"]
     written[0].write_text(json.dumps(asdict(result), indent=1) + "\n")
-    if plot:
+    if not json_only:
         try:
-            from carpool.bench.plot import write_plot
+            draw(result, folder / f"{name}.png")
         except ImportError as error:
             if (error.name or "").split(".")[0] != "matplotlib":
                 raise
             print("no figure: it needs matplotlib (pip install matplotlib)")
         else:
-            written.append(folder / "transport.png")
-            write_plot(result, written[1])
-    return written
+            written.append(folder / f"{name}.png")
+        show(result)
+    print("wrote " + ", ".join(map(str, written)), flush=True)
 
 
-# Heading and section of each time in the tables of the two passes.
-_FORWARD = {"plan +\ndispatch": "plan_dispatch", "dispatch,\ncached plan": "dispatch", "combine": "combine"}
-_BACKWARD = {"dispatch\ngradients": "dispatch_gradients", "combine\ngradients": "combine_gradients"}
-_DECODE = {"plan + dispatch\n+ combine": "decode"}
-
-
-def show(result: Result, console: Console | None = None) -> None:
-    """Print a table for each case and pass."""
-    if console is None:
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=120)  # a log has no width of its own, and the default of 80 would break cells
-    last = "p99" if result.settings["repetitions"] >= 100 else "max"
-    for case in result.cases:
-        if case.mode == "decode":
-            title = f"decode: {case.shape}, {case.routing} routing, {case.num_ranks} ranks"
-            _print(console, title, case, _DECODE, last, None)
-            continue
-        _print(console, _title(result, case), case, _FORWARD, last, ("plan_dispatch", "combine"))
-        if result.settings["backward"]:
-            rates = ("dispatch_gradients", "combine_gradients")
-            _print(console, "backward of the same", case, _BACKWARD, last, rates)
-    where = result.environment
-    console.print(
-        f"us: of the slowest rank, median / {last} of {result.settings['repetitions']} interleaved repetitions. MB and "
-        f"GB/s: through the link of the busiest rank, out / back.\n{where['device_count']} x {where['device']}, torch "
-        f"{where['torch']}, commit {where['commit'] or 'unknown'}",
-        highlight=False,
-    )
-
-
-def _title(result: Result, case: CaseResult) -> str:
-    title = f"{case.shape}, {result.settings['dtype']}, {case.routing} routing, {case.num_ranks} ranks"
-    if case.ceiling is not None and case.ceiling_bytes is not None:
-        title += (
-            f"\nceiling: copy engines, {case.ceiling.gb_per_s:.0f} GB/s ({case.ceiling_bytes / 1e6:.1f} MB per rank in "
-            f"{case.ceiling.us_median:.0f} us)"
-        )
-    return title
-
-
-def _print(
-    console: Console,
-    title: str,
-    case: CaseResult,
-    sections: dict[str, str],
-    last: str,
-    rates: tuple[str, str] | None,
-) -> None:
-    """One table. `rates`: the sections, out and back, whose bytes and GB/s are shown."""
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("transport", no_wrap=True)
-    table.add_column("CTAs", justify="right")
-    for name in sections:
-        table.add_column(f"{name}\nus / {last}", justify="right", no_wrap=True)
-    for name in ("MB", "GB/s", "share of\nceiling") if rates else ("how",):
-        table.add_column(name, justify="right", no_wrap=True)
-    missing = {}
-    for row in case.rows:
-        ctas = "-" if row.ctas is None else str(row.ctas)
-        name = row.transport + (" fp8" if row.lossy else "")
-        if row.unavailable:
-            missing[row.transport] = row.unavailable
-            table.add_row(name, ctas, "not available")
-            continue
-        shown = [row.sections[section] for section in sections.values()]
-        cells = [f"{times.us_median:.0f} / {times.us_p99:.0f}" for times in shown]
-        if rates is None:
-            cells.append("CUDA graph" if row.graph else "eager")
-        else:
-            both = [row.sections[section] for section in rates]
-            cells.append(" / ".join(f"{(times.bytes or 0) / 1e6:.1f}" for times in both))
-            cells.append(" / ".join("-" if times.gb_per_s is None else f"{times.gb_per_s:.3g}" for times in both))
-            shares = [times.share_of_ceiling for times in both]
-            cells.append("-" if None in shares else " / ".join(f"{share:.0%}" for share in shares))
-        table.add_row(name, ctas, *cells)
-    console.print(title, style="bold", highlight=False)
-    console.print(table, highlight=False)
-    for name, why in missing.items():
-        console.print(f"{name} is not available: {why}\n", highlight=False)
+def terminal(width: int) -> Console:
+    """Where tables go. `width` is for a log, which has none of its own, and the default of 80 would break cells."""
+    console = Console()
+    return console if console.is_terminal else Console(width=width)

@@ -3,6 +3,7 @@
     uniform   K distinct experts, all equally likely: balanced up to chance
     zipf      expert number i of a random order is chosen in proportion to 1 / i ** exponent; K distinct ones
     skewed    rank 0 gets 3 times the mean number of choices, the last rank none, the others share the rest equally
+    hot       every token chooses expert 0, which so gets E / K times the mean; its other choices are uniform
 
 Every token names K distinct experts, and its K weights are positive and sum to 1. Under `skewed` the number of a
 token's choices on rank 0 is q = 3 K / W on average, and rounded so that all of a rank's tokens together make q T:
@@ -17,7 +18,9 @@ import torch
 from carpool.layout import ExpertLayout
 from carpool.routing import Routing
 
+# What transports are measured with (ranks are what matters), and what experts are (experts are).
 ROUTINGS = ("uniform", "zipf", "skewed")
+EXPERT_ROUTINGS = ("uniform", "zipf", "hot")
 SKEW = 3
 
 
@@ -27,7 +30,7 @@ def make_routings(
     """The routing of each rank's tokens, on the CPU.
 
     Args:
-        kind: one of `ROUTINGS`.
+        kind: one of `ROUTINGS` or `EXPERT_ROUTINGS`.
         tokens: T, tokens of each rank.
         top_k: K.
         layout: which experts there are, and on which ranks (what `skewed` looks at).
@@ -40,8 +43,9 @@ def make_routings(
     Raises:
         ValueError: an unknown kind, K larger than E, or a skew that this layout cannot have.
     """
-    if kind not in ROUTINGS:
-        raise ValueError(f"routing {kind!r} is not known; use one of {', '.join(ROUTINGS)}")
+    kinds = dict.fromkeys((*ROUTINGS, *EXPERT_ROUTINGS))
+    if kind not in kinds:
+        raise ValueError(f"routing {kind!r} is not known; use one of {', '.join(kinds)}")
     if not 1 <= top_k <= layout.num_experts:
         raise ValueError(f"top-k is {top_k}, but it must be 1..{layout.num_experts}, the number of experts")
     if kind == "skewed":
@@ -50,6 +54,8 @@ def make_routings(
     if kind == "zipf":
         order = torch.randperm(layout.num_experts, generator=torch.Generator().manual_seed(seed))
         popularity_E[order] = -zipf_exponent * torch.arange(1, layout.num_experts + 1).log()
+    if kind == "hot":
+        popularity_E[0] = torch.inf
     routings = []
     for rank in range(layout.num_ranks):
         generator = torch.Generator().manual_seed(1_000_003 * (seed + 1) + rank)

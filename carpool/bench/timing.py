@@ -1,12 +1,12 @@
 """How a section is timed: all ranks start together, the slowest rank counts, and nobody is timed alone.
 
 On CUDA, before each timed section, the ranks meet on the host (a barrier, and the device has nothing left to do), then
-each queues a delay kernel of about half a millisecond and a tiny all-reduce, then the first event, the section, the
-second event. While the delay runs the host queues the section, so that launching is hidden, as it is in training,
-where the host runs ahead; the all-reduce lets the devices start together however unequal the hosts were. The delay is
-the same for all contenders. A transport that has to ask the device something waits for the delay, and what it queues
-after that is not hidden: it pays for this in its own time, as it does in training. How long the host took is kept as
-well (`host_us`): a contender whose host needs longer than the delay is timed with the rest of it.
+each queues a delay kernel (a millisecond, unless a benchmark says otherwise) and a tiny all-reduce, then the first
+event, the section, the second event. While the delay runs the host queues the section, so that launching is hidden, as
+it is in training, where the host runs ahead; the all-reduce lets the devices start together however unequal the hosts
+were. The delay is the same for all contenders. Whoever has to ask the device something waits for the delay, and what it
+queues after that is not hidden: it pays for this in its own time, as it does in training. How long the host took is
+kept as well (`host_us`): a contender whose host needs longer than the delay is timed with the rest of it.
 
 On CPU: a barrier, and the clock.
 
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-DELAY_CYCLES = 1_000_000  # about 500 us at 2 GHz
+DELAY_CYCLES = 2_000_000  # about a millisecond at 2 GHz: a slow host takes 500 us to launch a plan and a dispatch
 
 
 class Clock:
@@ -34,13 +34,14 @@ class Clock:
     Args:
         device: cuda or cpu.
         group: the ranks that work together; None for one.
+        delay_cycles: how long the device is kept busy before a section, while the host launches it.
 
     Attributes:
         keep: whether what is timed now counts; False while warming up.
     """
 
-    def __init__(self, device: torch.device, group: dist.ProcessGroup | None) -> None:
-        self.device, self.group = device, group
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None, delay_cycles: int = DELAY_CYCLES) -> None:
+        self.device, self.group, self.delay_cycles = device, group, delay_cycles
         self.keep = True
         self._flag = torch.zeros(1, device=device)
         self._sections: dict[tuple[str, str], list[Any]] = {}
@@ -89,7 +90,7 @@ class Clock:
             dist.barrier(group=self.group)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-            torch.cuda._sleep(DELAY_CYCLES)
+            torch.cuda._sleep(self.delay_cycles)
             if self.group is not None:
                 dist.all_reduce(self._flag, group=self.group)
 
@@ -99,3 +100,12 @@ def p99(times: list[float]) -> float:
     if len(times) < 100:
         return max(times)
     return statistics.quantiles(times, n=100, method="inclusive")[-1]
+
+
+def percentile(times: list[float], percent: int) -> float:
+    """Between the two nearest values, in proportion: `percentile([1.0, 2.0], 10) == 1.1`."""
+    ordered = sorted(times)
+    place = (len(ordered) - 1) * percent / 100
+    below = ordered[int(place)]
+    above = ordered[min(int(place) + 1, len(ordered) - 1)]
+    return below + (above - below) * (place - int(place))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from carpool.bench.routings import ROUTINGS, make_routings
+from carpool.bench.routings import EXPERT_ROUTINGS, ROUTINGS, make_routings
 from carpool.layout import ExpertLayout
 
 
-@pytest.mark.parametrize("kind", ROUTINGS)
+@pytest.mark.parametrize("kind", [*ROUTINGS, *EXPERT_ROUTINGS[2:]])
 @pytest.mark.parametrize(("tokens", "experts", "ranks", "top_k"), [(199, 37, 4, 5), (1, 32, 4, 4), (64, 24, 6, 3)])
 def test_experts_are_distinct_and_weights_sum_to_one(kind: str, tokens: int, experts: int, ranks: int, top_k: int):
     layout = ExpertLayout.contiguous(experts, ranks)
@@ -81,3 +81,10 @@ def test_what_cannot_be_drawn(kind: str, experts: int, ranks: int, top_k: int, m
         return
     with pytest.raises(ValueError, match=message):
         make_routings(kind, 5, top_k, layout)
+
+
+def test_a_hot_expert_is_everybodys_choice():
+    layout = ExpertLayout.contiguous(16, 2)
+    load_E = load_of("hot", layout, 500, 4)
+    assert int(load_E[0]) == 1000
+    assert ((load_E[1:] - 200).abs() < 6 * 200**0.5).all(), "the others are equally likely"

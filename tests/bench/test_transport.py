@@ -22,14 +22,16 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from carpool import cli
-from carpool.bench import transport as bench
-from carpool.bench.contenders import Contender, busiest, expected_bytes, list_contenders
-from carpool.bench.plot import write_plot
-from carpool.bench.results import CaseResult, ContenderResult, Result, Times, show
-from carpool.bench.rides import Case, check, forward_and_backward, oracle
+from carpool.bench.options import split
+from carpool.bench.results import Result
 from carpool.bench.routings import make_routings
-from carpool.bench.settings import CPU_SHAPES, GPU_SHAPES, Settings, Shape, split
 from carpool.bench.timing import Clock, p99
+from carpool.bench.transport import benchmark as bench
+from carpool.bench.transport.contenders import Contender, busiest, expected_bytes, list_contenders
+from carpool.bench.transport.plot import write_plot
+from carpool.bench.transport.results import CaseResult, ContenderResult, Times, show
+from carpool.bench.transport.rides import Case, check, forward_and_backward, oracle
+from carpool.bench.transport.settings import CPU_SHAPES, GPU_SHAPES, Settings, Shape
 from carpool.layout import ExpertLayout
 from carpool.placement.volume import predict
 from carpool.stats import Traffic

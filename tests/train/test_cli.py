@@ -45,6 +45,10 @@ def test_only_commands_that_exist_are_offered():
     for name in ("train", "report", "generate", "doctor"):
         assert re.search(rf"\b{name}\b", shown)
         assert carpool_command(name, "--help").exit_code == 0
+    measured = {command.name for command in cli.bench.registered_commands}
+    assert measured == {"transport", "experts", "layer"}
+    for name in measured:
+        assert carpool_command("bench", name, "--help").exit_code == 0
 
 
 def test_every_setting_is_explained():

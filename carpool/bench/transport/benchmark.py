@@ -33,21 +33,28 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import carpool
-from carpool.bench.ceiling import LABEL as CEILING
-from carpool.bench.ceiling import Ceiling
-from carpool.bench.contenders import Contender, build, busiest, expected_bytes, list_contenders, why_unavailable
-from carpool.bench.decode import TOKENS as DECODE_TOKENS
-from carpool.bench.decode import Decoder
-from carpool.bench.results import CaseResult, ContenderResult, Result, Times, show, write
-from carpool.bench.rides import CALLS, VERB_OF_SECTION, Case, check, forward_and_backward, oracle, ride_once
+from carpool.bench.options import find_ranks
+from carpool.bench.results import Result, publish
 from carpool.bench.routings import make_routings
-from carpool.bench.settings import Settings, Shape, find_ranks
 from carpool.bench.timing import Clock
+from carpool.bench.transport.ceiling import LABEL as CEILING
+from carpool.bench.transport.ceiling import Ceiling
+from carpool.bench.transport.contenders import (
+    Contender,
+    build,
+    busiest,
+    expected_bytes,
+    list_contenders,
+    why_unavailable,
+)
+from carpool.bench.transport.decode import TOKENS as DECODE_TOKENS
+from carpool.bench.transport.decode import Decoder
+from carpool.bench.transport.results import CaseResult, ContenderResult, Times, show
+from carpool.bench.transport.rides import CALLS, VERB_OF_SECTION, Case, check, forward_and_backward, oracle, ride_once
+from carpool.bench.transport.settings import Settings, Shape
 from carpool.layout import ExpertLayout
 from carpool.stats import Traffic
 from carpool.train.config import Config, load_config
-from carpool.train.environment import environment
 from carpool.train.launch import run
 from carpool.transport.nvlink import why_not
 
@@ -62,13 +69,13 @@ def benchmark(settings: Settings, *, debug: bool = False, command: str = "carpoo
         OSError: the folder cannot be written.
         carpool.train.failure.RankFailure: a rank failed.
     """
-    cuda, num_ranks = find_ranks(settings)
+    cuda, num_ranks = find_ranks(settings.device, settings.ranks)
     settings = settings.resolve(cuda=cuda, num_ranks=num_ranks)
     Path(settings.out).mkdir(parents=True, exist_ok=True)
     device = "cuda" if cuda else "cpu"
     options = [f"parallelism.num_ranks={num_ranks}", f"parallelism.device={device}"]
     config = load_config(None, [*options, f"training.output_dir={json.dumps(settings.out)}"])
-    entry = "carpool.bench.transport:measure"
+    entry = "carpool.bench.transport.benchmark:measure"
     run(config, entry, debug=debug, settings=settings.to_json(), command=command)
 
 
@@ -81,18 +88,14 @@ def measure(config: Config, settings: dict[str, Any], command: str) -> None:
     cases = bench.measure_all()
     if dist.get_rank() != 0:
         return
-    result = Result(
-        carpool_version=carpool.__version__,
-        started=started,
-        command=command,
-        settings=settings,
-        environment=environment(device, dist.get_world_size()),
-        cases=cases,
-    )
-    paths = write(result, Path(settings["out"]), plot=not settings["json_only"])
-    if not settings["json_only"]:
-        show(result)
-    print("wrote " + ", ".join(map(str, paths)), flush=True)
+    result = Result.of(started, command, settings, device, dist.get_world_size(), cases)
+    publish(result, "transport", show, _draw)
+
+
+def _draw(result: Result, path: Path) -> None:
+    from carpool.bench.transport.plot import write_plot
+
+    write_plot(result, path)
 
 
 class TransportBenchmark:

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from carpool.bench.settings import Shape
 from carpool.bench.timing import Clock
+from carpool.bench.transport.settings import Shape
 from carpool.layout import ExpertLayout, assign
 from carpool.routing import Routing
 from carpool.stats import Traffic

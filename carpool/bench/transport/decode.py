@@ -11,8 +11,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from carpool.bench.rides import Answers, Case, check, forward_and_backward, multiply
 from carpool.bench.timing import Clock
+from carpool.bench.transport.rides import Answers, Case, check, forward_and_backward, multiply
 from carpool.stats import Traffic
 from carpool.transport import Arrivals, Transport
 

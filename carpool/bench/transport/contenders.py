@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from carpool.bench.settings import KNOWN, Settings, Shape
+from carpool.bench.transport.settings import KNOWN, Settings, Shape
 from carpool.layout import ExpertLayout
 from carpool.placement.volume import predict
 from carpool.routing import Routing

@@ -1,0 +1,57 @@
+"""A transport for one rank: rows are where they are. So a ride is the experts and what is around them, and no more."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from carpool.memory.arena import Arena, Rows
+from carpool.numbered import Numbered
+from carpool.stats import Traffic
+from carpool.transport import Arrivals, Pending, Route
+
+
+@dataclass(kw_only=True)
+class HomeRoute(Route):
+    slot_TK: torch.Tensor
+    weight_TK: torch.Tensor
+
+
+class Home(Numbered):
+    """Every slot is on this rank, and every token chooses K of them. The host never waits."""
+
+    name = "home"
+    arena: Arena | None = None
+    sends_again = False
+
+    def plan(self, slot_TK: torch.Tensor, weight_TK: torch.Tensor, traffic: Traffic) -> HomeRoute:
+        tokens, top_k = slot_TK.shape
+        return HomeRoute(
+            num_tokens=tokens,
+            top_k=top_k,
+            num_rows=tokens,
+            choices_per_row=top_k,
+            num_pairs=tokens * top_k,
+            traffic=traffic,
+            slot_TK=slot_TK,
+            weight_TK=weight_TK,
+        )
+
+    def dispatch(self, x_TH: torch.Tensor, route: HomeRoute) -> Pending:
+        arrivals = Arrivals(x_TH, route.slot_TK, route.weight_TK, route.num_pairs, sums_unwanted=False)
+        return Pending(lambda: arrivals)
+
+    def dispatch_gradients(self, dy_TH: torch.Tensor, route: HomeRoute) -> Pending:
+        return Pending(lambda: Rows.of(dy_TH))
+
+    def combine(self, route: HomeRoute) -> Pending:
+        partial_RH, route.partial_RH = route.partial_RH, None
+        return Pending(lambda: partial_RH)
+
+    def combine_gradients(self, route: HomeRoute, dweight_RJ: torch.Tensor) -> Pending:
+        dx = self.combine(route)
+        return Pending(lambda: (dx.wait(), dweight_RJ))
+
+    def discard(self, route: HomeRoute, x_TH: torch.Tensor) -> Pending:
+        return Pending(lambda: None)

@@ -1,0 +1,138 @@
+"""What every benchmark can be asked: device, dtype, routing, repetitions, where to write; checked before it starts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Self
+
+from carpool.train.config import nearest
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """See the options of the commands.
+
+    Attributes:
+        shapes: empty: the benchmark's own, by the device.
+        ROUTINGS: the kinds of routing that this benchmark has.
+        SHAPE: the class of its shapes.
+    """
+
+    ROUTINGS: ClassVar[tuple[str, ...]] = ()
+    SHAPE: ClassVar[type[Any]]
+
+    device: str = "auto"
+    dtype: str = "bfloat16"
+    routings: tuple[str, ...] = ("uniform",)
+    zipf_exponent: float = 1.0
+    repetitions: int = 15
+    seed: int = 0
+    out: str = ""
+    json_only: bool = False
+
+    def __post_init__(self) -> None:
+        one_of("--dtype", self.dtype, DTYPES)
+        one_of("--device", self.device, ("auto", "cpu", "cuda"))
+        for name in self.routings:
+            one_of("--routing", name, (*self.ROUTINGS, "all"))
+        if self.repetitions < 1:
+            raise ValueError(f"--repetitions {self.repetitions} must be at least 1")
+        if self.zipf_exponent < 0:
+            raise ValueError(f"--zipf-exponent {self.zipf_exponent:g} must be 0 (uniform) or more")
+
+    @property
+    def all_routings(self) -> tuple[str, ...]:
+        """Each kind once, "all" resolved."""
+        return self.ROUTINGS if "all" in self.routings else tuple(dict.fromkeys(self.routings))
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        """What `to_json` gave."""
+        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list | tuple)}
+        shapes = tuple(cls.SHAPE(**shape) for shape in values["shapes"])
+        return cls(**{**values, **lists, "shapes": shapes})
+
+
+def split(text: str | None) -> tuple[str, ...]:
+    """("a", "b") from "a,b"; of None nothing."""
+    return tuple(dict.fromkeys(part.strip() for part in text.split(","))) if text is not None else ()
+
+
+def one_of(option: str, value: str, known: Sequence[str]) -> None:
+    """ValueError, with the nearest known name, unless `value` is known."""
+    if value not in known:
+        guess = nearest(value, known)
+        listed = f"{', '.join(known[:-1])} or {known[-1]}" if len(known) > 1 else known[0]
+        hint = f"; did you mean {guess}?" if guess else ""
+        raise ValueError(f"{option}: {value!r} is not known; use {listed}{hint}")
+
+
+def parse_sizes(text: str, names: Sequence[str], example: str) -> list[int]:
+    """[1, 2, 3] from "1,2,3": as many positive integers as there are `names`.
+
+    Raises:
+        ValueError: saying what `--shape` has to look like.
+    """
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        sizes = []
+    if len(sizes) != len(names):
+        raise ValueError(
+            f"--shape {text} is not understood; give {', '.join(names)}, such as --shape {example}"
+        ) from None
+    if small := [name for name, size in zip(names, sizes, strict=True) if size < 1]:
+        raise ValueError(f"--shape {text}: {', '.join(small)} must be at least 1")
+    return sizes
+
+
+def check_experts(what: str, top_k: int, experts: int) -> None:
+    if top_k > experts:
+        raise ValueError(f"{what}: a token cannot choose {top_k} of {experts} experts")
+
+
+def find_device(device: str) -> bool:
+    """Whether the benchmark runs on a GPU. ValueError if it is to and there is none."""
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda, but PyTorch finds no GPU here; see `carpool doctor`")
+    return device != "cpu" and torch.cuda.is_available()
+
+
+def find_ranks(device: str, asked: int | None) -> tuple[bool, int]:
+    """(on GPUs, how many ranks) of this run, whoever starts them.
+
+    Args:
+        device: "auto", "cpu" or "cuda".
+        asked: --ranks, or None.
+
+    Raises:
+        ValueError: no GPU, more ranks than GPUs, or another number than the launcher's.
+    """
+    import torch
+
+    from carpool.train.config import load_config
+    from carpool.train.launch import find_world, local_ranks
+
+    if asked is not None and asked < 1:
+        raise ValueError(f"--ranks {asked} must be at least 1")
+    cuda, world = find_device(device), find_world(os.environ)
+    if world is not None:
+        if asked not in (None, world.world_size):
+            raise ValueError(f"--ranks {asked}, but {world.started_by} started {world.world_size}; leave --ranks out")
+        return cuda, world.world_size
+    if cuda and asked is not None and asked > torch.cuda.device_count():
+        raise ValueError(
+            f"--ranks {asked}, but this machine has {torch.cuda.device_count()} GPUs; lower it, or use --device cpu"
+        )
+    if asked is not None:
+        return cuda, asked
+    return cuda, local_ranks(load_config(None, [f"parallelism.device={device}"]))

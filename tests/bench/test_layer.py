@@ -1,0 +1,198 @@
+"""`carpool bench layer` on four gloo ranks: contenders against one definition, bytes, and failures of some ranks."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+from carpool import cli
+from carpool.bench.moe import agreement, layer
+from carpool.bench.moe.agreement import attempt_together
+from carpool.bench.moe.layer import Contender, LayerBenchmark
+from carpool.bench.moe.run import OUT_OF_MEMORY, forward_backward
+from carpool.bench.moe.settings import LayerSettings
+from carpool.bench.moe.shapes import Shape
+from carpool.bench.routings import make_routings
+from carpool.experts import EXPERTS, ReferenceExperts
+from carpool.layout import ExpertLayout
+from carpool.train.config import load_config
+from tests.ranks import Ranks
+
+CPU = torch.device("cpu")
+SMALL = Shape(19, 40, 24, 8, 3)
+THEIRS = "transformers all_to_all + grouped_mm"
+
+
+def _whole(folder: str) -> None:
+    settings = LayerSettings(
+        shapes=(SMALL, Shape(7, 16, 8, 4, 2, "gpt_oss")), repetitions=2, iterations=1, experts=("grouped",), out=folder,
+    ).resolve(cuda=False, num_ranks=4)  # fmt: skip
+    layer.measure(load_config(None, []), json.loads(json.dumps(settings.to_json())), "carpool bench layer")
+
+
+@pytest.fixture(scope="module")
+def run(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """One rank's part of the command on every rank: what was written, and where."""
+    folder = tmp_path_factory.mktemp("layer")
+    ranks(_whole, str(folder))
+    return json.loads((folder / "layer.json").read_text()), folder
+
+
+def test_every_contender_is_measured(run: tuple[dict[str, Any], Path]):
+    result, folder = run
+    assert [case["shape"]["tokens"] for case in result["cases"]] == [19, 7], "in the order in which they were asked for"
+    for case in result["cases"]:
+        assert (case["num_ranks"], case["baseline"]) == (4, THEIRS)
+        rows = {row["label"]: row for row in case["rows"]}
+        assert list(rows) == [f"{way} + grouped" for way in ("nvlink", "dedup", "alltoall", "gather")] + [THEIRS]
+        assert "CUDA" in rows.pop("nvlink + grouped")["unavailable"]
+        for row in rows.values():
+            assert row["unavailable"] is None
+            assert 0 < row["error"] < 0.7
+            assert list(row["sections"]) == ["forward", "forward_backward"]
+            for factor, times in zip((1, 3), row["sections"].values(), strict=True):
+                assert len(times["ms"]) == 2
+                assert times["tflops"] == pytest.approx(factor * case["flops"] / times["ms_median"] / 1e9)
+            both = (one["sections"]["forward_backward"]["ms_median"] for one in (rows[THEIRS], row))
+            assert row["ratio"] == pytest.approx(next(both) / next(both))
+            assert row["saved_bytes"] > 0 and row["peak_bytes"] is None
+    assert (folder / "layer.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bytes_are_those_of_the_routing(run: tuple[dict[str, Any], Path]):
+    layout = ExpertLayout.contiguous(8, 4)
+    for case in run[0]["cases"][:1]:
+        choices = visits = 0
+        for source, routing in enumerate(make_routings(case["routing"], 19, 3, layout)):
+            for chosen in routing.expert_TK.tolist():
+                elsewhere = [expert // 2 for expert in chosen if expert // 2 != source]
+                choices, visits = choices + len(elsewhere), visits + len(set(elsewhere))
+        sent = {row["label"]: row["remote_bytes"] for row in case["rows"]}
+        row = 40 * 2
+        assert sent[THEIRS] == 4 * choices * row // 4
+        plan = 16 * 12  # two counts from each rank to each other
+        assert sent["alltoall + grouped"] == (choices * (4 * row + 8 + 4) + plan) // 4
+        assert sent["dedup + grouped"] == (visits * (4 * row + 3 * (8 + 4)) + plan) // 4
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--shape", "8,16,8,6,2"), "6 experts .* do not divide evenly among 4 ranks"),
+        (("--transports", "dedupe"), "--transports: 'dedupe' is not known; .*did you mean dedup"),
+        (("--experts", "group"), "--experts: 'group' is not known"),
+        (("--model", "gpt-oss"), "--model: 'gpt-oss' is not known; .*did you mean gpt-oss-120b"),
+        (("--iterations", "0"), "--iterations 0 must be at least 1"),
+        (("--ranks", "0"), "--ranks 0 must be at least 1"),
+    ],
+)
+def test_errors_of_the_input_are_one_line(args: tuple[str, ...], message: str):
+    done = CliRunner(env={"COLUMNS": "400"}).invoke(cli.app, ["bench", "layer", "--device", "cpu", *args])
+    assert done.exit_code == 1, done.output
+    assert re.fullmatch(f"error: .*{message}.*\n", done.stderr), done.stderr
+
+
+# -- on ranks ------------------------------------------------------------------------------------------------------
+
+
+class Greedy(ReferenceExperts):
+    def forward(self, *args: Any) -> Any:
+        torch.empty(1 << 50, dtype=torch.uint8)
+        return super().forward(*args)
+
+
+class Forgetful(ReferenceExperts):
+    """The gradients of one rank's parameters are lost."""
+
+    def backward(self, *args: Any) -> Any:
+        dweight_RJ, gradients = super().backward(*args)
+        if dist.get_rank() == 2:
+            gradients.up_SFH.zero_()
+        return dweight_RJ, gradients
+
+
+def _with(experts: type, transports: tuple[str, ...]) -> list[str | None] | str:
+    """The reasons of the rows if `experts` join in, or what ended the benchmark."""
+    settings = LayerSettings(shapes=(SMALL,), transports=transports, repetitions=1, iterations=1, routings=("hot",))
+    before = dict(EXPERTS)
+    EXPERTS["new"] = experts
+    try:
+        (case,) = LayerBenchmark(settings.resolve(cuda=False, num_ranks=4), CPU).measure_all()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    finally:
+        EXPERTS.clear()
+        EXPERTS.update(before)
+    return [row.unavailable for row in case.rows if row.experts in ("new", "grouped", "grouped_mm")]
+
+
+def test_who_cannot_run_and_who_is_wrong(ranks: Ranks):
+    assert ranks(_with, Greedy, ("dedup",)) == [[None, OUT_OF_MEMORY, None]] * 4
+    found = ranks(_with, Forgetful, ("dedup",))
+    assert all("dedup + new gives a wrong answer" in text for text in found), "on every rank"
+    found = ranks(_with, ReferenceExperts, ("nvlink",))
+    assert all("nvlink + grouped cannot run here: there is no CUDA device" in text for text in found)
+
+
+def _attempts() -> list[str | None]:
+    rank, said = dist.get_rank(), []
+
+    def fail(error: Exception | None) -> None:
+        if error is not None:
+            raise error
+
+    def attempt(error: Exception | None, theirs: bool = False) -> None:
+        try:
+            said.append(attempt_together(lambda: fail(error), dist.group.WORLD, CPU, theirs))
+        except RuntimeError as raised:
+            said.append(f"RuntimeError: {raised}")
+
+    attempt(None)
+    attempt(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
+    attempt(ValueError("too wide\nby far"))
+    attempt(RuntimeError("strides must be multiples of 16"), theirs=True)
+    attempt(RuntimeError("an index is out of bounds"))
+    attempt(torch.OutOfMemoryError("out of memory") if rank == 2 else None)
+    agreement.PATIENCE_FAILED = datetime.timedelta(seconds=0.3)
+    if rank == 1:
+        attempt(torch.OutOfMemoryError("out of memory"))
+    else:
+        time.sleep(1.0)  # as if in a collective that rank 1 never joins
+        attempt(None)
+    agreement.PATIENCE_FAILED = datetime.timedelta(seconds=60)
+    return said
+
+
+def test_ranks_agree_on_what_failed(ranks: Ranks):
+    for rank, said in enumerate(ranks(_attempts)):
+        assert said[:4] == [None, OUT_OF_MEMORY, "too wide", "strides must be multiples of 16"]
+        assert said[4] == "RuntimeError: an index is out of bounds"
+        assert "failed on some ranks only (rank 0: done; rank 1: done; rank 2: out of memory; rank 3" in str(said[5])
+        assert ("other ranks did not come back" if rank == 1 else "failed on some ranks only") in str(said[6])
+
+
+def _same() -> list[float]:
+    """Largest difference of two runs of each contender."""
+    settings = LayerSettings(shapes=(SMALL,), experts=("grouped",)).resolve(cuda=False, num_ranks=4)
+    bench, layout = LayerBenchmark(settings, CPU), ExpertLayout.contiguous(8, 4)
+    routings = make_routings("zipf", 19, 3, layout)
+    case, worst = bench._case(SMALL, routings), []
+    for contender in (Contender("dedup", "grouped"), Contender("gather", "grouped"), Contender(None, "grouped_mm")):
+        made = bench._make(contender, case, routings, layout)
+        (y, gradients), (again, same) = (forward_backward(made, case) for _ in range(2))
+        worst.append(max(float((a - b).abs().max()) for a, b in zip((y, *gradients), (again, *same), strict=True)))
+    return worst
+
+
+def test_two_runs_of_carpools_layers_are_equal(ranks: Ranks):
+    for worst in ranks(_same):
+        assert worst[:2] == [0.0, 0.0]
