@@ -1,4 +1,4 @@
-"""The experts' kernels, in Triton's interpreter: see tests/experts_interpreted.py."""
+"""The experts' kernels, in Triton's interpreter: see the files named below."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 
-def test_kernels_equal_plain_pytorch_in_the_interpreter() -> None:
+@pytest.mark.parametrize("file", ["experts_interpreted.py", "experts_gemm_interpreted.py"])
+def test_kernels_equal_plain_pytorch_in_the_interpreter(file: str) -> None:
     triton = pytest.importorskip("triton")
     if triton.__version__ < "3.7" and np.__version__ >= "2.3":
         pytest.skip("the interpreter of Triton before 3.7 does not know how numpy 2.3 reads one number of an array")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/experts_interpreted.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/{file}"]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     root = Path(__file__).resolve().parents[1]
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=240, check=False)

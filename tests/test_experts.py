@@ -20,7 +20,8 @@ from carpool.experts import (
     make_activation,
     make_experts,
 )
-from carpool.experts.grouped import grouped_mm, grouped_outer
+from carpool.experts.choices import STAGES, WAYS, Choices, default_choices, measure_choices, pick
+from carpool.experts.grouped import GroupedExperts, grouped_mm, grouped_outer
 from carpool.experts.pairs import sort_pairs
 from carpool.memory import Arena, Rows
 from carpool.ride import ride
@@ -296,6 +297,56 @@ def test_unknown_names_are_refused() -> None:
     with pytest.raises(ValueError, match="experts='triton' is not known; use 'auto' or one of grouped, reference"):
         make_experts("triton", ExpertFunction(F.silu))
     assert make_experts("auto", ExpertFunction(F.silu)).name == "grouped"
+
+
+# -- choices --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_arena", [True, False], ids=["arena", "no arena"])
+@pytest.mark.parametrize("pattern", ["random", "idle slots", "no pairs", "no rows", "no slots"])
+def test_what_is_not_kept_is_computed_again(pattern: str, use_arena: bool) -> None:
+    for name in ("SwiGLU", "gpt-oss"):
+        problem = ExpertProblem(pattern, 37, 19, DESCRIBED[name], True, torch.float64)
+        kept, again = (GroupedExperts(problem.function, recompute=recompute) for recompute in (False, True))
+        want, got = (problem.run(experts, use_arena, all_rows=True) for experts in (kept, again))
+        assert all(torch.equal(got[key], want[key]) for key in want)
+    arrivals = Arrivals(problem.x_RH, problem.slot_RJ, problem.weight_RJ, 1000)
+    arena = Arena(10**5, torch.device("cpu"))
+    saved = again.forward(arrivals, problem.weights, torch.empty_like(problem.x_RH), arena)
+    assert saved[1] is None and not arena.needed.item()
+
+
+def test_choices_survive_being_recorded() -> None:
+    choices = Choices(up="flat", ddown="square")
+    assert Choices.from_dict(choices.to_dict()) == choices and list(choices.to_dict()) == list(STAGES)
+    assert Choices.from_dict({"dx": "wide"}) == Choices(dx="wide")
+    assert Choices.all("wide").any_fused and not Choices().any_fused
+
+
+def test_choices_that_do_not_exist_are_refused() -> None:
+    with pytest.raises(ValueError, match="up='fast' is no way to compute a stage; use one of library, wide"):
+        Choices(up="fast")
+    with pytest.raises(ValueError, match="no such stage: gate; the stages are up, down, dact"):
+        Choices.from_dict({"gate": "wide"})
+
+
+def test_the_fastest_ways_are_picked_and_dy_is_gathered_at_most_once() -> None:
+    same = {way: 10.0 for way in WAYS}
+    times = {stage: dict(same) for stage in STAGES} | {"up": {"library": 3.0, "flat": 2.0}}
+    times["dact"] = {"library": 10.0, "wide": 12.0}
+    times["ddown"] = {"library": 10.0, "square": 11.0}
+    assert pick(times, 0.0) == Choices(up="flat")
+    assert pick(times, 2.9) == Choices(up="flat"), "20 + 2.9 beats 23"
+    assert pick(times, 3.1) == Choices(up="flat", dact="wide", ddown="square")
+    times["ddown"]["square"] = 9.0
+    assert pick(times, 0.5) == Choices(up="flat", ddown="square"), "one side alone needs the gathered rows too"
+
+
+def test_on_a_cpu_there_is_nothing_to_choose() -> None:
+    cpu = torch.device("cpu")
+    assert default_choices(cpu, 64, 32) == Choices()
+    with pytest.raises(ValueError, match="by measurement on a GPU, not on cpu"):
+        measure_choices(8, 64, 32, 4, 2, functions(False, Spec()), cpu)
 
 
 # -- CUDA -----------------------------------------------------------------------------------------------------------

@@ -54,6 +54,46 @@ def _act(x, NAME: tl.constexpr, ALPHA: tl.constexpr):  # type: ignore[no-untyped
 
 
 @triton.jit
+def _clamp(gate, up, HAS_LIMIT: tl.constexpr, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
+    if HAS_LIMIT:
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    return gate, up
+
+
+@triton.jit
+def _value(  # type: ignore[no-untyped-def]
+    gate, up, NAME: tl.constexpr, GATED: tl.constexpr, HAS_LIMIT: tl.constexpr, LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """a of gate and up; without a gate both are h."""
+    gate, up = _clamp(gate, up, HAS_LIMIT, LIMIT)
+    value, _ = _act(gate, NAME, ALPHA)
+    if GATED:
+        value *= up + SHIFT
+    return value
+
+
+@triton.jit
+def _slopes(  # type: ignore[no-untyped-def]
+    gate, up, grad, NAME: tl.constexpr, GATED: tl.constexpr, HAS_LIMIT: tl.constexpr, LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """(a, gradient of gate, gradient of up), where grad is that of a."""
+    below, above = _clamp(gate, up, HAS_LIMIT, LIMIT)
+    value, slope = _act(below, NAME, ALPHA)
+    dgate = grad * slope
+    dup = grad * value
+    if GATED:
+        dgate *= above + SHIFT
+        value *= above + SHIFT
+    if HAS_LIMIT:
+        dgate = tl.where(gate <= LIMIT, dgate, 0.0)
+        dup = tl.where((up <= LIMIT) & (up >= -LIMIT), dup, 0.0)
+    return value, dgate, dup
+
+
+@triton.jit
 def _load_h(  # type: ignore[no-untyped-def]
     h, bias, kept, row, own, column, live, keep, WIDTH: tl.constexpr, FIRST: tl.constexpr, COLUMNS: tl.constexpr,
     HAS_BIAS: tl.constexpr, KEEP: tl.constexpr, ACC: tl.constexpr,
@@ -120,12 +160,7 @@ def _forward(  # type: ignore[no-untyped-def]
             F, WIDTH, GATED, INTERLEAVED, HAS_BIAS, KEEP, ACC, ROWS, BLOCK,
         )  # fmt: skip
         if NAME != "none":
-            if HAS_LIMIT:
-                gate = tl.where(gate > LIMIT, LIMIT, gate)
-                up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-            value, _ = _act(gate, NAME, ALPHA)
-            if GATED:
-                value *= up + SHIFT
+            value = _value(gate, up, NAME, GATED, HAS_LIMIT, LIMIT, ALPHA, SHIFT)
             column = block * BLOCK + tl.arange(0, BLOCK)
             mask = live[:, None] & (column < F)[None, :]
             tl.store(out + row[:, None] * F + column[None, :], value.to(out.dtype.element_ty), mask=mask)
@@ -157,19 +192,7 @@ def _backward(  # type: ignore[no-untyped-def]
             column = block * BLOCK + tl.arange(0, BLOCK)
             mask = live[:, None] & (column < F)[None, :]
             grad = tl.load(d + row[:, None] * F + column[None, :], mask=mask, other=0.0).to(ACC)
-            below, above = gate, up
-            if HAS_LIMIT:
-                below = tl.where(gate > LIMIT, LIMIT, gate)
-                above = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
-            value, slope = _act(below, NAME, ALPHA)
-            dgate = grad * factor * slope
-            dup = grad * factor * value
-            if GATED:
-                dgate *= above + SHIFT
-                value *= above + SHIFT
-            if HAS_LIMIT:
-                dgate = tl.where(gate <= LIMIT, dgate, 0.0)
-                dup = tl.where((up <= LIMIT) & (up >= -LIMIT), dup, 0.0)
+            value, dgate, dup = _slopes(gate, up, grad * factor, NAME, GATED, HAS_LIMIT, LIMIT, ALPHA, SHIFT)
             product += grad * value
             if INTERLEAVED:
                 twice = block * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
@@ -217,7 +240,7 @@ def activate(
         _forward[programs(h_PF1[:, :inner], tile, block)](
             h_PF1, h_PF1 if bias_SF is None else bias_SF.contiguous(), kept.data,
             h_PF1 if kept.start is None else kept.start, order_P, slot_RJ, offsets_S, a_PF, offsets_S.shape[0],
-            F=inner, WIDTH=width, **_constants(activation), HAS_BIAS=bias_SF is not None,
+            F=inner, WIDTH=width, **constants(activation), HAS_BIAS=bias_SF is not None,
             KEEP=bias_SF is not None or kept.data is not h_PF1, HAS_START=kept.start is not None,
             ACC=accumulator(h_PF1), ROWS=tile, BLOCK=block, num_warps=4,
         )  # fmt: skip
@@ -246,15 +269,15 @@ def activate_backward(
         _backward[programs(dA_PF[:, :block], tile, block, per_processor=8)](
             h.data, h.data if h.start is None else h.start, dA_PF, weight_RJ, dy_PH,
             dy_PH if bias_SH is None else bias_SH.contiguous(), order_P, slot_RJ, offsets_S, dh_PF1, scaled_PF,
-            dweight_RJ, offsets_S.shape[0], F=inner, WIDTH=h.width, H=dy_PH.shape[1], **_constants(activation),
+            dweight_RJ, offsets_S.shape[0], F=inner, WIDTH=h.width, H=dy_PH.shape[1], **constants(activation),
             HAS_BIAS=bias_SH is not None, HAS_START=h.start is not None, WANTS_SCALED=wants_scaled,
             ACC=accumulator(dA_PF), ROWS=tile, BLOCK=block, num_warps=4,
         )  # fmt: skip
     return dh_PF1, scaled_PF, dweight_RJ
 
 
-def _constants(activation: Activation | None) -> dict[str, Any]:
-    """What the kernels are compiled for. Without an activation, h is one part and nothing is made of it."""
+def constants(activation: Activation | None) -> dict[str, Any]:
+    """What kernels are compiled for. Without an activation, h is one part and nothing is made of it."""
     if activation is None:
         activation, name = Activation("silu"), "none"
     else:

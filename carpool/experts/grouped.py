@@ -8,12 +8,16 @@
 The forward keeps the pre-activation h, the weights and the order, the caller keeps the rows, and that is all. The
 activation and the output of the down projection are not kept: with dA = gather(dpartial) @ down (not yet weighted), the
 routing weight's gradient is the row sum of dA * A, and A is computed again from h (SonicMoE, arXiv 2512.14080,
-section 3). Weight gradients are grouped products over the pairs; sums over a row's pairs are taken in float32 and in a
-fixed order.
+section 3). With `recompute` h is not kept either: the backward computes it again from the rows. Weight gradients are
+grouped products over the pairs; sums over a row's pairs are taken in float32 and in a fixed order.
 
-What surrounds the products is in `carpool.experts.pairs`: on CUDA one kernel each, but for the sort. Forward: sort,
-gather x, product, activation, product, sum. Backward: gather dy, product, activation's backward, product, sum, gather
-x, two grouped outer products (and the sums for biases).
+The work is in six stages (`carpool.experts.stages`), each with two implementations that `Choices` picks from:
+
+    forward     sort, up, down, sum
+    backward    dact, dx, sum, dup, ddown      (and the sums for biases)
+
+The library's side of a stage is PyTorch's grouped product between kernels that gather, activate and so on; the fused
+side is one kernel that does all of it and reads rows where they lie.
 
 Only the device may know how many pairs there are. `arrivals.num_pairs` is then a bound: temporary tensors have that
 many rows, but only those that are there are read or written, h goes into an arena, and the host does not wait. With one
@@ -28,43 +32,51 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from carpool.experts.base import ExpertFunction, ExpertWeights
+from carpool.experts.base import Activation, ExpertFunction, ExpertWeights
+from carpool.experts.choices import LIBRARY, Choices, default_choices
 from carpool.experts.pairs import (
     Pairs,
     activate,
     activate_backward,
     count_pairs,
     gather_rows,
+    on_gpu,
     slot_sums,
     sort_pairs,
     sum_pairs,
 )
 from carpool.memory.arena import Arena, Rows
+from carpool.numbered import Numbered
 from carpool.transport.base import Arrivals
 
 
-class GroupedExperts:
-    """See the module's docstring. Uses `torch.nn.functional.grouped_mm` where it can, a loop of products elsewhere."""
+class GroupedExperts(Numbered):
+    """See the module's docstring.
+
+    Args:
+        choices: how each stage is computed, where its kernels take the dtype and the sizes; default: by the shape.
+        recompute: do not keep the pre-activation, compute it again in the backward.
+    """
 
     name = "grouped"
 
-    def __init__(self, function: ExpertFunction) -> None:
-        self.function = function
+    def __init__(self, function: ExpertFunction, choices: Choices | None = None, recompute: bool = False) -> None:
+        self.function, self.choices, self.recompute = function, choices, recompute
 
     def forward(
         self, arrivals: Arrivals, weights: ExpertWeights, partial_RH: torch.Tensor, arena: Arena | None = None
     ) -> tuple[Any, ...]:
-        weight_RJ, dtype = arrivals.weight_RJ.contiguous(), weights.up_SFH.dtype
+        weight_RJ = arrivals.weight_RJ.contiguous()
         num_pairs = count_pairs(arrivals.slot_RJ, arrivals.num_pairs)
         pairs = sort_pairs(arrivals.slot_RJ, weights.up_SFH.shape[0], num_pairs)
-        up_SHF, down_SFH = self._in_out(weights)
+        stages = Stages(self.function, weights, pairs, self.choices)
 
-        h_PF = grouped_mm(gather_rows(arrivals.rows, pairs, dtype), up_SHF, pairs.offsets_S)
-        a_PF, h = activate(self.function.activation, h_PF, weights.up_bias_SF, pairs, arena)
-        y_PH = grouped_mm(a_PF, down_SFH, pairs.offsets_S)
+        a_PF, h = stages.up(arrivals.rows, arena, keep=not self.recompute)
+        y_PH = stages.down(a_PF)
         sum_pairs(y_PH, pairs, partial_RH, arrivals.sums_unwanted, weight_RJ, weights.down_bias_SH)
         # A flag of the host, in a tensor because that is what autograd saves.
-        return weight_RJ, h, torch.tensor(arrivals.sums_unwanted, device="cpu"), *pairs
+        flag = torch.tensor(arrivals.sums_unwanted, device="cpu")
+        return weight_RJ, None if self.recompute else h, flag, *(stages.tiles or (None, None)), *pairs
 
     def backward(
         self,
@@ -75,33 +87,173 @@ class GroupedExperts:
         dx_RH: torch.Tensor,
         needs_dweights: bool,
     ) -> tuple[torch.Tensor, ExpertWeights | None]:
-        weight_RJ, h, sums_unwanted, pairs = *saved[:3], Pairs._make(saved[3:])
-        dtype, offsets_S = weights.up_SFH.dtype, pairs.offsets_S
-        up_SHF, down_SFH = self._in_out(weights)
+        weight_RJ, h, sums_unwanted, *tiles = saved[:5]
+        pairs = Pairs._make(saved[5:])
+        stages = Stages(self.function, weights, pairs, self.choices, None if tiles[0] is None else tuple(tiles))
 
-        dy_PH = gather_rows(dpartial, pairs, dtype)
-        dA_PF = grouped_mm(dy_PH, down_SFH.transpose(1, 2), offsets_S)
-        dh_PF, scaled_a_PF, dweight_RJ = activate_backward(
-            self.function.activation, h, dA_PF, dy_PH, weights.down_bias_SH, weight_RJ, pairs, needs_dweights
-        )
-        del dA_PF
-        sum_pairs(grouped_mm(dh_PF, up_SHF.transpose(1, 2), offsets_S), pairs, dx_RH, bool(sums_unwanted))
+        if h is None:
+            _, h = stages.up(x, None, keep=True, wants_a=False)
+        dh_PF1, scaled_a_PF, dweight_RJ = stages.dact(h, dpartial, weight_RJ, needs_dweights)
+        del h
+        sum_pairs(stages.dx(dh_PF1), pairs, dx_RH, bool(sums_unwanted))
         if not needs_dweights:
             return dweight_RJ, None
 
-        dup = grouped_outer(dh_PF, gather_rows(x, pairs, dtype), offsets_S)
-        ddown = grouped_outer(dy_PH, scaled_a_PF, offsets_S)
-        if self.function.transposed:
-            dup, ddown = dup.transpose(1, 2), ddown.transpose(1, 2)
-        dup_bias = None if weights.up_bias_SF is None else slot_sums(dh_PF, pairs)
-        ddown_bias = None if weights.down_bias_SH is None else slot_sums(dy_PH, pairs, weight_RJ)
+        dup, ddown = stages.dup(dh_PF1, x), stages.ddown(dpartial, scaled_a_PF)
+        dup_bias = None if weights.up_bias_SF is None else slot_sums(dh_PF1, pairs)
+        ddown_bias = None if weights.down_bias_SH is None else slot_sums(stages.dy(dpartial), pairs, weight_RJ)
         return dweight_RJ, ExpertWeights(dup, ddown, dup_bias, ddown_bias)
 
-    def _in_out(self, weights: ExpertWeights) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both weights as (S, in, out), which is how grouped products read them."""
-        if self.function.transposed:
-            return weights.up_SFH, weights.down_SHF
-        return weights.up_SFH.transpose(1, 2), weights.down_SHF.transpose(1, 2)
+
+class Stages:
+    """The grouped products of one forward or one backward, with what is fused to each.
+
+    Args:
+        choices: None: by the shape.
+        tiles: of an earlier `Stages` for the same pairs, to be used again; see `pair_kernels.tile_table`.
+    """
+
+    def __init__(
+        self,
+        function: ExpertFunction,
+        weights: ExpertWeights,
+        pairs: Pairs,
+        choices: Choices | None = None,
+        tiles: tuple[torch.Tensor, ...] | None = None,
+    ) -> None:
+        self.function, self.weights, self.pairs, self.tiles = function, weights, pairs, tiles
+        hidden, inner = weights.down_SHF.shape[1:] if not function.transposed else reversed(weights.down_SHF.shape[1:])
+        self.choices = choices or default_choices(weights.up_SFH.device, hidden, inner)
+        self.dtype = weights.up_SFH.dtype
+        self._dy_PH: torch.Tensor | None = None
+
+    def up(self, x: Rows, arena: Arena | None, keep: bool, wants_a: bool = True) -> tuple[torch.Tensor, Rows]:
+        """(a_PF = activation(h), h = x @ up + bias), h in the arena if there is one. Only fused: h is not written
+        unless it is to be kept, and a is empty unless wanted."""
+        function, weights, pairs, activation = self.function, self.weights, self.pairs, self.function.activation
+        if isinstance(activation, Activation) and (way := self._fused(self.choices.up, x)):
+            from carpool.experts import gemm_kernels, pair_kernels
+
+            width = weights.up_SFH.shape[2 if function.transposed else 1]
+            if not keep:
+                h = Rows(x.data[:0], width)
+            elif arena is None:
+                h = Rows(torch.empty(pairs.order_P.shape[0], width, dtype=self.dtype, device=x.data.device), width)
+            else:
+                h = arena.reserve(width, self.dtype, pairs.count_1)
+            rows = pair_kernels.row_addresses(x, *self._order)
+            a_PF = gemm_kernels.up(
+                rows.address_P, weights.up_SFH, function.transposed, weights.up_bias_SF, activation,
+                h if keep else None, self._tiles()[0], wants_a, gemm_kernels.TILINGS[way],
+            )  # fmt: skip
+            return a_PF, h
+        h_PF = grouped_mm(gather_rows(x, pairs, self.dtype), self._up_SHF, pairs.offsets_S)
+        return activate(activation, h_PF, weights.up_bias_SF, pairs, arena if keep else None)
+
+    def down(self, a_PF: torch.Tensor) -> torch.Tensor:
+        """(P, H) = a @ down."""
+        return self._product(self.choices.down, a_PF, self.weights.down_SHF, self.function.transposed, self._down_SFH)
+
+    def dy(self, dpartial: Rows) -> torch.Tensor:
+        """(P, H), each pair's row of the gradients; gathered once."""
+        if self._dy_PH is None:
+            self._dy_PH = gather_rows(dpartial, self.pairs, self.dtype)
+        return self._dy_PH
+
+    def dact(
+        self, h: Rows, dpartial: Rows, weight_RJ: torch.Tensor, wants_scaled: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(dh_PF1, weight * a, dweight_RJ), as `pairs.activate_backward`, of dA = dy @ down^T."""
+        function, weights, pairs, activation = self.function, self.weights, self.pairs, self.function.activation
+        if isinstance(activation, Activation) and (way := self._fused(self.choices.dact, dpartial)):
+            from carpool.experts import gemm_kernels, pair_kernels
+
+            rows = pair_kernels.row_addresses(dpartial, *self._order)
+            dh_PF1, scaled_PF, parts_NP = gemm_kernels.down_backward(
+                rows.address_P, weights.down_SHF, function.transposed, activation, h, weight_RJ,
+                pairs.order_P, self._tiles()[0], wants_scaled, gemm_kernels.TILINGS[way],
+            )  # fmt: skip
+            bias_SH = weights.down_bias_SH
+            dy_PH = None if bias_SH is None else self.dy(dpartial)
+            return dh_PF1, scaled_PF, pair_kernels.sum_parts(parts_NP, pairs.position_RJ, pairs.slot_RJ, dy_PH, bias_SH)
+        dy_PH = self.dy(dpartial)
+        dA_PF = grouped_mm(dy_PH, self._down_SFH.transpose(1, 2), pairs.offsets_S)
+        return activate_backward(activation, h, dA_PF, dy_PH, weights.down_bias_SH, weight_RJ, pairs, wants_scaled)
+
+    def dx(self, dh_PF1: torch.Tensor) -> torch.Tensor:
+        """(P, H) = dh @ up^T."""
+        up_SFH, transposed = self.weights.up_SFH, self.function.transposed
+        return self._product(self.choices.dx, dh_PF1, up_SFH, not transposed, self._up_SHF.transpose(1, 2))
+
+    def dup(self, dh_PF1: torch.Tensor, x: Rows) -> torch.Tensor:
+        """The gradient of up, in its shape."""
+        if way := self._fused(self.choices.dup, x):
+            return self._outer(way, x, dh_PF1, self.function.transposed)
+        dup = grouped_outer(dh_PF1, gather_rows(x, self.pairs, self.dtype), self.pairs.offsets_S)
+        return dup.transpose(1, 2) if self.function.transposed else dup
+
+    def ddown(self, dpartial: Rows, scaled_a_PF: torch.Tensor) -> torch.Tensor:
+        """The gradient of down, in its shape."""
+        if way := self._fused(self.choices.ddown, dpartial):
+            return self._outer(way, dpartial, scaled_a_PF, not self.function.transposed)
+        ddown = grouped_outer(self.dy(dpartial), scaled_a_PF, self.pairs.offsets_S)
+        return ddown.transpose(1, 2) if self.function.transposed else ddown
+
+    def _product(
+        self, way: str, rows_PK: torch.Tensor, weight: torch.Tensor, in_first: bool, weight_SKN: torch.Tensor
+    ) -> torch.Tensor:
+        """A grouped product. The matrices lie as (S, in, out) if `in_first`, else as (S, out, in)."""
+        if way := self._fused(way):
+            from carpool.experts import gemm_kernels
+
+            return gemm_kernels.product(rows_PK, weight, in_first, self._tiles()[0], gemm_kernels.TILINGS[way])
+        return grouped_mm(rows_PK, weight_SKN, self.pairs.offsets_S)
+
+    def _outer(self, way: str, gathered: Rows, values_PN: torch.Tensor, gathered_first: bool) -> torch.Tensor:
+        """(S, width of gathered, N), or (S, N, width) unless `gathered_first`: rows^T values, or values^T rows."""
+        from carpool.experts import gemm_kernels, outer_kernels, pair_kernels
+
+        rows = pair_kernels.row_addresses(gathered, *self._order)
+        operands = [(rows.address_P, gathered.width), (values_PN, values_PN.shape[1])]
+        (a, m), (b, n) = operands if gathered_first else reversed(operands)
+        tiling = gemm_kernels.TILINGS[way]
+        return outer_kernels.outer(a, b, (m, n), self._tiles()[1], self.dtype, tiling)
+
+    def _fused(self, way: str, rows: Rows | None = None) -> str:
+        """The tiling of the kernel, or "" where the library is chosen, or the kernels do not take what they get."""
+        hidden, inner = self.weights.down_SHF.shape[1:]
+        ours = rows is None or rows.data.dtype == self.dtype
+        sizes = hidden % 8 == inner % 8 == 0 and self.pairs.order_P.shape[0] > 0 and self.pairs.offsets_S.shape[0] > 0
+        return way if way != LIBRARY and ours and sizes and _has_kernels(self.weights.up_SFH) else ""
+
+    def _tiles(self) -> tuple[torch.Tensor, ...]:
+        if self.tiles is None:
+            from carpool.experts import gemm_kernels, pair_kernels
+
+            self.tiles = pair_kernels.tile_table(
+                self.pairs.offsets_S, self.pairs.order_P.shape[0], gemm_kernels.TILE_ROWS
+            )
+        return self.tiles
+
+    @property
+    def _order(self) -> tuple[torch.Tensor, torch.Tensor, int]:
+        return self.pairs.order_P, self.pairs.offsets_S, self.pairs.slot_RJ.shape[1]
+
+    @property
+    def _up_SHF(self) -> torch.Tensor:
+        """(S, in, out), which is how grouped products read them."""
+        return self.weights.up_SFH if self.function.transposed else self.weights.up_SFH.transpose(1, 2)
+
+    @property
+    def _down_SFH(self) -> torch.Tensor:
+        return self.weights.down_SHF if self.function.transposed else self.weights.down_SHF.transpose(1, 2)
+
+
+def _has_kernels(weights: torch.Tensor) -> bool:
+    """bf16 on a GPU with tensor maps (Hopper and later); in the interpreter, on the CPU, any dtype."""
+    if not weights.is_cuda:
+        return on_gpu(weights)
+    return weights.dtype == torch.bfloat16 and torch.cuda.get_device_capability(weights.device)[0] >= 9
 
 
 def grouped_mm(x_PI: torch.Tensor, weight_SIO: torch.Tensor, offsets_S: torch.Tensor) -> torch.Tensor:
