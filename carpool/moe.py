@@ -52,7 +52,7 @@ class MoE(nn.Module):
         max_tokens: the most tokens that any rank will ever have. Given this, "auto" picks "nvlink" where it can be
             used; its buffers have a fixed size. With more, outputs are NaN: `carpool.transport.check_overflow` tells.
         transport_options: of "nvlink".
-        experts: "auto", "grouped", "reference".
+        experts: "auto", "grouped", "reference"; "fp8", which is LOSSY (carpool/experts/fp8.py).
         activation, gated, bias: of the experts: silu, gelu, gelu_tanh, relu, relu2; SwiGLU-like or plain.
         shared_intermediate_size: hidden size of a shared expert, of the same activation and without biases, that serves
             every token. 0: none.

@@ -126,9 +126,11 @@ class ExpertFunction:
 class Experts(Protocol):
     """Computes partial sums of arrived rows, forward and backward, without autograd.
 
-    Whoever calls keeps the arrived rows x for the backward; the experts keep the rest."""
+    Whoever calls keeps the arrived rows x for the backward; the experts keep the rest. Experts with an attribute
+    `reads_packets` that is True get rows and gradients as packets of FP8, whenever there are any."""
 
     name: str
+    number: int  # of `carpool.numbered.Numbered`
 
     def forward(
         self, arrivals: Arrivals, weights: ExpertWeights, partial_RH: torch.Tensor, arena: Arena | None = None
@@ -158,3 +160,8 @@ class Experts(Protocol):
 
         Gradients of the weights are None if not needed."""
         ...
+
+
+def reads_packets(experts: Experts) -> bool:
+    """Whether these compute on packets of FP8 (`carpool.transport.packets`) instead of rows."""
+    return bool(getattr(experts, "reads_packets", False))

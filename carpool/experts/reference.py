@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 from carpool.experts.base import ExpertFunction, ExpertWeights
 from carpool.memory.arena import Arena, Rows
+from carpool.numbered import Numbered
 from carpool.transport.base import Arrivals
 
 
@@ -39,7 +40,7 @@ def reference_experts(
     return partial_RH
 
 
-class ReferenceExperts:
+class ReferenceExperts(Numbered):
     """`reference_experts` behind the contract of `Experts`."""
 
     name = "reference"

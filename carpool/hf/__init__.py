@@ -16,7 +16,16 @@ from __future__ import annotations
 from carpool.hf.adapters import synchronize_adapters
 from carpool.hf.balance import balance_loss
 from carpool.hf.callback import CarpoolCallback
-from carpool.hf.expert_parallel import CarpoolEP, ExpertRides, install, register, rides, set_transport, transport
+from carpool.hf.expert_parallel import (
+    CarpoolEP,
+    ExpertRides,
+    install,
+    register,
+    rides,
+    set_experts,
+    set_transport,
+    transport,
+)
 from carpool.hf.layouts import set_layout
 
 __all__ = [
@@ -26,6 +35,7 @@ __all__ = [
     "balance_loss",
     "install",
     "rides",
+    "set_experts",
     "set_layout",
     "set_transport",
     "synchronize_adapters",

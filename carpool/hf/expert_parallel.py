@@ -31,7 +31,7 @@ from transformers.activations import GELUActivation, GELUTanh, ReLUSquaredActiva
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 from transformers.integrations.moe import _default_apply_gate
 
-from carpool.experts import Activation, ExpertFunction, ExpertWeights, GroupedExperts
+from carpool.experts import Activation, ExpertFunction, Experts, ExpertWeights, make_experts
 from carpool.hf.adapters import check_adapters
 from carpool.layout import ExpertLayout, assign
 from carpool.parallel.slots import SlotFiller, fill_slots
@@ -71,6 +71,7 @@ class ExpertRides:
 
     Attributes:
         layout: where the experts live; `carpool.hf.set_layout` changes it.
+        compute: what the experts' own computation is replaced by; None where only they know it.
         transport, why: how rows travel, and why so; made by `prepare`, at the latest in the first forward.
         stats: counters of this layer (`carpool.stats.LayerStats`).
         routing: the last forward's choices on this rank, detached.
@@ -93,6 +94,8 @@ class ExpertRides:
         self.set_transport(transport)
         self.stats = LayerStats(self.num_experts, self.num_ranks, self.rank)
         self._function = expert_function(experts)
+        self.compute: Experts | None = None
+        self.set_experts("auto")
         self.set_layout(ExpertLayout.contiguous(self.num_experts, self.num_ranks))
         # Found again by `rides`. Set past nn.Module: it must not appear among submodules or in the state dict.
         object.__setattr__(experts, "_carpool_rides", self)
@@ -124,6 +127,16 @@ class ExpertRides:
         check_transport(name, self.group)
         self.requested, self.options, self.transport = name, options or self.options, None
 
+    def set_experts(self, name: str) -> None:
+        """Change how this layer's experts are computed: "auto" or another name that `carpool.experts.make_experts`
+        knows. "auto" leaves experts that Carpool does not know to their own forward; for others it is exact.
+
+        Raises ValueError for a name that is unknown, or that cannot be used here."""
+        if self._function is not None:
+            self.compute = make_experts(name, self._function)
+        elif name != "auto":
+            raise ValueError(f"{type(self.experts).__name__} runs its own forward: experts={name!r} cannot replace it")
+
     def prepare(self, top_k: int, hidden: int) -> Transport:
         """Make the transport, if there is none. All ranks together."""
         if self.transport is None:
@@ -149,13 +162,12 @@ class ExpertRides:
         self.stats.count(routing.expert_TK, weight_TK)
         slot_TK = assign(routing, self.layout, self.rank)
 
-        names = weight_names(self.experts) if self._function is not None else ()
-        if self._function is None or any(name and name not in self.experts._parameters for name in names):
+        names = weight_names(self.experts) if self.compute is not None else ()
+        if self.compute is None or any(name and name not in self.experts._parameters for name in names):
             return ride_module(x_TH, weight_TK, slot_TK, transport, self._own_forward, self.stats)
         home = ExpertWeights._make(self.experts._parameters[name] if name else None for name in names)
         weights = fill_slots(home, self.filler)
-        compute = GroupedExperts(self._function)
-        return ride(x_TH, weight_TK, slot_TK, transport, compute, weights, self.stats)
+        return ride(x_TH, weight_TK, slot_TK, transport, self.compute, weights, self.stats)
 
     def _own_forward(self, x_RH: torch.Tensor, slot_RJ: torch.Tensor, weight_RJ: torch.Tensor) -> torch.Tensor:
         """The model's own experts on the rows that arrived; "no expert" is the number of local experts there."""
@@ -289,6 +301,22 @@ def set_transport(
         options = replace(options or NVLinkOptions(), max_tokens=max_tokens)
     for own in layers.values():
         own.set_transport(name, options)
+
+
+def set_experts(model: nn.Module, name: str) -> list[str]:
+    """Change how the experts of all MoE layers of a model are computed: "auto", "grouped", "reference", or "fp8".
+
+    Returns:
+        What that changes of the model's function, for logs: nothing but for "fp8", which is LOSSY.
+
+    Raises:
+        ValueError: an unknown name, or experts that it cannot compute."""
+    layers = rides(model)
+    if not layers:
+        raise ValueError('this model has no Carpool layers; load it with ep_implementation="carpool" and ep_size > 1')
+    for own in layers.values():
+        own.set_experts(name)
+    return list(dict.fromkeys(why for own in layers.values() for why in getattr(own.compute, "lossy_reasons", ())))
 
 
 @contextmanager

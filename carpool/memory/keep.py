@@ -2,7 +2,8 @@
 
 What a transport gives as a tensor of its own (`Arrivals.leased` is False) is kept as it is. Rows in a leased buffer
 will be overwritten by the next dispatch, so they are copied: those that came, not the places of those that could have.
-A rank's rows for itself are its own tokens, which autograd keeps anyway.
+A rank's rows for itself are its own tokens, which autograd keeps anyway. Experts that compute in FP8 read packets
+(`Arrivals.packed`), and packets are what is kept for them: half the bytes.
 
     with an arena     memory follows the rows that came
     without           a tensor of the worst case: a slab for each other rank

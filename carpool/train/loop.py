@@ -28,7 +28,7 @@ import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
 import carpool
-from carpool.hf import install, rides, set_transport
+from carpool.hf import install, rides, set_experts, set_transport
 from carpool.hf.build import build_model
 from carpool.hf.expert_parallel import ExpertRides, buffers_of_rides
 from carpool.hf.layouts import is_logical, logical_order, physical_order, set_layout
@@ -150,6 +150,7 @@ class _Run:
         set_layout(self.model, self.layout)
         self.options, self.most_tokens = nvlink_options(config, self.degrees), most_tokens(config, self.degrees)
         set_transport(self.model, moe.transport, options=self.options)
+        self.experts_lossy = set_experts(self.model, moe.experts)
         self.top_k = top_k_of(self.model)
         self.rides: list[ExpertRides] = list(rides(self.model).values())
         for own in self.rides:
@@ -439,11 +440,11 @@ class _Run:
         config = self.model.config.get_text_config()
         moe_layers = list(rides(self.model))
         assert layer.transport is not None
-        name, buffer_bytes, lossy = layer.transport.name, 0, []
+        name, buffer_bytes, lossy = layer.transport.name, 0, list(self.experts_lossy)
         if name == "nvlink":
             size = 2 if self.bf16 else self.model.dtype.itemsize
             buffer_bytes = lease_bytes(self.options, layer.num_ranks, config.hidden_size, size, self.top_k)
-            lossy = self.options.lossy_reasons
+            lossy += self.options.lossy_reasons
         path = self.folder / "run.json"
         history = []
         if resume is not None and path.exists():

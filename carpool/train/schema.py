@@ -352,6 +352,12 @@ class MoeSection(Section):
         "the same rows over any network; alltoall: one per (token, expert); gather: every rank sees every token. auto "
         "picks nvlink where it can, else dedup, and logs why.",
     )
+    experts: Literal["auto", "grouped", "reference", "fp8"] = Field(
+        default="auto",
+        description="How experts are computed. auto: grouped, or a model's own forward where only that knows how; "
+        "reference: a plain loop. fp8: LOSSY. In FP8 with a scale for 1 x 128 of rows and 128 x 128 of weights, sums "
+        "in float32; with nvlink.forward_fp8 on the rows as they travelled.",
+    )
     layout: str = Field(
         default="contiguous",
         description="Which rank holds which expert: contiguous, or the path of a layout's JSON file.",

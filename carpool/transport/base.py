@@ -27,6 +27,7 @@ import torch
 
 from carpool.memory.arena import Arena, Rows
 from carpool.stats import Traffic
+from carpool.transport.packets import pack
 
 # What travels beside a row for each choice that it serves: an int32 slot and a float32 weight on the way out, the
 # weight's float32 gradient on the way back in the backward.
@@ -50,6 +51,7 @@ class Route:
             only the device knows.
         partial_RH: what the experts write and `combine` reads; set by `new_partial`.
         wanted_R1: (R, 1) bool, which rows somebody wants; set by `ride_module` where the others may hold anything.
+        packets: whether gradients that travel as FP8 are wanted as the packets that came; set by `ride`.
     """
 
     num_tokens: int
@@ -62,6 +64,7 @@ class Route:
     backward: bool = False
     partial_RH: torch.Tensor | None = None
     wanted_R1: torch.Tensor | None = None
+    packets: bool = False
 
     def new_partial(self, hidden: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The (R, H) buffer for what goes back: partial sums in the forward, row gradients in the backward."""
@@ -110,8 +113,9 @@ class Arrivals:
         leased: x_RH is the transport's own buffer, which it overwrites later: copy what has to last.
         home_TH, home_row: rows of this rank's own tokens that it keeps for itself need no ride: where given, they stand
             for rows home_row, home_row + 1, ... of x_RH, which are not written there.
-        fp8_hidden: 0, or H: then rows travelled as FP8 and x_RH are packets (R, bytes) uint8 of codes and scales, of
-            which `widened` makes rows. Those at home are what they were.
+        fp8_hidden: 0, or H: then x_RH are packets (R, bytes) uint8 of codes and scales (`carpool.transport.packets`).
+            `widened` makes rows of them; `packed` makes packets of rows.
+        home_packet_TB: where rows travelled as FP8: home_TH, which are rows, as packets.
         came_W, slab: if x_RH lies in slabs of so many rows, one for each sender: (W,) int32 on the device, how many are
             in each (the last is this rank's own, and empty).
         sums_unwanted: whether `combine` reads the partial sums of rows that nobody wants; they must be zero then.
@@ -128,11 +132,12 @@ class Arrivals:
     came_W: torch.Tensor | None = None
     slab: int = 0
     fp8_hidden: int = 0
+    home_packet_TB: torch.Tensor | None = None
 
     @property
     def rows(self) -> Rows:
-        """All rows that came, those at home included."""
-        assert not self.fp8_hidden, "widen them first"
+        """All rows that came, those at home included: rows once `widened`, packets once `packed`."""
+        assert self.home_packet_TB is None, "widen or pack them first"
         return Rows(self.x_RH, self.x_RH.shape[1], home=self.home_TH, home_row=self.home_row)
 
     def widened(self, dtype: torch.dtype) -> Arrivals:
@@ -143,7 +148,19 @@ class Arrivals:
 
         assert self.came_W is not None
         x_RH = launch_dequantise(self.x_RH, self.came_W, self.slab, self.fp8_hidden, dtype)
-        return replace(self, x_RH=x_RH, leased=False, fp8_hidden=0)
+        return replace(self, x_RH=x_RH, leased=False, fp8_hidden=0, home_packet_TB=None)
+
+    def packed(self) -> Arrivals:
+        """The same as packets, for experts that compute on these: as they travelled, or quantised here. LOSSY."""
+        if self.home_packet_TB is not None:
+            return replace(self, home_TH=self.home_packet_TB, home_packet_TB=None)
+        if self.fp8_hidden:
+            return self
+        home = None if self.home_TH is None else pack(self.home_TH)
+        # A lease's packets still go to the arena, where they take the room of those that came.
+        leased = self.leased and self.came_W is not None
+        x_RH = pack(self.x_RH, self.came_W, self.slab)
+        return replace(self, x_RH=x_RH, home_TH=home, leased=leased, fp8_hidden=self.x_RH.shape[1])
 
 
 class Transport(Protocol):
@@ -152,6 +169,7 @@ class Transport(Protocol):
     A transport reads its own kind of route, the one that its `plan` made; hence `Any`."""
 
     name: str
+    number: int  # of `carpool.numbered.Numbered`
 
     @property
     def sends_again(self) -> bool:

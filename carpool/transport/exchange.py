@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from carpool.memory.arena import Arena, Rows
+from carpool.numbered import Numbered
 from carpool.ordered_sum import ordered_sum
 from carpool.stats import Traffic
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Arrivals, Pending, Route
@@ -56,7 +57,7 @@ class ExchangeRoute(Route):
     receive: tuple[int, ...]
 
 
-class ExchangeTransport:
+class ExchangeTransport(Numbered):
     """Base of the transports that send lists of rows; see the module's docstring.
 
     Args:

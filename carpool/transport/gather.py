@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from carpool.memory.arena import Arena, Rows
+from carpool.numbered import Numbered
 from carpool.ordered_sum import ordered_sum
 from carpool.stats import Traffic
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Arrivals, Pending, Route
@@ -34,7 +35,7 @@ class GatherRoute(Route):
     weight_RK: torch.Tensor
 
 
-class Gather:
+class Gather(Numbered):
     """All rows to all ranks; J = K. Arguments as for `ExchangeTransport`."""
 
     name = "gather"

@@ -12,6 +12,7 @@ from carpool.transport.nvlink.combine_kernel import combine_kernel
 from carpool.transport.nvlink.dispatch_kernel import dispatch_kernel
 from carpool.transport.nvlink.fp8_kernel import dequantise_kernel, quantise_kernel
 from carpool.transport.nvlink.plan_kernel import plan_kernel
+from carpool.transport.packets import GROUP
 
 if TYPE_CHECKING:
     from carpool.transport.nvlink.transport import NVLinkRoute
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
 SPIN = not triton.knobs.runtime.interpret
 # Small in the interpreter, so that a plan of few tokens has several blocks there too.
 PLAN_BLOCK = 512 if SPIN else 64
-FP8_GROUP = 128
 
 
 def power(n: int) -> int:
@@ -128,13 +128,18 @@ def combine_tile(hidden: int, element_size: int) -> dict[str, int]:
     return {"BT": 32768 // element_size // across, "BH": across, "num_warps": 32}
 
 
-def launch_quantise(x_TH: torch.Tensor, packet_bytes: int) -> torch.Tensor:
-    """(T, packet_bytes) uint8 of (T, H) rows; see fp8_kernel.py."""
+def launch_quantise(
+    x_TH: torch.Tensor, packet_bytes: int, came_W: torch.Tensor | None = None, slab: int = 0
+) -> torch.Tensor:
+    """(T, packet_bytes) uint8 of (T, H) rows, or of those of each slab that came; see fp8_kernel.py."""
     rows, hidden = x_TH.shape
     packet_TB = torch.empty(rows, packet_bytes, dtype=torch.uint8, device=x_TH.device)
     if rows:
-        grid = (triton.cdiv(rows, 32), triton.cdiv(hidden, FP8_GROUP))
-        quantise_kernel[grid](x_TH, packet_TB, rows, H=hidden, BYTES=packet_bytes, BR=32, num_warps=4)
+        grid = (triton.cdiv(rows, 32), triton.cdiv(hidden, GROUP))
+        quantise_kernel[grid](
+            x_TH, packet_TB, packet_TB if came_W is None else came_W, rows, max(1, slab), H=hidden, BYTES=packet_bytes,
+            HAS_CAME=came_W is not None, BR=32, num_warps=4,
+        )  # fmt: skip
     return packet_TB
 
 
@@ -144,7 +149,7 @@ def launch_dequantise(
     """(R, H) rows in `dtype`; those that did not come are not written."""
     rows, packet_bytes = packet_RB.shape
     out_RH = torch.empty(rows, hidden, dtype=dtype, device=packet_RB.device)
-    grid = (triton.cdiv(rows, 32), triton.cdiv(hidden, FP8_GROUP))
+    grid = (triton.cdiv(rows, 32), triton.cdiv(hidden, GROUP))
     if not rows:
         return out_RH
     dequantise_kernel[grid](packet_RB, came_W, out_RH, rows, slab, H=hidden, BYTES=packet_bytes, BR=32, num_warps=4)

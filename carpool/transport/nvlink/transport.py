@@ -27,11 +27,12 @@ import torch
 import torch.distributed as dist
 
 from carpool.memory.arena import Arena, Rows
+from carpool.numbered import Numbered
 from carpool.stats import Traffic
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, VERB_OF, Arrivals, Pending, Route
 from carpool.transport.nvlink.buffers import MAX_CTAS, OWNERS, Buffers, Lease, buffers_of
+from carpool.transport.packets import packet_bytes
 
-FP8_GROUP = 128
 MAX_RANKS = 63  # one bit each in the plan
 
 
@@ -115,7 +116,7 @@ class NVLinkRoute(Route):
         return self.partial_RH
 
 
-class NVLink:
+class NVLink(Numbered):
     """See the module's docstring; J = K.
 
     Args:
@@ -193,24 +194,28 @@ class NVLink:
         slot_RJ = route.slot_TK.new_empty(route.num_rows, route.top_k)
         weight_RJ = route.weight_TK.new_empty(route.num_rows, route.top_k)
         fp8 = self.options.forward_fp8
-        pending = self._dispatch(x_TH, route, CHOICE_BYTES, fp8, slot_RJ, weight_RJ)
+        pending, packet_TB = self._dispatch(x_TH, route, CHOICE_BYTES, fp8, slot_RJ, weight_RJ)
+        most = self.buffers.most
         return Pending(
             lambda: Arrivals(
                 pending.wait(), slot_RJ, weight_RJ, route.num_pairs, leased=True, sums_unwanted=False,
-                home_TH=x_TH[: self.buffers.most], home_row=self.buffers.home_row, slab=self.buffers.capacity,
+                home_TH=x_TH[:most], home_row=self.buffers.home_row, slab=self.buffers.capacity,
                 came_W=route.received_W, fp8_hidden=x_TH.shape[1] if fp8 else 0,
+                home_packet_TB=None if packet_TB is None else packet_TB[:most],
             )
         )  # fmt: skip
 
     def dispatch_gradients(self, dy_TH: torch.Tensor, route: NVLinkRoute) -> Pending:
         route.backward = True
         fp8 = self.options.backward_fp8
-        pending = self._dispatch(dy_TH, route, 0, fp8)
+        pending, packet_TB = self._dispatch(dy_TH, route, 0, fp8)
 
         def finish() -> Rows:
             from carpool.transport.nvlink.launch import launch_dequantise
 
             came, hidden, buffers = pending.wait(), dy_TH.shape[1], self.buffers
+            if packet_TB is not None and route.packets:
+                return Rows(came, came.shape[1], home=packet_TB[: buffers.most], home_row=buffers.home_row)
             if fp8:
                 came = launch_dequantise(came, route.received_W, buffers.capacity, hidden, dy_TH.dtype)
             return Rows(came, hidden, home=dy_TH[: buffers.most], home_row=buffers.home_row)
@@ -251,7 +256,8 @@ class NVLink:
         fp8: bool,
         slot_RJ: torch.Tensor | None = None,
         weight_RJ: torch.Tensor | None = None,
-    ) -> Pending:
+    ) -> tuple[Pending, torch.Tensor | None]:
+        """The rows that come, and packets of the own ones if they travel as such."""
         from carpool.transport.nvlink.launch import launch_dispatch, launch_quantise
 
         self.buffers.check()
@@ -280,7 +286,7 @@ class NVLink:
             finish()
             return lease.view(lease.regions.rows, (self.buffers.home_row, sent.shape[1]), sent.dtype)
 
-        return Pending(rows)
+        return Pending(rows), sent if fp8 else None
 
     def _combine(self, route: NVLinkRoute, dweight_RJ: torch.Tensor | None) -> Pending:
         from carpool.transport.nvlink.launch import launch_combine
@@ -349,11 +355,6 @@ class NVLink:
         verb = ("combine_backward" if way == "out" else "dispatch_backward") if route.backward else VERB_OF[way]
         sent = row_bytes + route.top_k * choice_bytes
         return route.traffic.tally(verb, sent, plain_bytes + choice_bytes, route.row_WT.device)
-
-
-def packet_bytes(hidden: int) -> int:
-    """Bytes of a row that travels as FP8: codes, a float32 scale for each 128 columns, rounded up to 16."""
-    return -(-(-(-hidden // 4) * 4 + 4 * -(-hidden // FP8_GROUP)) // 16) * 16
 
 
 def why_not(group: dist.ProcessGroup | None) -> str | None:

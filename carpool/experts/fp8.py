@@ -1,0 +1,160 @@
+"""Experts that compute in FP8. LOSSY: a row, a weight and an activation are rounded to three bits behind the point.
+
+    rows          packets of codes (e4m3) with a scale for 1 x 128 columns: as they travelled, if the transport sends
+                  FP8 (nothing widens them on the way), else quantised where they arrived
+    weights       codes with a scale for 128 x 128, quantised anew in every forward and every backward
+    forward       h = rows @ up + bias, rounded to the weights' dtype and kept;  a = act(h), quantised;  y = a @ down
+    backward      dA = dy @ down and dx = dh @ up in FP8, dy and dh quantised (dy as it travelled, if it did in FP8);
+                  weight gradients in the weights' dtype, from the kept packets widened while they are gathered
+
+Every product sums in float32 (DeepSeek-V3, arXiv 2412.19437, section 3.3, has the same groups and blocks). All else is
+as in `GroupedExperts`: what is sorted, what is weighted where, what is kept. The activation's derivative is that at h,
+as if nothing had been rounded.
+
+Kept for the backward: packets of the rows (half the bytes) and h. Codes of the weights are not kept: they would take
+half the memory of the weights for every layer, also of those that FSDP has sharded again.
+
+Inside, columns of h are always [gate | up], and each of the two, as all of F and H, is filled up with zeros to a
+multiple of 128, so that a group never has a part of both:
+
+    F = 200, gated      h has 512 columns: gate at 0..199, up at 256..455
+    interleaved         gate is every even row of the parameter; it is put in order while it is quantised
+
+What is computed, on any device, is in `fp8_stages.py` in plain PyTorch; on CUDA kernels do it (fp8_gemm_kernels.py,
+fp8_kernels.py). Both sum in float32, in different orders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from carpool.experts.base import Activation, ExpertFunction, ExpertWeights
+from carpool.experts.fp8_stages import (
+    Columns,
+    Quantised,
+    activate_backward,
+    gather_wide,
+    gathered_product,
+    product,
+    quantise_weight,
+    up_and_activate,
+)
+from carpool.experts.grouped import grouped_outer
+from carpool.experts.pairs import Pairs, count_pairs, slot_sums, sort_pairs, sum_pairs
+from carpool.memory.arena import Arena, Rows
+from carpool.numbered import Numbered
+from carpool.transport.base import Arrivals
+from carpool.transport.packets import pack
+
+
+class FP8Experts(Numbered):
+    """See the module's docstring.
+
+    Raises:
+        ValueError: an activation that no kernel knows.
+    """
+
+    name = "fp8"
+    reads_packets = True
+    lossy_reasons = ("experts compute in FP8",)
+
+    def __init__(self, function: ExpertFunction) -> None:
+        if not isinstance(function.activation, Activation):
+            raise ValueError(
+                f"experts='fp8' computes activations that carpool.experts.Activation describes, not "
+                f"{function.activation!r}; use experts='grouped' for this model"
+            )
+        self.function, self.activation = function, function.activation
+        self._unchanged: dict[tuple[str, bool], tuple[torch.Tensor, int, Quantised]] | None = None
+
+    @contextmanager
+    def weights_unchanged(self) -> Iterator[None]:
+        """Inside, weights are quantised once: the caller knows that nobody writes them, as between two steps of an
+        optimizer, and that they stay where they are. Their codes take as much memory as they do."""
+        self._unchanged = {}
+        try:
+            yield
+        finally:
+            self._unchanged = None
+
+    def forward(
+        self, arrivals: Arrivals, weights: ExpertWeights, partial_RH: torch.Tensor, arena: Arena | None = None
+    ) -> tuple[Any, ...]:
+        arrivals, weight_RJ = arrivals.packed(), arrivals.weight_RJ.contiguous()
+        hidden, dtype = partial_RH.shape[1], weights.up_SFH.dtype
+        num_pairs = count_pairs(arrivals.slot_RJ, arrivals.num_pairs)
+        pairs = sort_pairs(arrivals.slot_RJ, weights.up_SFH.shape[0], num_pairs)
+        bias_SW = None if weights.up_bias_SF is None else self._columns(weights).spread(weights.up_bias_SF)
+
+        up = self._quantised("up", weights, turned=False)
+        a, h = up_and_activate(self.activation, arrivals.rows, hidden, up, bias_SW, pairs, dtype, arena)
+        y_PH = product(a, self._quantised("down", weights, turned=False), pairs, hidden, dtype)
+        sum_pairs(y_PH, pairs, partial_RH, arrivals.sums_unwanted, weight_RJ, weights.down_bias_SH)
+        # A flag of the host, in a tensor because that is what autograd saves.
+        return weight_RJ, h, torch.tensor(arrivals.sums_unwanted, device="cpu"), *pairs
+
+    def backward(
+        self,
+        saved: tuple[Any, ...],
+        x: Rows,
+        weights: ExpertWeights,
+        dpartial: Rows,
+        dx_RH: torch.Tensor,
+        needs_dweights: bool,
+    ) -> tuple[torch.Tensor, ExpertWeights | None]:
+        weight_RJ, h, sums_unwanted, pairs = *saved[:3], Pairs._make(saved[3:])
+        dtype, hidden = weights.up_SFH.dtype, dx_RH.shape[1]
+        columns, biased = self._columns(weights), weights.down_bias_SH is not None
+
+        down = self._quantised("down", weights, turned=True)
+        dA_PF = gathered_product(_packets(dpartial, len(weight_RJ)), hidden, down, pairs, columns.padded, dtype)
+        dy_PH = gather_wide(dpartial, hidden, pairs, dtype) if needs_dweights or biased else None
+        dh, dh_PW, scaled_PF, dweight_RJ = activate_backward(
+            self.activation, columns, h, dA_PF, dy_PH, weights.down_bias_SH, weight_RJ, pairs, needs_dweights
+        )
+        del dA_PF
+        dx_PH = product(dh, self._quantised("up", weights, turned=True), pairs, hidden, dtype)
+        sum_pairs(dx_PH, pairs, dx_RH, bool(sums_unwanted))
+        del dx_PH, dh
+        if not needs_dweights:
+            return dweight_RJ, None
+
+        assert dy_PH is not None
+        dup = columns.gather(grouped_outer(dh_PW, gather_wide(x, hidden, pairs, dtype), pairs.offsets_S))
+        ddown = grouped_outer(dy_PH, scaled_PF, pairs.offsets_S)
+        if self.function.transposed:
+            dup, ddown = dup.transpose(1, 2), ddown.transpose(1, 2)
+        dup_bias = None if weights.up_bias_SF is None else columns.gather(slot_sums(dh_PW, pairs))
+        ddown_bias = slot_sums(dy_PH, pairs, weight_RJ) if biased else None
+        return dweight_RJ, ExpertWeights(dup, ddown, dup_bias, ddown_bias)
+
+    def _columns(self, weights: ExpertWeights) -> Columns:
+        inner = weights.down_SHF.shape[1 if self.function.transposed else 2]
+        return Columns(2 if self.activation.gated else 1, inner, self.activation.interleaved)
+
+    def _quantised(self, which: str, weights: ExpertWeights, turned: bool) -> Quantised:
+        """Codes of the up or down projection as (S, out, in); `turned`: as (S, in, out), for the backward."""
+        source = weights.up_SFH if which == "up" else weights.down_SHF
+        held = None if self._unchanged is None else self._unchanged.get((which, turned))
+        if held is not None and held[0] is source and held[1] == source._version:
+            return held[2]
+        weight_SOI = source.transpose(1, 2) if self.function.transposed else source
+        down = Columns(1, weight_SOI.shape[1], False)
+        codes = quantise_weight(weight_SOI, self._columns(weights) if which == "up" else down, turned)
+        if self._unchanged is not None:
+            self._unchanged[which, turned] = source, source._version, codes
+        return codes
+
+
+def _packets(rows: Rows, num_rows: int) -> Rows:
+    """Packets of gradients: those that came, or of the rows that came."""
+    if rows.data.dtype == torch.uint8:
+        return rows
+    if rows.start is not None:
+        rows = Rows.of(rows.contiguous(num_rows))
+    data, home = pack(rows.data.view(-1, rows.width)), None if rows.home is None else pack(rows.home)
+    return Rows(data, data.shape[1], home=home, home_row=rows.home_row)

@@ -1,0 +1,70 @@
+"""Rows as packets: FP8 codes and the scales that go with them, side by side.
+
+A row of H elements becomes H codes (e4m3) and one float32 scale for each 128 columns (the largest absolute value /
+448), rounded up to 16 bytes, so that it can be sent and gathered like any other row:
+
+    H 7168        [7168 codes | 56 scales]  =  7392 bytes instead of 14336
+
+`pack` and `unpack` in plain PyTorch define what the kernels compute (nvlink/fp8_kernel.py). LOSSY: a code has three
+bits behind the point, so an element is off by up to 1/16 of itself, by less on average.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+GROUP = 128  # columns that share a scale
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0  # the largest number that it has
+SMALLEST = 1e-30  # stands for the largest absolute value where all are zero
+
+
+def packet_bytes(hidden: int) -> int:
+    """Bytes of a packet of `hidden` columns."""
+    return -(-(scales_at(hidden) + 4 * -(-hidden // GROUP)) // 16) * 16
+
+
+def scales_at(hidden: int) -> int:
+    """The byte of a packet where its scales begin."""
+    return -(-hidden // 4) * 4
+
+
+def quantise(x_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(codes, scales) of rows in plain PyTorch: (R, H) float8_e4m3fn, (R, groups) float32."""
+    rows, hidden = x_RH.shape
+    groups = -(-hidden // GROUP)
+    x_RGC = F.pad(x_RH.float(), (0, groups * GROUP - hidden)).view(rows, groups, GROUP)
+    scale_RG = x_RGC.abs().amax(2).clamp(min=SMALLEST) / FP8_MAX
+    code_RGC = (x_RGC * (1.0 / scale_RG)[:, :, None]).to(FP8)
+    return code_RGC.view(rows, groups * GROUP)[:, :hidden], scale_RG
+
+
+def pack(x_RH: torch.Tensor, came_W: torch.Tensor | None = None, slab: int = 0) -> torch.Tensor:
+    """(R, packet_bytes(H)) uint8.
+
+    Args:
+        came_W: (W,) on the device: how many of each `slab` rows are there; the others' packets may hold anything.
+    """
+    rows, hidden = x_RH.shape
+    if x_RH.is_cuda:
+        from carpool.transport.nvlink.launch import launch_quantise
+
+        return launch_quantise(x_RH.contiguous(), packet_bytes(hidden), came_W, slab)
+    packet_RB = torch.zeros(rows, packet_bytes(hidden), dtype=torch.uint8, device=x_RH.device)
+    code_RH, scale_RG = quantise(x_RH)
+    packet_RB[:, :hidden] = code_RH.view(torch.uint8)
+    _scales(packet_RB, hidden).copy_(scale_RG)
+    return packet_RB
+
+
+def unpack(packet_RB: torch.Tensor, hidden: int) -> torch.Tensor:
+    """(R, hidden) float32, in plain PyTorch."""
+    code_RH = packet_RB[:, :hidden].contiguous().view(FP8).float()
+    return code_RH * _scales(packet_RB, hidden).repeat_interleave(GROUP, 1)[:, :hidden]
+
+
+def _scales(packet_RB: torch.Tensor, hidden: int) -> torch.Tensor:
+    """(R, groups) float32, a view."""
+    first = scales_at(hidden) // 4
+    return packet_RB.view(torch.float32)[:, first : first + -(-hidden // GROUP)]

@@ -1,0 +1,328 @@
+"""Experts that compute in FP8: the definition against float64 without FP8, and what they are told and keep.
+
+The kernels are compared with the definition in tests/fp8_interpreted.py, which a test here runs in its own process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from carpool.experts import (
+    LOSSY_EXPERTS,
+    ExpertFunction,
+    ExpertWeights,
+    FP8Experts,
+    GroupedExperts,
+    fp8,
+    fp8_stages,
+    make_activation,
+    make_experts,
+)
+from carpool.experts.pairs import sort_pairs
+from carpool.memory import Arena, Rows
+from carpool.ride import ride
+from carpool.stats import LayerStats
+from carpool.transport import Arrivals, make_transport
+from carpool.transport.packets import pack, packet_bytes, quantise, unpack
+from tests.experts_problem import ACTIVATIONS, PATTERNS, ExpertProblem
+
+ROOT = Path(__file__).resolve().parents[1]
+# Root mean squares of the error over those of the answer. Codes have 3 bits behind the point: of one rounding, uniform
+# in an interval of a power of two, that is 2.6 %. A product of two rounded factors has 3.7 %, two in a row 5 to 6 %.
+TOLERANCE = 0.09
+# Where a pre-activation is rounded past a kink or a clamp, the slope there is another one.
+KINKED = 0.45
+
+
+def test_kernels_equal_the_definition_in_the_interpreter() -> None:
+    triton = pytest.importorskip("triton")
+    if triton.__version__ < "3.7" and np.__version__ >= "2.3":
+        pytest.skip("the interpreter of Triton before 3.7 does not know how numpy 2.3 reads one number of an array")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/fp8_interpreted.py"]
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout and "skipped" not in done.stdout
+
+
+# -- packets ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hidden", [1, 8, 37, 128, 200, 2048])
+def test_packets_are_codes_and_scales(hidden: int) -> None:
+    x = torch.randn(7, hidden, generator=torch.Generator().manual_seed(0)).bfloat16()
+    x[2] = 0
+    packets = pack(x)
+    assert packets.shape == (7, packet_bytes(hidden)) and packets.shape[1] % 16 == 0
+    code, scale = quantise(x)
+    wide = unpack(packets, hidden)
+    for group in range(scale.shape[1]):
+        columns = slice(128 * group, 128 * group + 128)
+        torch.testing.assert_close(scale[:, group], (x[:, columns].float().abs().amax(1) / 448).clamp(min=1e-30 / 448))
+        torch.testing.assert_close(wide[:, columns], code[:, columns].float() * scale[:, group : group + 1])
+        largest = x[:, columns].float().abs().amax(1)
+        torch.testing.assert_close(wide[:, columns].abs().amax(1), largest)
+    # Half of a step of 1/8 at the bottom of a power of two; below 2^-6 of a scale steps are all alike.
+    allowed = x.float().abs() / 16 + scale.repeat_interleave(128, 1)[:, :hidden] * 2**-10
+    assert ((wide - x.float()).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("came", [None, torch.tensor([2, 0, 3])], ids=["all", "slabs"])
+def test_arrivals_are_packed_with_those_at_home(came: torch.Tensor | None) -> None:
+    x, home = torch.randn(9, 40), torch.randn(2, 40)
+    slot = torch.zeros(11, 1, dtype=torch.int32)
+    leased = came is not None
+    arrivals = Arrivals(x, slot, torch.ones(11, 1), 11, leased, home_TH=home, home_row=9, came_W=came, slab=3)
+    packed = arrivals.packed()
+    assert packed.fp8_hidden == 40 and packed.leased == leased and packed.packed() is packed
+    rows = packed.rows
+    assert rows.data.dtype == torch.uint8 and rows.width == packet_bytes(40)
+    want = unpack(pack(torch.cat([x, home])), 40)
+    assert torch.equal(unpack(rows.contiguous(11), 40), want)
+    # As a transport of FP8 gives them: packets, rows at home as they are, and packets of these.
+    travelled = Arrivals(
+        pack(x), slot, torch.ones(11, 1), 11, True, home_TH=home, home_row=9, fp8_hidden=40, home_packet_TB=pack(home)
+    )
+    assert torch.equal(unpack(travelled.packed().rows.contiguous(11), 40), want)
+    with pytest.raises(AssertionError, match="widen or pack"):
+        _ = travelled.rows
+
+
+# -- the definition ---------------------------------------------------------------------------------------------------
+
+
+def errors(problem: ExpertProblem, got: dict[str, torch.Tensor], want: dict[str, torch.Tensor]) -> dict[str, float]:
+    found = {}
+    assert set(got) == set(want)
+    for name, tensor in got.items():
+        picked = problem.wanted_R if name in ("partial", "dx") else slice(None)
+        ours, theirs = tensor[picked].double(), want[name][picked].double()
+        assert ours.shape == theirs.shape and ours.isfinite().all(), name
+        found[name] = float((ours - theirs).norm()) / (float(theirs.norm()) or 1.0)
+    return found
+
+
+@pytest.mark.parametrize("sizes", [(200, 136), (120, 120), (256, 128)], ids=str)
+@pytest.mark.parametrize("name", list(ACTIVATIONS))
+def test_every_activation_is_near_float64_without_fp8(name: str, sizes: tuple[int, int]) -> None:
+    i = list(ACTIVATIONS).index(name)
+    kinked = name.startswith(("relu", "clamped", "gpt-oss")) and "relu2" not in name
+    for bias, transposed in ((True, False), (False, True)):
+        problem = ExpertProblem("random", *sizes, ACTIVATIONS[name], bias, torch.float32, transposed)
+        got = problem.run(FP8Experts(problem.function), use_arena=(i + bias) % 2 == 0, all_rows=True)
+        for key, error in errors(problem, got, problem.expected()).items():
+            assert error <= (KINKED if kinked else TOLERANCE), f"{key}: {error:.3f}"
+            # It is lossy: were it exact, FP8 would not have been used. (Sums of dy alone have seen none.)
+            assert error > 1e-3 or key == "ddown_bias", key
+        assert not got["partial"][~problem.wanted_R].any() and not got["dx"][~problem.wanted_R].any()
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_every_pattern_in_bf16_and_odd_sizes(pattern: str) -> None:
+    for sizes in ((37, 19), (8, 4), (1, 1), (199, 37)):
+        problem = ExpertProblem(pattern, *sizes, make_activation("silu", True), sizes[0] == 37, torch.bfloat16)
+        got = problem.run(FP8Experts(problem.function), use_arena=False, all_rows=True)
+        for key, error in errors(problem, got, problem.expected()).items():
+            assert error <= 2 * TOLERANCE, f"{key}: {error:.3f}"  # few elements: root mean squares vary
+
+
+def test_products_are_exact_where_codes_are() -> None:
+    """Numbers that FP8 has, in every group one at its largest: then nothing is lost but by the order of sums."""
+    generator = torch.Generator().manual_seed(0)
+    problem = ExpertProblem("random", 200, 136, make_activation("relu", False), True, torch.float64)
+
+    def representable(like: torch.Tensor) -> torch.Tensor:
+        whole = torch.randint(-8, 9, like.shape, generator=generator).to(like.dtype)
+        whole[..., ::40] = 448 / 2**5
+        return whole
+
+    problem.x_RH = torch.where(problem.wanted_R[:, None], representable(problem.x_RH), torch.nan)
+    up = representable(problem.weights.up_SFH)
+    packets = pack(problem.x_RH)
+    wanted = problem.wanted_R
+    assert torch.equal(unpack(packets, 200)[wanted].double(), problem.x_RH[wanted])
+    columns = fp8_stages.Columns(1, 136, False)
+    code = fp8_stages.quantise_weight(up, columns, False)
+    turned = fp8_stages.quantise_weight(up, columns, True)
+    wide = code.code.double() * code.scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+    assert torch.equal(wide[:, :136, :200], up) and not wide[:, 136:].any() and not wide[:, :, 200:].any()
+    assert torch.equal(turned.code.view(torch.uint8), code.code.view(torch.uint8).transpose(1, 2))
+    pairs = sort_pairs(problem.slot_RJ, len(up), int((problem.slot_RJ >= 0).sum()))
+    got = fp8_stages.gathered_product(Rows.of(packets), 200, code, pairs, 136, torch.float32)
+    want = torch.einsum("pk,pnk->pn", problem.x_RH[pairs.row_P], up[pairs.slot_P.long()])
+    torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-3)
+
+
+def test_columns_are_spread_and_gathered() -> None:
+    values = torch.arange(2 * 12.0).view(2, 12)
+    halves, twined = fp8_stages.Columns(2, 6, False), fp8_stages.Columns(2, 6, True)
+    assert torch.equal(halves.spread(values)[:, 128:134], values[:, 6:])
+    assert torch.equal(twined.spread(values)[:, 128:134], values[:, 1::2])
+    for columns in (halves, twined, fp8_stages.Columns(1, 12, False)):
+        assert torch.equal(columns.gather(columns.spread(values)), values)
+        assert columns.spread(values).sum() == values.sum()
+
+
+def test_gradients_of_weights_only_where_asked() -> None:
+    problem = ExpertProblem("random", 40, 24, make_activation("silu", True), True, torch.float32)
+    wanted = problem.wanted_R
+    arrivals = Arrivals(problem.x_RH, problem.slot_RJ, problem.weight_RJ, 10**6)
+    experts = FP8Experts(problem.function)
+    saved = experts.forward(arrivals, problem.weights, torch.empty_like(problem.x_RH))
+    found = []
+    for needed in (True, False):
+        dx = torch.empty_like(problem.x_RH)
+        x, dpartial = Rows.of(problem.x_RH), Rows.of(problem.dpartial_RH)
+        dweight, gradients = experts.backward(saved, x, problem.weights, dpartial, dx, needed)
+        assert (gradients is not None) == needed
+        found.append((dx[wanted], dweight))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_weights_that_do_not_change_are_quantised_once() -> None:
+    problem = ExpertProblem("random", 40, 24, make_activation("silu", True), False, torch.float32)
+    experts, columns = FP8Experts(problem.function), fp8_stages.Columns(2, 24, False)
+    fresh = experts._quantised("up", problem.weights, False)
+    assert experts._quantised("up", problem.weights, False) is not fresh
+    with experts.weights_unchanged():
+        first = experts._quantised("up", problem.weights, False)
+        assert experts._quantised("up", problem.weights, False) is first
+        assert experts._quantised("up", problem.weights, True) is not first
+        other = problem.weights._replace(up_SFH=problem.weights.up_SFH.clone())
+        assert experts._quantised("up", other, False) is not first
+        problem.weights.up_SFH.mul_(2)
+        doubled = experts._quantised("up", problem.weights, False)
+        assert torch.equal(doubled.scale, fp8_stages.quantise_weight(problem.weights.up_SFH, columns, False).scale)
+    assert experts._quantised("up", problem.weights, False) is not doubled
+
+
+# -- in a ride --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transport", ["gather", "alltoall", "dedup"])
+def test_a_ride_keeps_packets_and_is_near_one_without_fp8(transport: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, up, down = (torch.randn(*s, generator=generator) for s in ((50, 136), (4, 272, 136), (4, 136, 136)))
+    up, down, dy = up / 136**0.5, down / 136**0.5, torch.randn(50, 136, generator=generator)
+    slot = torch.rand(50, 4, generator=generator).argsort(1)[:, :2].int()
+    weight = torch.rand(50, 2, generator=generator)
+    function = ExpertFunction(make_activation("silu", True))
+    results: list[list[torch.Tensor]] = []
+    sizes = []
+    for experts in (FP8Experts(function), FP8Experts(function), GroupedExperts(function)):
+        leaves = [t.clone().requires_grad_() for t in (x, weight, up, down)]
+        kept: list[torch.Tensor] = []
+
+        def keep(tensor: torch.Tensor, kept: list[torch.Tensor] = kept) -> torch.Tensor:
+            kept.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+            way = make_transport(transport, None, 4)
+            weights = ExpertWeights(leaves[2], leaves[3])
+            y = ride(leaves[0], leaves[1], slot, way, experts, weights, LayerStats(4, 1, 0))
+        y.backward(dy)
+        results.append([y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)])
+        sizes.append({t.dtype for t in kept if t.dim() == 2 and t.shape[1] in (136, packet_bytes(136))})
+    assert all(torch.equal(a, b) for a, b in zip(results[0], results[1], strict=True)), "the same twice"
+    for got, want in zip(results[0], results[2], strict=True):
+        assert 1e-3 < float((got - want).norm() / want.norm()) <= TOLERANCE
+    assert torch.uint8 in sizes[0] and torch.float32 not in sizes[0] and torch.uint8 not in sizes[2]
+
+
+def test_names_and_refusals() -> None:
+    function = ExpertFunction(make_activation("silu", True))
+    experts = make_experts("fp8", function)
+    assert isinstance(experts, FP8Experts) and list(LOSSY_EXPERTS) == ["fp8"]
+    assert experts.lossy_reasons == ("experts compute in FP8",)
+    assert FP8Experts.__doc__ and fp8.__doc__ and "LOSSY" in fp8.__doc__
+    with pytest.raises(ValueError, match=r"experts='fp8' computes activations that .*Activation describes"):
+        make_experts("fp8", ExpertFunction(torch.nn.functional.softplus))
+
+
+def test_several_layers_in_one_arena_look_unmodified_to_autograd() -> None:
+    arena = Arena(10**6, torch.device("cpu"))
+    problem = ExpertProblem("random", 32, 24, make_activation("silu", True), False, torch.float32)
+    arrivals: Any = Arrivals(problem.x_RH, problem.slot_RJ, problem.weight_RJ, 1000)
+    experts = FP8Experts(problem.function)
+    _, h, *_ = experts.forward(arrivals, problem.weights, torch.empty_like(problem.x_RH), arena)
+    version = h.data._version
+    experts.forward(arrivals, problem.weights, torch.empty_like(problem.x_RH), arena)
+    assert h.data._version == version
+
+
+# -- in a model and its training --------------------------------------------------------------------------------------
+
+
+def test_the_experts_of_a_model_are_selected_by_name() -> None:
+    pytest.importorskip("transformers")
+    from carpool.hf import install, rides, set_experts
+    from carpool.hf.build import build_model, make_config
+
+    small = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    more = {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 50}
+    tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    model = build_model(
+        make_config("olmoe", small | more | tokens), distributed_config=None, dtype=torch.float32, seed=0
+    )
+    with pytest.raises(ValueError, match="no Carpool layers"):
+        set_experts(model, "fp8")
+    install(model)
+    ids = torch.arange(40).view(2, 20)
+    exact = model(ids).logits.detach()
+    assert set_experts(model, "fp8") == ["experts compute in FP8"]
+    lossy = model(ids).logits.detach()
+    assert 1e-5 < float((lossy - exact).norm() / exact.norm()) < TOLERANCE
+    assert set_experts(model, "grouped") == [] and torch.equal(model(ids).logits, exact)
+    with pytest.raises(ValueError, match="experts='fp4' is not known"):
+        set_experts(model, "fp4")
+    layer = next(iter(rides(model).values()))
+    layer._function = layer.compute = None  # as of experts that only their own forward knows
+    layer.set_experts("auto")
+    with pytest.raises(ValueError, match=r"runs its own forward: experts='fp8' cannot replace it"):
+        layer.set_experts("fp8")
+
+
+def test_the_setting_says_that_it_is_lossy() -> None:
+    from carpool.train.config import load_config
+    from carpool.train.schema import MoeSection
+
+    assert load_config(None, []).moe.experts == "auto" and load_config(None, ["moe.experts=fp8"]).moe.experts == "fp8"
+    assert "fp8: LOSSY" in str(MoeSection.model_fields["experts"].description)
+
+
+def test_the_benchmark_of_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    from benchmarks import fp8_loss
+
+    (tmp_path / "text").mkdir()
+    for number in range(20):
+        (tmp_path / "text" / f"{number}.txt").write_text("the quick brown fox " * 40)
+    settings = {
+        "training.max_steps": 4, "training.eval_steps": 2, "training.per_device_train_batch_size": 2,
+        "data.sequence_length": 32, "data.train": tmp_path / "text", "data.cache_dir": tmp_path / "cache",
+        "data.eval_max_sequences": 4, "model.config.hidden_size": 64, "model.config.num_experts": 4,
+    }  # fmt: skip
+    out, plot = tmp_path / "loss.json", tmp_path / "loss.png"
+    pairs = [f"{key}={value}" for key, value in settings.items()]
+    monkeypatch.setattr(
+        sys, "argv", ["fp8_loss.py", "--repeat", "--out", str(out), "--plot", str(plot), "--set", *pairs]
+    )
+    fp8_loss.main()
+    found = json.loads(out.read_text())
+    bf16, ours, other = found["runs"]
+    assert [len(run["loss"]) for run in found["runs"]] == [4, 4, 4]
+    assert [step for step, _ in ours["held_out"]] == [2, 4] and ours["lossy_reasons"] == ["experts compute in FP8"]
+    assert bf16["loss"] != ours["loss"] and bf16["loss"][0] == pytest.approx(ours["loss"][0], rel=0.02)
+    assert bf16["loss"][-1] < bf16["loss"][0] and ours["loss"][-1] < ours["loss"][0] and other["seed"] == 1
+    assert found["summary"][1]["loss_above_first"] == pytest.approx(ours["loss"][-1] / bf16["loss"][-1] - 1)
+    assert plot.stat().st_size > 10_000
