@@ -6,6 +6,8 @@ backward are written out, so that it is plain what travels when and what is kept
     forward    plan -> dispatch x -> experts -> combine partial sums
     backward   dispatch dy -> experts' backward -> combine (dx, dweight)
 
+`torch.compile` sees an operator with these two as its forward and backward: `carpool.ride_operator`.
+
 `ride_module` does the same for an expert module that our kernels do not know (any `forward(rows, ids, weights)`):
 there dispatch and combine are two nodes, each the other's backward, and autograd differentiates what lies between.
 """
@@ -13,20 +15,33 @@ there dispatch and combine are two nodes, each the other's backward, and autogra
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from carpool.experts import Experts, ExpertWeights
+from carpool.experts import Experts, ExpertWeights, reads_packets
 from carpool.memory import Rows
 from carpool.memory.keep import keep_rows
+from carpool.ride_operator import ride_operator
 from carpool.stats import LayerStats
-from carpool.transport import Transport
+from carpool.transport import Arrivals, Transport
 
 
-# Leases, counters and collectives are the host's business: torch.compile compiles what is around a ride.
-@torch.compiler.disable
+class Kept(NamedTuple):
+    """What a forward keeps for its backward, besides the parameters.
+
+    Attributes:
+        route: as planned.
+        x: the rows that arrived; the rows that were sent, if they will be sent again.
+        saved: what the experts keep: tensors, `Rows` and Nones.
+    """
+
+    route: Any
+    x: Rows
+    saved: tuple[Any, ...]
+
+
 def ride(
     x_TH: torch.Tensor,
     weight_TK: torch.Tensor,
@@ -53,8 +68,68 @@ def ride(
     x_TH = x_TH.to(dtype)
     weights = ExpertWeights._make(None if w is None else w.to(dtype) for w in weights)
     # The dtypes are those of the arguments: autocast would change them in the forward and not in the backward.
-    with torch.autocast(x_TH.device.type, enabled=False):
+    with torch.autocast(device, enabled=False):
+        if torch.compiler.is_compiling():
+            tensors = [t for t in (x_TH, weight_TK, *weights) if t is not None]
+            backward = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+            numbers = transport.number, experts.number, stats.number
+            return ride_operator(x_TH, weight_TK, slot_TK, *weights, *numbers, backward)[0]
         return _Ride.apply(x_TH, weight_TK, slot_TK, transport, experts, stats, *weights)
+
+
+def ride_forward(
+    x_TH: torch.Tensor,
+    weight_TK: torch.Tensor,
+    slot_TK: torch.Tensor,
+    weights: ExpertWeights,
+    transport: Transport,
+    experts: Experts,
+    stats: LayerStats,
+    backward: bool,
+) -> tuple[torch.Tensor, Kept | None]:
+    """(y_TH, what is kept if a backward will follow), without autograd."""
+    device = x_TH.device
+    with stats.meter.span("dispatch", device):
+        route = transport.plan(slot_TK, weight_TK, stats.traffic)
+        route.packets = reads_packets(experts)
+        arrivals = _readable(transport.dispatch(x_TH, route).wait(), route.packets, x_TH.dtype)
+    with stats.meter.span("experts", device):
+        partial_RH = route.new_partial(x_TH.shape[1], x_TH.dtype, device)
+        saved = experts.forward(arrivals, weights, partial_RH, transport.arena if backward else None)
+        kept = None
+        if backward:
+            # Rows that will be sent again need nothing but what is sent.
+            x = Rows.of(x_TH) if transport.sends_again else keep_rows(arrivals, transport.arena)
+            kept = Kept(route, x, saved)
+    with stats.meter.span("combine", device):
+        y_TH = transport.combine(route).wait()
+    return y_TH.to(x_TH.dtype), kept
+
+
+def ride_backward(
+    dy_TH: torch.Tensor,
+    weights: ExpertWeights,
+    kept: Kept,
+    transport: Transport,
+    experts: Experts,
+    stats: LayerStats,
+    needs_dweights: bool,
+) -> tuple[torch.Tensor, torch.Tensor, ExpertWeights | None]:
+    """(dx_TH, dweight_TK, gradients of the weights if needed)."""
+    route, x, saved = kept
+    with stats.meter.span("dispatch", dy_TH.device):
+        if transport.sends_again:
+            x_TH, again = x.data, route.again()
+            x = _readable(transport.dispatch(x_TH, again).wait(), route.packets, x_TH.dtype).rows
+        dpartial = transport.dispatch_gradients(dy_TH.contiguous(), route).wait()
+    with stats.meter.span("experts", dy_TH.device):
+        dx_RH = route.new_partial(dy_TH.shape[1], dy_TH.dtype, dy_TH.device)
+        dweight_RJ, dweights = experts.backward(saved, x, weights, dpartial, dx_RH, needs_dweights)
+    with stats.meter.span("combine", dy_TH.device):
+        if transport.sends_again:
+            transport.discard(again, x_TH).wait()
+        dx_TH, dweight_TK = transport.combine_gradients(route, dweight_RJ).wait()
+    return dx_TH.to(dy_TH.dtype), dweight_TK, dweights
 
 
 class _Ride(torch.autograd.Function):
@@ -70,46 +145,28 @@ class _Ride(torch.autograd.Function):
         *tensors: torch.Tensor | None,
     ) -> torch.Tensor:
         weights = ExpertWeights._make(tensors)
-        device = x_TH.device
-        with stats.meter.span("dispatch", device):
-            route = transport.plan(slot_TK, weight_TK, stats.traffic)
-            arrivals = transport.dispatch(x_TH, route).wait().widened(x_TH.dtype)
-        with stats.meter.span("experts", device):
-            partial_RH = route.new_partial(x_TH.shape[1], x_TH.dtype, device)
-            backward = any(ctx.needs_input_grad)
-            saved = experts.forward(arrivals, weights, partial_RH, transport.arena if backward else None)
-            kept = None
-            if backward:
-                # Rows that will be sent again need nothing but what is sent.
-                kept = Rows.of(x_TH) if transport.sends_again else keep_rows(arrivals, transport.arena)
-        with stats.meter.span("combine", device):
-            y_TH = transport.combine(route).wait()
+        parts = transport, experts, stats
+        y_TH, kept = ride_forward(x_TH, weight_TK, slot_TK, weights, *parts, any(ctx.needs_input_grad))
         if kept is not None:
-            _save(ctx, (*weights, kept, *saved))
-        ctx.route, ctx.transport, ctx.experts, ctx.stats = route, transport, experts, stats
-        return y_TH.to(x_TH.dtype)
+            _save(ctx, (*weights, kept.x, *kept.saved))
+            ctx.route, ctx.parts = kept.route, parts
+        return y_TH
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TH: torch.Tensor) -> tuple[Any, ...]:
-        route, transport, stats = ctx.route, ctx.transport, ctx.stats
         # Read once: with checkpointing each reading would run the forward again, and torch refuses the second.
-        kept = _saved(ctx)
-        weights, x, saved = ExpertWeights._make(kept[:4]), kept[4], kept[5:]
-        with stats.meter.span("dispatch", dy_TH.device):
-            if transport.sends_again:
-                x_TH, again = x.data, route.again()
-                x = transport.dispatch(x_TH, again).wait().widened(x_TH.dtype).rows
-            dpartial = transport.dispatch_gradients(dy_TH.contiguous(), route).wait()
-        with stats.meter.span("experts", dy_TH.device):
-            dx_RH = route.new_partial(dy_TH.shape[1], dy_TH.dtype, dy_TH.device)
-            needs_dweights = any(ctx.needs_input_grad[6:])
-            dweight_RJ, dweights = ctx.experts.backward(saved, x, weights, dpartial, dx_RH, needs_dweights)
-        with stats.meter.span("combine", dy_TH.device):
-            if transport.sends_again:
-                transport.discard(again, x_TH).wait()
-            dx_TH, dweight_TK = transport.combine_gradients(route, dweight_RJ).wait()
-        return dx_TH.to(dy_TH.dtype), dweight_TK, None, None, None, None, *(dweights or (None,) * 4)
+        saved = _saved(ctx)
+        weights, kept = ExpertWeights._make(saved[:4]), Kept(ctx.route, saved[4], saved[5:])
+        transport, experts, stats = ctx.parts
+        needs_dweights = any(ctx.needs_input_grad[6:])
+        dx_TH, dweight_TK, dweights = ride_backward(dy_TH, weights, kept, transport, experts, stats, needs_dweights)
+        return dx_TH, dweight_TK, None, None, None, None, *(dweights or (None,) * 4)
+
+
+def _readable(arrivals: Arrivals, packets: bool, dtype: torch.dtype) -> Arrivals:
+    """As the experts read them: packets of FP8, or rows."""
+    return arrivals.packed() if packets else arrivals.widened(dtype)
 
 
 def _save(ctx: Any, what: tuple[Any, ...]) -> None:
@@ -131,6 +188,7 @@ def _saved(ctx: Any) -> tuple[Any, ...]:
     return tuple(next(tensors) if numbers is None else rows(*numbers) for numbers in ctx.numbers)
 
 
+# The module is whatever the model has: torch.compile compiles what is around it.
 @torch.compiler.disable
 def ride_module(
     x_TH: torch.Tensor,

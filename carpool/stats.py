@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from carpool.numbered import Numbered
+
 VERBS = ("plan", "dispatch", "combine", "dispatch_backward", "combine_backward")
 
 
@@ -144,7 +146,7 @@ class Meter:
         return result
 
 
-class LayerStats:
+class LayerStats(Numbered):
     """Counters of one layer on one rank, since the last `reset`."""
 
     def __init__(self, num_experts: int, num_ranks: int, rank: int) -> None:

@@ -1,0 +1,34 @@
+"""Objects with a number, for operators that are given numbers and not objects: see carpool/ride_operator.py."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any
+
+# A number means the same object for as long as that lives, everywhere in the process.
+_ALIVE: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_numbers = itertools.count(1)
+
+
+class Numbered:
+    """Base class: every instance has a `number` of its own, from its construction on."""
+
+    number: int
+
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        made = super().__new__(cls)
+        made.number = next(_numbers)
+        _ALIVE[made.number] = made
+        return made
+
+
+def by_number(number: int) -> Any:
+    """The object with this number.
+
+    Raises:
+        RuntimeError: it is gone, so whatever was compiled for it is out of date."""
+    found = _ALIVE.get(number)
+    if found is None:
+        raise RuntimeError("a compiled ride was run after its transport, experts or layer had been replaced or freed")
+    return found

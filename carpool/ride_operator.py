@@ -1,0 +1,139 @@
+"""The ride as an operator of PyTorch's, so that `torch.compile` can put it into a graph without looking inside.
+
+A compiled graph holds tensors and numbers; a ride also needs a transport, experts and counters, and keeps things for
+its backward that are no tensors of the graph (routes, places in an arena). So
+
+    objects    have a number each (`Numbered`); the operator is given numbers and finds the objects
+    what is    stays here under a ticket, a tensor of one number, which the graph saves for the backward in its place.
+    kept       When the last tensor that shares the ticket's memory is gone, what was kept under it is let go: after the
+               backward, or at once if nobody wants one
+
+    carpool::ride           (rows, weights, slots, parameters, numbers) -> (sums, ticket)
+    carpool::ride_backward  (gradient of the sums, ticket, ...)         -> gradients
+
+Both have fake versions that say shapes, and the first names the second as its derivative. What they compute is
+`carpool.ride.ride_forward` and `ride_backward`, the same as without a compiler.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any
+
+import torch
+
+from carpool.experts.base import ExpertWeights
+from carpool.numbered import by_number
+
+# What compiled graphs wait for: of the process, as those graphs are. See the module's docstring for who removes what.
+_KEPT: dict[int, Any] = {}
+_tickets = itertools.count(1)
+# Inside an operator autograd records nothing; experts may want it for a moment, for an activation of the user's.
+_OUTSIDE = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
+@torch.library.custom_op("carpool::ride", mutates_args=())
+def ride_operator(
+    x_TH: torch.Tensor,
+    weight_TK: torch.Tensor,
+    slot_TK: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    transport: int,
+    experts: int,
+    stats: int,
+    backward: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(y_TH, ticket): see `carpool.ride.ride`. `backward`: whether one will follow."""
+    from carpool.ride import ride_forward
+
+    weights = ExpertWeights(up, down, up_bias, down_bias)
+    parts = by_number(transport), by_number(experts), by_number(stats)
+    with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.no_grad():
+        y_TH, kept = ride_forward(x_TH, weight_TK, slot_TK, weights, *parts, backward)
+    number = next(_tickets)
+    ticket = torch.tensor([number])
+    if kept is not None:
+        _KEPT[number] = kept
+        # On the storage: what autograd hands back shares it, but is not the same tensor.
+        weakref.finalize(ticket.untyped_storage(), _KEPT.pop, number, None).atexit = False
+    return y_TH, ticket
+
+
+@ride_operator.register_fake
+def _(x_TH: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty(x_TH.shape, dtype=x_TH.dtype, device=x_TH.device), torch.empty(1, dtype=torch.int64)
+
+
+@torch.library.custom_op("carpool::ride_backward", mutates_args=())
+def ride_backward_operator(
+    dy_TH: torch.Tensor,
+    ticket: torch.Tensor,
+    weight_TK: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    transport: int,
+    experts: int,
+    stats: int,
+    needs_dweights: bool,
+) -> list[torch.Tensor]:
+    """[dx_TH, dweight_TK, and if wanted the gradients of the parameters that there are]."""
+    from carpool.ride import ride_backward
+
+    kept = _KEPT.get(int(ticket))
+    if kept is None:
+        raise RuntimeError(
+            "the backward of a compiled ride ran after what its forward kept was let go; a compiled graph cannot be "
+            "differentiated twice (retain_graph=True)"
+        )
+    weights = ExpertWeights(up, down, up_bias, down_bias)
+    parts = by_number(transport), by_number(experts), by_number(stats)
+    with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.no_grad():
+        dx_TH, dweight_TK, dweights = ride_backward(dy_TH, weights, kept, *parts, needs_dweights)
+    gradients = [dx_TH, dweight_TK, *(w for w in dweights or () if w is not None)]
+    return [gradient.contiguous() for gradient in gradients]
+
+
+@ride_backward_operator.register_fake
+def _(
+    dy_TH: torch.Tensor,
+    ticket: torch.Tensor,
+    weight_TK: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    transport: int,
+    experts: int,
+    stats: int,
+    needs_dweights: bool,
+) -> list[torch.Tensor]:
+    like = [dy_TH, weight_TK]
+    if needs_dweights:
+        like += [w for w in (up, down, up_bias, down_bias) if w is not None]
+    return [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in like]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    _, weight_TK, _, *weights, transport, experts, stats, _ = inputs
+    ctx.numbers = transport, experts, stats
+    ctx.save_for_backward(output[1], weight_TK, *weights)
+
+
+def _backward(ctx: Any, dy_TH: torch.Tensor, _: Any) -> tuple[Any, ...]:
+    ticket, weight_TK, *weights = ctx.saved_tensors
+    needs_dweights = any(ctx.needs_input_grad[3:7])
+    dx_TH, dweight_TK, *rest = ride_backward_operator(
+        dy_TH.contiguous(), ticket, weight_TK, *weights, *ctx.numbers, needs_dweights
+    )
+    gradients = iter(rest)
+    dweights = [next(gradients) if needs_dweights and w is not None else None for w in weights]
+    return dx_TH, dweight_TK, None, *dweights, None, None, None, None
+
+
+ride_operator.register_autograd(_backward, setup_context=_setup_context)
