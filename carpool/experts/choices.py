@@ -92,18 +92,20 @@ STAGES = tuple(field.name for field in fields(Choices))
 
 
 def default_choices(device: torch.device, hidden: int, inner: int) -> Choices:
-    """By the shape alone: fused where that saves a copy of the rows, the library's where it saves nothing. Reasoned,
-    not measured: `measure_choices` knows better. GPUs other than Hopper get the library's.
+    """By the shape alone, as measured on one H200 (docs/measurements.md); `measure_choices` knows other shapes better.
+    GPUs other than Hopper get the library's.
 
     Args:
         hidden, inner: H and F.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return Choices()
-    # A sum of few terms takes as long to write as to compute, so two programs on a multiprocessor take turns.
-    down = "square" if inner <= 256 else LIBRARY
-    dx = "square" if hidden >= 4 * inner and inner <= 256 else LIBRARY
-    return Choices(up="flat", down=down, dact="flat", dx=dx, dup="wide", ddown="wide")
+    # Rows gathered for the library are written and read again. That is little beside products of moderate H and large
+    # F, and there the library's outer products, and its product before the activation's backward, are faster. At H 4096
+    # both take the same time, and the fused side takes less memory.
+    if hidden < 4096 and inner > 512:
+        return Choices(up="flat", down="flat", dx="flat")
+    return Choices(up="flat", down="flat", dact="flat", dx="flat", dup="wide", ddown="square")
 
 
 @dataclass(frozen=True)
