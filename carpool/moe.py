@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from carpool.experts import ExpertFunction, ExpertWeights, make_activation, make_experts
+from carpool.experts import Choices, ExpertFunction, ExpertWeights, make_activation, make_experts
 from carpool.layout import ExpertLayout, assign
 from carpool.parallel.slots import SlotFiller, fill_slots
 from carpool.ride import ride
@@ -53,6 +53,10 @@ class MoE(nn.Module):
             used; its buffers have a fixed size. With more, outputs are NaN: `carpool.transport.check_overflow` tells.
         transport_options: of "nvlink".
         experts: "auto", "grouped", "reference"; "fp8", which is LOSSY (carpool/experts/fp8.py).
+        recompute_experts: "grouped" keeps no pre-activation and computes it again in the backward: of what experts
+            keep, only the rows that arrived are left, for one more product. The same bits.
+        expert_choices: of "grouped", the way of each stage (carpool/experts/choices.py). Default: by the shape;
+            `carpool.experts.measure_choices` finds the fastest.
         activation, gated, bias: of the experts: silu, gelu, gelu_tanh, relu, relu2; SwiGLU-like or plain.
         shared_intermediate_size: hidden size of a shared expert, of the same activation and without biases, that serves
             every token. 0: none.
@@ -84,6 +88,8 @@ class MoE(nn.Module):
         max_tokens: int | None = None,
         transport_options: NVLinkOptions | None = None,
         experts: str = "auto",
+        recompute_experts: bool = False,
+        expert_choices: Choices | None = None,
         activation: str = "silu",
         gated: bool = True,
         bias: bool = False,
@@ -123,7 +129,7 @@ class MoE(nn.Module):
         if shared_intermediate_size:
             self.shared = SharedExpert(hidden_size, shared_intermediate_size, act, gated, place)
 
-        self.experts = make_experts(experts, ExpertFunction(act))
+        self.experts = make_experts(experts, ExpertFunction(act), expert_choices, recompute_experts)
         self.filler = SlotFiller(layout, self.group)
         self.stats_counter = LayerStats(num_experts, num_ranks, self.rank)
         options = transport_options or NVLinkOptions()

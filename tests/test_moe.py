@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import carpool
 from carpool import ExpertLayout, Routing
+from carpool.experts import Choices, GroupedExperts
 from carpool.moe import gather_homes
 from carpool.placement import predict
 from carpool.transport import TRANSPORTS
@@ -544,3 +545,44 @@ def test_torch_compile_compiles_around_the_ride() -> None:
         results.append([y.detach(), *(p.grad.clone() for p in net.parameters() if p.grad is not None)])
     for eager, compiled in zip(*results, strict=True):
         torch.testing.assert_close(compiled, eager)
+
+
+# -- what experts keep, and their stages ------------------------------------------------------------------------------
+
+
+def gradients_of(recompute: bool, transport: str, dtype: torch.dtype) -> list[torch.Tensor]:
+    """This rank's output, and the gradients of its input and all its parameters."""
+    torch.manual_seed(0)
+    moe = build(transport=transport, bias=True, recompute_experts=recompute, dtype=dtype)
+    assert isinstance(moe.experts, GroupedExperts) and moe.experts.recompute is recompute
+    x = tokens().to(dtype).requires_grad_()
+    y = moe(x)
+    (y.square().sum() + moe.aux_loss).backward()
+    return [t.detach().clone() for t in (y, x.grad, *(p.grad for p in moe.parameters())) if t is not None]
+
+
+def same_bits(transport: str, dtype: torch.dtype) -> bool:
+    kept, again = (gradients_of(recompute, transport, dtype) for recompute in (False, True))
+    return len(kept) == len(again) == 7 and all(map(torch.equal, kept, again))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("transport", ["gather", "alltoall", "dedup"])
+def test_recomputing_experts_gives_the_same_bits(ranks: Ranks, transport: str, dtype: torch.dtype) -> None:
+    assert ranks(same_bits, transport, dtype) == [True] * WORLD_SIZE
+
+
+def test_options_of_experts() -> None:
+    choices = Choices(up="flat")
+    moe = carpool.MoE(H, F, EXPERTS, K, expert_choices=choices)
+    assert isinstance(moe.experts, GroupedExperts)
+    assert (moe.experts.choices, moe.experts.recompute) == (choices, False)
+    x = torch.randn(5, H)
+    torch.manual_seed(0)
+    moe.reset_parameters()
+    expected = moe(x)
+    torch.manual_seed(0)
+    assert torch.equal(carpool.MoE(H, F, EXPERTS, K)(x), expected), "on a CPU there is one way"
+    for name, options in (("reference", {"recompute_experts": True}), ("fp8", {"expert_choices": choices})):
+        with pytest.raises(ValueError, match=f"experts='{name}' has no option"):
+            carpool.MoE(H, F, EXPERTS, K, experts=name, **options)

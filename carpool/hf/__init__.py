@@ -7,8 +7,9 @@
 Everything else of the script stays as it is. "carpool" picks the transport ("auto"); "carpool-dedup",
 "carpool-alltoall", "carpool-gather" and "carpool-nvlink" name one. On GPUs of one host
 `set_transport(model, "nvlink", max_tokens=...)` takes the fastest; it has to know the most tokens that a rank will
-have, so "auto" picks it only where that was said. `rides(model)` gives each MoE layer's counters, `CarpoolCallback`
-puts them into a Trainer's logs, and `set_layout` moves experts.
+have, so "auto" picks it only where that was said. `set_experts` says how experts are computed and what they keep,
+`rides(model)` gives each MoE layer's counters, `CarpoolCallback` puts them into a Trainer's logs, and `set_layout`
+moves experts.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from transformers.activations import GELUActivation, GELUTanh, ReLUSquaredActiva
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 from transformers.integrations.moe import _default_apply_gate
 
-from carpool.experts import Activation, ExpertFunction, Experts, ExpertWeights, make_experts
+from carpool.experts import Activation, Choices, ExpertFunction, Experts, ExpertWeights, make_experts
 from carpool.hf.adapters import check_adapters
 from carpool.layout import ExpertLayout, assign
 from carpool.parallel.slots import SlotFiller, fill_slots
@@ -127,15 +127,22 @@ class ExpertRides:
         check_transport(name, self.group)
         self.requested, self.options, self.transport = name, options or self.options, None
 
-    def set_experts(self, name: str) -> None:
+    def set_experts(self, name: str, choices: Choices | None = None, recompute: bool = False) -> None:
         """Change how this layer's experts are computed: "auto" or another name that `carpool.experts.make_experts`
         knows. "auto" leaves experts that Carpool does not know to their own forward; for others it is exact.
 
-        Raises ValueError for a name that is unknown, or that cannot be used here."""
+        Own forwards have no stages, so `choices`, which only concern speed, pass them by. `recompute` promises memory
+        that they would take all the same: so it is refused.
+
+        Raises ValueError for a name that is unknown, or for anything that cannot be used here."""
         if self._function is not None:
-            self.compute = make_experts(name, self._function)
-        elif name != "auto":
-            raise ValueError(f"{type(self.experts).__name__} runs its own forward: experts={name!r} cannot replace it")
+            self.compute = make_experts(name, self._function, choices, recompute)
+            return
+        own = f"{type(self.experts).__name__} runs its own forward"
+        if name != "auto":
+            raise ValueError(f"{own}: experts={name!r} cannot replace it")
+        if recompute:
+            raise ValueError(f"{own}, which keeps what it needs: leave recompute out, or use gradient checkpointing")
 
     def prepare(self, top_k: int, hidden: int) -> Transport:
         """Make the transport, if there is none. All ranks together."""
@@ -303,19 +310,24 @@ def set_transport(
         own.set_transport(name, options)
 
 
-def set_experts(model: nn.Module, name: str) -> list[str]:
+def set_experts(model: nn.Module, name: str, *, choices: Choices | None = None, recompute: bool = False) -> list[str]:
     """Change how the experts of all MoE layers of a model are computed: "auto", "grouped", "reference", or "fp8".
+
+    Args:
+        choices: of "grouped", the way of each stage (`carpool.experts.Choices`). None: by the shape. Layers that run
+            the model's own forward have no stages.
+        recompute: of "grouped", keep no pre-activation, and compute it again in the backward.
 
     Returns:
         What that changes of the model's function, for logs: nothing but for "fp8", which is LOSSY.
 
     Raises:
-        ValueError: an unknown name, or experts that it cannot compute."""
+        ValueError: an unknown name, experts that it cannot compute, or an option that they do not have."""
     layers = rides(model)
     if not layers:
         raise ValueError('this model has no Carpool layers; load it with ep_implementation="carpool" and ep_size > 1')
     for own in layers.values():
-        own.set_experts(name)
+        own.set_experts(name, choices, recompute)
     return list(dict.fromkeys(why for own in layers.values() for why in getattr(own.compute, "lossy_reasons", ())))
 
 

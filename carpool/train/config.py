@@ -12,7 +12,6 @@ from nothing, while `model.config.num_experts=32` alone changes the demo's.
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,6 +33,7 @@ from carpool.train.schema import (
     ParallelismSection,
     TrainingSection,
     keys,
+    nearest,
     toml_value,
 )
 
@@ -99,11 +99,6 @@ def describe() -> Iterator[tuple[str, str, str, str]]:
         field = cls.model_fields[key]
         text = toml_value(getattr(getattr(default, section), key))
         yield f"{section}.{key}", _type_name(field), text, field.description or ""
-
-
-def nearest(word: str, known: Sequence[str]) -> str | None:
-    """The known word closest to this one, or None if none is close."""
-    return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=0.6)), None)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -247,6 +242,8 @@ def _type_name(field: FieldInfo) -> str:
             words.extend(map(str, typing.get_args(arg)))
         elif origin is typing.Annotated or origin is tuple:
             words.append("text or list")
+        elif origin is dict:
+            words.append("table")
         else:
             words.append(names.get(arg, str(arg)))
     return " | ".join(words)

@@ -57,6 +57,7 @@ from carpool.train.room import (
 )
 from carpool.train.sample import sample
 from carpool.train.schema import Config, Degrees
+from carpool.train.stages import choose_stages, describe_ways
 from carpool.train.step import Batch, Objective, learning_rate, make_optimizer
 from carpool.train.tokenizer import load_tokenizer
 from carpool.train.watchdog import Watchdog
@@ -150,13 +151,24 @@ class _Run:
         set_layout(self.model, self.layout)
         self.options, self.most_tokens = nvlink_options(config, self.degrees), most_tokens(config, self.degrees)
         set_transport(self.model, moe.transport, options=self.options)
-        self.experts_lossy = set_experts(self.model, moe.experts)
+        self.experts_lossy = set_experts(self.model, moe.experts, recompute=moe.recompute_experts)
         self.top_k = top_k_of(self.model)
         self.rides: list[ExpertRides] = list(rides(self.model).values())
         for own in self.rides:
             own.prepare(self.top_k, self.model.config.get_text_config().hidden_size)
         if compare_with is not None:
             check_transport(compare_with, self.rides[0].group)
+        self.stages = choose_stages(
+            moe.expert_stages,
+            self.rides,
+            tokens=-(-training.per_device_train_batch_size * config.data.sequence_length // self.degrees.tp_size),
+            top_k=self.top_k,
+            dtype=torch.bfloat16 if self.bf16 else self.model.dtype,
+            device=self.device,
+            folders=[resume.parent.parent, self.folder] if resume is not None else [],
+        )
+        if self.stages is not None:
+            set_experts(self.model, moe.experts, choices=self.stages.choices, recompute=moe.recompute_experts)
         self.watchdog = Watchdog(lambda: buffers_of_rides(self.rides))
         coef = moe.router_aux_loss_coef
         self.objective = Objective(
@@ -477,6 +489,11 @@ class _Run:
                 "why": layer.why,
                 "buffer_bytes": buffer_bytes,
             },
+            "experts": {
+                "name": layer.compute.name if layer.compute is not None else "the model's own",
+                "recompute": self.config.moe.recompute_experts,
+                **(self.stages.record() if self.stages is not None else {}),
+            },
             "layout": {
                 "kind": self.layout.kind,
                 "experts_per_rank": [len(rank) for rank in self.layout.homes],
@@ -521,6 +538,11 @@ class _Run:
         if size := info["transport"]["buffer_bytes"]:
             rows, leases = self.options.max_tokens, self.options.num_leases
             say(f"buffers: slabs of {rows:,} rows, {size / 1e6:,.1f} MB a lease on each rank, at most {leases} leases")
+        if self.stages is not None:
+            ways = describe_ways(self.stages.choices)
+            say(f"experts {info['experts']['name']}, stages {ways}: {self.stages.why}")
+        elif self.config.moe.expert_stages != "default":
+            say("experts: these are the model's own, which have no stages; moe.expert_stages means nothing here")
         if info["lossy_reasons"]:
             say(f"LOSSY: {'; '.join(info['lossy_reasons'])}")
         else:

@@ -19,12 +19,15 @@ command line it is written as the word "none".
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 import tomli_w
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from carpool.experts.choices import STAGES, WAYS
 
 NONE_WORDS = ("none", "null")
 
@@ -54,7 +57,36 @@ def _texts(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
+def nearest(word: str, known: Sequence[str]) -> str | None:
+    """The known word closest to this one, or None if none is close."""
+    return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=0.6)), None)
+
+
+def _stages(value: Any) -> Any:
+    """One of `STAGE_WORDS`, or a table of known stages and ways."""
+
+    def refuse(what: str, wrong: Any, known: Sequence[str], expected: str) -> ValueError:
+        close = nearest(str(wrong), known)
+        return ValueError(f"{what}: expected {expected}{f' (did you mean {close}?)' if close else ''}")
+
+    key = "moe.expert_stages"
+    if not isinstance(value, Mapping):
+        if value in STAGE_WORDS:
+            return value
+        raise refuse(f"{key} = {value!r}", value, STAGE_WORDS, 'default, measure, or a table such as {up = "flat"}')
+    if not value:
+        raise ValueError(f"{key} names no stage: leave it out, or name some of {', '.join(STAGES)}")
+    for stage, way in value.items():
+        if stage not in STAGES:
+            raise refuse(f"{key} has no stage {stage!r}", stage, STAGES, f"one of {', '.join(STAGES)}")
+        if way not in WAYS:
+            raise refuse(f"{key}.{stage} = {way!r}", way, WAYS, f"one of {', '.join(WAYS)}")
+    return value
+
+
 Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
+STAGE_WORDS = ("default", "measure")
+Stages = Annotated[Literal["default", "measure"] | dict[str, str], BeforeValidator(_stages)]
 
 
 class Section(BaseModel):
@@ -358,6 +390,18 @@ class MoeSection(Section):
         "reference: a plain loop. fp8: LOSSY. In FP8 with a scale for 1 x 128 of rows and 128 x 128 of weights, sums "
         "in float32; with nvlink.forward_fp8 on the rows as they travelled.",
     )
+    expert_stages: Stages = Field(
+        default="default",
+        description="How grouped experts compute each stage (up, down, dact, dx, dup, ddown): library, or the tiling "
+        "of a fused kernel (wide, flat, square). default: by the shape; measure: all are timed before the first step, "
+        'on GPUs in bfloat16; a table such as {up = "flat"}: these, and the rest by the shape. What was chosen is in '
+        "run.json, and a resumed run uses it again, but for what a table names.",
+    )
+    recompute_experts: bool = Field(
+        default=False,
+        description="Grouped experts keep no pre-activation and compute it again in the backward: less memory, one "
+        "more product, the same bits.",
+    )
     layout: str = Field(
         default="contiguous",
         description="Which rank holds which expert: contiguous, or the path of a layout's JSON file.",
@@ -367,6 +411,16 @@ class MoeSection(Section):
         ge=0,
         description="Weight of the balance loss; 0 turns it off. none: as the model's configuration says.",
     )
+
+    @model_validator(mode="after")
+    def _have_options(self) -> Self:
+        if self.experts not in ("auto", "grouped"):
+            for key, unset in (("expert_stages", "default"), ("recompute_experts", False)):
+                if getattr(self, key) != unset:
+                    raise ValueError(
+                        f"moe.{key} is of grouped experts, and moe.experts = {self.experts!r}: leave one of them out"
+                    )
+        return self
 
 
 class NvlinkSection(Section):

@@ -1,0 +1,300 @@
+"""The ways of the experts' stages in a run: the setting, the choice, the same on all ranks, recorded, used again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from carpool.experts import Activation, Choices
+from carpool.experts.choices import STAGES, Measured, _Problem
+from carpool.train.config import describe, load_config
+from carpool.train.loop import _Run
+from carpool.train.stages import Chosen, Shape, decide, describe_ways, explain, mean_over_ranks, read_record, recall
+from tests.ranks import Ranks
+
+CPU = torch.device("cpu")
+SILU = Activation("silu", gated=True)
+SHAPE = Shape("cpu", "float32", rows=32, slots_per_row=1, slots=2, hidden=32, inner=32)
+MIXED = Choices(up="flat", dact="wide", ddown="square")
+
+
+# -- the setting ------------------------------------------------------------------------------------------------------
+
+
+def test_a_word_or_a_table() -> None:
+    assert load_config(None).moe.expert_stages == "default" and not load_config(None).moe.recompute_experts
+    assert load_config(None, ["moe.expert_stages=measure"]).moe.expert_stages == "measure"
+    both = ['moe.expert_stages={up = "flat", dup = "library"}', "moe.expert_stages.up=wide"]
+    assert load_config(None, both).moe.expert_stages == {"up": "wide", "dup": "library"}
+    assert load_config(None, [*both, "moe.expert_stages=measure"]).moe.expert_stages == "measure"
+    assert {name: kind for name, kind, *_ in describe()}["moe.expert_stages"] == "default | measure | table"
+
+
+@pytest.mark.parametrize("comments", [False, True])
+@pytest.mark.parametrize("value", ["measure", '{up = "flat", dup = "library"}'])
+def test_round_trip(tmp_path: Path, value: str, comments: bool) -> None:
+    config = load_config(None, [f"moe.expert_stages={value}", "moe.recompute_experts=true"])
+    (tmp_path / "config.toml").write_text(config.to_toml(comments))
+    assert load_config(tmp_path / "config.toml") == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["moe.expert_stages=measur"], "moe.expert_stages = 'measur': expected default, measure, or a table"),
+        (["moe.expert_stages=measur"], "did you mean measure?"),
+        (["moe.expert_stages=3"], "moe.expert_stages = 3: expected default"),
+        (["moe.expert_stages={}"], "moe.expert_stages names no stage"),
+        (["moe.expert_stages.upp=flat"], "has no stage 'upp': expected one of up, down,"),
+        (["moe.expert_stages.upp=flat"], "did you mean up?"),
+        (["moe.expert_stages.up=flt"], "moe.expert_stages.up = 'flt': expected one of library, wide, flat, square"),
+        (["moe.expert_stages.up=flt"], "did you mean flat?"),
+        (["moe.expert_stages.up=[1]"], "moe.expert_stages.up = [1]"),
+        (["moe.expert_stage=measure"], "did you mean moe.expert_stages?"),
+        (["moe.experts=fp8", "moe.expert_stages=measure"], "moe.expert_stages is of grouped experts, and moe.experts"),
+        (["moe.experts=reference", "moe.recompute_experts=true"], "moe.recompute_experts is of grouped experts"),
+    ],
+)  # fmt: skip
+def test_errors(overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        load_config(None, overrides)
+    assert message in str(caught.value)
+
+
+# -- the decision -----------------------------------------------------------------------------------------------------
+
+
+def record_of(choices: Choices, how: str = "measured", shape: Shape = SHAPE) -> dict[str, Any]:
+    times = {stage: {"library": 3.0, "flat": 2.0} for stage in STAGES} if how == "measured" else None
+    return json.loads(json.dumps(Chosen(choices, shape, how, "because", times).record()))
+
+
+def test_a_new_run_goes_by_the_shape_where_it_cannot_measure() -> None:
+    for wanted in ("default", "measure"):
+        chosen, to_measure = decide(wanted, SHAPE, CPU, SILU, None)
+        assert (chosen.choices, chosen.how, to_measure) == (Choices(), "default", False)
+        assert ("nothing was measured: the kernels need a GPU" in chosen.why) == (wanted == "measure")
+
+
+def test_a_table_overrides_what_it_names() -> None:
+    given = {"up": "square", "dup": "flat"}
+    chosen, to_measure = decide(given, SHAPE, CPU, SILU, None)
+    assert (chosen.choices, chosen.how, to_measure) == (Choices(up="square", dup="flat"), "given", False)
+    assert "up, dup as moe.expert_stages says; the rest by the shape" in chosen.why
+    assert "the library computes all of them" in chosen.why  # on this device, as said in the same breath
+    chosen, _ = decide(given, SHAPE, CPU, SILU, record_of(MIXED))
+    assert chosen.choices == replace(MIXED, up="square", dup="flat") and chosen.how == "given"
+
+
+@pytest.mark.parametrize("how", ["default", "measured", "given"])
+@pytest.mark.parametrize("wanted", ["default", "measure"])
+def test_what_is_recorded_is_used_again(wanted: str, how: str) -> None:
+    record = record_of(MIXED, how)
+    chosen, to_measure = decide(wanted, SHAPE, CPU, SILU, record)
+    assert (chosen.choices, chosen.how, to_measure) == (MIXED, how, False)
+    assert chosen.microseconds == record.get("microseconds") and f"recorded in this run ({how})" in chosen.why
+    # And again: the record of the resumed run says the same.
+    assert {**chosen.record(), "why": ""} == {**record, "why": ""}
+
+
+@pytest.mark.parametrize("change", [{"device": "NVIDIA H200"}, {"dtype": "bfloat16"}, {"rows": 64}, {"inner": 40}])
+def test_another_shape_is_chosen_anew(change: dict[str, Any]) -> None:
+    (key,) = change
+    chosen, _ = decide("default", replace(SHAPE, **change), CPU, SILU, record_of(MIXED))
+    assert (chosen.choices, chosen.how) == (Choices(), "default")
+    assert f"chosen anew: {key} was {asdict(SHAPE)[key]}, is {change[key]}" in chosen.why
+
+
+def test_records_of_other_versions() -> None:
+    record = record_of(MIXED)
+    assert recall(None, SHAPE) == (None, "") == recall({"name": "grouped"}, SHAPE)
+    kept, note = recall({**record, "stages": {"up": "huge"}}, SHAPE)
+    assert kept is None and "chosen anew" in note and "'huge'" in note
+    kept, note = recall({**record, "stages": {"sideways": "flat"}}, SHAPE)
+    assert kept is None and "sideways" in note
+    assert recall({**record, "shape": None}, SHAPE)[0] is None
+
+
+def test_the_first_record_counts(tmp_path: Path) -> None:
+    assert read_record([]) is None and read_record([tmp_path]) is None
+    for name, text in (("a", "{}"), ("b", '{"experts": {"how": "given"}}')):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(text)
+    assert read_record([tmp_path / "none", tmp_path / "b", tmp_path / "a"]) == {"how": "given"}
+    assert read_record([tmp_path / "a", tmp_path / "b"]) is None, "an older version's"
+
+
+# -- all ranks alike --------------------------------------------------------------------------------------------------
+
+
+def times_of(rank: int) -> Measured:
+    """Flat is faster than the library on ranks 0 to 2, and so much slower on rank 3 that the library wins in total.
+    Wide is the fastest wherever it works, but it does not on rank 2."""
+    microseconds = {stage: {"library": 10.0, "flat": 40.0 if rank == 3 else 9.0, "wide": 1.0} for stage in STAGES}
+    microseconds["dx"]["flat"] = 5.0 + rank
+    if rank == 2:
+        for times in microseconds.values():
+            del times["wide"]
+    return Measured(Choices.all("wide"), microseconds, gather=float(rank))
+
+
+def agreed() -> Measured | None:
+    return mean_over_ranks(times_of(dist.get_rank()), CPU)
+
+
+def one_has_none() -> Measured | None:
+    return mean_over_ranks(times_of(0) if dist.get_rank() else None, CPU)
+
+
+def test_ranks_add_up_their_times_and_choose_alike(ranks: Ranks) -> None:
+    found = ranks(agreed)
+    assert found == [found[0]] * 4 and found[0] is not None
+    assert found[0].choices == Choices(dx="flat") and found[0].gather == 1.5
+    assert found[0].microseconds["up"] == {"library": 10.0, "flat": 16.75}
+    assert found[0].microseconds["dx"] == {"library": 10.0, "flat": 6.5}
+    assert explain(found[0]).startswith("measured, in microseconds: up 10 (flat 17), down 10 (flat 17), ")
+    assert "dx 6 (library 10)" in explain(found[0])
+    assert describe_ways(found[0].choices) == "library: up, down, dact, dup, ddown; flat: dx"
+
+
+def test_if_one_rank_cannot_measure_none_does(ranks: Ranks) -> None:
+    assert ranks(one_has_none) == [None] * 4
+
+
+# -- runs -------------------------------------------------------------------------------------------------------------
+
+MODEL = [
+    "model.model_type=olmoe",
+    "model.config.hidden_size=32",
+    "model.config.intermediate_size=24",
+    "model.config.num_hidden_layers=2",
+    "model.config.num_attention_heads=4",
+    "model.config.num_key_value_heads=4",
+    "model.config.num_experts=8",
+    "model.config.num_experts_per_tok=3",
+    "data.sequence_length=32",
+    "training.max_steps=4",
+    "training.save_steps=2",
+    "training.eval_steps=none",
+    "training.eval_on_start=false",
+    "training.sample_prompt=none",
+    "training.warmup_steps=1",
+    "training.save_pretrained=false",
+]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("text")
+    for i in range(30):
+        (folder / f"{i:02d}.txt").write_text(f"def f{i}(x):\n    return x + {i}\n" * 20)
+    return [f"data.train={folder}", f"data.cache_dir={folder}/cache", "data.eval_fraction=0.1"]
+
+
+def run(output: str, overrides: Sequence[str]) -> list[tuple[Choices | None, bool]]:
+    """On a rank: train, and give back how each layer's experts were computed."""
+    one = _Run(load_config(None, [*MODEL, *overrides, f"training.output_dir={output}"]), None, "test")
+    try:
+        one.loop()
+        one.finish()
+    finally:
+        one.close()
+    return [(own.compute.choices, own.compute.recompute) for own in one.rides]  # type: ignore[union-attr]
+
+
+def info(output: Path) -> dict[str, Any]:
+    return json.loads((output / "run.json").read_text())["experts"]
+
+
+def losses(output: Path) -> dict[int, tuple[float, float]]:
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines if line["kind"] == "train"}
+
+
+def test_recorded_and_used_again(ranks: Ranks, text: list[str], tmp_path: Path) -> None:
+    whole, output = tmp_path / "whole", tmp_path / "resumed"
+    assert ranks(run, str(whole), text) == [[(Choices(), False)] * 2] * 4
+    # Two sequences of 32 tokens on each of 4 ranks, three experts a token, two slots a rank.
+    shape = {
+        "device": "cpu",
+        "dtype": "float32",
+        "rows": 192,
+        "slots_per_row": 1,
+        "slots": 2,
+        "hidden": 32,
+        "inner": 24,
+    }
+    assert info(whole) == {
+        "name": "grouped", "recompute": False, "stages": Choices().to_dict(), "how": "default", "why": "by the shape",
+        "shape": shape,
+    }  # fmt: skip
+
+    stop = ["moe.expert_stages=measure", "moe.recompute_experts=true", "training.stop_at_step=2"]
+    assert ranks(run, str(output), [*text, *stop]) == [[(Choices(), True)] * 2] * 4
+    first = info(output)
+    assert first["how"] == "default" and first["recompute"] and "nothing was measured" in first["why"]
+    # As if that run had measured: what it chose is used again, though the default is another.
+    path = output / "run.json"
+    written = json.loads(path.read_text())
+    written["experts"] |= record_of(MIXED, shape=Shape(**shape))
+    path.write_text(json.dumps(written))
+    resume = ["training.resume_from_checkpoint=last"]
+    assert ranks(run, str(output), [*text, *resume, "moe.expert_stages=measure"]) == [[(MIXED, False)] * 2] * 4
+    again = info(output)
+    assert again["stages"] == MIXED.to_dict() and again["how"] == "measured" and not again["recompute"]
+    assert again["microseconds"] == written["experts"]["microseconds"]
+    assert losses(output) == losses(whole), "bitwise, with and without what recompute drops"
+
+    # A run that goes on elsewhere from a checkpoint takes the record of the run that wrote it; a table overrides.
+    resume = [f"training.resume_from_checkpoint={output}/checkpoints/step-00000002", "moe.expert_stages.up=square"]
+    expected = replace(MIXED, up="square")
+    assert ranks(run, str(tmp_path / "branch"), [*text, *resume]) == [[(expected, False)] * 2] * 4
+    assert info(tmp_path / "branch")["how"] == "given" and info(tmp_path / "branch")["stages"] == expected.to_dict()
+    assert losses(tmp_path / "branch") == {step: losses(whole)[step] for step in (3, 4)}
+
+
+def timed(*sizes: Any, bias: bool, use_arena: bool) -> Measured:
+    """In place of times, which a CPU has none of. All else is real: the problem that would be timed is computed."""
+    assert not bias and not use_arena
+    problem = _Problem(*sizes, bias, use_arena, None)
+    for stage in STAGES:
+        problem.calls(stage, ("library",))["library"]()
+    assert problem.weights.up_SFH.shape == (2, 48, 32) and problem.x.data.shape == (192, 32)
+    return times_of(dist.get_rank())
+
+
+def run_timed(output: str, overrides: Sequence[str]) -> list[tuple[Choices | None, bool]]:
+    with (
+        mock.patch("carpool.train.stages.why_no_kernels", return_value=""),
+        mock.patch("carpool.train.stages.measure_choices", timed),
+    ):
+        return run(output, overrides)
+
+
+def test_what_is_measured_reaches_the_layers_and_the_record(ranks: Ranks, text: list[str], tmp_path: Path) -> None:
+    output, expected = tmp_path / "run", Choices(dx="flat")
+    settings = [*text, "moe.expert_stages=measure"]
+    assert ranks(run_timed, str(output), [*settings, "training.stop_at_step=2"]) == [[(expected, False)] * 2] * 4
+    first = info(output)
+    assert first["stages"] == expected.to_dict() and first["how"] == "measured"
+    assert first["microseconds"]["up"] == {"library": 10.0, "flat": 16.75}
+    # Resumed without anything in the place of times: there is nothing to measure any more.
+    assert ranks(run, str(output), [*settings, "training.resume_from_checkpoint=last"]) == [[(expected, False)] * 2] * 4
+    assert {**info(output), "why": ""} == {**first, "why": ""}
+
+
+def name_of(output: str, overrides: Sequence[str]) -> None:
+    _Run(load_config(None, [*MODEL, *overrides, f"training.output_dir={output}"]), None, "test").close()
+
+
+def test_experts_without_stages_are_recorded_by_name(ranks: Ranks, text: list[str], tmp_path: Path) -> None:
+    ranks(name_of, str(tmp_path / "run"), [*text, "moe.experts=reference"])
+    assert info(tmp_path / "run") == {"name": "reference", "recompute": False}
