@@ -22,6 +22,10 @@ class Numbered:
         _ALIVE[made.number] = made
         return made
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is made by `__new__` too, and keeps the number that it got there."""
+        return {name: value for name, value in self.__dict__.items() if name != "number"}
+
 
 def by_number(number: int) -> Any:
     """The object with this number.

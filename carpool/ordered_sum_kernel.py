@@ -12,9 +12,12 @@ import torch
 import triton
 import triton.language as tl
 
+from carpool.quick import cdiv, power_of_2, quick
+
 BLOCK = 1024
 
 
+@quick
 @triton.jit
 def _kernel(values, order, starts, weight, out, columns, HAS_WEIGHT: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
@@ -43,8 +46,8 @@ def launch(
     rows, columns = out_RH.shape
     if rows == 0 or columns == 0:
         return
-    block = min(BLOCK, triton.next_power_of_2(columns))
-    _kernel[(rows, triton.cdiv(columns, block))](
+    block = min(BLOCK, power_of_2(columns))
+    _kernel[(rows, cdiv(columns, block))](
         values_NH,
         order_N,
         starts,

@@ -69,12 +69,12 @@ def ride(
     weights = ExpertWeights._make(None if w is None else w.to(dtype) for w in weights)
     # The dtypes are those of the arguments: autocast would change them in the forward and not in the backward.
     with torch.autocast(device, enabled=False):
+        tensors = [t for t in (x_TH, weight_TK, *weights) if t is not None]
+        backward = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         if torch.compiler.is_compiling():
-            tensors = [t for t in (x_TH, weight_TK, *weights) if t is not None]
-            backward = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
             numbers = transport.number, experts.number, stats.number
             return ride_operator(x_TH, weight_TK, slot_TK, *weights, *numbers, backward)[0]
-        return _Ride.apply(x_TH, weight_TK, slot_TK, transport, experts, stats, *weights)
+        return _Ride.apply(x_TH, weight_TK, slot_TK, backward, transport, experts, stats, *weights)
 
 
 def ride_forward(
@@ -95,7 +95,7 @@ def ride_forward(
         arrivals = _readable(transport.dispatch(x_TH, route).wait(), route.packets, x_TH.dtype)
     with stats.meter.span("experts", device):
         partial_RH = route.new_partial(x_TH.shape[1], x_TH.dtype, device)
-        saved = experts.forward(arrivals, weights, partial_RH, transport.arena if backward else None)
+        saved = experts.forward(arrivals, weights, partial_RH, transport.arena, backward)
         kept = None
         if backward:
             # Rows that will be sent again need nothing but what is sent.
@@ -139,6 +139,7 @@ class _Ride(torch.autograd.Function):
         x_TH: torch.Tensor,
         weight_TK: torch.Tensor,
         slot_TK: torch.Tensor,
+        backward: bool,
         transport: Transport,
         experts: Experts,
         stats: LayerStats,
@@ -146,7 +147,8 @@ class _Ride(torch.autograd.Function):
     ) -> torch.Tensor:
         weights = ExpertWeights._make(tensors)
         parts = transport, experts, stats
-        y_TH, kept = ride_forward(x_TH, weight_TK, slot_TK, weights, *parts, any(ctx.needs_input_grad))
+        # Not `any(ctx.needs_input_grad)`, which is of the inputs alone: under no_grad it may be True too.
+        y_TH, kept = ride_forward(x_TH, weight_TK, slot_TK, weights, *parts, backward)
         if kept is not None:
             _save(ctx, (*weights, kept.x, *kept.saved))
             ctx.route, ctx.parts = kept.route, parts
@@ -159,9 +161,9 @@ class _Ride(torch.autograd.Function):
         saved = _saved(ctx)
         weights, kept = ExpertWeights._make(saved[:4]), Kept(ctx.route, saved[4], saved[5:])
         transport, experts, stats = ctx.parts
-        needs_dweights = any(ctx.needs_input_grad[6:])
+        needs_dweights = any(ctx.needs_input_grad[7:])
         dx_TH, dweight_TK, dweights = ride_backward(dy_TH, weights, kept, transport, experts, stats, needs_dweights)
-        return dx_TH, dweight_TK, None, None, None, None, *(dweights or (None,) * 4)
+        return dx_TH, dweight_TK, None, None, None, None, None, *(dweights or (None,) * 4)
 
 
 def _readable(arrivals: Arrivals, packets: bool, dtype: torch.dtype) -> Arrivals:

@@ -7,9 +7,11 @@ its backward that are no tensors of the graph (routes, places in an arena). So
     what is    stays here under a ticket, a tensor of one number, which the graph saves for the backward in its place.
     kept       When the last tensor that shares the ticket's memory is gone, what was kept under it is let go: after the
                backward, or at once if nobody wants one
+    inputs     are the graph's, which uses their memory for others when it has no more need of them. So none is kept
+               here: the graph saves them, or computes them again, and the backward is given them
 
-    carpool::ride           (rows, weights, slots, parameters, numbers) -> (sums, ticket)
-    carpool::ride_backward  (gradient of the sums, ticket, ...)         -> gradients
+    carpool::ride           (rows, weights, slots, parameters, numbers)                 -> (sums, ticket)
+    carpool::ride_backward  (gradient of the sums, ticket, rows, weights, slots, ...)   -> gradients
 
 Both have fake versions that say shapes, and the first names the second as its derivative. What they compute is
 `carpool.ride.ride_forward` and `ride_backward`, the same as without a compiler.
@@ -19,12 +21,16 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
 from carpool.experts.base import ExpertWeights
+from carpool.memory.arena import Rows
 from carpool.numbered import by_number
+from carpool.transport.base import Route
 
 # What compiled graphs wait for: of the process, as those graphs are. See the module's docstring for who removes what.
 _KEPT: dict[int, Any] = {}
@@ -55,9 +61,11 @@ def ride_operator(
     with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.no_grad():
         y_TH, kept = ride_forward(x_TH, weight_TK, slot_TK, weights, *parts, backward)
     number = next(_tickets)
-    ticket = torch.tensor([number])
+    ticket = torch.tensor([number], device="cpu")
     if kept is not None:
-        _KEPT[number] = kept
+        inputs = x_TH, weight_TK, slot_TK
+        # With its objects, which may be replaced before the backward runs.
+        _KEPT[number] = _swap(kept, lambda tensor: _lend(tensor, inputs)), parts
         # On the storage: what autograd hands back shares it, but is not the same tensor.
         weakref.finalize(ticket.untyped_storage(), _KEPT.pop, number, None).atexit = False
     return y_TH, ticket
@@ -65,37 +73,39 @@ def ride_operator(
 
 @ride_operator.register_fake
 def _(x_TH: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty(x_TH.shape, dtype=x_TH.dtype, device=x_TH.device), torch.empty(1, dtype=torch.int64)
+    ticket = torch.empty(1, dtype=torch.int64, device="cpu")
+    return torch.empty(x_TH.shape, dtype=x_TH.dtype, device=x_TH.device), ticket
 
 
 @torch.library.custom_op("carpool::ride_backward", mutates_args=())
 def ride_backward_operator(
     dy_TH: torch.Tensor,
     ticket: torch.Tensor,
+    x_TH: torch.Tensor,
     weight_TK: torch.Tensor,
+    slot_TK: torch.Tensor,
     up: torch.Tensor,
     down: torch.Tensor,
     up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
-    transport: int,
-    experts: int,
-    stats: int,
     needs_dweights: bool,
 ) -> list[torch.Tensor]:
     """[dx_TH, dweight_TK, and if wanted the gradients of the parameters that there are]."""
     from carpool.ride import ride_backward
 
-    kept = _KEPT.get(int(ticket))
-    if kept is None:
+    found = _KEPT.get(int(ticket))
+    if found is None:
         raise RuntimeError(
-            "the backward of a compiled ride ran after what its forward kept was let go; a compiled graph cannot be "
-            "differentiated twice (retain_graph=True)"
+            "the backward of a compiled ride ran after what its forward kept was let go: either it ran before "
+            "(a second time takes retain_graph=True), or a hook on saved tensors (save_on_cpu, offloading) put a copy "
+            "in the place of the ride's ticket; use such hooks without torch.compile"
         )
+    inputs = [tensor.contiguous() for tensor in (x_TH, weight_TK, slot_TK)]
+    kept, (transport, experts, stats) = _swap(found[0], lambda held: _take_back(held, inputs)), found[1]
     weights = ExpertWeights(up, down, up_bias, down_bias)
-    parts = by_number(transport), by_number(experts), by_number(stats)
     with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.no_grad():
-        dx_TH, dweight_TK, dweights = ride_backward(dy_TH, weights, kept, *parts, needs_dweights)
-    gradients = [dx_TH, dweight_TK, *(w for w in dweights or () if w is not None)]
+        dx_TH, dweight_TK, dweights = ride_backward(dy_TH, weights, kept, transport, experts, stats, needs_dweights)
+    gradients = [dx_TH, dweight_TK.to(weight_TK.dtype), *(w for w in dweights or () if w is not None)]
     return [gradient.contiguous() for gradient in gradients]
 
 
@@ -103,14 +113,13 @@ def ride_backward_operator(
 def _(
     dy_TH: torch.Tensor,
     ticket: torch.Tensor,
+    x_TH: torch.Tensor,
     weight_TK: torch.Tensor,
+    slot_TK: torch.Tensor,
     up: torch.Tensor,
     down: torch.Tensor,
     up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
-    transport: int,
-    experts: int,
-    stats: int,
     needs_dweights: bool,
 ) -> list[torch.Tensor]:
     like = [dy_TH, weight_TK]
@@ -120,20 +129,50 @@ def _(
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    _, weight_TK, _, *weights, transport, experts, stats, _ = inputs
-    ctx.numbers = transport, experts, stats
-    ctx.save_for_backward(output[1], weight_TK, *weights)
+    ctx.save_for_backward(output[1], *inputs[:7])
 
 
 def _backward(ctx: Any, dy_TH: torch.Tensor, _: Any) -> tuple[Any, ...]:
-    ticket, weight_TK, *weights = ctx.saved_tensors
+    ticket, *inputs = ctx.saved_tensors
+    weights = inputs[3:]
     needs_dweights = any(ctx.needs_input_grad[3:7])
-    dx_TH, dweight_TK, *rest = ride_backward_operator(
-        dy_TH.contiguous(), ticket, weight_TK, *weights, *ctx.numbers, needs_dweights
-    )
+    dx_TH, dweight_TK, *rest = ride_backward_operator(dy_TH.contiguous(), ticket, *inputs, needs_dweights)
     gradients = iter(rest)
     dweights = [next(gradients) if needs_dweights and w is not None else None for w in weights]
     return dx_TH, dweight_TK, None, *dweights, None, None, None, None
 
 
 ride_operator.register_autograd(_backward, setup_context=_setup_context)
+
+
+@dataclass(frozen=True)
+class _Lent:
+    """The first `rows` rows of one of (x_TH, weight_TK, slot_TK), in the place of a view of it."""
+
+    number: int
+    rows: int
+
+
+def _swap(what: Any, change: Callable[[Any], Any]) -> Any:
+    """`what` with its tensors changed: those in tuples, `Rows` and routes."""
+    if isinstance(what, (torch.Tensor, _Lent)):
+        return change(what)
+    if isinstance(what, (Rows, Route)):
+        return replace(what, **{field.name: _swap(getattr(what, field.name), change) for field in fields(what)})
+    if isinstance(what, tuple):
+        items = [_swap(item, change) for item in what]
+        return what._make(items) if hasattr(what, "_make") else tuple(items)
+    return what
+
+
+def _lend(tensor: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor | _Lent:
+    """The tensor, if its memory is its own; else where in the inputs it is found again, or a copy."""
+    for number, given in enumerate(inputs):
+        if tensor.numel() and tensor.untyped_storage().data_ptr() == given.untyped_storage().data_ptr():
+            layout, theirs = ((t.dtype, t.shape[1:], t.stride(), t.storage_offset()) for t in (tensor, given))
+            return _Lent(number, tensor.shape[0]) if layout == theirs else tensor.clone()
+    return tensor
+
+
+def _take_back(held: torch.Tensor | _Lent, inputs: list[torch.Tensor]) -> torch.Tensor:
+    return inputs[held.number][: held.rows] if isinstance(held, _Lent) else held

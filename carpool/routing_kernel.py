@@ -43,6 +43,7 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from carpool.quick import cdiv, power_of_2, quick
 from carpool.routing import Routed, Rule, sum_over
 
 PROGRAMS = 2048
@@ -118,6 +119,7 @@ def _chosen_scores(logits, row, expert, live, top, total, E: tl.constexpr, SOFTM
     return score, there, tl.sum(score, 1)
 
 
+@quick
 @triton.jit(do_not_specialize=["tokens"])
 def _forward(  # type: ignore[no-untyped-def]
     logits, bias, given, expert_out, weight_out, counts, sums, tokens, scale, E: tl.constexpr, K: tl.constexpr,
@@ -188,6 +190,7 @@ def _forward(  # type: ignore[no-untyped-def]
         tl.store(sums + program * (E + 1) + E, tl.sum(z_sum, 0))
 
 
+@quick
 @triton.jit(do_not_specialize=["programs", "tokens"])
 def _reduce(  # type: ignore[no-untyped-def]
     counts, sums, count_out, total, programs, tokens, E: tl.constexpr, LOSS: tl.constexpr, ROWS: tl.constexpr,
@@ -213,6 +216,7 @@ def _reduce(  # type: ignore[no-untyped-def]
             tl.store(total + 2 * E + 1, tokens.to(tl.float32))
 
 
+@quick
 @triton.jit
 def _losses(total, loss, slopes, aux, z, ranks, E: tl.constexpr, EP: tl.constexpr):  # type: ignore[no-untyped-def]
     """The balance loss of the batch, and its slope with regard to this rank's sums; see `carpool.routing._aux_loss`."""
@@ -227,6 +231,7 @@ def _losses(total, loss, slopes, aux, z, ranks, E: tl.constexpr, EP: tl.constexp
     tl.store(slopes + E, z * ranks / tokens)
 
 
+@quick
 @triton.jit(do_not_specialize=["tokens"])
 def _backward(  # type: ignore[no-untyped-def]
     logits, expert_in, dweight, dloss, slopes, dlogits, tokens, scale, E: tl.constexpr, K: tl.constexpr,
@@ -310,8 +315,8 @@ class _Route(torch.autograd.Function):
         top_k = rule.top_k if given_TK is None else given_TK.shape[1]
         has_loss = bool(rule.aux_loss_coef or rule.z_loss_coef)
         num_groups = rule.num_groups or 1
-        padded_groups = triton.next_power_of_2(num_groups)
-        padded_size = triton.next_power_of_2(num_experts // num_groups)
+        padded_groups = power_of_2(num_groups)
+        padded_size = power_of_2(num_experts // num_groups)
         rows, grid = tiling(tokens, padded_groups * padded_size)
         chosen_TK = torch.empty(tokens, top_k, dtype=torch.int32, device=logits_TE.device)
         weight_TK = torch.empty_like(chosen_TK, dtype=torch.float32)
@@ -328,7 +333,7 @@ class _Route(torch.autograd.Function):
             )  # fmt: skip
         count_E = torch.empty(num_experts, dtype=torch.int64, device=logits_TE.device)
         total = logits_TE.new_empty(2 * num_experts + 2 if has_loss else 0)
-        _reduce[(triton.cdiv(num_experts + 1, 8),)](
+        _reduce[(cdiv(num_experts + 1, 8),)](
             counts_PE, sums_PE, count_E, total, grid, tokens, E=num_experts, LOSS=has_loss, ROWS=256, COLUMNS=8,
             num_warps=4,
         )  # fmt: skip
@@ -368,8 +373,8 @@ class _Route(torch.autograd.Function):
 def tiling(tokens: int, width: int) -> tuple[int, int]:
     """(rows of a tile, programs): tiles of about 512 logits, 16 for each thread of a warp."""
     rows = max(1, 512 // width)
-    return rows, min(triton.cdiv(tokens, rows), PROGRAMS)
+    return rows, min(cdiv(tokens, rows), PROGRAMS)
 
 
 def padded(size: int) -> int:
-    return triton.next_power_of_2(max(1, size))
+    return power_of_2(max(1, size))

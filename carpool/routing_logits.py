@@ -23,7 +23,10 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from carpool.quick import cdiv, quick
 
+
+@quick
 @triton.jit(do_not_specialize=["size"])
 def _split(values, pieces, size, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """pieces (T, 2 * WIDTH) bfloat16: the high halves of a row of values, then what they left."""
@@ -67,9 +70,7 @@ def split(values_TE: torch.Tensor) -> torch.Tensor:
     tokens, width = values_TE.shape
     pieces_TE2 = torch.empty(tokens, 2 * width, dtype=torch.bfloat16, device=values_TE.device)
     if size := values_TE.numel():
-        _split[(triton.cdiv(size, 1024),)](
-            values_TE.contiguous(), pieces_TE2, size, WIDTH=width, BLOCK=1024, num_warps=4
-        )
+        _split[(cdiv(size, 1024),)](values_TE.contiguous(), pieces_TE2, size, WIDTH=width, BLOCK=1024, num_warps=4)
     return pieces_TE2
 
 

@@ -26,6 +26,7 @@ import triton.language as tl
 from carpool.experts.base import Activation
 from carpool.experts.pair_kernels import accumulator, programs, tiling
 from carpool.memory.arena import Rows
+from carpool.quick import quick
 
 
 @triton.jit
@@ -132,6 +133,7 @@ def _load_gate_and_up(  # type: ignore[no-untyped-def]
     return gate, up
 
 
+@quick
 @triton.jit
 def _forward(  # type: ignore[no-untyped-def]
     h, bias, kept, start, order, slot, offsets, out, slots, F: tl.constexpr, WIDTH: tl.constexpr, NAME: tl.constexpr,
@@ -166,6 +168,7 @@ def _forward(  # type: ignore[no-untyped-def]
             tl.store(out + row[:, None] * F + column[None, :], value.to(out.dtype.element_ty), mask=mask)
 
 
+@quick
 @triton.jit
 def _backward(  # type: ignore[no-untyped-def]
     h, start, d, weight, dy, bias, order, slot, offsets, dh, scaled, dweight, slots, F: tl.constexpr,

@@ -133,12 +133,18 @@ class Experts(Protocol):
     number: int  # of `carpool.numbered.Numbered`
 
     def forward(
-        self, arrivals: Arrivals, weights: ExpertWeights, partial_RH: torch.Tensor, arena: Arena | None = None
+        self,
+        arrivals: Arrivals,
+        weights: ExpertWeights,
+        partial_RH: torch.Tensor,
+        arena: Arena | None = None,
+        backward: bool = True,
     ) -> tuple[Any, ...]:
         """Write the partial sum of every row into `partial_RH`; return what backward needs besides x.
 
         Args:
             arena: where to keep what has one row per pair, if `arrivals.num_pairs` is only a bound.
+            backward: whether one will follow. If not, what is returned may lack anything.
         """
         ...
 

@@ -82,7 +82,12 @@ class FP8Experts(Numbered):
             self._unchanged = None
 
     def forward(
-        self, arrivals: Arrivals, weights: ExpertWeights, partial_RH: torch.Tensor, arena: Arena | None = None
+        self,
+        arrivals: Arrivals,
+        weights: ExpertWeights,
+        partial_RH: torch.Tensor,
+        arena: Arena | None = None,
+        backward: bool = True,
     ) -> tuple[Any, ...]:
         arrivals, weight_RJ = arrivals.packed(), arrivals.weight_RJ.contiguous()
         hidden, dtype = partial_RH.shape[1], weights.up_SFH.dtype

@@ -38,6 +38,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from carpool.experts.activation_kernels import _value, constants
 from carpool.experts.base import Activation
 from carpool.memory.arena import Rows
+from carpool.quick import power_of_2, quick
 from carpool.transport.packets import FP8, GROUP
 
 
@@ -50,6 +51,7 @@ class Tiling(NamedTuple):
     programs: int = 1  # on each multiprocessor
 
 
+@quick
 @triton.jit
 def _schedule(offsets, tile_slot, tile_row, tiles, slots, BM: tl.constexpr, SP: tl.constexpr, BT: tl.constexpr):  # type: ignore[no-untyped-def]
     own = tl.program_id(0)
@@ -95,6 +97,7 @@ def _finish_h(sums, bias, kept, slot, row, keep, first, W: tl.constexpr, HAS_BIA
     return h.to(tl.float32)
 
 
+@quick
 @triton.jit
 def _gemm(  # type: ignore[no-untyped-def]
     rows, scales, home_delta, home_row, home_rows, order, weight, weight_scales, tile_slot, tile_row, tiles, offsets,
@@ -297,6 +300,6 @@ def schedule(offsets_S: torch.Tensor, num_pairs: int, rows: int) -> tuple[torch.
     tile_slot, tile_row = offsets_S.new_empty(2, num_pairs // rows + slots)
     tiles = offsets_S.new_empty(1)
     _schedule[(slots,)](
-        offsets_S, tile_slot, tile_row, tiles, slots, BM=rows, SP=triton.next_power_of_2(slots), BT=128, num_warps=1
+        offsets_S, tile_slot, tile_row, tiles, slots, BM=rows, SP=power_of_2(slots), BT=128, num_warps=1
     )
     return tile_slot, tile_row, tiles

@@ -22,9 +22,11 @@ from carpool.experts.base import Activation
 from carpool.experts.fp8_gemm_kernels import _write_group
 from carpool.experts.pair_kernels import programs
 from carpool.memory.arena import Rows
+from carpool.quick import cdiv, power_of_2, quick
 from carpool.transport.packets import FP8, GROUP, scales_at
 
 
+@quick
 @triton.jit
 def _quantise_weight(  # type: ignore[no-untyped-def]
     weight, slot_stride, row_stride, column_stride, code, scale, F: tl.constexpr, COLUMNS: tl.constexpr,
@@ -52,6 +54,7 @@ def _quantise_weight(  # type: ignore[no-untyped-def]
         tl.store(scale + slot * (down * across) + n * across + k, own)
 
 
+@quick
 @triton.jit
 def _gather_wide(  # type: ignore[no-untyped-def]
     rows, start, home, order, offsets, out, slots, slab, home_row, home_rows, J: tl.constexpr, H: tl.constexpr,
@@ -94,6 +97,7 @@ def _widen(rows, at, there, group, column, H: tl.constexpr, SCALES_AT: tl.conste
     return code.to(tl.float32) * scale[:, :, None]
 
 
+@quick
 @triton.jit
 def _activate_backward(  # type: ignore[no-untyped-def]
     h, start, d, weight, dy, bias, order, slot, offsets, code, scale, wide, scaled, dweight, slots, F: tl.constexpr,
@@ -166,7 +170,7 @@ def gather_wide(
     """(P, hidden) of packets; zeros where there was no room, and rows past the count are not written."""
     out_PH = torch.empty(order_P.shape[0], hidden, dtype=dtype, device=order_P.device)
     if out_PH.numel() and offsets_S.numel():
-        home, groups = rows.home, min(4, triton.next_power_of_2(triton.cdiv(hidden, GROUP)))
+        home, groups = rows.home, min(4, power_of_2(cdiv(hidden, GROUP)))
         tile = 16 // groups
         _gather_wide[programs(out_PH, tile, groups * GROUP)](
             rows.data, rows.data if rows.start is None else rows.start, rows.data if home is None else home, order_P,

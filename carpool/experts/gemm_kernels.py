@@ -46,6 +46,7 @@ from carpool.experts.activation_kernels import _slopes, _value, constants
 from carpool.experts.base import Activation
 from carpool.experts.pair_kernels import aligned
 from carpool.memory.arena import Rows
+from carpool.quick import cdiv, quick
 
 TILE_ROWS = 128
 BAND = 16
@@ -90,6 +91,7 @@ def _halves(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-unty
     return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, WIDTH // 2)), (0, 2, 1)))
 
 
+@quick
 @triton.jit
 def _up(  # type: ignore[no-untyped-def]
     address, weight, bias, h, start, a, tiles, H: tl.constexpr, F: tl.constexpr, WIDTH: tl.constexpr,
@@ -163,6 +165,7 @@ def _up(  # type: ignore[no-untyped-def]
             )  # fmt: skip
 
 
+@quick
 @triton.jit
 def _plain(  # type: ignore[no-untyped-def]
     rows, weight, out, tiles, K: tl.constexpr, N: tl.constexpr, K_FIRST: tl.constexpr, BM: tl.constexpr,
@@ -242,6 +245,7 @@ def _dact_pieces(  # type: ignore[no-untyped-def]
         )  # fmt: skip
 
 
+@quick
 @triton.jit(do_not_specialize=["pairs"])
 def _dact(  # type: ignore[no-untyped-def]
     address, weight, factors, order, h, start, dh, scaled, partial, tiles, pairs, H: tl.constexpr,
@@ -381,7 +385,7 @@ def down_backward(
     pairs, bn, bk = address_P.shape[0], tiling.columns, tiling.depth
     dh_PF1 = down_weight.new_empty(pairs, h.width)
     scaled_PF = down_weight.new_empty(pairs if wants_scaled else 0, inner)
-    parts_NP = torch.empty(triton.cdiv(inner, bn), pairs, dtype=torch.float32, device=address_P.device)
+    parts_NP = torch.empty(cdiv(inner, bn), pairs, dtype=torch.float32, device=address_P.device)
     _dact[_grid(dh_PF1, tiling)](
         address_P, _describe(down_weight, down_weight.shape, (1, bn, bk) if transposed else (1, bk, bn)), weight_RJ,
         order_P, h.data, tiles_M4 if h.start is None else h.start, dh_PF1, scaled_PF, parts_NP, tiles_M4, pairs,

@@ -64,19 +64,25 @@ class GroupedExperts(Numbered):
         self.function, self.choices, self.recompute = function, choices, recompute
 
     def forward(
-        self, arrivals: Arrivals, weights: ExpertWeights, partial_RH: torch.Tensor, arena: Arena | None = None
+        self,
+        arrivals: Arrivals,
+        weights: ExpertWeights,
+        partial_RH: torch.Tensor,
+        arena: Arena | None = None,
+        backward: bool = True,
     ) -> tuple[Any, ...]:
         weight_RJ = arrivals.weight_RJ.contiguous()
         num_pairs = count_pairs(arrivals.slot_RJ, arrivals.num_pairs)
         pairs = sort_pairs(arrivals.slot_RJ, weights.up_SFH.shape[0], num_pairs)
         stages = Stages(self.function, weights, pairs, self.choices)
 
-        a_PF, h = stages.up(arrivals.rows, arena, keep=not self.recompute)
+        keep = backward and not self.recompute
+        a_PF, h = stages.up(arrivals.rows, arena, keep)
         y_PH = stages.down(a_PF)
         sum_pairs(y_PH, pairs, partial_RH, arrivals.sums_unwanted, weight_RJ, weights.down_bias_SH)
         # A flag of the host, in a tensor because that is what autograd saves.
         flag = torch.tensor(arrivals.sums_unwanted, device="cpu")
-        return weight_RJ, None if self.recompute else h, flag, *(stages.tiles or (None, None)), *pairs
+        return weight_RJ, h if keep else None, flag, *(stages.tiles or (None, None)), *pairs
 
     def backward(
         self,

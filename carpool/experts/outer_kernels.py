@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from carpool.experts.gemm_kernels import BAND, TILE_ROWS, Tiling
+from carpool.quick import cdiv, quick
 
 
 @triton.jit
@@ -42,6 +43,7 @@ def _operand(  # type: ignore[no-untyped-def]
     return tl.load(row[:, None] + column[None, :], mask=mask, other=0.0)
 
 
+@quick
 @triton.jit
 def _outer(  # type: ignore[no-untyped-def]
     a, b, out, ranked, M: tl.constexpr, N: tl.constexpr, GATHER_A: tl.constexpr, GATHER_B: tl.constexpr,
@@ -100,7 +102,7 @@ def outer(
     """
     slots, (m, n) = ranked_S4.shape[0], widths
     out_SMN = torch.empty(slots, m, n, dtype=dtype, device=ranked_S4.device)
-    tiles = triton.cdiv(m, TILE_ROWS) * triton.cdiv(n, tiling.columns)
+    tiles = cdiv(m, TILE_ROWS) * cdiv(n, tiling.columns)
     _outer[(slots * tiles,)](
         a, b, out_SMN, ranked_S4, M=m, N=n, GATHER_A=a.dim() == 1, GATHER_B=b.dim() == 1, BM=TILE_ROWS,
         BN=tiling.columns, BK=tiling.depth, BAND=BAND, num_warps=tiling.warps, num_stages=tiling.stages,

@@ -29,10 +29,12 @@ import triton
 import triton.language as tl
 
 from carpool.memory.arena import Rows
+from carpool.quick import cdiv, power_of_2, quick
 
 SPLITS = 16
 
 
+@quick
 @triton.jit
 def _gather_rows(  # type: ignore[no-untyped-def]
     rows, start, home, order, offsets, out, slots, slab, home_row, home_rows, J: tl.constexpr, WIDTH: tl.constexpr,
@@ -64,6 +66,7 @@ def _gather_rows(  # type: ignore[no-untyped-def]
         tl.store(out + at, value.to(out.dtype.element_ty), mask=mask)
 
 
+@quick
 @triton.jit
 def _sum_pairs(  # type: ignore[no-untyped-def]
     values, position, weight, bias, slot, out, rows, J: tl.constexpr, WIDTH: tl.constexpr, HAS_WEIGHT: tl.constexpr,
@@ -97,6 +100,7 @@ def _sum_pairs(  # type: ignore[no-untyped-def]
         tl.store(out + at, total.to(out.dtype.element_ty), mask=written[:, None] & inside[None, :])
 
 
+@quick
 @triton.jit
 def _slot_sums(  # type: ignore[no-untyped-def]
     values, weight, order, offsets, out, WIDTH: tl.constexpr, HAS_WEIGHT: tl.constexpr, ACC: tl.constexpr,
@@ -120,6 +124,7 @@ def _slot_sums(  # type: ignore[no-untyped-def]
     tl.store(out + at, tl.sum(total, 0), mask=column < WIDTH)
 
 
+@quick
 @triton.jit
 def _row_addresses(  # type: ignore[no-untyped-def]
     rows, start, home, order, offsets, out, slots, slab, home_row, home_rows, J: tl.constexpr, WIDTH: tl.constexpr,
@@ -146,6 +151,7 @@ def _row_addresses(  # type: ignore[no-untyped-def]
         tl.store(out + pair, address, mask=live)
 
 
+@quick
 @triton.jit
 def _tile_table(  # type: ignore[no-untyped-def]
     offsets, tiles, ranked, slots, entries, BM: tl.constexpr, SLOTS: tl.constexpr, ENTRIES: tl.constexpr,
@@ -178,6 +184,7 @@ def _tile_table(  # type: ignore[no-untyped-def]
         tl.store(place + 2, tl.load(offsets + by_size, mask=there, other=0), mask=there)
 
 
+@quick
 @triton.jit
 def _sum_parts(  # type: ignore[no-untyped-def]
     parts, position, dy, bias, slot, out, entries, pairs, NUMBER: tl.constexpr, WIDTH: tl.constexpr,
@@ -253,10 +260,10 @@ def slot_sums(
     slots, width = offsets_S.shape[0], values_PH.shape[1]
     if slots == 0 or values_PH.numel() == 0:
         return values_PH.new_zeros(slots, width)
-    block = min(128, triton.next_power_of_2(width))
+    block = min(128, power_of_2(width))
     acc = torch.float64 if values_PH.dtype == torch.float64 else torch.float32
     parts_KSH = torch.empty(SPLITS, slots, width, dtype=acc, device=values_PH.device)
-    _slot_sums[(slots, SPLITS, triton.cdiv(width, block))](
+    _slot_sums[(slots, SPLITS, cdiv(width, block))](
         values_PH, values_PH if weight_RJ is None else weight_RJ, order_P, offsets_S, parts_KSH,
         WIDTH=width, HAS_WEIGHT=weight_RJ is not None, ACC=accumulator(values_PH), ROWS=32, BLOCK=block, num_warps=4,
     )  # fmt: skip
@@ -303,12 +310,12 @@ def tile_table(offsets_S: torch.Tensor, num_pairs: int, tile_rows: int) -> tuple
     [0, 0, 3], [1, 3, 3]
     """
     slots = offsets_S.shape[0]
-    entries = triton.cdiv(num_pairs, tile_rows) + slots
+    entries = cdiv(num_pairs, tile_rows) + slots
     tiles_M4 = torch.empty(1 + entries, 4, dtype=torch.int32, device=offsets_S.device)
     ranked_S4 = torch.empty(slots, 4, dtype=torch.int32, device=offsets_S.device)
-    padded = max(2, triton.next_power_of_2(slots))
+    padded = max(2, power_of_2(slots))
     each = max(1, 8192 // padded)
-    _tile_table[(triton.cdiv(entries, each),)](
+    _tile_table[(cdiv(entries, each),)](
         offsets_S, tiles_M4, ranked_S4, slots, entries, BM=tile_rows, SLOTS=padded, ENTRIES=each, num_warps=4
     )
     return tiles_M4, ranked_S4
@@ -324,9 +331,9 @@ def sum_parts(
     """(R, J) float32: of each pair the sum of its parts, in order, + <dy, bias>; zero where there is no pair."""
     out_RJ = torch.empty(position_RJ.shape, dtype=torch.float32, device=position_RJ.device)
     width = 1 if dy_PH is None else dy_PH.shape[1]
-    rows, block = (256, 1) if bias_SH is None else (8, min(256, triton.next_power_of_2(width)))
+    rows, block = (256, 1) if bias_SH is None else (8, min(256, power_of_2(width)))
     if out_RJ.numel():
-        _sum_parts[(triton.cdiv(out_RJ.numel(), rows),)](
+        _sum_parts[(cdiv(out_RJ.numel(), rows),)](
             parts_NP, position_RJ, parts_NP if dy_PH is None else dy_PH,
             parts_NP if bias_SH is None else bias_SH.contiguous(), slot_RJ, out_RJ, out_RJ.numel(), parts_NP.shape[1],
             NUMBER=parts_NP.shape[0], WIDTH=width, HAS_BIAS=bias_SH is not None, ROWS=rows, BLOCK=block, num_warps=4,
@@ -349,15 +356,15 @@ def tiling(width: int, elements: int = 2048) -> tuple[int, int]:
 
     Example: width 768 -> (8, 256): three full blocks. Width 37 -> (32, 64).
     """
-    blocks = [b for b in (1024, 512, 256, 128) if b < 2 * width] or [triton.next_power_of_2(width)]
-    block = min(blocks, key=lambda b: (triton.cdiv(width, b) * b, -b))
+    blocks = [b for b in (1024, 512, 256, 128) if b < 2 * width] or [power_of_2(width)]
+    block = min(blocks, key=lambda b: (cdiv(width, b) * b, -b))
     return max(1, elements // block), block
 
 
 def programs(out: torch.Tensor, tile: int, block: int, per_processor: int = 16) -> tuple[int]:
     """A grid for tiles of `out`: enough programs to fill the GPU, and no more than there can be tiles. On the CPU,
     where Triton interprets, two, so that each takes several tiles."""
-    tiles = triton.cdiv(out.shape[0], tile) * triton.cdiv(out.shape[1], block)
+    tiles = cdiv(out.shape[0], tile) * cdiv(out.shape[1], block)
     if not out.is_cuda:
         return (min(tiles, 2),)
     return (min(tiles, torch.cuda.get_device_properties(out.device).multi_processor_count * per_processor),)

@@ -49,7 +49,12 @@ class ReferenceExperts(Numbered):
         self.function = function
 
     def forward(
-        self, arrivals: Arrivals, weights: ExpertWeights, partial_RH: torch.Tensor, arena: Arena | None = None
+        self,
+        arrivals: Arrivals,
+        weights: ExpertWeights,
+        partial_RH: torch.Tensor,
+        arena: Arena | None = None,
+        backward: bool = True,
     ) -> tuple[Any, ...]:
         saved = (arrivals.slot_RJ, arrivals.weight_RJ)
         partial_RH.copy_(reference_experts(arrivals.rows.contiguous(saved[0].shape[0]), *saved, weights, self.function))

@@ -23,10 +23,13 @@ import torch
 import triton
 import triton.language as tl
 
+from carpool.quick import cdiv, power_of_2, quick
+
 BLOCK = 1024
 CHUNK = 256
 
 
+@quick
 @triton.jit
 def _count(slot, counts, starts, totals, entries, slots, BINS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     block = tl.program_id(0)
@@ -40,6 +43,7 @@ def _count(slot, counts, starts, totals, entries, slots, BINS: tl.constexpr, BLO
     tl.atomic_add(totals + bins, count, mask=count > 0, sem="relaxed")
 
 
+@quick
 @triton.jit
 def _scan(counts, starts, totals, offsets, blocks, slots, BINS: tl.constexpr, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
     own = tl.program_id(0)
@@ -57,6 +61,7 @@ def _scan(counts, starts, totals, offsets, blocks, slots, BINS: tl.constexpr, CH
         begin += tl.sum(count, 0)
 
 
+@quick
 @triton.jit
 def _scatter(slot, shifts, order, position, entries, pairs, slots, BINS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     block = tl.program_id(0)
@@ -86,7 +91,7 @@ def sort_pairs(
         block, chunk: entries per block, blocks per step of the scan; tests make them small.
     """
     entries, device = slot_RJ.numel(), slot_RJ.device
-    blocks, bins = triton.cdiv(entries, block), triton.next_power_of_2(num_slots + 1)
+    blocks, bins = cdiv(entries, block), power_of_2(num_slots + 1)
     counts, starts = torch.empty(2, blocks, bins, dtype=torch.int32, device=device)
     totals = torch.zeros(bins, dtype=torch.int32, device=device)
     order_P = torch.empty(num_pairs, dtype=torch.int32, device=device)

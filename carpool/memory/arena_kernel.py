@@ -6,7 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
+from carpool.quick import power_of_2, quick
 
+
+@quick
 @triton.jit(do_not_specialize=["slabs", "row_bytes", "capacity"])
 def _reserve(  # type: ignore[no-untyped-def]
     pointer, peak, count, from_here, begin, start, slabs, row_bytes, capacity, ELEMENT: tl.constexpr,
@@ -40,6 +43,6 @@ def reserve(
     begin, start = torch.empty_like(pointer), pointer.new_empty(slabs)
     _reserve[(1,)](
         pointer, peak, count, from_here, begin, start, slabs, row_bytes, capacity,
-        ELEMENT=element, ALIGNMENT=alignment, PAD=triton.next_power_of_2(slabs), num_warps=1,
+        ELEMENT=element, ALIGNMENT=alignment, PAD=power_of_2(slabs), num_warps=1,
     )  # fmt: skip
     return begin, start

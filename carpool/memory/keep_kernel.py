@@ -10,8 +10,10 @@ import triton
 import triton.language as tl
 
 from carpool.memory.arena import Rows
+from carpool.quick import power_of_2, quick
 
 
+@quick
 @triton.jit(do_not_specialize=["slab", "slabs"])
 def _copy_slabs(  # type: ignore[no-untyped-def]
     x, came, start, out, slab, slabs, WIDTH: tl.constexpr, HAS_START: tl.constexpr, ROWS: tl.constexpr,
@@ -41,7 +43,7 @@ def copy_slabs(x_RH: torch.Tensor, came_W: torch.Tensor, slab: int, kept: Rows) 
     slabs = came_W.shape[0]
     if rows == 0:
         return
-    block = min(1024, triton.next_power_of_2(width))
+    block = min(1024, power_of_2(width))
     processors = torch.cuda.get_device_properties(x_RH.device).multi_processor_count if x_RH.is_cuda else 1
     programs = 8 * processors
     _copy_slabs[(programs,)](

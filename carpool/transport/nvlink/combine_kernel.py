@@ -25,6 +25,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from carpool.quick import quick
 from carpool.transport.nvlink.signals import count_sent, send, wait
 
 
@@ -137,6 +138,7 @@ def _fetch_weights(  # type: ignore[no-untyped-def]
         tl.store(dweight + at, value, mask=inside)
 
 
+@quick
 @triton.jit(do_not_specialize=["tokens", "blocks", "capacity", "own", "verb"])
 def combine_kernel(  # type: ignore[no-untyped-def]
     y,
@@ -179,8 +181,8 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     RECEIVE: tl.constexpr,
     SPIN: tl.constexpr,
 ):
-    """y: (T, H), out. dweight: (T, K) float32, out, if WEIGHTS. base0...3: the first four of `bases`, 0 where
-    there is no such rank. The rest as in `dispatch_kernel`."""
+    """y: (T, H), out. dweight: (T, K) float32, out, if WEIGHTS. base0...3: the first four of `bases`, which no
+    row points into where there is no such rank. The rest as in `dispatch_kernel`."""
     program = tl.program_id(0)
     peer = tl.arange(0, WP)
     epoch = tl.load(epochs + 1)

@@ -27,6 +27,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from carpool.quick import quick
 from carpool.transport.nvlink.signals import count_sent, send, wait
 
 
@@ -195,6 +196,7 @@ def _unpack(  # type: ignore[no-untyped-def]
         tl.store(weight_out + out, bits.to(tl.float32, bitcast=True), mask=written)
 
 
+@quick
 @triton.jit(do_not_specialize=["tokens", "blocks", "capacity", "most", "own", "verb"])
 def dispatch_kernel(  # type: ignore[no-untyped-def]
     x,

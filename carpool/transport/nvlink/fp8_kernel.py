@@ -12,10 +12,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from carpool.quick import quick
+
 GROUP = tl.constexpr(128)
 FP8_MAX = tl.constexpr(448.0)
 
 
+@quick
 @triton.jit
 def quantise_kernel(  # type: ignore[no-untyped-def]
     x, packet, came, rows, slab, H: tl.constexpr, BYTES: tl.constexpr, HAS_CAME: tl.constexpr, BR: tl.constexpr
@@ -38,6 +41,7 @@ def quantise_kernel(  # type: ignore[no-untyped-def]
     tl.store(scales + (begin + (H + 3) // 4 * 4) // 4 + tl.program_id(1), scale, mask=there)
 
 
+@quick
 @triton.jit
 def dequantise_kernel(  # type: ignore[no-untyped-def]
     packet, came, out, rows, slab, H: tl.constexpr, BYTES: tl.constexpr, BR: tl.constexpr

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 import triton
 
+from carpool.quick import cdiv, power_of_2
 from carpool.transport.nvlink.buffers import MAX_CTAS, VERBS, Buffers, Lease
 from carpool.transport.nvlink.combine_kernel import combine_kernel
 from carpool.transport.nvlink.dispatch_kernel import dispatch_kernel
@@ -23,23 +24,19 @@ SPIN = not triton.knobs.runtime.interpret
 PLAN_BLOCK = 512 if SPIN else 64
 
 
-def power(n: int) -> int:
-    return max(1, triton.next_power_of_2(n))
-
-
 def launch_plan(
     slot_TK: torch.Tensor, buffers: Buffers, slots_per_rank: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(row_WT, count_2W, choices_BW) of `plan_kernel`."""
     tokens, top_k = slot_TK.shape
     num_ranks = buffers.num_ranks
-    blocks = max(1, triton.cdiv(tokens, PLAN_BLOCK))
+    blocks = max(1, cdiv(tokens, PLAN_BLOCK))
     row_WT = slot_TK.new_empty(num_ranks, tokens)
     count_2W = slot_TK.new_empty(2, num_ranks)
     choices_BW = slot_TK.new_empty(blocks, num_ranks)
     plan_kernel[(blocks,)](
         slot_TK, row_WT, count_2W, choices_BW, tokens, buffers.capacity, buffers.most, buffers.rank,
-        S=max(1, slots_per_rank), K=top_k, KP=power(top_k), W=num_ranks,
+        S=max(1, slots_per_rank), K=top_k, KP=power_of_2(top_k), W=num_ranks,
         BLOCK=PLAN_BLOCK, AHEAD=8 * PLAN_BLOCK,
         FIELDS=4 if tokens < 2**16 else 2, num_warps=16,
     )  # fmt: skip
@@ -78,17 +75,17 @@ def launch_dispatch(
         tokens, route.choices_BW.shape[0], capacity, lease.regions.most, rank, int(1e9 * buffers.timeout_seconds),
         VERBS.index("dispatch" if choices else "dispatch_gradients"),
         at.rows, at.choices, at.counts, at.arrived,
-        PITCH=words, MAIN=main, S=max(1, slots_per_rank), K=top_k, KP=power(top_k), W=num_ranks, WP=power(num_ranks),
-        ROWS=rows, OTHERS=others if choices else 0, CHOICES=choices, MAX_CTAS=MAX_CTAS, PAD=power(num_ranks * ctas),
-        BC=max(16, 4096 // power(top_k)), BU=max(16, 8192 // power(top_k)), SEND=send, RECEIVE=receive,
-        SPIN=SPIN, **tile,
+        PITCH=words, MAIN=main, S=max(1, slots_per_rank), K=top_k, KP=power_of_2(top_k), W=num_ranks,
+        WP=power_of_2(num_ranks), ROWS=rows, OTHERS=others if choices else 0, CHOICES=choices, MAX_CTAS=MAX_CTAS,
+        PAD=power_of_2(num_ranks * ctas), BC=max(16, 4096 // power_of_2(top_k)),
+        BU=max(16, 8192 // power_of_2(top_k)), SEND=send, RECEIVE=receive, SPIN=SPIN, **tile,
     )  # fmt: skip
 
 
 def dispatch_tile(main: int, tail: int) -> dict[str, int]:
     """Tile of the push, measured: 32 KiB per program and step, in pieces of a row that waste least at its end."""
-    across = min((min(512, power(main)), 256, 128), key=lambda width: (-(-main // width) * width, -width))
-    wide = power(max(1, tail))
+    across = min((min(512, power_of_2(main)), 256, 128), key=lambda width: (-(-main // width) * width, -width))
+    wide = power_of_2(max(1, tail))
     return {"BT": 8192 // across, "BH": across, "BT_TAIL": max(1, 8192 // wide), "BH_TAIL": wide, "num_warps": 32}
 
 
@@ -117,14 +114,14 @@ def launch_combine(
         tokens, route.choices_BW.shape[0], at.capacity, rank, int(1e9 * buffers.timeout_seconds),
         VERBS.index("combine_gradients" if weights else "combine"),
         at.partial, at.dweight, at.written, *(lease.addresses * 4)[:4],
-        H=hidden, S=max(1, slots_per_rank), K=top_k, KP=power(top_k), W=num_ranks, WP=power(num_ranks), BC=128,
-        WEIGHTS=weights, SEND=send, RECEIVE=receive, SPIN=SPIN, **tile,
+        H=hidden, S=max(1, slots_per_rank), K=top_k, KP=power_of_2(top_k), W=num_ranks, WP=power_of_2(num_ranks),
+        BC=128, WEIGHTS=weights, SEND=send, RECEIVE=receive, SPIN=SPIN, **tile,
     )  # fmt: skip
 
 
 def combine_tile(hidden: int, element_size: int) -> dict[str, int]:
     """Tile of the pull, measured: 32 KiB from each rank, all of it under way at once in 1024 threads' registers."""
-    across = min(1024 // element_size, power(hidden))
+    across = min(1024 // element_size, power_of_2(hidden))
     return {"BT": 32768 // element_size // across, "BH": across, "num_warps": 32}
 
 
@@ -135,7 +132,7 @@ def launch_quantise(
     rows, hidden = x_TH.shape
     packet_TB = torch.empty(rows, packet_bytes, dtype=torch.uint8, device=x_TH.device)
     if rows:
-        grid = (triton.cdiv(rows, 32), triton.cdiv(hidden, GROUP))
+        grid = (cdiv(rows, 32), cdiv(hidden, GROUP))
         quantise_kernel[grid](
             x_TH, packet_TB, packet_TB if came_W is None else came_W, rows, max(1, slab), H=hidden, BYTES=packet_bytes,
             HAS_CAME=came_W is not None, BR=32, num_warps=4,
@@ -149,7 +146,7 @@ def launch_dequantise(
     """(R, H) rows in `dtype`; those that did not come are not written."""
     rows, packet_bytes = packet_RB.shape
     out_RH = torch.empty(rows, hidden, dtype=dtype, device=packet_RB.device)
-    grid = (triton.cdiv(rows, 32), triton.cdiv(hidden, GROUP))
+    grid = (cdiv(rows, 32), cdiv(hidden, GROUP))
     if not rows:
         return out_RH
     dequantise_kernel[grid](packet_RB, came_W, out_RH, rows, slab, H=hidden, BYTES=packet_bytes, BR=32, num_warps=4)

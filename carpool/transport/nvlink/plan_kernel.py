@@ -27,6 +27,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from carpool.quick import quick
+
 
 @triton.jit
 def _or(a, b):  # type: ignore[no-untyped-def]
@@ -54,6 +56,7 @@ def _field(packed, field: tl.constexpr, FIELDS: tl.constexpr):  # type: ignore[n
     return ((packed >> (64 // FIELDS * field)) & ((1 << (64 // FIELDS)) - 1)).to(tl.int32)
 
 
+@quick
 @triton.jit(do_not_specialize=["tokens", "capacity", "most", "own"])
 def plan_kernel(  # type: ignore[no-untyped-def]
     slot,

@@ -1,0 +1,72 @@
+"""The compiled ride over the `nvlink` transport in Triton's interpreter: on one rank, whose rows are all at home."""
+
+from __future__ import annotations
+
+import gc
+import os
+from typing import Any
+
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1; tests/test_interpreted.py sets it", allow_module_level=True)
+
+from carpool import ride_operator
+from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
+from carpool.memory import Arena
+from carpool.ride import ride
+from carpool.stats import LayerStats
+from tests.interpreted.emulated import emulate
+
+TOKENS, TOP_K, SLOTS, HIDDEN, INNER = 11, 3, 4, 16, 12
+
+
+@pytest.mark.parametrize("kept", ["copy", "arena", "again"])
+def test_compiled_equals_eager_and_keeps_no_input(kept: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    x, weight, dy = draw(TOKENS, HIDDEN), draw(TOKENS, TOP_K).abs(), draw(TOKENS, HIDDEN)
+    weights = draw(SLOTS, 2 * INNER, HIDDEN), draw(SLOTS, HIDDEN, INNER)
+    slot = torch.rand(TOKENS, SLOTS, generator=generator).argsort(1)[:, :TOP_K].int()
+    slot[::4, 1] = -1
+    options = {"keep": "again"} if kept == "again" else {}
+    (transport,) = emulate(1, SLOTS, capacity=16, row_bytes=4 * HIDDEN, top_k=TOP_K, **options)
+    arena = Arena(1 << 16, torch.device("cpu"))
+    if kept == "arena":
+        transport.buffers.arena = arena
+    experts = GroupedExperts(ExpertFunction(make_activation("silu", gated=True)))
+    stats = LayerStats(SLOTS, 1, 0)
+
+    def call(x_TH: torch.Tensor, weight_TK: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
+        return ride(x_TH, weight_TK, slot, transport, experts, ExpertWeights(*tensors), stats)
+
+    def train(function: Any) -> list[torch.Tensor]:
+        leaves = [leaf.clone().requires_grad_() for leaf in (x, weight, *weights)]
+        y = function(*leaves)
+        y.backward(dy)
+        return [y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+    want = train(call)
+    assert len(want) == 5
+    got = train(torch.compile(call, backend="aot_eager", fullgraph=True))
+    for ours, theirs in zip(got, want, strict=True):
+        assert torch.equal(ours, theirs)
+
+    inputs = [tensor.clone() for tensor in (x, weight, slot)]
+    numbers = transport.number, experts.number, stats.number
+    _, ticket = ride_operator.ride_operator(*inputs, *weights, None, None, *numbers, True)
+    for tensor in inputs:
+        tensor.fill_(-1)
+    got = ride_operator.ride_backward_operator(dy, ticket, x, weight, slot, *weights, None, None, True)
+    for ours, theirs in zip(got, want[1:], strict=True):
+        assert torch.equal(ours, theirs)
+
+    del ticket
+    gc.collect()
+    assert not ride_operator._KEPT and not transport.buffers.busy
+    if kept == "arena":
+        assert int(arena.needed) and all(not held.alive for _, held in arena._stack)

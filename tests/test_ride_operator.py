@@ -1,0 +1,316 @@
+"""The ride as an operator of PyTorch's: compiled equals eager bit by bit, and nothing stays behind."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import carpool
+from carpool import ride_operator
+from carpool.bench.moe.home import Home
+from carpool.experts import EXPERTS, ExpertFunction, ExpertWeights, make_activation, make_experts
+from carpool.memory import Arena
+from carpool.numbered import by_number
+from carpool.ride import ride
+from carpool.stats import LayerStats
+from carpool.transport import make_transport
+
+SLOTS, HIDDEN, INNER, TOP_K = 5, 16, 24, 3
+TRANSPORTS: dict[str, Callable[[], Any]] = {
+    "gather": lambda: make_transport("gather", None, SLOTS),
+    "dedup": lambda: make_transport("dedup", None, SLOTS),
+    "alltoall": lambda: make_transport("alltoall", None, SLOTS),
+    "home": Home,  # whose arrivals are the very inputs
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_behind() -> Iterator[None]:
+    torch._dynamo.reset()
+    gc.collect()
+    assert not ride_operator._KEPT
+    yield
+    gc.collect()
+    assert not ride_operator._KEPT
+
+
+class Case:
+    """One layer's experts and inputs, and the function that only rides."""
+
+    def __init__(
+        self, transport: str = "dedup", experts: str = "grouped", tokens: int = 13, bias: bool = False,
+        dtype: torch.dtype = torch.float32, weight_dtype: torch.dtype = torch.float32,
+    ) -> None:  # fmt: skip
+        generator = torch.Generator().manual_seed(tokens)
+
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator).to(dtype)
+
+        self.leaves = [draw(tokens, HIDDEN), draw(tokens, TOP_K).abs().to(weight_dtype)]
+        self.leaves += [draw(SLOTS, 2 * INNER, HIDDEN), draw(SLOTS, HIDDEN, INNER)]
+        self.leaves += [draw(SLOTS, 2 * INNER), draw(SLOTS, HIDDEN)] if bias else []
+        self.slot = torch.rand(tokens, SLOTS, generator=generator).argsort(1)[:, :TOP_K].int()
+        if transport != "home":  # which leaves rows that nobody wants as they are
+            self.slot[1::4, 1] = -1
+            self.slot[2:3] = -1
+        self.dy = draw(tokens, HIDDEN)
+        self.transport = TRANSPORTS[transport]()
+        self.experts = make_experts(experts, ExpertFunction(make_activation("silu", gated=True)))
+        self.stats = LayerStats(SLOTS, 1, 0)
+
+    def ride(self, x_TH: torch.Tensor, weight_TK: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        given = ExpertWeights(*weights)
+        return ride(x_TH, weight_TK, self.slot, self.transport, self.experts, given, self.stats)
+
+    def compiled(self, backend: str = "aot_eager") -> Callable[..., torch.Tensor]:
+        return torch.compile(self.ride, backend=backend, fullgraph=True)
+
+    def train(self, call: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        """The output and every gradient."""
+        leaves = [leaf.clone().requires_grad_() for leaf in self.leaves]
+        y = call(*leaves)
+        y.backward(self.dy.to(y.dtype))
+        gradients = [leaf.grad for leaf in leaves]
+        assert all(g is not None and g.dtype == leaf.dtype for g, leaf in zip(gradients, leaves, strict=True))
+        return [y.detach(), *gradients]
+
+
+def assert_same(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
+    for ours, theirs in zip(got, want, strict=True):
+        assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("experts", list(EXPERTS))
+@pytest.mark.parametrize("transport", list(TRANSPORTS))
+def test_compiled_equals_eager(transport: str, experts: str) -> None:
+    case = Case(transport, experts, bias=experts == "grouped")
+    want = case.train(case.ride)
+    assert_same(case.train(case.compiled()), want)
+
+
+@pytest.mark.parametrize("experts", list(EXPERTS))
+@pytest.mark.parametrize("transport", ["gather", "dedup"])
+def test_a_compiled_layer_equals_eager(transport: str, experts: str) -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"shared_intermediate_size": 8, "bias": True, "router": {"aux_loss_coef": 0.01}}
+    moe = carpool.MoE(HIDDEN, INNER, 8, 2, transport=transport, experts=experts, **sizes)
+    net = torch.nn.Sequential(torch.nn.Linear(HIDDEN, HIDDEN), moe, torch.nn.Linear(HIDDEN, HIDDEN))
+    results = []
+    for call in (net, torch.compile(net, backend="aot_eager")):
+        net.zero_grad()
+        x = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        y = call(x)
+        (y.square().mean() + moe.aux_loss).backward()
+        assert x.grad is not None
+        results.append([y.detach(), x.grad, *(p.grad.clone() for p in net.parameters() if p.grad is not None)])
+    assert len(results[0]) == 2 + len(list(net.parameters()))
+    assert_same(results[1], results[0])
+
+
+def test_two_layers_share_the_code_and_not_the_counters() -> None:
+    cases = [Case("dedup", tokens=13), Case("gather", tokens=9)]
+
+    def call(case: Case, *leaves: torch.Tensor) -> torch.Tensor:
+        return case.ride(*leaves)
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for case in cases * 2:
+        assert_same(case.train(lambda *leaves, case=case: compiled(case, *leaves)), case.train(case.ride))
+    assert [sum(case.stats.traffic.rows["plan"]) for case in cases] == [4, 4]
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_few_tokens(tokens: int) -> None:
+    case = Case("dedup", tokens=tokens)
+    assert_same(case.train(case.compiled()), case.train(case.ride))
+
+
+def test_routing_weights_of_another_dtype() -> None:
+    case = Case("dedup", dtype=torch.bfloat16, weight_dtype=torch.bfloat16)
+    assert_same(case.train(case.compiled()), case.train(case.ride))
+
+
+def test_autocast() -> None:
+    case = Case("dedup")
+
+    def half(*leaves: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return case.ride(*leaves)
+
+    want = case.train(half)
+    assert want[0].dtype == torch.bfloat16
+    assert_same(case.train(torch.compile(half, backend="aot_eager", fullgraph=True)), want)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("inside", [False, True])
+def test_activation_checkpointing(reentrant: bool, inside: bool) -> None:
+    if reentrant and inside:
+        pytest.skip("torch.compile does not look into checkpoints with reentry")
+    from torch.utils.checkpoint import checkpoint
+
+    case = Case("dedup")
+    want = case.train(case.ride)
+
+    def again(call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *leaves: checkpoint(call, *leaves, use_reentrant=reentrant)
+
+    if inside:
+        got = case.train(torch.compile(again(case.ride), backend="aot_eager", fullgraph=True))
+    else:
+        got = case.train(again(case.compiled()))
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_nothing_is_kept_where_no_backward_will_follow(compiled: bool) -> None:
+    case = Case("home")
+    case.transport.arena = Arena(2**20, torch.device("cpu"))
+    call = case.compiled() if compiled else case.ride
+    leaves = [leaf.clone().requires_grad_() for leaf in case.leaves]
+    with torch.no_grad():
+        y = call(*leaves)
+    assert not ride_operator._KEPT and not int(case.transport.arena.needed)
+    with torch.inference_mode():
+        assert torch.equal(call(*leaves), y)
+    assert not ride_operator._KEPT and not int(case.transport.arena.needed)
+    assert torch.equal(call(*leaves).detach(), y) and int(case.transport.arena.needed)
+
+
+def test_what_is_kept_goes_with_the_output_that_nobody_wanted() -> None:
+    case = Case("dedup")
+    y = case.compiled()(*[leaf.clone().requires_grad_() for leaf in case.leaves])
+    assert len(ride_operator._KEPT) == 1
+    del y
+    gc.collect()
+    assert not ride_operator._KEPT
+
+
+def test_a_second_backward_is_refused() -> None:
+    case = Case("dedup")
+    y = case.compiled()(*[leaf.clone().requires_grad_() for leaf in case.leaves])
+    y.backward(case.dy)
+    with pytest.raises(RuntimeError, match="second time"):
+        y.backward(case.dy)
+
+
+@pytest.mark.parametrize("transport", ["dedup", "home"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_graph_that_is_retained_can_be_differentiated_twice(compiled: bool, transport: str) -> None:
+    case = Case(transport)
+    leaves = [leaf.clone().requires_grad_() for leaf in case.leaves]
+    y = (case.compiled() if compiled else case.ride)(*leaves)
+    first = torch.autograd.grad(y, leaves, case.dy, retain_graph=True)
+    assert_same(list(torch.autograd.grad(y, leaves, case.dy)), list(first))
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    case = Case("dedup")
+    leaves = [leaf.clone().requires_grad_() for leaf in case.leaves]
+    for call in (case.ride, case.compiled()):
+        (dx,) = torch.autograd.grad(call(*leaves).square().sum(), leaves[:1], create_graph=True)
+        with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad|double backward"):
+            dx.sum().backward()
+
+
+def test_the_transport_may_be_replaced_between_forward_and_backward() -> None:
+    case = Case("dedup")
+    want = case.train(case.ride)
+
+    def then_replaced(*leaves: torch.Tensor) -> torch.Tensor:
+        y = compiled(*leaves)
+        case.transport = make_transport("gather", None, SLOTS)
+        gc.collect()
+        return y
+
+    compiled = case.compiled()
+    assert_same(case.train(then_replaced), want)
+
+
+# -- the operators themselves ---------------------------------------------------------------------------------------
+
+
+def arguments(case: Case) -> tuple[Any, ...]:
+    x, weight, *weights = case.leaves
+    numbers = case.transport.number, case.experts.number, case.stats.number
+    return x, weight, case.slot, *weights, *(None,) * (4 - len(weights)), *numbers, True
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("transport", list(TRANSPORTS))
+def test_opcheck(transport: str, dtype: torch.dtype) -> None:
+    case = Case(transport, bias=True, weight_dtype=dtype)
+    # Not `test_aot_dispatch_dynamic`, which compares the tickets of two calls.
+    utilities = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(ride_operator.ride_operator, arguments(case), test_utils=utilities)
+    for needs_dweights in (False, True):
+        _, ticket = ride_operator.ride_operator(*arguments(case))
+        given = case.dy, ticket, *arguments(case)[:7], needs_dweights
+        torch.library.opcheck(ride_operator.ride_backward_operator, given, test_utils=utilities)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("transport", list(TRANSPORTS))
+def test_inputs_may_be_overwritten_as_soon_as_the_operator_has_returned(
+    transport: str, again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler that was told that an operator is functional uses its inputs' memory for others."""
+    case = Case(transport)
+    if again:
+        monkeypatch.setattr(type(case.transport), "sends_again", True)
+    _, *want = case.train(case.ride)
+    x, weight, slot, *rest = arguments(case)
+    inputs = [tensor.clone() for tensor in (x, weight, slot)]
+    _, ticket = ride_operator.ride_operator(*inputs, *rest)
+    for tensor in inputs:
+        tensor.fill_(-1)
+    elsewhere = [tensor.clone() for tensor in (x, weight, slot)]
+    got = ride_operator.ride_backward_operator(case.dy, ticket, *elsewhere, *rest[:4], True)
+    assert_same(got, want)
+
+
+def test_a_backward_without_its_ticket_is_refused() -> None:
+    case = Case("dedup")
+    _, ticket = ride_operator.ride_operator(*arguments(case))
+    copied = ticket.clone()
+    del ticket
+    with pytest.raises(RuntimeError, match="what its forward kept was let go"):
+        ride_operator.ride_backward_operator(case.dy, copied, *arguments(case)[:7], True)
+
+
+def test_a_default_device_is_not_the_tickets() -> None:
+    case = Case("dedup")
+    with torch.device("meta"):
+        _, ticket = ride_operator.ride_operator(*arguments(case))
+    assert ticket.device.type == "cpu"
+
+
+# -- numbers --------------------------------------------------------------------------------------------------------
+
+
+def test_copies_have_numbers_of_their_own() -> None:
+    stats = LayerStats(SLOTS, 1, 0)
+    for other in (copy.copy(stats), copy.deepcopy(stats), pickle.loads(pickle.dumps(stats))):
+        assert other.number != stats.number
+        assert by_number(other.number) is other and by_number(stats.number) is stats
+
+
+def test_a_copy_of_a_compiled_layer_counts_for_itself() -> None:
+    torch.manual_seed(0)
+    moe = carpool.MoE(HIDDEN, INNER, 8, 2)
+    other = copy.deepcopy(moe)
+    torch.compile(other, backend="aot_eager")(torch.randn(7, HIDDEN))
+    assert moe.stats().rows_dispatched == 0 and other.stats().rows_dispatched == 7
+
+
+def test_what_is_gone_has_no_number() -> None:
+    number = LayerStats(SLOTS, 1, 0).number
+    gc.collect()
+    with pytest.raises(RuntimeError, match="replaced or freed"):
+        by_number(number)
