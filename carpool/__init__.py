@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 from carpool.layout import ExpertLayout, assign
+from carpool.memory.recompute import keep_rides
 from carpool.moe import MoE
 from carpool.parallel.gradients import reduce_gradients
 from carpool.routing import Router, Routing
 
 __version__ = "0.1.0"
 
-__all__ = ["ExpertLayout", "MoE", "Router", "Routing", "__version__", "assign", "reduce_gradients"]
+__all__ = ["ExpertLayout", "MoE", "Router", "Routing", "__version__", "assign", "keep_rides", "reduce_gradients"]

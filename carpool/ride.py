@@ -6,7 +6,8 @@ backward are written out, so that it is plain what travels when and what is kept
     forward    plan -> dispatch x -> experts -> combine partial sums
     backward   dispatch dy -> experts' backward -> combine (dx, dweight)
 
-`torch.compile` sees an operator with these two as its forward and backward: `carpool.ride_operator`.
+`torch.compile` sees an operator with these two as its forward and backward: `carpool.ride_operator`. A checkpointed
+layer may be computed again without its rides: `carpool.memory.recompute`.
 
 `ride_module` does the same for an expert module that our kernels do not know (any `forward(rows, ids, weights)`):
 there dispatch and combine are two nodes, each the other's backward, and autograd differentiates what lies between.
@@ -15,6 +16,7 @@ there dispatch and combine are two nodes, each the other's backward, and autogra
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +25,7 @@ from torch.autograd.function import once_differentiable
 from carpool.experts import Experts, ExpertWeights, reads_packets
 from carpool.memory import Rows
 from carpool.memory.keep import keep_rows
+from carpool.memory.recompute import kept_rides
 from carpool.ride_operator import ride_operator
 from carpool.stats import LayerStats
 from carpool.transport import Arrivals, Transport
@@ -89,6 +92,7 @@ def ride_forward(
 ) -> tuple[torch.Tensor, Kept | None]:
     """(y_TH, what is kept if a backward will follow), without autograd."""
     device = x_TH.device
+    stats.tokens_dispatched += x_TH.shape[0]
     with stats.meter.span("dispatch", device):
         route = transport.plan(slot_TK, weight_TK, stats.traffic)
         route.packets = reads_packets(experts)
@@ -148,7 +152,9 @@ class _Ride(torch.autograd.Function):
         weights = ExpertWeights._make(tensors)
         parts = transport, experts, stats
         # Not `any(ctx.needs_input_grad)`, which is of the inputs alone: under no_grad it may be True too.
-        y_TH, kept = ride_forward(x_TH, weight_TK, slot_TK, weights, *parts, backward)
+        region = kept_rides() if backward else None
+        take = partial(ride_forward, x_TH, weight_TK, slot_TK, weights, *parts, backward)
+        y_TH, kept = take() if region is None else region.ride(take)
         if kept is not None:
             _save(ctx, (*weights, kept.x, *kept.saved))
             ctx.route, ctx.parts = kept.route, parts
@@ -201,6 +207,7 @@ def ride_module(
     stats: LayerStats,
 ) -> torch.Tensor:
     """As `ride`, with `module(x_RH, slot_RJ, weight_RJ) -> partial_RH` as the experts (-1 in slot_RJ: none)."""
+    stats.tokens_dispatched += x_TH.shape[0]
     with stats.meter.span("dispatch", x_TH.device):
         route = transport.plan(slot_TK, weight_TK.detach(), stats.traffic)
         x_RH, weight_RJ, slot_RJ = _Dispatch.apply(x_TH, weight_TK, route, transport)

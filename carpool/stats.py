@@ -166,9 +166,8 @@ class LayerStats(Numbered):
 
     @torch.no_grad()
     def count(self, expert_TK: torch.Tensor, weight_TK: torch.Tensor) -> None:
-        """Count the tokens and the load of one forward; a recomputed forward adds to `tokens_dispatched` only, because
-        its rows travel again and the traffic counts them."""
-        self.tokens_dispatched += expert_TK.shape[0]
+        """Count the tokens and the load of one forward; a recomputed one is not counted. (If its rows travel again, the
+        ride adds them to `tokens_dispatched` and to the traffic again.)"""
         if in_recompute():
             return
         if self._load_E is None or self._entropy is None:

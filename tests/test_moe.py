@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import logging
 import math
+import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,8 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import carpool
-from carpool import ExpertLayout, Routing
+from carpool import ExpertLayout, Routing, ride_operator
 from carpool.experts import Choices, GroupedExperts
+from carpool.memory.recompute import KeptRides
 from carpool.moe import gather_homes
 from carpool.placement import predict
 from carpool.transport import TRANSPORTS
@@ -284,7 +288,13 @@ def test_a_recording_may_have_another_number_of_choices() -> None:
 def checkpointed(layout: str, transport: str) -> list[str]:
     wrong = []
 
-    def run(how: bool | None) -> tuple[list[torch.Tensor], Any, Any, float]:
+    ways: dict[str, dict[str, Any]] = {
+        "with reentry": {"use_reentrant": True},
+        "without": {"use_reentrant": False},
+        "rides kept": {"use_reentrant": False, "context_fn": carpool.keep_rides},
+    }
+
+    def run(how: str | None) -> tuple[list[torch.Tensor], Any, Any, float]:
         torch.manual_seed(0)
         router = {"aux_loss_coef": 0.1, "z_loss_coef": 0.1, "bias_update_rate": 0.1, "capacity_factor": 0.9}
         moe = build(2, layout, transport=transport, router=router, shared_intermediate_size=8)
@@ -294,7 +304,7 @@ def checkpointed(layout: str, transport: str) -> list[str]:
         def layer(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return moe(x), moe.aux_loss
 
-        y, aux = layer(outer(x)) if how is None else checkpoint(layer, outer(x), use_reentrant=how)
+        y, aux = layer(outer(x)) if how is None else checkpoint(layer, outer(x), **ways[how])
         dropped = moe.stats().dropped
         (y.square().sum() + aux).backward()
         stats = moe.stats()
@@ -305,7 +315,7 @@ def checkpointed(layout: str, transport: str) -> list[str]:
         return [y.detach(), *gradients, moe.router.bias_E], stats, moe.stats_counter, float(aux.detach())
 
     plain, stats, counter, aux = run(None)
-    for how in (True, False):
+    for how in ways:
         values, again, counted, aux_again = run(how)
         wrong += [
             f"tensor {i} under {how}"
@@ -316,9 +326,55 @@ def checkpointed(layout: str, transport: str) -> list[str]:
             wrong.append(f"load, tokens or balance loss under {how}")
         if again.copies_per_token != stats.copies_per_token or not torch.equal(counted.entropy, counter.entropy):
             wrong.append(f"copies per token {again.copies_per_token} instead of {stats.copies_per_token} under {how}")
-        if again.rows_dispatched != 2 * stats.rows_dispatched or again.tokens_dispatched != 2 * stats.tokens:
-            wrong.append(f"recomputed rides travel again, under {how} too")
+        times = 1 if how == "rides kept" else 2
+        if again.rows_dispatched != times * stats.rows_dispatched or again.tokens_dispatched != times * stats.tokens:
+            wrong.append(f"rides are counted as often as rows travel, {times} times {how}")
+    if left := len(ride_operator._KEPT):
+        wrong.append(f"{left} rides are kept for ever")
     return wrong
+
+
+def kept(layer: Any, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(layer, x, use_reentrant=False, context_fn=carpool.keep_rides)
+
+
+def test_kept_rides_are_taken_once_and_let_go() -> None:
+    moe = carpool.MoE(H, F, EXPERTS, K)
+    taken: list[weakref.ref[Any]] = []
+    forward = moe.experts.forward
+
+    def once(*args: Any) -> tuple[Any, ...]:
+        saved = forward(*args)
+        taken.append(weakref.ref(saved[0]))
+        return saved
+
+    x = torch.randn(5, H, requires_grad=True)
+    with mock.patch.object(moe.experts, "forward", once):
+        y = kept(lambda x: moe(moe(x)), x)
+        gc.collect()
+        assert len(taken) == 2 and all(tensor() is not None for tensor in taken), "kept until the backward"
+        y.sum().backward(retain_graph=True)
+        first = [p.grad.clone() for p in moe.parameters()]
+        y.sum().backward()
+    assert len(taken) == 2, "experts computed nothing again"
+    for parameter, gradient in zip(moe.parameters(), first, strict=True):
+        assert torch.equal(parameter.grad, 2 * gradient)
+    del y
+    gc.collect()
+    assert all(tensor() is None for tensor in taken)
+
+
+def test_kept_rides_notice_a_region_that_is_another_the_second_time() -> None:
+    moe, x = carpool.MoE(H, F, EXPERTS, K), torch.randn(5, H, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"changed in place .*write y = y \+ z"):
+        kept(lambda x: moe(x).add_(1).square(), x).sum().backward()
+    rides = KeptRides()
+    rides.start(again=False)
+    rides.ride(lambda: (x, "kept"))
+    rides.start(again=True)
+    assert rides.ride(lambda: (x + 1, "other"))[1] == "kept"
+    with pytest.raises(RuntimeError, match="took 1 rides in the forward and more"):
+        rides.ride(lambda: (x, "more"))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

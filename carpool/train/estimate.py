@@ -70,8 +70,14 @@ def estimate_memory(
     width = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
     copies = uniform_copies(num_experts, top_k, degrees.ep_size)
     rows, pairs = tokens * copies, tokens * top_k
-    layer = 16 * tokens * hidden + rows * hidden + pairs * (2 * hidden + 2 * width)
-    kept = tokens * hidden * layers + layer if config.training.gradient_checkpointing else layer * layers
+    # Experts keep the rows and their pre-activations; products and gradients of a layer's pairs come and go.
+    experts = rows * hidden + (0 if config.moe.recompute_experts else 2 * pairs * width)
+    passing, layer = pairs * (hidden + 3 * width), 16 * tokens * hidden
+    if config.training.gradient_checkpointing:
+        kept_layers = layers if config.training.checkpoint_rides == "keep" else 1
+        kept = tokens * hidden * layers + layer + experts * kept_layers + passing
+    else:
+        kept = (layer + experts) * layers + passing
     logits = 2 * 4 * tokens * text.vocab_size
     rides = int(2 * rows * hidden * computed)
     if transport == "nvlink":

@@ -34,6 +34,7 @@ from carpool.hf.expert_parallel import ExpertRides, buffers_of_rides
 from carpool.hf.layouts import is_logical, logical_order, physical_order, set_layout
 from carpool.hf.metrics import RideMetrics, RideRecord
 from carpool.layout import ExpertLayout
+from carpool.memory.recompute import keep_rides
 from carpool.parallel.clip import clip_grad_norm
 from carpool.report import text_block
 from carpool.train.checkpoint import CheckpointManager, export_pretrained, load
@@ -146,7 +147,8 @@ class _Run:
         )
         install(self.model)
         if training.gradient_checkpointing:
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            keep = {"context_fn": keep_rides} if training.checkpoint_rides == "keep" else {}
+            self.model.gradient_checkpointing_enable({"use_reentrant": False, **keep})
         self.layout = _layout(config, self.model)
         set_layout(self.model, self.layout)
         self.options, self.most_tokens = nvlink_options(config, self.degrees), most_tokens(config, self.degrees)
@@ -342,7 +344,11 @@ class _Run:
         training = self.config.training
         per_second = losses["tokens"] / step_ms * 1e3
         used = self.flops * per_second / self.world / self.peak if self.peak else None
-        again = 4 / 3 if training.gradient_checkpointing else 1.0
+        again = 1.0
+        if training.gradient_checkpointing:
+            kept = training.checkpoint_rides == "keep"
+            own = self.size.active - (self.size.total - self.size.experts)
+            again += (1 - own / self.size.active if kept else 1) / 3
         self.totals["tokens"] += losses["tokens"]
         for key in ("bytes_remote", "bytes_remote_alltoall"):
             self.totals[key] += rode.record[key]

@@ -230,6 +230,11 @@ class TrainingSection(Section):
         description="Compute in bfloat16 (parameters keep model.dtype). none: true on GPUs, false on CPUs.",
     )
     gradient_checkpointing: bool = Field(default=False, description="Recompute activations in backward to save memory.")
+    checkpoint_rides: Literal["keep", "repeat"] = Field(
+        default="keep",
+        description="With gradient_checkpointing, keep: rows do not travel and experts do not compute again, what they "
+        "keep stays (moe.recompute_experts: the rows alone). repeat: they do, and nothing of them is kept.",
+    )
     seed: int = Field(
         default=0, ge=0, lt=2**63, description="Seed of the initial weights and of the order of the data."
     )
