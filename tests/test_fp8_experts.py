@@ -1,18 +1,15 @@
 """Experts that compute in FP8: the definition against float64 without FP8, and what they are told and keep.
 
-The kernels are compared with the definition in tests/fp8_interpreted.py, which a test here runs in its own process.
+The kernels are compared with the definition in tests/interpreted/test_fp8.py.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -41,17 +38,6 @@ ROOT = Path(__file__).resolve().parents[1]
 TOLERANCE = 0.09
 # Where a pre-activation is rounded past a kink or a clamp, the slope there is another one.
 KINKED = 0.45
-
-
-def test_kernels_equal_the_definition_in_the_interpreter() -> None:
-    triton = pytest.importorskip("triton")
-    if triton.__version__ < "3.7" and np.__version__ >= "2.3":
-        pytest.skip("the interpreter of Triton before 3.7 does not know how numpy 2.3 reads one number of an array")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/fp8_interpreted.py"]
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout and "skipped" not in done.stdout
 
 
 # -- packets ----------------------------------------------------------------------------------------------------------

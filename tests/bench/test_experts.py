@@ -168,8 +168,8 @@ class Louder(ReferenceExperts):
 
     name = "louder"
 
-    def forward(self, arrivals: Any, weights: Any, partial_RH: torch.Tensor, arena: Any = None) -> Any:
-        saved = super().forward(arrivals, weights, partial_RH, arena)
+    def forward(self, arrivals: Any, weights: Any, partial_RH: torch.Tensor, *rest: Any) -> Any:
+        saved = super().forward(arrivals, weights, partial_RH, *rest)
         partial_RH *= 1.02
         return saved
 

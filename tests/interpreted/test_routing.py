@@ -1,6 +1,6 @@
 """The router's kernels in Triton's interpreter, on the CPU, against plain PyTorch in float64.
 
-Run by tests/test_routing_kernel.py in a process of its own, because the interpreter is chosen when Triton is imported.
+Run by tests/test_interpreted.py in a process of its own, because the interpreter is chosen when Triton is imported.
 Few programs and small tiles, so that loops run several times; PyTorch fills memory that nobody initialised with NaN.
 """
 
@@ -19,7 +19,7 @@ from carpool.routing import Rule, route
 from tests.routing_problem import CASES, Case, check, check_not_finite
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1; tests/test_routing_kernel.py sets it", allow_module_level=True)
+    pytest.skip("needs TRITON_INTERPRET=1; tests/test_interpreted.py sets it", allow_module_level=True)
 
 from carpool import routing_kernel, routing_logits
 

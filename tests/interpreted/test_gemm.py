@@ -1,6 +1,6 @@
 """The fused grouped products in Triton's interpreter, on the CPU, against plain PyTorch in float64.
 
-Run by tests/test_expert_kernels.py, as tests/experts_interpreted.py is, whose ways these are: tiny tiles, NaN in memory
+Run by tests/test_interpreted.py, as test_experts.py is, whose ways these are: tiny tiles, NaN in memory
 that nobody initialised, and bounds instead of counts.
 """
 
@@ -21,11 +21,11 @@ from carpool.memory import Arena, Rows
 from tests.experts_problem import ACTIVATIONS, PATTERNS, ExpertProblem, draw_slots
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1; tests/test_expert_kernels.py sets it", allow_module_level=True)
+    pytest.skip("needs TRITON_INTERPRET=1; tests/test_interpreted.py sets it", allow_module_level=True)
 
 from carpool.experts import gemm_kernels, outer_kernels, pair_kernels
 from carpool.experts.gemm_kernels import Tiling
-from tests.experts_interpreted import close, kernels, nan_in_fresh_memory  # noqa: F401
+from tests.interpreted.test_experts import close, kernels, nan_in_fresh_memory  # noqa: F401
 
 TINY = Tiling(columns=32, warps=4, stages=2, depth=16)
 
