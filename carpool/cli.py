@@ -64,6 +64,22 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
+# Options of several commands.
+_ZipfExponent = Annotated[float, typer.Option("--zipf-exponent", help="How unequal zipf is.")]
+_Repetitions = Annotated[int, typer.Option("--repetitions", help="Timed repetitions of everything.")]
+_Dtype = Annotated[str, typer.Option("--dtype", help="bfloat16, float16 or float32.")]
+_Seed = Annotated[int, typer.Option("--seed", min=0, help="Of weights, rows and routing.")]
+_Transports = Annotated[
+    str | None, typer.Option("--transports", metavar="NAME,...", help="Default: all that can run here.")
+]
+_Ranks = Annotated[
+    int | None, typer.Option("--ranks", help="Ranks on this machine. Default: one per GPU, or 4 on CPU.")
+]
+_Device = Annotated[str, typer.Option("--device", help="auto (cuda if there is a GPU, otherwise cpu), cpu or cuda.")]
+_JsonOnly = Annotated[bool, typer.Option("--json-only", help="Write the JSON file; no table, no figure.")]
+_RanksDebug = Annotated[bool, typer.Option("--debug", help="Tracebacks, and the output of all ranks.")]
+
+
 @app.callback()
 def _options(
     version: Annotated[
@@ -94,7 +110,7 @@ def train(
         bool, typer.Option("--dry-run", help="Print the resolved settings and the memory per rank; train nothing.")
     ] = False,
     help_config: Annotated[bool, typer.Option("--help-config", help="Explain every setting.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks, and the output of all ranks.")] = False,
+    debug: _RanksDebug = False,
 ) -> None:
     """Train a model. It starts one rank per GPU (or 4 processes on CPU), unless torchrun or Slurm started it.
 
@@ -176,9 +192,7 @@ def doctor() -> None:
 
 @bench.command("transport")
 def bench_transport(
-    ranks: Annotated[
-        int | None, typer.Option("--ranks", help="Ranks on this machine. Default: one per GPU, or 4 on CPU.")
-    ] = None,
+    ranks: _Ranks = None,
     shape: Annotated[
         list[str] | None,
         typer.Option(
@@ -188,12 +202,10 @@ def bench_transport(
             "4096,7168,256,8 and 8192,2048,64,8 and 8192,4096,128,8; on CPU 1024,256,32,4.",
         ),
     ] = None,
-    transports: Annotated[
-        str | None, typer.Option("--transports", metavar="NAME,...", help="Default: all that can run here.")
-    ] = None,
+    transports: _Transports = None,
     routing: Annotated[str, typer.Option("--routing", help="uniform, zipf, skewed, or all.")] = "uniform",
-    zipf_exponent: Annotated[float, typer.Option("--zipf-exponent", help="How unequal zipf is.")] = 1.0,
-    dtype: Annotated[str, typer.Option("--dtype", help="Of the rows: bfloat16, float16 or float32.")] = "bfloat16",
+    zipf_exponent: _ZipfExponent = 1.0,
+    dtype: _Dtype = "bfloat16",
     ctas: Annotated[
         list[int] | None,
         typer.Option("--ctas", help="Thread blocks of the nvlink transport; may be repeated. Default: 8 and 16."),
@@ -203,16 +215,14 @@ def bench_transport(
     decode: Annotated[
         bool, typer.Option("--decode", help="Also 128 tokens per rank, as a CUDA graph where that is possible.")
     ] = False,
-    repetitions: Annotated[int, typer.Option("--repetitions", help="Timed repetitions of everything.")] = 15,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of rows and routing.")] = 0,
-    device: Annotated[
-        str, typer.Option("--device", help="auto (cuda if there is a GPU, otherwise cpu), cpu or cuda.")
-    ] = "auto",
+    repetitions: _Repetitions = 15,
+    seed: _Seed = 0,
+    device: _Device = "auto",
     out: Annotated[
         Path, typer.Option("--out", help="Folder for transport.json and transport.png, which are overwritten.")
     ] = Path("runs/bench/transport"),
-    json_only: Annotated[bool, typer.Option("--json-only", help="Write transport.json; no table, no figure.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks, and the output of all ranks.")] = False,
+    json_only: _JsonOnly = False,
+    debug: _RanksDebug = False,
 ) -> None:
     """Time how rows travel: all transports side by side, checked, interleaved, beside the ceiling of plain copies.
 
@@ -280,17 +290,15 @@ def bench_experts(
         typer.Option("--against", metavar="NAME,...", help="Of transformers: grouped_mm, eager. Default: both."),
     ] = None,
     routing: Annotated[str, _EXPERT_ROUTING] = "uniform",
-    zipf_exponent: Annotated[float, typer.Option("--zipf-exponent", help="How unequal zipf is.")] = 1.0,
-    dtype: Annotated[str, typer.Option("--dtype", help="bfloat16, float16 or float32.")] = "bfloat16",
-    repetitions: Annotated[int, typer.Option("--repetitions", help="Timed repetitions of everything.")] = 15,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of weights, rows and routing.")] = 0,
-    device: Annotated[
-        str, typer.Option("--device", help="auto (cuda if there is a GPU, otherwise cpu), cpu or cuda.")
-    ] = "auto",
+    zipf_exponent: _ZipfExponent = 1.0,
+    dtype: _Dtype = "bfloat16",
+    repetitions: _Repetitions = 15,
+    seed: _Seed = 0,
+    device: _Device = "auto",
     out: Annotated[
         Path, typer.Option("--out", help="Folder for experts.json and experts.png, which are overwritten.")
     ] = Path("runs/bench/experts"),
-    json_only: Annotated[bool, typer.Option("--json-only", help="Write experts.json; no table, no figure.")] = False,
+    json_only: _JsonOnly = False,
     debug: Annotated[bool, typer.Option("--debug", help="Tracebacks.")] = False,
 ) -> None:
     """Time what experts compute on one device, Carpool's beside transformers'; and see what they keep."""
@@ -318,31 +326,25 @@ def bench_experts(
 
 @bench.command("layer")
 def bench_layer(
-    ranks: Annotated[
-        int | None, typer.Option("--ranks", help="Ranks on this machine. Default: one per GPU, or 4 on CPU.")
-    ] = None,
+    ranks: _Ranks = None,
     shape: Annotated[list[str] | None, _SHAPE] = None,
     model: Annotated[list[str] | None, _MODEL] = None,
     tokens: Annotated[int, _TOKENS] = 8192,
     activation: Annotated[str | None, _ACTIVATION] = None,
-    transports: Annotated[
-        str | None, typer.Option("--transports", metavar="NAME,...", help="Default: all that can run here.")
-    ] = None,
+    transports: _Transports = None,
     experts: Annotated[str | None, _EXPERTS] = None,
     routing: Annotated[str, _EXPERT_ROUTING] = "uniform",
-    zipf_exponent: Annotated[float, typer.Option("--zipf-exponent", help="How unequal zipf is.")] = 1.0,
-    dtype: Annotated[str, typer.Option("--dtype", help="bfloat16, float16 or float32.")] = "bfloat16",
-    repetitions: Annotated[int, typer.Option("--repetitions", help="Timed repetitions of everything.")] = 15,
+    zipf_exponent: _ZipfExponent = 1.0,
+    dtype: _Dtype = "bfloat16",
+    repetitions: _Repetitions = 15,
     iterations: Annotated[int, typer.Option("--iterations", help="Layers back to back in one repetition.")] = 5,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of weights, rows and routing.")] = 0,
-    device: Annotated[
-        str, typer.Option("--device", help="auto (cuda if there is a GPU, otherwise cpu), cpu or cuda.")
-    ] = "auto",
+    seed: _Seed = 0,
+    device: _Device = "auto",
     out: Annotated[
         Path, typer.Option("--out", help="Folder for layer.json and layer.png, which are overwritten.")
     ] = Path("runs/bench/layer"),
-    json_only: Annotated[bool, typer.Option("--json-only", help="Write layer.json; no table, no figure.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks, and the output of all ranks.")] = False,
+    json_only: _JsonOnly = False,
+    debug: _RanksDebug = False,
 ) -> None:
     """Time whole MoE layers over ranks: transports and experts of Carpool against transformers' expert parallelism.
 

@@ -110,21 +110,9 @@ def ride_backward_operator(
 
 
 @ride_backward_operator.register_fake
-def _(
-    dy_TH: torch.Tensor,
-    ticket: torch.Tensor,
-    x_TH: torch.Tensor,
-    weight_TK: torch.Tensor,
-    slot_TK: torch.Tensor,
-    up: torch.Tensor,
-    down: torch.Tensor,
-    up_bias: torch.Tensor | None,
-    down_bias: torch.Tensor | None,
-    needs_dweights: bool,
-) -> list[torch.Tensor]:
-    like = [dy_TH, weight_TK]
-    if needs_dweights:
-        like += [w for w in (up, down, up_bias, down_bias) if w is not None]
+def _(dy_TH: torch.Tensor, _ticket: Any, _x_TH: Any, weight_TK: torch.Tensor, _slot_TK: Any, *rest: Any) -> Any:
+    *weights, needs_dweights = rest
+    like = [dy_TH, weight_TK, *(w for w in weights if needs_dweights and w is not None)]
     return [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in like]
 
 

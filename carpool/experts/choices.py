@@ -212,7 +212,7 @@ class _Problem:
         return {way: self._call(stage, way) for way in ways}
 
     def _call(self, stage: str, way: str) -> Callable[[], Any]:
-        from carpool.experts.grouped import Stages
+        from carpool.experts.stages import Stages
 
         stages = Stages(self.function, self.weights, self.pairs, Choices.all(way))
         return {

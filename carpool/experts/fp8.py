@@ -43,8 +43,8 @@ from carpool.experts.fp8_stages import (
     quantise_weight,
     up_and_activate,
 )
-from carpool.experts.grouped import grouped_outer
 from carpool.experts.pairs import Pairs, count_pairs, slot_sums, sort_pairs, sum_pairs
+from carpool.experts.stages import grouped_outer
 from carpool.memory.arena import Arena, Rows
 from carpool.numbered import Numbered
 from carpool.transport.base import Arrivals

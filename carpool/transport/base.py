@@ -144,7 +144,7 @@ class Arrivals:
         """The same, with rows that travelled as FP8 back in `dtype`, in a tensor of their own."""
         if not self.fp8_hidden:
             return self
-        from carpool.transport.nvlink.launch import launch_dequantise
+        from carpool.transport.packet_kernel import launch_dequantise
 
         assert self.came_W is not None
         x_RH = launch_dequantise(self.x_RH, self.came_W, self.slab, self.fp8_hidden, dtype)

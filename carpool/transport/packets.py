@@ -5,7 +5,7 @@ A row of H elements becomes H codes (e4m3) and one float32 scale for each 128 co
 
     H 7168        [7168 codes | 56 scales]  =  7392 bytes instead of 14336
 
-`pack` and `unpack` in plain PyTorch define what the kernels compute (nvlink/fp8_kernel.py). LOSSY: a code has three
+`pack` and `unpack` in plain PyTorch define what the kernels compute (packet_kernel.py). LOSSY: a code has three
 bits behind the point, so an element is off by up to 1/16 of itself, by less on average.
 """
 
@@ -48,7 +48,7 @@ def pack(x_RH: torch.Tensor, came_W: torch.Tensor | None = None, slab: int = 0) 
     """
     rows, hidden = x_RH.shape
     if x_RH.is_cuda:
-        from carpool.transport.nvlink.launch import launch_quantise
+        from carpool.transport.packet_kernel import launch_quantise
 
         return launch_quantise(x_RH.contiguous(), packet_bytes(hidden), came_W, slab)
     packet_RB = torch.zeros(rows, packet_bytes(hidden), dtype=torch.uint8, device=x_RH.device)

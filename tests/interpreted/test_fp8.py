@@ -28,7 +28,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1; tests/test_interpreted.py sets it", allow_module_level=True)
 
 from carpool.experts import fp8_gemm_kernels, sort_kernel
-from carpool.transport.nvlink.launch import launch_quantise
+from carpool.transport.packet_kernel import launch_quantise
 from tests.interpreter_rounding import rounding_as_on_a_gpu
 
 ON_GPU = sides.on_gpu

@@ -21,7 +21,7 @@ from carpool.transport.packets import packet_bytes
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1; tests/test_interpreted.py sets it", allow_module_level=True)
 
-from carpool.transport.nvlink import launch
+from carpool.transport import packet_kernel
 from tests.interpreted.emulated import emulate
 from tests.interpreted.test_ride import FUNCTION, INNER, RANKS, SLOTS, TOKENS, TOP_K, Meeting, on_threads
 from tests.interpreter_rounding import rounding_as_on_a_gpu
@@ -89,7 +89,7 @@ def test_output_and_gradients_are_those_of_one_rank(kept: str, forward_fp8: bool
         homes = slice(rank * SLOTS, (rank + 1) * SLOTS)
         return forward_and_backward(transports[rank], mine, homes, LayerStats(experts, RANKS, rank))
 
-    with mock.patch.object(launch, "launch_quantise", meeting.locked(launch.launch_quantise)):
+    with mock.patch.object(packet_kernel, "launch_quantise", meeting.locked(packet_kernel.launch_quantise)):
         got = on_threads(work)
     for number, name in enumerate(("y", "dx", "dweight", "dup", "ddown")):
         together = torch.cat([result[number] for result in got])

@@ -19,6 +19,10 @@ from carpool.train.config import describe, load_config
 from carpool.train.loop import _Run
 from carpool.train.stages import Chosen, Shape, decide, describe_ways, explain, mean_over_ranks, read_record, recall
 from tests.ranks import Ranks
+from tests.train import test_loop
+from tests.train.test_loop import text
+
+__all__ = ["text"]  # a fixture
 
 CPU = torch.device("cpu")
 SILU = Activation("silu", gated=True)
@@ -125,9 +129,9 @@ def test_records_of_other_versions() -> None:
 
 def test_the_first_record_counts(tmp_path: Path) -> None:
     assert read_record([]) is None and read_record([tmp_path]) is None
-    for name, text in (("a", "{}"), ("b", '{"experts": {"how": "given"}}')):
+    for name, written in (("a", "{}"), ("b", '{"experts": {"how": "given"}}')):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "run.json").write_text(text)
+        (tmp_path / name / "run.json").write_text(written)
     assert read_record([tmp_path / "none", tmp_path / "b", tmp_path / "a"]) == {"how": "given"}
     assert read_record([tmp_path / "a", tmp_path / "b"]) is None, "an older version's"
 
@@ -172,15 +176,8 @@ def test_if_one_rank_cannot_measure_none_does(ranks: Ranks) -> None:
 # -- runs -------------------------------------------------------------------------------------------------------------
 
 MODEL = [
-    "model.model_type=olmoe",
-    "model.config.hidden_size=32",
+    *test_loop.MODEL,
     "model.config.intermediate_size=24",
-    "model.config.num_hidden_layers=2",
-    "model.config.num_attention_heads=4",
-    "model.config.num_key_value_heads=4",
-    "model.config.num_experts=8",
-    "model.config.num_experts_per_tok=3",
-    "data.sequence_length=32",
     "training.max_steps=4",
     "training.save_steps=2",
     "training.eval_steps=none",
@@ -189,14 +186,6 @@ MODEL = [
     "training.warmup_steps=1",
     "training.save_pretrained=false",
 ]
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    folder = tmp_path_factory.mktemp("text")
-    for i in range(30):
-        (folder / f"{i:02d}.txt").write_text(f"def f{i}(x):\n    return x + {i}\n" * 20)
-    return [f"data.train={folder}", f"data.cache_dir={folder}/cache", "data.eval_fraction=0.1"]
 
 
 def run(output: str, overrides: Sequence[str]) -> list[tuple[Choices | None, bool]]:

@@ -5,6 +5,8 @@ Both are called with nothing, on the inputs of a `Case`, and say what they sent 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from transformers.distributed.expert_parallel import AllToAllEP
 
@@ -18,11 +20,12 @@ from carpool.routing import Routing
 from carpool.transport import NVLinkOptions, check_overflow
 
 
-class Layer:
+class Layer(ABC):
     """A contender at work on this rank's tokens."""
 
+    @abstractmethod
     def __call__(self) -> torch.Tensor:
-        raise NotImplementedError
+        """Its output for the case's tokens, differentiable."""
 
     @property
     def arena(self) -> Arena | None:
@@ -36,13 +39,15 @@ class Layer:
 
     def reset(self) -> None:
         """Count from zero."""
+        return
 
     def check(self) -> None:
         """Raise if rows had no place."""
+        return
 
+    @abstractmethod
     def remote_bytes(self) -> int:
         """What this rank sent to others in a forward and backward since `reset`."""
-        raise NotImplementedError
 
 
 class TheirLayer(Layer):

@@ -11,9 +11,7 @@ from carpool.quick import cdiv, power_of_2
 from carpool.transport.nvlink.buffers import MAX_CTAS, VERBS, Buffers, Lease
 from carpool.transport.nvlink.combine_kernel import combine_kernel
 from carpool.transport.nvlink.dispatch_kernel import dispatch_kernel
-from carpool.transport.nvlink.fp8_kernel import dequantise_kernel, quantise_kernel
 from carpool.transport.nvlink.plan_kernel import plan_kernel
-from carpool.transport.packets import GROUP
 
 if TYPE_CHECKING:
     from carpool.transport.nvlink.transport import NVLinkRoute
@@ -123,31 +121,3 @@ def combine_tile(hidden: int, element_size: int) -> dict[str, int]:
     """Tile of the pull, measured: 32 KiB from each rank, all of it under way at once in 1024 threads' registers."""
     across = min(1024 // element_size, power_of_2(hidden))
     return {"BT": 32768 // element_size // across, "BH": across, "num_warps": 32}
-
-
-def launch_quantise(
-    x_TH: torch.Tensor, packet_bytes: int, came_W: torch.Tensor | None = None, slab: int = 0
-) -> torch.Tensor:
-    """(T, packet_bytes) uint8 of (T, H) rows, or of those of each slab that came; see fp8_kernel.py."""
-    rows, hidden = x_TH.shape
-    packet_TB = torch.empty(rows, packet_bytes, dtype=torch.uint8, device=x_TH.device)
-    if rows:
-        grid = (cdiv(rows, 32), cdiv(hidden, GROUP))
-        quantise_kernel[grid](
-            x_TH, packet_TB, packet_TB if came_W is None else came_W, rows, max(1, slab), H=hidden, BYTES=packet_bytes,
-            HAS_CAME=came_W is not None, BR=32, num_warps=4,
-        )  # fmt: skip
-    return packet_TB
-
-
-def launch_dequantise(
-    packet_RB: torch.Tensor, came_W: torch.Tensor, slab: int, hidden: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """(R, H) rows in `dtype`; those that did not come are not written."""
-    rows, packet_bytes = packet_RB.shape
-    out_RH = torch.empty(rows, hidden, dtype=dtype, device=packet_RB.device)
-    grid = (cdiv(rows, 32), cdiv(hidden, GROUP))
-    if not rows:
-        return out_RH
-    dequantise_kernel[grid](packet_RB, came_W, out_RH, rows, slab, H=hidden, BYTES=packet_bytes, BR=32, num_warps=4)
-    return out_RH

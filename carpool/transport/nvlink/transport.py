@@ -211,7 +211,7 @@ class NVLink(Numbered):
         pending, packet_TB = self._dispatch(dy_TH, route, 0, fp8)
 
         def finish() -> Rows:
-            from carpool.transport.nvlink.launch import launch_dequantise
+            from carpool.transport.packet_kernel import launch_dequantise
 
             came, hidden, buffers = pending.wait(), dy_TH.shape[1], self.buffers
             if packet_TB is not None and route.packets:
@@ -258,7 +258,8 @@ class NVLink(Numbered):
         weight_RJ: torch.Tensor | None = None,
     ) -> tuple[Pending, torch.Tensor | None]:
         """The rows that come, and packets of the own ones if they travel as such."""
-        from carpool.transport.nvlink.launch import launch_dispatch, launch_quantise
+        from carpool.transport.nvlink.launch import launch_dispatch
+        from carpool.transport.packet_kernel import launch_quantise
 
         self.buffers.check()
         x_TH = x_TH.contiguous()

@@ -1,5 +1,4 @@
-"""Rows as FP8: before they travel, and when they have arrived. `carpool.transport.packets` says what a packet is, and
-defines in plain PyTorch what is computed here.
+"""Packets on CUDA. `carpool.transport.packets` says what a packet is, and defines in plain PyTorch what these compute.
 
 Quantising takes arithmetic, and the few programs that fill the links have little to spare: inside the dispatch kernel
 it took 811 us at T 8192, H 4096, more than the rows in bf16 (575). So it is a kernel of its own, over all SMs, which
@@ -9,13 +8,15 @@ precision, and the rest is widened.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
-from carpool.quick import quick
+from carpool.quick import cdiv, quick
+from carpool.transport import packets
 
-GROUP = tl.constexpr(128)
-FP8_MAX = tl.constexpr(448.0)
+GROUP = tl.constexpr(packets.GROUP)
+FP8_MAX = tl.constexpr(packets.FP8_MAX)
 
 
 @quick
@@ -58,3 +59,30 @@ def dequantise_kernel(  # type: ignore[no-untyped-def]
     value = code.to(tl.float8e4nv, bitcast=True).to(tl.float32) * scale[:, None]
     at = row.to(tl.int64)[:, None] * H + column[None, :]
     tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
+
+
+def launch_quantise(
+    x_TH: torch.Tensor, packet_bytes: int, came_W: torch.Tensor | None = None, slab: int = 0
+) -> torch.Tensor:
+    """(T, packet_bytes) uint8 of (T, H) rows, or of those of each slab that came."""
+    rows, hidden = x_TH.shape
+    packet_TB = torch.empty(rows, packet_bytes, dtype=torch.uint8, device=x_TH.device)
+    if rows:
+        grid = (cdiv(rows, 32), cdiv(hidden, packets.GROUP))
+        quantise_kernel[grid](
+            x_TH, packet_TB, packet_TB if came_W is None else came_W, rows, max(1, slab), H=hidden, BYTES=packet_bytes,
+            HAS_CAME=came_W is not None, BR=32, num_warps=4,
+        )  # fmt: skip
+    return packet_TB
+
+
+def launch_dequantise(
+    packet_RB: torch.Tensor, came_W: torch.Tensor, slab: int, hidden: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """(R, H) rows in `dtype`; those that did not come are not written."""
+    rows, packet_bytes = packet_RB.shape
+    out_RH = torch.empty(rows, hidden, dtype=dtype, device=packet_RB.device)
+    if rows:
+        grid = (cdiv(rows, 32), cdiv(hidden, packets.GROUP))
+        dequantise_kernel[grid](packet_RB, came_W, out_RH, rows, slab, H=hidden, BYTES=packet_bytes, BR=32, num_warps=4)
+    return out_RH

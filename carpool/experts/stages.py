@@ -1,0 +1,211 @@
+"""The products of grouped experts in six stages, each with two implementations; `Choices` says which.
+
+    up       h = gather(x) @ up + bias,  a = activation(h)                 forward
+    down     y = a @ down
+    dact     dA = gather(dy) @ down^T,  dh, weight * a and <dA, a>         backward
+    dx       dh @ up^T
+    dup      dh^T @ gather(x)
+    ddown    gather(dy)^T @ (weight * a)
+
+"library" is PyTorch's grouped product between kernels that gather, activate and so on, and what the fused kernels do
+not take falls back to it. The fused side is one kernel a stage: `gemm_kernels.py`, `outer_kernels.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from carpool.experts.base import Activation, ExpertFunction, ExpertWeights
+from carpool.experts.choices import LIBRARY, Choices, default_choices
+from carpool.experts.pairs import Pairs, activate, activate_backward, gather_rows, on_gpu
+from carpool.memory.arena import Arena, Rows
+
+
+class Stages:
+    """The grouped products of one forward or one backward, with what is fused to each.
+
+    Args:
+        choices: None: by the shape.
+        tiles: of an earlier `Stages` for the same pairs, to be used again; see `pair_kernels.tile_table`.
+    """
+
+    def __init__(
+        self,
+        function: ExpertFunction,
+        weights: ExpertWeights,
+        pairs: Pairs,
+        choices: Choices | None = None,
+        tiles: tuple[torch.Tensor, ...] | None = None,
+    ) -> None:
+        self.function, self.weights, self.pairs, self.tiles = function, weights, pairs, tiles
+        hidden, inner = weights.down_SHF.shape[1:] if not function.transposed else reversed(weights.down_SHF.shape[1:])
+        self.choices = choices or default_choices(weights.up_SFH.device, hidden, inner)
+        self.dtype = weights.up_SFH.dtype
+        self._dy_PH: torch.Tensor | None = None
+
+    def up(self, x: Rows, arena: Arena | None, keep: bool, wants_a: bool = True) -> tuple[torch.Tensor, Rows]:
+        """(a_PF = activation(h), h = x @ up + bias), h in the arena if there is one. Only fused: h is not written
+        unless it is to be kept, and a is empty unless wanted."""
+        function, weights, pairs, activation = self.function, self.weights, self.pairs, self.function.activation
+        if isinstance(activation, Activation) and (way := self._fused(self.choices.up, x)):
+            from carpool.experts import gemm_kernels, pair_kernels
+
+            width = weights.up_SFH.shape[2 if function.transposed else 1]
+            if not keep:
+                h = Rows(x.data[:0], width)
+            elif arena is None:
+                h = Rows(torch.empty(pairs.order_P.shape[0], width, dtype=self.dtype, device=x.data.device), width)
+            else:
+                h = arena.reserve(width, self.dtype, pairs.count_1)
+            rows = pair_kernels.row_addresses(x, *self._order)
+            a_PF = gemm_kernels.up(
+                rows.address_P, weights.up_SFH, function.transposed, weights.up_bias_SF, activation,
+                h if keep else None, self._tiles()[0], wants_a, gemm_kernels.TILINGS[way],
+            )  # fmt: skip
+            return a_PF, h
+        h_PF = grouped_mm(gather_rows(x, pairs, self.dtype), self._up_SHF, pairs.offsets_S)
+        return activate(activation, h_PF, weights.up_bias_SF, pairs, arena if keep else None)
+
+    def down(self, a_PF: torch.Tensor) -> torch.Tensor:
+        """(P, H) = a @ down."""
+        return self._product(self.choices.down, a_PF, self.weights.down_SHF, self.function.transposed, self._down_SFH)
+
+    def dy(self, dpartial: Rows) -> torch.Tensor:
+        """(P, H), each pair's row of the gradients; gathered once."""
+        if self._dy_PH is None:
+            self._dy_PH = gather_rows(dpartial, self.pairs, self.dtype)
+        return self._dy_PH
+
+    def dact(
+        self, h: Rows, dpartial: Rows, weight_RJ: torch.Tensor, wants_scaled: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(dh_PF1, weight * a, dweight_RJ), as `pairs.activate_backward`, of dA = dy @ down^T."""
+        function, weights, pairs, activation = self.function, self.weights, self.pairs, self.function.activation
+        if isinstance(activation, Activation) and (way := self._fused(self.choices.dact, dpartial)):
+            from carpool.experts import gemm_kernels, pair_kernels
+
+            rows = pair_kernels.row_addresses(dpartial, *self._order)
+            dh_PF1, scaled_PF, parts_NP = gemm_kernels.down_backward(
+                rows.address_P, weights.down_SHF, function.transposed, activation, h, weight_RJ,
+                pairs.order_P, self._tiles()[0], wants_scaled, gemm_kernels.TILINGS[way],
+            )  # fmt: skip
+            bias_SH = weights.down_bias_SH
+            dy_PH = None if bias_SH is None else self.dy(dpartial)
+            return dh_PF1, scaled_PF, pair_kernels.sum_parts(parts_NP, pairs.position_RJ, pairs.slot_RJ, dy_PH, bias_SH)
+        dy_PH = self.dy(dpartial)
+        dA_PF = grouped_mm(dy_PH, self._down_SFH.transpose(1, 2), pairs.offsets_S)
+        return activate_backward(activation, h, dA_PF, dy_PH, weights.down_bias_SH, weight_RJ, pairs, wants_scaled)
+
+    def dx(self, dh_PF1: torch.Tensor) -> torch.Tensor:
+        """(P, H) = dh @ up^T."""
+        up_SFH, transposed = self.weights.up_SFH, self.function.transposed
+        return self._product(self.choices.dx, dh_PF1, up_SFH, not transposed, self._up_SHF.transpose(1, 2))
+
+    def dup(self, dh_PF1: torch.Tensor, x: Rows) -> torch.Tensor:
+        """The gradient of up, in its shape."""
+        if way := self._fused(self.choices.dup, x):
+            return self._outer(way, x, dh_PF1, self.function.transposed)
+        dup = grouped_outer(dh_PF1, gather_rows(x, self.pairs, self.dtype), self.pairs.offsets_S)
+        return dup.transpose(1, 2) if self.function.transposed else dup
+
+    def ddown(self, dpartial: Rows, scaled_a_PF: torch.Tensor) -> torch.Tensor:
+        """The gradient of down, in its shape."""
+        if way := self._fused(self.choices.ddown, dpartial):
+            return self._outer(way, dpartial, scaled_a_PF, not self.function.transposed)
+        ddown = grouped_outer(self.dy(dpartial), scaled_a_PF, self.pairs.offsets_S)
+        return ddown.transpose(1, 2) if self.function.transposed else ddown
+
+    def _product(
+        self, way: str, rows_PK: torch.Tensor, weight: torch.Tensor, in_first: bool, weight_SKN: torch.Tensor
+    ) -> torch.Tensor:
+        """A grouped product. The matrices lie as (S, in, out) if `in_first`, else as (S, out, in)."""
+        if way := self._fused(way):
+            from carpool.experts import gemm_kernels
+
+            return gemm_kernels.product(rows_PK, weight, in_first, self._tiles()[0], gemm_kernels.TILINGS[way])
+        return grouped_mm(rows_PK, weight_SKN, self.pairs.offsets_S)
+
+    def _outer(self, way: str, gathered: Rows, values_PN: torch.Tensor, gathered_first: bool) -> torch.Tensor:
+        """(S, width of gathered, N), or (S, N, width) unless `gathered_first`: rows^T values, or values^T rows."""
+        from carpool.experts import gemm_kernels, outer_kernels, pair_kernels
+
+        rows = pair_kernels.row_addresses(gathered, *self._order)
+        operands = [(rows.address_P, gathered.width), (values_PN, values_PN.shape[1])]
+        (a, m), (b, n) = operands if gathered_first else reversed(operands)
+        tiling = gemm_kernels.TILINGS[way]
+        return outer_kernels.outer(a, b, (m, n), self._tiles()[1], self.dtype, tiling)
+
+    def _fused(self, way: str, rows: Rows | None = None) -> str:
+        """The tiling of the kernel, or "" where the library is chosen, or the kernels do not take what they get."""
+        hidden, inner = self.weights.down_SHF.shape[1:]
+        ours = rows is None or rows.data.dtype == self.dtype
+        sizes = hidden % 8 == inner % 8 == 0 and self.pairs.order_P.shape[0] > 0 and self.pairs.offsets_S.shape[0] > 0
+        return way if way != LIBRARY and ours and sizes and _has_kernels(self.weights.up_SFH) else ""
+
+    def _tiles(self) -> tuple[torch.Tensor, ...]:
+        if self.tiles is None:
+            from carpool.experts import gemm_kernels, pair_kernels
+
+            self.tiles = pair_kernels.tile_table(
+                self.pairs.offsets_S, self.pairs.order_P.shape[0], gemm_kernels.TILE_ROWS
+            )
+        return self.tiles
+
+    @property
+    def _order(self) -> tuple[torch.Tensor, torch.Tensor, int]:
+        return self.pairs.order_P, self.pairs.offsets_S, self.pairs.slot_RJ.shape[1]
+
+    @property
+    def _up_SHF(self) -> torch.Tensor:
+        """(S, in, out), which is how grouped products read them."""
+        return self.weights.up_SFH if self.function.transposed else self.weights.up_SFH.transpose(1, 2)
+
+    @property
+    def _down_SFH(self) -> torch.Tensor:
+        return self.weights.down_SHF if self.function.transposed else self.weights.down_SHF.transpose(1, 2)
+
+
+def _has_kernels(weights: torch.Tensor) -> bool:
+    """bf16 on a GPU with tensor maps (Hopper and later); in the interpreter, on the CPU, any dtype."""
+    if not weights.is_cuda:
+        return on_gpu(weights)
+    return weights.dtype == torch.bfloat16 and torch.cuda.get_device_capability(weights.device)[0] >= 9
+
+
+def grouped_mm(x_PI: torch.Tensor, weight_SIO: torch.Tensor, offsets_S: torch.Tensor) -> torch.Tensor:
+    """(P, I) rows grouped by slot times (S, I, O): (P, O), every row a product with its slot's matrix. Rows past the
+    last offset are garbage, in and out. On CUDA the host waits for the device unless `_takes` these."""
+    if _takes(x_PI, weight_SIO.shape[2], offsets_S):
+        return F.grouped_mm(x_PI.contiguous(), weight_SIO, offs=offsets_S)
+    out = x_PI.new_empty(x_PI.shape[0], weight_SIO.shape[2])
+    if out.shape[0] == 0:
+        return out
+    for slot, (start, end) in enumerate(_ranges(offsets_S)):
+        torch.mm(x_PI[start:end], weight_SIO[slot], out=out[start:end])
+    return out
+
+
+def grouped_outer(a_PM: torch.Tensor, b_PN: torch.Tensor, offsets_S: torch.Tensor) -> torch.Tensor:
+    """For each slot the product a^T b over its rows: (S, M, N); zero for a slot without rows. As `grouped_mm`."""
+    if _takes(a_PM, b_PN.shape[1], offsets_S):
+        return F.grouped_mm(a_PM.contiguous().t(), b_PN.contiguous(), offs=offsets_S)
+    out = a_PM.new_zeros(offsets_S.shape[0], a_PM.shape[1], b_PN.shape[1])
+    if a_PM.shape[0] == 0:
+        return out
+    for slot, (start, end) in enumerate(_ranges(offsets_S)):
+        torch.mm(a_PM[start:end].t(), b_PN[start:end], out=out[slot])
+    return out
+
+
+def _takes(rows: torch.Tensor, width: int, offsets_S: torch.Tensor) -> bool:
+    """Whether `F.grouped_mm` takes these: its dtypes, rows aligned to 16 bytes on both sides, and some work (on CUDA
+    it divides by the number of groups and of rows)."""
+    dtypes = (torch.bfloat16,) if rows.is_cuda else (torch.bfloat16, torch.float16, torch.float32)
+    aligned = all(size * rows.element_size() % 16 == 0 for size in (rows.shape[1], width))
+    return rows.dtype in dtypes and aligned and rows.shape[0] > 0 and offsets_S.shape[0] > 0
+
+
+def _ranges(offsets_S: torch.Tensor) -> list[tuple[int, int]]:
+    ends = offsets_S.tolist() if offsets_S.shape[0] else []  # the host waits here, on CUDA
+    return list(zip([0, *ends], ends, strict=False))
