@@ -152,13 +152,11 @@ class MoE(nn.Module):
             replayed = self.router(x_TH, routing.expert_TK) if routing.weight_TK is None else routing
             self.aux_loss = self.router.aux_loss if routing.weight_TK is None else x_TH.new_zeros(())
             routing = replayed
-        assert routing.weight_TK is not None
         self.routing = routing.detach()
-        self.stats_counter.count(routing.expert_TK, routing.weight_TK)
 
         slot_TK = assign(routing, self.layout, self.rank)
         weights = fill_slots(ExpertWeights(*self._home_weights()), self.filler)
-        y_TH = ride(x_TH, routing.weight_TK, slot_TK, self.transport, self.experts, weights, self.stats_counter)
+        y_TH = ride(x_TH, routing, slot_TK, self.transport, self.experts, weights, self.stats_counter)
         if self.shared is not None:
             y_TH = y_TH + self.shared(x_TH)
         return y_TH.view_as(x)

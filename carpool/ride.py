@@ -27,6 +27,7 @@ from carpool.memory import Rows
 from carpool.memory.keep import keep_rows
 from carpool.memory.recompute import kept_rides
 from carpool.ride_operator import ride_operator
+from carpool.routing import Routing
 from carpool.stats import LayerStats
 from carpool.transport import Arrivals, Transport
 
@@ -47,7 +48,7 @@ class Kept(NamedTuple):
 
 def ride(
     x_TH: torch.Tensor,
-    weight_TK: torch.Tensor,
+    routing: Routing,
     slot_TK: torch.Tensor,
     transport: Transport,
     experts: Experts,
@@ -59,13 +60,15 @@ def ride(
     Args:
         x_TH: (T, H) rows; they travel in the dtype of the weights (under autocast, in autocast's). T may differ
             between ranks, and be 0.
-        weight_TK: (T, K) float32 routing weights.
+        routing: with weights.
         slot_TK: (T, K) int32 global slot ids, -1: none (from `assign`).
         weights: of this rank's slots.
 
     Returns:
-        y_TH: (T, H), the dtype that travelled. Differentiable in x, weight_TK and the weights.
+        y_TH: (T, H), the dtype that travelled. Differentiable in x, the routing's weights and those of the slots.
     """
+    expert_TK, weight_TK = routing.expert_TK, routing.weight_TK
+    assert weight_TK is not None
     device = x_TH.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weights.up_SFH.dtype
     x_TH = x_TH.to(dtype)
@@ -76,7 +79,8 @@ def ride(
         backward = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         if torch.compiler.is_compiling():
             numbers = transport.number, experts.number, stats.number
-            return ride_operator(x_TH, weight_TK, slot_TK, *weights, *numbers, backward)[0]
+            return ride_operator(x_TH, weight_TK, slot_TK, *weights, expert_TK, *numbers, backward)[0]
+        stats.count(expert_TK, weight_TK)
         return _Ride.apply(x_TH, weight_TK, slot_TK, backward, transport, experts, stats, *weights)
 
 
@@ -200,13 +204,16 @@ def _saved(ctx: Any) -> tuple[Any, ...]:
 @torch.compiler.disable
 def ride_module(
     x_TH: torch.Tensor,
-    weight_TK: torch.Tensor,
+    routing: Routing,
     slot_TK: torch.Tensor,
     transport: Transport,
     module: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
     stats: LayerStats,
 ) -> torch.Tensor:
     """As `ride`, with `module(x_RH, slot_RJ, weight_RJ) -> partial_RH` as the experts (-1 in slot_RJ: none)."""
+    weight_TK = routing.weight_TK
+    assert weight_TK is not None
+    stats.count(routing.expert_TK, weight_TK)
     stats.tokens_dispatched += x_TH.shape[0]
     with stats.meter.span("dispatch", x_TH.device):
         route = transport.plan(slot_TK, weight_TK.detach(), stats.traffic)

@@ -48,9 +48,10 @@ def ride_operator(
     down: torch.Tensor,
     up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
-    transport: int,
-    experts: int,
-    stats: int,
+    expert_TK: torch.Tensor,
+    transport: torch.Tensor,
+    experts: torch.Tensor,
+    stats: torch.Tensor,
     backward: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(y_TH, ticket): see `carpool.ride.ride`. `backward`: whether one will follow."""
@@ -58,6 +59,7 @@ def ride_operator(
 
     weights = ExpertWeights(up, down, up_bias, down_bias)
     parts = by_number(transport), by_number(experts), by_number(stats)
+    parts[2].count(expert_TK, weight_TK)
     with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.no_grad():
         y_TH, kept = ride_forward(x_TH, weight_TK, slot_TK, weights, *parts, backward)
     number = next(_tickets)
@@ -127,7 +129,7 @@ def _backward(ctx: Any, dy_TH: torch.Tensor, _: Any) -> tuple[Any, ...]:
     dx_TH, dweight_TK, *rest = ride_backward_operator(dy_TH.contiguous(), ticket, *inputs, needs_dweights)
     gradients = iter(rest)
     dweights = [next(gradients) if needs_dweights and w is not None else None for w in weights]
-    return dx_TH, dweight_TK, None, *dweights, None, None, None, None
+    return dx_TH, dweight_TK, None, *dweights, None, None, None, None, None
 
 
 ride_operator.register_autograd(_backward, setup_context=_setup_context)

@@ -27,6 +27,7 @@ from carpool.experts import (
 from carpool.experts.pairs import sort_pairs
 from carpool.memory import Arena, Rows
 from carpool.ride import ride
+from carpool.routing import Routing
 from carpool.stats import LayerStats
 from carpool.transport import Arrivals, make_transport
 from carpool.transport.packets import pack, packet_bytes, quantise, unpack
@@ -215,7 +216,7 @@ def test_a_ride_keeps_packets_and_is_near_one_without_fp8(transport: str) -> Non
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
             way = make_transport(transport, None, 4)
             weights = ExpertWeights(leaves[2], leaves[3])
-            y = ride(leaves[0], leaves[1], slot, way, experts, weights, LayerStats(4, 1, 0))
+            y = ride(leaves[0], Routing(slot, leaves[1]), slot, way, experts, weights, LayerStats(4, 1, 0))
         y.backward(dy)
         results.append([y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)])
         sizes.append({t.dtype for t in kept if t.dim() == 2 and t.shape[1] in (136, packet_bytes(136))})

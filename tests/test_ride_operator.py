@@ -18,6 +18,7 @@ from carpool.experts import EXPERTS, ExpertFunction, ExpertWeights, make_activat
 from carpool.memory import Arena
 from carpool.numbered import by_number
 from carpool.ride import ride
+from carpool.routing import Routing
 from carpool.stats import LayerStats
 from carpool.transport import make_transport
 
@@ -66,7 +67,7 @@ class Case:
 
     def ride(self, x_TH: torch.Tensor, weight_TK: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         given = ExpertWeights(*weights)
-        return ride(x_TH, weight_TK, self.slot, self.transport, self.experts, given, self.stats)
+        return ride(x_TH, Routing(self.slot, weight_TK), self.slot, self.transport, self.experts, given, self.stats)
 
     def compiled(self, backend: str = "aot_eager") -> Callable[..., torch.Tensor]:
         return torch.compile(self.ride, backend=backend, fullgraph=True)
@@ -123,6 +124,18 @@ def test_two_layers_share_the_code_and_not_the_counters() -> None:
     for case in cases * 2:
         assert_same(case.train(lambda *leaves, case=case: compiled(case, *leaves)), case.train(case.ride))
     assert [sum(case.stats.traffic.rows["plan"]) for case in cases] == [4, 4]
+
+
+def test_many_layers_share_one_graph() -> None:
+    """More layers than the compiler would compile anew, each with transport, experts and counters of its own."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    counter = CompileCounterWithBackend("aot_eager")
+    cases = [Case("dedup") for _ in range(10)]
+    for case in cases:
+        torch.compile(case.ride, backend=counter, fullgraph=True)(*case.leaves)
+    assert counter.frame_count == 1
+    assert [sum(case.stats.load_E) for case in cases] == [int((cases[0].slot >= 0).sum())] * 10
 
 
 @pytest.mark.parametrize("tokens", [0, 1])
@@ -239,7 +252,7 @@ def test_the_transport_may_be_replaced_between_forward_and_backward() -> None:
 def arguments(case: Case) -> tuple[Any, ...]:
     x, weight, *weights = case.leaves
     numbers = case.transport.number, case.experts.number, case.stats.number
-    return x, weight, case.slot, *weights, *(None,) * (4 - len(weights)), *numbers, True
+    return x, weight, case.slot, *weights, *(None,) * (4 - len(weights)), case.slot, *numbers, True
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -255,15 +255,15 @@ def module_rides(name: str, layout_name: str, ep: int) -> dict[str, bool]:
         leaves = [t.clone().requires_grad_() for t in (x, weight, up, down)]
         transport = make_transport(name, group, layout.slots_per_rank)
         stats = LayerStats(EXPERTS, ep, rank % ep)
-        weights = ExpertWeights(leaves[2], leaves[3])
+        weights, routing = ExpertWeights(leaves[2], leaves[3]), Routing(expert_TK, leaves[1])
         if way == "ride":
-            y = ride(leaves[0], leaves[1], slot_TK, transport, ReferenceExperts(function), weights, stats)
+            y = ride(leaves[0], routing, slot_TK, transport, ReferenceExperts(function), weights, stats)
         else:
 
             def module(x_RH: torch.Tensor, slot_RJ: torch.Tensor, weight_RJ: torch.Tensor) -> torch.Tensor:
                 return reference_experts(x_RH, slot_RJ, weight_RJ, weights, function)  # noqa: B023
 
-            y = ride_module(leaves[0], leaves[1], slot_TK, transport, module, stats)
+            y = ride_module(leaves[0], routing, slot_TK, transport, module, stats)
         # A gradient that is one number expanded is what `y.sum()` gives.
         y.sum().backward()
         results.append((y.detach(), *(leaf.grad for leaf in leaves), stats.traffic.bytes, stats.traffic.baseline))
@@ -298,15 +298,16 @@ def test_nothing_of_a_ride_survives_it(name: str, way: str) -> None:
     weights = ExpertWeights(torch.randn(4, 2 * F, H, requires_grad=True), torch.randn(4, H, F, requires_grad=True))
     x, weight_TK = torch.randn(5, H, requires_grad=True), torch.rand(5, 2, requires_grad=True)
     slot_TK = torch.tensor([[0, 1], [1, 2], [3, -1], [2, 0], [-1, -1]], dtype=torch.int32)
+    routing = Routing(slot_TK, weight_TK)
     gc.collect()
     gc.disable()
     try:
         stats = LayerStats(4, 1, 0)
         if way == "ride":
-            y = ride(x, weight_TK, slot_TK, transport, GroupedExperts(function), weights, stats)
+            y = ride(x, routing, slot_TK, transport, GroupedExperts(function), weights, stats)
         else:
             y = ride_module(
-                x, weight_TK, slot_TK, transport, lambda *rows: reference_experts(*rows, weights, function), stats
+                x, routing, slot_TK, transport, lambda *rows: reference_experts(*rows, weights, function), stats
             )
         y.sum().backward()
         del y

@@ -166,15 +166,14 @@ class ExpertRides:
         weight_TK = top_k_weights.float()
         routing = Routing(torch.where(in_range_TK, top_k_index, -1).int(), weight_TK)
         self.routing = routing.detach()
-        self.stats.count(routing.expert_TK, weight_TK)
         slot_TK = assign(routing, self.layout, self.rank)
 
         names = weight_names(self.experts) if self.compute is not None else ()
         if self.compute is None or any(name and name not in self.experts._parameters for name in names):
-            return ride_module(x_TH, weight_TK, slot_TK, transport, self._own_forward, self.stats)
+            return ride_module(x_TH, routing, slot_TK, transport, self._own_forward, self.stats)
         home = ExpertWeights._make(self.experts._parameters[name] if name else None for name in names)
         weights = fill_slots(home, self.filler)
-        return ride(x_TH, weight_TK, slot_TK, transport, self.compute, weights, self.stats)
+        return ride(x_TH, routing, slot_TK, transport, self.compute, weights, self.stats)
 
     def _own_forward(self, x_RH: torch.Tensor, slot_RJ: torch.Tensor, weight_RJ: torch.Tensor) -> torch.Tensor:
         """The model's own experts on the rows that arrived; "no expert" is the number of local experts there."""

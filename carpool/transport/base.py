@@ -169,7 +169,7 @@ class Transport(Protocol):
     A transport reads its own kind of route, the one that its `plan` made; hence `Any`."""
 
     name: str
-    number: int  # of `carpool.numbered.Numbered`
+    number: torch.Tensor  # of `carpool.numbered.Numbered`
 
     @property
     def sends_again(self) -> bool:

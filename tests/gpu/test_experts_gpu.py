@@ -147,7 +147,10 @@ def test_products_that_the_grouped_kernel_does_not_take(dtype: torch.dtype, tole
     odd = [(37, 19), (64, 40)] if dtype != torch.bfloat16 else [(37, 19)]
     for hidden, inner in odd:
         for activation in (ACTIVATIONS["gpt-oss"], Activation("gelu_tanh")):
-            check(ExpertProblem(routed(300, 4, 7), hidden, inner, activation, True, dtype), tolerance, may_wait=True)
+            # Rounded to bf16, many pre-activations pass the clamp's kinks: see above.
+            kinked = activation.limit is not None and dtype == torch.bfloat16
+            problem = ExpertProblem(routed(300, 4, 7), hidden, inner, activation, True, dtype)
+            check(problem, 0.25 if kinked else tolerance, may_wait=True, kinked=kinked)
 
 
 @pytest.mark.parametrize("pattern", ["no rows", "no slots"])

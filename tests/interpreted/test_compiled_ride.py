@@ -16,6 +16,7 @@ from carpool import ride_operator
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
 from carpool.memory import Arena
 from carpool.ride import ride
+from carpool.routing import Routing
 from carpool.stats import LayerStats
 from tests.interpreted.emulated import emulate
 
@@ -42,7 +43,7 @@ def test_compiled_equals_eager_and_keeps_no_input(kept: str) -> None:
     stats = LayerStats(SLOTS, 1, 0)
 
     def call(x_TH: torch.Tensor, weight_TK: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        return ride(x_TH, weight_TK, slot, transport, experts, ExpertWeights(*tensors), stats)
+        return ride(x_TH, Routing(slot, weight_TK), slot, transport, experts, ExpertWeights(*tensors), stats)
 
     def train(function: Any) -> list[torch.Tensor]:
         leaves = [leaf.clone().requires_grad_() for leaf in (x, weight, *weights)]
@@ -58,7 +59,7 @@ def test_compiled_equals_eager_and_keeps_no_input(kept: str) -> None:
 
     inputs = [tensor.clone() for tensor in (x, weight, slot)]
     numbers = transport.number, experts.number, stats.number
-    _, ticket = ride_operator.ride_operator(*inputs, *weights, None, None, *numbers, True)
+    _, ticket = ride_operator.ride_operator(*inputs, *weights, None, None, slot, *numbers, True)
     for tensor in inputs:
         tensor.fill_(-1)
     got = ride_operator.ride_backward_operator(dy, ticket, x, weight, slot, *weights, None, None, True)

@@ -14,6 +14,7 @@ import torch
 from carpool.experts import ExpertWeights, FP8Experts
 from carpool.memory import Arena
 from carpool.ride import ride
+from carpool.routing import Routing
 from carpool.stats import LayerStats
 from carpool.transport import make_transport
 from carpool.transport.packets import packet_bytes
@@ -53,7 +54,7 @@ def test_output_and_gradients_are_those_of_one_rank(kept: str, forward_fp8: bool
 
     def forward_and_backward(transport: Any, mine: slice, homes: slice, stats: LayerStats) -> list[torch.Tensor]:
         leaves = [t.clone().requires_grad_() for t in (x[mine], weight[mine], up[homes], down[homes])]
-        weights = ExpertWeights(leaves[2], leaves[3])
+        weights, routing = ExpertWeights(leaves[2], leaves[3]), Routing(slot[mine], leaves[1])
         kept_widths = set()
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -62,7 +63,7 @@ def test_output_and_gradients_are_those_of_one_rank(kept: str, forward_fp8: bool
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            y = ride(leaves[0], leaves[1], slot[mine], transport, FP8Experts(FUNCTION), weights, stats)
+            y = ride(leaves[0], routing, slot[mine], transport, FP8Experts(FUNCTION), weights, stats)
         assert kept_widths == (set() if kept == "again" and transport.name == "nvlink" else {packet_bytes(HIDDEN)})
         y.backward(dy[mine])
         return [y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]

@@ -17,6 +17,7 @@ import torch
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
 from carpool.memory import Arena
 from carpool.ride import ride, ride_module
+from carpool.routing import Routing
 from carpool.stats import LayerStats
 from carpool.transport import make_transport
 
@@ -93,7 +94,7 @@ def test_output_and_gradients_are_those_of_one_rank(kept: str, own_forward: bool
 
     def forward_and_backward(transport: Any, mine: slice, homes: slice, stats: LayerStats) -> list[torch.Tensor]:
         leaves = [t.clone().requires_grad_() for t in (x[mine], weight[mine], up[homes], down[homes])]
-        weights = ExpertWeights(leaves[2], leaves[3])
+        weights, routing = ExpertWeights(leaves[2], leaves[3]), Routing(slot[mine], leaves[1])
         if own_forward:
 
             def module(x_RH: torch.Tensor, slot_RJ: torch.Tensor, weight_RJ: torch.Tensor) -> torch.Tensor:
@@ -103,9 +104,17 @@ def test_output_and_gradients_are_those_of_one_rank(kept: str, own_forward: bool
                 mask = torch.nn.functional.one_hot(slot_RJ.long() + 1, weights.up_SFH.shape[0] + 1)[..., 1:]
                 return torch.einsum("rsh,rjs,rj->rh", y, mask.float(), weight_RJ)
 
-            y = ride_module(leaves[0], leaves[1], slot[mine], transport, module, stats)
+            y = ride_module(leaves[0], routing, slot[mine], transport, module, stats)
         else:
-            y = ride(leaves[0], leaves[1], slot[mine], transport, GroupedExperts(FUNCTION), weights, stats)
+            y = ride(
+                leaves[0],
+                routing,
+                slot[mine],
+                transport,
+                GroupedExperts(FUNCTION),
+                weights,
+                stats,
+            )
         y.backward(dy[mine])
         return [y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 

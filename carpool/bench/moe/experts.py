@@ -53,6 +53,7 @@ from carpool.experts import ExpertWeights, make_experts
 from carpool.hf.expert_parallel import expert_function, weight_names
 from carpool.layout import ExpertLayout
 from carpool.ride import ride
+from carpool.routing import Routing
 from carpool.stats import LayerStats
 from carpool.train.flops import peak_flops
 from carpool.train.launch import find_world
@@ -251,6 +252,7 @@ def carpool_experts(name: str, case: Case) -> Forward:
     weights = ExpertWeights._make(getattr(module, n) if n else None for n in weight_names(module))
 
     def forward() -> torch.Tensor:
-        return ride(case.x_TH, case.weight_TK.float(), case.index_TK.int(), transport, experts, weights, stats)
+        routing = Routing(case.index_TK.int(), case.weight_TK.float())
+        return ride(case.x_TH, routing, routing.expert_TK, transport, experts, weights, stats)
 
     return forward
