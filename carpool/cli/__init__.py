@@ -1,0 +1,48 @@
+"""What you type: `carpool train`, `report`, `generate`, `doctor`, `trace`, `place`, `bench`.
+
+Each command imports what it needs when it runs, so that a report can be written where there is no transformers, and
+each says on one line what is wrong when the input is: `error: ...`, exit code 1. A failed rank's traceback is shown
+once; for an error of the input it is shown with `--debug`. Ctrl-C and other signals exit with 128 + their number.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from carpool.cli.bench import bench
+from carpool.cli.train import doctor, generate, report, train
+
+app = typer.Typer(
+    name="carpool",
+    help="Trains Mixture-of-Experts models on many accelerators: tokens that go the same way share one ride.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+for function in (train, report, generate, doctor):
+    app.command()(function)
+app.add_typer(bench, name="bench")
+
+
+def main() -> None:
+    """The command `carpool`."""
+    app()
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        import carpool
+
+        typer.echo(f"carpool {carpool.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass

@@ -1,0 +1,3 @@
+from carpool.cli import main
+
+main()

@@ -1,0 +1,210 @@
+"""`carpool bench`: transport, experts, layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from carpool.cli.common import (
+    BENCH_PACKAGES,
+    Device,
+    Dtype,
+    JsonOnly,
+    Ranks,
+    RanksDebug,
+    Repetitions,
+    Seed,
+    Transports,
+    ZipfExponent,
+    command,
+    errors,
+    require,
+)
+
+bench = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
+
+
+@bench.command("transport")
+def bench_transport(
+    ranks: Ranks = None,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--shape",
+            metavar="T,H,E,K",
+            help="Tokens per rank, hidden size, experts, experts per token; may be repeated. Default on GPUs: "
+            "4096,7168,256,8 and 8192,2048,64,8 and 8192,4096,128,8; on CPU 1024,256,32,4.",
+        ),
+    ] = None,
+    transports: Transports = None,
+    routing: Annotated[str, typer.Option("--routing", help="uniform, zipf, skewed, or all.")] = "uniform",
+    zipf_exponent: ZipfExponent = 1.0,
+    dtype: Dtype = "bfloat16",
+    ctas: Annotated[
+        list[int] | None,
+        typer.Option("--ctas", help="Thread blocks of the nvlink transport; may be repeated. Default: 8 and 16."),
+    ] = None,
+    fp8: Annotated[bool, typer.Option("--fp8", help="Also nvlink with rows as FP8 on the way out (lossy).")] = False,
+    backward: Annotated[bool, typer.Option("--backward", help="Also the rides of the backward.")] = False,
+    decode: Annotated[
+        bool, typer.Option("--decode", help="Also 128 tokens per rank, as a CUDA graph where that is possible.")
+    ] = False,
+    repetitions: Repetitions = 15,
+    seed: Seed = 0,
+    device: Device = "auto",
+    out: Annotated[
+        Path, typer.Option("--out", help="Folder for transport.json and transport.png, which are overwritten.")
+    ] = Path("runs/bench/transport"),
+    json_only: JsonOnly = False,
+    debug: RanksDebug = False,
+) -> None:
+    """Time how rows travel: all transports side by side, checked, interleaved, beside the ceiling of plain copies.
+
+    It starts the ranks itself, unless torchrun or Slurm started it.
+    """
+    with errors(debug):
+        from carpool.bench.options import split
+        from carpool.bench.transport.benchmark import benchmark
+        from carpool.bench.transport.settings import Settings, Shape
+
+        settings = Settings(
+            ranks=ranks,
+            device=device,
+            shapes=tuple(Shape.parse(text) for text in shape or ()),
+            transports=split(transports),
+            dtype=dtype,
+            routings=split(routing),
+            zipf_exponent=zipf_exponent,
+            ctas=tuple(ctas or ()),
+            repetitions=repetitions,
+            seed=seed,
+            backward=backward,
+            decode=decode,
+            fp8=fp8,
+            out=str(out),
+            json_only=json_only,
+        )
+        benchmark(settings, debug=debug, command=command())
+
+
+_SHAPE = typer.Option(
+    "--shape",
+    metavar="T,H,F,E,K",
+    help="Tokens per rank, hidden size, expert hidden size, experts, experts per token; may be repeated. Default on "
+    "CPU: 128,64,48,16,4; on GPUs 8192,2048,1024,64,8 and others.",
+)
+_MODEL = typer.Option(
+    "--model",
+    help="A model's sizes and experts: olmoe, qwen3-30b-a3b, mixtral-8x7b, deepseek-v3, gpt-oss-120b; may be repeated.",
+)
+_TOKENS = typer.Option("--tokens", help="Tokens per rank of --model.")
+_ACTIVATION = typer.Option(
+    "--activation",
+    help="What experts of --shape compute: swiglu (default), gpt-oss (clamped, biases), relu2 (no gate).",
+)
+_EXPERTS = typer.Option(
+    "--experts",
+    metavar="NAME,...",
+    help="Carpool's experts: grouped, reference, fp8 (lossy). Default: all but reference.",
+)
+_EXPERT_ROUTING = typer.Option(
+    "--routing", help="uniform, zipf, hot (one expert is everybody's choice), several with commas, or all."
+)
+
+
+@bench.command("experts")
+def bench_experts(
+    shape: Annotated[list[str] | None, _SHAPE] = None,
+    model: Annotated[list[str] | None, _MODEL] = None,
+    tokens: Annotated[int, _TOKENS] = 8192,
+    activation: Annotated[str | None, _ACTIVATION] = None,
+    experts: Annotated[str | None, _EXPERTS] = None,
+    against: Annotated[
+        str | None,
+        typer.Option("--against", metavar="NAME,...", help="Of transformers: grouped_mm, eager. Default: both."),
+    ] = None,
+    routing: Annotated[str, _EXPERT_ROUTING] = "uniform",
+    zipf_exponent: ZipfExponent = 1.0,
+    dtype: Dtype = "bfloat16",
+    repetitions: Repetitions = 15,
+    seed: Seed = 0,
+    device: Device = "auto",
+    out: Annotated[
+        Path, typer.Option("--out", help="Folder for experts.json and experts.png, which are overwritten.")
+    ] = Path("runs/bench/experts"),
+    json_only: JsonOnly = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks.")] = False,
+) -> None:
+    """Time what experts compute on one device, Carpool's beside transformers'; and see what they keep."""
+    with errors(debug):
+        require(BENCH_PACKAGES)
+        from carpool.bench.moe.experts import benchmark
+        from carpool.bench.moe.settings import Settings, list_shapes
+        from carpool.bench.options import split
+
+        settings = Settings(
+            device=device,
+            shapes=list_shapes(shape or (), model or (), tokens, activation),
+            experts=split(experts),
+            against=split(against),
+            dtype=dtype,
+            routings=split(routing),
+            zipf_exponent=zipf_exponent,
+            repetitions=repetitions,
+            seed=seed,
+            out=str(out),
+            json_only=json_only,
+        )
+        benchmark(settings, command=command())
+
+
+@bench.command("layer")
+def bench_layer(
+    ranks: Ranks = None,
+    shape: Annotated[list[str] | None, _SHAPE] = None,
+    model: Annotated[list[str] | None, _MODEL] = None,
+    tokens: Annotated[int, _TOKENS] = 8192,
+    activation: Annotated[str | None, _ACTIVATION] = None,
+    transports: Transports = None,
+    experts: Annotated[str | None, _EXPERTS] = None,
+    routing: Annotated[str, _EXPERT_ROUTING] = "uniform",
+    zipf_exponent: ZipfExponent = 1.0,
+    dtype: Dtype = "bfloat16",
+    repetitions: Repetitions = 15,
+    iterations: Annotated[int, typer.Option("--iterations", help="Layers back to back in one repetition.")] = 5,
+    seed: Seed = 0,
+    device: Device = "auto",
+    out: Annotated[
+        Path, typer.Option("--out", help="Folder for layer.json and layer.png, which are overwritten.")
+    ] = Path("runs/bench/layer"),
+    json_only: JsonOnly = False,
+    debug: RanksDebug = False,
+) -> None:
+    """Time whole MoE layers over ranks: transports and experts of Carpool against transformers' expert parallelism.
+
+    It starts the ranks itself, unless torchrun or Slurm started it.
+    """
+    with errors(debug):
+        require(BENCH_PACKAGES)
+        from carpool.bench.moe.layer import benchmark
+        from carpool.bench.moe.settings import LayerSettings, list_shapes
+        from carpool.bench.options import split
+
+        settings = LayerSettings(
+            ranks=ranks,
+            device=device,
+            shapes=list_shapes(shape or (), model or (), tokens, activation),
+            transports=split(transports),
+            experts=split(experts),
+            dtype=dtype,
+            routings=split(routing),
+            zipf_exponent=zipf_exponent,
+            repetitions=repetitions,
+            iterations=iterations,
+            seed=seed,
+            out=str(out),
+            json_only=json_only,
+        )
+        benchmark(settings, debug=debug, command=command())

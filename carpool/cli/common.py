@@ -1,0 +1,74 @@
+"""What the commands share: options, errors, and what must be installed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+# Distribution names of what `carpool train` and `carpool generate` cannot do without.
+TRAIN_PACKAGES = ("transformers", "tokenizers", "safetensors")
+# And what `carpool bench experts` and `carpool bench layer` compare with.
+BENCH_PACKAGES = ("transformers",)
+
+# Options of several commands.
+ZipfExponent = Annotated[float, typer.Option("--zipf-exponent", help="How unequal zipf is.")]
+Repetitions = Annotated[int, typer.Option("--repetitions", help="Timed repetitions of everything.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="bfloat16, float16 or float32.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="Of weights, rows and routing.")]
+Transports = Annotated[
+    str | None, typer.Option("--transports", metavar="NAME,...", help="Default: all that can run here.")
+]
+Ranks = Annotated[int | None, typer.Option("--ranks", help="Ranks on this machine. Default: one per GPU, or 4 on CPU.")]
+Device = Annotated[str, typer.Option("--device", help="auto (cuda if there is a GPU, otherwise cpu), cpu or cuda.")]
+JsonOnly = Annotated[bool, typer.Option("--json-only", help="Write the JSON file; no table, no figure.")]
+RanksDebug = Annotated[bool, typer.Option("--debug", help="Tracebacks, and the output of all ranks.")]
+
+
+def command() -> str:
+    """What the user typed, for the record."""
+    return shlex.join(["carpool", *sys.argv[1:]])
+
+
+def require(packages: tuple[str, ...]) -> None:
+    import importlib.util
+
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"this needs {', '.join(missing)}: pip install 'carpool[train]'")
+
+
+@contextlib.contextmanager
+def errors(debug: bool) -> Iterator[None]:
+    """Turns what a user can put right into one line, and a failed rank into its traceback and one message."""
+    from carpool.train.failure import Interrupted, RankFailure
+    from carpool.train.worker import is_user_error
+
+    try:
+        yield
+    except RankFailure as failure:
+        if failure.traceback and (debug or not failure.user_error):
+            typer.echo(failure.traceback, err=True)
+        fail(str(failure))
+    except Interrupted as stopped:
+        fail(str(stopped), 128 + stopped.signum)
+    except KeyboardInterrupt:
+        fail("stopped by Ctrl-C", 130)
+    except Exception as error:
+        if debug or not (is_user_error(error) or isinstance(error, ImportError)):
+            raise
+        fail(str(error))
+
+
+def fail(text: str, code: int = 1) -> None:
+    # Under torchrun and Slurm every rank is a command of its own.
+    rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
+    Console(stderr=True, soft_wrap=True).print(f"[bold red]error{rank}:[/] {escape(text)}", highlight=False)
+    raise typer.Exit(code)

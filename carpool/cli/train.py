@@ -1,0 +1,153 @@
+"""`carpool train`, `generate`, `report` and `doctor`."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from carpool.cli.common import TRAIN_PACKAGES, RanksDebug, command, errors, require
+
+if TYPE_CHECKING:
+    from carpool.train.config import Config
+
+
+class Transport(enum.StrEnum):
+    """What a run's transport can be compared with."""
+
+    GATHER = "gather"
+    ALLTOALL = "alltoall"
+    DEDUP = "dedup"
+    NVLINK = "nvlink"
+
+
+def train(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KEY=VALUE",
+            help="Settings over those of the file: training.max_steps=200 parallelism.ep_size=4 "
+            "model.config.num_experts=16.",
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option("--config", help="TOML file of settings. Without it: the demo's.")
+    ] = None,
+    compare: Annotated[
+        Transport | None,
+        typer.Option("--compare", help="At the end, time this run's steps against this transport, interleaved."),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the resolved settings and the memory per rank; train nothing.")
+    ] = False,
+    help_config: Annotated[bool, typer.Option("--help-config", help="Explain every setting.")] = False,
+    debug: RanksDebug = False,
+) -> None:
+    """Train a model. It starts one rank per GPU (or 4 processes on CPU), unless torchrun or Slurm started it.
+
+    Without arguments: a small model on the source code of Python's standard library; nothing is downloaded.
+    """
+    if help_config:
+        _explain_config()
+        return
+    with errors(debug):
+        from carpool.train.config import load_config
+
+        settings = load_config(config, overrides or [])
+        require(TRAIN_PACKAGES)
+        _check_paths(settings)
+        if dry_run:
+            from carpool.train.estimate import dry_run as estimate
+
+            typer.echo(estimate(settings))
+            return
+        from carpool.train.launch import run
+
+        against = compare.value if compare else None
+        run(settings, "carpool.train.loop:train", debug=debug, compare=against, command=command())
+
+
+def report(
+    run: Annotated[Path, typer.Argument(help="The run's folder (training.output_dir).")],
+    open_: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
+    output: Annotated[Path | None, typer.Option("--output", help="File to write. Default: RUN/report.html.")] = None,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """Write what happened in a run as one HTML file, which needs no network."""
+    with errors(debug):
+        from carpool.report import write_report
+
+        written = write_report(run, output)
+        typer.echo(f"wrote {written}")
+        if open_:
+            import webbrowser
+
+            if not webbrowser.open(written.absolute().as_uri()):
+                typer.echo(f"no browser found here; open {written.absolute().as_uri()} yourself", err=True)
+
+
+def generate(
+    run: Annotated[Path, typer.Argument(help="The run's folder (training.output_dir).")],
+    prompt: Annotated[str, typer.Option("--prompt", help="Text to continue.")],
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Tokens to add at most.")] = 200,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0: always the likeliest.")] = 0.8,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the choice.")] = 0,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    """Continue a text with the newest checkpoint of a run."""
+    with errors(debug):
+        require(TRAIN_PACKAGES)
+        from carpool.train.generate import generate as continue_text
+
+        text = continue_text(run, prompt=prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
+        typer.echo(text)
+
+
+def doctor() -> None:
+    """Check this machine: versions, devices, memory, data, and an exchange between two ranks."""
+    from carpool.doctor import RED, check_all
+
+    console = Console()
+    worst = "green"
+    for check in check_all():
+        mark = {"green": "ok  ", "yellow": "note", "red": "FAIL"}[check.color]
+        console.print(f"[{check.color}]{mark}[/] {escape(check.name):<14} {escape(check.text)}", highlight=False)
+        worst = RED if check.color == RED else worst
+    if worst == RED:
+        raise typer.Exit(1)
+
+
+def _explain_config() -> None:
+    from carpool.train.config import describe
+
+    console = Console()
+    section = ""
+    for name, kind, default, description in describe():
+        if name.split(".")[0] != section:
+            section = name.split(".")[0]
+            console.print(f"\n[bold]{escape(f'[{section}]')}[/]")
+        console.print(f"  [bold]{name}[/] = {escape(default)}  [dim]({escape(kind)})[/]", highlight=False)
+        console.print(f"      {escape(description)}", highlight=False)
+
+
+def _check_paths(config: Config) -> None:
+    """Refuses paths where nothing is, before any rank is started."""
+    from carpool.train.data import check_sources
+    from carpool.train.tokenizer import load_tokenizer
+
+    if config.model.path is not None and not (Path(config.model.path) / "config.json").is_file():
+        raise ValueError(f"model.path: {config.model.path} is no checkpoint folder (it has no config.json)")
+    if config.moe.layout != "contiguous" and not Path(config.moe.layout).is_file():
+        raise ValueError(f'moe.layout: the file {config.moe.layout} does not exist; give "contiguous" or a JSON file')
+    resume = config.training.resume_from_checkpoint
+    if resume not in (None, "last") and not Path(str(resume)).is_dir():
+        raise ValueError(
+            f'training.resume_from_checkpoint: {resume} is no folder; give "last" or a folder such as '
+            f"{Path(config.training.output_dir) / 'checkpoints' / 'step-00000100'}"
+        )
+    check_sources(config.data)
+    load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
