@@ -146,13 +146,17 @@ class ExpertRides:
 
     def prepare(self, top_k: int, hidden: int) -> Transport:
         """Make the transport, if there is none. All ranks together."""
-        if self.transport is None:
-            if self.requested == "auto" and self._function is None:
-                # Its forward would see all rows that the buffers have, and most are empty.
-                name, self.why = choose_transport("auto", self.num_ranks, top_k, "the experts run their own forward")
-            else:
-                name, self.why = resolve_transport(self.requested, self.group, top_k, hidden, self.options)
-            self.transport = make_transport(name, self.group, self.layout.slots_per_rank, self.options)
+        return self.transport or self._make_transport(top_k, hidden)
+
+    # What it makes outlives the call: torch.compile must not take its tensors for values of a graph.
+    @torch.compiler.disable
+    def _make_transport(self, top_k: int, hidden: int) -> Transport:
+        if self.requested == "auto" and self._function is None:
+            # Its forward would see all rows that the buffers have, and most are empty.
+            name, self.why = choose_transport("auto", self.num_ranks, top_k, "the experts run their own forward")
+        else:
+            name, self.why = resolve_transport(self.requested, self.group, top_k, hidden, self.options)
+        self.transport = make_transport(name, self.group, self.layout.slots_per_rank, self.options)
         return self.transport
 
     def __call__(self, x_TH: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
