@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import triton
 from triton.runtime.jit import JITFunction
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 INT32 = 2**31
 
@@ -49,8 +48,9 @@ def _assumed(argument: Any) -> Any:
         return argument.dtype, argument.data_ptr() % 16 == 0
     if kind is float or kind is bool or argument is None:
         return kind
-    if kind is TensorDescriptor:
-        return argument.base.dtype, tuple(argument.block_shape), getattr(argument, "padding", None)
+    if kind.__name__ == "TensorDescriptor":  # Triton's, or Gluon's with a layout of its own
+        how = (getattr(argument, name, None) for name in ("padding", "layout"))
+        return kind, argument.base.dtype, tuple(argument.block_shape), *how
     return _Unknown
 
 

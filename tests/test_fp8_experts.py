@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -138,8 +140,8 @@ def test_products_are_exact_where_codes_are() -> None:
     wanted = problem.wanted_R
     assert torch.equal(unpack(packets, 200)[wanted].double(), problem.x_RH[wanted])
     columns = fp8_stages.Columns(1, 136, False)
-    code = fp8_stages.quantise_weight(up, columns, False)
-    turned = fp8_stages.quantise_weight(up, columns, True)
+    code, turned = fp8_stages.quantise_weight(up, columns, True, True)
+    assert code is not None and turned is not None
     wide = code.code.double() * code.scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
     assert torch.equal(wide[:, :136, :200], up) and not wide[:, 136:].any() and not wide[:, :, 200:].any()
     assert torch.equal(turned.code.view(torch.uint8), code.code.view(torch.uint8).transpose(1, 2))
@@ -175,21 +177,112 @@ def test_gradients_of_weights_only_where_asked() -> None:
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
+def same_codes(experts: FP8Experts, weights: ExpertWeights, columns: fp8_stages.Columns) -> bool:
+    """Whether what the experts would compute with now is what the weights are now."""
+    want = fp8_stages.quantise_weight(weights.up_SFH.detach(), columns, True, True)
+    assert want.straight is not None and want.turned is not None
+    got = experts._straight("up", weights, True), experts._turned("up", weights)
+    return all(
+        torch.equal(ours.code.view(torch.uint8), theirs.code.view(torch.uint8))
+        and torch.equal(ours.scale, theirs.scale)
+        for ours, theirs in zip(got, (want.straight, want.turned), strict=True)
+    )
+
+
 def test_weights_that_do_not_change_are_quantised_once() -> None:
     problem = ExpertProblem("random", 40, 24, make_activation("silu", True), False, torch.float32)
-    experts, columns = FP8Experts(problem.function), fp8_stages.Columns(2, 24, False)
-    fresh = experts._quantised("up", problem.weights, False)
-    assert experts._quantised("up", problem.weights, False) is not fresh
+    experts, weights, columns = FP8Experts(problem.function), problem.weights, fp8_stages.Columns(2, 24, False)
+    arrivals = Arrivals(problem.x_RH, problem.slot_RJ, problem.weight_RJ, 10**6)
+    assert experts._turned("up", weights) is not experts._turned("up", weights)
+    with mock.patch.object(fp8, "quantise_weight", wraps=fp8_stages.quantise_weight) as spy:
+        with experts.weights_unchanged():
+            for backward in (False, True, True):
+                experts.forward(arrivals, weights, torch.empty_like(problem.x_RH), None, backward)
+            # In the first two forwards, the second for the order of the backward.
+            assert [call.args[2:] for call in spy.call_args_list] == [(True, False)] * 2 + [(False, True)] * 2
+            with experts.weights_unchanged():  # as when whoever calls says so too
+                first = experts._turned("up", weights)
+            assert experts._turned("up", weights) is first and len(spy.call_args_list) == 4
+            # A view of the same memory is the same weights, as when a DTensor gives its local part anew.
+            view = weights._replace(up_SFH=weights.up_SFH.view_as(weights.up_SFH))
+            assert experts._turned("up", view) is first
+            assert experts._turned("up", weights._replace(up_SFH=weights.up_SFH.clone())) is not first
+        assert same_codes(experts, weights, columns)
+    with experts.weights_unchanged(), mock.patch.object(fp8, "quantise_weight", wraps=fp8.quantise_weight) as once:
+        experts.forward(arrivals, weights, torch.empty_like(problem.x_RH))
+        assert [call.args[2:] for call in once.call_args_list] == [(True, True)] * 2, "read once for both orders"
+
+
+def write_in_place(up: torch.nn.Parameter) -> None:
+    with torch.no_grad():
+        up.mul_(2)
+
+
+def write_by_an_optimizer(up: torch.nn.Parameter) -> None:
+    up.grad = torch.ones_like(up)
+    torch.optim.SGD([up], lr=0.5).step()
+
+
+def write_by_load_state_dict(up: torch.nn.Parameter) -> None:
+    module = torch.nn.Module()
+    module.up = up
+    module.load_state_dict({"up": torch.randn(up.shape, generator=torch.Generator().manual_seed(9))})
+
+
+def write_through_data(up: torch.nn.Parameter) -> None:
+    up.data.copy_(torch.randn(up.shape, generator=torch.Generator().manual_seed(9)))
+
+
+def write_as_fsdp(up: torch.nn.Parameter) -> None:
+    """An optimizer steps what is sharded; then new values are gathered into the old memory, which no version tells."""
+    sharded = torch.nn.Parameter(torch.ones(1))
+    write_by_an_optimizer(sharded)
+    write_through_data(up)
+
+
+WRITES = [write_in_place, write_by_an_optimizer, write_by_load_state_dict, write_through_data, write_as_fsdp]
+
+
+@pytest.mark.parametrize("write", WRITES, ids=lambda write: write.__name__)
+def test_held_codes_are_never_of_other_weights(write: Callable[[torch.nn.Parameter], None]) -> None:
+    problem = ExpertProblem("random", 40, 24, make_activation("silu", True), False, torch.float32)
+    up, columns = torch.nn.Parameter(problem.weights.up_SFH.clone()), fp8_stages.Columns(2, 24, False)
+    experts, weights = FP8Experts(problem.function), problem.weights._replace(up_SFH=up)
+    before = up.detach().clone()
+    assert same_codes(experts, weights, columns)
+    write(up)
+    assert not torch.equal(up, before) and same_codes(experts, weights, columns), "nothing is held unless asked for"
     with experts.weights_unchanged():
-        first = experts._quantised("up", problem.weights, False)
-        assert experts._quantised("up", problem.weights, False) is first
-        assert experts._quantised("up", problem.weights, True) is not first
-        other = problem.weights._replace(up_SFH=problem.weights.up_SFH.clone())
-        assert experts._quantised("up", other, False) is not first
-        problem.weights.up_SFH.mul_(2)
-        doubled = experts._quantised("up", problem.weights, False)
-        assert torch.equal(doubled.scale, fp8_stages.quantise_weight(problem.weights.up_SFH, columns, False).scale)
-    assert experts._quantised("up", problem.weights, False) is not doubled
+        assert same_codes(experts, weights, columns)
+        if write is not write_through_data:  # which nobody can notice: not doing it is what the caller promised
+            write(up)
+            assert same_codes(experts, weights, columns)
+    for _ in range(2):
+        write(up)
+        with experts.weights_unchanged():
+            assert same_codes(experts, weights, columns), "nothing outlives its scope"
+
+
+def test_inference_tensors_are_computed_with_and_not_held() -> None:
+    problem = ExpertProblem("random", 40, 24, make_activation("silu", True), False, torch.float32)
+    experts, columns = FP8Experts(problem.function), fp8_stages.Columns(2, 24, False)
+    with torch.inference_mode():
+        weights = problem.weights._replace(up_SFH=problem.weights.up_SFH * 2)
+        with experts.weights_unchanged():
+            assert same_codes(experts, weights, columns)
+            weights.up_SFH.mul_(2)
+            assert same_codes(experts, weights, columns)
+
+
+def test_transient_weights_are_not_taken_for_each_other() -> None:
+    """As under autocast: a cast copy lives for one forward, and the next may lie in its place, at version 0 too."""
+    problem = ExpertProblem("random", 40, 24, make_activation("silu", True), False, torch.float32)
+    experts, columns = FP8Experts(problem.function), fp8_stages.Columns(2, 24, False)
+    with experts.weights_unchanged():
+        for factor in range(1, 6):
+            cast = problem.weights._replace(up_SFH=problem.weights.up_SFH * factor)
+            assert same_codes(experts, cast, columns)
+            del cast
 
 
 # -- in a ride --------------------------------------------------------------------------------------------------------

@@ -107,7 +107,8 @@ _ACTIVATION = typer.Option(
 _EXPERTS = typer.Option(
     "--experts",
     metavar="NAME,...",
-    help="Carpool's experts: grouped, reference, fp8 (lossy). Default: all but reference.",
+    help="Carpool's experts: grouped, reference, fp8 (lossy), and, in bench experts, fp8-held. Default: all but the "
+    "reference.",
 )
 _EXPERT_ROUTING = typer.Option(
     "--routing", help="uniform, zipf, hot (one expert is everybody's choice), several with commas, or all."

@@ -57,8 +57,9 @@ def _act(x, NAME: tl.constexpr, ALPHA: tl.constexpr):  # type: ignore[no-untyped
 @triton.jit
 def _clamp(gate, up, HAS_LIMIT: tl.constexpr, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
     if HAS_LIMIT:
-        gate = tl.where(gate > LIMIT, LIMIT, gate)
-        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
     return gate, up
 
 

@@ -2,7 +2,8 @@
 
     rows          packets of codes (e4m3) with a scale for 1 x 128 columns: as they travelled, if the transport sends
                   FP8 (nothing widens them on the way), else quantised where they arrived
-    weights       codes with a scale for 128 x 128, quantised anew in every forward and every backward
+    weights       codes with a scale for 128 x 128, quantised anew in every forward and, the other way round, in every
+                  backward; or once, where the caller says that they do not change (`weights_unchanged`)
     forward       h = rows @ up + bias, rounded to the weights' dtype and kept;  a = act(h), quantised;  y = a @ down
     backward      dA = dy @ down and dx = dh @ up in FP8, dy and dh quantised (dy as it travelled, if it did in FP8);
                   weight gradients in the weights' dtype, from the kept packets widened while they are gathered
@@ -11,8 +12,14 @@ Every product sums in float32 (DeepSeek-V3, arXiv 2412.19437, section 3.3, has t
 as in `GroupedExperts`: what is sorted, what is weighted where, what is kept. The activation's derivative is that at h,
 as if nothing had been rounded.
 
-Kept for the backward: packets of the rows (half the bytes) and h. Codes of the weights are not kept: they would take
-half the memory of the weights for every layer, also of those that FSDP has sharded again.
+Kept for the backward: packets of the rows (half the bytes) and h. Codes of the weights are not kept: both orders would
+take as much memory as the weights themselves, for every layer, also of those that FSDP has sharded again. But making
+them takes a third as long as the forward's products, longer where an expert has few rows, and they stay the same until
+the optimizer's next step. So it is for the caller to say:
+
+    for own in rides(model).values():             carpool.hf.rides
+        stack.enter_context(own.compute.weights_unchanged())
+    ...                                           an evaluation, or all micro-batches of one optimizer step
 
 Inside, columns of h are always [gate | up], and each of the two, as all of F and H, is filled up with zeros to a
 multiple of 128, so that a group never has a part of both:
@@ -28,14 +35,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from carpool.experts.base import Activation, ExpertFunction, ExpertWeights
 from carpool.experts.fp8_stages import (
     Columns,
     Quantised,
+    Weight,
     activate_backward,
     gather_wide,
     gathered_product,
@@ -49,6 +58,18 @@ from carpool.memory.arena import Arena, Rows
 from carpool.numbered import Numbered
 from carpool.transport.base import Arrivals
 from carpool.transport.packets import pack
+
+
+class _Held(NamedTuple):
+    """Codes that are held, and of what.
+
+    Attributes:
+        source: holds its memory, so that no other tensor can come to lie there.
+        state: where it lies, its shape and version: in-place operations count versions up."""
+
+    source: torch.Tensor
+    state: tuple[Any, ...]
+    codes: Weight
 
 
 class FP8Experts(Numbered):
@@ -69,17 +90,27 @@ class FP8Experts(Numbered):
                 f"{function.activation!r}; use experts='grouped' for this model"
             )
         self.function, self.activation = function, function.activation
-        self._unchanged: dict[tuple[str, bool], tuple[torch.Tensor, int, Quantised]] | None = None
+        self._held: dict[str, _Held] | None = None
 
     @contextmanager
     def weights_unchanged(self) -> Iterator[None]:
-        """Inside, weights are quantised once: the caller knows that nobody writes them, as between two steps of an
-        optimizer, and that they stay where they are. Their codes take as much memory as they do."""
-        self._unchanged = {}
+        """Inside, weights are quantised once, for all forwards and backwards: a step's, or all of an evaluation.
+
+        Only the caller can know that nobody writes them: writing through `.data`, or gathering new values into the same
+        memory as FSDP does, leaves no trace on a tensor. What leaves one is noticed here too: other tensors, in-place
+        operations (`load_state_dict`), steps of PyTorch's optimizers. Nothing outlives the outermost scope.
+        """
+        if self._held is not None:
+            yield
+            return
+        held: dict[str, _Held] = {}
+        self._held = held
+        forget = register_optimizer_step_post_hook(lambda *_: held.clear())
         try:
             yield
         finally:
-            self._unchanged = None
+            self._held = None
+            forget.remove()
 
     def forward(
         self,
@@ -95,9 +126,9 @@ class FP8Experts(Numbered):
         pairs = sort_pairs(arrivals.slot_RJ, weights.up_SFH.shape[0], num_pairs)
         bias_SW = None if weights.up_bias_SF is None else self._columns(weights).spread(weights.up_bias_SF)
 
-        up = self._quantised("up", weights, turned=False)
+        up = self._straight("up", weights, backward)
         a, h = up_and_activate(self.activation, arrivals.rows, hidden, up, bias_SW, pairs, dtype, arena)
-        y_PH = product(a, self._quantised("down", weights, turned=False), pairs, hidden, dtype)
+        y_PH = product(a, self._straight("down", weights, backward), pairs, hidden, dtype)
         sum_pairs(y_PH, pairs, partial_RH, arrivals.sums_unwanted, weight_RJ, weights.down_bias_SH)
         # A flag of the host, in a tensor because that is what autograd saves.
         return weight_RJ, h, torch.tensor(arrivals.sums_unwanted, device="cpu"), *pairs
@@ -115,14 +146,14 @@ class FP8Experts(Numbered):
         dtype, hidden = weights.up_SFH.dtype, dx_RH.shape[1]
         columns, biased = self._columns(weights), weights.down_bias_SH is not None
 
-        down = self._quantised("down", weights, turned=True)
+        down = self._turned("down", weights)
         dA_PF = gathered_product(_packets(dpartial, len(weight_RJ)), hidden, down, pairs, columns.padded, dtype)
         dy_PH = gather_wide(dpartial, hidden, pairs, dtype) if needs_dweights or biased else None
         dh, dh_PW, scaled_PF, dweight_RJ = activate_backward(
             self.activation, columns, h, dA_PF, dy_PH, weights.down_bias_SH, weight_RJ, pairs, needs_dweights
         )
         del dA_PF
-        dx_PH = product(dh, self._quantised("up", weights, turned=True), pairs, hidden, dtype)
+        dx_PH = product(dh, self._turned("up", weights), pairs, hidden, dtype)
         sum_pairs(dx_PH, pairs, dx_RH, bool(sums_unwanted))
         del dx_PH, dh
         if not needs_dweights:
@@ -141,17 +172,35 @@ class FP8Experts(Numbered):
         inner = weights.down_SHF.shape[1 if self.function.transposed else 2]
         return Columns(2 if self.activation.gated else 1, inner, self.activation.interleaved)
 
-    def _quantised(self, which: str, weights: ExpertWeights, turned: bool) -> Quantised:
-        """Codes of the up or down projection as (S, out, in); `turned`: as (S, in, out), for the backward."""
+    def _straight(self, which: str, weights: ExpertWeights, backward: bool) -> Quantised:
+        """Codes of the up or the down projection as (S, out, in), for the forward. Where codes are held and a backward
+        follows, its order is written from the same reading."""
+        codes = self._quantised(which, weights, True, backward and self._held is not None).straight
+        assert codes is not None
+        return codes
+
+    def _turned(self, which: str, weights: ExpertWeights) -> Quantised:
+        """As (S, in, out), for the backward."""
+        codes = self._quantised(which, weights, False, True).turned
+        assert codes is not None
+        return codes
+
+    def _quantised(self, which: str, weights: ExpertWeights, straight: bool, turned: bool) -> Weight:
+        """What is held, and what is missing of it quantised now. Inference tensors have no version: none are held."""
         source = weights.up_SFH if which == "up" else weights.down_SHF
-        held = None if self._unchanged is None else self._unchanged.get((which, turned))
-        if held is not None and held[0] is source and held[1] == source._version:
-            return held[2]
-        weight_SOI = source.transpose(1, 2) if self.function.transposed else source
-        down = Columns(1, weight_SOI.shape[1], False)
-        codes = quantise_weight(weight_SOI, self._columns(weights) if which == "up" else down, turned)
-        if self._unchanged is not None:
-            self._unchanged[which, turned] = source, source._version, codes
+        all_held, codes, state = self._held if not source.is_inference() else None, Weight(None, None), None
+        if all_held is not None:
+            state = source.data_ptr(), source.shape, source.stride(), source.dtype, source._version
+            if which in all_held and all_held[which].state == state:
+                codes = all_held[which].codes
+        straight, turned = straight and codes.straight is None, turned and codes.turned is None
+        if straight or turned:
+            weight_SOI = source.transpose(1, 2) if self.function.transposed else source
+            columns = self._columns(weights) if which == "up" else Columns(1, weight_SOI.shape[1], False)
+            more = quantise_weight(weight_SOI, columns, straight, turned)
+            codes = Weight(more.straight or codes.straight, more.turned or codes.turned)
+            if all_held is not None and state is not None:
+                all_held[which] = _Held(source.detach(), state, codes)
         return codes
 
 

@@ -16,11 +16,12 @@ which takes two sets of accumulators. A tile is therefore BM rows by two halves 
 other, so that one set of products serves both, and so do the loaded rows: as much from memory as a tile of 256 columns.
 The halves are gate and up of the same columns, so that the activation and the groups of its result stay inside a tile,
 or neighbours where there is no gate. Multiplying and scaling take turns: the compiler waits for a product before it
-adds it. With 64 rows by 4 warps and 2 stages, two programs fit on a multiprocessor, and one can multiply while the
-other scales or writes; with 128 by 8 and 4 stages there is one, which loads a third less for the same work.
+adds it, and all warps do so together. In fp8_hopper_kernels.py they do not: on Hopper that computes whatever it takes,
+and this remains for the rest (results in float32, packets of odd widths, other GPUs), and for the interpreter.
 
-Both take all 255 registers of a thread and spill nothing in the loop. For that, what only the end of a tile needs is
+Takes all 255 registers of a thread and spills nothing in the loop. For that, what only the end of a tile needs is
 loaded again there: held over the loop, it took 22 more than there are. Two products at a time would take 64 more.
+Tiles of 64 rows by 4 warps, two programs on a multiprocessor, load two thirds more for the same work.
 
 Persistent: `schedule` lists the tiles of rows that there are (a slot's last tile may be partly empty, an idle slot has
 none). Program i of n takes tiles i, i + n, ..., neighbours in columns first, which read the same rows.
@@ -98,9 +99,9 @@ def _finish_h(sums, bias, kept, slot, row, keep, first, W: tl.constexpr, HAS_BIA
 
 
 @quick
-@triton.jit
+@triton.jit(do_not_specialize=["home_row", "home_rows", "slots"])
 def _gemm(  # type: ignore[no-untyped-def]
-    rows, scales, home_delta, home_row, home_rows, order, weight, weight_scales, tile_slot, tile_row, tiles, offsets,
+    rows, scales, home, home_row, home_rows, order, weight, weight_scales, tile_slot, tile_row, tiles, offsets,
     slots, out, out_scales, bias, kept, start, J: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, N: tl.constexpr,
     COLUMNS: tl.constexpr, PACKET: tl.constexpr, HAS_HOME: tl.constexpr, ACTIVATE: tl.constexpr, NAME: tl.constexpr,
     GATED: tl.constexpr, HAS_LIMIT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr,
@@ -131,7 +132,8 @@ def _gemm(  # type: ignore[no-untyped-def]
             at = arrived.to(tl.int64) * PACKET
             if HAS_HOME:
                 at_home = (arrived >= home_row) & (arrived < home_row + home_rows)
-                at = tl.where(at_home, home_delta + (arrived - home_row).to(tl.int64) * PACKET, at)
+                apart_bytes = home.to(tl.int64) - rows.to(tl.int64)
+                at = tl.where(at_home, apart_bytes + (arrived - home_row).to(tl.int64) * PACKET, at)
             at = tl.multiple_of(at, 16)
             # Past its codes, which are rounded up to whole words, a packet has its scales.
             scale = (rows + at).to(tl.pointer_type(tl.float32)) + (K + 3) // 4
@@ -273,16 +275,26 @@ def _launch(
     described = activation or {
         "NAME": "silu", "GATED": False, "HAS_LIMIT": False, "LIMIT": 0.0, "ALPHA": 1.0, "SHIFT": 0.0,
     }  # fmt: skip
-    tile_slot, tile_row, tiles = schedule(offsets_S, out.shape[0], tile.rows)
+    tiles = schedule(offsets_S, out.shape[0], tile.rows)
+    if out.is_cuda:
+        # Imported where there is a GPU: not every Triton that interprets has Gluon.
+        from carpool.experts import fp8_hopper_kernels
+
+        if tile.rows == fp8_hopper_kernels.ROWS and fp8_hopper_kernels.takes(out, h, packets, inner):
+            fp8_hopper_kernels.launch(
+                data, scale_PG, packets, inner, code_SNK, weight_scale, slot_RJ.shape[-1], order_P, offsets_S, tiles,
+                out, out_columns, out_scale, bias_SW, h, described, activation is not None,
+            )  # fmt: skip
+            return
     weight = TensorDescriptor.from_tensor(code_SNK.view(slots * height, width), [GROUP, GROUP])
     programs = 2  # in the interpreter, so that each takes several tiles
     if out.is_cuda:
         programs = torch.cuda.get_device_properties(out.device).multi_processor_count * tile.programs
     _gemm[(programs,)](
         data.view(torch.uint8), weight_scale if scale_PG is None else scale_PG,
-        0 if home is None else home.data_ptr() - data.data_ptr(), 0 if packets is None else packets.home_row,
-        0 if home is None else home.shape[0], order_P, weight, weight_scale, tile_slot, tile_row, tiles, offsets_S,
-        slots, out, weight_scale if out_scale is None else out_scale, weight_scale if bias_SW is None else bias_SW,
+        data.view(torch.uint8) if home is None else home, 0 if packets is None else packets.home_row,
+        0 if home is None else home.shape[0], order_P, weight, weight_scale, *tiles, offsets_S, slots,
+        out, weight_scale if out_scale is None else out_scale, weight_scale if bias_SW is None else bias_SW,
         weight_scale if h is None else h.data, offsets_S if h is None or h.start is None else h.start,
         J=slot_RJ.shape[-1], K=inner, KP=width, N=height, COLUMNS=out_columns,
         PACKET=0 if packets is None else packets.width, HAS_HOME=home is not None, ACTIVATE=activation is not None,

@@ -63,21 +63,34 @@ def padded(size: int) -> int:
     return -(-size // GROUP) * GROUP
 
 
-def quantise_weight(weight_SOI: torch.Tensor, columns: Columns, turned: bool) -> Quantised:
-    """Codes of blocks of 128 x 128, O spread as the columns of h, both sides filled up with zeros: (S, O, I), or if
-    `turned` (S, I, O) with the same codes and scales."""
+class Weight(NamedTuple):
+    """Codes of blocks of 128 x 128 of a projection, O spread as the columns of h, both sides filled up with zeros.
+
+    Attributes:
+        straight: (S, O, I), for the forward.
+        turned: (S, I, O), for the backward: the same codes and scales. Either is None if it was not asked for.
+    """
+
+    straight: Quantised | None
+    turned: Quantised | None
+
+
+def quantise_weight(weight_SOI: torch.Tensor, columns: Columns, straight: bool, turned: bool) -> Weight:
+    """Read once, and written in the orders that are asked for."""
     if on_gpu(weight_SOI):
         from carpool.experts import fp8_kernels
 
-        return Quantised(*fp8_kernels.quantise_weight(weight_SOI, *columns, turned))
+        codes = fp8_kernels.quantise_weight(weight_SOI, *columns, straight, turned)
+        return Weight(*(None if one is None else Quantised(*one) for one in codes))
     inner = weight_SOI.shape[2]
     spread_SNK = F.pad(columns.spread(weight_SOI.float()), (0, padded(inner) - inner))
     blocks = spread_SNK.unflatten(2, (-1, GROUP)).unflatten(1, (-1, GROUP)).transpose(2, 3)  # (S, N/128, K/128, n, k)
     scale = blocks.abs().amax((3, 4)).clamp(min=SMALLEST) / FP8_MAX
     code = (blocks * (1.0 / scale)[..., None, None]).to(FP8).transpose(2, 3).flatten(3, 4).flatten(1, 2)
-    if turned:
-        return Quantised(code.transpose(1, 2).contiguous(), scale.transpose(1, 2).contiguous())
-    return Quantised(code, scale)
+    return Weight(
+        Quantised(code, scale) if straight else None,
+        Quantised(code.transpose(1, 2).contiguous(), scale.transpose(1, 2).contiguous()) if turned else None,
+    )
 
 
 def up_and_activate(

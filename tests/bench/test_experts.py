@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -222,13 +223,13 @@ def test_all_contenders_are_right(family: str, dtype: torch.dtype):
     shape = Shape(37, 40, 24, 8, 3, family)
     case = make_case(shape, dtype, "hot")
     for contender in (Contender("grouped"), Contender("grouped_mm", theirs=True), Contender("eager", theirs=True)):
-        error = check(contender.label, *forward_backward(contender.make(case), case), case)
+        error = check(contender.label, *forward_backward(contender.make(case, ExitStack()), case), case)
         assert 0 < error < 0.7, contender.label
 
 
 def _answers(case: Case) -> tuple[torch.Tensor, list[torch.Tensor]]:
     use(case.module, "eager")
-    forward = Contender("eager", theirs=True).make(case)
+    forward = Contender("eager", theirs=True).make(case, ExitStack())
     y_TH, gradients = forward_backward(forward, case)
     return y_TH, list(gradients)
 
@@ -274,7 +275,7 @@ def test_an_expert_that_nobody_chose_has_no_gradient():
 def test_operations_are_those_of_the_products(family: str):
     shape = Shape(37, 40, 24, 8, 3, family)
     case = make_case(shape, torch.float32)
-    forward = Contender("eager", theirs=True).make(case)
+    forward = Contender("eager", theirs=True).make(case, ExitStack())
     with FlopCounterMode(display=False) as counted:
         forward()
     assert counted.get_total_flops() == shape.flops
@@ -286,13 +287,13 @@ def test_operations_are_those_of_the_products(family: str):
 def test_what_is_kept_is_counted():
     case = make_case(SMALL)
     pairs = 37 * 3
-    saved, peak = measure(Contender("reference").make(case), case.leaves, case.dy_TH)
+    saved, peak = measure(Contender("reference").make(case, ExitStack()), case.leaves, case.dy_TH)
     assert peak is None
     assert saved == pairs * (4 + 4), "a slot and a weight for each choice; rows and parameters were there before"
-    grouped, _ = measure(Contender("grouped").make(case), case.leaves, case.dy_TH)
+    grouped, _ = measure(Contender("grouped").make(case, ExitStack()), case.leaves, case.dy_TH)
     pre_activation = pairs * 2 * 24 * 2
     assert pre_activation < grouped < pre_activation + 60 * pairs + 1000
-    theirs, _ = measure(Contender("grouped_mm", theirs=True).make(case), case.leaves, case.dy_TH)
+    theirs, _ = measure(Contender("grouped_mm", theirs=True).make(case, ExitStack()), case.leaves, case.dy_TH)
     assert theirs > pairs * (40 + 2 * 24 + 24 + 40) * 2, "gathered rows, pre-activation, activation, output"
 
 

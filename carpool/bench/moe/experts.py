@@ -8,6 +8,7 @@ For each shape and routing every contender gets the same rows, choices, routing 
 
     contender                 what it is
     carpool NAME              `carpool.experts.EXPERTS[NAME]` within `carpool.ride.ride`, as a layer on one rank runs it
+    carpool fp8-held          fp8, with weights quantised once and held, as in the further micro-batches of a step
     transformers grouped_mm   the experts module of the model's class, by grouped products
     transformers eager        the same, by the loop over experts that its file has
 
@@ -31,6 +32,7 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -43,13 +45,13 @@ from carpool.bench.moe.home import Home
 from carpool.bench.moe.modules import make_module, use
 from carpool.bench.moe.results import PASSES, CaseResult, Row, Times, show
 from carpool.bench.moe.run import OUT_OF_MEMORY, Forward, forward_backward, free, is_out_of_memory, why_not
-from carpool.bench.moe.settings import Settings, fast_experts, lossy_reasons
+from carpool.bench.moe.settings import HELD, Settings, fast_experts, lossy_reasons
 from carpool.bench.moe.shapes import Shape
 from carpool.bench.options import find_device
 from carpool.bench.results import Result, publish
 from carpool.bench.routings import make_routings
 from carpool.bench.timing import Clock
-from carpool.experts import ExpertWeights, make_experts
+from carpool.experts import ExpertWeights, FP8Experts, make_experts
 from carpool.hf.expert_parallel import expert_function, weight_names
 from carpool.layout import ExpertLayout
 from carpool.ride import ride
@@ -79,14 +81,14 @@ class Contender:
     def lossy(self) -> tuple[str, ...]:
         return lossy_reasons(self.name) if not self.theirs else ()
 
-    def make(self, case: Case) -> Forward:
-        """The forward, on the inputs of `case`.
+    def make(self, case: Case, scope: ExitStack) -> Forward:
+        """The forward, on the inputs of `case`, while `scope` is open.
 
         Raises:
             ValueError, NotImplementedError: these experts cannot compute that.
         """
         if not self.theirs:
-            return carpool_experts(self.name, case)
+            return carpool_experts(self.name, case, scope)
 
         def forward() -> torch.Tensor:
             use(case.module, self.name)
@@ -131,7 +133,7 @@ class ExpertsBenchmark:
     def __init__(self, settings: Settings, device: torch.device) -> None:
         self.settings, self.device = settings, device
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
-        self.contenders = [Contender(name) for name in settings.experts or fast_experts()]
+        self.contenders = [Contender(name) for name in settings.experts or (*fast_experts(), HELD)]
         self.contenders += [Contender(name, theirs=True) for name in settings.against]
         # The datasheet's rates are those of 16-bit numbers.
         self.peak = peak_flops(device, None)[0] if self.dtype.itemsize == 2 else None
@@ -152,9 +154,15 @@ class ExpertsBenchmark:
                 row.unavailable = f"{OUT_OF_MEMORY} for the weights and rows alone"
             free(self.device)
             return result
-        running = {}
+        with ExitStack() as scope:
+            self._run(case, result, scope)
+        result.compare()
+        return result
+
+    def _run(self, case: Case, result: CaseResult, scope: ExitStack) -> None:
+        shape, running = result.shape, {}
         for c, row in zip(self.contenders, result.rows, strict=True):
-            if (forward := self._start(c, case, row)) is not None:
+            if (forward := self._start(c, case, row, scope)) is not None:
                 running[c] = forward
         clock = Clock(self.device, None, DELAY_CYCLES)
         rows = dict(zip(self.contenders, result.rows, strict=True))
@@ -172,8 +180,6 @@ class ExpertsBenchmark:
                 host_ms = clock.host_us(c.label, section) / 1e3
                 row.sections[section] = Times.of(ms, host_ms, forwards * shape.flops, self.peak)
             row.saved_bytes, row.peak_bytes = memory.measure(forward, case.leaves, case.dy_TH)
-        result.compare()
-        return result
 
     def _case(self, shape: Shape, kind: str) -> Case:
         settings, device, dtype = self.settings, self.device, self.dtype
@@ -192,7 +198,7 @@ class ExpertsBenchmark:
             module, x_TH.requires_grad_(), routing.expert_TK.long().to(device), weight_TK.requires_grad_(), dy_TH
         )
 
-    def _start(self, contender: Contender, case: Case, row: Row) -> Forward | None:
+    def _start(self, contender: Contender, case: Case, row: Row, scope: ExitStack) -> Forward | None:
         """The contender, checked; None if it cannot run, which `row` then says.
 
         Raises:
@@ -203,7 +209,7 @@ class ExpertsBenchmark:
         answers: list[tuple[torch.Tensor, tuple[torch.Tensor, ...]]] = []
 
         def first() -> None:
-            made.append(contender.make(case))
+            made.append(contender.make(case, scope))
             answers.append(forward_backward(made[0], case))
 
         if not self._attempt(contender, row, first):
@@ -241,13 +247,16 @@ class ExpertsBenchmark:
             torch.autograd.grad(forward(), case.leaves, case.dy_TH)
 
 
-def carpool_experts(name: str, case: Case) -> Forward:
+def carpool_experts(name: str, case: Case, scope: ExitStack) -> Forward:
     """Carpool's experts on the parameters of the module, in a ride that goes nowhere."""
     module = case.module
     function = expert_function(module)
     if function is None:
         raise ValueError(f"{type(module).__name__} computes what Carpool's experts do not know")
-    experts, transport = make_experts(name, function), Home()
+    experts, transport = make_experts(name.removesuffix("-held"), function), Home()
+    if name == HELD:
+        assert isinstance(experts, FP8Experts)
+        scope.enter_context(experts.weights_unchanged())
     stats = LayerStats(module.num_experts, 1, 0)
     weights = ExpertWeights._make(getattr(module, n) if n else None for n in weight_names(module))
 

@@ -25,6 +25,10 @@ CPU_SHAPES = (Shape(128, 64, 48, 16, 4),)
 KNOWN_TRANSPORTS = tuple(dict.fromkeys(("nvlink", *reversed(TRANSPORTS))))
 
 
+# FP8 experts whose quantised weights are held, as in the micro-batches of a step.
+HELD = "fp8-held"
+
+
 def known_experts() -> tuple[str, ...]:
     """Names of all of Carpool's, those that are lossy last."""
     return (*EXPERTS, *LOSSY_EXPERTS)
@@ -41,7 +45,7 @@ class Settings(Options):
 
     Attributes:
         shapes: empty: `GPU_SHAPES` or `CPU_SHAPES`, by the device.
-        experts: of Carpool. Empty: `fast_experts`, of which those that cannot run here get a row that says why.
+        experts: of Carpool. Empty: `fast_experts` and `HELD`, of which those that cannot run here get a row that says why.
         against: of transformers. Empty: all.
     """
 
@@ -56,7 +60,7 @@ class Settings(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in self.experts:
-            one_of("--experts", name, known_experts())
+            one_of("--experts", name, (*known_experts(), HELD))
         for name in self.against:
             one_of("--against", name, IMPLEMENTATIONS)
 
@@ -113,7 +117,7 @@ class LayerSettings(Options):
 
 def lossy_reasons(experts: str) -> tuple[str, ...]:
     """What experts change of a model's function, beyond rounding."""
-    return tuple(getattr(LOSSY_EXPERTS.get(experts), "lossy_reasons", ()))
+    return tuple(getattr(LOSSY_EXPERTS.get(experts.removesuffix("-held")), "lossy_reasons", ()))
 
 
 def list_shapes(shapes: Sequence[str], models: Sequence[str], tokens: int, activation: str | None) -> tuple[Shape, ...]:
