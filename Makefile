@@ -8,13 +8,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.carpool-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format clean
+.PHONY: help demo test lint format install clean
 
 help:
 	@echo "make demo    train a small MoE on 4 CPU ranks and write its report (nothing is downloaded for it)"
 	@echo "make test    run the tests"
 	@echo "make lint    check style, formatting and types"
 	@echo "make format  fix style and formatting"
+	@echo "make install make the environment, as those above do if it is missing"
 	@echo "make clean   delete the environment, caches and builds; runs/ is kept"
 
 # Leaves off half-way and resumes, to show that it can.
@@ -38,12 +39,15 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+install: $(STAMP)
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
 	find carpool tests -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # torch goes first and alone: a range such as "torch>=2.11", met while other packages are resolved, can pull a newer
 # build together with gigabytes of CUDA libraries; the version pinned in constraints.txt is then already there.
+# pip would compile on one core; this does it on all. Some files are of newer Pythons and fail.
 $(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { \
 	  echo "'$(PYTHON)' was not found: install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3.11" >&2; exit 1; }
@@ -52,6 +56,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "Carpool needs Python 3.11 or newer, but $$python is $$($$python --version 2>&1)." >&2; \
 	  echo "Name another one: make clean && make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
 	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train,dev]'
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[train,dev]'
+	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@

@@ -201,14 +201,19 @@ def _exchange(way: str) -> Check:
 
 
 def start_exchange(way: str) -> None:
-    """Starts two ranks that exchange rows, over collectives on "cpu" or "cuda", or over "nvlink"; raises if that
-    fails."""
+    """Starts two ranks that exchange rows, over collectives on "cpu" or "cuda", or over "nvlink"; raises, or exits with
+    a line that says how a rank failed."""
     from carpool.train.config import load_config
+    from carpool.train.failure import RankFailure
     from carpool.train.launch import run
 
     device = "cpu" if way == "cpu" else "cuda"
     settings = ["parallelism.num_ranks=2", "parallelism.timeout_seconds=60", f"parallelism.device={device}"]
-    run(load_config(None, settings), ride if way == "nvlink" else exchange)
+    try:
+        run(load_config(None, settings), ride if way == "nvlink" else exchange)
+    except RankFailure as failure:
+        # The lines after it are about a training run.
+        raise SystemExit(str(failure).splitlines()[0]) from None
 
 
 def exchange(config: Any) -> None:

@@ -200,8 +200,9 @@ def _saved(ctx: Any) -> tuple[Any, ...]:
     return tuple(next(tensors) if numbers is None else rows(*numbers) for numbers in ctx.numbers)
 
 
-# The module is whatever the model has: torch.compile compiles what is around it.
-@torch.compiler.disable
+# The module is whatever the model has: torch.compile compiles what is around it. (The same as `torch.compiler.disable`,
+# but that imports the compiler at once.)
+@torch._disable_dynamo
 def ride_module(
     x_TH: torch.Tensor,
     routing: Routing,

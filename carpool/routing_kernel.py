@@ -287,7 +287,7 @@ def _backward(  # type: ignore[no-untyped-def]
         tl.store(dlogits + at, dx, mask=inside)
 
 
-@torch.compiler.disable  # as the ride: torch.compile compiles what is around it
+@torch._disable_dynamo  # as the ride: torch.compile compiles what is around it
 def route(
     logits_TE: torch.Tensor,
     bias_E: torch.Tensor | None,

@@ -39,7 +39,7 @@ def _split(values, pieces, size, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # t
     tl.store(pieces + place + WIDTH, low, mask=at < size)
 
 
-@torch.compiler.disable  # as the ride: torch.compile compiles what is around it
+@torch._disable_dynamo  # as the ride: torch.compile compiles what is around it
 def logits(x_TH: torch.Tensor, weight_EH: torch.Tensor) -> torch.Tensor:
     """(T, E) float32 = x_TH @ weight_EH^T, both bfloat16; see the module's docstring."""
     return _Logits.apply(x_TH, weight_EH)

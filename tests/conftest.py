@@ -17,9 +17,13 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
-    """Four gloo ranks, started at first use and shared by the whole session (see tests/ranks.py)."""
-    pool = Ranks()
+def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """Four gloo ranks, started at first use and shared by the whole session (see tests/ranks.py).
+
+    They have imported the tests' modules when they start, and what such a module names as RANKS_IMPORT.
+    """
+    modules = {item.module for item in request.session.items if "ranks" in getattr(item, "fixturenames", ())}
+    pool = Ranks({name for module in modules for name in (module.__name__, *getattr(module, "RANKS_IMPORT", ()))})
     yield pool
     pool.stop()
 
@@ -33,7 +37,7 @@ def interpreted(request: pytest.FixtureRequest) -> Interpreted | None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     wanted = any("interpreted" in getattr(item, "fixturenames", ()) for item in session.items)
     start = wanted and not session.config.option.collectonly and why_not() is None
-    session.config.stash[_INTERPRETED] = Interpreted(TRITON_INTERPRET="1", OMP_NUM_THREADS="1") if start else None
+    session.config.stash[_INTERPRETED] = Interpreted() if start else None
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

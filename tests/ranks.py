@@ -13,6 +13,9 @@ process group, and the pool returns the four results in rank order:
 
 When a rank raises, the others may be stuck in a collective that it will never join: the pool then kills all
 of them, starts afresh for the next test, and raises the first traceback here.
+
+Importing PyTorch and transformers takes longer than most tests. So one process imports what the tests import, once,
+and the ranks are forked from it: it has computed nothing yet and has no threads.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -57,32 +60,32 @@ def _serve(rank: int, port: int, pipe: Any, path: list[str]) -> None:
     dist.init_process_group("gloo")
     while True:
         try:
-            job = pipe.recv()
+            fn, args, kwargs = pipe.recv()
         except EOFError:
-            break
-        if job is None:
-            break
-        fn, args, kwargs = job
+            return
         try:
             pipe.send((True, fn(*args, **kwargs)))
         except BaseException:  # the parent shows it; a worker must survive to be told what to do next
             pipe.send((False, traceback.format_exc()))
-    dist.destroy_process_group()
 
 
 class Ranks:
-    """The pool. Call it with a function and its arguments; see the module's docstring."""
+    """The pool. Call it with a function and its arguments; see the module's docstring.
 
-    def __init__(self) -> None:
+    imported: names of modules that every rank has imported when it starts.
+    """
+
+    def __init__(self, imported: Iterable[str] = ()) -> None:
+        self._context = mp.get_context("forkserver")
+        self._context.set_forkserver_preload(sorted(imported))
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
         port = free_port()
         for rank in range(WORLD_SIZE):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, port, theirs, sys.path), daemon=True)
+            ours, theirs = self._context.Pipe()
+            process = self._context.Process(target=_serve, args=(rank, port, theirs, sys.path), daemon=True)
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -99,7 +102,7 @@ class Ranks:
         while missing:
             ready = wait([self._pipes[r] for r in missing], timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                self.stop(kill=True)
+                self.stop()
                 raise TimeoutError(f"ranks {sorted(missing)} did not answer within {timeout:.0f} s")
             for rank in [r for r in missing if self._pipes[r] in ready]:
                 try:
@@ -107,18 +110,16 @@ class Ranks:
                 except EOFError:
                     ok, value = False, "the process died"
                 if not ok:
-                    self.stop(kill=True)
+                    self.stop()
                     raise RuntimeError(f"rank {rank} failed:\n{value}")
                 results[rank] = value
                 missing.discard(rank)
         return results
 
-    def stop(self, kill: bool = False) -> None:
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()  # what it has to tidy up is memory
         for process, pipe in zip(self._processes, self._pipes, strict=True):
-            if kill:
-                process.kill()
-            else:
-                pipe.send(None)
             process.join(timeout=30)
             pipe.close()
         self._processes, self._pipes = [], []

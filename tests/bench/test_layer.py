@@ -5,13 +5,13 @@ from __future__ import annotations
 import datetime
 import json
 import re
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from typer.testing import CliRunner
 
 from carpool import cli
@@ -144,7 +144,7 @@ def test_who_cannot_run_and_who_is_wrong(ranks: Ranks):
 
 
 def _attempts() -> list[str | None]:
-    rank, said = dist.get_rank(), []
+    rank, said, store = dist.get_rank(), [], distributed_c10d._get_default_store()
 
     def fail(error: Exception | None) -> None:
         if error is not None:
@@ -165,8 +165,9 @@ def _attempts() -> list[str | None]:
     agreement.PATIENCE_FAILED = datetime.timedelta(seconds=0.3)
     if rank == 1:
         attempt(torch.OutOfMemoryError("out of memory"))
+        store.set("rank 1 went on", "")
     else:
-        time.sleep(1.0)  # as if in a collective that rank 1 never joins
+        store.wait(["rank 1 went on"])  # as if in a collective that it never joins
         attempt(None)
     agreement.PATIENCE_FAILED = datetime.timedelta(seconds=60)
     return said

@@ -9,9 +9,11 @@ import re
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -35,8 +37,11 @@ from carpool.bench.transport.settings import CPU_SHAPES, GPU_SHAPES, Settings, S
 from carpool.layout import ExpertLayout
 from carpool.placement.volume import predict
 from carpool.stats import Traffic
+from carpool.train.config import Config
+from carpool.train.launch import local_ranks
+from carpool.train.worker import find_entry
 from carpool.transport import Arrivals, Dedup, Pending, make_transport
-from tests.ranks import Ranks
+from tests.ranks import Ranks, free_port
 
 ROOT = Path(__file__).parents[2]
 GLOO = ("dedup", "alltoall", "gather")
@@ -44,22 +49,34 @@ TOKENS, HIDDEN, EXPERTS, TOP_K, REPETITIONS = 37, 40, 32, 4, 2
 SECTIONS = ("plan_dispatch", "dispatch", "combine", "dispatch_gradients", "combine_gradients")
 
 
-def run_command(*args: str, launcher: tuple[str, ...] = ("-m",)) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *launcher, "carpool.cli", "bench", "transport", "--device", "cpu", *args]
-    env = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=env)
+def command(*args: str) -> list[str]:
+    return ["bench", "transport", "--device", "cpu", *args]
+
+
+def _one_rank(entry: str, config: Config, kwargs: str) -> str:
+    """A rank's part, with arguments as they come to a process; what it printed."""
+    with mock.patch.dict(os.environ, COLUMNS="200", NO_COLOR="1"), redirect_stdout(io.StringIO()) as shown:
+        find_entry(entry)(config, **json.loads(kwargs))
+    return shown.getvalue()
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, Path]:
-    """The command with everything on: what it wrote, what it printed, and the folder."""
+def run(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str, Path]:
+    """The command with everything on, over ranks that run already: what it wrote, what it printed, and the folder."""
     folder = tmp_path_factory.mktemp("bench") / "new" / "folder"
     options = ["--routing", "all", "--repetitions", str(REPETITIONS), "--backward", "--decode", "--fp8", "--ctas", "4"]
-    done = run_command(
-        "--ranks", "4", "--shape", f"{TOKENS},{HIDDEN},{EXPERTS},{TOP_K}", *options, "--out", str(folder)
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads((folder / "transport.json").read_text()), done.stdout, folder
+    args = command("--ranks", "4", "--shape", f"{TOKENS},{HIDDEN},{EXPERTS},{TOP_K}", *options, "--out", str(folder))
+    shown: list[str] = []
+
+    def start(config: Config, entry: str, *, debug: bool, **kwargs: Any) -> None:
+        assert local_ranks(config) == 4 and not debug
+        shown.extend(ranks(_one_rank, entry, config, json.dumps(kwargs)))
+
+    with mock.patch.object(bench, "run", start), mock.patch.object(sys, "argv", ["carpool", *args]):
+        done = CliRunner().invoke(cli.app, args)
+    assert done.exit_code == 0, done.output
+    assert shown[1:] == [""] * 3, "rank 0 alone speaks"
+    return json.loads((folder / "transport.json").read_text()), shown[0], folder
 
 
 def test_every_contender_is_measured(run: tuple[dict[str, Any], str, Path]):
@@ -139,11 +156,27 @@ def test_where_and_how_it_ran_is_written(run: tuple[dict[str, Any], str, Path]):
 
 
 def test_under_torchrun_and_without_a_figure(tmp_path: Path):
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
+    """As torchrun starts ranks; tests/train/test_launch.py has torchrun itself."""
     options = ["--shape", "9,16,4,2", "--transports", "dedup", "--repetitions", "1", "--dtype", "float32"]
-    done = run_command(*options, "--json-only", "--out", str(tmp_path), launcher=launcher)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"wrote {tmp_path}/transport.json\n", "rank 0 alone speaks"
+    args = [sys.executable, "-m", "carpool.cli", *command(*options, "--json-only", "--out", str(tmp_path))]
+    launcher = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = [
+        subprocess.Popen(
+            args,
+            cwd=ROOT,
+            env=os.environ | launcher | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    shown = []
+    for process in processes:
+        output, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+        shown.append(output)
+    assert shown == [f"wrote {tmp_path}/transport.json\n", ""], "rank 0 alone speaks"
     assert [file.name for file in tmp_path.iterdir()] == ["transport.json"]
     (case,) = json.loads((tmp_path / "transport.json").read_text())["cases"]
     assert case["num_ranks"] == 2

@@ -24,6 +24,7 @@ WHAT_TO_DO = (
     "EXCEPTIONS in tests/hf/parity.py."
 )
 
+RANKS_IMPORT = ["tests.hf.every_class"]
 # One of each structure of experts, for the meshes beside ep_size = 4.
 STRUCTURES = ["olmoe", "gpt_oss", "nemotron_h", "muse_spark", "step3p7"]
 

@@ -17,14 +17,14 @@ from tests.train.test_loop import MODEL, losses, start, text
 
 __all__ = ["text"]  # a fixture
 
-STEPS = 12
+STEPS = 8
 
 
 def test_kill_9_of_one_rank(ranks: Ranks, text: list[str], tmp_path: Path) -> None:
     settings = [
         *text,
         "training.max_steps=1000",
-        "training.save_steps=4",
+        "training.save_steps=2",
         "training.eval_steps=none",
         "training.sample_prompt=none",
     ]
@@ -41,7 +41,7 @@ def test_kill_9_of_one_rank(ranks: Ranks, text: list[str], tmp_path: Path) -> No
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     try:
-        wait_for_step(output, 5, process)
+        wait_for_step(output, 3, process)
         os.kill(pid_of_rank(process.pid, 2), signal.SIGKILL)
         begin = time.monotonic()
         shown, _ = process.communicate(timeout=60)

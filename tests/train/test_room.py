@@ -139,35 +139,38 @@ def test_a_repeated_step_is_as_if_it_had_been_the_first(ranks: Ranks, text: list
 # -- a rank that does not come ----------------------------------------------------------------------------------------
 
 STUCK = """
-import sys, time, torch
+import time, torch
 from carpool.train.watchdog import Watchdog
 from carpool.transport.nvlink import Buffers
-buffers = Buffers(None, torch.device("cpu"), max_tokens=4)
-watchdog = Watchdog(lambda: [buffers], grace=float(sys.argv[1]))
-watchdog.start()
-buffers.host_status.copy_(torch.tensor([1, 2]))
-if sys.argv[2] == "raises":
-    time.sleep(0.5)
-    watchdog.stop()
-time.sleep(2.5 if sys.argv[2] == "raises" else 60)
+
+def missing(grace):
+    buffers = Buffers(None, torch.device("cpu"), max_tokens=4)
+    watchdog = Watchdog(lambda: [buffers], grace=grace)
+    watchdog.start()
+    buffers.host_status.copy_(torch.tensor([1, 2]))
+    return watchdog
+
+raises = missing(1.5)
+time.sleep(0.5)
+raises.stop()
+time.sleep(2.0)
+print("goes on", flush=True)
+hangs = missing(0.2)
+time.sleep(60)
 print("came to its end")
 """
 
 
-@pytest.mark.parametrize(("grace", "then"), [("0.2", "hangs"), ("1.5", "raises")])
-def test_the_watchdog_ends_a_process_that_cannot(tmp_path: Path, grace: str, then: str) -> None:
+def test_the_watchdog_ends_a_process_that_cannot_and_no_other(tmp_path: Path) -> None:
     begin = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-c", STUCK, grace, then],
+        [sys.executable, "-c", STUCK],
         env=clean_environment(TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json")),
         capture_output=True,
         text=True,
         timeout=100,
     )
-    if then == "raises":
-        assert (done.returncode, done.stdout, done.stderr) == (0, "came to its end\n", "")
-        return
-    assert done.returncode == 1 and not done.stdout and time.monotonic() - begin < 55
-    assert "rank 0 did not arrive at combine within 300 s" in done.stderr
+    assert (done.returncode, done.stdout) == (1, "goes on\n") and time.monotonic() - begin < 55
+    assert done.stderr.count("rank 0 did not arrive at combine within 300 s") == 1
     recorded = json.loads((tmp_path / "error.json").read_text())["carpool"]
     assert recorded["type"] == "RankMissingError" and not recorded["user_error"]

@@ -45,7 +45,7 @@ class Settings(Options):
 
     Attributes:
         shapes: empty: `GPU_SHAPES` or `CPU_SHAPES`, by the device.
-        experts: of Carpool. Empty: `fast_experts` and `HELD`, of which those that cannot run here get a row that says why.
+        experts: of Carpool. Empty: `fast_experts` and `HELD`; those that cannot run here get a row that says why.
         against: of transformers. Empty: all.
     """
 
