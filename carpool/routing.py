@@ -15,7 +15,8 @@ the auxiliary loss is a product of two means and therefore not linear in the bat
 forward and backward. Both choose alike: of equal scores the lower expert id wins.
 
 Lossy, off by default: `capacity_factor` drops tokens beyond an expert's capacity (counted in `dropped`), and
-`num_groups`/`topk_groups` restrict a token to the experts of a few groups.
+`num_groups`/`topk_groups` restrict a token to the experts of a few groups, wherever they live. To few ranks or nodes of
+a layout it is restricted by carpool/routing_limit.py.
 """
 
 from __future__ import annotations
@@ -32,6 +33,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from carpool.stats import in_recompute
+
+# (score_TE to select by, share_TE of the weight, K) -> expert_TK, best first.
+Choose = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -143,13 +147,22 @@ class Router(nn.Module):
         self.register_buffer("dropped", torch.zeros((), device=device, dtype=torch.int64), persistent=False)
         self.aux_loss = torch.zeros((), device=device)
 
-    def forward(self, x_TH: torch.Tensor, expert_TK: torch.Tensor | None = None) -> Routing:
-        """Route tokens; with `expert_TK`, keep those choices and compute only their weights (replay)."""
+    def forward(
+        self, x_TH: torch.Tensor, expert_TK: torch.Tensor | None = None, choose: Choose | None = None
+    ) -> Routing:
+        """Route tokens; with `expert_TK`, keep those choices and compute only their weights (replay). `choose` chooses
+        in place of the top-k (carpool/routing_limit.py)."""
         logits_TE = router_logits(x_TH, self.weight)
         rule = Rule(
             self.top_k, self.score, self.normalize, self.scaling_factor, self.num_groups, self.topk_groups,
             self.aux_loss_coef, self.z_loss_coef,
         )  # fmt: skip
+        if choose is not None and expert_TK is None:
+            with torch.no_grad():
+                prob_TE = _scores(logits_TE, rule)
+                plain = self.bias_E is None and rule.num_groups <= 1
+                score_TE = prob_TE if plain else _selection(logits_TE, prob_TE, self.bias_E, rule)
+                expert_TK = choose(score_TE, prob_TE, self.top_k).int()
         expert_TK, weight_TK, self.aux_loss, count_E = route(logits_TE, self.bias_E, expert_TK, rule, self.groups)
         if self.training and not in_recompute():
             # Activation checkpointing runs this forward twice; the tokens came once. Evaluation must not train.
@@ -266,9 +279,10 @@ def route(
         from carpool import routing_kernel
 
         return routing_kernel.route(logits_TE, bias_E, expert_TK, rule, groups)
-    prob_TE = logits_TE.softmax(-1) if rule.score == "softmax" else logits_TE.sigmoid()
+    prob_TE = _scores(logits_TE, rule)
     if expert_TK is None:
-        expert_TK = _select(logits_TE, prob_TE, bias_E, rule)
+        with torch.no_grad():
+            expert_TK = _best(_selection(logits_TE, prob_TE, bias_E, rule), rule.top_k).int()
     index_TK = expert_TK.clamp(min=0).long()
     weight_TK = prob_TE.gather(1, index_TK).masked_fill(expert_TK < 0, 0.0)
     if rule.normalize:
@@ -279,9 +293,13 @@ def route(
     return Routed(expert_TK, weight_TK, _aux_loss(logits_TE, prob_TE, count_E, rule, groups), count_E)
 
 
-@torch.no_grad()
-def _select(logits_TE: torch.Tensor, prob_TE: torch.Tensor, bias_E: torch.Tensor | None, rule: Rule) -> torch.Tensor:
-    """(T, K) int32: the best K, best first. Of equal ones the lower id wins, and NaN is above all.
+def _scores(logits_TE: torch.Tensor, rule: Rule) -> torch.Tensor:
+    return logits_TE.softmax(-1) if rule.score == "softmax" else logits_TE.sigmoid()
+
+
+def _selection(logits_TE: torch.Tensor, prob_TE: torch.Tensor, bias_E: torch.Tensor | None, rule: Rule) -> torch.Tensor:
+    """(T, E): what experts are selected by, the best K, best first. Of equal ones the lower id wins, and NaN is above
+    all.
 
     Scores rise with logits, so where nothing is added to or among them logits are compared: they have fewer ties, and
     do not depend on how a device computes `exp`."""
@@ -294,7 +312,7 @@ def _select(logits_TE: torch.Tensor, prob_TE: torch.Tensor, bias_E: torch.Tensor
         best_TG = _best(group_TG, rule.topk_groups)
         open_TG = torch.zeros_like(group_TG, dtype=torch.bool).scatter_(1, best_TG, True)
         choice_TE = choice_TGe.masked_fill(~open_TG.unsqueeze(-1), -math.inf).flatten(1)
-    return _best(choice_TE, rule.top_k).int()
+    return choice_TE
 
 
 def _best(value_TN: torch.Tensor, count: int) -> torch.Tensor:

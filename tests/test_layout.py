@@ -145,21 +145,34 @@ def test_assign_of_the_docstring() -> None:
     assert assign(Routing(routing.expert_TK[:1], None), EXAMPLE, 1).tolist() == [[5, 3]]
 
 
-def best_copy(layout: ExpertLayout, experts: list[int], column: int, token: int, source: int) -> int:
-    """The rule of `assign` in words: own rank, else a rank visited anyway, else in turn, among equals in turn."""
-    if experts[column] < 0:
-        return -1
-    copies = layout.slots_of[experts[column]]
-    in_turn = [copies[(token + i) % len(copies)] for i in range(len(copies))]
-    rank = [slot // layout.slots_per_rank for slot in in_turn]
-    single = {
-        layout.slots_of[e][0] // layout.slots_per_rank for e in experts if e >= 0 and len(layout.slots_of[e]) == 1
-    }
-    for wanted in ({source}, single, set(range(layout.num_ranks))):
-        for slot, where in zip(in_turn, rank, strict=True):
-            if where in wanted:
-                return slot
-    raise AssertionError("an expert without a slot")
+def best_slots(layout: ExpertLayout, experts: list[int], token: int, source: int) -> list[int]:
+    """The rule of `assign` in words, for one token."""
+    holders = {e: {slot // layout.slots_per_rank: slot for slot in layout.slots_of[e]} for e in experts if e >= 0}
+    visited = {source} | {next(iter(ranks)) for ranks in holders.values() if len(ranks) == 1}
+    while True:
+        left = {e: ranks for e, ranks in holders.items() if not visited & ranks.keys()}
+        holds = {rank: [e for e in left if rank in left[e]] for rank in range(layout.num_ranks)}
+        alternatives = {e: sum(len(holds[rank]) for rank in left[e]) for e in left}
+
+        def preference(rank: int, holds: Any = holds, alternatives: Any = alternatives) -> tuple[int, int, int]:
+            turn = (rank ^ token) % (1 << (layout.num_ranks - 1).bit_length())
+            return -len(holds[rank]), sum(alternatives[e] for e in holds[rank]), turn
+
+        best = min(holds, key=preference)
+        if len(holds[best]) < 2:
+            break
+        visited.add(best)
+
+    def best_slot(expert: int) -> int:
+        ranks = sorted(holders[expert])
+        in_turn = [ranks[(token + i) % len(ranks)] for i in range(len(ranks))]
+        for wanted in ({source}, visited, set(ranks)):
+            for rank in in_turn:
+                if rank in wanted:
+                    return holders[expert][rank]
+        raise AssertionError("an expert without a slot")
+
+    return [best_slot(e) if e >= 0 else -1 for e in experts]
 
 
 @pytest.mark.parametrize(("name", "ranks"), FEASIBLE)
@@ -174,7 +187,7 @@ def test_assign_follows_its_rule_and_picks_a_copy_that_exists(name: str, ranks: 
             slot_TK = assign(Routing(expert_TK, None), layout, source)
             assert slot_TK.dtype == torch.int32 and slot_TK.shape == (tokens, top_k)
             for token, (experts, slots) in enumerate(zip(expert_TK.tolist(), slot_TK.tolist(), strict=True)):
-                assert slots == [best_copy(layout, experts, k, token, source) for k in range(top_k)]
+                assert slots == best_slots(layout, experts, token, source)
                 for e, slot in zip(experts, slots, strict=True):
                     where = divmod(slot, layout.slots_per_rank)
                     assert (slot == -1) if e == -1 else layout.slots[where[0]][where[1]] == e

@@ -1,7 +1,12 @@
-"""Where experts should live: the objective. Needs no accelerator and nothing that moves rows."""
+"""Where experts should live: traces of a routing, what a layout costs on them, solvers, and when to move.
+
+Needs no accelerator and nothing that moves rows.
+"""
 
 from __future__ import annotations
 
+from carpool.placement.objective import CostModel, Objective, evaluate
+from carpool.placement.trace import LayerTrace, Trace
 from carpool.placement.volume import VERBS, Volume, predict
 
-__all__ = ["VERBS", "Volume", "predict"]
+__all__ = ["VERBS", "CostModel", "LayerTrace", "Objective", "Trace", "Volume", "evaluate", "predict"]

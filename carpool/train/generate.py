@@ -1,10 +1,11 @@
-"""`carpool generate RUN`: text from a run's newest checkpoint, in this one process, on whatever device it has."""
+"""A run's newest checkpoint in this one process, on whatever device it has; `carpool generate RUN`: text from it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedModel
 
 from carpool.hf import install
 from carpool.hf.build import build_model
@@ -12,11 +13,12 @@ from carpool.train.checkpoint import CheckpointManager, load
 from carpool.train.config import load_config
 from carpool.train.model import model_source
 from carpool.train.sample import sample
-from carpool.train.tokenizer import load_tokenizer
+from carpool.train.schema import Config
+from carpool.train.tokenizer import Tokenizer, load_tokenizer
 
 
-def generate(run: Path, prompt: str, *, max_new_tokens: int = 200, temperature: float = 0.8, seed: int = 0) -> str:
-    """Continue `prompt` with the model of a run.
+def load_run(run: Path) -> tuple[PreTrainedModel, Tokenizer, Config]:
+    """The model of a run's newest checkpoint, and what it was trained with.
 
     Raises:
         ValueError: `run` is no run directory, or it has no checkpoint yet.
@@ -39,6 +41,16 @@ def generate(run: Path, prompt: str, *, max_new_tokens: int = 200, temperature: 
     )
     install(model)
     load(latest, model, restore_rng=False)
+    return model, tokenizer, config
+
+
+def generate(run: Path, prompt: str, *, max_new_tokens: int = 200, temperature: float = 0.8, seed: int = 0) -> str:
+    """Continue `prompt` with the model of a run.
+
+    Raises:
+        ValueError: as `load_run`.
+    """
+    model, tokenizer, config = load_run(run)
     return sample(
         model,
         tokenizer,

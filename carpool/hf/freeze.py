@@ -1,0 +1,30 @@
+"""Training only what decides and computes in MoE layers, as fine-tuning with limited routing does (Occult)."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from carpool.hf.expert_parallel import rides
+from carpool.hf.limit import find_router
+
+
+def freeze_dense(model: nn.Module) -> int:
+    """Freeze all parameters but those of experts and their routers. Before the optimizer is made.
+
+    Returns:
+        How many parameters (elements, over all ranks) still train.
+
+    Raises:
+        ValueError: a model without Carpool's layers, of which nothing would be left to train.
+    """
+    layers = rides(model)
+    if not layers:
+        raise ValueError('this model has no Carpool layers; load it with ep_implementation="carpool" and ep_size > 1')
+    trained: set[int] = set()
+    for name, own in layers.items():
+        router = find_router(model, name)
+        for module in (own.experts, router) if router is not None else (own.experts,):
+            trained |= {id(parameter) for parameter in module.parameters()}
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in trained and parameter.requires_grad)
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

@@ -1,0 +1,186 @@
+"""Routing limited to few ranks or nodes per token (LOSSY; carpool/routing_limit.py), for the routers of transformers.
+
+    limit_routing(model, LimitOptions(limit_ranks=2))       # on all ranks; None: no limit any more
+
+A router of transformers is a module that makes logits, scores of them, a top-k, and weights of the chosen scores, each
+model in its own way: softmax or sigmoid, a bias for the selection, groups, normalised or not, scaled or not. So the
+limit sits at the top-k itself: while a router's forward runs, a `TorchFunctionMode` answers `topk(score_TE, K)` with
+the best K *within the limits*, and the router goes on with those as with any others. Weights and their gradients are
+then the model's own, whatever its rule is.
+
+    forward of OLMoE's router     F.linear -> logits    softmax -> prob_TE    topk(prob_TE, K) -> (values, experts)
+                                                        seen as the share     answered by `RoutingLimit.choose`
+
+Where scores are logits (gpt-oss), their softmax is what ranks are compared by. A router without such a top-k (hash
+routing, Phi-MoE's sampler) is not asked anew: choices outside the kept ranks are dropped, and the weights of the others
+scaled up to the same sum.
+
+A model's balance loss sees the router's logits, so it goes on balancing what the router wants, not what the limit
+leaves of it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from carpool.hf.expert_parallel import ExpertRides, rides
+from carpool.routing import Routing
+from carpool.routing_limit import LimitOptions, RoutingLimit, drop_outside, router_similarity
+
+_TOPK = (torch.topk, torch.Tensor.topk)
+_SCORES = (
+    torch.softmax, torch.nn.functional.softmax, torch.Tensor.softmax, torch.sigmoid, torch.nn.functional.sigmoid,
+    torch.Tensor.sigmoid, torch.nn.functional.softplus,
+)  # fmt: skip
+_ROUTER = re.compile(r"Router$|Gate$")
+
+
+def limit_routing(
+    model: nn.Module, options: LimitOptions | None, *, similarity: Mapping[str, torch.Tensor] | None = None
+) -> list[str]:
+    """Limit the routing of all MoE layers of a model, or no longer. On all ranks alike, between steps.
+
+    Args:
+        options: what to limit it to; None: nothing.
+        similarity: for limit_by="similarity", an (E, E) matrix for each layer by the name of its experts module
+            (`carpool.routing_limit.coactivation_similarity`). Default: of the routers' present rows.
+
+    Returns:
+        What that changes of the model's function, for logs.
+
+    Raises:
+        ValueError: limits that do not fit the model, or a router whose experts cannot be compared.
+    """
+    layers = rides(model)
+    if not layers:
+        raise ValueError('this model has no Carpool layers; load it with ep_implementation="carpool" and ep_size > 1')
+    ranks = next(iter(layers.values())).num_ranks
+    if options is not None:
+        options.check(ranks)
+    active = options is not None and options.active(ranks)
+    limits: dict[str, tuple[nn.Module | None, LayerLimit]] = {}
+    for name, own in layers.items():
+        if active:
+            assert options is not None
+            router = find_router(model, name)
+            own_similarity = (similarity or {}).get(name)
+            if options.limit_by == "similarity" and own_similarity is None:
+                own_similarity = router_similarity(_rows(router, own.num_experts, name))
+            limits[name] = router, LayerLimit(own, RoutingLimit(options, ranks, own.rank, own_similarity))
+    for name, own in layers.items():
+        if own.limit is not None:
+            own.limit.remove()
+        if active:
+            router, own.limit = limits[name]
+            own.limit.install(router)
+    return options.lossy_reasons(ranks) if options is not None else []
+
+
+def find_router(model: nn.Module, experts: str) -> nn.Module | None:
+    """The router of an experts module: its sibling whose class says that it is one, or None."""
+    parent = model.get_submodule(experts.rpartition(".")[0])
+    found = [child for child in parent.children() if _ROUTER.search(type(child).__name__.removeprefix("FSDP"))]
+    return found[0] if len(found) == 1 else None
+
+
+class LayerLimit:
+    """The limit of one layer: between its router's top-k and its ride."""
+
+    def __init__(self, own: ExpertRides, limit: RoutingLimit) -> None:
+        self.own, self.limit = own, limit
+        self._serving_TW: torch.Tensor | None = None
+        self._router: nn.Module | None = None
+
+    def install(self, router: nn.Module | None) -> None:
+        """Answer the router's top-k from now on."""
+        self._router = router
+        if router is not None:
+            router.forward = _Within(self, router.forward)
+
+    def remove(self) -> None:
+        """Leave the router and the layer as they were."""
+        if self._router is not None:
+            within: Any = self._router.forward
+            self._router.forward = within.forward
+        self._router, self.own.limit = None, None
+
+    def choose(self, score_TE: torch.Tensor, share_TE: torch.Tensor, top_k: int) -> torch.Tensor:
+        expert_TK, self._serving_TW = self.limit.choose(score_TE, share_TE, top_k, self.own.layout)
+        return expert_TK
+
+    def before_ride(self, routing: Routing) -> tuple[Routing, torch.Tensor]:
+        """The routing within the limit, and the ranks that may serve each token."""
+        assert routing.weight_TK is not None
+        serving_TW, self._serving_TW = self._serving_TW, None
+        if serving_TW is None:
+            expert_TK, weight_TK, serving_TW = drop_outside(
+                self.limit, routing.expert_TK, routing.weight_TK, self.own.layout
+            )
+            return Routing(expert_TK, weight_TK), serving_TW
+        if len(serving_TW) != len(routing.expert_TK):
+            # Tensor parallelism: the router saw the tokens of all its ranks, the ride is this rank's slice.
+            number, parts = self.own.token_slice
+            each = -(-len(serving_TW) // parts)
+            serving_TW = serving_TW[number * each : (number + 1) * each]
+        return routing, serving_TW
+
+
+class _Within:
+    """A router's forward whose top-k stays within the limit."""
+
+    def __init__(self, layer: LayerLimit, forward: Callable[..., Any]) -> None:
+        self.layer, self.forward = layer, forward
+
+    @torch._disable_dynamo
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with _TopK(self.layer):
+            return self.forward(*args, **kwargs)
+
+
+class _TopK(TorchFunctionMode):
+    """Answers the top-k over experts; see the module's docstring."""
+
+    def __init__(self, layer: LayerLimit) -> None:
+        super().__init__()
+        self.layer = layer
+        self.share_TE: torch.Tensor | None = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        experts = self.layer.own.num_experts
+        if func in _TOPK:
+            score_TE: torch.Tensor = args[0] if args else kwargs["input"]
+            if score_TE.dim() == 2 and score_TE.shape[1] == experts:
+                top_k = args[1] if len(args) > 1 else kwargs["k"]
+                with torch.no_grad():
+                    if self.share_TE is None or self.share_TE.shape != score_TE.shape:
+                        share_TE = seen_TE = score_TE.float().softmax(-1)
+                    else:
+                        share_TE, seen_TE = self.share_TE.float(), score_TE.float()
+                    expert_TK = self.layer.choose(seen_TE, share_TE, int(top_k))
+                return torch.return_types.topk((score_TE.gather(1, expert_TK), expert_TK))
+        result = func(*args, **kwargs)
+        if func in _SCORES and result.dim() == 2 and result.shape[1] == experts:
+            self.share_TE = result.detach()
+        return result
+
+
+def _rows(router: nn.Module | None, num_experts: int, layer: str) -> torch.Tensor:
+    """The router's matrix, whole. Collective for a sharded one."""
+    for parameter in router.parameters() if router is not None else ():
+        if parameter.dim() == 2 and parameter.shape[0] == num_experts:
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            return whole.detach()
+    raise ValueError(
+        f'{layer}: its router has no matrix with a row per expert to compare experts by; use limit_by="score", or give '
+        "similarities"
+    )

@@ -1,0 +1,121 @@
+"""Whether to move: what a new layout saves over the steps that it will be good for, against what moving costs.
+
+To move an expert's home is to send its parameters, their float32 master copies and both Adam moments, once. A replica
+costs nothing to adopt: it is filled in every step anyway, which the modelled step times contain.
+
+    saved    = (seconds per step now - then) * min(steps left, window)    loads drift: no layout is good for ever
+    cost     = bytes of the fullest link / its bandwidth
+    adopt if saved > hysteresis * cost, and a step gets faster by at least `least_gain`
+
+Hysteresis and least gain keep two layouts of nearly equal worth from taking turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from carpool.layout import ExpertLayout
+from carpool.placement.objective import CostModel
+
+STATE_BYTES = 12  # of a parameter beside its own: float32 master, two float32 Adam moments
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Whether to adopt, and the numbers behind it.
+
+    Attributes:
+        adopt: move, or stay.
+        why: a sentence for the log.
+        now_seconds, new_seconds: modelled, per step, all layers.
+        steps: for how many steps the gain is counted.
+        saved_seconds, cost_seconds: over those steps; of moving.
+        moved_experts, moved_bytes: homes that change, and what they weigh.
+    """
+
+    adopt: bool
+    why: str
+    now_seconds: float
+    new_seconds: float
+    steps: int
+    saved_seconds: float
+    cost_seconds: float
+    moved_experts: int
+    moved_bytes: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def moved_bytes(before: ExpertLayout, after: ExpertLayout, cost: CostModel) -> tuple[np.ndarray[Any, Any], int]:
+    """(W, W) bytes from rank to rank for homes that change, and the number of those. Raises ValueError if the layouts
+    are not of the same experts and ranks."""
+    if (before.num_ranks, before.num_experts) != (after.num_ranks, after.num_experts):
+        raise ValueError(
+            f"cannot move {before.num_experts} experts on {before.num_ranks} ranks to a layout of "
+            f"{after.num_experts} on {after.num_ranks}"
+        )
+    each = cost.expert_bytes // cost.element_size * (cost.element_size + STATE_BYTES)
+    bytes_WW, number = np.zeros((before.num_ranks, before.num_ranks), dtype=np.int64), 0
+    for (source, _), (target, _) in zip(before.home_of, after.home_of, strict=True):
+        if source != target:
+            bytes_WW[source, target] += each
+            number += 1
+    return bytes_WW, number
+
+
+def decide(
+    before: Mapping[str, ExpertLayout],
+    after: Mapping[str, ExpertLayout],
+    now_seconds: float,
+    new_seconds: float,
+    *,
+    steps_left: int,
+    window: int = 500,
+    hysteresis: float = 2.0,
+    least_gain: float = 0.01,
+    num_nodes: int = 1,
+    cost: CostModel | None = None,
+) -> Decision:
+    """Move from `before` to `after`?
+
+    Args:
+        before, after: layout of each layer, by name; the same layers.
+        now_seconds, new_seconds: modelled time per step of all these layers (`Objective.seconds`, summed), under each.
+        steps_left: of the training; window: of those, how many the new layout is trusted for.
+        hysteresis: by how many times the saving must exceed the cost.
+        least_gain: share of `now_seconds` by which a step must get faster.
+        num_nodes, cost: links.
+
+    Raises:
+        ValueError: other layers, ranks or experts.
+    """
+    if set(before) != set(after):
+        raise ValueError(f"layouts of different layers: {sorted(set(before) ^ set(after))}")
+    cost = cost or CostModel()
+    moves = [moved_bytes(before[name], after[name], cost) for name in before]
+    number, total = sum(count for _, count in moves), int(sum(int(sent.sum()) for sent, _ in moves))
+    cost_seconds = sum(cost.transfer_seconds(sent, num_nodes) for sent, _ in moves)
+    steps = max(0, min(steps_left, window))
+    gain = now_seconds - new_seconds
+    saved = gain * steps
+    share = gain / now_seconds if now_seconds > 0 else 0.0
+    changes = sum(before[name] != after[name] for name in before)
+
+    what = f"moving {number} experts ({total / 1e6:.1f} MB, {1e3 * cost_seconds:.2f} ms)"
+    by = f"{1e6 * gain:.0f} us per step ({share:.1%}), {1e3 * saved:.1f} ms in {steps} steps"
+    if not changes:
+        adopt, why = False, "the layout found is the one in use"
+    elif gain <= 0:
+        adopt, why = False, f"stay: the new layout is modelled to be slower by {-1e6 * gain:.0f} us per step"
+    elif share < least_gain:
+        adopt, why = False, f"stay: {what} saves {by}; less than {least_gain:.1%} of a step is not worth a move"
+    elif saved <= hysteresis * cost_seconds:
+        adopt, why = False, f"stay: {what} saves {by}, not {hysteresis:g} times its cost"
+    else:
+        adopt, why = True, f"move: {what} saves {by}, more than {hysteresis:g} times its cost"
+    return Decision(adopt, why, now_seconds, new_seconds, steps, saved, cost_seconds, number, total)

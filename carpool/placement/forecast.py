@@ -1,0 +1,139 @@
+"""What the next load of each expert will be, from the loads of the steps before.
+
+    last    as in the last step (FasterMoE, Prophet): right where loads drift slowly, and noisy where a batch is small
+    ema     exponential moving average (MindSpeed's migrator, decay 0.9): follows drift late, averages noise away
+    ridge   a small regression, fitted on this history alone: how far is the next share from the moving average, given
+            how far the last few shares and the long mean are? Ridge shrinks it to the moving average, so with
+            little to learn from it is that.
+
+Each is a function of a history (N, E), oldest first, to a load (E,) with the sum of the last step. `compare` runs them
+over a history, always on the past only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+import numpy as np
+
+from carpool.placement.solvers.lpt import pack
+from carpool.placement.trace import Array
+
+Predictor = Callable[[Array], Array]
+
+
+def last(history_NE: Array) -> Array:
+    """The load of the last step."""
+    return _checked(history_NE)[-1].copy()
+
+
+def ema(history_NE: Array, decay: float = 0.9) -> Array:
+    """Moving average of the shares; a step that is n steps old counts decay**n. Unbiased from the first step on."""
+    loads_NE = _checked(history_NE)
+    age_N = np.arange(len(loads_NE))[::-1]
+    share_E = np.average(_shares(loads_NE), axis=0, weights=decay**age_N)
+    return share_E * loads_NE[-1].sum()
+
+
+def ridge(history_NE: Array, lags: int = 3, strength: float = 0.1, decay: float = 0.9) -> Array:
+    """Moving average, corrected by a regression that all experts share."""
+    loads_NE = _checked(history_NE)
+    shares_NE = _shares(loads_NE)
+    averages_NE = _running(shares_NE, decay)
+    if len(loads_NE) < 2 * lags + 2:
+        return averages_NE[-1] * loads_NE[-1].sum()
+    means_NE = np.cumsum(shares_NE, axis=0) / np.arange(1, len(shares_NE) + 1)[:, None]
+
+    def features(step: int) -> Array:
+        """(E, lags + 1) what was known after this step, relative to the moving average."""
+        recent = [shares_NE[step - lag] for lag in range(lags)]
+        return np.stack([*recent, means_NE[step]], axis=1) - averages_NE[step][:, None]
+
+    steps = range(lags - 1, len(loads_NE) - 1)
+    x_MF = np.concatenate([features(step) for step in steps])
+    y_M = np.concatenate([shares_NE[step + 1] - averages_NE[step] for step in steps])
+    gram_FF = x_MF.T @ x_MF
+    scale = strength * np.trace(gram_FF) / len(gram_FF) + 1e-12
+    weight_F = np.linalg.solve(gram_FF + scale * np.eye(len(gram_FF)), x_MF.T @ y_M)
+    share_E = np.maximum(averages_NE[-1] + features(len(loads_NE) - 1) @ weight_F, 0)
+    return share_E / max(share_E.sum(), 1e-12) * loads_NE[-1].sum()
+
+
+PREDICTORS: Mapping[str, Predictor] = MappingProxyType({"last": last, "ema": ema, "ridge": ridge})
+
+
+def predict(name: str, history_NE: Array) -> Array:
+    """The next load, by one of `PREDICTORS`."""
+    if name not in PREDICTORS:
+        raise ValueError(f"there is no load predictor {name!r}; use one of {', '.join(PREDICTORS)}")
+    return PREDICTORS[name](history_NE)
+
+
+def compare(
+    history_NE: Array, num_ranks: int, *, names: Sequence[str] = tuple(PREDICTORS), warmup: int = 8, every: int = 1
+) -> list[dict[str, float | str]]:
+    """Each predictor on each step after `warmup`, given the steps before it.
+
+    Returns:
+        for each predictor, and for "oracle", which knows the next step: `error`, the sum of absolute errors by the
+        sum of loads; `correlation` of ranks (Spearman's); `load_ratio`, max by mean of the rank loads in the next step
+        if experts are placed by LPT from the prediction. Means over steps.
+    """
+    loads_NE = _checked(history_NE)
+    if not 1 <= warmup < len(loads_NE):
+        raise ValueError(f"a history of {len(loads_NE)} steps leaves nothing to predict after {warmup}")
+    num_experts = loads_NE.shape[1]
+    room_W = np.full(num_ranks, -(-num_experts // num_ranks))
+    records: list[dict[str, float | str]] = []
+    for name in (*names, "oracle"):
+        rows = []
+        for step in range(warmup, len(loads_NE), every):
+            real_E = loads_NE[step]
+            guess_E = real_E if name == "oracle" else predict(name, loads_NE[:step])
+            load_W = np.bincount(pack(guess_E, room_W), weights=real_E, minlength=num_ranks)
+            share_E = guess_E / max(guess_E.sum(), 1e-12) * real_E.sum()
+            error = np.abs(share_E - real_E).sum() / max(real_E.sum(), 1e-12)
+            rows.append((error, _rank_correlation(guess_E, real_E), load_W.max() / max(load_W.mean(), 1e-12)))
+        error, correlation, ratio = np.mean(rows, axis=0)
+        records.append(
+            {"name": name, "error": float(error), "correlation": float(correlation), "load_ratio": float(ratio)}
+        )
+    return records
+
+
+def _checked(history_NE: Array) -> Array:
+    loads_NE = np.asarray(history_NE, dtype=np.float64)
+    if loads_NE.ndim != 2 or not loads_NE.size:
+        raise ValueError(f"a history of loads must be (steps, experts), at least one of each, not {loads_NE.shape}")
+    if not np.isfinite(loads_NE).all() or (loads_NE < 0).any():
+        raise ValueError("a history of loads must be finite and not negative")
+    return loads_NE
+
+
+def _shares(loads_NE: Array) -> Array:
+    total_N1 = loads_NE.sum(1, keepdims=True)
+    return np.where(total_N1 > 0, loads_NE / np.maximum(total_N1, 1e-12), 1 / loads_NE.shape[1])
+
+
+def _running(shares_NE: Array, decay: float) -> Array:
+    """`ema` after each step."""
+    sums_NE, weight = np.empty_like(shares_NE), 0.0
+    total_E = np.zeros(shares_NE.shape[1])
+    for step, share_E in enumerate(shares_NE):
+        total_E, weight = decay * total_E + share_E, decay * weight + 1
+        sums_NE[step] = total_E / weight
+    return sums_NE
+
+
+def _rank_correlation(a_E: Array, b_E: Array) -> float:
+    ranks = [_mean_ranks(x) for x in (a_E, b_E)]
+    if any(rank.std() == 0 for rank in ranks):
+        return 0.0
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+
+
+def _mean_ranks(x_E: Array) -> Array:
+    """Ranks, equal values sharing the mean of theirs."""
+    _, inverse, count = np.unique(x_E, return_inverse=True, return_counts=True)
+    return (np.cumsum(count) - (count - 1) / 2)[inverse]

@@ -1,0 +1,204 @@
+"""How published systems react to loads while training: from expected loads and today's layout to the next layout.
+
+They know how often each expert is chosen, not with whom, so they model pairs, not shared rides: with sources spread
+evenly, an expert with load l and copies on c of W ranks gives l / c pairs to each of them, and l (1/c - 1/W) of those
+come from elsewhere. `LoadModel` makes seconds of it:
+
+    4 rides of the rank that receives most  +  GEMMs of the fullest rank  +  replicas filled, gradients sent back
+
+    shadow         FasterMoE (PPoPP 2022): experts by falling load; the hottest goes to *all* ranks while time falls
+    subset         Prophet (2023): the (expert, rank) that lowers time most, one after another: a *subset* of ranks
+    expand_shrink  FlexMoE (SIGMOD 2023): while time falls, the best of: one more copy, one less, one in the place
+                   of another, one elsewhere; only if the fullest rank exceeds the mean by `trigger`
+    lpt_cv         MindSpeed: a new LPT placement (of loads averaged with decay 0.9), adopted only if the coefficient of
+                   variation of the rank loads falls by 0.08
+    pick           SmartMoE (ATC 2023): of a pool of layouts prepared beforehand (`make_pool`), the fastest for
+                   the loads of now, asked every k steps
+
+Each takes (load_E, layout, extra_slots) and returns a layout, the given one if nothing is better. Deterministic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import numpy as np
+
+from carpool.layout import ExpertLayout
+from carpool.placement.objective import RIDES, CostModel
+from carpool.placement.solvers.lpt import pack
+from carpool.placement.solvers.problem import homes_of
+from carpool.placement.trace import Array, LayerTrace
+
+
+@dataclass(frozen=True)
+class LoadModel:
+    """Seconds of a layer from loads alone. `tokens_per_rank` of the cost model and `top_k` scale the loads."""
+
+    cost: CostModel = field(default_factory=CostModel)
+    top_k: int = 8
+    num_nodes: int = 1
+
+    def rank_loads(self, load_E: Array, held_EW: Array) -> Array:
+        """(W,) pairs of each rank, copies taking equal parts."""
+        return np.asarray((np.asarray(load_E, dtype=np.float64) / held_EW.sum(1)) @ held_EW)
+
+    def seconds(self, load_E: Array, held_EW: Array, home_E: Array) -> float:
+        """Modelled time of one layer, forward and backward."""
+        num_ranks = held_EW.shape[1]
+        loads = np.asarray(load_E, dtype=np.float64)
+        pairs = loads * (self.cost.tokens_per_rank * num_ranks * self.top_k / max(loads.sum(), 1e-12))
+        copies = held_EW.sum(1)
+        arriving_W = (pairs * (1 / copies - 1 / num_ranks)) @ held_EW
+        ride = self.cost.intra_latency + arriving_W.max() * self.cost.row_bytes / self.cost.intra_bandwidth
+        away_EW = held_EW.copy()
+        away_EW[np.arange(len(home_E)), home_E] = False
+        bytes_WW = np.zeros((num_ranks, num_ranks))
+        np.add.at(bytes_WW, home_E, away_EW * float(self.cost.expert_bytes))
+        sent = [self.cost.transfer_seconds(b, self.num_nodes) for b in (bytes_WW, bytes_WW.T)]
+        return float(
+            RIDES * ride
+            + self.cost.compute_seconds(self.rank_loads(pairs, held_EW))
+            + (1 - self.cost.replicas_hidden) * sum(sent)
+        )
+
+
+Policy = Callable[..., ExpertLayout]
+
+
+def shadow(load_E: Array, layout: ExpertLayout, extra_slots: int, model: LoadModel | None = None) -> ExpertLayout:
+    """The hottest experts on all ranks. Replicas that `layout` has are forgotten: it is decided anew each step."""
+    model, home_E, held_EW = _start(layout, model, keep=False)
+    best = model.seconds(load_E, held_EW, home_E)
+    for expert in np.argsort(-np.asarray(load_E), kind="stable"):
+        everywhere_EW = held_EW.copy()
+        everywhere_EW[expert] = True
+        seconds = model.seconds(load_E, everywhere_EW, home_E)
+        if seconds >= best or not _fits(everywhere_EW, home_E, extra_slots):
+            break
+        best, held_EW = seconds, everywhere_EW
+    return _layout(layout, held_EW)
+
+
+def subset(load_E: Array, layout: ExpertLayout, extra_slots: int, model: LoadModel | None = None) -> ExpertLayout:
+    """Replicas one at a time, each where it lowers time most; decided anew each step."""
+    model, home_E, held_EW = _start(layout, model, keep=False)
+    while True:
+        held_EW, better = _best(_expansions(load_E, held_EW, model), held_EW, load_E, home_E, extra_slots, model)
+        if not better:
+            return _layout(layout, held_EW)
+
+
+def expand_shrink(
+    load_E: Array, layout: ExpertLayout, extra_slots: int, model: LoadModel | None = None, trigger: float = 1.1
+) -> ExpertLayout:
+    """Today's replicas changed step by step."""
+    model, home_E, held_EW = _start(layout, model, keep=True)
+    load_W = model.rank_loads(load_E, held_EW)
+    if load_W.max() <= trigger * load_W.mean():
+        return layout
+    while True:
+        replicas = [(e, w) for e, w in np.argwhere(held_EW).tolist() if home_E[e] != w]
+        expansions = _expansions(load_E, held_EW, model)
+        changes = [*expansions, *([(e, w, False)] for e, w in replicas)]
+        changes += [[(e, w, False), *more] for e, w in replicas for more in expansions if more[0][1] == w]
+        coldest = int(model.rank_loads(load_E, held_EW).argmin())
+        changes += [[(e, w, False), (e, coldest, True)] for e, w in replicas if not held_EW[e, coldest]]
+        held_EW, better = _best(changes, held_EW, load_E, home_E, extra_slots, model)
+        if not better:
+            return _layout(layout, held_EW)
+
+
+def lpt_cv(
+    load_E: Array, layout: ExpertLayout, extra_slots: int = 0, model: LoadModel | None = None, fall: float = 0.08
+) -> ExpertLayout:
+    """LPT by load (already averaged), if the coefficient of variation of rank loads falls by `fall`. No replicas."""
+    rank_E = pack(load_E, np.array([len(home) for home in layout.homes]))
+    homes = [np.flatnonzero(rank_E == rank).tolist() for rank in range(layout.num_ranks)]
+    found = ExpertLayout(tuple(map(tuple, homes)))
+    model = model or LoadModel()
+    before, after = (_variation(model.rank_loads(load_E, _held(one))) for one in (layout, found))
+    return found if before - after >= fall else layout
+
+
+def pick(
+    load_E: Array,
+    layout: ExpertLayout,
+    extra_slots: int = 0,
+    model: LoadModel | None = None,
+    pool: Sequence[ExpertLayout] = (),
+) -> ExpertLayout:
+    """The fastest of the pool and `layout`, which stays if equal."""
+    model = model or LoadModel()
+    choices = [layout, *pool]
+    times = [model.seconds(load_E, _held(one), homes_of(one)) for one in choices]
+    return choices[int(np.argmin(times))]
+
+
+def make_pool(trace: LayerTrace, num_ranks: int, size: int = 8) -> list[ExpertLayout]:
+    """Layouts that suit the loads of different parts of a trace, each by LPT: SmartMoE's pool."""
+    parts = np.array_split(np.arange(trace.num_tokens), size)
+    room_W = np.array([len(home) for home in ExpertLayout.contiguous(trace.num_experts, num_ranks).homes])
+    pool: list[ExpertLayout] = []
+    for part in parts:
+        rank_E = pack(trace.subset(part).load_E, room_W)
+        layout = ExpertLayout(tuple(tuple(np.flatnonzero(rank_E == rank).tolist()) for rank in range(num_ranks)))
+        if layout not in pool:
+            pool.append(layout)
+    return pool
+
+
+POLICIES: Mapping[str, Policy] = MappingProxyType(
+    {"shadow": shadow, "subset": subset, "expand_shrink": expand_shrink, "lpt_cv": lpt_cv, "pick": pick}
+)
+
+
+Change = list[tuple[int, int, bool]]  # (expert, rank, whether it is held then)
+
+
+def _expansions(load_E: Array, held_EW: Array, model: LoadModel) -> list[Change]:
+    """One more copy of an expert of the fullest rank, anywhere."""
+    fullest = int(model.rank_loads(load_E, held_EW).argmax())
+    return [[(int(e), int(w), True)] for e in np.flatnonzero(held_EW[:, fullest]) for w in np.flatnonzero(~held_EW[e])]
+
+
+def _best(
+    changes: Sequence[Change], held_EW: Array, load_E: Array, home_E: Array, extra_slots: int, model: LoadModel
+) -> tuple[Array, bool]:
+    """After the change with the least time, if that is less than now."""
+    best, best_EW = model.seconds(load_E, held_EW, home_E), None
+    for change in changes:
+        after_EW = held_EW.copy()
+        for expert, rank, holds in change:
+            after_EW[expert, rank] = holds
+        if _fits(after_EW, home_E, extra_slots) and (time := model.seconds(load_E, after_EW, home_E)) < best - 1e-12:
+            best, best_EW = time, after_EW
+    return (held_EW, False) if best_EW is None else (best_EW, True)
+
+
+def _start(layout: ExpertLayout, model: LoadModel | None, *, keep: bool) -> tuple[LoadModel, Array, Array]:
+    return model or LoadModel(), homes_of(layout), _held(layout if keep else ExpertLayout(layout.homes))
+
+
+def _fits(held_EW: Array, home_E: Array, extra_slots: int) -> bool:
+    own_W = np.bincount(home_E, minlength=held_EW.shape[1])
+    return bool((held_EW.sum(0) <= own_W + extra_slots).all())
+
+
+def _held(layout: ExpertLayout) -> Array:
+    held_EW = np.zeros((layout.num_experts, layout.num_ranks), dtype=bool)
+    for rank, experts in enumerate(layout.slots):
+        held_EW[[e for e in experts if e != -1], rank] = True
+    return held_EW
+
+
+def _layout(layout: ExpertLayout, held_EW: Array) -> ExpertLayout:
+    home_E = homes_of(layout)
+    replicas = [(e, w) for e, w in np.argwhere(held_EW).tolist() if home_E[e] != w]
+    return ExpertLayout(layout.homes).with_replicas(replicas)
+
+
+def _variation(load_W: Array) -> float:
+    return float(load_W.std() / max(load_W.mean(), 1e-12))

@@ -1,0 +1,81 @@
+"""Hypergraph partitioning with Mt-KaHyPar (Gottesbüren et al., "Scalable High-Quality Hypergraph Partitioning", 2024).
+
+Experts are vertices, tokens are hyperedges, and rows are what partitioners call km1: the sum over edges of (parts
+touched - 1). So the exact objective without replicas is a textbook problem, and this is its reference solver. It merges
+vertices that share many edges, partitions the small graph, undoes the merges and improves at each level.
+
+It holds the number of experts per rank, and knows nothing of load (one weight per vertex, and that is spent on
+counting experts): start `search` from it to meet a load limit. Several nodes: experts to nodes first, since rows
+between nodes cost most, then those of each node to its ranks, with edges restricted to them. One thread and a seed
+make it deterministic. Needs the package mtkahypar (`pip install 'carpool[placement]'`; Linux on x86-64).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from carpool.layout import ExpertLayout
+from carpool.placement.solvers.problem import Problem
+from carpool.placement.trace import Array
+
+
+def hypergraph(problem: Problem) -> ExpertLayout:
+    """Fewest rows for equal numbers of experts; on nodes first, then on ranks."""
+    kahypar = _import()
+    per_node = problem.ranks_per_node
+    fill_NW = problem.fill_W.reshape(problem.num_nodes, per_node)
+    every = np.arange(problem.num_experts)
+    node_E = partition(kahypar, problem, every, fill_NW.sum(1))
+    rank_E = np.empty(problem.num_experts, dtype=np.int64)
+    for node in range(problem.num_nodes):
+        experts = np.flatnonzero(node_E == node)
+        rank_E[experts] = node * per_node + partition(kahypar, problem, experts, fill_NW[node])
+    return problem.layout(rank_E)
+
+
+def partition(kahypar: Any, problem: Problem, experts: Array, room_G: Array) -> Array:
+    """(len(experts),) the part of each expert given, `room_G` in each part."""
+    if len(room_G) == 1 or len(experts) == 0:
+        return np.zeros(len(experts), dtype=np.int64)
+    number_E = np.full(problem.num_experts, -1)
+    number_E[experts] = np.arange(len(experts))
+    pins_TK = np.sort(number_E[problem.trace.expert_TK], axis=1)
+    edges_XK, weight_X = np.unique(pins_TK, axis=0, return_counts=True)
+    several_X = (edges_XK >= 0).sum(1) > 1  # a token with one expert here cannot be cut
+    edges = [[pin for pin in row if pin >= 0] for row in edges_XK[several_X].tolist()]
+    if not edges:
+        return np.repeat(np.arange(len(room_G)), room_G)
+    library = kahypar.initialize(1, False)
+    kahypar.set_seed(problem.seed)
+    context = library.context_from_preset(kahypar.PresetType.DEFAULT)
+    context.set_partitioning_parameters(len(room_G), 0.0, kahypar.Objective.KM1)
+    if len(set(room_G.tolist())) > 1:
+        context.set_individual_target_block_weights(np.maximum(room_G, 1).tolist())
+    ones, weights = [1] * len(experts), weight_X[several_X].tolist()
+    graph = library.create_hypergraph(context, len(experts), len(edges), edges, ones, weights)
+    part = np.array(graph.partition(context).get_partition())
+    return fit(part, room_G, problem.trace.coactivation_EE[np.ix_(experts, experts)])
+
+
+def fit(part: Array, room_G: Array, together_EE: Array) -> Array:
+    """The same partition with part g holding room_G[g]: experts that collaborate least where they are move."""
+    part = part.copy()
+    while (over_G := np.bincount(part, minlength=len(room_G)) - room_G).any():
+        source, target = int(over_G.argmax()), int(over_G.argmin())
+        movable = np.flatnonzero(part == source)
+        stays = together_EE[np.ix_(movable, np.flatnonzero(part == source))].sum(1) - np.diag(together_EE)[movable]
+        goes = together_EE[np.ix_(movable, np.flatnonzero(part == target))].sum(1)
+        part[movable[(stays - goes).argmin()]] = target
+    return part
+
+
+def _import() -> Any:
+    try:
+        import mtkahypar
+    except ImportError as error:
+        raise ImportError(
+            "the solver 'hypergraph' needs the package mtkahypar: pip install 'carpool[placement]' (Linux on x86-64)"
+        ) from error
+    return mtkahypar

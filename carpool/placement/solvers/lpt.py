@@ -1,0 +1,34 @@
+"""Longest processing time first, Graham's rule for balancing machines ("Bounds on Multiprocessing Timing Anomalies",
+1969): experts by falling load, each to the rank with the least load so far that still has room.
+
+It balances what ranks compute and ignores who is chosen with whom; MindSpeed's and SmartMoE's planners use it.
+The bound for the largest load, 4/3 of the optimum, is for machines without equal numbers of jobs; with them it is a
+heuristic that is close in practice, since the many experts with little load fill the gaps.
+
+    loads 9, 7, 6, 5, 4, 1 on 2 ranks of 3:   9 | 7   9 | 7 6   9 5 | 7 6   9 5 | 7 6 4   9 5 1 | 7 6 4    15 and 17
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from carpool.layout import ExpertLayout
+from carpool.placement.solvers.problem import Problem
+from carpool.placement.trace import Array
+
+
+def lpt(problem: Problem) -> ExpertLayout:
+    """Equal loads, whatever the collaboration."""
+    return problem.layout(pack(problem.trace.load_E, problem.room_W))
+
+
+def pack(load_E: Array, room_W: Array) -> Array:
+    """(E,) the rank of each expert; rank w gets room_W[w] of them."""
+    rank_E = np.empty(len(load_E), dtype=np.int64)
+    sum_W, left_W = np.zeros(len(room_W)), np.array(room_W, dtype=np.int64)
+    for expert in np.argsort(-np.asarray(load_E, dtype=np.float64), kind="stable"):
+        rank = int(np.where(left_W > 0, sum_W, np.inf).argmin())
+        rank_E[expert] = rank
+        sum_W[rank] += load_E[expert]
+        left_W[rank] -= 1
+    return rank_E

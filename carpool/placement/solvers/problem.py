@@ -1,0 +1,104 @@
+"""What every solver gets: a recorded routing, ranks and nodes, and what memory and balance allow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from carpool.layout import ExpertLayout
+from carpool.placement.objective import CostModel, check_nodes
+from carpool.placement.trace import Array, LayerTrace
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One layer to be placed.
+
+    Args:
+        trace: the routing.
+        num_ranks, num_nodes: W, N; rank r is on node r // (W / N).
+        experts_per_rank: how many experts each rank has memory for. None: equally many, the first ranks one more if
+            need be. If the sum exceeds the experts, LPT, EPLB, search use the room freely; others fill all alike.
+        extra_slots: how many slots beyond those each rank has room for: the replicas.
+        load_limit: the load of the fullest rank by the mean that is still allowed. For solvers that know of load.
+        expert_groups: groups of experts that EPLB keeps on one node; None: each expert alone.
+        seed: of everything random.
+        cost: links and GEMMs, which weigh rows between nodes against rows inside.
+
+    Raises:
+        ValueError: what cannot be laid out.
+    """
+
+    trace: LayerTrace
+    num_ranks: int
+    num_nodes: int = 1
+    experts_per_rank: Sequence[int] | None = None
+    extra_slots: int = 0
+    load_limit: float = 1.1
+    expert_groups: int | None = None
+    seed: int = 0
+    cost: CostModel = field(default_factory=CostModel)
+
+    def __post_init__(self) -> None:
+        check_nodes(self.num_ranks, self.num_nodes)
+        ExpertLayout.contiguous(self.trace.num_experts, self.num_ranks)  # refuses fewer experts than ranks
+        if self.experts_per_rank is not None:
+            given = list(self.experts_per_rank)
+            if len(given) != self.num_ranks or min(given) < 0 or sum(given) < self.trace.num_experts:
+                raise ValueError(
+                    f"experts_per_rank must be {self.num_ranks} numbers that leave room for {self.trace.num_experts} "
+                    f"experts, not {given}"
+                )
+        if self.extra_slots < 0:
+            raise ValueError(f"extra_slots must be 0 or more, not {self.extra_slots}")
+        if not self.load_limit >= 1:
+            raise ValueError(f"load_limit is the largest load by the mean, so at least 1.0, not {self.load_limit}")
+        groups = self.expert_groups
+        if groups is not None and (groups < 1 or self.trace.num_experts % groups or groups % self.num_nodes):
+            raise ValueError(
+                f"expert_groups={groups} must divide {self.trace.num_experts} experts and be a multiple of "
+                f"{self.num_nodes} nodes"
+            )
+
+    @property
+    def num_experts(self) -> int:
+        return self.trace.num_experts
+
+    @property
+    def ranks_per_node(self) -> int:
+        return self.num_ranks // self.num_nodes
+
+    @cached_property
+    def room_W(self) -> Array:
+        """(W,) experts that each rank can own."""
+        if self.experts_per_rank is not None:
+            return np.array(self.experts_per_rank, dtype=np.int64)
+        return np.array([len(rank) for rank in ExpertLayout.contiguous(self.num_experts, self.num_ranks).homes])
+
+    @cached_property
+    def fill_W(self) -> Array:
+        """(W,) experts of each rank if all fill their room alike."""
+        exact_W = self.room_W * self.num_experts / self.room_W.sum()
+        fill_W = np.floor(exact_W + 1e-9).astype(np.int64)
+        missing = self.num_experts - int(fill_W.sum())
+        fill_W[np.argsort(fill_W - exact_W, kind="stable")[:missing]] += 1
+        return fill_W
+
+    @property
+    def node_weight(self) -> float:
+        """What a row between nodes costs, in rows between ranks of one node."""
+        return self.cost.intra_bandwidth / self.cost.inter_bandwidth if self.num_nodes > 1 else 0.0
+
+    def layout(self, rank_E: Array) -> ExpertLayout:
+        """The layout in which rank_E[e] is the home of expert e."""
+        homes = [np.flatnonzero(rank_E == rank).tolist() for rank in range(self.num_ranks)]
+        assert all(len(home) <= room for home, room in zip(homes, self.room_W, strict=True)), "a solver broke the sizes"
+        return ExpertLayout(tuple(map(tuple, homes)))
+
+
+def homes_of(layout: ExpertLayout) -> Array:
+    """(E,) the rank of each expert's home."""
+    return np.array([rank for rank, _ in layout.home_of])

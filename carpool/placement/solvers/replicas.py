@@ -1,0 +1,167 @@
+"""Which experts deserve a second slot, and where: greedy on what a replica saves, checked by the true objective.
+
+A replica of expert e on rank w saves a ride for a token that has e alone on another rank a, if
+    - the token visits w anyway for another expert, and its source is not a, or
+    - w is the token's own rank, where e is then served without a ride.
+Sources are taken as uniformly random: a trace is too short to tell which rank will hold what text.
+It also moves load from a to w, which counts as in `search.py`: what exceeds the limit costs several rows per pair. And
+it has to be filled and its gradients fetched, in every step: as much traffic as so many rows (`_upkeep`).
+
+    1. estimate the saving of every (expert, rank) from who serves whom now,
+    2. add the best for each rank that has a free slot, an expert once per round,
+    3. let `assign` decide again who serves whom, and repeat until slots are full or nothing saves;
+    4. a few times: drop the replicas that save least, fill again, keep it if the true objective fell.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from carpool.layout import ExpertLayout
+from carpool.placement.objective import RIDES, served_by
+from carpool.placement.solvers.problem import Problem
+from carpool.placement.trace import Array
+
+EXCHANGES = 2
+DROPPED = 0.25  # of the replicas, in each exchange
+OVERLOAD = 4.0
+
+
+def fill_slots(problem: Problem, layout: ExpertLayout, allowed_load: float) -> ExpertLayout:
+    """`layout` with replicas in the extra slots of each rank, fewer where none would help."""
+    if problem.extra_slots == 0:
+        return layout
+    best = _fill(problem, layout, allowed_load)
+    best_cost = _cost(problem, best, allowed_load)
+    for _ in range(EXCHANGES):
+        fewer = _drop_least(problem, best, allowed_load)
+        candidate = _fill(problem, fewer, allowed_load, best)
+        cost = _cost(problem, candidate, allowed_load)
+        if cost >= best_cost:
+            break
+        best, best_cost = candidate, cost
+    return best
+
+
+def _fill(
+    problem: Problem, layout: ExpertLayout, allowed: float, not_again: ExpertLayout | None = None
+) -> ExpertLayout:
+    """Steps 1 to 3. What `not_again` had and `layout` has not is not added in the first round."""
+    full_W = np.array([len(home) for home in layout.homes]) + problem.extra_slots
+    banned_EW = _held(not_again) & ~_held(layout) if not_again is not None else None
+    for _ in range(problem.extra_slots * problem.num_ranks):
+        held_EW = _held(layout)
+        free_W = full_W - held_EW.sum(0)
+        value_EW = _value(problem, layout, allowed)
+        value_EW[held_EW | (free_W <= 0)] = 0
+        if banned_EW is not None:
+            value_EW[banned_EW] = 0
+            banned_EW = None
+        added: list[tuple[int, int]] = []
+        while value_EW.max() > 1e-6:
+            expert, rank = np.unravel_index(int(value_EW.argmax()), value_EW.shape)
+            added.append((int(expert), int(rank)))
+            value_EW[expert], value_EW[:, rank] = 0, 0
+        if not added:
+            break
+        layout = layout.with_replicas(added)
+    return layout
+
+
+def _value(problem: Problem, layout: ExpertLayout, allowed: float) -> Array:
+    """(E, W) rows that a further replica saves, and overload that it relieves, estimated."""
+    trace, ranks = problem.trace, problem.num_ranks
+    rank_TK = served_by(trace, layout)
+    value_EW, moved_EW = _saved(problem, rank_TK, 1)
+    if problem.num_nodes > 1:
+        value_EW += problem.node_weight * _saved(problem, rank_TK, problem.ranks_per_node)[0]
+    load_W = np.bincount(rank_TK.ravel(), minlength=ranks).astype(np.float64)
+    # Load moves from where the expert is served now, in the shares in which it is.
+    flat = trace.expert_TK.astype(np.int64) * ranks + rank_TK
+    served_EW = np.bincount(flat.ravel(), minlength=problem.num_experts * ranks).reshape(-1, ranks)
+    share_EW = served_EW / np.maximum(served_EW.sum(1, keepdims=True), 1)
+    over_W = np.maximum(load_W - allowed, 0)
+    upkeep_EW = _upkeep(problem, np.array([rank for rank, _ in layout.home_of]))
+    less_EWW = np.maximum(load_W - moved_EW[:, :, None] * share_EW[:, None, :] - allowed, 0) - over_W
+    more_EW = np.maximum(load_W + moved_EW - allowed, 0) - over_W
+    return value_EW - upkeep_EW - OVERLOAD * (1 + problem.node_weight) * (less_EWW.sum(2) + more_EW)
+
+
+def _upkeep(problem: Problem, home_E: Array) -> Array:
+    """(E, W) what a replica sends in a step, in rows of the trace: parameters one way, gradients the other, where a row
+    rides four times."""
+    cost, trace = problem.cost, problem.trace
+    rows = (1 - cost.replicas_hidden) * 2 * cost.expert_bytes / (RIDES * cost.row_bytes)
+    rows *= trace.num_tokens / (cost.tokens_per_rank * problem.num_ranks)
+    node_W = np.arange(problem.num_ranks) // problem.ranks_per_node
+    return rows * np.where(node_W[home_E][:, None] == node_W, 1.0, problem.node_weight)
+
+
+def _saved(problem: Problem, rank_TK: Array, per_group: int) -> tuple[Array, Array]:
+    """(E, W) rows between groups of `per_group` ranks saved by a replica of e on w, and pairs that would go there."""
+    expert_TK, ranks, experts = problem.trace.expert_TK.astype(np.int64), problem.num_ranks, problem.num_experts
+    groups = ranks // per_group
+    group_TK = rank_TK // per_group
+    tokens = np.arange(len(rank_TK))[:, None]
+    count_TG = np.bincount((tokens * groups + group_TK).ravel(), minlength=len(rank_TK) * groups).reshape(-1, groups)
+    alone_TK = np.take_along_axis(count_TG, group_TK, axis=1) == 1
+    visits_TG = (count_TG > 0).astype(np.float32)
+    alone_EG, others_EG = (_sum_over(expert_TK, mask, visits_TG, experts) for mask in (alone_TK, ~alone_TK))
+    number_E1 = np.bincount(expert_TK[alone_TK], minlength=experts)[:, None]
+    total_E1 = np.bincount(expert_TK.ravel(), minlength=experts)[:, None]
+    saved_EG = alone_EG * (1 - 1 / groups) + (number_E1 - alone_EG) / groups
+    moved_EG = alone_EG + others_EG / 2 + (total_E1 - alone_EG - others_EG) / groups
+    return np.repeat(saved_EG, per_group, axis=1), np.repeat(moved_EG, per_group, axis=1)
+
+
+def _sum_over(expert_TK: Array, mask_TK: Array, what_TG: Array, experts: int) -> Array:
+    """(E, G) sum of what_TG over the (token, choice) pairs of each expert that the mask names."""
+    chosen_TE = np.zeros((len(expert_TK), experts), dtype=np.float32)
+    row, column = np.nonzero(mask_TK)
+    chosen_TE[row, expert_TK[row, column]] = 1
+    return (chosen_TE.T @ what_TG).astype(np.float64)
+
+
+def _drop_least(problem: Problem, layout: ExpertLayout, allowed: float) -> ExpertLayout:
+    """Without the replicas that serve the fewest tokens for whom the home's rank would be a further ride."""
+    rank_TK = served_by(problem.trace, layout)
+    expert_TK = problem.trace.expert_TK.astype(np.int64)
+    home_E = np.array([rank for rank, _ in layout.home_of])
+    visits_TW = np.zeros((len(rank_TK), problem.num_ranks), dtype=bool)
+    visits_TW[np.arange(len(rank_TK))[:, None], rank_TK] = True
+    home_TK = home_E[expert_TK]
+    needed_TK = (rank_TK != home_TK) & ~np.take_along_axis(visits_TW, home_TK, axis=1)
+    flat = (expert_TK * problem.num_ranks + rank_TK)[needed_TK]
+    use_EW = np.bincount(flat, minlength=problem.num_experts * problem.num_ranks).reshape(-1, problem.num_ranks)
+    replicas = [(e, w) for e, w in np.argwhere(_held(layout)).tolist() if home_E[e] != w]
+    replicas.sort(key=lambda one: (int(use_EW[one[0], one[1]]), one))
+    keep = replicas[max(1, round(DROPPED * len(replicas))) :]
+    return ExpertLayout(layout.homes).with_replicas(keep)
+
+
+def _held(layout: ExpertLayout) -> Array:
+    """(E, W) bool: which ranks hold an expert."""
+    held_EW = np.zeros((layout.num_experts, layout.num_ranks), dtype=bool)
+    for rank, experts in enumerate(layout.slots):
+        held_EW[[e for e in experts if e != -1], rank] = True
+    return held_EW
+
+
+def _cost(problem: Problem, layout: ExpertLayout, allowed: float) -> float:
+    """What the search minimises, with the trace's own sources."""
+    rank_TK, source_T = served_by(problem.trace, layout), problem.trace.source_T(problem.num_ranks)
+    held_EW, home_E = _held(layout), np.array([rank for rank, _ in layout.home_of])
+    held_EW[np.arange(len(home_E)), home_E] = False
+    rows = float(_remote(rank_TK, source_T, problem.num_ranks)) + float(_upkeep(problem, home_E)[held_EW].sum())
+    if problem.num_nodes > 1:
+        per_node = problem.ranks_per_node
+        rows += problem.node_weight * _remote(rank_TK // per_node, source_T // per_node, problem.num_nodes)
+    load_W = np.bincount(rank_TK.ravel(), minlength=problem.num_ranks)
+    return rows + OVERLOAD * (1 + problem.node_weight) * float(np.maximum(load_W - allowed, 0).sum())
+
+
+def _remote(group_TK: Array, source_T: Array, groups: int) -> int:
+    visits_TG = np.zeros((len(group_TK), groups), dtype=bool)
+    visits_TG[np.arange(len(group_TK))[:, None], group_TK] = True
+    visits_TG[np.arange(len(group_TK)), source_T] = False
+    return int(visits_TG.sum())

@@ -1,0 +1,279 @@
+"""`carpool place`: every solver on one half of a trace, judged on the other half, and the best written as a file.
+
+The halves are alternate sequences (`Trace.split`). Which solver is best is decided on the half that they solved, layer
+by layer: the least modelled time, of those within the load limit there, if any is. So the numbers of the held-out half
+are not flattered by the choice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from carpool.layout import ExpertLayout
+from carpool.layouts import Layouts
+from carpool.placement.objective import CostModel, Objective, evaluate
+from carpool.placement.solvers import check_solver, solve
+from carpool.placement.trace import Trace
+
+DEFAULT_SOLVERS = ("contiguous", "random", "lpt", "eplb", "occult", "hypergraph", "search", "hypergraph+search")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One solver on one layer. Unless said otherwise, of the held-out half.
+
+    Attributes:
+        copies: ranks that serve a token, mean (rows per token, those that stay included).
+        remote, nodes: rows per token to other ranks, and to other nodes (one copy per node).
+        load: largest rank load by the mean.
+        intra: share of collaborating pairs that one rank serves.
+        layer_us: modelled microseconds of the layer, forward and backward.
+        solved_*: the same of the half that was solved.
+        replicas: slots beyond one per expert.
+        seconds: that the solver took.
+        best: whether this layout is the one written.
+        unavailable: why there are no numbers.
+    """
+
+    layer: str
+    solver: str
+    copies: float = 0.0
+    remote: float = 0.0
+    nodes: float = 0.0
+    load: float = 0.0
+    intra: float = 0.0
+    layer_us: float = 0.0
+    solved_copies: float = 0.0
+    solved_load: float = 0.0
+    solved_layer_us: float = 0.0
+    replicas: int = 0
+    seconds: float = 0.0
+    best: bool = False
+    unavailable: str | None = None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What `place` found; `to_dict` is JSON-able.
+
+    Attributes:
+        rows: every solver on every layer.
+        layouts: the best of each layer.
+        specialisation: of each layer of the trace (`LayerTrace.specialisation`).
+        settings: what was asked.
+    """
+
+    rows: list[Row]
+    layouts: Layouts
+    specialisation: dict[str, dict[str, float]]
+    settings: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "settings": self.settings,
+            "specialisation": self.specialisation,
+            "rows": [asdict(row) for row in self.rows],
+            "layouts": self.layouts.to_dict(),
+        }
+
+    def means(self) -> list[Row]:
+        """One row per solver: means over layers, the largest load, the sum of seconds. Last: the best of each layer."""
+        by_solver: dict[str, list[Row]] = {}
+        for row in self.rows:
+            by_solver.setdefault(row.solver, []).append(row)
+        by_solver["best of each layer"] = [row for row in self.rows if row.best]
+        return [_mean(name, rows) for name, rows in by_solver.items()]
+
+
+def place(
+    trace_path: str | Path | Trace,
+    *,
+    ranks: int,
+    nodes: int = 1,
+    solvers: Sequence[str] = DEFAULT_SOLVERS,
+    slots: Sequence[int] | None = None,
+    extra_slots: int = 0,
+    load_limit: float = 1.1,
+    layers: Sequence[str] | None = None,
+    expert_groups: int | None = None,
+    seed: int = 0,
+    cost: CostModel | None = None,
+    out: str | Path | None = None,
+    on_row: Callable[[Row], None] | None = None,
+) -> Placement:
+    """Run solvers on every layer of a trace.
+
+    Args:
+        trace_path: a file that `Trace.load` reads, or a trace.
+        ranks, nodes: W, N.
+        solvers: names for `solve`. One whose package is missing is reported, not fatal.
+        slots: experts that each rank has memory for; None: equally many.
+        extra_slots: room for replicas on each rank.
+        load_limit: largest load by the mean that is allowed.
+        layers: names; None: all.
+        expert_groups, seed, cost: see `solvers.Problem`.
+        out: where to write the best layouts.
+        on_row: called with each row as it comes.
+
+    Raises:
+        ValueError: no trace, an unknown solver or layer, what cannot be laid out, or no solver available.
+    """
+    for name in solvers:
+        check_solver(name)
+    trace = trace_path if isinstance(trace_path, Trace) else Trace.load(trace_path)
+    cost = cost or CostModel()
+    if not solvers:
+        raise ValueError("no solver given")
+    solved, held_out = trace.split(2)
+    rows: list[Row] = []
+    best: dict[str, ExpertLayout] = {}
+    for layer in layers or trace.layers:
+        mine, other = solved.layer(layer), held_out.layer(layer)
+        found: list[tuple[Row, ExpertLayout, Objective]] = []
+        missing: list[Row] = []
+        for name in solvers:
+            start = time.perf_counter()
+            try:
+                layout = solve(
+                    name,
+                    mine,
+                    ranks,
+                    nodes,
+                    seed=seed,
+                    experts_per_rank=slots,
+                    extra_slots=extra_slots,
+                    load_limit=load_limit,
+                    expert_groups=expert_groups,
+                    cost=cost,
+                )
+            except ImportError as error:
+                missing.append(Row(layer, name, unavailable=str(error)))
+                continue
+            seconds = time.perf_counter() - start
+            here, there = (evaluate(half, layout, num_nodes=nodes, cost=cost) for half in (mine, other))
+            found.append((_row(layer, name, layout, here, there, seconds), layout, here))
+        if not found:
+            raise ValueError(f"no solver is available: {missing[0].unavailable}")
+        within = [one for one in found if one[2].load_ratio <= load_limit] or found
+        chosen = min(within, key=lambda one: one[2].seconds)
+        best[layer] = chosen[1]
+        for row in [Row(**{**asdict(row), "best": row is chosen[0]}) for row, _, _ in found] + missing:
+            rows.append(row)
+            if on_row is not None:
+                on_row(row)
+    settings = {
+        "trace": str(trace_path) if not isinstance(trace_path, Trace) else None,
+        "trace_meta": dict(trace.meta),
+        "tokens_solved": solved.num_tokens,
+        "tokens_held_out": held_out.num_tokens,
+        "ranks": ranks,
+        "nodes": nodes,
+        "solvers": list(solvers),
+        "slots": None if slots is None else list(slots),
+        "extra_slots": extra_slots,
+        "load_limit": load_limit,
+        "expert_groups": expert_groups,
+        "seed": seed,
+        "cost": asdict(cost),
+    }
+    about = {**settings, "solver": {row.layer: row.solver for row in rows if row.best}}
+    result = Placement(rows, Layouts(best, about), {n: trace.layer(n).specialisation() for n in best}, settings)
+    if out is not None:
+        result.layouts.save(out)
+    return result
+
+
+def print_table(result: Placement, console: Console | None = None, *, every_layer: bool = False) -> None:
+    """Means over layers, or with `every_layer` a table for each."""
+    console = console or Console(width=140)
+    settings = result.settings
+    title = (
+        f"{settings['ranks']} ranks on {settings['nodes']} nodes, {settings['extra_slots']} extra slots per rank, "
+        f"load limit {settings['load_limit']:g}; solved on {settings['tokens_solved']} tokens, shown for "
+        f"{settings['tokens_held_out']} held out"
+    )
+    console.print(title, style="bold", highlight=False)
+    if every_layer:
+        for layer in result.layouts:
+            console.print(layer, highlight=False)
+            console.print(_table([row for row in result.rows if row.layer == layer], settings), highlight=False)
+    else:
+        console.print(_table(result.means(), settings), highlight=False)
+    for row in {row.solver: row for row in result.rows if row.unavailable}.values():
+        console.print(f"{row.solver} is not available: {row.unavailable}", highlight=False, markup=False)
+    console.print(
+        "copies: ranks that serve a token; remote, nodes: rows per token to other ranks and nodes; load: fullest rank "
+        "by the mean (of several layers, the largest); intra: pairs of a token's experts that one rank serves; "
+        "modelled: one layer, forward and backward; in brackets: on the half that was solved; *: the best there",
+        highlight=False,
+    )
+
+
+def _table(rows: Sequence[Row], settings: Mapping[str, Any]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("solver", no_wrap=True)
+    for name in ("copies", "remote", "nodes", "load", "intra", "replicas", "modelled us", "seconds"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        if row.unavailable:
+            table.add_row(row.solver, "not available")
+            continue
+        load = f"{row.load:.3f} ({row.solved_load:.3f})"
+        table.add_row(
+            f"{row.solver} *" if row.best else row.solver,
+            f"{row.copies:.3f} ({row.solved_copies:.3f})",
+            f"{row.remote:.3f}",
+            f"{row.nodes:.3f}" if settings["nodes"] > 1 else "-",
+            f"[red]{load}[/]" if row.load > settings["load_limit"] else load,
+            f"{row.intra:.1%}",
+            str(row.replicas),
+            f"{row.layer_us:.0f}",
+            f"{row.seconds:.2f}",
+        )
+    return table
+
+
+def _row(layer: str, name: str, layout: ExpertLayout, here: Objective, there: Objective, seconds: float) -> Row:
+    return Row(
+        layer=layer,
+        solver=name,
+        copies=there.copies_per_token,
+        remote=there.rows_remote / there.tokens,
+        nodes=there.rows_nodes / there.tokens,
+        load=there.load_ratio,
+        intra=there.intra_share,
+        layer_us=1e6 * there.seconds,
+        solved_copies=here.copies_per_token,
+        solved_load=here.load_ratio,
+        solved_layer_us=1e6 * here.seconds,
+        replicas=layout.num_replicas,
+        seconds=seconds,
+    )
+
+
+def _mean(name: str, rows: Sequence[Row]) -> Row:
+    present = [row for row in rows if not row.unavailable]
+    if not present:
+        return Row("all", name, unavailable=rows[0].unavailable)
+
+    def mean(what: str) -> float:
+        return sum(float(getattr(row, what)) for row in present) / len(present)
+
+    means = ("copies", "remote", "nodes", "intra", "layer_us", "solved_copies", "solved_layer_us")
+    return Row(
+        "all",
+        name,
+        **{what: mean(what) for what in means},  # type: ignore[arg-type]
+        load=max(row.load for row in present),
+        solved_load=max(row.solved_load for row in present),
+        replicas=round(mean("replicas")),
+        seconds=sum(row.seconds for row in present),
+    )

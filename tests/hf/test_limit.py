@@ -1,0 +1,192 @@
+"""Limited routing of transformers' models: as one process with the same limit, and never more copies than allowed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import carpool.hf
+from carpool.hf.build import experts_modules
+from carpool.hf.expert_parallel import ExpertRides
+from carpool.hf.limit import LayerLimit, find_router, limit_routing
+from carpool.layout import ExpertLayout
+from carpool.routing_limit import LimitOptions, RoutingLimit, drop_outside, router_similarity
+from tests.hf.parity import EXCEPTIONS, HANDLING, Handling, Mesh, full_gradients, load, loss_of, quiet, relative_error
+from tests.hf.tiny_models import discover, tiny_batch, tiny_model
+from tests.ranks import Ranks
+
+ONE, TWO = LimitOptions(limit_ranks=1), LimitOptions(limit_ranks=2)
+# Softmax, then top-k; a softmax of the chosen logits; sigmoid with a bias and groups; a router beside the layer; hash
+# routing; a sampler. The last two have no top-k that could be answered.
+CASES = [
+    ("olmoe", ONE, Mesh()),
+    ("olmoe", LimitOptions(limit_ranks=1, limit_by="similarity"), Mesh()),
+    ("olmoe", ONE, Mesh(fsdp=2, tp=2, ep=4)),
+    ("gpt_oss", ONE, Mesh()),
+    ("gpt_oss", LimitOptions(limit_nodes=1, num_nodes=2, limit_by="groups"), Mesh()),
+    ("deepseek_v3", LimitOptions(limit_ranks=1, limit_by="groups"), Mesh()),
+    ("gemma4", ONE, Mesh()),
+    ("deepseek_v4", ONE, Mesh()),
+    ("phimoe", ONE, Mesh()),
+]
+# Routers without a top-k over experts in some layer or in all: choices outside the limit are dropped there.
+NOT_ANSWERED = ("deepseek_v4", "phimoe", "zaya")
+
+
+def _reference(folder: str, path: str, options: LimitOptions) -> Any:
+    """The model in one process, its routing limited as if its experts were on four ranks."""
+    model = discover()[folder].model_class.from_pretrained(path, dtype=torch.float32).train()
+    for name in experts_modules(model):
+        experts, router = model.get_submodule(name), find_router(model, name)
+        assert router is not None
+        own = SimpleNamespace(num_experts=experts.num_experts, layout=ExpertLayout.contiguous(experts.num_experts, 4))
+        similarity = router_similarity(router.weight) if options.limit_by == "similarity" else None
+        layer = LayerLimit(cast(ExpertRides, own), RoutingLimit(options, 4, 0, similarity))
+        layer.install(router)
+        experts.register_forward_pre_hook(_Drop(layer))
+    return model
+
+
+@pytest.mark.parametrize("folder", sorted(discover().keys() - EXCEPTIONS.keys()))
+def test_every_router_is_answered(folder: str) -> None:
+    """All choices of a token on one of four ranks, its K experts distinct, whatever the router's rule is."""
+    model = tiny_model(discover()[folder]).eval()
+    seen: dict[str, torch.Tensor] = {}
+    limits: dict[str, LayerLimit] = {}
+    for name in experts_modules(model):
+        experts = cast(Any, model.get_submodule(name))
+        layout = ExpertLayout.contiguous(experts.num_experts, 4)
+        own = SimpleNamespace(num_experts=experts.num_experts, layout=layout)
+        limits[name] = LayerLimit(cast(ExpertRides, own), RoutingLimit(ONE, 4, 0))
+        limits[name].install(find_router(model, name))
+        experts.register_forward_pre_hook(
+            lambda _, args, kwargs, name=name: seen.__setitem__(name, (*args, *kwargs.values())[1]), with_kwargs=True
+        )
+    with torch.no_grad():
+        model(**tiny_batch(model))
+    answered = [name for name in seen if limits[name]._serving_TW is not None]
+    assert seen and (len(answered) == len(seen)) == (folder not in NOT_ANSWERED), find_router(model, next(iter(seen)))
+    for name in answered:
+        rank_TK = seen[name] // (limits[name].own.num_experts // 4)
+        assert (rank_TK == rank_TK[:, :1]).all() and (seen[name].sort(1).values.diff(dim=1) > 0).all()
+
+
+class _Drop:
+    """What Carpool's layers do where the router has no top-k: choices without weight, in place of none."""
+
+    def __init__(self, layer: LayerLimit) -> None:
+        self.layer = layer
+
+    def __call__(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        seen, self.layer._serving_TW = self.layer._serving_TW, None
+        if seen is not None:
+            return args
+        x_TH, index_TK, weight_TK = args
+        kept_TK, scaled_TK, _ = drop_outside(self.layer.limit, index_TK, weight_TK, self.layer.own.layout)
+        assert (kept_TK < 0).any(), "nothing to drop, so nothing is tested"
+        return x_TH, index_TK, scaled_TK
+
+
+def _measure(folder: str, path: str, mesh: Mesh, options: LimitOptions) -> dict[str, Any] | None:
+    quiet()
+    architecture, rank = discover()[folder], dist.get_rank()
+    handling = HANDLING.get(folder, Handling()) if mesh.ep > mesh.tp else Handling()
+    reference = None
+    if rank == 0:
+        tiny_model(architecture).save_pretrained(path)
+        reference = _reference(folder, path, options)
+        _, expected_loss = loss_of(reference, tiny_batch(reference))
+        expected_loss.backward()
+    dist.barrier()
+    model, _ = load(architecture, path, mesh, "carpool-dedup", handling)
+    own = slice(rank // mesh.tp * mesh.tp, (rank // mesh.tp + 1) * mesh.tp)
+    batch = {name: value[own] for name, value in tiny_batch(model).items()}
+    with torch.no_grad():
+        _, free = loss_of(model, batch)
+    before = [ride.stats.summary().copies_per_token for ride in carpool.hf.rides(model).values()]
+    for ride in carpool.hf.rides(model).values():
+        ride.stats.reset()
+    reasons = limit_routing(model, options)
+    _, loss = loss_of(model, batch)
+    loss.backward()
+    copies = [ride.stats.summary().copies_per_token for ride in carpool.hf.rides(model).values()]
+    losses = torch.stack([loss.detach(), free])
+    dist.all_reduce(losses)
+    losses /= dist.get_world_size()
+    gradients = full_gradients(model)
+    # And back again: not a trace of it is left.
+    assert limit_routing(model, None) == []
+    with torch.no_grad():
+        _, again = loss_of(model, batch)
+    dist.all_reduce(again)
+    result = {"copies": copies, "before": before, "reasons": reasons, "again": float(again) / 4, "free": losses[1]}
+    if reference is None:
+        return result
+    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    both = [name for name in expected if expected[name] is not None and gradients.get(name) is not None]
+    floor = max(float(expected[name].abs().max()) for name in both) / 1000
+    errors = {name: relative_error(gradients[name], expected[name], floor) for name in both}
+    worst = max(errors, key=lambda name: errors[name])
+    return result | {
+        "loss": relative_error(losses[0], expected_loss.detach()),
+        "changed": relative_error(losses[0], losses[1]),
+        "worst": (worst, errors[worst]),
+        "missing": [name for name in expected if (expected[name] is None) != (gradients.get(name) is None)],
+        "router": [name for name in both if "gate" in name or "router" in name],
+    }
+
+
+@pytest.mark.parametrize(("folder", "options", "mesh"), CASES, ids=[f"{f}-{o}-{m}" for f, o, m in CASES])
+def test_as_one_process_with_the_same_limit(
+    ranks: Ranks, tmp_path: Path, folder: str, options: LimitOptions, mesh: Mesh
+) -> None:
+    results = ranks(_measure, folder, str(tmp_path), mesh, options)
+    first = results[0]
+    bound = HANDLING.get(folder, Handling()).bound
+    assert not first["missing"] and first["router"], "the router got no gradient"
+    assert first["loss"] <= bound and first["worst"][1] <= bound, first
+    assert first["changed"] > 1e-6, "the limit changed nothing"
+    limit = options.limit_ranks or 2
+    for result in results:
+        assert result["reasons"] == options.lossy_reasons(4) != []
+        assert all(copies <= limit for copies in result["copies"])
+    assert any(copies > limit for result in results for copies in result["before"]) or options.limit_nodes
+    assert first["again"] == pytest.approx(float(first["free"]), rel=1e-6)
+
+
+def _cap(path: str) -> list[float]:
+    from tests.hf.test_behaviours import _model, _own, _save
+
+    _save("olmoe", path)
+    model = _model("olmoe", path)
+    limit_routing(model, LimitOptions(topology_cap=0.14, num_nodes=2))
+    model(**_own(model)).loss.backward()
+    shares = []
+    for ride in carpool.hf.rides(model).values():
+        assert ride.routing is not None
+        rank_TK = ride.routing.expert_TK // 2
+        shares.append(float((rank_TK // 2 != ride.rank // 2).float().mean()))
+    return shares
+
+
+def test_a_capped_share_leaves_the_node(ranks: Ranks, tmp_path: Path) -> None:
+    shares = [share for result in ranks(_cap, str(tmp_path)) for share in result]
+    assert all(share <= 0.14 for share in shares) and max(shares) > 0
+
+
+def test_errors_come_before_anything_changes() -> None:
+    model = tiny_model(discover()["olmoe"])
+    with pytest.raises(ValueError, match="has no Carpool layers"):
+        limit_routing(model, ONE)
+    carpool.hf.install(model)
+    # On one rank every limit is none.
+    assert limit_routing(model, TWO) == []
+    assert all(ride.limit is None for ride in carpool.hf.rides(model).values())
+    with pytest.raises(ValueError, match="num_nodes=2 must divide the 1 expert-parallel ranks"):
+        limit_routing(model, LimitOptions(limit_nodes=1, num_nodes=2))

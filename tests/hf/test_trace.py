@@ -1,0 +1,265 @@
+"""The recorder of routing: the right tokens of the right layers, on one rank and on four."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from carpool.hf import install, rides
+from carpool.hf.build import experts_modules
+from carpool.hf.trace import TraceRecorder
+from carpool.placement.trace import Trace
+from carpool.train.config import load_config
+from carpool.train.loop import train
+from carpool.train.trace import record, sequences
+from tests.hf.test_behaviours import _model, _save
+from tests.hf.tiny_models import NUM_SEQUENCES, SEQUENCE_LENGTH, discover, tiny_batch, tiny_model
+from tests.ranks import Ranks
+from tests.train.test_loop import MODEL
+
+FOLDERS = ["olmoe", "gpt_oss", "deepseek_v3", "gemma4"]
+
+
+class Watch:
+    """Every layer's choices and weights of the last forward, best first, as (B * L, K) arrays."""
+
+    def __init__(self, model: Any) -> None:
+        self.seen: list[tuple[np.ndarray, np.ndarray]] = []
+        for name in experts_modules(model):
+            model.get_submodule(name).register_forward_pre_hook(self._hook)
+
+    def _hook(self, module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        weight, order = args[2].detach().float().sort(dim=1, descending=True, stable=True)
+        self.seen.append((args[1].gather(1, order).numpy(), weight.half().numpy()))
+
+
+def _run(model: Any, recorder: TraceRecorder, watch: Watch, forwards: int) -> list[dict[str, Any]]:
+    """Different batches; of each, its tokens and what the layers chose."""
+    result = []
+    for seed in range(forwards):
+        batch, watch.seen = tiny_batch(model, seed), []
+        model(**batch)
+        result.append({"ids": batch["input_ids"].flatten().numpy(), "layers": watch.seen})
+    return result
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_stretches_of_neighbours_in_turn(folder: str) -> None:
+    """Forward i takes sequence i mod B, and the next stretch once all sequences had their turn."""
+    model = tiny_model(discover()[folder]).train()
+    watch = Watch(model)
+    with TraceRecorder(model, 200, stretch=4, weights=True) as recorder:
+        runs = _run(model, recorder, watch, 10)
+        trace = recorder.trace(steps=10, data="tiny")
+    assert trace.layers == tuple(experts_modules(model)) and trace.num_experts == 8
+    assert trace.meta["steps"] == 10 and trace.meta["data"] == "tiny"
+    at = 0
+    for number, run in enumerate(runs):
+        first = (number % NUM_SEQUENCES) * SEQUENCE_LENGTH + 4 * ((number // NUM_SEQUENCES) % (SEQUENCE_LENGTH // 4))
+        rows, own = slice(first, first + 4), slice(at, at + 4)
+        assert (trace.token_T is not None) and (trace.token_T[own] == run["ids"][rows]).all()
+        assert (trace.sequence_T[own] == number).all()
+        for layer, (expert_TK, weight_TK) in enumerate(run["layers"]):
+            assert (trace.expert_LTK[layer, own] == expert_TK[rows]).all()
+            assert (trace.weight_LTK is not None) and (trace.weight_LTK[layer, own] == weight_TK[rows]).all()
+        at += 4
+    assert at == trace.num_tokens
+
+
+def test_the_newest_are_kept_and_every_other_is_left_out() -> None:
+    model = tiny_model(discover()["olmoe"]).train()
+    watch = Watch(model)
+    recorder = TraceRecorder(model, 15, stretch=5, every=2)
+    runs = _run(model, recorder, watch, 13)
+    trace = recorder.trace()
+    assert trace.num_tokens == 15 and trace.weight_LTK is None
+    expected = []
+    for sample, forward in enumerate(range(0, 13, 2)):
+        first = (sample % NUM_SEQUENCES) * SEQUENCE_LENGTH + 5 * ((sample // NUM_SEQUENCES) % 2)
+        expected.append(runs[forward]["ids"][first : first + 5])
+    assert (trace.token_T == np.concatenate(expected[-3:])).all()
+    recorder.reset()
+    _run(model, recorder, watch, 2)
+    assert recorder.trace().num_tokens == 5, "what was forgotten is still there"
+    recorder.close()
+    _run(model, recorder, watch, 1)
+
+
+def test_a_file_holds_it(tmp_path: Path) -> None:
+    model = tiny_model(discover()["olmoe"]).train()
+    with TraceRecorder(model, 64) as recorder:
+        _run(model, recorder, Watch(model), 3)
+        trace = recorder.trace(seed=3)
+    trace.save(tmp_path / "t.npz")
+    again = Trace.load(tmp_path / "t.npz")
+    assert (again.expert_LTK == trace.expert_LTK).all() and again.meta["seed"] == 3
+    assert again.layers == trace.layers
+
+
+def test_evaluation_only_if_asked_and_recompute_never() -> None:
+    model = tiny_model(discover()["olmoe"])
+    for evaluation, tokens in ((False, 0), (True, 2 * SEQUENCE_LENGTH)):
+        with TraceRecorder(model.eval(), 1000, evaluation=evaluation) as recorder:
+            for seed in range(2):
+                model(**tiny_batch(model, seed))
+            if tokens:
+                assert recorder.trace().num_tokens == tokens
+            else:
+                with pytest.raises(ValueError, match="no forward was recorded yet"):
+                    recorder.trace()
+    plain = tiny_model(discover()["olmoe"]).train()
+    with TraceRecorder(plain, 1000) as recorder:
+        for seed in range(3):
+            plain(**tiny_batch(plain, seed))
+        expected = recorder.trace()
+    for reentrant in (False, True):
+        again = tiny_model(discover()["olmoe"]).train()
+        again.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        with TraceRecorder(again, 1000) as recorder:
+            for seed in range(3):
+                again(**tiny_batch(again, seed)).loss.backward()
+            trace = recorder.trace()
+        assert (trace.expert_LTK == expected.expert_LTK).all() and trace.num_tokens == expected.num_tokens
+
+
+def test_padding_is_left_out() -> None:
+    model = tiny_model(discover()["olmoe"]).train()
+    batch = tiny_batch(model)
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, 7:] = 0
+    with TraceRecorder(model, 100) as recorder:
+        model(**batch, attention_mask=mask)
+        trace = recorder.trace()
+    assert trace.token_T is not None
+    assert trace.token_T.tolist() == batch["input_ids"][0, :7].tolist()
+
+
+def test_errors_say_what_is_wrong() -> None:
+    model = tiny_model(discover()["olmoe"])
+    with pytest.raises(ValueError, match=r"no experts module 'layers.7'; it has model.layers.0.mlp.experts"):
+        TraceRecorder(model, layers=["layers.7"])
+    with pytest.raises(ValueError, match="must all be at least 1"):
+        TraceRecorder(model, every=0)
+    with pytest.raises(ValueError, match="has no experts"):
+        TraceRecorder(tiny_model(discover()["longcat_flash"]))
+
+
+def test_on_the_device_nothing_is_read() -> None:
+    """A hot path that reads a value cannot run on the meta device, which has none."""
+    model = tiny_model(discover()["olmoe"]).train()
+    recorder = TraceRecorder(model, 64, weights=True)
+    ids = torch.zeros(NUM_SEQUENCES, SEQUENCE_LENGTH, dtype=torch.int64, device="meta")
+    recorder._before_model(model, (), {"input_ids": ids})
+    rows = torch.zeros(ids.numel(), 2, device="meta")
+    recorder._before_layer(0, rows.long(), rows)
+    assert recorder._expert_LCK is not None and recorder._expert_LCK.device.type == "meta"
+
+
+def _four(path: str, sizes: dict[str, int]) -> tuple[Trace, list[list[Any]], int]:
+    _save("olmoe", path)
+    model = _model("olmoe", path, sizes=sizes)
+    assert rides(model)
+    watch, recorder = Watch(model), TraceRecorder(model, 96, stretch=8)
+    rank = dist.get_rank() // sizes.get("tp_size", 1)
+    seen = []
+    for seed in range(5):
+        watch.seen = []
+        ids = tiny_batch(model, seed)["input_ids"][rank : rank + 1]
+        model(input_ids=ids, labels=ids).loss.backward()
+        seen.append([ids[0].tolist(), [expert_TK for expert_TK, _ in watch.seen]])
+    trace = recorder.trace()
+    recorder.close()
+    return trace, seen, model._mesh_manager.get_mesh("tp").get_local_rank()
+
+
+@pytest.mark.parametrize("sizes", [{}, {"fsdp_size": 2, "tp_size": 2, "ep_size": 4}], ids=["fsdp", "tp"])
+def test_four_ranks_make_one_trace(ranks: Ranks, tmp_path: Path, sizes: dict[str, int]) -> None:
+    results = ranks(_four, str(tmp_path), sizes)
+    trace = results[0][0]
+    assert all((other.expert_LTK == trace.expert_LTK).all() for other, _, _ in results)
+    assert all((other.sequence_T == trace.sequence_T).all() for other, _, _ in results)
+    data_ranks = [seen for _, seen, copy in results if copy == 0]
+    places = 96 // 8 // len(data_ranks)
+    samples = list(range(5))[-places:]
+    number = 0
+    for sample in samples:
+        for rank, seen in enumerate(data_ranks):
+            rows = trace.sequence_T == number
+            ids, layers = seen[sample]
+            assert trace.token_T is not None
+            assert trace.token_T[rows].tolist() == ids[:8]
+            assert set(trace.source_T(len(data_ranks))[rows]) == {rank}
+            for layer, expert_TK in enumerate(layers):
+                assert (trace.expert_LTK[layer, rows] == expert_TK[:8]).all()
+            number += 1
+    assert trace.num_sequences == number
+
+
+def test_installed_layers_record_the_same() -> None:
+    """With and without Carpool's layers around the experts."""
+    traces = []
+    for installed in (False, True):
+        model = tiny_model(discover()["gpt_oss"]).train()
+        if installed:
+            install(model)
+        with TraceRecorder(model, 1000) as recorder:
+            for seed in range(3):
+                model(**tiny_batch(model, seed))
+            traces.append(recorder.trace())
+    assert (traces[0].expert_LTK == traces[1].expert_LTK).all()
+
+
+def test_record_from_a_checkpoint(tmp_path: Path) -> None:
+    """As a forward of the same sequences without a recorder."""
+    model = tiny_model(discover()["olmoe"], vocab_size=320).eval()
+    model.save_pretrained(tmp_path / "model")
+    text = "".join(f"line {i} of the text\n" for i in range(200))
+    (tmp_path / "a.txt").write_text(text)
+    trace = record(
+        tmp_path / "model",
+        [str(tmp_path / "a.txt")],
+        tokens=100,
+        sequence_length=32,
+        cache_dir=str(tmp_path / "cache"),
+        weights=True,
+        note="x",
+    )
+    assert trace.num_tokens == 128 and trace.num_sequences == 4 and trace.meta["note"] == "x"
+    assert trace.meta["data"] == str(tmp_path / "a.txt") and trace.meta["checkpoint"] == str(tmp_path / "model")
+    ids = np.frombuffer(text.encode(), dtype=np.uint8)[: len(text) // 32 * 32].reshape(-1, 32)
+    chosen = [i * len(ids) // 4 for i in range(4)]
+    assert trace.token_T is not None and (trace.token_T.reshape(4, 32) == ids[chosen]).all()
+    watch = Watch(model)
+    for number, row in enumerate(chosen):
+        watch.seen = []
+        model(input_ids=torch.from_numpy(ids[row : row + 1].astype(np.int64)))
+        for layer, (expert_TK, _) in enumerate(watch.seen):
+            # Summation orders differ between the model's experts and the loaded ones', so a rare tie may flip.
+            same = trace.expert_LTK[layer, number * 32 : number * 32 + 32] == expert_TK
+            assert same.mean() > 0.98
+    with pytest.raises(ValueError, match="fewer than one sequence"):
+        sequences(np.arange(5), 8, 1)
+    tiny_model(discover()["olmoe"]).save_pretrained(tmp_path / "small")
+    with pytest.raises(ValueError, match="was trained with 96"):
+        record(tmp_path / "small", [str(tmp_path / "a.txt")], cache_dir=str(tmp_path / "cache"))
+
+
+def _train(path: str) -> None:
+    train(load_config(None, [*MODEL, f"data.train={path}/a.txt", f"data.cache_dir={path}/cache",
+                             f"training.output_dir={path}/run"]), command="test")  # fmt: skip
+
+
+def test_record_from_a_run(ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("".join(f"def f{i}(x): return x + {i}\n" for i in range(4000)))
+    ranks(_train, str(tmp_path))
+    trace = record(tmp_path / "run", tokens=64, cache_dir=str(tmp_path / "cache"))
+    assert trace.num_tokens == 64 and trace.meta["sequence_length"] == 32 and trace.num_experts == 8
+    assert trace.top_k == 3 and trace.layers == ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")
+    with pytest.raises(ValueError, match="has its own tokenizer"):
+        record(tmp_path / "run", tokenizer="bytes")

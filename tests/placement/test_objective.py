@@ -1,0 +1,94 @@
+"""The objective against `volume.predict`, against loops, and against numbers worked out by hand."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+from carpool.layout import ExpertLayout
+from carpool.placement.objective import CostModel, evaluate, served_by
+from carpool.placement.trace import LayerTrace
+from carpool.placement.volume import predict
+from tests.layouts import EXPERTS, LAYOUTS, layout_of
+from tests.placement.synthetic import layer
+
+# The example of `carpool/placement/volume.py`: rank 0 holds tokens {0, 1}, {1, 2}, {1, 2}, rank 1 holds token {0, 3}.
+EXAMPLE = LayerTrace(np.array([[0, 1], [1, 2], [1, 2], [0, 3]]), np.array([0, 0, 0, 1]), 4)
+
+
+def test_the_example_of_volume() -> None:
+    plain = evaluate(EXAMPLE, ExpertLayout.contiguous(4, 2))
+    assert plain.rows_WW.tolist() == [[3, 2], [1, 1]] and plain.copies_per_token == 7 / 4 and plain.rows_remote == 3
+    assert plain.load_W.tolist() == [5, 3] and plain.load_ratio == 1.25 and plain.intra_share == 1 / 4
+    better = evaluate(EXAMPLE, ExpertLayout(((1, 2), (0, 3))))
+    assert better.rows_WW.sum() == 5 and better.intra_share == 3 / 4 and better.inter_share == 1 / 4
+
+
+@pytest.mark.parametrize(("name", "ranks"), [(name, ranks) for name in LAYOUTS for ranks in (4, 2)])
+def test_rows_are_those_of_volume(name: str, ranks: int) -> None:
+    trace, layout = layer(EXPERTS, 3, 1999, seed=3, length=37), layout_of(name, ranks)
+    source_T = trace.source_T(ranks)
+    routings = [trace.expert_TK[source_T == rank] for rank in range(ranks)]
+    volume = predict("dedup", routings, layout, hidden=8, element_size=2)
+    found = evaluate(trace, layout)
+    np.testing.assert_array_equal(found.rows_WW, volume.rows_WW)
+    assert found.copies_per_token == volume.copies_per_token and found.rows_remote == volume.rows_remote
+    alltoall = predict("alltoall", routings, layout, hidden=8, element_size=2)
+    np.testing.assert_array_equal(found.load_W, alltoall.rows_WW.sum(0))
+
+
+def test_rows_of_nodes_and_pairs_are_those_of_a_loop() -> None:
+    trace, layout = layer(24, 4, 599, seed=1, length=37), ExpertLayout.contiguous(24, 6).with_replicas([(0, 3), (9, 5)])
+    found = evaluate(trace, layout, num_nodes=3)
+    rank_TK, source_T = served_by(trace, layout), trace.source_T(6)
+    rows_NN, together = np.zeros((3, 3), int), 0
+    for ranks, source in zip(rank_TK.tolist(), source_T.tolist(), strict=True):
+        for node in {rank // 2 for rank in ranks}:
+            rows_NN[source // 2, node] += 1
+        together += sum(a == b for i, a in enumerate(ranks) for b in ranks[:i])
+    assert found.rows_NN.tolist() == rows_NN.tolist() and found.rows_nodes == rows_NN.sum() - rows_NN.trace()
+    assert found.intra_share == pytest.approx(together / (599 * 6))
+    assert found.rows_NN.sum() < found.rows_WW.sum()
+
+
+def test_seconds_of_an_example() -> None:
+    """The example's tokens as a step of 2 per rank: nothing is scaled."""
+    cost = CostModel(
+        hidden=100, expert_hidden=10, element_size=4, tokens_per_rank=2, intra_bandwidth=400.0, intra_latency=1.0,
+        flops=18_000.0,
+    )  # fmt: skip
+    found = evaluate(EXAMPLE, ExpertLayout.contiguous(4, 2), cost=cost)
+    assert found.ride_seconds == pytest.approx(4 * (1.0 + 2 * 400 / 400))  # rank 0 sends 2 rows of 400 bytes
+    assert found.compute_seconds == pytest.approx(5 * 3 * 6 * 1000 / 18_000)
+    assert found.seconds == found.ride_seconds + found.compute_seconds
+    # Two nodes of one rank: the same rows over the slower link.
+    slow = CostModel(**{**vars(cost), "inter_bandwidth": 100.0, "inter_latency": 5.0})
+    assert evaluate(EXAMPLE, ExpertLayout.contiguous(4, 2), num_nodes=2, cost=slow).ride_seconds == pytest.approx(
+        4 * 13
+    )
+
+
+def test_one_copy_per_node_is_fewer_than_one_per_rank() -> None:
+    trace, layout = layer(64, 8, 4000), ExpertLayout.contiguous(64, 8)
+    slow = {"inter_bandwidth": 1e9, "inter_latency": 0.0}
+    per_node = evaluate(trace, layout, num_nodes=2, cost=CostModel(**slow)).ride_seconds  # type: ignore[arg-type]
+    per_rank = evaluate(trace, layout, num_nodes=2, cost=CostModel(copies_per_node=False, **slow)).ride_seconds  # type: ignore[arg-type]
+    assert per_node < 0.5 * per_rank
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="layout has 6 experts, but the trace of layer has 4"):
+        evaluate(EXAMPLE, ExpertLayout.contiguous(6, 2))
+    with pytest.raises(ValueError, match="2 ranks cannot be divided evenly among 3 nodes"):
+        evaluate(EXAMPLE, ExpertLayout.contiguous(4, 2), num_nodes=3)
+
+
+def test_a_large_trace_takes_little_time() -> None:
+    trace = layer(256, 8, 20_000)
+    layout = ExpertLayout.contiguous(256, 8).with_replicas([(e, (e // 32 + 1) % 8) for e in range(0, 256, 10)])
+    for one in (ExpertLayout.contiguous(256, 8), layout):
+        start = time.process_time()
+        evaluate(trace, one)
+        assert time.process_time() - start < 1.0

@@ -1,0 +1,156 @@
+"""Policies of published systems, and the decision to move."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from carpool.layout import ExpertLayout
+from carpool.placement.adopt import decide, moved_bytes
+from carpool.placement.objective import CostModel
+from carpool.placement.policies import (
+    POLICIES,
+    LoadModel,
+    expand_shrink,
+    lpt_cv,
+    make_pool,
+    pick,
+    shadow,
+    subset,
+)
+from carpool.placement.solvers.problem import homes_of
+from tests.placement.synthetic import layer
+
+PLAIN = ExpertLayout.contiguous(8, 4)
+HOT = np.array([90, 10, 10, 10, 10, 10, 10, 10])
+EVEN = np.full(8, 10)
+MODEL = LoadModel(CostModel(hidden=2048, expert_hidden=256), top_k=2)
+
+
+def held(layout: ExpertLayout) -> np.ndarray:
+    return np.array([[e in slots for slots in layout.slots] for e in range(layout.num_experts)])
+
+
+def seconds(layout: ExpertLayout, load_E: np.ndarray = HOT, model: LoadModel = MODEL) -> float:
+    return model.seconds(load_E, held(layout), homes_of(layout))
+
+
+def test_copies_take_equal_parts() -> None:
+    layout = PLAIN.with_replicas([(0, 1), (0, 3)])
+    assert MODEL.rank_loads(HOT, held(layout)).tolist() == [40, 50, 20, 50]
+
+
+def test_the_model_of_time_by_hand() -> None:
+    cost = CostModel(hidden=100, expert_hidden=10, element_size=4, tokens_per_rank=20, intra_bandwidth=400.0,
+                     intra_latency=1.0, flops=18_000.0)  # fmt: skip
+    model = LoadModel(cost, top_k=2)  # 160 pairs, which is the sum of HOT
+    rides = 4 * (1 + 100 * (1 - 1 / 4) * 400 / 400)
+    assert seconds(PLAIN, model=model) == pytest.approx(rides + 100 * 3 * 6 * 1000 / 18_000)
+    replica = PLAIN.with_replicas([(0, 1)])
+    rides = 4 * (1 + (45 * (1 / 2 - 1 / 4) * 2 + 20 * 3 / 4) * 400 / 400)
+    upkeep = 2 * (1 + cost.expert_bytes / 400)
+    assert seconds(replica, model=model) == pytest.approx(rides + 65 * 1 + upkeep)
+
+
+def test_shadow_broadcasts_the_hottest_alone() -> None:
+    found = shadow(HOT, PLAIN, 2, MODEL)
+    assert [sum(e in slots for slots in found.slots) for e in range(8)] == [4, 1, 1, 1, 1, 1, 1, 1]
+    assert seconds(found) < seconds(PLAIN)
+    assert shadow(EVEN, found, 2, MODEL) == PLAIN, "decided anew"
+    assert shadow(HOT, PLAIN, 0, MODEL) == PLAIN
+
+
+def test_subset_replicates_to_some_ranks() -> None:
+    found = subset(HOT, PLAIN, 2, MODEL)
+    assert found.num_replicas > 0 and seconds(found) <= seconds(shadow(HOT, PLAIN, 2, MODEL))
+    assert subset(EVEN, PLAIN, 2, MODEL) == PLAIN
+    dear = LoadModel(CostModel(expert_hidden=400_000, flops=1e18), top_k=2)
+    assert subset(HOT, PLAIN, 2, dear) == PLAIN, "a replica that costs more than it saves"
+
+
+def test_expand_shrink_follows_the_load() -> None:
+    found = expand_shrink(HOT, PLAIN, 2, MODEL)
+    assert found.num_replicas > 0 and seconds(found) < seconds(PLAIN)
+    assert expand_shrink(EVEN, PLAIN, 2, MODEL) == PLAIN, "no imbalance, no change"
+    other, used = np.roll(HOT, 5), PLAIN.with_replicas([(0, 3)])
+    moved = expand_shrink(other, used, 1, MODEL)
+    assert seconds(moved, other) < seconds(used, other)
+    assert sum(5 in slots for slots in moved.slots) > 1 and all(len(slots) <= 3 for slots in moved.slots)
+    idle = np.array([90, 10, 10, 10, 10, 90, 10, 10])
+    useless = PLAIN.with_replicas([(4, 0), (4, 1), (4, 3)])
+    better = expand_shrink(idle, useless, 1, MODEL)
+    assert seconds(better, idle) < seconds(useless, idle)
+    assert all(sum(e in slots for slots in better.slots) > 1 for e in (0, 5)), "copies of 4 made room"
+    assert sum(4 in slots for slots in better.slots) < 4
+
+
+def test_lpt_is_adopted_only_for_a_real_gain() -> None:
+    load_E = np.array([40, 40, 10, 10, 10, 10, 10, 10])
+    found = lpt_cv(load_E, PLAIN)
+    assert found != PLAIN and MODEL.rank_loads(load_E, held(found)).max() == 50
+    assert lpt_cv(load_E, found) == found and lpt_cv(EVEN, PLAIN) == PLAIN
+    nearly = np.array([10, 10, 10, 10, 10, 10, 10.5, 10.5])
+    assert lpt_cv(nearly, PLAIN) == PLAIN and lpt_cv(nearly, PLAIN, fall=0.0) != PLAIN
+
+
+def test_the_pool_offers_a_layout_for_each_part() -> None:
+    trace = layer(24, 4, 3000, zipf=1.0)
+    pool = make_pool(trace, 4, size=4)
+    assert 1 < len(pool) <= 4
+    start = ExpertLayout.contiguous(24, 4)
+    model = LoadModel(top_k=4)
+    found = pick(trace.load_E, start, model=model, pool=pool)
+    assert found in pool and seconds(found, trace.load_E, model) < seconds(start, trace.load_E, model)
+    assert pick(trace.load_E, found, model=model, pool=pool) is found
+
+
+def test_every_policy_is_deterministic_and_keeps_homes_or_sizes() -> None:
+    for name, policy in POLICIES.items():
+        found = policy(HOT, PLAIN, 1)
+        assert found == policy(HOT, PLAIN, 1), name
+        assert [len(home) for home in found.homes] == [2] * 4 and all(len(slots) <= 3 for slots in found.slots), name
+
+
+# -- adopt ----------------------------------------------------------------------------------------------------------
+
+SWAPPED = ExpertLayout(((4, 1), (2, 3), (0, 5), (6, 7)))
+COST = CostModel(hidden=10, expert_hidden=10, element_size=2, intra_bandwidth=4200.0, intra_latency=0.5)
+
+
+def test_moved_bytes_are_parameters_masters_and_moments() -> None:
+    sent_WW, number = moved_bytes(PLAIN, SWAPPED, COST)
+    assert number == 2 and sent_WW[0, 2] == sent_WW[2, 0] == 300 * 14 and sent_WW.sum() == 2 * 4200
+    replicas = PLAIN.with_replicas([(0, 2)])
+    assert moved_bytes(PLAIN, replicas, COST)[1] == 0
+    with pytest.raises(ValueError, match="cannot move 8 experts on 4 ranks to a layout of 8 on 2"):
+        moved_bytes(PLAIN, ExpertLayout.contiguous(8, 2), COST)
+
+
+def test_moves_only_if_it_pays() -> None:
+    def ask(now: float, new: float, **options: int | float) -> tuple[bool, str]:
+        decision = decide({"a": PLAIN}, {"a": SWAPPED}, now, new, cost=COST, **{"steps_left": 100, **options})  # type: ignore[arg-type]
+        assert decision.cost_seconds == pytest.approx(1.5) and decision.moved_experts == 2
+        assert decision.saved_seconds == pytest.approx((now - new) * decision.steps)
+        return decision.adopt, decision.why
+
+    assert ask(1.0, 0.9) == (True, ask(1.0, 0.9)[1])  # 10 s saved, 1.5 s paid
+    assert ask(1.0, 0.9)[1].startswith("move: moving 2 experts (0.0 MB, 1500.00 ms) saves 100000 us per step (10.0%)")
+    assert ask(1.0, 0.9, steps_left=20)[0] is False and "not 2 times its cost" in ask(1.0, 0.9, steps_left=20)[1]
+    assert ask(1.0, 0.9, window=20)[0] is False
+    assert ask(1.0, 0.9, steps_left=20, hysteresis=1.0)[0] is True
+    assert ask(1.0, 1.1)[0] is False and "slower" in ask(1.0, 1.1)[1]
+    assert ask(1.0, 0.995, steps_left=10**6, window=10**6)[0] is False
+    assert ask(1.0, 0.9, steps_left=0)[0] is False
+
+
+def test_replicas_alone_cost_nothing_to_adopt() -> None:
+    decision = decide({"a": PLAIN}, {"a": PLAIN.with_replicas([(0, 2)])}, 1.0, 0.9, steps_left=1, cost=COST)
+    assert decision.adopt and decision.cost_seconds == 0 and decision.moved_bytes == 0
+    assert decision.to_dict()["why"] == decision.why
+
+
+def test_the_same_layout_and_other_layers() -> None:
+    decision = decide({"a": PLAIN}, {"a": PLAIN}, 1.0, 1.0, steps_left=10)
+    assert not decision.adopt and "in use" in decision.why
+    with pytest.raises(ValueError, match=r"different layers: \['a', 'b'\]"):
+        decide({"a": PLAIN}, {"b": PLAIN}, 1.0, 1.0, steps_left=10)

@@ -1,0 +1,200 @@
+"""Solvers against brute force, against their limits, and against each other."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from carpool.layout import ExpertLayout
+from carpool.placement.objective import CostModel, evaluate
+from carpool.placement.solvers import SOLVERS, STARTS, Problem, solve
+from carpool.placement.solvers.lpt import pack
+from carpool.placement.solvers.search import OVERLOAD, aimed_load, swap_search
+from carpool.placement.trace import LayerTrace
+from tests.placement.synthetic import layer, topics
+
+try:
+    import mtkahypar  # noqa: F401
+
+    HAVE_KAHYPAR = True
+except ImportError:
+    HAVE_KAHYPAR = False
+NAMES = [name for name in STARTS if name != "hypergraph" or HAVE_KAHYPAR] + ["search"]
+SMALL = layer(24, 4, 1500, seed=2)
+
+
+def all_layouts(sizes: tuple[int, ...], experts: tuple[int, ...] | None = None) -> Iterator[list[tuple[int, ...]]]:
+    """Every way of dealing experts to ranks with these sizes."""
+    experts = tuple(range(sum(sizes))) if experts is None else experts
+    if not sizes:
+        yield []
+        return
+    for first in itertools.combinations(experts, sizes[0]):
+        for others in all_layouts(sizes[1:], tuple(e for e in experts if e not in first)):
+            yield [first, *others]
+
+
+def _distinct(number_TK: np.ndarray) -> int:
+    ordered_TK = np.sort(number_TK, axis=1)
+    return len(number_TK) + int((ordered_TK[:, 1:] != ordered_TK[:, :-1]).sum())
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("ranks", "nodes", "extra"), [(4, 1, 0), (4, 2, 1), (6, 3, 2), (5, 1, 1), (1, 1, 0)])
+def test_layouts_keep_sizes_and_repeat(name: str, ranks: int, nodes: int, extra: int) -> None:
+    first, second = (solve(name, SMALL, ranks, nodes, seed=3, extra_slots=extra) for _ in range(2))
+    assert first == second, "deterministic by seed"
+    sizes = [len(home) for home in ExpertLayout.contiguous(24, ranks).homes]
+    assert [len(home) for home in first.homes] == sizes
+    assert all(len(slots) <= size + extra for slots, size in zip(first.slots, sizes, strict=True))
+    assert first.num_experts == 24 and first.num_ranks == ranks
+    if extra == 0:
+        assert first.slot_is_home
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sizes_may_be_uneven(name: str) -> None:
+    layout = solve(name, SMALL, 4, experts_per_rank=[3, 9, 0, 12])
+    assert [len(home) for home in layout.homes] == [3, 9, 0, 12]
+    roomy = solve(name, SMALL, 4, experts_per_rank=[20, 8, 8, 12])
+    assert all(len(home) <= room for home, room in zip(roomy.homes, [20, 8, 8, 12], strict=True))
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("sizes", "nodes"), [((4, 4), 1), ((3, 3, 3), 1), ((2, 2, 2, 2), 2), ((5, 1, 3), 1)])
+def test_search_finds_the_optimum_of_tiny_problems(seed: int, sizes: tuple[int, ...], nodes: int) -> None:
+    trace = layer(sum(sizes), 3, 300, seed=seed)
+    problem = Problem(trace, len(sizes), nodes, experts_per_rank=sizes, load_limit=1.3, seed=seed)
+
+    def cost(homes: list[tuple[int, ...]]) -> float:
+        rank_E = np.empty(trace.num_experts, dtype=int)
+        for rank, home in enumerate(homes):
+            rank_E[list(home)] = rank
+        rank_TK = rank_E[trace.expert_TK]
+        load_W = np.bincount(rank_TK.ravel(), minlength=len(sizes))
+        over = np.maximum(load_W - aimed_load(problem), 0).sum()
+        nodes_TK = rank_TK // problem.ranks_per_node
+        rows = _distinct(rank_TK) + problem.node_weight * _distinct(nodes_TK)
+        return float(rows + OVERLOAD * (1 + problem.node_weight) * over)
+
+    best = min(map(cost, all_layouts(sizes)))
+    rank_E = swap_search(problem, np.repeat(np.arange(len(sizes)), sizes))
+    homes = [tuple(np.flatnonzero(rank_E == rank).tolist()) for rank in range(len(sizes))]
+    assert cost(homes) == pytest.approx(best)
+
+
+@pytest.mark.skipif(not HAVE_KAHYPAR, reason="needs mtkahypar")
+def test_hypergraph_finds_the_optimum_of_tiny_problems() -> None:
+    for seed in range(3):
+        trace = layer(8, 3, 300, seed=seed)
+        best = min(evaluate(trace, ExpertLayout(tuple(h))).rows_WW.sum() for h in all_layouts((4, 4)))
+        assert evaluate(trace, solve("hypergraph", trace, 2)).rows_WW.sum() == best
+
+
+def test_search_is_below_occult_and_within_the_load_limit_on_text_it_never_saw() -> None:
+    trace = topics(64, 8, 20_000, zipf=0.4, length=8, balanced=True)
+    solved, held_out = (half.layer(0) for half in trace.split())
+    occult, found = (evaluate(held_out, solve(name, solved, 8)) for name in ("occult", "search"))
+    plain = evaluate(held_out, solve("contiguous", solved, 8))
+    assert found.copies_per_token < occult.copies_per_token < plain.copies_per_token
+    assert found.load_ratio <= 1.1 < occult.load_ratio
+    assert found.intra_share > plain.intra_share
+
+
+def test_without_a_load_limit_search_beats_what_it_starts_from() -> None:
+    solved, held_out = (half.layer(0) for half in topics(64, 8, 8_000).split())
+    for start in [name for name in NAMES if name not in ("search", "eplb")]:
+        before, after = (solve(name, solved, 8, load_limit=1e9) for name in (start, f"{start}+search"))
+        assert evaluate(solved, after).rows_WW.sum() < evaluate(solved, before).rows_WW.sum()
+        assert evaluate(held_out, after).rows_WW.sum() < evaluate(held_out, before).rows_WW.sum()
+
+
+def test_nodes_are_served_before_ranks() -> None:
+    """With slow links between nodes the search saves rows there, even at the price of rows inside."""
+    solved, held_out = (half.layer(0) for half in topics(64, 4, 10_000, length=8).split())
+    flat, nodes = (evaluate(held_out, solve("search", solved, 8, n), num_nodes=2) for n in (1, 2))
+    assert nodes.rows_nodes < flat.rows_nodes
+
+
+def test_replicas_lower_rows_and_load() -> None:
+    """10 % of the experts replicated, on the held-out half; what a replica costs to fill is left out here."""
+    free = CostModel(replicas_hidden=1.0)
+    solved, held_out = (half.layer(0) for half in topics(64, 8, 16_000, length=8).split())
+    without, found = (solve("search", solved, 8, extra_slots=extra, cost=free) for extra in (0, 1))
+    before, after = evaluate(held_out, without), evaluate(held_out, found)
+    assert 0 < found.num_replicas <= 8
+    assert after.rows_remote < 0.97 * before.rows_remote and after.load_ratio < before.load_ratio + 0.02
+
+
+def test_a_replica_that_costs_more_than_it_saves_is_left_out() -> None:
+    cost = CostModel(expert_hidden=200_000)
+    assert solve("search", SMALL, 4, extra_slots=2, load_limit=9.0, cost=cost).num_replicas == 0
+
+
+def test_lpt_of_its_docstring() -> None:
+    assert pack(np.array([9, 7, 6, 5, 4, 1]), np.array([3, 3])).tolist() == [0, 1, 1, 0, 1, 0]
+
+
+def test_lpt_and_eplb_balance() -> None:
+    trace = layer(64, 8, 3000, zipf=1.0)
+    loads = {name: evaluate(trace, solve(name, trace, 8, extra_slots=2)).load_ratio for name in NAMES}
+    assert loads["lpt"] < loads["contiguous"] and loads["eplb"] < 1.1
+    if trace.load_E.max() > trace.load_E.sum() / 8:
+        assert loads["eplb"] < loads["lpt"]
+
+
+def test_eplb_replicates_the_hottest_and_keeps_groups_together() -> None:
+    expert_TK = np.array([[0, 1]] * 40 + [[0, 2]] * 10 + [[0, 3]] * 10 + [[2, 3]] * 3)
+    trace = LayerTrace(expert_TK, np.arange(len(expert_TK)), 4)
+    layout = solve("eplb", trace, 2, extra_slots=1)
+    assert [sum(e in rank for rank in layout.slots) for e in range(4)] == [2, 2, 1, 1]
+
+    grouped = solve("eplb", layer(24, 4, 1500, seed=5), 4, 2, extra_slots=1, expert_groups=6)
+    node_of = {e: rank // 2 for rank, slots in enumerate(grouped.slots) for e in slots}
+    assert all(len({node_of[4 * g + i] for i in range(4)}) == 1 for g in range(6))
+    with pytest.raises(ValueError, match="expert_groups=5 must divide"):
+        solve("eplb", SMALL, 4, expert_groups=5)
+
+
+def test_occult_puts_the_closest_pair_together() -> None:
+    expert_TK = np.array([[0, 3]] * 9 + [[1, 2]] * 5 + [[0, 1]] * 2 + [[2, 3]])
+    trace = LayerTrace(expert_TK, np.arange(len(expert_TK)), 4)
+    assert solve("occult", trace, 2).homes == ((0, 3), (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: solve("ocult", SMALL, 4), "no solver 'ocult'; did you mean 'occult'"),
+        (lambda: solve("search", SMALL, 25), "24 experts cannot be spread over 25 ranks"),
+        (lambda: solve("search", SMALL, 4, 3), "4 ranks cannot be divided evenly among 3 nodes"),
+        (lambda: solve("lpt", SMALL, 2, experts_per_rank=[3, 4]), "leave room for 24"),
+        (lambda: solve("lpt", SMALL, 2, extra_slots=-1), "extra_slots"),
+        (lambda: solve("lpt", SMALL, 2, load_limit=0.9), "load_limit"),
+        (lambda: solve("lpt", SMALL, 2, start=ExpertLayout.contiguous(24, 2)), "takes no start"),
+        (lambda: solve("search", SMALL, 4, start=ExpertLayout.contiguous(24, 2)), "24 experts on 2 ranks"),
+        (lambda: solve("search", SMALL, 2, start=ExpertLayout((tuple(range(20)), (20, 21, 22, 23)))), "more experts"),
+    ],
+)
+def test_what_cannot_be_solved_is_refused(call: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()  # type: ignore[operator]
+
+
+def test_search_starts_where_it_is_told() -> None:
+    start = solve("random", SMALL, 4, seed=9)
+    found = solve("search", SMALL, 4, start=start, load_limit=1e9)
+    assert evaluate(SMALL, found).rows_WW.sum() < evaluate(SMALL, start).rows_WW.sum()
+    assert "search" in SOLVERS and "hypergraph+search" in SOLVERS
+
+
+@pytest.mark.slow
+def test_a_large_trace_is_solved_in_little_time() -> None:
+    trace = layer(256, 8, 20_000)
+    start = time.process_time()
+    solve("search", trace, 8)
+    assert time.process_time() - start < 6.0, "about 2 s on a free core"

@@ -1,0 +1,162 @@
+"""Routing traces: their files, how they are split, what they measure."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from carpool.placement.trace import LayerTrace, Trace, concatenate
+from tests.placement.synthetic import topics
+
+EXPERTS = np.array([[[0, 1], [1, 2], [2, 0], [3, 1]], [[3, 2], [3, 1], [3, 0], [3, 2]]])
+SEQUENCES = np.array([4, 4, 9, 1])
+
+
+def small(**change: Any) -> Trace:
+    values: dict[str, Any] = {
+        "expert_LTK": EXPERTS,
+        "sequence_T": SEQUENCES,
+        "layers": ("a", "b"),
+        "meta": {"num_experts": 4},
+    }
+    return Trace(**{**values, **change})
+
+
+def test_a_trace_survives_its_file(tmp_path: Path) -> None:
+    weights = np.random.default_rng(0).random(EXPERTS.shape)
+    for extra in ({}, {"weight_LTK": weights}, {"token_T": np.array([5, 6, 7, 70000]), "weight_LTK": weights}):
+        trace = small(meta={"num_experts": 4, "model": "x"}, **extra)
+        trace.save(tmp_path / "t.npz")
+        again = Trace.load(tmp_path / "t.npz")
+        assert again.expert_LTK.dtype == np.uint8 and again.layers == ("a", "b") and again.meta == trace.meta
+        np.testing.assert_array_equal(again.expert_LTK, EXPERTS)
+        np.testing.assert_array_equal(again.sequence_T, SEQUENCES)
+        if "weight_LTK" in extra:
+            assert again.weight_LTK is not None and again.weight_LTK.dtype == np.float16
+            np.testing.assert_allclose(again.weight_LTK, weights, atol=1e-3)
+        else:
+            assert again.weight_LTK is None
+        assert (again.token_T is None) == ("token_T" not in extra)
+
+
+def test_more_than_256_experts_take_two_bytes(tmp_path: Path) -> None:
+    trace = Trace(np.array([[[299, 0]]]), np.array([0]), ("a",), {"num_experts": 300})
+    trace.save(tmp_path / "t.npz")
+    assert Trace.load(tmp_path / "t.npz").expert_LTK.dtype == np.uint16
+    assert Trace.load(tmp_path / "t.npz").layer(0).expert_TK.tolist() == [[299, 0]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"expert_LTK": EXPERTS[0]}, r"must be \(L, T, K\) integers"),
+        ({"expert_LTK": EXPERTS.astype(float)}, r"must be \(L, T, K\) integers"),
+        ({"expert_LTK": EXPERTS[:, :0]}, "needs layers, tokens and choices"),
+        ({"meta": {}}, "num_experts"),
+        ({"meta": {"num_experts": 3}}, r"ids from 0 to 3, but experts are 0\.\.2"),
+        ({"expert_LTK": EXPERTS - 1}, "ids from -1"),
+        ({"expert_LTK": np.where(EXPERTS == 1, 0, EXPERTS)}, r"token 0 of layer 0 names an expert twice: \[0 0\]"),
+        ({"layers": ("a",)}, "as many different names"),
+        ({"layers": ("a", "a")}, "as many different names"),
+        ({"sequence_T": SEQUENCES[:3]}, "sequence_T has the shape"),
+        ({"token_T": SEQUENCES[:3]}, "token_T has the shape"),
+        ({"weight_LTK": np.ones((2, 4, 3))}, "weight_LTK has the shape"),
+        ({"sequence_T": np.array([0, 1, 0, 1])}, "consecutive"),
+    ],
+)
+def test_an_impossible_trace_is_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        small(**change)
+
+
+def test_a_corrupt_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "t.npz"
+    path.write_bytes(b"not a zip")
+    with pytest.raises(ValueError, match=r"t\.npz is not a routing trace"):
+        Trace.load(path)
+    path.write_bytes(b"PK\x03\x04 broken")
+    with pytest.raises(ValueError, match=r"t\.npz is not a routing trace"):
+        Trace.load(path)
+    path.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"t\.npz is not a routing trace"):
+        Trace.load(path)
+    np.savez(path, expert_LTK=EXPERTS)
+    with pytest.raises(ValueError, match="lacks layers, meta, sequence_T"):
+        Trace.load(path)
+    np.savez(path, expert_LTK=EXPERTS, sequence_T=SEQUENCES, layers=["a", "b"], meta=json.dumps([1]))
+    with pytest.raises(ValueError, match="meta must be an object"):
+        Trace.load(path)
+    np.savez(path, expert_LTK=EXPERTS, sequence_T=SEQUENCES, layers=["a", "b"], meta=json.dumps({"num_experts": 2}))
+    with pytest.raises(ValueError, match=r"t\.npz.*ids from 0 to 3"):
+        Trace.load(path)
+    with path.open("wb") as file:
+        np.save(file, EXPERTS)
+    with pytest.raises(ValueError, match="one array"):
+        Trace.load(path)
+    with pytest.raises(ValueError, match=r"cannot read the trace .*nowhere"):
+        Trace.load(tmp_path / "nowhere.npz")
+
+
+def test_sequences_are_dealt_to_ranks_in_turn() -> None:
+    assert small().source_T(2).tolist() == [0, 0, 1, 0] == small().layer(0).source_T(2).tolist()
+    assert small().source_T(1).tolist() == [0] * 4
+    with pytest.raises(ValueError, match="at least one rank"):
+        small().source_T(0)
+
+
+def test_split_keeps_sequences_whole() -> None:
+    even, odd = small().split()
+    assert even.sequence_T.tolist() == [4, 4, 1] and odd.sequence_T.tolist() == [9]
+    assert odd.expert_LTK.tolist() == EXPERTS[:, 2:3].tolist() and even.num_sequences == 2
+    assert concatenate([even, odd]).num_sequences == 3
+    with pytest.raises(ValueError, match="3 sequences cannot be split into 4"):
+        small().split(4)
+
+
+def test_layers_by_name_and_number() -> None:
+    assert small().layer("b").expert_TK.tolist() == small().layer(1).expert_TK.tolist() == EXPERTS[1].tolist()
+    with pytest.raises(ValueError, match="no layer 'c'; it has a, b"):
+        small().layer("c")
+    with pytest.raises(ValueError, match=r"no layer 2; it has 0\.\.1"):
+        small().layer(2)
+
+
+def test_load_and_coactivation_count_tokens() -> None:
+    layer = small().layer(0)
+    assert layer.load_E.tolist() == [2, 3, 2, 1]
+    assert layer.coactivation_EE.tolist() == [[2, 1, 1, 0], [1, 3, 1, 1], [1, 1, 2, 0], [0, 1, 0, 1]]
+
+
+def test_specialisation_of_extremes() -> None:
+    draw = np.random.default_rng(0)
+    random = np.argsort(draw.random((30_000, 16)), axis=1)[:, :2]
+    sequence_T = np.arange(30_000) // 100
+    measures = LayerTrace(random, sequence_T, 16).specialisation()
+    assert measures["load_entropy"] > 0.999 and measures["load_gini"] < 0.03 and measures["load_max_mean"] < 1.1
+    # Without replacement the second choice is not the first: it tells log(16/15) of log 16.
+    assert measures["choice_information"] == pytest.approx(np.log(16 / 15) / np.log(16), abs=2e-3)
+    assert measures["neighbour_information"] == pytest.approx(0, abs=2e-3)
+
+    first_T = draw.integers(0, 8, 300)[sequence_T]
+    tied = np.stack([first_T, first_T + 8], axis=1)
+    measures = LayerTrace(tied, sequence_T, 16).specialisation()
+    assert measures["choice_information"] > 0.98 and measures["neighbour_information"] > 0.98
+
+    one = np.tile([3, 5], (50, 1))
+    measures = LayerTrace(one, np.zeros(50, int), 16).specialisation()
+    assert measures["load_gini"] == pytest.approx(14 / 16) and measures["load_max_mean"] == 8
+    assert measures["load_entropy"] == pytest.approx(np.log(2) / np.log(16)) and measures["choice_information"] == 0
+
+
+def test_the_synthetic_trace_is_deterministic_and_specialised() -> None:
+    trace = topics(tokens=4000, layers=2)
+    np.testing.assert_array_equal(trace.expert_LTK, topics(tokens=4000, layers=2).expert_LTK)
+    plain = topics(tokens=4000, strength=0.0, zipf=0.0).layer(0).specialisation()
+    measures = trace.layer(0).specialisation()
+    for what in ("choice_information", "neighbour_information"):
+        assert measures[what] > plain[what] + 0.005
+    assert measures["load_entropy"] < plain["load_entropy"]

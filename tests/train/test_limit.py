@@ -1,0 +1,51 @@
+"""Training with limited routing and with frozen dense parameters: it says so, keeps to it, and resumes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from carpool.train.config import load_config
+from carpool.train.schema import MoeSection
+from tests.ranks import Ranks
+from tests.train.test_loop import losses, records, start, text, weights  # noqa: F401
+
+LIMITED = ["moe.limit_ranks=2", "moe.limit_by=similarity", "training.freeze=dense"]
+
+
+def test_limited_and_frozen(ranks: Ranks, text: list[str], tmp_path: Path) -> None:  # noqa: F811
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert start(ranks, whole, [*text, *LIMITED]) == [""] * 4
+    info = json.loads((whole / "run.json").read_text())
+    assert not info["exact"]
+    assert info["lossy_reasons"] == ["each token's experts are limited to 2 ranks, by similarity"]
+    lines = records(whole)
+    assert all(line["copies_per_token"] <= 2 for line in lines.values())
+    assert lines[6]["loss"] < lines[1]["loss"]
+
+    before, after = weights(whole, 3), weights(whole, 6)
+    moved = {name for name in before if name.startswith("model/") and not torch.equal(before[name], after[name])}
+    assert moved and all(".experts." in name or ".mlp.gate." in name for name in moved)
+    assert any(".mlp.gate." in name for name in moved)
+
+    # The same, interrupted: similarities are those of the beginning, not of where it goes on.
+    assert start(ranks, parts, [*text, *LIMITED, "training.stop_at_step=3"]) == [""] * 4
+    assert start(ranks, parts, [*text, *LIMITED, "training.resume_from_checkpoint=last"]) == [""] * 4
+    assert losses(parts) == losses(whole)
+
+
+def test_limits_of_the_configuration() -> None:
+    config = load_config(None, ["moe.limit_nodes=1", "moe.num_nodes=2", "moe.limit_by=groups"])
+    options = config.moe.limits(4)
+    assert (options.limit_nodes, options.num_nodes, options.limit_by) == (1, 2, "groups")
+    assert not MoeSection().limits(4).active(4)
+    with pytest.raises(ValueError, match=r"moe.topology_cap and moe.limit_ranks"):
+        load_config(None, ["moe.topology_cap=0.14", "moe.limit_ranks=2"])
+
+
+def test_nodes_as_the_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert load_config(None, ["moe.topology_cap=0.14"]).moe.limits(4).num_nodes == 2
