@@ -26,9 +26,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from carpool.experts import Choices, ExpertFunction, ExpertWeights, make_activation, make_experts
 from carpool.layout import ExpertLayout, assign
+from carpool.parallel.migrate import Moved, RowMove, Stopwatch, check_can_move, move_experts
 from carpool.parallel.slots import SlotFiller, fill_slots
 from carpool.ride import ride
 from carpool.routing import Router, Routing
+from carpool.routing_limit import LimitOptions, RoutingLimit, assign_within, router_similarity
 from carpool.stats import LayerStats, RideStats
 from carpool.transport import NVLinkOptions, make_transport, resolve_transport
 
@@ -61,6 +63,7 @@ class MoE(nn.Module):
         shared_intermediate_size: hidden size of a shared expert, of the same activation and without biases, that serves
             every token. 0: none.
         router: keyword arguments of `carpool.routing.Router` (score, normalize, aux_loss_coef, ...).
+        limit: limit the routing to few ranks or nodes per token. LOSSY (carpool/routing_limit.py).
 
     Example:
         >>> moe = MoE(256, 512, num_experts=16, num_experts_per_tok=4, ep_mesh=mesh["ep"])
@@ -95,6 +98,7 @@ class MoE(nn.Module):
         bias: bool = False,
         shared_intermediate_size: int = 0,
         router: dict[str, Any] | None = None,
+        limit: LimitOptions | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -138,14 +142,16 @@ class MoE(nn.Module):
         self.aux_loss = torch.zeros((), device=device)
         self.reset_parameters()
         self._agree(edp_group)
+        self.set_limit(limit)
 
     def forward(self, x: torch.Tensor, routing: Routing | None = None) -> torch.Tensor:
         """(..., H) -> (..., H). With `routing`, replay it: recorded weights are used as they are, and where a
         recording has none the router computes them for the recorded choices."""
         self._check_input(x)
         x_TH = x.reshape(-1, x.shape[-1])
+        recorded = routing is not None
         if routing is None:
-            routing = self.router(x_TH)
+            routing = self.router(x_TH, choose=self._within_limit if self.limit is not None else None)
             self.aux_loss = self.router.aux_loss
         else:
             routing.check(x_TH.shape[0], self.layout.num_experts)
@@ -154,7 +160,10 @@ class MoE(nn.Module):
             routing = replayed
         self.routing = routing.detach()
 
-        slot_TK = assign(routing, self.layout, self.rank)
+        if recorded or self.limit is None:
+            slot_TK = assign(routing, self.layout, self.rank)
+        else:
+            slot_TK = assign_within(routing.expert_TK, self.layout, self.rank, self._serving_TW)
         weights = fill_slots(ExpertWeights(*self._home_weights()), self.filler)
         y_TH = ride(x_TH, routing, slot_TK, self.transport, self.experts, weights, self.stats_counter)
         if self.shared is not None:
@@ -172,6 +181,32 @@ class MoE(nn.Module):
             log.info("transport %s: %s", chosen, why)
         self.transport = make_transport(chosen, self.group, self.layout.slots_per_rank, options)
 
+    def set_layout(self, layout: ExpertLayout, optimizer: torch.optim.Optimizer | None = None) -> Moved:
+        """Move experts to the homes of another layout, with what `optimizer` keeps of them, and compute in its slots
+        from now on. All ranks together, between an optimizer's step and the next forward, gradients set to None.
+
+        Ranks may get other numbers of experts: the parameters then change their shape, but stay the same objects.
+
+        Raises:
+            ValueError: another number of experts or ranks, or anything that cannot move; nothing has moved then."""
+        if (layout.num_experts, layout.num_ranks) != (self.layout.num_experts, self.layout.num_ranks):
+            raise ValueError(
+                f"the layout is for {layout.num_experts} experts on {layout.num_ranks} ranks, the layer has "
+                f"{self.layout.num_experts} experts on {self.layout.num_ranks}"
+            )
+        moved = Moved()
+        if layout != self.layout:
+            watch = Stopwatch(self.up_proj.device)
+            move = RowMove(self.layout.homes, layout.homes, self.rank)
+            # With one rank there is nobody to ask, whoever else is in the world.
+            if self.group is not None:
+                check_can_move(self.expert_parameters(), optimizer, self.group)
+            size = move_experts(self.expert_parameters(), move, optimizer, self.group)
+            self.layout, self.filler = layout, SlotFiller(layout, self.group)
+            self.set_transport(self.transport.name)
+            moved = Moved(1, move.travelling, size, watch.seconds())
+        return moved
+
     def stats(self, reset: bool = False) -> RideStats:
         """Copies per token, rows, bytes and expert load of this rank's tokens since the last reset."""
         summary = replace(self.stats_counter.summary(), dropped=int(self.router.dropped.item()))
@@ -179,6 +214,29 @@ class MoE(nn.Module):
             self.stats_counter.reset()
             self.router.dropped.zero_()
         return summary
+
+    def set_limit(self, options: LimitOptions | None, similarity_EE: torch.Tensor | None = None) -> list[str]:
+        """Limit the routing to few ranks or nodes per token (LOSSY; carpool/routing_limit.py), or no longer.
+
+        Args:
+            similarity_EE: for limit_by="similarity". Default: of the router's present rows.
+
+        Returns:
+            What that changes of the layer's function, for logs."""
+        self.limit, ranks = None, self.layout.num_ranks
+        if options is None:
+            return []
+        options.check(ranks)
+        if options.active(ranks):
+            if options.limit_by == "similarity" and similarity_EE is None:
+                similarity_EE = router_similarity(self.router.weight)
+            self.limit = RoutingLimit(options, ranks, self.rank, similarity_EE)
+        return options.lossy_reasons(ranks)
+
+    def _within_limit(self, score_TE: torch.Tensor, share_TE: torch.Tensor, top_k: int) -> torch.Tensor:
+        assert self.limit is not None
+        expert_TK, self._serving_TW = self.limit.choose(score_TE, share_TE, top_k, self.layout)
+        return expert_TK
 
     def update_bias(self) -> None:
         """Auxiliary-loss-free balancing; see `Router.update_bias`."""

@@ -9,7 +9,8 @@ Everything else of the script stays as it is. "carpool" picks the transport ("au
 `set_transport(model, "nvlink", max_tokens=...)` takes the fastest; it has to know the most tokens that a rank will
 have, so "auto" picks it only where that was said. `set_experts` says how experts are computed and what they keep,
 `rides(model)` gives each MoE layer's counters, `CarpoolCallback` puts them into a Trainer's logs, and `set_layout`
-moves experts.
+moves experts. `TraceRecorder` samples which experts tokens choose; `limit_routing` limits them to few ranks, which is
+lossy.
 """
 
 from __future__ import annotations
@@ -27,14 +28,20 @@ from carpool.hf.expert_parallel import (
     set_transport,
     transport,
 )
+from carpool.hf.freeze import freeze_dense
 from carpool.hf.layouts import set_layout
+from carpool.hf.limit import limit_routing
+from carpool.hf.trace import TraceRecorder
 
 __all__ = [
     "CarpoolCallback",
     "CarpoolEP",
     "ExpertRides",
+    "TraceRecorder",
     "balance_loss",
+    "freeze_dense",
     "install",
+    "limit_routing",
     "rides",
     "set_experts",
     "set_layout",

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ from carpool.layout import ExpertLayout, assign
 from carpool.parallel.slots import SlotFiller, fill_slots
 from carpool.ride import ride, ride_module
 from carpool.routing import Routing
+from carpool.routing_limit import assign_within
 from carpool.stats import LayerStats
 from carpool.transport import (
     TRANSPORTS,
@@ -60,6 +61,16 @@ TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
+class Limit(Protocol):
+    """What may change a routing before its ride: `carpool.hf.limit.LayerLimit`."""
+
+    def before_ride(self, routing: Routing) -> tuple[Routing, torch.Tensor]:
+        """The routing within the limit, and (T, W) the ranks that may serve each token."""
+
+    def remove(self) -> None:
+        """Leave the router and the layer as they were."""
+
+
 class ExpertRides:
     """The rides of one experts module: its layout, transport and counters. `rides(model)` finds them.
 
@@ -75,6 +86,7 @@ class ExpertRides:
         transport, why: how rows travel, and why so; made by `prepare`, at the latest in the first forward.
         stats: counters of this layer (`carpool.stats.LayerStats`).
         routing: the last forward's choices on this rank, detached.
+        limit: what limits the routing to few ranks (`carpool.hf.limit.limit_routing`), LOSSY; None: nothing.
     """
 
     def __init__(self, experts: Any, experts_forward: Forward, group: dist.ProcessGroup | None, transport: str) -> None:
@@ -90,13 +102,18 @@ class ExpertRides:
         self.num_local_experts: int = experts.num_experts
         self.num_experts = self.num_local_experts * self.num_ranks
         self.routing: Routing | None = None
+        self.limit: Limit | None = None
+        # Of the tokens of the layer, this rank's part is part `number` of so many equal ones.
+        self.token_slice = (0, 1)
         self.options: NVLinkOptions | None = None
+        self.why = ""
         self.set_transport(transport)
         self.stats = LayerStats(self.num_experts, self.num_ranks, self.rank)
         self._function = expert_function(experts)
         self.compute: Experts | None = None
         self.set_experts("auto")
-        self.set_layout(ExpertLayout.contiguous(self.num_experts, self.num_ranks))
+        self.layout = ExpertLayout.contiguous(self.num_experts, self.num_ranks)
+        self.filler = SlotFiller(self.layout, self.group)
         # Found again by `rides`. Set past nn.Module: it must not appear among submodules or in the state dict.
         object.__setattr__(experts, "_carpool_rides", self)
 
@@ -116,9 +133,10 @@ class ExpertRides:
         """Compute under `layout` from now on. The parameters must already be in its home order: see
         `carpool.hf.layouts.set_layout`, which moves them."""
         self.check_layout(layout)
+        if layout.slots_per_rank != self.layout.slots_per_rank:
+            # All that a transport knows of a layout.
+            self.transport: Transport | None = None
         self.layout, self.filler = layout, SlotFiller(layout, self.group)
-        self.transport: Transport | None = None
-        self.why = ""
 
     def set_transport(self, name: str, options: NVLinkOptions | None = None) -> None:
         """Change how rows travel. All ranks together, between steps. `options`: as before, unless given.
@@ -149,7 +167,7 @@ class ExpertRides:
         return self.transport or self._make_transport(top_k, hidden)
 
     # What it makes outlives the call: torch.compile must not take its tensors for values of a graph.
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def _make_transport(self, top_k: int, hidden: int) -> Transport:
         if self.requested == "auto" and self._function is None:
             # Its forward would see all rows that the buffers have, and most are empty.
@@ -170,7 +188,13 @@ class ExpertRides:
         weight_TK = top_k_weights.float()
         routing = Routing(torch.where(in_range_TK, top_k_index, -1).int(), weight_TK)
         self.routing = routing.detach()
-        slot_TK = assign(routing, self.layout, self.rank)
+        if self.limit is None:
+            slot_TK = assign(routing, self.layout, self.rank)
+        else:
+            routing, serving_TW = self.limit.before_ride(routing)
+            slot_TK = assign_within(routing.expert_TK, self.layout, self.rank, serving_TW)
+            self.routing = routing.detach()
+        self.filler.count(slot_TK)
 
         names = weight_names(self.experts) if self.compute is not None else ()
         if self.compute is None or any(name and name not in self.experts._parameters for name in names):
@@ -212,6 +236,7 @@ class CarpoolEP(EPImplementation):
     def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
         super().__init__(experts, ep_mesh, tp_mesh)
         self.rides = ExpertRides(experts, self.experts_forward, ep_mesh.get_group(), self.requested)
+        self.rides.token_slice = (tp_mesh.get_local_rank(), tp_mesh.size())
 
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

@@ -1,4 +1,4 @@
-"""Moving the experts of a transformers model to another layout, and back for its checkpoints.
+"""Moving the experts of a transformers model to other layouts, and back for its checkpoints.
 
 transformers shards the stacked weights of E experts by rows: row i of the whole tensor belongs to the i-th place,
 counted over ranks. In the contiguous layout place i holds expert i. Any other layout of equal homes is a permutation of
@@ -7,42 +7,91 @@ inverse permutation away.
 
     4 experts on 2 ranks, homes [[2, 0], [1, 3]]: places hold experts [2, 0, 1, 3]
     physical[i] = logical[[2, 0, 1, 3][i]]
+
+FSDP2 may shard a rank's experts once more. Then the places of an expert-parallel rank are divided among several, and an
+expert whose place changes travels between those two alone: to the optimizer and to FSDP nothing has changed but values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from carpool.hf.expert_parallel import rides
+from carpool.hf.expert_parallel import ExpertRides, rides
 from carpool.layout import ExpertLayout
+from carpool.layouts import Layouts
+from carpool.parallel.migrate import Moved, RowMove, Stopwatch, check_can_move, move_experts
+
+LayoutsLike = Layouts | ExpertLayout
 
 
-def set_layout(model: nn.Module, layout: ExpertLayout) -> None:
-    """Move the experts of all MoE layers to `layout`. All ranks together, between steps.
+def set_layout(model: nn.Module, layouts: LayoutsLike, optimizer: torch.optim.Optimizer | None = None) -> Moved:
+    """Move the experts of all MoE layers to their layouts, with all that `optimizer` keeps of them.
 
-    Only parameters move: call it before an optimizer has state, or move that with `physical_order`.
+    All ranks together, between an optimizer's step and the next forward, gradients set to None.
+
+    Args:
+        layouts: one for each layer by name (`carpool.layouts.Layouts`), or one for all.
+        optimizer: None if it has no state yet. With state that stays behind, moments would be other experts'.
 
     Raises:
-        ValueError: a layout that does not fit the model, before anything has moved.
+        ValueError: a layout that does not fit the model, or anything that cannot move, before anything has moved.
     """
     layers = rides(model)
-    for own in layers.values():
-        own.check_layout(layout)
-    with torch.no_grad():
-        for own in layers.values():
-            # From the places under the old layout to logical order to the places under the new one.
-            index = compose(inverse(places(own.layout)), places(layout))
-            for parameter in own.experts.parameters():
-                if index != sorted(index):
-                    local = parameter.data.to_local() if isinstance(parameter.data, DTensor) else parameter.data
-                    moved = permute_rows(parameter.data, index)
-                    local.copy_(moved.to_local() if isinstance(moved, DTensor) else moved)
-            own.set_layout(layout)
+    layouts = check_layouts(layers, layouts)
+    changed = {name: own for name, own in layers.items() if layouts[name] != own.layout}
+    moving = {name: own for name, own in changed.items() if layouts[name].homes != own.layout.homes}
+    moved = Moved(layers=len(changed))
+    if moving:
+        experts = {name: list(own.experts.parameters()) for name, own in moving.items()}
+        everything = [parameter for parameters in experts.values() for parameter in parameters]
+        watch = Stopwatch(everything[0].device)
+        check_can_move(everything, optimizer, None)
+        for name, own in moving.items():
+            # FSDP shards all parameters of a module alike.
+            move = row_move(experts[name][0], places(own.layout), places(layouts[name]))
+            moved += Moved(0, move.travelling, move_experts(experts[name], move, optimizer, None))
+        moved += Moved(seconds=watch.seconds())
+    for name, own in changed.items():
+        own.set_layout(layouts[name])
+    return moved
+
+
+def check_layouts(layers: dict[str, ExpertRides], layouts: LayoutsLike) -> Layouts:
+    """Raise ValueError unless each layer can compute under its layout."""
+    layouts = layouts if isinstance(layouts, Layouts) else Layouts(layouts)
+    where = f"{layouts.source}: " if layouts.source else ""
+    if unknown := sorted(set(layouts) - layers.keys()):
+        raise ValueError(
+            f"{where}there is a layout for {unknown[0]!r}, but this model's layers are {', '.join(layers)}"
+        )
+    for name, own in layers.items():
+        layout = layouts[name]
+        try:
+            own.check_layout(layout)
+        except ValueError as error:
+            raise ValueError(f"{where}layer {name}: {error}") from error
+    return layouts
+
+
+def current_layouts(model: nn.Module) -> Layouts:
+    """Where the experts of each layer are now."""
+    return Layouts({name: own.layout for name, own in rides(model).items()})
+
+
+@contextmanager
+def slots_kept(model: nn.Module) -> Iterator[None]:
+    """Inside, no weight changes: replicas are filled by the first forward and serve the others (micro-batches, what
+    checkpointing computes again, batches of an evaluation). All ranks together."""
+    with ExitStack() as stack:
+        for own in rides(model).values():
+            stack.enter_context(own.filler.keep())
+        yield
 
 
 def is_logical(model: nn.Module) -> bool:
@@ -86,11 +135,6 @@ def inverse(order: Sequence[int]) -> list[int]:
     return where
 
 
-def compose(first: Sequence[int], second: Sequence[int]) -> list[int]:
-    """The index that does `t[first]` and then `[second]`: `t[first][second] == t[compose(first, second)]`."""
-    return [first[i] for i in second]
-
-
 def permute_rows(tensor: torch.Tensor, index: Sequence[int]) -> torch.Tensor:
     """`tensor[index]` along dimension 0, sharded as before. Collective over the world for a DTensor.
 
@@ -98,27 +142,28 @@ def permute_rows(tensor: torch.Tensor, index: Sequence[int]) -> torch.Tensor:
     """
     if not isinstance(tensor, DTensor):
         return tensor[list(index)]
+    local = row_move(tensor, range(len(index)), index).apply(tensor.to_local().clone(), None)
     mesh = tensor.device_mesh
-    rows_of = {
-        int(rank): held_rows(tensor, tuple(int(c) for c in (mesh.mesh == rank).nonzero()[0]))
-        for rank in mesh.mesh.flatten()
-    }
-    me, local = dist.get_rank(), tensor.to_local()
-    mine = {row: place for place, row in enumerate(rows_of[me])}
-    # What replicates the rows elsewhere (HSDP) does the same among its own ranks.
-    send = [
-        [mine[index[row]] for row in rows_of.get(rank, []) if index[row] in mine]
-        for rank in range(dist.get_world_size())
-    ]
-    owner = {row: rank for rank, rows in rows_of.items() for row in rows}
-    wanted = [(owner[index[row]], place) for place, row in enumerate(rows_of[me])]
-    receive = [[place for rank, place in wanted if rank == source] for source in range(dist.get_world_size())]
-    out = torch.empty_like(local)
-    arrived = local.new_empty(sum(map(len, receive)), *local.shape[1:])
-    rows = local[[place for places_ in send for place in places_]].contiguous()
-    dist.all_to_all_single(arrived, rows, [len(r) for r in receive], [len(s) for s in send])
-    out[[place for places_ in receive for place in places_]] = arrived
-    return DTensor.from_local(out, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+    return DTensor.from_local(
+        local, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def row_move(tensor: torch.Tensor, before: Sequence[int], after: Sequence[int]) -> RowMove:
+    """From rows that are `before[place]` to rows that are `after[place]`, for this rank of the world.
+
+    What replicates the rows elsewhere (HSDP) does the same among its own ranks.
+    """
+    if not isinstance(tensor, DTensor):
+        return RowMove([before], [after], 0)
+    mesh, me = tensor.device_mesh, dist.get_rank()
+    coordinates = {int(rank): tuple(map(int, (mesh.mesh == rank).nonzero()[0])) for rank in mesh.mesh.flatten()}
+    copies = [axis for axis, placement in enumerate(tensor.placements) if placement.is_replicate()]
+    held: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    for rank, place in coordinates.items():
+        if all(place[axis] == coordinates[me][axis] for axis in copies):
+            held[rank] = held_rows(tensor, place)
+    return RowMove([[before[i] for i in rows] for rows in held], [[after[i] for i in rows] for rows in held], me)
 
 
 def held_rows(tensor: DTensor, coordinate: tuple[int, ...]) -> list[int]:

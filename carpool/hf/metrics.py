@@ -49,6 +49,7 @@ class RideMetrics:
         """Forget what was counted so far (a warm-up, an evaluation)."""
         for own in self.layers:
             own.stats.reset()
+            own.filler.reset()
 
     def collect(self, device: torch.device, steps: int = 1) -> RideRecord:
         """Everything counted since the last reset, over all ranks, and reset."""
@@ -66,6 +67,7 @@ class RideMetrics:
                 traffic.remote(rows, "dispatch"),
                 traffic.remote(sizes),
                 sum(baseline.values()) + traffic.remote(sizes, "plan"),
+                own.filler.bytes_filled + own.filler.bytes_summed,
             ]
             counted.append([n for row in rows_WW for n in row] + numbers)
         # Load and entropy stay on the device until they are summed.
@@ -73,8 +75,9 @@ class RideMetrics:
             F.pad(own.stats.load_E.to(device, torch.float64), (0, experts - own.num_experts)) for own in self.layers
         ]
         entropies = torch.stack([own.stats.entropy.to(device) for own in self.layers])
+        served = [_served_by_replicas(own, device) for own in self.layers]
         host = torch.tensor(counted, dtype=torch.float64).to(device)
-        total = torch.cat([torch.stack(loads), host, entropies.unsqueeze(1)], dim=1)
+        total = torch.cat([torch.stack(loads), torch.stack(served), host, entropies.unsqueeze(1)], dim=1)
         times = [own.stats.meter.milliseconds() for own in self.layers]
         for span in SPANS:
             calls = [ms for layer in times for ms in layer.get(span, [])]
@@ -87,16 +90,21 @@ class RideMetrics:
         return self._record(total.cpu(), slowest.tolist(), experts, ranks)
 
     def _record(self, total: torch.Tensor, slowest: list[float], experts: int, ranks: int) -> RideRecord:
-        load_LE, rows_LWW, numbers = total.split([experts, ranks * ranks, 6], dim=1)
-        tokens_L, dispatched_L, rows_L, bytes_L, baseline_L, entropy_L = numbers.unbind(1)
+        load_LE, replicas_LW, rows_LWW, numbers = total.split([experts, ranks, ranks * ranks, 7], dim=1)
+        tokens_L, dispatched_L, rows_L, bytes_L, baseline_L, slots_L, entropy_L = numbers.unbind(1)
         copies_L = (rows_LWW.sum(1) / dispatched_L.clamp(min=1)).tolist()
         loads = [row[: own.num_experts] for row, own in zip(load_LE, self.layers, strict=True)]
+        parts = zip(self.layers, loads, replicas_LW, strict=True)
+        served_LW = torch.stack([_served(own, load_E, replicas_W) for own, load_E, replicas_W in parts])
         record = {
             "copies_per_token": statistics.fmean(copies_L),
             "rows_remote": int(rows_L.sum()),
+            "rows_remote_per_token": float(rows_L.sum() / dispatched_L.sum().clamp(min=1)),
             "bytes_remote": int(bytes_L.sum()),
             "bytes_remote_alltoall": int(baseline_L.sum()),
+            "bytes_replicas": int(slots_L.sum()),
             "load_max_over_mean": max((float(load.max() / load.mean()) if load.sum() else 0.0) for load in loads),
+            "rank_load_max_over_mean": float((served_LW.amax(1) / served_LW.mean(1).clamp(min=1e-9)).mean()),
             "dead_experts": sum(int((load == 0).sum()) for load in loads),
             "router_entropy": float((entropy_L / tokens_L.clamp(min=1)).mean()),
             "dropped_tokens": 0,
@@ -111,6 +119,21 @@ class RideMetrics:
             copies_L=copies_L,
             traffic_WW=rows_LWW.sum(0).view(ranks, ranks).long().tolist(),
         )
+
+
+def _served_by_replicas(own: ExpertRides, device: torch.device) -> torch.Tensor:
+    """(W,) float64: choices of this rank's tokens that each rank computes, where the experts' load does not tell."""
+    counted = own.filler.load_P
+    if counted is None:
+        return torch.zeros(own.num_ranks, dtype=torch.float64, device=device)
+    return counted[:-1].view(own.num_ranks, -1).sum(1).to(device, torch.float64)
+
+
+def _served(own: ExpertRides, load_E: torch.Tensor, replicas_W: torch.Tensor) -> torch.Tensor:
+    """(W,) choices that each rank computes, over all ranks' tokens."""
+    if own.layout.num_replicas:
+        return replicas_W
+    return torch.stack([load_E[[e for e in rank if e != -1]].sum() for rank in own.layout.slots])
 
 
 def percentile(values: list[float], share: float) -> float:

@@ -97,6 +97,34 @@ def copies(run: Run) -> Figure | None:
     return figure
 
 
+def remote_rows(run: Run) -> Figure | None:
+    """Remote rows per token, with a mark where experts moved and, from there on, what was predicted."""
+    return _placed(run, lambda t: t.rows_remote_per_token, "rows", "dispatch", "remote rows per token")
+
+
+def rank_load(run: Run) -> Figure | None:
+    """The fullest rank's choices over the mean of all ranks, marked the same way."""
+    return _placed(run, lambda t: t.rank_load_max_over_mean, "load", "experts", "load of ranks, max/mean")
+
+
+def _placed(run: Run, value: Callable[[Train], float | None], what: str, colour: str, ylabel: str) -> Figure | None:
+    steps, values = series(run.train, value)
+    if not run.placements or not _is_known(values):
+        return None
+    moves = [p for p in run.placements if p.event == "moved"]
+    ends = [p.step for p in moves[1:]] + [run.train[-1].step]
+    with drawing(2.5) as (figure, axes):
+        _line(axes, steps, values, colour, "measured", width=1.2)
+        for number, (move, end) in enumerate(zip(moves, ends, strict=True)):
+            named = number == 0
+            axes.axvline(move.step, color=role("mark"), linewidth=1.0, label="experts moved" if named else None)
+            if (foretold := getattr(move.predicted, what)) is not None:
+                label = "predicted" if named else None
+                axes.plot([move.step, end], [foretold] * 2, color=role("predicted"), linestyle=(0, (4, 3)), label=label)
+        _finish(axes, run, ylabel)
+    return figure
+
+
 def gradient_norm(run: Run) -> Figure | None:
     """The global gradient norm before clipping, on a logarithmic axis if it spans more than a factor of 30."""
     steps, values = series(run.train, lambda t: t.grad_norm)

@@ -31,7 +31,8 @@ class Panel:
 
 
 def panels(run: Run) -> list[Panel]:
-    """Draws every figure of the page. Figures that only exist on accelerators are left out where there is none."""
+    """Draws every figure of the page. Figures of accelerators, and of placement, are left out
+    where there is none."""
     step = f" (step {run.last_layers.step})" if run.last_layers is not None else ""
     made = [
         _panel(run, curves.loss, "loss", "Loss", "Training loss of each step and loss on held-out text.", "no loss"),
@@ -70,6 +71,23 @@ def panels(run: Run) -> list[Panel]:
         ),
         _panel(
             run,
+            curves.remote_rows,
+            "remote-rows",
+            "Remote rows per token",
+            "Rows that a token sends to other ranks, mean over layers. Vertical lines: experts moved. Dashed: "
+            "predicted for the new layout, from other tokens.",
+            "no placement",
+        ),
+        _panel(
+            run,
+            curves.rank_load,
+            "rank-load",
+            "Load of ranks",
+            "Choices that the fullest rank computes over the mean of all ranks, mean over layers.",
+            "no placement",
+        ),
+        _panel(
+            run,
             curves.parts,
             "parts",
             "Dispatch, experts, combine",
@@ -103,7 +121,8 @@ def panels(run: Run) -> list[Panel]:
             "no MFU",
         ),
     ]
-    return [panel for panel in made if panel.svg is not None or panel.name != "utilisation"]
+    optional = {"utilisation", *(() if run.placements else ("remote-rows", "rank-load"))}
+    return [panel for panel in made if panel.svg is not None or panel.name not in optional]
 
 
 def _panel(run: Run, draw: Callable[[Run], Drawn], name: str, title: str, caption: str, missing: str) -> Panel:

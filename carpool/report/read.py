@@ -26,6 +26,7 @@ from carpool.report.schema import (
     Checkpoint,
     Eval,
     Layers,
+    Placement,
     Probe,
     Record,
     RunInfo,
@@ -44,6 +45,7 @@ KINDS: dict[str, type[Record]] = {
     "sample": Sample,
     "probe": Probe,
     "checkpoint": Checkpoint,
+    "placement": Placement,
 }
 
 
@@ -72,6 +74,7 @@ class Run:
     samples: list[Sample] = field(default_factory=list)
     probes: list[Probe] = field(default_factory=list)
     checkpoints: list[Checkpoint] = field(default_factory=list)
+    placements: list[Placement] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -154,6 +157,7 @@ def _read_metrics(path: Path, run: Run) -> None:
 
     run.train, run.layers, run.evals = records("train"), records("layers"), records("eval")
     run.samples, run.probes, run.checkpoints = records("sample"), records("probe"), records("checkpoint")
+    run.placements = records("placement")
     last = next((line for line in reversed(kept) if line.kind == "layers"), None)
     if last is not None:
         with path.open("rb") as file:
@@ -182,7 +186,7 @@ def _lines(path: Path, notes: list[str]) -> Iterator[_Line]:
             if model is None:
                 continue
             record: Any = _validated(model, data, where)
-            variant = data.get("transport") or data.get("prompt") or ""
+            variant = data.get("transport") or data.get("prompt") or data.get("event") or ""
             if isinstance(record, Layers):
                 record = LayersDigest(record.step, [_max_over_mean(load_E) for load_E in record.load])
             yield _Line(number, start, data["kind"], record.step, str(variant), record)
@@ -196,7 +200,8 @@ def _max_over_mean(load_E: list[float]) -> float:
 def _without_stale(lines: list[_Line]) -> list[_Line]:
     """Drops what a return to an earlier step made void, then all but the last of equal (kind, step, variant).
 
-    The variant tells apart lines that rightly share a step: probes of two transports, samples of two prompts.
+    The variant tells apart lines that rightly share a step: probes of two transports, samples of two prompts, a move
+    and what was measured before it.
     """
     kept: list[_Line] = []
     latest_train: _Line | None = None

@@ -112,9 +112,12 @@ class Train(Record):
     hfu: float | None = None
     copies_per_token: float | None = None
     rows_remote: int | None = None
+    rows_remote_per_token: float | None = None
     bytes_remote: int | None = None
     bytes_remote_alltoall: int | None = None
+    bytes_replicas: int | None = None
     load_max_over_mean: float | None = None
+    rank_load_max_over_mean: float | None = None
     dead_experts: int | None = None
     router_entropy: float | None = None
     dropped_tokens: int | None = None
@@ -168,6 +171,34 @@ class Checkpoint(Record):
     path: str = ""
     bytes: int | None = None
     seconds: float | None = None
+
+
+class Outlook(Record):
+    """What a layout makes of a routing: remote rows per token and layer, remote bytes per token over all layers, and
+    the fullest rank's choices over the mean; means over layers."""
+
+    rows: float | None = None
+    bytes: float | None = None
+    load: float | None = None
+
+
+class Placement(Record):
+    """A look at where experts should live (`event` moved or kept), or what was measured since a move (`event`
+    measured)."""
+
+    step: int
+    event: str = ""
+    why: str = ""
+    solver: str = ""
+    solve_seconds: float | None = None
+    layers: int | None = None
+    experts: int | None = None
+    bytes: int | None = None
+    seconds: float | None = None
+    before: Outlook = Field(default_factory=Outlook)
+    predicted: Outlook = Field(default_factory=Outlook)
+    measured: Outlook = Field(default_factory=Outlook)
+    since: int | None = None
 
 
 # summary.json

@@ -28,7 +28,7 @@ import secrets
 import shutil
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -152,6 +152,7 @@ class CheckpointManager:
         state: dict[str, Any],
         *,
         to_logical: Hook | None = None,
+        write_files: Callable[[Path], None] | None = None,
     ) -> SavedCheckpoint:
         """Writes a checkpoint. Every rank calls it, between an optimizer step and the next forward.
 
@@ -161,6 +162,7 @@ class CheckpointManager:
                 generators of each rank are saved besides.
             to_logical: called with the model's tensors by name, then with the optimizer's (`state.<name>.exp_avg`),
                 all as the model has them; returns the same names with experts in logical order.
+            write_files: called on rank 0 with the folder: further files (.json, .npz) that a resumed run reads.
 
         Raises:
             CheckpointWriteError: on all ranks, if one of them could not write. Earlier checkpoints are untouched.
@@ -188,6 +190,10 @@ class CheckpointManager:
             with together(CheckpointWriteError, doing):
                 if rank() == 0:
                     _write_config(model, temporary / MODEL)
+                    if write_files is not None:
+                        write_files(temporary)
+                        for path in temporary.glob("*.*"):
+                            flush_file(path)
                 records = _own_records(temporary)
             of_ranks = gather((records, rng_state()))
             files = {name: record for of_rank, _ in of_ranks for name, record in of_rank.items()}
@@ -299,7 +305,7 @@ def _own_records(folder: Path) -> dict[str, dict[str, Any]]:
     return {
         str(path.relative_to(folder)): file_record(path)
         for path in sorted(folder.rglob("*"))
-        if path.name.startswith(shards) or (rank() == 0 and path.suffix == ".json")
+        if path.name.startswith(shards) or (rank() == 0 and path.suffix in (".json", ".npz"))
     }
 
 

@@ -23,19 +23,16 @@ from pydantic.fields import FieldInfo
 
 from carpool.train.schema import (
     DEMO_MODEL,
-    NONE_WORDS,
     Config,
     DataSection,
     Degrees,
     ModelSection,
-    MoeSection,
-    NvlinkSection,
     ParallelismSection,
     TrainingSection,
     keys,
-    nearest,
-    toml_value,
 )
+from carpool.train.schema_base import NONE_WORDS, nearest, toml_value
+from carpool.train.schema_moe import MoeSection, NvlinkSection, PlacementSection
 
 __all__ = [
     "Config",
@@ -45,6 +42,7 @@ __all__ = [
     "MoeSection",
     "NvlinkSection",
     "ParallelismSection",
+    "PlacementSection",
     "TrainingSection",
     "describe",
     "load_config",
@@ -109,7 +107,8 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"configuration file {path} cannot be read: {error}") from None
     try:
-        return tomllib.loads(text)
+        # What a recipe says about itself (carpool/recipes) is for its reader.
+        return {name: section for name, section in tomllib.loads(text).items() if name != "recipe"}
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path} is not valid TOML: {error}") from None
 

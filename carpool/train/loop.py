@@ -18,7 +18,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,29 +26,31 @@ import torch
 import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
-import carpool
 from carpool.hf import install, rides, set_experts, set_transport
 from carpool.hf.build import build_model
 from carpool.hf.expert_parallel import ExpertRides, buffers_of_rides
-from carpool.hf.layouts import is_logical, logical_order, physical_order, set_layout
+from carpool.hf.freeze import freeze_dense
+from carpool.hf.layouts import is_logical, logical_order, physical_order, set_layout, slots_kept
+from carpool.hf.limit import limit_routing
 from carpool.hf.metrics import RideMetrics, RideRecord
-from carpool.layout import ExpertLayout
 from carpool.memory.recompute import keep_rides
 from carpool.parallel.clip import clip_grad_norm
 from carpool.report import text_block
+from carpool.train.about import say_hello, write_run
 from carpool.train.checkpoint import CheckpointManager, export_pretrained, load
+from carpool.train.checkpoint_files import read_state
 from carpool.train.data import prepare
 from carpool.train.diagnose import NonFiniteError, explain
 from carpool.train.display import Display
-from carpool.train.environment import environment, peak_memory
-from carpool.train.estimate import estimate_memory, uniform_copies
+from carpool.train.environment import peak_memory
 from carpool.train.flops import flops_per_token, model_size, peak_flops
 from carpool.train.loader import EvalLoader, TokenMean, TrainLoader, count_targets
 from carpool.train.model import distributed_config, expert_counts, meta_model, model_source, top_k_of
+from carpool.train.placement import Placement, first_layouts
+from carpool.train.placement_solve import facts_of
 from carpool.train.probe import compare, summarise
 from carpool.train.record import METRICS, Recorder, check_trackers
 from carpool.train.room import (
-    lease_bytes,
     make_room,
     most_tokens,
     nvlink_options,
@@ -57,8 +58,8 @@ from carpool.train.room import (
     restore_random_state,
 )
 from carpool.train.sample import sample
-from carpool.train.schema import Config, Degrees
-from carpool.train.stages import choose_stages, describe_ways
+from carpool.train.schema import Config
+from carpool.train.stages import choose_stages
 from carpool.train.step import Batch, Objective, learning_rate, make_optimizer
 from carpool.train.tokenizer import load_tokenizer
 from carpool.train.watchdog import Watchdog
@@ -149,8 +150,13 @@ class _Run:
         if training.gradient_checkpointing:
             keep = {"context_fn": keep_rides} if training.checkpoint_rides == "keep" else {}
             self.model.gradient_checkpointing_enable({"use_reentrant": False, **keep})
-        self.layout = _layout(config, self.model)
-        set_layout(self.model, self.layout)
+        saved = read_state(resume)["state"] if resume is not None else {}
+        layouts, self.layout_source = first_layouts(config, rides(self.model), saved)
+        set_layout(self.model, layouts)
+        # Before a checkpoint is loaded: similarities are of what the run started from, also when it goes on.
+        self.limits_lossy = limit_routing(self.model, moe.limits(next(iter(rides(self.model).values())).num_ranks))
+        if training.freeze == "dense":
+            freeze_dense(self.model)
         self.options, self.most_tokens = nvlink_options(config, self.degrees), most_tokens(config, self.degrees)
         set_transport(self.model, moe.transport, options=self.options)
         self.experts_lossy = set_experts(self.model, moe.experts, recompute=moe.recompute_experts)
@@ -202,6 +208,17 @@ class _Run:
                 "raise training.max_steps (or training.stop_at_step) to go on"
             )
 
+        self.placement = Placement(
+            config,
+            self.model,
+            self.optimizer,
+            facts_of(self),
+            self.folder,
+            lambda text: self.display.say(text),
+            lambda *args, **fields: self.recorder.write(*args, **fields),
+            saved,
+            resume,
+        )
         self.size = model_size(self.model, counts, self.top_k)
         self.flops = flops_per_token(self.size, config.data.sequence_length)
         self.peak, self.peak_source = peak_flops(self.device, training.peak_flops)
@@ -213,8 +230,8 @@ class _Run:
         settings = config.model_dump(mode="json")
         self.recorder = Recorder(self.folder, self.main, training.report_to, settings, training.max_steps)
         self.display = Display(self.main, training.max_steps, self.step)
-        self.info = self._write_run(command, resume)
-        self._say_hello(resume)
+        self.info = write_run(self, command, resume)
+        say_hello(self, resume)
         self.watchdog.start()
 
     # -- the loop ---------------------------------------------------------------------------------------------
@@ -230,7 +247,8 @@ class _Run:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(self.step, training)
             batches = [self._to_device(batch) for batch in next(self.loader)]
-            losses = self._with_room(partial(self.objective.backward, batches))
+            with slots_kept(self.model):
+                losses = self._with_room(partial(self.objective.backward, batches))
             norm = clip_grad_norm(self.model.parameters(), training.max_grad_norm or math.inf).item()
             # The device has been waited for: a ride that lacked a rank is known now, and what it gave is worth nothing.
             self._check_rides()
@@ -241,6 +259,7 @@ class _Run:
             rode = self.metrics.collect(self.device)
             now = time.perf_counter()
             self._record_step(asdict(losses), norm, rode, 1e3 * (now - begin))
+            self.placement.after_step(self.step, rode)
             if training.eval_steps and self.step % training.eval_steps == 0 and self.step < self.last_step:
                 self.evaluate()
             if training.save_steps and self.step % training.save_steps == 0:
@@ -254,7 +273,7 @@ class _Run:
         if len(self.eval_loader):
             mean = TokenMean()
             self.model.eval()
-            with torch.no_grad():
+            with torch.no_grad(), slots_kept(self.model):
                 for batch in self.eval_loader:
                     batch = self._to_device(batch)
                     targets = count_targets(batch["labels"])
@@ -282,8 +301,16 @@ class _Run:
 
     def save(self) -> None:
         state = {"totals": self.totals, "losses": self.losses, "loader": self.loader.state_dict()}
+        state["placement"] = self.placement.state()
         to_logical = None if is_logical(self.model) else partial(logical_order, self.model)
-        saved = self.checkpoints.save(self.step, self.model, self.optimizer, state, to_logical=to_logical)
+        saved = self.checkpoints.save(
+            self.step,
+            self.model,
+            self.optimizer,
+            state,
+            to_logical=to_logical,
+            write_files=self.placement.write_files,
+        )
         path = str(saved.path.relative_to(self.folder))
         self.recorder.write("checkpoint", self.step, path=path, bytes=saved.bytes, seconds=saved.seconds)
         self.display.say(f"step {self.step}: checkpoint {saved.path}")
@@ -291,6 +318,7 @@ class _Run:
     def finish(self) -> None:
         """What comes after the last step."""
         training = self.config.training
+        self.placement.finish(self.step)
         self.evaluate()
         if not training.save_steps or self.step % training.save_steps:
             self.save()
@@ -308,6 +336,7 @@ class _Run:
             self.display.say(f"\nrun directory: {self.folder}   report: carpool report {self.folder}")
 
     def close(self) -> None:
+        self.placement.close()
         self.watchdog.stop()
         self.display.close()
         self.recorder.close()
@@ -453,109 +482,6 @@ class _Run:
             )
         return None
 
-    def _write_run(self, command: str, resume: Path | None) -> dict[str, Any]:
-        degrees, layer = self.degrees, self.rides[0]
-        config = self.model.config.get_text_config()
-        moe_layers = list(rides(self.model))
-        assert layer.transport is not None
-        name, buffer_bytes, lossy = layer.transport.name, 0, list(self.experts_lossy)
-        if name == "nvlink":
-            size = 2 if self.bf16 else self.model.dtype.itemsize
-            buffer_bytes = lease_bytes(self.options, layer.num_ranks, config.hidden_size, size, self.top_k)
-            lossy += self.options.lossy_reasons
-        path = self.folder / "run.json"
-        history = []
-        if resume is not None and path.exists():
-            history = json.loads(path.read_text()).get("history", [])
-        started = datetime.now(UTC).isoformat(timespec="seconds")
-        history.append(
-            {"started": started, "from_step": self.start, "resumed_from": str(resume) if resume is not None else None}
-        )
-        memory = estimate_memory(self.size, self.degrees, self.config, self.model, layer.num_experts, self.bf16, name)
-        info = {
-            "carpool_version": carpool.__version__,
-            "started": history[0]["started"],
-            "command": command,
-            "history": history,
-            "environment": environment(self.device, self.world),
-            "model": {
-                "architecture": self.architecture,
-                "parameters": self.size.total,
-                "active_parameters": self.size.active,
-                "num_experts": layer.num_experts,
-                "num_experts_per_tok": self.top_k,
-                "moe_layers": moe_layers,
-                "hidden_size": config.hidden_size,
-                "moe_intermediate_size": getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
-            },
-            "parallelism": {**asdict(degrees), "efsdp_size": degrees.efsdp_size, "backend": dist.get_backend()},
-            "transport": {
-                "name": name,
-                "requested": self.config.moe.transport,
-                "why": layer.why,
-                "buffer_bytes": buffer_bytes,
-            },
-            "experts": {
-                "name": layer.compute.name if layer.compute is not None else "the model's own",
-                "recompute": self.config.moe.recompute_experts,
-                **(self.stages.record() if self.stages is not None else {}),
-            },
-            "layout": {
-                "kind": self.layout.kind,
-                "experts_per_rank": [len(rank) for rank in self.layout.homes],
-                "replicas": self.layout.num_replicas,
-            },
-            "exact": not lossy,
-            "lossy_reasons": lossy,
-            "predicted": {
-                "memory_per_rank_bytes": memory,
-                "copies_per_token_uniform": uniform_copies(layer.num_experts, self.top_k, layer.num_ranks),
-                "flops_per_token": self.flops,
-            },
-            "peak_flops": self.peak,
-            "peak_flops_source": self.peak_source,
-            "seed": self.config.training.seed,
-            "data": {
-                "source": self.corpus.source,
-                "train_tokens": len(self.corpus.train),
-                "eval_tokens": len(self.corpus.eval),
-                "tokenizer": self.tokenizer.name,
-            },
-        }
-        if self.main:
-            path.write_text(json.dumps(info, indent=1) + "\n")
-            (self.folder / "config.toml").write_text(self.config.to_toml())
-            self.layout.save(self.folder / "layout.json")
-        return info
-
-    def _say_hello(self, resume: Path | None) -> None:
-        info, say = self.info, self.display.say
-        degrees: Degrees = self.degrees
-        say(
-            f"{info['model']['architecture']}: {self.size.total:,} parameters, {self.size.active:,} active per token, "
-            f"{info['model']['num_experts']} experts, top-{self.top_k}"
-        )
-        say(
-            f"{self.world} ranks ({info['parallelism']['backend']}): fsdp {degrees.fsdp_size} x tp {degrees.tp_size}, "
-            f"experts ep {degrees.ep_size} x efsdp {degrees.efsdp_size}, copies {degrees.dp_replicate_size}"
-        )
-        say(f"data: {info['data']['source']}, {len(self.corpus.train):,} tokens, {len(self.corpus.eval):,} held out")
-        say(f"transport {info['transport']['name']}: {info['transport']['why']}")
-        if size := info["transport"]["buffer_bytes"]:
-            rows, leases = self.options.max_tokens, self.options.num_leases
-            say(f"buffers: slabs of {rows:,} rows, {size / 1e6:,.1f} MB a lease on each rank, at most {leases} leases")
-        if self.stages is not None:
-            ways = describe_ways(self.stages.choices)
-            say(f"experts {info['experts']['name']}, stages {ways}: {self.stages.why}")
-        elif self.config.moe.expert_stages != "default":
-            say("experts: these are the model's own, which have no stages; moe.expert_stages means nothing here")
-        if info["lossy_reasons"]:
-            say(f"LOSSY: {'; '.join(info['lossy_reasons'])}")
-        else:
-            say("EXACT: nothing in this run changes the model's function")
-        if resume is not None:
-            say(f"resumed from {resume}, step {self.start}")
-
     def _to_device(self, batch: Batch) -> Batch:
         return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
 
@@ -568,10 +494,3 @@ class _Run:
         number = torch.tensor([float(value)], dtype=torch.float64, device=self.device)
         dist.all_reduce(number, op=dist.ReduceOp.MAX)
         return float(number.item())
-
-
-def _layout(config: Config, model: torch.nn.Module) -> ExpertLayout:
-    layer = next(iter(rides(model).values()))
-    if config.moe.layout == "contiguous":
-        return ExpertLayout.contiguous(layer.num_experts, layer.num_ranks)
-    return ExpertLayout.load(config.moe.layout)

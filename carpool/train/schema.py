@@ -1,4 +1,4 @@
-"""What a run of `carpool train` is made of: six frozen sections, every key with its type, limits and meaning.
+"""What a run of `carpool train` is made of: seven frozen sections, every key with its type, limits and meaning.
 
     [model]        which transformers MoE model: a checkpoint folder, or an architecture trained from scratch
     [data]         which text, how it is tokenized, how long a sequence is
@@ -6,6 +6,7 @@
     [parallelism]  how many ranks, and how FSDP, tensor and expert parallelism divide them
     [moe]          how tokens ride to their experts
     [nvlink]       how the transport of that name works
+    [placement]    where experts live while a run goes on
 
 Names are transformers' own wherever transformers has one. `Config()` without arguments is the demo: a small
 OLMoE-shaped model trained on the Python standard library's source code by four processes of this machine.
@@ -19,17 +20,14 @@ command line it is written as the word "none".
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Self
+from typing import Any, Literal, Self
 
-import tomli_w
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from carpool.experts.choices import STAGES, WAYS
-
-NONE_WORDS = ("none", "null")
+from carpool.train.schema_base import Section, Texts, toml_value
+from carpool.train.schema_moe import MoeSection, NvlinkSection, PlacementSection
 
 DEMO_MODEL: dict[str, Any] = {
     "model_type": "olmoe",
@@ -48,51 +46,6 @@ DEMO_MODEL: dict[str, Any] = {
         "max_position_embeddings": 1024,
     },
 }
-
-
-def _texts(value: Any) -> Any:
-    """One string stands for a list of one; lists become tuples, so that a frozen section is frozen throughout."""
-    if isinstance(value, str):
-        return () if value.lower() in NONE_WORDS else (value,)
-    return tuple(value) if isinstance(value, list) else value
-
-
-def nearest(word: str, known: Sequence[str]) -> str | None:
-    """The known word closest to this one, or None if none is close."""
-    return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=0.6)), None)
-
-
-def _stages(value: Any) -> Any:
-    """One of `STAGE_WORDS`, or a table of known stages and ways."""
-
-    def refuse(what: str, wrong: Any, known: Sequence[str], expected: str) -> ValueError:
-        close = nearest(str(wrong), known)
-        return ValueError(f"{what}: expected {expected}{f' (did you mean {close}?)' if close else ''}")
-
-    key = "moe.expert_stages"
-    if not isinstance(value, Mapping):
-        if value in STAGE_WORDS:
-            return value
-        raise refuse(f"{key} = {value!r}", value, STAGE_WORDS, 'default, measure, or a table such as {up = "flat"}')
-    if not value:
-        raise ValueError(f"{key} names no stage: leave it out, or name some of {', '.join(STAGES)}")
-    for stage, way in value.items():
-        if stage not in STAGES:
-            raise refuse(f"{key} has no stage {stage!r}", stage, STAGES, f"one of {', '.join(STAGES)}")
-        if way not in WAYS:
-            raise refuse(f"{key}.{stage} = {way!r}", way, WAYS, f"one of {', '.join(WAYS)}")
-    return value
-
-
-Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
-STAGE_WORDS = ("default", "measure")
-Stages = Annotated[Literal["default", "measure"] | dict[str, str], BeforeValidator(_stages)]
-
-
-class Section(BaseModel):
-    """Frozen, typed without coercion (an int may stand for a float), and closed: unknown keys are refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class ModelSection(Section):
@@ -228,6 +181,10 @@ class TrainingSection(Section):
     bf16: bool | None = Field(
         default=None,
         description="Compute in bfloat16 (parameters keep model.dtype). none: true on GPUs, false on CPUs.",
+    )
+    freeze: Literal["dense"] | None = Field(
+        default=None,
+        description="dense: train experts and routers alone, as for fine-tuning with moe.limit_ranks. none: all.",
     )
     gradient_checkpointing: bool = Field(default=False, description="Recompute activations in backward to save memory.")
     checkpoint_rides: Literal["keep", "repeat"] = Field(
@@ -380,82 +337,6 @@ class ParallelismSection(Section):
         return Degrees(world_size, self.dp_replicate_size, fsdp_size, self.tp_size, ep_size)
 
 
-class MoeSection(Section):
-    """How tokens ride to their experts."""
-
-    transport: Literal["auto", "gather", "alltoall", "dedup", "nvlink"] = Field(
-        default="auto",
-        description="nvlink: one row per (token, rank), written into the memory of the other GPUs of this host; dedup: "
-        "the same rows over any network; alltoall: one per (token, expert); gather: every rank sees every token. auto "
-        "picks nvlink where it can, else dedup, and logs why.",
-    )
-    experts: Literal["auto", "grouped", "reference", "fp8"] = Field(
-        default="auto",
-        description="How experts are computed. auto: grouped, or a model's own forward where only that knows how; "
-        "reference: a plain loop. fp8: LOSSY. In FP8 with a scale for 1 x 128 of rows and 128 x 128 of weights, sums "
-        "in float32; with nvlink.forward_fp8 on the rows as they travelled.",
-    )
-    expert_stages: Stages = Field(
-        default="default",
-        description="How grouped experts compute each stage (up, down, dact, dx, dup, ddown): library, or the tiling "
-        "of a fused kernel (wide, flat, square). default: by the shape; measure: all are timed before the first step, "
-        'on GPUs in bfloat16; a table such as {up = "flat"}: these, and the rest by the shape. What was chosen is in '
-        "run.json, and a resumed run uses it again, but for what a table names.",
-    )
-    recompute_experts: bool = Field(
-        default=False,
-        description="Grouped experts keep no pre-activation and compute it again in the backward: less memory, one "
-        "more product, the same bits.",
-    )
-    layout: str = Field(
-        default="contiguous",
-        description="Which rank holds which expert: contiguous, or the path of a layout's JSON file.",
-    )
-    router_aux_loss_coef: float | None = Field(
-        default=None,
-        ge=0,
-        description="Weight of the balance loss; 0 turns it off. none: as the model's configuration says.",
-    )
-
-    @model_validator(mode="after")
-    def _have_options(self) -> Self:
-        if self.experts not in ("auto", "grouped"):
-            for key, unset in (("expert_stages", "default"), ("recompute_experts", False)):
-                if getattr(self, key) != unset:
-                    raise ValueError(
-                        f"moe.{key} is of grouped experts, and moe.experts = {self.experts!r}: leave one of them out"
-                    )
-        return self
-
-
-class NvlinkSection(Section):
-    """How the transport nvlink works; for the others it means nothing. The defaults are exact and were measured."""
-
-    dispatch_ctas: int = Field(
-        default=16, gt=0, le=64, description="Thread blocks of a dispatch: SMs that it takes from the computation."
-    )
-    combine_ctas: int = Field(default=16, gt=0, le=64, description="The same, of a combine.")
-    capacity: float | None = Field(
-        default=None,
-        gt=0,
-        le=1,
-        description="Rows that a rank has room for from each other rank, as a share of that one's tokens. If a step "
-        "needs more, the buffers grow and the step is repeated: nothing is lost. none: 1, which always suffices.",
-    )
-    forward_fp8: bool = Field(
-        default=False, description="LOSSY. Rows travel to experts as FP8 with a scale for 128 columns: half the bytes."
-    )
-    backward_fp8: bool = Field(default=False, description="LOSSY. The same for the gradients of what comes back.")
-    keep: Literal["copy", "again"] = Field(
-        default="copy",
-        description="What a layer's backward does about the rows that arrived: copy keeps them; again sends them a "
-        "second time, which takes time on the links, a second lease, and no memory.",
-    )
-    leases: int = Field(
-        default=2, gt=0, description="Buffers at most; each is made when that many rides are under way at a time."
-    )
-
-
 class Config(Section):
     """The whole configuration; `Config()` is the demo."""
 
@@ -467,6 +348,9 @@ class Config(Section):
     parallelism: ParallelismSection = Field(default_factory=ParallelismSection, description="How ranks are divided.")
     moe: MoeSection = Field(default_factory=MoeSection, description="How tokens ride to their experts.")
     nvlink: NvlinkSection = Field(default_factory=NvlinkSection, description="How the transport nvlink works.")
+    placement: PlacementSection = Field(
+        default_factory=PlacementSection, description="Where experts live while the run goes on. Off by default."
+    )
 
     def to_toml(self, comments: bool = False) -> str:
         """Every key as TOML, which `load_config` reads back to an equal Config; with `comments`, each explained."""
@@ -488,18 +372,6 @@ class Config(Section):
                     into.append(f"{key} = {toml_value(value)}")
             blocks.append("\n".join([*lines, *([""] if tables else []), *tables]))
         return "\n\n".join(blocks) + "\n"
-
-
-def toml_value(value: Any, as_key: bool = False) -> str:
-    """One value on one line of TOML: tables inline, None as the word none."""
-    if value is None:
-        return f'"{NONE_WORDS[0]}"'
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{toml_value(k, as_key=True)} = {toml_value(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(toml_value, value)) + "]"
-    key, _, text = tomli_w.dumps({str(value): 0} if as_key else {"v": value}).strip().partition(" = ")
-    return key if as_key else text
 
 
 def keys() -> Iterator[tuple[str, type[Section], str]]:

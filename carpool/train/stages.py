@@ -169,7 +169,8 @@ def shape_of(own: ExpertRides, tokens: int, top_k: int, dtype: torch.dtype, devi
     hidden, inner = own.experts.get_parameter(weight_names(own.experts)[1]).shape[-2:]
     if own.compute.function.transposed:
         hidden, inner = inner, hidden
-    slots, per_row = own.layout.slots_per_rank, 1
+    # Replicas come and go while a run goes on, and what was chosen must not depend on when it was resumed.
+    slots, per_row = own.num_local_experts, 1
     if own.transport.name != "alltoall":  # which sends a row to each expert
         per_row = min(slots, max(1, round(top_k / uniform_copies(own.num_experts, top_k, own.num_ranks))))
     rows = -(-tokens * top_k // per_row)

@@ -351,3 +351,38 @@ def test_the_room_needs_neither_torch_nor_transformers(run: Path, tmp_path: Path
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "r.html").read_bytes() == (run / "report.html").read_bytes()
+
+
+def _looks(path: Path) -> Path:
+    """A run that looked twice at its placement, and moved experts the first time."""
+    before, after = {"rows": 2.5, "bytes": 4000.0, "load": 1.31}, {"rows": 2.0, "bytes": 3200.0, "load": 1.04}
+    sizes = {"layers": 4, "experts": 9, "bytes": 12_000_000, "seconds": 0.25}
+    moved = {"why": "saves 3.1 s of 40 s left", "solver": "search", "before": before, "predicted": after, **sizes}
+    kept = {"why": "saves too little", "before": after, "predicted": after, "layers": 0, "experts": 0}
+    looks: list[dict[str, Any]] = [
+        {"kind": "placement", "step": 10, "event": "moved", "solve_seconds": 1.5, **moved},
+        {"kind": "placement", "step": 20, "event": "kept", **kept},
+        {"kind": "placement", "step": 40, "event": "measured", "since": 10, "measured": {**after, "rows": 2.07}},
+    ]
+    lines = train_lines(SHAPE)
+    for line in lines:
+        if line["kind"] == "train":
+            line["rows_remote_per_token"] = 2.5 if line["step"] <= 10 else 2.07
+            line["rank_load_max_over_mean"] = 1.3 if line["step"] <= 10 else 1.05
+    write_run(path, SHAPE)
+    write_lines(path, lines + looks)
+    return path
+
+
+def test_where_experts_went_is_told_and_drawn(tmp_path: Path, page: Page) -> None:
+    looked = _report(_looks(tmp_path / "looked"))
+    table = looked.shown("placement")
+    for text in ("moved: saves 3.1 s of 40 s left", "12.0 MB", "250 ms", "1.50 s", "kept: saves too"):
+        assert text in table, text
+    assert "2.50 → 2.00, 2.07" in table
+    assert "4.00 kB → 3.20 kB, 3.20 kB" in table and "1.31 → 1.04, 1.04" in table
+    for name in ("remote-rows", "rank-load"):
+        styles = [attributes.get("style") or "" for tag, attributes in looked.tags_of[name] if tag == "path"]
+        assert any("--predicted" in style and "dasharray" in style for style in styles), name
+        assert any("--mark" in style for style in styles), name
+    assert "Where experts live" not in page.text and "remote-rows" not in page.tags_of, "a run that never looked"

@@ -1,0 +1,200 @@
+"""`carpool trace`, `carpool place` and `carpool recipes`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from carpool.cli.common import TRAIN_PACKAGES, Seed, command, errors, require
+
+_Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+
+
+def trace(
+    model: Annotated[Path, typer.Argument(help="A checkpoint's folder (config.json, safetensors), or a run's.")],
+    out: Annotated[Path, typer.Option("--out", help="File to write, .npz.")] = Path("trace.npz"),
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--data",
+            help='Files, folders, globs, or "stdlib"; may be repeated. Default: the text of the run, or stdlib.',
+        ),
+    ] = None,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens to record, in whole sequences.")] = 8192,
+    sequence_length: Annotated[
+        int | None, typer.Option("--sequence-length", min=2, help="Of the forwards. Default: that of the run, or 512.")
+    ] = None,
+    tokenizer: Annotated[
+        str | None, typer.Option("--tokenizer", help="As data.tokenizer. Default: of the run or the checkpoint.")
+    ] = None,
+    eos_token: Annotated[str | None, typer.Option("--eos-token", help="As data.eos_token.")] = None,
+    text_field: Annotated[str, typer.Option("--text-field", help="Of JSON lines and Parquet.")] = "text",
+    max_bytes: Annotated[int, typer.Option("--max-bytes", min=1, help="Text to read at most.")] = 64 << 20,
+    weights: Annotated[bool, typer.Option("--weights", help="Record routing weights, too.")] = False,
+    debug: _Debug = False,
+) -> None:
+    """Record which experts the tokens of a text choose in each layer of a model, for `carpool place`."""
+    with errors(debug):
+        require(TRAIN_PACKAGES)
+        from carpool.train.trace import record
+
+        recorded = record(
+            model,
+            tuple(data or ()),
+            tokens=tokens,
+            sequence_length=sequence_length,
+            tokenizer=tokenizer,
+            eos_token=eos_token,
+            text_field=text_field,
+            max_bytes=max_bytes,
+            weights=weights,
+            command=command(),
+        )
+        recorded.save(out)
+        measures = [recorded.layer(name).specialisation() for name in recorded.layers]
+        means = {key: sum(one[key] for one in measures) / len(measures) for key in measures[0]}
+        typer.echo(
+            f"wrote {out}: {recorded.num_tokens} tokens of {len(recorded.layers)} layers, "
+            f"{out.stat().st_size / 1024:.0f} KiB"
+        )
+        typer.echo("mean over layers: " + ", ".join(f"{key} {value:.3f}" for key, value in means.items()))
+
+
+def place(
+    trace: Annotated[Path, typer.Argument(help="What `carpool trace` wrote.")],
+    ranks: Annotated[int, typer.Option("--ranks", min=1, help="Expert-parallel ranks.")],
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Machines that they are on, equally many on each.")] = 1,
+    solvers: Annotated[
+        str | None,
+        typer.Option(
+            "--solvers",
+            metavar="NAME,...",
+            help="contiguous, random, lpt, eplb, occult, hypergraph, search, or NAME+search. Default: all, and "
+            "hypergraph+search.",
+        ),
+    ] = None,
+    slots: Annotated[
+        str | None,
+        typer.Option("--slots", metavar="N,...", help="Experts that each rank has memory for. Default: equally many."),
+    ] = None,
+    extra_slots: Annotated[int, typer.Option("--extra-slots", min=0, help="Room for replicas on each rank.")] = 0,
+    load_limit: Annotated[float, typer.Option("--load-limit", min=1.0, help="Fullest rank by the mean.")] = 1.1,
+    expert_groups: Annotated[
+        int | None, typer.Option("--expert-groups", min=1, help="Of eplb: groups of experts, in order.")
+    ] = None,
+    hidden: Annotated[int, typer.Option("--hidden", min=1, help="H of the cost model.")] = 2048,
+    expert_hidden: Annotated[int, typer.Option("--expert-hidden", min=1, help="F of the cost model.")] = 1024,
+    tokens_per_rank: Annotated[int, typer.Option("--tokens-per-rank", min=1, help="Of the cost model.")] = 8192,
+    seed: Seed = 0,
+    out: Annotated[
+        Path, typer.Option("--out", help="Folder for layouts.json, place.json and place.png, which are overwritten.")
+    ] = Path("runs/place"),
+    every_layer: Annotated[bool, typer.Option("--every-layer", help="A table for each layer.")] = False,
+    debug: _Debug = False,
+) -> None:
+    """Where experts should live: every solver on one half of a trace, judged on the other half.
+
+    layouts.json, the best found for each layer, is what moe.layout of `carpool train` and carpool.hf.set_layout take.
+    place.png shows the layer in the middle.
+    """
+    with errors(debug):
+        from rich.progress import track
+
+        from carpool.placement.objective import CostModel
+        from carpool.placement.plot import plot_coactivation
+        from carpool.placement.table import DEFAULT_SOLVERS, place, print_table
+        from carpool.placement.trace import Trace
+
+        names = tuple(one.strip() for one in solvers.split(",") if one.strip()) if solvers else DEFAULT_SOLVERS
+        recorded = Trace.load(trace)
+        steps = iter(track(range(len(names) * len(recorded.layers)), description="solving", transient=True))
+
+        def on_row(_: object) -> None:
+            next(steps, None)
+
+        result = place(
+            recorded,
+            ranks=ranks,
+            nodes=nodes,
+            solvers=names,
+            slots=_numbers("--slots", slots),
+            extra_slots=extra_slots,
+            load_limit=load_limit,
+            expert_groups=expert_groups,
+            seed=seed,
+            cost=CostModel(hidden=hidden, expert_hidden=expert_hidden, tokens_per_rank=tokens_per_rank),
+            on_row=on_row,
+        )
+        list(steps)
+        out.mkdir(parents=True, exist_ok=True)
+        result.layouts.save(out / "layouts.json")
+        written = {**result.to_dict(), "command": command(), "trace": str(trace)}
+        (out / "place.json").write_text(json.dumps(written, indent=1) + "\n")
+        print_table(result, every_layer=every_layer)
+        name = list(result.layouts)[len(result.layouts) // 2]
+        plot_coactivation(recorded.split(2)[1].layer(name), result.layouts[name], out / "place.png")
+        typer.echo(f"wrote {out}/layouts.json, place.json, place.png; train with moe.layout={out}/layouts.json")
+
+
+recipes = typer.Typer(help="Published systems, as choices of what Carpool has.", no_args_is_help=True)
+
+
+@recipes.command("list")
+def list_recipes(debug: _Debug = False) -> None:
+    """The recipes, what they are, and whether this version has all that they need."""
+    with errors(debug):
+        from carpool.recipes import load, names
+
+        for name in names():
+            one = load(name)
+            typer.echo(f"{name:<18} {one.system} ({one.source})")
+            typer.echo(f"{'':<18} {', '.join(one.mechanisms)}")
+            typer.echo(f"{'':<18} {one.note}")
+
+
+@recipes.command("compare")
+def compare_recipes(
+    trace: Annotated[Path, typer.Option("--trace", help="What `carpool trace` wrote.")],
+    ranks: Annotated[int, typer.Option("--ranks", min=1, help="Expert-parallel ranks.")] = 4,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Machines that they are on.")] = 1,
+    only: Annotated[
+        str | None, typer.Option("--recipes", metavar="NAME,...", help="Names, or paths of TOML files. Default: all.")
+    ] = None,
+    parts: Annotated[int, typer.Option("--parts", min=2, help="Parts of the trace, replayed one by one.")] = 8,
+    hidden: Annotated[int, typer.Option("--hidden", min=1, help="H of the cost model.")] = 2048,
+    expert_hidden: Annotated[int, typer.Option("--expert-hidden", min=1, help="F of the cost model.")] = 1024,
+    tokens_per_rank: Annotated[int, typer.Option("--tokens-per-rank", min=1, help="Of the cost model.")] = 8192,
+    seed: Seed = 0,
+    out: Annotated[Path, typer.Option("--out", help="Folder for recipes.json, which is overwritten.")] = Path(
+        "runs/recipes"
+    ),
+    debug: _Debug = False,
+) -> None:
+    """Replay a trace under each recipe: rows, load, modelled time, what was moved."""
+    with errors(debug):
+        from carpool.placement.objective import CostModel
+        from carpool.placement.trace import Trace
+        from carpool.recipes import load, names
+        from carpool.recipes.replay import compare, print_table, to_json
+
+        chosen = [load(name.strip()) for name in only.split(",")] if only else [load(name) for name in names()]
+        cost = CostModel(hidden=hidden, expert_hidden=expert_hidden, tokens_per_rank=tokens_per_rank)
+        found = compare(chosen, Trace.load(trace), ranks=ranks, nodes=nodes, parts=parts, seed=seed, cost=cost)
+        out.mkdir(parents=True, exist_ok=True)
+        settings = {"trace": str(trace), "ranks": ranks, "nodes": nodes, "parts": parts, "seed": seed}
+        written = {"command": command(), "settings": settings, "recipes": to_json(found)}
+        (out / "recipes.json").write_text(json.dumps(written, indent=1) + "\n")
+        print_table(found, nodes)
+        typer.echo(f"wrote {out}/recipes.json")
+
+
+def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(one) for one in text.split(","))
+    except ValueError:
+        raise ValueError(f"{option} {text} must be numbers with commas between, one for each rank") from None

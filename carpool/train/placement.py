@@ -1,0 +1,345 @@
+"""Where experts live while a run goes on: look at the routing, solve beside training, move between two steps.
+
+    after step 100     the choices of the newest tokens are gathered; a process beside the main rank starts to solve
+    steps 101 ... 105  training goes on
+    after step 105     (placement.lag = 5) the answer is broadcast, waited for if it is late; layers for which moving
+                       pays are moved: parameters, moments, and which replicas there are
+    from step 106 on   rows, bytes and load are measured, and recorded beside what was foretold
+
+Nothing here depends on how long anything takes: not when an answer is used, and not what it says, which follows from
+the choices, the loads and the seed. So two runs are bitwise equal, with the solver beside training or inside it. A
+checkpoint holds experts in logical order as always, the layouts of the moment, and what the next look needs (the tokens
+seen so far, the loads, an answer that is under way), so that a resumed run goes on as the other would have.
+
+Statistics: the load is counted and summed over ranks in each step anyway (carpool/hf/metrics.py); the choices are
+sampled on the device by `carpool.hf.trace.TraceRecorder`, and gathered when they are looked at.
+
+The other policies (carpool/placement/policies.py) look at the predicted load alone, on every rank alike, and what they
+say is used before the next step: which experts have copies where, or homes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from carpool.hf.expert_parallel import ExpertRides, rides
+from carpool.hf.layouts import check_layouts, current_layouts, set_layout
+from carpool.hf.metrics import RideRecord
+from carpool.hf.trace import TraceRecorder
+from carpool.layout import ExpertLayout
+from carpool.layouts import Layouts
+from carpool.parallel.migrate import Moved
+from carpool.placement.forecast import predict
+from carpool.placement.policies import POLICIES
+from carpool.placement.trace import Trace, concatenate
+from carpool.report.units import bytes_text
+from carpool.train.placement_cost import Array, Facts, aligned
+from carpool.train.placement_solve import Question, Solving
+from carpool.train.schema import Config, PlacementSection
+
+TRACE_FILE, LOADS_FILE = "placement-trace.npz", "placement-loads.npz"
+# Steps whose loads a predictor may look at.
+HISTORY = 64
+
+
+def first_layouts(config: Config, layers: dict[str, ExpertRides], saved: dict[str, Any]) -> tuple[Layouts, str]:
+    """Where experts start, and what says so: `moe.layout`, or, of a run that has moved them, its checkpoint.
+
+    A checkpoint's layouts are left aside if they are for other ranks, or if `moe.layout` is no longer what it was.
+
+    Raises:
+        ValueError: a file that is no layout, or not one for this model."""
+    wanted = config.moe.layout
+    placed = saved.get("placement") or {}
+    if placed.get("layouts") and placed.get("moe_layout") == wanted:
+        layouts = Layouts.from_dict(placed["layouts"], "the checkpoint's layouts")
+        try:
+            return check_layouts(layers, layouts), "checkpoint"
+        except ValueError:
+            pass  # it was written on other ranks
+    if wanted != "contiguous":
+        return check_layouts(layers, Layouts.load(wanted)), wanted
+    own = {name: ExpertLayout.contiguous(one.num_experts, one.num_ranks) for name, one in layers.items()}
+    return Layouts(own), wanted
+
+
+class Placement:
+    """The placement of one run. All ranks construct and call it alike.
+
+    Args:
+        config: of the run.
+        model, optimizer: what is moved.
+        facts: what the cost of a layout depends on.
+        folder: of the run; the main rank puts questions for the solver below it.
+        say, record: a line for the terminal; one for metrics.jsonl.
+        saved, files: of the checkpoint that is resumed: its state, and its folder.
+
+    Raises:
+        ValueError: replicas for experts that run their own forward.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        facts: Facts,
+        folder: Path,
+        say: Callable[[str], None],
+        record: Callable[..., None],
+        saved: dict[str, Any],
+        files: Path | None,
+    ) -> None:
+        self.section: PlacementSection = config.placement
+        self.moe_layout, self.seed = config.moe.layout, config.training.seed
+        self.model, self.optimizer, self.facts = model, optimizer, facts
+        self.folder, self.say, self.record = folder / "placement", say, record
+        # Also of a run that leaves off before: it will go on.
+        self.last_step = config.training.max_steps
+        self.main = dist.get_rank() == 0
+        # With one rank there is nowhere to go.
+        self.on = self.section.every is not None and next(iter(rides(model).values())).num_ranks > 1
+        self.device = next(model.parameters()).device
+        self.recorder: TraceRecorder | None = None
+        if self.on and self.section.replicas:
+            for own in rides(model).values():
+                homes = own.layout.homes
+                own.check_layout(ExpertLayout(homes, tuple((*home, -1) for home in homes)))
+        if self.on and self.section.policy == "migrate":
+            self.recorder = TraceRecorder(model, self.section.tokens)
+        self.fresh = True  # nothing was recorded since it was reset
+        self.earlier: Trace | None = None
+        self.loads: deque[Array] = deque(maxlen=HISTORY)
+        self.solving: Solving | None = None
+        self.pending: dict[str, Any] | None = None
+        self.measured: dict[str, float] = {}
+        self.since: int | None = None
+        self.moved = False
+        self._restore(saved.get("placement") or {}, files)
+
+    def after_step(self, step: int, rode: RideRecord) -> None:
+        """After the optimizer's step, gradients gone: measure, use an answer that is due, ask when it is time."""
+        if not self.on or self.section.every is None:
+            return
+        self.fresh = False
+        widest = max(map(len, rode.load_LE))
+        self.loads.append(np.array([load + [0] * (widest - len(load)) for load in rode.load_LE], dtype=np.float64))
+        self._measure(rode)
+        if self.section.policy != "migrate":
+            if step % self.section.every == 0 and step < self.last_step:
+                self._react(step)
+            return
+        if self.pending is not None and step >= self.pending["asked"] + self.section.lag:
+            self._use(step, self.pending)
+            self.pending = None
+        if step % self.section.every == 0 and self.pending is None and step + self.section.lag < self.last_step:
+            self._ask(step)
+
+    def state(self) -> dict[str, Any]:
+        """For a checkpoint: the same on all ranks. An answer that is under way is waited for, and used when it is
+        due."""
+        if self.pending is not None and "answer" not in self.pending:
+            self.pending["answer"] = self._answer()
+        self._gather()
+        return {
+            "moe_layout": self.moe_layout,
+            "layouts": current_layouts(self.model).to_dict() if self.moved else None,
+            "pending": self.pending,
+            "since": self.since,
+            "measured": self.measured,
+        }
+
+    def write_files(self, folder: Path) -> None:
+        """The larger part of the state, on the main rank; `state` comes first."""
+        if self.earlier is not None:
+            self.earlier.save(folder / TRACE_FILE)
+        if self.loads:
+            np.savez_compressed(folder / LOADS_FILE, loads=np.stack(self.loads))
+
+    def finish(self, step: int) -> None:
+        """The last measurement."""
+        self._report_measured(step)
+
+    def close(self) -> None:
+        if self.solving is not None:
+            self.solving.stop()
+
+    # -- asking and answering ---------------------------------------------------------------------------------
+
+    def _ask(self, step: int) -> None:
+        self._gather()
+        trace, self.earlier = self.earlier, None
+        assert trace is not None, "every step is recorded"
+        self.pending = {"asked": step}
+        if not self.main:
+            return
+        question = Question(
+            layouts=current_layouts(self.model),
+            loads_SLE=np.stack(self.loads),
+            trace=trace,
+            section=self.section,
+            facts=self.facts,
+            remaining=self.last_step - step - self.section.lag,
+            seed=self.seed + step,
+        )
+        self.solving = Solving(question, self.folder / f"step-{step:08d}" if self.section.background else None)
+
+    def _answer(self) -> dict[str, Any]:
+        """Of the question that is under way, on all ranks. Waits."""
+        found: list[Any] = [None]
+        if self.main:
+            assert self.solving is not None
+            try:
+                found = [self.solving.answer()]
+            except ValueError as error:
+                found = [str(error)]
+            self.solving = None
+        if dist.is_initialized():
+            dist.broadcast_object_list(found, src=0, device=self.device)
+        if isinstance(found[0], str):
+            raise ValueError(f"placement could not be solved: {found[0]}")
+        answer: dict[str, Any] = found[0]
+        return answer
+
+    def _use(self, step: int, pending: dict[str, Any]) -> None:
+        answer = pending["answer"] if "answer" in pending else self._answer()
+        room = self.section.replicas
+        adopted = {name: padded(Layouts.from_dict(one)[name], room) for name, one in answer["layouts"].items()}
+        moved = Moved()
+        if adopted:
+            # What was measured so far was so under the old layouts.
+            self._report_measured(step)
+            moved = self._move(step, adopted)
+        self._tell(step, answer, moved, asked=pending["asked"])
+
+    def _react(self, step: int) -> None:
+        """A policy that knows loads alone: every rank finds the same."""
+        section, layouts = self.section, current_layouts(self.model)
+        policy, model = POLICIES[section.policy], self.facts.load_model
+        changed: dict[str, ExpertLayout] = {}
+        before, after = [], []
+        for number, (name, layout) in enumerate(layouts.items()):
+            history_SE = np.stack([load_LE[number, : layout.num_experts] for load_LE in self.loads])
+            load_E = predict(section.predictor, history_SE)
+            found = policy(load_E, layout, section.replicas, model)
+            found = padded(aligned(found, layout, self.facts.num_nodes), section.replicas)
+            before.append(load_ratio(load_E, layout))
+            after.append(load_ratio(load_E, found))
+            if found != layout:
+                changed[name] = found
+        if not changed:
+            return
+        self._report_measured(step)
+        about = {"why": f"{section.policy}, by the predicted load", "solver": section.policy, "solve_seconds": None}
+        looks = {
+            key: {"rows": None, "bytes": None, "load": float(np.mean(load))}
+            for key, load in (("before", before), ("predicted", after))
+        }
+        self._tell(step, {**about, **looks}, self._move(step, changed))
+
+    def _move(self, step: int, changed: dict[str, ExpertLayout]) -> Moved:
+        moved = set_layout(self.model, current_layouts(self.model).with_layers(changed), self.optimizer)
+        for own in rides(self.model).values():
+            # Before the next forward, whose rows the run must find room for.
+            own.prepare(self.facts.top_k, self.facts.hidden)
+        self.moved, self.since, self.measured = True, step, {}
+        if self.main:
+            current_layouts(self.model).save(self.folder.parent / "layout.json")
+        return moved
+
+    def _tell(self, step: int, answer: dict[str, Any], moved: Moved, **fields: Any) -> None:
+        event = "moved" if moved.layers else "kept"
+        about = {key: answer[key] for key in ("why", "solver", "solve_seconds", "before", "predicted")}
+        self.record("placement", step, event=event, **asdict(moved), **about, **fields)
+        if self.section.policy != "migrate":
+            return  # it may be every step
+        if event == "kept":
+            self.say(f"step {step}: experts stay where they are: {answer['why']}")
+            return
+        before, then = answer["before"], answer["predicted"]
+        rows = "" if before["rows"] is None else f"remote rows per token {before['rows']:.2f} -> {then['rows']:.2f}, "
+        self.say(
+            f"step {step}: {moved.experts} experts of {moved.layers} layers moved ({bytes_text(moved.bytes)}, "
+            f"{moved.seconds:.2f} s): {answer['why']}; predicted: {rows}"
+            f"load of the fullest rank {before['load']:.2f} -> {then['load']:.2f} of the mean"
+        )
+
+    # -- statistics -------------------------------------------------------------------------------------------
+
+    def _gather(self) -> None:
+        """All ranks' newest choices into `earlier`. So a checkpoint divides what is looked at in the same way whether
+        the run goes on or is resumed from there."""
+        if self.recorder is not None and not self.fresh:
+            parts = [self.recorder.trace()] if self.earlier is None else [self.earlier, self.recorder.trace()]
+            self.earlier = newest(concatenate(parts), self.section.tokens)
+            self.recorder.reset()
+            self.fresh = True
+
+    def _measure(self, rode: RideRecord) -> None:
+        rows, copies = sum(map(sum, rode.traffic_WW)), sum(rode.copies_L)
+        tokens = rows / copies if copies else 0.0  # of a layer
+        for key, value in (
+            ("steps", 1.0),
+            ("rows", rode.record["rows_remote_per_token"]),
+            ("bytes", rode.record["bytes_remote"] / max(1.0, tokens)),
+            ("load", rode.record["rank_load_max_over_mean"]),
+        ):
+            self.measured[key] = self.measured.get(key, 0.0) + value
+
+    def _report_measured(self, step: int) -> None:
+        if self.since is not None and (steps := self.measured.get("steps")):
+            mean = {key: self.measured[key] / steps for key in ("rows", "bytes", "load")}
+            self.record("placement", step, event="measured", since=self.since, steps=int(steps), measured=mean)
+
+    def _restore(self, state: dict[str, Any], files: Path | None) -> None:
+        if not state or state["moe_layout"] != self.moe_layout:
+            return
+        if state["layouts"] is not None:
+            self.moved = Layouts.from_dict(state["layouts"]) == current_layouts(self.model)
+            if not self.moved:  # they are for other ranks
+                return
+        if not self.on:
+            return
+        self.pending, self.since = state["pending"], state["since"]
+        self.measured = dict(state["measured"])
+        if files is None:
+            return
+        if (files / TRACE_FILE).is_file():
+            self.earlier = Trace.load(files / TRACE_FILE)
+        if (files / LOADS_FILE).is_file():
+            with np.load(files / LOADS_FILE, allow_pickle=False) as data:
+                self.loads.extend(data["loads"])
+
+
+def padded(layout: ExpertLayout, room: int) -> ExpertLayout:
+    """With empty slots for as many replicas as there is room for, if it has any: how many they are changes often, and
+    transports need not."""
+    if not layout.num_replicas:
+        return ExpertLayout(layout.homes)
+    pairs = zip(layout.homes, layout.slots, strict=True)
+    return ExpertLayout(layout.homes, tuple((*s, *[-1] * (len(h) + room - len(s))) for h, s in pairs))
+
+
+def load_ratio(load_E: Array, layout: ExpertLayout) -> float:
+    """The fullest rank by the mean, copies sharing an expert's load."""
+    each_E = np.array([load_E[e] / len(slots) for e, slots in enumerate(layout.slots_of)])
+    load_W = np.array([sum(each_E[e] for e in rank if e != -1) for rank in layout.slots])
+    return float(load_W.max() / max(1e-9, load_W.mean()))
+
+
+def newest(trace: Trace, tokens: int) -> Trace:
+    """The last whole sequences of a trace that hold at least so many tokens."""
+    if trace.num_tokens <= tokens:
+        return trace
+    starts = np.flatnonzero(np.diff(trace.sequence_T, prepend=trace.sequence_T[0] - 1))
+    first = starts[np.searchsorted(starts, trace.num_tokens - tokens, side="right") - 1]
+    return trace.subset(np.arange(first, trace.num_tokens))

@@ -1,0 +1,250 @@
+"""One question to the solver, and its answer: which layers should be laid out otherwise, and why.
+
+    python -m carpool.train.placement_solve FOLDER        question.json, trace.npz, loads.npz -> answer.json
+
+A question is all that the answer depends on, so it may be answered anywhere: `Solving` does it in a process beside the
+main rank, which neither holds its interpreter's lock nor sees its GPU, or at once in this one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from carpool.layout import ExpertLayout
+from carpool.layouts import Layouts
+from carpool.placement import solvers
+from carpool.placement.adopt import Decision, decide
+from carpool.placement.forecast import predict
+from carpool.placement.objective import Objective
+from carpool.placement.trace import LayerTrace, Trace
+from carpool.train.placement_cost import Array, Facts, aligned, foretell, outlook
+from carpool.train.schema_moe import PlacementSection
+
+if TYPE_CHECKING:
+    from carpool.train.loop import _Run
+
+
+@dataclass(frozen=True)
+class Question:
+    """All that the answer depends on.
+
+    Attributes:
+        layouts: of the moment.
+        loads_SLE: choices of each expert, per layer, in the last steps; the newest last.
+        trace: choices of the newest tokens.
+        section: solver and limits.
+        facts: see there.
+        remaining: steps of the run after the answer is used.
+        seed: of the solver.
+    """
+
+    layouts: Layouts
+    loads_SLE: Array
+    trace: Trace
+    section: PlacementSection
+    facts: Facts
+    remaining: int
+    seed: int
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.trace.save(folder / "trace.npz")
+        np.savez_compressed(folder / "loads.npz", loads=self.loads_SLE)
+        settings = {
+            "layouts": self.layouts.to_dict(),
+            "section": self.section.model_dump(),
+            "facts": asdict(self.facts),
+            "remaining": self.remaining,
+            "seed": self.seed,
+        }
+        (folder / "question.json").write_text(json.dumps(settings))
+
+    @classmethod
+    def load(cls, folder: Path) -> Question:
+        settings = json.loads((folder / "question.json").read_text())
+        with np.load(folder / "loads.npz", allow_pickle=False) as data:
+            loads_SLE = data["loads"]
+        return cls(
+            Layouts.from_dict(settings["layouts"]),
+            loads_SLE,
+            Trace.load(folder / "trace.npz"),
+            PlacementSection(**settings["section"]),
+            Facts(**settings["facts"]),
+            settings["remaining"],
+            settings["seed"],
+        )
+
+
+class Solving:
+    """A question that is being answered.
+
+    Args:
+        folder: where a process finds the question and leaves the answer; it goes away with that. None: answer at once.
+    """
+
+    def __init__(self, question: Question, folder: Path | None) -> None:
+        self.folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+        if folder is None:
+            self._found = solve(question)
+            return
+        question.save(folder)
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, "-m", "carpool.train.placement_solve", str(folder), str(os.getpid())]
+        with (folder / "log.txt").open("wb") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
+
+    def answer(self) -> dict[str, Any]:
+        """The answer of `solve`; waits for it.
+
+        Raises:
+            ValueError: there is none, and why."""
+        if self._process is None or self.folder is None:
+            return self._found
+        code = self._process.wait()
+        path = self.folder / "answer.json"
+        if code or not path.is_file():
+            last = (self.folder / "log.txt").read_text(errors="replace").strip().splitlines()[-1:]
+            raise ValueError(f"the solver ended with exit code {code}: {''.join(last)} (see {self.folder}/log.txt)")
+        found: dict[str, Any] = json.loads(path.read_text())
+        for file in self.folder.iterdir():
+            file.unlink()
+        self.folder.rmdir()
+        return found
+
+    def stop(self) -> None:
+        """Nobody wants the answer any more."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+def solve(question: Question) -> dict[str, Any]:
+    """The answer: layouts of the layers that should move, what they are foretold to do, and why.
+
+    One half of the trace's sequences is for the solver; the other, which it never sees, judges what it found. Each
+    layer moves or stays for itself.
+    """
+    started = time.perf_counter()
+    section, facts = question.section, question.facts
+    halves = question.trace.split(2) if question.trace.num_sequences > 1 else (question.trace,) * 2
+    adopted: dict[str, ExpertLayout] = {}
+    before: list[Objective] = []
+    after: list[Objective] = []
+    decisions: list[Decision] = []
+    for name in question.trace.layers:
+        current = question.layouts[name]
+        learn, judge = (half.layer(name) for half in halves)
+        history_SE = question.loads_SLE[:, list(question.layouts).index(name), : learn.num_experts]
+        load_E = predict(section.predictor, history_SE)
+        now = foretell(judge, current, load_E, facts)
+        judged = [(foretell(judge, one, load_E, facts), one) for one in _candidates(question, learn)]
+        then, found = min(judged, key=lambda one: one[0].seconds)
+        decision = decide(
+            {name: current},
+            {name: found},
+            facts.micro_batches * now.seconds,
+            facts.micro_batches * then.seconds,
+            steps_left=question.remaining,
+            window=section.horizon,
+            hysteresis=section.hysteresis,
+            least_gain=section.least_gain,
+            num_nodes=facts.num_nodes,
+            cost=facts.cost,
+        )
+        decisions.append(decision)
+        before.append(now)
+        after.append(then if decision.adopt else now)
+        if decision.adopt:
+            adopted[name] = found
+    return {
+        "layouts": {name: layout.to_dict() for name, layout in adopted.items()},
+        "why": explain(decisions),
+        "solver": section.solver,
+        "solve_seconds": time.perf_counter() - started,
+        "before": outlook(before, facts),
+        "predicted": outlook(after, facts),
+    }
+
+
+def explain(decisions: Sequence[Decision]) -> str:
+    """Of all layers: what those that move save, or why the one that came nearest stays."""
+    moving = [one for one in decisions if one.adopt]
+    if not moving:
+        nearest = max(decisions, key=lambda one: one.saved_seconds)
+        return f"no layer pays for moving; of the nearest: {nearest.why.removeprefix('stay: ')}"
+    now, new, saved, cost = (
+        sum(getattr(one, key) for one in moving)
+        for key in ("now_seconds", "new_seconds", "saved_seconds", "cost_seconds")
+    )
+    return (
+        f"by the model saves {1e6 * (now - new):.0f} us per step, {1 - new / now:.1%} of these layers' time, in "
+        f"{moving[0].steps} steps {saved:.3g} s, and costs {cost:.2g} s"
+    )
+
+
+def _candidates(question: Question, learn: LayerTrace) -> Iterator[ExpertLayout]:
+    """What the solver finds for a layer: without replicas, and, if there is room for them, with; "search" also from
+    where experts are now, which moves fewer of them."""
+    section, facts, current = question.section, question.facts, question.layouts[learn.name]
+    for extra in sorted({0, section.replicas}):
+        for start in (None, current) if section.solver == "search" else (None,):
+            found = solvers.solve(
+                section.solver,
+                learn,
+                current.num_ranks,
+                facts.num_nodes,
+                seed=question.seed,
+                extra_slots=extra,
+                load_limit=section.load_limit,
+                cost=facts.cost,
+                start=start,
+            )
+            yield aligned(found, current, facts.num_nodes)
+
+
+def facts_of(run: _Run) -> Facts:
+    """Of a run whose model is there."""
+    layer, text, training = run.rides[0], run.model.config.get_text_config(), run.config.training
+    elements = sum(math.prod(parameter.shape[1:]) for parameter in layer.experts.parameters())
+    size = 2 if run.bf16 else run.model.dtype.itemsize
+    tokens = training.per_device_train_batch_size * run.config.data.sequence_length
+    assert layer.transport is not None
+    return Facts(
+        transport=layer.transport.name,
+        num_nodes=max(1, layer.num_ranks // int(os.environ.get("LOCAL_WORLD_SIZE", layer.num_ranks))),
+        tokens=-(-tokens // run.degrees.tp_size),
+        micro_batches=training.gradient_accumulation_steps,
+        top_k=run.top_k,
+        hidden=text.hidden_size,
+        element_size=size,
+        expert_elements=elements,
+        cuda=run.device.type == "cuda",
+    )
+
+
+def main() -> None:
+    """A process of its own."""
+    from carpool.train.worker import die_with
+
+    folder = Path(sys.argv[1])
+    die_with(int(sys.argv[2]))
+    found = solve(Question.load(folder))
+    part = folder / "answer.part"
+    part.write_text(json.dumps(found))
+    part.rename(folder / "answer.json")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,152 @@
+"""Experts that move between steps: rows arrive where they should, and training goes on as if they had stayed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import carpool
+from carpool.layout import ExpertLayout
+from carpool.parallel import migrate
+from carpool.parallel.migrate import RowMove
+from tests.layouts import EXPERTS, layout_of
+from tests.ranks import WORLD_SIZE, Ranks, mesh
+
+H, F, K, STEPS = 16, 8, 3, 6
+
+
+def _move_rows(seed: int, chunk_bytes: int) -> list[str]:
+    """Rows named by numbers travel between random deals of 37 names to the ranks; some ranks have none."""
+    dealer, rank = random.Random(seed), dist.get_rank()
+    wrong = []
+    for case, shape in enumerate([(), (1,), (3, 5), (199,)]):
+        deals = []
+        for _ in range(2):
+            names = dealer.sample(range(37), 37)
+            cuts = sorted(dealer.choice([0, 37, dealer.randrange(38)]) for _ in range(WORLD_SIZE - 1))
+            deals.append([names[a:b] for a, b in zip([0, *cuts], [*cuts, 37], strict=True)])
+        if case == 2:  # as many as before on each rank
+            names = iter(dealer.sample(range(37), 37))
+            deals[1] = [[next(names) for _ in part] for part in deals[0]]
+        before, after = deals
+
+        def rows_of(names: list[int], shape: tuple[int, ...] = shape) -> torch.Tensor:
+            columns = torch.arange(max(1, torch.Size(shape).numel()), dtype=torch.float32).view(1, *shape)
+            base = torch.tensor(names, dtype=torch.float32).view(-1, *[1] * len(shape))
+            return base * 1000 + (columns if shape else 0)
+
+        rows, move = rows_of(before[rank]), RowMove(before, after, rank)
+        got = move.apply(rows, None, chunk_bytes)
+        if not torch.equal(got, rows_of(after[rank])):
+            wrong.append(f"rows of shape {shape}")
+        if (got is rows) != (len(before[rank]) == len(after[rank])):
+            wrong.append(f"a new tensor for shape {shape}")
+    return wrong
+
+
+@pytest.mark.parametrize("chunk_bytes", [400, 10**6])
+def test_rows_arrive_whatever_the_size_of_the_pieces(ranks: Ranks, chunk_bytes: int) -> None:
+    assert ranks(_move_rows, 7, chunk_bytes) == [[]] * WORLD_SIZE
+
+
+def test_only_rows_that_change_rank_travel_each_once() -> None:
+    before, after = [[0, 1], [2, 3], []], [[1, 0], [2], [3]]
+    moves = [RowMove(before, after, rank) for rank in range(3)]
+    assert [move.send for move in moves] == [[[], [], []], [[], [], [1]], [[], [], []]]
+    assert [move.receive for move in moves] == [[[], [], []], [[], [], []], [[], [0], []]]
+    assert [move.stay for move in moves] == [[(1, 0), (0, 1)], [(0, 0)], []]
+    assert [move.travelling for move in moves] == [1, 1, 1]
+
+
+def _layer(layout: ExpertLayout) -> carpool.MoE:
+    torch.manual_seed(0)
+    ep = mesh((WORLD_SIZE,), ("ep",))
+    return carpool.MoE(H, F, EXPERTS, K, ep_mesh=ep, layout=layout, transport="dedup", bias=True, dtype=torch.float64)
+
+
+def _train(layouts: dict[int, str]) -> tuple[list[float], dict[str, Any], int, int]:
+    """Losses of some steps of AdamW, moving to another layout before those named; the layer's state in logical order;
+    bytes that were moved, and that these moves should take."""
+    moe = _layer(layout_of("contiguous", WORLD_SIZE))
+    optimizer = torch.optim.AdamW(moe.parameters(), lr=0.05)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    losses, moved, expected = [], 0, 0
+    for step in range(STEPS):
+        x = torch.randn(9, H, generator=generator, dtype=torch.float64)
+        if step in layouts:
+            before = moe.layout
+            moved += moe.set_layout(layout_of(layouts[step], WORLD_SIZE), optimizer).bytes
+            changed = sum(a[0] != b[0] for a, b in zip(before.home_of, moe.layout.home_of, strict=True))
+            expected += changed * 3 * 8 * (2 * F * H + H * F + 2 * F + H)
+        loss = (moe(x) - x.roll(1, dims=1)).square().mean()
+        loss.backward()
+        carpool.reduce_gradients(moe, mesh((WORLD_SIZE,), ("ep",)))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        total = loss.detach()
+        dist.all_reduce(total)
+        losses.append(float(total))
+    return losses, {k: v.numpy() for k, v in moe.logical_state_dict().items()}, moved, expected
+
+
+def _both(broken: bool) -> tuple[float, float, int, int]:
+    stayed, state, _, _ = _train({})
+
+    def weights_alone(parameter: Any, optimizer: Any) -> Iterator[Any]:
+        yield None, "", parameter.data
+
+    # From even to uneven homes, one rank with none, to replicas, and home again.
+    moves = {2: "permuted", 3: "uneven", 4: "replicated_permuted", 5: "contiguous"}
+    if broken:
+        moves = {3: "permuted"}
+    with mock.patch.object(migrate, "_tensors", weights_alone if broken else migrate._tensors):
+        went, moved_state, moved, expected = _train(moves)
+    loss_error = max(abs(a - b) / abs(a) for a, b in zip(stayed, went, strict=True))
+    state_error = max(float(abs(state[k] - moved_state[k]).max()) for k in state)
+    return loss_error, state_error, moved, expected
+
+
+def test_training_goes_on_as_if_nobody_had_moved(ranks: Ranks) -> None:
+    for loss_error, state_error, moved, expected in ranks(_both, False):
+        assert loss_error < 1e-12 and state_error < 1e-9
+        assert moved == expected > 0
+
+
+def test_moments_that_stay_behind_show(ranks: Ranks) -> None:
+    assert all(loss_error > 1e-6 for loss_error, *_ in ranks(_both, True))
+
+
+def _refusals() -> list[str]:
+    moe = _layer(layout_of("contiguous", WORLD_SIZE))
+    optimizer = torch.optim.Adafactor(moe.parameters(), lr=0.1)
+    before = [p.detach().clone() for p in moe.parameters()]
+    found = []
+
+    def refused(layout: ExpertLayout) -> None:
+        with pytest.raises(ValueError) as error:
+            moe.set_layout(layout, optimizer)
+        found.append(str(error.value))
+
+    refused(ExpertLayout.contiguous(EXPERTS, 2))
+    moe(torch.ones(2, H, dtype=torch.float64)).sum().backward()
+    refused(layout_of("uneven", WORLD_SIZE))
+    carpool.reduce_gradients(moe, mesh((WORLD_SIZE,), ("ep",)))
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    before = [p.detach().clone() for p in moe.parameters()]
+    refused(layout_of("uneven", WORLD_SIZE))
+    assert all(torch.equal(a, b) for a, b in zip(before, moe.parameters(), strict=True))
+    return found
+
+
+def test_what_cannot_move_is_refused_before_anything_has(ranks: Ranks) -> None:
+    for ranks_wrong, gradients, factored in ranks(_refusals):
+        assert "for 12 experts on 2 ranks" in ranks_wrong
+        assert "zero_grad(set_to_none=True)" in gradients
+        assert "Adafactor keeps" in factored and "cannot move with this optimizer" in factored
