@@ -57,6 +57,6 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "Name another one: make clean && make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
 	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[train,dev]'
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[train,placement,dev]'
 	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@

@@ -347,6 +347,7 @@ def test_the_experts_of_a_model_are_selected_by_name() -> None:
     pytest.importorskip("transformers")
     from carpool.hf import install, rides, set_experts
     from carpool.hf.build import build_model, make_config
+    from carpool.hf.layouts import slots_kept
 
     small = {"hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     more = {"num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 50}
@@ -362,6 +363,11 @@ def test_the_experts_of_a_model_are_selected_by_name() -> None:
     assert set_experts(model, "fp8") == ["experts compute in FP8"]
     lossy = model(ids).logits.detach()
     assert 1e-5 < float((lossy - exact).norm() / exact.norm()) < TOLERANCE
+    for quantised, times in ((False, 8), (True, 4)):  # up and down of two layers, in two passes
+        spy = mock.patch.object(fp8, "quantise_weight", wraps=fp8.quantise_weight)
+        with slots_kept(model, quantised), torch.no_grad(), spy as done:
+            assert all(torch.equal(model(ids).logits, lossy) for _ in range(2))
+        assert done.call_count == times
     assert set_experts(model, "grouped") == [] and torch.equal(model(ids).logits, exact)
     with pytest.raises(ValueError, match="experts='fp4' is not known"):
         set_experts(model, "fp4")
@@ -378,6 +384,9 @@ def test_the_setting_says_that_it_is_lossy() -> None:
 
     assert load_config(None, []).moe.experts == "auto" and load_config(None, ["moe.experts=fp8"]).moe.experts == "fp8"
     assert "fp8: LOSSY" in str(MoeSection.model_fields["experts"].description)
+    assert load_config(None, ["moe.experts=fp8", "moe.fp8_hold_weights=true"]).moe.fp8_hold_weights
+    with pytest.raises(ValueError, match=r"moe.fp8_hold_weights is of FP8 experts, and moe.experts = 'auto'"):
+        load_config(None, ["moe.fp8_hold_weights=true"])
 
 
 def test_the_benchmark_of_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,6 +155,18 @@ def list_recipes(debug: _Debug = False) -> None:
             typer.echo(f"{'':<18} {one.note}")
 
 
+@recipes.command("show")
+def show_recipe(
+    name: Annotated[str, typer.Argument(help="As `carpool recipes list` names it.")], debug: _Debug = False
+) -> None:
+    """A recipe's file, which `carpool train --config` takes."""
+    with errors(debug):
+        from carpool.recipes import load, path_of
+
+        load(name)
+        typer.echo(path_of(name).read_text(), nl=False)
+
+
 @recipes.command("compare")
 def compare_recipes(
     trace: Annotated[Path, typer.Option("--trace", help="What `carpool trace` wrote.")],

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
+from carpool.experts import FP8Experts
 from carpool.hf.expert_parallel import ExpertRides, rides
 from carpool.layout import ExpertLayout
 from carpool.layouts import Layouts
@@ -85,12 +86,17 @@ def current_layouts(model: nn.Module) -> Layouts:
 
 
 @contextmanager
-def slots_kept(model: nn.Module) -> Iterator[None]:
+def slots_kept(model: nn.Module, quantised: bool = False) -> Iterator[None]:
     """Inside, no weight changes: replicas are filled by the first forward and serve the others (micro-batches, what
-    checkpointing computes again, batches of an evaluation). All ranks together."""
+    checkpointing computes again, batches of an evaluation). All ranks together.
+
+    Args:
+        quantised: FP8 experts keep their quantised weights, too, which takes as much memory as the weights in bf16."""
     with ExitStack() as stack:
         for own in rides(model).values():
             stack.enter_context(own.filler.keep())
+            if quantised and isinstance(own.compute, FP8Experts):
+                stack.enter_context(own.compute.weights_unchanged())
         yield
 
 

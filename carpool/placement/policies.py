@@ -30,7 +30,7 @@ from carpool.layout import ExpertLayout
 from carpool.placement.objective import RIDES, CostModel
 from carpool.placement.solvers.lpt import pack
 from carpool.placement.solvers.problem import homes_of
-from carpool.placement.trace import Array, LayerTrace
+from carpool.placement.trace import Array
 
 
 @dataclass(frozen=True)
@@ -137,13 +137,13 @@ def pick(
     return choices[int(np.argmin(times))]
 
 
-def make_pool(trace: LayerTrace, num_ranks: int, size: int = 8) -> list[ExpertLayout]:
-    """Layouts that suit the loads of different parts of a trace, each by LPT: SmartMoE's pool."""
-    parts = np.array_split(np.arange(trace.num_tokens), size)
-    room_W = np.array([len(home) for home in ExpertLayout.contiguous(trace.num_experts, num_ranks).homes])
+def make_pool(history_NE: Array, num_ranks: int, size: int = 8) -> list[ExpertLayout]:
+    """Layouts that suit the loads of different parts of a history (N steps), each by LPT: SmartMoE's pool."""
+    loads_NE = np.asarray(history_NE, dtype=np.float64)
+    room_W = np.array([len(home) for home in ExpertLayout.contiguous(loads_NE.shape[1], num_ranks).homes])
     pool: list[ExpertLayout] = []
-    for part in parts:
-        rank_E = pack(trace.subset(part).load_E, room_W)
+    for part_NE in np.array_split(loads_NE, min(size, len(loads_NE))):
+        rank_E = pack(part_NE.sum(0), room_W)
         layout = ExpertLayout(tuple(tuple(np.flatnonzero(rank_E == rank).tolist()) for rank in range(num_ranks)))
         if layout not in pool:
             pool.append(layout)

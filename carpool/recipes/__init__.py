@@ -30,7 +30,7 @@ from carpool.placement.forecast import PREDICTORS
 from carpool.placement.policies import POLICIES
 from carpool.placement.solvers import SOLVERS
 
-__all__ = ["KINDS", "Recipe", "load", "names"]
+__all__ = ["KINDS", "Recipe", "load", "names", "path_of"]
 
 # What this version has of each kind, and the setting (section, key) that chooses it.
 KINDS: Mapping[str, tuple[Collection[str], tuple[str, str]]] = MappingProxyType(
@@ -69,7 +69,12 @@ class Recipe:
 
 def names() -> list[str]:
     """Of all recipes that come with Carpool."""
-    return sorted(Path(str(file)).stem for file in files(__package__).iterdir() if str(file).endswith(".toml"))
+    return sorted(file.stem for file in Path(str(files(__package__))).glob("*.toml"))
+
+
+def path_of(name: str) -> Path:
+    """The file of a recipe that comes with Carpool."""
+    return Path(str(files(__package__))) / f"{name}.toml"
 
 
 def load(name: str) -> Recipe:
@@ -80,7 +85,7 @@ def load(name: str) -> Recipe:
     known = names()
     path = Path(name)
     if name in known:
-        text = files(__package__).joinpath(f"{name}.toml").read_text()
+        text = path_of(name).read_text()
     elif path.suffix == ".toml" and path.is_file():
         name, text = path.stem, path.read_text()
     else:

@@ -117,7 +117,6 @@ class _Replay:
         self.replicas = recipe.get("placement", "replicas", 0)
         options = {key: recipe.get("moe", key) for key in ("limit_ranks", "limit_nodes", "limit_by", "topology_cap")}
         self.limit = LimitOptions(**{k: v for k, v in options.items() if v is not None}, num_nodes=nodes)
-        self.pool: list[ExpertLayout] = []
 
     def run(self) -> Outcome:
         seconds, moved, found = 0.0, [], []
@@ -140,18 +139,17 @@ class _Replay:
         seen = _joined(self.parts[:number])
         if policy is None or (policy == "place" and number > 1):
             return self.layout
+        history_NE = np.stack([part.load_E for part in self.parts[:number]])
+        load_E = predict(self.recipe.get("placement", "predictor", "ema"), history_NE)
         if policy in ("place", "migrate"):
             found = solve(
                 self.recipe.get("placement", "solver"), seen, self.ranks, self.nodes,
-                seed=self.seed, extra_slots=self.replicas, cost=self.cost,
+                seed=self.seed, extra_slots=self.replicas, cost=self.cost, load_E=load_E,
             )  # fmt: skip
             return found if policy == "place" else self._adopted(found, number)
-        history_NE = np.stack([part.load_E for part in self.parts[:number]])
-        load_E = predict(self.recipe.get("placement", "predictor", "last"), history_NE)
         options: dict[str, Any] = {}
         if policy == "pick":
-            self.pool = self.pool or make_pool(seen, self.ranks, size=min(8, seen.num_tokens))
-            options["pool"] = self.pool
+            options["pool"] = make_pool(history_NE, self.ranks)
         model = LoadModel(self.cost, seen.top_k, self.nodes)
         return POLICIES[policy](load_E, self.layout, self.replicas, model, **options)
 

@@ -247,7 +247,7 @@ class _Run:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(self.step, training)
             batches = [self._to_device(batch) for batch in next(self.loader)]
-            with slots_kept(self.model):
+            with slots_kept(self.model, self.config.moe.fp8_hold_weights):
                 losses = self._with_room(partial(self.objective.backward, batches))
             norm = clip_grad_norm(self.model.parameters(), training.max_grad_norm or math.inf).item()
             # The device has been waited for: a ride that lacked a rank is known now, and what it gave is worth nothing.
@@ -273,7 +273,7 @@ class _Run:
         if len(self.eval_loader):
             mean = TokenMean()
             self.model.eval()
-            with torch.no_grad(), slots_kept(self.model):
+            with torch.no_grad(), slots_kept(self.model, self.config.moe.fp8_hold_weights):
                 for batch in self.eval_loader:
                     batch = self._to_device(batch)
                     targets = count_targets(batch["labels"])

@@ -39,7 +39,7 @@ from carpool.layout import ExpertLayout
 from carpool.layouts import Layouts
 from carpool.parallel.migrate import Moved
 from carpool.placement.forecast import predict
-from carpool.placement.policies import POLICIES
+from carpool.placement.policies import POLICIES, make_pool
 from carpool.placement.trace import Trace, concatenate
 from carpool.report.units import bytes_text
 from carpool.train.placement_cost import Array, Facts, aligned
@@ -230,7 +230,8 @@ class Placement:
         for number, (name, layout) in enumerate(layouts.items()):
             history_SE = np.stack([load_LE[number, : layout.num_experts] for load_LE in self.loads])
             load_E = predict(section.predictor, history_SE)
-            found = policy(load_E, layout, section.replicas, model)
+            pool = {"pool": make_pool(history_SE, layout.num_ranks)} if section.policy == "pick" else {}
+            found = policy(load_E, layout, section.replicas, model, **pool)
             found = padded(aligned(found, layout, self.facts.num_nodes), section.replicas)
             before.append(load_ratio(load_E, layout))
             after.append(load_ratio(load_E, found))

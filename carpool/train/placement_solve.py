@@ -149,7 +149,7 @@ def solve(question: Question) -> dict[str, Any]:
         history_SE = question.loads_SLE[:, list(question.layouts).index(name), : learn.num_experts]
         load_E = predict(section.predictor, history_SE)
         now = foretell(judge, current, load_E, facts)
-        judged = [(foretell(judge, one, load_E, facts), one) for one in _candidates(question, learn)]
+        judged = [(foretell(judge, one, load_E, facts), one) for one in _candidates(question, learn, load_E)]
         then, found = min(judged, key=lambda one: one[0].seconds)
         decision = decide(
             {name: current},
@@ -194,7 +194,7 @@ def explain(decisions: Sequence[Decision]) -> str:
     )
 
 
-def _candidates(question: Question, learn: LayerTrace) -> Iterator[ExpertLayout]:
+def _candidates(question: Question, learn: LayerTrace, load_E: Array) -> Iterator[ExpertLayout]:
     """What the solver finds for a layer: without replicas, and, if there is room for them, with; "search" also from
     where experts are now, which moves fewer of them."""
     section, facts, current = question.section, question.facts, question.layouts[learn.name]
@@ -209,6 +209,7 @@ def _candidates(question: Question, learn: LayerTrace) -> Iterator[ExpertLayout]
                 extra_slots=extra,
                 load_limit=section.load_limit,
                 cost=facts.cost,
+                load_E=load_E,
                 start=start,
             )
             yield aligned(found, current, facts.num_nodes)

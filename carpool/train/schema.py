@@ -352,6 +352,15 @@ class Config(Section):
         default_factory=PlacementSection, description="Where experts live while the run goes on. Off by default."
     )
 
+    @model_validator(mode="after")
+    def _is_placed(self) -> Self:
+        if self.placement.policy == "place" and self.moe.layout == "contiguous":
+            raise ValueError(
+                f"placement.policy = 'place' needs a layout: moe.layout=FILE, which `carpool place TRACE --ranks N "
+                f"--solvers {self.placement.solver}` writes"
+            )
+        return self
+
     def to_toml(self, comments: bool = False) -> str:
         """Every key as TOML, which `load_config` reads back to an equal Config; with `comments`, each explained."""
         blocks = []

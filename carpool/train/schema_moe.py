@@ -67,6 +67,11 @@ class MoeSection(Section):
         description="Grouped experts keep no pre-activation and compute it again in the backward: less memory, one "
         "more product, the same bits.",
     )
+    fp8_hold_weights: bool = Field(
+        default=False,
+        description="experts = fp8: weights are quantised once per step, not in every pass of every micro-batch. Takes "
+        "as much memory as the weights in bfloat16.",
+    )
     layout: str = Field(
         default="contiguous",
         description="Which rank holds which expert: contiguous, or the path of a JSON file with a layout for all "
@@ -123,6 +128,10 @@ class MoeSection(Section):
             raise ValueError(
                 "moe.topology_cap and moe.limit_ranks or moe.limit_nodes contradict each other: give one of them"
             )
+        if self.fp8_hold_weights and self.experts != "fp8":
+            raise ValueError(
+                f"moe.fp8_hold_weights is of FP8 experts, and moe.experts = {self.experts!r}: leave one of them out"
+            )
         if self.experts not in ("auto", "grouped"):
             for key, unset in (("expert_stages", "default"), ("recompute_experts", False)):
                 if getattr(self, key) != unset:
@@ -168,12 +177,13 @@ class PlacementSection(Section):
         gt=0,
         description="Steps between two looks at where experts should live. none: they stay where moe.layout puts them.",
     )
-    policy: Literal["migrate", "shadow", "subset", "expand_shrink", "lpt_cv"] = Field(
+    policy: Literal["place", "migrate", "shadow", "subset", "expand_shrink", "lpt_cv", "pick"] = Field(
         default="migrate",
-        description="migrate: homes and replicas go where the solver says, if that pays. The others look at the "
-        "predicted load alone, after every placement.every steps, and are used at once: shadow (FasterMoE) copies the "
-        "busiest experts to all ranks, subset (Prophet) to some; expand_shrink (FlexMoE) changes the copies that there "
-        "are; lpt_cv (MindSpeed) moves homes if the ranks' load gets that much more even.",
+        description="place: experts stay where the file moe.layout puts them, which `carpool place` wrote. migrate: "
+        "homes and replicas go where the solver says, if that pays. The others look at the predicted load alone, after "
+        "placement.every steps, and are used at once: shadow (FasterMoE) copies the busiest experts to all ranks, "
+        "subset (Prophet) to some; expand_shrink (FlexMoE) changes the copies that there are; lpt_cv (MindSpeed) moves "
+        "homes if the ranks' load gets that much more even; pick (SmartMoE) moves them to the fastest of a pool.",
     )
     solver: str = Field(
         default="search", description="Solver of policy migrate: search, eplb, lpt, ... as `carpool place` names them."
@@ -215,6 +225,8 @@ class PlacementSection(Section):
                 f"placement.solver = {self.solver!r}: expected one of {', '.join(SOLVERS)}"
                 + (f" (did you mean {close}?)" if close else "")
             )
+        if self.policy == "place" and self.every is not None:
+            raise ValueError("placement.policy = 'place' leaves experts where they are: leave placement.every out")
         if self.policy in ("shadow", "subset", "expand_shrink") and not self.replicas:
             raise ValueError(
                 f"placement.policy = {self.policy!r} needs placement.replicas: room for copies on each rank"

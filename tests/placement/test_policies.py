@@ -95,7 +95,8 @@ def test_lpt_is_adopted_only_for_a_real_gain() -> None:
 
 def test_the_pool_offers_a_layout_for_each_part() -> None:
     trace = layer(24, 4, 3000, zipf=1.0)
-    pool = make_pool(trace, 4, size=4)
+    parts = np.array_split(np.arange(trace.num_tokens), 16)
+    pool = make_pool(np.stack([trace.subset(part).load_E for part in parts]), 4, size=4)
     assert 1 < len(pool) <= 4
     start = ExpertLayout.contiguous(24, 4)
     model = LoadModel(top_k=4)

@@ -11,7 +11,7 @@ import pytest
 
 import carpool.recipes
 from carpool.placement.trace import Trace
-from carpool.recipes import KINDS, Recipe, load, names
+from carpool.recipes import KINDS, Recipe, load, names, path_of
 from carpool.recipes.replay import Outcome, compare
 
 TRACE = Path(__file__).parents[2] / "docs/traces/e64-1498.npz"
@@ -103,9 +103,6 @@ def test_each_mechanism_changes_bytes_load_or_layout(name: str, trace: Trace) ->
         changed.append(replace(with_setting(recipe, *other), name=f"without {mechanism}"))
     _, whole, *without = compare([recipe, *changed], trace, ranks=4, nodes=2, parts=6)
     for one in without:
-        # EPLB uses loads through its solver, which sees the choices themselves.
-        if one.recipe == "without predictor:ema" and name == "eplb":
-            continue
         assert measured(one) != measured(whole), one.recipe
 
 
@@ -119,3 +116,17 @@ def test_replaying_is_deterministic_and_parts_are_checked(trace: Trace) -> None:
 def test_a_limit_is_kept_and_called_lossy(trace: Trace) -> None:
     plain, pruned = compare([load("occult-pruned")], trace, ranks=4, parts=3)
     assert pruned.rows <= 2 < plain.rows and pruned.lossy and not plain.lossy
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_run_can_be_trained_with_it(name: str, tmp_path: Path) -> None:
+    from carpool.train.config import load_config
+
+    recipe = load(name)
+    if placed := recipe.get("placement", "policy") == "place":
+        with pytest.raises(ValueError, match=r"needs a layout: moe.layout=FILE.*--solvers occult"):
+            load_config(path_of(name), [])
+    config = load_config(path_of(name), [f"moe.layout={tmp_path}/layouts.json"] if placed else [])
+    for section, settings in recipe.settings.items():
+        for key, value in settings.items():
+            assert getattr(getattr(config, section), key) == value

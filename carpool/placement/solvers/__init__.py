@@ -25,7 +25,7 @@ from carpool.placement.solvers.occult import occult
 from carpool.placement.solvers.plain import contiguous, random
 from carpool.placement.solvers.problem import Problem
 from carpool.placement.solvers.search import search
-from carpool.placement.trace import LayerTrace
+from carpool.placement.trace import Array, LayerTrace
 
 __all__ = ["SOLVERS", "STARTS", "Problem", "check_solver", "solve"]
 
@@ -54,6 +54,7 @@ def solve(
     load_limit: float = 1.1,
     expert_groups: int | None = None,
     cost: CostModel | None = None,
+    load_E: Array | None = None,
     start: ExpertLayout | None = None,
 ) -> ExpertLayout:
     """The layout that a solver finds for one layer. Deterministic by seed.
@@ -69,8 +70,9 @@ def solve(
     """
     check_solver(name)
     problem = Problem(
-        trace, num_ranks, num_nodes, experts_per_rank, extra_slots, load_limit, expert_groups, seed, cost or CostModel()
-    )
+        trace, num_ranks, num_nodes, experts_per_rank, extra_slots, load_limit, expert_groups, seed,
+        cost or CostModel(), load_E,
+    )  # fmt: skip
     if start is not None:
         if name != "search":
             raise ValueError(f"solver {name!r} takes no start; use 'search'")

@@ -27,7 +27,7 @@ from carpool.placement.trace import Array
 
 def eplb(problem: Problem) -> ExpertLayout:
     """Loads packed into equal slots, hot experts in several."""
-    return from_loads(problem.trace.load_E, problem)
+    return from_loads(problem.expected_E, problem)
 
 
 def from_loads(load_E: Array, problem: Problem) -> ExpertLayout:

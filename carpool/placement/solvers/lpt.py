@@ -19,7 +19,7 @@ from carpool.placement.trace import Array
 
 def lpt(problem: Problem) -> ExpertLayout:
     """Equal loads, whatever the collaboration."""
-    return problem.layout(pack(problem.trace.load_E, problem.room_W))
+    return problem.layout(pack(problem.expected_E, problem.room_W))
 
 
 def pack(load_E: Array, room_W: Array) -> Array:

@@ -27,6 +27,7 @@ class Problem:
         expert_groups: groups of experts that EPLB keeps on one node; None: each expert alone.
         seed: of everything random.
         cost: links and GEMMs, which weigh rows between nodes against rows inside.
+        load_E: the load that is expected, for LPT and EPLB, which know nothing else. None: the trace's.
 
     Raises:
         ValueError: what cannot be laid out.
@@ -41,6 +42,7 @@ class Problem:
     expert_groups: int | None = None
     seed: int = 0
     cost: CostModel = field(default_factory=CostModel)
+    load_E: Array | None = None
 
     def __post_init__(self) -> None:
         check_nodes(self.num_ranks, self.num_nodes)
@@ -56,6 +58,8 @@ class Problem:
             raise ValueError(f"extra_slots must be 0 or more, not {self.extra_slots}")
         if not self.load_limit >= 1:
             raise ValueError(f"load_limit is the largest load by the mean, so at least 1.0, not {self.load_limit}")
+        if self.load_E is not None and np.shape(self.load_E) != (self.trace.num_experts,):
+            raise ValueError(f"load_E must be one number for each of {self.trace.num_experts} experts")
         groups = self.expert_groups
         if groups is not None and (groups < 1 or self.trace.num_experts % groups or groups % self.num_nodes):
             raise ValueError(
@@ -66,6 +70,11 @@ class Problem:
     @property
     def num_experts(self) -> int:
         return self.trace.num_experts
+
+    @property
+    def expected_E(self) -> Array:
+        """(E,) the loads to be balanced."""
+        return self.trace.load_E if self.load_E is None else self.load_E
 
     @property
     def ranks_per_node(self) -> int:

@@ -19,13 +19,15 @@ Several nodes: the same tables once more with nodes in place of ranks, weighed b
 Load: what exceeds the limit costs several rows per pair, so it goes down first and does not come back. It
 counts less at first (`EASED`), and the search aims lower than the limit (`MARGIN`): other text has other loads.
 Free room is an expert that nobody chose; to swap with it is to move. From a local optimum, a few random swaps and
-another descent, kept if better, `KICKS` times. (Tabu search in place of that, 200 steps, was 0.2 % better and slower.)
+another descent, kept if better, `KICKS` times. (Tabu search in place of that, 200 steps, was at most 0.4 % better
+and slower.)
 
 Replicas then fill the extra slots, and are exchanged (`replicas.py`).
 
 Measured on traces with topics (64 or 256 experts, top-8, 8 ranks, 10k tokens, another 10k held out), copies per token
 without a load limit: Occult's greedy 4.473 / 4.803, Mt-KaHyPar 4.330 / 4.790, this from Occult's 4.325 / 4.744, this
-from Mt-KaHyPar's 4.274 / 4.704. Their load is 1.6 to 2.2 times the mean; the limit of 1.1 costs 2 to 3 % of rows.
+from Mt-KaHyPar's 4.274 / 4.704. Their loads are 1.6 to 2.2 times the mean; with the limit of 1.1, 4.466 / 4.892 from
+Occult's: where experts of one topic are hot together, balance costs rows.
 """
 
 from __future__ import annotations
