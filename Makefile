@@ -2,6 +2,8 @@
 # Another interpreter: make test PYTHON=python3.12
 
 PYTHON ?= python3
+# Processes that share the tests; most of the time a test waits for its ranks.
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 # Inside the environment, so that deleting the environment also forgets that it was complete.
@@ -26,9 +28,10 @@ demo: $(STAMP)
 	$(BIN)/carpool generate runs/demo --prompt "def " --max-new-tokens 200
 	$(BIN)/carpool report runs/demo
 
-# One thread for each process: the tests start several ranks, which otherwise fight for the cores.
+# One thread for each process: the tests start several ranks, which otherwise fight for the cores. A file's tests stay
+# together, because they share what they have prepared.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from carpool.layout import ExpertLayout, assign
+from carpool.layouts import Layouts
 from carpool.memory.recompute import keep_rides
 from carpool.moe import MoE
 from carpool.parallel.gradients import reduce_gradients
@@ -13,4 +14,14 @@ from carpool.routing import Router, Routing
 
 __version__ = "0.1.0"
 
-__all__ = ["ExpertLayout", "MoE", "Router", "Routing", "__version__", "assign", "keep_rides", "reduce_gradients"]
+__all__ = [
+    "ExpertLayout",
+    "Layouts",
+    "MoE",
+    "Router",
+    "Routing",
+    "__version__",
+    "assign",
+    "keep_rides",
+    "reduce_gradients",
+]

@@ -57,11 +57,14 @@ def _act(x, NAME: tl.constexpr, ALPHA: tl.constexpr):  # type: ignore[no-untyped
 @triton.jit
 def _clamp(gate, up, HAS_LIMIT: tl.constexpr, LIMIT: tl.constexpr):  # type: ignore[no-untyped-def]
     if HAS_LIMIT:
-        # Beside a tensor of float64, a number would be rounded to float32 first.
-        limit = tl.full((), LIMIT, gate.dtype)
-        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
-        up = tl.minimum(up, limit, propagate_nan=tl.PropagateNan.ALL)
-        up = tl.maximum(up, -limit, propagate_nan=tl.PropagateNan.ALL)
+        if gate.dtype == tl.float64:
+            # There a number would be rounded to float32 by the other way, which spills less.
+            gate = tl.where(gate > LIMIT, LIMIT, gate)
+            up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+        else:
+            gate = tl.minimum(gate, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+            up = tl.minimum(up, LIMIT, propagate_nan=tl.PropagateNan.ALL)
+            up = tl.maximum(up, -LIMIT, propagate_nan=tl.PropagateNan.ALL)
     return gate, up
 
 

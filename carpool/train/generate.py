@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from carpool.hf import install
 from carpool.hf.build import build_model
-from carpool.train.checkpoint import CheckpointManager, load
+from carpool.train.checkpoints.manager import CheckpointManager, load
 from carpool.train.config import load_config
 from carpool.train.model import model_source
 from carpool.train.sample import sample

@@ -37,8 +37,8 @@ from carpool.memory.recompute import keep_rides
 from carpool.parallel.clip import clip_grad_norm
 from carpool.report import text_block
 from carpool.train.about import say_hello, write_run
-from carpool.train.checkpoint import CheckpointManager, export_pretrained, load
-from carpool.train.checkpoint_files import read_state
+from carpool.train.checkpoints.files import read_state
+from carpool.train.checkpoints.manager import CheckpointManager, export_pretrained, load
 from carpool.train.data import prepare
 from carpool.train.diagnose import NonFiniteError, explain
 from carpool.train.display import Display
@@ -46,8 +46,8 @@ from carpool.train.environment import peak_memory
 from carpool.train.flops import flops_per_token, model_size, peak_flops
 from carpool.train.loader import EvalLoader, TokenMean, TrainLoader, count_targets
 from carpool.train.model import distributed_config, expert_counts, meta_model, model_source, top_k_of
-from carpool.train.placement import Placement, first_layouts
-from carpool.train.placement_solve import facts_of
+from carpool.train.moving.runtime import Placement, first_layouts
+from carpool.train.moving.solve import facts_of
 from carpool.train.probe import compare, summarise
 from carpool.train.record import METRICS, Recorder, check_trackers
 from carpool.train.room import (

@@ -26,9 +26,15 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from carpool.hf.build import build_model, make_config
-from carpool.train.checkpoint import CheckpointError, CheckpointManager, CheckpointWriteError, export_pretrained, load
-from carpool.train.checkpoint_files import STATE_FILE
-from carpool.train.checkpoint_shards import as_rectangles, full_tensor, model_tensors, optimizer_tensors
+from carpool.train.checkpoints.files import STATE_FILE
+from carpool.train.checkpoints.manager import (
+    CheckpointError,
+    CheckpointManager,
+    CheckpointWriteError,
+    export_pretrained,
+    load,
+)
+from carpool.train.checkpoints.shards import as_rectangles, full_tensor, model_tensors, optimizer_tensors
 from tests.hf.meshes import reuse_meshes
 from tests.ranks import Ranks
 
@@ -450,7 +456,7 @@ import sys, time
 from pathlib import Path
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystem
-from carpool.train.checkpoint import CheckpointManager
+from carpool.train.checkpoints.manager import CheckpointManager
 
 model = torch.nn.Linear(64, 64)
 optimizer = torch.optim.AdamW(model.parameters())
@@ -540,7 +546,7 @@ def test_damaged_files_are_found(small: Any, part: str) -> None:
 
 def test_a_wrong_header_is_found_even_with_a_right_checksum(small: Any) -> None:
     """As if it had been damaged before it was written."""
-    from carpool.train.checkpoint_files import file_record, read_state, write_state
+    from carpool.train.checkpoints.files import file_record, read_state, write_state
 
     path, model, optimizer = small
     shard = _shard(path, "model")

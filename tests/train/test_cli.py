@@ -41,14 +41,17 @@ def test_version():
 def test_only_commands_that_exist_are_offered():
     shown = carpool_command("--help").stdout
     offered = {command.callback.__name__ for command in cli.app.registered_commands if command.callback}
-    assert offered == {"train", "report", "generate", "doctor"}
-    for name in ("train", "report", "generate", "doctor"):
+    assert offered == {"train", "report", "generate", "trace", "place", "doctor"}
+    for name in offered:
         assert re.search(rf"\b{name}\b", shown)
         assert carpool_command(name, "--help").exit_code == 0
     measured = {command.name for command in cli.bench.registered_commands}
     assert measured == {"transport", "experts", "layer"}
-    for name in measured:
-        assert carpool_command("bench", name, "--help").exit_code == 0
+    recipes = {command.name for command in cli.recipes.registered_commands}
+    assert recipes == {"list", "show", "compare"}
+    for group, names in (("bench", measured), ("recipes", recipes)):
+        for name in names:
+            assert carpool_command(group, name, "--help").exit_code == 0
 
 
 def test_every_setting_is_explained():

@@ -10,8 +10,8 @@ import pytest
 from carpool.layout import ExpertLayout
 from carpool.placement.objective import evaluate
 from carpool.placement.volume import predict
-from carpool.train.placement import load_ratio, newest, padded
-from carpool.train.placement_cost import Facts, aligned, foretell, outlook
+from carpool.train.moving.cost import Facts, aligned, foretell, outlook
+from carpool.train.moving.runtime import load_ratio, newest, padded
 from tests.placement.synthetic import topics
 
 FACTS = Facts(

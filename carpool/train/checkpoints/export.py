@@ -9,9 +9,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from carpool.train.checkpoint_files import CheckpointWriteError, flush_file, flush_folder
-from carpool.train.checkpoint_ranks import rank, together
-from carpool.train.checkpoint_shards import Hook, Tensors, full_tensor, model_tensors
+from carpool.train.checkpoints.files import CheckpointWriteError, flush_file, flush_folder
+from carpool.train.checkpoints.ranks import rank, together
+from carpool.train.checkpoints.shards import Hook, Tensors, full_tensor, model_tensors
 
 
 def export_pretrained(model: Any, path: str | os.PathLike[str], *, to_logical: Hook | None = None) -> Path:

@@ -1,6 +1,6 @@
 """One question to the solver, and its answer: which layers should be laid out otherwise, and why.
 
-    python -m carpool.train.placement_solve FOLDER        question.json, trace.npz, loads.npz -> answer.json
+    python -m carpool.train.moving.solve FOLDER        question.json, trace.npz, loads.npz -> answer.json
 
 A question is all that the answer depends on, so it may be answered anywhere: `Solving` does it in a process beside the
 main rank, which neither holds its interpreter's lock nor sees its GPU, or at once in this one.
@@ -28,7 +28,7 @@ from carpool.placement.adopt import Decision, decide
 from carpool.placement.forecast import predict
 from carpool.placement.objective import Objective
 from carpool.placement.trace import LayerTrace, Trace
-from carpool.train.placement_cost import Array, Facts, aligned, foretell, outlook
+from carpool.train.moving.cost import Array, Facts, aligned, foretell, outlook
 from carpool.train.schema_moe import PlacementSection
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class Solving:
             return
         question.save(folder)
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        command = [sys.executable, "-m", "carpool.train.placement_solve", str(folder), str(os.getpid())]
+        command = [sys.executable, "-m", "carpool.train.moving.solve", str(folder), str(os.getpid())]
         with (folder / "log.txt").open("wb") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
 

@@ -15,7 +15,7 @@ What can go wrong while saving, and why the last good checkpoint survives it:
     the save is done        one rename, by rank 0, makes it a checkpoint; only then are old ones removed
 
 And while loading: sizes, checksums, names and shapes are all checked before the first weight is overwritten. Nothing
-is ever unpickled. `carpool.train.checkpoint_files` has the format.
+is ever unpickled. `carpool.train.checkpoints.files` has the format.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from carpool.train.checkpoint_export import export_pretrained
-from carpool.train.checkpoint_files import (
+from carpool.train.checkpoints.export import export_pretrained
+from carpool.train.checkpoints.files import (
     MODEL,
     OPTIMIZER,
     STATE_FILE,
@@ -57,9 +57,9 @@ from carpool.train.checkpoint_files import (
     stored_tensors,
     write_state,
 )
-from carpool.train.checkpoint_ranks import gather, rank, together, world
-from carpool.train.checkpoint_rng import rng_state, set_rng_state
-from carpool.train.checkpoint_shards import (
+from carpool.train.checkpoints.ranks import gather, rank, together, world
+from carpool.train.checkpoints.rng import rng_state, set_rng_state
+from carpool.train.checkpoints.shards import (
     Hook,
     Tensors,
     as_rectangles,

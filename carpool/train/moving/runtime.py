@@ -42,8 +42,8 @@ from carpool.placement.forecast import predict
 from carpool.placement.policies import POLICIES, make_pool
 from carpool.placement.trace import Trace, concatenate
 from carpool.report.units import bytes_text
-from carpool.train.placement_cost import Array, Facts, aligned
-from carpool.train.placement_solve import Question, Solving
+from carpool.train.moving.cost import Array, Facts, aligned
+from carpool.train.moving.solve import Question, Solving
 from carpool.train.schema import Config, PlacementSection
 
 TRACE_FILE, LOADS_FILE = "placement-trace.npz", "placement-loads.npz"
