@@ -1,7 +1,7 @@
 """All kernels in Triton's interpreter: tests/interpreted, in a process of its own.
 
-The interpreter is chosen when Triton is imported, hence the process. It takes minutes of one core, so `conftest.py` puts
-this file first: another worker runs other tests meanwhile.
+The interpreter is chosen when Triton is imported, hence the process. It takes minutes of one core, so `conftest.py`
+puts this file first: another worker runs other tests meanwhile.
 """
 
 from __future__ import annotations

@@ -180,9 +180,9 @@ class PlacementSection(Section):
     policy: Literal["place", "migrate", "shadow", "subset", "expand_shrink", "lpt_cv", "pick"] = Field(
         default="migrate",
         description="place: experts stay where the file moe.layout puts them. migrate: homes and replicas go where the "
-        "solver says, if that pays. The others look at the predicted load alone and are used at once: shadow (FasterMoE) "
-        "copies the busiest experts to all ranks, subset (Prophet) to some; expand_shrink (FlexMoE) changes the copies "
-        "that there are; lpt_cv (MindSpeed) and pick (SmartMoE) move homes.",
+        "solver says, if that pays. The others look at the predicted load alone and are used at once: shadow "
+        "(FasterMoE) copies the busiest experts to all ranks, subset (Prophet) to some; expand_shrink (FlexMoE) "
+        "changes the copies that there are; lpt_cv (MindSpeed) and pick (SmartMoE) move homes.",
     )
     solver: str = Field(
         default="search", description="Solver of policy migrate: search, eplb, lpt, ... as `carpool place` names them."
