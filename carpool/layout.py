@@ -225,7 +225,9 @@ class ExpertLayout:
             raise ValueError(f"{path}: {error}") from error
 
 
-def assign(routing: Routing, layout: ExpertLayout, source_rank: int) -> torch.Tensor:
+def assign(
+    routing: Routing, layout: ExpertLayout, source_rank: int, serving_TW: torch.Tensor | None = None
+) -> torch.Tensor:
     """The slot that serves each choice of each token, so that the token visits few ranks.
 
     An expert with one slot leaves no choice. With replicas, the fewest ranks that hold all experts of a token are a
@@ -247,6 +249,8 @@ def assign(routing: Routing, layout: ExpertLayout, source_rank: int) -> torch.Te
         routing: `expert_TK`, logical ids, -1 for no expert.
         layout: where the experts are.
         source_rank: the rank, in the expert-parallel group, that holds the tokens.
+        serving_TW: bool, the ranks that may serve each token, if its routing is limited to some
+            (carpool/routing_limit.py). An expert that has no copy there is served by any.
 
     Returns:
         slot_TK: (T, K) int32 global slot ids (rank * S + slot), -1 where there is no expert.
@@ -264,6 +268,9 @@ def assign(routing: Routing, layout: ExpertLayout, source_rank: int) -> torch.Te
 
     slot_TKW = layout.slot_EW(expert_TK.device)[index_TK]
     held_TKW = (slot_TKW >= 0) & (expert_TK >= 0).unsqueeze(-1)
+    if serving_TW is not None:
+        within_TKW = held_TKW & serving_TW.unsqueeze(1)
+        held_TKW = torch.where(within_TKW.any(-1, keepdim=True), within_TKW, held_TKW)
     number_TK1 = held_TKW.sum(-1, keepdim=True, dtype=torch.int32)
     rank_W = torch.arange(layout.num_ranks, device=expert_TK.device, dtype=torch.int32)
     token_T1 = torch.arange(expert_TK.shape[0], device=expert_TK.device, dtype=torch.int32).unsqueeze(1)

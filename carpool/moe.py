@@ -30,7 +30,7 @@ from carpool.parallel.migrate import Moved, RowMove, Stopwatch, check_can_move, 
 from carpool.parallel.slots import SlotFiller, fill_slots
 from carpool.ride import ride
 from carpool.routing import Router, Routing
-from carpool.routing_limit import LimitOptions, RoutingLimit, assign_within, router_similarity
+from carpool.routing_limit import LimitOptions, RoutingLimit, router_similarity
 from carpool.stats import LayerStats, RideStats
 from carpool.transport import NVLinkOptions, make_transport, resolve_transport
 
@@ -149,21 +149,10 @@ class MoE(nn.Module):
         recording has none the router computes them for the recorded choices."""
         self._check_input(x)
         x_TH = x.reshape(-1, x.shape[-1])
-        recorded = routing is not None
-        if routing is None:
-            routing = self.router(x_TH, choose=self._within_limit if self.limit is not None else None)
-            self.aux_loss = self.router.aux_loss
-        else:
-            routing.check(x_TH.shape[0], self.layout.num_experts)
-            replayed = self.router(x_TH, routing.expert_TK) if routing.weight_TK is None else routing
-            self.aux_loss = self.router.aux_loss if routing.weight_TK is None else x_TH.new_zeros(())
-            routing = replayed
+        routing = self._route(x_TH) if routing is None else self._replay(x_TH, routing)
         self.routing = routing.detach()
 
-        if recorded or self.limit is None:
-            slot_TK = assign(routing, self.layout, self.rank)
-        else:
-            slot_TK = assign_within(routing.expert_TK, self.layout, self.rank, self._serving_TW)
+        slot_TK = assign(routing, self.layout, self.rank, self._serving_TW)
         weights = fill_slots(ExpertWeights(*self._home_weights()), self.filler)
         y_TH = ride(x_TH, routing, slot_TK, self.transport, self.experts, weights, self.stats_counter)
         if self.shared is not None:
@@ -233,11 +222,6 @@ class MoE(nn.Module):
             self.limit = RoutingLimit(options, ranks, self.rank, similarity_EE)
         return options.lossy_reasons(ranks)
 
-    def _within_limit(self, score_TE: torch.Tensor, share_TE: torch.Tensor, top_k: int) -> torch.Tensor:
-        assert self.limit is not None
-        expert_TK, self._serving_TW = self.limit.choose(score_TE, share_TE, top_k, self.layout)
-        return expert_TK
-
     def update_bias(self) -> None:
         """Auxiliary-loss-free balancing; see `Router.update_bias`."""
         self.router.update_bias()
@@ -283,6 +267,25 @@ class MoE(nn.Module):
 
     def extra_repr(self) -> str:
         return f"layout={self.layout.kind}, transport={self.transport.name}, experts={self.experts.name}"
+
+    def _route(self, x_TH: torch.Tensor) -> Routing:
+        self._serving_TW: torch.Tensor | None = None
+        routing = self.router(x_TH, choose=self._within_limit if self.limit is not None else None)
+        self.aux_loss = self.router.aux_loss
+        return routing
+
+    def _within_limit(self, score_TE: torch.Tensor, share_TE: torch.Tensor, top_k: int) -> torch.Tensor:
+        assert self.limit is not None
+        expert_TK, self._serving_TW = self.limit.choose(score_TE, share_TE, top_k, self.layout)
+        return expert_TK
+
+    def _replay(self, x_TH: torch.Tensor, routing: Routing) -> Routing:
+        routing.check(x_TH.shape[0], self.layout.num_experts)
+        self._serving_TW, self.aux_loss = None, x_TH.new_zeros(())
+        if routing.weight_TK is None:
+            routing = self.router(x_TH, routing.expert_TK)
+            self.aux_loss = self.router.aux_loss
+        return routing
 
     def _home_weights(self) -> tuple[nn.Parameter, nn.Parameter, nn.Parameter | None, nn.Parameter | None]:
         return self.up_proj, self.down_proj, self.up_bias, self.down_bias

@@ -41,7 +41,6 @@ from carpool.routing_limit_options import LimitOptions, counted
 __all__ = [
     "LimitOptions",
     "RoutingLimit",
-    "assign_within",
     "coactivation_similarity",
     "drop_outside",
     "router_similarity",
@@ -88,7 +87,7 @@ class RoutingLimit:
             share_TE: what the choices weigh when ranks are compared: not negative.
 
         Returns:
-            expert_TK int64, best first by score; serving_TW bool, for `assign_within`.
+            expert_TK int64, best first by score; serving_TW bool, for `carpool.layout.assign`.
         """
         self._check_fits(layout, top_k)
         score_TE, share_TE = score_TE.detach(), share_TE.detach()
@@ -243,27 +242,6 @@ def drop_outside(
     left_T1 = left_TK.sum(1, keepdim=True)
     scale_T1 = torch.where(kept_TK.all(1, keepdim=True), 1.0, total_T1 / torch.where(left_T1 == 0, 1.0, left_T1))
     return expert_TK.masked_fill(~kept_TK, -1), left_TK * scale_T1, serving_TW
-
-
-def assign_within(
-    expert_TK: torch.Tensor, layout: ExpertLayout, source_rank: int, serving_TW: torch.Tensor
-) -> torch.Tensor:
-    """As `carpool.layout.assign`, among the copies on the ranks that may serve the token; an expert that has none there
-    (under `topology_cap`) is served by any.
-
-    Returns slot_TK int32, -1 where there is no expert."""
-    copies_TKC = layout.copies_EC(expert_TK.device)[expert_TK.clamp(min=0).long()]
-    exists_TKC = (copies_TKC >= 0) & (expert_TK >= 0).unsqueeze(-1)
-    rank_TKC = copies_TKC.clamp(min=0).div(layout.slots_per_rank, rounding_mode="floor").long()
-    serves_TKC = serving_TW.unsqueeze(1).expand(-1, expert_TK.shape[1], -1).gather(2, rank_TKC)
-    # Lower is better: one that may serve, of those the own rank's, of those the token's turn.
-    copies = copies_TKC.shape[2]
-    copy_C = torch.arange(copies, device=expert_TK.device)
-    turn_TKC = (copy_C - torch.arange(len(expert_TK), device=expert_TK.device).view(-1, 1, 1)) % copies
-    cost_TKC = turn_TKC + torch.where(rank_TKC == source_rank, 0, copies)
-    cost_TKC = torch.where(serves_TKC, cost_TKC, cost_TKC + 2 * copies)
-    best_TK1 = torch.where(exists_TKC, cost_TKC, 4 * copies).argmin(-1, keepdim=True)
-    return torch.where(expert_TK < 0, -1, copies_TKC.gather(2, best_TK1).squeeze(-1))
 
 
 def router_similarity(weight_EH: torch.Tensor) -> torch.Tensor:

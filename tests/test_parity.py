@@ -501,7 +501,7 @@ AUX_NAMES = {f"aux {r}" for r in range(WORLD_SIZE)}
         ("local_statistics", TWO_COPIES, {"router.weight"} | X_NAMES | AUX_NAMES),
         ("statistics_of_one_copy", TWO_COPIES, {"router.weight"} | X_NAMES | AUX_NAMES),
     ],
-    ids=str,
+    ids=lambda value: "" if isinstance(value, set) else str(value),
 )
 def test_a_broken_reduction_is_noticed(broken: str, case: Case, noticed: set[str], ranks: Ranks) -> None:
     case = replace(case, size=(20, 36))

@@ -37,7 +37,6 @@ from carpool.layout import ExpertLayout, assign
 from carpool.parallel.slots import SlotFiller, fill_slots
 from carpool.ride import ride, ride_module
 from carpool.routing import Routing
-from carpool.routing_limit import assign_within
 from carpool.stats import LayerStats
 from carpool.transport import (
     TRANSPORTS,
@@ -187,13 +186,11 @@ class ExpertRides:
         in_range_TK = (top_k_index >= 0) & (top_k_index < self.num_experts)
         weight_TK = top_k_weights.float()
         routing = Routing(torch.where(in_range_TK, top_k_index, -1).int(), weight_TK)
-        self.routing = routing.detach()
-        if self.limit is None:
-            slot_TK = assign(routing, self.layout, self.rank)
-        else:
+        serving_TW = None
+        if self.limit is not None:
             routing, serving_TW = self.limit.before_ride(routing)
-            slot_TK = assign_within(routing.expert_TK, self.layout, self.rank, serving_TW)
-            self.routing = routing.detach()
+        self.routing = routing.detach()
+        slot_TK = assign(routing, self.layout, self.rank, serving_TW)
         self.filler.count(slot_TK)
 
         names = weight_names(self.experts) if self.compute is not None else ()

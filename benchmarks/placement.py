@@ -1,0 +1,115 @@
+"""Placement on real routing: solvers, replicas and load predictors on the traces of docs/traces. CPU only, minutes.
+
+    python benchmarks/placement.py --out placement.json
+
+    solvers       `carpool place`, each trace, 4 and 8 ranks: copies per token and load on the half that nobody solved
+    replicas      the best search with room for a tenth of the experts as copies, against without
+    predictors    how far each foretells the loads of the next step, and what a placement made from that is worth
+    time          256 experts, 20 000 tokens, 8 ranks, on the cores that there are
+
+Numbers are means over layers, the load the largest of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from carpool.placement.forecast import compare
+from carpool.placement.solvers import solve
+from carpool.placement.table import DEFAULT_SOLVERS, place
+from carpool.placement.trace import LayerTrace, Trace
+from carpool.train.environment import environment
+
+TRACES = Path(__file__).parents[1] / "docs" / "traces"
+
+
+def solvers(path: Path, ranks: int, load_limit: float, extra_slots: int = 0) -> list[dict[str, Any]]:
+    names = DEFAULT_SOLVERS if not extra_slots else ("eplb", "search")
+    result = place(path, ranks=ranks, solvers=names, load_limit=load_limit, extra_slots=extra_slots)
+    rows = []
+    for row in result.means():
+        if row.unavailable is None:
+            about = {
+                "trace": path.stem,
+                "ranks": ranks,
+                "limit": load_limit,
+                "extra": extra_slots,
+                "solver": row.solver,
+            }
+            numbers = {"copies": row.copies, "remote": row.remote, "load": row.load, "solved_load": row.solved_load}
+            rows.append({**about, **numbers, "layer_us": row.layer_us, "seconds": row.seconds})
+    return rows
+
+
+def predictors(path: Path, ranks: int = 4) -> list[dict[str, Any]]:
+    """On the last steps of a run, mean over layers; every 8th step, from the 64 before it."""
+    with np.load(path) as data:
+        loads_SLE, step_S = data["load_SLE"].astype(np.float64), data["step_S"]
+    start = int(np.flatnonzero(np.diff(step_S) > 1)[-1]) + 1 if (np.diff(step_S) > 1).any() else 0
+    late_SLE = loads_SLE[start:]
+    layers = [compare(late_SLE[:, layer], ranks, warmup=64, every=8) for layer in range(late_SLE.shape[1])]
+    rows = []
+    for same in zip(*layers, strict=True):
+        numbers = {key: float(np.mean([one[key] for one in same])) for key in ("error", "correlation", "load_ratio")}
+        rows.append({"loads": path.stem, "predictor": same[0]["name"], **numbers})
+    return rows
+
+
+def timing(seed: int = 0) -> dict[str, Any]:
+    """Random choices with topics: the search's work depends on sizes more than on what they are of."""
+    generator = np.random.default_rng(seed)
+    experts, tokens, top_k = 256, 20_000, 8
+    topic_T = generator.integers(0, 32, tokens)
+    score_TE = generator.random((tokens, experts)) + 2.0 * (np.arange(experts)[None] % 32 == topic_T[:, None])
+    chosen_TK = np.argsort(-score_TE, axis=1)[:, :top_k].astype(np.int16)
+    trace = LayerTrace(chosen_TK, np.arange(tokens) // 256, experts)
+    seconds = {}
+    for name in ("occult", "search"):
+        begin = time.perf_counter()
+        solve(name, trace, 8)
+        seconds[name] = time.perf_counter() - begin
+    return seconds
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        print("  ".join(f"{v:.3f}" if isinstance(v, float) else f"{v!s:>18}" for v in row.values()), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--traces", type=Path, default=TRACES)
+    parser.add_argument("--limits", type=float, nargs="+", default=[1.1, 4.0], help="load limits of the searches")
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args()
+    files = sorted(args.traces.glob("*.npz"))
+    found: dict[str, Any] = {"solvers": [], "replicas": [], "predictors": []}
+    for path in files:
+        if path.stem.endswith("-loads"):
+            found["predictors"] += (rows := predictors(path))
+            show(rows)
+            continue
+        for ranks in (4, 8):
+            for limit in args.limits:
+                found["solvers"] += (rows := solvers(path, ranks, limit))
+                show(rows)
+        tenth = -(-Trace.load(path).num_experts // 10)
+        found["replicas"] += (rows := solvers(path, 4, 1.1, -(-tenth // 4)))
+        show(rows)
+    found["seconds, 256 experts, 20000 tokens, 8 ranks"] = timing()
+    print(found["seconds, 256 experts, 20000 tokens, 8 ranks"])
+    if args.out:
+        import torch
+
+        about = {"environment": environment(torch.device("cpu"), 1), "limits": args.limits}
+        args.out.write_text(json.dumps({**about, **found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
