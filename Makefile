@@ -29,9 +29,9 @@ demo: $(STAMP)
 	$(BIN)/carpool report runs/demo
 
 # One thread for each process: the tests start several ranks, which otherwise fight for the cores. A file's tests stay
-# together, because they share what they have prepared.
+# together, because they share what they have prepared, and the longest files come first (tests/conftest.py).
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
