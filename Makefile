@@ -2,8 +2,6 @@
 # Another interpreter: make test PYTHON=python3.12
 
 PYTHON ?= python3
-# Processes that share the tests; most of the time a test waits for its ranks.
-WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 # Inside the environment, so that deleting the environment also forgets that it was complete.
@@ -28,10 +26,9 @@ demo: $(STAMP)
 	$(BIN)/carpool generate runs/demo --prompt "def " --max-new-tokens 200
 	$(BIN)/carpool report runs/demo
 
-# One thread for each process: the tests start several ranks, which otherwise fight for the cores. A file's tests stay
-# together, because they share what they have prepared, and the longest files come first (tests/conftest.py).
+# One thread for each process: the tests start several ranks, which otherwise fight for the cores.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from tests.ranks import Ranks
+from tests.test_interpreted import Interpreted, why_not
+
+_INTERPRETED = pytest.StashKey[Interpreted | None]()
 
 # Two cores: four ranks and the test process each take one thread, or they fight.
 torch.set_num_threads(1)
@@ -25,9 +28,26 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     pool.stop()
 
 
+@pytest.fixture(scope="session")
+def interpreted(request: pytest.FixtureRequest) -> Interpreted | None:
+    """The kernels' tests in Triton's interpreter, under way since the session began; None where that cannot be."""
+    return request.config.stash[_INTERPRETED]
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    wanted = any("interpreted" in getattr(item, "fixturenames", ()) for item in session.items)
+    start = wanted and not session.config.option.collectonly and why_not() is None
+    session.config.stash[_INTERPRETED] = Interpreted() if start else None
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (running := session.config.stash.get(_INTERPRETED, None)) is not None:
+        running.stop()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest come first, so that no worker ends alone. Tests marked `gpu` are skipped where there is none."""
-    items.sort(key=lambda item: (item.path.name != "test_interpreted.py", item.path.parent.name != "train"))
+    """Those that wait for the interpreter come last. Tests marked `gpu` are skipped where there is none."""
+    items.sort(key=lambda item: item.path.name == "test_interpreted.py")
     if torch.cuda.is_available():
         return
     for item in items:

@@ -166,6 +166,7 @@ _ROWS: Mapping[str, Callable[[Sequence[Counts], int], Counts]] = {
     "dedup": _one_per_rank,
     "nvlink": _one_per_rank,
 }
+TRANSPORTS = tuple(_ROWS)
 # Numbers that each rank tells each other one before rows travel.
 _COUNTS: Mapping[str, int] = {"gather": 1, "alltoall": 2, "dedup": 2, "nvlink": 0}
 

@@ -24,19 +24,21 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
 from carpool.placement.forecast import PREDICTORS
 from carpool.placement.policies import POLICIES
 from carpool.placement.solvers import SOLVERS
+from carpool.placement.volume import TRANSPORTS
+from carpool.routing_limit_options import LimitBy
 
 __all__ = ["KINDS", "Recipe", "load", "names", "path_of"]
 
 # What this version has of each kind, and the setting (section, key) that chooses it.
 KINDS: Mapping[str, tuple[Collection[str], tuple[str, str]]] = MappingProxyType(
     {
-        "transport": (("gather", "alltoall", "dedup", "nvlink"), ("moe", "transport")),
-        "limit": (("score", "similarity", "groups"), ("moe", "limit_by")),
+        "transport": (TRANSPORTS, ("moe", "transport")),
+        "limit": (get_args(LimitBy), ("moe", "limit_by")),
         "solver": (SOLVERS, ("placement", "solver")),
         "policy": (("place", "migrate", *POLICIES), ("placement", "policy")),
         "predictor": (PREDICTORS, ("placement", "predictor")),
