@@ -9,6 +9,7 @@ import typer
 
 from carpool.cli.common import (
     BENCH_PACKAGES,
+    Debug,
     Device,
     Dtype,
     JsonOnly,
@@ -136,7 +137,7 @@ def bench_experts(
         Path, typer.Option("--out", help="Folder for experts.json and experts.png, which are overwritten.")
     ] = Path("runs/bench/experts"),
     json_only: JsonOnly = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Tracebacks.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Time what experts compute on one device, Carpool's beside transformers'; and see what they keep."""
     with errors(debug):

@@ -29,6 +29,7 @@ Transports = Annotated[
 Ranks = Annotated[int | None, typer.Option("--ranks", help="Ranks on this machine. Default: one per GPU, or 4 on CPU.")]
 Device = Annotated[str, typer.Option("--device", help="auto (cuda if there is a GPU, otherwise cpu), cpu or cuda.")]
 JsonOnly = Annotated[bool, typer.Option("--json-only", help="Write the JSON file; no table, no figure.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
 RanksDebug = Annotated[bool, typer.Option("--debug", help="Tracebacks, and the output of all ranks.")]
 
 

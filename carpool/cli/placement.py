@@ -8,9 +8,13 @@ from typing import Annotated
 
 import typer
 
-from carpool.cli.common import TRAIN_PACKAGES, Seed, command, errors, require
+from carpool.cli.common import TRAIN_PACKAGES, Debug, Seed, command, errors, require
 
-_Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
+_Ranks = Annotated[int, typer.Option("--ranks", min=1, help="Expert-parallel ranks.")]
+_Nodes = Annotated[int, typer.Option("--nodes", min=1, help="Machines that they are on, equally many on each.")]
+_Hidden = Annotated[int, typer.Option("--hidden", min=1, help="H of the cost model.")]
+_ExpertHidden = Annotated[int, typer.Option("--expert-hidden", min=1, help="F of the cost model.")]
+_TokensPerRank = Annotated[int, typer.Option("--tokens-per-rank", min=1, help="Of the cost model.")]
 
 
 def trace(
@@ -34,7 +38,7 @@ def trace(
     text_field: Annotated[str, typer.Option("--text-field", help="Of JSON lines and Parquet.")] = "text",
     max_bytes: Annotated[int, typer.Option("--max-bytes", min=1, help="Text to read at most.")] = 64 << 20,
     weights: Annotated[bool, typer.Option("--weights", help="Record routing weights, too.")] = False,
-    debug: _Debug = False,
+    debug: Debug = False,
 ) -> None:
     """Record which experts the tokens of a text choose in each layer of a model, for `carpool place`."""
     with errors(debug):
@@ -65,8 +69,8 @@ def trace(
 
 def place(
     trace: Annotated[Path, typer.Argument(help="What `carpool trace` wrote.")],
-    ranks: Annotated[int, typer.Option("--ranks", min=1, help="Expert-parallel ranks.")],
-    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Machines that they are on, equally many on each.")] = 1,
+    ranks: _Ranks,
+    nodes: _Nodes = 1,
     solvers: Annotated[
         str | None,
         typer.Option(
@@ -85,15 +89,15 @@ def place(
     expert_groups: Annotated[
         int | None, typer.Option("--expert-groups", min=1, help="Of eplb: groups of experts, in order.")
     ] = None,
-    hidden: Annotated[int, typer.Option("--hidden", min=1, help="H of the cost model.")] = 2048,
-    expert_hidden: Annotated[int, typer.Option("--expert-hidden", min=1, help="F of the cost model.")] = 1024,
-    tokens_per_rank: Annotated[int, typer.Option("--tokens-per-rank", min=1, help="Of the cost model.")] = 8192,
+    hidden: _Hidden = 2048,
+    expert_hidden: _ExpertHidden = 1024,
+    tokens_per_rank: _TokensPerRank = 8192,
     seed: Seed = 0,
     out: Annotated[
         Path, typer.Option("--out", help="Folder for layouts.json, place.json and place.png, which are overwritten.")
     ] = Path("runs/place"),
     every_layer: Annotated[bool, typer.Option("--every-layer", help="A table for each layer.")] = False,
-    debug: _Debug = False,
+    debug: Debug = False,
 ) -> None:
     """Where experts should live: every solver on one half of a trace, judged on the other half.
 
@@ -143,7 +147,7 @@ recipes = typer.Typer(help="Published systems, as choices of what Carpool has.",
 
 
 @recipes.command("list")
-def list_recipes(debug: _Debug = False) -> None:
+def list_recipes(debug: Debug = False) -> None:
     """The recipes, what they are, and whether this version has all that they need."""
     with errors(debug):
         from carpool.recipes import load, names
@@ -157,7 +161,7 @@ def list_recipes(debug: _Debug = False) -> None:
 
 @recipes.command("show")
 def show_recipe(
-    name: Annotated[str, typer.Argument(help="As `carpool recipes list` names it.")], debug: _Debug = False
+    name: Annotated[str, typer.Argument(help="As `carpool recipes list` names it.")], debug: Debug = False
 ) -> None:
     """A recipe's file, which `carpool train --config` takes."""
     with errors(debug):
@@ -170,20 +174,20 @@ def show_recipe(
 @recipes.command("compare")
 def compare_recipes(
     trace: Annotated[Path, typer.Option("--trace", help="What `carpool trace` wrote.")],
-    ranks: Annotated[int, typer.Option("--ranks", min=1, help="Expert-parallel ranks.")] = 4,
-    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Machines that they are on.")] = 1,
+    ranks: _Ranks = 4,
+    nodes: _Nodes = 1,
     only: Annotated[
         str | None, typer.Option("--recipes", metavar="NAME,...", help="Names, or paths of TOML files. Default: all.")
     ] = None,
     parts: Annotated[int, typer.Option("--parts", min=2, help="Parts of the trace, replayed one by one.")] = 8,
-    hidden: Annotated[int, typer.Option("--hidden", min=1, help="H of the cost model.")] = 2048,
-    expert_hidden: Annotated[int, typer.Option("--expert-hidden", min=1, help="F of the cost model.")] = 1024,
-    tokens_per_rank: Annotated[int, typer.Option("--tokens-per-rank", min=1, help="Of the cost model.")] = 8192,
+    hidden: _Hidden = 2048,
+    expert_hidden: _ExpertHidden = 1024,
+    tokens_per_rank: _TokensPerRank = 8192,
     seed: Seed = 0,
     out: Annotated[Path, typer.Option("--out", help="Folder for recipes.json, which is overwritten.")] = Path(
         "runs/recipes"
     ),
-    debug: _Debug = False,
+    debug: Debug = False,
 ) -> None:
     """Replay a trace under each recipe: rows, load, modelled time, what was moved."""
     with errors(debug):

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from carpool.cli.common import TRAIN_PACKAGES, RanksDebug, command, errors, require
+from carpool.cli.common import TRAIN_PACKAGES, Debug, RanksDebug, command, errors, require
 
 if TYPE_CHECKING:
     from carpool.train.config import Config
@@ -75,7 +75,7 @@ def report(
     run: Annotated[Path, typer.Argument(help="The run's folder (training.output_dir).")],
     open_: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
     output: Annotated[Path | None, typer.Option("--output", help="File to write. Default: RUN/report.html.")] = None,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Write what happened in a run as one HTML file, which needs no network."""
     with errors(debug):
@@ -96,7 +96,7 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Tokens to add at most.")] = 200,
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0: always the likeliest.")] = 0.8,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the choice.")] = 0,
-    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Continue a text with the newest checkpoint of a run."""
     with errors(debug):

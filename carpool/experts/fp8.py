@@ -15,11 +15,10 @@ as if nothing had been rounded.
 Kept for the backward: packets of the rows (half the bytes) and h. Codes of the weights are not kept: both orders would
 take as much memory as the weights themselves, for every layer, also of those that FSDP has sharded again. But making
 them takes a third as long as the forward's products, longer where an expert has few rows, and they stay the same until
-the optimizer's next step. So it is for the caller to say:
+the optimizer's next step. So it is for the caller to say (`carpool train`: moe.fp8_hold_weights):
 
-    for own in rides(model).values():             carpool.hf.rides
-        stack.enter_context(own.compute.weights_unchanged())
-    ...                                           an evaluation, or all micro-batches of one optimizer step
+    with carpool.hf.layouts.slots_kept(model, quantised=True):
+        ...                                       an evaluation, or all micro-batches of one optimizer step
 
 Inside, columns of h are always [gate | up], and each of the two, as all of F and H, is filled up with zeros to a
 multiple of 128, so that a group never has a part of both:

@@ -314,6 +314,13 @@ def rides(model: nn.Module) -> dict[str, ExpertRides]:
     return {name: own for name, own in found if own is not None}
 
 
+def required_rides(model: nn.Module) -> dict[str, ExpertRides]:
+    """As `rides`, of a model that must have some. Raises ValueError if it has none."""
+    if layers := rides(model):
+        return layers
+    raise ValueError('this model has no Carpool layers; load it with ep_implementation="carpool" and ep_size > 1')
+
+
 def set_transport(
     model: nn.Module, name: str, *, max_tokens: int | None = None, options: NVLinkOptions | None = None
 ) -> None:
@@ -326,9 +333,7 @@ def set_transport(
             of two. Tokens beyond make the sums NaN, and `CarpoolCallback` then raises before the optimizer's step.
         options: further ones of "nvlink". Neither given: as before.
     """
-    layers = rides(model)
-    if not layers:
-        raise ValueError('this model has no Carpool layers; load it with ep_implementation="carpool" and ep_size > 1')
+    layers = required_rides(model)
     if max_tokens is not None:
         options = replace(options or NVLinkOptions(), max_tokens=max_tokens)
     for own in layers.values():
@@ -348,9 +353,7 @@ def set_experts(model: nn.Module, name: str, *, choices: Choices | None = None, 
 
     Raises:
         ValueError: an unknown name, experts that it cannot compute, or an option that they do not have."""
-    layers = rides(model)
-    if not layers:
-        raise ValueError('this model has no Carpool layers; load it with ep_implementation="carpool" and ep_size > 1')
+    layers = required_rides(model)
     for own in layers.values():
         own.set_experts(name, choices, recompute)
     return list(dict.fromkeys(why for own in layers.values() for why in getattr(own.compute, "lossy_reasons", ())))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from carpool.hf.expert_parallel import rides
+from carpool.hf.expert_parallel import required_rides
 from carpool.hf.limit import find_router
 
 
@@ -17,9 +17,7 @@ def freeze_dense(model: nn.Module) -> int:
     Raises:
         ValueError: a model without Carpool's layers, of which nothing would be left to train.
     """
-    layers = rides(model)
-    if not layers:
-        raise ValueError('this model has no Carpool layers; load it with ep_implementation="carpool" and ep_size > 1')
+    layers = required_rides(model)
     trained: set[int] = set()
     for name, own in layers.items():
         router = find_router(model, name)

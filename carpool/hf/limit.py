@@ -30,7 +30,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from carpool.hf.expert_parallel import ExpertRides, rides
+from carpool.hf.expert_parallel import ExpertRides, required_rides
 from carpool.routing import Routing
 from carpool.routing_limit import LimitOptions, RoutingLimit, drop_outside, router_similarity
 
@@ -58,9 +58,7 @@ def limit_routing(
     Raises:
         ValueError: limits that do not fit the model, or a router whose experts cannot be compared.
     """
-    layers = rides(model)
-    if not layers:
-        raise ValueError('this model has no Carpool layers; load it with ep_implementation="carpool" and ep_size > 1')
+    layers = required_rides(model)
     ranks = next(iter(layers.values())).num_ranks
     if options is not None:
         options.check(ranks)

@@ -199,10 +199,7 @@ def measure(folder: str, path: str, mesh: Mesh, implementation: str = IMPLEMENTA
     if reference is None:
         return None
 
-    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
-    both = [name for name in expected if expected[name] is not None and gradients.get(name) is not None]
-    floor = max(float(expected[name].abs().max()) for name in both) / 1000
-    errors = {name: relative_error(gradients[name], expected[name], floor) for name in both}
+    errors, missing = gradient_errors(reference, gradients)
     worst = max(errors, key=lambda name: errors[name])
     experts = experts_modules(reference)[0]
     return Outcome(
@@ -214,7 +211,7 @@ def measure(folder: str, path: str, mesh: Mesh, implementation: str = IMPLEMENTA
         plan="experts" if all("experts" in name for name in reference.ep_plan) else "experts and others",
         computed_by="the model" if expert_function(experts) is None else "Carpool",
         loading=loading,
-        missing=[name for name in expected if (expected[name] is None) != (gradients.get(name) is None)],
+        missing=missing,
         rows=int(rows),
     )
 
@@ -297,6 +294,15 @@ def full_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
     """Each parameter's whole gradient, on every rank. Collective."""
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in gradients.items()}
+
+
+def gradient_errors(reference: nn.Module, gradients: dict[str, torch.Tensor]) -> tuple[dict[str, float], list[str]]:
+    """(error of each gradient that both have, relative to its largest element; those that only one has)."""
+    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
+    both = {name: grad for name, grad in expected.items() if grad is not None and gradients.get(name) is not None}
+    floor = max(float(grad.abs().max()) for grad in both.values()) / 1000
+    missing = [name for name in expected if (expected[name] is None) != (gradients.get(name) is None)]
+    return {name: relative_error(gradients[name], grad, floor) for name, grad in both.items()}, missing
 
 
 def relative_error(ours: Any, theirs: Any, floor: float = 1e-30) -> float:

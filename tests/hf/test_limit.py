@@ -17,7 +17,18 @@ from carpool.hf.expert_parallel import ExpertRides
 from carpool.hf.limit import LayerLimit, find_router, limit_routing
 from carpool.layout import ExpertLayout
 from carpool.routing_limit import LimitOptions, RoutingLimit, drop_outside, router_similarity
-from tests.hf.parity import EXCEPTIONS, HANDLING, Handling, Mesh, full_gradients, load, loss_of, quiet, relative_error
+from tests.hf.parity import (
+    EXCEPTIONS,
+    HANDLING,
+    Handling,
+    Mesh,
+    full_gradients,
+    gradient_errors,
+    load,
+    loss_of,
+    quiet,
+    relative_error,
+)
 from tests.hf.tiny_models import discover, tiny_batch, tiny_model
 from tests.ranks import Ranks
 
@@ -128,17 +139,14 @@ def _measure(folder: str, path: str, mesh: Mesh, options: LimitOptions) -> dict[
     result = {"copies": copies, "before": before, "reasons": reasons, "again": float(again) / 4, "free": losses[1]}
     if reference is None:
         return result
-    expected = {name: parameter.grad for name, parameter in reference.named_parameters()}
-    both = [name for name in expected if expected[name] is not None and gradients.get(name) is not None]
-    floor = max(float(expected[name].abs().max()) for name in both) / 1000
-    errors = {name: relative_error(gradients[name], expected[name], floor) for name in both}
+    errors, missing = gradient_errors(reference, gradients)
     worst = max(errors, key=lambda name: errors[name])
     return result | {
         "loss": relative_error(losses[0], expected_loss.detach()),
         "changed": relative_error(losses[0], losses[1]),
         "worst": (worst, errors[worst]),
-        "missing": [name for name in expected if (expected[name] is None) != (gradients.get(name) is None)],
-        "router": [name for name in both if "gate" in name or "router" in name],
+        "missing": missing,
+        "router": [name for name in errors if "gate" in name or "router" in name],
     }
 
 

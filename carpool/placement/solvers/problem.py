@@ -12,6 +12,8 @@ from carpool.layout import ExpertLayout
 from carpool.placement.objective import CostModel, check_nodes
 from carpool.placement.trace import Array, LayerTrace
 
+OVERLOAD = 4.0  # rows that a pair above the load limit costs; a swap moves no more than 2 rows per pair of load
+
 
 @dataclass(frozen=True)
 class Problem:

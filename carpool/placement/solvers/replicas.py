@@ -19,12 +19,11 @@ import numpy as np
 
 from carpool.layout import ExpertLayout
 from carpool.placement.objective import RIDES, served_by
-from carpool.placement.solvers.problem import Problem
+from carpool.placement.solvers.problem import OVERLOAD, Problem
 from carpool.placement.trace import Array
 
 EXCHANGES = 2
 DROPPED = 0.25  # of the replicas, in each exchange
-OVERLOAD = 4.0
 
 
 def fill_slots(problem: Problem, layout: ExpertLayout, allowed_load: float) -> ExpertLayout:

@@ -35,11 +35,10 @@ from __future__ import annotations
 import numpy as np
 
 from carpool.layout import ExpertLayout
-from carpool.placement.solvers.problem import Problem, homes_of
+from carpool.placement.solvers.problem import OVERLOAD, Problem, homes_of
 from carpool.placement.solvers.replicas import fill_slots
 from carpool.placement.trace import Array
 
-OVERLOAD = 4.0  # rows that a pair above the load limit costs; a swap moves no more than 2 rows per pair of load
 EASED = (0.1, 0.25, 0.5, 1.0)  # of that, in the first descents: balance is not bought with the best groups at once
 MARGIN = 0.5  # of the limit's distance from 1 is aimed at
 KICKS = 6

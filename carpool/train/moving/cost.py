@@ -8,18 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from carpool.layout import ExpertLayout
 from carpool.placement.objective import RIDES, CostModel, Objective, evaluate, served_by
 from carpool.placement.policies import LoadModel
-from carpool.placement.trace import LayerTrace
+from carpool.placement.trace import Array, LayerTrace
 from carpool.placement.volume import SLOT_AND_WEIGHT, WEIGHT_GRADIENT
 
-Array = npt.NDArray[Any]
 # Of a few cores, where ranks are processes of one thread that talk over gloo.
 CPU = {"intra_bandwidth": 1e9, "inter_bandwidth": 1e8, "intra_latency": 2e-5, "inter_latency": 1e-4, "flops": 5e9}
 
