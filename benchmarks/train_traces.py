@@ -9,10 +9,11 @@
 documentation, licences and manual pages), trains a byte-pair tokenizer of 4096 tokens on it and tokenises it.
 
 `train` trains one model in one process on one GPU (or the CPU, slowly): OLMoE's architecture, by default with hidden
-size 512, 64 experts of 256, top-8, 8 layers, sequences of 512, 32 768 tokens a step, AdamW, bf16, and transformers'
-balance loss. It stops after `--steps`, or earlier if `--seconds` would be exceeded. It writes into `--out`:
+size 512, 64 experts of 256, top-8, 8 layers, sequences of 512, 32 768 tokens a step, AdamW, bf16, and a balance loss
+for each layer (`--balance model`: transformers', of all layers together). It stops after `--steps`, or earlier if
+`--seconds` would be exceeded. It writes into `--out`:
 
-    NAME-STEP.npz         a trace (carpool.placement.trace) of the steps before STEP, 8192 tokens of training batches
+    NAME-STEP.npz         a trace (carpool.placement.trace) of the steps before STEP, 16384 tokens of training batches
     NAME-loads.npz        load_SLE: choices of each expert per step and layer, of consecutive steps early in training
                           and at its end; step_S: their steps. For comparing predictors of load
     NAME.json             losses (training, held out by kind of text), measures of specialisation, settings
@@ -212,6 +213,7 @@ def train(args: argparse.Namespace) -> None:
         model,
         top_k=args.top_k,
         aux_coef=args.aux,
+        balance_layers=args.balance == "layer",
         dp_size=1,
         autocast=torch.bfloat16 if device.type == "cuda" else None,
     )
@@ -282,7 +284,7 @@ def snapshot(
         data=f"{', '.join(KINDS)}: installed source code and documentation, BPE of 4096 tokens",
         held_out_loss={kind: round(loss, 4) for kind, loss in held.items()},
         architecture=f"OLMoE, hidden {args.hidden}, {args.experts} experts of {args.intermediate}, top-{args.top_k}, "
-        f"{args.layers} layers, balance loss {args.aux:g}",
+        f"{args.layers} layers, balance loss {args.aux:g} ({args.balance})",
         command=f"python benchmarks/train_traces.py {' '.join(without_paths(sys.argv[1:]))}",
     )
     args.out.mkdir(parents=True, exist_ok=True)
@@ -360,12 +362,13 @@ def main() -> None:
     second.add_argument("--length", type=int, default=512, help="tokens of a sequence")
     second.add_argument("--batch", type=int, default=64, help="sequences of a step")
     second.add_argument("--aux", type=float, default=0.01, help="weight of the balance loss; 0: none")
+    second.add_argument("--balance", choices=("model", "layer"), default="layer", help="all layers together, or each")
     second.add_argument("--learning-rate", type=float, default=1e-3)
     second.add_argument("--steps", type=int, default=4000, help="at most")
     second.add_argument("--seconds", type=float, default=170, help="at most, from the start of the process")
     second.add_argument("--at", type=float, nargs="*", default=[0.1, 0.4], help="traces at these shares of the steps")
-    second.add_argument("--trace-tokens", type=int, default=8192)
-    second.add_argument("--stretch", type=int, default=256, help="neighbouring tokens of a sample")
+    second.add_argument("--trace-tokens", type=int, default=16384)
+    second.add_argument("--stretch", type=int, default=64, help="neighbouring tokens of a sample")
     second.add_argument("--eval-sequences", type=int, default=64, help="of each kind of text")
     second.add_argument("--seed", type=int, default=0)
     second.set_defaults(run=train)

@@ -2,9 +2,12 @@
 
 Models such as OLMoE, Mixtral and Qwen-MoE add `router_aux_loss_coef` times a load-balancing loss (Switch Transformer,
 section 2.2): E * sum_e f_e * P_e, with f_e the choices of expert e per token and P_e its mean probability, over the
-tokens of all layers; K when balanced. Their own code takes f and P from the tokens of one rank. A product of two
-means is not linear in the batch, so the mean of the ranks' losses is not the loss of the batch: with few tokens per
+tokens of all layers together; K when balanced. Their own code takes f and P from the tokens of one rank. A product of
+two means is not linear in the batch, so the mean of the ranks' losses is not the loss of the batch: with few tokens per
 rank it punishes every rank for not being balanced by itself. Here f is summed over all ranks.
+
+All layers together can be balanced while none is: expert 3 hot in one layer, cold in another. But ranks wait for each
+other in each layer. `per_layer` takes the mean of every layer's own loss, as in the papers.
 """
 
 from __future__ import annotations
@@ -16,7 +19,11 @@ import torch.distributed as dist
 
 
 def balance_loss(
-    router_logits: Sequence[torch.Tensor], top_k: int, group: dist.ProcessGroup | None = None
+    router_logits: Sequence[torch.Tensor],
+    top_k: int,
+    group: dist.ProcessGroup | None = None,
+    *,
+    per_layer: bool = False,
 ) -> torch.Tensor:
     """The load-balancing loss over all layers and all ranks of `group`.
 
@@ -24,29 +31,33 @@ def balance_loss(
         router_logits: one (T, E) tensor for each MoE layer, as models return with `output_router_logits=True`.
         top_k: K of the router.
         group: all ranks that hold tokens of the batch; None: the whole world, if there is one.
+        per_layer: the mean of the layers' losses; else the loss of all layers' tokens together, as in transformers.
 
     Returns:
         Scalar float32, the same value on every rank. Its gradient is this rank's share times the number of ranks, so
         that averaging gradients over ranks (FSDP, DDP) gives the gradient of the batch's loss.
     """
     num_experts = router_logits[0].shape[-1]
-    prob_E = router_logits[0].new_zeros(num_experts, dtype=torch.float32)
-    count_E = torch.zeros_like(prob_E)
-    tokens = 0
+    probs, totals = [], []
     for logits_TE in router_logits:
         prob_TE = logits_TE.float().softmax(-1)
         chosen = prob_TE.detach().topk(top_k, dim=-1).indices.reshape(-1)
-        count_E = count_E.scatter_add(0, chosen, torch.ones_like(chosen, dtype=torch.float32))
-        prob_E = prob_E + prob_TE.sum(0)
-        tokens += logits_TE.shape[0]
-    total = torch.cat([count_E, prob_E.detach(), count_E.new_tensor([float(tokens)])])
+        count_E = prob_TE.new_zeros(num_experts).scatter_add(0, chosen, torch.ones_like(chosen, dtype=torch.float32))
+        probs.append(prob_TE.sum(0))
+        tokens = count_E.new_tensor([float(logits_TE.shape[0])])
+        totals.append(torch.cat([count_E, probs[-1].detach(), tokens]))
+    # G: what is balanced by itself, each layer or all of them.
+    prob_GE, total_G = torch.stack(probs), torch.stack(totals)
+    if not per_layer:
+        prob_GE, total_G = prob_GE.sum(0, keepdim=True), total_G.sum(0, keepdim=True)
     ranks = 1
     if dist.is_initialized():
-        dist.all_reduce(total, group=group)
+        dist.all_reduce(total_G, group=group)
         ranks = dist.get_world_size(group)
-    tokens_all = total[-1].clamp(min=1.0)
-    f_E = total[:num_experts] / tokens_all
+    count_GE, prob_all_GE, tokens_G1 = total_G.split([num_experts, num_experts, 1], dim=1)
+    tokens_G1 = tokens_G1.clamp(min=1.0)
+    f_GE = count_GE / tokens_G1
     # Linear in P once f is global: each rank differentiates its own part and no gradient has to travel.
-    own = num_experts * (f_E * prob_E).sum() * ranks / tokens_all
-    value = num_experts * (f_E * total[num_experts : 2 * num_experts]).sum() / tokens_all
+    own = num_experts * (f_GE * prob_GE / tokens_G1).sum(1).mean() * ranks
+    value = num_experts * (f_GE * prob_all_GE / tokens_G1).sum(1).mean()
     return own + (value - own).detach()

@@ -185,6 +185,7 @@ class _Run:
             aux_coef=getattr(self.model.config, "router_aux_loss_coef", 0.0) or 0.0 if coef is None else coef,
             dp_size=self.degrees.dp_size,
             autocast=torch.bfloat16 if self.bf16 and self.degrees.dp_size == 1 else None,
+            balance_layers=moe.balance == "layer",
         )
         self.optimizer = make_optimizer(self.model, training)
         self.metrics = RideMetrics(self.model)

@@ -82,6 +82,11 @@ class MoeSection(Section):
         ge=0,
         description="Weight of the balance loss; 0 turns it off. none: as the model's configuration says.",
     )
+    balance: Literal["model", "layer"] = Field(
+        default="model",
+        description="What the balance loss balances. model: all layers' tokens together, as transformers does, so that "
+        "one layer may be uneven in the other's favour; layer: each layer by itself, as in the papers.",
+    )
     limit_ranks: int | None = Field(
         default=None,
         gt=0,

@@ -42,6 +42,7 @@ class Objective:
         model: a causal language model of transformers.
         top_k: K, for the balance loss.
         aux_coef: 0 turns the balance loss off.
+        balance_layers: balance each layer by itself, not all of them together.
         dp_size: ranks with distinct data.
         autocast: compute in this dtype by autocast; None where FSDP casts already or nothing is to be cast.
 
@@ -50,7 +51,14 @@ class Objective:
     """
 
     def __init__(
-        self, model: nn.Module, *, top_k: int, aux_coef: float, dp_size: int, autocast: torch.dtype | None
+        self,
+        model: nn.Module,
+        *,
+        top_k: int,
+        aux_coef: float,
+        dp_size: int,
+        autocast: torch.dtype | None,
+        balance_layers: bool = False,
     ) -> None:
         takes = inspect.signature(model.forward).parameters
         if aux_coef and "output_router_logits" not in takes:
@@ -59,6 +67,7 @@ class Objective:
                 "so there is no balance loss to weigh; set moe.router_aux_loss_coef=0"
             )
         self.model, self.top_k, self.aux_coef, self.dp_size, self.autocast = model, top_k, aux_coef, dp_size, autocast
+        self.balance_layers = balance_layers
         self.ranks_per_copy = (dist.get_world_size() if dist.is_initialized() else 1) // dp_size
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -69,7 +78,9 @@ class Objective:
             out = self.model(input_ids=batch["input_ids"], use_cache=False, **extra)
         logits = out.logits[:, :-1].float().flatten(0, 1)
         ce = F.cross_entropy(logits, batch["labels"][:, 1:].flatten(), ignore_index=-100, reduction="sum")
-        aux = balance_loss(out.router_logits, self.top_k) if self.aux_coef else None
+        aux = None
+        if self.aux_coef:
+            aux = balance_loss(out.router_logits, self.top_k, per_layer=self.balance_layers)
         return ce, aux
 
     def targets(self, batches: Iterable[Batch]) -> int:

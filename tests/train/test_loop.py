@@ -277,7 +277,7 @@ def test_learning_rate_warms_up_and_falls() -> None:
     assert learning_rate(10, constant) == 1.0
 
 
-def _balance() -> tuple[float, torch.Tensor]:
+def _balance(per_layer: bool) -> tuple[float, torch.Tensor]:
     from carpool.hf.balance import balance_loss
 
     generator = torch.Generator().manual_seed(0)
@@ -285,20 +285,21 @@ def _balance() -> tuple[float, torch.Tensor]:
     logits = [torch.randn(sum(sizes), 8, generator=generator) for _ in range(2)]
     rank = dist.get_rank()
     own = [x.split(sizes)[rank].clone().requires_grad_() for x in logits]
-    loss = balance_loss(own, 3)
+    loss = balance_loss(own, 3, per_layer=per_layer)
     loss.backward()
     return loss.item(), torch.stack([x.grad if x.grad is not None else torch.zeros_like(x) for x in own])
 
 
-def test_the_balance_loss_is_that_of_the_whole_batch(ranks: Ranks) -> None:
-    """Against transformers' own function on all tokens at once, value and gradient."""
+@pytest.mark.parametrize("per_layer", [False, True])
+def test_the_balance_loss_is_that_of_the_whole_batch(ranks: Ranks, per_layer: bool) -> None:
+    """Against transformers' own function on all tokens at once, or on those of each layer; value and gradient."""
     from transformers.models.olmoe.modeling_olmoe import load_balancing_loss_func
 
-    results = ranks(_balance)
+    results = ranks(_balance, per_layer)
     generator = torch.Generator().manual_seed(0)
     logits = tuple(torch.randn(17, 8, generator=generator).requires_grad_() for _ in range(2))
-    whole = load_balancing_loss_func(logits, 8, 3)
-    assert isinstance(whole, torch.Tensor)
+    alone = [(layer,) for layer in logits] if per_layer else [logits]
+    whole = torch.stack([torch.as_tensor(load_balancing_loss_func(own, 8, 3)) for own in alone]).mean()
     whole.backward()
     assert [value for value, _ in results] == pytest.approx([whole.item()] * 4, rel=1e-6)
     gradient = torch.cat([g for _, g in results], dim=1) / 4  # ranks are averaged
