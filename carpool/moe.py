@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -23,14 +24,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from carpool.experts import Choices, ExpertFunction, ExpertWeights, make_activation, make_experts
 from carpool.layout import ExpertLayout, assign
 from carpool.parallel.migrate import Moved, RowMove, Stopwatch, check_can_move, move_experts
+from carpool.parallel.slot_steps import Home, Homes, keep_slots
 from carpool.parallel.slots import SlotFiller, fill_slots
 from carpool.ride import ride
 from carpool.routing import Router, Routing
 from carpool.routing_limit import LimitOptions, RoutingLimit, router_similarity
+from carpool.schedule.chunks import check_chunks
 from carpool.stats import LayerStats, RideStats
 from carpool.transport import NVLinkOptions, make_transport, resolve_transport
 
@@ -54,6 +58,8 @@ class MoE(nn.Module):
         max_tokens: the most tokens that any rank will ever have. Given this, "auto" picks "nvlink" where it can be
             used; its buffers have a fixed size. With more, outputs are NaN: `carpool.transport.check_overflow` tells.
         transport_options: of "nvlink".
+        chunks: cut the tokens into so many chunks, one of which travels while the experts compute on another
+            (carpool/schedule). The same sums, weight gradients to rounding.
         experts: "auto", "grouped", "reference"; "fp8", which is LOSSY (carpool/experts/fp8.py).
         recompute_experts: "grouped" keeps no pre-activation and computes it again in the backward: of what experts
             keep, only the rows that arrived are left, for one more product. The same bits.
@@ -90,6 +96,7 @@ class MoE(nn.Module):
         transport: str = "auto",
         max_tokens: int | None = None,
         transport_options: NVLinkOptions | None = None,
+        chunks: int = 1,
         experts: str = "auto",
         recompute_experts: bool = False,
         expert_choices: Choices | None = None,
@@ -133,9 +140,10 @@ class MoE(nn.Module):
         if shared_intermediate_size:
             self.shared = SharedExpert(hidden_size, shared_intermediate_size, act, gated, place)
 
+        self.chunks = check_chunks(chunks)
         self.experts = make_experts(experts, ExpertFunction(act), expert_choices, recompute_experts)
-        self.filler = SlotFiller(layout, self.group)
         self.stats_counter = LayerStats(num_experts, num_ranks, self.rank)
+        self.filler = SlotFiller(layout, self.group, self.stats_counter.meter)
         options = transport_options or NVLinkOptions()
         self.set_transport(transport, options if max_tokens is None else replace(options, max_tokens=max_tokens))
         self.routing: Routing | None = None
@@ -154,7 +162,8 @@ class MoE(nn.Module):
 
         slot_TK = assign(routing, self.layout, self.rank, self._serving_TW)
         weights = fill_slots(ExpertWeights(*self._home_weights()), self.filler)
-        y_TH = ride(x_TH, routing, slot_TK, self.transport, self.experts, weights, self.stats_counter)
+        y_TH = ride(x_TH, routing, slot_TK, self.transport, self.experts, weights, self.stats_counter, self.chunks)
+        self.filler.start_next()
         if self.shared is not None:
             y_TH = y_TH + self.shared(x_TH)
         return y_TH.view_as(x)
@@ -191,7 +200,7 @@ class MoE(nn.Module):
             if self.group is not None:
                 check_can_move(self.expert_parameters(), optimizer, self.group)
             size = move_experts(self.expert_parameters(), move, optimizer, self.group)
-            self.layout, self.filler = layout, SlotFiller(layout, self.group)
+            self.layout, self.filler = layout, SlotFiller(layout, self.group, self.stats_counter.meter)
             self.set_transport(self.transport.name)
             moved = Moved(1, move.travelling, size, watch.seconds())
         return moved
@@ -309,6 +318,26 @@ class MoE(nn.Module):
 
 
 EXPERT_NAMES = ("up_proj", "down_proj", "up_bias", "down_bias")
+
+
+@contextmanager
+def slots_kept(model: nn.Module, prefetch: bool = True) -> Iterator[None]:
+    """Inside, no weight changes: replicas are filled once and serve all forwards. All ranks together, around the
+    micro-batches of a step. A layer must have its layout before.
+
+    Args:
+        prefetch: slots are filled ahead of their layer, and no backward waits for replicas' gradients: these are
+            complete at the end. The same bits (carpool/parallel/slot_steps.py). Layers should run in the order in
+            which the model registers them; in another one, fills may still be waited for."""
+
+    def homes(moe: MoE) -> Homes | None:
+        weights = ExpertWeights(*moe._home_weights())._asdict().items()
+        if any(isinstance(w, DTensor) for _, w in weights) or not prefetch:
+            return None  # the former: somebody has sharded them
+        return {name: Home(w, w.dtype, 1.0) for name, w in weights if w is not None}
+
+    with keep_slots([(moe.filler, homes(moe)) for moe in model.modules() if isinstance(moe, MoE)]):
+        yield
 
 
 class SharedExpert(nn.Module):

@@ -1,7 +1,7 @@
 """The ride of a batch of tokens: plan, dispatch, experts, combine, as one autograd function.
 
 Autograd sees a single node with the rows, the routing weights and the expert weights as inputs. Inside, forward and
-backward are written out, so that it is plain what travels when and what is kept:
+backward are written out (`carpool.schedule.chunks`), so that it is plain what travels when and what is kept:
 
     forward    plan -> dispatch x -> experts -> combine partial sums
     backward   dispatch dy -> experts' backward -> combine (dx, dweight)
@@ -17,33 +17,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from carpool.experts import Experts, ExpertWeights, reads_packets
+from carpool.experts import Experts, ExpertWeights
 from carpool.memory import Rows
-from carpool.memory.keep import keep_rows
 from carpool.memory.recompute import kept_rides
 from carpool.ride_operator import ride_operator
 from carpool.routing import Routing
+from carpool.schedule.chunks import Kept, ride_backward, ride_forward
 from carpool.stats import LayerStats
-from carpool.transport import Arrivals, Transport
-
-
-class Kept(NamedTuple):
-    """What a forward keeps for its backward, besides the parameters.
-
-    Attributes:
-        route: as planned.
-        x: the rows that arrived; the rows that were sent, if they will be sent again.
-        saved: what the experts keep: tensors, `Rows` and Nones.
-    """
-
-    route: Any
-    x: Rows
-    saved: tuple[Any, ...]
+from carpool.transport import Transport
 
 
 def ride(
@@ -54,6 +40,7 @@ def ride(
     experts: Experts,
     weights: ExpertWeights,
     stats: LayerStats,
+    chunks: int = 1,
 ) -> torch.Tensor:
     """Send rows to their slots, compute, and bring the sums back.
 
@@ -63,6 +50,7 @@ def ride(
         routing: with weights.
         slot_TK: (T, K) int32 global slot ids, -1: none (from `assign`).
         weights: of this rank's slots.
+        chunks: pieces in which the tokens ride, one beside the computation of another (`carpool.schedule`).
 
     Returns:
         y_TH: (T, H), the dtype that travelled. Differentiable in x, the routing's weights and those of the slots.
@@ -79,65 +67,9 @@ def ride(
         backward = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         if torch.compiler.is_compiling():
             numbers = transport.number, experts.number, stats.number
-            return ride_operator(x_TH, weight_TK, slot_TK, *weights, expert_TK, *numbers, backward)[0]
+            return ride_operator(x_TH, weight_TK, slot_TK, *weights, expert_TK, *numbers, backward, chunks)[0]
         stats.count(expert_TK, weight_TK)
-        return _Ride.apply(x_TH, weight_TK, slot_TK, backward, transport, experts, stats, *weights)
-
-
-def ride_forward(
-    x_TH: torch.Tensor,
-    weight_TK: torch.Tensor,
-    slot_TK: torch.Tensor,
-    weights: ExpertWeights,
-    transport: Transport,
-    experts: Experts,
-    stats: LayerStats,
-    backward: bool,
-) -> tuple[torch.Tensor, Kept | None]:
-    """(y_TH, what is kept if a backward will follow), without autograd."""
-    device = x_TH.device
-    stats.tokens_dispatched += x_TH.shape[0]
-    with stats.meter.span("dispatch", device):
-        route = transport.plan(slot_TK, weight_TK, stats.traffic)
-        route.packets = reads_packets(experts)
-        arrivals = _readable(transport.dispatch(x_TH, route).wait(), route.packets, x_TH.dtype)
-    with stats.meter.span("experts", device):
-        partial_RH = route.new_partial(x_TH.shape[1], x_TH.dtype, device)
-        saved = experts.forward(arrivals, weights, partial_RH, transport.arena, backward)
-        kept = None
-        if backward:
-            # Rows that will be sent again need nothing but what is sent.
-            x = Rows.of(x_TH) if transport.sends_again else keep_rows(arrivals, transport.arena)
-            kept = Kept(route, x, saved)
-    with stats.meter.span("combine", device):
-        y_TH = transport.combine(route).wait()
-    return y_TH.to(x_TH.dtype), kept
-
-
-def ride_backward(
-    dy_TH: torch.Tensor,
-    weights: ExpertWeights,
-    kept: Kept,
-    transport: Transport,
-    experts: Experts,
-    stats: LayerStats,
-    needs_dweights: bool,
-) -> tuple[torch.Tensor, torch.Tensor, ExpertWeights | None]:
-    """(dx_TH, dweight_TK, gradients of the weights if needed)."""
-    route, x, saved = kept
-    with stats.meter.span("dispatch", dy_TH.device):
-        if transport.sends_again:
-            x_TH, again = x.data, route.again()
-            x = _readable(transport.dispatch(x_TH, again).wait(), route.packets, x_TH.dtype).rows
-        dpartial = transport.dispatch_gradients(dy_TH.contiguous(), route).wait()
-    with stats.meter.span("experts", dy_TH.device):
-        dx_RH = route.new_partial(dy_TH.shape[1], dy_TH.dtype, dy_TH.device)
-        dweight_RJ, dweights = experts.backward(saved, x, weights, dpartial, dx_RH, needs_dweights)
-    with stats.meter.span("combine", dy_TH.device):
-        if transport.sends_again:
-            transport.discard(again, x_TH).wait()
-        dx_TH, dweight_TK = transport.combine_gradients(route, dweight_RJ).wait()
-    return dx_TH.to(dy_TH.dtype), dweight_TK, dweights
+        return _Ride.apply(x_TH, weight_TK, slot_TK, backward, chunks, transport, experts, stats, *weights)
 
 
 class _Ride(torch.autograd.Function):
@@ -148,6 +80,7 @@ class _Ride(torch.autograd.Function):
         weight_TK: torch.Tensor,
         slot_TK: torch.Tensor,
         backward: bool,
+        chunks: int,
         transport: Transport,
         experts: Experts,
         stats: LayerStats,
@@ -157,11 +90,11 @@ class _Ride(torch.autograd.Function):
         parts = transport, experts, stats
         # Not `any(ctx.needs_input_grad)`, which is of the inputs alone: under no_grad it may be True too.
         region = kept_rides() if backward else None
-        take = partial(ride_forward, x_TH, weight_TK, slot_TK, weights, *parts, backward)
+        take = partial(ride_forward, x_TH, weight_TK, slot_TK, weights, *parts, backward, chunks)
         y_TH, kept = take() if region is None else region.ride(take)
         if kept is not None:
-            _save(ctx, (*weights, kept.x, *kept.saved))
-            ctx.route, ctx.parts = kept.route, parts
+            _save(ctx, (*weights, *(item for one in kept for item in (one.x, *one.saved))))
+            ctx.routes, ctx.parts = [one.route for one in kept], parts
         return y_TH
 
     @staticmethod
@@ -169,16 +102,15 @@ class _Ride(torch.autograd.Function):
     def backward(ctx: Any, dy_TH: torch.Tensor) -> tuple[Any, ...]:
         # Read once: with checkpointing each reading would run the forward again, and torch refuses the second.
         saved = _saved(ctx)
-        weights, kept = ExpertWeights._make(saved[:4]), Kept(ctx.route, saved[4], saved[5:])
+        weights, rest = ExpertWeights._make(saved[:4]), saved[4:]
+        size = len(rest) // len(ctx.routes)
+        kept = tuple(
+            Kept(route, rest[i * size], rest[i * size + 1 : (i + 1) * size]) for i, route in enumerate(ctx.routes)
+        )
         transport, experts, stats = ctx.parts
-        needs_dweights = any(ctx.needs_input_grad[7:])
+        needs_dweights = any(ctx.needs_input_grad[8:])
         dx_TH, dweight_TK, dweights = ride_backward(dy_TH, weights, kept, transport, experts, stats, needs_dweights)
-        return dx_TH, dweight_TK, None, None, None, None, None, *(dweights or (None,) * 4)
-
-
-def _readable(arrivals: Arrivals, packets: bool, dtype: torch.dtype) -> Arrivals:
-    """As the experts read them: packets of FP8, or rows."""
-    return arrivals.packed() if packets else arrivals.widened(dtype)
+        return dx_TH, dweight_TK, None, None, None, None, None, None, *(dweights or (None,) * 4)
 
 
 def _save(ctx: Any, what: tuple[Any, ...]) -> None:

@@ -14,7 +14,7 @@ its backward that are no tensors of the graph (routes, places in an arena). So
     carpool::ride_backward  (gradient of the sums, ticket, rows, weights, slots, ...)   -> gradients
 
 Both have fake versions that say shapes, and the first names the second as its derivative. What they compute is
-`carpool.ride.ride_forward` and `ride_backward`, the same as without a compiler.
+`carpool.schedule.chunks.ride_forward` and `ride_backward`, the same as without a compiler.
 """
 
 from __future__ import annotations
@@ -53,15 +53,16 @@ def ride_operator(
     experts: torch.Tensor,
     stats: torch.Tensor,
     backward: bool,
+    chunks: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(y_TH, ticket): see `carpool.ride.ride`. `backward`: whether one will follow."""
-    from carpool.ride import ride_forward
+    from carpool.schedule.chunks import ride_forward
 
     weights = ExpertWeights(up, down, up_bias, down_bias)
     parts = by_number(transport), by_number(experts), by_number(stats)
     parts[2].count(expert_TK, weight_TK)
     with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.no_grad():
-        y_TH, kept = ride_forward(x_TH, weight_TK, slot_TK, weights, *parts, backward)
+        y_TH, kept = ride_forward(x_TH, weight_TK, slot_TK, weights, *parts, backward, chunks)
     number = next(_tickets)
     ticket = torch.tensor([number], device="cpu")
     if kept is not None:
@@ -93,7 +94,7 @@ def ride_backward_operator(
     needs_dweights: bool,
 ) -> list[torch.Tensor]:
     """[dx_TH, dweight_TK, and if wanted the gradients of the parameters that there are]."""
-    from carpool.ride import ride_backward
+    from carpool.schedule.chunks import ride_backward
 
     found = _KEPT.get(int(ticket))
     if found is None:
@@ -129,7 +130,7 @@ def _backward(ctx: Any, dy_TH: torch.Tensor, _: Any) -> tuple[Any, ...]:
     dx_TH, dweight_TK, *rest = ride_backward_operator(dy_TH.contiguous(), ticket, *inputs, needs_dweights)
     gradients = iter(rest)
     dweights = [next(gradients) if needs_dweights and w is not None else None for w in weights]
-    return dx_TH, dweight_TK, None, *dweights, None, None, None, None, None
+    return dx_TH, dweight_TK, None, *dweights, None, None, None, None, None, None
 
 
 ride_operator.register_autograd(_backward, setup_context=_setup_context)
@@ -137,9 +138,10 @@ ride_operator.register_autograd(_backward, setup_context=_setup_context)
 
 @dataclass(frozen=True)
 class _Lent:
-    """The first `rows` rows of one of (x_TH, weight_TK, slot_TK), in the place of a view of it."""
+    """Some rows of one of (x_TH, weight_TK, slot_TK), in the place of a view of it."""
 
     number: int
+    start: int
     rows: int
 
 
@@ -159,10 +161,14 @@ def _lend(tensor: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tenso
     """The tensor, if its memory is its own; else where in the inputs it is found again, or a copy."""
     for number, given in enumerate(inputs):
         if tensor.numel() and tensor.untyped_storage().data_ptr() == given.untyped_storage().data_ptr():
-            layout, theirs = ((t.dtype, t.shape[1:], t.stride(), t.storage_offset()) for t in (tensor, given))
-            return _Lent(number, tensor.shape[0]) if layout == theirs else tensor.clone()
+            layout, theirs = ((t.dtype, t.shape[1:], t.stride()) for t in (tensor, given))
+            start, beside = divmod(int(tensor.storage_offset() - given.storage_offset()), max(1, given.stride(0)))
+            rows = layout == theirs and beside == 0 and 0 <= start <= given.shape[0] - tensor.shape[0]
+            return _Lent(number, start, tensor.shape[0]) if rows else tensor.clone()
     return tensor
 
 
 def _take_back(held: torch.Tensor | _Lent, inputs: list[torch.Tensor]) -> torch.Tensor:
-    return inputs[held.number][: held.rows] if isinstance(held, _Lent) else held
+    if isinstance(held, _Lent):
+        return inputs[held.number][held.start : held.start + held.rows]
+    return held

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,11 +116,26 @@ class Meter:
     """Milliseconds of the latest calls of each named span, also shown to profilers under that name."""
 
     def __init__(self) -> None:
-        self._spans: dict[str, deque[Any]] = {}
+        self._spans: dict[str, deque[list[Any]]] = {}
+
+    def ride(self, device: torch.device) -> Callable[[str], AbstractContextManager[None]]:
+        """`span` for one ride, whose pieces of the same name are one call."""
+        seen: set[str] = set()
+
+        def span(name: str) -> AbstractContextManager[None]:
+            more = name in seen
+            seen.add(name)
+            return self.span(name, device, more)
+
+        return span
 
     @contextmanager
-    def span(self, name: str, device: torch.device) -> Iterator[None]:
-        """Time the enclosed work on `device`: by events in the current stream on CUDA, by the clock elsewhere."""
+    def span(self, name: str, device: torch.device, more: bool = False) -> Iterator[None]:
+        """Time the enclosed work on `device`: by events in the current stream on CUDA, by the clock elsewhere.
+
+        Args:
+            more: it belongs to the latest call of that name.
+        """
         # A profiler's range costs 40 us, and a layer has six.
         seen = torch.profiler.record_function(f"carpool::{name}") if _profiled() else nullcontext()
         with seen:
@@ -129,24 +144,28 @@ class Meter:
                 start.record()
                 yield
                 end.record()
-                self._keep(name, (start, end))
+                self._keep(name, (start, end), more)
             else:
                 begin = time.perf_counter()
                 yield
-                self._keep(name, 1e3 * (time.perf_counter() - begin))
+                self._keep(name, 1e3 * (time.perf_counter() - begin), more)
 
-    def _keep(self, name: str, value: Any) -> None:
-        self._spans.setdefault(name, deque(maxlen=KEPT_SPANS)).append(value)
+    def _keep(self, name: str, piece: Any, more: bool) -> None:
+        calls = self._spans.setdefault(name, deque(maxlen=KEPT_SPANS))
+        if more and calls:
+            calls[-1].append(piece)
+        else:
+            calls.append([piece])
 
     def milliseconds(self, reset: bool = True) -> dict[str, list[float]]:
         """Milliseconds of each call since the last reset, per span. Waits for the device if it must."""
         result: dict[str, list[float]] = {}
         for name, spans in self._spans.items():
-            if spans and isinstance(spans[-1], tuple):
-                spans[-1][1].synchronize()
-                result[name] = [start.elapsed_time(end) for start, end in spans]
+            if spans and isinstance(spans[-1][-1], tuple):
+                spans[-1][-1][1].synchronize()
+                result[name] = [sum(start.elapsed_time(end) for start, end in pieces) for pieces in spans]
             else:
-                result[name] = list(spans)
+                result[name] = [sum(pieces) for pieces in spans]
         if reset:
             self._spans = {}
         return result

@@ -133,8 +133,10 @@ class ExpertProblem:
         with no_host_synchronisation(device == "cuda" and not may_wait):
             saved = experts.forward(arrivals, weights, partial, arena)
             x_RH.fill_(torch.nan)  # it was leased
-            dweight, gradients = experts.backward(saved, x, weights, Rows.of(dpartial_RH), dx, True)
-        assert gradients is not None
+            dweight, finish = experts.backward(saved, x, weights, Rows.of(dpartial_RH), dx, True)
+            assert finish is not None
+            dpartial_RH.fill_(torch.nan)  # it was leased too
+            gradients = finish()
         found = dict(zip(NAMES, (partial, dx, dweight, *gradients), strict=True))
         return {name: t.cpu() for name, t in found.items() if t is not None}
 

@@ -75,8 +75,9 @@ class Setting:
         partial, dx = (torch.full_like(arrivals.x_RH, torch.nan) for _ in range(2))
         saved = experts.forward(arrivals, weights, partial)
         x = Rows(arrivals.x_RH, arrivals.x_RH.shape[1])
-        dweight, gradients = experts.backward(saved, x, weights, Rows.of(self.dpartial.to(device)), dx, True)
-        assert gradients is not None
+        dweight, finish = experts.backward(saved, x, weights, Rows.of(self.dpartial.to(device)), dx, True)
+        assert finish is not None
+        gradients = finish()
         found = dict(zip(NAMES, (partial, dx, dweight, *gradients), strict=True))
         if transposed:
             found |= {n: found[n].transpose(1, 2) for n in ("dup", "ddown")}

@@ -57,6 +57,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "balance": ("none", "aux", "aux+z"),
     "selection": ("plain", "groups", "bias"),
     "scaling": (1.0, 2.5),
+    "chunks": (1, 2, 5),
 }
 # A rank holds an expert at most once, so a single rank has no replicas.
 FORBIDDEN = [{"layout": name, "ep": 1} for name in ("replicated", "replicated_permuted")]
@@ -89,6 +90,7 @@ class Case:
     balance: str = "none"
     selection: str = "plain"
     scaling: float = 1.0
+    chunks: int = 1
     dtype: torch.dtype = torch.float32
 
     def __str__(self) -> str:
@@ -202,6 +204,7 @@ def build(case: Case) -> carpool.MoE:
         layout=layout_of(case.layout, case.ep),
         transport=case.transport,
         max_tokens=MAX_TOKENS,
+        chunks=case.chunks,
         experts=case.experts,
         activation=spec.activation,
         gated=spec.gated,

@@ -156,15 +156,16 @@ class Experts(Protocol):
         dpartial: Rows,
         dx_RH: torch.Tensor,
         needs_dweights: bool,
-    ) -> tuple[torch.Tensor, ExpertWeights | None]:
-        """Write the rows' gradients into `dx_RH`; return (dweight_RJ float32, gradients of the weights).
+    ) -> tuple[torch.Tensor, Callable[[], ExpertWeights] | None]:
+        """Write the rows' gradients into `dx_RH`; return dweight_RJ (float32), and what computes the gradients of the
+        weights: None if they are not needed.
+
+        So the rows' gradients can leave first. What comes later may still read x, but dpartial no more.
 
         Args:
             saved: what `forward` returned: tensors, `Rows`, or None.
             x: the rows that arrived in the forward, kept by the caller.
-            dpartial: gradients of the partial sums, in the order of x.
-
-        Gradients of the weights are None if not needed."""
+            dpartial: gradients of the partial sums, in the order of x."""
         ...
 
 

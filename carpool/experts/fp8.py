@@ -32,7 +32,7 @@ fp8_kernels.py). Both sum in float32, in different orders.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -140,7 +140,7 @@ class FP8Experts(Numbered):
         dpartial: Rows,
         dx_RH: torch.Tensor,
         needs_dweights: bool,
-    ) -> tuple[torch.Tensor, ExpertWeights | None]:
+    ) -> tuple[torch.Tensor, Callable[[], ExpertWeights] | None]:
         weight_RJ, h, sums_unwanted, pairs = *saved[:3], Pairs._make(saved[3:])
         dtype, hidden = weights.up_SFH.dtype, dx_RH.shape[1]
         columns, biased = self._columns(weights), weights.down_bias_SH is not None
@@ -159,13 +159,17 @@ class FP8Experts(Numbered):
             return dweight_RJ, None
 
         assert dy_PH is not None
-        dup = columns.gather(grouped_outer(dh_PW, gather_wide(x, hidden, pairs, dtype), pairs.offsets_S))
         ddown = grouped_outer(dy_PH, scaled_PF, pairs.offsets_S)
-        if self.function.transposed:
-            dup, ddown = dup.transpose(1, 2), ddown.transpose(1, 2)
-        dup_bias = None if weights.up_bias_SF is None else columns.gather(slot_sums(dh_PW, pairs))
         ddown_bias = slot_sums(dy_PH, pairs, weight_RJ) if biased else None
-        return dweight_RJ, ExpertWeights(dup, ddown, dup_bias, ddown_bias)
+
+        def finish() -> ExpertWeights:
+            dup = columns.gather(grouped_outer(dh_PW, gather_wide(x, hidden, pairs, dtype), pairs.offsets_S))
+            dup_bias = None if weights.up_bias_SF is None else columns.gather(slot_sums(dh_PW, pairs))
+            if self.function.transposed:
+                return ExpertWeights(dup.transpose(1, 2), ddown.transpose(1, 2), dup_bias, ddown_bias)
+            return ExpertWeights(dup, ddown, dup_bias, ddown_bias)
+
+        return dweight_RJ, finish
 
     def _columns(self, weights: ExpertWeights) -> Columns:
         inner = weights.down_SHF.shape[1 if self.function.transposed else 2]

@@ -39,6 +39,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from carpool.experts.activation_kernels import _value, constants
 from carpool.experts.base import Activation
 from carpool.memory.arena import Rows
+from carpool.processors import processors
 from carpool.quick import power_of_2, quick
 from carpool.transport.packets import FP8, GROUP
 
@@ -289,7 +290,7 @@ def _launch(
     weight = TensorDescriptor.from_tensor(code_SNK.view(slots * height, width), [GROUP, GROUP])
     programs = 2  # in the interpreter, so that each takes several tiles
     if out.is_cuda:
-        programs = torch.cuda.get_device_properties(out.device).multi_processor_count * tile.programs
+        programs = processors(out.device) * tile.programs
     _gemm[(programs,)](
         data.view(torch.uint8), weight_scale if scale_PG is None else scale_PG,
         data.view(torch.uint8) if home is None else home, 0 if packets is None else packets.home_row,

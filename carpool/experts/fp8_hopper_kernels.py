@@ -45,6 +45,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from carpool.experts.activation_kernels import _value
 from carpool.memory.arena import Rows
+from carpool.processors import processors
 from carpool.quick import quick
 from carpool.transport.packets import GROUP
 
@@ -338,7 +339,7 @@ def launch(
     weight = _describe(code_SNK.view(slots * height, width), GROUP)
     x = _describe(data, ROWS) if packets is None else weight
     home = None if packets is None else packets.home
-    _gemm[(torch.cuda.get_device_properties(out.device).multi_processor_count,)](
+    _gemm[(processors(out.device),)](
         data.view(torch.uint8), weight_scale if scale_PG is None else scale_PG,
         data.view(torch.uint8) if home is None else home, 0 if packets is None else packets.home_row,
         0 if home is None else home.shape[0], order_P, x, weight, weight_scale, *tiles, offsets_S, slots, out,

@@ -46,6 +46,7 @@ from carpool.experts.activation_kernels import _slopes, _value, constants
 from carpool.experts.base import Activation
 from carpool.experts.pair_kernels import aligned
 from carpool.memory.arena import Rows
+from carpool.processors import processors
 from carpool.quick import cdiv, quick
 
 TILE_ROWS = 128
@@ -409,4 +410,4 @@ def _describe(tensor: torch.Tensor, shape: Sequence[int], block: tuple[int, ...]
 def _grid(out: torch.Tensor, tiling: Tiling) -> tuple[int]:
     if not out.is_cuda:
         return (2,)
-    return (torch.cuda.get_device_properties(out.device).multi_processor_count * tiling.programs,)
+    return (processors(out.device) * tiling.programs,)

@@ -27,6 +27,7 @@ bfloat16 with widths that are multiples of 8) are a loop over slots, for which t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ class GroupedExperts(Numbered):
         dpartial: Rows,
         dx_RH: torch.Tensor,
         needs_dweights: bool,
-    ) -> tuple[torch.Tensor, ExpertWeights | None]:
+    ) -> tuple[torch.Tensor, Callable[[], ExpertWeights] | None]:
         weight_RJ, h, sums_unwanted, *tiles = saved[:5]
         pairs = Pairs._make(saved[5:])
         stages = Stages(self.function, weights, pairs, self.choices, None if tiles[0] is None else tuple(tiles))
@@ -95,7 +96,11 @@ class GroupedExperts(Numbered):
         if not needs_dweights:
             return dweight_RJ, None
 
-        dup, ddown = stages.dup(dh_PF1, x), stages.ddown(dpartial, scaled_a_PF)
-        dup_bias = None if weights.up_bias_SF is None else slot_sums(dh_PF1, pairs)
+        ddown = stages.ddown(dpartial, scaled_a_PF)
         ddown_bias = None if weights.down_bias_SH is None else slot_sums(stages.dy(dpartial), pairs, weight_RJ)
-        return dweight_RJ, ExpertWeights(dup, ddown, dup_bias, ddown_bias)
+
+        def finish() -> ExpertWeights:
+            dup_bias = None if weights.up_bias_SF is None else slot_sums(dh_PF1, pairs)
+            return ExpertWeights(stages.dup(dh_PF1, x), ddown, dup_bias, ddown_bias)
+
+        return dweight_RJ, finish

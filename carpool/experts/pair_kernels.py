@@ -29,6 +29,7 @@ import triton
 import triton.language as tl
 
 from carpool.memory.arena import Rows
+from carpool.processors import processors
 from carpool.quick import cdiv, power_of_2, quick
 
 SPLITS = 16
@@ -367,4 +368,4 @@ def programs(out: torch.Tensor, tile: int, block: int, per_processor: int = 16) 
     tiles = cdiv(out.shape[0], tile) * cdiv(out.shape[1], block)
     if not out.is_cuda:
         return (min(tiles, 2),)
-    return (min(tiles, torch.cuda.get_device_properties(out.device).multi_processor_count * per_processor),)
+    return (min(tiles, processors(out.device) * per_processor),)

@@ -5,6 +5,7 @@ Slow, and any dtype (float64 included) and any size. The backward runs the forwa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class ReferenceExperts(Numbered):
         dpartial: Rows,
         dx_RH: torch.Tensor,
         needs_dweights: bool,
-    ) -> tuple[torch.Tensor, ExpertWeights | None]:
+    ) -> tuple[torch.Tensor, Callable[[], ExpertWeights] | None]:
         slot_RJ, weight_RJ = saved
         x_RH, dpartial_RH = x.contiguous(slot_RJ.shape[0]), dpartial.contiguous(slot_RJ.shape[0])
         with torch.enable_grad():
@@ -79,12 +80,12 @@ class ReferenceExperts(Numbered):
             if not partial_RH.requires_grad:
                 # A rank without slots computed nothing; it still answers, because the others wait for its rows.
                 dx_RH.zero_()
-                return torch.zeros_like(weight_RJ), ExpertWeights._make(
-                    None if w is None else torch.zeros_like(w) for w in weights
-                )
+                zeros = ExpertWeights._make(None if w is None else torch.zeros_like(w) for w in weights)
+                return torch.zeros_like(weight_RJ), lambda: zeros
             dx, dweight_RJ, *dgiven = torch.autograd.grad(
                 partial_RH, [x_RH, weight_RJ, *given], dpartial_RH.to(partial_RH.dtype), materialize_grads=True
             )
         dx_RH.copy_(dx)
         gradients = iter(dgiven)
-        return dweight_RJ, ExpertWeights._make(None if w is None else next(gradients) for w in leaves)
+        dweights = ExpertWeights._make(None if w is None else next(gradients) for w in leaves)
+        return dweight_RJ, lambda: dweights

@@ -85,7 +85,9 @@ class ExpertRides:
         transport, why: how rows travel, and why so; made by `prepare`, at the latest in the first forward.
         stats: counters of this layer (`carpool.stats.LayerStats`).
         routing: the last forward's choices on this rank, detached.
+        chunks: in how many pieces the tokens ride (`carpool.schedule`).
         limit: what limits the routing to few ranks (`carpool.hf.limit.limit_routing`), LOSSY; None: nothing.
+        told: whether the log says that slots cannot be filled ahead (`carpool.hf.layouts.slots_kept`).
     """
 
     def __init__(self, experts: Any, experts_forward: Forward, group: dist.ProcessGroup | None, transport: str) -> None:
@@ -102,6 +104,7 @@ class ExpertRides:
         self.num_experts = self.num_local_experts * self.num_ranks
         self.routing: Routing | None = None
         self.limit: Limit | None = None
+        self.chunks = 1
         # Of the tokens of the layer, this rank's part is part `number` of so many equal ones.
         self.token_slice = (0, 1)
         self.options: NVLinkOptions | None = None
@@ -112,7 +115,8 @@ class ExpertRides:
         self.compute: Experts | None = None
         self.set_experts("auto")
         self.layout = ExpertLayout.contiguous(self.num_experts, self.num_ranks)
-        self.filler = SlotFiller(self.layout, self.group)
+        self.filler = SlotFiller(self.layout, self.group, self.stats.meter)
+        self.told = False
         # Found again by `rides`. Set past nn.Module: it must not appear among submodules or in the state dict.
         object.__setattr__(experts, "_carpool_rides", self)
 
@@ -135,7 +139,7 @@ class ExpertRides:
         if layout.slots_per_rank != self.layout.slots_per_rank:
             # All that a transport knows of a layout.
             self.transport: Transport | None = None
-        self.layout, self.filler = layout, SlotFiller(layout, self.group)
+        self.layout, self.filler = layout, SlotFiller(layout, self.group, self.stats.meter)
 
     def set_transport(self, name: str, options: NVLinkOptions | None = None) -> None:
         """Change how rows travel. All ranks together, between steps. `options`: as before, unless given.
@@ -195,10 +199,14 @@ class ExpertRides:
 
         names = weight_names(self.experts) if self.compute is not None else ()
         if self.compute is None or any(name and name not in self.experts._parameters for name in names):
-            return ride_module(x_TH, routing, slot_TK, transport, self._own_forward, self.stats)
+            y_TH = ride_module(x_TH, routing, slot_TK, transport, self._own_forward, self.stats)
+            self.filler.start_next()
+            return y_TH
         home = ExpertWeights._make(self.experts._parameters[name] if name else None for name in names)
         weights = fill_slots(home, self.filler)
-        return ride(x_TH, routing, slot_TK, transport, self.compute, weights, self.stats)
+        y_TH = ride(x_TH, routing, slot_TK, transport, self.compute, weights, self.stats)
+        self.filler.start_next()
+        return y_TH
 
     def _own_forward(self, x_RH: torch.Tensor, slot_RJ: torch.Tensor, weight_RJ: torch.Tensor) -> torch.Tensor:
         """The model's own experts on the rows that arrived; "no expert" is the number of local experts there."""

@@ -14,20 +14,25 @@ expert whose place changes travels between those two alone: to the optimizer and
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
-from carpool.experts import FP8Experts
-from carpool.hf.expert_parallel import ExpertRides, rides
+from carpool.experts import ExpertWeights, FP8Experts
+from carpool.hf.expert_parallel import ExpertRides, rides, weight_names
 from carpool.layout import ExpertLayout
 from carpool.layouts import Layouts
 from carpool.parallel.migrate import Moved, RowMove, Stopwatch, check_can_move, move_experts
+from carpool.parallel.slot_steps import Home, Homes, keep_slots, local
 
+log = logging.getLogger("carpool")
 LayoutsLike = Layouts | ExpertLayout
 
 
@@ -86,18 +91,66 @@ def current_layouts(model: nn.Module) -> Layouts:
 
 
 @contextmanager
-def slots_kept(model: nn.Module, quantised: bool = False) -> Iterator[None]:
-    """Inside, no weight changes: replicas are filled by the first forward and serve the others (micro-batches, what
-    checkpointing computes again, batches of an evaluation). All ranks together.
+def slots_kept(model: nn.Module, quantised: bool = False, prefetch: bool = True) -> Iterator[None]:
+    """Inside, no weight changes: replicas are filled once and serve all forwards (micro-batches, what checkpointing
+    computes again, batches of an evaluation). All ranks together.
 
     Args:
-        quantised: FP8 experts keep their quantised weights, too, which takes as much memory as the weights in bf16."""
+        quantised: FP8 experts keep their quantised weights, too, which takes as much memory as the weights in bf16.
+        prefetch: slots are filled ahead of their layer, and no backward waits for replicas' gradients: these are
+            complete at the end. The same bits (carpool/parallel/slot_steps.py)."""
+    layers = list(rides(model).values())
     with ExitStack() as stack:
-        for own in rides(model).values():
-            stack.enter_context(own.filler.keep())
+        for own in layers:
             if quantised and isinstance(own.compute, FP8Experts):
                 stack.enter_context(own.compute.weights_unchanged())
+        stack.enter_context(keep_slots([(own.filler, homes(own) if prefetch else None) for own in layers]))
         yield
+
+
+def homes(own: ExpertRides) -> Homes | None:
+    """The parameters of a layer between two forwards; None where slots cannot be filled ahead, and the log says it."""
+    if not own.filler.travels:
+        return None
+    group = _fsdp_group(own.experts)
+    found: dict[str, Home] = {}
+    for field, name in zip(ExpertWeights._fields, weight_names(own.experts), strict=True):
+        if name is None:
+            continue
+        parameter = own.experts._parameters.get(name)
+        if parameter is None or not _has_all_rows(parameter, own, group):
+            if not own.told and dist.get_rank() == 0:
+                why = "FSDP has divided the experts of a rank among several, or keeps them elsewhere"
+                log.info("replicas are filled when their layer runs, not ahead of it: %s", why)
+            own.told = True
+            return None
+        found[field] = Home(parameter, _computed_in(parameter, group), _divisor(group))
+    return found
+
+
+def _fsdp_group(experts: nn.Module) -> Any:
+    """What FSDP2 knows of the experts' parameters; None if it does not shard them."""
+    return experts._get_fsdp_state()._fsdp_param_group if isinstance(experts, FSDPModule) else None
+
+
+def _has_all_rows(parameter: torch.Tensor, own: ExpertRides, group: Any) -> bool:
+    sharded = group is None or (isinstance(parameter, DTensor) and parameter.device.type == group.device.type)
+    return sharded and local(parameter).shape[0] == own.num_local_experts
+
+
+def _computed_in(parameter: torch.Tensor, group: Any) -> torch.dtype:
+    """The dtype that FSDP gathers parameters in."""
+    cast = group.mp_policy.param_dtype if group is not None else None
+    return parameter.dtype if cast is None else cast
+
+
+def _divisor(group: Any) -> float | None:
+    """By which FSDP divides a gradient of which one rank has all rows; None if it does more."""
+    if group is None:
+        return 1.0
+    if group.mp_policy.reduce_dtype not in (None, torch.float32, torch.bfloat16) or group._is_hsdp:
+        return None
+    return float(group.gradient_divide_factor or 1.0)
 
 
 def is_logical(model: nn.Module) -> bool:

@@ -12,16 +12,14 @@ tests break this reduction on purpose and must fail.
 What stays on its rank is copied, and a gradient with one summand is not summed. So a replica costs what it sends: a row
 of weights out in the forward, one of gradients home in the backward.
 
-A layer may run several times between two updates of its weights: in each micro-batch, again under activation
-checkpointing, in every batch of an evaluation. Inside `SlotFiller.keep` the rows that arrived are kept, and travel
-once; gradients go home in each backward.
+By itself a layer waits for both, each time it runs. What can be kept, started ahead and waited for later between two
+updates of the weights is in carpool/parallel/slot_steps.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,7 +28,10 @@ from torch.autograd.function import once_differentiable
 from carpool.experts import ExpertWeights
 from carpool.layout import ExpertLayout
 from carpool.ordered_sum import ordered_sum
-from carpool.stats import in_recompute
+from carpool.stats import Meter, in_recompute
+
+if TYPE_CHECKING:
+    from carpool.parallel.slot_steps import SlotStep
 
 
 class _Indices(NamedTuple):
@@ -58,27 +59,31 @@ class SlotFiller:
     Args:
         layout: homes and slots.
         group: the expert-parallel process group; None for one rank.
+        meter: of the layer; its span "fill" is the time that the layer waited for its slots.
 
     Attributes:
         send, receive: rows to and from each rank, none to oneself.
+        travels: whether any rank sends anything.
+        step: inside `keep_slots`, what is kept, ahead and late.
         bytes_filled, bytes_summed: what this rank has sent to other ranks since `reset`: weights, and gradients.
+        bytes_ahead: of the weights that came since `reset`, those that were under way when the layer began.
         load_P: with replicas, choices of this rank's tokens that each slot of the group served since `reset` (one more
             place for no expert), int64; without them a slot's load is its expert's, and this is None.
     """
 
-    def __init__(self, layout: ExpertLayout, group: dist.ProcessGroup | None) -> None:
-        self.layout, self.group = layout, group
+    def __init__(self, layout: ExpertLayout, group: dist.ProcessGroup | None, meter: Meter | None = None) -> None:
+        self.layout, self.group, self.meter = layout, group, meter
         self.rank = dist.get_rank(group) if group is not None else 0
         self.load_P: torch.Tensor | None = None
         self.reset()
-        self._kept: dict[str, torch.Tensor] | None = None
+        self.step: SlotStep | None = None
         self.num_slots = len(layout.slots[self.rank])
         self.num_homes = len(layout.homes[self.rank])
         self._plan()
 
     def reset(self) -> None:
         """Forget what was counted."""
-        self.bytes_filled = self.bytes_summed = 0
+        self.bytes_filled = self.bytes_summed = self.bytes_ahead = 0
         if self.load_P is not None:
             self.load_P.zero_()
 
@@ -126,7 +131,9 @@ class SlotFiller:
             order,
             target,
         )
-        self._travels = any(w != layout.home_of[e][0] for w in ranks for e in layout.slots[w] if e != -1)
+        self.travels = self.group is not None and any(
+            w != layout.home_of[e][0] for w in ranks for e in layout.slots[w] if e != -1
+        )
         # Rows that stay, and keep their places, are copied as one piece.
         straight = list(range(len(own)))
         self.prefix = len(own) if lists[2] == straight == lists[3] else None
@@ -142,44 +149,78 @@ class SlotFiller:
             return home
         return _Fill.apply(home, self, name)
 
-    @contextmanager
-    def keep(self) -> Iterator[None]:
-        """Inside, weights do not change: what arrives in the first forward serves the others. All ranks together."""
-        self._kept = {}
-        try:
-            yield
-        finally:
-            self._kept = None
-
     def indices(self, device: torch.device) -> _Indices:
         """Kept on the device, so that no step copies them there."""
         if device not in self._on_device:
             self._on_device[device] = _Indices(*(one.to(device) for one in self._indices))
         return self._on_device[device]
 
+    def start_next(self) -> None:
+        """The layer has computed: start to fill the next one's slots, inside `keep_slots`."""
+        if self.step is not None and self.step.next is not None:
+            self.step.next.start()
+
     def arrivals(self, home: torch.Tensor, name: str) -> torch.Tensor:
         """The rows of this rank's slots that live on other ranks, by rank, in the order of their slots."""
-        if self._kept is not None and name in self._kept:
-            return self._kept[name]
-        rows = home.detach()[self.indices(home.device).send_rows]
+        if self.step is not None:
+            return self.step.arrivals(home, name)
+        return self.wait(self.send_rows(home.detach(), home.dtype), ahead=False)
+
+    def send_rows(self, home: torch.Tensor, dtype: torch.dtype) -> Transfer:
+        """Start to send this rank's homes to other ranks' slots, in `dtype`."""
+        rows = home[self.indices(home.device).send_rows].to(dtype)
         self.bytes_filled += rows.nbytes
-        arrived = self._exchange(rows, self.send, self.receive)
-        if self._kept is not None:
-            self._kept[name] = arrived
+        return self._exchange(rows, self.send, self.receive)
+
+    def wait(self, transfer: Transfer, ahead: bool) -> torch.Tensor:
+        """What came for the slots. `ahead`: it was under way before the layer asked."""
+        device = transfer.out.device
+        with self.meter.span("fill", device) if self.meter is not None else nullcontext():
+            arrived = transfer.wait()
+        self.bytes_ahead += arrived.nbytes if ahead else 0
         return arrived
 
-    def back(self, dslots: torch.Tensor) -> torch.Tensor:
-        """Gradients of other ranks' slots for this rank's homes, in order of (rank, slot)."""
+    def send_gradients(self, dslots: torch.Tensor) -> Transfer:
+        """Start to send the gradients of slots to the homes on other ranks. What comes is in order of (rank, slot)."""
         rows = dslots[self.indices(dslots.device).arrival_slots]
         self.bytes_summed += rows.nbytes
         return self._exchange(rows, self.receive, self.send)
 
-    def _exchange(self, rows: torch.Tensor, send: list[int], receive: list[int]) -> torch.Tensor:
-        if self.group is None or not self._travels:
-            return rows
-        out = rows.new_empty(sum(receive), *rows.shape[1:])
-        dist.all_to_all_single(out, rows.contiguous(), receive, send, group=self.group)
-        return out
+    def add_up(self, back: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+        """The gradients of rows that have several summands: what came, and those of this rank's own slots."""
+        index = self.indices(back.device)
+        summands = torch.cat([back, own])[index.order_N]
+        total = ordered_sum(summands.flatten(1), index.summed_N, len(index.summed_rows))
+        return total.view(-1, *own.shape[1:]).to(own.dtype)
+
+    def _exchange(self, rows: torch.Tensor, send: list[int], receive: list[int]) -> Transfer:
+        if not self.travels:
+            return Transfer(rows, rows, None)
+        out, rows = rows.new_empty(sum(receive), *rows.shape[1:]), rows.contiguous()
+        work = dist.all_to_all_single(out, rows, receive, send, group=self.group, async_op=True)
+        return Transfer(out, rows, work)
+
+
+class Transfer:
+    """Rows under way between ranks, and `out`, where they arrive."""
+
+    def __init__(self, out: torch.Tensor, sent: torch.Tensor, work: dist.Work | None) -> None:
+        self.out = out
+        self._sent: torch.Tensor | None = sent
+        self._work = work
+
+    def wait(self) -> torch.Tensor:
+        """The rows, for the current stream. Nothing blocks on CUDA but that stream."""
+        if self._work is not None:
+            self._work.wait()
+            if self.out.is_cuda:
+                # It may be another stream than the one that started this, which would then use the memory again.
+                stream = torch.cuda.current_stream(self.out.device)
+                for tensor in (self.out, self._sent):
+                    assert tensor is not None
+                    tensor.record_stream(stream)
+        self._work = self._sent = None
+        return self.out
 
 
 def fill_slots(home: ExpertWeights, filler: SlotFiller) -> ExpertWeights:
@@ -191,7 +232,7 @@ def fill_slots(home: ExpertWeights, filler: SlotFiller) -> ExpertWeights:
 class _Fill(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, home: torch.Tensor, filler: SlotFiller, name: str) -> torch.Tensor:
-        ctx.filler = filler
+        ctx.filler, ctx.name = filler, name
         index, shape = filler.indices(home.device), (filler.num_slots, *home.shape[1:])
         arrived = filler.arrivals(home, name)
         slots = home.new_empty(shape) if filler.full else home.new_zeros(shape)
@@ -207,14 +248,14 @@ class _Fill(torch.autograd.Function):
     def backward(ctx: Any, dslots: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         filler: SlotFiller = ctx.filler
         index = filler.indices(dslots.device)
-        back = filler.back(dslots)
+        back = None
+        if filler.step is None or not filler.step.send_home(dslots, ctx.name):
+            back = filler.send_gradients(dslots).wait()
         dhome = dslots.new_empty(filler.num_homes, *dslots.shape[1:])
         if filler.prefix is not None:
             dhome[: filler.prefix] = dslots[: filler.prefix]
         else:
             dhome[index.own_rows] = dslots[index.own_slots]
         if len(index.summed_rows):
-            summands = torch.cat([back, dslots[index.summed_slots]])[index.order_N]
-            total = ordered_sum(summands.flatten(1), index.summed_N, len(index.summed_rows))
-            dhome[index.summed_rows] = total.view(-1, *dslots.shape[1:]).to(dslots.dtype)
+            dhome[index.summed_rows] = 0 if back is None else filler.add_up(back, dslots[index.summed_slots])
         return dhome, None, None

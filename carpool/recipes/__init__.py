@@ -43,8 +43,11 @@ KINDS: Mapping[str, tuple[Collection[str], tuple[str, str]]] = MappingProxyType(
         "policy": (("place", "migrate", *POLICIES), ("placement", "policy")),
         "predictor": (PREDICTORS, ("placement", "predictor")),
         "freeze": (("dense",), ("training", "freeze")),
+        "prefetch": (("blockwise",), ("placement", "prefetch")),
     }
 )
+# Kinds of which there is one, so that the setting is true or false.
+SWITCHES = frozenset({"prefetch"})
 
 
 @dataclass(frozen=True)
@@ -116,5 +119,5 @@ def _check(recipe: str, mechanism: str, settings: Mapping[str, Any]) -> None:
     if name not in have:
         raise ValueError(f"recipe {recipe}: this version has no {kind} {name!r}; it has {', '.join(have)}")
     chosen = settings.get(section, {}).get(key)
-    if chosen != name:
+    if chosen != (True if kind in SWITCHES else name):
         raise ValueError(f"recipe {recipe}: {mechanism} is of the system, but {section}.{key} is {chosen!r}")

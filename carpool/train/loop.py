@@ -16,7 +16,8 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -60,7 +61,7 @@ from carpool.train.room import (
 from carpool.train.sample import sample
 from carpool.train.schema import Config
 from carpool.train.stages import choose_stages
-from carpool.train.step import Batch, Objective, learning_rate, make_optimizer
+from carpool.train.step import Batch, Losses, Objective, learning_rate, make_optimizer
 from carpool.train.tokenizer import load_tokenizer
 from carpool.train.watchdog import Watchdog
 from carpool.transport import check_transport
@@ -248,8 +249,7 @@ class _Run:
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(self.step, training)
             batches = [self._to_device(batch) for batch in next(self.loader)]
-            with slots_kept(self.model, self.config.moe.fp8_hold_weights):
-                losses = self._with_room(partial(self.objective.backward, batches))
+            losses = self._with_room(partial(self._gradients, batches))
             norm = clip_grad_norm(self.model.parameters(), training.max_grad_norm or math.inf).item()
             # The device has been waited for: a ride that lacked a rank is known now, and what it gave is worth nothing.
             self._check_rides()
@@ -274,7 +274,7 @@ class _Run:
         if len(self.eval_loader):
             mean = TokenMean()
             self.model.eval()
-            with torch.no_grad(), slots_kept(self.model, self.config.moe.fp8_hold_weights):
+            with torch.no_grad(), self._slots_kept():
                 for batch in self.eval_loader:
                     batch = self._to_device(batch)
                     targets = count_targets(batch["labels"])
@@ -343,6 +343,14 @@ class _Run:
         self.recorder.close()
 
     # -- parts ------------------------------------------------------------------------------------------------
+
+    def _slots_kept(self) -> AbstractContextManager[None]:
+        return slots_kept(self.model, self.config.moe.fp8_hold_weights, self.config.placement.prefetch)
+
+    def _gradients(self, batches: Sequence[Batch]) -> Losses:
+        """Of one step. Slots are kept inside of what may be repeated: no gradient outlives a repetition."""
+        with self._slots_kept():
+            return self.objective.backward(batches)
 
     def _with_room(self, compute: Callable[[], T]) -> T:
         """What `compute` returns once all rows had a place in the transport's buffers: until then these grow, and it

@@ -193,6 +193,11 @@ class PlacementSection(Section):
         default="search", description="Solver of policy migrate: search, eplb, lpt, ... as `carpool place` names them."
     )
     replicas: int = Field(default=0, ge=0, description="Slots on each rank beside its homes, for copies of experts.")
+    prefetch: bool = Field(
+        default=True,
+        description="Copies are filled while the layers before theirs compute, and no backward waits for their "
+        "gradients. The same bits. false: each layer waits for both.",
+    )
     predictor: Literal["last", "ema", "ridge"] = Field(
         default="ema",
         description="Load of the next steps: that of the last one, a moving average, or a regression on the last 64.",

@@ -176,6 +176,11 @@ class Transport(Protocol):
         """Whether rows are not kept for the backward, but sent a second time (`Route.again`, `discard`)."""
         ...
 
+    @property
+    def processors(self) -> int:
+        """Multiprocessors that its verbs take while a computation runs beside them; 0: none, or nothing does."""
+        ...
+
     def discard(self, route: Any, x_TH: torch.Tensor) -> Pending:
         """End a ride of x_TH whose rows have been read, when no combine will follow."""
         ...

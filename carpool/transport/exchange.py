@@ -30,6 +30,8 @@ from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Arrivals, Pendi
 
 # Each rank tells each other how many rows and how many (row, slot) pairs will come: two int64.
 COUNT_BYTES = 16
+# Of NCCL's channels; more were not faster between GPUs of one host.
+NCCL_PROCESSORS = 16
 
 
 @dataclass
@@ -74,6 +76,10 @@ class ExchangeTransport(Numbered):
         self.slots_per_rank = slots_per_rank
         self.num_ranks = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
+
+    @property
+    def processors(self) -> int:
+        return NCCL_PROCESSORS if self.num_ranks > 1 and dist.get_backend(self.group) == "nccl" else 0
 
     def count_rows(self, here_WTK: torch.Tensor) -> torch.Tensor:
         """(W,) rows to each rank, from (W, T, K) bool: whether a choice is on a rank."""

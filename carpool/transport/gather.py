@@ -41,6 +41,7 @@ class Gather(Numbered):
     name = "gather"
     arena: Arena | None = None
     sends_again = False
+    processors = 0
 
     def __init__(self, group: dist.ProcessGroup | None, slots_per_rank: int) -> None:
         self.group = group

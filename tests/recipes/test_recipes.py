@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import carpool.recipes
+from carpool.layout import ExpertLayout
+from carpool.moe import MoE, slots_kept
 from carpool.placement.trace import Trace
 from carpool.recipes import KINDS, Recipe, load, names, path_of
 from carpool.recipes.replay import Outcome, compare
+from tests.ranks import mesh
 
 TRACE = Path(__file__).parents[2] / "docs/traces/e64-1498.npz"
 # What makes a system that system; a recipe may not lose any of it.
@@ -21,7 +25,7 @@ SYSTEMS = {
     "occult-pruned": {"transport:dedup", "policy:place", "solver:occult", "limit:score", "freeze:dense"},
     "eplb": {"policy:migrate", "solver:eplb", "predictor:ema"},
     "fastermoe-shadow": {"transport:alltoall", "policy:shadow", "predictor:last"},
-    "prophet": {"transport:alltoall", "policy:subset", "predictor:last"},
+    "prophet": {"transport:alltoall", "policy:subset", "predictor:last", "prefetch:blockwise"},
     "smartmoe": {"transport:alltoall", "policy:pick", "predictor:ema"},
     "flexmoe": {"transport:alltoall", "policy:expand_shrink", "predictor:last"},
     "mindspeed": {"transport:alltoall", "policy:lpt_cv", "predictor:ema"},
@@ -86,14 +90,27 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
             load(str(path))
 
 
+def waited_for_less(prefetch: bool) -> int:
+    """Bytes of replicas that were under way before their layer asked for them, in two layers on four ranks."""
+    layout = ExpertLayout.contiguous(8, 4).with_replicas([(0, 1), (5, 3)])
+    layers = torch.nn.Sequential(*(MoE(8, 8, 8, 2, ep_mesh=mesh((4,), ("ep",)), layout=layout) for _ in range(2)))
+    with slots_kept(layers, prefetch):
+        layers(torch.ones(3, 8))
+    return sum(layer.filler.bytes_ahead for layer in layers)
+
+
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_each_mechanism_changes_bytes_load_or_layout(name: str, trace: Trace) -> None:
+def test_each_mechanism_changes_bytes_load_or_layout(name: str, trace: Trace, request: pytest.FixtureRequest) -> None:
     recipe = load(name)
     changed: list[Recipe] = []
     for mechanism in recipe.mechanisms:
         kind, _, what = mechanism.partition(":")
         if kind == "freeze":
             continue  # no routing tells: tests/train/test_limit.py
+        if kind == "prefetch":  # no routing tells either
+            ranks, chosen = request.getfixturevalue("ranks"), recipe.get("placement", "prefetch")
+            assert sum(ranks(waited_for_less, chosen)) > 0 == sum(ranks(waited_for_less, not chosen))
+            continue
         if kind == "transport":
             other = ("moe", "transport", "dedup" if what == "alltoall" else "alltoall")
         elif kind == "predictor":

@@ -24,6 +24,7 @@ class Home(Numbered):
     name = "home"
     arena: Arena | None = None
     sends_again = False
+    processors = 0
 
     def plan(self, slot_TK: torch.Tensor, weight_TK: torch.Tensor, traffic: Traffic) -> HomeRoute:
         tokens, top_k = slot_TK.shape

@@ -165,6 +165,10 @@ class NVLink(Numbered):
     def sends_again(self) -> bool:
         return self.options.keep == "again"
 
+    @property
+    def processors(self) -> int:
+        return max(self.options.dispatch_ctas, self.options.combine_ctas) if self.options.side_stream else 0
+
     def plan(self, slot_TK: torch.Tensor, weight_TK: torch.Tensor, traffic: Traffic) -> NVLinkRoute:
         from carpool.transport.nvlink.launch import launch_plan
 

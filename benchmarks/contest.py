@@ -1,0 +1,194 @@
+"""What benchmarks of one trained model on several ranks share: the model, its text, a timed step.
+
+A contest builds a model of benchmarks/train_traces.py once, FSDP x EP over all ranks, and gives it to its contenders in
+turn. They differ in a layout, a limit or the routing, so all see the same weights and the same batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers.distributed import DistributedConfig
+
+from benchmarks.train_traces import KINDS, corpora, evaluate, held_out, to_device
+from carpool.hf import rides, set_transport
+from carpool.hf.build import build_model
+from carpool.hf.layouts import slots_kept
+from carpool.hf.trace import TraceRecorder
+from carpool.layout import ExpertLayout
+from carpool.layouts import Layouts
+from carpool.parallel.clip import clip_grad_norm
+from carpool.placement.objective import CostModel
+from carpool.placement.solvers import solve
+from carpool.placement.trace import Trace
+from carpool.train.environment import environment
+from carpool.train.loader import TrainLoader
+from carpool.train.model import top_k_of
+from carpool.train.step import Batch, Objective
+from carpool.transport import check_overflow
+
+STRETCH = 256  # neighbouring tokens of a sample, at most
+
+
+class Contest:
+    """One model that several contenders use in turn. All ranks.
+
+    Args:
+        args: of `add_arguments`.
+        device: of `join_group`.
+    """
+
+    def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
+        self.args, self.device = args, device
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.tokenizer, self.texts = corpora(args.work)
+        self.stretch = min(STRETCH, args.length)
+        self.share = {"dp_rank": self.rank, "dp_size": self.world}
+        self.model = build_model(
+            args.work / "models" / args.name,
+            distributed_config=DistributedConfig(
+                fsdp_size=self.world,
+                ep_size=self.world,
+                ep_implementation="carpool",
+                fsdp_mixed_precision=device.type == "cuda",
+            ),
+            dtype=torch.float32,
+            seed=args.seed,
+        )
+        set_transport(self.model, args.transport, max_tokens=args.batch * args.length)
+        self.top_k = top_k_of(self.model)
+        self.objective = Objective(
+            self.model,
+            top_k=self.top_k,
+            aux_coef=self.model.config.router_aux_loss_coef,
+            dp_size=self.world,
+            autocast=None,
+        )
+
+    def loader(self, tokens: np.ndarray[Any, Any], fingerprint: str) -> TrainLoader:
+        return TrainLoader(
+            tokens,
+            fingerprint=fingerprint,
+            sequence_length=self.args.length,
+            batch_size=self.args.batch,
+            seed=self.args.seed,
+            **self.share,
+        )
+
+    def batches(self, loader: TrainLoader) -> list[Batch]:
+        """This rank's part of the next step, on the device."""
+        return [to_device(batch, self.device) for batch in next(loader)]
+
+    def record(self, loader: TrainLoader, data: str) -> Trace:
+        """The routing of the model, as it is now, on the loader's next batches."""
+        with TraceRecorder(self.model, self.args.trace_tokens, stretch=self.stretch) as recorder, torch.no_grad():
+            for _ in range(-(-self.args.trace_tokens // (self.stretch * self.world))):
+                for batch in self.batches(loader):
+                    self.objective.forward(batch)
+            trace = recorder.trace(data=data)
+        self.reshard()
+        return trace
+
+    def solve(self, solver: str, trace: Trace, extra_slots: int = 0, cost: CostModel | None = None) -> Layouts:
+        """What a solver finds for each layer by itself, layers divided among the ranks."""
+        mine: dict[str, ExpertLayout] = {
+            name: solve(solver, trace.layer(name), self.world, extra_slots=extra_slots, cost=cost, seed=self.args.seed)
+            for name in trace.layers[self.rank :: self.world]
+        }
+        parts: list[dict[str, ExpertLayout]] = [{} for _ in range(self.world)]
+        dist.all_gather_object(parts, mine)
+        found = {name: layout for part in parts for name, layout in part.items()}
+        return Layouts({name: found[name] for name in trace.layers})
+
+    def step(self, batches: Sequence[Batch], optimizer: torch.optim.Optimizer, max_norm: float) -> tuple[float, float]:
+        """One training step: its loss, and the slowest rank's milliseconds."""
+        dist.barrier()
+        self.wait()
+        begin = time.perf_counter()
+        with slots_kept(self.model):
+            loss = self.objective.backward(batches).loss
+        clip_grad_norm([p for p in self.model.parameters() if p.requires_grad], max_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        self.wait()
+        slowest = torch.tensor([1e3 * (time.perf_counter() - begin)], dtype=torch.float64, device=self.device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        return loss, float(slowest)
+
+    def held_out(self) -> dict[str, float]:
+        """Mean loss per held-out token of each kind of text."""
+        result = {}
+        for kind in KINDS:
+            loader = held_out(
+                self.texts[kind], self.args.length, self.args.eval_sequences, self.args.batch, **self.share
+            )
+            result[kind] = evaluate(self.objective, loader, self.device, reduce=self.reduce)
+        return result
+
+    def reduce(self, sums: torch.Tensor) -> None:
+        """Sum a CPU tensor over the ranks."""
+        total = sums.to(self.device)
+        dist.all_reduce(total)
+        sums.copy_(total)
+
+    def reshard(self) -> None:
+        """FSDP keeps what the last forward gathered for a backward that may not come; here it does not."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def transports(self) -> list[str]:
+        """How rows travel. Raises an error if there was no room for some since the buffers were made."""
+        layers = rides(self.model).values()
+        for own in layers:
+            check_overflow(own.transport)
+        return sorted({own.transport.name for own in layers if own.transport is not None})
+
+    def write(self, results: list[dict[str, Any]], **about: Any) -> None:
+        """Settings, environment and results, as JSON, if somebody asked for them."""
+        if self.rank == 0 and self.args.out is not None:
+            settings = {name: value for name, value in vars(self.args).items() if not isinstance(value, Path)}
+            head = {"settings": settings, "environment": environment(self.device, self.world), **about}
+            self.args.out.write_text(json.dumps({**head, "results": results}, indent=1) + "\n")
+
+
+def local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.data.to_local() if isinstance(parameter.data, DTensor) else parameter.data
+
+
+def add_arguments(parser: argparse.ArgumentParser, batch: int) -> None:
+    """Those that a `Contest` looks at."""
+    parser.add_argument("--work", type=Path, required=True, help="folder of benchmarks/train_traces.py")
+    parser.add_argument("--name", default="e64", help="the model in it")
+    parser.add_argument("--batch", type=int, default=batch, help="sequences of a rank and step")
+    parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
+    parser.add_argument("--transport", default="auto")
+    parser.add_argument("--trace-tokens", type=int, default=8192, help="whose choices the solver is given")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=None)
+
+
+def join_group() -> torch.device:
+    """Join the process group that torchrun has prepared; the device of this rank."""
+    if not torch.cuda.is_available():
+        dist.init_process_group("gloo")
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    return device

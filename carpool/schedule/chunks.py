@@ -1,0 +1,175 @@
+"""A ride in chunks: the rows of one chunk travel while the experts compute on another.
+
+A rank's tokens are cut into r equal chunks, each with a route of its own, and the verbs are asked for in this order
+(D: dispatch, E: experts, C: combine; a transport that works on a stream of its own runs D and C beside E):
+
+    r = 1   D0                 E0                 C0
+    r = 3   D0   D1            E0   C0   D2       E1   C1            E2   C2
+
+With r = 1 this is the plain ride. The backward does the same from the last chunk to the first, because what layers
+keep in an arena is released from the top: dispatch of the gradients, the experts' backward, combine of the rows'
+gradients. In each, the up projection's weight gradient comes after the combine has been asked for, so that it
+hides that (delayed weight gradients: Megatron's, and LANCET's, arXiv 2404.19429, section 4).
+
+What chunks cost: more launches, smaller matrix products, and in the backward a weight gradient for each, which are
+added in the weights' dtype. So outputs and gradients of rows are those of the plain ride bit by bit where experts
+compute rows alone, weight gradients to rounding.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from carpool.experts import Experts, ExpertWeights, reads_packets
+from carpool.memory import Rows
+from carpool.memory.keep import keep_rows
+from carpool.processors import reserved
+from carpool.stats import LayerStats
+from carpool.transport import Arrivals, Transport
+from carpool.transport.base import Pending
+
+MAX_CHUNKS = 64
+
+
+def check_chunks(chunks: int) -> int:
+    """`chunks`, or ValueError if tokens cannot be cut into so many."""
+    if not 1 <= chunks <= MAX_CHUNKS:
+        raise ValueError(f"chunks={chunks} must be 1..{MAX_CHUNKS}")
+    return chunks
+
+
+class Kept(NamedTuple):
+    """What the forward of a chunk keeps for its backward, besides the parameters.
+
+    Attributes:
+        route: as planned.
+        x: the rows that arrived; the rows that were sent, if they will be sent again.
+        saved: what the experts keep: tensors, `Rows` and Nones.
+    """
+
+    route: Any
+    x: Rows
+    saved: tuple[Any, ...]
+
+
+def ride_forward(
+    x_TH: torch.Tensor,
+    weight_TK: torch.Tensor,
+    slot_TK: torch.Tensor,
+    weights: ExpertWeights,
+    transport: Transport,
+    experts: Experts,
+    stats: LayerStats,
+    backward: bool,
+    chunks: int = 1,
+) -> tuple[torch.Tensor, tuple[Kept, ...] | None]:
+    """(y_TH, what each chunk keeps if a backward will follow), without autograd."""
+    span, last = stats.meter.ride(x_TH.device), chunks - 1
+    x_C = x_TH.tensor_split(chunks)
+    stats.tokens_dispatched += x_TH.shape[0]
+    kept: list[Kept] = []
+    sums: list[Pending] = []
+    for chunk in range(chunks):
+        with span("dispatch"):
+            if chunk == 0:
+                # All plans first: where the host waits for one, it must not wait for a dispatch as well.
+                given = zip(slot_TK.tensor_split(chunks), weight_TK.tensor_split(chunks), strict=True)
+                routes = [transport.plan(slot, weight, stats.traffic) for slot, weight in given]
+                coming = [transport.dispatch(x_C[0], routes[0])]
+            route = routes[chunk]
+            if chunk < last:
+                coming.append(transport.dispatch(x_C[chunk + 1], routes[chunk + 1]))
+            route.packets = reads_packets(experts)
+            arrivals = _readable(coming[chunk].wait(), route.packets, x_TH.dtype)
+        with span("experts"), reserved(transport.processors if chunks > 1 else 0):
+            partial_RH = route.new_partial(x_TH.shape[1], x_TH.dtype, x_TH.device)
+            saved = experts.forward(arrivals, weights, partial_RH, transport.arena, backward)
+            if backward:
+                # Rows that will be sent again need nothing but what is sent.
+                x = Rows.of(x_C[chunk]) if transport.sends_again else keep_rows(arrivals, transport.arena)
+                kept.append(Kept(route, x, saved))
+        with span("combine"):
+            sums.append(transport.combine(route))
+            if chunk == last:
+                y_TH = _joined([one.wait() for one in sums])
+    return y_TH.to(x_TH.dtype), tuple(kept) if backward else None
+
+
+def ride_backward(
+    dy_TH: torch.Tensor,
+    weights: ExpertWeights,
+    kept: tuple[Kept, ...],
+    transport: Transport,
+    experts: Experts,
+    stats: LayerStats,
+    needs_dweights: bool,
+) -> tuple[torch.Tensor, torch.Tensor, ExpertWeights | None]:
+    """(dx_TH, dweight_TK, gradients of the weights if needed)."""
+    span, chunks = stats.meter.ride(dy_TH.device), len(kept)
+    dy_C = [dy.contiguous() for dy in dy_TH.tensor_split(chunks)]
+    dweights: ExpertWeights | None = None
+    sums: list[Pending] = []
+    coming: list[_Coming] = []
+    for chunk in reversed(range(chunks)):
+        route, x, saved = kept[chunk]
+        with span("dispatch"):
+            for other in (chunk, chunk - 1) if chunk == chunks - 1 else (chunk - 1,):
+                if other >= 0:
+                    coming.append(_start_backward(kept[other], dy_C[other], transport))
+            again, rows, gradients = coming[-1 if chunk == 0 else -2]
+            if rows is not None:
+                x = _readable(rows.wait(), route.packets, dy_TH.dtype).rows
+            dpartial = gradients.wait()
+        with span("experts"), reserved(transport.processors if chunks > 1 else 0):
+            dx_RH = route.new_partial(dy_TH.shape[1], dy_TH.dtype, dy_TH.device)
+            dweight_RJ, rest = experts.backward(saved, x, weights, dpartial, dx_RH, needs_dweights)
+            if again is not None and rest is not None:
+                # These rows are in a lease, which goes to others now.
+                dweights, rest = _sum(dweights, rest()), None
+        with span("combine"):
+            if again is not None:
+                transport.discard(again, kept[chunk].x.data).wait()
+            sums.append(transport.combine_gradients(route, dweight_RJ))
+        if rest is not None:
+            with span("experts"), reserved(transport.processors):
+                dweights = _sum(dweights, rest())
+    with span("combine"):
+        parts = [one.wait() for one in reversed(sums)]
+        dx_TH, dweight_TK = _joined([dx for dx, _ in parts]), _joined([dweight for _, dweight in parts])
+    return dx_TH.to(dy_TH.dtype), dweight_TK, dweights
+
+
+class _Coming(NamedTuple):
+    """What a chunk's backward waits for: gradients, and its rows if they are sent again, by a route of their own."""
+
+    again: Any
+    rows: Pending | None
+    gradients: Pending
+
+
+def _start_backward(kept: Kept, dy_TH: torch.Tensor, transport: Transport) -> _Coming:
+    again = rows = None
+    if transport.sends_again:
+        again = kept.route.again()
+        rows = transport.dispatch(kept.x.data, again)
+    return _Coming(again, rows, transport.dispatch_gradients(dy_TH, kept.route))
+
+
+def _readable(arrivals: Arrivals, packets: bool, dtype: torch.dtype) -> Arrivals:
+    """As the experts read them: packets of FP8, or rows."""
+    return arrivals.packed() if packets else arrivals.widened(dtype)
+
+
+def _sum(one: ExpertWeights | None, other: ExpertWeights) -> ExpertWeights:
+    if one is None:
+        return other
+    for total, more in zip(one, other, strict=True):
+        if total is not None and more is not None:
+            total.add_(more)
+    return one
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,0 +1,116 @@
+"""FSDP2 under two forwards and backwards at a time.
+
+FSDP gathers a module's parameters before its forward and frees them after it, and in the backward gathers them again,
+reduces the gradients and frees both. Its hooks count on one forward at a time: of two halves that are half a layer
+apart, the first to leave a module would free what the other computes with, and reduce gradients to which the other
+has not added. Here both halves share one pass of each module through FSDP:
+
+    forward     half 0 enters: gathers    half 0 leaves    half 1 leaves: frees
+    backward    half 0 enters: gathers    half 0 leaves: gradients in the dtype of the reduction, not reduced
+                                          half 1 leaves: adds its own, reduces the sum, frees
+    end         half 1: what no hook has reduced (modules whose inputs need no gradient); waits for all reductions
+
+So parameters travel once for both halves, where two micro-batches would gather them, and reduce their gradients, twice;
+and they stay half a layer longer than usual, not for the whole step. Gradients are, bit by bit, those of two
+micro-batches of which only the second reduces (`set_requires_gradient_sync`).
+
+Tried instead: only FSDP's public switches (`set_reshard_after_forward(False)`, `set_requires_gradient_sync(False)` and
+`reshard()` from hooks of one's own). They cannot do it: the callback at the end of half 0's backward closes the books of
+every module, half 1's included, whose last gradients would then be reduced by nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+from carpool.schedule.turns import HALF
+
+
+class _Shared:
+    """Stands for the hooks of one of FSDP's parameter groups, which both halves pass."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.enter, self.leave, self.reduce = group.pre_forward, group.post_forward, group.post_backward
+        self.inside = [False, False]
+
+    def pre_forward(self, module: Any, args: Any, kwargs: Any) -> Any:
+        half = _half()
+        # Each half enters by itself, or its gradients would pass without the hook that the backward needs. Several
+        # modules may be one group: then a half enters with the first.
+        self.group._training_state = TrainingState.FORWARD if self.inside[half] else TrainingState.IDLE
+        self.inside[half] = True
+        return self.enter(module, args, kwargs)
+
+    def post_forward(self, module: Any, given: Any, output: Any) -> Any:
+        half = _half()
+        self.inside[half] = False
+        # A module that is used again may have the other half inside.
+        if half == 0 or self.inside[0]:
+            return output
+        return self.leave(module, given, output)
+
+    def post_backward(self, *_: Any) -> None:
+        if _half() == 1:
+            self.reduce()
+            return
+        group = self.group
+        before = group.reduce_grads, group.reshard_after_backward
+        group.reduce_grads = group.reshard_after_backward = False
+        try:
+            self.reduce()
+        finally:
+            group.reduce_grads, group.reshard_after_backward = before
+        # It has not been through: half 1 is still inside.
+        group._training_state = TrainingState.PRE_BACKWARD
+
+
+@contextmanager
+def shared_shards(model: nn.Module) -> Iterator[None]:
+    """Inside, two halves may run through the FSDP2 modules of a model, half 0 first, one phase after the other."""
+    states = {id(s): s for m in model.modules() if isinstance(m, FSDPModule) for s in [m._get_fsdp_state()]}
+    changed: list[tuple[Any, str]] = []
+
+    def change(owner: Any, name: str, value: Any) -> None:
+        setattr(owner, name, value)
+        changed.append((owner, name))
+
+    try:
+        for state in states.values():
+            change(state, "_register_root_post_backward_final_callback", _in_half_1(state))
+            for group in _groups(state):
+                shared = _Shared(group)
+                for name in ("pre_forward", "post_forward", "post_backward"):
+                    change(group, name, getattr(shared, name))
+        yield
+    finally:
+        for owner, name in changed:
+            delattr(owner, name)
+
+
+def _groups(state: Any) -> list[Any]:
+    """A state has several groups in newer releases of PyTorch."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    return [group for group in (groups if groups is not None else [state._fsdp_param_group]) if group is not None]
+
+
+def _in_half_1(state: Any) -> Any:
+    register = state._register_root_post_backward_final_callback
+
+    def registered() -> None:
+        if _half() == 1:
+            register()
+
+    return registered
+
+
+def _half() -> int:
+    half = HALF.get()
+    assert half is not None, "FSDP's hooks ran outside of both halves"
+    return half.number

@@ -1,0 +1,108 @@
+"""Two threads that take turns: what one does between two hand-overs, nobody else does meanwhile.
+
+    half 0    attention  dispatch |              | experts  combine |
+    half 1                        | attention .. |                  | experts ..          | handover()
+
+So the host enqueues the work of both halves in one fixed order: collectives start in the same order on all ranks,
+gradients are added in the same order in every run, and no state of the model is touched by two threads at a time.
+
+A thread gives its turn to the other and waits, with two locks that are otherwise closed. Each half has random numbers
+of its own: its generators' states come back with its turn. With drop-out in a checkpointed layer, the half that computes
+the layer again would otherwise draw what the other half left.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextvars import ContextVar
+from typing import NamedTuple
+
+import torch
+
+
+class AbandonedError(RuntimeError):
+    """The other half has failed; its error is the one to look at."""
+
+
+class Turns:
+    """The turns of one run. Half 0 has the first.
+
+    Args:
+        device: whose random numbers each half has for itself, besides the CPU's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._closed = threading.Lock(), threading.Lock()
+        for lock in self._closed:
+            lock.acquire()
+        # Waits for the other at the end of a phase, or has nothing to do any more.
+        self._idle = [False, False]
+        self._failed = False
+
+    def hand_over(self, half: int) -> None:
+        """Called by `half` in its turn; returns in its next one."""
+        if not self._idle[1 - half]:
+            self._give_turn(half)
+
+    def meet(self, half: int) -> None:
+        """The end of a phase: neither half goes on before both have come here; half 0 goes on first."""
+        if not self._idle[1 - half]:
+            self._idle[half] = True
+            self._give_turn(half)
+            return
+        self._idle = [False, False]
+        if half == 1:
+            self._give_turn(half)
+
+    def begin(self, half: int) -> None:
+        """Returns in the first turn of `half`."""
+        if half == 1:
+            self._wait(half)
+
+    def end(self, half: int) -> None:
+        """`half` has nothing more to do. For half 0 it returns when half 1 has ended too."""
+        if half == 1:
+            self._idle[half] = True
+            self._closed[0].release()
+        elif not self._idle[1]:
+            self._idle[half] = True
+            self._give_turn(half)
+
+    def fail(self, half: int) -> None:
+        """`half` has failed: the other will, too, when it next comes to hand over."""
+        self._failed = True
+        self._closed[1 - half].release()
+
+    def _give_turn(self, half: int) -> None:
+        cpu, cuda = torch.get_rng_state(), self.device.type == "cuda"
+        own = torch.cuda.get_rng_state(self.device) if cuda else None
+        self._closed[1 - half].release()
+        self._wait(half)
+        torch.set_rng_state(cpu)
+        if own is not None:
+            torch.cuda.set_rng_state(own, self.device)
+
+    def _wait(self, half: int) -> None:
+        self._closed[half].acquire()
+        if self._failed:
+            raise AbandonedError(f"half {half} of two was abandoned, because the other has failed")
+
+
+class Half(NamedTuple):
+    """Which half of which run a thread computes."""
+
+    turns: Turns
+    number: int
+
+
+# Of a thread, as a context is.
+HALF: ContextVar[Half | None] = ContextVar("carpool_half", default=None)
+
+
+def handover() -> None:
+    """Something is under way that takes a while: let the other half compute meanwhile. Does nothing unless this thread
+    computes one of two halves (`carpool.schedule.two_batch`)."""
+    half = HALF.get()
+    if half is not None:
+        half.turns.hand_over(half.number)

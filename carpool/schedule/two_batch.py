@@ -1,0 +1,145 @@
+"""Two halves of a micro-batch, half a layer apart: attention of one beside the ride of the other.
+
+No code of the model changes. Each half runs in a thread of its own, the whole forward and then the whole backward, and
+wherever a ride is under way it hands over to the other half (`carpool.schedule.turns`):
+
+    half 0     attn 0  dispatch . . . experts 0  combine . . . attn 1  dispatch . . .          . . .  attn 1  ...
+    half 1             attn 0  dispatch . . . experts 0  combine . . . attn 1  dispatch          backward, the same
+
+The host enqueues all computation in one stream, in the order of the turns. A ride runs beside it, on the transport's own
+stream or NCCL's, and what `wait()` enqueues comes after the other half's computation. One stream for both halves, because
+then a tensor's memory is used again in the order in which the host let go of it, as always; parameters, gradients and
+everything that two streams would share needs no events, and the computation of two halves would only compete for the
+same multiprocessors. `nvlink` needs `side_stream` for that, and two leases (four with keep="again").
+
+Neither half begins its backward before both have ended their forward. Half 0's output layer and loss hide half 1's last
+combine all the same.
+
+What is computed: each half is a micro-batch. Losses, and gradients without FSDP, are bit by bit those of two micro-batches
+one after the other, because half 0 comes first wherever both add to the same gradient. Under FSDP the halves share
+gathers and reductions (`carpool.schedule.shared_shards`). Random numbers: half 1 has its own, seeded from half 0's, so
+with drop-out the two differ from two micro-batches, but not from run to run. The balance loss is of each half.
+
+What was tried:
+  - One thread, and generators or greenlets in the model's code: changes the code, and the backward is autograd's.
+  - Two threads without phases. Then half 0 is in its backward while half 1 is still in the last layer of its forward, and
+    FSDP's modules are in both. It hides nothing more.
+  - Autograd's own device threads: both backwards would run in one of them, and none could wait. Hence
+    `set_multithreading_enabled(False)`: each backward runs in the thread that called it.
+
+Checkpointing, reentrant or not, kept rides, and compiled layers (each half has its own tickets) work as they are; CUDA
+graphs of whole layers (`mode="reduce-overhead"`) do not, for they have one memory for all calls. DeepSeek-V3 (arXiv
+2412.19437, section 3.2.1) overlaps two micro-batches of a pipeline like this; this is the version without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import copy_context
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from carpool.schedule.shared_shards import shared_shards
+from carpool.schedule.turns import HALF, AbandonedError, Half, Turns
+
+Loss = Callable[[], torch.Tensor]
+
+
+class TwoBatch:
+    """Runs two halves of a micro-batch through a model at the same time; see the module's docstring.
+
+    Args:
+        model: plain, or sharded by FSDP2.
+
+    Raises:
+        ValueError: the model is wrapped in something whose hooks count on one backward at a time.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        for name, module in model.named_modules():
+            if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)):
+                raise ValueError(
+                    f"two batches at a time do not work with {type(module).__name__} (module {name!r}), which reduces "
+                    "gradients after one backward; shard the model by FSDP2 (fully_shard)"
+                )
+        self.model = model
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="carpool-half-1")
+
+    def backward(self, losses: Sequence[Loss]) -> list[torch.Tensor]:
+        """Compute two losses and accumulate the gradients of both. All ranks call it together.
+
+        Args:
+            losses: two functions, each of which runs the model's forward on its half and returns a scalar. The second
+                runs in another thread.
+
+        Returns:
+            Their values, detached.
+
+        Raises:
+            The error of the half that failed first, if one does; gradients are worthless then.
+        """
+        if len(losses) != 2:
+            raise ValueError(f"two batches take two losses, not {len(losses)}")
+        device = next(self.model.parameters()).device
+        turns = Turns(device)
+        inherit = _thread_state(device)
+        seed = int(torch.randint(2**62, ()))
+
+        def second() -> torch.Tensor:
+            with inherit():
+                return _run(Half(turns, 1), losses[1], seed)
+
+        with shared_shards(self.model):
+            other: Future[torch.Tensor] = self._thread.submit(copy_context().run, second)
+            try:
+                first = _run(Half(turns, 0), losses[0])
+            except AbandonedError:
+                other.result()
+                raise
+            finally:
+                wait([other])
+            return [first, other.result()]
+
+
+def _run(half: Half, loss: Loss, seed: int | None = None) -> torch.Tensor:
+    turns, number = half
+    token = HALF.set(half)
+    try:
+        turns.begin(number)
+        if seed is not None:
+            torch.manual_seed(seed)
+        with torch.enable_grad():
+            value = loss()
+        turns.meet(number)
+        with torch.autograd.set_multithreading_enabled(False):
+            value.backward()
+        turns.end(number)
+        return value.detach()
+    except BaseException:
+        turns.fail(number)
+        raise
+    finally:
+        HALF.reset(token)
+
+
+def _thread_state(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+    """What this thread has set, for another: autocast, and the device's stream."""
+    on, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+    def inherit() -> AbstractContextManager[object]:
+        from contextlib import ExitStack
+
+        stack = ExitStack()
+        if stream is not None:
+            torch.cuda.set_device(device)
+            stack.enter_context(torch.cuda.stream(stream))
+        stack.enter_context(torch.autocast(device.type, dtype) if on else nullcontext())
+        return stack
+
+    return inherit
