@@ -1,0 +1,205 @@
+"""How much of the ride is hidden: a stack of decoder layers, forward and backward, under each schedule.
+
+    torchrun --nproc-per-node 4 -m benchmarks.overlap --model olmoe --out overlap.json
+    torchrun ... -m benchmarks.overlap --model olmoe --transport dedup        # rides over NCCL, as between nodes
+
+A stack of `--layers` layers with the sizes of OLMoE-1B-7B, Qwen3-30B-A3B, or DeepSeek-V3 cut to fit (fewer experts of
+its size), untrained, FSDP over all ranks with EP over all ranks, bf16, sdpa, with a head for 512 tokens; no embedding, no
+optimizer.
+Contenders take turns step by step:
+
+    none           the plain ride, on the computation's stream
+    behind         the same on a stream of its own: hides the backward's combine behind a weight gradient
+    chunks=R       and the tokens in R chunks
+    nothing        no ride: each rank computes on its own tokens, as many pairs (not the model's function)
+
+Milliseconds are of the slowest rank, median over steps. "exposed" is what the ride adds to the step without one, as a
+share of the step; "host" is how long the host took to ask for the step's work. Rows of the ride without
+schedule are compared with the scheduled ones before anything is timed: outputs, and gradients of the stack's input.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers.distributed import DistributedConfig
+
+from benchmarks.train_olmoe import timed
+from carpool.bench.moe.home import Home, HomeRoute
+from carpool.hf import rides
+from carpool.hf.build import build_model, make_config
+from carpool.hf.expert_parallel import buffers_of_rides
+from carpool.stats import Traffic
+from carpool.train.environment import environment
+from carpool.transport import NVLinkOptions
+
+VOCABULARY = {"vocab_size": 512, "bos_token_id": None, "pad_token_id": None, "eos_token_id": 0}
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "olmoe": ("olmoe", {"hidden_size": 2048, "intermediate_size": 1024, "num_attention_heads": 16,
+                        "num_key_value_heads": 16, "num_experts": 64, "num_experts_per_tok": 8}),
+    "qwen3": ("qwen3_moe", {"hidden_size": 2048, "moe_intermediate_size": 768, "intermediate_size": 6144,
+                            "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+                            "num_experts": 128, "num_experts_per_tok": 8, "decoder_sparse_step": 1}),
+    "deepseek": ("qwen3_moe", {"hidden_size": 7168, "moe_intermediate_size": 2048, "intermediate_size": 18432,
+                               "num_attention_heads": 56, "num_key_value_heads": 8, "head_dim": 128,
+                               "num_experts": 32, "num_experts_per_tok": 8, "decoder_sparse_step": 1}),
+    "tiny": ("olmoe", {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 4,
+                       "num_key_value_heads": 4, "num_experts": 8, "num_experts_per_tok": 2}),
+}  # fmt: skip
+
+
+class Nothing(Home):
+    """Each rank keeps its tokens; an expert of another rank is computed by the own one in the same place."""
+
+    def __init__(self, slots_per_rank: int) -> None:
+        self.slots_per_rank = slots_per_rank
+
+    def plan(self, slot_TK: torch.Tensor, weight_TK: torch.Tensor, traffic: Traffic) -> HomeRoute:
+        own_TK = torch.where(slot_TK < 0, slot_TK, slot_TK % self.slots_per_rank).int()
+        return super().plan(own_TK, weight_TK, traffic)
+
+
+@dataclass(frozen=True)
+class Contender:
+    transport: str
+    chunks: int = 1
+    side_stream: bool = False
+    ctas: int = 16
+
+
+def contenders(args: argparse.Namespace) -> dict[str, Contender]:
+    found = {"none": Contender(args.transport)}
+    if args.transport == "nvlink":
+        found["behind"] = Contender(args.transport, 1, True)
+    for chunks in args.chunks:
+        for ctas in args.ctas:
+            name = f"chunks={chunks}" + (f", {ctas} CTAs" if len(args.ctas) > 1 else "")
+            found[name] = Contender(args.transport, chunks, True, ctas)
+    found["nothing"] = Contender("nothing")
+    return found
+
+
+def prepare(model: torch.nn.Module, contender: Contender, args: argparse.Namespace) -> None:
+    """Let the model's layers ride as the contender does."""
+    for own in rides(model).values():
+        own.chunks = contender.chunks
+        if contender.transport == "nothing":
+            own.transport = Nothing(own.layout.slots_per_rank)
+            own.requested = "nothing"
+            continue
+        options = NVLinkOptions(
+            max_tokens=args.batch * args.sequence,
+            arena_bytes=int(args.arena_gib * 2**30),
+            side_stream=contender.side_stream,
+            dispatch_ctas=contender.ctas,
+            combine_ctas=contender.ctas,
+        )
+        if contender.chunks > 1:
+            options = replace(options, max_tokens=-(-args.batch * args.sequence // contender.chunks))
+        if (own.requested, own.options) != (contender.transport, options):
+            own.set_transport(contender.transport, options)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="olmoe")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=2, help="sequences per rank")
+    parser.add_argument("--sequence", type=int, default=4096)
+    parser.add_argument("--transport", default="nvlink")
+    parser.add_argument("--chunks", type=int, nargs="*", default=[2, 4])
+    parser.add_argument("--ctas", type=int, nargs="+", default=[8], help="of the chunks' rides over nvlink")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--arena-gib", type=float, default=12.0)
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args()
+
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", torch.cuda.current_device())
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    kind, sizes = MODELS[args.model]
+    config = make_config(
+        kind, {**sizes, **VOCABULARY, "num_hidden_layers": args.layers, "max_position_embeddings": args.sequence}
+    )
+    model = build_model(
+        config,
+        distributed_config=DistributedConfig(fsdp_size=world, ep_size=world, ep_implementation="carpool"),
+        dtype=torch.bfloat16 if cuda else torch.float32,
+        seed=0,
+        attn_implementation="sdpa",
+    )
+    torch.manual_seed(1 + rank)
+    shape = args.batch, args.sequence, config.hidden_size
+    x = torch.randn(shape, device=device, dtype=model.dtype).requires_grad_()
+    dy = torch.randn(*shape[:2], config.vocab_size, device=device, dtype=model.dtype) / 64
+
+    def step() -> torch.Tensor:
+        y = model(inputs_embeds=x, use_cache=False).logits
+        y.backward(dy)
+        return y
+
+    def clear() -> None:
+        x.grad = None
+        model.zero_grad(set_to_none=True)
+
+    names = contenders(args)
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    plain: tuple[torch.Tensor, torch.Tensor] | None = None
+    for number in range(-2, args.steps):
+        for name in names if number % 2 else reversed(names):
+            prepare(model, names[name], args)
+            clear()
+            took = timed(step, device)
+            if number >= 0:
+                times[name].append(took)
+        if number == -1:
+            for name in names:
+                prepare(model, names[name], args)
+                clear()
+                y = step()
+                assert x.grad is not None
+                answer = y.detach(), x.grad.clone()
+                plain = answer if plain is None else plain
+                if rank == 0 and name != "nothing":
+                    worst = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(answer, plain, strict=True)]
+                    print(f"{name}: output off by {worst[0]:.1e}, input gradient by {worst[1]:.1e}", flush=True)
+            plain = None
+    for buffers in buffers_of_rides(rides(model).values()):
+        if needed := buffers.arena_overflow():
+            raise RuntimeError(f"the arena was too small: {needed / 2**30:.1f} GiB were needed; raise --arena-gib")
+    if rank == 0:
+        report(args, times, device, world)
+    dist.destroy_process_group()
+
+
+def report(args: argparse.Namespace, times: dict[str, list[tuple[float, float]]], device: Any, world: int) -> None:
+    median = {name: [statistics.median(c) for c in zip(*values, strict=True)] for name, values in times.items()}
+    nothing, none, rows = median["nothing"][0], median["none"][0], []
+    print(f"{args.model}, {args.layers} layers, {args.batch} x {args.sequence} tokens a rank, {args.transport}")
+    print(f"{'schedule':<22}{'ms':>9}{'host':>9}{'exposed':>10}{'against none':>14}")
+    for name, (ms, host) in median.items():
+        exposed = (ms - nothing) / ms
+        print(f"{name:<22}{ms:>9.2f}{host:>9.2f}{100 * exposed:>9.1f}%{none / ms:>13.3f}x", flush=True)
+        rows.append({"schedule": name, "ms": ms, "host_ms": host, "exposed": exposed, "all_ms": times[name]})
+    if args.out:
+        settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+        about = {"settings": settings, "environment": environment(device, world)}
+        args.out.write_text(json.dumps({**about, "results": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
