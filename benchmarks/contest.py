@@ -29,7 +29,6 @@ from carpool.hf.trace import TraceRecorder
 from carpool.layout import ExpertLayout
 from carpool.layouts import Layouts
 from carpool.parallel.clip import clip_grad_norm
-from carpool.placement.objective import CostModel
 from carpool.placement.solvers import solve
 from carpool.placement.trace import Trace
 from carpool.train.environment import environment
@@ -100,10 +99,10 @@ class Contest:
         self.reshard()
         return trace
 
-    def solve(self, solver: str, trace: Trace, extra_slots: int = 0, cost: CostModel | None = None) -> Layouts:
-        """What a solver finds for each layer by itself, layers divided among the ranks."""
+    def solve(self, solver: str, trace: Trace, **options: Any) -> Layouts:
+        """What a solver finds for each layer by itself, layers divided among the ranks. `options`: of `solve`."""
         mine: dict[str, ExpertLayout] = {
-            name: solve(solver, trace.layer(name), self.world, extra_slots=extra_slots, cost=cost, seed=self.args.seed)
+            name: solve(solver, trace.layer(name), self.world, seed=self.args.seed, **options)
             for name in trace.layers[self.rank :: self.world]
         }
         parts: list[dict[str, ExpertLayout]] = [{} for _ in range(self.world)]

@@ -4,9 +4,8 @@
     torchrun ... -m benchmarks.overlap --model olmoe --transport dedup        # rides over NCCL, as between nodes
 
 A stack of `--layers` layers with the sizes of OLMoE-1B-7B, Qwen3-30B-A3B, or DeepSeek-V3 cut to fit (fewer experts of
-its size), untrained, FSDP over all ranks with EP over all ranks, bf16, sdpa, with a head for 512 tokens; no embedding, no
-optimizer.
-Contenders take turns step by step:
+its size), untrained, FSDP over all ranks with EP over all ranks, bf16, sdpa, a head for 512 tokens; no embedding, no
+optimizer. Contenders take turns step by step:
 
     none           the plain ride, on the computation's stream
     behind         the same on a stream of its own: hides the backward's combine behind a weight gradient

@@ -134,7 +134,9 @@ class RoutingContest(Contest):
         ):
             if name in args.contenders:
                 began = time.perf_counter()
-                self.layouts[name] = self.solve(solver, self.trace, extra, cost)
+                self.layouts[name] = self.solve(
+                    solver, self.trace, extra_slots=extra, load_limit=args.load_limit, cost=cost
+                )
                 self.seconds[name] = time.perf_counter() - began
         # Of each layer, for a few steps, other tokens of other ranks.
         generator = torch.Generator(device).manual_seed(1000 * args.seed + self.rank)
@@ -265,6 +267,7 @@ def main() -> None:
     parser.add_argument("--text", choices=("all", *KINDS), default="all", help="what is read")
     parser.add_argument("--solver", default="search", choices=SOLVERS, help="of the placement")
     parser.add_argument("--replicas", type=int, default=2, help="slots on each rank beside its own experts")
+    parser.add_argument("--load-limit", type=float, default=1.1, help="of the fullest rank by the mean, for the solver")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contender")
     parser.add_argument("--steps", type=int, default=12, help="timed in a turn, each with other text")
     parser.add_argument("--warmup", type=int, default=3, help="steps before these")

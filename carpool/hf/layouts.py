@@ -100,16 +100,31 @@ def slots_kept(model: nn.Module, quantised: bool = False, prefetch: bool = True)
         prefetch: slots are filled ahead of their layer, and no backward waits for replicas' gradients: these are
             complete at the end. The same bits (carpool/parallel/slot_steps.py)."""
     layers = list(rides(model).values())
+    ahead = [homes(own) if prefetch else None for own in layers]
+    if prefetch:
+        _tell(layers, ahead)
     with ExitStack() as stack:
         for own in layers:
             if quantised and isinstance(own.compute, FP8Experts):
                 stack.enter_context(own.compute.weights_unchanged())
-        stack.enter_context(keep_slots([(own.filler, homes(own) if prefetch else None) for own in layers]))
+        stack.enter_context(keep_slots([(own.filler, one) for own, one in zip(layers, ahead, strict=True)]))
         yield
 
 
+def _tell(layers: Sequence[ExpertRides], ahead: Sequence[Homes | None]) -> None:
+    """Say once in the log if slots cannot be filled ahead."""
+    refused = [own for own, one in zip(layers, ahead, strict=True) if one is None and own.filler.travels]
+    if refused and not any(own.told for own in layers) and dist.get_rank() == 0:
+        log.info(
+            "replicas are filled when their layer runs, not ahead of it: FSDP has divided a rank's experts among "
+            "several, or keeps them on another device"
+        )
+    for own in refused:
+        own.told = True
+
+
 def homes(own: ExpertRides) -> Homes | None:
-    """The parameters of a layer between two forwards; None where slots cannot be filled ahead, and the log says it."""
+    """The parameters of a layer between two forwards; None if there is nothing to fill, or not ahead."""
     if not own.filler.travels:
         return None
     group = _fsdp_group(own.experts)
@@ -119,12 +134,9 @@ def homes(own: ExpertRides) -> Homes | None:
             continue
         parameter = own.experts._parameters.get(name)
         if parameter is None or not _has_all_rows(parameter, own, group):
-            if not own.told and dist.get_rank() == 0:
-                why = "FSDP has divided the experts of a rank among several, or keeps them elsewhere"
-                log.info("replicas are filled when their layer runs, not ahead of it: %s", why)
-            own.told = True
             return None
-        found[field] = Home(parameter, _computed_in(parameter, group), _divisor(group))
+        dtype = parameter.dtype if group is None else group.mp_policy.param_dtype or parameter.dtype
+        found[field] = Home(parameter, dtype, _divisor(group, dtype))
     return found
 
 
@@ -138,17 +150,12 @@ def _has_all_rows(parameter: torch.Tensor, own: ExpertRides, group: Any) -> bool
     return sharded and local(parameter).shape[0] == own.num_local_experts
 
 
-def _computed_in(parameter: torch.Tensor, group: Any) -> torch.dtype:
-    """The dtype that FSDP gathers parameters in."""
-    cast = group.mp_policy.param_dtype if group is not None else None
-    return parameter.dtype if cast is None else cast
-
-
-def _divisor(group: Any) -> float | None:
-    """By which FSDP divides a gradient of which one rank has all rows; None if it does more."""
+def _divisor(group: Any, dtype: torch.dtype) -> float | None:
+    """By which FSDP divides a gradient in `dtype` of which one rank has all rows; None if it does more."""
     if group is None:
         return 1.0
-    if group.mp_policy.reduce_dtype not in (None, torch.float32, torch.bfloat16) or group._is_hsdp:
+    # In the others it divides in two steps; over copies of the model (HSDP) it sums.
+    if group._is_hsdp or (group.mp_policy.reduce_dtype or dtype) not in (torch.float32, torch.bfloat16):
         return None
     return float(group.gradient_divide_factor or 1.0)
 

@@ -34,9 +34,9 @@ graphs of whole layers (`mode="reduce-overhead"`) do not, for they have one memo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
 
 import torch
@@ -127,19 +127,14 @@ def _run(half: Half, loss: Loss, seed: int | None = None) -> torch.Tensor:
         HALF.reset(token)
 
 
-def _thread_state(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
+def _thread_state(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
     """What this thread has set, for another: autocast, and the device's stream."""
     on, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
     stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
 
-    def inherit() -> AbstractContextManager[object]:
-        from contextlib import ExitStack
-
-        stack = ExitStack()
-        if stream is not None:
-            torch.cuda.set_device(device)
-            stack.enter_context(torch.cuda.stream(stream))
-        stack.enter_context(torch.autocast(device.type, dtype) if on else nullcontext())
-        return stack
+    @contextmanager
+    def inherit() -> Iterator[None]:
+        with torch.autocast(device.type, dtype) if on else nullcontext(), torch.cuda.stream(stream):
+            yield
 
     return inherit

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from carpool.hf.balance import balance_loss
+from carpool.schedule.two_batch import TwoBatch
 from carpool.train.schema import TrainingSection
 
 Batch = dict[str, torch.Tensor]
@@ -43,6 +45,8 @@ class Objective:
         top_k: K, for the balance loss.
         aux_coef: 0 turns the balance loss off.
         balance_layers: balance each layer by itself, not all of them together.
+        two_batch: cut each micro-batch into two halves that run half a layer apart (`carpool.schedule.two_batch`). What
+            is computed is that of two micro-batches: the balance loss is of each half.
         dp_size: ranks with distinct data.
         autocast: compute in this dtype by autocast; None where FSDP casts already or nothing is to be cast.
 
@@ -59,6 +63,7 @@ class Objective:
         dp_size: int,
         autocast: torch.dtype | None,
         balance_layers: bool = False,
+        two_batch: bool = False,
     ) -> None:
         takes = inspect.signature(model.forward).parameters
         if aux_coef and "output_router_logits" not in takes:
@@ -68,6 +73,7 @@ class Objective:
             )
         self.model, self.top_k, self.aux_coef, self.dp_size, self.autocast = model, top_k, aux_coef, dp_size, autocast
         self.balance_layers = balance_layers
+        self.two_batch = TwoBatch(model) if two_batch else None
         self.ranks_per_copy = (dist.get_world_size() if dist.is_initialized() else 1) // dp_size
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -96,15 +102,26 @@ class Objective:
         tokens = self.targets(batches)
         if tokens == 0:
             raise ValueError("a step's batch has no token to predict: all labels are -100")
+        if self.two_batch is not None:
+            batches = [half for batch in batches for half in in_two(batch)]
         sums = torch.zeros(2, dtype=torch.float64, device=batches[0]["input_ids"].device)
-        for batch in batches:
+
+        def loss_of(batch: Batch) -> torch.Tensor:
             ce, aux = self.forward(batch)
             loss = ce * (self.dp_size / tokens)
             sums[0] += ce.detach()
             if aux is not None:
                 loss = loss + aux * (self.aux_coef / len(batches))
                 sums[1] += aux.detach() / len(batches)
-            loss.backward()
+            return loss
+
+        losses = [partial(loss_of, batch) for batch in batches]
+        if self.two_batch is not None:
+            for first in range(0, len(losses), 2):
+                self.two_batch.backward(losses[first : first + 2])
+        else:
+            for loss in losses:
+                loss().backward()
         if dist.is_initialized():
             dist.all_reduce(sums)
         ce_all, aux_all = sums.tolist()
@@ -114,6 +131,22 @@ class Objective:
             aux_loss=aux_all / world if self.aux_coef else None,
             tokens=tokens,
         )
+
+
+def in_two(batch: Batch) -> tuple[Batch, Batch]:
+    """The first and the second half of a micro-batch's sequences; of an odd number, the first has one more.
+
+    Raises:
+        ValueError: there is only one."""
+    sequences = batch["input_ids"].shape[0]
+    if sequences < 2:
+        raise ValueError(
+            "two batches at a time cut each rank's micro-batch in two, but it has only one sequence; set "
+            "training.per_device_train_batch_size to 2 or more (with fewer training.gradient_accumulation_steps the "
+            "global batch stays the same), or choose another schedule"
+        )
+    middle = -(-sequences // 2)
+    return {k: v[:middle] for k, v in batch.items()}, {k: v[middle:] for k, v in batch.items()}
 
 
 def make_optimizer(model: nn.Module, training: TrainingSection) -> torch.optim.AdamW:

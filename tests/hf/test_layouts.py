@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -30,7 +30,7 @@ NAMES = ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")
 ORDERS = ([5, 2, 7, 0, 1, 6, 3, 4], [0, 1, 4, 6, 2, 3, 7, 5])
 
 
-def _model(path: str, sizes: dict[str, int]) -> PreTrainedModel:
+def _model(path: str, sizes: dict[str, Any]) -> PreTrainedModel:
     quiet()
     if dist.get_rank() == 0:
         tiny_model(discover()["olmoe"]).save_pretrained(path)
@@ -100,41 +100,60 @@ def test_moments_that_stay_behind_show(ranks: Ranks, tmp_path: Path) -> None:
     assert all(loss_error > 2e-5 for loss_error, *_ in ranks(_both, str(tmp_path), EP4, True))
 
 
-def _kept(path: str) -> tuple[bool, list[int], list[int]]:
-    """Two micro-batches with checkpointed layers, replicas filled each time and once: equal gradients?, bytes sent."""
-    model = _model(path, EP4)
+class Kept(NamedTuple):
+    """Of one rank. By way (each layer by itself, slots kept, kept and ahead): bytes."""
+
+    equal: bool
+    filled: list[int]
+    summed: list[int]
+    ahead: list[int]
+    messages: list[str]
+
+
+def _kept(path: str, sizes: dict[str, Any]) -> Kept:
+    """Two micro-batches with checkpointed layers, replicas filled each time, once, and ahead: equal gradients?"""
+    model = _model(path, sizes)
     model.activation_checkpointing_enable({"use_reentrant": False, "context_fn": carpool.keep_rides})
-    layout = ExpertLayout.permuted(ORDERS[0], 4).with_replicas([(5, 3), (5, 2), (4, 0)])
+    last = sizes["ep_size"] - 1
+    layout = ExpertLayout.permuted(ORDERS[0], last + 1).with_replicas([(5, last), (5, 2), (4, 0)][:: 4 - last])
     carpool.hf.set_layout(model, layout)
-    gradients, filled, summed = [], [], []
-    for keep in (nullcontext(), slots_kept(model)):
-        for own in carpool.hf.rides(model).values():
-            own.filler.bytes_filled = own.filler.bytes_summed = 0
-        with keep:
-            for _ in range(2):
-                model(**_own(model)).loss.backward()
+    gradients, counted, messages = [], [], []
+    watch = mock.patch.object(carpool.hf.layouts.log, "info", lambda *args: messages.append(args[0] % args[1:]))
+    fillers = [own.filler for own in carpool.hf.rides(model).values()]
+    for keep in (nullcontext(), slots_kept(model, prefetch=False), slots_kept(model)):
+        for filler in fillers:
+            filler.reset()
+        with watch, keep:
+            for number in range(2):
+                batch = {name: value.roll(number, 1) for name, value in _own(model).items()}
+                model(**batch).loss.backward()
         gradients.append(full_gradients(model))
         model.zero_grad(set_to_none=True)
-        filled.append(sum(own.filler.bytes_filled for own in carpool.hf.rides(model).values()))
-        summed.append(sum(own.filler.bytes_summed for own in carpool.hf.rides(model).values()))
-    again, once = gradients
-    equal = all(g is once[name] or torch.equal(g, once[name]) for name, g in again.items())  # type: ignore[arg-type]
+        counted.append([sum(getattr(f, f"bytes_{what}") for f in fillers) for what in ("filled", "summed", "ahead")])
+    again, *others = gradients
+    equal = all(g is o[name] or torch.equal(g, o[name]) for o in others for name, g in again.items())  # type: ignore[arg-type]
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.01)
     before = float(model(**_own(model)).loss)
-    with slots_kept(model):  # a new step: what was kept before is gone
+    with watch, slots_kept(model):  # a new step: what was kept before is gone
         equal &= float(model(**_own(model)).loss) == before
-    return equal, filled, summed
+    return Kept(equal, *(list(what) for what in zip(*counted, strict=True)), messages)
 
 
-def test_replicas_are_filled_once_a_step(ranks: Ranks, tmp_path: Path) -> None:
-    results = ranks(_kept, str(tmp_path))
-    assert all(equal for equal, _, _ in results)
+@pytest.mark.parametrize("sizes", [EP4 | {"fsdp_mixed_precision": True}, EFSDP, HSDP],
+                         ids=["ep4 bf16", "ep2 efsdp2", "hsdp"])  # fmt: skip
+def test_replicas_are_filled_once_a_step_and_ahead(ranks: Ranks, tmp_path: Path, sizes: dict[str, Any]) -> None:
+    """FSDP may have divided a rank's rows: then nothing is ahead, and the log says so once."""
+    results = ranks(_kept, str(tmp_path), sizes)
+    assert all(one.equal for one in results)
     # Two forwards and two that checkpointing repeats, against one; gradients go home in both backwards.
-    assert sum(filled[0] for _, filled, _ in results) == 4 * sum(filled[1] for _, filled, _ in results) > 0
-    for _, _, (again, once) in results:
-        assert again == once
+    by_itself, kept, ahead = (sum(one.filled[way] for one in results) for way in range(3))
+    assert by_itself == 4 * kept == 4 * ahead > 0
+    assert all(len(set(one.summed)) == 1 for one in results)
+    divided = sizes is EFSDP
+    assert [sum(one.ahead[way] for one in results) for way in range(3)] == [0, 0, 0 if divided else kept]
+    assert [len(one.messages) for one in results] == [int(divided), 0, 0, 0]
 
 
 def _refused(path: str) -> list[str]:
