@@ -8,7 +8,7 @@ its size), untrained, FSDP over all ranks with EP over all ranks, bf16, sdpa, a 
 optimizer. Contenders take turns step by step:
 
     none           the plain ride, on the computation's stream
-    behind         the same on a stream of its own: hides the backward's combine behind a weight gradient
+    chunks=1       the same on a stream of its own: hides the backward's combine behind a weight gradient
     chunks=R       and the tokens in R chunks
     nothing        no ride: each rank computes on its own tokens, as many pairs (not the model's function)
 
@@ -23,7 +23,7 @@ import argparse
 import json
 import os
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from carpool.bench.moe.home import Home, HomeRoute
 from carpool.hf import rides
 from carpool.hf.build import build_model, make_config
 from carpool.hf.expert_parallel import buffers_of_rides
+from carpool.schedule import Schedule
 from carpool.stats import Traffic
 from carpool.train.environment import environment
 from carpool.transport import NVLinkOptions
@@ -69,19 +70,18 @@ class Nothing(Home):
 @dataclass(frozen=True)
 class Contender:
     transport: str
-    chunks: int = 1
-    side_stream: bool = False
+    schedule: Schedule = Schedule()  # noqa: RUF009  # frozen
     ctas: int = 16
 
 
 def contenders(args: argparse.Namespace) -> dict[str, Contender]:
     found = {"none": Contender(args.transport)}
     if args.transport == "nvlink":
-        found["behind"] = Contender(args.transport, 1, True)
+        found["chunks=1"] = Contender(args.transport, Schedule("chunks"))
     for chunks in args.chunks:
         for ctas in args.ctas:
             name = f"chunks={chunks}" + (f", {ctas} CTAs" if len(args.ctas) > 1 else "")
-            found[name] = Contender(args.transport, chunks, True, ctas)
+            found[name] = Contender(args.transport, Schedule("chunks", chunks), ctas)
     found["nothing"] = Contender("nothing")
     return found
 
@@ -89,7 +89,7 @@ def contenders(args: argparse.Namespace) -> dict[str, Contender]:
 def prepare(model: torch.nn.Module, contender: Contender, args: argparse.Namespace) -> None:
     """Let the model's layers ride as the contender does."""
     for own in rides(model).values():
-        own.chunks = contender.chunks
+        own.set_schedule(contender.schedule)
         if contender.transport == "nothing":
             own.transport = Nothing(own.layout.slots_per_rank)
             own.requested = "nothing"
@@ -97,12 +97,9 @@ def prepare(model: torch.nn.Module, contender: Contender, args: argparse.Namespa
         options = NVLinkOptions(
             max_tokens=args.batch * args.sequence,
             arena_bytes=int(args.arena_gib * 2**30),
-            side_stream=contender.side_stream,
             dispatch_ctas=contender.ctas,
             combine_ctas=contender.ctas,
         )
-        if contender.chunks > 1:
-            options = replace(options, max_tokens=-(-args.batch * args.sequence // contender.chunks))
         if (own.requested, own.options) != (contender.transport, options):
             own.set_transport(contender.transport, options)
 

@@ -34,7 +34,7 @@ from carpool.parallel.slots import SlotFiller, fill_slots
 from carpool.ride import ride
 from carpool.routing import Router, Routing
 from carpool.routing_limit import LimitOptions, RoutingLimit, router_similarity
-from carpool.schedule.chunks import check_chunks
+from carpool.schedule import Schedule
 from carpool.stats import LayerStats, RideStats
 from carpool.transport import NVLinkOptions, make_transport, resolve_transport
 
@@ -58,8 +58,8 @@ class MoE(nn.Module):
         max_tokens: the most tokens that any rank will ever have. Given this, "auto" picks "nvlink" where it can be
             used; its buffers have a fixed size. With more, outputs are NaN: `carpool.transport.check_overflow` tells.
         transport_options: of "nvlink".
-        chunks: cut the tokens into so many chunks, one of which travels while the experts compute on another
-            (carpool/schedule). The same sums, weight gradients to rounding.
+        schedule: what runs beside what (carpool/schedule): `Schedule("chunks", 2)` lets one half of the tokens travel
+            while the experts compute on the other. The same sums; weight gradients to rounding. Default: in turn.
         experts: "auto", "grouped", "reference"; "fp8", which is LOSSY (carpool/experts/fp8.py).
         recompute_experts: "grouped" keeps no pre-activation and computes it again in the backward: of what experts
             keep, only the rows that arrived are left, for one more product. The same bits.
@@ -96,7 +96,7 @@ class MoE(nn.Module):
         transport: str = "auto",
         max_tokens: int | None = None,
         transport_options: NVLinkOptions | None = None,
-        chunks: int = 1,
+        schedule: Schedule | None = None,
         experts: str = "auto",
         recompute_experts: bool = False,
         expert_choices: Choices | None = None,
@@ -140,10 +140,10 @@ class MoE(nn.Module):
         if shared_intermediate_size:
             self.shared = SharedExpert(hidden_size, shared_intermediate_size, act, gated, place)
 
-        self.chunks = check_chunks(chunks)
         self.experts = make_experts(experts, ExpertFunction(act), expert_choices, recompute_experts)
         self.stats_counter = LayerStats(num_experts, num_ranks, self.rank)
         self.filler = SlotFiller(layout, self.group, self.stats_counter.meter)
+        self.schedule = schedule or Schedule()
         options = transport_options or NVLinkOptions()
         self.set_transport(transport, options if max_tokens is None else replace(options, max_tokens=max_tokens))
         self.routing: Routing | None = None
@@ -162,7 +162,9 @@ class MoE(nn.Module):
 
         slot_TK = assign(routing, self.layout, self.rank, self._serving_TW)
         weights = fill_slots(ExpertWeights(*self._home_weights()), self.filler)
-        y_TH = ride(x_TH, routing, slot_TK, self.transport, self.experts, weights, self.stats_counter, self.chunks)
+        y_TH = ride(
+            x_TH, routing, slot_TK, self.transport, self.experts, weights, self.stats_counter, self.schedule.chunks
+        )
         self.filler.start_next()
         if self.shared is not None:
             y_TH = y_TH + self.shared(x_TH)
@@ -174,10 +176,16 @@ class MoE(nn.Module):
         """Change how rows travel. All ranks together, between steps. `options`: as before, unless given."""
         self.transport_options = options or self.transport_options
         hidden, options = self.up_proj.shape[2], self.transport_options
+        options = self.schedule.options(options)
         chosen, why = resolve_transport(name, self.group, self.router.top_k, hidden, options)
         if name == "auto" and self.rank == 0:
             log.info("transport %s: %s", chosen, why)
         self.transport = make_transport(chosen, self.group, self.layout.slots_per_rank, options)
+
+    def set_schedule(self, schedule: Schedule) -> None:
+        """Change what runs beside what. All ranks together, between steps."""
+        self.schedule = schedule
+        self.set_transport(self.transport.name)
 
     def set_layout(self, layout: ExpertLayout, optimizer: torch.optim.Optimizer | None = None) -> Moved:
         """Move experts to the homes of another layout, with what `optimizer` keeps of them, and compute in its slots

@@ -28,7 +28,7 @@ from carpool.memory.recompute import kept_rides
 from carpool.ride_operator import ride_operator
 from carpool.routing import Routing
 from carpool.schedule.chunks import Kept, ride_backward, ride_forward
-from carpool.stats import LayerStats
+from carpool.stats import LayerStats, Meter
 from carpool.transport import Transport
 
 
@@ -150,18 +150,20 @@ def ride_module(
     stats.tokens_dispatched += x_TH.shape[0]
     with stats.meter.span("dispatch", x_TH.device):
         route = transport.plan(slot_TK, weight_TK.detach(), stats.traffic)
-        x_RH, weight_RJ, slot_RJ = _Dispatch.apply(x_TH, weight_TK, route, transport)
+        x_RH, weight_RJ, slot_RJ = _Dispatch.apply(x_TH, weight_TK, route, transport, stats.meter)
     with stats.meter.span("experts", x_TH.device):
         partial_RH = module(x_RH, slot_RJ, weight_RJ)
     with stats.meter.span("combine", x_TH.device):
-        return _Combine.apply(partial_RH.to(x_TH.dtype), route, transport)
+        return _Combine.apply(partial_RH.to(x_TH.dtype), route, transport, stats.meter)
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TH: torch.Tensor, weight_TK: torch.Tensor, route: Any, transport: Transport) -> Any:
+    def forward(
+        ctx: Any, x_TH: torch.Tensor, weight_TK: torch.Tensor, route: Any, transport: Transport, meter: Meter
+    ) -> Any:
         arrivals = transport.dispatch(x_TH, route).wait().widened(x_TH.dtype)
-        ctx.route, ctx.transport = route, transport
+        ctx.route, ctx.transport, ctx.meter = route, transport, meter
         ctx.mark_non_differentiable(arrivals.slot_RJ)
         if not arrivals.sums_unwanted:
             # A row that nobody wants may hold anything; a module may well multiply it by zero. The same for gradients.
@@ -176,21 +178,24 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, dx_RH: torch.Tensor, dweight_RJ: torch.Tensor, _: Any) -> tuple[Any, ...]:
         ctx.route.backward = True
         ctx.route.partial_RH = dx_RH
-        dx_TH, dweight_TK = ctx.transport.combine_gradients(ctx.route, dweight_RJ).wait()
-        return dx_TH.to(dx_RH.dtype), dweight_TK, None, None
+        with ctx.meter.span("combine", dx_RH.device, direction="backward"):
+            dx_TH, dweight_TK = ctx.transport.combine_gradients(ctx.route, dweight_RJ).wait()
+        return dx_TH.to(dx_RH.dtype), dweight_TK, None, None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, partial_RH: torch.Tensor, route: Any, transport: Transport) -> torch.Tensor:
-        ctx.route, ctx.transport = route, transport
+    def forward(ctx: Any, partial_RH: torch.Tensor, route: Any, transport: Transport, meter: Meter) -> torch.Tensor:
+        ctx.route, ctx.transport, ctx.meter = route, transport, meter
         route.partial_RH = partial_RH
         return transport.combine(route).wait().to(partial_RH.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TH: torch.Tensor) -> tuple[Any, ...]:
-        return _wanted(ctx.transport.dispatch_gradients(dy_TH.contiguous(), ctx.route).wait(), ctx.route), None, None
+        with ctx.meter.span("dispatch", dy_TH.device, direction="backward"):
+            dpartial_RH = _wanted(ctx.transport.dispatch_gradients(dy_TH.contiguous(), ctx.route).wait(), ctx.route)
+        return dpartial_RH, None, None, None
 
 
 def _wanted(rows: Rows, route: Any) -> torch.Tensor:

@@ -7,9 +7,10 @@ verb. Nothing here synchronises with the device until somebody asks.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,8 +105,15 @@ class Traffic:
         return sum(sum(what[v]) - what[v][self.rank] for v in verbs or VERBS)
 
 
-def _profiled() -> bool:
-    return torch.autograd._profiler_enabled()
+# Nsight sets one of them for the programs that it starts.
+NSIGHT = any(name in os.environ for name in ("NSYS_PROFILING_SESSION_ID", "NVTX_INJECTION64_PATH"))
+
+
+def range_name(layer: str, direction: str, piece: str, chunk: int | None = None) -> str:
+    """What profilers show: `range_name("layers.3", "forward", "dispatch", 1) -> "carpool::layers.3::forward::dispatch::1"`.
+
+    `carpool.profile` reads such names in traces."""
+    return "::".join(["carpool", layer, direction, piece, *([] if chunk is None else [str(chunk)])])
 
 
 # Calls whose times are kept: nobody may ever ask, and a run has millions.
@@ -113,32 +121,51 @@ KEPT_SPANS = 1024
 
 
 class Meter:
-    """Milliseconds of the latest calls of each named span, also shown to profilers under that name."""
+    """Milliseconds of the latest calls of each named span, also shown to profilers.
 
-    def __init__(self) -> None:
+    PyTorch's profiler sees them as `record_function` ranges, which are NVTX ranges under `emit_nvtx` (and `nsys profile
+    --pytorch=autograd-nvtx`); Nsight alone sees NVTX ranges.
+
+    Attributes:
+        layer: what profilers call the layer; whoever knows its name sets it.
+    """
+
+    def __init__(self, layer: str = "moe") -> None:
+        self.layer = layer
         self._spans: dict[str, deque[list[Any]]] = {}
 
-    def ride(self, device: torch.device) -> Callable[[str], AbstractContextManager[None]]:
-        """`span` for one ride, whose pieces of the same name are one call."""
-        seen: set[str] = set()
+    def ride(self, device: torch.device, direction: str, chunks: int = 1) -> RideSpans:
+        """`span` for one ride."""
+        return RideSpans(self, device, direction, chunks)
 
-        def span(name: str) -> AbstractContextManager[None]:
-            more = name in seen
-            seen.add(name)
-            return self.span(name, device, more)
-
-        return span
+    def named(self, name: str, direction: str, chunk: int | None = None) -> AbstractContextManager[Any]:
+        """A range that profilers see around the enclosed work, without timing it."""
+        # A profiler's range costs 40 us, and a layer has six. This flag is the process's: a thread's own
+        # (`torch.autograd._profiler_enabled`) says no in a thread that was there before the profiler.
+        profiled = torch.autograd.profiler._is_profiler_enabled
+        if not (profiled or NSIGHT):
+            return nullcontext()
+        if direction == "forward" and in_recompute():
+            direction = "recompute"
+        shown = range_name(self.layer, direction, name, chunk)
+        return torch.profiler.record_function(shown) if profiled else torch.cuda.nvtx.range(shown)
 
     @contextmanager
-    def span(self, name: str, device: torch.device, more: bool = False) -> Iterator[None]:
+    def span(
+        self,
+        name: str,
+        device: torch.device,
+        more: bool = False,
+        direction: str = "forward",
+        chunk: int | None = None,
+    ) -> Iterator[None]:
         """Time the enclosed work on `device`: by events in the current stream on CUDA, by the clock elsewhere.
 
         Args:
             more: it belongs to the latest call of that name.
+            direction, chunk: for profilers.
         """
-        # A profiler's range costs 40 us, and a layer has six.
-        seen = torch.profiler.record_function(f"carpool::{name}") if _profiled() else nullcontext()
-        with seen:
+        with self.named(name, direction, chunk):
             if device.type == "cuda":
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 start.record()
@@ -169,6 +196,27 @@ class Meter:
         if reset:
             self._spans = {}
         return result
+
+
+class RideSpans:
+    """The spans of one ride. Its pieces of the same name are one call."""
+
+    def __init__(self, meter: Meter, device: torch.device, direction: str, chunks: int) -> None:
+        self._meter, self._device, self._direction, self._chunks = meter, device, direction, chunks
+        self._seen: set[str] = set()
+
+    def __call__(self, name: str, chunk: int = 0) -> AbstractContextManager[None]:
+        """Time the enclosed work, which is of that chunk."""
+        more = name in self._seen
+        self._seen.add(name)
+        return self._meter.span(name, self._device, more, self._direction, self._shown(chunk))
+
+    def named(self, name: str, chunk: int) -> AbstractContextManager[Any]:
+        """Inside a span: work of another chunk, for profilers."""
+        return self._meter.named(name, self._direction, self._shown(chunk))
+
+    def _shown(self, chunk: int) -> int | None:
+        return chunk if self._chunks > 1 else None
 
 
 class LayerStats(Numbered):

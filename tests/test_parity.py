@@ -24,6 +24,7 @@ import torch
 
 import carpool
 from carpool import Routing
+from carpool.schedule import Schedule
 from tests.layouts import EXPERTS, LAYOUTS, layout_of
 from tests.pairwise import all_pairs, feasible_pairs
 from tests.ranks import WORLD_SIZE, Ranks, mesh
@@ -204,7 +205,7 @@ def build(case: Case) -> carpool.MoE:
         layout=layout_of(case.layout, case.ep),
         transport=case.transport,
         max_tokens=MAX_TOKENS,
-        chunks=case.chunks,
+        schedule=Schedule("chunks" if case.chunks > 1 else "none", case.chunks),
         experts=case.experts,
         activation=spec.activation,
         gated=spec.gated,

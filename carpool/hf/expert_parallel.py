@@ -37,6 +37,7 @@ from carpool.layout import ExpertLayout, assign
 from carpool.parallel.slots import SlotFiller, fill_slots
 from carpool.ride import ride, ride_module
 from carpool.routing import Routing
+from carpool.schedule import Schedule
 from carpool.stats import LayerStats
 from carpool.transport import (
     TRANSPORTS,
@@ -85,7 +86,7 @@ class ExpertRides:
         transport, why: how rows travel, and why so; made by `prepare`, at the latest in the first forward.
         stats: counters of this layer (`carpool.stats.LayerStats`).
         routing: the last forward's choices on this rank, detached.
-        chunks: in how many pieces the tokens ride (`carpool.schedule`).
+        schedule: what runs beside what; `set_schedule` changes it. An own forward rides in one piece.
         limit: what limits the routing to few ranks (`carpool.hf.limit.limit_routing`), LOSSY; None: nothing.
         told: whether the log says that slots cannot be filled ahead (`carpool.hf.layouts.slots_kept`).
     """
@@ -104,7 +105,7 @@ class ExpertRides:
         self.num_experts = self.num_local_experts * self.num_ranks
         self.routing: Routing | None = None
         self.limit: Limit | None = None
-        self.chunks = 1
+        self.schedule = Schedule()
         # Of the tokens of the layer, this rank's part is part `number` of so many equal ones.
         self.token_slice = (0, 1)
         self.options: NVLinkOptions | None = None
@@ -148,6 +149,11 @@ class ExpertRides:
         check_transport(name, self.group)
         self.requested, self.options, self.transport = name, options or self.options, None
 
+    def set_schedule(self, schedule: Schedule) -> None:
+        """Change what runs beside what. All ranks together, between steps."""
+        if schedule != self.schedule:
+            self.schedule, self.transport = schedule, None
+
     def set_experts(self, name: str, choices: Choices | None = None, recompute: bool = False) -> None:
         """Change how this layer's experts are computed: "auto" or another name that `carpool.experts.make_experts`
         knows. "auto" leaves experts that Carpool does not know to their own forward; for others it is exact.
@@ -172,12 +178,13 @@ class ExpertRides:
     # What it makes outlives the call: torch.compile must not take its tensors for values of a graph.
     @torch._disable_dynamo
     def _make_transport(self, top_k: int, hidden: int) -> Transport:
+        options = self.options if self._function is None else self.schedule.options(self.options)
         if self.requested == "auto" and self._function is None:
             # Its forward would see all rows that the buffers have, and most are empty.
             name, self.why = choose_transport("auto", self.num_ranks, top_k, "the experts run their own forward")
         else:
-            name, self.why = resolve_transport(self.requested, self.group, top_k, hidden, self.options)
-        self.transport = make_transport(name, self.group, self.layout.slots_per_rank, self.options)
+            name, self.why = resolve_transport(self.requested, self.group, top_k, hidden, options)
+        self.transport = make_transport(name, self.group, self.layout.slots_per_rank, options)
         return self.transport
 
     def __call__(self, x_TH: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
@@ -346,6 +353,12 @@ def set_transport(
         options = replace(options or NVLinkOptions(), max_tokens=max_tokens)
     for own in layers.values():
         own.set_transport(name, options)
+
+
+def set_schedule(model: nn.Module, schedule: Schedule) -> None:
+    """Change what runs beside what in all MoE layers of a model (carpool/schedule). On all ranks, between steps."""
+    for own in required_rides(model).values():
+        own.set_schedule(schedule)
 
 
 def set_experts(model: nn.Module, name: str, *, choices: Choices | None = None, recompute: bool = False) -> list[str]:

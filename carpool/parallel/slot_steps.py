@@ -1,4 +1,4 @@
-"""Replicas from one update of the weights to the next: filled once, ahead of their layer; gradients go home unwaited.
+"""Replicas from one update of the weights to the next: filled once, ahead of their layer; nobody waits for gradients.
 
 Between two updates a layer runs several times: in each micro-batch, again under activation checkpointing, in every
 batch of an evaluation. Inside `keep_slots` its weights do not change, which allows three things:
@@ -8,18 +8,20 @@ batch of an evaluation. Inside `keep_slots` its weights do not change, which all
           travels while the layers between compute (attention, norms, the router), and is waited for where the layer
           needs its slots. Started earlier, it would queue in front of the previous layer's own rides, which use the
           same communicator. (Pro-Prophet's block-wise scheduler: arXiv 2411.10003)
-  late    a backward sends replicas' gradients home and does not wait. They are added to their homes' gradients in the
-          next backward of the same layer, or at the end of `keep_slots`: in between, `.grad` of these homes lacks them
+  late    a backward sends replicas' gradients home and does not wait. They are added up in the next backward of the
+          same layer, or at the end of `keep_slots`, and only then to `.grad` of their homes, which lacks them before
 
-    link      fill 0 | ride 0          | fill 1 . . . . | ride 1             each fill beside attention
-    compute   attention 0 | experts 0  | attention 1    | experts 1
+    forward    attention 0      experts 0   attention 1      experts 1
+    beside it  fill of layer 0  rides       fill of layer 1  rides
+    backward   experts 1        attention 1                   experts 0   attention 0           end of keep_slots
+    beside it  rides            gradients of layer 1, home    rides       gradients of layer 0  added to the homes'
 
-All of this is exact, bit for bit: each micro-batch's summands are rounded and added as without it. Its home leaves the
-summed rows of a gradient at zero, and gets what came, in order of micro-batches, when it has come.
+All of this is exact, bit for bit. In the backward a home's row that has replicas gets zero, and its summands are kept
+until all have come. Then they are rounded and added as if they had been waited for: those of a micro-batch in order of
+(rank, slot), then micro-batch after micro-batch. It takes memory for these rows, in all layers, as kept fills do.
 
 One send for all micro-batches would need fewer bytes if there are more than two (sums of several travel in float32),
-but all of them at the step's end, where nothing is left to compute beside; and other roundings. A send per micro-batch
-hides behind the backward of the layers below.
+but all of them at the step's end, where nothing is left to compute beside; and it would round differently.
 
 FSDP2 and homes. `experts._parameters[name]` is FSDP's shard between two forwards. If an expert-parallel rank's experts
 are on that rank alone (efsdp size 1), the shard has all of its rows: FSDP then only casts them, and divides their

@@ -197,7 +197,9 @@ class SlotFiller:
         if not self.travels:
             return Transfer(rows, rows, None)
         out, rows = rows.new_empty(sum(receive), *rows.shape[1:]), rows.contiguous()
-        work = dist.all_to_all_single(out, rows, receive, send, group=self.group, async_op=True)
+        # torch.compile only knows the one that waits.
+        under_way = not torch.compiler.is_compiling()
+        work = dist.all_to_all_single(out, rows, receive, send, group=self.group, async_op=under_way)
         return Transfer(out, rows, work)
 
 

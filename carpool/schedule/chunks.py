@@ -30,15 +30,6 @@ from carpool.stats import LayerStats
 from carpool.transport import Arrivals, Transport
 from carpool.transport.base import Pending
 
-MAX_CHUNKS = 64
-
-
-def check_chunks(chunks: int) -> int:
-    """`chunks`, or ValueError if tokens cannot be cut into so many."""
-    if not 1 <= chunks <= MAX_CHUNKS:
-        raise ValueError(f"chunks={chunks} must be 1..{MAX_CHUNKS}")
-    return chunks
-
 
 class Kept(NamedTuple):
     """What the forward of a chunk keeps for its backward, besides the parameters.
@@ -66,13 +57,13 @@ def ride_forward(
     chunks: int = 1,
 ) -> tuple[torch.Tensor, tuple[Kept, ...] | None]:
     """(y_TH, what each chunk keeps if a backward will follow), without autograd."""
-    span, last = stats.meter.ride(x_TH.device), chunks - 1
+    span, last = stats.meter.ride(x_TH.device, "forward", chunks), chunks - 1
     x_C = x_TH.tensor_split(chunks)
     stats.tokens_dispatched += x_TH.shape[0]
     kept: list[Kept] = []
     sums: list[Pending] = []
     for chunk in range(chunks):
-        with span("dispatch"):
+        with span("dispatch", chunk):
             if chunk == 0:
                 # All plans first: where the host waits for one, it must not wait for a dispatch as well.
                 given = zip(slot_TK.tensor_split(chunks), weight_TK.tensor_split(chunks), strict=True)
@@ -80,17 +71,18 @@ def ride_forward(
                 coming = [transport.dispatch(x_C[0], routes[0])]
             route = routes[chunk]
             if chunk < last:
-                coming.append(transport.dispatch(x_C[chunk + 1], routes[chunk + 1]))
+                with span.named("dispatch", chunk + 1):
+                    coming.append(transport.dispatch(x_C[chunk + 1], routes[chunk + 1]))
             route.packets = reads_packets(experts)
             arrivals = _readable(coming[chunk].wait(), route.packets, x_TH.dtype)
-        with span("experts"), reserved(transport.processors if chunks > 1 else 0):
+        with span("experts", chunk), reserved(transport.processors if chunks > 1 else 0):
             partial_RH = route.new_partial(x_TH.shape[1], x_TH.dtype, x_TH.device)
             saved = experts.forward(arrivals, weights, partial_RH, transport.arena, backward)
             if backward:
                 # Rows that will be sent again need nothing but what is sent.
                 x = Rows.of(x_C[chunk]) if transport.sends_again else keep_rows(arrivals, transport.arena)
                 kept.append(Kept(route, x, saved))
-        with span("combine"):
+        with span("combine", chunk):
             sums.append(transport.combine(route))
             if chunk == last:
                 y_TH = _joined([one.wait() for one in sums])
@@ -107,33 +99,35 @@ def ride_backward(
     needs_dweights: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, ExpertWeights | None]:
     """(dx_TH, dweight_TK, gradients of the weights if needed)."""
-    span, chunks = stats.meter.ride(dy_TH.device), len(kept)
+    chunks = len(kept)
+    span = stats.meter.ride(dy_TH.device, "backward", chunks)
     dy_C = [dy.contiguous() for dy in dy_TH.tensor_split(chunks)]
     dweights: ExpertWeights | None = None
     sums: list[Pending] = []
     coming: list[_Coming] = []
     for chunk in reversed(range(chunks)):
         route, x, saved = kept[chunk]
-        with span("dispatch"):
+        with span("dispatch", chunk):
             for other in (chunk, chunk - 1) if chunk == chunks - 1 else (chunk - 1,):
                 if other >= 0:
-                    coming.append(_start_backward(kept[other], dy_C[other], transport))
+                    with span.named("dispatch", other):
+                        coming.append(_start_backward(kept[other], dy_C[other], transport))
             again, rows, gradients = coming[-1 if chunk == 0 else -2]
             if rows is not None:
                 x = _readable(rows.wait(), route.packets, dy_TH.dtype).rows
             dpartial = gradients.wait()
-        with span("experts"), reserved(transport.processors if chunks > 1 else 0):
+        with span("experts", chunk), reserved(transport.processors if chunks > 1 else 0):
             dx_RH = route.new_partial(dy_TH.shape[1], dy_TH.dtype, dy_TH.device)
             dweight_RJ, rest = experts.backward(saved, x, weights, dpartial, dx_RH, needs_dweights)
             if again is not None and rest is not None:
                 # These rows are in a lease, which goes to others now.
                 dweights, rest = _sum(dweights, rest()), None
-        with span("combine"):
+        with span("combine", chunk):
             if again is not None:
                 transport.discard(again, kept[chunk].x.data).wait()
             sums.append(transport.combine_gradients(route, dweight_RJ))
         if rest is not None:
-            with span("experts"), reserved(transport.processors):
+            with span("experts", chunk), reserved(transport.processors):
                 dweights = _sum(dweights, rest())
     with span("combine"):
         parts = [one.wait() for one in reversed(sums)]

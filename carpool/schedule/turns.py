@@ -7,8 +7,8 @@ So the host enqueues the work of both halves in one fixed order: collectives sta
 gradients are added in the same order in every run, and no state of the model is touched by two threads at a time.
 
 A thread gives its turn to the other and waits, with two locks that are otherwise closed. Each half has random numbers
-of its own: its generators' states come back with its turn. With drop-out in a checkpointed layer, the half that computes
-the layer again would otherwise draw what the other half left.
+of its own: its generators' states come back with its turn. A checkpointed layer with drop-out would otherwise drop
+something else when it is computed again, and its gradients would be wrong.
 """
 
 from __future__ import annotations

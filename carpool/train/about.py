@@ -33,7 +33,8 @@ def write_run(run: _Run, command: str, resume: Path | None) -> dict[str, Any]:
     name, buffer_bytes, lossy = layer.transport.name, 0, [*run.experts_lossy, *run.limits_lossy]
     if name == "nvlink":
         size = 2 if run.bf16 else run.model.dtype.itemsize
-        buffer_bytes = lease_bytes(run.options, layer.num_ranks, config.hidden_size, size, run.top_k)
+        options = run.schedule.schedule.options(run.options)
+        buffer_bytes = lease_bytes(options, layer.num_ranks, config.hidden_size, size, run.top_k)
         lossy += run.options.lossy_reasons
     path = run.folder / "run.json"
     history = []
@@ -72,6 +73,7 @@ def write_run(run: _Run, command: str, resume: Path | None) -> dict[str, Any]:
             "recompute": run.config.moe.recompute_experts,
             **(run.stages.record() if run.stages is not None else {}),
         },
+        "schedule": run.schedule.record(),
         "layout": layout_record(current_layouts(run.model), run.layout_source),
         "exact": not lossy,
         "lossy_reasons": lossy,
@@ -125,13 +127,16 @@ def say_hello(run: _Run, resume: Path | None) -> None:
     say(f"data: {info['data']['source']}, {len(run.corpus.train):,} tokens, {len(run.corpus.eval):,} held out")
     say(f"transport {info['transport']['name']}: {info['transport']['why']}")
     if size := info["transport"]["buffer_bytes"]:
-        rows, leases = run.options.max_tokens, run.options.num_leases
+        options = run.schedule.schedule.options(run.options)
+        rows, leases = options.max_tokens, options.num_leases
         say(f"buffers: slabs of {rows:,} rows, {size / 1e6:,.1f} MB a lease on each rank, at most {leases} leases")
     if run.stages is not None:
         ways = describe_ways(run.stages.choices)
         say(f"experts {info['experts']['name']}, stages {ways}: {run.stages.why}")
     elif run.config.moe.expert_stages != "default":
         say("experts: these are the model's own, which have no stages; moe.expert_stages means nothing here")
+    if run.schedule.schedule.name != "none" or run.schedule.milliseconds:
+        say(f"schedule {run.schedule.schedule}: {run.schedule.why}")
     if run.layout_source != "contiguous":
         say(f"layout: {info['layout']['kind']}, {info['layout']['replicas']} replicas, from {run.layout_source}")
     if run.placement.on:

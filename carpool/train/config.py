@@ -211,7 +211,7 @@ def _explain(error: Any, places: Mapping[tuple[str, ...], str]) -> str:
         expected = _EXPECTED[kind]
     elif kind == "literal_error":
         expected = f"one of {context['expected']}"
-        guess = nearest(value, [word.strip("' ") for word in context["expected"].replace(" or ", ",").split(",")])
+        guess = nearest(str(value), [word.strip("' ") for word in context["expected"].replace(" or ", ",").split(",")])
         expected += f" (did you mean {guess}?)" if guess else ""
     elif kind.startswith(("greater_than", "less_than")):
         (limit,) = context.values()

@@ -59,6 +59,7 @@ from carpool.train.room import (
     restore_random_state,
 )
 from carpool.train.sample import sample
+from carpool.train.schedules import choose_schedule
 from carpool.train.schema import Config
 from carpool.train.stages import choose_stages
 from carpool.train.step import Batch, Losses, Objective, learning_rate, make_optimizer
@@ -167,17 +168,20 @@ class _Run:
             own.prepare(self.top_k, self.model.config.get_text_config().hidden_size)
         if compare_with is not None:
             check_transport(compare_with, self.rides[0].group)
-        self.stages = choose_stages(
-            moe.expert_stages,
-            self.rides,
-            tokens=-(-training.per_device_train_batch_size * config.data.sequence_length // self.degrees.tp_size),
-            top_k=self.top_k,
-            dtype=torch.bfloat16 if self.bf16 else self.model.dtype,
-            device=self.device,
-            folders=[resume.parent.parent, self.folder] if resume is not None else [],
-        )
+        measured: dict[str, Any] = {
+            "tokens": -(-training.per_device_train_batch_size * config.data.sequence_length // self.degrees.tp_size),
+            "top_k": self.top_k,
+            "dtype": torch.bfloat16 if self.bf16 else self.model.dtype,
+            "device": self.device,
+            "folders": [resume.parent.parent, self.folder] if resume is not None else [],
+        }
+        self.stages = choose_stages(moe.expert_stages, self.rides, **measured)
         if self.stages is not None:
             set_experts(self.model, moe.experts, choices=self.stages.choices, recompute=moe.recompute_experts)
+        hidden = self.model.config.get_text_config().hidden_size
+        self.schedule = choose_schedule(moe.schedule, moe.chunks, self.rides, hidden=hidden, **measured)
+        for own in self.rides:
+            own.prepare(self.top_k, hidden)
         self.watchdog = Watchdog(lambda: buffers_of_rides(self.rides))
         coef = moe.router_aux_loss_coef
         self.objective = Objective(
@@ -187,6 +191,7 @@ class _Run:
             dp_size=self.degrees.dp_size,
             autocast=torch.bfloat16 if self.bf16 and self.degrees.dp_size == 1 else None,
             balance_layers=moe.balance == "layer",
+            two_batch=moe.schedule == "two-batch",
         )
         self.optimizer = make_optimizer(self.model, training)
         self.metrics = RideMetrics(self.model)

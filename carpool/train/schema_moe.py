@@ -11,6 +11,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from carpool.experts.choices import STAGES, WAYS
 from carpool.placement.solvers import SOLVERS
 from carpool.routing_limit import LimitOptions
+from carpool.schedule import MAX_CHUNKS
 from carpool.train.schema_base import Section, nearest
 
 
@@ -38,6 +39,12 @@ def _stages(value: Any) -> Any:
 
 STAGE_WORDS = ("default", "measure")
 Stages = Annotated[Literal["default", "measure"] | dict[str, str], BeforeValidator(_stages)]
+
+
+# On the command line, "none" is no value.
+ScheduleName = Annotated[
+    Literal["auto", "none", "chunks", "two-batch"], BeforeValidator(lambda value: "none" if value is None else value)
+]
 
 
 class MoeSection(Section):
@@ -71,6 +78,19 @@ class MoeSection(Section):
         default=False,
         description="experts = fp8: weights are quantised once per step, not in every pass of every micro-batch. Takes "
         "as much memory as the weights in bfloat16.",
+    )
+    schedule: ScheduleName = Field(
+        default="auto",
+        description="What runs beside what. none: everything in turn; chunks: tokens ride in chunks, one beside the "
+        "experts' work on another; two-batch: two halves of a micro-batch run half a layer apart, attention of one "
+        "beside the ride of the other. auto: none or chunks, whichever is fastest on these GPUs, timed before the "
+        "first step and recorded in run.json, where a resumed run finds it; on a CPU none.",
+    )
+    chunks: int | None = Field(
+        default=None,
+        ge=1,
+        le=MAX_CHUNKS,
+        description="schedule = chunks: how many. 1: only a weight gradient runs beside a ride. none: 2.",
     )
     layout: str = Field(
         default="contiguous",
@@ -132,6 +152,10 @@ class MoeSection(Section):
         if self.topology_cap is not None and (self.limit_ranks or self.limit_nodes):
             raise ValueError(
                 "moe.topology_cap and moe.limit_ranks or moe.limit_nodes contradict each other: give one of them"
+            )
+        if self.chunks is not None and self.schedule != "chunks":
+            raise ValueError(
+                f"moe.chunks is of moe.schedule = 'chunks', and that is {self.schedule!r}: leave one of them out"
             )
         if self.fp8_hold_weights and self.experts != "fp8":
             raise ValueError(

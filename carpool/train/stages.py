@@ -157,10 +157,10 @@ def recall(record: Mapping[str, Any] | None, shape: Shape) -> tuple[Chosen | Non
     return Chosen(choices, shape, record["how"], why, record.get("microseconds")), ""
 
 
-def read_record(folders: Sequence[Path]) -> dict[str, Any] | None:
-    """What the first of these run directories that has a run.json says about experts."""
+def read_record(folders: Sequence[Path], about: str = "experts") -> dict[str, Any] | None:
+    """What the first of these run directories that has a run.json says about experts, or something else."""
     path = next((folder / "run.json" for folder in folders if (folder / "run.json").exists()), None)
-    return json.loads(path.read_text()).get("experts") if path is not None else None
+    return json.loads(path.read_text()).get(about) if path is not None else None
 
 
 def shape_of(own: ExpertRides, tokens: int, top_k: int, dtype: torch.dtype, device: torch.device) -> Shape:

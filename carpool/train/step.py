@@ -22,6 +22,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from carpool.hf.balance import balance_loss
+from carpool.hf.expert_parallel import rides
 from carpool.schedule.two_batch import TwoBatch
 from carpool.train.schema import TrainingSection
 
@@ -117,8 +118,9 @@ class Objective:
 
         losses = [partial(loss_of, batch) for batch in batches]
         if self.two_batch is not None:
+            processors = self._processors()
             for first in range(0, len(losses), 2):
-                self.two_batch.backward(losses[first : first + 2])
+                self.two_batch.backward(losses[first : first + 2], processors)
         else:
             for loss in losses:
                 loss().backward()
@@ -131,6 +133,11 @@ class Objective:
             aux_loss=aux_all / world if self.aux_coef else None,
             tokens=tokens,
         )
+
+    def _processors(self) -> int:
+        """Multiprocessors that the model's rides take."""
+        transports = (own.transport for own in rides(self.model).values())
+        return max((transport.processors for transport in transports if transport is not None), default=0)
 
 
 def in_two(batch: Batch) -> tuple[Batch, Batch]:

@@ -1,0 +1,184 @@
+"""Which schedule the layers of a run follow: chosen once, the same on all ranks, and recorded.
+
+    moe.schedule        a run that starts                              a run that is resumed
+    auto                GPUs: timed, before the first step;            as recorded in run.json
+                        CPU: none, for gloo hides nothing
+    any other           that one                                       that one
+
+Times differ from one measurement to the next, and chunks change the last bits of weight gradients. So a resumed run
+takes what its record says, and is bitwise equal to one that was never stopped; only another shape, dtype or device is
+timed again.
+
+What is timed is one layer's ride, forward and backward, of tokens that choose their experts uniformly; what counts is
+the slowest rank, and the median of a few repetitions. A ride in more chunks must be 2 % faster than one in fewer: what
+it costs the host is only partly seen here.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from carpool.experts import ExpertWeights
+from carpool.hf.expert_parallel import ExpertRides, weight_names
+from carpool.layout import assign
+from carpool.ride import ride
+from carpool.routing import Routing
+from carpool.schedule import Schedule
+from carpool.stats import LayerStats
+from carpool.train.stages import read_record
+
+CANDIDATES = (Schedule(), *(Schedule("chunks", chunks) for chunks in (1, 2, 4, 8)))
+LEAST_GAIN = 0.02
+DEFAULT_CHUNKS = 2
+HIDES_NOTHING = ("cpu",)
+WARM_UP, REPETITIONS = 3, 7
+log = logging.getLogger("carpool")
+
+
+@dataclass(frozen=True)
+class ChosenSchedule:
+    """The schedule of a run's layers.
+
+    Attributes:
+        why: for a person.
+        shape: what a measurement depends on.
+        milliseconds: of a layer's ride, by schedule, of the slowest rank; None if nothing was measured.
+    """
+
+    schedule: Schedule
+    why: str
+    shape: dict[str, Any]
+    milliseconds: dict[str, float] | None = None
+
+    def record(self) -> dict[str, Any]:
+        """As in run.json."""
+        found = {"name": self.schedule.name, "chunks": self.schedule.chunks, "why": self.why, "shape": self.shape}
+        return found if self.milliseconds is None else {**found, "milliseconds": self.milliseconds}
+
+
+def choose_schedule(
+    wanted: str,
+    chunks: int | None,
+    layers: Sequence[ExpertRides],
+    tokens: int,
+    top_k: int,
+    hidden: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    folders: Sequence[Path] = (),
+) -> ChosenSchedule:
+    """Choose, and let the layers follow it. All ranks together.
+
+    Args:
+        wanted, chunks: `moe.schedule`, `moe.chunks`.
+        tokens: of a rank, in a forward.
+        dtype: in which experts compute.
+        folders: of a run that is resumed; the first that has a record counts.
+    """
+    own = next((own for own in layers if own.compute is not None), None)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    ranks = layers[0].num_ranks
+    shape = {"device": name, "dtype": str(dtype).removeprefix("torch."), "tokens": tokens, "ranks": ranks}
+    decision: list[Any] = [None]
+    if dist.get_rank() == 0:
+        # One rank reads and decides: files may look different to the others.
+        record = read_record(folders, "schedule")
+        decision = [decide(wanted, chunks, shape, record, own is None)]
+    dist.broadcast_object_list(decision, src=0, device=device)
+    chosen: ChosenSchedule | None = decision[0]
+    if chosen is None:
+        assert own is not None
+        times = {one: _milliseconds(own, one, tokens, top_k, hidden, dtype, device) for one in CANDIDATES}
+        best = fastest(times)
+        shown = {str(one): round(ms, 4) for one, ms in times.items()}
+        why = f"measured, in milliseconds of a layer's ride: {', '.join(f'{n} {ms:.3g}' for n, ms in shown.items())}"
+        chosen = ChosenSchedule(best, why, shape, shown)
+    for one in layers:
+        one.set_schedule(chosen.schedule)
+    return chosen
+
+
+def decide(
+    wanted: str, chunks: int | None, shape: Mapping[str, Any], record: Mapping[str, Any] | None, own_forward: bool
+) -> ChosenSchedule | None:
+    """What needs no measurement; None if it does. `record`: of the run that is resumed."""
+    if wanted != "auto":
+        asked = Schedule("chunks", chunks or DEFAULT_CHUNKS) if wanted == "chunks" else Schedule(wanted)  # type: ignore[arg-type]  # the configuration has checked it
+        return ChosenSchedule(asked, "asked for", dict(shape))
+    if record is not None and record.get("shape") == dict(shape):
+        kept = Schedule(record["name"], record["chunks"])
+        return ChosenSchedule(kept, "as recorded in this run", dict(shape), record.get("milliseconds"))
+    if own_forward:
+        return ChosenSchedule(Schedule(), "the experts run their own forward, in one piece", dict(shape))
+    if shape["ranks"] == 1:
+        return ChosenSchedule(Schedule(), "one rank has no rides to hide", dict(shape))
+    if shape["device"] in HIDES_NOTHING:
+        return ChosenSchedule(Schedule(), "on a CPU nothing runs beside a ride", dict(shape))
+    return None
+
+
+def fastest(times: Mapping[Schedule, float]) -> Schedule:
+    """The fastest, where each must be `LEAST_GAIN` faster than the best before it."""
+    best: Schedule | None = None
+    for one, ms in times.items():
+        if best is None or ms < times[best] * (1 - LEAST_GAIN):
+            best = one
+    assert best is not None
+    return best
+
+
+def _milliseconds(
+    own: ExpertRides,
+    schedule: Schedule,
+    tokens: int,
+    top_k: int,
+    hidden: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> float:
+    """Of a ride of this layer, forward and backward, on the slowest rank."""
+    assert own.compute is not None
+    own.set_schedule(schedule)
+    transport, stats = own.prepare(top_k, hidden), LayerStats(own.num_experts, own.num_ranks, own.rank)
+    generator = torch.Generator(device).manual_seed(own.rank)
+    score_TE = torch.rand(tokens, own.num_experts, generator=generator, device=device)
+    weight_TK = torch.full((tokens, top_k), 1 / top_k, device=device)
+    routing = Routing(score_TE.topk(top_k).indices.int(), weight_TK.requires_grad_())
+    slot_TK = assign(routing, own.layout, own.rank)
+    x_TH = torch.randn(tokens, hidden, generator=generator, device=device).to(dtype).requires_grad_()
+    weights = ExpertWeights._make(_like(own, name, dtype, device) for name in weight_names(own.experts))
+    times = []
+    for number in range(WARM_UP + REPETITIONS):
+        dist.barrier(group=own.group)
+        _wait(device)
+        begin = time.perf_counter()
+        ride(x_TH, routing, slot_TK, transport, own.compute, weights, stats, schedule.chunks).backward(x_TH.detach())
+        _wait(device)
+        slowest = torch.tensor([1e3 * (time.perf_counter() - begin)], dtype=torch.float64, device=device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        if number >= WARM_UP:
+            times.append(float(slowest))
+    return statistics.median(times)
+
+
+def _like(own: ExpertRides, name: str | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+    """A leaf of the shape of one of the layer's weights, of all its slots."""
+    if name is None:
+        return None
+    shape: Iterable[int] = own.experts.get_parameter(name).shape[1:]
+    weight = torch.randn(own.layout.slots_per_rank, *shape, dtype=dtype, device=device)
+    return weight.mul_(0.02).requires_grad_()
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,452 @@
+"""Two halves of a micro-batch at the same time: the gradients are those of two micro-batches."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+import carpool
+from carpool.hf import rides, set_layout, set_transport
+from carpool.hf.build import build_model
+from carpool.hf.layouts import slots_kept
+from carpool.layout import ExpertLayout
+from carpool.memory import Arena
+from carpool.schedule.shared_shards import _groups
+from carpool.schedule.turns import HALF, handover
+from carpool.schedule.two_batch import TwoBatch
+from carpool.train.step import Objective, in_two
+from tests.hf.meshes import reuse_meshes
+from tests.hf.parity import full_gradients, quiet, relative_error
+from tests.hf.tiny_models import VOCAB_SIZE, discover, tiny_config
+from tests.ranks import Ranks
+
+RANKS_IMPORT = ["transformers.models.olmoe.modeling_olmoe", "transformers.models.deepseek_v3.modeling_deepseek_v3"]
+BOUND = 1e-6
+SEQUENCES, LENGTH, HIDDEN = 3, 9, 16
+Gradients = dict[str, torch.Tensor | None]
+VERBS = ("dispatch", "combine", "dispatch_gradients", "combine_gradients")
+
+
+def make_model(folder: str = "olmoe", fsdp: int = 4, ep: int = 4, bf16: bool = False, **changes: Any) -> Any:
+    quiet()
+    reuse_meshes()
+    config = tiny_config(discover()[folder], **changes)
+    sizes = DistributedConfig(
+        fsdp_size=fsdp, dp_replicate_size=4 // fsdp, ep_size=ep, ep_implementation="carpool", fsdp_mixed_precision=bf16
+    )
+    return build_model(config, distributed_config=sizes, dtype=torch.float32, seed=3)
+
+
+def halves(model: PreTrainedModel) -> list[Callable[[], torch.Tensor]]:
+    """The losses of two parts of this rank's batch, of 2 sequences and of 1."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    ids = torch.randint(3, VOCAB_SIZE, (SEQUENCES, LENGTH), generator=generator)
+
+    def loss_of(part: torch.Tensor) -> Callable[[], torch.Tensor]:
+        def loss() -> torch.Tensor:
+            logits = model(input_ids=part, use_cache=False).logits[:, :-1].float()
+            return F.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="sum") / ids.numel()
+
+        return loss
+
+    return [loss_of(ids[:2]), loss_of(ids[2:])]
+
+
+def one_by_one(model: Any, reduce_once: bool = False) -> list[torch.Tensor]:
+    """Two micro-batches, as in accumulation of gradients. `reduce_once`: with the second only."""
+    values = []
+    for number, loss in enumerate(halves(model)):
+        if reduce_once:
+            model.set_requires_gradient_sync(number == 1)
+        values.append(loss())
+        values[-1].backward()
+    return [value.detach() for value in values]
+
+
+def same(ours: Gradients, theirs: Gradients) -> bool:
+    """Bit by bit."""
+    return all(
+        torch.equal(ours[name], other) if ours[name] is not None and other is not None else ours[name] is other
+        for name, other in theirs.items()
+    )
+
+
+def error(ours: Gradients, theirs: Gradients) -> float:
+    """The largest of any gradient; infinite if one exists on one side only."""
+    worst = 0.0
+    for name, other in theirs.items():
+        if other is not None and ours[name] is not None:
+            worst = max(worst, relative_error(ours[name], other, 1e-6))
+        elif ours[name] is not other:
+            return float("inf")
+    return worst
+
+
+@contextmanager
+def watched(model: Any) -> Iterator[list[tuple[str, int, int]]]:
+    """(verb, layer, half) in the order in which rides ask for them."""
+    seen: list[tuple[str, int, int]] = []
+
+    def watch(transport: Any, verb: str, layer: int) -> None:
+        original = getattr(transport, verb)
+
+        def called(*args: Any) -> Any:
+            half = HALF.get()
+            seen.append((verb, layer, -1 if half is None else half.number))
+            return original(*args)
+
+        setattr(transport, verb, called)
+
+    transports = [own.transport for own in rides(model).values()]
+    for layer, transport in enumerate(transports):
+        for verb in VERBS:
+            watch(transport, verb, layer)
+    try:
+        yield seen
+    finally:
+        for transport in transports:
+            for verb in VERBS:
+                delattr(transport, verb)
+
+
+@contextmanager
+def counted() -> Iterator[dict[str, int]]:
+    """How often FSDP gathers parameters and reduces gradients."""
+    counts = dict.fromkeys(("foreach_all_gather", "foreach_reduce"), 0)
+    originals = {name: getattr(_fsdp_param_group, name) for name in counts}
+
+    def counting(name: str) -> Callable[..., Any]:
+        def called(*args: Any, **kwargs: Any) -> Any:
+            counts[name] += 1
+            return originals[name](*args, **kwargs)
+
+        return called
+
+    for name in counts:
+        setattr(_fsdp_param_group, name, counting(name))
+    try:
+        yield counts
+    finally:
+        for name, original in originals.items():
+            setattr(_fsdp_param_group, name, original)
+
+
+def _parity(folder: str, mesh: dict[str, Any], transport: str, how: str, changes: dict[str, Any]) -> dict[str, Any]:
+    model = make_model(folder, **mesh, **changes)
+    set_transport(model, transport)
+    keep: Callable[[], AbstractContextManager[None]] = nullcontext
+    if how == "replicas":
+        set_layout(model, ExpertLayout.contiguous(8, 4).with_replicas([(0, 1), (0, 3), (5, 0)]))
+        keep = partial(slots_kept, model)
+    elif how == "own forward":
+        for own in rides(model).values():
+            own.compute = None
+    elif how != "no checkpoints":
+        context = {"context_fn": carpool.keep_rides} if how == "rides kept" else {}
+        model.activation_checkpointing_enable({"use_reentrant": how == "with reentry", **context})
+    with keep():
+        expected = one_by_one(model)
+    theirs = full_gradients(model)
+    model.zero_grad()
+    with keep():
+        one_by_one(model, reduce_once=True)
+    reduced_once = full_gradients(model)
+    two = TwoBatch(model)
+    runs = []
+    for _ in range(2):
+        model.zero_grad()
+        with keep(), watched(model) as seen, counted() as travelled:
+            values = two.backward(halves(model))
+        runs.append(full_gradients(model))
+    freed = [group.is_sharded for module in model.modules() if module is not model for group in groups(module)]
+    # Afterwards FSDP's hooks are its own again.
+    model.zero_grad()
+    with keep():
+        with counted() as for_one:
+            halves(model)[0]().backward()
+        halves(model)[1]().backward()
+    return {
+        "losses": all(torch.equal(a, b) for a, b in zip(values, expected, strict=True)),
+        "as reduced once": same(runs[0], reduced_once),
+        "same twice": same(runs[0], runs[1]),
+        "error": error(runs[0], theirs),
+        "afterwards": same(full_gradients(model), theirs),
+        "freed": all(freed) and len(freed) > 2,
+        "travelled": travelled,
+        "for one": for_one,
+        "seen": seen,
+        "trained": sum(gradient is not None for gradient in theirs.values()),
+    }
+
+
+def groups(module: Any) -> list[Any]:
+    return _groups(module._get_fsdp_state()) if isinstance(module, FSDPModule) else []
+
+
+def in_turns(*verbs_and_layers: tuple[str, int]) -> list[tuple[str, int, int]]:
+    return [(verb, layer, half) for verb, layer in verbs_and_layers for half in (0, 1)]
+
+
+FORWARD = ("dispatch", "combine")
+BACKWARD = ("dispatch_gradients", "combine_gradients")
+
+
+@pytest.mark.parametrize(
+    ("folder", "mesh", "transport", "how", "changes"),
+    [
+        ("olmoe", {"fsdp": 4, "ep": 4}, "dedup", "no checkpoints", {}),
+        ("olmoe", {"fsdp": 4, "ep": 2}, "alltoall", "with reentry", {}),
+        ("olmoe", {"fsdp": 2, "ep": 2}, "dedup", "without reentry", {}),
+        ("olmoe", {"fsdp": 4, "ep": 2}, "alltoall", "rides kept", {}),
+        # A dense layer first, and shared experts beside the others.
+        ("deepseek_v3", {"fsdp": 4, "ep": 4}, "dedup", "no checkpoints", {"first_k_dense_replace": 1}),
+        ("olmoe", {"fsdp": 4, "ep": 4}, "alltoall", "own forward", {}),
+        # Filled ahead of their layer, and summed late.
+        ("olmoe", {"fsdp": 4, "ep": 4}, "dedup", "replicas", {}),
+    ],
+)
+def test_gradients_are_those_of_two_micro_batches(
+    ranks: Ranks, folder: str, mesh: dict[str, Any], transport: str, how: str, changes: dict[str, Any]
+) -> None:
+    for found in ranks(_parity, folder, mesh, transport, how, changes):
+        assert found["losses"] and found["same twice"]
+        assert found["as reduced once"]
+        assert found["error"] <= BOUND and found["trained"] > 20
+        assert found["afterwards"] and found["freed"]
+        # Parameters and gradients travel as for one micro-batch.
+        assert found["travelled"] == found["for one"] and min(found["for one"].values()) > 0
+        layers = range(1 if changes else 2)
+        expected = in_turns(*((verb, layer) for layer in layers for verb in FORWARD))
+        for layer in reversed(layers):
+            if how in ("with reentry", "without reentry"):
+                expected += in_turns(*((verb, layer) for verb in FORWARD))
+            expected += in_turns(*((verb, layer) for verb in BACKWARD))
+        assert found["seen"] == expected
+
+
+def _mixed() -> tuple[bool, float, float]:
+    model = make_model(ep=2, bf16=True)
+    expected = one_by_one(model)
+    theirs = full_gradients(model)
+    model.zero_grad()
+    values = TwoBatch(model).backward(halves(model))
+    ours = full_gradients(model)
+    model.zero_grad()
+    one_by_one(model, reduce_once=True)
+    reduced_once = full_gradients(model)
+    equal = all(torch.equal(a, b) for a, b in zip(values, expected, strict=True))
+    return equal, error(ours, reduced_once), error(ours, theirs)
+
+
+def test_mixed_precision(ranks: Ranks) -> None:
+    """Gradients of both halves are added in the dtype of the reduction, as FSDP adds those of micro-batches."""
+    for equal, to_reduced_once, to_one_by_one in ranks(_mixed):
+        print(equal, to_reduced_once, to_one_by_one)
+        assert equal and to_reduced_once <= 1e-2 and to_one_by_one <= 1e-2
+
+
+# -- the trainer's objective -----------------------------------------------------------------------------------------
+
+
+def _objective(aux_coef: float) -> tuple[bool, float, str]:
+    model = make_model()
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    ids = torch.randint(3, VOCAB_SIZE, (2, 2, LENGTH), generator=generator)
+    batches = [{"input_ids": one, "labels": one} for one in ids]
+    results = []
+    for two_batch in (False, True):
+        objective = Objective(model, top_k=2, aux_coef=aux_coef, dp_size=4, autocast=None, two_batch=two_batch)
+        model.zero_grad()
+        micro = batches if two_batch else [half for batch in batches for half in in_two(batch)]
+        results.append((objective.backward(micro), full_gradients(model)))
+    (expected, theirs), (found, ours) = results
+    refused = ""
+    try:
+        objective.backward([{name: value[:1] for name, value in batches[0].items()}])
+    except ValueError as reason:
+        refused = str(reason)
+    return expected == found, error(ours, theirs), refused
+
+
+@pytest.mark.parametrize("aux_coef", [0.0, 0.1])
+def test_objective(ranks: Ranks, aux_coef: float) -> None:
+    for equal, gradients, refused in ranks(_objective, aux_coef):
+        assert equal and gradients <= BOUND
+        assert "training.per_device_train_batch_size to 2" in refused
+
+
+# -- on one rank, without FSDP ---------------------------------------------------------------------------------------
+
+
+class Stack(nn.Module):
+    """MoE layers of different sizes, with drop-out before and after each ride."""
+
+    def __init__(self, dropout: float = 0.0, checkpointed: bool = False, layers: int = 3) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(carpool.MoE(HIDDEN, 8 * (1 + i), 4 * (1 + i), 2) for i in range(layers))
+        self.dropout, self.checkpointed = nn.Dropout(dropout), checkpointed
+
+    def layer(self, x: torch.Tensor, moe: nn.Module) -> torch.Tensor:
+        return x + self.dropout(moe(self.dropout(F.layer_norm(x, (HIDDEN,)))))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for moe in self.layers:
+            x = checkpoint(self.layer, x, moe, use_reentrant=False) if self.checkpointed else self.layer(x, moe)
+        return x.square().mean()
+
+
+def parts() -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(13, HIDDEN, generator=torch.Generator().manual_seed(1))
+    return x[:7], x[7:]
+
+
+def trained(model: nn.Module, losses: list[Callable[[], torch.Tensor]] | None = None) -> Gradients:
+    torch.manual_seed(5)
+    model.zero_grad()
+    TwoBatch(model).backward([partial(model, part) for part in parts()] if losses is None else losses)
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("how", ["eager", "checkpointed", "compiled"])
+def test_plain_layers_bit_by_bit(how: str) -> None:
+    model = Stack(checkpointed=how == "checkpointed")
+    ours = trained(torch.compile(model, backend="aot_eager", dynamic=True) if how == "compiled" else model)
+    ours = {name.removeprefix("_orig_mod."): gradient for name, gradient in ours.items()}
+    model.zero_grad()
+    for part in parts():
+        model(part).backward()
+    assert same(ours, {name: parameter.grad for name, parameter in model.named_parameters()})
+    assert all(own.stats().tokens == 2 * 13 for own in model.layers)
+
+
+def test_each_half_has_random_numbers_of_its_own() -> None:
+    """A layer that is computed again drops what it dropped before, though the other half drew in between."""
+    plain, again = trained(Stack(dropout=0.3)), trained(Stack(dropout=0.3, checkpointed=True))
+    assert same(plain, again)
+    assert not same(plain, trained(Stack()))
+
+
+def test_random_numbers_go_on_from_half_0() -> None:
+    model, after = Stack(dropout=0.3), []
+    for _ in range(2):
+        trained(model)
+        after.append(torch.rand(3))
+    assert torch.equal(*after)
+
+
+class Oops(Exception):
+    pass
+
+
+def fail(*_: Any) -> Any:
+    raise Oops("here")
+
+
+@pytest.mark.parametrize("where", ["before", "between", "after", "backward"])
+@pytest.mark.parametrize("half", [0, 1])
+def test_an_error_in_one_half_ends_both(half: int, where: str) -> None:
+    model, threads = Stack(), threading.active_count()
+
+    def failing() -> torch.Tensor:
+        if where == "before":
+            fail()
+        if where == "between":
+            handle = model.layers[1].register_forward_pre_hook(lambda *_: fail() if HALF.get().number == half else None)
+        x = parts()[half].clone().requires_grad_()
+        try:
+            loss = model(x)
+        finally:
+            if where == "between":
+                handle.remove()
+        if where == "backward":
+            x.register_hook(fail)
+        return fail() if where == "after" else loss
+
+    losses: list[Any] = [partial(model, part) for part in parts()]
+    losses[half] = failing
+    with pytest.raises(Oops, match="here"):
+        trained(model, losses)
+    assert HALF.get() is None
+    # Nothing is left over: it works the next time.
+    assert same(trained(model), trained(Stack()))
+    gc.collect()
+    assert threading.active_count() <= threads + 1
+
+
+def test_handing_over_alone_does_nothing() -> None:
+    handover()
+    assert HALF.get() is None
+
+
+def test_autocast_of_the_caller_is_that_of_both_halves() -> None:
+    model, seen = nn.Linear(4, 4), []
+
+    def loss() -> torch.Tensor:
+        out = model(torch.ones(2, 4))
+        seen.append(out.dtype)
+        return out.float().sum()
+
+    with torch.autocast("cpu", torch.bfloat16):
+        TwoBatch(model).backward([loss, loss])
+    assert seen == [torch.bfloat16] * 2
+
+
+def test_losses_that_hand_over_unequally_often() -> None:
+    """Nothing hangs; each goes on alone once the other has nothing more to do."""
+    for layers in ((1, 3), (3, 1)):
+        models = [Stack(layers=n) for n in layers]
+        both = nn.ModuleList(models)
+        TwoBatch(both).backward([partial(model, part) for model, part in zip(models, parts(), strict=True)])
+        ours = {name: parameter.grad for name, parameter in both.named_parameters()}
+        both.zero_grad()
+        for model, part in zip(models, parts(), strict=True):
+            model(part).backward()
+        assert same(ours, {name: parameter.grad for name, parameter in both.named_parameters()})
+
+
+def test_the_arena_gets_back_what_two_halves_held() -> None:
+    """Half 0 lets go first, of what lies below half 1's."""
+    arena = Arena(2**16, torch.device("cpu"))
+    count = torch.tensor([3])
+    held = [arena.reserve(64, torch.float32, count) for _ in range(6)]
+    places = [int(rows.start[0]) for rows in held if rows.start is not None]
+    for layer in (2, 1, 0):
+        held[2 * layer] = held[2 * layer + 1] = None  # type: ignore[call-overload]
+        again = arena.reserve(64, torch.float32, count)
+        assert again.start is not None and int(again.start[0]) == places[2 * layer]
+        del again
+
+
+def test_refused(ranks: Ranks) -> None:
+    model = Stack()
+    with pytest.raises(ValueError, match="take two losses, not 1"):
+        TwoBatch(model).backward([lambda: model(parts()[0])])
+    for said in ranks(_wrapped):
+        assert "DistributedDataParallel (module 'inner')" in said and "fully_shard" in said
+
+
+def _wrapped() -> str:
+    outer = nn.Module()
+    outer.inner = DistributedDataParallel(nn.Linear(2, 2))
+    try:
+        TwoBatch(outer)
+    except ValueError as reason:
+        return str(reason)
+    return ""

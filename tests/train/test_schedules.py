@@ -1,0 +1,117 @@
+"""The schedule of a run: asked for, recorded, or the fastest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from carpool.schedule import Schedule
+from carpool.train.config import load_config
+from carpool.train.schedules import ChosenSchedule, decide, fastest
+from carpool.transport import NVLinkOptions
+from tests.ranks import Ranks
+from tests.train.test_loop import MODEL, losses, run, start, text
+
+__all__ = ["text"]  # a fixture
+
+SHAPE = {"device": "NVIDIA H200", "dtype": "bfloat16", "tokens": 8192, "ranks": 4}
+RECORD = {"name": "chunks", "chunks": 4, "why": "measured", "shape": SHAPE, "milliseconds": {"chunks=4": 1.0}}
+
+
+def info(output: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((output / "run.json").read_text())["schedule"]
+    return found
+
+
+def test_what_is_asked_for_is_followed() -> None:
+    for wanted, chunks, schedule in (
+        ("none", None, Schedule()),
+        ("chunks", None, Schedule("chunks", 2)),
+        ("chunks", 3, Schedule("chunks", 3)),
+        ("two-batch", None, Schedule("two-batch")),
+    ):
+        chosen = decide(wanted, chunks, SHAPE, RECORD, False)
+        assert chosen is not None and chosen.schedule == schedule and chosen.why == "asked for"
+
+
+def test_a_recorded_choice_is_kept_unless_the_shape_changed() -> None:
+    chosen = decide("auto", None, SHAPE, RECORD, False)
+    assert chosen is not None and chosen.schedule == Schedule("chunks", 4)
+    assert ChosenSchedule.record(chosen) == {**RECORD, "why": chosen.why}
+    assert decide("auto", None, {**SHAPE, "tokens": 4096}, RECORD, False) is None, "it has to be measured again"
+    assert decide("auto", None, SHAPE, None, False) is None
+
+
+@pytest.mark.parametrize("shape", [{**SHAPE, "device": "cpu"}, {**SHAPE, "ranks": 1}])
+def test_nothing_is_measured_where_nothing_can_hide(shape: dict[str, object]) -> None:
+    chosen = decide("auto", None, shape, None, False)
+    assert chosen is not None and chosen.schedule == Schedule() and chosen.milliseconds is None
+    chosen = decide("auto", None, SHAPE, None, True)
+    assert chosen is not None and "own forward" in chosen.why
+
+
+def test_more_chunks_must_be_clearly_faster() -> None:
+    times = {Schedule(): 10.0, Schedule("chunks", 1): 9.9, Schedule("chunks", 2): 9.5, Schedule("chunks", 4): 9.4}
+    assert fastest(times) == Schedule("chunks", 2)
+
+
+@pytest.mark.parametrize(
+    "name, chunks, says",
+    [("tiles", 1, "not known"), ("none", 2, "schedule='chunks'"), ("chunks", 0, "must be 1"), ("chunks", 65, "1..64")],
+)
+def test_schedules_that_make_no_sense(name: str, chunks: int, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Schedule(name, chunks)  # type: ignore[arg-type]
+
+
+def test_the_configuration_refuses_chunks_of_another_schedule() -> None:
+    with pytest.raises(ValueError, match="leave one of them out"):
+        load_config(None, ["moe.chunks=2"])
+
+
+def test_buffers_are_for_a_chunk() -> None:
+    options = Schedule("chunks", 3).options(NVLinkOptions(max_tokens=100, capacity=50, num_leases=1))
+    assert options.side_stream
+    assert (options.max_tokens, options.capacity, options.num_leases) == (34, 34, 2)
+    again = Schedule("chunks", 2).options(NVLinkOptions(max_tokens=100, keep="again"))
+    assert again.num_leases == 4
+    assert Schedule().options(None) == NVLinkOptions()
+
+
+def run_measured(output: str, overrides: list[str]) -> str:
+    """As on a GPU: the schedule is timed. What is timed here is real, only that it can be faster is not."""
+    with (
+        mock.patch("carpool.train.schedules.HIDES_NOTHING", ()),
+        mock.patch("carpool.train.schedules.CANDIDATES", (Schedule("chunks", 3), Schedule("chunks", 2))),
+    ):
+        return run(output, overrides)
+
+
+@pytest.mark.parametrize("schedule", ["chunks", "two-batch"])
+def test_losses_of_a_schedule_are_those_without(ranks: Ranks, text: list[str], tmp_path: Path, schedule: str) -> None:
+    settings = [*text, "training.max_steps=3", "training.per_device_train_batch_size=2"]
+    for name in ("none", schedule):
+        assert start(ranks, tmp_path / name, [*settings, f"moe.schedule={name}"]) == [""] * 4
+    for (loss, norm), (wanted, wanted_norm) in zip(
+        losses(tmp_path / schedule).values(), losses(tmp_path / "none").values(), strict=True
+    ):
+        # The balance loss is a product of means, of each half of a micro-batch by itself.
+        assert loss == pytest.approx(wanted, rel=1e-5 if schedule == "chunks" else 1e-3)
+        assert norm == pytest.approx(wanted_norm, rel=1e-5 if schedule == "chunks" else 3e-2)
+    assert info(tmp_path / schedule)["name"] == schedule
+
+
+def test_what_is_measured_is_recorded_and_used_again(ranks: Ranks, text: list[str], tmp_path: Path) -> None:
+    output = tmp_path / "run"
+    settings = [*MODEL, *text, "training.max_steps=3", "training.save_steps=2"]
+    assert ranks(run_measured, str(output), [*settings, "training.stop_at_step=2"]) == [""] * 4
+    first = info(output)
+    assert set(first["milliseconds"]) == {"chunks=3", "chunks=2"} and first["name"] == "chunks"
+    assert min(first["milliseconds"].values()) > 0
+    assert ranks(run_measured, str(output), [*settings, "training.resume_from_checkpoint=last"]) == [""] * 4
+    again = info(output)
+    assert again["why"] == "as recorded in this run" and {**again, "why": ""} == {**first, "why": ""}
