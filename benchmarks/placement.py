@@ -4,7 +4,8 @@
 
     solvers       `carpool place`, each trace, 4 and 8 ranks: copies per token and load on the half that nobody solved,
                   with the load limited to 1.1 of the mean, and on 4 ranks without a limit
-    replicas      the best search with room for a tenth of the experts as copies, against without
+    replicas      the search with room for a tenth of the experts as copies, against without: with their filling to pay
+                  for, and with that hidden
     predictors    how far each foretells the loads of the next step, and what a placement made from that is worth
     time          256 experts, 20 000 tokens, 8 ranks, on the cores that there are
 
@@ -22,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from carpool.placement.forecast import compare
+from carpool.placement.objective import CostModel
 from carpool.placement.solvers import solve
 from carpool.placement.table import DEFAULT_SOLVERS, place
 from carpool.placement.trace import LayerTrace, Trace
@@ -33,11 +35,15 @@ TRACES = Path(__file__).parents[1] / "docs" / "traces"
 NO_LIMIT = 1e9
 
 
-def solvers(path: Path, ranks: int, load_limit: float, extra_slots: int = 0) -> list[dict[str, Any]]:
+def solvers(
+    path: Path, ranks: int, load_limit: float, extra_slots: int = 0, hidden: float = 0.0
+) -> list[dict[str, Any]]:
+    """`hidden`: share of the replicas' own traffic that runs beside other work."""
     names: tuple[str, ...] = ("eplb", "search") if extra_slots else DEFAULT_SOLVERS
     if load_limit == NO_LIMIT:
         names = ("occult", "search", "hypergraph+search")
-    result = place(path, ranks=ranks, solvers=names, load_limit=load_limit, extra_slots=extra_slots)
+    cost = CostModel(replicas_hidden=hidden)
+    result = place(path, ranks=ranks, solvers=names, load_limit=load_limit, extra_slots=extra_slots, cost=cost)
     rows = []
     for row in result.means():
         if row.unavailable is None:
@@ -46,6 +52,7 @@ def solvers(path: Path, ranks: int, load_limit: float, extra_slots: int = 0) -> 
                 "ranks": ranks,
                 "limit": load_limit,
                 "extra": extra_slots,
+                "hidden": hidden,
                 "solver": row.solver,
             }
             numbers = {"copies": row.copies, "remote": row.remote, "load": row.load, "solved_load": row.solved_load}
@@ -105,8 +112,9 @@ def main() -> None:
             found["solvers"] += (rows := solvers(path, ranks, limit))
             show(rows)
         tenth = -(-Trace.load(path).num_experts // 10)
-        found["replicas"] += (rows := solvers(path, 4, 1.1, -(-tenth // 4)))
-        show(rows)
+        for hidden in (0.0, 1.0):
+            found["replicas"] += (rows := solvers(path, 4, 1.1, -(-tenth // 4), hidden))
+            show(rows)
     found["seconds, 256 experts, 20000 tokens, 8 ranks"] = timing()
     print(found["seconds, 256 experts, 20000 tokens, 8 ranks"])
     if args.out:

@@ -24,6 +24,7 @@ that a rank receives, C copies of an expert.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -225,6 +226,11 @@ class ExpertLayout:
             raise ValueError(f"{path}: {error}") from error
 
 
+def on_gpu(tensor: torch.Tensor) -> bool:
+    """Whether the kernel is used."""
+    return tensor.is_cuda and importlib.util.find_spec("triton") is not None
+
+
 def assign(
     routing: Routing, layout: ExpertLayout, source_rank: int, serving_TW: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -243,7 +249,8 @@ def assign(
     Greedy set cover is not always the optimum, but nearly: of 1000 random tokens each, top-8, with replicas of popular
     experts, it was the optimum for all on 4, 8 and 16 ranks (64 experts, up to 64 replicas) and for 999 on 32 ranks
     (256 experts, 256 replicas); `tests/placement/test_assign.py` compares with brute force. It is a fixed number of
-    dense operations on (T, K, W) without host synchronisation, K / 2 rounds at most; none of it without replicas.
+    dense operations on (T, K, W) without host synchronisation, K / 2 rounds at most; none of it without replicas. On
+    CUDA one kernel does the same (carpool/assign_kernel.py), except where `torch.compile` fuses them.
 
     Args:
         routing: `expert_TK`, logical ids, -1 for no expert.
@@ -260,6 +267,11 @@ def assign(
         and on rank 1: expert_TK = [[1, 2]]  ->  [[5, 3]]                   by the replica there
     """
     expert_TK = routing.expert_TK
+    if not torch.compiler.is_compiling() and on_gpu(expert_TK):
+        from carpool import assign_kernel
+
+        if assign_kernel.fits(expert_TK.shape[1], layout.num_ranks):
+            return assign_kernel.assign(expert_TK, layout, source_rank, serving_TW)
     index_TK = expert_TK.clamp(min=0).long()
     copies_EC = layout.copies_EC(expert_TK.device)
     if copies_EC.shape[1] == 1:

@@ -28,6 +28,7 @@ from carpool.memory.recompute import kept_rides
 from carpool.ride_operator import ride_operator
 from carpool.routing import Routing
 from carpool.schedule.chunks import Kept, ride_backward, ride_forward
+from carpool.schedule.turns import handover
 from carpool.stats import LayerStats, Meter
 from carpool.transport import Transport
 
@@ -162,7 +163,9 @@ class _Dispatch(torch.autograd.Function):
     def forward(
         ctx: Any, x_TH: torch.Tensor, weight_TK: torch.Tensor, route: Any, transport: Transport, meter: Meter
     ) -> Any:
-        arrivals = transport.dispatch(x_TH, route).wait().widened(x_TH.dtype)
+        coming = transport.dispatch(x_TH, route)
+        handover()
+        arrivals = coming.wait().widened(x_TH.dtype)
         ctx.route, ctx.transport, ctx.meter = route, transport, meter
         ctx.mark_non_differentiable(arrivals.slot_RJ)
         if not arrivals.sums_unwanted:
@@ -179,7 +182,9 @@ class _Dispatch(torch.autograd.Function):
         ctx.route.backward = True
         ctx.route.partial_RH = dx_RH
         with ctx.meter.span("combine", dx_RH.device, direction="backward"):
-            dx_TH, dweight_TK = ctx.transport.combine_gradients(ctx.route, dweight_RJ).wait()
+            sums = ctx.transport.combine_gradients(ctx.route, dweight_RJ)
+            handover()
+            dx_TH, dweight_TK = sums.wait()
         return dx_TH.to(dx_RH.dtype), dweight_TK, None, None, None
 
 
@@ -188,13 +193,17 @@ class _Combine(torch.autograd.Function):
     def forward(ctx: Any, partial_RH: torch.Tensor, route: Any, transport: Transport, meter: Meter) -> torch.Tensor:
         ctx.route, ctx.transport, ctx.meter = route, transport, meter
         route.partial_RH = partial_RH
-        return transport.combine(route).wait().to(partial_RH.dtype)
+        sums = transport.combine(route)
+        handover()
+        return sums.wait().to(partial_RH.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_TH: torch.Tensor) -> tuple[Any, ...]:
         with ctx.meter.span("dispatch", dy_TH.device, direction="backward"):
-            dpartial_RH = _wanted(ctx.transport.dispatch_gradients(dy_TH.contiguous(), ctx.route).wait(), ctx.route)
+            coming = ctx.transport.dispatch_gradients(dy_TH.contiguous(), ctx.route)
+            handover()
+            dpartial_RH = _wanted(coming.wait(), ctx.route)
         return dpartial_RH, None, None, None
 
 

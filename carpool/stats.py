@@ -110,7 +110,7 @@ NSIGHT = any(name in os.environ for name in ("NSYS_PROFILING_SESSION_ID", "NVTX_
 
 
 def range_name(layer: str, direction: str, piece: str, chunk: int | None = None) -> str:
-    """What profilers show: `range_name("layers.3", "forward", "dispatch", 1) -> "carpool::layers.3::forward::dispatch::1"`.
+    """What profilers show: ("layers.3", "forward", "dispatch", 1) -> "carpool::layers.3::forward::dispatch::1".
 
     `carpool.profile` reads such names in traces."""
     return "::".join(["carpool", layer, direction, piece, *([] if chunk is None else [str(chunk)])])
@@ -213,7 +213,9 @@ class RideSpans:
 
     def named(self, name: str, chunk: int) -> AbstractContextManager[Any]:
         """Inside a span: work of another chunk, for profilers."""
-        return self._meter.named(name, self._direction, self._shown(chunk))
+        if self._chunks == 1:
+            return nullcontext()
+        return self._meter.named(name, self._direction, chunk)
 
     def _shown(self, chunk: int) -> int | None:
         return chunk if self._chunks > 1 else None

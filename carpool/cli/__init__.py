@@ -1,4 +1,4 @@
-"""What you type: `carpool train`, `report`, `generate`, `doctor`, `trace`, `place`, `recipes`, `bench`.
+"""What you type: `carpool train`, `profile`, `report`, `generate`, `doctor`, `trace`, `place`, `recipes`, `bench`.
 
 Each command imports what it needs when it runs, so that a report can be written where there is no transformers, and
 each says on one line what is wrong when the input is: `error: ...`, exit code 1. A failed rank's traceback is shown
@@ -13,6 +13,7 @@ import typer
 
 from carpool.cli.bench import bench
 from carpool.cli.placement import place, recipes, trace
+from carpool.cli.profile import profile
 from carpool.cli.train import doctor, generate, report, train
 
 app = typer.Typer(
@@ -22,7 +23,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for function in (train, report, generate, trace, place, doctor):
+for function in (train, profile, report, generate, trace, place, doctor):
     app.command()(function)
 app.add_typer(bench, name="bench")
 app.add_typer(recipes, name="recipes")

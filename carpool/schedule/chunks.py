@@ -26,6 +26,7 @@ from carpool.experts import Experts, ExpertWeights, reads_packets
 from carpool.memory import Rows
 from carpool.memory.keep import keep_rows
 from carpool.processors import reserved
+from carpool.schedule.turns import handover
 from carpool.stats import LayerStats
 from carpool.transport import Arrivals, Transport
 from carpool.transport.base import Pending
@@ -74,6 +75,8 @@ def ride_forward(
                 with span.named("dispatch", chunk + 1):
                     coming.append(transport.dispatch(x_C[chunk + 1], routes[chunk + 1]))
             route.packets = reads_packets(experts)
+        handover()
+        with span("dispatch", chunk):
             arrivals = _readable(coming[chunk].wait(), route.packets, x_TH.dtype)
         with span("experts", chunk), reserved(transport.processors if chunks > 1 else 0):
             partial_RH = route.new_partial(x_TH.shape[1], x_TH.dtype, x_TH.device)
@@ -84,8 +87,9 @@ def ride_forward(
                 kept.append(Kept(route, x, saved))
         with span("combine", chunk):
             sums.append(transport.combine(route))
-            if chunk == last:
-                y_TH = _joined([one.wait() for one in sums])
+    handover()
+    with span("combine"):
+        y_TH = _joined([one.wait() for one in sums])
     return y_TH.to(x_TH.dtype), tuple(kept) if backward else None
 
 
@@ -112,6 +116,8 @@ def ride_backward(
                 if other >= 0:
                     with span.named("dispatch", other):
                         coming.append(_start_backward(kept[other], dy_C[other], transport))
+        handover()
+        with span("dispatch", chunk):
             again, rows, gradients = coming[-1 if chunk == 0 else -2]
             if rows is not None:
                 x = _readable(rows.wait(), route.packets, dy_TH.dtype).rows
@@ -129,6 +135,7 @@ def ride_backward(
         if rest is not None:
             with span("experts", chunk), reserved(transport.processors):
                 dweights = _sum(dweights, rest())
+    handover()
     with span("combine"):
         parts = [one.wait() for one in reversed(sums)]
         dx_TH, dweight_TK = _joined([dx for dx, _ in parts]), _joined([dweight for _, dweight in parts])

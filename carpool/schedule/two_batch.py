@@ -138,6 +138,9 @@ def _thread_state(device: torch.device) -> Callable[[], AbstractContextManager[N
 
     @contextmanager
     def inherit() -> Iterator[None]:
+        if stream is not None:
+            # A thread begins on device 0, and leaving the stream's context would go back there.
+            torch.cuda.set_device(device)
         with torch.autocast(device.type, dtype) if on else nullcontext(), torch.cuda.stream(stream):
             yield
 

@@ -18,7 +18,7 @@ from carpool.recipes import KINDS, Recipe, load, names, path_of
 from carpool.recipes.replay import Outcome, compare
 from tests.ranks import mesh
 
-TRACE = Path(__file__).parents[2] / "docs/traces/e64-1498.npz"
+TRACE = Path(__file__).parents[2] / "docs/traces/e64-noaux-1615.npz"
 # What makes a system that system; a recipe may not lose any of it.
 SYSTEMS = {
     "occult": {"transport:dedup", "policy:place", "solver:occult"},

@@ -154,6 +154,7 @@ class Buffers:
         self._row = (0, 0)  # the bytes of the largest row and the largest K that any layer has asked for
         self._leases: list[Lease] = []
         self._turn = 0
+        self._stream: torch.cuda.Stream | None = None
         self.arena = Arena(arena_bytes, device) if arena_bytes else None
         if max_tokens is not None:
             self._set_sizes(max_tokens, capacity)
@@ -162,6 +163,14 @@ class Buffers:
     def size(self) -> int:
         """Bytes of this rank's leases that exist, and of the arena."""
         return sum(lease.regions.total for lease in self._leases) + (self.arena.capacity if self.arena else 0)
+
+    @property
+    def stream(self) -> torch.cuda.Stream:
+        """Where rides run beside the computation: one for all layers, so that they run in the order in which they were
+        asked for on every rank, and a lease's next ride after its last one, whichever layers they are of."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self.device, priority=-1)
+        return self._stream
 
     @property
     def home_row(self) -> int:

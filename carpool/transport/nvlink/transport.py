@@ -155,7 +155,7 @@ class NVLink(Numbered):
             )
         self.buffers = buffers
         self.num_ranks, self.rank = buffers.num_ranks, buffers.rank
-        self.stream = torch.cuda.Stream(buffers.device, priority=-1) if self.options.side_stream else None
+        self.stream = buffers.stream if self.options.side_stream else None
 
     @property
     def arena(self) -> Arena | None:

@@ -1,0 +1,10 @@
+"""What hid a ride, and what did not: from PyTorch's traces of one step to numbers and a picture.
+
+    intervals.py   unions and differences of spans of time
+    trace.py       one rank's Chrome trace: what ran when, on which stream, for which layer
+    numbers.py     how much of it was exposed; what profile.json says
+    merge.py       the traces of all ranks as one file
+
+`carpool.train.profile` records the traces, `carpool.report.profile` makes a page of the numbers. Nothing here needs
+PyTorch.
+"""

@@ -1,0 +1,226 @@
+"""One rank's trace of a step, as PyTorch's profiler writes it, read into pieces of work: when, where, and what for.
+
+A Chrome trace is a list of events. These matter here (times in microseconds, `ts` and `dur`):
+
+    cat                       what it is                                        what is read of it
+    user_annotation           a `record_function` range, on a thread            name, pid, tid
+    kernel, gpu_memcpy, ...   work on a stream                                  name, args.stream, args.correlation
+    cuda_runtime, _driver     the host's call that launched it                  args.correlation, pid, tid
+    cpu_op                    the operator that launched it                     args["External id"], pid, tid
+    gpu_user_annotation       a range, as long as its kernels, on a stream      name, pid, tid
+
+A kernel belongs to the innermost of our ranges (`carpool::layers.3::forward::dispatch`) in which it was launched: the
+launch has the kernel's correlation id, its thread, and its time. Where a launch is missing, the operator's range
+counts, then the range drawn over the kernel's stream; failing these the kernel belongs to no layer.
+
+    kind          what                                                                               counts as
+    dispatch      kernels that move rows: ours over NVLink; NCCL's, if launched in a ride's range    ride
+    combine       likewise                                                                           ride
+    packing       what else a ride launches: plans, permutations, quantisation                       computation
+    experts       what runs in the range of the experts                                              computation
+    computation   everything else                                                                    computation
+    other         NCCL outside of rides: FSDP's gathers and reductions, filled slots                 other communication
+
+A trace without kernels is of a CPU: then the ranges themselves are the pieces, and the rest of the thread is
+computation.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from carpool.profile.intervals import Span
+
+STEP = "carpool::step"
+RIDES = ("dispatch", "combine")
+COMPUTATION = ("experts", "packing", "computation")
+OTHER = "other"
+KINDS = (*RIDES, *COMPUTATION, OTHER)
+# Of `carpool.transport.nvlink`.
+OUR_RIDES = {"dispatch_kernel": "dispatch", "combine_kernel": "combine"}
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCHES = ("cuda_runtime", "cuda_driver")
+
+
+class Label(NamedTuple):
+    """What a range's name says; "carpool::layers.3::forward::dispatch::1" is ("layers.3", "forward", "dispatch", 1)."""
+
+    layer: str
+    direction: str
+    piece: str
+    chunk: int | None = None
+
+    def __str__(self) -> str:
+        chunk = "" if self.chunk is None else f", chunk {self.chunk}"
+        return f"{self.layer}, {self.direction}, {self.piece}{chunk}"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Work on one lane (a stream, or a thread) from `start` to `end`, in nanoseconds of the trace's clock."""
+
+    start: int
+    end: int
+    lane: str
+    kind: str
+    label: Label | None
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A rank's step. `on_device`: pieces are kernels; otherwise ranges of the host."""
+
+    step: Span
+    pieces: list[Piece]
+    on_device: bool
+
+
+def parse(name: str) -> Label | None:
+    """The label in a range's name, None if it is not one of ours."""
+    parts = name.split("::")
+    if parts[0] != "carpool" or len(parts) not in (4, 5):
+        return None
+    if len(parts) == 4:
+        return Label(parts[1], parts[2], parts[3])
+    return Label(parts[1], parts[2], parts[3], int(parts[4])) if parts[4].isdigit() else None
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A trace file (.json or .json.gz).
+
+    Raises:
+        ValueError: it is no trace."""
+    try:
+        content = path.read_bytes()
+        data = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
+    except (OSError, EOFError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as a trace ({error}): record it again") from None
+    if not isinstance(data, dict) or not isinstance(data.get("traceEvents"), list):
+        raise ValueError(f"{path} is no trace of PyTorch's profiler: it has no list of traceEvents")
+    return data
+
+
+def read(trace: dict[str, Any]) -> Recorded:
+    """The step that was recorded in the range `carpool::step`.
+
+    Raises:
+        ValueError: there is no such range."""
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    found = [event for event in events if event.get("cat") == "user_annotation" and event["name"] == STEP]
+    if not found:
+        raise ValueError(f"the trace has no range {STEP!r}: was a step recorded?")
+    step = _span(found[-1])
+    ours: dict[Any, list[tuple[Span, Label]]] = {}
+    shown: dict[Any, list[tuple[Span, Label]]] = {}
+    for event in events:
+        places = {"user_annotation": ours, "gpu_user_annotation": shown}.get(event.get("cat", ""))
+        label = parse(event["name"]) if places is not None else None
+        if places is not None and label is not None:
+            places.setdefault(_place(event), []).append((_span(event), label))
+    host, device = _Innermost(ours), _Innermost(shown)
+    work = [event for event in events if event.get("cat") in ON_DEVICE]
+    if not work:
+        return Recorded(step, list(_of_host(host, step, _place(found[-1]))), on_device=False)
+    launches = {a: event for event in events if event.get("cat") in LAUNCHES if (a := _arg(event, "correlation"))}
+    operators = {a: event for event in events if event.get("cat") == "cpu_op" if (a := _arg(event, "External id"))}
+    pieces = []
+    for event in work:
+        started = launches.get(_arg(event, "correlation")) or operators.get(_arg(event, "External id"))
+        start, end = _span(event)
+        label = host.at(_place(started), _span(started)[0]) if started is not None else None
+        label = label or device.at(_place(event), (start + end) // 2)
+        if end > step[0] and start < step[1]:
+            lane = f"stream {_arg(event, 'stream') if _arg(event, 'stream') is not None else event.get('tid')}"
+            pieces.append(Piece(max(start, step[0]), min(end, step[1]), lane, kind_of(event["name"], label), label))
+    return Recorded(step, sorted(pieces, key=lambda piece: piece.start), on_device=True)
+
+
+def kind_of(name: str, label: Label | None) -> str:
+    """Of a kernel, see the module's docstring."""
+    piece = label.piece if label is not None else ""
+    for kernel, ride in OUR_RIDES.items():
+        if name.startswith(kernel):
+            return piece if piece in RIDES else ride
+    if name.startswith(("nccl", "Memcpy PtoP")):
+        return piece if piece in RIDES else OTHER
+    return "packing" if piece in RIDES else "experts" if piece == "experts" else "computation"
+
+
+def _of_host(ranges: _Innermost, step: Span, own: Any) -> Iterable[Piece]:
+    for number, place in enumerate(sorted(ranges.places, key=lambda place: (place != own, str(place)))):
+        lane = "host" if place == own else f"host {number}"
+        at = step[0]
+        for (start, end), label in ranges.places[place]:
+            start, end = max(start, step[0]), min(end, step[1])
+            if start >= end:
+                continue
+            if place == own and at < start:
+                yield Piece(at, start, lane, "computation", None)
+            kind = label.piece if label.piece in (*RIDES, "experts") else OTHER
+            yield Piece(start, end, lane, kind, label)
+            at = end
+        if place == own and at < step[1]:
+            yield Piece(at, step[1], lane, "computation", None)
+
+
+class _Innermost:
+    """Which range is the innermost at a moment. Ranges of one place (a thread, a stream) nest."""
+
+    def __init__(self, ranges: dict[Any, list[tuple[Span, Label]]]) -> None:
+        self.places = {place: _flat(found) for place, found in ranges.items()}
+        self._starts = {place: [span[0] for span, _ in found] for place, found in self.places.items()}
+
+    def at(self, place: Any, moment: int) -> Label | None:
+        if place not in self.places:
+            return None
+        index = bisect_right(self._starts[place], moment) - 1
+        if index < 0:
+            return None
+        (_, end), label = self.places[place][index]
+        return label if moment < end else None
+
+
+def _flat(ranges: list[tuple[Span, Label]]) -> list[tuple[Span, Label]]:
+    """Nested ranges as a row of spans, each with its innermost label: 0-9 with 3-5 inside becomes 0-3, 3-5, 5-9."""
+    result: list[tuple[Span, Label]] = []
+    outer: list[tuple[int, Label]] = []  # (end, label) of the ranges that are open
+    at = 0
+
+    def advance(moment: float) -> None:
+        nonlocal at
+        while outer:
+            end, label = outer[-1]
+            stop = end if end < moment else int(moment)
+            if at < stop:
+                result.append(((at, stop), label))
+                at = stop
+            if end > moment:
+                return
+            outer.pop()
+
+    for (start, end), label in sorted(ranges, key=lambda one: (one[0][0], -one[0][1])):
+        advance(start)
+        at = start
+        outer.append((end, label))
+    advance(math.inf)
+    return result
+
+
+def _span(event: dict[str, Any]) -> Span:
+    start = round(1000 * event["ts"])
+    return start, start + round(1000 * event.get("dur", 0))
+
+
+def _place(event: dict[str, Any]) -> tuple[Any, Any]:
+    return event.get("pid"), event.get("tid")
+
+
+def _arg(event: dict[str, Any], name: str) -> Any:
+    return (event.get("args") or {}).get(name)

@@ -1,0 +1,173 @@
+"""The page of a profile: what hid the rides of one step, and what did not; of two runs, one above the other.
+
+It is made from profile.json alone (`carpool.profile.numbers`), by the template profile.html.j2, in the style of the
+report. Two runs are drawn to the same scale of time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from typing import Any
+
+from carpool.profile.numbers import LayerTimes, Profile, Times, load_profile
+from carpool.report.lanes import NAMES, lanes
+from carpool.report.units import MISSING, ms_text, percent_text
+
+HERE = Path(__file__).parent
+
+TOTALS = {
+    "step": "Step",
+    "computation": "Computation",
+    "ride": "Rides",
+    "exposed": "Rides, exposed",
+    "other": "Other communication",
+    "other_exposed": "Other communication, exposed",
+    "idle": "Idle",
+}
+"""Fields of `Times`, as the tables name them."""
+
+
+def profile_path(run: Path) -> Path:
+    """Where `carpool profile` leaves the numbers of a run."""
+    return run / "profile" / "profile.json"
+
+
+def write_profile(run: Path, before: Path | None = None, output: Path | None = None) -> Path:
+    """Write the page of the run in folder `run` to `output` (default: RUN/profile.html) and return that path.
+
+    Args:
+        before: folder of another run, to compare with: it comes first.
+
+    Errors: ValueError if a run has no profile, or the page cannot be written; ImportError if jinja2 is missing.
+    """
+    found = load_profile(profile_path(run))
+    other = load_profile(profile_path(before)) if before is not None else None
+    output = output or run / "profile.html"
+    if output.is_dir() or not output.parent.is_dir():
+        problem = "is a folder" if output.is_dir() else f"cannot be written: the folder {output.parent} does not exist"
+        raise ValueError(f"{output} {problem}; name a file to write the page to")
+    named = [(str(run), found)] if before is None or other is None else [(str(before), other), (str(run), found)]
+    page = render_profile(named)
+    draft = output.with_name(f".{output.name}.part")
+    try:
+        draft.write_text(page, encoding="utf-8")
+        os.replace(draft, output)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            draft.unlink()
+        raise ValueError(f"{output} cannot be written ({error.strerror}); name another file for the page") from error
+    return output
+
+
+def render_profile(named: list[tuple[str, Profile]]) -> str:
+    """The page as HTML text, of one profile, or of one before and one after, each with its name."""
+    try:
+        import jinja2
+    except ImportError as error:
+        raise ImportError("the page needs jinja2, which is missing: pip install 'carpool[train]'") from error
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    until = max(one.times.step for _, profile in named for one in profile.ranks)
+    runs = [_run(name, profile, until) for name, profile in named]
+    compared = _compared([profile for _, profile in named]) if len(named) == 2 else None
+    legend = [(kind, text) for kind, text in NAMES.items() if _is_shown(kind, [profile for _, profile in named])]
+    return environment.get_template("profile.html.j2").render(runs=runs, compared=compared, legend=legend)
+
+
+def _run(name: str, profile: Profile, until: float) -> dict[str, Any]:
+    mean = profile.mean()
+    totals = [[f"rank {one.rank}", *_shown(one.times)] for one in profile.ranks]
+    layers = profile.layers()
+    return {
+        "name": name,
+        "about": profile.about,
+        "on_device": profile.on_device,
+        "facts": _facts(mean),
+        "svg": lanes(profile, until, name),
+        "columns": ["", *TOTALS.values()],
+        "totals": totals + ([["mean", *_shown(mean)]] if len(totals) > 1 else []),
+        "layers": [_layer(layer, mean.step) for layer in layers],
+        "directions": [_layer(layer, mean.step) for layer in _directions(layers)],
+    }
+
+
+def _facts(mean: Times) -> list[tuple[str, str, str]]:
+    return [
+        ("Exposed rides", percent_text(mean.exposed / mean.step), f"{ms_text(mean.exposed)} of {ms_text(mean.step)}"),
+        (
+            "Hidden of the rides",
+            percent_text(1 - mean.exposed / mean.ride) if mean.ride else MISSING,
+            f"{ms_text(mean.ride)} of rides in all",
+        ),
+        (
+            "Other communication, exposed",
+            percent_text(mean.other_exposed / mean.step),
+            f"{ms_text(mean.other_exposed)}; {ms_text(mean.other)} in all",
+        ),
+        ("Idle", percent_text(mean.idle / mean.step), ms_text(mean.idle)),
+    ]
+
+
+def _shown(times: Times) -> list[str]:
+    values = times.model_dump()
+    share = {key: f" ({percent_text(values[key] / times.step)})" for key in TOTALS if key != "step"}
+    return [ms_text(values[key]) + share.get(key, "") for key in TOTALS]
+
+
+def _layer(layer: LayerTimes, step: float) -> list[str]:
+    return [
+        layer.layer,
+        layer.direction,
+        ms_text(layer.ride),
+        ms_text(layer.exposed),
+        percent_text(layer.exposed / layer.ride) if layer.ride else MISSING,
+        percent_text(layer.exposed / step),
+        ms_text(layer.packing),
+        ms_text(layer.experts),
+    ]
+
+
+def _directions(layers: list[LayerTimes]) -> list[LayerTimes]:
+    """Sums over layers, of each direction."""
+    ways = dict.fromkeys(layer.direction for layer in layers)
+    sums = []
+    for way in ways:
+        own = [layer.model_dump(exclude={"layer", "direction"}) for layer in layers if layer.direction == way]
+        total = {key: sum(one[key] for one in own) for key in own[0]}
+        sums.append(LayerTimes(layer="all layers", direction=way, **total))
+    return sums
+
+
+def _compared(pair: list[Profile]) -> dict[str, Any]:
+    """Before and after, with the differences."""
+    before, after = (profile.mean().model_dump() for profile in pair)
+    totals = [_difference([text], before[key], after[key]) for key, text in TOTALS.items()]
+    for key, text in (("exposed", "Rides, exposed, % of the step"), ("idle", "Idle, % of the step")):
+        shares = before[key] / before["step"], after[key] / after["step"]
+        difference = f"{100 * (shares[1] - shares[0]):+.1f} points"
+        totals.append([text, *(percent_text(share) for share in shares), difference, MISSING])
+    old, new = ({(layer.layer, layer.direction): layer for layer in profile.layers()} for profile in pair)
+    layers = [
+        _difference(list(key), old[key].exposed if key in old else None, new[key].exposed if key in new else None)
+        for key in dict.fromkeys([*old, *new])
+    ]
+    return {"totals": totals, "layers": layers}
+
+
+def _difference(names: list[str], before: float | None, after: float | None) -> list[str]:
+    if before is None or after is None:
+        return [*names, ms_text(before), ms_text(after), MISSING, MISSING]
+    sign = "+" if after >= before else ""
+    ratio = f"{after / before:.2f}" if before else MISSING
+    return [*names, ms_text(before), ms_text(after), sign + ms_text(after - before), ratio]
+
+
+def _is_shown(kind: str, profiles: list[Profile]) -> bool:
+    return any(run[2] == kind for p in profiles for one in p.ranks for lane in one.lanes for run in lane.runs)

@@ -1,0 +1,62 @@
+"""The kernel of `assign` on a GPU: equal to plain PyTorch there and on the CPU, and captured in a CUDA graph."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+
+from carpool import Routing, assign
+from carpool import layout as layout_module
+from tests.assign_problem import CASES, Case, problem
+
+pytestmark = pytest.mark.gpu
+
+LARGE = [
+    Case(64, 4, 8, 8, tokens=8192),
+    Case(64, 4, 8, 8, tokens=8191, limited=True, source=2),
+    Case(256, 32, 64, 8, tokens=8192, source=31),
+    Case(256, 32, 64, 8, tokens=5000, uneven=True, limited=True),
+    Case(128, 8, 0, 6, tokens=20001),
+    # Four warps to a program, and more than the kernel takes.
+    Case(160, 72, 300, 22, tokens=999, limited=True, source=70),
+    Case(640, 300, 900, 16, tokens=99, source=70),
+]
+
+
+@pytest.mark.parametrize("case", CASES + LARGE, ids=str)
+def test_the_kernel_equals_plain_pytorch(case: Case) -> None:
+    expert_TK, layout, source, serving_TW = problem(case)
+    want = assign(Routing(expert_TK, None), layout, source, serving_TW)
+    routing, serving_TW = Routing(expert_TK.cuda(), None), None if serving_TW is None else serving_TW.cuda()
+    with mock.patch.object(layout_module, "on_gpu", lambda _: False):
+        plain = assign(routing, layout, source, serving_TW)  # and the tables are there
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = assign(routing, layout, source, serving_TW)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert got.dtype == torch.int32 and torch.equal(got, plain)
+    assert torch.equal(got.cpu(), want)
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_captured_in_a_graph(limited: bool) -> None:
+    case = Case(64, 4, 12, 8, tokens=1003, limited=limited, source=1)
+    expert_TK, layout, source, serving_TW = problem(case)
+    routing, serving = Routing(expert_TK.cuda(), None), None if serving_TW is None else serving_TW.cuda()
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        assign(routing, layout, source, serving)
+    stream.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        slot_TK = assign(routing, layout, source, serving)
+    for seed in (1, 2):
+        other = problem(case, seed)
+        routing.expert_TK.copy_(other.expert_TK)
+        if serving is not None:
+            assert other.serving_TW is not None
+            serving.copy_(other.serving_TW)
+        graph.replay()
+        assert torch.equal(slot_TK.cpu(), assign(Routing(other.expert_TK, None), layout, source, other.serving_TW))

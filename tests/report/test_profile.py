@@ -1,0 +1,121 @@
+"""The page of a profile: every rank's lanes, the numbers of profile.json, two runs to one scale; errors that help."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from carpool.profile.numbers import Profile, measure, save_profile
+from carpool.profile.trace import read
+from carpool.report.lanes import lanes
+from carpool.report.profile import profile_path, write_profile
+from tests.profile.traces import two_streams
+
+
+def recorded(folder: Path, slower: float = 1.0, on_device: bool = True) -> Path:
+    """A run's folder with a profile of two ranks; the second is `slower`."""
+    trace = two_streams()
+    for event in trace["traceEvents"]:
+        for key in ("ts", "dur"):
+            if key in event:
+                event[key] *= slower
+    ranks = [measure(read(trace), rank) for rank in (0, 1)]
+    about = {"command": "carpool profile <b>&", "transport": "nvlink"}
+    profile_path(folder).parent.mkdir(parents=True)
+    save_profile(Profile(about=about, on_device=on_device, ranks=ranks), profile_path(folder))
+    return folder
+
+
+class Text(HTMLParser):
+    """The cells of the page's tables, and whether its elements are closed in order."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.cells: list[str] = []
+        self.open: list[str] = []
+        self.feed(page)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        if tag in ("td", "th"):
+            self.cells.append("")
+        if tag not in ("meta", "br", "link"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("td", "th"):
+            self.cells[-1] += data
+
+
+def test_page_of_one_run(tmp_path):
+    written = write_profile(recorded(tmp_path / "run"))
+    assert written == tmp_path / "run" / "profile.html"
+    page = written.read_text()
+    cells = Text(page).cells
+    assert page.count("stream 7: computation") == page.count("stream 20: rides") == 2
+    assert {"rank 0", "rank 1", "mean"} <= set(cells)
+    assert cells.count("230 µs (23 %)") == 3, "exposed rides of both ranks and their mean"
+    assert ["layers.0", "forward", "220 µs", "130 µs", "59 %", "13 %", "20.0 µs", "200 µs"] in [
+        cells[i : i + 8] for i in range(len(cells))
+    ]
+    assert "layers.0, forward, dispatch, chunk 1, 100 µs from 0.10 ms" in page
+    assert "carpool profile &lt;b&gt;&amp;" in page and "<b>&" not in page
+    assert "on a CPU" not in page
+    assert not re.search(r"(?:src|href)=|<script|url\(", page), "it needs nothing else"
+
+
+def test_page_of_a_cpu_says_so(tmp_path):
+    page = write_profile(recorded(tmp_path / "run", on_device=False)).read_text()
+    assert "Recorded on a CPU" in page and "nothing runs beside anything" in page
+
+
+def test_two_runs_have_one_scale(tmp_path):
+    after, before = recorded(tmp_path / "after"), recorded(tmp_path / "before", slower=2.0)
+    output = tmp_path / "both.html"
+    assert write_profile(after, before, output) == output
+    page = output.read_text()
+    cells = Text(page).cells
+    assert page.index(f"Before: {before}") < page.index(f"After: {after}")
+    rows = [cells[i : i + 5] for i in range(len(cells))]
+    assert ["Rides, exposed", "460 µs", "230 µs", "-230 µs", "0.50"] in rows
+    assert ["layers.0", "forward", "260 µs", "130 µs", "-130 µs"] in rows
+    assert ["Rides, exposed, % of the step", "23 %", "23 %", "+0.0 points", "–"] in rows
+    widths = [float(width) for width in re.findall(r'class="idle" x="210" y="4" width="([\d.]+)"', page)]
+    assert widths == [1000.0, 500.0]
+
+
+def test_a_lane_shows_what_ran_where():
+    numbers = measure(read(two_streams()), 0)
+    svg = ElementTree.fromstring(lanes(Profile(on_device=True, ranks=[numbers]), 1.0, "run"))
+    shown = [
+        (rect.get("class"), float(rect.get("x") or 0) - 210, float(rect.get("width") or 0)) for rect in svg.iter("rect")
+    ]
+    assert [one for one in shown if one[0] in ("dispatch", "combine")] == [
+        ("dispatch", 100.0, 100.0),
+        ("combine", 380.0, 120.0),
+        ("dispatch", 600.0, 100.0),
+    ]
+    assert len([one for one in shown if one[0] == "idle"]) == 3
+    assert [text.text for text in svg.iter("text") if text.get("text-anchor") == "middle"][:3] == ["0", "0.1", "0.2"]
+
+
+def test_errors_help(tmp_path):
+    run = recorded(tmp_path / "run")
+    with pytest.raises(ValueError, match="has no profile"):
+        write_profile(tmp_path)
+    with pytest.raises(ValueError, match="has no profile"):
+        write_profile(run, before=tmp_path)
+    with pytest.raises(ValueError, match="is a folder; name a file"):
+        write_profile(run, output=tmp_path)
+    with pytest.raises(ValueError, match="does not exist; name a file"):
+        write_profile(run, output=tmp_path / "no" / "page.html")
+    profile_path(run).write_text("{}")
+    with pytest.raises(ValueError, match="is damaged"):
+        write_profile(run)

@@ -1,0 +1,157 @@
+"""`carpool profile` end to end on four ranks: traces, numbers and the page agree; names of ranges; errors that help."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from carpool import cli, stats
+from carpool.profile.numbers import load_profile
+from carpool.profile.trace import load, parse
+from carpool.stats import Meter
+from carpool.train.config import load_config
+from carpool.train.profile import profile, short_names
+from tests.ranks import Ranks
+from tests.train.test_loop import MODEL, text  # noqa: F401  # a fixture
+
+CPU = torch.device("cpu")
+
+
+def record(output: str, overrides: Sequence[str], steps: int, compare: str | None = None) -> str:
+    """On a rank: profile, and give back the error's text if it ends in one."""
+    try:
+        config = load_config(None, [*MODEL, *overrides, f"training.output_dir={output}"])
+        profile(config, steps=steps, compare=compare, command="test")
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def names(folder: Path, rank: int) -> list[str]:
+    events = load(folder / "profile" / f"rank{rank}.json.gz")["traceEvents"]
+    return [event["name"] for event in events if event.get("cat") == "user_annotation"]
+
+
+def test_profile_of_two_schedules(ranks: Ranks, text: list[str], tmp_path: Path):  # noqa: F811
+    before, after = tmp_path / "before", tmp_path / "after"
+    assert ranks(record, str(before), [*text, "moe.transport=alltoall"], 2) == [""] * 4
+    # An existing run in the folder is left as it is.
+    after.mkdir()
+    (after / "metrics.jsonl").write_text("")
+    two = ["moe.schedule=two-batch", "training.gradient_checkpointing=true", "training.checkpoint_rides=repeat"]
+    assert ranks(record, str(after), [*text, *two], 3, str(before)) == [""] * 4
+    assert sorted(path.name for path in after.iterdir()) == ["metrics.jsonl", "profile", "profile.html"]
+
+    for folder in (before, after):
+        found = load_profile(folder / "profile" / "profile.json")
+        assert not found.on_device
+        assert [one.rank for one in found.ranks] == [0, 1, 2, 3]
+        for one in found.ranks:
+            t = one.times
+            assert 0 < t.exposed == t.ride < t.step
+            assert t.computation + t.exposed + t.other_exposed + t.idle == pytest.approx(t.step)
+        ways = ["forward", "backward"] if folder == before else ["forward", "recompute", "backward"]
+        expected = {(layer, way) for layer in ("layers.0", "layers.1") for way in ways}
+        assert {(layer.layer, layer.direction) for layer in found.layers()} == expected
+        assert all(layer.ride > 0 and layer.experts > 0 for layer in found.layers())
+
+        merged = load(folder / "profile" / "trace.json.gz")["traceEvents"]
+        processes = {e["pid"]: e["args"]["name"] for e in merged if e["name"] == "process_name"}
+        assert processes == {rank: f"rank {rank}" for rank in range(4)}
+        for rank in range(4):
+            ours = [name for name in names(folder, rank) if parse(name)]
+            halves = 1 if folder == before else 2
+            for layer, way in expected:
+                # Of two halves each has its own; the backward combines, and computes experts, in two goes.
+                assert ours.count(f"carpool::{layer}::{way}::dispatch") == halves
+                assert ours.count(f"carpool::{layer}::{way}::experts") == halves * (2 if way == "backward" else 1)
+            assert [e["name"] for e in merged if e["pid"] == rank and parse(e["name"])] == ours
+            assert names(folder, rank).count("carpool::step") == 1, "one step is recorded"
+
+    page = (after / "profile.html").read_text()
+    assert f"Before: {before}" in page and f"After: {after}" in page
+    for rank in range(4):
+        assert page.count(f">rank {rank}</text>") == 2
+    assert "host 1: rides" in page, "a lane for the thread of the second half"
+    mean = load_profile(after / "profile" / "profile.json").mean()
+    assert f"{100 * mean.exposed / mean.step:.0f} %" in page
+    about = json.loads((after / "profile" / "run.json").read_text())
+    assert about["schedule"]["name"] == "two-batch"
+
+
+def test_what_cannot_be_profiled(ranks: Ranks, text: list[str], tmp_path: Path):  # noqa: F811
+    assert ranks(record, str(tmp_path), text, 1) == ["--steps 1 must be 2 or more: one to warm up, and one that is "
+                                                     "recorded"] * 4  # fmt: skip
+    wanted = [*text, "training.resume_from_checkpoint=last"]
+    assert all(f"{tmp_path} holds no checkpoint" in error for error in ranks(record, str(tmp_path), wanted, 2))
+
+
+def error_of(*args: str) -> str:
+    runner = CliRunner(env={"COLUMNS": "400", "NO_COLOR": "1"})
+    result = runner.invoke(cli.app, ["profile", *args])
+    assert result.exit_code == 1, result.output
+    assert len(result.stderr.splitlines()) == 1
+    return result.stderr
+
+
+def test_errors_of_the_command_are_one_line(tmp_path):
+    assert "has no profile" in error_of("--show", str(tmp_path))
+    assert "has no profile" in error_of("--compare", str(tmp_path))
+    assert "unknown key training.max_step" in error_of("training.max_step=3")
+    assert "--show records nothing" in error_of("--show", str(tmp_path), "training.max_steps=3")
+    assert "--output is of --show" in error_of("--output", str(tmp_path / "page.html"))
+
+
+def test_what_the_command_starts(monkeypatch, tmp_path):
+    started = []
+    monkeypatch.setattr("carpool.train.launch.run", lambda *args, **kwargs: started.append((args, kwargs)))
+    result = CliRunner().invoke(cli.app, ["profile", f"training.output_dir={tmp_path}", "--steps", "3"])
+    assert result.exit_code == 0, result.output
+    ((config, entry), kwargs) = started[0]
+    assert (config.training.output_dir, entry) == (str(tmp_path), "carpool.train.profile:profile")
+    assert (kwargs["steps"], kwargs["compare"]) == (3, None)
+
+
+@pytest.mark.parametrize(
+    ("long", "short"),
+    [
+        (["model.layers.0.mlp.experts", "model.layers.11.mlp.experts"], ["layers.0", "layers.11"]),
+        (["a.layers.0.experts", "b.layers.0.experts"], ["a.layers.0.experts", "b.layers.0.experts"]),
+        (["experts"], ["experts"]),
+    ],
+)
+def test_short_names(long, short):
+    assert short_names(long) == short
+
+
+def test_profilers_see_names_and_nobody_else_pays(monkeypatch):
+    meter = Meter("layers.3")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        span = meter.ride(CPU, "backward", chunks=2)
+        with span("dispatch", 0), span.named("dispatch", 1):
+            pass
+        with meter.span("fill", CPU):
+            pass
+    ours = {event.key for event in seen.key_averages() if event.key.startswith("carpool::")}
+    assert ours == {
+        "carpool::layers.3::backward::dispatch::0",
+        "carpool::layers.3::backward::dispatch::1",
+        "carpool::layers.3::forward::fill",
+    }
+    assert {name: len(calls) for name, calls in meter.milliseconds().items()} == {"dispatch": 1, "fill": 1}
+
+    shown: list[str] = []
+    monkeypatch.setattr(torch.profiler, "record_function", lambda name: pytest.fail("nobody profiles"))
+    monkeypatch.setattr(torch.cuda.nvtx, "range", lambda name: shown.append(name) or torch.no_grad())
+    with meter.span("experts", CPU):
+        pass
+    assert shown == []
+    monkeypatch.setattr(stats, "NSIGHT", True)
+    with meter.span("experts", CPU):
+        pass
+    assert shown == ["carpool::layers.3::forward::experts"]
