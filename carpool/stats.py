@@ -186,13 +186,17 @@ class Meter:
 
     def milliseconds(self, reset: bool = True) -> dict[str, list[float]]:
         """Milliseconds of each call since the last reset, per span. Waits for the device if it must."""
-        result: dict[str, list[float]] = {}
+        return {name: [sum(pieces) for pieces in calls] for name, calls in self.pieces(reset).items()}
+
+    def pieces(self, reset: bool = True) -> dict[str, list[list[float]]]:
+        """The same, piece by piece."""
+        result: dict[str, list[list[float]]] = {}
         for name, spans in self._spans.items():
             if spans and isinstance(spans[-1][-1], tuple):
                 spans[-1][-1][1].synchronize()
-                result[name] = [sum(start.elapsed_time(end) for start, end in pieces) for pieces in spans]
+                result[name] = [[start.elapsed_time(end) for start, end in pieces] for pieces in spans]
             else:
-                result[name] = [sum(pieces) for pieces in spans]
+                result[name] = [list(pieces) for pieces in spans]
         if reset:
             self._spans = {}
         return result

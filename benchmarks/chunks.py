@@ -1,0 +1,215 @@
+"""Into how many chunks to cut a ride: what the cost model predicts, and what is measured.
+
+    torchrun --nproc-per-node 4 -m benchmarks.chunks --out chunks.json
+    torchrun --nproc-per-node 4 -m benchmarks.chunks --transport dedup --out chunks_dedup.json
+
+For each shape, one layer's ride forward and backward, bf16, tokens that choose their experts uniformly:
+
+    pieces      dispatch, experts, combine of rides of T/8, T/4, T/2 and T tokens, one after the other, the experts on
+                the multiprocessors that they have beside rides; from these `carpool.schedule.cost` predicts T(r)
+    measured    the ride itself in r = 1, 2, 4, 8 chunks, and the plain one, in turns
+
+The host is ahead in both (the device sleeps first), and all ranks begin together; milliseconds are of the slowest rank,
+median. "loses" is how much slower the predicted best is than the measured best.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from carpool.experts import ExpertFunction, ExpertWeights, make_activation, make_experts
+from carpool.layout import ExpertLayout, assign
+from carpool.processors import reserved
+from carpool.ride import ride
+from carpool.routing import Routing
+from carpool.schedule import Schedule
+from carpool.schedule.cost import Pieces, best_chunks, chunked
+from carpool.stats import LayerStats
+from carpool.train.environment import environment
+from carpool.transport import NVLinkOptions, Transport, make_transport
+
+CHUNKS = (1, 2, 4, 8)
+SHAPES = ["4096,2048,1024,64,8", "8192,2048,1024,64,8", "16384,2048,1024,64,8", "32768,2048,1024,64,8",
+          "8192,2048,768,128,8", "16384,2048,768,128,8", "8192,4096,1024,128,8", "4096,7168,2048,64,8",
+          "8192,7168,2048,64,4", "8192,4096,14336,8,2", "16384,1536,256,128,8", "8192,2880,2880,32,4"]  # fmt: skip
+DELAY_CYCLES = 40_000_000  # 20 ms: the host asks for a ride in 8 chunks, forward and backward, meanwhile
+
+
+class Layer:
+    """One shape's ride, on this rank."""
+
+    def __init__(self, shape: str, args: argparse.Namespace, device: torch.device) -> None:
+        self.tokens, hidden, inner, experts, self.top_k = (int(n) for n in shape.split(","))
+        self.group, self.device, self.name = dist.group.WORLD, device, args.transport
+        rank, world = dist.get_rank(), dist.get_world_size()
+        self.layout, self.num_experts = ExpertLayout.contiguous(experts, world), experts
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        draw = torch.Generator(device).manual_seed(rank)
+
+        def leaf(*sizes: int) -> torch.Tensor:
+            return torch.randn(*sizes, generator=draw, device=device, dtype=dtype).mul_(0.02).requires_grad_()
+
+        own = experts // world
+        self.weights = ExpertWeights(leaf(own, 2 * inner, hidden), leaf(own, hidden, inner))
+        self.x = leaf(self.tokens, hidden)
+        self.experts = make_experts("auto", ExpertFunction(make_activation("silu", True)))
+        scores = torch.rand(self.tokens, experts, generator=draw, device=device)
+        weight = torch.full((self.tokens, self.top_k), 1 / self.top_k, device=device)
+        self.routing = Routing(scores.topk(self.top_k).indices.int(), weight.requires_grad_())
+        self.slot_TK = assign(self.routing, self.layout, rank)
+
+    def transport(self, schedule: Schedule) -> Transport:
+        options = schedule.options(NVLinkOptions(max_tokens=self.tokens))
+        return make_transport(self.name, self.group, self.layout.slots_per_rank, options)
+
+    def run(self, transport: Transport, stats: LayerStats, chunks: int, tokens: int | None = None) -> float:
+        """Forward and backward of the first tokens; returns how long the host took, in milliseconds."""
+        rows = slice(tokens)
+        for leaf in (self.x, self.routing.weight_TK, *self.weights):
+            if leaf is not None:
+                leaf.grad = None
+        assert self.routing.weight_TK is not None
+        routing = Routing(self.routing.expert_TK[rows], self.routing.weight_TK[rows])
+        begin = time.perf_counter()
+        y = ride(self.x[rows], routing, self.slot_TK[rows], transport, self.experts, self.weights, stats, chunks)
+        y.backward(self.x.detach()[rows])
+        return 1e3 * (time.perf_counter() - begin)
+
+    def stats(self) -> LayerStats:
+        return LayerStats(self.num_experts, dist.get_world_size(), dist.get_rank())
+
+
+def together(device: torch.device) -> None:
+    """All ranks begin at the same time, on the device too, and the host is ahead."""
+    dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda._sleep(DELAY_CYCLES)
+        dist.all_reduce(torch.zeros(1, device=device))
+
+
+def timed(run: Callable[[], Any], device: torch.device) -> float:
+    together(device)
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        run()
+        return 1e3 * (time.perf_counter() - begin)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def slowest(values: list[list[float]], device: torch.device) -> list[float]:
+    """Median over repetitions of the largest over ranks, column by column."""
+    table = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(table, op=dist.ReduceOp.MAX)
+    return [statistics.median(column) for column in table.t().tolist()]
+
+
+def pieces_of(layer: Layer, tokens: int, repetitions: int, device: torch.device) -> list[Pieces]:
+    """Of a ride of so many tokens, forward and backward."""
+    transport, found = layer.transport(Schedule("chunks")), []
+    for number in range(2 + repetitions):
+        stats = layer.stats()
+        together(device)
+        with reserved(transport.processors):
+            layer.run(transport, stats, 1, tokens)
+        if number >= 2:
+            parts = stats.meter.pieces()
+            flat = [sum(parts["dispatch"][0]), sum(parts["experts"][0]), sum(parts["combine"][0])]
+            rows, after = (*parts["experts"][1], 0.0)[:2]
+            flat += [sum(parts["dispatch"][1]), rows, sum(parts["combine"][1]), after]
+            found.append(flat)
+    there, experts, back, *backward = slowest(found, device)
+    return [Pieces(there, experts, back), Pieces(*backward)]
+
+
+def contest(shape: str, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    layer = Layer(shape, args, device)
+    pieces = {r: pieces_of(layer, -(-layer.tokens // r), args.repetitions, device) for r in CHUNKS}
+    best, predicted = best_chunks(pieces)
+    ways = {"none": Schedule(), **{str(r): Schedule("chunks", r) for r in CHUNKS}}
+    transports = {name: layer.transport(way) for name, way in ways.items()}
+    times: dict[str, list[list[float]]] = {name: [] for name in ways}
+    for number in range(-2, args.repetitions):
+        for name, way in ways.items():
+            stats = layer.stats()
+            ms = timed(lambda t=transports[name], s=stats, c=way.chunks: layer.run(t, s, c), device)
+            if number >= 0:
+                times[name].append([ms])
+    measured = {name: slowest(values, device)[0] for name, values in times.items()}
+    fastest = min(measured[str(r)] for r in CHUNKS)
+    alone = sum(chunked(one, 1, beside=False) for one in pieces[1])
+    compute = sum(one.experts + one.after for one in pieces[1])
+    links = sum(one.dispatch + one.combine for one in pieces[1])
+    return {
+        "shape": shape,
+        "pieces": {r: [vars(one) for one in both] for r, both in pieces.items()},
+        "predicted": predicted,
+        "predicted_best": best,
+        "measured": measured,
+        "loses": measured[str(best)] / fastest - 1,
+        "alone": alone,
+        "perfect": max(compute, links),
+        # How much of what could be hidden is.
+        "hidden": (measured["none"] - fastest) / max(1e-9, measured["none"] - max(compute, links)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="T,H,F,E,K")
+    parser.add_argument("--transport", default="nvlink")
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", torch.cuda.current_device())
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        device = torch.device("cpu")
+        dist.init_process_group("gloo")
+    results = []
+    for shape in args.shapes:
+        results.append(contest(shape, args, device))
+        if dist.get_rank() == 0:
+            show(results[-1], first=len(results) == 1)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    if dist.get_rank() == 0 and args.out:
+        settings = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
+        about = {"settings": settings, "environment": environment(device, dist.get_world_size())}
+        args.out.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+def show(result: dict[str, Any], first: bool) -> None:
+    if first:
+        columns = "".join(f"{f'r={r} (model)':>18}" for r in CHUNKS)
+        print(f"{'T,H,F,E,K':<22}{'none':>8}{columns}{'best':>6}{'model':>7}{'loses':>8}{'perfect':>9}{'hidden':>8}")
+    measured, predicted = result["measured"], result["predicted"]
+    cells = "".join(f"{f'{measured[str(r)]:.2f} ({predicted[r]:.2f})':>18}" for r in CHUNKS)
+    best = min(CHUNKS, key=lambda r: measured[str(r)])
+    print(
+        f"{result['shape']:<22}{measured['none']:>8.2f}{cells}{best:>6}{result['predicted_best']:>7}"
+        f"{100 * result['loses']:>7.1f}%{result['perfect']:>9.2f}{100 * result['hidden']:>7.0f}%",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""How long a ride in r chunks takes: what is done where, in which order, and what waits for what.
+
+There are three lanes: the host, which asks for each piece in turn; the links, which carry one dispatch or combine at a
+time; and the multiprocessors. A piece begins when the host has asked for it, its lane is free, and what it needs is
+there. `chunked` lays the pieces of `carpool.schedule.chunks` into these lanes, in that module's order:
+
+    links       D0  D1 | C0  D2 | C1 | C2                 D dispatch, E experts, C combine
+    processors       E0 |  E1 |   E2
+
+With a host that costs nothing and dispatch and combine of equal length a, experts of length c, this is the formula
+T(r) = max(2 r a, 2 a + r c, (r + 1) a + c) of pipelined MoE layers (FSMoE, arXiv 2501.10714, section 4), but for
+a < c < 2 a, where the links wait once for the first chunk's experts, because no third dispatch is under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """Durations of one chunk's pieces, in any unit of time.
+
+    Attributes:
+        dispatch, combine: on the links.
+        experts: on the multiprocessors, before the combine.
+        after: the same, after the combine has been asked for: the delayed weight gradient of the backward.
+        host: what the host needs to ask for all of them.
+    """
+
+    dispatch: float
+    experts: float
+    combine: float
+    after: float = 0.0
+    host: float = 0.0
+
+    @property
+    def alone(self) -> float:
+        """One after the other, with a host that is ahead."""
+        return self.dispatch + self.experts + self.combine + self.after
+
+
+def chunked(pieces: Pieces, chunks: int, beside: bool = True) -> float:
+    """How long a ride takes whose chunks, so many, have these pieces each.
+
+    Args:
+        beside: whether rides run beside the computation. If not, there is one lane for both.
+    """
+    asked = links = processors = 0.0
+    share = pieces.host / (4 if pieces.after else 3)
+
+    def ride(duration: float, after: float) -> float:
+        nonlocal asked, links, processors
+        asked += share
+        if not beside:
+            links = processors
+        links = max(links, asked, after) + duration
+        if not beside:
+            processors = links
+        return links
+
+    def compute(duration: float, after: float) -> float:
+        nonlocal asked, processors
+        asked += share
+        processors = max(processors, asked, after) + duration
+        return processors
+
+    came = [ride(pieces.dispatch, 0.0)]
+    last = 0.0
+    for chunk in range(chunks):
+        if chunk + 1 < chunks:
+            came.append(ride(pieces.dispatch, 0.0))
+        done = compute(pieces.experts, came[chunk])
+        last = ride(pieces.combine, done)
+        if pieces.after:
+            compute(pieces.after, done)
+    return max(last, processors)
+
+
+def best_chunks(pieces: Mapping[int, Iterable[Pieces]], beside: bool = True) -> tuple[int, dict[int, float]]:
+    """The number of chunks that takes least, the fewest if several do.
+
+    Args:
+        pieces: for each number of chunks, what a chunk of that size consists of, in the forward and in the backward.
+
+    Returns:
+        It, and the time of each.
+    """
+    times = {chunks: sum(chunked(one, chunks, beside) for one in both) for chunks, both in pieces.items()}
+    return min(sorted(times), key=lambda chunks: times[chunks]), times
+
+
+def between(sizes: Mapping[int, Pieces]) -> Callable[[float], Pieces]:
+    """Pieces of any size, from those of two or more sizes: straight lines between neighbours, and beyond the ends.
+
+    Raises:
+        ValueError: fewer than two sizes."""
+    known = sorted(sizes)
+    if len(known) < 2:
+        raise ValueError(f"pieces of {len(known)} sizes are known; two or more are needed")
+
+    def of(size: float) -> Pieces:
+        upper = next((i for i in range(1, len(known) - 1) if size <= known[i]), len(known) - 1)
+        low, high = known[upper - 1], known[upper]
+        share = (size - low) / (high - low)
+        one, other = vars(sizes[low]), vars(sizes[high])
+        return Pieces(**{name: max(0.0, one[name] + share * (other[name] - one[name])) for name in one})
+
+    return of
