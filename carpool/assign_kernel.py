@@ -4,10 +4,11 @@ PyTorch's version is some 110 small operations on (T, K, W), and a launch costs 
 rides that replicas save. Here a program takes ROWS tokens and holds the whole tile (ROWS, K, W) in registers, from the
 table of slots to the choice; it reads the tokens' experts and writes their slots, nothing else.
 
-    table (E, W)    slot of each expert on each rank, -1: none          expert 1 of the layout in carpool/layout.py: [1, 5]
+                                                                    expert 1 of the layout in carpool/layout.py
+    table (E, W)    slot of each expert on each rank, -1: none          [1 5]
     held            which ranks may serve each choice                   [1 1]
     visits          ranks that the token visits anyway, then those that a loop adds for two or more choices
-    cost            turn + 0 (own rank), W (visited), 2 W (others)      token 0, rank 0: [0, 2 + 1]  ->  slot 1
+    cost            turn + 0 (own rank), W (visited), 2 W (others)      token 0, on rank 0: [0 5]  ->  slot 1
 
 Where every expert has one slot the table has one column, and the same kernel is a look-up.
 
@@ -15,6 +16,8 @@ The loop of `_share_rides` ends when no token of the tile gains by another round
 
 A program is one warp up to 1024 elements in a tile, so that no reduction leaves it. Tiles of 512 elements, 16 for each
 thread. All integers, so equal to PyTorch's bit for bit.
+
+`count_slots` counts what the slots serve: a histogram per block of choices, added by integer atomics.
 """
 
 from __future__ import annotations
@@ -29,6 +32,9 @@ from carpool.quick import cdiv, power_of_2, quick
 # Beyond these a token's tile does not fit into registers, or its scores into int32.
 LARGEST_TILE = 4096
 LARGEST_K = 64
+
+# Entries of a program that counts.
+COUNTED = 1024
 
 
 @quick
@@ -111,3 +117,23 @@ def assign(
             KP=padded_k, WP=padded_w, num_warps=warps,
         )  # fmt: skip
     return slot_TK
+
+
+@quick
+@triton.jit(do_not_specialize=["entries"])
+def _count(slot, load, entries, places, BINS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    # Entries past the last have a bin of their own, behind that for no expert.
+    key = tl.load(slot + entry, mask=entry < entries, other=places + 1)
+    count = tl.histogram(tl.where(key < 0, places, key), BINS)
+    bins = tl.arange(0, BINS)
+    tl.atomic_add(load + bins, count.to(tl.int64), mask=(count > 0) & (bins <= places), sem="relaxed")
+
+
+def count_slots(slot_TK: torch.Tensor, load_P: torch.Tensor) -> None:
+    """Add to `load_P` (int64) the choices that each slot serves, and in its last place those without an expert."""
+    entries, places = slot_TK.numel(), len(load_P) - 1
+    if entries:
+        _count[(cdiv(entries, COUNTED),)](
+            slot_TK.contiguous(), load_P, entries, places, BINS=power_of_2(places + 2), BLOCK=COUNTED, num_warps=4
+        )

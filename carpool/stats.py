@@ -216,10 +216,10 @@ class RideSpans:
         return self._meter.span(name, self._device, more, self._direction, self._shown(chunk))
 
     def named(self, name: str, chunk: int) -> AbstractContextManager[Any]:
-        """Inside a span: work of another chunk, for profilers."""
-        if self._chunks == 1:
+        """Inside a span: work that is to have another name, or of another chunk, for profilers."""
+        if self._chunks == 1 and name in self._seen:
             return nullcontext()
-        return self._meter.named(name, self._direction, chunk)
+        return self._meter.named(name, self._direction, self._shown(chunk))
 
     def _shown(self, chunk: int) -> int | None:
         return chunk if self._chunks > 1 else None

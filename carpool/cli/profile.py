@@ -18,7 +18,7 @@ def profile(
     config: Annotated[
         Path | None, typer.Option("--config", help="TOML file of settings. Without it: the demo's.")
     ] = None,
-    steps: Annotated[int, typer.Option("--steps", min=2, help="Steps to run; the last one is recorded.")] = 4,
+    steps: Annotated[int, typer.Option("--steps", min=2, help="Steps to run; the last one is recorded.")] = 5,
     compare: Annotated[
         Path | None,
         typer.Option("--compare", metavar="RUN", help="Show the profile of this run's folder too, as the one before."),
@@ -54,12 +54,12 @@ def profile(
 
             # Before any rank is started.
             load_profile(profile_path(compare))
-        from carpool.cli.train import _check_paths
+        from carpool.cli.train import check_paths
         from carpool.train.config import load_config
         from carpool.train.launch import run
 
         settings = load_config(config, overrides or [])
         require(TRAIN_PACKAGES)
-        _check_paths(settings)
+        check_paths(settings)
         before = str(compare) if compare is not None else None
         run(settings, "carpool.train.profile:profile", debug=debug, steps=steps, compare=before, command=command())

@@ -59,7 +59,7 @@ def train(
 
         settings = load_config(config, overrides or [])
         require(TRAIN_PACKAGES)
-        _check_paths(settings)
+        check_paths(settings)
         if dry_run:
             from carpool.train.estimate import dry_run as estimate
 
@@ -134,7 +134,7 @@ def _explain_config() -> None:
         console.print(f"      {escape(description)}", highlight=False)
 
 
-def _check_paths(config: Config) -> None:
+def check_paths(config: Config) -> None:
     """Refuses paths where nothing is, before any rank is started."""
     from carpool.train.data import check_sources
     from carpool.train.tokenizer import load_tokenizer

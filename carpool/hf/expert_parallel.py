@@ -211,7 +211,8 @@ class ExpertRides:
             return y_TH
         home = ExpertWeights._make(self.experts._parameters[name] if name else None for name in names)
         weights = fill_slots(home, self.filler)
-        y_TH = ride(x_TH, routing, slot_TK, transport, self.compute, weights, self.stats)
+        chunks = self.schedule.chunks
+        y_TH = ride(x_TH, routing, slot_TK, transport, self.compute, weights, self.stats, chunks)
         self.filler.start_next()
         return y_TH
 

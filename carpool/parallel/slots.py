@@ -18,6 +18,7 @@ updates of the weights is in carpool/parallel/slot_steps.py.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +27,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from carpool.experts import ExpertWeights
-from carpool.layout import ExpertLayout
+from carpool.layout import ExpertLayout, on_gpu
 from carpool.ordered_sum import ordered_sum
 from carpool.stats import Meter, in_recompute
 
@@ -39,8 +40,9 @@ class _Indices(NamedTuple):
 
     send_rows: rows to other ranks, by rank, in the order of their slots;  arrival_slots: where arriving rows go.
     own_rows, own_slots: what is copied on the rank.
-    summed_rows: rows whose gradient has not just one summand, on this rank. `order_N` picks their summands, in order of
-    (rank, slot), from what came back and `summed_slots` behind it; `summed_N` says which of these rows each is for.
+    summed_rows: rows whose gradient has not just one summand, on this rank. `order_N` picks their summands, row after
+    row, each in order of (rank, slot), from what came back and `summed_slots` behind it; `summed_N` says which of these
+    rows each is for, `starts` where each row's begin, and where the last one's end.
     """
 
     send_rows: torch.Tensor
@@ -51,6 +53,7 @@ class _Indices(NamedTuple):
     summed_slots: torch.Tensor
     order_N: torch.Tensor
     summed_N: torch.Tensor
+    starts: torch.Tensor
 
 
 class SlotFiller:
@@ -96,6 +99,11 @@ class SlotFiller:
         places = self.layout.num_ranks * self.layout.slots_per_rank
         if self.load_P is None:
             self.load_P = torch.zeros(places + 1, dtype=torch.int64, device=slot_TK.device)
+        if not torch.compiler.is_compiling() and on_gpu(slot_TK):
+            from carpool.assign_kernel import count_slots
+
+            count_slots(slot_TK, self.load_P)
+            return
         index = torch.where(slot_TK < 0, places, slot_TK).reshape(-1).long()
         self.load_P.scatter_add_(0, index, torch.ones_like(index))
 
@@ -115,12 +123,13 @@ class SlotFiller:
         place = {row: i for i, row in enumerate(summed)}
         own_summed = [slot for slot, row in own if row in place]
         came = iter(range(sum(self.send)))
-        order, target = [], []
+        summands = []
         for w, slot, row in served:
             back = next(came) if w != me else sum(self.send) + own_summed.index(slot) if row in place else -1
             if row in place:
-                order.append(back)
-                target.append(place[row])
+                summands.append((place[row], back))
+        summands.sort(key=lambda one: one[0])
+        target = [row for row, _ in summands]
         lists = (
             [row for rows in sends for row in rows],
             [slot for slots in arriving for slot in slots],
@@ -128,8 +137,9 @@ class SlotFiller:
             [slot for slot, _ in own],
             summed,
             own_summed,
-            order,
+            [back for _, back in summands],
             target,
+            [bisect_left(target, row) for row in range(len(summed) + 1)],
         )
         self.travels = self.group is not None and any(
             w != layout.home_of[e][0] for w in ranks for e in layout.slots[w] if e != -1
@@ -189,8 +199,16 @@ class SlotFiller:
     def add_up(self, back: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
         """The gradients of rows that have several summands: what came, and those of this rank's own slots."""
         index = self.indices(back.device)
-        summands = torch.cat([back, own])[index.order_N]
-        total = ordered_sum(summands.flatten(1), index.summed_N, len(index.summed_rows))
+        rows, count = torch.cat([back, own]).flatten(1), len(index.summed_rows)
+        if not torch.compiler.is_compiling() and on_gpu(rows):
+            # As `ordered_sum`, which would sort what is sorted here, and wants the rows copied into order.
+            from carpool.ordered_sum_kernel import launch
+
+            wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
+            total = torch.empty(count, rows.shape[1], dtype=wide, device=rows.device)
+            launch(rows, index.order_N, index.starts, None, total)
+        else:
+            total = ordered_sum(rows[index.order_N], index.summed_N, count)
         return total.view(-1, *own.shape[1:]).to(own.dtype)
 
     def _exchange(self, rows: torch.Tensor, send: list[int], receive: list[int]) -> Transfer:

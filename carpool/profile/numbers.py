@@ -82,10 +82,12 @@ class RankNumbers(Numbers):
 
 
 class Profile(Numbers):
-    """profile.json. `about`: what ran, for a person; `on_device`: lanes are streams."""
+    """profile.json. `about`: what ran, for a person; `on_device`: lanes are streams; `plain_ms`: a step without the
+    profiler, on the slowest rank."""
 
     about: dict[str, str] = Field(default_factory=dict)
     on_device: bool
+    plain_ms: float | None = None
     ranks: list[RankNumbers] = Field(min_length=1)
 
     def mean(self) -> Times:

@@ -10,14 +10,15 @@ A Chrome trace is a list of events. These matter here (times in microseconds, `t
     gpu_user_annotation       a range, as long as its kernels, on a stream      name, pid, tid
 
 A kernel belongs to the innermost of our ranges (`carpool::layers.3::forward::dispatch`) in which it was launched: the
-launch has the kernel's correlation id, its thread, and its time. Where a launch is missing, the operator's range
-counts, then the range drawn over the kernel's stream; failing these the kernel belongs to no layer.
+launch has the kernel's correlation id, its thread, and its time. Where that says nothing (the launch is missing, or its
+thread's number is not that of the ranges), the operator's range counts, then the range drawn over the kernel's stream;
+failing these the kernel belongs to no layer.
 
     kind          what                                                                               counts as
     dispatch      kernels that move rows: ours over NVLink; NCCL's, if launched in a ride's range    ride
     combine       likewise                                                                           ride
     packing       what else a ride launches: plans, permutations, quantisation                       computation
-    experts       what runs in the range of the experts                                              computation
+    experts       what runs in the ranges of the experts and of their delayed weight gradients       computation
     computation   everything else                                                                    computation
     other         NCCL outside of rides: FSDP's gathers and reductions, filled slots                 other communication
 
@@ -42,6 +43,8 @@ STEP = "carpool::step"
 RIDES = ("dispatch", "combine")
 COMPUTATION = ("experts", "packing", "computation")
 OTHER = "other"
+EXPERTS = ("experts", "weight-gradients")
+"""Pieces whose work is the experts'."""
 KINDS = (*RIDES, *COMPUTATION, OTHER)
 # Of `carpool.transport.nvlink`.
 OUR_RIDES = {"dispatch_kernel": "dispatch", "combine_kernel": "combine"}
@@ -132,10 +135,10 @@ def read(trace: dict[str, Any]) -> Recorded:
     operators = {a: event for event in events if event.get("cat") == "cpu_op" if (a := _arg(event, "External id"))}
     pieces = []
     for event in work:
-        started = launches.get(_arg(event, "correlation")) or operators.get(_arg(event, "External id"))
         start, end = _span(event)
-        label = host.at(_place(started), _span(started)[0]) if started is not None else None
-        label = label or device.at(_place(event), (start + end) // 2)
+        causes = launches.get(_arg(event, "correlation")), operators.get(_arg(event, "External id"))
+        known = [host.at(_place(cause), _span(cause)[0]) for cause in causes if cause is not None]
+        label = next(filter(None, known), None) or device.at(_place(event), (start + end) // 2)
         if end > step[0] and start < step[1]:
             lane = f"stream {_arg(event, 'stream') if _arg(event, 'stream') is not None else event.get('tid')}"
             pieces.append(Piece(max(start, step[0]), min(end, step[1]), lane, kind_of(event["name"], label), label))
@@ -150,7 +153,7 @@ def kind_of(name: str, label: Label | None) -> str:
             return piece if piece in RIDES else ride
     if name.startswith(("nccl", "Memcpy PtoP")):
         return piece if piece in RIDES else OTHER
-    return "packing" if piece in RIDES else "experts" if piece == "experts" else "computation"
+    return "packing" if piece in RIDES else "experts" if piece in EXPERTS else "computation"
 
 
 def _of_host(ranges: _Innermost, step: Span, own: Any) -> Iterable[Piece]:
@@ -163,7 +166,7 @@ def _of_host(ranges: _Innermost, step: Span, own: Any) -> Iterable[Piece]:
                 continue
             if place == own and at < start:
                 yield Piece(at, start, lane, "computation", None)
-            kind = label.piece if label.piece in (*RIDES, "experts") else OTHER
+            kind = label.piece if label.piece in RIDES else "experts" if label.piece in EXPERTS else OTHER
             yield Piece(start, end, lane, kind, label)
             at = end
         if place == own and at < step[1]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from carpool.report.headline import facts, summarise, text_block, title, verdict
 from carpool.report.placement import PLACEMENT_COLUMNS, placement_rows
+from carpool.report.profile import profile_summary
 from carpool.report.read import Run, read_run
 from carpool.report.schema import PARTS
 from carpool.report.units import bytes_text, count_text, ms_text, percent_text, plain_text
@@ -95,6 +96,7 @@ def _context(run: Run) -> dict[str, Any]:
         "share": _share(summary.share, summary.step_ms_median),
         "last_step": _last_step(run),
         "tables": _tables(run),
+        "profile": profile_summary(run.path),
         "placement_columns": PLACEMENT_COLUMNS,
         "placements": placement_rows(run),
         "again": shlex.join(

@@ -61,6 +61,19 @@ def write_profile(run: Path, before: Path | None = None, output: Path | None = N
     return output
 
 
+def profile_summary(run: Path) -> str | None:
+    """For the run's report: what its profile says, None if it has none."""
+    if not profile_path(run).is_file():
+        return None
+    mean = load_profile(profile_path(run)).mean()
+    share = percent_text(mean.exposed / mean.step)
+    return (
+        f"{ms_text(mean.exposed)} of {ms_text(mean.ride)} of rides were exposed, {share} of a step of "
+        f"{ms_text(mean.step)}; other communication was exposed for {ms_text(mean.other_exposed)}, and nothing ran for "
+        f"{ms_text(mean.idle)} (means over ranks)"
+    )
+
+
 def render_profile(named: list[tuple[str, Profile]]) -> str:
     """The page as HTML text, of one profile, or of one before and one after, each with its name."""
     try:
@@ -89,7 +102,7 @@ def _run(name: str, profile: Profile, until: float) -> dict[str, Any]:
         "name": name,
         "about": profile.about,
         "on_device": profile.on_device,
-        "facts": _facts(mean),
+        "facts": _facts(mean, profile.plain_ms),
         "svg": lanes(profile, until, name),
         "columns": ["", *TOTALS.values()],
         "totals": totals + ([["mean", *_shown(mean)]] if len(totals) > 1 else []),
@@ -98,7 +111,8 @@ def _run(name: str, profile: Profile, until: float) -> dict[str, Any]:
     }
 
 
-def _facts(mean: Times) -> list[tuple[str, str, str]]:
+def _facts(mean: Times, plain_ms: float | None) -> list[tuple[str, str, str]]:
+    """Label, value, detail."""
     return [
         ("Exposed rides", percent_text(mean.exposed / mean.step), f"{ms_text(mean.exposed)} of {ms_text(mean.step)}"),
         (
@@ -112,6 +126,7 @@ def _facts(mean: Times) -> list[tuple[str, str, str]]:
             f"{ms_text(mean.other_exposed)}; {ms_text(mean.other)} in all",
         ),
         ("Idle", percent_text(mean.idle / mean.step), ms_text(mean.idle)),
+        ("Step", ms_text(mean.step), f"{ms_text(plain_ms)} without the profiler, on the slowest rank"),
     ]
 
 
@@ -164,7 +179,7 @@ def _compared(pair: list[Profile]) -> dict[str, Any]:
 def _difference(names: list[str], before: float | None, after: float | None) -> list[str]:
     if before is None or after is None:
         return [*names, ms_text(before), ms_text(after), MISSING, MISSING]
-    sign = "+" if after >= before else ""
+    sign = "+" if after > before else ""
     ratio = f"{after / before:.2f}" if before else MISSING
     return [*names, ms_text(before), ms_text(after), sign + ms_text(after - before), ratio]
 

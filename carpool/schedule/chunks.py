@@ -133,7 +133,7 @@ def ride_backward(
                 transport.discard(again, kept[chunk].x.data).wait()
             sums.append(transport.combine_gradients(route, dweight_RJ))
         if rest is not None:
-            with span("experts", chunk), reserved(transport.processors):
+            with span("experts", chunk), span.named("weight-gradients", chunk), reserved(transport.processors):
                 dweights = _sum(dweights, rest())
     handover()
     with span("combine"):

@@ -34,6 +34,7 @@ from carpool.hf.freeze import freeze_dense
 from carpool.hf.layouts import is_logical, logical_order, physical_order, set_layout, slots_kept
 from carpool.hf.limit import limit_routing
 from carpool.hf.metrics import RideMetrics, RideRecord
+from carpool.hf.names import name_layers
 from carpool.memory.recompute import keep_rides
 from carpool.parallel.clip import clip_grad_norm
 from carpool.report import text_block
@@ -164,6 +165,7 @@ class _Run:
         self.experts_lossy = set_experts(self.model, moe.experts, recompute=moe.recompute_experts)
         self.top_k = top_k_of(self.model)
         self.rides: list[ExpertRides] = list(rides(self.model).values())
+        name_layers(self.model)
         for own in self.rides:
             own.prepare(self.top_k, self.model.config.get_text_config().hidden_size)
         if compare_with is not None:
@@ -253,15 +255,7 @@ class _Run:
             self.step += 1
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(self.step, training)
-            batches = [self._to_device(batch) for batch in next(self.loader)]
-            losses = self._with_room(partial(self._gradients, batches))
-            norm = clip_grad_norm(self.model.parameters(), training.max_grad_norm or math.inf).item()
-            # The device has been waited for: a ride that lacked a rank is known now, and what it gave is worth nothing.
-            self._check_rides()
-            if not (math.isfinite(losses.loss) and math.isfinite(norm)):
-                self._stop_not_finite(losses.loss, norm, batches)
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
+            losses, norm = self.update()
             rode = self.metrics.collect(self.device)
             now = time.perf_counter()
             self._record_step(asdict(losses), norm, rode, 1e3 * (now - begin))
@@ -272,6 +266,21 @@ class _Run:
                 self.save()
             self.metrics.reset()
             begin = time.perf_counter()
+
+    def update(self) -> tuple[Losses, float]:
+        """The optimizer's step on the next batches: their losses, and the norm of the gradient."""
+        batches = [self._to_device(batch) for batch in next(self.loader)]
+        losses = self._with_room(partial(self._gradients, batches))
+        max_norm = self.config.training.max_grad_norm or math.inf
+        norm = clip_grad_norm(self.model.parameters(), max_norm).item()
+        # The device has been waited for: a ride that lacked a rank is known now, and what it gave is worth nothing.
+        self._check_rides()
+        if not (math.isfinite(losses.loss) and math.isfinite(norm)):
+            self._stop_not_finite(losses.loss, norm, batches)
+        with torch.profiler.record_function("carpool::optimizer"):
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        return losses, norm
 
     def evaluate(self) -> None:
         """Held-out loss and a sample of text."""

@@ -12,10 +12,8 @@ learning rate is 0, nothing is evaluated or saved, and a run in RUN is left as i
 
 from __future__ import annotations
 
-import logging
-import math
+import time
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +22,6 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, record_function
 from transformers.utils.logging import disable_progress_bar
 
-from carpool.hf import rides
-from carpool.parallel.clip import clip_grad_norm
 from carpool.profile.merge import merge
 from carpool.profile.numbers import Profile, RankNumbers, measure, save_profile
 from carpool.profile.trace import STEP, load, read
@@ -36,10 +32,9 @@ from carpool.train.loop import _Run
 from carpool.train.record import METRICS
 
 PROFILE = "profile"
-log = logging.getLogger("carpool")
 
 
-def profile(config: Config, *, steps: int = 4, compare: str | None = None, command: str = "carpool profile") -> None:
+def profile(config: Config, *, steps: int = 5, compare: str | None = None, command: str = "carpool profile") -> None:
     """Run `steps` steps as `config` says and record the last. In every rank, inside an initialised process group.
 
     Args:
@@ -61,33 +56,18 @@ def profile(config: Config, *, steps: int = 4, compare: str | None = None, comma
     dist.barrier()
     run = _Run(_as_profiled(config, folder, recorded), None, command)
     try:
-        name_layers(run.model)
-        own = _record(run, steps, recorded)
-        everyone: list[Any] = [None] * run.world if run.main else []
-        dist.gather_object(own.model_dump(), everyone if run.main else None)
+        own, plain_ms = _record(run, steps, recorded)
+        everyone: list[Any] = [None] * run.world
+        dist.gather_object((own.model_dump(), plain_ms), everyone if run.main else None)
         if run.main:
             run.display.close()
-            _write(run, [RankNumbers.model_validate(one) for one in everyone], folder, compare)
+            ranks = [RankNumbers.model_validate(numbers) for numbers, _ in everyone]
+            plain = max((ms for _, ms in everyone if ms is not None), default=None)
+            found = Profile(about=_about(run.info), on_device=run.device.type == "cuda", plain_ms=plain, ranks=ranks)
+            _write(run, found, folder, compare)
         dist.barrier()
     finally:
         run.close()
-
-
-def name_layers(model: torch.nn.Module) -> None:
-    """Let profilers show the layers of a model by their names."""
-    layers = rides(model)
-    for name, own in zip(short_names(list(layers)), layers.values(), strict=True):
-        own.stats.meter.layer = name
-
-
-def short_names(names: list[str]) -> list[str]:
-    """["model.layers.0.mlp.experts", ...] -> ["layers.0", ...]: up to the first number, if that tells them apart."""
-    short = []
-    for name in names:
-        parts = name.split(".")
-        number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
-        short.append(name if number is None else ".".join(parts[max(0, number - 1) : number + 1]))
-    return short if len(set(short)) == len(names) else names
 
 
 def _check_profiler() -> None:
@@ -128,14 +108,15 @@ def _as_profiled(config: Config, folder: Path, recorded: Path) -> Config:
     return config.model_copy(update={"training": training.model_copy(update=changed)})
 
 
-def _record(run: _Run, steps: int, recorded: Path) -> RankNumbers:
-    """Run the steps, write this rank's trace, and measure it."""
+def _record(run: _Run, steps: int, recorded: Path) -> tuple[RankNumbers, float | None]:
+    """Run the steps, write this rank's trace, and measure it. Also the milliseconds of the last step of which the
+    profiler saw nothing; None if there is none besides the very first."""
     cuda = run.device.type == "cuda"
     options: dict[str, Any] = {}
     if run.objective.two_batch is not None:
         # The thread of the second half is older than the profiler, which would not see it.
         options["experimental_config"] = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    path = recorded / f"rank{run.rank}.json.gz"
+    path, plain_ms = recorded / f"rank{run.rank}.json.gz", None
     run.display.say(f"profiling: {steps - 1} steps to warm up, and one that is recorded")
     with torch.profiler.profile(
         activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])],
@@ -143,13 +124,18 @@ def _record(run: _Run, steps: int, recorded: Path) -> RankNumbers:
         on_trace_ready=lambda done: done.export_chrome_trace(str(path)),
         **options,
     ) as profiler:
-        for _ in range(steps):
+        for number in range(steps):
             # All begin together, or the first rides would wait for whoever was late before the step.
             dist.barrier()
             _wait(run.device)
+            begin = time.perf_counter()
             with record_function(STEP):
-                _step(run)
+                run.update()
+                run.metrics.collect(run.device)
+                run.metrics.reset()
                 _wait(run.device)
+            if 0 < number < steps - 2:
+                plain_ms = 1e3 * (time.perf_counter() - begin)
             profiler.step()
     found = read(load(path))
     if cuda and not found.on_device:
@@ -157,20 +143,7 @@ def _record(run: _Run, steps: int, recorded: Path) -> RankNumbers:
             f"PyTorch's profiler saw no kernel on the GPU of rank {run.rank}: another profiler (nsys, ncu, dcgm) may "
             "hold it, or this user may not use it (the driver's NVreg_RestrictProfilingToAdminUsers)"
         )
-    return measure(found, run.rank)
-
-
-def _step(run: _Run) -> None:
-    """A step of the trainer, without what it writes."""
-    batches = [run._to_device(batch) for batch in next(run.loader)]
-    run._with_room(partial(run._gradients, batches))
-    clip_grad_norm(run.model.parameters(), run.config.training.max_grad_norm or math.inf).item()
-    run._check_rides()
-    with record_function("carpool::optimizer"):
-        run.optimizer.step()
-        run.optimizer.zero_grad(set_to_none=True)
-    run.metrics.collect(run.device)
-    run.metrics.reset()
+    return measure(found, run.rank), plain_ms
 
 
 def _wait(device: torch.device) -> None:
@@ -178,9 +151,8 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _write(run: _Run, ranks: list[RankNumbers], folder: Path, compare: str | None) -> None:
+def _write(run: _Run, found: Profile, folder: Path, compare: str | None) -> None:
     recorded, say = folder / PROFILE, run.display.say
-    found = Profile(about=_about(run.info), on_device=run.device.type == "cuda", ranks=ranks)
     save_profile(found, recorded / "profile.json")
     files = {rank: recorded / f"rank{rank}.json.gz" for rank in range(run.world)}
     if missing := [rank for rank, path in files.items() if not path.is_file()]:

@@ -1,4 +1,5 @@
-"""The kernel of `assign` on a GPU: equal to plain PyTorch there and on the CPU, and captured in a CUDA graph."""
+"""The kernel of `assign` on a GPU: equal to plain PyTorch there and on the CPU, and captured in a CUDA graph. What
+`SlotFiller` counts of its slots, and adds up for them."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import torch
 
 from carpool import Routing, assign
 from carpool import layout as layout_module
+from carpool.parallel.slots import SlotFiller
 from tests.assign_problem import CASES, Case, problem
 
 pytestmark = pytest.mark.gpu
@@ -60,3 +62,25 @@ def test_captured_in_a_graph(limited: bool) -> None:
             serving.copy_(other.serving_TW)
         graph.replay()
         assert torch.equal(slot_TK.cpu(), assign(Routing(other.expert_TK, None), layout, source, other.serving_TW))
+
+
+@pytest.mark.parametrize("case", [Case(64, 4, 8, 8, tokens=8192), Case(256, 32, 64, 8, tokens=5000, uneven=True)])
+def test_what_slots_serve_is_counted(case: Case) -> None:
+    expert_TK, layout, source, _ = problem(case)
+    slot_TK = assign(Routing(expert_TK, None), layout, source)
+    here, there = SlotFiller(layout, None), SlotFiller(layout, None)
+    for _ in range(2):
+        here.count(slot_TK)
+        there.count(slot_TK.cuda())
+    assert here.load_P is not None and there.load_P is not None
+    assert torch.equal(there.load_P.cpu(), here.load_P)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_replicas_are_added_as_on_the_cpu(dtype: torch.dtype) -> None:
+    filler = SlotFiller(problem(Case(64, 4, 160, 8)).layout, None)
+    indices = filler.indices(torch.device("cpu"))
+    back = torch.randn(sum(filler.send), 37, 199).to(dtype)
+    own = torch.randn(len(indices.summed_slots), 37, 199).to(dtype)
+    assert len(indices.order_N) > len(indices.summed_rows) >= 4
+    assert torch.equal(filler.add_up(back.cuda(), own.cuda()).cpu(), filler.add_up(back, own))

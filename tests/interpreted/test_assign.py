@@ -13,6 +13,8 @@ import torch
 
 from carpool import ExpertLayout, Routing, assign
 from carpool import layout as layout_module
+from carpool.parallel import slots
+from carpool.parallel.slots import SlotFiller
 from tests.assign_problem import CASES, Case, problem
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -90,3 +92,36 @@ def test_under_torch_compile_it_is_pytorch() -> None:
         mock.patch.object(assign_kernel, "assign", side_effect=AssertionError),
     ):
         assert torch.equal(torch.compile(choose, backend="eager", fullgraph=True)(expert_TK), want)
+
+
+def test_what_slots_serve_is_counted() -> None:
+    for case in (CASES[4], CASES[3], CASES[0]._replace(tokens=300)):
+        expert_TK, layout, *_ = problem(case)
+        fillers = SlotFiller(layout, None), SlotFiller(layout, None)
+        for source in (0, 1):
+            slot_TK = assign(Routing(expert_TK, None), layout, source)
+            fillers[0].count(slot_TK)
+            with mock.patch.object(slots, "on_gpu", lambda _: True):
+                fillers[1].count(slot_TK)
+        want, got = (filler.load_P for filler in fillers)
+        assert want is not None and got is not None and torch.equal(got, want)
+        assert want.sum() == 2 * expert_TK.numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_gradients_of_replicas_are_added_alike(dtype: torch.dtype) -> None:
+    """Expert 0 has four summands, on all ranks; 1 and 2 have two, and 2 none of them at home."""
+    layout = ExpertLayout(((0, 2, 1), (3,), (4,), (5,)), ((0, 1), (3, 2, 0), (1, 0, 4), (2, 5, 0)))
+    generator = torch.Generator().manual_seed(0)
+    filler = SlotFiller(layout, None)
+    back = torch.randn(sum(filler.send), 3, 7, generator=generator).to(dtype)
+    own = torch.randn(2, 3, 7, generator=generator).to(dtype)
+    want = filler.add_up(back, own)
+    # In order of (rank, slot): rank 1 sends those of 2 and 0, rank 2 of 1 and 0, rank 3 of 2 and 0.
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    from_1, from_2, from_3 = back.to(wide).split(2)
+    own_0, own_1 = own.to(wide)
+    rows = own_0 + from_1[1] + from_2[1] + from_3[1], from_1[0] + from_3[0], own_1 + from_2[0]
+    assert torch.equal(want, torch.stack(rows).to(dtype))
+    with mock.patch.object(slots, "on_gpu", lambda _: True):
+        assert torch.equal(filler.add_up(back, own), want)

@@ -63,9 +63,10 @@ def two_streams(base: int = 1_790_000_000_000_000_000) -> dict[str, Any]:
         *launched("_grouped_gemm", 7, 200, 400, 25, 5, triton=True),
         *launched("combine_kernel", 20, 380, 500, 35, 6, triton=True),
         *launched("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", 24, 480, 600, 6, 7),
-        # The launch is missing, but the operator is known.
+        # The launch is on a thread that has another number elsewhere, but the operator is known.
+        span("cuda_runtime", "cudaLaunchKernelExC", 105, 106, HOST, 123456, correlation=9),
         span("cpu_op", "c10d::alltoall_base_", 104, 108, HOST, BACKWARD, **{"External id": 88}),
-        kernel("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", 20, 600, 700, **{"External id": 88}),
+        kernel("ncclDevKernel_SendRecv(ncclDevKernelArgs)", 20, 600, 700, correlation=9, **{"External id": 88}),
         # Nothing is known of the host; the range is drawn over the stream.
         span("gpu_user_annotation", f"{backward}::experts", 700, 800, DEVICE, 7),
         kernel("_outer_kernel", 7, 710, 790),

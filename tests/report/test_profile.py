@@ -11,9 +11,11 @@ import pytest
 
 from carpool.profile.numbers import Profile, measure, save_profile
 from carpool.profile.trace import read
+from carpool.report import write_report
 from carpool.report.lanes import lanes
 from carpool.report.profile import profile_path, write_profile
 from tests.profile.traces import two_streams
+from tests.report.runs import Shape, write_run
 
 
 def recorded(folder: Path, slower: float = 1.0, on_device: bool = True) -> Path:
@@ -26,7 +28,7 @@ def recorded(folder: Path, slower: float = 1.0, on_device: bool = True) -> Path:
     ranks = [measure(read(trace), rank) for rank in (0, 1)]
     about = {"command": "carpool profile <b>&", "transport": "nvlink"}
     profile_path(folder).parent.mkdir(parents=True)
-    save_profile(Profile(about=about, on_device=on_device, ranks=ranks), profile_path(folder))
+    save_profile(Profile(about=about, on_device=on_device, plain_ms=0.9, ranks=ranks), profile_path(folder))
     return folder
 
 
@@ -67,6 +69,7 @@ def test_page_of_one_run(tmp_path):
     ]
     assert "layers.0, forward, dispatch, chunk 1, 100 µs from 0.10 ms" in page
     assert "carpool profile &lt;b&gt;&amp;" in page and "<b>&" not in page
+    assert "900 µs without the profiler" in page
     assert "on a CPU" not in page
     assert not re.search(r"(?:src|href)=|<script|url\(", page), "it needs nothing else"
 
@@ -104,6 +107,14 @@ def test_a_lane_shows_what_ran_where():
     ]
     assert len([one for one in shown if one[0] == "idle"]) == 3
     assert [text.text for text in svg.iter("text") if text.get("text-anchor") == "middle"][:3] == ["0", "0.1", "0.2"]
+
+
+def test_the_run_s_report_tells_it(tmp_path):
+    run = write_run(tmp_path / "run", Shape(steps=3, sampled=16), sides=False)
+    assert 'id="profile"' not in write_report(run).read_text()
+    page = write_report(recorded(run)).read_text()
+    assert "230 µs of 320 µs of rides were exposed, 23 % of a step of 1.00 ms" in page
+    assert f'<a href="profile.html">{run}/profile.html</a>' in page
 
 
 def test_errors_help(tmp_path):

@@ -13,6 +13,7 @@ from carpool.schedule import Schedule
 from carpool.train.config import load_config
 from carpool.train.schedules import ChosenSchedule, decide, fastest
 from carpool.transport import NVLinkOptions
+from carpool.transport.exchange import ExchangeTransport
 from tests.ranks import Ranks
 from tests.train.test_loop import MODEL, losses, run, start, text
 
@@ -80,6 +81,30 @@ def test_buffers_are_for_a_chunk() -> None:
     again = Schedule("chunks", 2).options(NVLinkOptions(max_tokens=100, keep="again"))
     assert again.num_leases == 4
     assert Schedule().options(None) == NVLinkOptions()
+
+
+def run_counted(output: str, overrides: list[str]) -> tuple[str, int]:
+    """The error, if any, and how many dispatches were asked for in the forward."""
+    plan, plans = ExchangeTransport.plan, []
+
+    def counted(*args: Any) -> Any:
+        plans.append(1)
+        return plan(*args)
+
+    with mock.patch.object(ExchangeTransport, "plan", counted):
+        return run(output, overrides), len(plans)
+
+
+def test_chunks_reach_the_layers(ranks: Ranks, text: list[str], tmp_path: Path) -> None:
+    settings = [*MODEL, *text, "training.max_steps=2", "training.eval_steps=none", "training.eval_on_start=false"]
+    rides = {}
+    for chunks in (1, 3):
+        found = ranks(
+            run_counted, str(tmp_path / str(chunks)), [*settings, "moe.schedule=chunks", f"moe.chunks={chunks}"]
+        )
+        assert {error for error, _ in found} == {""}
+        rides[chunks] = {plans for _, plans in found}
+    assert len(rides[1]) == len(rides[3]) == 1 and rides[3].pop() == 3 * rides[1].pop()
 
 
 def run_measured(output: str, overrides: list[str]) -> str:
