@@ -2,7 +2,7 @@
 
     python benchmarks/train_traces.py prepare --work /tmp/work
     python benchmarks/train_traces.py train --work /tmp/work --name e64
-    torchrun --nproc-per-node 4 benchmarks/moving.py --work /tmp/work --name e64 --out moving.json
+    torchrun --nproc-per-node 4 -m benchmarks.moving --work /tmp/work --name e64 --out moving.json
 
 `carpool train` goes on with the model on one kind of text (`--text`), the same batches in every run:
 

@@ -2,7 +2,7 @@
 
     python benchmarks/train_traces.py prepare --work /tmp/work
     python benchmarks/train_traces.py train --work /tmp/work --name e64
-    torchrun --nproc-per-node 4 benchmarks/prune_finetune.py --work /tmp/work --name e64 --out prune_finetune.json
+    torchrun --nproc-per-node 4 -m benchmarks.prune_finetune --work /tmp/work --name e64 --out prune_finetune.json
 
 Occult's collaboration pruning (arXiv 2505.13345): experts are placed on the 4 ranks by `--solver`, from the model's own
 routing on training text; then every contender starts from the same weights, trains on one kind of text (`--text`), the

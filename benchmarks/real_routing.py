@@ -2,7 +2,7 @@
 
     python benchmarks/train_traces.py prepare --work /tmp/work
     python benchmarks/train_traces.py train --work /tmp/work --name e64
-    torchrun --nproc-per-node 4 benchmarks/real_routing.py --work /tmp/work --name e64 --out real_routing.json
+    torchrun --nproc-per-node 4 -m benchmarks.real_routing --work /tmp/work --name e64 --out real_routing.json
 
 One trained model, the same weights and the same batches for every contender. Its own routing loads some ranks more than
 others, and every layer waits for the fullest; balanced routing, which no trained model has, is what one would like:

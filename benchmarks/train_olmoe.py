@@ -1,6 +1,6 @@
 """A whole training step of OLMoE's configuration: Carpool's transports against transformers' own expert parallelism.
 
-    torchrun --nproc-per-node 4 benchmarks/train_olmoe.py --out train_olmoe.json
+    torchrun --nproc-per-node 4 -m benchmarks.train_olmoe --out train_olmoe.json
 
 One model, built once: each experts module has transformers' `all_to_all` and Carpool's rides side by side, and takes
 the one or the other as its forward. So weights, data, optimizer and everything outside the experts are the same,

@@ -11,6 +11,7 @@ from carpool.memory.recompute import keep_rides
 from carpool.moe import MoE
 from carpool.parallel.gradients import reduce_gradients
 from carpool.routing import Router, Routing
+from carpool.schedule import Schedule
 
 __version__ = "0.1.0"
 
@@ -20,6 +21,7 @@ __all__ = [
     "MoE",
     "Router",
     "Routing",
+    "Schedule",
     "__version__",
     "assign",
     "keep_rides",

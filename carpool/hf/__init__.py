@@ -8,9 +8,9 @@ Everything else of the script stays as it is. "carpool" picks the transport ("au
 "carpool-alltoall", "carpool-gather" and "carpool-nvlink" name one. On GPUs of one host
 `set_transport(model, "nvlink", max_tokens=...)` takes the fastest; it has to know the most tokens that a rank will
 have, so "auto" picks it only where that was said. `set_experts` says how experts are computed and what they keep,
-`rides(model)` gives each MoE layer's counters, `CarpoolCallback` puts them into a Trainer's logs, and `set_layout`
-moves experts. `TraceRecorder` samples which experts tokens choose; `limit_routing` limits them to few ranks, which is
-lossy.
+`rides(model)` gives each MoE layer's counters, `CarpoolCallback` puts them into a Trainer's logs, `set_layout` moves
+experts, and `set_schedule` says what runs beside what. `TraceRecorder` samples which experts tokens choose;
+`limit_routing` limits them to few ranks, which is lossy.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from carpool.hf.expert_parallel import (
     register,
     rides,
     set_experts,
+    set_schedule,
     set_transport,
     transport,
 )
@@ -45,6 +46,7 @@ __all__ = [
     "rides",
     "set_experts",
     "set_layout",
+    "set_schedule",
     "set_transport",
     "synchronize_adapters",
     "transport",

@@ -33,11 +33,11 @@ from carpool.layout import assign
 from carpool.ride import ride
 from carpool.routing import Routing
 from carpool.schedule import Schedule
+from carpool.schedule.cost import fastest
 from carpool.stats import LayerStats
 from carpool.train.stages import read_record
 
 CANDIDATES = (Schedule(), *(Schedule("chunks", chunks) for chunks in (1, 2, 4, 8)))
-LEAST_GAIN = 0.02
 DEFAULT_CHUNKS = 2
 HIDES_NOTHING = ("cpu",)
 WARM_UP, REPETITIONS = 3, 7
@@ -124,16 +124,6 @@ def decide(
     if shape["device"] in HIDES_NOTHING:
         return ChosenSchedule(Schedule(), "on a CPU nothing runs beside a ride", dict(shape))
     return None
-
-
-def fastest(times: Mapping[Schedule, float]) -> Schedule:
-    """The fastest, where each must be `LEAST_GAIN` faster than the best before it."""
-    best: Schedule | None = None
-    for one, ms in times.items():
-        if best is None or ms < times[best] * (1 - LEAST_GAIN):
-            best = one
-    assert best is not None
-    return best
 
 
 def _milliseconds(

@@ -80,7 +80,7 @@ class MoeSection(Section):
         "as much memory as the weights in bfloat16.",
     )
     schedule: ScheduleName = Field(
-        default="auto",
+        default="none",
         description="What runs beside what. none: everything in turn; chunks: tokens ride in chunks, one beside the "
         "experts' work on another; two-batch: two halves of a micro-batch run half a layer apart, attention of one "
         "beside the ride of the other. auto: none or chunks, whichever is fastest on these GPUs, timed before the "

@@ -10,8 +10,9 @@ from unittest import mock
 import pytest
 
 from carpool.schedule import Schedule
+from carpool.schedule.cost import fastest
 from carpool.train.config import load_config
-from carpool.train.schedules import ChosenSchedule, decide, fastest
+from carpool.train.schedules import ChosenSchedule, decide
 from carpool.transport import NVLinkOptions
 from carpool.transport.exchange import ExchangeTransport
 from tests.ranks import Ranks
@@ -132,7 +133,7 @@ def test_losses_of_a_schedule_are_those_without(ranks: Ranks, text: list[str], t
 
 def test_what_is_measured_is_recorded_and_used_again(ranks: Ranks, text: list[str], tmp_path: Path) -> None:
     output = tmp_path / "run"
-    settings = [*MODEL, *text, "training.max_steps=3", "training.save_steps=2"]
+    settings = [*MODEL, *text, "moe.schedule=auto", "training.max_steps=3", "training.save_steps=2"]
     assert ranks(run_measured, str(output), [*settings, "training.stop_at_step=2"]) == [""] * 4
     first = info(output)
     assert set(first["milliseconds"]) == {"chunks=3", "chunks=2"} and first["name"] == "chunks"
