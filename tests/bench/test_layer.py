@@ -114,10 +114,15 @@ class Forgetful(ReferenceExperts):
     """The gradients of one rank's parameters are lost."""
 
     def backward(self, *args: Any) -> Any:
-        dweight_RJ, gradients = super().backward(*args)
-        if dist.get_rank() == 2:
-            gradients.up_SFH.zero_()
-        return dweight_RJ, gradients
+        dweight_RJ, finish = super().backward(*args)
+
+        def forgetful() -> Any:
+            gradients = finish()
+            if dist.get_rank() == 2:
+                gradients.up_SFH.zero_()
+            return gradients
+
+        return dweight_RJ, forgetful
 
 
 def _with(experts: type, transports: tuple[str, ...]) -> list[str | None] | str:
