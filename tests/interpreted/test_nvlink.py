@@ -191,6 +191,14 @@ def test_a_lease_is_free_again_after_its_combine_and_only_then() -> None:
         transports[0].dispatch(setting.x[0], routes[0])
 
 
+def test_larger_rows_do_not_ride_beside_smaller_ones() -> None:
+    buffers = SETTINGS[0].transports(num_leases=2)[0].buffers
+    bytes_, choices = buffers._row
+    buffers.acquire(bytes_, choices)
+    with pytest.raises(RuntimeError, match="largest rows alone first"):
+        buffers.acquire(2 * bytes_, choices)
+
+
 def test_an_overflow_is_known_to_all_ranks_and_spoils_the_sums() -> None:
     setting = Setting((9, 2, 5), top_k=3, slots=2, hidden=8, holes=0.0, capacity=4, seed=8)
     transports = setting.transports()

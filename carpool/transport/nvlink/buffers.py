@@ -220,7 +220,12 @@ class Buffers:
     def acquire(self, row_bytes: int, top_k: int) -> Lease:
         """The next lease, of at least these sizes. All ranks take turns alike; collective when a lease is made."""
         wanted = (row_bytes, top_k)
-        if any(now < new for now, new in zip(self._row, wanted, strict=True)) and not self.busy:
+        if any(now < new for now, new in zip(self._row, wanted, strict=True)):
+            if self.busy:
+                raise RuntimeError(
+                    f"a ride of rows of {row_bytes} bytes with {top_k} choices began while buffers for {self._row[0]} "
+                    f"bytes and {self._row[1]} choices were in use; run the layer with the largest rows alone first"
+                )
             self._row = tuple(max(pair) for pair in zip(self._row, wanted, strict=True))  # type: ignore[assignment]
             self._drop_leases()
         for _ in range(len(self._leases)):
