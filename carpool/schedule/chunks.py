@@ -58,26 +58,28 @@ def ride_forward(
     chunks: int = 1,
 ) -> tuple[torch.Tensor, tuple[Kept, ...] | None]:
     """(y_TH, what each chunk keeps if a backward will follow), without autograd."""
-    span, last = stats.meter.ride(x_TH.device, "forward", chunks), chunks - 1
+    span = stats.meter.ride(x_TH.device, "forward", chunks)
     x_C = x_TH.tensor_split(chunks)
     stats.tokens_dispatched += x_TH.shape[0]
+    routes: list[Any] = []
+    coming: dict[int, Pending] = {}
     kept: list[Kept] = []
     sums: list[Pending] = []
     for chunk in range(chunks):
         with span("dispatch", chunk):
-            if chunk == 0:
+            if not routes:
                 # All plans first: where the host waits for one, it must not wait for a dispatch as well.
                 given = zip(slot_TK.tensor_split(chunks), weight_TK.tensor_split(chunks), strict=True)
                 routes = [transport.plan(slot, weight, stats.traffic) for slot, weight in given]
-                coming = [transport.dispatch(x_C[0], routes[0])]
+            for other in range(chunk, min(chunk + 2, chunks)):
+                if other not in coming:
+                    with span.named("dispatch", other):
+                        coming[other] = transport.dispatch(x_C[other], routes[other])
             route = routes[chunk]
-            if chunk < last:
-                with span.named("dispatch", chunk + 1):
-                    coming.append(transport.dispatch(x_C[chunk + 1], routes[chunk + 1]))
             route.packets = reads_packets(experts)
         handover()
         with span("dispatch", chunk):
-            arrivals = _readable(coming[chunk].wait(), route.packets, x_TH.dtype)
+            arrivals = _readable(coming.pop(chunk).wait(), route.packets, x_TH.dtype)
         with span("experts", chunk), reserved(transport.processors if chunks > 1 else 0):
             partial_RH = route.new_partial(x_TH.shape[1], x_TH.dtype, x_TH.device)
             saved = experts.forward(arrivals, weights, partial_RH, transport.arena, backward)
@@ -108,17 +110,17 @@ def ride_backward(
     dy_C = [dy.contiguous() for dy in dy_TH.tensor_split(chunks)]
     dweights: ExpertWeights | None = None
     sums: list[Pending] = []
-    coming: list[_Coming] = []
+    coming: dict[int, _Coming] = {}
     for chunk in reversed(range(chunks)):
         route, x, saved = kept[chunk]
         with span("dispatch", chunk):
-            for other in (chunk, chunk - 1) if chunk == chunks - 1 else (chunk - 1,):
-                if other >= 0:
+            for other in range(chunk, max(chunk - 2, -1), -1):
+                if other not in coming:
                     with span.named("dispatch", other):
-                        coming.append(_start_backward(kept[other], dy_C[other], transport))
+                        coming[other] = _start_backward(kept[other], dy_C[other], transport)
         handover()
         with span("dispatch", chunk):
-            again, rows, gradients = coming[-1 if chunk == 0 else -2]
+            again, rows, gradients = coming.pop(chunk)
             if rows is not None:
                 x = _readable(rows.wait(), route.packets, dy_TH.dtype).rows
             dpartial = gradients.wait()
