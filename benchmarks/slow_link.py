@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -62,6 +63,7 @@ def main() -> None:
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing or os.geteuid() != 0:
         parser.error(f"{' and '.join(missing)} of iproute2 not found" if missing else "network namespaces need root")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which removes the namespaces
     with nodes(args.rate, args.latency):
         started = []
         for number, (name, link) in enumerate(zip(NODES, LINKS, strict=True)):
