@@ -9,7 +9,7 @@ A rank's tokens are cut into r equal chunks, each with a route of its own, and t
 With r = 1 this is the plain ride. The backward does the same from the last chunk to the first, because what layers
 keep in an arena is released from the top: dispatch of the gradients, the experts' backward, combine of the rows'
 gradients. In each, the up projection's weight gradient comes after the combine has been asked for, so that it
-hides that (delayed weight gradients: Megatron's, and LANCET's, arXiv 2404.19429, section 4).
+hides that (delayed weight gradients: Megatron's, and LANCET's, arXiv 2404.19429).
 
 What chunks cost: more launches, smaller matrix products, and in the backward a weight gradient for each, which are
 added in the weights' dtype. So outputs and gradients of rows are those of the plain ride bit by bit where experts

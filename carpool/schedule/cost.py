@@ -8,7 +8,7 @@ there. `chunked` lays the pieces of `carpool.schedule.chunks` into these lanes, 
     processors       E0 |  E1 |   E2
 
 With a host that costs nothing and dispatch and combine of equal length a, experts of length c, this is the formula
-T(r) = max(2 r a, 2 a + r c, (r + 1) a + c) of pipelined MoE layers (FSMoE, arXiv 2501.10714, section 4), but for
+T(r) = max(2 r a, 2 a + r c, (r + 1) a + c) of pipelined MoE layers (FSMoE, arXiv 2501.10714), but for
 a < c < 2 a, where the links wait once for the first chunk's experts, because no third dispatch is under way.
 """
 
