@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -180,14 +179,3 @@ def add_arguments(parser: argparse.ArgumentParser, batch: int) -> None:
     parser.add_argument("--trace-tokens", type=int, default=8192, help="whose choices the solver is given")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=None)
-
-
-def join_group() -> torch.device:
-    """Join the process group that torchrun has prepared; the device of this rank."""
-    if not torch.cuda.is_available():
-        dist.init_process_group("gloo")
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    return device

@@ -40,7 +40,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.contest import join_group
+from benchmarks.ranks import join_group
 from benchmarks.train_traces import EOS, KINDS, say
 from carpool.placement.solvers import SOLVERS
 from carpool.train.config import load_config

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ import torch
 import torch.distributed as dist
 from transformers.distributed import DistributedConfig
 
+from benchmarks.ranks import join_group
 from benchmarks.train_olmoe import timed
 from carpool.bench.moe.home import Home, HomeRoute
 from carpool.hf import rides
@@ -118,14 +118,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
 
-    cuda = torch.cuda.is_available()
-    if cuda:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-        device = torch.device("cuda", torch.cuda.current_device())
-        dist.init_process_group("nccl", device_id=device)
-    else:
-        device = torch.device("cpu")
-        dist.init_process_group("gloo")
+    device = join_group()
     rank, world = dist.get_rank(), dist.get_world_size()
     kind, sizes = MODELS[args.model]
     config = make_config(
@@ -134,7 +127,7 @@ def main() -> None:
     model = build_model(
         config,
         distributed_config=DistributedConfig(fsdp_size=world, ep_size=world, ep_implementation="carpool"),
-        dtype=torch.bfloat16 if cuda else torch.float32,
+        dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
         seed=0,
         attn_implementation="sdpa",
     )

@@ -26,7 +26,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from benchmarks.contest import Contest, add_arguments, join_group, local
+from benchmarks.contest import Contest, add_arguments, local
+from benchmarks.ranks import join_group
 from benchmarks.train_traces import KINDS, say
 from carpool.hf import rides, set_layout
 from carpool.hf.freeze import freeze_dense

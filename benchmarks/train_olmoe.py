@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import time
 from pathlib import Path
@@ -31,6 +30,7 @@ from transformers.distributed import DistributedConfig
 from transformers.distributed.expert_parallel import EPImplementationInterface
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
+from benchmarks.ranks import join_group
 from carpool.hf import CarpoolEP, rides
 from carpool.hf.build import build_model, experts_modules
 from carpool.hf.expert_parallel import buffers_of_rides
@@ -83,14 +83,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
 
-    cuda = torch.cuda.is_available()
-    if cuda:
-        local = int(os.environ["LOCAL_RANK"])
-        torch.cuda.set_device(local)
-        dist.init_process_group("nccl", device_id=torch.device("cuda", local))
-    else:
-        dist.init_process_group("gloo")
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    device = join_group()
     world, rank = dist.get_world_size(), dist.get_rank()
 
     EPImplementationInterface.register("ours", Ours)

@@ -6,8 +6,6 @@ SVG. Whatever comes from the run is escaped by the template: a model's samples a
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import shlex
 from pathlib import Path
@@ -19,6 +17,7 @@ from carpool.report.profile import profile_summary
 from carpool.report.read import Run, read_run
 from carpool.report.schema import PARTS
 from carpool.report.units import bytes_text, count_text, ms_text, percent_text, plain_text
+from carpool.report.write import check_output, write_page
 
 HERE = Path(__file__).parent
 # Control characters other than tab and line ends, and half surrogates, are not allowed in HTML, and a byte-level model
@@ -38,18 +37,9 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
     run_dir = Path(run_dir)
     output = Path(output) if output is not None else run_dir / "report.html"
     run = read_run(run_dir)
-    if output.is_dir() or not output.parent.is_dir():
-        problem = "is a folder" if output.is_dir() else f"cannot be written: the folder {output.parent} does not exist"
-        raise ValueError(f"{output} {problem}; name a file to write the report to")
+    check_output(output, "report")
     page = render(run)
-    draft = output.with_name(f".{output.name}.part")
-    try:
-        draft.write_text(page, encoding="utf-8")
-        os.replace(draft, output)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-        raise ValueError(f"{output} cannot be written ({error.strerror}); name another file for the report") from error
+    write_page(page, output, "report")
     return output
 
 

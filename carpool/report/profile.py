@@ -6,14 +6,13 @@ report. Two runs are drawn to the same scale of time.
 
 from __future__ import annotations
 
-import contextlib
-import os
 from pathlib import Path
 from typing import Any
 
 from carpool.profile.numbers import LayerTimes, Profile, Times, load_profile
 from carpool.report.lanes import NAMES, lanes
 from carpool.report.units import MISSING, ms_text, percent_text
+from carpool.report.write import check_output, write_page
 
 HERE = Path(__file__).parent
 
@@ -45,19 +44,10 @@ def write_profile(run: Path, before: Path | None = None, output: Path | None = N
     found = load_profile(profile_path(run))
     other = load_profile(profile_path(before)) if before is not None else None
     output = output or run / "profile.html"
-    if output.is_dir() or not output.parent.is_dir():
-        problem = "is a folder" if output.is_dir() else f"cannot be written: the folder {output.parent} does not exist"
-        raise ValueError(f"{output} {problem}; name a file to write the page to")
+    check_output(output, "page")
     named = [(str(run), found)] if before is None or other is None else [(str(before), other), (str(run), found)]
     page = render_profile(named)
-    draft = output.with_name(f".{output.name}.part")
-    try:
-        draft.write_text(page, encoding="utf-8")
-        os.replace(draft, output)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-        raise ValueError(f"{output} cannot be written ({error.strerror}); name another file for the page") from error
+    write_page(page, output, "page")
     return output
 
 

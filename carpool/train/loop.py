@@ -14,7 +14,6 @@ import json
 import logging
 import math
 import os
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -51,7 +50,8 @@ from carpool.train.model import distributed_config, expert_counts, meta_model, m
 from carpool.train.moving.runtime import Placement, first_layouts
 from carpool.train.moving.solve import facts_of
 from carpool.train.probe import compare, summarise
-from carpool.train.record import METRICS, Recorder, check_trackers
+from carpool.train.record import Recorder, check_trackers
+from carpool.train.resume import checkpoint_to_resume
 from carpool.train.room import (
     make_room,
     most_tokens,
@@ -64,6 +64,7 @@ from carpool.train.schedules import choose_schedule
 from carpool.train.schema import Config
 from carpool.train.stages import choose_stages
 from carpool.train.step import Batch, Losses, Objective, learning_rate, make_optimizer
+from carpool.train.summary import summarise_steps
 from carpool.train.tokenizer import load_tokenizer
 from carpool.train.watchdog import Watchdog
 from carpool.transport import check_transport
@@ -110,7 +111,7 @@ class _Run:
         # As far as one rank can tell alone; together they look again when the model is there.
         for name in (moe.transport, compare_with or "auto"):
             check_transport(name, None)
-        resume = self._resume_path()
+        resume = checkpoint_to_resume(training.resume_from_checkpoint, self.folder, self.checkpoints)
 
         self.tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
         self.corpus = prepare(
@@ -446,30 +447,16 @@ class _Run:
         return summarise(result, ours, self.compare_with)
 
     def _summary(self, comparison: dict[str, Any] | None) -> dict[str, Any]:
-        records = self.step_records
-        # The first step of a process warms up allocators, caches and connections.
-        steady = records[1:] or records
-        step_ms = statistics.median(r["step_ms"] for r in steady)
-        share = {
-            span: statistics.median(r["ms"][span]["total"] / r["step_ms"] for r in steady)
-            for span in ("dispatch", "experts", "combine")
-        }
-        mfu = [r["mfu"] for r in steady if r["mfu"] is not None]
         return {
             "steps": self.step,
             **self.totals,
             **self.losses,
-            "copies_per_token": statistics.fmean(r["copies_per_token"] for r in records),
+            **summarise_steps(self.step_records),
             "num_experts_per_tok": self.top_k,
-            "step_ms_median": step_ms,
             "compare": comparison,
-            "ride_share": share["dispatch"] + share["combine"],
-            "share": {**share, "rest": max(0.0, 1.0 - sum(share.values()))},
             "exact": self.info["exact"],
             "lossy_reasons": self.info["lossy_reasons"],
             "buffer_bytes": sum(buffers.size for buffers in buffers_of_rides(self.rides)),
-            "tokens_per_second_median": statistics.median(r["tokens_per_second"] for r in steady),
-            "mfu_median": statistics.median(mfu) if mfu else None,
         }
 
     def _stop_not_finite(self, loss: float, norm: float, batches: list[Batch]) -> None:
@@ -484,26 +471,6 @@ class _Run:
             f"step {self.step}: loss {loss:g}, gradient norm {norm:g}: {where}. No update was made; {good}. "
             "Lower training.learning_rate or training.max_grad_norm, or look at that layer's input"
         )
-
-    def _resume_path(self) -> Path | None:
-        training = self.config.training
-        wanted = training.resume_from_checkpoint
-        if wanted == "last":
-            path = self.checkpoints.latest()
-            if path is None:
-                raise ValueError(
-                    f"training.resume_from_checkpoint = 'last', but {self.folder} holds no checkpoint; check "
-                    "training.output_dir, or leave training.resume_from_checkpoint out to start anew"
-                )
-            return path
-        if wanted is not None:
-            return Path(wanted)
-        if (self.folder / METRICS).exists():
-            raise ValueError(
-                f"{self.folder} already holds a run: continue it with training.resume_from_checkpoint=last, or choose "
-                "another training.output_dir (or delete that folder)"
-            )
-        return None
 
     def _to_device(self, batch: Batch) -> Batch:
         return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}

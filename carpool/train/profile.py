@@ -30,6 +30,7 @@ from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.config import Config
 from carpool.train.loop import _Run
 from carpool.train.record import METRICS
+from carpool.train.resume import checkpoint_to_resume
 
 PROFILE = "profile"
 
@@ -89,13 +90,7 @@ def _as_profiled(config: Config, folder: Path, recorded: Path) -> Config:
     training = config.training
     resume = training.resume_from_checkpoint
     if resume == "last":
-        latest = CheckpointManager(folder, None).latest()
-        if latest is None:
-            raise ValueError(
-                f"training.resume_from_checkpoint = 'last', but {folder} holds no checkpoint; check "
-                "training.output_dir, or leave training.resume_from_checkpoint out to profile untrained weights"
-            )
-        resume = str(latest)
+        resume = str(checkpoint_to_resume(resume, folder, CheckpointManager(folder, None)))
     changed = {
         "output_dir": str(recorded),
         "resume_from_checkpoint": resume,

@@ -30,7 +30,7 @@ from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Arrivals, Pendi
 
 # Each rank tells each other how many rows and how many (row, slot) pairs will come: two int64.
 COUNT_BYTES = 16
-# Of NCCL's channels; more were not faster between GPUs of one host.
+# What is left to NCCL's channels, which take a multiprocessor each: an estimate, not measured.
 NCCL_PROCESSORS = 16
 
 
