@@ -23,6 +23,9 @@ What must hold, and is printed as PASS or FAIL:
                 than "stays" sends for the same batches
 
 Forecasts are of tokens that the solver did not see, half of the newest ones; what is measured is later text.
+
+All runs are deterministic (`training.full_determinism`): without, the backward of PyTorch's fused attention adds on
+GPUs in the order in which blocks finish, equal runs differ from the second step on, and "resumed" says nothing.
 """
 
 from __future__ import annotations
@@ -57,6 +60,7 @@ def settings(args: argparse.Namespace) -> list[str]:
     """What all runs have in common, in the words of `carpool train`."""
     return [
         f"model.path={args.work / 'models' / args.name}",
+        "training.full_determinism=true",
         f"data.train={args.work / args.text}.jsonl",
         f"data.tokenizer={args.work / 'tokenizer.json'}",
         f"data.eos_token={EOS}",
@@ -229,7 +233,11 @@ def judge(results: dict[str, dict[str, Any]], args: argparse.Namespace) -> list[
             "moves": [decided(move) for move in resumed["moves"]] == [decided(move) for move in moves["moves"]],
         }
         told = ", ".join(f"{what} {'equal' if equal else 'DIFFERENT'}" for what, equal in same.items())
-        verdict(all(same.values()), f"resumed after step {args.stop_at}: {told}, bit for bit")
+        pairs = zip(resumed["loss"], moves["loss"], strict=True)
+        # Runs that differ before the stop are not deterministic, whatever resuming does.
+        unequal = next((step for step, (ours, theirs) in enumerate(pairs, 1) if ours != theirs), None)
+        since = "" if unequal is None else f"; losses differ from step {unequal} on"
+        verdict(all(same.values()), f"resumed after step {args.stop_at}: {told}, bit for bit{since}")
     return verdicts
 
 

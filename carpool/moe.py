@@ -6,7 +6,7 @@
     y = ride(...)                  its row goes to each rank that holds any of them, the    carpool/ride.py
                                    experts there add up what they make of it, and one
                                    partial sum per rank comes back
-    y += shared(x)                 experts that serve every token stay at home
+    y += shared(x)                 experts that serve every token stay at home, and compute while rows travel
 
 Shapes: T tokens of this rank, H hidden, F expert hidden, E experts, K experts per token (layout.py has the legend).
 """
@@ -162,13 +162,14 @@ class MoE(nn.Module):
 
         slot_TK = assign(routing, self.layout, self.rank, self._serving_TW)
         weights = fill_slots(ExpertWeights(*self._home_weights()), self.filler)
+        served: list[torch.Tensor] = []
+        shared = self.shared
         y_TH = ride(
-            x_TH, routing, slot_TK, self.transport, self.experts, weights, self.stats_counter, self.schedule.chunks
-        )
+            x_TH, routing, slot_TK, self.transport, self.experts, weights, self.stats_counter, self.schedule.chunks,
+            beside=None if shared is None else lambda: served.append(shared(x_TH)),
+        )  # fmt: skip
         self.filler.start_next()
-        if self.shared is not None:
-            y_TH = y_TH + self.shared(x_TH)
-        return y_TH.view_as(x)
+        return sum(served, y_TH).view_as(x)
 
     # -- what is asked of it beside the forward -----------------------------------------------------------------
 

@@ -6,6 +6,12 @@ backward are written out (`carpool.schedule.chunks`), so that it is plain what t
     forward    plan -> dispatch x -> experts -> combine partial sums
     backward   dispatch dy -> experts' backward -> combine (dx, dweight)
 
+With independent work beside the ride (`beside`: experts that serve every token) there are two nodes, and autograd runs
+that work's backward between them:
+
+    forward    plan -> ask for dispatch | beside | dispatch comes -> experts -> combine
+    backward   dispatch dy -> experts' backward -> ask for combine | beside's backward | combine comes
+
 `torch.compile` sees an operator with these two as its forward and backward: `carpool.ride_operator`. A checkpointed
 layer may be computed again without its rides: `carpool.memory.recompute`.
 
@@ -16,7 +22,6 @@ there dispatch and combine are two nodes, each the other's backward, and autogra
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,10 +29,10 @@ from torch.autograd.function import once_differentiable
 
 from carpool.experts import Experts, ExpertWeights
 from carpool.memory import Rows
-from carpool.memory.recompute import kept_rides
+from carpool.memory.recompute import kept_rides, taken_before
 from carpool.ride_operator import ride_operator
 from carpool.routing import Routing
-from carpool.schedule.chunks import Kept, ride_backward, ride_forward
+from carpool.schedule.chunks import Arrival, Departed, Kept, depart, ride_backward, ride_forward
 from carpool.schedule.turns import handover
 from carpool.stats import LayerStats, Meter
 from carpool.transport import Transport
@@ -42,6 +47,7 @@ def ride(
     weights: ExpertWeights,
     stats: LayerStats,
     chunks: int = 1,
+    beside: Callable[[], None] | None = None,
 ) -> torch.Tensor:
     """Send rows to their slots, compute, and bring the sums back.
 
@@ -52,6 +58,8 @@ def ride(
         slot_TK: (T, K) int32 global slot ids, -1: none (from `assign`).
         weights: of this rank's slots.
         chunks: pieces in which the tokens ride, one beside the computation of another (`carpool.schedule`).
+        beside: is called once the first rows are under way: work that does not wait for them, with gradients as always.
+            Compiled, it is called before, for the compiler has an order of its own.
 
     Returns:
         y_TH: (T, H), the dtype that travelled. Differentiable in x, the routing's weights and those of the slots.
@@ -60,17 +68,66 @@ def ride(
     assert weight_TK is not None
     device = x_TH.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weights.up_SFH.dtype
-    x_TH = x_TH.to(dtype)
-    weights = ExpertWeights._make(None if w is None else w.to(dtype) for w in weights)
+    compiling, trip = torch.compiler.is_compiling(), None
     # The dtypes are those of the arguments: autocast would change them in the forward and not in the backward.
     with torch.autocast(device, enabled=False):
+        x_TH = x_TH.to(dtype)
+        if beside is not None and not compiling and not taken_before():
+            trip = _Trip()
+            x_TH, weight_TK = _Depart.apply(x_TH, weight_TK, slot_TK, trip, transport, stats, chunks)
+            trip.apart = x_TH.requires_grad or weight_TK.requires_grad
+    if beside is not None:
+        beside()
+    with torch.autocast(device, enabled=False):
+        weights = ExpertWeights._make(None if w is None else w.to(dtype) for w in weights)
         tensors = [t for t in (x_TH, weight_TK, *weights) if t is not None]
         backward = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-        if torch.compiler.is_compiling():
+        if compiling:
             numbers = transport.number, experts.number, stats.number
             return ride_operator(x_TH, weight_TK, slot_TK, *weights, expert_TK, *numbers, backward, chunks)[0]
         stats.count(expert_TK, weight_TK)
-        return _Ride.apply(x_TH, weight_TK, slot_TK, backward, chunks, transport, experts, stats, *weights)
+        return _Ride.apply(x_TH, weight_TK, slot_TK, backward, chunks, transport, experts, stats, trip, *weights)
+
+
+class _Trip:
+    """What the two nodes of a ride with something beside it tell each other.
+
+    Attributes:
+        departed: the forward's, until its second part has begun.
+        arrive: waits for the end of the backward, whose first part has been.
+        apart: whether the backward has two nodes, too.
+    """
+
+    departed: Departed | None = None
+    arrive: Arrival | None = None
+    apart = False
+
+
+class _Depart(torch.autograd.Function):
+    """Asks for the first dispatches; in the backward, waits for what comes last."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TH: torch.Tensor,
+        weight_TK: torch.Tensor,
+        slot_TK: torch.Tensor,
+        trip: _Trip,
+        transport: Transport,
+        stats: LayerStats,
+        chunks: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # The second node's gradients are no tensors yet when it is done.
+        ctx.set_materialize_grads(False)
+        ctx.trip = trip
+        trip.departed = depart(x_TH, weight_TK, slot_TK, transport, stats, chunks)
+        return x_TH.detach(), weight_TK.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *_: None) -> tuple[Any, ...]:
+        arrive, ctx.trip.arrive = ctx.trip.arrive, None
+        return *((None, None) if arrive is None else arrive()), None, None, None, None, None
 
 
 class _Ride(torch.autograd.Function):
@@ -85,17 +142,26 @@ class _Ride(torch.autograd.Function):
         transport: Transport,
         experts: Experts,
         stats: LayerStats,
+        trip: _Trip | None,
         *tensors: torch.Tensor | None,
     ) -> torch.Tensor:
         weights = ExpertWeights._make(tensors)
         parts = transport, experts, stats
+
+        def take() -> tuple[torch.Tensor, tuple[Kept, ...] | None]:
+            if trip is None:
+                departed = depart(x_TH, weight_TK, slot_TK, transport, stats, chunks)
+            else:
+                assert trip.departed is not None
+                departed, trip.departed = trip.departed, None
+            return ride_forward(departed, weights, transport, experts, backward)
+
         # Not `any(ctx.needs_input_grad)`, which is of the inputs alone: under no_grad it may be True too.
         region = kept_rides() if backward else None
-        take = partial(ride_forward, x_TH, weight_TK, slot_TK, weights, *parts, backward, chunks)
         y_TH, kept = take() if region is None else region.ride(take)
         if kept is not None:
             _save(ctx, (*weights, *(item for one in kept for item in (one.x, *one.saved))))
-            ctx.routes, ctx.parts = [one.route for one in kept], parts
+            ctx.routes, ctx.parts, ctx.trip = [one.route for one in kept], parts, trip
         return y_TH
 
     @staticmethod
@@ -109,9 +175,14 @@ class _Ride(torch.autograd.Function):
             Kept(route, rest[i * size], rest[i * size + 1 : (i + 1) * size]) for i, route in enumerate(ctx.routes)
         )
         transport, experts, stats = ctx.parts
-        needs_dweights = any(ctx.needs_input_grad[8:])
-        dx_TH, dweight_TK, dweights = ride_backward(dy_TH, weights, kept, transport, experts, stats, needs_dweights)
-        return dx_TH, dweight_TK, None, None, None, None, None, None, *(dweights or (None,) * 4)
+        needs_dweights = any(ctx.needs_input_grad[9:])
+        arrive, dweights = ride_backward(dy_TH, weights, kept, transport, experts, stats, needs_dweights)
+        dx_TH = dweight_TK = None
+        if ctx.trip is not None and ctx.trip.apart:
+            ctx.trip.arrive = arrive
+        else:
+            dx_TH, dweight_TK = arrive()
+        return dx_TH, dweight_TK, None, None, None, None, None, None, None, *(dweights or (None,) * 4)
 
 
 def _save(ctx: Any, what: tuple[Any, ...]) -> None:

@@ -56,13 +56,14 @@ def ride_operator(
     chunks: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(y_TH, ticket): see `carpool.ride.ride`. `backward`: whether one will follow."""
-    from carpool.schedule.chunks import ride_forward
+    from carpool.schedule.chunks import depart, ride_forward
 
     weights = ExpertWeights(up, down, up_bias, down_bias)
     parts = by_number(transport), by_number(experts), by_number(stats)
     parts[2].count(expert_TK, weight_TK)
     with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.no_grad():
-        y_TH, kept = ride_forward(x_TH, weight_TK, slot_TK, weights, *parts, backward, chunks)
+        departed = depart(x_TH, weight_TK, slot_TK, parts[0], parts[2], chunks)
+        y_TH, kept = ride_forward(departed, weights, *parts[:2], backward)
     number = next(_tickets)
     ticket = torch.tensor([number], device="cpu")
     if kept is not None:
@@ -107,7 +108,8 @@ def ride_backward_operator(
     kept, (transport, experts, stats) = _swap(found[0], lambda held: _take_back(held, inputs)), found[1]
     weights = ExpertWeights(up, down, up_bias, down_bias)
     with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.no_grad():
-        dx_TH, dweight_TK, dweights = ride_backward(dy_TH, weights, kept, transport, experts, stats, needs_dweights)
+        arrive, dweights = ride_backward(dy_TH, weights, kept, transport, experts, stats, needs_dweights)
+        dx_TH, dweight_TK = arrive()
     gradients = [dx_TH, dweight_TK.to(weight_TK.dtype), *(w for w in dweights or () if w is not None)]
     return [gradient.contiguous() for gradient in gradients]
 

@@ -25,13 +25,13 @@ from carpool.hf.expert_parallel import (
     register,
     rides,
     set_experts,
-    set_schedule,
     set_transport,
     transport,
 )
 from carpool.hf.freeze import freeze_dense
 from carpool.hf.layouts import set_layout
 from carpool.hf.limit import limit_routing
+from carpool.hf.shared import set_schedule
 from carpool.hf.trace import TraceRecorder
 
 __all__ = [

@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -71,6 +72,16 @@ class Limit(Protocol):
         """Leave the router and the layer as they were."""
 
 
+class Beside(Protocol):
+    """Work that needs not wait for a ride: `carpool.hf.shared.SharedExperts`."""
+
+    def early(self, x_TH: torch.Tensor) -> None:
+        """Do it now, while rows travel. x_TH: what rides."""
+
+    def remove(self) -> None:
+        """Leave the model as it was."""
+
+
 class ExpertRides:
     """The rides of one experts module: its layout, transport and counters. `rides(model)` finds them.
 
@@ -87,6 +98,7 @@ class ExpertRides:
         stats: counters of this layer (`carpool.stats.LayerStats`).
         routing: the last forward's choices on this rank, detached.
         schedule: what runs beside what; `set_schedule` changes it. An own forward rides in one piece.
+        shared: the block's shared experts, if they compute beside the ride (`carpool.hf.shared`).
         limit: what limits the routing to few ranks (`carpool.hf.limit.limit_routing`), LOSSY; None: nothing.
         told: whether the log says that slots cannot be filled ahead (`carpool.hf.layouts.slots_kept`).
     """
@@ -105,6 +117,7 @@ class ExpertRides:
         self.num_experts = self.num_local_experts * self.num_ranks
         self.routing: Routing | None = None
         self.limit: Limit | None = None
+        self.shared: Beside | None = None
         self.schedule = Schedule()
         # Of the tokens of the layer, this rank's part is part `number` of so many equal ones.
         self.token_slice = (0, 1)
@@ -211,8 +224,9 @@ class ExpertRides:
             return y_TH
         home = ExpertWeights._make(self.experts._parameters[name] if name else None for name in names)
         weights = fill_slots(home, self.filler)
+        beside = None if self.shared is None else partial(self.shared.early, x_TH)
         chunks = self.schedule.chunks
-        y_TH = ride(x_TH, routing, slot_TK, transport, self.compute, weights, self.stats, chunks)
+        y_TH = ride(x_TH, routing, slot_TK, transport, self.compute, weights, self.stats, chunks, beside)
         self.filler.start_next()
         return y_TH
 
@@ -354,12 +368,6 @@ def set_transport(
         options = replace(options or NVLinkOptions(), max_tokens=max_tokens)
     for own in layers.values():
         own.set_transport(name, options)
-
-
-def set_schedule(model: nn.Module, schedule: Schedule) -> None:
-    """Change what runs beside what in all MoE layers of a model (carpool/schedule). On all ranks, between steps."""
-    for own in required_rides(model).values():
-        own.set_schedule(schedule)
 
 
 def set_experts(model: nn.Module, name: str, *, choices: Choices | None = None, recompute: bool = False) -> list[str]:

@@ -43,6 +43,10 @@ class KeptRides:
         """The region runs, for the first time or again."""
         self._next = 0 if again else None
 
+    @property
+    def again(self) -> bool:
+        return self._next is not None
+
     def ride(self, forward: Callable[[], tuple[torch.Tensor, Kept]]) -> tuple[torch.Tensor, Kept]:
         """What `forward` returns, or what it returned in its place the first time.
 
@@ -87,6 +91,12 @@ _region: ContextVar[KeptRides | None] = ContextVar("carpool_kept_rides", default
 def kept_rides() -> KeptRides | None:
     """Of the region in which this code runs, if there is one."""
     return _region.get()
+
+
+def taken_before() -> bool:
+    """Whether this code runs in a region that is computed again, whose rides are those of the first time."""
+    region = _region.get()
+    return region is not None and region.again
 
 
 def keep_rides() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

@@ -11,6 +11,10 @@ keep in an arena is released from the top: dispatch of the gradients, the expert
 gradients. In each, the up projection's weight gradient comes after the combine has been asked for, so that it
 hides that (delayed weight gradients: Megatron's, and LANCET's, arXiv 2404.19429).
 
+Whoever has independent work beside the ride, such as experts that serve every token (`carpool.ride.ride`), does it
+between `depart`, which asks for the first dispatches, and `ride_forward`; in the backward between `ride_backward` and
+what it returns, which waits for the last combines.
+
 What chunks cost: more launches, smaller matrix products, and in the backward a weight gradient for each, which are
 added in the weights' dtype. So outputs and gradients of rows are those of the plain ride bit by bit where experts
 compute rows alone, weight gradients to rounding.
@@ -18,6 +22,7 @@ compute rows alone, weight gradients to rounding.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -27,9 +32,11 @@ from carpool.memory import Rows
 from carpool.memory.keep import keep_rows
 from carpool.processors import reserved
 from carpool.schedule.turns import handover
-from carpool.stats import LayerStats
+from carpool.stats import LayerStats, RideSpans
 from carpool.transport import Arrivals, Transport
 from carpool.transport.base import Pending
+
+Arrival = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
 
 class Kept(NamedTuple):
@@ -46,37 +53,65 @@ class Kept(NamedTuple):
     saved: tuple[Any, ...]
 
 
-def ride_forward(
+class Departed(NamedTuple):
+    """A ride whose first dispatches are under way.
+
+    Attributes:
+        x_C: the rows of each chunk.
+        routes: of each chunk, as planned.
+        coming: the dispatches that have been asked for, by chunk.
+        span: of this ride.
+    """
+
+    x_C: tuple[torch.Tensor, ...]
+    routes: list[Any]
+    coming: dict[int, Pending]
+    span: RideSpans
+
+
+def depart(
     x_TH: torch.Tensor,
     weight_TK: torch.Tensor,
     slot_TK: torch.Tensor,
+    transport: Transport,
+    stats: LayerStats,
+    chunks: int = 1,
+) -> Departed:
+    """Plan a ride, and ask for what can leave at once."""
+    span = stats.meter.ride(x_TH.device, "forward", chunks)
+    stats.tokens_dispatched += x_TH.shape[0]
+    with span("dispatch", 0):
+        # All plans first: where the host waits for one, it must not wait for a dispatch as well.
+        given = zip(slot_TK.tensor_split(chunks), weight_TK.tensor_split(chunks), strict=True)
+        routes: list[Any] = [transport.plan(slot, weight, stats.traffic) for slot, weight in given]
+        departed = Departed(x_TH.tensor_split(chunks), routes, {}, span)
+        _ask(departed, 0, transport)
+    return departed
+
+
+def _ask(departed: Departed, chunk: int, transport: Transport) -> None:
+    """Ask for a chunk's dispatch, and for the one that is to be under way beside its experts."""
+    for other in range(chunk, min(chunk + 2, len(departed.routes))):
+        if other not in departed.coming:
+            with departed.span.named("dispatch", other):
+                departed.coming[other] = transport.dispatch(departed.x_C[other], departed.routes[other])
+
+
+def ride_forward(
+    departed: Departed,
     weights: ExpertWeights,
     transport: Transport,
     experts: Experts,
-    stats: LayerStats,
     backward: bool,
-    chunks: int = 1,
 ) -> tuple[torch.Tensor, tuple[Kept, ...] | None]:
     """(y_TH, what each chunk keeps if a backward will follow), without autograd."""
-    span = stats.meter.ride(x_TH.device, "forward", chunks)
-    x_C = x_TH.tensor_split(chunks)
-    stats.tokens_dispatched += x_TH.shape[0]
-    routes: list[Any] = []
-    coming: dict[int, Pending] = {}
-    kept: list[Kept] = []
-    sums: list[Pending] = []
-    for chunk in range(chunks):
-        with span("dispatch", chunk):
-            if not routes:
-                # All plans first: where the host waits for one, it must not wait for a dispatch as well.
-                given = zip(slot_TK.tensor_split(chunks), weight_TK.tensor_split(chunks), strict=True)
-                routes = [transport.plan(slot, weight, stats.traffic) for slot, weight in given]
-            for other in range(chunk, min(chunk + 2, chunks)):
-                if other not in coming:
-                    with span.named("dispatch", other):
-                        coming[other] = transport.dispatch(x_C[other], routes[other])
-            route = routes[chunk]
-            route.packets = reads_packets(experts)
+    x_C, routes, coming, span = departed
+    chunks, kept, sums = len(routes), [], []
+    for chunk, (x_TH, route) in enumerate(zip(x_C, routes, strict=True)):
+        if chunk:
+            with span("dispatch", chunk):
+                _ask(departed, chunk, transport)
+        route.packets = reads_packets(experts)
         handover()
         with span("dispatch", chunk):
             arrivals = _readable(coming.pop(chunk).wait(), route.packets, x_TH.dtype)
@@ -85,14 +120,14 @@ def ride_forward(
             saved = experts.forward(arrivals, weights, partial_RH, transport.arena, backward)
             if backward:
                 # Rows that will be sent again need nothing but what is sent.
-                x = Rows.of(x_C[chunk]) if transport.sends_again else keep_rows(arrivals, transport.arena)
+                x = Rows.of(x_TH) if transport.sends_again else keep_rows(arrivals, transport.arena)
                 kept.append(Kept(route, x, saved))
         with span("combine", chunk):
             sums.append(transport.combine(route))
     handover()
     with span("combine"):
         y_TH = _joined([one.wait() for one in sums])
-    return y_TH.to(x_TH.dtype), tuple(kept) if backward else None
+    return y_TH.to(x_C[0].dtype), tuple(kept) if backward else None
 
 
 def ride_backward(
@@ -103,33 +138,39 @@ def ride_backward(
     experts: Experts,
     stats: LayerStats,
     needs_dweights: bool,
-) -> tuple[torch.Tensor, torch.Tensor, ExpertWeights | None]:
-    """(dx_TH, dweight_TK, gradients of the weights if needed)."""
+) -> tuple[Arrival, ExpertWeights | None]:
+    """(what waits for the last combines and gives dx_TH and dweight_TK, gradients of the weights if needed)."""
     chunks = len(kept)
-    span = stats.meter.ride(dy_TH.device, "backward", chunks)
+    span, beside = stats.meter.ride(dy_TH.device, "backward", chunks), stats.beside
     dy_C = [dy.contiguous() for dy in dy_TH.tensor_split(chunks)]
     dweights: ExpertWeights | None = None
     sums: list[Pending] = []
     coming: dict[int, _Coming] = {}
     for chunk in reversed(range(chunks)):
         route, x, saved = kept[chunk]
+        beside.links_taken()
         with span("dispatch", chunk):
             for other in range(chunk, max(chunk - 2, -1), -1):
                 if other not in coming:
                     with span.named("dispatch", other):
                         coming[other] = _start_backward(kept[other], dy_C[other], transport)
         handover()
+        with reserved(transport.processors):
+            beside.gradients_asked()
         with span("dispatch", chunk):
             again, rows, gradients = coming.pop(chunk)
             if rows is not None:
                 x = _readable(rows.wait(), route.packets, dy_TH.dtype).rows
             dpartial = gradients.wait()
+        if chunk == 0:
+            beside.gradients_came(links_free=chunks == 1)
         with span("experts", chunk), reserved(transport.processors if chunks > 1 else 0):
             dx_RH = route.new_partial(dy_TH.shape[1], dy_TH.dtype, dy_TH.device)
             dweight_RJ, rest = experts.backward(saved, x, weights, dpartial, dx_RH, needs_dweights)
             if again is not None and rest is not None:
                 # These rows are in a lease, which goes to others now.
                 dweights, rest = _sum(dweights, rest()), None
+        beside.links_taken()
         with span("combine", chunk):
             if again is not None:
                 transport.discard(again, kept[chunk].x.data).wait()
@@ -137,11 +178,17 @@ def ride_backward(
         if rest is not None:
             with span("experts", chunk), span.named("weight-gradients", chunk), reserved(transport.processors):
                 dweights = _sum(dweights, rest())
-    handover()
-    with span("combine"):
-        parts = [one.wait() for one in reversed(sums)]
-        dx_TH, dweight_TK = _joined([dx for dx, _ in parts]), _joined([dweight for _, dweight in parts])
-    return dx_TH.to(dy_TH.dtype), dweight_TK, dweights
+    dtype = dy_TH.dtype
+
+    def arrive() -> tuple[torch.Tensor, torch.Tensor]:
+        handover()
+        with span("combine"):
+            parts = [one.wait() for one in reversed(sums)]
+            dx_TH, dweight_TK = _joined([dx for dx, _ in parts]), _joined([dweight for _, dweight in parts])
+        beside.links_free()
+        return dx_TH.to(dtype), dweight_TK
+
+    return arrive, dweights
 
 
 class _Coming(NamedTuple):

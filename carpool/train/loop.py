@@ -34,6 +34,7 @@ from carpool.hf.layouts import is_logical, logical_order, physical_order, set_la
 from carpool.hf.limit import limit_routing
 from carpool.hf.metrics import RideMetrics, RideRecord
 from carpool.hf.names import name_layers
+from carpool.hf.shared import compute_shared_beside
 from carpool.memory.recompute import keep_rides
 from carpool.parallel.clip import clip_grad_norm
 from carpool.report import text_block
@@ -41,6 +42,7 @@ from carpool.train.about import say_hello, write_run
 from carpool.train.checkpoints.files import read_state
 from carpool.train.checkpoints.manager import CheckpointManager, export_pretrained, load
 from carpool.train.data import prepare
+from carpool.train.determinism import determinism
 from carpool.train.diagnose import NonFiniteError, explain
 from carpool.train.display import Display
 from carpool.train.environment import peak_memory
@@ -86,12 +88,13 @@ def train(config: Config, *, compare: str | None = None, command: str = "carpool
     """
     # transformers' own progress bars, one per rank, would write over the run's.
     disable_progress_bar()
-    run = _Run(config, compare, command)
-    try:
-        run.loop()
-        run.finish()
-    finally:
-        run.close()
+    with determinism(config.training.full_determinism):
+        run = _Run(config, compare, command)
+        try:
+            run.loop()
+            run.finish()
+        finally:
+            run.close()
 
 
 class _Run:
@@ -183,6 +186,7 @@ class _Run:
             set_experts(self.model, moe.experts, choices=self.stages.choices, recompute=moe.recompute_experts)
         hidden = self.model.config.get_text_config().hidden_size
         self.schedule = choose_schedule(moe.schedule, moe.chunks, self.rides, hidden=hidden, **measured)
+        compute_shared_beside(self.model, self.schedule.schedule.name != "none")
         for own in self.rides:
             own.prepare(self.top_k, hidden)
         self.watchdog = Watchdog(lambda: buffers_of_rides(self.rides))

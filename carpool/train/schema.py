@@ -195,6 +195,11 @@ class TrainingSection(Section):
     seed: int = Field(
         default=0, ge=0, lt=2**63, description="Seed of the initial weights and of the order of the data."
     )
+    full_determinism: bool = Field(
+        default=False,
+        description="On GPUs too, two runs are bitwise equal: PyTorch's deterministic algorithms, whose fused attention "
+        "has a slower backward. Without, that adds in the order in which blocks finish. On CPUs runs are equal anyway.",
+    )
     logging_steps: int = Field(default=1, gt=0, description="Steps between lines of metrics.")
     eval_steps: int | None = Field(
         default=210, gt=0, description="Steps between evaluations; one more at the end. none: only at the end."

@@ -1,0 +1,130 @@
+"""Experts that serve every token, computed while the routed rows travel.
+
+Many blocks of transformers call their routed experts, then the shared ones on the same rows:
+
+    routed = self.experts(x, ids, weights)          the ride
+    return routed + self.shared_experts(x)
+
+Called in that order, the shared experts would wait for the ride's end. So when the ride's first rows are under way it
+calls them itself (`SharedExperts.early`), and the block is given, when it asks, what they made. In the backward
+autograd comes to them while the ride's last combine is under way. Sums of gradients may have another order: equal to
+rounding.
+
+Blocks that call the shared experts first (Qwen2-MoE, AFMoE, ...) are left alone; their source says which they are.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from carpool.hf.expert_parallel import required_rides, rides
+from carpool.schedule import Schedule
+
+NAMES = ("shared_experts", "shared_expert")
+
+
+class _Early(NamedTuple):
+    """What was computed ahead, and of what."""
+
+    output: torch.Tensor
+    rows: torch.Tensor
+    version: int
+    graph: bool
+
+    def is_of(self, x: Any) -> bool:
+        """Whether it is what the module would make of x now."""
+        return _same(self.rows, x) and (x._version, torch.is_grad_enabled()) == (self.version, self.graph)
+
+
+class SharedExperts:
+    """Stands for the forward of a block's shared experts, from when it is made until `remove`.
+
+    Args:
+        block: calls its routed experts, then these, on the rows that it was given.
+        module: the shared experts.
+    """
+
+    def __init__(self, block: nn.Module, module: nn.Module) -> None:
+        self.module, self.own = module, module.forward
+        self._given: torch.Tensor | None = None
+        self._early: _Early | None = None
+        # An attribute of the instance, which nn.Module's call finds before the class's.
+        module.forward = self
+        self._hook = block.register_forward_pre_hook(self._remember)
+
+    def _remember(self, _: nn.Module, args: tuple[Any, ...]) -> None:
+        self._given = args[0] if args and not torch.compiler.is_compiling() else None
+
+    def early(self, x_TH: torch.Tensor) -> None:
+        """Compute them now, for the call that follows. x_TH: what the routed experts get, if that is the block's rows
+        (some get a projection of them, and then there is nothing to do yet)."""
+        given, self._given = self._given, None
+        if given is not None and _same(given, x_TH):
+            self._early = _Early(self.own(x_TH), x_TH, x_TH._version, torch.is_grad_enabled())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        early, self._early = self._early, None
+        if early is None or len(args) != 1 or kwargs or not early.is_of(args[0]):
+            return self.own(*args, **kwargs)
+        return early.output.view(*args[0].shape[:-1], early.output.shape[-1])
+
+    def remove(self) -> None:
+        """Leave the modules as they were."""
+        self._hook.remove()
+        del self.module.forward
+
+
+def _same(one: torch.Tensor, other: Any) -> bool:
+    """Whether two tensors are the same rows, whatever their shape."""
+    return isinstance(other, torch.Tensor) and (one.data_ptr(), one.numel(), one.dtype, one.requires_grad) == (
+        other.data_ptr(), other.numel(), other.dtype, other.requires_grad,
+    )  # fmt: skip
+
+
+def shared_experts(block: nn.Module) -> nn.Module | None:
+    """The shared experts of a block that calls them after its routed ones, on the same rows; None if it does not."""
+    found = [name for name in NAMES if isinstance(getattr(block, name, None), nn.Module)]
+    if len(found) != 1:
+        return None
+    module: nn.Module = getattr(block, found[0])
+    try:
+        source = inspect.getsource(type(block).forward)
+    except (OSError, TypeError):
+        return None
+    routed, shared = source.find("self.experts("), re.search(rf"self\.{found[0]}\(\w+\)", source)
+    # One that FSDP shards by itself has its parameters only while it is called.
+    if routed < 0 or shared is None or shared.start() < routed or isinstance(module, FSDPModule):
+        return None
+    return module
+
+
+def compute_shared_beside(model: nn.Module, on: bool) -> list[str]:
+    """Let shared experts compute beside the rides of the model's layers, or no longer.
+
+    Returns:
+        The names of the layers (as of `carpool.hf.rides`) in which they do."""
+    found = []
+    for name, own in rides(model).items():
+        if own.shared is not None:
+            own.shared.remove()
+            own.shared = None
+        block = model.get_submodule(name.rpartition(".")[0])
+        # Where tensor parallelism copies tokens, a ride has only a slice of them.
+        if on and own.compute is not None and own.token_slice[1] == 1 and (module := shared_experts(block)) is not None:
+            own.shared = SharedExperts(block, module)
+            found.append(name)
+    return found
+
+
+def set_schedule(model: nn.Module, schedule: Schedule) -> None:
+    """Change what runs beside what in all MoE layers of a model (carpool/schedule), shared experts included: with any
+    schedule but "none" they compute beside the ride. On all ranks, between steps."""
+    for own in required_rides(model).values():
+        own.set_schedule(schedule)
+    compute_shared_beside(model, schedule.name != "none")

@@ -1,0 +1,152 @@
+"""Shared experts beside the ride: when they compute, and that answers stay what they are."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import carpool
+import carpool.hf
+from carpool.hf.shared import compute_shared_beside
+from carpool.schedule import Schedule
+from carpool.transport.dedup import Dedup
+from tests.hf.parity import BOUND, full_gradients, relative_error
+from tests.hf.test_behaviours import _model, _own, _save
+from tests.ranks import Ranks
+
+
+def _answer(model: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor | None]]:
+    model.zero_grad(set_to_none=True)
+    loss = model(**_own(model)).loss
+    loss.backward()
+    return loss.detach(), full_gradients(model)
+
+
+def _against_without(path: str, folder: str, how: str) -> tuple[int, bool, float]:
+    """(layers, losses equal, worst gradient) of a model whose shared experts compute beside, against one without."""
+    _save(folder, path)
+    model = _model(folder, path, "carpool-dedup")
+    if how:
+        keep = {"context_fn": carpool.keep_rides} if how == "rides kept" else {}
+        model.activation_checkpointing_enable({"use_reentrant": how == "with reentry", **keep})
+    loss, gradients = _answer(model)
+    layers = compute_shared_beside(model, True)
+    beside, ours = _answer(model)
+    compute_shared_beside(model, False)
+    again, after = _answer(model)
+    assert torch.equal(again, loss)
+    for name, gradient in gradients.items():
+        assert gradient is None or torch.equal(gradient, after[name]), name
+    # A key's bias has no gradient but rounding: see tests/hf/parity.py.
+    least = 1e-3 * max(float(g.abs().max()) for g in gradients.values() if g is not None)
+    worst = max(relative_error(ours[name], g, least) for name, g in gradients.items() if g is not None)
+    return len(layers), torch.equal(beside, loss), worst
+
+
+@pytest.mark.parametrize("how", ["", "with reentry", "without", "rides kept"])
+@pytest.mark.parametrize("folder", ["deepseek_v3", "nemotron_h", "qwen2_moe"])
+def test_answers_are_those_of_shared_experts_after_the_ride(
+    ranks: Ranks, tmp_path: Path, folder: str, how: str
+) -> None:
+    if how and folder != "deepseek_v3":
+        pytest.skip("one model shows it")
+    for layers, equal, worst in ranks(_against_without, str(tmp_path), folder, how):
+        assert (layers > 0) == (folder != "qwen2_moe")
+        assert equal and worst <= BOUND
+
+
+class _Watched(Dedup):
+    """Notes when rows are asked for and waited for."""
+
+    def __init__(self, told: list[str], *args: Any) -> None:
+        super().__init__(*args)
+        self.told = told
+
+    def dispatch(self, x_TH: torch.Tensor, route: Any) -> Any:
+        return self._watch("dispatch", super().dispatch(x_TH, route))
+
+    def combine(self, route: Any) -> Any:
+        return self._watch("combine", super().combine(route))
+
+    def dispatch_gradients(self, dy_TH: torch.Tensor, route: Any) -> Any:
+        return self._watch("dispatch gradients", super().dispatch_gradients(dy_TH, route))
+
+    def combine_gradients(self, route: Any, dweight_RJ: torch.Tensor) -> Any:
+        return self._watch("combine gradients", super().combine_gradients(route, dweight_RJ))
+
+    def _watch(self, what: str, pending: Any) -> Any:
+        finish = pending.finish
+        self.told.append(f"{what} asked")
+        pending.finish = lambda: (self.told.append(what), finish())[1]
+        return pending
+
+
+FORWARD = ["dispatch asked", "shared", "dispatch", "combine asked", "combine"]
+BACKWARD = ["dispatch gradients asked", "dispatch gradients", "combine gradients asked", "shared backward",
+            "combine gradients"]  # fmt: skip
+
+
+def _told(module: nn.Module, own: Any, run: Any) -> list[str]:
+    told: list[str] = []
+    own.transport = _Watched(told, own.group, own.layout.slots_per_rank)
+    first = next(child for child in module.modules() if isinstance(child, nn.Linear))
+    first.register_forward_hook(lambda *_: told.append("shared"))
+    first.register_full_backward_hook(lambda *_: told.append("shared backward"))
+    run()
+    return told
+
+
+def _order_in_a_model(path: str) -> list[str]:
+    _save("deepseek_v3", path, num_hidden_layers=1)
+    model = _model("deepseek_v3", path, "carpool-dedup")
+    carpool.hf.set_schedule(model, Schedule("chunks"))
+    ((name, own),) = carpool.hf.rides(model).items()
+    block = model.get_submodule(name.rpartition(".")[0])
+    return _told(block.shared_experts, own, lambda: _answer(model))
+
+
+def test_when_a_models_shared_experts_compute(ranks: Ranks, tmp_path: Path) -> None:
+    for told in ranks(_order_in_a_model, str(tmp_path)):
+        assert told == FORWARD + BACKWARD
+
+
+def _order_in_the_layer() -> list[str]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
+    layer = carpool.MoE(16, 8, 8, 2, ep_mesh=mesh["ep"], transport="dedup", shared_intermediate_size=8)
+    x = torch.randn(5, 16, requires_grad=True)
+    assert layer.shared is not None
+    return _told(layer.shared, layer, lambda: layer(x).sum().backward())
+
+
+def test_when_the_layers_shared_experts_compute(ranks: Ranks) -> None:
+    for told in ranks(_order_in_the_layer):
+        assert told == FORWARD + BACKWARD
+
+
+def test_the_hook_leaves_the_block_as_it_was(ranks: Ranks, tmp_path: Path) -> None:
+    for same in ranks(_restored, str(tmp_path)):
+        assert same
+
+
+def _restored(path: str) -> bool:
+    _save("deepseek_v3", path)
+    model = _model("deepseek_v3", path)
+    compute_shared_beside(model, True)
+    compute_shared_beside(model, False)
+    blocks = [model.get_submodule(name.rpartition(".")[0]) for name in carpool.hf.rides(model)]
+    return all("forward" not in vars(b.shared_experts) and not b._forward_pre_hooks for b in blocks)
+
+
+def test_sources_that_are_read_still_call_routed_experts_first() -> None:
+    """What `shared_experts` reads is what transformers has: DeepSeek-V3's block, for one."""
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
+
+    source = inspect.getsource(DeepseekV3MoE.forward)
+    assert 0 < source.find("self.experts(") < source.find("self.shared_experts(")
