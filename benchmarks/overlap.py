@@ -10,11 +10,21 @@ optimizer. Contenders take turns step by step:
     none           the plain ride, on the computation's stream
     chunks=1       the same on a stream of its own: hides the backward's combine behind a weight gradient
     chunks=R       and the tokens in R chunks
+    two-batch      two halves of the batch half a layer apart
     nothing        no ride: each rank computes on its own tokens, as many pairs (not the model's function)
+    in two         the plain ride on two halves one after the other, which is what two-batch computes
+    nothing in two
 
-Milliseconds are of the slowest rank, median over steps. "exposed" is what the ride adds to the step without one, as a
-share of the step; "host" is how long the host took to ask for the step's work. Rows of the ride without
-schedule are compared with the scheduled ones before anything is timed: outputs, and gradients of the stack's input.
+Milliseconds are of the slowest rank, median over steps.
+
+    exposed      what the ride adds to the step without one (of two-batch: without one and in two halves), of the step
+    of perfect   max(computation, communication) / ms, where communication is what the plain ride adds; in halves the
+                 same of "in two"
+    host         how long the host took to ask for the step's work: where it is nearly all of the step, the GPU waits
+                 for the host, and what is exposed says little (`--compile` compiles each layer, which takes less)
+
+Rows of the ride without schedule are compared with the scheduled ones before anything is timed: outputs, and gradients
+of the stack's input.
 """
 
 from __future__ import annotations
@@ -23,6 +33,7 @@ import argparse
 import json
 import statistics
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +48,7 @@ from carpool.hf import rides
 from carpool.hf.build import build_model, make_config
 from carpool.hf.expert_parallel import buffers_of_rides
 from carpool.schedule import Schedule
+from carpool.schedule.two_batch import TwoBatch
 from carpool.stats import Traffic
 from carpool.train.environment import environment
 from carpool.transport import NVLinkOptions
@@ -72,6 +84,7 @@ class Contender:
     transport: str
     schedule: Schedule = Schedule()  # noqa: RUF009  # frozen
     ctas: int = 16
+    halves: bool = False
 
 
 def contenders(args: argparse.Namespace) -> dict[str, Contender]:
@@ -83,7 +96,11 @@ def contenders(args: argparse.Namespace) -> dict[str, Contender]:
             name = f"chunks={chunks}" + (f", {ctas} CTAs" if len(args.ctas) > 1 else "")
             found[name] = Contender(args.transport, Schedule("chunks", chunks), ctas)
     found["nothing"] = Contender("nothing")
-    return found
+    if args.batch >= 2:
+        found["two-batch"] = Contender(args.transport, Schedule("two-batch"), args.ctas[0])
+        found["in two"] = Contender(args.transport, halves=True)
+        found["nothing in two"] = Contender("nothing", halves=True)
+    return {name: found[name] for name in args.contenders or found}
 
 
 def prepare(model: torch.nn.Module, contender: Contender, args: argparse.Namespace) -> None:
@@ -113,6 +130,8 @@ def main() -> None:
     parser.add_argument("--transport", default="nvlink")
     parser.add_argument("--chunks", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--ctas", type=int, nargs="+", default=[8], help="of the chunks' rides over nvlink")
+    parser.add_argument("--contenders", nargs="+", default=None, help="some of the above; default: all")
+    parser.add_argument("--compile", action="store_true", help="compile each decoder layer")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--arena-gib", type=float, default=12.0)
     parser.add_argument("--out", type=Path, default=None)
@@ -136,13 +155,35 @@ def main() -> None:
     x = torch.randn(shape, device=device, dtype=model.dtype).requires_grad_()
     dy = torch.randn(*shape[:2], config.vocab_size, device=device, dtype=model.dtype) / 64
 
-    def step() -> torch.Tensor:
+    halves = [part.detach().requires_grad_() for part in x.tensor_split(2)]
+    if args.compile:
+        # One variant for each contender.
+        torch._dynamo.config.recompile_limit = 64
+        for layer in model.model.layers:
+            layer.forward = torch.compile(layer.forward)
+    two_batch = TwoBatch(model)
+
+    def loss(x: torch.Tensor, dy: torch.Tensor, outputs: list[torch.Tensor]) -> torch.Tensor:
         y = model(inputs_embeds=x, use_cache=False).logits
-        y.backward(dy)
-        return y
+        outputs.append(y.detach())
+        return (y * dy).sum()
+
+    def step(contender: Contender) -> tuple[torch.Tensor, torch.Tensor]:
+        """The outputs, and the gradient of the input."""
+        outputs: list[torch.Tensor] = []
+        ways = [partial(loss, *part, outputs) for part in zip(halves, dy.tensor_split(2), strict=True)]
+        if contender.schedule.name == "two-batch":
+            own = next(iter(rides(model).values()))
+            two_batch.backward(ways, own.transport.processors if own.transport is not None else 0)
+        else:
+            for way in ways if contender.halves else [partial(loss, x, dy, outputs)]:
+                way().backward()
+        inputs = halves if contender.halves or contender.schedule.name == "two-batch" else [x]
+        return torch.cat(outputs), torch.cat([part.grad for part in inputs if part.grad is not None])
 
     def clear() -> None:
-        x.grad = None
+        for one in (x, *halves):
+            one.grad = None
         model.zero_grad(set_to_none=True)
 
     names = contenders(args)
@@ -152,18 +193,16 @@ def main() -> None:
         for name in names if number % 2 else reversed(names):
             prepare(model, names[name], args)
             clear()
-            took = timed(step, device)
+            took = timed(partial(step, names[name]), device)
             if number >= 0:
                 times[name].append(took)
         if number == -1:
             for name in names:
                 prepare(model, names[name], args)
                 clear()
-                y = step()
-                assert x.grad is not None
-                answer = y.detach(), x.grad.clone()
+                answer = step(names[name])
                 plain = answer if plain is None else plain
-                if rank == 0 and name != "nothing":
+                if rank == 0 and names[name].transport != "nothing":
                     worst = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(answer, plain, strict=True)]
                     print(f"{name}: output off by {worst[0]:.1e}, input gradient by {worst[1]:.1e}", flush=True)
             plain = None
@@ -177,13 +216,24 @@ def main() -> None:
 
 def report(args: argparse.Namespace, times: dict[str, list[tuple[float, float]]], device: Any, world: int) -> None:
     median = {name: [statistics.median(c) for c in zip(*values, strict=True)] for name, values in times.items()}
-    nothing, none, rows = median["nothing"][0], median["none"][0], []
-    print(f"{args.model}, {args.layers} layers, {args.batch} x {args.sequence} tokens a rank, {args.transport}")
-    print(f"{'schedule':<22}{'ms':>9}{'host':>9}{'exposed':>10}{'against none':>14}")
+    rows = []
+    shown = f"{args.model}, {args.layers} layers, {args.batch} x {args.sequence} tokens a rank, {args.transport}"
+    print(shown + (", compiled" if args.compile else ""))
+    print(f"{'schedule':<22}{'ms':>9}{'host':>9}{'exposed':>10}{'of perfect':>12}{'against none':>14}")
     for name, (ms, host) in median.items():
-        exposed = (ms - nothing) / ms
-        print(f"{name:<22}{ms:>9.2f}{host:>9.2f}{100 * exposed:>9.1f}%{none / ms:>13.3f}x", flush=True)
-        rows.append({"schedule": name, "ms": ms, "host_ms": host, "exposed": exposed, "all_ms": times[name]})
+        plain, bare = ("in two", "nothing in two") if "two" in name else ("none", "nothing")
+        exposed = perfect = None
+        if plain in median and bare in median:
+            none, nothing = median[plain][0], median[bare][0]
+            exposed, perfect = (ms - nothing) / ms, max(nothing, none - nothing) / ms
+        against = median["none"][0] / ms if "none" in median else None
+        shares = [
+            f"{'-':>{wide}}" if share is None else f"{share:>{wide}.{digits}%}"
+            for share, wide, digits in ((exposed, 10, 1), (perfect, 12, 0), (against, 14, 0))
+        ]
+        print(f"{name:<22}{ms:>9.2f}{host:>9.2f}{''.join(shares)}", flush=True)
+        row = {"schedule": name, "ms": ms, "host_ms": host, "exposed": exposed, "of_perfect": perfect}
+        rows.append({**row, "all_ms": times[name]})
     if args.out:
         settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
         about = {"settings": settings, "environment": environment(device, world)}
