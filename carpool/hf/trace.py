@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,6 +41,14 @@ from carpool.placement.trace import Trace
 from carpool.stats import in_recompute
 
 _NO_EXPERT = -1
+
+
+class Mark(NamedTuple):
+    """A place in what a recorder has seen."""
+
+    forwards: int
+    recorded: int
+    lengths: tuple[int, ...]
 
 
 class TraceRecorder:
@@ -152,6 +160,14 @@ class TraceRecorder:
         """Forget what was recorded: the experts have moved on, or the text is another."""
         self._lengths = [0] * len(self._lengths)
         self._recorded, self._misfit = 0, None
+
+    def mark(self) -> Mark:
+        """Where the recorder is, for `rewind`."""
+        return Mark(self._forwards, self._recorded, tuple(self._lengths))
+
+    def rewind(self, mark: Mark) -> None:
+        """Forget the forwards since `mark`: they are void, and those that follow stand for them, as many."""
+        self._forwards, self._recorded, self._lengths = mark.forwards, mark.recorded, list(mark.lengths)
 
     def close(self) -> None:
         """Take the hooks off the model and give the memory back."""

@@ -91,6 +91,26 @@ def test_the_newest_are_kept_and_every_other_is_left_out() -> None:
     _run(model, recorder, watch, 1)
 
 
+@pytest.mark.parametrize("before", [1, 7])
+def test_a_step_that_is_repeated_counts_once(before: int) -> None:
+    """A step that did not fit into its buffers runs again, and the first time is void; also where the ring is full."""
+    model, traces = tiny_model(discover()["olmoe"]).train(), []
+    for voids in (0, 2):
+        with TraceRecorder(model, 15, stretch=5, every=2) as recorder:
+            for step in range(before + 3):
+                mark = recorder.mark()
+                for void in range(voids if step >= before else 0):
+                    for micro in range(3):
+                        model(**tiny_batch(model, 100 + void + micro))
+                    recorder.rewind(mark)
+                for micro in range(3):
+                    model(**tiny_batch(model, 3 * step + micro))
+            traces.append(recorder.trace())
+    once, again = traces
+    assert (once.expert_LTK == again.expert_LTK).all() and (once.sequence_T == again.sequence_T).all()
+    assert once.token_T is not None and again.token_T is not None and (once.token_T == again.token_T).all()
+
+
 def test_a_file_holds_it(tmp_path: Path) -> None:
     model = tiny_model(discover()["olmoe"]).train()
     with TraceRecorder(model, 64) as recorder:
