@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from carpool.beside import Beside
 from carpool.numbered import Numbered
 
 VERBS = ("plan", "dispatch", "combine", "dispatch_backward", "combine_backward")
@@ -116,6 +117,20 @@ def range_name(layer: str, direction: str, piece: str, chunk: int | None = None)
     return "::".join(["carpool", layer, direction, piece, *([] if chunk is None else [str(chunk)])])
 
 
+def watched() -> bool:
+    """Whether a profiler sees ranges. One costs 40 us, and a layer has six."""
+    # This flag is the process's: a thread's own (`torch.autograd._profiler_enabled`) says no in a thread that was there
+    # before the profiler.
+    return torch.autograd.profiler._is_profiler_enabled or NSIGHT
+
+
+def shown(name: str) -> AbstractContextManager[Any]:
+    """A range that profilers see around the enclosed work."""
+    if torch.autograd.profiler._is_profiler_enabled:
+        return torch.profiler.record_function(name)
+    return torch.cuda.nvtx.range(name) if NSIGHT else nullcontext()
+
+
 # Calls whose times are kept: nobody may ever ask, and a run has millions.
 KEPT_SPANS = 1024
 
@@ -140,15 +155,11 @@ class Meter:
 
     def named(self, name: str, direction: str, chunk: int | None = None) -> AbstractContextManager[Any]:
         """A range that profilers see around the enclosed work, without timing it."""
-        # A profiler's range costs 40 us, and a layer has six. This flag is the process's: a thread's own
-        # (`torch.autograd._profiler_enabled`) says no in a thread that was there before the profiler.
-        profiled = torch.autograd.profiler._is_profiler_enabled
-        if not (profiled or NSIGHT):
+        if not watched():
             return nullcontext()
         if direction == "forward" and in_recompute():
             direction = "recompute"
-        shown = range_name(self.layer, direction, name, chunk)
-        return torch.profiler.record_function(shown) if profiled else torch.cuda.nvtx.range(shown)
+        return shown(range_name(self.layer, direction, name, chunk))
 
     @contextmanager
     def span(
@@ -226,11 +237,16 @@ class RideSpans:
 
 
 class LayerStats(Numbered):
-    """Counters of one layer on one rank, since the last `reset`."""
+    """Counters of one layer on one rank, since the last `reset`.
+
+    Attributes:
+        beside: is told where the layer's backward rides are.
+    """
 
     def __init__(self, num_experts: int, num_ranks: int, rank: int) -> None:
         self.traffic = Traffic(num_ranks, rank)
         self.meter = Meter()
+        self.beside = Beside()
         self.num_experts = num_experts
         self._load_E: torch.Tensor | None = None
         self._entropy: torch.Tensor | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import unittest.mock
 import weakref
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from carpool.experts import (
 from carpool.ordered_sum import ordered_sum
 from carpool.placement import VERBS, predict
 from carpool.ride import ride, ride_module
+from carpool.schedule import Schedule
 from carpool.stats import LayerStats, Traffic
 from carpool.transport import (
     TRANSPORTS,
@@ -444,3 +446,27 @@ def test_ordered_sum_on_cuda_equals_that_of_the_cpu_bit_for_bit(dtype: torch.dty
         got = ordered_sum(values.cuda(), index.cuda(), rows, weight.cuda())
         assert torch.equal(got, ordered_sum(values.cuda(), index.cuda(), rows, weight.cuda())), "bitwise equal twice"
         torch.testing.assert_close(got.cpu(), ordered_sum(values, index, rows, weight), rtol=1e-5, atol=1e-1)
+
+
+def _messages(name: str, chunks: int) -> list[str]:
+    """The all-to-alls of a ride in chunks, forward and backward, by the width of a row."""
+    schedule = Schedule("chunks", chunks)
+    layer = carpool.MoE(8, 4, 8, 2, ep_mesh=mesh((4,), ("ep",))["ep"], transport=name, schedule=schedule)
+    x_TH = torch.randn(9, 8, requires_grad=True)
+    told: list[str] = []
+    exchange, kinds = dist.all_to_all_single, {torch.float32: "rows", torch.int32: "choices", torch.int64: "counts"}
+
+    def watched(out: torch.Tensor, rows: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        told.append(kinds[rows.dtype] if rows.dtype != torch.float32 or rows.shape[1] == 8 else "gradients")
+        return exchange(out, rows, *args, **kwargs)
+
+    with unittest.mock.patch.object(dist, "all_to_all_single", watched):
+        layer(x_TH).sum().backward()
+    return told
+
+
+@pytest.mark.parametrize("name", ["dedup", "alltoall"])
+def test_chunks_share_what_is_small(name: str, ranks: Ranks) -> None:
+    for chunks in (1, 3):
+        for told in ranks(_messages, name, chunks):
+            assert Counter(told) == {"counts": 1, "choices": 1, "rows": 4 * chunks, "gradients": 1}

@@ -22,7 +22,7 @@ compute rows alone, weight gradients to rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -64,7 +64,7 @@ class Departed(NamedTuple):
     """
 
     x_C: tuple[torch.Tensor, ...]
-    routes: list[Any]
+    routes: Sequence[Any]
     coming: dict[int, Pending]
     span: RideSpans
 
@@ -82,8 +82,7 @@ def depart(
     stats.tokens_dispatched += x_TH.shape[0]
     with span("dispatch", 0):
         # All plans first: where the host waits for one, it must not wait for a dispatch as well.
-        given = zip(slot_TK.tensor_split(chunks), weight_TK.tensor_split(chunks), strict=True)
-        routes: list[Any] = [transport.plan(slot, weight, stats.traffic) for slot, weight in given]
+        routes = transport.plan_chunks(slot_TK.tensor_split(chunks), weight_TK.tensor_split(chunks), stats.traffic)
         departed = Departed(x_TH.tensor_split(chunks), routes, {}, span)
         _ask(departed, 0, transport)
     return departed

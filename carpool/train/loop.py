@@ -377,7 +377,7 @@ class _Run:
         buffers = buffers_of_rides(self.rides)
         if not buffers:
             return compute()
-        before = random_state(self.device)
+        before, mark = random_state(self.device), self.placement.mark()
         while True:
             result = compute()
             room = make_room(buffers, self.most_tokens, self.device)
@@ -386,6 +386,7 @@ class _Run:
             self.model.zero_grad(set_to_none=True)
             restore_random_state(before, self.device)
             self.metrics.reset()
+            self.placement.rewind(mark)
             self.recorder.write("repeat", self.step, **room._asdict())
             kept = f", {room.arena_bytes / 2**20:,.0f} MiB for the backward" if room.arena_bytes else ""
             self.display.say(

@@ -200,6 +200,13 @@ class Transport(Protocol):
         """
         ...
 
+    def plan_chunks(
+        self, slot_C: Sequence[torch.Tensor], weight_C: Sequence[torch.Tensor], traffic: Traffic
+    ) -> Sequence[Any]:
+        """The routes of the chunks of one ride, whose tokens these are; as `plan` of each. They are dispatched in
+        order."""
+        ...
+
     def dispatch(self, x_TH: torch.Tensor, route: Any) -> Pending:
         """Send each row where the route says. `wait()` gives the `Arrivals`."""
         ...

@@ -12,10 +12,16 @@ row sent. They differ only in which rows are on the list: a subclass says how ma
 The sizes have to be known on the host before an all-to-all, so `plan` exchanges counts and reads them back: one
 host synchronisation per layer on CUDA. That is the price of NCCL; the transports that write into peers' memory
 do not pay it.
+
+Chunks of one ride share what is small: one message has the counts of all of them, one their slots and weights, and in
+the backward one the weights' gradients. Each chunk's rows are a message of their own. To each rank:
+
+    counts [chunk 0, chunk 1]     choices [of chunk 0, of chunk 1]     rows of chunk 0     rows of chunk 1
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +34,7 @@ from carpool.ordered_sum import ordered_sum
 from carpool.stats import Traffic
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Arrivals, Pending, Route
 
-# Each rank tells each other how many rows and how many (row, slot) pairs will come: two int64.
+# Each rank tells each other how many rows and how many (row, slot) pairs will come of a chunk: two int64.
 COUNT_BYTES = 16
 # What is left to NCCL's channels, which take a multiprocessor each: an estimate, not measured.
 NCCL_PROCESSORS = 16
@@ -51,12 +57,69 @@ class RowsToSend:
 
 @dataclass(kw_only=True)
 class ExchangeRoute(Route):
+    """Attributes:
+    token_N, choice_NJ: of `RowsToSend`.
+    send, receive: rows to and from each rank.
+    number: which chunk of its ride it is; the first is dispatched first.
+    packed_CN2J: slots and weights of the rows that each chunk sends, seen as integers.
+    choices: the message of these.
+    gradients: that of the weights' gradients.
+    """
+
     token_N: torch.Tensor
     choice_NJ: torch.Tensor
-    slot_NJ: torch.Tensor
-    weight_NJ: torch.Tensor
     send: tuple[int, ...]
     receive: tuple[int, ...]
+    number: int
+    packed_CN2J: list[torch.Tensor]
+    choices: Together
+    gradients: Together
+
+
+class Together:
+    """A message that has the rows of several chunks, sent when all of them are there.
+
+    Args:
+        start: starts an all-to-all and returns what waits for it, as `ExchangeTransport._start`.
+        send_CW, receive_CW: of each chunk, rows to and from each rank.
+    """
+
+    def __init__(self, start: Any, send_CW: Sequence[Sequence[int]], receive_CW: Sequence[Sequence[int]]) -> None:
+        self._start, self._send_CW, self._receive_CW = start, send_CW, receive_CW
+        self._given: dict[int, torch.Tensor] = {}
+        self._came: dict[int, torch.Tensor] = {}
+        self._finish: Any = None
+
+    def put(self, chunk: int, rows: torch.Tensor) -> None:
+        """The rows of a chunk, sorted by the rank that they go to. With the last one the message leaves."""
+        self._given[chunk] = rows
+        if len(self._given) == len(self._send_CW):
+            given, self._given = self._given, {}
+            self.send([given[number] for number in range(len(given))])
+
+    def send(self, parts: Sequence[torch.Tensor]) -> None:
+        """The message, of the rows of each chunk."""
+        sent, received = (
+            tuple(map(sum, zip(*sizes_CW, strict=True))) for sizes_CW in (self._send_CW, self._receive_CW)
+        )
+        self._finish, self._came = self._start(_by_rank(parts, self._send_CW), sent, received), {}
+
+    def take(self, chunk: int) -> torch.Tensor:
+        """What came for a chunk, sorted by the rank that it came from. Once for each chunk of a message."""
+        if not self._came:
+            out, self._finish = self._finish(), None
+            chunks = len(self._receive_CW)
+            pieces = out.split([count for counts in zip(*self._receive_CW, strict=True) for count in counts])
+            self._came = {n: out if chunks == 1 else torch.cat(pieces[n::chunks]) for n in range(chunks)}
+        return self._came.pop(chunk)
+
+
+def _by_rank(parts: Sequence[torch.Tensor], sizes_CW: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Rows of chunks, each sorted by rank: all, sorted by rank, then by chunk."""
+    if len(parts) == 1:
+        return parts[0]
+    pieces = [part.split(list(sizes)) for part, sizes in zip(parts, sizes_CW, strict=True)]
+    return torch.cat([piece for of_rank in zip(*pieces, strict=True) for piece in of_rank])
 
 
 class ExchangeTransport(Numbered):
@@ -90,45 +153,64 @@ class ExchangeTransport(Numbered):
         raise TypeError(f"{type(self).__name__} does not say which rows to send")
 
     def plan(self, slot_TK: torch.Tensor, weight_TK: torch.Tensor, traffic: Traffic) -> ExchangeRoute:
-        rank_TK = slot_TK.div(self.slots_per_rank, rounding_mode="floor")  # -1 stays -1
-        here_WTK = rank_TK == torch.arange(self.num_ranks, device=slot_TK.device).view(-1, 1, 1)
-        counts_W2 = torch.stack([self.count_rows(here_WTK), here_WTK.sum((1, 2))], dim=1)
-        received_W2 = counts_W2
+        return self.plan_chunks([slot_TK], [weight_TK], traffic)[0]
+
+    def plan_chunks(
+        self, slot_C: Sequence[torch.Tensor], weight_C: Sequence[torch.Tensor], traffic: Traffic
+    ) -> list[ExchangeRoute]:
+        ranks_W11 = torch.arange(self.num_ranks, device=slot_C[0].device).view(-1, 1, 1)
+        # -1 stays -1.
+        here_C = [slot_TK.div(self.slots_per_rank, rounding_mode="floor") == ranks_W11 for slot_TK in slot_C]
+        counts = [count for here_WTK in here_C for count in (self.count_rows(here_WTK), here_WTK.sum((1, 2)))]
+        counts_WN = torch.stack(counts, dim=1)
+        received_WN = counts_WN
         if self.num_ranks > 1:
-            received_W2 = torch.empty_like(counts_W2)
-            dist.all_to_all_single(received_W2, counts_W2, group=self.group)
+            received_WN = torch.empty_like(counts_WN)
+            dist.all_to_all_single(received_WN, counts_WN, group=self.group)
         # The one place where the host waits for the device.
-        send, choices, receive, pairs = torch.cat([counts_W2, received_W2], dim=1).t().tolist()
-        traffic.add("plan", [1] * self.num_ranks, COUNT_BYTES)
-        rows = self.list_rows(slot_TK, here_WTK, sum(send))
-        # One place more than there are choices: the empty entries point at it.
-        padded = torch.cat([weight_TK.reshape(-1), weight_TK.new_zeros(1)])
-        return ExchangeRoute(
-            num_tokens=slot_TK.shape[0],
-            top_k=slot_TK.shape[1],
-            num_rows=sum(receive),
-            choices_per_row=rows.slot_NJ.shape[1],
-            num_pairs=sum(pairs),
-            choices_W=tuple(choices),
-            traffic=traffic,
-            token_N=rows.token_N,
-            choice_NJ=rows.choice_NJ,
-            slot_NJ=rows.slot_NJ,
-            weight_NJ=padded[rows.choice_NJ].float(),
-            send=tuple(send),
-            receive=tuple(receive),
+        sizes_NW = torch.cat([counts_WN, received_WN], dim=1).t().tolist()
+        traffic.add("plan", [1] * self.num_ranks, COUNT_BYTES * len(slot_C))
+        (send_CW, chosen_CW), (receive_CW, pairs_CW) = (
+            (sizes_NW[first : first + len(counts) : 2], sizes_NW[first + 1 : first + len(counts) : 2])
+            for first in (0, len(counts))
         )
+        choices, gradients = Together(self._start, send_CW, receive_CW), Together(self._start, receive_CW, send_CW)
+        packed_CN2J: list[torch.Tensor] = []
+        routes = []
+        for number, (slot_TK, weight_TK) in enumerate(zip(slot_C, weight_C, strict=True)):
+            rows = self.list_rows(slot_TK, here_C[number], sum(send_CW[number]))
+            # One place more than there are choices: the empty entries point at it.
+            padded = torch.cat([weight_TK.reshape(-1), weight_TK.new_zeros(1)])
+            weight_NJ = padded[rows.choice_NJ].float()
+            packed_CN2J.append(torch.cat([rows.slot_NJ, weight_NJ.view(torch.int32)], dim=1))
+            route = ExchangeRoute(
+                num_tokens=slot_TK.shape[0],
+                top_k=slot_TK.shape[1],
+                num_rows=sum(receive_CW[number]),
+                choices_per_row=rows.slot_NJ.shape[1],
+                num_pairs=sum(pairs_CW[number]),
+                choices_W=tuple(chosen_CW[number]),
+                traffic=traffic,
+                token_N=rows.token_N,
+                choice_NJ=rows.choice_NJ,
+                send=tuple(send_CW[number]),
+                receive=tuple(receive_CW[number]),
+                number=number,
+                packed_CN2J=packed_CN2J,
+                choices=choices,
+                gradients=gradients,
+            )
+            routes.append(route)
+        return routes
 
     def dispatch(self, x_TH: torch.Tensor, route: ExchangeRoute) -> Pending:
         rows = self._start(x_TH[route.token_N], route.send, route.receive)
-        # Slots and weights share one message: the weights' bits, seen as integers.
-        packed_N2J = torch.cat([route.slot_NJ, route.weight_NJ.view(torch.int32)], dim=1)
-        choices = self._start(packed_N2J, route.send, route.receive)
-        width = route.slot_NJ.shape[1]
+        if route.number == 0:
+            route.choices.send(route.packed_CN2J)
         route.count("out", route.send, x_TH, CHOICE_BYTES)
 
         def finish() -> Arrivals:
-            slot_RJ, weight_bits_RJ = choices().split(width, dim=1)
+            slot_RJ, weight_bits_RJ = route.choices.take(route.number).split(route.choices_per_row, dim=1)
             weight_RJ = weight_bits_RJ.contiguous().view(torch.float32)
             return Arrivals(rows(), slot_RJ.contiguous(), weight_RJ, route.num_pairs)
 
@@ -152,10 +234,10 @@ class ExchangeTransport(Numbered):
 
     def combine_gradients(self, route: ExchangeRoute, dweight_RJ: torch.Tensor) -> Pending:
         dx = self._combine(route, GRADIENT_BYTES)
-        dweights = self._start(dweight_RJ.contiguous(), route.receive, route.send)
+        route.gradients.put(route.number, dweight_RJ)
 
         def finish() -> tuple[torch.Tensor, torch.Tensor]:
-            dweight_NJ = dweights()
+            dweight_NJ = route.gradients.take(route.number)
             choices = route.num_tokens * route.top_k
             # Each choice is served in one place, so this is a permutation, plus a heap of empty entries at the end.
             flat = dweight_NJ.new_zeros(choices + 1)

@@ -13,6 +13,7 @@ when K is larger than W, which is why MegaScale-MoE (arXiv 2505.11432, section 4
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,6 +77,11 @@ class Gather(Numbered):
             slot_RK=torch.where(mine_RK, slot_RK % self.slots_per_rank, -1).int(),
             weight_RK=weight_RK.masked_fill(~mine_RK, 0.0),
         )
+
+    def plan_chunks(
+        self, slot_C: Sequence[torch.Tensor], weight_C: Sequence[torch.Tensor], traffic: Traffic
+    ) -> list[GatherRoute]:
+        return [self.plan(slot_TK, weight_TK, traffic) for slot_TK, weight_TK in zip(slot_C, weight_C, strict=True)]
 
     def dispatch(self, x_TH: torch.Tensor, route: GatherRoute) -> Pending:
         x_RH = self._gather(F.pad(x_TH, (0, 0, 0, route.padded_tokens - route.num_tokens)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,6 +39,11 @@ class Home(Numbered):
             slot_TK=slot_TK,
             weight_TK=weight_TK,
         )
+
+    def plan_chunks(
+        self, slot_C: Sequence[torch.Tensor], weight_C: Sequence[torch.Tensor], traffic: Traffic
+    ) -> list[HomeRoute]:
+        return [self.plan(slot_TK, weight_TK, traffic) for slot_TK, weight_TK in zip(slot_C, weight_C, strict=True)]
 
     def dispatch(self, x_TH: torch.Tensor, route: HomeRoute) -> Pending:
         arrivals = Arrivals(x_TH, route.slot_TK, route.weight_TK, route.num_pairs, sums_unwanted=False)

@@ -34,7 +34,7 @@ from torch import nn
 from carpool.hf.expert_parallel import ExpertRides, rides
 from carpool.hf.layouts import check_layouts, current_layouts, set_layout
 from carpool.hf.metrics import RideRecord
-from carpool.hf.trace import TraceRecorder
+from carpool.hf.trace import Mark, TraceRecorder
 from carpool.layout import ExpertLayout
 from carpool.layouts import Layouts
 from carpool.parallel.migrate import Moved
@@ -143,6 +143,15 @@ class Placement:
             self.pending = None
         if step % self.section.every == 0 and self.pending is None and step + self.section.lag < self.last_step:
             self._ask(step)
+
+    def mark(self) -> Mark | None:
+        """Before what may have to be repeated."""
+        return self.recorder.mark() if self.recorder is not None else None
+
+    def rewind(self, mark: Mark | None) -> None:
+        """What ran since `mark` is void, and is repeated."""
+        if self.recorder is not None and mark is not None:
+            self.recorder.rewind(mark)
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: the same on all ranks. An answer that is under way is waited for, and used when it is

@@ -20,6 +20,7 @@ Needs CUDA, Triton, and ranks of one host whose GPUs reach each other's memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -193,6 +194,11 @@ class NVLink(Numbered):
             choices_BW=choices_BW,
             received_W=count_2W.new_empty(self.num_ranks),
         )
+
+    def plan_chunks(
+        self, slot_C: Sequence[torch.Tensor], weight_C: Sequence[torch.Tensor], traffic: Traffic
+    ) -> list[NVLinkRoute]:
+        return [self.plan(slot_TK, weight_TK, traffic) for slot_TK, weight_TK in zip(slot_C, weight_C, strict=True)]
 
     def dispatch(self, x_TH: torch.Tensor, route: NVLinkRoute) -> Pending:
         slot_RJ = route.slot_TK.new_empty(route.num_rows, route.top_k)
