@@ -14,9 +14,9 @@ the auxiliary loss is a product of two means and therefore not linear in the bat
 `route` says in plain PyTorch what becomes of logits. On CUDA `carpool.routing_kernel` does the same in one pass,
 forward and backward. Both choose alike: of equal scores the lower expert id wins.
 
-Lossy, off by default: `capacity_factor` drops tokens beyond an expert's capacity (counted in `dropped`), and
-`num_groups`/`topk_groups` restrict a token to the experts of a few groups, wherever they live. To few ranks or nodes of
-a layout it is restricted by carpool/routing_limit.py.
+Lossy, off by default: `DropOptions` drop choices beyond an expert's capacity, or second choices at random (counted in
+`dropped`), and `num_groups`/`topk_groups` restrict a token to the experts of a few groups, wherever they live. To few
+ranks or nodes of a layout it is restricted by carpool/routing_limit.py.
 """
 
 from __future__ import annotations
@@ -76,6 +76,78 @@ class Routing:
             raise ValueError("routing.expert_TK names an expert twice for one token; add the two weights instead")
 
 
+@dataclass(frozen=True)
+class DropOptions:
+    """Which choices are not served. LOSSY; the defaults drop nothing. What is kept is not weighed anew.
+
+    Attributes:
+        capacity_factor: at most ceil(capacity_factor * T * K / E) choices of each expert are kept among this rank's T
+            tokens, and the others dropped. None: no limit.
+        first_choices_first: who fills that capacity: all tokens' best choices, then all second ones, and so on
+            (GShard, arXiv 2006.16668, algorithm 1). False: token after token.
+        random_second: with K = 2 and while training, a token keeps its second choice with probability
+            min(1, 2 w2 / (w1 + w2)) (GShard, "random routing"). One that is not kept takes no place.
+
+    Example, E = 2, K = 1, T = 3, capacity_factor 1: each expert keeps ceil(3 / 2) = 2 choices; of 0, 0, 0 the third is
+    dropped.
+    """
+
+    capacity_factor: float | None = None
+    first_choices_first: bool = False
+    random_second: bool = False
+
+    def check(self, top_k: int) -> None:
+        """Raise ValueError for what cannot be with K choices per token."""
+        if self.capacity_factor is not None and self.capacity_factor <= 0:
+            raise ValueError(f"capacity_factor={self.capacity_factor} must be positive, or None to drop nothing")
+        if self.first_choices_first and self.capacity_factor is None:
+            raise ValueError("first_choices_first says who fills a capacity, but capacity_factor is None; set it")
+        if self.random_second and top_k != 2:
+            raise ValueError(f"random_second drops second choices of two, but a token has {top_k}")
+
+    @property
+    def active(self) -> bool:
+        return self.capacity_factor is not None or self.random_second
+
+    @property
+    def lossy_reasons(self) -> list[str]:
+        """For logs and reports: how this changes the model's function."""
+        reasons = []
+        if self.capacity_factor is not None:
+            reasons.append(f"choices beyond {self.capacity_factor:g} times an expert's even share are dropped")
+        if self.random_second:
+            reasons.append("second choices are dropped at random")
+        return reasons
+
+    @torch.no_grad()
+    def kept(self, routing: Routing, num_experts: int, training: bool) -> torch.Tensor:
+        """(T, K) bool: whether a choice is served. Looks at no value on the host; random numbers are the device's."""
+        expert_TK, weight_TK = routing.expert_TK, routing.weight_TK
+        kept_TK = expert_TK >= 0
+        if self.random_second and training:
+            assert weight_TK is not None
+            share_T = weight_TK[:, 1] / weight_TK.sum(1).clamp(min=1e-20)
+            kept_TK[:, 1] &= torch.rand_like(share_T) < 2 * share_T
+        if self.capacity_factor is None:
+            return kept_TK
+        capacity = math.ceil(self.capacity_factor * expert_TK.numel() / num_experts)
+        # N: choices in the order in which they take their places.
+        order = (lambda matrix: matrix.t()) if self.first_choices_first else (lambda matrix: matrix)
+        chosen_N, wanted_N = (order(matrix).reshape(-1) for matrix in (expert_TK.clamp(min=0).long(), kept_TK))
+        chosen_NE = F.one_hot(chosen_N, num_experts) * wanted_N.unsqueeze(1)
+        before_N = (chosen_NE.cumsum(0) * chosen_NE).sum(1) - 1
+        fits_N = wanted_N & (before_N < capacity)
+        return order(fits_N.view(order(expert_TK).shape))
+
+    def drop(self, routing: Routing, num_experts: int, training: bool) -> tuple[Routing, torch.Tensor]:
+        """(What is left, how many choices were dropped, as a scalar on the device)."""
+        assert routing.weight_TK is not None
+        kept_TK = self.kept(routing, num_experts, training)
+        dropped = ((routing.expert_TK >= 0) & ~kept_TK).sum()
+        left = Routing(routing.expert_TK.masked_fill(~kept_TK, -1), routing.weight_TK.masked_fill(~kept_TK, 0.0))
+        return left, dropped
+
+
 class Router(nn.Module):
     """A linear router with top-k selection.
 
@@ -88,9 +160,7 @@ class Router(nn.Module):
             sum of each group's two best scores (DeepSeek-V3, section 2.1.2: node-limited routing). 0: off.
         aux_loss_coef, z_loss_coef: weights of the two losses in `aux_loss`. 0: off.
         bias_update_rate: step of the bias in `update_bias`. 0: off, no bias.
-        capacity_factor: keep at most ceil(capacity_factor * T * K / E) choices of each expert among this rank's T
-            tokens, earlier tokens first, and drop the rest, without weighing what is kept anew. None: nothing is ever
-            dropped.
+        capacity_factor, first_choices_first, random_second: what is dropped, see `DropOptions`. By default nothing is.
         groups: process groups over which statistics are summed, one after another; together they must cover all
             ranks that hold tokens of the batch (the expert-parallel group and that of its copies).
 
@@ -119,6 +189,8 @@ class Router(nn.Module):
         z_loss_coef: float = 0.0,
         bias_update_rate: float = 0.0,
         capacity_factor: float | None = None,
+        first_choices_first: bool = False,
+        random_second: bool = False,
         groups: Sequence[dist.ProcessGroup] = (),
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -130,13 +202,13 @@ class Router(nn.Module):
             raise ValueError(f"score={score!r} is not known; use 'softmax' or 'sigmoid'")
         if num_groups or topk_groups:
             _check_groups(num_experts, num_experts_per_tok, num_groups, topk_groups)
-        if capacity_factor is not None and capacity_factor <= 0:
-            raise ValueError(f"capacity_factor={capacity_factor} must be positive, or None to drop nothing")
+        self.drops = DropOptions(capacity_factor, first_choices_first, random_second)
+        self.drops.check(num_experts_per_tok)
         self.num_experts, self.top_k = num_experts, num_experts_per_tok
         self.score, self.normalize, self.scaling_factor = score, normalize, scaling_factor
         self.num_groups, self.topk_groups = num_groups, topk_groups
         self.aux_loss_coef, self.z_loss_coef = aux_loss_coef, z_loss_coef
-        self.bias_update_rate, self.capacity_factor = bias_update_rate, capacity_factor
+        self.bias_update_rate = bias_update_rate
         self.groups = tuple(groups)
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size, device=device, dtype=dtype))
         # Selection is sensitive to rounding, so the bias stays float32 whatever the weights are.
@@ -167,23 +239,12 @@ class Router(nn.Module):
         if self.training and not in_recompute():
             # Activation checkpointing runs this forward twice; the tokens came once. Evaluation must not train.
             self.load_E += count_E
-        if self.capacity_factor is not None:
-            kept_TK = self._within_capacity(expert_TK)
+        routing = Routing(expert_TK, weight_TK)
+        if self.drops.active:
+            routing, dropped = self.drops.drop(routing, self.num_experts, self.training)
             if not in_recompute():
-                self.dropped += ((expert_TK >= 0) & ~kept_TK).sum()
-            expert_TK = expert_TK.masked_fill(~kept_TK, -1)
-            weight_TK = weight_TK.masked_fill(~kept_TK, 0.0)
-        return Routing(expert_TK, weight_TK)
-
-    @torch.no_grad()
-    def _within_capacity(self, expert_TK: torch.Tensor) -> torch.Tensor:
-        """(T, K) bool: whether a choice is among the first `capacity` of its expert, in token order."""
-        assert self.capacity_factor is not None
-        capacity = math.ceil(self.capacity_factor * expert_TK.numel() / self.num_experts)
-        flat = expert_TK.reshape(-1).long()
-        chosen = F.one_hot(flat.clamp(min=0), self.num_experts) * (flat >= 0).unsqueeze(-1)
-        position = (chosen.cumsum(0) * chosen).sum(-1) - 1
-        return ((position < capacity) & (flat >= 0)).view_as(expert_TK)
+                self.dropped += dropped
+        return routing
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Router:
         """`module.to(...)`: the bias follows to the device and keeps its dtype and digits."""

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from carpool import Router, Routing
+from carpool.routing import DropOptions
 from tests.reference import Spec, balance_losses, router_scores, select
 
 T, H, E = 37, 20, 12
@@ -190,21 +191,26 @@ def test_a_router_without_bias_says_so() -> None:
 
 @pytest.mark.parametrize("factor", [0.25, 0.5, 1.0, 1.5, 100.0])
 @pytest.mark.parametrize("top_k", [1, 3, 8])
-def test_capacity_keeps_the_first_tokens_of_each_expert_and_counts_the_rest(factor: float, top_k: int) -> None:
+@pytest.mark.parametrize("first_choices_first", [False, True])
+def test_capacity_keeps_the_first_of_each_expert_and_counts_the_rest(
+    factor: float, top_k: int, first_choices_first: bool
+) -> None:
     plain, x = make(top_k=top_k)
-    router, _ = make(top_k=top_k, capacity_factor=factor)
+    router, _ = make(top_k=top_k, capacity_factor=factor, first_choices_first=first_choices_first)
     wanted, got = plain(x), router(x)
     capacity = math.ceil(factor * T * top_k / E)
     seen, dropped = [0] * E, 0
-    for t in range(T):
-        for k in range(top_k):
-            e = int(wanted.expert_TK[t, k])
-            seen[e] += 1
-            if seen[e] > capacity:
-                dropped += 1
-                assert got.expert_TK[t, k] == -1 and got.weight_TK[t, k] == 0
-            else:
-                assert got.expert_TK[t, k] == e and got.weight_TK[t, k] == wanted.weight_TK[t, k]
+    order = [(t, k) for t in range(T) for k in range(top_k)]
+    if first_choices_first:
+        order.sort(key=lambda place: place[1])
+    for t, k in order:
+        e = int(wanted.expert_TK[t, k])
+        seen[e] += 1
+        if seen[e] > capacity:
+            dropped += 1
+            assert got.expert_TK[t, k] == -1 and got.weight_TK[t, k] == 0
+        else:
+            assert got.expert_TK[t, k] == e and got.weight_TK[t, k] == wanted.weight_TK[t, k]
     assert router.dropped.item() == dropped
     assert (dropped > 0) if factor <= 0.5 else (dropped == 0) if factor == 100.0 else True
     router(x)
@@ -231,6 +237,62 @@ def test_capacity_and_replayed_holes() -> None:
     assert router.dropped.item() == T - capacity
 
 
+def test_second_choices_are_kept_in_proportion_to_their_weight_while_training() -> None:
+    router, x = make(top_k=2, random_second=True)
+    plain, _ = make(top_k=2)
+    wanted, times = plain(x), 400
+    torch.manual_seed(0)
+    kept_T = sum((router(x).expert_TK[:, 1] >= 0).double() for _ in range(times)) / times
+    share_T = (2 * wanted.weight_TK[:, 1] / wanted.weight_TK.sum(1)).double()
+    assert 0 < share_T.min() < 0.5 and share_T.max() > 0.9
+    # Five standard deviations of a mean of 400 draws.
+    assert (kept_T - share_T).abs().max() < 5 * 0.5 / math.sqrt(times)
+    assert router.dropped.item() == pytest.approx(times * (1 - share_T).sum().item(), rel=0.05)
+    torch.manual_seed(1)
+    first = router(x)
+    torch.manual_seed(1)
+    assert torch.equal(first.expert_TK, router(x).expert_TK)
+    assert torch.equal(first.expert_TK[:, 0], wanted.expert_TK[:, 0])
+    assert torch.equal(first.weight_TK, wanted.weight_TK.masked_fill(first.expert_TK < 0, 0.0))
+    assert torch.equal(router.eval()(x).expert_TK, wanted.expert_TK)
+
+
+def test_a_second_choice_that_is_not_taken_leaves_its_place_to_others() -> None:
+    drops = DropOptions(capacity_factor=1.25, first_choices_first=True, random_second=True)
+    # Two places of expert 1. Second choices of weight 0 never take one; those of weight 1/2 always do.
+    expert_TK = torch.tensor([[0, 1], [2, 1], [3, 1], [4, 1]], dtype=torch.int32)
+    weight_TK = torch.tensor([[1.0, 0.0], [0.5, 0.5], [1.0, 0.0], [0.5, 0.5]])
+    left, dropped = drops.drop(Routing(expert_TK, weight_TK), num_experts=5, training=True)
+    assert left.expert_TK[:, 1].tolist() == [-1, 1, -1, 1] and dropped.item() == 2
+    left, dropped = drops.drop(Routing(expert_TK, weight_TK), num_experts=5, training=False)
+    assert left.expert_TK[:, 1].tolist() == [1, 1, -1, -1] and dropped.item() == 2
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_recomputation_draws_the_same_second_choices(reentrant: bool) -> None:
+    router, x = make(top_k=2, random_second=True)
+    x.requires_grad_()
+    drawn: list[torch.Tensor] = []
+
+    def weights(x: torch.Tensor) -> torch.Tensor:
+        routing = router(x)
+        drawn.append(routing.expert_TK)
+        return routing.weight_TK
+
+    with set_checkpoint_early_stop(False):
+        checkpoint(weights, x, use_reentrant=reentrant).square().sum().backward()
+    assert len(drawn) == 2 and torch.equal(*drawn) and (drawn[0] < 0).any()
+
+
+def test_what_is_dropped_is_called_lossy() -> None:
+    assert not DropOptions().lossy_reasons and not DropOptions().active
+    both = DropOptions(capacity_factor=1.25, random_second=True)
+    assert both.active and both.lossy_reasons == [
+        "choices beyond 1.25 times an expert's even share are dropped",
+        "second choices are dropped at random",
+    ]
+
+
 # -- errors ---------------------------------------------------------------------------------------------------------
 
 
@@ -246,6 +308,8 @@ def test_capacity_and_replayed_holes() -> None:
         ({"num_groups": 6, "topk_groups": 1}, "1 groups of 2 experts hold fewer than 3 experts per token"),
         ({"topk_groups": 2}, "topk_groups=2.*num_groups"),
         ({"capacity_factor": 0.0}, "capacity_factor=0.0 must be positive"),
+        ({"first_choices_first": True}, "who fills a capacity, but capacity_factor is None"),
+        ({"random_second": True}, "second choices of two, but a token has 3"),
     ],
 )
 def test_impossible_routers_are_refused(options: dict[str, Any], message: str) -> None:

@@ -150,13 +150,17 @@ recipes = typer.Typer(help="Published systems, as choices of what Carpool has.",
 def list_recipes(debug: Debug = False) -> None:
     """The recipes, what they are, and whether this version has all that they need."""
     with errors(debug):
-        from carpool.recipes import load, names
+        from carpool.recipes import about, load, names
 
         for name in names():
-            one = load(name)
+            one = about(name)
             typer.echo(f"{name:<18} {one.system} ({one.source})")
-            typer.echo(f"{'':<18} {', '.join(one.mechanisms)}")
+            typer.echo(f"{'':<18} {one.kind}: {', '.join(one.mechanisms)}")
             typer.echo(f"{'':<18} {one.note}")
+            try:
+                load(name)
+            except ValueError as error:
+                typer.echo(f"{'':<18} REFUSED: {error}")
 
 
 @recipes.command("show")
@@ -177,7 +181,10 @@ def compare_recipes(
     ranks: _Ranks = 4,
     nodes: _Nodes = 1,
     only: Annotated[
-        str | None, typer.Option("--recipes", metavar="NAME,...", help="Names, or paths of TOML files. Default: all.")
+        str | None,
+        typer.Option(
+            "--recipes", metavar="NAME,...", help="Names, or paths of TOML files. Default: all of kind placement."
+        ),
     ] = None,
     parts: Annotated[int, typer.Option("--parts", min=2, help="Parts of the trace, replayed one by one.")] = 8,
     hidden: _Hidden = 2048,
@@ -196,7 +203,9 @@ def compare_recipes(
         from carpool.recipes import load, names
         from carpool.recipes.replay import compare, print_table, to_json
 
-        chosen = [load(name.strip()) for name in only.split(",")] if only else [load(name) for name in names()]
+        chosen = (
+            [load(name.strip()) for name in only.split(",")] if only else [load(name) for name in names("placement")]
+        )
         cost = CostModel(hidden=hidden, expert_hidden=expert_hidden, tokens_per_rank=tokens_per_rank)
         found = compare(chosen, Trace.load(trace), ranks=ranks, nodes=nodes, parts=parts, seed=seed, cost=cost)
         out.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ Everything else of the script stays as it is. "carpool" picks the transport ("au
 have, so "auto" picks it only where that was said. `set_experts` says how experts are computed and what they keep,
 `rides(model)` gives each MoE layer's counters, `CarpoolCallback` puts them into a Trainer's logs, `set_layout` moves
 experts, and `set_schedule` says what runs beside what. `TraceRecorder` samples which experts tokens choose;
-`limit_routing` limits them to few ranks, which is lossy.
+`limit_routing` limits them to few ranks, and `drop_choices` drops those beyond a capacity, which is lossy.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from __future__ import annotations
 from carpool.hf.adapters import synchronize_adapters
 from carpool.hf.balance import balance_loss
 from carpool.hf.callback import CarpoolCallback
+from carpool.hf.drops import drop_choices, route_in_float32
 from carpool.hf.expert_parallel import (
     CarpoolEP,
     ExpertRides,
@@ -40,10 +41,12 @@ __all__ = [
     "ExpertRides",
     "TraceRecorder",
     "balance_loss",
+    "drop_choices",
     "freeze_dense",
     "install",
     "limit_routing",
     "rides",
+    "route_in_float32",
     "set_experts",
     "set_layout",
     "set_schedule",

@@ -37,9 +37,9 @@ from carpool.hf.adapters import check_adapters
 from carpool.layout import ExpertLayout, assign
 from carpool.parallel.slots import SlotFiller, fill_slots
 from carpool.ride import ride, ride_module
-from carpool.routing import Routing
+from carpool.routing import DropOptions, Routing
 from carpool.schedule import Schedule
-from carpool.stats import LayerStats
+from carpool.stats import LayerStats, in_recompute
 from carpool.transport import (
     TRANSPORTS,
     NVLinkOptions,
@@ -100,6 +100,8 @@ class ExpertRides:
         schedule: what runs beside what; `set_schedule` changes it. An own forward rides in one piece.
         shared: the block's shared experts, if they compute beside the ride (`carpool.hf.shared`).
         limit: what limits the routing to few ranks (`carpool.hf.limit.limit_routing`), LOSSY; None: nothing.
+        drops: which choices are dropped (`carpool.hf.drops.drop_choices`), LOSSY; None: none.
+        dropped: how many were, since `carpool.hf.metrics.RideMetrics` last counted: a scalar on the device.
         told: whether the log says that slots cannot be filled ahead (`carpool.hf.layouts.slots_kept`).
     """
 
@@ -117,6 +119,8 @@ class ExpertRides:
         self.num_experts = self.num_local_experts * self.num_ranks
         self.routing: Routing | None = None
         self.limit: Limit | None = None
+        self.drops: DropOptions | None = None
+        self.dropped: torch.Tensor | int = 0
         self.shared: Beside | None = None
         self.schedule = Schedule()
         # Of the tokens of the layer, this rank's part is part `number` of so many equal ones.
@@ -213,6 +217,10 @@ class ExpertRides:
         serving_TW = None
         if self.limit is not None:
             routing, serving_TW = self.limit.before_ride(routing)
+        if self.drops is not None:
+            routing, dropped = self.drops.drop(routing, self.num_experts, self.experts.training)
+            if not in_recompute():
+                self.dropped = self.dropped + dropped
         self.routing = routing.detach()
         slot_TK = assign(routing, self.layout, self.rank, serving_TW)
         self.filler.count(slot_TK)

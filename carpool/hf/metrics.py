@@ -50,6 +50,7 @@ class RideMetrics:
         for own in self.layers:
             own.stats.reset()
             own.filler.reset()
+            own.dropped = 0
 
     def collect(self, device: torch.device, steps: int = 1) -> RideRecord:
         """Everything counted since the last reset, over all ranks, and reset."""
@@ -75,9 +76,12 @@ class RideMetrics:
             F.pad(own.stats.load_E.to(device, torch.float64), (0, experts - own.num_experts)) for own in self.layers
         ]
         entropies = torch.stack([own.stats.entropy.to(device) for own in self.layers])
+        dropped = torch.stack([torch.as_tensor(own.dropped, device=device).double() for own in self.layers])
         served = [_served_by_replicas(own, device) for own in self.layers]
         host = torch.tensor(counted, dtype=torch.float64).to(device)
-        total = torch.cat([torch.stack(loads), torch.stack(served), host, entropies.unsqueeze(1)], dim=1)
+        total = torch.cat(
+            [torch.stack(loads), torch.stack(served), host, entropies.unsqueeze(1), dropped.unsqueeze(1)], dim=1
+        )
         times = [own.stats.meter.milliseconds() for own in self.layers]
         for span in SPANS:
             calls = [ms for layer in times for ms in layer.get(span, [])]
@@ -90,8 +94,8 @@ class RideMetrics:
         return self._record(total.cpu(), slowest.tolist(), experts, ranks)
 
     def _record(self, total: torch.Tensor, slowest: list[float], experts: int, ranks: int) -> RideRecord:
-        load_LE, replicas_LW, rows_LWW, numbers = total.split([experts, ranks, ranks * ranks, 7], dim=1)
-        tokens_L, dispatched_L, rows_L, bytes_L, baseline_L, slots_L, entropy_L = numbers.unbind(1)
+        load_LE, replicas_LW, rows_LWW, numbers = total.split([experts, ranks, ranks * ranks, 8], dim=1)
+        tokens_L, dispatched_L, rows_L, bytes_L, baseline_L, slots_L, entropy_L, dropped_L = numbers.unbind(1)
         copies_L = (rows_LWW.sum(1) / dispatched_L.clamp(min=1)).tolist()
         loads = [row[: own.num_experts] for row, own in zip(load_LE, self.layers, strict=True)]
         parts = zip(self.layers, loads, replicas_LW, strict=True)
@@ -107,7 +111,7 @@ class RideMetrics:
             "rank_load_max_over_mean": float((served_LW.amax(1) / served_LW.mean(1).clamp(min=1e-9)).mean()),
             "dead_experts": sum(int((load == 0).sum()) for load in loads),
             "router_entropy": float((entropy_L / tokens_L.clamp(min=1)).mean()),
-            "dropped_tokens": 0,
+            "dropped_tokens": int(dropped_L.sum()),
             "ms": {
                 span: dict(zip(("p50", "p99", "total"), slowest[3 * i : 3 * i + 3], strict=True))
                 for i, span in enumerate(SPANS)

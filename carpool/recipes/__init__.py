@@ -4,50 +4,33 @@
     system = "MindSpeed"                              what it is called
     source = "..."                                    where it is described
     note = "..."                                      what of it this is, and what not
-    mechanisms = ["policy:lpt_cv", "predictor:ema"]   what makes it that system: KIND:NAME
+    kind = "placement"                                where experts live; or "schedule": how rides are made and hidden
+    mechanisms = ["policy:lpt_cv", "predictor:ema"]   what makes it that system (mechanisms.py)
 
     [placement]                                       settings of `carpool train`, by section
     every = 50
     policy = "lpt_cv"
 
 A recipe is worth nothing if a part of the system is silently missing. So each mechanism must be one that this version
-has, by its own registries (`KINDS`), and must be what the settings choose; else the recipe refuses to load. `compare`
-(replay.py) runs several over one trace.
+has, and must be what the settings choose; else the recipe refuses to load, naming what is missing. `carpool train
+--config` takes the file; `compare` (replay.py) runs several of kind "placement" over one trace.
 """
 
 from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
-from carpool.placement.forecast import PREDICTORS
-from carpool.placement.policies import POLICIES
-from carpool.placement.solvers import SOLVERS
-from carpool.placement.volume import TRANSPORTS
-from carpool.routing_limit_options import LimitBy
+from carpool.recipes.mechanisms import MECHANISMS, missing
 
-__all__ = ["KINDS", "Recipe", "load", "names", "path_of"]
+__all__ = ["Kind", "Recipe", "about", "load", "names", "path_of"]
 
-# What this version has of each kind, and the setting (section, key) that chooses it.
-KINDS: Mapping[str, tuple[Collection[str], tuple[str, str]]] = MappingProxyType(
-    {
-        "transport": (TRANSPORTS, ("moe", "transport")),
-        "limit": (get_args(LimitBy), ("moe", "limit_by")),
-        "solver": (SOLVERS, ("placement", "solver")),
-        "policy": (("place", "migrate", *POLICIES), ("placement", "policy")),
-        "predictor": (PREDICTORS, ("placement", "predictor")),
-        "freeze": (("dense",), ("training", "freeze")),
-        "prefetch": (("blockwise",), ("placement", "prefetch")),
-    }
-)
-# Kinds of which there is one, so that the setting is true or false.
-SWITCHES = frozenset({"prefetch"})
+Kind = Literal["placement", "schedule"]
 
 
 @dataclass(frozen=True)
@@ -56,7 +39,7 @@ class Recipe:
 
     Attributes:
         name: of the file.
-        system, source, note: see the module's docstring.
+        system, source, note, kind: see the module's docstring.
         mechanisms: KIND:NAME of each.
         settings: by section and key.
     """
@@ -67,14 +50,16 @@ class Recipe:
     note: str
     mechanisms: tuple[str, ...]
     settings: Mapping[str, Mapping[str, Any]]
+    kind: Kind = "placement"
 
     def get(self, section: str, key: str, default: Any = None) -> Any:
         return self.settings.get(section, {}).get(key, default)
 
 
-def names() -> list[str]:
-    """Of all recipes that come with Carpool."""
-    return sorted(file.stem for file in Path(str(files(__package__))).glob("*.toml"))
+def names(kind: Kind | None = None) -> list[str]:
+    """Of all recipes that come with Carpool, or of one kind; those that refuse to load as well."""
+    found = sorted(file.stem for file in path_of("").parent.glob("*.toml"))
+    return [name for name in found if kind is None or about(name).kind == kind]
 
 
 def path_of(name: str) -> Path:
@@ -87,8 +72,20 @@ def load(name: str) -> Recipe:
 
     Raises:
         ValueError: there is none, it is no recipe, or a mechanism of it is missing here; says which."""
-    known = names()
-    path = Path(name)
+    recipe = about(name)
+    why = {mechanism: missing(mechanism) for mechanism in recipe.mechanisms}
+    if any(why.values()):
+        lacking = "; ".join(f"{mechanism} ({reason})" for mechanism, reason in why.items() if reason)
+        raise ValueError(f"recipe {recipe.name}: this version cannot follow it, because it lacks {lacking}")
+    return recipe
+
+
+def about(name: str) -> Recipe:
+    """What a recipe says, whether or not this version can follow it.
+
+    Raises:
+        ValueError: there is none, it is no recipe, or its settings do not choose what it says."""
+    known, path = sorted(file.stem for file in path_of("").parent.glob("*.toml")), Path(name)
     if name in known:
         text = path_of(name).read_text()
     elif path.suffix == ".toml" and path.is_file():
@@ -101,23 +98,25 @@ def load(name: str) -> Recipe:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"recipe {name}: not TOML: {error}") from error
-    about = data.pop("recipe", None)
-    if not isinstance(about, dict) or not {"system", "source", "mechanisms"} <= set(about):
+    head = data.pop("recipe", None)
+    if not isinstance(head, dict) or not {"system", "source", "mechanisms"} <= set(head):
         raise ValueError(f"recipe {name}: a section [recipe] with system, source and mechanisms is missing")
-    if unknown := set(about) - {"system", "source", "note", "mechanisms"}:
+    if unknown := set(head) - {"system", "source", "note", "kind", "mechanisms"}:
         raise ValueError(f"recipe {name}: [recipe] has no {', '.join(sorted(unknown))}")
-    for mechanism in about["mechanisms"]:
+    kind = head.get("kind", "placement")
+    if kind not in get_args(Kind):
+        raise ValueError(f"recipe {name}: kind = {kind!r}: expected one of {', '.join(get_args(Kind))}")
+    for mechanism in head["mechanisms"]:
         _check(name, mechanism, data)
-    return Recipe(name, about["system"], about["source"], about.get("note", ""), tuple(about["mechanisms"]), data)
+    return Recipe(name, head["system"], head["source"], head.get("note", ""), tuple(head["mechanisms"]), data, kind)
 
 
 def _check(recipe: str, mechanism: str, settings: Mapping[str, Any]) -> None:
-    kind, _, name = mechanism.partition(":")
-    if kind not in KINDS:
-        raise ValueError(f"recipe {recipe}: this version has no mechanism {mechanism!r}; it knows {', '.join(KINDS)}")
-    have, (section, key) = KINDS[kind]
-    if name not in have:
-        raise ValueError(f"recipe {recipe}: this version has no {kind} {name!r}; it has {', '.join(have)}")
-    chosen = settings.get(section, {}).get(key)
-    if chosen != (True if kind in SWITCHES else name):
-        raise ValueError(f"recipe {recipe}: {mechanism} is of the system, but {section}.{key} is {chosen!r}")
+    """Raise ValueError for a mechanism that nobody knows, or that the settings do not choose."""
+    if mechanism not in MECHANISMS:
+        near = difflib.get_close_matches(mechanism, MECHANISMS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"known are {', '.join(MECHANISMS)}"
+        raise ValueError(f"recipe {recipe}: there is no mechanism {mechanism!r}; {hint}")
+    one = MECHANISMS[mechanism]
+    if not one.chosen(settings):
+        raise ValueError(f"recipe {recipe}: {mechanism} is of the system, but not what its {one.setting} chooses")

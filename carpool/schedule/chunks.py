@@ -15,6 +15,13 @@ Whoever has independent work beside the ride, such as experts that serve every t
 between `depart`, which asks for the first dispatches, and `ride_forward`; in the backward between `ride_backward` and
 what it returns, which waits for the last combines.
 
+Forward and backward may have different numbers of chunks (FSMoE, arXiv 2501.10714, section 4: what is best for one is
+not for the other). Experts then compute on parts, of which both numbers are multiples, and neighbouring parts that are
+one chunk travel together. Chunks of 2 in the forward and 4 in the backward (P: the experts on a part):
+
+    forward    D01  D23      P0  P1   C01       P2  P3   C23
+    backward   D3   D2       P3  C3   D1        P2  C2   D0       P1  C1       P0  C0
+
 What chunks cost: more launches, smaller matrix products, and in the backward a weight gradient for each, which are
 added in the weights' dtype. So outputs and gradients of rows are those of the plain ride bit by bit where experts
 compute rows alone, weight gradients to rounding.
@@ -22,6 +29,7 @@ compute rows alone, weight gradients to rounding.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -40,7 +48,7 @@ Arrival = Callable[[], tuple[torch.Tensor, torch.Tensor]]
 
 
 class Kept(NamedTuple):
-    """What the forward of a chunk keeps for its backward, besides the parameters.
+    """What the forward of a part keeps for its backward, besides the parameters.
 
     Attributes:
         route: as planned.
@@ -57,14 +65,16 @@ class Departed(NamedTuple):
     """A ride whose first dispatches are under way.
 
     Attributes:
-        x_C: the rows of each chunk.
-        routes: of each chunk, as planned.
-        coming: the dispatches that have been asked for, by chunk.
+        x_C: the rows of each part.
+        routes: of each part, as planned.
+        together: parts of a chunk.
+        coming: the dispatches that have been asked for, by part.
         span: of this ride.
     """
 
     x_C: tuple[torch.Tensor, ...]
     routes: Sequence[Any]
+    together: int
     coming: dict[int, Pending]
     span: RideSpans
 
@@ -76,21 +86,26 @@ def depart(
     transport: Transport,
     stats: LayerStats,
     chunks: int = 1,
+    backward_chunks: int | None = None,
 ) -> Departed:
     """Plan a ride, and ask for what can leave at once."""
-    span = stats.meter.ride(x_TH.device, "forward", chunks)
+    parts = math.lcm(chunks, backward_chunks or chunks)
+    together = parts // chunks, parts // (backward_chunks or chunks)
+    span = stats.meter.ride(x_TH.device, "forward", parts)
     stats.tokens_dispatched += x_TH.shape[0]
     with span("dispatch", 0):
         # All plans first: where the host waits for one, it must not wait for a dispatch as well.
-        routes = transport.plan_chunks(slot_TK.tensor_split(chunks), weight_TK.tensor_split(chunks), stats.traffic)
-        departed = Departed(x_TH.tensor_split(chunks), routes, {}, span)
+        given = slot_TK.tensor_split(parts), weight_TK.tensor_split(parts)
+        routes = transport.plan_parts(*given, stats.traffic, together)
+        departed = Departed(x_TH.tensor_split(parts), routes, together[0], {}, span)
         _ask(departed, 0, transport)
     return departed
 
 
-def _ask(departed: Departed, chunk: int, transport: Transport) -> None:
-    """Ask for a chunk's dispatch, and for the one that is to be under way beside its experts."""
-    for other in range(chunk, min(chunk + 2, len(departed.routes))):
+def _ask(departed: Departed, part: int, transport: Transport) -> None:
+    """Ask for the dispatch of a part's chunk, and for the one that is to be under way beside its experts."""
+    begin = part - part % departed.together
+    for other in range(begin, min(begin + 2 * departed.together, len(departed.routes))):
         if other not in departed.coming:
             with departed.span.named("dispatch", other):
                 departed.coming[other] = transport.dispatch(departed.x_C[other], departed.routes[other])
@@ -103,25 +118,25 @@ def ride_forward(
     experts: Experts,
     backward: bool,
 ) -> tuple[torch.Tensor, tuple[Kept, ...] | None]:
-    """(y_TH, what each chunk keeps if a backward will follow), without autograd."""
-    x_C, routes, coming, span = departed
-    chunks, kept, sums = len(routes), [], []
-    for chunk, (x_TH, route) in enumerate(zip(x_C, routes, strict=True)):
-        if chunk:
-            with span("dispatch", chunk):
-                _ask(departed, chunk, transport)
+    """(y_TH, what each part keeps if a backward will follow), without autograd."""
+    x_C, routes, _, coming, span = departed
+    kept, sums = [], []
+    for part, (x_TH, route) in enumerate(zip(x_C, routes, strict=True)):
+        if part:
+            with span("dispatch", part):
+                _ask(departed, part, transport)
         route.packets = reads_packets(experts)
         handover()
-        with span("dispatch", chunk):
-            arrivals = _readable(coming.pop(chunk).wait(), route.packets, x_TH.dtype)
-        with span("experts", chunk), reserved(transport.processors if chunks > 1 else 0):
+        with span("dispatch", part):
+            arrivals = _readable(coming.pop(part).wait(), route.packets, x_TH.dtype)
+        with span("experts", part), reserved(transport.processors if len(routes) > 1 else 0):
             partial_RH = route.new_partial(x_TH.shape[1], x_TH.dtype, x_TH.device)
             saved = experts.forward(arrivals, weights, partial_RH, transport.arena, backward)
             if backward:
                 # Rows that will be sent again need nothing but what is sent.
                 x = Rows.of(x_TH) if transport.sends_again else keep_rows(arrivals, transport.arena)
                 kept.append(Kept(route, x, saved))
-        with span("combine", chunk):
+        with span("combine", part):
             sums.append(transport.combine(route))
     handover()
     with span("combine"):
@@ -137,53 +152,58 @@ def ride_backward(
     experts: Experts,
     stats: LayerStats,
     needs_dweights: bool,
+    chunks: int | None = None,
 ) -> tuple[Arrival, ExpertWeights | None]:
-    """(what waits for the last combines and gives dx_TH and dweight_TK, gradients of the weights if needed)."""
-    chunks = len(kept)
-    span, beside = stats.meter.ride(dy_TH.device, "backward", chunks), stats.beside
-    dy_C = [dy.contiguous() for dy in dy_TH.tensor_split(chunks)]
+    """(what waits for the last combines and gives dx_TH and dweight_TK, gradients of the weights if needed).
+
+    chunks: of the backward, as `depart` was told. None: as many as in the forward."""
+    parts = len(kept)
+    together = 1 if chunks is None else parts // chunks
+    span, beside = stats.meter.ride(dy_TH.device, "backward", parts), stats.beside
+    dy_C = [dy.contiguous() for dy in dy_TH.tensor_split(parts)]
     dweights: ExpertWeights | None = None
     sums: list[Pending] = []
     coming: dict[int, _Coming] = {}
-    for chunk in reversed(range(chunks)):
-        route, x, saved = kept[chunk]
+    for part in reversed(range(parts)):
+        route, x, saved = kept[part]
         beside.links_taken()
-        with span("dispatch", chunk):
-            for other in range(chunk, max(chunk - 2, -1), -1):
+        with span("dispatch", part):
+            # What is left of this chunk, and the next one.
+            for other in range(part, max(part - part % together - together, 0) - 1, -1):
                 if other not in coming:
                     with span.named("dispatch", other):
                         coming[other] = _start_backward(kept[other], dy_C[other], transport)
         handover()
         with reserved(transport.processors):
             beside.gradients_asked()
-        with span("dispatch", chunk):
-            again, rows, gradients = coming.pop(chunk)
+        with span("dispatch", part):
+            again, rows, gradients = coming.pop(part)
             if rows is not None:
                 x = _readable(rows.wait(), route.packets, dy_TH.dtype).rows
             dpartial = gradients.wait()
-        if chunk == 0:
-            beside.gradients_came(links_free=chunks == 1)
-        with span("experts", chunk), reserved(transport.processors if chunks > 1 else 0):
+        if part == 0:
+            beside.gradients_came(links_free=parts == 1)
+        with span("experts", part), reserved(transport.processors if parts > 1 else 0):
             dx_RH = route.new_partial(dy_TH.shape[1], dy_TH.dtype, dy_TH.device)
             dweight_RJ, rest = experts.backward(saved, x, weights, dpartial, dx_RH, needs_dweights)
             if again is not None and rest is not None:
                 # These rows are in a lease, which goes to others now.
                 dweights, rest = _sum(dweights, rest()), None
         beside.links_taken()
-        with span("combine", chunk):
+        with span("combine", part):
             if again is not None:
-                transport.discard(again, kept[chunk].x.data).wait()
+                transport.discard(again, kept[part].x.data).wait()
             sums.append(transport.combine_gradients(route, dweight_RJ))
         if rest is not None:
-            with span("experts", chunk), span.named("weight-gradients", chunk), reserved(transport.processors):
+            with span("experts", part), span.named("weight-gradients", part), reserved(transport.processors):
                 dweights = _sum(dweights, rest())
     dtype = dy_TH.dtype
 
     def arrive() -> tuple[torch.Tensor, torch.Tensor]:
         handover()
         with span("combine"):
-            parts = [one.wait() for one in reversed(sums)]
-            dx_TH, dweight_TK = _joined([dx for dx, _ in parts]), _joined([dweight for _, dweight in parts])
+            sums_C = [one.wait() for one in reversed(sums)]
+            dx_TH, dweight_TK = _joined([dx for dx, _ in sums_C]), _joined([dweight for _, dweight in sums_C])
         beside.links_free()
         return dx_TH.to(dtype), dweight_TK
 
@@ -191,7 +211,7 @@ def ride_backward(
 
 
 class _Coming(NamedTuple):
-    """What a chunk's backward waits for: gradients, and its rows if they are sent again, by a route of their own."""
+    """What a part's backward waits for: gradients, and its rows if they are sent again, by a route of their own."""
 
     again: Any
     rows: Pending | None

@@ -14,8 +14,10 @@ a < c < 2 a, where the links wait once for the first chunk's experts, because no
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 LEAST_GAIN = 0.02  # less is in the noise of a measurement, and in what a model leaves out
@@ -45,18 +47,20 @@ class Pieces:
         return self.dispatch + self.experts + self.combine + self.after
 
 
-def chunked(pieces: Pieces, chunks: int, beside: bool = True) -> float:
+def chunked(pieces: Pieces, chunks: int, beside: bool = True, parts: int = 1) -> float:
     """How long a ride takes whose chunks, so many, have these pieces each.
 
     Args:
         beside: whether rides run beside the computation. If not, there is one lane for both.
+        parts: of a chunk, in which the experts compute; `experts`, `after` and `host` are of one.
     """
     asked = links = processors = 0.0
+    # A part's share of the host for each that is asked for; a chunk's rides are asked for with each of its parts.
     share = pieces.host / (4 if pieces.after else 3)
 
     def ride(duration: float, after: float) -> float:
         nonlocal asked, links, processors
-        asked += share
+        asked += share * parts
         if not beside:
             links = processors
         links = max(links, asked, after) + duration
@@ -75,10 +79,12 @@ def chunked(pieces: Pieces, chunks: int, beside: bool = True) -> float:
     for chunk in range(chunks):
         if chunk + 1 < chunks:
             came.append(ride(pieces.dispatch, 0.0))
-        done = compute(pieces.experts, came[chunk])
-        last = ride(pieces.combine, done)
-        if pieces.after:
-            compute(pieces.after, done)
+        for part in range(parts):
+            done = compute(pieces.experts, came[chunk])
+            if part == parts - 1:
+                last = ride(pieces.combine, done)
+            if pieces.after:
+                compute(pieces.after, done)
     return max(last, processors)
 
 
@@ -92,6 +98,32 @@ def best_chunks(pieces: Mapping[int, Iterable[Pieces]], beside: bool = True) -> 
         It, and the time of each.
     """
     times = {r: sum(chunked(one, r, beside) for one in pieces[r]) for r in sorted(pieces)}
+    return fastest(times), times
+
+
+def best_pair(
+    pieces: Mapping[int, tuple[Pieces, Pieces]], beside: bool = True
+) -> tuple[tuple[int, int], dict[tuple[int, int], float]]:
+    """The numbers of chunks of the forward and of the backward that take least together, as `fastest` decides.
+
+    Experts compute on parts, of which both are multiples (`carpool.schedule.chunks`): so it is not two questions.
+
+    Args:
+        pieces: for each number of chunks, what a chunk of that size consists of, in the forward and in the backward.
+
+    Returns:
+        Them, and the time of each pair whose parts are of a known size; fewer parts come first.
+    """
+    times: dict[tuple[int, int], float] = {}
+    for pair in sorted(itertools.product(pieces, pieces), key=lambda pair: (math.lcm(*pair), pair)):
+        if (parts := math.lcm(*pair)) in pieces:
+            times[pair] = sum(
+                chunked(
+                    replace(pieces[parts][way], dispatch=pieces[r][way].dispatch, combine=pieces[r][way].combine),
+                    r, beside, parts // r,
+                )
+                for way, r in enumerate(pair)
+            )  # fmt: skip
     return fastest(times), times
 
 

@@ -78,11 +78,12 @@ class _Shared:
 def shared_shards(model: nn.Module) -> Iterator[None]:
     """Inside, two halves may run through the FSDP2 modules of a model, half 0 first, one phase after the other."""
     states = {id(s): s for m in model.modules() if isinstance(m, FSDPModule) for s in [m._get_fsdp_state()]}
-    changed: list[tuple[Any, str]] = []
+    changed: list[tuple[Any, str, Any]] = []
 
     def change(owner: Any, name: str, value: Any) -> None:
+        # Somebody else's may stand there: `carpool.schedule.priority`'s.
+        changed.append((owner, name, vars(owner).get(name)))
         setattr(owner, name, value)
-        changed.append((owner, name))
 
     try:
         for state in states.values():
@@ -93,8 +94,11 @@ def shared_shards(model: nn.Module) -> Iterator[None]:
                     change(group, name, getattr(shared, name))
         yield
     finally:
-        for owner, name in changed:
-            delattr(owner, name)
+        for owner, name, before in changed:
+            if before is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
 
 
 def _groups(state: Any) -> list[Any]:

@@ -28,6 +28,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from carpool.hf import install, rides, set_experts, set_transport
 from carpool.hf.build import build_model
+from carpool.hf.drops import drop_choices, route_in_float32
 from carpool.hf.expert_parallel import ExpertRides, buffers_of_rides
 from carpool.hf.freeze import freeze_dense
 from carpool.hf.layouts import is_logical, logical_order, physical_order, set_layout, slots_kept
@@ -62,7 +63,7 @@ from carpool.train.room import (
     restore_random_state,
 )
 from carpool.train.sample import sample
-from carpool.train.schedules import choose_schedule
+from carpool.train.schedules import choose_schedule, rides_first
 from carpool.train.schema import Config
 from carpool.train.stages import choose_stages
 from carpool.train.step import Batch, Losses, Objective, learning_rate, make_optimizer
@@ -160,8 +161,11 @@ class _Run:
         saved = read_state(resume)["state"] if resume is not None else {}
         layouts, self.layout_source = first_layouts(config, rides(self.model), saved)
         set_layout(self.model, layouts)
+        if moe.router_float32:
+            route_in_float32(self.model)
         # Before a checkpoint is loaded: similarities are of what the run started from, also when it goes on.
         self.limits_lossy = limit_routing(self.model, moe.limits(next(iter(rides(self.model).values())).num_ranks))
+        self.limits_lossy += drop_choices(self.model, moe.drops, top_k_of(self.model))
         if training.freeze == "dense":
             freeze_dense(self.model)
         self.options, self.most_tokens = nvlink_options(config, self.degrees), most_tokens(config, self.degrees)
@@ -199,6 +203,7 @@ class _Run:
             autocast=torch.bfloat16 if self.bf16 and self.degrees.dp_size == 1 else None,
             balance_layers=moe.balance == "layer",
             two_batch=moe.schedule == "two-batch",
+            rides_first=rides_first(self.model, moe, self.degrees.fsdp_size),
         )
         self.optimizer = make_optimizer(self.model, training)
         self.metrics = RideMetrics(self.model)

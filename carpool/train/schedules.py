@@ -26,15 +26,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from carpool.experts import ExpertWeights
-from carpool.hf.expert_parallel import ExpertRides, weight_names
+from carpool.hf.expert_parallel import ExpertRides, rides, weight_names
 from carpool.layout import assign
 from carpool.ride import ride
 from carpool.routing import Routing
 from carpool.schedule import Schedule
 from carpool.schedule.cost import fastest
+from carpool.schedule.delayed import Delayed
+from carpool.schedule.priority import RidesFirst
 from carpool.stats import LayerStats
+from carpool.train.schema_moe import MoeSection
 from carpool.train.stages import read_record
 
 CANDIDATES = (Schedule(), *(Schedule("chunks", chunks) for chunks in (1, 2, 4, 8)))
@@ -124,6 +128,28 @@ def decide(
     if shape["device"] in HIDES_NOTHING:
         return ChosenSchedule(Schedule(), "on a CPU nothing runs beside a ride", dict(shape))
     return None
+
+
+def rides_first(model: nn.Module, moe: MoeSection, fsdp_size: int) -> RidesFirst | None:
+    """What waits for rides in the backward, as `moe.priority` and `moe.delay_dense` ask; None: nothing.
+
+    Raises:
+        ValueError: it cannot: there are no reductions to wait, or rides that would not say where they are."""
+    if not (moe.priority or moe.delay_dense):
+        return None
+    asked = "moe.priority" if moe.priority else "moe.delay_dense"
+    layers = rides(model)
+    if all(own.compute is None for own in layers.values()):
+        raise ValueError(f"{asked}: the experts run their own forward, whose rides nothing waits for: leave it out")
+    if moe.priority and fsdp_size == 1:
+        raise ValueError(
+            "moe.priority: with parallelism.fsdp_size = 1 no gradients are reduced during the backward, so nothing can "
+            "keep off the links: leave it out"
+        )
+    stats = {name: own.stats for name, own in layers.items()}
+    delayed = Delayed(model, stats) if moe.delay_dense else None
+    piece_bytes = int(moe.piece_mib * 2**20) if moe.priority and moe.piece_mib is not None else None
+    return RidesFirst(model, stats, piece_bytes, delayed)
 
 
 def _milliseconds(

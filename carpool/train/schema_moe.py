@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from carpool.experts.choices import STAGES, WAYS
 from carpool.placement.solvers import SOLVERS
+from carpool.routing import DropOptions
 from carpool.routing_limit import LimitOptions
 from carpool.schedule import MAX_CHUNKS
 from carpool.train.schema_base import Section, nearest
@@ -92,6 +93,22 @@ class MoeSection(Section):
         le=MAX_CHUNKS,
         description="schedule = chunks: how many. 1: only a weight gradient runs beside a ride. none: 2.",
     )
+    priority: bool = Field(
+        default=False,
+        description="FSDP's reductions of gradients keep off the links while rides of the backward need them: they "
+        "begin when a ride has brought its gradients, and in pieces of moe.piece_mib.",
+    )
+    piece_mib: float | None = Field(
+        default=8.0,
+        gt=0,
+        description="priority: MiB of gradients that are reduced at once, between two looks at whether a ride is under "
+        "way. On GPUs the order of sums may depend on it: equal to rounding. none: uncut, the same bits as without.",
+    )
+    delay_dense: bool = Field(
+        default=False,
+        description="Weight gradients of linear layers beside experts (attention's, shared experts') are computed "
+        "while the gradients of the next layer's ride travel, not at once. The same bits.",
+    )
     layout: str = Field(
         default="contiguous",
         description="Which rank holds which expert: contiguous, or the path of a JSON file with a layout for all "
@@ -136,6 +153,31 @@ class MoeSection(Section):
         "launcher says.",
     )
 
+    capacity_factor: float | None = Field(
+        default=None,
+        gt=0,
+        description="LOSSY. An expert takes at most so many times its even share of the choices of a rank's tokens in "
+        "a micro-batch; the others are dropped. Switch Transformer takes 1.25. none: nothing is dropped.",
+    )
+    first_choices_first: bool = Field(
+        default=False,
+        description="Of capacity_factor: all tokens' best choices are served before any second ones, as in GShard. "
+        "false: token after token.",
+    )
+    random_second: bool = Field(
+        default=False,
+        description="LOSSY. With two experts a token, the second one is dropped at random while training, the less of "
+        "the weight it has, as in GShard.",
+    )
+    router_float32: bool = Field(
+        default=False, description="Routers make their logits in float32, whatever dtype the model computes in."
+    )
+
+    @property
+    def drops(self) -> DropOptions:
+        """Which choices are dropped."""
+        return DropOptions(self.capacity_factor, self.first_choices_first, self.random_second)
+
     def limits(self, num_ranks: int) -> LimitOptions:
         """What the routing is limited to on `num_ranks` expert-parallel ranks."""
         on_a_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
@@ -153,6 +195,8 @@ class MoeSection(Section):
             raise ValueError(
                 "moe.topology_cap and moe.limit_ranks or moe.limit_nodes contradict each other: give one of them"
             )
+        if self.first_choices_first and self.capacity_factor is None:
+            raise ValueError("moe.first_choices_first is of moe.capacity_factor, and that is none: set it")
         if self.chunks is not None and self.schedule != "chunks":
             raise ValueError(
                 f"moe.chunks is of moe.schedule = 'chunks', and that is {self.schedule!r}: leave one of them out"

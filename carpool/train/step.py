@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from carpool.hf.balance import balance_loss
 from carpool.hf.expert_parallel import rides
+from carpool.schedule.priority import RidesFirst
 from carpool.schedule.two_batch import TwoBatch
 from carpool.train.schema import TrainingSection
 
@@ -48,6 +49,7 @@ class Objective:
         balance_layers: balance each layer by itself, not all of them together.
         two_batch: cut each micro-batch into two halves that run half a layer apart (`carpool.schedule.two_batch`). What
             is computed is that of two micro-batches: the balance loss is of each half.
+        rides_first: what reductions and weight gradients wait for (`carpool.schedule.priority`).
         dp_size: ranks with distinct data.
         autocast: compute in this dtype by autocast; None where FSDP casts already or nothing is to be cast.
 
@@ -65,6 +67,7 @@ class Objective:
         autocast: torch.dtype | None,
         balance_layers: bool = False,
         two_batch: bool = False,
+        rides_first: RidesFirst | None = None,
     ) -> None:
         takes = inspect.signature(model.forward).parameters
         if aux_coef and "output_router_logits" not in takes:
@@ -75,6 +78,7 @@ class Objective:
         self.model, self.top_k, self.aux_coef, self.dp_size, self.autocast = model, top_k, aux_coef, dp_size, autocast
         self.balance_layers = balance_layers
         self.two_batch = TwoBatch(model) if two_batch else None
+        self.rides_first = rides_first
         self.ranks_per_copy = (dist.get_world_size() if dist.is_initialized() else 1) // dp_size
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -117,13 +121,14 @@ class Objective:
             return loss
 
         losses = [partial(loss_of, batch) for batch in batches]
-        if self.two_batch is not None:
-            processors = self._processors()
-            for first in range(0, len(losses), 2):
-                self.two_batch.backward(losses[first : first + 2], processors)
-        else:
-            for loss in losses:
-                loss().backward()
+        with self.rides_first or nullcontext():
+            if self.two_batch is not None:
+                processors = self._processors()
+                for first in range(0, len(losses), 2):
+                    self.two_batch.backward(losses[first : first + 2], processors)
+            else:
+                for loss in losses:
+                    loss().backward()
         if dist.is_initialized():
             dist.all_reduce(sums)
         ce_all, aux_all = sums.tolist()

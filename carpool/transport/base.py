@@ -200,11 +200,19 @@ class Transport(Protocol):
         """
         ...
 
-    def plan_chunks(
-        self, slot_C: Sequence[torch.Tensor], weight_C: Sequence[torch.Tensor], traffic: Traffic
+    def plan_parts(
+        self,
+        slot_C: Sequence[torch.Tensor],
+        weight_C: Sequence[torch.Tensor],
+        traffic: Traffic,
+        together: tuple[int, int] = (1, 1),
     ) -> Sequence[Any]:
-        """The routes of the chunks of one ride, whose tokens these are; as `plan` of each. They are dispatched in
-        order."""
+        """The routes of the parts of one ride, whose tokens these are; as `plan` of each. They are dispatched in order.
+
+        Args:
+            together: so many neighbouring parts may share a message of rows, in the forward and in the backward. Such
+                a message leaves when the verb has been asked for with each of these routes.
+        """
         ...
 
     def dispatch(self, x_TH: torch.Tensor, route: Any) -> Pending:

@@ -13,17 +13,18 @@ The sizes have to be known on the host before an all-to-all, so `plan` exchanges
 host synchronisation per layer on CUDA. That is the price of NCCL; the transports that write into peers' memory
 do not pay it.
 
-Chunks of one ride share what is small: one message has the counts of all of them, one their slots and weights, and in
-the backward one the weights' gradients. Each chunk's rows are a message of their own. To each rank:
+Parts of one ride share what is small: one message has the counts of all of them, one their slots and weights, and in
+the backward one the weights' gradients. Rows of as many neighbouring parts as the schedule says share a message. To
+each rank, of four parts by two in the forward:
 
-    counts [chunk 0, chunk 1]     choices [of chunk 0, of chunk 1]     rows of chunk 0     rows of chunk 1
+    counts [parts 0 1 2 3]     choices [of parts 0 1 2 3]     rows [of parts 0 1]     rows [of parts 2 3]
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,10 @@ from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Arrivals, Pendi
 COUNT_BYTES = 16
 # What is left to NCCL's channels, which take a multiprocessor each: an estimate, not measured.
 NCCL_PROCESSORS = 16
+
+
+Way = Literal["out", "back"]
+Sizes = Sequence[Sequence[int]]
 
 
 @dataclass
@@ -60,10 +65,11 @@ class ExchangeRoute(Route):
     """Attributes:
     token_N, choice_NJ: of `RowsToSend`.
     send, receive: rows to and from each rank.
-    number: which chunk of its ride it is; the first is dispatched first.
-    packed_CN2J: slots and weights of the rows that each chunk sends, seen as integers.
+    number: which part of its ride it is; the first is dispatched first.
+    packed_CN2J: slots and weights of the rows that each part sends, seen as integers.
     choices: the message of these.
-    gradients: that of the weights' gradients.
+    rows: messages of rows, out and back, in the forward and in the backward.
+    gradients: the message of the weights' gradients.
     """
 
     token_N: torch.Tensor
@@ -73,49 +79,51 @@ class ExchangeRoute(Route):
     number: int
     packed_CN2J: list[torch.Tensor]
     choices: Together
+    rows: dict[tuple[bool, Way], Together]
     gradients: Together
 
 
 class Together:
-    """A message that has the rows of several chunks, sent when all of them are there.
+    """A message that has the rows of several parts, sent when all of them are there.
 
     Args:
         start: starts an all-to-all and returns what waits for it, as `ExchangeTransport._start`.
-        send_CW, receive_CW: of each chunk, rows to and from each rank.
+        send_CW, receive_CW: of each part, rows to and from each rank.
+        first: the number of the first part.
     """
 
-    def __init__(self, start: Any, send_CW: Sequence[Sequence[int]], receive_CW: Sequence[Sequence[int]]) -> None:
-        self._start, self._send_CW, self._receive_CW = start, send_CW, receive_CW
+    def __init__(self, start: Any, send_CW: Sizes, receive_CW: Sizes, first: int = 0) -> None:
+        self._start, self._send_CW, self._receive_CW, self._first = start, send_CW, receive_CW, first
         self._given: dict[int, torch.Tensor] = {}
         self._came: dict[int, torch.Tensor] = {}
         self._finish: Any = None
 
-    def put(self, chunk: int, rows: torch.Tensor) -> None:
-        """The rows of a chunk, sorted by the rank that they go to. With the last one the message leaves."""
-        self._given[chunk] = rows
+    def put(self, part: int, rows: torch.Tensor) -> None:
+        """The rows of a part, sorted by the rank that they go to. With the last one the message leaves."""
+        self._given[part - self._first] = rows
         if len(self._given) == len(self._send_CW):
             given, self._given = self._given, {}
             self.send([given[number] for number in range(len(given))])
 
     def send(self, parts: Sequence[torch.Tensor]) -> None:
-        """The message, of the rows of each chunk."""
+        """The message, of the rows of each part."""
         sent, received = (
             tuple(map(sum, zip(*sizes_CW, strict=True))) for sizes_CW in (self._send_CW, self._receive_CW)
         )
         self._finish, self._came = self._start(_by_rank(parts, self._send_CW), sent, received), {}
 
-    def take(self, chunk: int) -> torch.Tensor:
-        """What came for a chunk, sorted by the rank that it came from. Once for each chunk of a message."""
+    def take(self, part: int) -> torch.Tensor:
+        """What came for a part, sorted by the rank that it came from. Once for each part of a message."""
         if not self._came:
             out, self._finish = self._finish(), None
-            chunks = len(self._receive_CW)
+            parts = len(self._receive_CW)
             pieces = out.split([count for counts in zip(*self._receive_CW, strict=True) for count in counts])
-            self._came = {n: out if chunks == 1 else torch.cat(pieces[n::chunks]) for n in range(chunks)}
-        return self._came.pop(chunk)
+            self._came = {n: out if parts == 1 else torch.cat(pieces[n::parts]) for n in range(parts)}
+        return self._came.pop(part - self._first)
 
 
-def _by_rank(parts: Sequence[torch.Tensor], sizes_CW: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Rows of chunks, each sorted by rank: all, sorted by rank, then by chunk."""
+def _by_rank(parts: Sequence[torch.Tensor], sizes_CW: Sizes) -> torch.Tensor:
+    """Rows of parts, each sorted by rank: all, sorted by rank, then by part."""
     if len(parts) == 1:
         return parts[0]
     pieces = [part.split(list(sizes)) for part, sizes in zip(parts, sizes_CW, strict=True)]
@@ -153,10 +161,14 @@ class ExchangeTransport(Numbered):
         raise TypeError(f"{type(self).__name__} does not say which rows to send")
 
     def plan(self, slot_TK: torch.Tensor, weight_TK: torch.Tensor, traffic: Traffic) -> ExchangeRoute:
-        return self.plan_chunks([slot_TK], [weight_TK], traffic)[0]
+        return self.plan_parts([slot_TK], [weight_TK], traffic)[0]
 
-    def plan_chunks(
-        self, slot_C: Sequence[torch.Tensor], weight_C: Sequence[torch.Tensor], traffic: Traffic
+    def plan_parts(
+        self,
+        slot_C: Sequence[torch.Tensor],
+        weight_C: Sequence[torch.Tensor],
+        traffic: Traffic,
+        together: tuple[int, int] = (1, 1),
     ) -> list[ExchangeRoute]:
         ranks_W11 = torch.arange(self.num_ranks, device=slot_C[0].device).view(-1, 1, 1)
         # -1 stays -1.
@@ -176,12 +188,19 @@ class ExchangeTransport(Numbered):
         )
         choices, gradients = Together(self._start, send_CW, receive_CW), Together(self._start, receive_CW, send_CW)
         packed_CN2J: list[torch.Tensor] = []
-        routes = []
+        routes: list[ExchangeRoute] = []
+        messages: dict[tuple[bool, Way], Together] = {}
         for number, (slot_TK, weight_TK) in enumerate(zip(slot_C, weight_C, strict=True)):
             rows = self.list_rows(slot_TK, here_C[number], sum(send_CW[number]))
             # One place more than there are choices: the empty entries point at it.
             padded = torch.cat([weight_TK.reshape(-1), weight_TK.new_zeros(1)])
             weight_NJ = padded[rows.choice_NJ].float()
+            for backward, size in enumerate(together):
+                if number % size == 0:
+                    those = slice(number, number + size)
+                    there, here = send_CW[those], receive_CW[those]
+                    messages[bool(backward), "out"] = Together(self._start, there, here, number)
+                    messages[bool(backward), "back"] = Together(self._start, here, there, number)
             packed_CN2J.append(torch.cat([rows.slot_NJ, weight_NJ.view(torch.int32)], dim=1))
             route = ExchangeRoute(
                 num_tokens=slot_TK.shape[0],
@@ -198,13 +217,15 @@ class ExchangeTransport(Numbered):
                 number=number,
                 packed_CN2J=packed_CN2J,
                 choices=choices,
+                rows=dict(messages),
                 gradients=gradients,
             )
             routes.append(route)
         return routes
 
     def dispatch(self, x_TH: torch.Tensor, route: ExchangeRoute) -> Pending:
-        rows = self._start(x_TH[route.token_N], route.send, route.receive)
+        rows = route.rows[False, "out"]
+        rows.put(route.number, x_TH[route.token_N])
         if route.number == 0:
             route.choices.send(route.packed_CN2J)
         route.count("out", route.send, x_TH, CHOICE_BYTES)
@@ -212,15 +233,16 @@ class ExchangeTransport(Numbered):
         def finish() -> Arrivals:
             slot_RJ, weight_bits_RJ = route.choices.take(route.number).split(route.choices_per_row, dim=1)
             weight_RJ = weight_bits_RJ.contiguous().view(torch.float32)
-            return Arrivals(rows(), slot_RJ.contiguous(), weight_RJ, route.num_pairs)
+            return Arrivals(rows.take(route.number), slot_RJ.contiguous(), weight_RJ, route.num_pairs)
 
         return Pending(finish)
 
     def dispatch_gradients(self, dy_TH: torch.Tensor, route: ExchangeRoute) -> Pending:
         route.backward = True
-        rows = self._start(dy_TH[route.token_N], route.send, route.receive)
+        rows = route.rows[True, "out"]
+        rows.put(route.number, dy_TH[route.token_N])
         route.count("out", route.send, dy_TH, 0)
-        return Pending(lambda: Rows.of(rows()))
+        return Pending(lambda: Rows.of(rows.take(route.number)))
 
     def combine(self, route: ExchangeRoute) -> Pending:
         return self._combine(route, 0)
@@ -228,9 +250,10 @@ class ExchangeTransport(Numbered):
     def _combine(self, route: ExchangeRoute, choice_bytes: int) -> Pending:
         assert route.partial_RH is not None
         partial_RH, route.partial_RH = route.partial_RH, None
-        rows = self._start(partial_RH, route.receive, route.send)
+        rows = route.rows[route.backward, "back"]
+        rows.put(route.number, partial_RH)
         route.count("back", route.receive, partial_RH, choice_bytes)
-        return Pending(lambda: ordered_sum(rows(), route.token_N, route.num_tokens))
+        return Pending(lambda: ordered_sum(rows.take(route.number), route.token_N, route.num_tokens))
 
     def combine_gradients(self, route: ExchangeRoute, dweight_RJ: torch.Tensor) -> Pending:
         dx = self._combine(route, GRADIENT_BYTES)

@@ -78,8 +78,12 @@ class Gather(Numbered):
             weight_RK=weight_RK.masked_fill(~mine_RK, 0.0),
         )
 
-    def plan_chunks(
-        self, slot_C: Sequence[torch.Tensor], weight_C: Sequence[torch.Tensor], traffic: Traffic
+    def plan_parts(
+        self,
+        slot_C: Sequence[torch.Tensor],
+        weight_C: Sequence[torch.Tensor],
+        traffic: Traffic,
+        together: tuple[int, int] = (1, 1),
     ) -> list[GatherRoute]:
         return [self.plan(slot_TK, weight_TK, traffic) for slot_TK, weight_TK in zip(slot_C, weight_C, strict=True)]
 

@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-import carpool.recipes
+import carpool.recipes.mechanisms
+from carpool.cli import app
 from carpool.layout import ExpertLayout
 from carpool.moe import MoE, slots_kept
 from carpool.placement.trace import Trace
-from carpool.recipes import KINDS, Recipe, load, names, path_of
+from carpool.recipes import Recipe, about, load, names, path_of
+from carpool.recipes.mechanisms import MECHANISMS, Mechanism, missing
 from carpool.recipes.replay import Outcome, compare
 from tests.ranks import mesh
 
@@ -54,24 +57,75 @@ def measured(outcome: Outcome) -> tuple[float, ...]:
     return outcome.rows, outcome.remote, outcome.load, outcome.replicas, outcome.moved
 
 
-def test_all_recipes_load() -> None:
-    assert set(SYSTEMS) <= set(names())
+def test_the_recipes_are_there_and_of_these_parts() -> None:
+    assert set(SYSTEMS) == set(names("placement")) - {"carpool"}
     for name in names():
-        recipe = load(name)
+        recipe = about(name)
         assert recipe.system and recipe.source and recipe.mechanisms
         assert SYSTEMS.get(name, set()) <= set(recipe.mechanisms)
 
 
 @pytest.mark.parametrize("name", names())
+def test_a_recipe_loads_if_nothing_is_missing(name: str) -> None:
+    lacking = [mechanism for mechanism in about(name).mechanisms if missing(mechanism)]
+    if not lacking:
+        assert load(name) == about(name)
+        return
+    with pytest.raises(ValueError, match=f"recipe {name}: this version cannot follow it") as refused:
+        load(name)
+    for mechanism in lacking:
+        assert f"{mechanism} ({missing(mechanism)})" in str(refused.value)
+
+
+@pytest.mark.parametrize("name", names())
 def test_a_recipe_refuses_if_a_mechanism_is_missing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for mechanism in load(name).mechanisms:
-        kind, _, what = mechanism.partition(":")
-        have, setting = KINDS[kind]
-        fewer = {**KINDS, kind: ([one for one in have if one != what], setting)}
+    for mechanism in about(name).mechanisms:
+        gone = replace(MECHANISMS[mechanism], setting="", code="carpool.nowhere")
         with monkeypatch.context() as patch:
-            patch.setattr(carpool.recipes, "KINDS", fewer)
-            with pytest.raises(ValueError, match=f"recipe {name}: this version has no {kind} '{what}'"):
+            patch.setattr(carpool.recipes.mechanisms, "MECHANISMS", {**MECHANISMS, mechanism: gone})
+            with pytest.raises(ValueError, match=rf"lacks .*{mechanism} \(there is no carpool.nowhere\)"):
                 load(name)
+
+
+@pytest.mark.parametrize("name", names())
+def test_a_recipe_refuses_if_its_settings_do_not_choose_a_mechanism(name: str, tmp_path: Path) -> None:
+    path, text = tmp_path / "mine.toml", path_of(name).read_text()
+    for mechanism in about(name).mechanisms:
+        if not (setting := MECHANISMS[mechanism].setting):
+            continue
+        key = setting.rpartition(".")[2]
+        path.write_text("\n".join(line for line in text.splitlines() if not line.startswith(f"{key} =")))
+        with pytest.raises(ValueError, match=f"{mechanism} is of the system, but not what its {setting} chooses"):
+            about(str(path))
+
+
+def test_the_list_says_what_cannot_be_followed() -> None:
+    listed = CliRunner().invoke(app, ["recipes", "list"])
+    assert listed.exit_code == 0
+    for name in names():
+        refused = any(missing(mechanism) for mechanism in about(name).mechanisms)
+        assert f"\n{name} " in f"\n{listed.output}" and (f"REFUSED: recipe {name}:" in listed.output) == refused
+        shown = CliRunner().invoke(app, ["recipes", "show", name])
+        assert shown.exit_code == refused and (refused or shown.output == path_of(name).read_text())
+
+
+def test_what_is_missing_is_looked_up() -> None:
+    for there in (
+        Mechanism("moe.transport", "dedup"),
+        Mechanism("model.config.hidden_size", 8),
+        Mechanism("", code="carpool.routing:Router"),
+        Mechanism("", code="carpool.transport.nvlink.dispatch_kernel"),
+    ):
+        assert there.missing() is None
+    for gone, why in {
+        Mechanism("moe.magic"): "there is no setting moe.magic",
+        Mechanism("magic.transport"): "there is no setting magic.transport",
+        Mechanism("moe.transport", "carrier-pigeon"): "moe.transport takes no 'carrier-pigeon'",
+        Mechanism("moe.chunks", 0): "moe.chunks takes no 0",
+        Mechanism("", code="carpool.magic"): "there is no carpool.magic",
+        Mechanism("moe.chunks", 2, code="carpool.routing:Magic"): "there is no Magic in carpool.routing",
+    }.items():
+        assert gone.missing() == why
 
 
 def test_what_is_wrong_is_said(tmp_path: Path) -> None:
@@ -81,9 +135,11 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
     for text, message in {
         "[recipe": "recipe mine: not TOML",
         "[moe]\ntransport = 'dedup'": r"section \[recipe\] .* is missing",
-        "[recipe]\nsystem='a'\nsource='b'\nmechanisms=['magic:x']": "no mechanism 'magic:x'",
-        "[recipe]\nsystem='a'\nsource='b'\nmechanisms=['solver:lpt']": "but placement.solver is None",
+        "[recipe]\nsystem='a'\nsource='b'\nmechanisms=['magic:x']": "no mechanism 'magic:x'; known are transport",
+        "[recipe]\nsystem='a'\nsource='b'\nmechanisms=['solver:lpd']": "did you mean solver:lpt?",
+        "[recipe]\nsystem='a'\nsource='b'\nmechanisms=['solver:lpt']": "not what its placement.solver chooses",
         "[recipe]\nsystem='a'\nsource='b'\nmechanisms=[]\nyear=2023": r"\[recipe\] has no year",
+        "[recipe]\nsystem='a'\nsource='b'\nmechanisms=[]\nkind='c'": "kind = 'c': expected one of placement, schedule",
     }.items():
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
@@ -139,6 +195,10 @@ def test_a_limit_is_kept_and_called_lossy(trace: Trace) -> None:
 def test_a_run_can_be_trained_with_it(name: str, tmp_path: Path) -> None:
     from carpool.train.config import load_config
 
+    if any(missing(mechanism) for mechanism in about(name).mechanisms):
+        with pytest.raises(ValueError, match=r"unknown key|expected one of"):
+            load_config(path_of(name), [])
+        return
     recipe = load(name)
     if placed := recipe.get("placement", "policy") == "place":
         with pytest.raises(ValueError, match=r"needs a layout: moe.layout=FILE.*--solvers occult"):
@@ -146,4 +206,5 @@ def test_a_run_can_be_trained_with_it(name: str, tmp_path: Path) -> None:
     config = load_config(path_of(name), [f"moe.layout={tmp_path}/layouts.json"] if placed else [])
     for section, settings in recipe.settings.items():
         for key, value in settings.items():
-            assert getattr(getattr(config, section), key) == value
+            found = getattr(getattr(config, section), key)
+            assert value.items() <= found.items() if isinstance(value, dict) else found == value

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from carpool.schedule.cost import Pieces, best_chunks, between, chunked
+from carpool.schedule.cost import Pieces, best_chunks, best_pair, between, chunked
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3, 4, 8])
@@ -45,3 +45,25 @@ def test_sizes_between_and_beyond_those_known() -> None:
     assert of(500) == Pieces(3.5, 24, 1) and of(0) == Pieces(0, 8, 1)
     with pytest.raises(ValueError, match="two or more"):
         between({1: Pieces(1, 1, 1)})
+
+
+def test_parts_of_a_chunk_travel_together() -> None:
+    """By hand: the chunk of two parts comes at 2, is computed until 6, and combined until 9, beside what is put off."""
+    assert chunked(Pieces(2.0, 2.0, 3.0), 1, parts=2) == 9.0
+    assert chunked(Pieces(2.0, 2.0, 3.0, after=1.0), 1, parts=2) == 2 + 2 + 1 + 2 + 3
+    # Two such: links 0-2, 2-4, combines 7-9 (after 6) and 13-15 (after 12); processors 2-6, 6-10.
+    assert chunked(Pieces(2.0, 2.0, 3.0), 2, parts=2) == 13.0
+    assert chunked(Pieces(1.0, 2.0, 3.0), 3, beside=False, parts=2) == 3 * (1 + 4 + 3)
+
+
+def test_forward_and_backward_each_with_their_own() -> None:
+    """A message costs 3 before it costs anything by its size. The forward has much to hide rides behind, the backward
+    little: 11 + 2 + 11 in one chunk, and two would keep the links busy for 4 * 7."""
+    pieces = {
+        r: (Pieces(3 + 8 / r, 20 / r, 3 + 8 / r), Pieces(3 + 8 / r, 2 / r, 3 + 8 / r)) for r in (1, 2)
+    }  # fmt: skip
+    best, times = best_pair(pieces)
+    assert best == (2, 1)
+    assert times == {(1, 1): 42 + 24, (1, 2): 42 + 28, (2, 1): 34 + 24, (2, 2): 34 + 28}
+    for r in pieces:
+        assert times[r, r] == best_chunks({s: list(own) for s, own in pieces.items()})[1][r]

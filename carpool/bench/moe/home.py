@@ -40,8 +40,12 @@ class Home(Numbered):
             weight_TK=weight_TK,
         )
 
-    def plan_chunks(
-        self, slot_C: Sequence[torch.Tensor], weight_C: Sequence[torch.Tensor], traffic: Traffic
+    def plan_parts(
+        self,
+        slot_C: Sequence[torch.Tensor],
+        weight_C: Sequence[torch.Tensor],
+        traffic: Traffic,
+        together: tuple[int, int] = (1, 1),
     ) -> list[HomeRoute]:
         return [self.plan(slot_TK, weight_TK, traffic) for slot_TK, weight_TK in zip(slot_C, weight_C, strict=True)]
 

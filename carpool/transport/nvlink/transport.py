@@ -195,8 +195,12 @@ class NVLink(Numbered):
             received_W=count_2W.new_empty(self.num_ranks),
         )
 
-    def plan_chunks(
-        self, slot_C: Sequence[torch.Tensor], weight_C: Sequence[torch.Tensor], traffic: Traffic
+    def plan_parts(
+        self,
+        slot_C: Sequence[torch.Tensor],
+        weight_C: Sequence[torch.Tensor],
+        traffic: Traffic,
+        together: tuple[int, int] = (1, 1),
     ) -> list[NVLinkRoute]:
         return [self.plan(slot_TK, weight_TK, traffic) for slot_TK, weight_TK in zip(slot_C, weight_C, strict=True)]
 

@@ -1,0 +1,191 @@
+"""Rides before reductions, and weight gradients put off: what they are worth in a stack of decoder layers.
+
+    torchrun --nproc-per-node 4 -m benchmarks.priority --model olmoe --out priority.json
+    torchrun ... -m benchmarks.priority --transport dedup             # rides over NCCL
+    NCCL_HOSTID=node$((RANK / 2)) ...                                 # and these over a slow link: two "nodes"
+
+The stack of `benchmarks.overlap`, as `carpool train` shards it: FSDP2 over all ranks with EP over all ranks, parameters
+and reductions in float32, computation in bfloat16. Contenders take turns step by step, for each schedule:
+
+    as ever          FSDP reduces a layer's gradients at its end, beside the next ride's dispatch
+    held             beside the next ride's experts (carpool/schedule/priority.py)
+    pieces           and in pieces of `--piece-mib`, each of which waits while a ride is under way
+    delayed          held, and weight gradients of attention beside the next dispatch (carpool/schedule/delayed.py)
+    delayed, pieces  both
+
+Milliseconds are of the slowest rank, median over steps.
+
+    step       forward and backward, until all gradients are reduced
+    dispatch   of gradients, in the backward: from asking until the computation has it, less what the host put between;
+    combine    the same. Means over layers. With schedule none, a ride over nvlink is in the computation's stream, and
+               these are its own length: what a reduction beside it costs is seen here
+    host       how long the host took to ask for the step
+    looks      of a step's pieces, how often one looked in vain (a look is under 1 us)
+
+Before anything is timed, gradients of all parameters are compared with those as ever.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from transformers.distributed import DistributedConfig
+
+from benchmarks.overlap import MODELS, VOCABULARY
+from benchmarks.ranks import join_group
+from benchmarks.train_olmoe import timed
+from carpool.hf import rides, set_schedule, set_transport
+from carpool.hf.build import build_model, make_config
+from carpool.hf.expert_parallel import buffers_of_rides
+from carpool.schedule import Schedule
+from carpool.schedule.delayed import Delayed
+from carpool.schedule.priority import RidesFirst
+from carpool.train.environment import environment
+from carpool.transport import NVLinkOptions
+
+SCHEDULES = {"none": Schedule(), **{f"chunks={r}": Schedule("chunks", r) for r in (1, 2, 4)}}
+COLUMNS = ("step", "dispatch", "combine", "host")
+
+
+def ways(model: torch.nn.Module, piece_bytes: int) -> dict[str, RidesFirst | None]:
+    stats = {name: own.stats for name, own in rides(model).items()}
+    delayed = Delayed(model, stats)
+    return {
+        "as ever": None,
+        "held": RidesFirst(model, stats),
+        "pieces": RidesFirst(model, stats, piece_bytes),
+        "delayed": RidesFirst(model, stats, None, delayed),
+        "delayed, pieces": RidesFirst(model, stats, piece_bytes, delayed),
+    }
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {name: (g.to_local() if isinstance(g, DTensor) else g).clone() for name, g in found.items()}
+
+
+def compare(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> str:
+    if ours.keys() != theirs.keys():
+        raise RuntimeError(f"gradients of other parameters: {sorted(ours.keys() ^ theirs.keys())[:3]}")
+    equal = sum(torch.equal(ours[name], g) for name, g in theirs.items())
+    worst = max(float((ours[n] - g).abs().max() / g.abs().max().clamp(min=1e-20)) for n, g in theirs.items() if len(g))
+    return f"{equal} of {len(theirs)} gradients have the same bits, the others are off by {worst:.1e} at most"
+
+
+def backward_rides(model: torch.nn.Module, device: torch.device) -> tuple[float, float]:
+    """Milliseconds of a dispatch and of a combine of gradients: mean over layers, of the slowest rank."""
+    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    layers = rides(model).values()
+    for own in layers:
+        spans = own.stats.meter.milliseconds()
+        for number, name in enumerate(("dispatch", "combine")):
+            forward_and_backward = spans[name]
+            assert len(forward_and_backward) == 2
+            sums[number] += forward_and_backward[1] / len(layers)
+    dist.all_reduce(sums, op=dist.ReduceOp.MAX)
+    return float(sums[0]), float(sums[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="olmoe")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=2, help="sequences per rank")
+    parser.add_argument("--sequence", type=int, default=4096)
+    parser.add_argument("--transport", default="nvlink")
+    parser.add_argument("--schedules", choices=SCHEDULES, nargs="+", default=["none", "chunks=1"])
+    parser.add_argument("--piece-mib", type=float, default=8.0)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--arena-gib", type=float, default=12.0)
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args()
+
+    device = join_group()
+    rank, world = dist.get_rank(), dist.get_world_size()
+    cuda = device.type == "cuda"
+    kind, sizes = MODELS[args.model]
+    config = make_config(
+        kind, {**sizes, **VOCABULARY, "num_hidden_layers": args.layers, "max_position_embeddings": args.sequence}
+    )
+    mesh = DistributedConfig(fsdp_size=world, ep_size=world, ep_implementation="carpool", fsdp_mixed_precision=cuda)
+    model = build_model(config, distributed_config=mesh, dtype=torch.float32, seed=0, attn_implementation="sdpa")
+    options = NVLinkOptions(max_tokens=args.batch * args.sequence, arena_bytes=int(args.arena_gib * 2**30))
+    set_transport(model, args.transport, options=options)
+    torch.manual_seed(1 + rank)
+    shape = args.batch, args.sequence, config.hidden_size
+    x = torch.randn(shape, device=device, dtype=torch.bfloat16 if cuda else torch.float32).requires_grad_()
+    dy = torch.randn(*shape[:2], config.vocab_size, device=device, dtype=x.dtype) / 64
+
+    def step(first: AbstractContextManager[Any] | None) -> None:
+        with first or nullcontext():
+            model(inputs_embeds=x, use_cache=False).logits.backward(dy)
+
+    def clear() -> None:
+        x.grad = None
+        model.zero_grad(set_to_none=True)
+        for own in rides(model).values():
+            own.stats.reset()
+
+    report: list[dict[str, Any]] = []
+    contenders = ways(model, int(args.piece_mib * 2**20))
+    for schedule in args.schedules:
+        set_schedule(model, SCHEDULES[schedule])
+        plain: dict[str, torch.Tensor] = {}
+        for name, first in contenders.items():
+            for _ in range(2):
+                clear()
+                step(first)
+            ours = gradients(model)
+            plain = plain or ours
+            if rank == 0 and first is not None:
+                print(f"{schedule}, {name}: {compare(ours, plain)}", flush=True)
+        times: dict[str, list[tuple[float, ...]]] = {name: [] for name in contenders}
+        looks = dict.fromkeys(contenders, 0.0)
+        for number in range(args.steps):
+            for name in contenders if number % 2 else reversed(contenders):
+                first = contenders[name]
+                clear()
+                before = looked(first)
+                took = timed(lambda first=first: step(first), device)
+                times[name].append((took[0], *backward_rides(model, device), took[1]))
+                looks[name] += (looked(first) - before) / args.steps
+        for name, values in times.items():
+            median = dict(zip(COLUMNS, (statistics.median(c) for c in zip(*values, strict=True)), strict=True))
+            report.append({"schedule": schedule, "way": name, **median, "looks": looks[name], "all": values})
+    for buffers in buffers_of_rides(rides(model).values()):
+        if needed := buffers.arena_overflow():
+            raise RuntimeError(f"the arena was too small: {needed / 2**30:.1f} GiB were needed; raise --arena-gib")
+    if rank == 0:
+        show(args, report, device, world)
+    dist.destroy_process_group()
+
+
+def looked(first: RidesFirst | None) -> int:
+    """How often this rank's reductions have looked in vain. Waits for the device."""
+    return 0 if first is None or first.links.looked is None else int(first.links.looked[1])
+
+
+def show(args: argparse.Namespace, report: list[dict[str, Any]], device: torch.device, world: int) -> None:
+    print(f"{args.model}, {args.layers} layers, {args.batch} x {args.sequence} tokens a rank, {args.transport}")
+    print(f"{'schedule':<10}{'way':<18}" + "".join(f"{name:>10}" for name in (*COLUMNS, "looks")) + f"{'gain':>9}")
+    ever = {row["schedule"]: row["step"] for row in report if row["way"] == "as ever"}
+    for row in report:
+        numbers = "".join(f"{row[name]:>10.2f}" for name in COLUMNS)
+        gain = ever[row["schedule"]] / row["step"]
+        print(f"{row['schedule']:<10}{row['way']:<18}{numbers}{row['looks']:>10.0f}{gain:>8.3f}x", flush=True)
+    if args.out:
+        settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+        about = {"settings": settings, "environment": environment(device, world)}
+        args.out.write_text(json.dumps({**about, "results": report}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

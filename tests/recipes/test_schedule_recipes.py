@@ -1,0 +1,242 @@
+"""Recipes of kind "schedule": each mechanism that this version has changes what four ranks do in a layer.
+
+What is watched: verbs, the shared expert and weight gradients in their order, rows and choices, the balance loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import carpool.experts.stages
+from carpool.moe import MoE
+from carpool.recipes import about, names
+from carpool.recipes.mechanisms import missing
+from carpool.schedule import Schedule
+from carpool.schedule.two_batch import TwoBatch
+from carpool.stats import VERBS as COUNTED
+from carpool.transport import NVLinkOptions
+from carpool.transport.base import Pending
+from tests.ranks import Ranks, mesh
+
+RANKS_IMPORT = ["carpool.schedule.two_batch"]
+# What makes a system that system; a recipe may not lose any of it.
+SYSTEMS = {
+    "fastmoe": {"transport:alltoall", "experts:grouped", "schedule:none"},
+    "gshard": {"top-k:2", "capacity:drop", "capacity:first-choices-first", "second:random", "balance:aux"},
+    "switch": {"top-k:1", "capacity:drop", "balance:aux", "router:float32", "init:small"},
+    "switch-finetune": {"capacity:drop", "balance:aux", "router:float32", "dropout:experts"},
+    "apx-overlap": {"transport:alltoall", "beside:shared-experts", "delayed:experts"},
+    "lina": {"transport:alltoall", "chunks:several", "priority:rides", "priority:pieces"},
+    "lancet": {"schedule:two-batch", "delayed:experts", "delayed:dense"},
+    "fsmoe": {"transport:hierarchical", "chunks:several", "chunks:backward", "priority:rides"},
+    "flux-comet": {"transport:nvlink", "schedule:tiles", "split:multiprocessors"},
+    "triton-distributed": {"transport:nvlink", "kernels:triton", "schedule:tiles"},
+}
+VERBS = ("dispatch", "combine", "dispatch_gradients", "combine_gradients")
+HIDDEN, EXPERTS, TOKENS = 16, 8, 24
+Settings = Mapping[str, Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Of one rank: what a forward and backward of two micro-batches did.
+
+    Attributes:
+        order: verbs, each with "came" once it was waited for; "shared" expert; "weight gradients".
+        bytes: sent, by verb.
+        chosen: expert_TK of the last forward.
+        products: grouped matrix products.
+        options: of `nvlink` under this schedule.
+    """
+
+    order: list[str]
+    bytes: dict[str, int]
+    dropped: int
+    chosen: list[list[int]]
+    aux_loss: float
+    products: int
+    options: NVLinkOptions
+
+
+def run(settings: Settings) -> Seen:
+    """A layer as a recipe's settings say, on four ranks."""
+    moe, top_k = dict(settings["moe"]), settings.get("model", {}).get("num_experts_per_tok") or 3
+    name = moe.get("schedule", "none")
+    schedule = Schedule(name, moe.get("chunks", 2)) if name in ("chunks", "tiles") else Schedule(name)
+    router = {key: moe[key] for key in ("capacity_factor", "first_choices_first", "random_second") if key in moe}
+    torch.manual_seed(dist.get_rank())
+    layer = MoE(
+        HIDDEN, 24, EXPERTS, top_k, ep_mesh=mesh((4,), ("ep",)), transport=moe["transport"], schedule=schedule,
+        experts=moe.get("experts", "auto"), shared_intermediate_size=8,
+        router={**router, "aux_loss_coef": moe.get("router_aux_loss_coef") or 0.0},
+    )  # fmt: skip
+    order, products = watch(layer), [0]
+    x = torch.randn(2, TOKENS, HIDDEN)
+    grouped = carpool.experts.stages.grouped_mm
+
+    def counting(*args: Any) -> torch.Tensor:
+        products[0] += 1
+        return grouped(*args)
+
+    carpool.experts.stages.grouped_mm = counting
+    try:
+        losses: list[Callable[[], torch.Tensor]] = [
+            lambda part=part: layer(part).square().sum() + layer.aux_loss for part in x
+        ]
+        if name == "two-batch":
+            TwoBatch(layer).backward(losses)
+        else:
+            for loss in losses:
+                loss().backward()
+    finally:
+        carpool.experts.stages.grouped_mm = grouped
+    stats, sent = layer.stats(), layer.stats_counter.traffic.bytes
+    options = NVLinkOptions(max_tokens=TOKENS, **settings.get("nvlink", {}))
+    assert layer.routing is not None
+    return Seen(
+        order, {verb: sum(sent[verb]) for verb in COUNTED}, stats.dropped, layer.routing.expert_TK.tolist(),
+        float(layer.aux_loss), products[0], schedule.options(options),
+    )  # fmt: skip
+
+
+def watch(layer: MoE) -> list[str]:
+    """What the layer does from now on, as `Seen.order`."""
+    order: list[str] = []
+
+    def verb(name: str, original: Callable[..., Pending]) -> Callable[..., Pending]:
+        def called(*args: Any) -> Pending:
+            order.append(name)
+            pending = original(*args)
+
+            def finish() -> Any:
+                value = pending.wait()
+                order.append(f"{name} came")
+                return value
+
+            return Pending(finish)
+
+        return called
+
+    for name in VERBS:
+        setattr(layer.transport, name, verb(name, getattr(layer.transport, name)))
+    assert layer.shared is not None
+    layer.shared.register_forward_hook(lambda *_: order.append("shared"))
+    backward = layer.experts.backward
+
+    def watched(*args: Any) -> Any:
+        dweight_RJ, rest = backward(*args)
+        if rest is None:
+            return dweight_RJ, rest
+
+        def later() -> Any:
+            order.append("weight gradients")
+            return rest()
+
+        return dweight_RJ, later
+
+    layer.experts.backward = watched  # type: ignore[method-assign]
+    return order
+
+
+def between(order: list[str], what: str, first: str, last: str) -> bool:
+    """Whether each `what` came after a `first` and before the next `last`."""
+    places = [i for i, one in enumerate(order) if one == what]
+    last_before = [max((i for i in range(p) if order[i] in (first, last)), default=-1) for p in places]
+    return bool(places) and all(i >= 0 and order[i] == first for i in last_before)
+
+
+# Another choice in place of a mechanism, and in what it shows.
+OTHER: Mapping[str, tuple[str, str, Any, str]] = {
+    "transport:alltoall": ("moe", "transport", "gather", "bytes"),
+    "experts:grouped": ("moe", "experts", "reference", "products"),
+    "schedule:none": ("moe", "schedule", "chunks", "order"),
+    "schedule:chunks": ("moe", "schedule", "none", "options"),
+    "schedule:two-batch": ("moe", "schedule", "none", "order"),
+    "schedule:tiles": ("moe", "schedule", "none", "order"),
+    "chunks:several": ("moe", "chunks", 1, "order"),
+    "split:multiprocessors": ("nvlink", "dispatch_ctas", 8, "options"),
+    "top-k:1": ("model", "num_experts_per_tok", 3, "bytes"),
+    "top-k:2": ("model", "num_experts_per_tok", 1, "bytes"),
+    "balance:aux": ("moe", "router_aux_loss_coef", 0.0, "aux_loss"),
+    "capacity:drop": ("moe", "capacity_factor", 100.0, "dropped"),
+    "capacity:first-choices-first": ("moe", "first_choices_first", False, "chosen"),
+    "second:random": ("moe", "random_second", False, "dropped"),
+}
+# What is always at work is seen in the order.
+ALWAYS: Mapping[str, tuple[str, str, str]] = {
+    "beside:shared-experts": ("shared", "dispatch", "dispatch came"),
+    "delayed:experts": ("weight gradients", "combine_gradients", "combine_gradients came"),
+}
+# Where a whole model or other devices are needed: the test that shows it.
+ELSEWHERE = {
+    "priority:rides": "tests/schedule/test_priority.py",
+    "priority:pieces": "tests/schedule/test_priority.py",
+    "delayed:dense": "tests/schedule/test_delayed.py",
+    "router:float32": "tests/hf/test_drops.py",
+    "init:small": "tests/hf/test_build.py",
+    "transport:nvlink": "tests/interpreted/test_nvlink.py",
+    "kernels:triton": "tests/interpreted/test_nvlink.py",
+}
+# What a layer's own router has, whether or not `carpool train` can ask for it.
+OF_A_LAYER = {"capacity:drop", "capacity:first-choices-first", "second:random"}
+ROOT = Path(__file__).parents[2]
+PARTS = [(name, mechanism) for name in names("schedule") for mechanism in about(name).mechanisms]
+
+
+def test_the_recipes_are_there_and_of_these_parts() -> None:
+    assert set(SYSTEMS) == set(names("schedule"))
+    for name, parts in SYSTEMS.items():
+        assert parts <= set(about(name).mechanisms)
+
+
+@pytest.fixture(scope="module")
+def followed() -> dict[str, list[Seen]]:
+    """What the ranks did under each recipe as it is."""
+    return {}
+
+
+@pytest.mark.parametrize(("name", "mechanism"), PARTS, ids=[":".join(part) for part in PARTS])
+def test_each_mechanism_changes_what_ranks_do(
+    name: str, mechanism: str, ranks: Ranks, followed: dict[str, list[Seen]]
+) -> None:
+    settings = about(name).settings
+    if missing(mechanism) and mechanism not in OF_A_LAYER:
+        return  # test_recipes.py: the recipe refuses
+    if name not in followed:
+        followed[name] = ranks(run, runnable(settings))
+    if mechanism in ALWAYS:
+        assert all(between(seen.order, *ALWAYS[mechanism]) for seen in followed[name])
+    elif mechanism in OTHER:
+        section, key, value, what = OTHER[mechanism]
+        changed = {**settings, section: {**settings.get(section, {}), key: value}}
+        pairs = zip(followed[name], ranks(run, runnable(changed)), strict=True)
+        assert any(getattr(with_it, what) != getattr(without, what) for with_it, without in pairs)
+    else:
+        assert (ROOT / ELSEWHERE[mechanism]).is_file()
+
+
+def runnable(settings: Settings) -> Settings:
+    """On a machine without GPUs, in a layer, and without options that nothing is there for."""
+    moe = dict(settings["moe"])
+    if missing(f"schedule:{moe.get('schedule', 'none')}"):
+        moe["schedule"] = "chunks"
+    if moe.get("schedule") not in ("chunks", "tiles"):
+        moe.pop("chunks", None)
+    if settings.get("model", {}).get("num_experts_per_tok") != 2:
+        moe.pop("random_second", None)
+    if missing(f"transport:{moe['transport']}") or moe["transport"] == "nvlink":
+        moe["transport"] = "dedup"
+    return {**settings, "moe": moe}
+
+
+def test_watching_tells_the_orders_apart() -> None:
+    assert between(["dispatch", "shared", "dispatch came"], *ALWAYS["beside:shared-experts"])
+    assert not between(["dispatch", "dispatch came", "shared"], *ALWAYS["beside:shared-experts"])
+    assert not between(["dispatch", "dispatch came"], *ALWAYS["beside:shared-experts"])
