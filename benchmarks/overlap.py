@@ -10,6 +10,7 @@ optimizer. Contenders take turns step by step:
     none           the plain ride, on the computation's stream
     chunks=1       the same on a stream of its own: hides the backward's combine behind a weight gradient
     chunks=R       and the tokens in R chunks
+    tiles=N        experts begin on rows that have arrived, in N parts (nvlink)
     two-batch      two halves of the batch half a layer apart
     nothing        no ride: each rank computes on its own tokens, as many pairs (not the model's function)
     in two         the plain ride on two halves one after the other, which is what two-batch computes
@@ -96,6 +97,8 @@ def contenders(args: argparse.Namespace) -> dict[str, Contender]:
         for ctas in args.ctas:
             name = f"chunks={chunks}" + (f", {ctas} CTAs" if len(args.ctas) > 1 else "")
             found[name] = Contender(args.transport, Schedule("chunks", chunks), ctas)
+    if args.transport == "nvlink":
+        found |= {f"tiles={n}": Contender(args.transport, Schedule("tiles", n), args.ctas[0]) for n in args.tiles}
     found["nothing"] = Contender("nothing")
     if args.batch >= 2:
         found["two-batch"] = Contender(args.transport, Schedule("two-batch"), args.ctas[0])
@@ -130,7 +133,8 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=4096)
     parser.add_argument("--transport", default="nvlink")
     parser.add_argument("--chunks", type=int, nargs="*", default=[2, 4])
-    parser.add_argument("--ctas", type=int, nargs="+", default=[8], help="of the chunks' rides over nvlink")
+    parser.add_argument("--tiles", type=int, nargs="*", default=[4], help="parts of the tiles' rides")
+    parser.add_argument("--ctas", type=int, nargs="+", default=[8], help="of scheduled rides over nvlink")
     parser.add_argument("--contenders", nargs="+", default=None, help="some of the above; default: all")
     parser.add_argument("--compile", action="store_true", help="compile each decoder layer")
     parser.add_argument("--steps", type=int, default=10)

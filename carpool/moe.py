@@ -167,6 +167,7 @@ class MoE(nn.Module):
         y_TH = ride(
             x_TH, routing, slot_TK, self.transport, self.experts, weights, self.stats_counter, self.schedule.chunks,
             beside=None if shared is None else lambda: served.append(shared(x_TH)),
+            backward_chunks=self.schedule.backward_chunks,
         )  # fmt: skip
         self.filler.start_next()
         return sum(served, y_TH).view_as(x)

@@ -1,7 +1,7 @@
 """The ride of a batch of tokens: plan, dispatch, experts, combine, as one autograd function.
 
 Autograd sees a single node with the rows, the routing weights and the expert weights as inputs. Inside, forward and
-backward are written out (`carpool.schedule.chunks`), so that it is plain what travels when and what is kept:
+backward are written out (`carpool.schedule.chunks`, `tiles`), so that it is plain what travels when and what is kept:
 
     forward    plan -> dispatch x -> experts -> combine partial sums
     backward   dispatch dy -> experts' backward -> combine (dx, dweight)
@@ -32,7 +32,9 @@ from carpool.memory import Rows
 from carpool.memory.recompute import kept_rides, taken_before
 from carpool.ride_operator import ride_operator
 from carpool.routing import Routing
-from carpool.schedule.chunks import Arrival, Departed, Kept, depart, ride_backward, ride_forward
+from carpool.schedule import chunks as in_chunks
+from carpool.schedule.chunks import Arrival, Kept
+from carpool.schedule.tiles import Departed, depart, ride_backward, ride_forward
 from carpool.schedule.turns import handover
 from carpool.stats import LayerStats, Meter
 from carpool.transport import Transport
@@ -48,6 +50,7 @@ def ride(
     stats: LayerStats,
     chunks: int = 1,
     beside: Callable[[], None] | None = None,
+    backward_chunks: int | None = None,
 ) -> torch.Tensor:
     """Send rows to their slots, compute, and bring the sums back.
 
@@ -57,9 +60,11 @@ def ride(
         routing: with weights.
         slot_TK: (T, K) int32 global slot ids, -1: none (from `assign`).
         weights: of this rank's slots.
-        chunks: pieces in which the tokens ride, one beside the computation of another (`carpool.schedule`).
+        chunks: pieces in which the tokens ride, one beside the computation of another (`carpool.schedule`), where the
+            transport does not ride in parts (`NVLinkOptions.parts`).
         beside: is called once the first rows are under way: work that does not wait for them, with gradients as always.
             Compiled, it is called before, for the compiler has an order of its own.
+        backward_chunks: pieces of the backward, if not as many.
 
     Returns:
         y_TH: (T, H), the dtype that travelled. Differentiable in x, the routing's weights and those of the slots.
@@ -68,13 +73,13 @@ def ride(
     assert weight_TK is not None
     device = x_TH.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weights.up_SFH.dtype
-    compiling, trip = torch.compiler.is_compiling(), None
+    compiling, trip, pieces = torch.compiler.is_compiling(), None, (chunks, backward_chunks or chunks)
     # The dtypes are those of the arguments: autocast would change them in the forward and not in the backward.
     with torch.autocast(device, enabled=False):
         x_TH = x_TH.to(dtype)
         if beside is not None and not compiling and not taken_before():
             trip = _Trip()
-            x_TH, weight_TK = _Depart.apply(x_TH, weight_TK, slot_TK, trip, transport, stats, chunks)
+            x_TH, weight_TK = _Depart.apply(x_TH, weight_TK, slot_TK, trip, transport, stats, pieces)
             trip.apart = x_TH.requires_grad or weight_TK.requires_grad
     if beside is not None:
         beside()
@@ -84,9 +89,9 @@ def ride(
         backward = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         if compiling:
             numbers = transport.number, experts.number, stats.number
-            return ride_operator(x_TH, weight_TK, slot_TK, *weights, expert_TK, *numbers, backward, chunks)[0]
+            return ride_operator(x_TH, weight_TK, slot_TK, *weights, expert_TK, *numbers, backward, *pieces)[0]
         stats.count(expert_TK, weight_TK)
-        return _Ride.apply(x_TH, weight_TK, slot_TK, backward, chunks, transport, experts, stats, trip, *weights)
+        return _Ride.apply(x_TH, weight_TK, slot_TK, backward, pieces, transport, experts, stats, trip, *weights)
 
 
 class _Trip:
@@ -98,7 +103,7 @@ class _Trip:
         apart: whether the backward has two nodes, too.
     """
 
-    departed: Departed | None = None
+    departed: Departed | in_chunks.Departed | None = None
     arrive: Arrival | None = None
     apart = False
 
@@ -115,12 +120,12 @@ class _Depart(torch.autograd.Function):
         trip: _Trip,
         transport: Transport,
         stats: LayerStats,
-        chunks: int,
+        pieces: tuple[int, int],
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # The second node's gradients are no tensors yet when it is done.
         ctx.set_materialize_grads(False)
         ctx.trip = trip
-        trip.departed = depart(x_TH, weight_TK, slot_TK, transport, stats, chunks)
+        trip.departed = depart(x_TH, weight_TK, slot_TK, transport, stats, *pieces)
         return x_TH.detach(), weight_TK.detach()
 
     @staticmethod
@@ -138,7 +143,7 @@ class _Ride(torch.autograd.Function):
         weight_TK: torch.Tensor,
         slot_TK: torch.Tensor,
         backward: bool,
-        chunks: int,
+        pieces: tuple[int, int],
         transport: Transport,
         experts: Experts,
         stats: LayerStats,
@@ -150,7 +155,7 @@ class _Ride(torch.autograd.Function):
 
         def take() -> tuple[torch.Tensor, tuple[Kept, ...] | None]:
             if trip is None:
-                departed = depart(x_TH, weight_TK, slot_TK, transport, stats, chunks)
+                departed = depart(x_TH, weight_TK, slot_TK, transport, stats, *pieces)
             else:
                 assert trip.departed is not None
                 departed, trip.departed = trip.departed, None

@@ -14,7 +14,7 @@ its backward that are no tensors of the graph (routes, places in an arena). So
     carpool::ride_backward  (gradient of the sums, ticket, rows, weights, slots, ...)   -> gradients
 
 Both have fake versions that say shapes, and the first names the second as its derivative. What they compute is
-`carpool.schedule.chunks.ride_forward` and `ride_backward`, the same as without a compiler.
+`carpool.schedule.tiles.ride_forward` and `ride_backward`, the same as without a compiler.
 """
 
 from __future__ import annotations
@@ -54,15 +54,16 @@ def ride_operator(
     stats: torch.Tensor,
     backward: bool,
     chunks: int = 1,
+    backward_chunks: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(y_TH, ticket): see `carpool.ride.ride`. `backward`: whether one will follow."""
-    from carpool.schedule.chunks import depart, ride_forward
+    from carpool.schedule.tiles import depart, ride_forward
 
     weights = ExpertWeights(up, down, up_bias, down_bias)
     parts = by_number(transport), by_number(experts), by_number(stats)
     parts[2].count(expert_TK, weight_TK)
     with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.no_grad():
-        departed = depart(x_TH, weight_TK, slot_TK, parts[0], parts[2], chunks)
+        departed = depart(x_TH, weight_TK, slot_TK, parts[0], parts[2], chunks, backward_chunks)
         y_TH, kept = ride_forward(departed, weights, *parts[:2], backward)
     number = next(_tickets)
     ticket = torch.tensor([number], device="cpu")
@@ -95,7 +96,7 @@ def ride_backward_operator(
     needs_dweights: bool,
 ) -> list[torch.Tensor]:
     """[dx_TH, dweight_TK, and if wanted the gradients of the parameters that there are]."""
-    from carpool.schedule.chunks import ride_backward
+    from carpool.schedule.tiles import ride_backward
 
     found = _KEPT.get(int(ticket))
     if found is None:
@@ -132,7 +133,7 @@ def _backward(ctx: Any, dy_TH: torch.Tensor, _: Any) -> tuple[Any, ...]:
     dx_TH, dweight_TK, *rest = ride_backward_operator(dy_TH.contiguous(), ticket, *inputs, needs_dweights)
     gradients = iter(rest)
     dweights = [next(gradients) if needs_dweights and w is not None else None for w in weights]
-    return dx_TH, dweight_TK, None, *dweights, None, None, None, None, None, None
+    return dx_TH, dweight_TK, None, *dweights, None, None, None, None, None, None, None
 
 
 ride_operator.register_autograd(_backward, setup_context=_setup_context)

@@ -58,7 +58,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "balance": ("none", "aux", "aux+z"),
     "selection": ("plain", "groups", "bias"),
     "scaling": (1.0, 2.5),
-    "chunks": (1, 2, 5),
+    "schedule": ("none", "chunks 2", "chunks 5", "chunks 2 3", "chunks 4 1", "tiles 3"),
 }
 # A rank holds an expert at most once, so a single rank has no replicas.
 FORBIDDEN = [{"layout": name, "ep": 1} for name in ("replicated", "replicated_permuted")]
@@ -91,7 +91,7 @@ class Case:
     balance: str = "none"
     selection: str = "plain"
     scaling: float = 1.0
-    chunks: int = 1
+    schedule: str = "none"
     dtype: torch.dtype = torch.float32
 
     def __str__(self) -> str:
@@ -108,7 +108,7 @@ class Case:
                 case tuple():
                     words.append("x".join(map(str, value)))
                 case _:
-                    words.append(str(value).removeprefix("torch."))
+                    words.append(str(value).removeprefix("torch.").replace(" ", ""))
         return "-".join(words)
 
     @property
@@ -205,7 +205,7 @@ def build(case: Case) -> carpool.MoE:
         layout=layout_of(case.layout, case.ep),
         transport=case.transport,
         max_tokens=MAX_TOKENS,
-        schedule=Schedule("chunks" if case.chunks > 1 else "none", case.chunks),
+        schedule=schedule_of(case),
         experts=case.experts,
         activation=spec.activation,
         gated=spec.gated,
@@ -232,6 +232,11 @@ def build(case: Case) -> carpool.MoE:
                 local = value[mine] if name.startswith(("up_", "down_")) else value
                 moe.get_parameter(name).copy_(local)
     return moe
+
+
+def schedule_of(case: Case) -> Schedule:
+    name, *pieces = case.schedule.split()
+    return Schedule(name, *map(int, pieces))  # type: ignore[arg-type]  # one of the names
 
 
 def step(case: Case) -> dict[str, Any]:

@@ -29,6 +29,11 @@ The epilogue of _dact goes over its tile piece by piece (32 columns; 16 of gate 
 at once spilled 1.7 KB per thread. Compiled for sm_90 nothing spills but a few words for activations without a gate.
 Two accumulators instead of one of 256 columns let the assembler give up overlapping products in flattened loops.
 
+Rows that come in parts (`carpool.schedule.tiles`) are read while later parts are under way: _up and _dact walk the
+tiles of one part after the other, and before each part every program waits until it is there. The waits stand between
+loops of tiles, for in a flattened loop the next tile's rows are asked for before this one's are done. Parts continue
+each other's turns, so no program is idle while a part ends. _plain takes the tiles of one part.
+
 Steps past a matrix's edge read zeros; rows past an expert's last are read where they are harmless and never stored.
 """
 
@@ -36,6 +41,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -47,7 +53,9 @@ from carpool.experts.base import Activation
 from carpool.experts.pair_kernels import aligned
 from carpool.memory.arena import Rows
 from carpool.processors import processors
-from carpool.quick import cdiv, quick
+from carpool.quick import cdiv, power_of_2, quick
+from carpool.transport.nvlink.buffers import MAX_CTAS, Awaited
+from carpool.transport.nvlink.signals import SPIN, wait_part
 
 TILE_ROWS = 128
 BAND = 16
@@ -63,6 +71,16 @@ def _place(tiles, tile, heights, COLUMNS: tl.constexpr, BAND: tl.constexpr, BM: 
     first = tl.load(entry + 1)
     pair = first + tl.arange(0, BM)
     return tl.load(entry), first, pair, pair < tl.load(entry + 2), within // height
+
+
+@triton.jit
+def _of_part(starts, part, before):  # type: ignore[no-untyped-def]
+    """Of a part: its first tile of pairs, how many there are, and this program's first, where `before` tiles have been
+    dealt out in turn."""
+    programs = tl.num_programs(0)
+    first = tl.load(starts + part)
+    mine = (tl.program_id(0) + programs - before % programs) % programs
+    return first, tl.load(starts + part + 1) - first, mine
 
 
 @triton.jit
@@ -92,29 +110,22 @@ def _halves(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-unty
     return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, WIDTH // 2)), (0, 2, 1)))
 
 
-@quick
 @triton.jit
-def _up(  # type: ignore[no-untyped-def]
-    address, weight, bias, h, start, a, tiles, H: tl.constexpr, F: tl.constexpr, WIDTH: tl.constexpr,
+def _up_tiles(  # type: ignore[no-untyped-def]
+    address, weight, bias, h, room, a, tiles, heights, mine, H: tl.constexpr, F: tl.constexpr, WIDTH: tl.constexpr,
     NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_LIMIT: tl.constexpr, LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr, SHIFT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_START: tl.constexpr, WANTS_H: tl.constexpr,
-    WANTS_A: tl.constexpr, K_FIRST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    BAND: tl.constexpr, FLATTEN: tl.constexpr,
+    ALPHA: tl.constexpr, SHIFT: tl.constexpr, HAS_BIAS: tl.constexpr, WANTS_H: tl.constexpr, WANTS_A: tl.constexpr,
+    K_FIRST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr,
+    FLATTEN: tl.constexpr,
 ):  # fmt: skip
+    """All tiles of the table, or those of a part; this program's first is `mine`. Returns how many there are."""
     DTYPE: tl.constexpr = a.dtype.element_ty
     HALVES: tl.constexpr = GATED and not INTERLEAVED
     # Columns of h in one product: of the gate (and as many of up), or of all that there is.
     BC: tl.constexpr = BN // 2 if HALVES else BN
     C: tl.constexpr = F if HALVES else WIDTH
     COLUMNS: tl.constexpr = (C + BC - 1) // BC
-    heights = tl.load(tiles)
-    room = 0x7FFFFFFF
-    if HAS_START:
-        # Without room in the arena nothing is kept, but what the layer computes is right.
-        begin = tl.load(start)
-        h += tl.multiple_of(begin, 16)
-        room = tl.where(begin < 0, 0, room)
-    for tile in tl.range(tl.program_id(0), heights * COLUMNS, tl.num_programs(0), flatten=FLATTEN):
+    for tile in tl.range(mine, heights * COLUMNS, tl.num_programs(0), flatten=FLATTEN):
         expert, _, pair, live, n = _place(tiles, tile, heights, COLUMNS, BAND, BM)
         row = tl.load(address + pair, mask=live, other=0)
         if HALVES and K_FIRST:
@@ -164,16 +175,58 @@ def _up(  # type: ignore[no-untyped-def]
                 a + pair.to(tl.int64)[:, None] * F + inner[None, :], value.to(DTYPE),
                 mask=live[:, None] & (inner < F)[None, :],
             )  # fmt: skip
+    return heights * COLUMNS
 
 
 @quick
-@triton.jit
+@triton.jit(do_not_specialize=["verb", "sources", "each", "parts"])
+def _up(  # type: ignore[no-untyped-def]
+    address, weight, bias, h, start, a, tiles, starts, flags, epochs, status, host_status, timeout, verb,
+    sources, each, parts, H: tl.constexpr, F: tl.constexpr, WIDTH: tl.constexpr,
+    NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_LIMIT: tl.constexpr, LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr, SHIFT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_START: tl.constexpr, WANTS_H: tl.constexpr,
+    WANTS_A: tl.constexpr, K_FIRST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BAND: tl.constexpr, FLATTEN: tl.constexpr, AWAITED: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
+    SPIN: tl.constexpr,
+):  # fmt: skip
+    room = 0x7FFFFFFF
+    if HAS_START:
+        # Without room in the arena nothing is kept, but what the layer computes is right.
+        begin = tl.load(start)
+        h += tl.multiple_of(begin, 16)
+        room = tl.where(begin < 0, 0, room)
+    if not AWAITED:
+        _up_tiles(
+            address, weight, bias, h, room, a, tiles, tl.load(tiles), tl.program_id(0), H, F, WIDTH, NAME, GATED,
+            INTERLEAVED, HAS_LIMIT, LIMIT, ALPHA, SHIFT, HAS_BIAS, WANTS_H, WANTS_A, K_FIRST, BM, BN, BK, BAND, FLATTEN,
+        )  # fmt: skip
+    else:
+        part, before = 0, 0
+        # Not `for`: the compiler flattens the loop of tiles only if no such loop is around it.
+        while part < parts:
+            wait_part(flags, epochs, part, timeout, status, host_status, verb, sources, each, STRIDE, PAD, SPIN)
+            first, heights, mine = _of_part(starts, part, before)
+            before += _up_tiles(
+                address, weight, bias, h, room, a, tiles + first * 4, heights, mine, H, F, WIDTH, NAME, GATED,
+                INTERLEAVED, HAS_LIMIT, LIMIT, ALPHA, SHIFT, HAS_BIAS, WANTS_H, WANTS_A, K_FIRST, BM, BN, BK, BAND,
+                FLATTEN,
+            )  # fmt: skip
+            part += 1
+
+
+@quick
+@triton.jit(do_not_specialize=["part"])
 def _plain(  # type: ignore[no-untyped-def]
-    rows, weight, out, tiles, K: tl.constexpr, N: tl.constexpr, K_FIRST: tl.constexpr, BM: tl.constexpr,
-    BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr, FLATTEN: tl.constexpr,
+    rows, weight, out, tiles, starts, part, K: tl.constexpr, N: tl.constexpr, K_FIRST: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr, FLATTEN: tl.constexpr,
+    PARTED: tl.constexpr,
 ):  # fmt: skip
     COLUMNS: tl.constexpr = (N + BN - 1) // BN
-    heights = tl.load(tiles)
+    if PARTED:
+        first, heights, _ = _of_part(starts, part, 0)
+        tiles += first * 4
+    else:
+        heights = tl.load(tiles)
     for tile in tl.range(tl.program_id(0), heights * COLUMNS, tl.num_programs(0), flatten=FLATTEN):
         expert, first, pair, live, n = _place(tiles, tile, heights, COLUMNS, BAND, BM)
         total = tl.zeros((BM, BN), tl.float32)
@@ -246,24 +299,18 @@ def _dact_pieces(  # type: ignore[no-untyped-def]
         )  # fmt: skip
 
 
-@quick
-@triton.jit(do_not_specialize=["pairs"])
-def _dact(  # type: ignore[no-untyped-def]
-    address, weight, factors, order, h, start, dh, scaled, partial, tiles, pairs, H: tl.constexpr,
+@triton.jit
+def _dact_tiles(  # type: ignore[no-untyped-def]
+    address, weight, factors, order, h, dh, scaled, partial, tiles, heights, mine, pairs, H: tl.constexpr,
     F: tl.constexpr, WIDTH: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    HAS_LIMIT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr, HAS_START: tl.constexpr,
+    HAS_LIMIT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr,
     WANTS_SCALED: tl.constexpr, K_FIRST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     BK: tl.constexpr, BAND: tl.constexpr, FLATTEN: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
+    """As `_up_tiles`."""
     DTYPE: tl.constexpr = dh.dtype.element_ty
     COLUMNS: tl.constexpr = (F + BN - 1) // BN
-    heights = tl.load(tiles)
-    if HAS_START:
-        begin = tl.load(start)
-        h += tl.multiple_of(begin, 16)
-        # Without room in the arena there is no h, and nothing to be made of it.
-        heights = tl.where(begin < 0, 0, heights)
-    for tile in tl.range(tl.program_id(0), heights * COLUMNS, tl.num_programs(0), flatten=FLATTEN):
+    for tile in tl.range(mine, heights * COLUMNS, tl.num_programs(0), flatten=FLATTEN):
         expert, _, pair, live, n = _place(tiles, tile, heights, COLUMNS, BAND, BM)
         row = tl.load(address + pair, mask=live, other=0)
         grad = tl.zeros((BM, BN), tl.float32)
@@ -276,6 +323,44 @@ def _dact(  # type: ignore[no-untyped-def]
             ALPHA, SHIFT, WANTS_SCALED, BM, BN, PIECE,
         )  # fmt: skip
         tl.store(partial + n.to(tl.int64) * pairs + pair, total, mask=live)
+    return heights * COLUMNS
+
+
+@quick
+@triton.jit(do_not_specialize=["pairs", "verb", "sources", "each", "parts"])
+def _dact(  # type: ignore[no-untyped-def]
+    address, weight, factors, order, h, start, dh, scaled, partial, tiles, pairs, starts, flags, epochs, status,
+    host_status, timeout, verb, sources, each, parts, H: tl.constexpr,
+    F: tl.constexpr, WIDTH: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HAS_LIMIT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr, HAS_START: tl.constexpr,
+    WANTS_SCALED: tl.constexpr, K_FIRST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    BK: tl.constexpr, BAND: tl.constexpr, FLATTEN: tl.constexpr, PIECE: tl.constexpr, AWAITED: tl.constexpr,
+    STRIDE: tl.constexpr, PAD: tl.constexpr, SPIN: tl.constexpr,
+):  # fmt: skip
+    there = 1
+    if HAS_START:
+        begin = tl.load(start)
+        h += tl.multiple_of(begin, 16)
+        # Without room in the arena there is no h, and nothing to be made of it.
+        there = tl.where(begin < 0, 0, 1)
+    if not AWAITED:
+        _dact_tiles(
+            address, weight, factors, order, h, dh, scaled, partial, tiles, tl.load(tiles) * there, tl.program_id(0),
+            pairs, H, F, WIDTH, NAME, GATED, INTERLEAVED, HAS_LIMIT, LIMIT, ALPHA, SHIFT, WANTS_SCALED, K_FIRST, BM, BN,
+            BK, BAND, FLATTEN, PIECE,
+        )  # fmt: skip
+    else:
+        part, before = 0, 0
+        # Not `for`: the compiler flattens the loop of tiles only if no such loop is around it.
+        while part < parts:
+            wait_part(flags, epochs, part, timeout, status, host_status, verb, sources, each, STRIDE, PAD, SPIN)
+            first, heights, mine = _of_part(starts, part, before)
+            before += _dact_tiles(
+                address, weight, factors, order, h, dh, scaled, partial, tiles + first * 4, heights * there, mine,
+                pairs, H, F, WIDTH, NAME, GATED, INTERLEAVED, HAS_LIMIT, LIMIT, ALPHA, SHIFT, WANTS_SCALED, K_FIRST, BM,
+                BN, BK, BAND, FLATTEN, PIECE,
+            )  # fmt: skip
+            part += 1
 
 
 @dataclass(frozen=True)
@@ -314,6 +399,7 @@ def up(
     tiles_M4: torch.Tensor,
     wants_a: bool,
     tiling: Tiling,
+    parts: Parts | None = None,
 ) -> torch.Tensor:
     """a_PF = activation(rows @ up + bias), and the pre-activation into `h`, if that is given.
 
@@ -321,6 +407,7 @@ def up(
         address_P: of the pairs' rows (`pair_kernels.row_addresses`).
         up_weight: (S, F1, H), or (S, H, F1) if `transposed`.
         wants_a: if not, an empty tensor is returned.
+        parts: the rows are under way, and each part is waited for before it is read.
     """
     slots, hidden, width = up_weight.shape[0], *_in_out(up_weight, transposed)
     inner = width // 2 if activation.gated else width
@@ -340,25 +427,39 @@ def up(
     start = None if h is None else h.start
     _up[_grid(a_PF, tiling)](
         address_P, weight, a_PF if bias_SF is None else bias_SF.contiguous(), data,
-        tiles_M4 if start is None else start, a_PF, tiles_M4, H=hidden, F=inner, WIDTH=width,
+        tiles_M4 if start is None else start, a_PF, tiles_M4, *_waits(parts, tiles_M4), H=hidden, F=inner, WIDTH=width,
         **constants(activation), HAS_BIAS=bias_SF is not None, HAS_START=start is not None, WANTS_H=h is not None,
         WANTS_A=wants_a, K_FIRST=transposed, BM=TILE_ROWS, BN=columns, BK=bk, BAND=BAND, FLATTEN=flatten,
-        num_warps=tiling.warps, num_stages=tiling.stages,
+        **_waits_for(parts), num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
     return a_PF
 
 
 def product(
-    rows_PK: torch.Tensor, weight: torch.Tensor, k_first: bool, tiles_M4: torch.Tensor, tiling: Tiling
+    rows_PK: torch.Tensor,
+    weight: torch.Tensor,
+    k_first: bool,
+    tiles_M4: torch.Tensor,
+    tiling: Tiling,
+    starts_N: torch.Tensor | None = None,
+    part: int = 0,
+    out_PN: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """(P, N): every row a product with its expert's matrix, (S, K, N) if `k_first`, else (S, N, K)."""
+    """(P, N): every row a product with its expert's matrix, (S, K, N) if `k_first`, else (S, N, K).
+
+    Args:
+        starts_N, part: only this part, of `pair_kernels.part_table`.
+        out_PN: where to write.
+    """
     width, columns = _in_out(weight, k_first)
-    out_PN = rows_PK.new_empty(rows_PK.shape[0], columns)
+    if out_PN is None:
+        out_PN = rows_PK.new_empty(rows_PK.shape[0], columns)
     bn, bk = tiling.columns, tiling.depth
     _plain[_grid(out_PN, tiling)](
         _describe(rows_PK, rows_PK.shape, (TILE_ROWS, bk)),
-        _describe(weight, weight.shape, (1, bk, bn) if k_first else (1, bn, bk)), out_PN, tiles_M4, K=width, N=columns,
-        K_FIRST=k_first, BM=TILE_ROWS, BN=bn, BK=bk, BAND=BAND, FLATTEN=tiling.flatten, num_warps=tiling.warps,
+        _describe(weight, weight.shape, (1, bk, bn) if k_first else (1, bn, bk)), out_PN, tiles_M4,
+        tiles_M4 if starts_N is None else starts_N, part, K=width, N=columns, K_FIRST=k_first, BM=TILE_ROWS, BN=bn,
+        BK=bk, BAND=BAND, FLATTEN=tiling.flatten, PARTED=starts_N is not None, num_warps=tiling.warps,
         num_stages=tiling.stages,
     )  # fmt: skip
     return out_PN
@@ -375,12 +476,14 @@ def down_backward(
     tiles_M4: torch.Tensor,
     wants_scaled: bool,
     tiling: Tiling,
+    parts: Parts | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """With dA = rows of dy @ down^T, which is never written: (dh_PF1, weight * a, parts_NP), where the sum of parts_NP
     over the blocks of columns is <dA, a>. `weight * a` is empty unless wanted.
 
     Args:
         down_weight: (S, H, F), or (S, F, H) if `transposed`.
+        parts: as in `up`.
     """
     inner, hidden = _in_out(down_weight, transposed)
     pairs, bn, bk = address_P.shape[0], tiling.columns, tiling.depth
@@ -390,12 +493,37 @@ def down_backward(
     _dact[_grid(dh_PF1, tiling)](
         address_P, _describe(down_weight, down_weight.shape, (1, bn, bk) if transposed else (1, bk, bn)), weight_RJ,
         order_P, h.data, tiles_M4 if h.start is None else h.start, dh_PF1, scaled_PF, parts_NP, tiles_M4, pairs,
-        H=hidden, F=inner, WIDTH=h.width, **constants(activation), HAS_START=h.start is not None,
-        WANTS_SCALED=wants_scaled, K_FIRST=not transposed, BM=TILE_ROWS, BN=bn, BK=bk, BAND=BAND,
-        FLATTEN=tiling.flatten, PIECE=16 if activation.interleaved else 32, num_warps=tiling.warps,
-        num_stages=tiling.stages,
+        *_waits(parts, tiles_M4), H=hidden, F=inner, WIDTH=h.width, **constants(activation),
+        HAS_START=h.start is not None, WANTS_SCALED=wants_scaled, K_FIRST=not transposed, BM=TILE_ROWS, BN=bn, BK=bk,
+        BAND=BAND, FLATTEN=tiling.flatten, PIECE=16 if activation.interleaved else 32, **_waits_for(parts),
+        num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
     return dh_PF1, scaled_PF, parts_NP
+
+
+class Parts(NamedTuple):
+    """Rows that are under way in parts.
+
+    Attributes:
+        number: of parts.
+        starts_N: their tiles (`pair_kernels.part_table`).
+        awaited: what to wait with.
+    """
+
+    number: int
+    starts_N: torch.Tensor
+    awaited: Awaited
+
+
+def _waits(parts: Parts | None, unused: torch.Tensor) -> tuple[Any, ...]:
+    """What a kernel that waits is given."""
+    return (unused,) * 5 + (0,) * 5 if parts is None else (parts.starts_N, *parts.awaited, parts.number)
+
+
+def _waits_for(parts: Parts | None) -> dict[str, int]:
+    """What a kernel that waits is compiled for: the same for all numbers of parts and programs."""
+    pad = 1 if parts is None else power_of_2(parts.awaited.sources) * MAX_CTAS
+    return {"AWAITED": parts is not None, "STRIDE": MAX_CTAS, "PAD": pad, "SPIN": SPIN}
 
 
 def _in_out(weight: torch.Tensor, in_first: bool) -> tuple[int, int]:

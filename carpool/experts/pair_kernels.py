@@ -67,6 +67,39 @@ def _gather_rows(  # type: ignore[no-untyped-def]
         tl.store(out + at, value.to(out.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _sum_tile(  # type: ignore[no-untyped-def]
+    values, position, weight, bias, slot, out, first, end, left, J: tl.constexpr, WIDTH: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ALL_ROWS: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows first to first + ROWS, before `end`, and columns from `left`."""
+    row = first + tl.arange(0, ROWS)
+    column = left + tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    total = tl.zeros((ROWS, BLOCK), ACC)
+    wanted = row < 0
+    for j in tl.static_range(J):
+        entry = row.to(tl.int64) * J + j
+        pair = tl.load(position + entry, mask=row < end, other=-1)
+        present = pair >= 0
+        mask = present[:, None] & inside[None, :]
+        at = pair.to(tl.int64)[:, None] * WIDTH + column[None, :]
+        value = tl.load(values + at, mask=mask, other=0.0).to(ACC)
+        if HAS_BIAS:
+            own = tl.load(slot + entry, mask=present, other=0).to(tl.int64)
+            value += tl.load(bias + own[:, None] * WIDTH + column[None, :], mask=mask, other=0.0).to(ACC)
+        if HAS_WEIGHT:
+            value *= tl.load(weight + entry, mask=present, other=0.0).to(ACC)[:, None]
+        total += value
+        wanted = wanted | present
+    written = row < end
+    if not ALL_ROWS:
+        written = written & wanted
+    at = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=written[:, None] & inside[None, :])
+
+
 @quick
 @triton.jit
 def _sum_pairs(  # type: ignore[no-untyped-def]
@@ -75,30 +108,32 @@ def _sum_pairs(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     chunks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     for tile in range(tl.program_id(0), tl.cdiv(rows, ROWS) * chunks, tl.num_programs(0)):
-        row = (tile // chunks) * ROWS + tl.arange(0, ROWS)
-        column = (tile % chunks) * BLOCK + tl.arange(0, BLOCK)
-        inside = column < WIDTH
-        total = tl.zeros((ROWS, BLOCK), ACC)
-        wanted = row < 0
-        for j in tl.static_range(J):
-            entry = row.to(tl.int64) * J + j
-            pair = tl.load(position + entry, mask=row < rows, other=-1)
-            present = pair >= 0
-            mask = present[:, None] & inside[None, :]
-            at = pair.to(tl.int64)[:, None] * WIDTH + column[None, :]
-            value = tl.load(values + at, mask=mask, other=0.0).to(ACC)
-            if HAS_BIAS:
-                own = tl.load(slot + entry, mask=present, other=0).to(tl.int64)
-                value += tl.load(bias + own[:, None] * WIDTH + column[None, :], mask=mask, other=0.0).to(ACC)
-            if HAS_WEIGHT:
-                value *= tl.load(weight + entry, mask=present, other=0.0).to(ACC)[:, None]
-            total += value
-            wanted = wanted | present
-        written = row < rows
-        if not ALL_ROWS:
-            written = written & wanted
-        at = row.to(tl.int64)[:, None] * WIDTH + column[None, :]
-        tl.store(out + at, total.to(out.dtype.element_ty), mask=written[:, None] & inside[None, :])
+        _sum_tile(
+            values, position, weight, bias, slot, out, tile // chunks * ROWS, rows, tile % chunks * BLOCK, J, WIDTH,
+            HAS_WEIGHT, HAS_BIAS, ALL_ROWS, ACC, ROWS, BLOCK,
+        )  # fmt: skip
+
+
+@quick
+@triton.jit(do_not_specialize=["part", "slab"])
+def _sum_part(  # type: ignore[no-untyped-def]
+    values, position, weight, bias, slot, out, begins, part, slab, slabs, J: tl.constexpr, WIDTH: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, ACC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    chunks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    programs = tl.num_programs(0)
+    before = 0
+    for number in range(slabs):
+        begin = number * slab + tl.load(begins + part * slabs + number)
+        end = number * slab + tl.load(begins + (part + 1) * slabs + number)
+        tiles = tl.cdiv(end - begin, ROWS) * chunks
+        # Slabs share the programs: the first of this one's tiles is for the one after the last of the slab before.
+        for tile in range((tl.program_id(0) + programs - before % programs) % programs, tiles, programs):
+            _sum_tile(
+                values, position, weight, bias, slot, out, begin + tile // chunks * ROWS, end, tile % chunks * BLOCK,
+                J, WIDTH, HAS_WEIGHT, HAS_BIAS, False, ACC, ROWS, BLOCK,
+            )  # fmt: skip
+        before += tiles
 
 
 @quick
@@ -155,34 +190,45 @@ def _row_addresses(  # type: ignore[no-untyped-def]
 @quick
 @triton.jit
 def _tile_table(  # type: ignore[no-untyped-def]
-    offsets, tiles, ranked, slots, entries, BM: tl.constexpr, SLOTS: tl.constexpr, ENTRIES: tl.constexpr,
+    offsets, tiles, starts, ranked, slots, entries, BM: tl.constexpr, PARTS: tl.constexpr, GROUPS: tl.constexpr,
+    ENTRIES: tl.constexpr,
 ):  # fmt: skip
-    slot = tl.arange(0, SLOTS)
-    there = slot < slots
-    end = tl.load(offsets + slot, mask=there, other=0)
-    number = end - tl.load(offsets + slot - 1, mask=there & (slot > 0), other=0)
-    number = tl.where(there, number, 0)
-    heights = tl.cdiv(number, BM)
+    # Groups in the order in which tiles are listed: by part, then by slot; `group` is where their pairs lie.
+    listed = tl.arange(0, GROUPS)
+    group = listed % slots * PARTS + listed // slots
+    there = listed < slots * PARTS
+    end = tl.load(offsets + group, mask=there, other=0)
+    number = end - tl.load(offsets + group - 1, mask=there & (group > 0), other=0)
+    heights = tl.cdiv(tl.where(there, number, 0), BM)
     past = tl.cumsum(heights, 0)
     entry = tl.program_id(0) * ENTRIES + tl.arange(0, ENTRIES)
     own = tl.sum(((past[None, :] <= entry[:, None]) & there[None, :]).to(tl.int32), 1)
-    live = (own < slots) & (entry < entries)
-    before = tl.sum(tl.where(slot[None, :] < own[:, None], heights[None, :], 0), 1)
-    begin = tl.load(offsets + own - 1, mask=live & (own > 0), other=0)
+    live = (own < slots * PARTS) & (entry < entries)
+    before = tl.sum(tl.where(listed[None, :] < own[:, None], heights[None, :], 0), 1)
+    slot = own % slots
+    group = slot * PARTS + own // slots
+    begin = tl.load(offsets + group - 1, mask=live & (group > 0), other=0)
     at = tiles + (1 + entry) * 4
-    tl.store(at, own, mask=live)
+    tl.store(at, slot, mask=live)
     tl.store(at + 1, begin + (entry - before) * BM, mask=live)
-    tl.store(at + 2, tl.load(offsets + own, mask=live, other=0), mask=live)
+    tl.store(at + 2, tl.load(offsets + group, mask=live, other=0), mask=live)
     if tl.program_id(0) == 0:
         tl.store(tiles, tl.sum(heights, 0))
+        tl.store(starts + listed // slots, past - heights, mask=there & (listed % slots == 0))
+        tl.store(starts + PARTS, tl.sum(heights, 0))
+        # Of slots, all parts together.
+        is_slot = listed < slots
+        last = tl.load(offsets + listed * PARTS + PARTS - 1, mask=is_slot, other=0)
+        size = last - tl.load(offsets + listed * PARTS - 1, mask=is_slot & (listed > 0), other=0)
         # Keys differ, and sort by size, then by slot; what is only there to fill up has the smallest.
-        key = tl.where(there, number.to(tl.int64) * SLOTS + (SLOTS - 1 - slot), -1 - slot.to(tl.int64))
+        key = tl.where(is_slot, size.to(tl.int64) * GROUPS + (GROUPS - 1 - listed), -1 - listed.to(tl.int64))
         key = tl.sort(key, descending=True)
-        by_size = (SLOTS - 1 - key % SLOTS).to(tl.int32)
-        place = ranked + slot * 4
-        tl.store(place, by_size, mask=there)
-        tl.store(place + 1, tl.load(offsets + by_size - 1, mask=there & (by_size > 0), other=0), mask=there)
-        tl.store(place + 2, tl.load(offsets + by_size, mask=there, other=0), mask=there)
+        by_size = (GROUPS - 1 - key % GROUPS).to(tl.int32)
+        place = ranked + listed * 4
+        before_it = offsets + by_size * PARTS - 1
+        tl.store(place, by_size, mask=is_slot)
+        tl.store(place + 1, tl.load(before_it, mask=is_slot & (by_size > 0), other=0), mask=is_slot)
+        tl.store(place + 2, tl.load(before_it + PARTS, mask=is_slot, other=0), mask=is_slot)
 
 
 @quick
@@ -254,6 +300,28 @@ def sum_pairs(
     )  # fmt: skip
 
 
+def sum_part(
+    values_PH: torch.Tensor,
+    position_RJ: torch.Tensor,
+    out_RH: torch.Tensor,
+    weight_RJ: torch.Tensor | None,
+    bias_SH: torch.Tensor | None,
+    slot_RJ: torch.Tensor,
+    begins_NW: torch.Tensor,
+    part: int,
+    slab: int,
+) -> None:
+    """`sum_pairs` of the rows of one part (`carpool.transport.base.Ready`); rows without pairs stay as they are."""
+    width = out_RH.shape[1]
+    tile, block = tiling(width, 1024)
+    _sum_part[programs(out_RH, tile, block, per_processor=12)](
+        values_PH, position_RJ, position_RJ if weight_RJ is None else weight_RJ,
+        values_PH if bias_SH is None else bias_SH.contiguous(), slot_RJ, out_RH, begins_NW, part, slab,
+        begins_NW.shape[1], J=position_RJ.shape[1], WIDTH=width, HAS_WEIGHT=weight_RJ is not None,
+        HAS_BIAS=bias_SH is not None, ACC=accumulator(values_PH), ROWS=tile, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+
+
 def slot_sums(
     values_PH: torch.Tensor, order_P: torch.Tensor, offsets_S: torch.Tensor, weight_RJ: torch.Tensor | None
 ) -> torch.Tensor:
@@ -310,16 +378,37 @@ def tile_table(offsets_S: torch.Tensor, num_pairs: int, tile_rows: int) -> tuple
     Example: offsets [3, 3, 8], tiles of 4  ->  tiles [3], [0, 0, 3], [2, 3, 8], [2, 7, 8] and ranked [2, 3, 8],
     [0, 0, 3], [1, 3, 3]
     """
-    slots = offsets_S.shape[0]
-    entries = cdiv(num_pairs, tile_rows) + slots
-    tiles_M4 = torch.empty(1 + entries, 4, dtype=torch.int32, device=offsets_S.device)
-    ranked_S4 = torch.empty(slots, 4, dtype=torch.int32, device=offsets_S.device)
-    padded = max(2, power_of_2(slots))
+    return part_table(offsets_S, num_pairs, tile_rows, 1)[:2]
+
+
+def part_table(
+    offsets_G: torch.Tensor, num_pairs: int, tile_rows: int, parts: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same for rows that come in parts: no tile has rows of two, and tiles are listed by part.
+
+    Args:
+        offsets_G: (S * parts,) where the pairs of each part of each slot end.
+
+    Returns:
+        tiles_M4, ranked_S4: as above.
+        starts_N: (parts + 1,) int32, the first tile of each part, and how many there are.
+
+    Example: 2 parts, offsets [2, 3, 3, 8] (slot 0: 2 and 1 pairs, slot 1: 0 and 5)  ->  tiles [4], [0, 0, 2],
+    [0, 2, 3], [1, 3, 8], [1, 7, 8], starts [0, 1, 4] and ranked [1, 3, 8], [0, 0, 3]
+    """
+    groups, device = offsets_G.shape[0], offsets_G.device
+    slots = groups // parts
+    entries = cdiv(num_pairs, tile_rows) + groups
+    tiles_M4 = torch.empty(1 + entries, 4, dtype=torch.int32, device=device)
+    ranked_S4 = torch.empty(slots, 4, dtype=torch.int32, device=device)
+    starts_N = torch.empty(parts + 1, dtype=torch.int32, device=device)
+    padded = max(2, power_of_2(groups))
     each = max(1, 8192 // padded)
     _tile_table[(cdiv(entries, each),)](
-        offsets_S, tiles_M4, ranked_S4, slots, entries, BM=tile_rows, SLOTS=padded, ENTRIES=each, num_warps=4
-    )
-    return tiles_M4, ranked_S4
+        offsets_G, tiles_M4, starts_N, ranked_S4, slots, entries, BM=tile_rows, PARTS=parts, GROUPS=padded,
+        ENTRIES=each, num_warps=4,
+    )  # fmt: skip
+    return tiles_M4, ranked_S4, starts_N
 
 
 def sum_parts(

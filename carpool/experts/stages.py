@@ -13,13 +13,20 @@ not take falls back to it. The fused side is one kernel a stage: `gemm_kernels.p
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 
+from carpool.experts import pairs as sides
 from carpool.experts.base import Activation, ExpertFunction, ExpertWeights
 from carpool.experts.choices import LIBRARY, Choices, default_choices
-from carpool.experts.pairs import Pairs, activate, activate_backward, gather_rows, on_gpu
+from carpool.experts.pairs import Pairs, activate, activate_backward, gather_rows
 from carpool.memory.arena import Arena, Rows
+from carpool.transport.base import Ready
+
+if TYPE_CHECKING:
+    from carpool.experts.gemm_kernels import Parts
 
 
 class Stages:
@@ -27,7 +34,8 @@ class Stages:
 
     Args:
         choices: None: by the shape.
-        tiles: of an earlier `Stages` for the same pairs, to be used again; see `pair_kernels.tile_table`.
+        tiles: of an earlier `Stages` for the same pairs, to be used again; see `pair_kernels.tile_table`, or
+            `part_table` for rows that come in parts, where up, down, dact and dx must be fused.
     """
 
     def __init__(
@@ -44,9 +52,11 @@ class Stages:
         self.dtype = weights.up_SFH.dtype
         self._dy_PH: torch.Tensor | None = None
 
-    def up(self, x: Rows, arena: Arena | None, keep: bool, wants_a: bool = True) -> tuple[torch.Tensor, Rows]:
+    def up(
+        self, x: Rows, arena: Arena | None, keep: bool, wants_a: bool = True, ready: Ready | None = None
+    ) -> tuple[torch.Tensor, Rows]:
         """(a_PF = activation(h), h = x @ up + bias), h in the arena if there is one. Only fused: h is not written
-        unless it is to be kept, and a is empty unless wanted."""
+        unless it is to be kept, a is empty unless wanted, and rows that are under way are waited for (`ready`)."""
         function, weights, pairs, activation = self.function, self.weights, self.pairs, self.function.activation
         if isinstance(activation, Activation) and (way := self._fused(self.choices.up, x)):
             from carpool.experts import gemm_kernels, pair_kernels
@@ -61,15 +71,16 @@ class Stages:
             rows = pair_kernels.row_addresses(x, *self._order)
             a_PF = gemm_kernels.up(
                 rows.address_P, weights.up_SFH, function.transposed, weights.up_bias_SF, activation,
-                h if keep else None, self._tiles()[0], wants_a, gemm_kernels.TILINGS[way],
+                h if keep else None, self._tiles()[0], wants_a, gemm_kernels.TILINGS[way], self._parts(ready),
             )  # fmt: skip
             return a_PF, h
         h_PF = grouped_mm(gather_rows(x, pairs, self.dtype), self._up_SHF, pairs.offsets_S)
         return activate(activation, h_PF, weights.up_bias_SF, pairs, arena if keep else None)
 
-    def down(self, a_PF: torch.Tensor) -> torch.Tensor:
-        """(P, H) = a @ down."""
-        return self._product(self.choices.down, a_PF, self.weights.down_SHF, self.function.transposed, self._down_SFH)
+    def down(self, a_PF: torch.Tensor, part: int | None = None, out_PH: torch.Tensor | None = None) -> torch.Tensor:
+        """(P, H) = a @ down; of one part's pairs, into `out_PH`."""
+        down_SHF, transposed = self.weights.down_SHF, self.function.transposed
+        return self._product(self.choices.down, a_PF, down_SHF, transposed, self._down_SFH, part, out_PH)
 
     def dy(self, dpartial: Rows) -> torch.Tensor:
         """(P, H), each pair's row of the gradients; gathered once."""
@@ -78,7 +89,7 @@ class Stages:
         return self._dy_PH
 
     def dact(
-        self, h: Rows, dpartial: Rows, weight_RJ: torch.Tensor, wants_scaled: bool
+        self, h: Rows, dpartial: Rows, weight_RJ: torch.Tensor, wants_scaled: bool, ready: Ready | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(dh_PF1, weight * a, dweight_RJ), as `pairs.activate_backward`, of dA = dy @ down^T."""
         function, weights, pairs, activation = self.function, self.weights, self.pairs, self.function.activation
@@ -88,7 +99,7 @@ class Stages:
             rows = pair_kernels.row_addresses(dpartial, *self._order)
             dh_PF1, scaled_PF, parts_NP = gemm_kernels.down_backward(
                 rows.address_P, weights.down_SHF, function.transposed, activation, h, weight_RJ,
-                pairs.order_P, self._tiles()[0], wants_scaled, gemm_kernels.TILINGS[way],
+                pairs.order_P, self._tiles()[0], wants_scaled, gemm_kernels.TILINGS[way], self._parts(ready),
             )  # fmt: skip
             bias_SH = weights.down_bias_SH
             dy_PH = None if bias_SH is None else self.dy(dpartial)
@@ -97,10 +108,11 @@ class Stages:
         dA_PF = grouped_mm(dy_PH, self._down_SFH.transpose(1, 2), pairs.offsets_S)
         return activate_backward(activation, h, dA_PF, dy_PH, weights.down_bias_SH, weight_RJ, pairs, wants_scaled)
 
-    def dx(self, dh_PF1: torch.Tensor) -> torch.Tensor:
-        """(P, H) = dh @ up^T."""
+    def dx(self, dh_PF1: torch.Tensor, part: int | None = None, out_PH: torch.Tensor | None = None) -> torch.Tensor:
+        """(P, H) = dh @ up^T; as `down`."""
         up_SFH, transposed = self.weights.up_SFH, self.function.transposed
-        return self._product(self.choices.dx, dh_PF1, up_SFH, not transposed, self._up_SHF.transpose(1, 2))
+        weight_SKN = self._up_SHF.transpose(1, 2)
+        return self._product(self.choices.dx, dh_PF1, up_SFH, not transposed, weight_SKN, part, out_PH)
 
     def dup(self, dh_PF1: torch.Tensor, x: Rows) -> torch.Tensor:
         """The gradient of up, in its shape."""
@@ -117,13 +129,24 @@ class Stages:
         return ddown.transpose(1, 2) if self.function.transposed else ddown
 
     def _product(
-        self, way: str, rows_PK: torch.Tensor, weight: torch.Tensor, in_first: bool, weight_SKN: torch.Tensor
+        self,
+        way: str,
+        rows_PK: torch.Tensor,
+        weight: torch.Tensor,
+        in_first: bool,
+        weight_SKN: torch.Tensor,
+        part: int | None,
+        out_PN: torch.Tensor | None,
     ) -> torch.Tensor:
         """A grouped product. The matrices lie as (S, in, out) if `in_first`, else as (S, out, in)."""
         if way := self._fused(way):
             from carpool.experts import gemm_kernels
 
-            return gemm_kernels.product(rows_PK, weight, in_first, self._tiles()[0], gemm_kernels.TILINGS[way])
+            tiles = self._tiles()
+            starts_N = None if part is None else tiles[2]
+            tiling = gemm_kernels.TILINGS[way]
+            return gemm_kernels.product(rows_PK, weight, in_first, tiles[0], tiling, starts_N, part or 0, out_PN)
+        assert part is None, "parts are fused"
         return grouped_mm(rows_PK, weight_SKN, self.pairs.offsets_S)
 
     def _outer(self, way: str, gathered: Rows, values_PN: torch.Tensor, gathered_first: bool) -> torch.Tensor:
@@ -141,7 +164,7 @@ class Stages:
         hidden, inner = self.weights.down_SHF.shape[1:]
         ours = rows is None or rows.data.dtype == self.dtype
         sizes = hidden % 8 == inner % 8 == 0 and self.pairs.order_P.shape[0] > 0 and self.pairs.offsets_S.shape[0] > 0
-        return way if way != LIBRARY and ours and sizes and _has_kernels(self.weights.up_SFH) else ""
+        return way if way != LIBRARY and ours and sizes and has_kernels(self.weights.up_SFH) else ""
 
     def _tiles(self) -> tuple[torch.Tensor, ...]:
         if self.tiles is None:
@@ -151,6 +174,13 @@ class Stages:
                 self.pairs.offsets_S, self.pairs.order_P.shape[0], gemm_kernels.TILE_ROWS
             )
         return self.tiles
+
+    def _parts(self, ready: Ready | None) -> Parts | None:
+        if ready is None:
+            return None
+        from carpool.experts.gemm_kernels import Parts
+
+        return Parts(ready.parts, self._tiles()[2], ready.awaited)
 
     @property
     def _order(self) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -166,10 +196,10 @@ class Stages:
         return self.weights.down_SHF if self.function.transposed else self.weights.down_SHF.transpose(1, 2)
 
 
-def _has_kernels(weights: torch.Tensor) -> bool:
+def has_kernels(weights: torch.Tensor) -> bool:
     """bf16 on a GPU with tensor maps (Hopper and later); in the interpreter, on the CPU, any dtype."""
     if not weights.is_cuda:
-        return on_gpu(weights)
+        return sides.on_gpu(weights)
     return weights.dtype == torch.bfloat16 and torch.cuda.get_device_capability(weights.device)[0] >= 9
 
 

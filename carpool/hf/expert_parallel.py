@@ -233,8 +233,8 @@ class ExpertRides:
         home = ExpertWeights._make(self.experts._parameters[name] if name else None for name in names)
         weights = fill_slots(home, self.filler)
         beside = None if self.shared is None else partial(self.shared.early, x_TH)
-        chunks = self.schedule.chunks
-        y_TH = ride(x_TH, routing, slot_TK, transport, self.compute, weights, self.stats, chunks, beside)
+        pieces = self.schedule.chunks, beside, self.schedule.backward_chunks
+        y_TH = ride(x_TH, routing, slot_TK, transport, self.compute, weights, self.stats, *pieces)
         self.filler.start_next()
         return y_TH
 

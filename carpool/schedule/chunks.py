@@ -97,6 +97,8 @@ def depart(
         # All plans first: where the host waits for one, it must not wait for a dispatch as well.
         given = slot_TK.tensor_split(parts), weight_TK.tensor_split(parts)
         routes = transport.plan_parts(*given, stats.traffic, together)
+        for route in routes:
+            route.together = together
         departed = Departed(x_TH.tensor_split(parts), routes, together[0], {}, span)
         _ask(departed, 0, transport)
     return departed
@@ -152,13 +154,9 @@ def ride_backward(
     experts: Experts,
     stats: LayerStats,
     needs_dweights: bool,
-    chunks: int | None = None,
 ) -> tuple[Arrival, ExpertWeights | None]:
-    """(what waits for the last combines and gives dx_TH and dweight_TK, gradients of the weights if needed).
-
-    chunks: of the backward, as `depart` was told. None: as many as in the forward."""
-    parts = len(kept)
-    together = 1 if chunks is None else parts // chunks
+    """(what waits for the last combines and gives dx_TH and dweight_TK, gradients of the weights if needed)."""
+    parts, together = len(kept), kept[0].route.together[1]
     span, beside = stats.meter.ride(dy_TH.device, "backward", parts), stats.beside
     dy_C = [dy.contiguous() for dy in dy_TH.tensor_split(parts)]
     dweights: ExpertWeights | None = None

@@ -189,7 +189,7 @@ class _Run:
         if self.stages is not None:
             set_experts(self.model, moe.experts, choices=self.stages.choices, recompute=moe.recompute_experts)
         hidden = self.model.config.get_text_config().hidden_size
-        self.schedule = choose_schedule(moe.schedule, moe.chunks, self.rides, hidden=hidden, **measured)
+        self.schedule = choose_schedule(moe.asked_schedule(), self.rides, hidden=hidden, **measured)
         compute_shared_beside(self.model, self.schedule.schedule.name != "none")
         for own in self.rides:
             own.prepare(self.top_k, hidden)

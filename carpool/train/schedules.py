@@ -20,7 +20,7 @@ import logging
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from carpool.hf.expert_parallel import ExpertRides, rides, weight_names
 from carpool.layout import assign
 from carpool.ride import ride
 from carpool.routing import Routing
-from carpool.schedule import Schedule
+from carpool.schedule import MAX_CHUNKS, Schedule
 from carpool.schedule.cost import fastest
 from carpool.schedule.delayed import Delayed
 from carpool.schedule.priority import RidesFirst
@@ -42,7 +42,6 @@ from carpool.train.schema_moe import MoeSection
 from carpool.train.stages import read_record
 
 CANDIDATES = (Schedule(), *(Schedule("chunks", chunks) for chunks in (1, 2, 4, 8)))
-DEFAULT_CHUNKS = 2
 HIDES_NOTHING = ("cpu",)
 WARM_UP, REPETITIONS = 3, 7
 log = logging.getLogger("carpool")
@@ -65,13 +64,12 @@ class ChosenSchedule:
 
     def record(self) -> dict[str, Any]:
         """As in run.json."""
-        found = {"name": self.schedule.name, "chunks": self.schedule.chunks, "why": self.why, "shape": self.shape}
+        found: dict[str, Any] = {**asdict(self.schedule), "why": self.why, "shape": self.shape}
         return found if self.milliseconds is None else {**found, "milliseconds": self.milliseconds}
 
 
 def choose_schedule(
-    wanted: str,
-    chunks: int | None,
+    wanted: Schedule | None,
     layers: Sequence[ExpertRides],
     tokens: int,
     top_k: int,
@@ -83,7 +81,7 @@ def choose_schedule(
     """Choose, and let the layers follow it. All ranks together.
 
     Args:
-        wanted, chunks: `moe.schedule`, `moe.chunks`.
+        wanted: what was asked for; None: "auto".
         tokens: of a rank, in a forward.
         dtype: in which experts compute.
         folders: of a run that is resumed; the first that has a record counts.
@@ -96,14 +94,18 @@ def choose_schedule(
     if dist.get_rank() == 0:
         # One rank reads and decides: files may look different to the others.
         record = read_record(folders, "schedule")
-        decision = [decide(wanted, chunks, shape, record, own is None)]
+        decision = [decide(wanted, shape, record, own is None)]
     dist.broadcast_object_list(decision, src=0, device=device)
     chosen: ChosenSchedule | None = decision[0]
     if chosen is None:
         assert own is not None
-        times = {one: _milliseconds(own, one, tokens, top_k, hidden, dtype, device) for one in CANDIDATES}
+        times: dict[Schedule, float] = {}
+        for candidates in (CANDIDATES, None):
+            # Forward and backward may differ: once their best common number is known, its neighbours.
+            for way in candidates or neighbours(fastest(times)):
+                times[way] = _milliseconds(own, way, tokens, top_k, hidden, dtype, device)
         best = fastest(times)
-        shown = {str(one): round(ms, 4) for one, ms in times.items()}
+        shown = {str(way): round(ms, 4) for way, ms in times.items()}
         why = f"measured, in milliseconds of a layer's ride: {', '.join(f'{n} {ms:.3g}' for n, ms in shown.items())}"
         chosen = ChosenSchedule(best, why, shape, shown)
     for one in layers:
@@ -112,14 +114,13 @@ def choose_schedule(
 
 
 def decide(
-    wanted: str, chunks: int | None, shape: Mapping[str, Any], record: Mapping[str, Any] | None, own_forward: bool
+    wanted: Schedule | None, shape: Mapping[str, Any], record: Mapping[str, Any] | None, own_forward: bool
 ) -> ChosenSchedule | None:
     """What needs no measurement; None if it does. `record`: of the run that is resumed."""
-    if wanted != "auto":
-        asked = Schedule("chunks", chunks or DEFAULT_CHUNKS) if wanted == "chunks" else Schedule(wanted)  # type: ignore[arg-type]  # the configuration has checked it
-        return ChosenSchedule(asked, "asked for", dict(shape))
+    if wanted is not None:
+        return ChosenSchedule(wanted, "asked for", dict(shape))
     if record is not None and record.get("shape") == dict(shape):
-        kept = Schedule(record["name"], record["chunks"])
+        kept = Schedule(record["name"], record["chunks"], record.get("backward_chunks"))
         return ChosenSchedule(kept, "as recorded in this run", dict(shape), record.get("milliseconds"))
     if own_forward:
         return ChosenSchedule(Schedule(), "the experts run their own forward, in one piece", dict(shape))
@@ -128,6 +129,13 @@ def decide(
     if shape["device"] in HIDES_NOTHING:
         return ChosenSchedule(Schedule(), "on a CPU nothing runs beside a ride", dict(shape))
     return None
+
+
+def neighbours(best: Schedule) -> tuple[Schedule, ...]:
+    """Twice as many chunks in the forward or in the backward as is best for both."""
+    if best.name != "chunks" or 2 * best.chunks > MAX_CHUNKS:
+        return ()
+    return Schedule("chunks", best.chunks, 2 * best.chunks), Schedule("chunks", 2 * best.chunks, best.chunks)
 
 
 def rides_first(model: nn.Module, moe: MoeSection, fsdp_size: int) -> RidesFirst | None:
@@ -177,7 +185,8 @@ def _milliseconds(
         dist.barrier(group=own.group)
         _wait(device)
         begin = time.perf_counter()
-        ride(x_TH, routing, slot_TK, transport, own.compute, weights, stats, schedule.chunks).backward(x_TH.detach())
+        pieces = schedule.chunks, None, schedule.backward_chunks
+        ride(x_TH, routing, slot_TK, transport, own.compute, weights, stats, *pieces).backward(x_TH.detach())
         _wait(device)
         slowest = torch.tensor([1e3 * (time.perf_counter() - begin)], dtype=torch.float64, device=device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)

@@ -197,8 +197,8 @@ class TrainingSection(Section):
     )
     full_determinism: bool = Field(
         default=False,
-        description="On GPUs too, two runs are bitwise equal, by PyTorch's deterministic algorithms: the backward of its "
-        "fused attention is slower, and does not add in the order in which blocks finish. On CPUs runs are equal anyway.",
+        description="On GPUs too, two runs are bitwise equal, by PyTorch's deterministic algorithms: the backward of "
+        "fused attention is slower, and adds in a fixed order. On CPUs runs are equal anyway.",
     )
     logging_steps: int = Field(default=1, gt=0, description="Steps between lines of metrics.")
     eval_steps: int | None = Field(

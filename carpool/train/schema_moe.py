@@ -12,7 +12,7 @@ from carpool.experts.choices import STAGES, WAYS
 from carpool.placement.solvers import SOLVERS
 from carpool.routing import DropOptions
 from carpool.routing_limit import LimitOptions
-from carpool.schedule import MAX_CHUNKS
+from carpool.schedule import MAX_CHUNKS, Schedule
 from carpool.train.schema_base import Section, nearest
 
 
@@ -44,8 +44,11 @@ Stages = Annotated[Literal["default", "measure"] | dict[str, str], BeforeValidat
 
 # On the command line, "none" is no value.
 ScheduleName = Annotated[
-    Literal["auto", "none", "chunks", "two-batch"], BeforeValidator(lambda value: "none" if value is None else value)
+    Literal["auto", "none", "chunks", "two-batch", "tiles"],
+    BeforeValidator(lambda value: "none" if value is None else value),
 ]
+# Unless a number is given.
+DEFAULT_CHUNKS = {"chunks": 2, "tiles": 4}
 
 
 class MoeSection(Section):
@@ -84,14 +87,19 @@ class MoeSection(Section):
         default="none",
         description="What runs beside what. none: everything in turn; chunks: tokens ride in chunks, one beside the "
         "experts' work on another; two-batch: two halves of a micro-batch run half a layer apart, attention of one "
-        "beside the ride of the other. auto: none or chunks, whichever is fastest on these GPUs, timed before the "
+        "beside the ride of the other; tiles: over nvlink, experts begin on rows that have arrived, and their sums "
+        "leave part by part, in one ride. auto: none or chunks, whichever is fastest on these GPUs, timed before the "
         "first step and recorded in run.json, where a resumed run finds it; on a CPU none.",
     )
     chunks: int | None = Field(
         default=None,
         ge=1,
         le=MAX_CHUNKS,
-        description="schedule = chunks: how many. 1: only a weight gradient runs beside a ride. none: 2.",
+        description="schedule = chunks or tiles: in how many pieces. 1 chunk: only a weight gradient runs beside a "
+        "ride. none: 2 chunks, or tiles in 4 parts.",
+    )
+    backward_chunks: int | None = Field(
+        default=None, ge=1, le=MAX_CHUNKS, description="schedule = chunks: how many in the backward. none: as many."
     )
     priority: bool = Field(
         default=False,
@@ -173,6 +181,15 @@ class MoeSection(Section):
         default=False, description="Routers make their logits in float32, whatever dtype the model computes in."
     )
 
+    def asked_schedule(self) -> Schedule | None:
+        """The schedule that is asked for; None: "auto".
+
+        Raises:
+            ValueError: numbers of chunks that make no sense together."""
+        if self.schedule == "auto":
+            return None
+        return Schedule(self.schedule, self.chunks or DEFAULT_CHUNKS.get(self.schedule, 1), self.backward_chunks)
+
     @property
     def drops(self) -> DropOptions:
         """Which choices are dropped."""
@@ -197,10 +214,13 @@ class MoeSection(Section):
             )
         if self.first_choices_first and self.capacity_factor is None:
             raise ValueError("moe.first_choices_first is of moe.capacity_factor, and that is none: set it")
-        if self.chunks is not None and self.schedule != "chunks":
-            raise ValueError(
-                f"moe.chunks is of moe.schedule = 'chunks', and that is {self.schedule!r}: leave one of them out"
-            )
+        for key, of in (("chunks", ("chunks", "tiles")), ("backward_chunks", ("chunks",))):
+            if getattr(self, key) is not None and self.schedule not in of:
+                raise ValueError(
+                    f"moe.{key} is of moe.schedule = {' or '.join(map(repr, of))}, and that is {self.schedule!r}: "
+                    "leave one of them out"
+                )
+        self.asked_schedule()
         if self.fp8_hold_weights and self.experts != "fp8":
             raise ValueError(
                 f"moe.fp8_hold_weights is of FP8 experts, and moe.experts = {self.experts!r}: leave one of them out"

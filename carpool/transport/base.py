@@ -52,6 +52,7 @@ class Route:
         partial_RH: what the experts write and `combine` reads; set by `new_partial`.
         wanted_R1: (R, 1) bool, which rows somebody wants; set by `ride_module` where the others may hold anything.
         packets: whether gradients that travel as FP8 are wanted as the packets that came; set by `ride`.
+        together: neighbouring parts of a ride that travel together, in the forward and in the backward.
     """
 
     num_tokens: int
@@ -65,6 +66,7 @@ class Route:
     partial_RH: torch.Tensor | None = None
     wanted_R1: torch.Tensor | None = None
     packets: bool = False
+    together: tuple[int, int] = (1, 1)
 
     def new_partial(self, hidden: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The (R, H) buffer for what goes back: partial sums in the forward, row gradients in the backward."""
@@ -102,6 +104,27 @@ class Pending:
 
 
 @dataclass(frozen=True)
+class Ready:
+    """What is there of rows that come in parts, and what to wait for. Part p of a rank's tokens is a range of them;
+    part p of what a rank receives is what comes of part p of every rank.
+
+    Attributes:
+        parts: how many.
+        begins_NW: (parts + 1, W) int32 on the device: part p of slab s begins at its row begins_NW[p, s], and ends
+            where the next begins. The last slab is the rows at home.
+        slab: rows from slab to slab.
+        group_RJ: (R, J) int32, slot * parts + part of each entry of slot_RJ; -1: none.
+        awaited: what kernels that read the rows wait with; of the transport.
+    """
+
+    parts: int
+    begins_NW: torch.Tensor
+    slab: int
+    group_RJ: torch.Tensor
+    awaited: Any = None
+
+
+@dataclass(frozen=True)
 class Arrivals:
     """Rows that came, with what to do with them.
 
@@ -119,6 +142,7 @@ class Arrivals:
         came_W, slab: if x_RH lies in slabs of so many rows, one for each sender: (W,) int32 on the device, how many are
             in each (the last is this rank's own, and empty).
         sums_unwanted: whether `combine` reads the partial sums of rows that nobody wants; they must be zero then.
+        ready: None: all rows are there. Else they come in parts, and whoever reads them waits for these.
     """
 
     x_RH: torch.Tensor
@@ -133,6 +157,7 @@ class Arrivals:
     slab: int = 0
     fp8_hidden: int = 0
     home_packet_TB: torch.Tensor | None = None
+    ready: Ready | None = None
 
     @property
     def rows(self) -> Rows:
@@ -230,3 +255,9 @@ class Transport(Protocol):
     def combine_gradients(self, route: Any, dweight_RJ: torch.Tensor) -> Pending:
         """The backward of `dispatch`. `wait()` gives (dx_TH, dweight_TK)."""
         ...
+
+
+def parts_of(transport: Transport) -> int:
+    """In how many parts rows ride, so that computing may start on those that are there (`carpool.schedule.tiles`); 0:
+    not in parts, as with all transports that have no kernels for it."""
+    return int(getattr(transport, "parts", 0))

@@ -12,7 +12,8 @@ import pytest
 from carpool.schedule import Schedule
 from carpool.schedule.cost import fastest
 from carpool.train.config import load_config
-from carpool.train.schedules import ChosenSchedule, decide
+from carpool.train.schedules import ChosenSchedule, decide, neighbours
+from carpool.train.schema_moe import MoeSection
 from carpool.transport import NVLinkOptions
 from carpool.transport.exchange import ExchangeTransport
 from tests.ranks import Ranks
@@ -21,7 +22,14 @@ from tests.train.test_loop import MODEL, losses, run, start, text
 __all__ = ["text"]  # a fixture
 
 SHAPE = {"device": "NVIDIA H200", "dtype": "bfloat16", "tokens": 8192, "ranks": 4}
-RECORD = {"name": "chunks", "chunks": 4, "why": "measured", "shape": SHAPE, "milliseconds": {"chunks=4": 1.0}}
+RECORD = {
+    "name": "chunks",
+    "chunks": 4,
+    "backward_chunks": None,
+    "why": "measured",
+    "shape": SHAPE,
+    "milliseconds": {"chunks=4": 1.0},
+}
 
 
 def info(output: Path) -> dict[str, Any]:
@@ -30,29 +38,31 @@ def info(output: Path) -> dict[str, Any]:
 
 
 def test_what_is_asked_for_is_followed() -> None:
-    for wanted, chunks, schedule in (
-        ("none", None, Schedule()),
-        ("chunks", None, Schedule("chunks", 2)),
-        ("chunks", 3, Schedule("chunks", 3)),
-        ("two-batch", None, Schedule("two-batch")),
+    for wanted, schedule in (
+        ({}, Schedule()),
+        ({"schedule": "chunks"}, Schedule("chunks", 2)),
+        ({"schedule": "chunks", "chunks": 3}, Schedule("chunks", 3)),
+        ({"schedule": "chunks", "backward_chunks": 4}, Schedule("chunks", 2, 4)),
+        ({"schedule": "two-batch"}, Schedule("two-batch")),
+        ({"schedule": "tiles"}, Schedule("tiles", 4)),
     ):
-        chosen = decide(wanted, chunks, SHAPE, RECORD, False)
+        chosen = decide(MoeSection(**wanted).asked_schedule(), SHAPE, RECORD, False)  # type: ignore[arg-type]
         assert chosen is not None and chosen.schedule == schedule and chosen.why == "asked for"
 
 
 def test_a_recorded_choice_is_kept_unless_the_shape_changed() -> None:
-    chosen = decide("auto", None, SHAPE, RECORD, False)
+    chosen = decide(None, SHAPE, RECORD, False)
     assert chosen is not None and chosen.schedule == Schedule("chunks", 4)
     assert ChosenSchedule.record(chosen) == {**RECORD, "why": chosen.why}
-    assert decide("auto", None, {**SHAPE, "tokens": 4096}, RECORD, False) is None, "it has to be measured again"
-    assert decide("auto", None, SHAPE, None, False) is None
+    assert decide(None, {**SHAPE, "tokens": 4096}, RECORD, False) is None, "it has to be measured again"
+    assert decide(None, SHAPE, None, False) is None
 
 
 @pytest.mark.parametrize("shape", [{**SHAPE, "device": "cpu"}, {**SHAPE, "ranks": 1}])
 def test_nothing_is_measured_where_nothing_can_hide(shape: dict[str, object]) -> None:
-    chosen = decide("auto", None, shape, None, False)
+    chosen = decide(None, shape, None, False)
     assert chosen is not None and chosen.schedule == Schedule() and chosen.milliseconds is None
-    chosen = decide("auto", None, SHAPE, None, True)
+    chosen = decide(None, SHAPE, None, True)
     assert chosen is not None and "own forward" in chosen.why
 
 
@@ -63,7 +73,7 @@ def test_more_chunks_must_be_clearly_faster() -> None:
 
 @pytest.mark.parametrize(
     "name, chunks, says",
-    [("tiles", 1, "not known"), ("none", 2, "schedule='chunks'"), ("chunks", 0, "must be 1"), ("chunks", 65, "1..64")],
+    [("tile", 1, "not known"), ("none", 2, "schedule='chunks'"), ("chunks", 0, "must be 1"), ("chunks", 65, "1..64")],
 )
 def test_schedules_that_make_no_sense(name: str, chunks: int, says: str) -> None:
     with pytest.raises(ValueError, match=says):
@@ -75,24 +85,39 @@ def test_the_configuration_refuses_chunks_of_another_schedule() -> None:
         load_config(None, ["moe.chunks=2"])
 
 
+@pytest.mark.parametrize("settings", [["schedule=chunks", "chunks=7", "backward_chunks=10"], ["backward_chunks=2"]])
+def test_chunks_that_do_not_go_together(settings: list[str]) -> None:
+    with pytest.raises(ValueError, match="backward_chunks"):
+        load_config(None, [f"moe.{one}" for one in settings])
+
+
+def test_forward_and_backward_are_tried_apart() -> None:
+    assert neighbours(Schedule()) == ()
+    assert neighbours(Schedule("chunks", 2)) == (Schedule("chunks", 2, 4), Schedule("chunks", 4, 2))
+    assert Schedule("chunks", 4, 6).parts == 12 and str(Schedule("chunks", 4, 6)) == "chunks=4,6"
+
+
 def test_buffers_are_for_a_chunk() -> None:
     options = Schedule("chunks", 3).options(NVLinkOptions(max_tokens=100, capacity=50, num_leases=1))
     assert options.side_stream
     assert (options.max_tokens, options.capacity, options.num_leases) == (34, 34, 2)
     again = Schedule("chunks", 2).options(NVLinkOptions(max_tokens=100, keep="again"))
     assert again.num_leases == 4
+    apart = Schedule("chunks", 2, 6).options(NVLinkOptions(max_tokens=100))
+    assert (apart.max_tokens, apart.num_leases) == (17, 6), "two chunks of three parts under way"
     assert Schedule().options(None) == NVLinkOptions()
 
 
 def run_counted(output: str, overrides: list[str]) -> tuple[str, int]:
     """The error, if any, and how many dispatches were asked for in the forward."""
-    plan, plans = ExchangeTransport.plan, []
+    plan, plans = ExchangeTransport.plan_parts, []
 
     def counted(*args: Any) -> Any:
-        plans.append(1)
-        return plan(*args)
+        routes = plan(*args)
+        plans.extend(routes)
+        return routes
 
-    with mock.patch.object(ExchangeTransport, "plan", counted):
+    with mock.patch.object(ExchangeTransport, "plan_parts", counted):
         return run(output, overrides), len(plans)
 
 
@@ -136,7 +161,8 @@ def test_what_is_measured_is_recorded_and_used_again(ranks: Ranks, text: list[st
     settings = [*MODEL, *text, "moe.schedule=auto", "training.max_steps=3", "training.save_steps=2"]
     assert ranks(run_measured, str(output), [*settings, "training.stop_at_step=2"]) == [""] * 4
     first = info(output)
-    assert set(first["milliseconds"]) == {"chunks=3", "chunks=2"} and first["name"] == "chunks"
+    assert {"chunks=3", "chunks=2"} < set(first["milliseconds"]) and len(first["milliseconds"]) == 4
+    assert first["name"] == "chunks"
     assert min(first["milliseconds"].values()) > 0
     assert ranks(run_measured, str(output), [*settings, "training.resume_from_checkpoint=last"]) == [""] * 4
     again = info(output)

@@ -2,7 +2,8 @@
 
 A lease is one symmetric allocation per rank, cut into regions at the same byte offsets on every rank:
 
-    signals   arrived (W x MAX_CTAS), written (W), counts (2 x W)         int32
+    signals   arrived, chosen (W x MAX_CTAS), written (W)                 int32
+    sizes     counts (2 x W), begins ((MAX_PARTS + 1) x W)                int32
     rows      a slab of `capacity` rows for each other rank               what dispatch writes into peers
     choices   K slots and K weights for each of R rows: those, and `most` of the own tokens
     partial   what the experts write and peers read                       R rows
@@ -21,7 +22,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,6 +30,7 @@ import torch.distributed as dist
 from carpool.memory.arena import Arena
 
 MAX_CTAS = 64
+MAX_PARTS = 16
 PAGE = 256  # bytes; regions start at multiples of it
 VERBS = ("", "dispatch", "combine", "dispatch_gradients", "combine_gradients")
 
@@ -49,6 +51,28 @@ class BufferOverflowError(RuntimeError):
         self.needed = needed
 
 
+class Awaited(NamedTuple):
+    """What a kernel that reads rows which are under way waits with (`signals.wait_part`).
+
+    Attributes:
+        flags: int32, this rank's `arrived` flags in the lease.
+        epochs: of the lease.
+        status, host_status: see `Buffers`.
+        timeout: nanoseconds.
+        verb: what a missing rank is missing in.
+        sources, each: how many ranks send, by how many programs.
+    """
+
+    flags: torch.Tensor
+    epochs: torch.Tensor
+    status: torch.Tensor
+    host_status: torch.Tensor
+    timeout: int
+    verb: int
+    sources: int
+    each: int
+
+
 @dataclass(frozen=True)
 class Regions:
     """Byte offsets of the regions of a lease."""
@@ -56,8 +80,10 @@ class Regions:
     capacity: int
     most: int
     arrived: int
+    chosen: int
     written: int
     counts: int
+    begins: int
     rows: int
     choices: int
     partial: int
@@ -71,8 +97,10 @@ class Regions:
         rows = away + most
         sizes = {
             "arrived": num_ranks * MAX_CTAS * 4,
+            "chosen": num_ranks * MAX_CTAS * 4,
             "written": num_ranks * 4,
             "counts": 2 * num_ranks * 4,
+            "begins": (MAX_PARTS + 1) * num_ranks * 4,
             "rows": away * row_bytes,
             "choices": rows * 2 * top_k * 4,
             "partial": rows * row_bytes,

@@ -17,6 +17,9 @@ together, and 540 when it did not. Software pipelining through shared memory (8 
 There is no wait at the end: nobody writes into this lease's sums before the next dispatch on it has finished, and that
 waits for every peer, after this combine. See dispatch_kernel.py.
 
+A ride in parts has a combine for each: of a range of tokens, whose sums all ranks have said to have written, while the
+experts compute on the next part.
+
 If a slab was too small somewhere (`needed` > capacity), rows are missing and the sums are wrong: they are set to NaN.
 """
 
@@ -26,7 +29,7 @@ import triton
 import triton.language as tl
 
 from carpool.quick import quick
-from carpool.transport.nvlink.signals import count_sent, send, wait
+from carpool.transport.nvlink.signals import count_sent, end_of, send, wait
 
 
 @triton.jit
@@ -36,10 +39,10 @@ def _place(tile, H: tl.constexpr, BT: tl.constexpr, BH: tl.constexpr):  # type: 
 
 
 @triton.jit
-def _source(row, peer, token, tokens, W: tl.constexpr):  # type: ignore[no-untyped-def]
+def _source(row, peer, token, tokens, stride, W: tl.constexpr):  # type: ignore[no-untyped-def]
     """The tokens' rows on a rank; -1: was not there, or there is no such rank."""
     inside = (token < tokens) & (peer < W)
-    return tl.load(row + (peer % W) * tokens.to(tl.int64) + token, mask=inside, other=-1)
+    return tl.load(row + (peer % W) * stride.to(tl.int64) + token, mask=inside, other=-1)
 
 
 @triton.jit
@@ -60,6 +63,7 @@ def _sum_rows(  # type: ignore[no-untyped-def]
     bases,
     partial_at,
     tokens,
+    stride,
     poison,
     token,
     column,
@@ -79,10 +83,10 @@ def _sum_rows(  # type: ignore[no-untyped-def]
     part2 = _rows_of(base2, source2, column, element, H)
     part3 = _rows_of(base3, source3, column, element, H)
     next_token, next_column = _place(tl.program_id(0) + step, H, BT, BH)
-    source0 = _source(row, 0, next_token, tokens, W)
-    source1 = _source(row, 1, next_token, tokens, W)
-    source2 = _source(row, 2, next_token, tokens, W)
-    source3 = _source(row, 3, next_token, tokens, W)
+    source0 = _source(row, 0, next_token, tokens, stride, W)
+    source1 = _source(row, 1, next_token, tokens, stride, W)
+    source2 = _source(row, 2, next_token, tokens, stride, W)
+    source3 = _source(row, 3, next_token, tokens, stride, W)
     tiles = tl.cdiv(tokens, BT) * ((H + BH - 1) // BH)
     for tile in range(tl.program_id(0), tiles, step):
         # A part's registers are free once it is added: the next tile's rows of that rank are asked for at once, and
@@ -90,19 +94,20 @@ def _sum_rows(  # type: ignore[no-untyped-def]
         after, after_column = _place(tile + 2 * step, H, BT, BH)
         total = part0.to(tl.float32) + poison
         part0 = _rows_of(base0, source0, next_column, element, H)
-        source0 = _source(row, 0, after, tokens, W)
+        source0 = _source(row, 0, after, tokens, stride, W)
         total += part1.to(tl.float32)
         part1 = _rows_of(base1, source1, next_column, element, H)
-        source1 = _source(row, 1, after, tokens, W)
+        source1 = _source(row, 1, after, tokens, stride, W)
         total += part2.to(tl.float32)
         part2 = _rows_of(base2, source2, next_column, element, H)
-        source2 = _source(row, 2, after, tokens, W)
+        source2 = _source(row, 2, after, tokens, stride, W)
         total += part3.to(tl.float32)
         part3 = _rows_of(base3, source3, next_column, element, H)
-        source3 = _source(row, 3, after, tokens, W)
+        source3 = _source(row, 3, after, tokens, stride, W)
         for peer in tl.static_range(4, W):
             base = tl.load(bases + peer) + partial_at
-            total += _rows_of(base, _source(row, peer, token, tokens, W), column, element, H).to(tl.float32)
+            source = _source(row, peer, token, tokens, stride, W)
+            total += _rows_of(base, source, column, element, H).to(tl.float32)
         out = token.to(tl.int64)[:, None] * H + column[None, :]
         tl.store(y + out, total.to(element), mask=(token < tokens)[:, None] & (column < H)[None, :])
         token, column = next_token, next_column
@@ -117,6 +122,7 @@ def _fetch_weights(  # type: ignore[no-untyped-def]
     bases,
     dweight_at,
     tokens,
+    stride,
     S: tl.constexpr,
     K: tl.constexpr,
     KP: tl.constexpr,
@@ -130,7 +136,7 @@ def _fetch_weights(  # type: ignore[no-untyped-def]
         chosen = tl.load(slot + at, mask=inside, other=-1)
         served = inside & (chosen >= 0)
         peer = tl.where(served, chosen // S, 0)
-        source = tl.load(row + peer.to(tl.int64) * tokens + token[:, None], mask=served, other=-1)
+        source = tl.load(row + peer.to(tl.int64) * stride + token[:, None], mask=served, other=-1)
         served = served & (source >= 0)
         base = tl.load(bases + peer, mask=served, other=0)
         where = base + dweight_at + (source.to(tl.int64) * K + choice[None, :]) * 4
@@ -139,7 +145,7 @@ def _fetch_weights(  # type: ignore[no-untyped-def]
 
 
 @quick
-@triton.jit(do_not_specialize=["tokens", "blocks", "capacity", "own", "verb"])
+@triton.jit(do_not_specialize=["tokens", "stride", "behind", "blocks", "capacity", "own", "verb"])
 def combine_kernel(  # type: ignore[no-untyped-def]
     y,
     dweight,
@@ -155,6 +161,8 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     needed,
     tally,
     tokens,
+    stride,
+    behind,
     blocks,
     capacity,
     own,
@@ -182,28 +190,31 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     SPIN: tl.constexpr,
 ):
     """y: (T, H), out. dweight: (T, K) float32, out, if WEIGHTS. base0...3: the first four of `bases`, which no
-    row points into where there is no such rank. The rest as in `dispatch_kernel`."""
+    row points into where there is no such rank. stride: tokens from rank to rank in `row`; all that is by token may be
+    of a range of them. behind: how far the mark of these sums is behind the end of the ride; 0: they are all, or the
+    last. The rest as in `dispatch_kernel`."""
     program = tl.program_id(0)
     peer = tl.arange(0, WP)
     epoch = tl.load(epochs + 1)
+    mark = end_of(epoch) - behind
     if SEND and program == 0:
-        send(bases, written_at + own * 4, epoch, W, WP)
+        send(bases, written_at + own * 4, mark, W, WP)
     if RECEIVE:
         poison = tl.where(tl.load(needed) > capacity, float("nan"), 0.0)
         # Where the first tile's rows are does not depend on anybody.
         token, column = _place(program, H, BT, BH)
-        source0 = _source(row, 0, token, tokens, W)
-        source1 = _source(row, 1, token, tokens, W)
-        source2 = _source(row, 2, token, tokens, W)
-        source3 = _source(row, 3, token, tokens, W)
-        wait(tl.load(bases + own), written_at, epoch, timeout, status, host_status, verb, W, 1, 1, WP, SPIN)
+        source0 = _source(row, 0, token, tokens, stride, W)
+        source1 = _source(row, 1, token, tokens, stride, W)
+        source2 = _source(row, 2, token, tokens, stride, W)
+        source3 = _source(row, 3, token, tokens, stride, W)
+        wait(tl.load(bases + own), written_at, mark, timeout, status, host_status, verb, W, 1, 1, WP, SPIN)
         if WEIGHTS:
-            _fetch_weights(dweight, slot, row, bases, dweight_at, tokens, S, K, KP, BC)
+            _fetch_weights(dweight, slot, row, bases, dweight_at, tokens, stride, S, K, KP, BC)
         _sum_rows(
             y, row, base0 + partial_at, base1 + partial_at, base2 + partial_at, base3 + partial_at, bases, partial_at,
-            tokens, poison, token, column, source0, source1, source2, source3, H, W, BT, BH,
+            tokens, stride, poison, token, column, source0, source1, source2, source3, H, W, BT, BH,
         )  # fmt: skip
-        if program == 0:
+        if (program == 0) & (behind == 0):
             # Rows that this rank computed for each rank; to itself, those that it wanted.
             came = tl.load(received + (peer - own - 1 + W) % W, mask=peer < W, other=0)
             rows = tl.where(peer == own, tl.load(count + peer, mask=peer < W, other=0), came)

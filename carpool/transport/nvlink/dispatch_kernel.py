@@ -13,6 +13,10 @@ With 8 in all they do both: 7 + 1 was slower (533 us instead of 489 at T 4096, H
 Rows are copied as 4-byte words, whatever their dtype. Why push: a store needs no answer, so few programs fill the
 links (8 CTAs: 487 us at T 4096, H 7168, where copy engines take 434; 16 CTAs 476; a pull with 8: 641).
 
+Rows may ride in parts (`begins` of plan_kernel.py): tiles go in the order of tokens, and whenever a program comes to a
+tile of a later part it says how many parts it has sent. Who computes waits for a part instead of for the end
+(`signals.wait_part`); choices then go ahead in a kernel of their own (choices_kernel.py).
+
 There is one wait, at the end, and none at the start. A peer may write into a lease as soon as its own dispatch runs:
 that comes after its combine on the same lease, which waited for the signal that this rank's experts have finished with
 it. In the same way this dispatch's end says that all peers have finished reading this lease's partial sums.
@@ -28,7 +32,7 @@ import triton
 import triton.language as tl
 
 from carpool.quick import quick
-from carpool.transport.nvlink.signals import count_sent, send, wait
+from carpool.transport.nvlink.signals import MARKS, count_sent, end_of, send, wait
 
 
 @triton.jit
@@ -71,16 +75,23 @@ def _send_rows(  # type: ignore[no-untyped-def]
     x_at,
     tokens,
     own,
+    flag_at,
+    mark,
+    length,
     PITCH: tl.constexpr,
     BEGIN: tl.constexpr,
     END: tl.constexpr,
     W: tl.constexpr,
+    WP: tl.constexpr,
     BT: tl.constexpr,
     BH: tl.constexpr,
     ROWS: tl.constexpr,
+    PARTED: tl.constexpr,
 ):
-    """Words BEGIN to END of every row of PITCH words, by ROWS programs."""
-    tiles = tl.cdiv(tokens, BT) * ((END - BEGIN + BH - 1) // BH)
+    """Words BEGIN to END of every row of PITCH words, by ROWS programs. If PARTED, with a signal at `flag_at` after
+    each `length` tokens: mark + how many parts have been sent."""
+    across: tl.constexpr = (END - BEGIN + BH - 1) // BH
+    tiles = tl.cdiv(tokens, BT) * across
     value, token, column = _load(x, tl.program_id(0), tokens, PITCH, BEGIN, END, BT, BH)
     for tile in range(tl.program_id(0), tiles, ROWS):
         # All loads come before the stores, which the compiler must not pass: what a store waits for is then under way.
@@ -97,6 +108,11 @@ def _send_rows(  # type: ignore[no-untyped-def]
             _store(buffer1, target1, column, value, PITCH, END)
             _store(buffer2, target2, column, value, PITCH, END)
         value, token, column = following, next_token, next_column
+        if PARTED:
+            # A tile is of the part of its first token. The end of the last part is the end of the program.
+            sent = (tile + ROWS) // across * BT // length
+            if (tile + ROWS < tiles) & (sent > tile // across * BT // length):
+                send(bases, flag_at, mark + sent, W, WP)
 
 
 @triton.jit
@@ -125,7 +141,7 @@ def _store_choices(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _send_choices(  # type: ignore[no-untyped-def]
+def send_choices(  # type: ignore[no-untyped-def]
     slot,
     weight,
     row,
@@ -163,20 +179,25 @@ def _send_choices(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _unpack(  # type: ignore[no-untyped-def]
+def unpack(  # type: ignore[no-untyped-def]
     base,
     choice_at,
     count_at,
+    begins_at,
     slot_out,
     weight_out,
+    group_out,
+    parts,
     capacity,
     most,
     K: tl.constexpr,
     KP: tl.constexpr,
     W: tl.constexpr,
+    PARTED: tl.constexpr,
     BU: tl.constexpr,
     FIRST: tl.constexpr,
 ):
+    """Of each row its slots and weights; if PARTED, also slot * parts + part (-1: none)."""
     choices = (base + choice_at).to(tl.pointer_type(tl.int32))
     counts = (base + count_at).to(tl.pointer_type(tl.int32))
     choice = tl.arange(0, KP)
@@ -194,10 +215,42 @@ def _unpack(  # type: ignore[no-untyped-def]
         written = inside[:, None] & (choice < K)[None, :]
         tl.store(slot_out + out, slot, mask=written)
         tl.store(weight_out + out, bits.to(tl.float32, bitcast=True), mask=written)
+        if PARTED:
+            begins = (base + begins_at).to(tl.pointer_type(tl.int32)) + slab
+            part = tl.zeros([BU], tl.int32)
+            for number in range(1, parts):
+                begin = tl.load(begins + number * W, mask=inside, other=0, cache_modifier=".cg")
+                part += (at_row - slab * capacity >= begin).to(tl.int32)
+            tl.store(group_out + out, tl.where(slot < 0, -1, slot * parts + part[:, None]), mask=written)
+
+
+@triton.jit
+def send_counts(bases, count_at, count, tokens, most, own, W: tl.constexpr, WP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Every rank hears how many rows come from here, and how large the fullest slab of all would have to be."""
+    peer = tl.arange(0, WP)
+    here = peer < W
+    rows = tl.load(count + peer, mask=here, other=0)
+    fullest = tl.max(tl.load(count + W + peer, mask=here, other=0), 0)
+    base = tl.load(bases + peer, mask=here, other=0)
+    counts = (base + count_at).to(tl.pointer_type(tl.int32))
+    slab = (own - peer - 1 + W) % W
+    tl.store(counts + slab, tl.where(peer == own, tl.minimum(tokens, most), rows), mask=here)
+    tl.store(counts + W + slab, tl.zeros([WP], tl.int32) + fullest, mask=here)
+
+
+@triton.jit
+def note_counts(base, count_at, received, needed, W: tl.constexpr, WP: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Write down what all ranks have said by `send_counts`. The own rows have not travelled."""
+    peer = tl.arange(0, WP)
+    counts = (base + count_at).to(tl.pointer_type(tl.int32))
+    came = tl.load(counts + peer, mask=peer < W, other=0, volatile=True)
+    wanted = tl.load(counts + W + peer, mask=peer < W, other=0, volatile=True)
+    tl.store(received + peer, tl.where(peer == W - 1, 0, came), mask=peer < W)
+    tl.atomic_max(needed, tl.max(wanted, 0))
 
 
 @quick
-@triton.jit(do_not_specialize=["tokens", "blocks", "capacity", "most", "own", "verb"])
+@triton.jit(do_not_specialize=["tokens", "blocks", "capacity", "most", "own", "verb", "length"])
 def dispatch_kernel(  # type: ignore[no-untyped-def]
     x,
     slot,
@@ -221,6 +274,7 @@ def dispatch_kernel(  # type: ignore[no-untyped-def]
     own,
     timeout,
     verb,
+    length,
     x_at,
     choice_at,
     count_at,
@@ -235,6 +289,7 @@ def dispatch_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     OTHERS: tl.constexpr,
     CHOICES: tl.constexpr,
+    PARTED: tl.constexpr,
     MAX_CTAS: tl.constexpr,
     PAD: tl.constexpr,
     BT: tl.constexpr,
@@ -254,7 +309,8 @@ def dispatch_kernel(  # type: ignore[no-untyped-def]
     byte offsets in a lease. epochs: (2,) of this lease. needed: (1,) the largest capacity that any rank would have
     needed so far. tally: (2, W) int64, rows and choices. slot_out, weight_out: (R, K). received: (W,) rows in each
     slab of the rows that travelled.
-    CHOICES: False for gradients, whose slots are known.
+    CHOICES: False for gradients, whose slots are known, and for rows that ride in parts. length: tokens of a part, if
+    PARTED.
     """
     LAST: tl.constexpr = ROWS + OTHERS - 1
     FIRST: tl.constexpr = ROWS if OTHERS > 0 else 0
@@ -263,44 +319,42 @@ def dispatch_kernel(  # type: ignore[no-untyped-def]
     epoch = tl.load(epochs) + 1
     if SEND:
         if CHOICES and program >= FIRST:
-            _send_choices(slot, weight, row, bases, choice_at, tokens, capacity, most, own, S, K, KP, W, BC, FIRST)
+            send_choices(slot, weight, row, bases, choice_at, tokens, capacity, most, own, S, K, KP, W, BC, FIRST)
         if program < ROWS:
-            _send_rows(x, row, bases, x_at, tokens, own, PITCH, 0, MAIN, W, BT, BH, ROWS)
+            flag_at = arrived_at + (own * MAX_CTAS + program) * 4
+            mark = end_of(epoch) - MARKS
+            _send_rows(
+                x, row, bases, x_at, tokens, own, flag_at, mark, length, PITCH, 0, MAIN, W, WP, BT, BH, ROWS, PARTED
+            )
             if MAIN < PITCH:
-                _send_rows(x, row, bases, x_at, tokens, own, PITCH, MAIN, PITCH, W, BT_TAIL, BH_TAIL, ROWS)
+                _send_rows(
+                    x, row, bases, x_at, tokens, own, flag_at, mark, length, PITCH, MAIN, PITCH, W, WP, BT_TAIL,
+                    BH_TAIL, ROWS, False,
+                )  # fmt: skip
         if CHOICES and program == LAST:
-            # Every rank hears how many rows come from here, and how large the fullest slab of all would have to be.
-            here = peer < W
-            rows = tl.load(count + peer, mask=here, other=0)
-            fullest = tl.max(tl.load(count + W + peer, mask=here, other=0), 0)
-            base = tl.load(bases + peer, mask=here, other=0)
-            counts = (base + count_at).to(tl.pointer_type(tl.int32))
-            slab = (own - peer - 1 + W) % W
-            tl.store(counts + slab, tl.where(peer == own, tl.minimum(tokens, most), rows), mask=here)
-            tl.store(counts + W + slab, tl.zeros([WP], tl.int32) + fullest, mask=here)
-        send(bases, arrived_at + (own * MAX_CTAS + program) * 4, epoch, W, WP)
+            send_counts(bases, count_at, count, tokens, most, own, W, WP)
+        send(bases, arrived_at + (own * MAX_CTAS + program) * 4, end_of(epoch), W, WP)
         if program == LAST:
             rows = tl.load(count + peer, mask=peer < W, other=0)
             count_sent(tally, rows, choices, blocks, W, WP)
     if RECEIVE:
         base = tl.load(bases + own)
-        counts = (base + count_at).to(tl.pointer_type(tl.int32))
+        mark = end_of(epoch)
         # One program waits for everything. Those that unpack wait for the choices alone, which come long before the
         # rows, if others than the rows' programs send them.
         awaited: tl.constexpr = OTHERS if OTHERS > 0 else ROWS
         if program == 0:
-            wait(base, arrived_at, epoch, timeout, status, host_status, verb, W, LAST + 1, MAX_CTAS, PAD, SPIN)
+            wait(base, arrived_at, mark, timeout, status, host_status, verb, W, LAST + 1, MAX_CTAS, PAD, SPIN)
         elif CHOICES and program >= FIRST:
             sent_at = arrived_at + FIRST * 4
-            wait(base, sent_at, epoch, timeout, status, host_status, verb, W, awaited, MAX_CTAS, PAD, SPIN)
+            wait(base, sent_at, mark, timeout, status, host_status, verb, W, awaited, MAX_CTAS, PAD, SPIN)
         if CHOICES and program >= FIRST:
-            _unpack(base, choice_at, count_at, slot_out, weight_out, capacity, most, K, KP, W, BU, FIRST)
+            unpack(
+                base, choice_at, count_at, 0, slot_out, weight_out, slot_out, 1, capacity, most, K, KP, W, False, BU,
+                FIRST,
+            )  # fmt: skip
         if program == 0:
             if CHOICES:
-                came = tl.load(counts + peer, mask=peer < W, other=0, volatile=True)
-                wanted = tl.load(counts + W + peer, mask=peer < W, other=0, volatile=True)
-                came = tl.where(peer == W - 1, 0, came)
-                tl.store(received + peer, came, mask=peer < W)
-                tl.atomic_max(needed, tl.max(wanted, 0))
+                note_counts(base, count_at, received, needed, W, WP)
             # The combine of this lease reads this one, and sets the one that the next dispatch reads.
             tl.store(epochs + 1, epoch)

@@ -5,40 +5,72 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import triton
 
 from carpool.quick import cdiv, power_of_2
-from carpool.transport.nvlink.buffers import MAX_CTAS, VERBS, Buffers, Lease
+from carpool.transport.nvlink.buffers import MAX_CTAS, MAX_PARTS, VERBS, Buffers, Lease
+from carpool.transport.nvlink.choices_kernel import choices_kernel
 from carpool.transport.nvlink.combine_kernel import combine_kernel
 from carpool.transport.nvlink.dispatch_kernel import dispatch_kernel
 from carpool.transport.nvlink.plan_kernel import plan_kernel
+from carpool.transport.nvlink.signals import SPIN
 
 if TYPE_CHECKING:
+    from carpool.transport.base import Ready
     from carpool.transport.nvlink.transport import NVLinkRoute
 
-# In the interpreter no program may wait for another: everything it waits for has been sent before.
-SPIN = not triton.knobs.runtime.interpret
 # Small in the interpreter, so that a plan of few tokens has several blocks there too.
 PLAN_BLOCK = 512 if SPIN else 64
+# Programs that send choices ahead of rows: a computation waits for them.
+CHOICE_CTAS = 32 if SPIN else 3
 
 
 def launch_plan(
-    slot_TK: torch.Tensor, buffers: Buffers, slots_per_rank: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(row_WT, count_2W, choices_BW) of `plan_kernel`."""
+    slot_TK: torch.Tensor, buffers: Buffers, slots_per_rank: int, parts: int = 0, length: int = 1
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(row_WT, count_2W, choices_BW, begins_NW) of `plan_kernel`."""
     tokens, top_k = slot_TK.shape
     num_ranks = buffers.num_ranks
     blocks = max(1, cdiv(tokens, PLAN_BLOCK))
     row_WT = slot_TK.new_empty(num_ranks, tokens)
     count_2W = slot_TK.new_empty(2, num_ranks)
     choices_BW = slot_TK.new_empty(blocks, num_ranks)
+    begins_NW = slot_TK.new_empty(parts + 1, num_ranks) if parts else count_2W
     plan_kernel[(blocks,)](
-        slot_TK, row_WT, count_2W, choices_BW, tokens, buffers.capacity, buffers.most, buffers.rank,
+        slot_TK, row_WT, count_2W, choices_BW, begins_NW, tokens, buffers.capacity, buffers.most, buffers.rank, length,
+        parts,
         S=max(1, slots_per_rank), K=top_k, KP=power_of_2(top_k), W=num_ranks,
         BLOCK=PLAN_BLOCK, AHEAD=8 * PLAN_BLOCK,
-        FIELDS=4 if tokens < 2**16 else 2, num_warps=16,
+        FIELDS=4 if tokens < 2**16 else 2, PARTED=parts > 0, PP=power_of_2(MAX_PARTS + 1), num_warps=16,
     )  # fmt: skip
-    return row_WT, count_2W, choices_BW
+    return row_WT, count_2W, choices_BW, begins_NW
+
+
+def launch_choices(
+    route: NVLinkRoute,
+    ready: Ready,
+    lease: Lease,
+    slot_RJ: torch.Tensor,
+    weight_RJ: torch.Tensor,
+    buffers: Buffers,
+    rank: int,
+    slots_per_rank: int,
+    send: bool,
+    receive: bool,
+) -> None:
+    """Choices ahead of rows that ride in parts; fills `ready`."""
+    assert route.begins_NW is not None
+    tokens, top_k = route.slot_TK.shape
+    num_ranks, at = buffers.num_ranks, lease.regions
+    choices_kernel[(CHOICE_CTAS,)](
+        route.slot_TK, route.weight_TK, route.row_WT, route.count_2W, route.begins_NW, lease.bases, lease.epochs,
+        buffers.status, buffers.host_status, buffers.needed, slot_RJ, weight_RJ, ready.group_RJ, ready.begins_NW,
+        route.received_W, tokens, at.capacity, at.most, rank, int(1e9 * buffers.timeout_seconds),
+        VERBS.index("dispatch"), ready.parts, at.choices, at.counts, at.begins, at.chosen,
+        S=max(1, slots_per_rank), K=top_k, KP=power_of_2(top_k), W=num_ranks, WP=power_of_2(num_ranks),
+        PP=power_of_2(MAX_PARTS + 1), CTAS=CHOICE_CTAS, MAX_CTAS=MAX_CTAS,
+        PAD=power_of_2(num_ranks * CHOICE_CTAS), BC=max(16, 4096 // power_of_2(top_k)),
+        BU=max(16, 8192 // power_of_2(top_k)), SEND=send, RECEIVE=receive, SPIN=SPIN, num_warps=32,
+    )  # fmt: skip
 
 
 def launch_dispatch(
@@ -64,17 +96,19 @@ def launch_dispatch(
     tile = dispatch_tile(main, words - main)
     capacity = lease.regions.capacity
     # All ranks must agree on who does what, so it depends on the capacity, which they share, not on the tokens.
-    others = 0 if ctas < 12 else min(8, ctas - 8) if capacity >= 1024 else 1
+    # Where choices go ahead, all of them send rows.
+    others = 0 if ctas < 12 or route.parts else min(8, ctas - 8) if capacity >= 1024 else 1
     rows = ctas - others
     dispatch_kernel[(ctas if choices else rows,)](
         x_TH.view(torch.int32), route.slot_TK, route.weight_TK, route.row_WT, route.count_2W,
         route.choices_BW, lease.bases, lease.epochs, buffers.status, buffers.host_status, buffers.needed, tally,
         slot_RJ if choices else route.slot_TK, weight_RJ if choices else route.weight_TK, route.received_W,
         tokens, route.choices_BW.shape[0], capacity, lease.regions.most, rank, int(1e9 * buffers.timeout_seconds),
-        VERBS.index("dispatch" if choices else "dispatch_gradients"),
+        VERBS.index("dispatch_gradients" if route.backward and not choices else "dispatch"), max(1, route.part_length),
         at.rows, at.choices, at.counts, at.arrived,
         PITCH=words, MAIN=main, S=max(1, slots_per_rank), K=top_k, KP=power_of_2(top_k), W=num_ranks,
-        WP=power_of_2(num_ranks), ROWS=rows, OTHERS=others if choices else 0, CHOICES=choices, MAX_CTAS=MAX_CTAS,
+        WP=power_of_2(num_ranks), ROWS=rows, OTHERS=others if choices else 0, CHOICES=choices,
+        PARTED=route.parts > 1, MAX_CTAS=MAX_CTAS,
         PAD=power_of_2(num_ranks * ctas), BC=max(16, 4096 // power_of_2(top_k)),
         BU=max(16, 8192 // power_of_2(top_k)), SEND=send, RECEIVE=receive, SPIN=SPIN, **tile,
     )  # fmt: skip
@@ -99,18 +133,25 @@ def launch_combine(
     slots_per_rank: int,
     send: bool,
     receive: bool,
+    part: int | None = None,
 ) -> None:
-    hidden = y_TH.shape[1]
-    tokens, top_k = route.slot_TK.shape
+    """part: combine its tokens only."""
+    hidden, top_k = y_TH.shape[1], route.slot_TK.shape[1]
+    weights, behind = dweight_TK is not None, 0
+    slot_TK, row_WT = route.slot_TK, route.row_WT
+    dweight_TK = route.weight_TK if dweight_TK is None else dweight_TK
+    if part is not None:
+        own = route.tokens_of(part)
+        y_TH, slot_TK, row_WT, dweight_TK = y_TH[own], slot_TK[own], row_WT[:, own], dweight_TK[own]
+        # The last part's mark is the end of the ride.
+        behind = 0 if part == route.parts - 1 else MAX_PARTS - part - 1
     num_ranks, at = buffers.num_ranks, lease.regions
-    weights = dweight_TK is not None
     tile = combine_tile(hidden, y_TH.element_size())
     combine_kernel[(ctas,)](
-        y_TH, dweight_TK if weights else route.weight_TK, route.slot_TK, route.row_WT, route.count_2W,
-        route.choices_BW, route.received_W, lease.bases, lease.epochs, buffers.status, buffers.host_status,
-        buffers.needed, tally,
-        tokens, route.choices_BW.shape[0], at.capacity, rank, int(1e9 * buffers.timeout_seconds),
-        VERBS.index("combine_gradients" if weights else "combine"),
+        y_TH, dweight_TK, slot_TK, row_WT, route.count_2W, route.choices_BW, route.received_W, lease.bases,
+        lease.epochs, buffers.status, buffers.host_status, buffers.needed, tally,
+        slot_TK.shape[0], route.row_WT.shape[1], behind, route.choices_BW.shape[0], at.capacity, rank,
+        int(1e9 * buffers.timeout_seconds), VERBS.index("combine_gradients" if weights else "combine"),
         at.partial, at.dweight, at.written, *(lease.addresses * 4)[:4],
         H=hidden, S=max(1, slots_per_rank), K=top_k, KP=power_of_2(top_k), W=num_ranks, WP=power_of_2(num_ranks),
         BC=128, WEIGHTS=weights, SEND=send, RECEIVE=receive, SPIN=SPIN, **tile,

@@ -14,6 +14,9 @@ its tokens.
     token 2: [1, 5]              1            -1           4 + 1
     count                        2            1            2
 
+Tokens that ride in parts are cut into ranges of `length`: `begins` says where each part begins in each slab, which is
+how many of the tokens before it go there. (Parts of 1 token above: on rank 0 [0, 1, 1, 2].)
+
 A program handles BLOCK tokens. It counts what all blocks before it want by itself, which is a read of K int32 per
 token from the L2 cache, and needs neither a second kernel nor a wait for other programs. That is quadratic, and cheap
 up to some hundred thousand tokens.
@@ -57,16 +60,19 @@ def _field(packed, field: tl.constexpr, FIELDS: tl.constexpr):  # type: ignore[n
 
 
 @quick
-@triton.jit(do_not_specialize=["tokens", "capacity", "most", "own"])
+@triton.jit(do_not_specialize=["tokens", "capacity", "most", "own", "length", "parts"])
 def plan_kernel(  # type: ignore[no-untyped-def]
     slot,
     row,
     count,
     choices,
+    begins,
     tokens,
     capacity,
     most,
     own,
+    length,
+    parts,
     S: tl.constexpr,
     K: tl.constexpr,
     KP: tl.constexpr,
@@ -74,11 +80,14 @@ def plan_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     AHEAD: tl.constexpr,
     FIELDS: tl.constexpr,
+    PARTED: tl.constexpr,
+    PP: tl.constexpr,
 ):
     """slot: (T, K) int32. row: (W, T) int32, out. count: (2, W) int32, out: rows to each rank, and the capacity that
     the slab for each rank would need. choices: (blocks, W) int32, out: choices of a block's tokens on each rank. own:
-    this rank. AHEAD: how many of the tokens before the own block are counted at once. FIELDS: counters in an int64, 4
-    for fewer than 2^16 tokens, else 2: scans and sums are what takes time here, so there are as few as can be."""
+    this rank. begins: (parts + 1, W) int32, out, if PARTED, of `length` tokens. AHEAD: how many of the tokens
+    before the own block are counted at once. FIELDS: counters in an int64, 4 for fewer than 2^16 tokens, else 2: scans
+    and sums are what takes time here, so there are as few as can be. PP: at least parts + 1."""
     block = tl.program_id(0)
     first = block * BLOCK
     token = first + tl.arange(0, BLOCK)
@@ -117,8 +126,17 @@ def plan_kernel(  # type: ignore[no-untyped-def]
                 destination = tl.where(wanted & (position < room), slab * capacity + position, -1)
                 tl.store(row + rank * tokens.to(tl.int64) + token, destination, mask=token < tokens)
                 tl.store(choices + block * W + rank, _field(all_choices, field, FIELDS))
+                if PARTED:
+                    begin = tl.minimum(tl.where(own == rank, token, position + 1 - wanted.to(tl.int32)), room)
+                    first_of_part = (token < tokens) & (token % length == 0)
+                    tl.store(begins + token // length * W + rank, begin, mask=first_of_part)
                 if block == tl.num_programs(0) - 1:
                     rows = _field(all_rows, field, FIELDS)
                     tl.store(count + rank, tl.where(own == rank, rows, tl.minimum(rows, capacity)))
                     needed = tl.where(own == rank, tl.where(tokens > most, tokens, 0), rows)
                     tl.store(count + W + rank, needed)
+                    if PARTED:
+                        # Parts that begin after the last token, the one after the last among them.
+                        part = tl.arange(0, PP)
+                        end = tl.minimum(tl.where(own == rank, tokens, rows), room) + part * 0
+                        tl.store(begins + part * W + rank, end, mask=(part <= parts) & (part * length >= tokens))

@@ -30,11 +30,12 @@ import torch.distributed as dist
 from carpool.memory.arena import Arena, Rows
 from carpool.numbered import Numbered
 from carpool.stats import Traffic
-from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, VERB_OF, Arrivals, Pending, Route
-from carpool.transport.nvlink.buffers import MAX_CTAS, OWNERS, Buffers, Lease, buffers_of
+from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, VERB_OF, Arrivals, Pending, Ready, Route
+from carpool.transport.nvlink.buffers import MAX_CTAS, MAX_PARTS, OWNERS, VERBS, Awaited, Buffers, Lease, buffers_of
 from carpool.transport.packets import packet_bytes
 
 MAX_RANKS = 63  # one bit each in the plan
+PART_TOKENS = 16  # parts are multiples of it, so that ranges of tokens begin where the kernels like it
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class NVLinkOptions:
             they are sent a second time in the backward, which takes a second lease and no memory.
         arena_bytes: memory for what layers keep for their backward, which then follows the rows that came; if it does
             not suffice, `Buffers.arena_overflow` tells. 0: none, every layer allocates for the worst case.
+        parts: in how many parts rows travel for a computation that starts on what is there, 0: not
+            (`carpool.schedule.tiles`).
         split: send at the verb, wait for the others at `Pending.wait`: two kernels instead of one.
     """
 
@@ -68,6 +71,7 @@ class NVLinkOptions:
     keep: Literal["copy", "again"] = "copy"
     arena_bytes: int = 0
     side_stream: bool = False
+    parts: int = 0
     split: bool = False
 
     def __post_init__(self) -> None:
@@ -82,6 +86,13 @@ class NVLinkOptions:
             raise ValueError(f"capacity={self.capacity} must be between 1 and max_tokens={self.max_tokens}")
         if self.num_leases < 1:
             raise ValueError(f"num_leases={self.num_leases} must be at least 1")
+        if not 0 <= self.parts <= MAX_PARTS:
+            raise ValueError(f"parts={self.parts} must be 0..{MAX_PARTS}")
+        if self.parts and (self.forward_fp8 or self.backward_fp8):
+            raise ValueError(
+                "rows that travel as FP8 do not ride in parts (schedule 'tiles'); use schedule 'chunks', or leave out "
+                "forward_fp8 and backward_fp8"
+            )
         if self.timeout_seconds <= 0:
             raise ValueError(f"timeout_seconds={self.timeout_seconds} must be positive")
 
@@ -98,6 +109,10 @@ class NVLinkRoute(Route):
     row_WT: (W, T) int32, each token's row in rank w's buffer, -1: none.
     count_2W, choices_BW: int32, see plan_kernel.py.
     received_W: (W,) int32, rows in each rank's slab, once dispatched.
+    parts, part_length: in how many parts the tokens ride, and tokens of each; 0: not in parts.
+    begins_NW: (parts + 1, W) int32, the first row of each part in the slab on each rank.
+    ready: of the rows that are under way to this rank.
+    sums: of tokens, while parts are combined: rows, and gradients of weights.
     """
 
     slot_TK: torch.Tensor
@@ -107,9 +122,17 @@ class NVLinkRoute(Route):
     choices_BW: torch.Tensor
     received_W: torch.Tensor
     lease: Lease | None = field(default=None, repr=False)
+    parts: int = 0
+    part_length: int = 0
+    begins_NW: torch.Tensor | None = None
+    ready: Ready | None = None
+    sums: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     def again(self) -> NVLinkRoute:
-        return replace(self, partial_RH=None, lease=None)
+        return replace(self, partial_RH=None, lease=None, parts=0, ready=None)
+
+    def tokens_of(self, part: int) -> slice:
+        return slice(*(min(self.num_tokens, n * self.part_length) for n in (part, part + 1)))
 
     def new_partial(self, hidden: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         assert self.lease is not None, "new_partial comes after dispatch"
@@ -167,17 +190,26 @@ class NVLink(Numbered):
         return self.options.keep == "again"
 
     @property
+    def parts(self) -> int:
+        return self.options.parts
+
+    @property
     def processors(self) -> int:
         return max(self.options.dispatch_ctas, self.options.combine_ctas) if self.options.side_stream else 0
 
-    def plan(self, slot_TK: torch.Tensor, weight_TK: torch.Tensor, traffic: Traffic) -> NVLinkRoute:
+    def plan(self, slot_TK: torch.Tensor, weight_TK: torch.Tensor, traffic: Traffic, parts: int = 0) -> NVLinkRoute:
+        """parts: rows are to ride in so many, the same number on all ranks; who reads them waits by `Arrivals.ready`
+        or `NVLinkRoute.ready`, and each part has a combine of its own."""
         from carpool.transport.nvlink.launch import launch_plan
 
         self.buffers.check()
         self.buffers.agree(slot_TK.shape[0])
         num_tokens, top_k = slot_TK.shape
         slot_TK, weight_TK = slot_TK.contiguous(), weight_TK.float().contiguous()
-        row_WT, count_2W, choices_BW = launch_plan(slot_TK, self.buffers, self.slots_per_rank)
+        length = -(-num_tokens // (max(1, parts) * PART_TOKENS)) * PART_TOKENS if parts else 0
+        row_WT, count_2W, choices_BW, begins_NW = launch_plan(
+            slot_TK, self.buffers, self.slots_per_rank, parts, max(1, length)
+        )
         num_rows = self.buffers.home_row + self.buffers.most
         return NVLinkRoute(
             num_tokens=num_tokens,
@@ -193,6 +225,9 @@ class NVLink(Numbered):
             count_2W=count_2W,
             choices_BW=choices_BW,
             received_W=count_2W.new_empty(self.num_ranks),
+            parts=parts,
+            part_length=length,
+            begins_NW=begins_NW if parts else None,
         )
 
     def plan_parts(
@@ -208,6 +243,8 @@ class NVLink(Numbered):
         slot_RJ = route.slot_TK.new_empty(route.num_rows, route.top_k)
         weight_RJ = route.weight_TK.new_empty(route.num_rows, route.top_k)
         fp8 = self.options.forward_fp8
+        if route.parts:
+            return self._dispatch_parts(x_TH, route, slot_RJ, weight_RJ)
         pending, packet_TB = self._dispatch(x_TH, route, CHOICE_BYTES, fp8, slot_RJ, weight_RJ)
         most = self.buffers.most
         return Pending(
@@ -222,7 +259,11 @@ class NVLink(Numbered):
     def dispatch_gradients(self, dy_TH: torch.Tensor, route: NVLinkRoute) -> Pending:
         route.backward = True
         fp8 = self.options.backward_fp8
+        if route.parts:
+            self._after_rides()
         pending, packet_TB = self._dispatch(dy_TH, route, 0, fp8)
+        if route.ready is not None:
+            route.ready = replace(route.ready, awaited=self._awaited(route, "dispatch_gradients"))
 
         def finish() -> Rows:
             from carpool.transport.packet_kernel import launch_dequantise
@@ -236,11 +277,13 @@ class NVLink(Numbered):
 
         return Pending(finish)
 
-    def combine(self, route: NVLinkRoute) -> Pending:
-        return self._combine(route, None)
+    def combine(self, route: NVLinkRoute, part: int | None = None) -> Pending:
+        """part: of a ride in parts. They come in order, and the last one's `wait()` gives all sums."""
+        return self._combine(route, None, part)
 
-    def combine_gradients(self, route: NVLinkRoute, dweight_RJ: torch.Tensor) -> Pending:
-        return self._combine(route, dweight_RJ)
+    def combine_gradients(self, route: NVLinkRoute, dweight_RJ: torch.Tensor, part: int | None = None) -> Pending:
+        """part: as in `combine`; dweight_RJ is complete from the first on."""
+        return self._combine(route, dweight_RJ, part)
 
     def discard(self, route: NVLinkRoute, x_TH: torch.Tensor) -> Pending:
         """A combine of no tokens: it tells the peers that the rows have been read, and hears the same of theirs."""
@@ -298,27 +341,83 @@ class NVLink(Numbered):
         finish = self._run(launch, sent)
 
         def rows() -> torch.Tensor:
-            finish()
+            # Rows in parts are waited for by those who read them, unless nobody can wait here.
+            if not route.parts or self.options.split:
+                finish()
             return lease.view(lease.regions.rows, (self.buffers.home_row, sent.shape[1]), sent.dtype)
 
         return Pending(rows), sent if fp8 else None
 
-    def _combine(self, route: NVLinkRoute, dweight_RJ: torch.Tensor | None) -> Pending:
+    def _dispatch_parts(
+        self, x_TH: torch.Tensor, route: NVLinkRoute, slot_RJ: torch.Tensor, weight_RJ: torch.Tensor
+    ) -> Pending:
+        """Rows on the stream of rides, choices before whatever the current stream does next."""
+        from carpool.transport.nvlink.launch import launch_choices
+
+        self._after_rides()
+        rows, _ = self._dispatch(x_TH, route, CHOICE_BYTES, False)
+        lease = route.lease
+        assert lease is not None
+        group_RJ = torch.empty_like(slot_RJ)
+        begins_NW = slot_RJ.new_empty(route.parts + 1, self.num_ranks)
+        ready = Ready(route.parts, begins_NW, self.buffers.capacity, group_RJ, awaited=self._awaited(route, "dispatch"))
+        route.ready = ready
+
+        def launch(send: bool, receive: bool) -> None:
+            launch_choices(
+                route, ready, lease, slot_RJ, weight_RJ, self.buffers, self.rank, self.slots_per_rank, send, receive
+            )
+
+        chosen = self._run_here(launch)
+
+        def finish() -> Arrivals:
+            chosen()
+            return Arrivals(
+                rows.wait(), slot_RJ, weight_RJ, route.num_pairs, leased=True, sums_unwanted=False,
+                home_TH=x_TH[: self.buffers.most], home_row=self.buffers.home_row, slab=self.buffers.capacity,
+                came_W=route.received_W, ready=ready,
+            )  # fmt: skip
+
+        return Pending(finish)
+
+    def _after_rides(self) -> None:
+        """Let the current stream wait for the rides before: those who wait in kernels, and peers' choices, count on the
+        end of the lease's last ride."""
+        if self.stream is not None and not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream().wait_stream(self.stream)
+
+    def _awaited(self, route: NVLinkRoute, verb: str) -> Awaited:
+        assert route.lease is not None
+        flags = route.lease.view(route.lease.regions.arrived, (self.num_ranks * MAX_CTAS,), torch.int32)
+        return Awaited(
+            flags, route.lease.epochs, self.buffers.status, self.buffers.host_status,
+            int(1e9 * self.buffers.timeout_seconds), VERBS.index(verb), self.num_ranks, self.options.dispatch_ctas,
+        )  # fmt: skip
+
+    def _combine(self, route: NVLinkRoute, dweight_RJ: torch.Tensor | None, part: int | None) -> Pending:
         from carpool.transport.nvlink.launch import launch_combine
 
         self.buffers.check()
         lease, partial_RH = route.lease, route.partial_RH
         assert lease is not None and partial_RH is not None
-        route.lease = route.partial_RH = None
+        assert (part is None) == (route.parts == 0), "rides in parts are combined part by part, others at once"
+        last = part is None or part == route.parts - 1
+        if last:
+            route.lease = route.partial_RH = None
         hidden, dtype = partial_RH.shape[1], partial_RH.dtype
         own = lease.view(lease.regions.partial, (route.num_rows, hidden), dtype)
         if own.data_ptr() != partial_RH.data_ptr():
             own.copy_(partial_RH)
-        y_TH = partial_RH.new_empty(route.num_tokens, hidden)
-        dweight_TK = None
-        if dweight_RJ is not None:
-            lease.view(lease.regions.dweight, tuple(dweight_RJ.shape), torch.float32).copy_(dweight_RJ)
-            dweight_TK = torch.empty_like(route.weight_TK)
+        if not part:
+            dweight_TK = None
+            if dweight_RJ is not None:
+                lease.view(lease.regions.dweight, tuple(dweight_RJ.shape), torch.float32).copy_(dweight_RJ)
+                dweight_TK = torch.empty_like(route.weight_TK)
+            route.sums = partial_RH.new_empty(route.num_tokens, hidden), dweight_TK
+        assert route.sums is not None
+        y_TH, dweight_TK = route.sums
+        if last:
+            route.sums = None
         row_bytes = hidden * dtype.itemsize
         choice_bytes = 0 if dweight_RJ is None else GRADIENT_BYTES
         tally = self._tally("back", route, row_bytes, row_bytes, choice_bytes)
@@ -326,12 +425,13 @@ class NVLink(Numbered):
         def launch(send: bool, receive: bool) -> None:
             launch_combine(
                 y_TH, dweight_TK, route, lease, tally, self.buffers, self.options.combine_ctas, self.rank,
-                self.slots_per_rank, send, receive,
+                self.slots_per_rank, send, receive, part,
             )  # fmt: skip
 
-        return self._released(
-            lease, self._run(launch, y_TH), lambda: y_TH if dweight_TK is None else (y_TH, dweight_TK)
-        )
+        finish = self._run(launch, y_TH)
+        if not last:
+            return Pending(finish)
+        return self._released(lease, finish, lambda: y_TH if dweight_TK is None else (y_TH, dweight_TK))
 
     def _released(self, lease: Lease, finish: Any, value: Any) -> Pending:
         """What is pending after a verb that ends a ride: its lease is free once the verb has been launched."""
@@ -348,12 +448,8 @@ class NVLink(Numbered):
 
     def _run(self, launch: Any, *tensors: torch.Tensor) -> Any:
         """Launch a verb; what is returned lets the current stream wait for it."""
-        if self.options.split:
-            launch(True, False)
-            return lambda: launch(False, True)
-        if self.stream is None:
-            launch(True, True)
-            return lambda: None
+        if self.options.split or self.stream is None:
+            return self._run_here(launch)
         current = torch.cuda.current_stream()
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
@@ -362,6 +458,14 @@ class NVLink(Numbered):
         for tensor in tensors:
             tensor.record_stream(self.stream)
         return lambda: torch.cuda.current_stream().wait_event(done)
+
+    def _run_here(self, launch: Any) -> Any:
+        """The same, on the current stream."""
+        if self.options.split:
+            launch(True, False)
+            return lambda: launch(False, True)
+        launch(True, True)
+        return lambda: None
 
     def _tally(
         self, way: Literal["out", "back"], route: NVLinkRoute, row_bytes: int, plain_bytes: int, choice_bytes: int

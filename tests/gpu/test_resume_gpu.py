@@ -1,0 +1,53 @@
+"""On two GPUs: a run that moves experts, stopped and resumed, against one that never stopped, bit by bit."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs"),
+]
+STOP, STEPS = 9, 16
+SETTINGS = [
+    "training.full_determinism=true", f"training.max_steps={STEPS}", f"training.save_steps={STOP}",
+    "training.bf16=false", "training.eval_steps=none", "training.eval_on_start=false", "training.sample_prompt=none",
+    "training.save_pretrained=false", "parallelism.num_ranks=2", "placement.every=5", "placement.lag=2",
+    "placement.hysteresis=0", "placement.least_gain=0", "placement.solver=search",
+]  # fmt: skip
+
+
+def train(output: Path, *overrides: str) -> None:
+    command = [sys.executable, "-m", "carpool.cli", "train", *SETTINGS, f"training.output_dir={output}", *overrides]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def told(output: Path) -> tuple[dict[int, tuple[float, float]], list[dict[str, Any]], Any]:
+    """Losses and gradient norms by step; what was decided about experts; the layouts."""
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    steps = {line["step"]: (line["loss"], line["grad_norm"]) for line in lines if line["kind"] == "train"}
+    decided = [
+        {key: line.get(key) for key in ("step", "event", "why", "experts", "before", "predicted")}
+        for line in lines
+        if line["kind"] == "placement" and line["event"] in ("moved", "kept")
+    ]
+    return steps, decided, json.loads((output / "layout.json").read_text())
+
+
+def test_a_resumed_run_with_moving_experts_is_that_which_never_stopped(tmp_path: Path) -> None:
+    train(tmp_path / "whole")
+    train(tmp_path / "parts", f"training.stop_at_step={STOP}")
+    train(tmp_path / "parts", "training.resume_from_checkpoint=last")
+    whole, parts = told(tmp_path / "whole"), told(tmp_path / "parts")
+    steps, decided, _ = whole
+    assert len(steps) == STEPS and decided[0]["event"] == "moved"
+    assert decided[0]["step"] < STOP < decided[-1]["step"]
+    assert whole == parts

@@ -1,0 +1,41 @@
+"""Rides in tiles on real GPUs: tests/gpu/tiles_worker.py on every one of them, up to four."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gpu.test_nvlink_gpu import RANKS, needs, torchrun
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(560)]
+
+
+def check(mode: str, *arguments: str, ranks: int = RANKS, seconds: int = 400) -> str:
+    out = torchrun(ranks, "tests.gpu.tiles_worker", mode, *arguments, seconds=seconds)
+    lines = [line for line in out.splitlines() if line.startswith(f"{mode}: ")]
+    assert len(lines) == 1 and lines[0].endswith(", ok"), out
+    return lines[0]
+
+
+@needs(2)
+def test_rides_in_tiles_are_the_plain_ones_bit_by_bit() -> None:
+    assert f"400 rides on {RANKS} ranks" in check("equal", "400")
+
+
+@needs(1)
+def test_one_rank_bit_by_bit() -> None:
+    assert "60 rides on 1 ranks" in check("equal", "60", ranks=1)
+
+
+@needs(2)
+def test_a_slow_rank_is_waited_for() -> None:
+    check("slow", "100")
+
+
+@needs(2)
+def test_no_ride_waits_for_the_device() -> None:
+    check("sync")
+
+
+@needs(2)
+def test_a_missing_rank_is_named() -> None:
+    check("missing")
