@@ -34,7 +34,7 @@ from carpool.parallel.slots import SlotFiller, fill_slots
 from carpool.ride import ride
 from carpool.routing import Router, Routing
 from carpool.routing_limit import LimitOptions, RoutingLimit, router_similarity
-from carpool.schedule import Schedule
+from carpool.schedule import Schedule, tiles
 from carpool.stats import LayerStats, RideStats
 from carpool.transport import NVLinkOptions, make_transport, resolve_transport
 
@@ -183,6 +183,7 @@ class MoE(nn.Module):
         if name == "auto" and self.rank == 0:
             log.info("transport %s: %s", chosen, why)
         self.transport = make_transport(chosen, self.group, self.layout.slots_per_rank, options)
+        tiles.check(self.schedule, self.transport, self.up_proj.device)
 
     def set_schedule(self, schedule: Schedule) -> None:
         """Change what runs beside what. All ranks together, between steps."""

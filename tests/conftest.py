@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -35,6 +36,9 @@ def interpreted(request: pytest.FixtureRequest) -> Interpreted | None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    # What PyTorch and transformers made when they were imported stays; a collection need not look through it each time.
+    gc.collect()
+    gc.freeze()
     wanted = any("interpreted" in getattr(item, "fixturenames", ()) for item in session.items)
     start = wanted and not session.config.option.collectonly and why_not() is None
     session.config.stash[_INTERPRETED] = Interpreted() if start else None

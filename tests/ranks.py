@@ -21,6 +21,7 @@ and the ranks are forked from it: it has computed nothing yet and has no threads
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import socket
 import sys
@@ -54,6 +55,7 @@ def free_port() -> int:
 def _serve(rank: int, port: int, pipe: Any, path: list[str]) -> None:
     sys.path[:] = path
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported: collections need not look through it, and its memory stays shared
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )

@@ -38,7 +38,7 @@ from carpool.layout import ExpertLayout, assign
 from carpool.parallel.slots import SlotFiller, fill_slots
 from carpool.ride import ride, ride_module
 from carpool.routing import DropOptions, Routing
-from carpool.schedule import Schedule
+from carpool.schedule import Schedule, tiles
 from carpool.stats import LayerStats, in_recompute
 from carpool.transport import (
     TRANSPORTS,
@@ -201,8 +201,11 @@ class ExpertRides:
             name, self.why = choose_transport("auto", self.num_ranks, top_k, "the experts run their own forward")
         else:
             name, self.why = resolve_transport(self.requested, self.group, top_k, hidden, options)
-        self.transport = make_transport(name, self.group, self.layout.slots_per_rank, options)
-        return self.transport
+        transport = make_transport(name, self.group, self.layout.slots_per_rank, options)
+        if self._function is not None:
+            tiles.check(self.schedule, transport, next(self.experts.parameters()).device)
+        self.transport = transport
+        return transport
 
     def __call__(self, x_TH: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """(T, H) rows, (T, K) global expert ids, (T, K) weights -> (T, H)."""

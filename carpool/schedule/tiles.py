@@ -43,6 +43,7 @@ from carpool.experts.parts import Backward, Forward, why_no_parts
 from carpool.memory import Rows
 from carpool.memory.keep import keep_rows
 from carpool.processors import reserved
+from carpool.schedule import Schedule
 from carpool.schedule import chunks as in_chunks
 from carpool.schedule.chunks import Arrival, Kept
 from carpool.schedule.turns import handover
@@ -55,9 +56,20 @@ def why_not(transport: Transport, experts: Experts, weights: ExpertWeights) -> s
     """Why schedule "tiles" cannot be used with these, or None if it can. On a CPU it always can: in chunks."""
     if parts_of(transport):
         return why_no_parts(experts, weights)
-    if weights.up_SFH.is_cuda:
-        return f"transport {transport.name!r} has no signals by part, only 'nvlink' has"
-    return None
+    return None if not weights.up_SFH.is_cuda else no_signals(transport)
+
+
+def no_signals(transport: Transport) -> str:
+    return f"transport {transport.name!r} has no signals by part, only 'nvlink' has"
+
+
+def check(schedule: Schedule, transport: Transport, device: torch.device) -> None:
+    """What can be known before there is a ride.
+
+    Raises:
+        ValueError: tiles on a GPU, over a transport that would ride in chunks without a word."""
+    if schedule.name == "tiles" and device.type == "cuda" and not parts_of(transport):
+        raise ValueError(f"schedule='tiles' cannot be used here: {no_signals(transport)}; use schedule='chunks'")
 
 
 class Departed(NamedTuple):

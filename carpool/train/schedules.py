@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import nn
 
 from carpool.experts import ExpertWeights
+from carpool.experts.parts import why_no_parts
 from carpool.hf.expert_parallel import ExpertRides, rides, weight_names
 from carpool.layout import assign
 from carpool.ride import ride
@@ -42,6 +43,7 @@ from carpool.train.schema_moe import MoeSection
 from carpool.train.stages import read_record
 
 CANDIDATES = (Schedule(), *(Schedule("chunks", chunks) for chunks in (1, 2, 4, 8)))
+TILES = (Schedule("tiles", 2), Schedule("tiles", 4))
 HIDES_NOTHING = ("cpu",)
 WARM_UP, REPETITIONS = 3, 7
 log = logging.getLogger("carpool")
@@ -100,7 +102,7 @@ def choose_schedule(
     if chosen is None:
         assert own is not None
         times: dict[Schedule, float] = {}
-        for candidates in (CANDIDATES, None):
+        for candidates in ((*CANDIDATES, *tiles_of(own, dtype, device)), None):
             # Forward and backward may differ: once their best common number is known, its neighbours.
             for way in candidates or neighbours(fastest(times)):
                 times[way] = _milliseconds(own, way, tokens, top_k, hidden, dtype, device)
@@ -129,6 +131,16 @@ def decide(
     if shape["device"] in HIDES_NOTHING:
         return ChosenSchedule(Schedule(), "on a CPU nothing runs beside a ride", dict(shape))
     return None
+
+
+def tiles_of(own: ExpertRides, dtype: torch.dtype, device: torch.device) -> tuple[Schedule, ...]:
+    """The schedules "tiles" that a layer can have."""
+    options = own.options
+    fp8 = options is not None and (options.forward_fp8 or options.backward_fp8)
+    if fp8 or own.compute is None or own.transport is None or own.transport.name != "nvlink":
+        return ()
+    none = (_like(own, name, dtype, device, slots=0) for name in weight_names(own.experts))
+    return () if why_no_parts(own.compute, ExpertWeights._make(none)) else TILES
 
 
 def neighbours(best: Schedule) -> tuple[Schedule, ...]:
@@ -195,12 +207,14 @@ def _milliseconds(
     return statistics.median(times)
 
 
-def _like(own: ExpertRides, name: str | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-    """A leaf of the shape of one of the layer's weights, of all its slots."""
+def _like(
+    own: ExpertRides, name: str | None, dtype: torch.dtype, device: torch.device, slots: int | None = None
+) -> torch.Tensor | None:
+    """A leaf of the shape of one of the layer's weights, of all its slots, or so many."""
     if name is None:
         return None
     shape: Iterable[int] = own.experts.get_parameter(name).shape[1:]
-    weight = torch.randn(own.layout.slots_per_rank, *shape, dtype=dtype, device=device)
+    weight = torch.randn(own.layout.slots_per_rank if slots is None else slots, *shape, dtype=dtype, device=device)
     return weight.mul_(0.02).requires_grad_()
 
 

@@ -8,13 +8,15 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
-from carpool.schedule import Schedule
+from carpool.schedule import Schedule, tiles
 from carpool.schedule.cost import fastest
 from carpool.train.config import load_config
 from carpool.train.schedules import ChosenSchedule, decide, neighbours
 from carpool.train.schema_moe import MoeSection
 from carpool.transport import NVLinkOptions
+from carpool.transport.dedup import Dedup
 from carpool.transport.exchange import ExchangeTransport
 from tests.ranks import Ranks
 from tests.train.test_loop import MODEL, losses, run, start, text
@@ -95,6 +97,14 @@ def test_forward_and_backward_are_tried_apart() -> None:
     assert neighbours(Schedule()) == ()
     assert neighbours(Schedule("chunks", 2)) == (Schedule("chunks", 2, 4), Schedule("chunks", 4, 2))
     assert Schedule("chunks", 4, 6).parts == 12 and str(Schedule("chunks", 4, 6)) == "chunks=4,6"
+
+
+def test_tiles_on_a_gpu_need_a_transport_with_signals() -> None:
+    transport = Dedup(None, 4)
+    tiles.check(Schedule("tiles", 2), transport, torch.device("cpu"))
+    tiles.check(Schedule("chunks", 2), transport, torch.device("cuda"))
+    with pytest.raises(ValueError, match=r"'dedup' has no signals.*schedule='chunks'"):
+        tiles.check(Schedule("tiles", 2), transport, torch.device("cuda"))
 
 
 def test_buffers_are_for_a_chunk() -> None:
