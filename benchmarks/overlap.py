@@ -70,6 +70,17 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+def make_stack(model: str, layers: int, sequence: int) -> Any:
+    """The configuration of one of `MODELS`."""
+    kind, sizes, further = MODELS[model]
+    config = make_config(
+        kind, {**sizes, **VOCABULARY, "num_hidden_layers": layers, "max_position_embeddings": sequence}
+    )
+    for name, value in further.items():
+        setattr(config, name, value)
+    return config
+
+
 class Nothing(Home):
     """Each rank keeps its tokens; an expert of another rank is computed by the own one in the same place."""
 
@@ -144,12 +155,7 @@ def main() -> None:
 
     device = join_group()
     rank, world = dist.get_rank(), dist.get_world_size()
-    kind, sizes, further = MODELS[args.model]
-    config = make_config(
-        kind, {**sizes, **VOCABULARY, "num_hidden_layers": args.layers, "max_position_embeddings": args.sequence}
-    )
-    for name, value in further.items():
-        setattr(config, name, value)
+    config = make_stack(args.model, args.layers, args.sequence)
     model = build_model(
         config,
         distributed_config=DistributedConfig(fsdp_size=world, ep_size=world, ep_implementation="carpool"),

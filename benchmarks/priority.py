@@ -39,11 +39,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
-from benchmarks.overlap import MODELS, VOCABULARY
+from benchmarks.overlap import MODELS, make_stack
 from benchmarks.ranks import join_group
 from benchmarks.train_olmoe import timed
 from carpool.hf import rides, set_schedule, set_transport
-from carpool.hf.build import build_model, make_config
+from carpool.hf.build import build_model
 from carpool.hf.expert_parallel import buffers_of_rides
 from carpool.schedule import Schedule
 from carpool.schedule.delayed import Delayed
@@ -111,10 +111,7 @@ def main() -> None:
     device = join_group()
     rank, world = dist.get_rank(), dist.get_world_size()
     cuda = device.type == "cuda"
-    kind, sizes = MODELS[args.model]
-    config = make_config(
-        kind, {**sizes, **VOCABULARY, "num_hidden_layers": args.layers, "max_position_embeddings": args.sequence}
-    )
+    config = make_stack(args.model, args.layers, args.sequence)
     mesh = DistributedConfig(fsdp_size=world, ep_size=world, ep_implementation="carpool", fsdp_mixed_precision=cuda)
     model = build_model(config, distributed_config=mesh, dtype=torch.float32, seed=0, attn_implementation="sdpa")
     options = NVLinkOptions(max_tokens=args.batch * args.sequence, arena_bytes=int(args.arena_gib * 2**30))

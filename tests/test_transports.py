@@ -39,6 +39,7 @@ from carpool.transport import (
     why_not_nvlink,
 )
 from carpool.transport.nvlink import BufferOverflowError, Buffers, NVLink, RankMissingError
+from carpool.transport.nvlink.buffers import OWNERS, buffers_of
 from carpool.transport.nvlink.transport import packet_bytes
 from tests.layouts import EXPERTS, layout_of
 from tests.ranks import WORLD_SIZE, Ranks, mesh
@@ -402,6 +403,15 @@ def test_an_overflow_is_an_error_that_says_how_much_was_needed() -> None:
 
 
 # -- sums in a fixed order ------------------------------------------------------------------------------------------
+
+
+def test_buffers_of_a_group_grow_with_what_is_asked_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers of a group share them, whatever their schedules: one in more parts takes more leases."""
+    group, cpu = type("Group", (), {})(), torch.device("cpu")
+    monkeypatch.setitem(OWNERS, group, Buffers(None, cpu, num_leases=2, max_tokens=4))
+    for asked, leases in ((1, 2), (6, 6), (2, 6)):
+        assert buffers_of(group, cpu, num_leases=asked).num_leases == leases
+    assert buffers_of(group, cpu, arena_bytes=4096).arena is not None
 
 
 def test_ordered_sum_of_the_docstring() -> None:

@@ -88,8 +88,8 @@ class MoeSection(Section):
         description="What runs beside what. none: everything in turn; chunks: tokens ride in chunks, one beside the "
         "experts' work on another; two-batch: two halves of a micro-batch run half a layer apart, attention of one "
         "beside the ride of the other; tiles: over nvlink, experts begin on rows that have arrived, and their sums "
-        "leave part by part, in one ride. auto: none, chunks or tiles, whichever is fastest on these GPUs, timed before "
-        "the first step and recorded in run.json, where a resumed run finds it; on a CPU none.",
+        "leave part by part, in one ride. auto: none, chunks or tiles, whichever is fastest on these GPUs, timed at "
+        "the beginning and recorded in run.json, where a resumed run finds it; on a CPU none.",
     )
     chunks: int | None = Field(
         default=None,

@@ -351,7 +351,8 @@ OWNERS: weakref.WeakKeyDictionary[dist.ProcessGroup, Buffers] = weakref.WeakKeyD
 
 
 def buffers_of(group: dist.ProcessGroup | None, device: torch.device, **options: Any) -> Buffers:
-    """The buffers of a group, made at the first call with these options. `max_tokens` larger than before: they grow."""
+    """The buffers of a group, made at the first call with these options. More than before (`max_tokens`, `num_leases`,
+    `arena_bytes`): they grow."""
     if group is None:
         return Buffers(None, device, **options)
     if group not in OWNERS:
@@ -359,6 +360,7 @@ def buffers_of(group: dist.ProcessGroup | None, device: torch.device, **options:
     buffers = OWNERS[group]
     if (options.get("max_tokens") or 0) > buffers.most:
         buffers.grow(options["max_tokens"])
+    buffers.num_leases = max(buffers.num_leases, options.get("num_leases", 0))
     if options.get("arena_bytes", 0) > (buffers.arena.capacity if buffers.arena else 0):
         buffers.grow_arena(options["arena_bytes"])
     return buffers
