@@ -152,7 +152,9 @@ def test_resumes_as_if_nothing_had_happened(ranks: Ranks, reference: Path, text:
     assert [entry["from_step"] for entry in json.loads((output / "run.json").read_text())["history"]] == [0, 3]
 
 
-@pytest.mark.parametrize("other", ["ep_size=2", "alltoall", "replicated", "accumulate", "checkpointing"])
+@pytest.mark.parametrize(
+    "other", ["ep_size=2", "alltoall", "replicated", "accumulate", "checkpointing", "rides first", "chunks"]
+)
 def test_another_way_to_compute_it_gives_the_same_losses(
     ranks: Ranks, reference: Path, text: list[str], tmp_path: Path, other: str
 ) -> None:
@@ -167,6 +169,8 @@ def test_another_way_to_compute_it_gives_the_same_losses(
         "replicated": [f"moe.layout={tmp_path}/layout.json"],
         "accumulate": ["training.per_device_train_batch_size=1", "training.gradient_accumulation_steps=2"],
         "checkpointing": ["training.gradient_checkpointing=true"],
+        "rides first": ["moe.priority=true", "moe.piece_mib=0.01", "moe.delay_dense=true"],
+        "chunks": ["moe.schedule=chunks", "moe.chunks=3", "moe.backward_chunks=2"],
     }[other]
     output = tmp_path / "other"
     # From the reference's checkpoint, so that resuming on another mesh and layout is tested as well.
