@@ -2,6 +2,7 @@
 # Another interpreter: make test PYTHON=python3.12
 
 PYTHON ?= python3
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 # Inside the environment, so that deleting the environment also forgets that it was complete.
@@ -26,9 +27,10 @@ demo: $(STAMP)
 	$(BIN)/carpool generate runs/demo --prompt "def " --max-new-tokens 200
 	$(BIN)/carpool report runs/demo
 
-# One thread for each process: the tests start several ranks, which otherwise fight for the cores.
+# Two workers keep two cores busy; each takes whole files, and has four ranks of its own. One thread for each process,
+# or they fight for the cores. What is compiled is kept, for the dozens of processes that the tests start.
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -342,7 +342,7 @@ def main() -> None:
     if rank == 0:
         show(results)
         if args.out:
-            settings = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
+            settings = {key: value for key, value in vars(args).items() if not isinstance(value, Path)}
             about = {"settings": settings, "environment": environment(device, world)}
             args.out.write_text(json.dumps({**about, "results": results}) + "\n")
     dist.destroy_process_group()

@@ -248,7 +248,7 @@ def report(args: argparse.Namespace, times: dict[str, list[tuple[float, float]]]
         row = {"schedule": name, "ms": ms, "host_ms": host, "exposed": exposed, "of_perfect": perfect}
         rows.append({**row, "all_ms": times[name]})
     if args.out:
-        settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+        settings = {k: v for k, v in vars(args).items() if not isinstance(v, Path)}
         about = {"settings": settings, "environment": environment(device, world)}
         args.out.write_text(json.dumps({**about, "results": rows}, indent=1) + "\n")
 

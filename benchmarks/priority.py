@@ -179,7 +179,7 @@ def show(args: argparse.Namespace, report: list[dict[str, Any]], device: torch.d
         gain = ever[row["schedule"]] / row["step"]
         print(f"{row['schedule']:<10}{row['way']:<18}{numbers}{row['looks']:>10.0f}{gain:>8.3f}x", flush=True)
     if args.out:
-        settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
+        settings = {k: v for k, v in vars(args).items() if not isinstance(v, Path)}
         about = {"settings": settings, "environment": environment(device, world)}
         args.out.write_text(json.dumps({**about, "results": report}, indent=1) + "\n")
 

@@ -34,10 +34,11 @@ from carpool.ride_operator import ride_operator
 from carpool.routing import Routing
 from carpool.schedule import chunks as in_chunks
 from carpool.schedule.chunks import Arrival, Kept
-from carpool.schedule.tiles import Departed, depart, ride_backward, ride_forward
+from carpool.schedule.tiles import Departed, depart, ride_backward, ride_forward, why_not
 from carpool.schedule.turns import handover
 from carpool.stats import LayerStats, Meter
 from carpool.transport import Transport
+from carpool.transport.base import parts_of
 
 
 def ride(
@@ -77,6 +78,10 @@ def ride(
     # The dtypes are those of the arguments: autocast would change them in the forward and not in the backward.
     with torch.autocast(device, enabled=False):
         x_TH = x_TH.to(dtype)
+        weights = ExpertWeights._make(None if w is None else w.to(dtype) for w in weights)
+        # While nothing is under way.
+        if not compiling and parts_of(transport) and (reason := why_not(transport, experts, weights)):
+            raise ValueError(f"schedule='tiles' cannot be used here: {reason}; use schedule='chunks'")
         if beside is not None and not compiling and not taken_before():
             trip = _Trip()
             x_TH, weight_TK = _Depart.apply(x_TH, weight_TK, slot_TK, trip, transport, stats, pieces)
@@ -84,7 +89,6 @@ def ride(
     if beside is not None:
         beside()
     with torch.autocast(device, enabled=False):
-        weights = ExpertWeights._make(None if w is None else w.to(dtype) for w in weights)
         tensors = [t for t in (x_TH, weight_TK, *weights) if t is not None]
         backward = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         if compiling:

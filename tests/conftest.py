@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.ranks import Ranks
-from tests.test_interpreted import Interpreted, why_not
 
-_INTERPRETED = pytest.StashKey[Interpreted | None]()
+# Folders in the order of how long a file of theirs takes.
+FIRST = ["train", "hf", "schedule", "tests"]
 
 # Two cores: four ranks and the test process each take one thread, or they fight.
 torch.set_num_threads(1)
@@ -29,29 +29,20 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     pool.stop()
 
 
-@pytest.fixture(scope="session")
-def interpreted(request: pytest.FixtureRequest) -> Interpreted | None:
-    """The kernels' tests in Triton's interpreter, under way since the session began; None where that cannot be."""
-    return request.config.stash[_INTERPRETED]
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
+def pytest_collection_finish() -> None:
     # What PyTorch and transformers made when they were imported stays; a collection need not look through it each time.
     gc.collect()
     gc.freeze()
-    wanted = any("interpreted" in getattr(item, "fixturenames", ()) for item in session.items)
-    start = wanted and not session.config.option.collectonly and why_not() is None
-    session.config.stash[_INTERPRETED] = Interpreted() if start else None
 
 
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    if (running := session.config.stash.get(_INTERPRETED, None)) is not None:
-        running.stop()
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # or libraries report as leaked what is left when the process ends
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those that wait for the interpreter come last. Tests marked `gpu` are skipped where there is none."""
-    items.sort(key=lambda item: item.path.name == "test_interpreted.py")
+    """Files that take long come first, so that no core waits at the end. `gpu` needs a GPU."""
+    items.sort(key=lambda item: FIRST.index(item.path.parent.name) if item.path.parent.name in FIRST else len(FIRST))
+    items.sort(key=lambda item: item.path.name != "test_interpreted.py")
     if torch.cuda.is_available():
         return
     for item in items:

@@ -60,6 +60,10 @@ def _serve(rank: int, port: int, pipe: Any, path: list[str]) -> None:
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     dist.init_process_group("gloo")
+    if "transformers" in sys.modules:
+        from tests.hf.meshes import reuse_meshes
+
+        reuse_meshes()  # each group has threads that wake up a hundred times a second
     while True:
         try:
             fn, args, kwargs = pipe.recv()

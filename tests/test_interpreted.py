@@ -1,7 +1,7 @@
-"""All kernels in Triton's interpreter: tests/interpreted, in a process of its own, beside the other tests.
+"""All kernels in Triton's interpreter: tests/interpreted, in a process of its own.
 
-The interpreter is chosen when Triton is imported, hence the process. It is slow and takes one core, so it is started
-when the tests are (`conftest.py`), and this file, which comes last, waits for it.
+The interpreter is chosen when Triton is imported, hence the process. It takes one core for longer than any other file
+of tests, so `conftest.py` puts this file first, and `make test` runs the others beside it.
 """
 
 from __future__ import annotations
@@ -20,26 +20,6 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = "tests/interpreted"
 
 
-class Interpreted:
-    """pytest on the folder, in the interpreter."""
-
-    def __init__(self) -> None:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", FOLDER]
-        environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            command, cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-
-    def wait(self) -> tuple[int, str]:
-        """(exit status, the end of the output)."""
-        output, _ = self._process.communicate()
-        return self._process.returncode, output[-10000:]
-
-    def stop(self) -> None:
-        self._process.kill()
-        self._process.wait()
-
-
 def why_not() -> str | None:
     """Why the interpreter cannot be used here."""
     try:
@@ -56,11 +36,21 @@ def why_not() -> str | None:
 
 
 @pytest.mark.timeout(900)
-def test_kernels_equal_what_they_define(interpreted: Interpreted | None) -> None:
-    if interpreted is None:
-        pytest.skip(why_not() or "")
-    status, output = interpreted.wait()
-    assert status == 0, output
+def test_kernels_equal_what_they_define() -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    # It is a session by itself, not another worker of this one.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", FOLDER],
+        cwd=ROOT,
+        env=environment | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    output = done.stdout[-10000:]
+    assert done.returncode == 0, output
     passed = re.search(r"(\d+) passed", output)
     assert passed and int(passed[1]) >= 250, output
     assert "skipped" not in output and "deselected" not in output, output

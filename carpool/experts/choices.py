@@ -8,7 +8,7 @@
     dup       gather x, grouped outer product                  one kernel
     ddown     grouped outer product of the dy gathered above   one kernel that reads dy where it is
 
-A choice names one way for each stage: "library", or the tiling of the fused kernel (`gemm_kernels.TILINGS`):
+A choice names one way for each stage: "library", or the tiling of the fused kernel (`gemm_tiles.TILINGS`):
 
     wide      128 x 256, one program on a multiprocessor
     flat      the same, and the next tile's loads begin before this tile's results are written

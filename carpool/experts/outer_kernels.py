@@ -5,7 +5,7 @@
     dup       a = dh, b = rows of x where they lie          stored (in, out): a = rows of x, b = dh
     ddown     a = rows of dy where they lie, b = weight * a  stored (in, out): a = weight * a, b = rows of dy
 
-So either operand may be addresses (`pair_kernels.row_addresses`) instead of values. The sum runs over the pairs of one
+So either operand may be addresses (`table_kernels.row_addresses`) instead of values. The sum runs over the pairs of one
 slot, however many: both operands are masked past the slot's last pair, for what follows may be NaN, and 0 * NaN is NaN.
 A slot without pairs gets zeros. One program per tile of out, for how many tiles there are the host knows; slots with
 most pairs come first (`ranked_S4`), so that when one has a large share of all pairs, its tiles are not what is waited
@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from carpool.experts.gemm_kernels import BAND, TILE_ROWS, Tiling
+from carpool.experts.gemm_tiles import BAND, TILE_ROWS, Tiling
 from carpool.quick import cdiv, quick
 
 
@@ -98,7 +98,7 @@ def outer(
     Args:
         a, b: (P, M) and (P, N) values of pairs; or, of one of them, the (P,) addresses of its rows.
         widths: M, N.
-        ranked_S4: slots in the order in which they are begun (`pair_kernels.tile_table`).
+        ranked_S4: slots in the order in which they are begun (`table_kernels.tile_table`).
     """
     slots, (m, n) = ranked_S4.shape[0], widths
     out_SMN = torch.empty(slots, m, n, dtype=dtype, device=ranked_S4.device)

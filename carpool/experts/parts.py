@@ -4,7 +4,7 @@ A part is a range of every rank's tokens (`carpool.transport.base.Ready`). Pairs
 a slot by part, so that
 
     what is of a slot      lies together: gradients of weights are one product over all parts, as without parts
-    what is of a part      are tiles of their own, listed part by part (`pair_kernels.part_table`)
+    what is of a part      are tiles of their own, listed part by part (`table_kernels.part_table`)
 
     slots 0 and 1, parts a and b, 8 pairs       0a 0a 0b | 1b 1b 1b 1b 1b
     tiles of 4 pairs                            a: 0a 0a      b: 0b, 1b 1b 1b 1b, 1b
@@ -162,9 +162,9 @@ def sort_parts(arrivals: Arrivals, slots: int) -> tuple[Pairs, tuple[torch.Tenso
     pairs = by_group._replace(slot_RJ=slot_RJ, offsets_S=offsets_S)
     if slots == 0 or pairs.order_P.shape[0] == 0:
         return pairs, None
-    from carpool.experts import gemm_kernels, pair_kernels
+    from carpool.experts import gemm_tiles, table_kernels
 
-    tiles = pair_kernels.part_table(by_group.offsets_S, pairs.order_P.shape[0], gemm_kernels.TILE_ROWS, ready.parts)
+    tiles = table_kernels.part_table(by_group.offsets_S, pairs.order_P.shape[0], gemm_tiles.TILE_ROWS, ready.parts)
     return pairs, tiles
 
 

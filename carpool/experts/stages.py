@@ -8,7 +8,8 @@
     ddown    gather(dy)^T @ (weight * a)
 
 "library" is PyTorch's grouped product between kernels that gather, activate and so on, and what the fused kernels do
-not take falls back to it. The fused side is one kernel a stage: `gemm_kernels.py`, `outer_kernels.py`.
+not take falls back to it. The fused side is one kernel a stage: `up_kernels.py`, `product_kernels.py` (down and dx),
+`dact_kernels.py`, `outer_kernels.py` (dup and ddown); `gemm_tiles.py` is what they share.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from carpool.memory.arena import Arena, Rows
 from carpool.transport.base import Ready
 
 if TYPE_CHECKING:
-    from carpool.experts.gemm_kernels import Parts
+    from carpool.experts.gemm_tiles import Parts
 
 
 class Stages:
@@ -34,7 +35,7 @@ class Stages:
 
     Args:
         choices: None: by the shape.
-        tiles: of an earlier `Stages` for the same pairs, to be used again; see `pair_kernels.tile_table`, or
+        tiles: of an earlier `Stages` for the same pairs, to be used again; see `table_kernels.tile_table`, or
             `part_table` for rows that come in parts, where up, down, dact and dx must be fused.
     """
 
@@ -59,7 +60,7 @@ class Stages:
         unless it is to be kept, a is empty unless wanted, and rows that are under way are waited for (`ready`)."""
         function, weights, pairs, activation = self.function, self.weights, self.pairs, self.function.activation
         if isinstance(activation, Activation) and (way := self._fused(self.choices.up, x)):
-            from carpool.experts import gemm_kernels, pair_kernels
+            from carpool.experts import gemm_tiles, table_kernels, up_kernels
 
             width = weights.up_SFH.shape[2 if function.transposed else 1]
             if not keep:
@@ -68,10 +69,10 @@ class Stages:
                 h = Rows(torch.empty(pairs.order_P.shape[0], width, dtype=self.dtype, device=x.data.device), width)
             else:
                 h = arena.reserve(width, self.dtype, pairs.count_1)
-            rows = pair_kernels.row_addresses(x, *self._order)
-            a_PF = gemm_kernels.up(
+            rows = table_kernels.row_addresses(x, *self._order)
+            a_PF = up_kernels.up(
                 rows.address_P, weights.up_SFH, function.transposed, weights.up_bias_SF, activation,
-                h if keep else None, self._tiles()[0], wants_a, gemm_kernels.TILINGS[way], self._parts(ready),
+                h if keep else None, self._tiles()[0], wants_a, gemm_tiles.TILINGS[way], self._parts(ready),
             )  # fmt: skip
             return a_PF, h
         h_PF = grouped_mm(gather_rows(x, pairs, self.dtype), self._up_SHF, pairs.offsets_S)
@@ -94,16 +95,17 @@ class Stages:
         """(dh_PF1, weight * a, dweight_RJ), as `pairs.activate_backward`, of dA = dy @ down^T."""
         function, weights, pairs, activation = self.function, self.weights, self.pairs, self.function.activation
         if isinstance(activation, Activation) and (way := self._fused(self.choices.dact, dpartial)):
-            from carpool.experts import gemm_kernels, pair_kernels
+            from carpool.experts import dact_kernels, gemm_tiles, table_kernels
 
-            rows = pair_kernels.row_addresses(dpartial, *self._order)
-            dh_PF1, scaled_PF, parts_NP = gemm_kernels.down_backward(
+            rows = table_kernels.row_addresses(dpartial, *self._order)
+            dh_PF1, scaled_PF, parts_NP = dact_kernels.down_backward(
                 rows.address_P, weights.down_SHF, function.transposed, activation, h, weight_RJ,
-                pairs.order_P, self._tiles()[0], wants_scaled, gemm_kernels.TILINGS[way], self._parts(ready),
+                pairs.order_P, self._tiles()[0], wants_scaled, gemm_tiles.TILINGS[way], self._parts(ready),
             )  # fmt: skip
             bias_SH = weights.down_bias_SH
             dy_PH = None if bias_SH is None else self.dy(dpartial)
-            return dh_PF1, scaled_PF, pair_kernels.sum_parts(parts_NP, pairs.position_RJ, pairs.slot_RJ, dy_PH, bias_SH)
+            dweight_RJ = table_kernels.sum_parts(parts_NP, pairs.position_RJ, pairs.slot_RJ, dy_PH, bias_SH)
+            return dh_PF1, scaled_PF, dweight_RJ
         dy_PH = self.dy(dpartial)
         dA_PF = grouped_mm(dy_PH, self._down_SFH.transpose(1, 2), pairs.offsets_S)
         return activate_backward(activation, h, dA_PF, dy_PH, weights.down_bias_SH, weight_RJ, pairs, wants_scaled)
@@ -140,23 +142,23 @@ class Stages:
     ) -> torch.Tensor:
         """A grouped product. The matrices lie as (S, in, out) if `in_first`, else as (S, out, in)."""
         if way := self._fused(way):
-            from carpool.experts import gemm_kernels
+            from carpool.experts import gemm_tiles, product_kernels
 
             tiles = self._tiles()
             starts_N = None if part is None else tiles[2]
-            tiling = gemm_kernels.TILINGS[way]
-            return gemm_kernels.product(rows_PK, weight, in_first, tiles[0], tiling, starts_N, part or 0, out_PN)
+            tiling = gemm_tiles.TILINGS[way]
+            return product_kernels.product(rows_PK, weight, in_first, tiles[0], tiling, starts_N, part or 0, out_PN)
         assert part is None, "parts are fused"
         return grouped_mm(rows_PK, weight_SKN, self.pairs.offsets_S)
 
     def _outer(self, way: str, gathered: Rows, values_PN: torch.Tensor, gathered_first: bool) -> torch.Tensor:
         """(S, width of gathered, N), or (S, N, width) unless `gathered_first`: rows^T values, or values^T rows."""
-        from carpool.experts import gemm_kernels, outer_kernels, pair_kernels
+        from carpool.experts import gemm_tiles, outer_kernels, table_kernels
 
-        rows = pair_kernels.row_addresses(gathered, *self._order)
+        rows = table_kernels.row_addresses(gathered, *self._order)
         operands = [(rows.address_P, gathered.width), (values_PN, values_PN.shape[1])]
         (a, m), (b, n) = operands if gathered_first else reversed(operands)
-        tiling = gemm_kernels.TILINGS[way]
+        tiling = gemm_tiles.TILINGS[way]
         return outer_kernels.outer(a, b, (m, n), self._tiles()[1], self.dtype, tiling)
 
     def _fused(self, way: str, rows: Rows | None = None) -> str:
@@ -168,17 +170,17 @@ class Stages:
 
     def _tiles(self) -> tuple[torch.Tensor, ...]:
         if self.tiles is None:
-            from carpool.experts import gemm_kernels, pair_kernels
+            from carpool.experts import gemm_tiles, table_kernels
 
-            self.tiles = pair_kernels.tile_table(
-                self.pairs.offsets_S, self.pairs.order_P.shape[0], gemm_kernels.TILE_ROWS
+            self.tiles = table_kernels.tile_table(
+                self.pairs.offsets_S, self.pairs.order_P.shape[0], gemm_tiles.TILE_ROWS
             )
         return self.tiles
 
     def _parts(self, ready: Ready | None) -> Parts | None:
         if ready is None:
             return None
-        from carpool.experts.gemm_kernels import Parts
+        from carpool.experts.gemm_tiles import Parts
 
         return Parts(ready.parts, self._tiles()[2], ready.awaited)
 

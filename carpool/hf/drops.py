@@ -66,8 +66,14 @@ class _InFloat32:
 
     @torch._disable_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with _Linear(self.num_experts):
-            return self.forward(*args, **kwargs)
+        with _Linear(self.num_experts) as mode:
+            out = self.forward(*args, **kwargs)
+        if not mode.answered:
+            raise ValueError(
+                "moe.router_float32: this model's router makes its logits by something else than a linear layer, which "
+                "Carpool does not compute in float32: leave it out"
+            )
+        return out
 
 
 class _Linear(TorchFunctionMode):
@@ -75,7 +81,7 @@ class _Linear(TorchFunctionMode):
 
     def __init__(self, num_experts: int) -> None:
         super().__init__()
-        self.num_experts = num_experts
+        self.num_experts, self.answered = num_experts, False
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -84,6 +90,7 @@ class _Linear(TorchFunctionMode):
         if func is F.linear:
             x, weight, bias = (*args, *kwargs.values(), None)[:3]
             if weight.shape[0] == self.num_experts:
+                self.answered = True
                 sharded = isinstance(x, DTensor) or isinstance(weight, DTensor)
                 logits = F.linear(x.float(), weight.float()) if sharded else router_logits(x, weight)
                 return logits if bias is None else logits + bias.float()

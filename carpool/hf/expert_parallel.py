@@ -17,7 +17,7 @@ Two ways through the layer:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -78,8 +78,22 @@ class Beside(Protocol):
     def early(self, x_TH: torch.Tensor) -> None:
         """Do it now, while rows travel. x_TH: what rides."""
 
+    def forget(self) -> None:
+        """Nobody will ask for what was done."""
+
     def remove(self) -> None:
         """Leave the model as it was."""
+
+
+@contextmanager
+def forgotten_on_error(beside: Beside) -> Iterator[None]:
+    """Inside, an error ends what was done beside. A checkpoint that computes again raises one, too, as soon as it has
+    what the backward wants."""
+    try:
+        yield
+    except BaseException:
+        beside.forget()
+        raise
 
 
 class ExpertRides:
@@ -237,7 +251,8 @@ class ExpertRides:
         weights = fill_slots(home, self.filler)
         beside = None if self.shared is None else partial(self.shared.early, x_TH)
         pieces = self.schedule.chunks, beside, self.schedule.backward_chunks
-        y_TH = ride(x_TH, routing, slot_TK, transport, self.compute, weights, self.stats, *pieces)
+        with nullcontext() if self.shared is None else forgotten_on_error(self.shared):
+            y_TH = ride(x_TH, routing, slot_TK, transport, self.compute, weights, self.stats, *pieces)
         self.filler.start_next()
         return y_TH
 

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from carpool.hf.expert_parallel import required_rides, rides
 from carpool.schedule import Schedule
+from carpool.schedule.turns import HALF
 
 NAMES = ("shared_experts", "shared_expert")
 
@@ -52,24 +53,37 @@ class SharedExperts:
 
     def __init__(self, block: nn.Module, module: nn.Module) -> None:
         self.module, self.own = module, module.forward
-        self._given: torch.Tensor | None = None
-        self._early: _Early | None = None
+        # Of each of two halves (`carpool.schedule.two_batch`), which are in the block at the same time.
+        self._given: list[torch.Tensor | None] = [None, None]
+        self._early: list[_Early | None] = [None, None]
         # An attribute of the instance, which nn.Module's call finds before the class's.
         module.forward = self
         self._hook = block.register_forward_pre_hook(self._remember)
 
     def _remember(self, _: nn.Module, args: tuple[Any, ...]) -> None:
-        self._given = args[0] if args and not torch.compiler.is_compiling() else None
+        if not torch.compiler.is_compiling():
+            self._given[_half()] = args[0] if args else None
 
     def early(self, x_TH: torch.Tensor) -> None:
         """Compute them now, for the call that follows. x_TH: what the routed experts get, if that is the block's rows
         (some get a projection of them, and then there is nothing to do yet)."""
-        given, self._given = self._given, None
+        if torch.compiler.is_compiling():
+            return
+        half = _half()
+        given, self._given[half] = self._given[half], None
         if given is not None and _same(given, x_TH):
-            self._early = _Early(self.own(x_TH), x_TH, x_TH._version, torch.is_grad_enabled())
+            self._early[half] = _Early(self.own(x_TH), x_TH, x_TH._version, torch.is_grad_enabled())
+
+    def forget(self) -> None:
+        """Nobody will ask for what was computed early: the ride has failed, or a checkpoint has all that it wanted."""
+        half = _half()
+        self._given[half] = self._early[half] = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        early, self._early = self._early, None
+        if torch.compiler.is_compiling():
+            return self.own(*args, **kwargs)
+        half = _half()
+        early, self._early[half] = self._early[half], None
         if early is None or len(args) != 1 or kwargs or not early.is_of(args[0]):
             return self.own(*args, **kwargs)
         return early.output.view(*args[0].shape[:-1], early.output.shape[-1])
@@ -78,6 +92,11 @@ class SharedExperts:
         """Leave the modules as they were."""
         self._hook.remove()
         del self.module.forward
+
+
+def _half() -> int:
+    half = HALF.get()
+    return 0 if half is None else half.number
 
 
 def _same(one: torch.Tensor, other: Any) -> bool:
@@ -98,8 +117,9 @@ def shared_experts(block: nn.Module) -> nn.Module | None:
     except (OSError, TypeError):
         return None
     routed, shared = source.find("self.experts("), re.search(rf"self\.{found[0]}\(\w+\)", source)
-    # One that FSDP shards by itself has its parameters only while it is called.
-    if routed < 0 or shared is None or shared.start() < routed or isinstance(module, FSDPModule):
+    # One that FSDP shards by itself has its parameters only while it is called; another's forward may do anything.
+    alone = isinstance(module, FSDPModule) or "forward" in vars(module)
+    if routed < 0 or shared is None or shared.start() < routed or alone:
         return None
     return module
 

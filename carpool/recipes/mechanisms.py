@@ -132,7 +132,7 @@ MECHANISMS: Mapping[str, Mechanism] = MappingProxyType({
     "chunks:backward": Mechanism("moe.backward_chunks", 2, _positive),
     "delayed:experts": Mechanism("", code="carpool.schedule.chunks:ride_backward"),
     "delayed:dense": Mechanism("moe.delay_dense", code="carpool.schedule.delayed:Delayed"),
-    "beside:shared-experts": Mechanism("", code="carpool.schedule.chunks:depart"),
+    "beside:shared-experts": Mechanism("", code="carpool.ride:_Depart"),
     "priority:rides": Mechanism("moe.priority", code="carpool.schedule.priority:RidesFirst"),
     "priority:pieces": Mechanism("moe.piece_mib", 8.0, _positive, "carpool.schedule.priority:RidesFirst"),
     "split:multiprocessors": Mechanism("nvlink.dispatch_ctas", 16, _positive, "carpool.processors:reserved"),

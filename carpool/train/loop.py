@@ -174,6 +174,10 @@ class _Run:
         self.top_k = top_k_of(self.model)
         self.rides: list[ExpertRides] = list(rides(self.model).values())
         name_layers(self.model)
+        if (asked := moe.asked_schedule()) is not None:
+            # Before there are buffers: those of chunks are smaller.
+            for own in self.rides:
+                own.set_schedule(asked)
         for own in self.rides:
             own.prepare(self.top_k, self.model.config.get_text_config().hidden_size)
         if compare_with is not None:
@@ -202,7 +206,7 @@ class _Run:
             dp_size=self.degrees.dp_size,
             autocast=torch.bfloat16 if self.bf16 and self.degrees.dp_size == 1 else None,
             balance_layers=moe.balance == "layer",
-            two_batch=moe.schedule == "two-batch",
+            two_batch=self.schedule.schedule.name == "two-batch",
             rides_first=rides_first(self.model, moe, self.degrees.fsdp_size),
         )
         self.optimizer = make_optimizer(self.model, training)
@@ -314,14 +318,15 @@ class _Run:
             self.losses["final_eval_loss"] = loss
             self.display.say(f"step {self.step}: held-out loss {loss:.4f} over {tokens:,} tokens")
         if training.sample_prompt is not None:
-            text = sample(
-                self.model,
-                self.tokenizer,
-                training.sample_prompt,
-                max_new_tokens=training.sample_tokens,
-                seed=training.seed,
-                context=self.config.data.sequence_length,
-            )
+            with self.objective.cast(self.device):
+                text = sample(
+                    self.model,
+                    self.tokenizer,
+                    training.sample_prompt,
+                    max_new_tokens=training.sample_tokens,
+                    seed=training.seed,
+                    context=self.config.data.sequence_length,
+                )
             self.recorder.write("sample", self.step, prompt=training.sample_prompt, text=text)
 
     def save(self) -> None:

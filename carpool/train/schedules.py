@@ -30,7 +30,7 @@ from torch import nn
 
 from carpool.experts import ExpertWeights
 from carpool.experts.parts import why_no_parts
-from carpool.hf.expert_parallel import ExpertRides, rides, weight_names
+from carpool.hf.expert_parallel import ExpertRides, buffers_of_rides, rides, weight_names
 from carpool.layout import assign
 from carpool.ride import ride
 from carpool.routing import Routing
@@ -39,6 +39,7 @@ from carpool.schedule.cost import fastest
 from carpool.schedule.delayed import Delayed
 from carpool.schedule.priority import RidesFirst
 from carpool.stats import LayerStats
+from carpool.train.room import make_room
 from carpool.train.schema_moe import MoeSection
 from carpool.train.stages import read_record
 
@@ -87,11 +88,25 @@ def choose_schedule(
         tokens: of a rank, in a forward.
         dtype: in which experts compute.
         folders: of a run that is resumed; the first that has a record counts.
+
+    Raises:
+        ValueError: tiles, and experts that cannot compute on rows that come in parts.
     """
     own = next((own for own in layers if own.compute is not None), None)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     ranks = layers[0].num_ranks
-    shape = {"device": name, "dtype": str(dtype).removeprefix("torch."), "tokens": tokens, "ranks": ranks}
+    options, transport = layers[0].options, layers[0].transport
+    shape = {
+        "device": name,
+        "dtype": str(dtype).removeprefix("torch."),
+        "tokens": tokens,
+        "hidden": hidden,
+        "top_k": top_k,
+        "ranks": ranks,
+        "transport": None if transport is None else transport.name,
+        "experts": None if own is None or own.compute is None else own.compute.name,
+        "fp8": options is not None and (options.forward_fp8 or options.backward_fp8),
+    }
     decision: list[Any] = [None]
     if dist.get_rank() == 0:
         # One rank reads and decides: files may look different to the others.
@@ -110,6 +125,11 @@ def choose_schedule(
         shown = {str(way): round(ms, 4) for way, ms in times.items()}
         why = f"measured, in milliseconds of a layer's ride: {', '.join(f'{n} {ms:.3g}' for n, ms in shown.items())}"
         chosen = ChosenSchedule(best, why, shape, shown)
+    if chosen.schedule.name == "tiles" and device.type == "cuda" and own is not None and own.compute is not None:
+        # Before anything is written.
+        none = (_like(own, name, dtype, device, slots=0) for name in weight_names(own.experts))
+        if reason := why_no_parts(own.compute, ExpertWeights._make(none)):
+            raise ValueError(f"moe.schedule = 'tiles' cannot be used here: {reason}; use 'chunks' or 'auto'")
     for one in layers:
         one.set_schedule(chosen.schedule)
     return chosen
@@ -192,7 +212,8 @@ def _milliseconds(
     slot_TK = assign(routing, own.layout, own.rank)
     x_TH = torch.randn(tokens, hidden, generator=generator, device=device).to(dtype).requires_grad_()
     weights = ExpertWeights._make(_like(own, name, dtype, device) for name in weight_names(own.experts))
-    times = []
+    times, buffers = [], buffers_of_rides([own])
+    most = max(tokens, own.options.max_tokens or 0) if own.options is not None else tokens
     for number in range(WARM_UP + REPETITIONS):
         dist.barrier(group=own.group)
         _wait(device)
@@ -200,6 +221,9 @@ def _milliseconds(
         pieces = schedule.chunks, None, schedule.backward_chunks
         ride(x_TH, routing, slot_TK, transport, own.compute, weights, stats, *pieces).backward(x_TH.detach())
         _wait(device)
+        # What has no place in the buffers is not computed, and would be timed as nothing.
+        if buffers and make_room(buffers, most, device) is not None:
+            assert number < WARM_UP, "the same rows had a place before"
         slowest = torch.tensor([1e3 * (time.perf_counter() - begin)], dtype=torch.float64, device=device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         if number >= WARM_UP:

@@ -108,7 +108,7 @@ class MoeSection(Section):
     )
     piece_mib: float | None = Field(
         default=8.0,
-        gt=0,
+        ge=1 / 1024,
         description="priority: MiB of gradients that are reduced at once, between two looks at whether a ride is under "
         "way. On GPUs the order of sums may depend on it: equal to rounding. none: uncut, the same bits as without.",
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -85,7 +85,7 @@ class Objective:
         """Cross-entropy summed over this rank's tokens, and the balance loss; both float32 scalars."""
         device = batch["input_ids"].device
         extra: dict[str, Any] = {"output_router_logits": True} if self.aux_coef else {}
-        with torch.autocast(device.type, self.autocast) if self.autocast else nullcontext():
+        with self.cast(device):
             out = self.model(input_ids=batch["input_ids"], use_cache=False, **extra)
         logits = out.logits[:, :-1].float().flatten(0, 1)
         ce = F.cross_entropy(logits, batch["labels"][:, 1:].flatten(), ignore_index=-100, reduction="sum")
@@ -93,6 +93,10 @@ class Objective:
         if self.aux_coef:
             aux = balance_loss(out.router_logits, self.top_k, per_layer=self.balance_layers)
         return ce, aux
+
+    def cast(self, device: torch.device) -> AbstractContextManager[None]:
+        """Inside, the model computes as it is trained."""
+        return torch.autocast(device.type, self.autocast) if self.autocast else nullcontext()
 
     def targets(self, batches: Iterable[Batch]) -> int:
         """Predicted tokens of these batches over all ranks."""

@@ -14,6 +14,7 @@ import carpool
 import carpool.hf
 from carpool.hf.shared import compute_shared_beside
 from carpool.schedule import Schedule
+from carpool.schedule.two_batch import TwoBatch
 from carpool.transport.dedup import Dedup
 from tests.hf.parity import BOUND, full_gradients, relative_error
 from tests.hf.test_behaviours import _model, _own, _save
@@ -128,6 +129,33 @@ def _order_in_the_layer() -> list[str]:
 def test_when_the_layers_shared_experts_compute(ranks: Ranks) -> None:
     for told in ranks(_order_in_the_layer):
         assert told == FORWARD + BACKWARD
+
+
+def _halves(path: str, how: str) -> tuple[int, int, int]:
+    """Of two halves at a time: forwards of shared experts, layers that still hold what was made early, layers."""
+    _save("deepseek_v3", path)
+    model = _model("deepseek_v3", path, "carpool-dedup")
+    if how:
+        keep = {"context_fn": carpool.keep_rides} if how == "rides kept" else {}
+        model.activation_checkpointing_enable({"use_reentrant": False, **keep})
+    carpool.hf.set_schedule(model, Schedule("two-batch"))
+    calls: list[int] = []
+    layers = carpool.hf.rides(model)
+    for name in layers:
+        shared = model.get_submodule(name.rpartition(".")[0]).shared_experts
+        next(m for m in shared.modules() if isinstance(m, nn.Linear)).register_forward_hook(lambda *_: calls.append(1))
+    batch = _own(model)
+    TwoBatch(model).backward([lambda: model(**batch).loss] * 2)
+    held = [own.shared for own in layers.values() if own.shared is not None and any(own.shared._early)]
+    return len(calls), len(held), len(layers)
+
+
+@pytest.mark.parametrize("how", ["", "without", "rides kept"])
+def test_two_halves_each_compute_theirs_once(ranks: Ranks, tmp_path: Path, how: str) -> None:
+    for calls, held, layers in ranks(_halves, str(tmp_path), how):
+        # A checkpoint that computes again stops as soon as it has what the ride saves.
+        assert calls == 2 * layers * (2 if how else 1)
+        assert not held
 
 
 def test_the_hook_leaves_the_block_as_it_was(ranks: Ranks, tmp_path: Path) -> None:

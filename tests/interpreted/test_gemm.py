@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 import pytest
@@ -23,8 +23,8 @@ from tests.experts_problem import ACTIVATIONS, PATTERNS, ExpertProblem, draw_slo
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1; tests/test_interpreted.py sets it", allow_module_level=True)
 
-from carpool.experts import gemm_kernels, outer_kernels, pair_kernels
-from carpool.experts.gemm_kernels import Tiling
+from carpool.experts import dact_kernels, gemm_tiles, outer_kernels, product_kernels, table_kernels, up_kernels
+from carpool.experts.gemm_tiles import Tiling
 from tests.interpreted.test_experts import close, kernels, nan_in_fresh_memory  # noqa: F401
 
 TINY = Tiling(columns=32, warps=4, stages=2, depth=16)
@@ -32,14 +32,11 @@ TINY = Tiling(columns=32, warps=4, stages=2, depth=16)
 
 @contextmanager
 def tiny_tiles() -> Iterator[None]:
-    with (
-        kernels(),
-        mock.patch.object(gemm_kernels, "TILE_ROWS", 16),
-        mock.patch.object(outer_kernels, "TILE_ROWS", 16),
-        mock.patch.object(gemm_kernels, "BAND", 2),
-        mock.patch.object(outer_kernels, "BAND", 2),
-        mock.patch.dict(gemm_kernels.TILINGS, {"wide": TINY, "flat": TINY, "square": TINY}),
-    ):
+    with ExitStack() as patches:
+        patches.enter_context(kernels())
+        for module in (gemm_tiles, up_kernels, product_kernels, dact_kernels, outer_kernels):
+            patches.enter_context(mock.patch.multiple(module, TILE_ROWS=16, BAND=2))
+        patches.enter_context(mock.patch.dict(gemm_tiles.TILINGS, {"wide": TINY, "flat": TINY, "square": TINY}))
         yield
 
 
@@ -134,7 +131,7 @@ def sorted_twice(pattern: str) -> tuple[Pairs, int]:
 @pytest.mark.parametrize("pattern", ["random", "one slot", "idle slots", "no pairs"])
 def test_tables_of_tiles(pattern: str) -> None:
     pairs, _ = sorted_twice(pattern)
-    tiles, ranked = pair_kernels.tile_table(pairs.offsets_S, len(pairs.order_P), 4)
+    tiles, ranked = table_kernels.tile_table(pairs.offsets_S, len(pairs.order_P), 4)
     want, slots, begin = [], [], 0
     for slot, end in enumerate(pairs.offsets_S.tolist()):
         want += [[slot, first, end] for first in range(begin, end, 4)]
@@ -145,14 +142,14 @@ def test_tables_of_tiles(pattern: str) -> None:
 
 
 def test_table_of_the_docstring() -> None:
-    tiles, ranked = pair_kernels.tile_table(torch.tensor([3, 3, 8], dtype=torch.int32), 8, 4)
+    tiles, ranked = table_kernels.tile_table(torch.tensor([3, 3, 8], dtype=torch.int32), 8, 4)
     assert int(tiles[0, 0]) == 3 and tiles[1:4, :3].tolist() == [[0, 0, 3], [2, 3, 8], [2, 7, 8]]
     assert ranked[:, :3].tolist() == [[2, 3, 8], [0, 0, 3], [1, 3, 3]]
 
 
 def test_more_tiles_than_a_program_writes() -> None:
     offsets = torch.randint(0, 3, (150,), generator=torch.Generator().manual_seed(0)).cumsum(0).int()
-    tiles, _ = pair_kernels.tile_table(offsets, int(offsets[-1]) + 40, 1)
+    tiles, _ = table_kernels.tile_table(offsets, int(offsets[-1]) + 40, 1)
     count = int(offsets[-1])
     assert int(tiles[0, 0]) == count and tiles[1 : 1 + count, 1].tolist() == list(range(count))
 
@@ -194,10 +191,10 @@ def test_rows_are_read_where_they_are(place: str) -> None:
     activation = ACTIVATIONS["silu"]
     values = torch.randn(len(pairs.order_P), 24)
     with tiny_tiles():
-        addresses = pair_kernels.row_addresses(rows, pairs.order_P, pairs.offsets_S, pairs.slot_RJ.shape[1])
-        tiles, ranked = pair_kernels.tile_table(pairs.offsets_S, len(pairs.order_P), 16)
+        addresses = table_kernels.row_addresses(rows, pairs.order_P, pairs.offsets_S, pairs.slot_RJ.shape[1])
+        tiles, ranked = table_kernels.tile_table(pairs.offsets_S, len(pairs.order_P), 16)
         h = Rows(torch.empty(len(pairs.order_P), 24), 24)
-        a = gemm_kernels.up(addresses.address_P, weights.up_SFH, False, None, activation, h, tiles, True, TINY)
+        a = up_kernels.up(addresses.address_P, weights.up_SFH, False, None, activation, h, tiles, True, TINY)
         dup = outer_kernels.outer(values, addresses.address_P, (24, 40), ranked, torch.float32, TINY)
         gathered = gather_rows(rows, pairs, torch.float32)[:count]
     if place == "nowhere":
@@ -222,13 +219,13 @@ def test_without_room_in_the_arena_the_output_is_right_and_nothing_is_touched() 
     arena.bytes.fill_(7)
     h = arena.reserve(48, torch.float32, pairs.count_1)
     with tiny_tiles():
-        addresses = pair_kernels.row_addresses(Rows.of(x), pairs.order_P, pairs.offsets_S, pairs.slot_RJ.shape[1])
-        tiles, _ = pair_kernels.tile_table(pairs.offsets_S, len(pairs.order_P), 16)
+        addresses = table_kernels.row_addresses(Rows.of(x), pairs.order_P, pairs.offsets_S, pairs.slot_RJ.shape[1])
+        tiles, _ = table_kernels.tile_table(pairs.offsets_S, len(pairs.order_P), 16)
         weights = problem.weights
-        a = gemm_kernels.up(
+        a = up_kernels.up(
             addresses.address_P, weights.up_SFH, False, weights.up_bias_SF, ACTIVATIONS["SwiGLU"], h, tiles, True, TINY
         )
-        dh, scaled, _ = gemm_kernels.down_backward(
+        dh, scaled, _ = dact_kernels.down_backward(
             addresses.address_P, weights.down_SHF, False, ACTIVATIONS["SwiGLU"], h, problem.weight_RJ, pairs.order_P,
             tiles, True, TINY,
         )  # fmt: skip

@@ -17,7 +17,7 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1; tests/test_interpreted.py sets it", allow_module_level=True)
 
-from carpool.experts import Activation, ExpertFunction, ExpertWeights, GroupedExperts, make_activation, pair_kernels
+from carpool.experts import Activation, ExpertFunction, ExpertWeights, GroupedExperts, make_activation, table_kernels
 from carpool.experts.choices import Choices
 from carpool.experts.parts import Forward, fused
 from carpool.memory import Arena
@@ -81,7 +81,7 @@ def test_choices_say_of_which_part_a_row_is(setting: Setting, parts: int) -> Non
 
 
 def test_tiles_are_listed_by_part() -> None:
-    tiles, ranked, starts = pair_kernels.part_table(torch.tensor([2, 3, 3, 8], dtype=torch.int32), 8, 4, 2)
+    tiles, ranked, starts = table_kernels.part_table(torch.tensor([2, 3, 3, 8], dtype=torch.int32), 8, 4, 2)
     assert tiles[0, 0] == 4 and tiles[1:5, :3].tolist() == [[0, 0, 2], [0, 2, 3], [1, 3, 8], [1, 7, 8]]
     assert starts.tolist() == [0, 1, 4] and ranked[:, :3].tolist() == [[1, 3, 8], [0, 0, 3]]
 
@@ -91,7 +91,7 @@ def test_every_pair_is_in_one_tile_of_its_part(slots: int, parts: int) -> None:
     generator = torch.Generator().manual_seed(slots)
     counts = torch.randint(0, 9, (slots, parts), generator=generator)
     ends = counts.flatten().cumsum(0).int()
-    tiles, ranked, starts = pair_kernels.part_table(ends, int(ends[-1]) + 7, 4, parts)
+    tiles, ranked, starts = table_kernels.part_table(ends, int(ends[-1]) + 7, 4, parts)
     covered: list[int] = []
     for part in range(parts):
         for slot, first, end, _ in tiles[1 + int(starts[part]) : 1 + int(starts[part + 1])].tolist():

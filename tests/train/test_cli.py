@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 def carpool_command(*args: str) -> Result:
     # Wide, because messages are wrapped to the terminal's width where they are tables.
-    return CliRunner(env={"COLUMNS": "400", "TERMINAL_WIDTH": "400", "NO_COLOR": "1"}).invoke(cli.app, list(args))
+    return CliRunner(env={"COLUMNS": "1000", "TERMINAL_WIDTH": "1000", "NO_COLOR": "1"}).invoke(cli.app, list(args))
 
 
 def error_of(*args: str) -> str:

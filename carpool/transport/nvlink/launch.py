@@ -16,7 +16,7 @@ from carpool.transport.nvlink.signals import SPIN
 
 if TYPE_CHECKING:
     from carpool.transport.base import Ready
-    from carpool.transport.nvlink.transport import NVLinkRoute
+    from carpool.transport.nvlink.route import NVLinkRoute
 
 # Small in the interpreter, so that a plan of few tokens has several blocks there too.
 PLAN_BLOCK = 512 if SPIN else 64

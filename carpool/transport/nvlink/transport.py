@@ -21,8 +21,7 @@ Needs CUDA, Triton, and ranks of one host whose GPUs reach each other's memory.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -30,117 +29,19 @@ import torch.distributed as dist
 from carpool.memory.arena import Arena, Rows
 from carpool.numbered import Numbered
 from carpool.stats import Traffic
-from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, VERB_OF, Arrivals, Pending, Ready, Route
-from carpool.transport.nvlink.buffers import MAX_CTAS, MAX_PARTS, OWNERS, VERBS, Awaited, Buffers, Lease, buffers_of
+from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Arrivals, Pending, Ready
+from carpool.transport.nvlink.buffers import MAX_CTAS, OWNERS, VERBS, Awaited, Buffers, buffers_of
+from carpool.transport.nvlink.options import NVLinkOptions
+from carpool.transport.nvlink.route import NVLinkRoute
+from carpool.transport.nvlink.runner import VerbRunner
+from carpool.transport.nvlink.usable import why_not
 from carpool.transport.packets import packet_bytes
 
 MAX_RANKS = 63  # one bit each in the plan
 PART_TOKENS = 16  # parts are multiples of it, so that ranges of tokens begin where the kernels like it
 
 
-@dataclass(frozen=True)
-class NVLinkOptions:
-    """How the `nvlink` transport works; the defaults are exact and were measured (docs/measurements.md).
-
-    Attributes:
-        dispatch_ctas, combine_ctas: thread blocks of a verb: SMs that the ride takes from the computation.
-        num_leases: dispatches that may be without their combine at one time.
-        max_tokens: tokens of the largest rank; None: agreed upon at the first forward, rounded up to a power of two.
-        capacity: rows that a rank has room for from each other rank. None: `max_tokens`, which always suffices. If more
-            come, sums are NaN and `Buffers.overflow` tells.
-        timeout_seconds: how long a rank waits for another before it gives up and says which.
-        forward_fp8, backward_fp8: rows (gradients) travel out as e4m3 with a scale for 128 columns. LOSSY.
-        side_stream: run on a stream of its own; `Pending.wait` lets the caller's stream wait.
-        keep: what a layer does about the rows that arrived, which its backward needs. "copy": it keeps a copy. "again":
-            they are sent a second time in the backward, which takes a second lease and no memory.
-        arena_bytes: memory for what layers keep for their backward, which then follows the rows that came; if it does
-            not suffice, `Buffers.arena_overflow` tells. 0: none, every layer allocates for the worst case.
-        parts: in how many parts rows travel for a computation that starts on what is there, 0: not
-            (`carpool.schedule.tiles`).
-        split: send at the verb, wait for the others at `Pending.wait`: two kernels instead of one.
-    """
-
-    dispatch_ctas: int = 16
-    combine_ctas: int = 16
-    num_leases: int = 2
-    max_tokens: int | None = None
-    capacity: int | None = None
-    timeout_seconds: float = 300.0
-    forward_fp8: bool = False
-    backward_fp8: bool = False
-    keep: Literal["copy", "again"] = "copy"
-    arena_bytes: int = 0
-    side_stream: bool = False
-    parts: int = 0
-    split: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("dispatch_ctas", "combine_ctas"):
-            if not 1 <= getattr(self, name) <= MAX_CTAS:
-                raise ValueError(f"{name}={getattr(self, name)} must be 1..{MAX_CTAS}")
-        if self.keep not in ("copy", "again"):
-            raise ValueError(f"keep={self.keep!r} must be 'copy' or 'again'")
-        if self.keep == "again" and self.num_leases < 2:
-            raise ValueError("keep='again' takes two leases at a time; set num_leases to 2 or more")
-        if self.capacity is not None and not 1 <= self.capacity <= (self.max_tokens or 0):
-            raise ValueError(f"capacity={self.capacity} must be between 1 and max_tokens={self.max_tokens}")
-        if self.num_leases < 1:
-            raise ValueError(f"num_leases={self.num_leases} must be at least 1")
-        if not 0 <= self.parts <= MAX_PARTS:
-            raise ValueError(f"parts={self.parts} must be 0..{MAX_PARTS}")
-        if self.parts and (self.forward_fp8 or self.backward_fp8):
-            raise ValueError(
-                "rows that travel as FP8 do not ride in parts (schedule 'tiles'); use schedule 'chunks', or leave out "
-                "forward_fp8 and backward_fp8"
-            )
-        if self.timeout_seconds <= 0:
-            raise ValueError(f"timeout_seconds={self.timeout_seconds} must be positive")
-
-    @property
-    def lossy_reasons(self) -> list[str]:
-        """What changes the model's function, for logs and reports."""
-        fp8 = {"rows travel as FP8": self.forward_fp8, "gradients of rows travel as FP8": self.backward_fp8}
-        return [what for what, on in fp8.items() if on]
-
-
-@dataclass(kw_only=True)
-class NVLinkRoute(Route):
-    """Attributes:
-    row_WT: (W, T) int32, each token's row in rank w's buffer, -1: none.
-    count_2W, choices_BW: int32, see plan_kernel.py.
-    received_W: (W,) int32, rows in each rank's slab, once dispatched.
-    parts, part_length: in how many parts the tokens ride, and tokens of each; 0: not in parts.
-    begins_NW: (parts + 1, W) int32, the first row of each part in the slab on each rank.
-    ready: of the rows that are under way to this rank.
-    sums: of tokens, while parts are combined: rows, and gradients of weights.
-    """
-
-    slot_TK: torch.Tensor
-    weight_TK: torch.Tensor
-    row_WT: torch.Tensor
-    count_2W: torch.Tensor
-    choices_BW: torch.Tensor
-    received_W: torch.Tensor
-    lease: Lease | None = field(default=None, repr=False)
-    parts: int = 0
-    part_length: int = 0
-    begins_NW: torch.Tensor | None = None
-    ready: Ready | None = None
-    sums: tuple[torch.Tensor, torch.Tensor | None] | None = None
-
-    def again(self) -> NVLinkRoute:
-        return replace(self, partial_RH=None, lease=None, parts=0, ready=None)
-
-    def tokens_of(self, part: int) -> slice:
-        return slice(*(min(self.num_tokens, n * self.part_length) for n in (part, part + 1)))
-
-    def new_partial(self, hidden: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        assert self.lease is not None, "new_partial comes after dispatch"
-        self.partial_RH = self.lease.view(self.lease.regions.partial, (self.num_rows, hidden), dtype)
-        return self.partial_RH
-
-
-class NVLink(Numbered):
+class NVLink(VerbRunner, Numbered):
     """See the module's docstring; J = K.
 
     Args:
@@ -159,7 +60,7 @@ class NVLink(Numbered):
         options: NVLinkOptions | None = None,
         buffers: Buffers | None = None,
     ) -> None:
-        self.options = options or NVLinkOptions()
+        options = options or NVLinkOptions()
         self.slots_per_rank = slots_per_rank
         if buffers is None:
             if reason := None if group in OWNERS else why_not(group):
@@ -167,19 +68,18 @@ class NVLink(Numbered):
             buffers = buffers_of(
                 group,
                 torch.device("cuda", torch.cuda.current_device()),
-                num_leases=self.options.num_leases,
-                max_tokens=self.options.max_tokens,
-                capacity=self.options.capacity,
-                timeout_seconds=self.options.timeout_seconds,
-                arena_bytes=self.options.arena_bytes,
+                num_leases=options.num_leases,
+                max_tokens=options.max_tokens,
+                capacity=options.capacity,
+                timeout_seconds=options.timeout_seconds,
+                arena_bytes=options.arena_bytes,
             )
         if buffers.num_ranks > MAX_RANKS:
             raise ValueError(
                 f"transport 'nvlink' takes at most {MAX_RANKS} ranks, not {buffers.num_ranks}; use 'dedup'"
             )
-        self.buffers = buffers
+        super().__init__(options, buffers)
         self.num_ranks, self.rank = buffers.num_ranks, buffers.rank
-        self.stream = buffers.stream if self.options.side_stream else None
 
     @property
     def arena(self) -> Arena | None:
@@ -301,7 +201,7 @@ class NVLink(Numbered):
                 self.slots_per_rank, send, receive,
             )  # fmt: skip
 
-        return self._released(lease, self._run(launch, nothing_TH), lambda: None)
+        return self._released(lease, self._run(launch, nothing_TH, unread), lambda: None)
 
     # -- how ----------------------------------------------------------------------------------------------------
 
@@ -330,7 +230,7 @@ class NVLink(Numbered):
         route.lease = lease
         sent = launch_quantise(x_TH, packet_bytes(hidden)) if fp8 else x_TH
         sent_bytes = sent.shape[1] * sent.element_size()
-        tally = self._tally("out", route, sent_bytes, row_bytes, choice_bytes)
+        tally = route.tally("out", sent_bytes, row_bytes, choice_bytes)
 
         def launch(send: bool, receive: bool) -> None:
             launch_dispatch(
@@ -380,12 +280,6 @@ class NVLink(Numbered):
 
         return Pending(finish)
 
-    def _after_rides(self) -> None:
-        """Let the current stream wait for the rides before: those who wait in kernels, and peers' choices, count on the
-        end of the lease's last ride."""
-        if self.stream is not None and not torch.cuda.is_current_stream_capturing():
-            torch.cuda.current_stream().wait_stream(self.stream)
-
     def _awaited(self, route: NVLinkRoute, verb: str) -> Awaited:
         assert route.lease is not None
         flags = route.lease.view(route.lease.regions.arrived, (self.num_ranks * MAX_CTAS,), torch.int32)
@@ -420,7 +314,7 @@ class NVLink(Numbered):
             route.sums = None
         row_bytes = hidden * dtype.itemsize
         choice_bytes = 0 if dweight_RJ is None else GRADIENT_BYTES
-        tally = self._tally("back", route, row_bytes, row_bytes, choice_bytes)
+        tally = route.tally("back", row_bytes, row_bytes, choice_bytes)
 
         def launch(send: bool, receive: bool) -> None:
             launch_combine(
@@ -432,85 +326,3 @@ class NVLink(Numbered):
         if not last:
             return Pending(finish)
         return self._released(lease, finish, lambda: y_TH if dweight_TK is None else (y_TH, dweight_TK))
-
-    def _released(self, lease: Lease, finish: Any, value: Any) -> Pending:
-        """What is pending after a verb that ends a ride: its lease is free once the verb has been launched."""
-
-        def wait() -> Any:
-            finish()
-            if self.options.split:
-                self.buffers.release(lease)
-            return value()
-
-        if not self.options.split:
-            self.buffers.release(lease)
-        return Pending(wait)
-
-    def _run(self, launch: Any, *tensors: torch.Tensor) -> Any:
-        """Launch a verb; what is returned lets the current stream wait for it."""
-        if self.options.split or self.stream is None:
-            return self._run_here(launch)
-        current = torch.cuda.current_stream()
-        self.stream.wait_stream(current)
-        with torch.cuda.stream(self.stream):
-            launch(True, True)
-            done = self.stream.record_event()
-        for tensor in tensors:
-            tensor.record_stream(self.stream)
-        return lambda: torch.cuda.current_stream().wait_event(done)
-
-    def _run_here(self, launch: Any) -> Any:
-        """The same, on the current stream."""
-        if self.options.split:
-            launch(True, False)
-            return lambda: launch(False, True)
-        launch(True, True)
-        return lambda: None
-
-    def _tally(
-        self, way: Literal["out", "back"], route: NVLinkRoute, row_bytes: int, plain_bytes: int, choice_bytes: int
-    ) -> torch.Tensor:
-        """Where the kernel counts: see `Route.count`, which does it for rows that the host knows."""
-        verb = ("combine_backward" if way == "out" else "dispatch_backward") if route.backward else VERB_OF[way]
-        sent = row_bytes + route.top_k * choice_bytes
-        return route.traffic.tally(verb, sent, plain_bytes + choice_bytes, route.row_WT.device)
-
-
-def why_not(group: dist.ProcessGroup | None) -> str | None:
-    """Why the ranks of a group cannot use this transport, or None if they can. Collective over the group."""
-    reason = None
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        reason = "Triton is not installed"
-    if not torch.cuda.is_available():
-        reason = "there is no CUDA device"
-    if group is None:
-        return reason
-    if reason is None and dist.get_backend(group) != "nccl":
-        reason = f"the process group's backend is {dist.get_backend(group)}, not nccl"
-    return _agree_why_not(group, reason)
-
-
-def _agree_why_not(group: dist.ProcessGroup, reason: str | None) -> str | None:
-    """The first reason of any rank, or what their hosts and links say."""
-    import socket
-
-    index = torch.cuda.current_device() if reason is None else -1
-    mine = (reason, socket.gethostname(), index)
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
-    for _, (theirs, _, _) in enumerate(everyone):
-        if theirs is not None:
-            return str(theirs)
-    hosts = {host for _, host, _ in everyone}
-    if len(hosts) > 1:
-        return f"its ranks are on {len(hosts)} hosts ({', '.join(sorted(hosts))})"
-    apart = [(index, other) for _, _, other in everyone
-             if other != index and not torch.cuda.can_device_access_peer(index, other)]  # fmt: skip
-    reached: list[Any] = [None] * len(everyone)
-    dist.all_gather_object(reached, apart, group=group)
-    for pairs in reached:
-        if pairs:
-            return f"GPU {pairs[0][0]} cannot reach the memory of GPU {pairs[0][1]}"
-    return None

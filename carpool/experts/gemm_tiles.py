@@ -1,0 +1,166 @@
+"""Tiles of the fused grouped products, for Hopper: which there are, in what order, and how what they read is loaded.
+
+    up_kernels.py        x where it lies @ up (+ bias)  ->  h, to where it is kept, and a = act(h)
+    product_kernels.py   a @ down, dh @ up^T            ->  one row per pair, which `sum_pairs` adds up
+    dact_kernels.py      dy where it lies @ down^T      ->  dh, weight * a, and shares of <dA, a>
+    outer_kernels.py     dh^T @ x, dy^T @ (weight * a)  ->  gradients of the matrices, which are what its tiles are of
+
+A tile is 128 pairs of one expert x 256 columns, computed by 8 warps in steps of 64. Which tiles there are only the
+device knows: `table_kernels.tile_table` lists them once, for all stages of forward and backward. A persistent grid
+walks
+
+    bands of 16 tiles of pairs, in a band column by column, in a column tile by tile
+
+so that programs that run together read the same columns of the same expert and the same rows, and L2 serves most of it.
+(A tile of 128 x 256 does 43 multiply-adds for each byte that it reads, one of 128 x 128 only 32, and nothing is shared
+between multiprocessors: L2 is the limit to watch. A larger tile does not fit into the registers of 8 warps.)
+
+    example   pairs of slots 0, 1, 2: 3, 0, 5; tiles of 4 rows; N = 2 tiles of columns; bands of 2
+    table     (slot 0, pairs 0-2), (slot 2, pairs 3-6), (slot 2, pair 7)
+    order     (tile 0, column 0) (1, 0) (0, 1) (1, 1) | (2, 0) (2, 1)
+
+Rows of pairs need no copy: `table_kernels.row_addresses` says where the row of each pair begins (in the transport's
+buffer, in the arena, among a rank's own tokens), once for all tiles, and a tile loads its 128 addresses, then pieces of
+16 bytes from there into shared memory (cp.async). Matrices, and rows that lie in order, come by tensor maps (TMA).
+Steps past a matrix's edge read zeros; rows past an expert's last are read where they are harmless and never stored.
+
+Rows that come in parts (`carpool.schedule.tiles`) are read while later parts are under way: up and dact walk the tiles
+of one part after the other, and before each part every program waits until it is there. The waits stand between loops
+of tiles, for in a flattened loop the next tile's rows are asked for before this one's are done. Parts continue each
+other's turns, so no program is idle while a part ends. down and dx take the tiles of one part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from carpool.experts.table_kernels import aligned
+from carpool.processors import processors
+from carpool.quick import power_of_2
+from carpool.transport.nvlink.buffers import MAX_CTAS, Awaited
+from carpool.transport.nvlink.signals import SPIN
+
+TILE_ROWS = 128
+BAND = 16
+
+
+@triton.jit
+def _place(tiles, tile, heights, COLUMNS: tl.constexpr, BAND: tl.constexpr, BM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of a tile: its expert, pairs and which of them are the expert's, and its column."""
+    band = tile // (BAND * COLUMNS)
+    height = tl.minimum(heights - band * BAND, BAND)
+    within = tile - band * (BAND * COLUMNS)
+    entry = tiles + (1 + band * BAND + within % height) * 4
+    first = tl.load(entry + 1)
+    pair = first + tl.arange(0, BM)
+    return tl.load(entry), first, pair, pair < tl.load(entry + 2), within // height
+
+
+@triton.jit
+def _of_part(starts, part, before):  # type: ignore[no-untyped-def]
+    """Of a part: its first tile of pairs, how many there are, and this program's first, where `before` tiles have been
+    dealt out in turn."""
+    programs = tl.num_programs(0)
+    first = tl.load(starts + part)
+    mine = (tl.program_id(0) + programs - before % programs) % programs
+    return first, tl.load(starts + part + 1) - first, mine
+
+
+@triton.jit
+def _load_b(weight, expert, n, k, BN: tl.constexpr, BK: tl.constexpr, K_FIRST: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(BK, BN) of an expert's matrix, which lies as (K, N) if K_FIRST, else as (N, K). Zero past its edges."""
+    if K_FIRST:
+        return weight.load([expert, k, n]).reshape(BK, BN)
+    else:
+        return weight.load([expert, n, k]).reshape(BN, BK).T
+
+
+@triton.jit
+def _load_rows(address, k, K: tl.constexpr, BK: tl.constexpr, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Columns k to k + BK of the rows at these addresses; zero where the address is 0, and past K."""
+    # Made into pointers here, after adding k, so that the compiler finds the alignment beside the load that needs it.
+    row = tl.multiple_of((address + k * (DTYPE.primitive_bitwidth // 8)).to(tl.pointer_type(DTYPE)), 16)
+    column = tl.arange(0, BK)
+    mask = (address != 0)[:, None]
+    if K % BK != 0:
+        mask = mask & (k + column < K)[None, :]
+    return tl.load(row[:, None] + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _halves(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The left and the right half of the columns; no data moves between threads."""
+    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, WIDTH // 2)), (0, 2, 1)))
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How the products are cut: tiles of TILE_ROWS pairs x `columns`, BK deep.
+
+    Attributes:
+        columns: of a tile, gate and up counted.
+        warps, stages: of a program; how many steps are in shared memory.
+        programs: on one multiprocessor.
+        flatten: the loads of the next tile start before the results of this one are written.
+    """
+
+    columns: int
+    warps: int
+    stages: int
+    programs: int = 1
+    flatten: bool = False
+    depth: int = 64
+
+
+TILINGS = {
+    "wide": Tiling(256, 8, 4),
+    "flat": Tiling(256, 8, 4, flatten=True),
+    "square": Tiling(128, 4, 3, programs=2),
+}
+
+
+class Parts(NamedTuple):
+    """Rows that are under way in parts.
+
+    Attributes:
+        number: of parts.
+        starts_N: their tiles (`table_kernels.part_table`).
+        awaited: what to wait with.
+    """
+
+    number: int
+    starts_N: torch.Tensor
+    awaited: Awaited
+
+
+def waits(parts: Parts | None, unused: torch.Tensor) -> tuple[Any, ...]:
+    """What a kernel that waits is given."""
+    return (unused,) * 5 + (0,) * 5 if parts is None else (parts.starts_N, *parts.awaited, parts.number)
+
+
+def waits_for(parts: Parts | None) -> dict[str, int]:
+    """What a kernel that waits is compiled for: the same for all numbers of parts and programs."""
+    pad = 1 if parts is None else power_of_2(parts.awaited.sources) * MAX_CTAS
+    return {"AWAITED": parts is not None, "STRIDE": MAX_CTAS, "PAD": pad, "SPIN": SPIN}
+
+
+def in_out(weight: torch.Tensor, in_first: bool) -> tuple[int, int]:
+    """Widths of what an expert's matrix reads and gives: it lies as (S, in, out) if `in_first`, else (S, out, in)."""
+    return (weight.shape[1], weight.shape[2]) if in_first else (weight.shape[2], weight.shape[1])
+
+
+def describe(tensor: torch.Tensor, shape: Sequence[int], block: tuple[int, ...]) -> TensorDescriptor:
+    return TensorDescriptor.from_tensor(aligned(tensor).view(shape), list(block))
+
+
+def grid(out: torch.Tensor, tiling: Tiling) -> tuple[int]:
+    if not out.is_cuda:
+        return (2,)
+    return (processors(out.device) * tiling.programs,)

@@ -1,0 +1,77 @@
+"""The fused side of the stages down and dx, for Hopper: a grouped product with nothing around it.
+
+    down   a @ down          (P, F) x (S, H, F)    ->  (P, H)
+    dx     dh @ up^T         (P, F1) x (S, F1, H)  ->  (P, H)      rows that `pair_kernels.sum_pairs` adds up
+
+Rows lie in the order of pairs already, so both operands come by tensor maps, and the tiles are those of the stages
+before and after (`gemm_tiles.py`). Rows past an expert's last are other experts', or garbage, and what they give is not
+stored:
+
+    tiles of 4 pairs, slot 2 has pairs 3 to 7      tile (slot 2, pair 7) loads rows 7-10 and writes row 7
+
+Given a part of the rows, a launch takes the tiles of that part alone, so that its sums can leave while the next part is
+computed.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from carpool.experts.gemm_tiles import BAND, TILE_ROWS, Tiling, _load_b, _of_part, _place, describe, grid, in_out
+from carpool.quick import quick
+
+
+@quick
+@triton.jit(do_not_specialize=["part"])
+def _plain(  # type: ignore[no-untyped-def]
+    rows, weight, out, tiles, starts, part, K: tl.constexpr, N: tl.constexpr, K_FIRST: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr, FLATTEN: tl.constexpr,
+    PARTED: tl.constexpr,
+):  # fmt: skip
+    COLUMNS: tl.constexpr = (N + BN - 1) // BN
+    if PARTED:
+        first, heights, _ = _of_part(starts, part, 0)
+        tiles += first * 4
+    else:
+        heights = tl.load(tiles)
+    for tile in tl.range(tl.program_id(0), heights * COLUMNS, tl.num_programs(0), flatten=FLATTEN):
+        expert, first, pair, live, n = _place(tiles, tile, heights, COLUMNS, BAND, BM)
+        total = tl.zeros((BM, BN), tl.float32)
+        for k in range(0, K, BK):
+            # Rows past the expert's are other experts', or garbage; what they give is not stored.
+            total = tl.dot(rows.load([first, k]), _load_b(weight, expert, n * BN, k, BN, BK, K_FIRST), total)
+        column = n * BN + tl.arange(0, BN)
+        at = pair.to(tl.int64)[:, None] * N + column[None, :]
+        tl.store(out + at, total.to(out.dtype.element_ty), mask=live[:, None] & (column < N)[None, :])
+
+
+def product(
+    rows_PK: torch.Tensor,
+    weight: torch.Tensor,
+    k_first: bool,
+    tiles_M4: torch.Tensor,
+    tiling: Tiling,
+    starts_N: torch.Tensor | None = None,
+    part: int = 0,
+    out_PN: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """(P, N): every row a product with its expert's matrix, (S, K, N) if `k_first`, else (S, N, K).
+
+    Args:
+        starts_N, part: only this part, of `table_kernels.part_table`.
+        out_PN: where to write.
+    """
+    width, columns = in_out(weight, k_first)
+    if out_PN is None:
+        out_PN = rows_PK.new_empty(rows_PK.shape[0], columns)
+    bn, bk = tiling.columns, tiling.depth
+    _plain[grid(out_PN, tiling)](
+        describe(rows_PK, rows_PK.shape, (TILE_ROWS, bk)),
+        describe(weight, weight.shape, (1, bk, bn) if k_first else (1, bn, bk)), out_PN, tiles_M4,
+        tiles_M4 if starts_N is None else starts_N, part, K=width, N=columns, K_FIRST=k_first, BM=TILE_ROWS, BN=bn,
+        BK=bk, BAND=BAND, FLATTEN=tiling.flatten, PARTED=starts_N is not None, num_warps=tiling.warps,
+        num_stages=tiling.stages,
+    )  # fmt: skip
+    return out_PN

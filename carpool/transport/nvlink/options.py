@@ -1,0 +1,81 @@
+"""What one may choose about the `nvlink` transport. `transport.py` says how it works, and what the words mean.
+
+    NVLinkOptions()                                   exact, and on the caller's stream
+    NVLinkOptions(capacity=2048, max_tokens=8192)     less memory, where no rank sends another more than 2048 rows
+    NVLinkOptions(side_stream=True)                   rides beside computation (`carpool.schedule`)
+    NVLinkOptions(forward_fp8=True).lossy_reasons     ["rows travel as FP8"]
+
+Values that cannot be are refused here, before any memory is taken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from carpool.transport.nvlink.buffers import MAX_CTAS, MAX_PARTS
+
+
+@dataclass(frozen=True)
+class NVLinkOptions:
+    """How the `nvlink` transport works; the defaults are exact and were measured (docs/measurements.md).
+
+    Attributes:
+        dispatch_ctas, combine_ctas: thread blocks of a verb: SMs that the ride takes from the computation.
+        num_leases: dispatches that may be without their combine at one time.
+        max_tokens: tokens of the largest rank; None: agreed upon at the first forward, rounded up to a power of two.
+        capacity: rows that a rank has room for from each other rank. None: `max_tokens`, which always suffices. If more
+            come, sums are NaN and `Buffers.overflow` tells.
+        timeout_seconds: how long a rank waits for another before it gives up and says which.
+        forward_fp8, backward_fp8: rows (gradients) travel out as e4m3 with a scale for 128 columns. LOSSY.
+        side_stream: run on a stream of its own; `Pending.wait` lets the caller's stream wait.
+        keep: what a layer does about the rows that arrived, which its backward needs. "copy": it keeps a copy. "again":
+            they are sent a second time in the backward, which takes a second lease and no memory.
+        arena_bytes: memory for what layers keep for their backward, which then follows the rows that came; if it does
+            not suffice, `Buffers.arena_overflow` tells. 0: none, every layer allocates for the worst case.
+        parts: in how many parts rows travel for a computation that starts on what is there, 0: not
+            (`carpool.schedule.tiles`).
+        split: send at the verb, wait for the others at `Pending.wait`: two kernels instead of one.
+    """
+
+    dispatch_ctas: int = 16
+    combine_ctas: int = 16
+    num_leases: int = 2
+    max_tokens: int | None = None
+    capacity: int | None = None
+    timeout_seconds: float = 300.0
+    forward_fp8: bool = False
+    backward_fp8: bool = False
+    keep: Literal["copy", "again"] = "copy"
+    arena_bytes: int = 0
+    side_stream: bool = False
+    parts: int = 0
+    split: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("dispatch_ctas", "combine_ctas"):
+            if not 1 <= getattr(self, name) <= MAX_CTAS:
+                raise ValueError(f"{name}={getattr(self, name)} must be 1..{MAX_CTAS}")
+        if self.keep not in ("copy", "again"):
+            raise ValueError(f"keep={self.keep!r} must be 'copy' or 'again'")
+        if self.keep == "again" and self.num_leases < 2:
+            raise ValueError("keep='again' takes two leases at a time; set num_leases to 2 or more")
+        if self.capacity is not None and not 1 <= self.capacity <= (self.max_tokens or 0):
+            raise ValueError(f"capacity={self.capacity} must be between 1 and max_tokens={self.max_tokens}")
+        if self.num_leases < 1:
+            raise ValueError(f"num_leases={self.num_leases} must be at least 1")
+        if not 0 <= self.parts <= MAX_PARTS:
+            raise ValueError(f"parts={self.parts} must be 0..{MAX_PARTS}")
+        if self.parts and (self.forward_fp8 or self.backward_fp8):
+            raise ValueError(
+                "rows that travel as FP8 do not ride in parts (schedule 'tiles'); use schedule 'chunks', or leave out "
+                "forward_fp8 and backward_fp8"
+            )
+        if self.timeout_seconds <= 0:
+            raise ValueError(f"timeout_seconds={self.timeout_seconds} must be positive")
+
+    @property
+    def lossy_reasons(self) -> list[str]:
+        """What changes the model's function, for logs and reports."""
+        fp8 = {"rows travel as FP8": self.forward_fp8, "gradients of rows travel as FP8": self.backward_fp8}
+        return [what for what, on in fp8.items() if on]
