@@ -288,14 +288,15 @@ def test_nothing_of_a_ride_survives_it(name: str, way: str) -> None:
     layout = ExpertLayout.contiguous(4, 1)
     transport = make_transport(name, None, layout.slots_per_rank)
     routes: list[weakref.ref[Any]] = []
-    plan = transport.plan
+    verb = "plan_parts" if way == "ride" else "plan"
+    plan = getattr(transport, verb)
 
     def spy(*args: Any) -> Any:
-        route = plan(*args)
-        routes.append(weakref.ref(route))
-        return route
+        planned = plan(*args)
+        routes.extend(weakref.ref(route) for route in (planned if way == "ride" else [planned]))
+        return planned
 
-    transport.plan = spy  # type: ignore[method-assign]
+    setattr(transport, verb, spy)
     function = ExpertFunction(make_activation("silu", True))
     weights = ExpertWeights(torch.randn(4, 2 * F, H, requires_grad=True), torch.randn(4, H, F, requires_grad=True))
     x, weight_TK = torch.randn(5, H, requires_grad=True), torch.rand(5, 2, requires_grad=True)

@@ -33,7 +33,6 @@ import carpool.hf
 from carpool.hf.expert_parallel import expert_function
 from tests.hf.meshes import reuse_meshes
 from tests.hf.tiny_models import MoEArchitecture, discover, tiny_batch, tiny_model
-from tests.hf.whole import whole_tensors
 
 IMPLEMENTATION = "carpool"
 BOUND = 1e-5
@@ -294,8 +293,7 @@ def loss_of(model: PreTrainedModel, batch: dict[str, torch.Tensor]) -> tuple[tor
 def full_gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
     """Each parameter's whole gradient, on every rank. Collective."""
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    found = whole_tensors({name: grad for name, grad in gradients.items() if grad is not None})
-    return {name: found.get(name) for name in gradients}
+    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in gradients.items()}
 
 
 def gradient_errors(reference: nn.Module, gradients: dict[str, torch.Tensor]) -> tuple[dict[str, float], list[str]]:

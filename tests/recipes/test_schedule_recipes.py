@@ -69,7 +69,8 @@ def run(settings: Settings) -> Seen:
     """A layer as a recipe's settings say, on four ranks."""
     moe, top_k = dict(settings["moe"]), settings.get("model", {}).get("num_experts_per_tok") or 3
     name = moe.get("schedule", "none")
-    schedule = Schedule(name, moe.get("chunks", 2)) if name in ("chunks", "tiles") else Schedule(name)
+    pieces = {"chunks": [moe.get("chunks", 2), moe.get("backward_chunks")], "tiles": [moe.get("chunks", 4)]}
+    schedule = Schedule(name, *pieces.get(name, []))
     router = {key: moe[key] for key in ("capacity_factor", "first_choices_first", "random_second") if key in moe}
     torch.manual_seed(dist.get_rank())
     layer = MoE(
@@ -161,6 +162,7 @@ OTHER: Mapping[str, tuple[str, str, Any, str]] = {
     "schedule:two-batch": ("moe", "schedule", "none", "order"),
     "schedule:tiles": ("moe", "schedule", "none", "order"),
     "chunks:several": ("moe", "chunks", 1, "order"),
+    "chunks:backward": ("moe", "backward_chunks", 1, "order"),
     "split:multiprocessors": ("nvlink", "dispatch_ctas", 8, "options"),
     "top-k:1": ("model", "num_experts_per_tok", 3, "bytes"),
     "top-k:2": ("model", "num_experts_per_tok", 1, "bytes"),

@@ -36,7 +36,6 @@ from carpool.train.checkpoints.manager import (
 )
 from carpool.train.checkpoints.shards import as_rectangles, full_tensor, model_tensors, optimizer_tensors
 from tests.hf.meshes import reuse_meshes
-from tests.hf.whole import whole_tensors
 from tests.ranks import Ranks
 
 # Transformers' own, so that these tests say nothing about Carpool's transports; those must pass with it too.
@@ -90,7 +89,7 @@ def _train(model: Any, optimizer: torch.optim.Optimizer, steps: range, dropout: 
 
 def _full(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     tensors = model_tensors(model) | optimizer_tensors(model, optimizer)
-    return {name: tensor.detach().clone() for name, tensor in whole_tensors(tensors).items()}
+    return {name: full_tensor(tensor).detach().clone() for name, tensor in tensors.items()}
 
 
 def _seed_everything(seed: int) -> None:
@@ -197,8 +196,6 @@ def _uneven_shards(output_dir: str) -> bool:
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
     before = _full(model, optimizer)
-    for name, tensor in (model_tensors(model) | optimizer_tensors(model, optimizer)).items():
-        assert torch.equal(full_tensor(tensor), before[name]), name
     path = CheckpointManager(output_dir).save(1, model, optimizer, {}).path
     again, again_optimizer = _build({"fsdp_size": 4}, seed=5, num_experts=6, vocab_size=61)
     load(path, again, again_optimizer)
