@@ -16,7 +16,6 @@ median. "loses" is how much slower the predicted best is than the measured best.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.ranks import join_group
+from benchmarks.ranks import join_group, write_results
 from carpool.experts import ExpertFunction, ExpertWeights, make_activation, make_experts
 from carpool.layout import ExpertLayout, assign
 from carpool.processors import reserved
@@ -35,7 +34,6 @@ from carpool.routing import Routing
 from carpool.schedule import Schedule
 from carpool.schedule.cost import Pieces, best_chunks, chunked
 from carpool.stats import LayerStats
-from carpool.train.environment import environment
 from carpool.transport import NVLinkOptions, Transport, make_transport
 
 CHUNKS = (1, 2, 4, 8)
@@ -184,10 +182,7 @@ def main() -> None:
             show(results[-1], first=len(results) == 1)
         if device.type == "cuda":
             torch.cuda.empty_cache()
-    if dist.get_rank() == 0 and args.out:
-        settings = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
-        about = {"settings": settings, "environment": environment(device, dist.get_world_size())}
-        args.out.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
+    write_results(args, device, results=results)
     dist.destroy_process_group()
 
 

@@ -7,7 +7,6 @@ turn. They differ in a layout, a limit or the routing, so all see the same weigh
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +29,6 @@ from carpool.layouts import Layouts
 from carpool.parallel.clip import clip_grad_norm
 from carpool.placement.solvers import solve
 from carpool.placement.trace import Trace
-from carpool.train.environment import environment
 from carpool.train.loader import TrainLoader
 from carpool.train.model import top_k_of
 from carpool.train.step import Batch, Objective
@@ -156,13 +154,6 @@ class Contest:
         for own in layers:
             check_overflow(own.transport)
         return sorted({own.transport.name for own in layers if own.transport is not None})
-
-    def write(self, results: list[dict[str, Any]], **about: Any) -> None:
-        """Settings, environment and results, as JSON, if somebody asked for them."""
-        if self.rank == 0 and self.args.out is not None:
-            settings = {name: value for name, value in vars(self.args).items() if not isinstance(value, Path)}
-            head = {"settings": settings, "environment": environment(self.device, self.world), **about}
-            self.args.out.write_text(json.dumps({**head, "results": results}, indent=1) + "\n")
 
 
 def local(parameter: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """What FP8 experts cost in loss: the demo on the source code of the standard library, experts in bf16 and in FP8.
 
-    python benchmarks/fp8_loss.py --out docs/measurements/fp8_loss.json --plot docs/measurements/fp8_loss.png
+    python -m benchmarks.fp8_loss --out docs/measurements/fp8_loss.json --plot docs/measurements/fp8_loss.png
 
 One process, one GPU (or the CPU, slowly). Initial weights, batches and learning rates are the same; everything outside
 the experts computes in bf16 for both. The held-out loss is taken now and then, on the same sequences. `--set` changes
@@ -14,19 +14,18 @@ that differ in nothing that matters.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.ranks import write_results
 from carpool.hf import install, set_experts
 from carpool.hf.build import build_model
 from carpool.parallel.clip import clip_grad_norm
 from carpool.train.config import load_config
 from carpool.train.data import prepare
-from carpool.train.environment import environment
 from carpool.train.loader import EvalLoader, TokenMean, TrainLoader, count_targets
 from carpool.train.model import model_source, top_k_of
 from carpool.train.schema import Config
@@ -168,9 +167,7 @@ def main() -> None:
     for row in rows:
         above = f"{100 * row['loss_above_first']:>+10.2f}{100 * row['held_out_above_first']:>+13.2f}"
         print(f"{row['experts']:<10}{row['seed']:>5}{row['loss']:>10.4f}{row['held_out']:>10.4f}{above}")
-    if args.out:
-        about = {"settings": config.model_dump(mode="json"), "environment": environment(device, 1)}
-        args.out.write_text(json.dumps({**about, "summary": rows, "runs": runs}, indent=1) + "\n")
+    write_results({**config.model_dump(mode="json"), "out": args.out}, device, summary=rows, runs=runs)
     if args.plot:
         plot(runs, args.plot)
 

@@ -27,7 +27,6 @@ On a CPU the host's clock, a thread that multiplies, and gloo's own threads: to 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import statistics
@@ -44,7 +43,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from benchmarks.ranks import join_group
+from benchmarks.ranks import join_group, write_results
 from carpool.bench.routings import make_routings
 from carpool.bench.timing import percentile
 from carpool.bench.transport.contenders import why_unavailable
@@ -53,7 +52,6 @@ from carpool.bench.transport.settings import Shape
 from carpool.layout import ExpertLayout
 from carpool.processors import reserved
 from carpool.stats import Traffic
-from carpool.train.environment import environment
 from carpool.transport import NVLinkOptions, Transport, make_transport
 
 WARMUP = 3
@@ -341,10 +339,7 @@ def main() -> None:
         results += measure(replace(shape, tokens=tokens), args, device, bench)
     if rank == 0:
         show(results)
-        if args.out:
-            settings = {key: value for key, value in vars(args).items() if not isinstance(value, Path)}
-            about = {"settings": settings, "environment": environment(device, world)}
-            args.out.write_text(json.dumps({**about, "results": results}) + "\n")
+    write_results(args, device, results=results)
     dist.destroy_process_group()
 
 

@@ -43,11 +43,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.ranks import join_group
+from benchmarks.ranks import join_group, write_results
 from benchmarks.train_traces import EOS, KINDS, say
 from carpool.placement.solvers import SOLVERS
 from carpool.train.config import load_config
-from carpool.train.environment import environment
 from carpool.train.loop import train
 
 Lines = list[dict[str, Any]]
@@ -288,11 +287,8 @@ def main() -> None:
         for verdict in verdicts:
             say(f"{'PASS' if verdict['passed'] else 'FAIL'} {verdict['what']}")
         shutil.rmtree(root[0])
-        if args.out is not None:
-            about = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
-            told = {"settings": about, "environment": environment(device, dist.get_world_size()), "verdicts": verdicts}
-            runs = [{key: value for key, value in own.items() if key != "layouts"} for own in results.values()]
-            args.out.write_text(json.dumps({**told, "results": runs}, indent=1) + "\n")
+        runs = [{key: value for key, value in own.items() if key != "layouts"} for own in results.values()]
+        write_results(args, device, verdicts=verdicts, results=runs)
     dist.destroy_process_group()
 
 

@@ -31,7 +31,6 @@ of the stack's input.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from dataclasses import dataclass
 from functools import partial
@@ -42,7 +41,7 @@ import torch
 import torch.distributed as dist
 from transformers.distributed import DistributedConfig
 
-from benchmarks.ranks import join_group
+from benchmarks.ranks import join_group, write_results
 from benchmarks.train_olmoe import timed
 from carpool.bench.moe.home import Home, HomeRoute
 from carpool.hf import rides
@@ -51,7 +50,6 @@ from carpool.hf.expert_parallel import buffers_of_rides
 from carpool.schedule import Schedule
 from carpool.schedule.two_batch import TwoBatch
 from carpool.stats import Traffic
-from carpool.train.environment import environment
 from carpool.transport import NVLinkOptions
 
 VOCABULARY = {"vocab_size": 512, "bos_token_id": None, "pad_token_id": None, "eos_token_id": 0}
@@ -223,11 +221,11 @@ def main() -> None:
         if needed := buffers.arena_overflow():
             raise RuntimeError(f"the arena was too small: {needed / 2**30:.1f} GiB were needed; raise --arena-gib")
     if rank == 0:
-        report(args, times, device, world)
+        report(args, times, device)
     dist.destroy_process_group()
 
 
-def report(args: argparse.Namespace, times: dict[str, list[tuple[float, float]]], device: Any, world: int) -> None:
+def report(args: argparse.Namespace, times: dict[str, list[tuple[float, float]]], device: torch.device) -> None:
     median = {name: [statistics.median(c) for c in zip(*values, strict=True)] for name, values in times.items()}
     rows = []
     shown = f"{args.model}, {args.layers} layers, {args.batch} x {args.sequence} tokens a rank, {args.transport}"
@@ -247,10 +245,7 @@ def report(args: argparse.Namespace, times: dict[str, list[tuple[float, float]]]
         print(f"{name:<22}{ms:>9.2f}{host:>9.2f}{''.join(shares)}", flush=True)
         row = {"schedule": name, "ms": ms, "host_ms": host, "exposed": exposed, "of_perfect": perfect}
         rows.append({**row, "all_ms": times[name]})
-    if args.out:
-        settings = {k: v for k, v in vars(args).items() if not isinstance(v, Path)}
-        about = {"settings": settings, "environment": environment(device, world)}
-        args.out.write_text(json.dumps({**about, "results": rows}, indent=1) + "\n")
+    write_results(args, device, results=rows)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Placement on real routing: solvers, replicas and load predictors on the traces of docs/traces. CPU only, minutes.
 
-    python benchmarks/placement.py --out placement.json
+    python -m benchmarks.placement --out placement.json
 
     solvers       `carpool place`, each trace, 4 and 8 ranks: copies per token and load on the half that nobody solved,
                   with the load limited to 1.1 of the mean, and on 4 ranks without a limit
@@ -15,19 +15,19 @@ Numbers are means over layers, the load the largest of them.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from benchmarks.ranks import write_results
 from carpool.placement.forecast import compare
 from carpool.placement.objective import CostModel
 from carpool.placement.solvers import solve
 from carpool.placement.table import DEFAULT_SOLVERS, place
 from carpool.placement.trace import LayerTrace, Trace
-from carpool.train.environment import environment
 
 TRACES = Path(__file__).parents[1] / "docs" / "traces"
 
@@ -117,11 +117,7 @@ def main() -> None:
             show(rows)
     found["seconds, 256 experts, 20000 tokens, 8 ranks"] = timing()
     print(found["seconds, 256 experts, 20000 tokens, 8 ranks"])
-    if args.out:
-        import torch
-
-        about = {"environment": environment(torch.device("cpu"), 1)}
-        args.out.write_text(json.dumps({**about, **found}, indent=1) + "\n")
+    write_results(args, torch.device("cpu"), **found)
 
 
 if __name__ == "__main__":

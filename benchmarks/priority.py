@@ -28,7 +28,6 @@ Before anything is timed, gradients of all parameters are compared with those as
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -40,7 +39,7 @@ from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
 from benchmarks.overlap import MODELS, make_stack
-from benchmarks.ranks import join_group
+from benchmarks.ranks import join_group, write_results
 from benchmarks.train_olmoe import timed
 from carpool.hf import rides, set_schedule, set_transport
 from carpool.hf.build import build_model
@@ -48,7 +47,6 @@ from carpool.hf.expert_parallel import buffers_of_rides
 from carpool.schedule import Schedule
 from carpool.schedule.delayed import Delayed
 from carpool.schedule.priority import RidesFirst
-from carpool.train.environment import environment
 from carpool.transport import NVLinkOptions
 
 SCHEDULES = {"none": Schedule(), **{f"chunks={r}": Schedule("chunks", r) for r in (1, 2, 4)}}
@@ -161,7 +159,8 @@ def main() -> None:
         if needed := buffers.arena_overflow():
             raise RuntimeError(f"the arena was too small: {needed / 2**30:.1f} GiB were needed; raise --arena-gib")
     if rank == 0:
-        show(args, report, device, world)
+        show(args, report)
+    write_results(args, device, results=report)
     dist.destroy_process_group()
 
 
@@ -170,7 +169,7 @@ def looked(first: RidesFirst | None) -> int:
     return 0 if first is None or first.links.looked is None else int(first.links.looked[1])
 
 
-def show(args: argparse.Namespace, report: list[dict[str, Any]], device: torch.device, world: int) -> None:
+def show(args: argparse.Namespace, report: list[dict[str, Any]]) -> None:
     print(f"{args.model}, {args.layers} layers, {args.batch} x {args.sequence} tokens a rank, {args.transport}")
     print(f"{'schedule':<10}{'way':<18}" + "".join(f"{name:>10}" for name in (*COLUMNS, "looks")) + f"{'gain':>9}")
     ever = {row["schedule"]: row["step"] for row in report if row["way"] == "as ever"}
@@ -178,10 +177,6 @@ def show(args: argparse.Namespace, report: list[dict[str, Any]], device: torch.d
         numbers = "".join(f"{row[name]:>10.2f}" for name in COLUMNS)
         gain = ever[row["schedule"]] / row["step"]
         print(f"{row['schedule']:<10}{row['way']:<18}{numbers}{row['looks']:>10.0f}{gain:>8.3f}x", flush=True)
-    if args.out:
-        settings = {k: v for k, v in vars(args).items() if not isinstance(v, Path)}
-        about = {"settings": settings, "environment": environment(device, world)}
-        args.out.write_text(json.dumps({**about, "results": report}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.contest import Contest, add_arguments, local
-from benchmarks.ranks import join_group
+from benchmarks.ranks import join_group, write_results
 from benchmarks.train_traces import KINDS, say
 from carpool.hf import rides, set_layout
 from carpool.hf.freeze import freeze_dense
@@ -146,7 +146,8 @@ def main() -> None:
         if contest.rank == 0:
             show(args, results[-1])
     placed = intra_collaboration(contest.trace, {n: own.layout for n, own in rides(contest.model).items()})
-    contest.write(results, trained_parameters=contest.trained, intra_collaboration_of_the_start=placed)
+    about = {"trained_parameters": contest.trained, "intra_collaboration_of_the_start": placed}
+    write_results(contest.args, contest.device, **about, results=results)
     dist.destroy_process_group()
 
 

@@ -44,7 +44,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.contest import Contest, add_arguments
-from benchmarks.ranks import join_group
+from benchmarks.ranks import join_group, write_results
 from benchmarks.train_traces import KINDS, say
 from carpool.hf import rides, set_layout
 from carpool.hf.expert_parallel import ExpertRides
@@ -290,7 +290,8 @@ def main() -> None:
         show(results)
         if difference is not None:
             say(f"losses of the same step with the model's own routing differ by {difference:.1e} at most")
-    contest.write(results, transport=contest.transports(), loss_difference=difference)
+    about = {"transport": contest.transports(), "loss_difference": difference}
+    write_results(contest.args, contest.device, **about, results=results)
     dist.destroy_process_group()
 
 

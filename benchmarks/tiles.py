@@ -15,7 +15,6 @@ together. Milliseconds of the slowest rank, median over repetitions: forward + b
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +22,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.chunks import Layer, slowest, together
-from benchmarks.ranks import join_group
+from benchmarks.ranks import join_group, write_results
 from carpool.ride import ride
 from carpool.routing import Routing
 from carpool.schedule import Schedule
-from carpool.train.environment import environment
 from carpool.transport import NVLinkOptions, Transport, make_transport
 
 SHAPES = ["8192,2048,1024,64,8", "16384,2048,1024,64,8", "8192,2048,768,128,8", "8192,4096,1024,128,8",
@@ -97,10 +95,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             show(results[-1])
         torch.cuda.empty_cache()
-    if dist.get_rank() == 0 and args.out:
-        settings = {name: value for name, value in vars(args).items() if not isinstance(value, Path)}
-        about = {"settings": settings, "environment": environment(device, dist.get_world_size())}
-        args.out.write_text(json.dumps({**about, "results": results}, indent=1) + "\n")
+    write_results(args, device, results=results)
     dist.destroy_process_group()
 
 

@@ -15,7 +15,6 @@ its host took to ask for the step's work.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from pathlib import Path
@@ -30,7 +29,7 @@ from transformers.distributed import DistributedConfig
 from transformers.distributed.expert_parallel import EPImplementationInterface
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
-from benchmarks.ranks import join_group
+from benchmarks.ranks import join_group, write_results
 from carpool.hf import CarpoolEP, rides
 from carpool.hf.build import build_model, experts_modules
 from carpool.hf.expert_parallel import buffers_of_rides
@@ -212,10 +211,7 @@ def report(args: Any, times: dict[str, list[tuple[float, float]]], size: Any, wo
         print(
             f"{name:<36}{ms:>9.1f}{host:>8.1f}{rate:>15,.0f}{flops * rate / 1e12:>9.1f}{shown:>8}{theirs / ms:>9.2f}x"
         )
-    if args.out:
-        settings = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
-        about = {"settings": settings, "environment": environment(device, world), "peak_source": source}
-        args.out.write_text(json.dumps({**about, "flops_per_token": flops, "results": rows}, indent=1) + "\n")
+    write_results(args, device, peak_source=source, flops_per_token=flops, results=rows)
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ class Limit(Protocol):
         """Leave the router and the layer as they were."""
 
 
-class Beside(Protocol):
+class EarlyWork(Protocol):
     """Work that needs not wait for a ride: `carpool.hf.shared.SharedExperts`."""
 
     def early(self, x_TH: torch.Tensor) -> None:
@@ -86,13 +86,13 @@ class Beside(Protocol):
 
 
 @contextmanager
-def forgotten_on_error(beside: Beside) -> Iterator[None]:
+def forgotten_on_error(early: EarlyWork) -> Iterator[None]:
     """Inside, an error ends what was done beside. A checkpoint that computes again raises one, too, as soon as it has
     what the backward wants."""
     try:
         yield
     except BaseException:
-        beside.forget()
+        early.forget()
         raise
 
 
@@ -135,7 +135,7 @@ class ExpertRides:
         self.limit: Limit | None = None
         self.drops: DropOptions | None = None
         self.dropped: torch.Tensor | int = 0
-        self.shared: Beside | None = None
+        self.shared: EarlyWork | None = None
         self.schedule = Schedule()
         # Of the tokens of the layer, this rank's part is part `number` of so many equal ones.
         self.token_slice = (0, 1)

@@ -21,10 +21,10 @@ from carpool.train.schema import Degrees
 from carpool.train.stages import describe_ways
 
 if TYPE_CHECKING:
-    from carpool.train.loop import _Run
+    from carpool.train.setup import Setup
 
 
-def write_run(run: _Run, command: str, resume: Path | None) -> dict[str, Any]:
+def write_run(run: Setup, command: str, resume: Path | None) -> dict[str, Any]:
     """run.json and its neighbours, on rank 0; returns what run.json says."""
     degrees, layer = run.degrees, run.rides[0]
     config = run.model.config.get_text_config()
@@ -112,7 +112,7 @@ def layout_record(layouts: Layouts, source: str) -> dict[str, Any]:
     }
 
 
-def say_hello(run: _Run, resume: Path | None) -> None:
+def say_hello(run: Setup, resume: Path | None) -> None:
     """The first lines on the terminal."""
     info, say = run.info, run.display.say
     degrees: Degrees = run.degrees

@@ -13,64 +13,38 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
-from carpool.hf import install, rides, set_experts, set_transport
-from carpool.hf.build import build_model
-from carpool.hf.drops import drop_choices, route_in_float32
-from carpool.hf.expert_parallel import ExpertRides, buffers_of_rides
-from carpool.hf.freeze import freeze_dense
-from carpool.hf.layouts import is_logical, logical_order, physical_order, set_layout, slots_kept
-from carpool.hf.limit import limit_routing
-from carpool.hf.metrics import RideMetrics, RideRecord
-from carpool.hf.names import name_layers
-from carpool.hf.shared import compute_shared_beside
-from carpool.memory.recompute import keep_rides
+from carpool.hf.expert_parallel import buffers_of_rides
+from carpool.hf.layouts import is_logical, logical_order, slots_kept
+from carpool.hf.metrics import RideRecord
 from carpool.parallel.clip import clip_grad_norm
 from carpool.report import text_block
-from carpool.train.about import say_hello, write_run
-from carpool.train.checkpoints.files import read_state
-from carpool.train.checkpoints.manager import CheckpointManager, export_pretrained, load
-from carpool.train.data import prepare
+from carpool.train.checkpoints.manager import export_pretrained
 from carpool.train.determinism import determinism
 from carpool.train.diagnose import NonFiniteError, explain
-from carpool.train.display import Display
 from carpool.train.environment import peak_memory
-from carpool.train.flops import flops_per_token, model_size, peak_flops
-from carpool.train.loader import EvalLoader, TokenMean, TrainLoader, count_targets
-from carpool.train.model import distributed_config, expert_counts, meta_model, model_source, top_k_of
-from carpool.train.moving.runtime import Placement, first_layouts
-from carpool.train.moving.solve import facts_of
+from carpool.train.loader import TokenMean, count_targets
 from carpool.train.probe import compare, summarise
-from carpool.train.record import Recorder, check_trackers
-from carpool.train.resume import checkpoint_to_resume
 from carpool.train.room import (
     make_room,
-    most_tokens,
-    nvlink_options,
     random_state,
     restore_random_state,
 )
 from carpool.train.sample import sample
-from carpool.train.schedules import choose_schedule, rides_first
 from carpool.train.schema import Config
-from carpool.train.stages import choose_stages
-from carpool.train.step import Batch, Losses, Objective, learning_rate, make_optimizer
+from carpool.train.setup import Setup
+from carpool.train.step import Batch, Losses, learning_rate
 from carpool.train.summary import summarise_steps
-from carpool.train.tokenizer import load_tokenizer
-from carpool.train.watchdog import Watchdog
-from carpool.transport import check_transport
 
 T = TypeVar("T")
 log = logging.getLogger("carpool")
@@ -98,164 +72,8 @@ def train(config: Config, *, compare: str | None = None, command: str = "carpool
             run.close()
 
 
-class _Run:
-    """Everything that lives as long as a run."""
-
-    def __init__(self, config: Config, compare_with: str | None, command: str) -> None:
-        training, moe = config.training, config.moe
-        self.config, self.compare_with = config, compare_with
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.main = self.rank == 0
-        cuda = dist.get_backend() == "nccl"
-        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        self.memory_before = peak_memory(self.device)
-        self.folder = Path(training.output_dir)
-        self.checkpoints = CheckpointManager(self.folder, training.save_total_limit)
-        check_trackers(training.report_to)
-        # As far as one rank can tell alone; together they look again when the model is there.
-        for name in (moe.transport, compare_with or "auto"):
-            check_transport(name, None)
-        resume = checkpoint_to_resume(training.resume_from_checkpoint, self.folder, self.checkpoints)
-
-        self.tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
-        self.corpus = prepare(
-            config.data, self.tokenizer, build=int(os.environ.get("LOCAL_RANK", "0")) == 0, barrier=dist.barrier
-        )
-        source = model_source(config, self.tokenizer)
-        blueprint = meta_model(source)
-        # Not the sharded model's class, which FSDP renames.
-        self.architecture = type(blueprint).__name__
-        counts = expert_counts(blueprint)
-        self.degrees = config.parallelism.resolve(self.world, min(counts.values()))
-        self.bf16 = cuda if training.bf16 is None else training.bf16
-        dp_rank = self.rank // self.degrees.tp_size
-        share = {"sequence_length": config.data.sequence_length, "dp_rank": dp_rank, "dp_size": self.degrees.dp_size}
-        self.loader = TrainLoader(
-            self.corpus.train,
-            fingerprint=self.corpus.fingerprint,
-            batch_size=training.per_device_train_batch_size,
-            accumulation=training.gradient_accumulation_steps,
-            seed=training.seed,
-            **share,
-        )
-        self.eval_loader = EvalLoader(
-            self.corpus.eval,
-            batch_size=training.per_device_eval_batch_size,
-            max_sequences=config.data.eval_max_sequences,
-            pad_id=self.tokenizer.eos_id,
-            **share,
-        )
-
-        self.model = build_model(
-            source,
-            distributed_config=distributed_config(self.degrees, self.bf16),
-            dtype=getattr(torch, config.model.dtype or "float32"),
-            seed=training.seed,
-            attn_implementation=config.model.attn_implementation,
-            experts_implementation=config.model.experts_implementation,
-        )
-        install(self.model)
-        if training.gradient_checkpointing:
-            keep = {"context_fn": keep_rides} if training.checkpoint_rides == "keep" else {}
-            self.model.gradient_checkpointing_enable({"use_reentrant": False, **keep})
-        saved = read_state(resume)["state"] if resume is not None else {}
-        layouts, self.layout_source = first_layouts(config, rides(self.model), saved)
-        set_layout(self.model, layouts)
-        if moe.router_float32:
-            route_in_float32(self.model)
-        # Before a checkpoint is loaded: similarities are of what the run started from, also when it goes on.
-        self.limits_lossy = limit_routing(self.model, moe.limits(next(iter(rides(self.model).values())).num_ranks))
-        self.limits_lossy += drop_choices(self.model, moe.drops, top_k_of(self.model))
-        if training.freeze == "dense":
-            freeze_dense(self.model)
-        self.options, self.most_tokens = nvlink_options(config, self.degrees), most_tokens(config, self.degrees)
-        set_transport(self.model, moe.transport, options=self.options)
-        self.experts_lossy = set_experts(self.model, moe.experts, recompute=moe.recompute_experts)
-        self.top_k = top_k_of(self.model)
-        self.rides: list[ExpertRides] = list(rides(self.model).values())
-        name_layers(self.model)
-        if (asked := moe.asked_schedule()) is not None:
-            # Before there are buffers: those of chunks are smaller.
-            for own in self.rides:
-                own.set_schedule(asked)
-        for own in self.rides:
-            own.prepare(self.top_k, self.model.config.get_text_config().hidden_size)
-        if compare_with is not None:
-            check_transport(compare_with, self.rides[0].group)
-        measured: dict[str, Any] = {
-            "tokens": -(-training.per_device_train_batch_size * config.data.sequence_length // self.degrees.tp_size),
-            "top_k": self.top_k,
-            "dtype": torch.bfloat16 if self.bf16 else self.model.dtype,
-            "device": self.device,
-            "folders": [resume.parent.parent, self.folder] if resume is not None else [],
-        }
-        self.stages = choose_stages(moe.expert_stages, self.rides, **measured)
-        if self.stages is not None:
-            set_experts(self.model, moe.experts, choices=self.stages.choices, recompute=moe.recompute_experts)
-        hidden = self.model.config.get_text_config().hidden_size
-        self.schedule = choose_schedule(moe.asked_schedule(), self.rides, hidden=hidden, **measured)
-        compute_shared_beside(self.model, self.schedule.schedule.name != "none")
-        for own in self.rides:
-            own.prepare(self.top_k, hidden)
-        self.watchdog = Watchdog(lambda: buffers_of_rides(self.rides))
-        coef = moe.router_aux_loss_coef
-        self.objective = Objective(
-            self.model,
-            top_k=self.top_k,
-            aux_coef=getattr(self.model.config, "router_aux_loss_coef", 0.0) or 0.0 if coef is None else coef,
-            dp_size=self.degrees.dp_size,
-            autocast=torch.bfloat16 if self.bf16 and self.degrees.dp_size == 1 else None,
-            balance_layers=moe.balance == "layer",
-            two_batch=self.schedule.schedule.name == "two-batch",
-            rides_first=rides_first(self.model, moe, self.degrees.fsdp_size),
-        )
-        self.optimizer = make_optimizer(self.model, training)
-        self.metrics = RideMetrics(self.model)
-        # Drop-out and the like differ between ranks with different data, and only between them.
-        torch.manual_seed(training.seed + dp_rank)
-
-        self.step = 0
-        # Both go into checkpoints: a resumed run's summary is of the whole run.
-        self.totals = {"tokens": 0, "bytes_remote": 0, "bytes_remote_alltoall": 0}
-        self.losses: dict[str, float | None] = {"final_loss": None, "first_eval_loss": None, "final_eval_loss": None}
-        if resume is not None:
-            from_logical = None if is_logical(self.model) else partial(physical_order, self.model)
-            state = load(resume, self.model, self.optimizer, from_logical=from_logical)
-            self.step, self.totals, self.losses = state["step"], state["totals"], state["losses"]
-            self.loader.load_state_dict(state["loader"])
-        self.start = self.step
-        self.last_step = min(training.max_steps, training.stop_at_step or training.max_steps)
-        if self.step >= self.last_step:
-            raise ValueError(
-                f"{resume} is at step {self.step} already, and this run ends at step {self.last_step}: nothing to do; "
-                "raise training.max_steps (or training.stop_at_step) to go on"
-            )
-
-        self.placement = Placement(
-            config,
-            self.model,
-            self.optimizer,
-            facts_of(self),
-            self.folder,
-            lambda text: self.display.say(text),
-            lambda *args, **fields: self.recorder.write(*args, **fields),
-            saved,
-            resume,
-        )
-        self.size = model_size(self.model, counts, self.top_k)
-        self.flops = flops_per_token(self.size, config.data.sequence_length)
-        self.peak, self.peak_source = peak_flops(self.device, training.peak_flops)
-        self.step_records: list[dict[str, Any]] = []
-
-        if self.main:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        dist.barrier()
-        settings = config.model_dump(mode="json")
-        self.recorder = Recorder(self.folder, self.main, training.report_to, settings, training.max_steps)
-        self.display = Display(self.main, training.max_steps, self.step)
-        self.info = write_run(self, command, resume)
-        say_hello(self, resume)
-        self.watchdog.start()
+class _Run(Setup):
+    """The steps of a run."""
 
     # -- the loop ---------------------------------------------------------------------------------------------
 

@@ -257,6 +257,22 @@ class Transport(Protocol):
         ...
 
 
+class PartsAlone:
+    """`plan_parts` of a transport where the parts of a ride share nothing."""
+
+    plan: Callable[[torch.Tensor, torch.Tensor, Traffic], Any]
+
+    def plan_parts(
+        self,
+        slot_C: Sequence[torch.Tensor],
+        weight_C: Sequence[torch.Tensor],
+        traffic: Traffic,
+        together: tuple[int, int] = (1, 1),
+    ) -> list[Any]:
+        """See `Transport.plan_parts`."""
+        return [self.plan(slot_TK, weight_TK, traffic) for slot_TK, weight_TK in zip(slot_C, weight_C, strict=True)]
+
+
 def parts_of(transport: Transport) -> int:
     """In how many parts rows ride, so that computing may start on those that are there (`carpool.schedule.tiles`); 0:
     not in parts, as with all transports that have no kernels for it."""

@@ -13,7 +13,6 @@ when K is larger than W, which is why MegaScale-MoE (arXiv 2505.11432, section 4
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +23,7 @@ from carpool.memory.arena import Arena, Rows
 from carpool.numbered import Numbered
 from carpool.ordered_sum import ordered_sum
 from carpool.stats import Traffic
-from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Arrivals, Pending, Route
+from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Arrivals, PartsAlone, Pending, Route
 
 COUNT_BYTES = 8
 
@@ -36,7 +35,7 @@ class GatherRoute(Route):
     weight_RK: torch.Tensor
 
 
-class Gather(Numbered):
+class Gather(PartsAlone, Numbered):
     """All rows to all ranks; J = K. Arguments as for `ExchangeTransport`."""
 
     name = "gather"
@@ -77,15 +76,6 @@ class Gather(Numbered):
             slot_RK=torch.where(mine_RK, slot_RK % self.slots_per_rank, -1).int(),
             weight_RK=weight_RK.masked_fill(~mine_RK, 0.0),
         )
-
-    def plan_parts(
-        self,
-        slot_C: Sequence[torch.Tensor],
-        weight_C: Sequence[torch.Tensor],
-        traffic: Traffic,
-        together: tuple[int, int] = (1, 1),
-    ) -> list[GatherRoute]:
-        return [self.plan(slot_TK, weight_TK, traffic) for slot_TK, weight_TK in zip(slot_C, weight_C, strict=True)]
 
     def dispatch(self, x_TH: torch.Tensor, route: GatherRoute) -> Pending:
         x_RH = self._gather(F.pad(x_TH, (0, 0, 0, route.padded_tokens - route.num_tokens)))

@@ -31,6 +31,7 @@ from carpool.stats import Traffic
 from carpool.transport.nvlink import NVLink, NVLinkOptions, RankMissingError
 from tests.gpu.nvlink_rides import Mismatches, Ride, Shape, gradient_rows, rows_of, scale_rows, scaled
 from tests.gpu.nvlink_stress import Cases, from_rank_0, stress, world
+from tests.gpu.ranks import run_mode
 
 FP8_GROUP = 128  # columns that share a scale
 
@@ -299,21 +300,5 @@ MODES: dict[str, Callable[..., tuple[bool, str]]] = {
 }
 
 
-def main() -> None:
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    mode, *arguments = sys.argv[1:]
-    right, text = MODES[mode](*arguments)
-    wrong = torch.tensor([0 if right else 1], device=device)
-    dist.all_reduce(wrong)
-    if not right:
-        print(f"rank {dist.get_rank()}: {text}", flush=True)
-    if dist.get_rank() == 0:
-        print(f"{mode}: {text}, {'ok' if not wrong.item() else f'WRONG on {wrong.item()} ranks'}", flush=True)
-    dist.destroy_process_group()
-    sys.exit(1 if wrong.item() else 0)
-
-
 if __name__ == "__main__":
-    main()
+    run_mode(MODES)

@@ -12,9 +12,7 @@ Rank 0 prints one line, `MODE: ...`, with "ok" if all ranks found everything rig
 
 from __future__ import annotations
 
-import os
 import random
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +28,7 @@ from carpool.schedule import Schedule
 from carpool.stats import LayerStats
 from carpool.transport.nvlink import NVLink, NVLinkOptions, RankMissingError
 from tests.gpu.nvlink_stress import world
+from tests.gpu.ranks import run_mode
 
 PARTS = (1, 2, 3, 8)  # kernels are compiled for each
 TOKENS, HIDDEN, INNER, SLOTS, TOP_K = 700, 512, 264, 6, 4
@@ -167,21 +166,5 @@ def missing() -> tuple[bool, str]:
 MODES: dict[str, Callable[..., tuple[bool, str]]] = {fn.__name__: fn for fn in (equal, slow, sync, missing)}
 
 
-def main() -> None:
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    mode, *arguments = sys.argv[1:]
-    right, text = MODES[mode](*arguments)
-    wrong = torch.tensor([0 if right else 1], device=device)
-    dist.all_reduce(wrong)
-    if not right:
-        print(f"rank {dist.get_rank()}: {text}", flush=True)
-    if dist.get_rank() == 0:
-        print(f"{mode}: {text}, {'ok' if not wrong.item() else f'WRONG on {wrong.item()} ranks'}", flush=True)
-    dist.destroy_process_group()
-    sys.exit(1 if wrong.item() else 0)
-
-
 if __name__ == "__main__":
-    main()
+    run_mode(MODES)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +10,7 @@ from carpool.memory.arena import Arena, Rows
 from carpool.numbered import Numbered
 from carpool.stats import Traffic
 from carpool.transport import Arrivals, Pending, Route
+from carpool.transport.base import PartsAlone
 
 
 @dataclass(kw_only=True)
@@ -19,7 +19,7 @@ class HomeRoute(Route):
     weight_TK: torch.Tensor
 
 
-class Home(Numbered):
+class Home(PartsAlone, Numbered):
     """Every slot is on this rank, and every token chooses K of them. The host never waits."""
 
     name = "home"
@@ -39,15 +39,6 @@ class Home(Numbered):
             slot_TK=slot_TK,
             weight_TK=weight_TK,
         )
-
-    def plan_parts(
-        self,
-        slot_C: Sequence[torch.Tensor],
-        weight_C: Sequence[torch.Tensor],
-        traffic: Traffic,
-        together: tuple[int, int] = (1, 1),
-    ) -> list[HomeRoute]:
-        return [self.plan(slot_TK, weight_TK, traffic) for slot_TK, weight_TK in zip(slot_C, weight_C, strict=True)]
 
     def dispatch(self, x_TH: torch.Tensor, route: HomeRoute) -> Pending:
         arrivals = Arrivals(x_TH, route.slot_TK, route.weight_TK, route.num_pairs, sums_unwanted=False)

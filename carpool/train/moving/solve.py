@@ -32,7 +32,7 @@ from carpool.train.moving.cost import Array, Facts, aligned, foretell, outlook
 from carpool.train.schema_moe import PlacementSection
 
 if TYPE_CHECKING:
-    from carpool.train.loop import _Run
+    from carpool.train.setup import Setup
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def _candidates(question: Question, learn: LayerTrace, load_E: Array) -> Iterato
             yield aligned(found, current, facts.num_nodes)
 
 
-def facts_of(run: _Run) -> Facts:
+def facts_of(run: Setup) -> Facts:
     """Of a run whose model is there."""
     layer, text, training = run.rides[0], run.model.config.get_text_config(), run.config.training
     elements = sum(math.prod(parameter.shape[1:]) for parameter in layer.experts.parameters())

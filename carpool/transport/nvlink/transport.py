@@ -20,7 +20,6 @@ Needs CUDA, Triton, and ranks of one host whose GPUs reach each other's memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -29,7 +28,7 @@ import torch.distributed as dist
 from carpool.memory.arena import Arena, Rows
 from carpool.numbered import Numbered
 from carpool.stats import Traffic
-from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Arrivals, Pending, Ready
+from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Arrivals, PartsAlone, Pending, Ready
 from carpool.transport.nvlink.buffers import MAX_CTAS, OWNERS, VERBS, Awaited, Buffers, buffers_of
 from carpool.transport.nvlink.options import NVLinkOptions
 from carpool.transport.nvlink.route import NVLinkRoute
@@ -41,7 +40,7 @@ MAX_RANKS = 63  # one bit each in the plan
 PART_TOKENS = 16  # parts are multiples of it, so that ranges of tokens begin where the kernels like it
 
 
-class NVLink(VerbRunner, Numbered):
+class NVLink(VerbRunner, PartsAlone, Numbered):
     """See the module's docstring; J = K.
 
     Args:
@@ -129,15 +128,6 @@ class NVLink(VerbRunner, Numbered):
             part_length=length,
             begins_NW=begins_NW if parts else None,
         )
-
-    def plan_parts(
-        self,
-        slot_C: Sequence[torch.Tensor],
-        weight_C: Sequence[torch.Tensor],
-        traffic: Traffic,
-        together: tuple[int, int] = (1, 1),
-    ) -> list[NVLinkRoute]:
-        return [self.plan(slot_TK, weight_TK, traffic) for slot_TK, weight_TK in zip(slot_C, weight_C, strict=True)]
 
     def dispatch(self, x_TH: torch.Tensor, route: NVLinkRoute) -> Pending:
         slot_RJ = route.slot_TK.new_empty(route.num_rows, route.top_k)
