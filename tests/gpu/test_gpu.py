@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation, reference_experts
 from carpool.ordered_sum import ordered_sum
 from carpool.transport import Arrivals
+from tests.gpu.ranks import needs, torchrun
 
 pytestmark = pytest.mark.gpu
 
@@ -50,10 +47,8 @@ def test_grouped_experts_against_the_reference(dtype: torch.dtype, hidden: int) 
     assert error < (1e-5 if dtype == torch.float32 else 2e-2)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs 4 GPUs")
+@needs(4)
+@pytest.mark.timeout(560)
 def test_parity_matrix_over_nccl() -> None:
-    root = Path(__file__).resolve().parents[2]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "4", "-m", "tests.gpu.worker"]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
-    assert " 0 differ from the reference, 0 differ between two runs" in done.stdout
+    out = torchrun(4, "tests.gpu.worker", seconds=520)
+    assert " 0 differ from the reference, 0 differ between two runs" in out

@@ -1,20 +1,16 @@
-"""On two GPUs: a run that moves experts, stopped and resumed, against one that never stopped, bit by bit."""
+"""Two ranks on GPUs: a run that moves experts, stopped and resumed, against one that never stopped, bit by bit."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs"),
-]
+from tests.gpu.ranks import needs, torchrun
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(560), needs(2)]
 STOP, STEPS = 9, 16
 SETTINGS = [
     "training.full_determinism=true", f"training.max_steps={STEPS}", f"training.save_steps={STOP}",
@@ -25,9 +21,8 @@ SETTINGS = [
 
 
 def train(output: Path, *overrides: str) -> None:
-    command = [sys.executable, "-m", "carpool.cli", "train", *SETTINGS, f"training.output_dir={output}", *overrides]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    arguments = ["train", *SETTINGS, f"training.output_dir={output}", *overrides]
+    torchrun(2, "carpool.cli", *arguments, seconds=240)
 
 
 def told(output: Path) -> tuple[dict[int, tuple[float, float]], list[dict[str, Any]], Any]:

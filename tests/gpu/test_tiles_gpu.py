@@ -1,10 +1,10 @@
-"""Rides in tiles on real GPUs: tests/gpu/tiles_worker.py on every one of them, up to four."""
+"""Rides in tiles on real GPUs: tests/gpu/tiles_worker.py on every one of them, up to four, or four on one."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.gpu.test_nvlink_gpu import RANKS, needs, torchrun
+from tests.gpu.ranks import RANKS, SHARED, needs, torchrun
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(560)]
 
@@ -18,7 +18,8 @@ def check(mode: str, *arguments: str, ranks: int = RANKS, seconds: int = 400) ->
 
 @needs(2)
 def test_rides_in_tiles_are_the_plain_ones_bit_by_bit() -> None:
-    assert f"400 rides on {RANKS} ranks" in check("equal", "400")
+    rides = 100 if SHARED else 400
+    assert f"{rides} rides on {RANKS} ranks" in check("equal", str(rides))
 
 
 @needs(1)
@@ -28,7 +29,7 @@ def test_one_rank_bit_by_bit() -> None:
 
 @needs(2)
 def test_a_slow_rank_is_waited_for() -> None:
-    check("slow", "100")
+    check("slow", "40" if SHARED else "100")
 
 
 @needs(2)
