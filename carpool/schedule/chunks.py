@@ -107,7 +107,8 @@ def depart(
 def _ask(departed: Departed, part: int, transport: Transport) -> None:
     """Ask for the dispatch of a part's chunk, and for the one that is to be under way beside its experts."""
     begin = part - part % departed.together
-    for other in range(begin, min(begin + 2 * departed.together, len(departed.routes))):
+    # From this part on: those before it in its chunk have come already.
+    for other in range(part, min(begin + 2 * departed.together, len(departed.routes))):
         if other not in departed.coming:
             with departed.span.named("dispatch", other):
                 departed.coming[other] = transport.dispatch(departed.x_C[other], departed.routes[other])
