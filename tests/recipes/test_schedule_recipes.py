@@ -53,6 +53,7 @@ class Seen:
         bytes: sent, by verb.
         chosen: expert_TK of the last forward.
         products: grouped matrix products.
+        messages: all-to-alls of PyTorch's.
         options: of `nvlink` under this schedule.
     """
 
@@ -62,6 +63,7 @@ class Seen:
     chosen: list[list[int]]
     aux_loss: float
     products: int
+    messages: int
     options: NVLinkOptions
 
 
@@ -78,15 +80,19 @@ def run(settings: Settings) -> Seen:
         experts=moe.get("experts", "auto"), shared_intermediate_size=8,
         router={**router, "aux_loss_coef": moe.get("router_aux_loss_coef") or 0.0},
     )  # fmt: skip
-    order, products = watch(layer), [0]
+    order, products, messages = watch(layer), [0], [0]
     x = torch.randn(2, TOKENS, HIDDEN)
-    grouped = carpool.experts.stages.grouped_mm
+    grouped, send = carpool.experts.stages.grouped_mm, dist.all_to_all_single
+
+    def sending(*args: Any, **kwargs: Any) -> Any:
+        messages[0] += 1
+        return send(*args, **kwargs)
 
     def counting(*args: Any) -> torch.Tensor:
         products[0] += 1
         return grouped(*args)
 
-    carpool.experts.stages.grouped_mm = counting
+    carpool.experts.stages.grouped_mm, dist.all_to_all_single = counting, sending
     try:
         losses: list[Callable[[], torch.Tensor]] = [
             lambda part=part: layer(part).square().sum() + layer.aux_loss for part in x
@@ -97,13 +103,13 @@ def run(settings: Settings) -> Seen:
             for loss in losses:
                 loss().backward()
     finally:
-        carpool.experts.stages.grouped_mm = grouped
+        carpool.experts.stages.grouped_mm, dist.all_to_all_single = grouped, send
     stats, sent = layer.stats(), layer.stats_counter.traffic.bytes
     options = NVLinkOptions(max_tokens=TOKENS, **settings.get("nvlink", {}))
     assert layer.routing is not None
     return Seen(
         order, {verb: sum(sent[verb]) for verb in COUNTED}, stats.dropped, layer.routing.expert_TK.tolist(),
-        float(layer.aux_loss), products[0], schedule.options(options),
+        float(layer.aux_loss), products[0], messages[0], schedule.options(options),
     )  # fmt: skip
 
 
@@ -161,8 +167,8 @@ OTHER: Mapping[str, tuple[str, str, Any, str]] = {
     "schedule:chunks": ("moe", "schedule", "none", "options"),
     "schedule:two-batch": ("moe", "schedule", "none", "order"),
     "schedule:tiles": ("moe", "schedule", "none", "order"),
-    "chunks:several": ("moe", "chunks", 1, "order"),
-    "chunks:backward": ("moe", "backward_chunks", 1, "order"),
+    "chunks:several": ("moe", "chunks", 1, "messages"),
+    "chunks:backward": ("moe", "backward_chunks", 1, "messages"),
     "split:multiprocessors": ("nvlink", "dispatch_ctas", 8, "options"),
     "top-k:1": ("model", "num_experts_per_tok", 3, "bytes"),
     "top-k:2": ("model", "num_experts_per_tok", 1, "bytes"),
