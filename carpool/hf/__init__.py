@@ -9,15 +9,18 @@ Everything else of the script stays as it is. "carpool" picks the transport ("au
 `set_transport(model, "nvlink", max_tokens=...)` takes the fastest; it has to know the most tokens that a rank will
 have, so "auto" picks it only where that was said. `set_experts` says how experts are computed and what they keep,
 `rides(model)` gives each MoE layer's counters, `CarpoolCallback` puts them into a Trainer's logs, `set_layout` moves
-experts, and `set_schedule` says what runs beside what. `TraceRecorder` samples which experts tokens choose;
-`limit_routing` limits them to few ranks, and `drop_choices` drops those beyond a capacity, which is lossy.
+experts, `set_schedule` says what runs beside what, `compile_layers` compiles what is between rides. `TraceRecorder`
+samples which experts tokens choose; `limit_routing` limits them to few ranks, and `drop_choices` drops those beyond a
+capacity, which is lossy.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from carpool.hf.adapters import synchronize_adapters
 from carpool.hf.balance import balance_loss
-from carpool.hf.callback import CarpoolCallback
+from carpool.hf.compiled import compile_layers
 from carpool.hf.drops import drop_choices, route_in_float32
 from carpool.hf.expert_parallel import (
     CarpoolEP,
@@ -35,12 +38,16 @@ from carpool.hf.limit import limit_routing
 from carpool.hf.shared import set_schedule
 from carpool.hf.trace import TraceRecorder
 
+if TYPE_CHECKING:
+    from carpool.hf.callback import CarpoolCallback
+
 __all__ = [
     "CarpoolCallback",
     "CarpoolEP",
     "ExpertRides",
     "TraceRecorder",
     "balance_loss",
+    "compile_layers",
     "drop_choices",
     "freeze_dense",
     "install",
@@ -54,5 +61,15 @@ __all__ = [
     "synchronize_adapters",
     "transport",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # Importing transformers' Trainer takes as long as all the rest.
+    if name == "CarpoolCallback":
+        from carpool.hf.callback import CarpoolCallback
+
+        return CarpoolCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 register()

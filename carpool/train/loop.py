@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
+from carpool.hf.compiled import eagerly
 from carpool.hf.expert_parallel import buffers_of_rides
 from carpool.hf.layouts import is_logical, logical_order, slots_kept
 from carpool.hf.metrics import RideRecord
@@ -136,7 +137,7 @@ class _Run(Setup):
             self.losses["final_eval_loss"] = loss
             self.display.say(f"step {self.step}: held-out loss {loss:.4f} over {tokens:,} tokens")
         if training.sample_prompt is not None:
-            with self.objective.cast(self.device):
+            with eagerly(), self.objective.cast(self.device):
                 text = sample(
                     self.model,
                     self.tokenizer,
@@ -297,7 +298,8 @@ class _Run(Setup):
             for batch in batches:
                 self.objective.forward(batch)
 
-        where = explain(self.model, forward)
+        with eagerly():
+            where = explain(self.model, forward)
         latest = self.checkpoints.latest()
         good = f"the last good checkpoint is {latest}" if latest else "there is no checkpoint yet"
         raise NonFiniteError(

@@ -192,6 +192,12 @@ class TrainingSection(Section):
         description="With gradient_checkpointing, keep: rows do not travel and experts do not compute again, what they "
         "keep stays (moe.recompute_experts: the rows alone). repeat: they do, and nothing of them is kept.",
     )
+    torch_compile: bool = Field(
+        default=False,
+        description="Compile each decoder layer (torch.compile): takes a minute at the start, then steps are shorter, "
+        "most where the GPU waits for the host.",
+    )
+    torch_compile_backend: str = Field(default="inductor", description="Of torch.compile.")
     seed: int = Field(
         default=0, ge=0, lt=2**63, description="Seed of the initial weights and of the order of the data."
     )
@@ -356,6 +362,15 @@ class Config(Section):
     placement: PlacementSection = Field(
         default_factory=PlacementSection, description="Where experts live while the run goes on. Off by default."
     )
+
+    @model_validator(mode="after")
+    def _delays_something(self) -> Self:
+        if self.training.torch_compile and self.moe.delay_dense:
+            raise ValueError(
+                "moe.delay_dense puts off weight gradients of layers that run eagerly, and training.torch_compile "
+                "compiles them all: leave one of them out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _is_placed(self) -> Self:

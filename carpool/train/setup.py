@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from carpool.hf import install, rides, set_experts, set_transport
 from carpool.hf.build import build_model
+from carpool.hf.compiled import check_backend, compile_layers
 from carpool.hf.drops import drop_choices, route_in_float32
 from carpool.hf.expert_parallel import ExpertRides, buffers_of_rides
 from carpool.hf.freeze import freeze_dense
@@ -96,6 +97,8 @@ class Setup:
         self.folder = Path(training.output_dir)
         self.checkpoints = CheckpointManager(self.folder, training.save_total_limit)
         check_trackers(training.report_to)
+        if training.torch_compile:
+            check_backend(training.torch_compile_backend)
         # As far as one rank can tell alone; together they look again when the model is there.
         for name in (moe.transport, self.compare_with or "auto"):
             check_transport(name, None)
@@ -198,6 +201,8 @@ class Setup:
         compute_shared_beside(self.model, self.schedule.schedule.name != "none")
         for own in self.rides:
             own.prepare(self.top_k, hidden)
+        if training.torch_compile:
+            compile_layers(self.model, training.torch_compile_backend)
         self.watchdog = Watchdog(lambda: buffers_of_rides(self.rides))
 
     def _set_objective(self) -> None:

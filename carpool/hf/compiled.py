@@ -1,0 +1,66 @@
+"""A model's decoder layers under `torch.compile`: what is between two rides becomes few kernels, and few launches.
+
+    compile_layers(model)              each layer's forward; rides stay what they are (carpool/ride_operator.py)
+    with eagerly(): ...                inside, layers run as if nobody had compiled them
+
+Layers of one kind share their graphs, of which each makes one for training, one for evaluation, and one more when sizes
+change; so a model takes as long to compile as one layer does. What grows with each call, like the prefix of a text that
+is sampled, or looks into layers by hooks, runs eagerly.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+from torch import nn
+
+from carpool.hf.expert_parallel import rides
+
+
+def compile_layers(model: nn.Module, backend: str = "inductor") -> int:
+    """Compile the forward of each decoder layer, those without experts too.
+
+    Args:
+        model: its transport, experts and schedule have been chosen; they may change later, which compiles anew.
+        backend: of `torch.compile`.
+
+    Returns:
+        How many layers there are.
+
+    Raises:
+        ValueError: a backend that this PyTorch does not have, or layers that cannot be found.
+    """
+    check_backend(backend)
+    layers = decoder_layers(model)
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, backend=backend)
+    return len(layers)
+
+
+def check_backend(name: str) -> None:
+    """Raise ValueError if `torch.compile` does not know this backend."""
+    if name not in torch.compiler.list_backends(()):
+        usual = ", ".join(torch.compiler.list_backends())
+        raise ValueError(f"torch.compile has no backend {name!r} here; those for users are {usual}")
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The members of every `ModuleList` that has layers with experts.
+
+    Raises:
+        ValueError: experts that are in no list."""
+    lists: dict[str, nn.Module] = {}
+    for name in rides(model):
+        parts = name.split(".")
+        number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+        if number is None:
+            raise ValueError(f"the experts {name!r} are in no list of layers, so there is no layer to compile")
+        lists[".".join(parts[:number])] = model.get_submodule(".".join(parts[:number]))
+    return [layer for one in lists.values() for layer in one.children()]
+
+
+def eagerly() -> AbstractContextManager[object]:
+    """Inside, what was compiled runs as it was written."""
+    stance: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return stance

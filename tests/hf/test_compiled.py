@@ -1,0 +1,59 @@
+"""`compile_layers`: the same losses and gradients, layers that are found, errors that say what is wrong."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import carpool.hf
+from carpool.hf.compiled import compile_layers, decoder_layers, eagerly
+
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "vocab_size": 64, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def make(kind: str, **more: object) -> nn.Module:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **more))
+    carpool.hf.install(model)
+    return model
+
+
+def answer(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model.zero_grad(set_to_none=True)
+    tokens = torch.arange(24).reshape(2, 12) % 64
+    loss = model(input_ids=tokens, labels=tokens, use_cache=False, output_router_logits=True).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_compiled_layers_give_the_same_loss_and_gradients() -> None:
+    model = make("olmoe", num_experts=4, num_experts_per_tok=2)
+    loss, gradients = answer(model)
+    assert compile_layers(model, "aot_eager") == 3
+    compiled, ours = answer(model)
+    torch.testing.assert_close(compiled, loss, rtol=1e-6, atol=0.0)
+    assert ours.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-7, msg=name)
+    with eagerly():
+        again, theirs = answer(model)
+    assert torch.equal(again, loss) and all(torch.equal(theirs[name], g) for name, g in gradients.items())
+
+
+def test_layers_without_experts_are_compiled_too() -> None:
+    model = make("qwen2_moe", num_experts=4, num_experts_per_tok=2, mlp_only_layers=[0], moe_intermediate_size=16)
+    assert len(carpool.hf.rides(model)) == 2
+    assert decoder_layers(model) == list(model.model.layers)
+
+
+def test_what_cannot_be_compiled() -> None:
+    model = make("olmoe", num_experts=4, num_experts_per_tok=2)
+    with pytest.raises(ValueError, match=r"no backend 'inductr' here; those for users are .*inductor"):
+        compile_layers(model, "inductr")
+    with pytest.raises(ValueError, match="in no list of layers"):
+        compile_layers(model.model.layers[0])
