@@ -104,10 +104,10 @@ class MoeSection(Section):
     priority: bool = Field(
         default=False,
         description="FSDP's reductions of gradients keep off the links while rides of the backward need them: they "
-        "begin when a ride has brought its gradients, and in pieces of moe.piece_mib.",
+        "begin when a ride has brought its gradients; with moe.piece_mib also in pieces.",
     )
     piece_mib: float | None = Field(
-        default=8.0,
+        default=None,
         ge=1 / 1024,
         description="priority: MiB of gradients that are reduced at once, between two looks at whether a ride is under "
         "way. On GPUs the order of sums may depend on it: equal to rounding. none: uncut, the same bits as without.",
