@@ -187,11 +187,16 @@ class _Ride(torch.autograd.Function):
         needs_dweights = any(ctx.needs_input_grad[9:])
         arrive, dweights = ride_backward(dy_TH, weights, kept, transport, experts, stats, needs_dweights)
         dx_TH = dweight_TK = None
-        if ctx.trip is not None and ctx.trip.apart:
+        if ctx.trip is not None and ctx.trip.apart and _reaches(ctx.next_functions[:2]):
             ctx.trip.arrive = arrive
         else:
             dx_TH, dweight_TK = arrive()
         return dx_TH, dweight_TK, None, None, None, None, None, None, None, *(dweights or (None,) * 4)
+
+
+def _reaches(functions: Any) -> bool:
+    """Whether this backward goes on to one of these nodes: not where `torch.autograd.grad` wants weights alone."""
+    return any(torch._C._will_engine_execute_node(node) for node, _ in functions if node is not None)
 
 
 def _save(ctx: Any, what: tuple[Any, ...]) -> None:

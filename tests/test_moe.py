@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import carpool
 from carpool import ExpertLayout, Routing
+from carpool.beside import Beside
 from carpool.experts import Choices, GroupedExperts
 from carpool.memory.recompute import KeptRides
 from carpool.moe import gather_homes
@@ -132,6 +133,27 @@ def test_frozen_parts_change_nothing_for_the_others(frozen: str) -> None:
     assert any(g is None for g in partial.values()) and any(g is not None for g in partial.values())
     for name, gradient in partial.items():
         assert gradient is None or torch.equal(gradient, whole[name]), name
+
+
+@pytest.mark.parametrize("wanted", ["experts", "x", "all"])
+def test_a_ride_comes_to_its_end_whatever_gradients_are_wanted(wanted: str) -> None:
+    """Something computes beside it, so the end of its backward is a node of its own, which autograd may leave out."""
+
+    class Told(Beside):
+        ended = 0
+
+        def links_free(self) -> None:
+            self.ended += 1
+
+    torch.manual_seed(0)
+    moe = carpool.MoE(H, F, EXPERTS, K, shared_intermediate_size=8, schedule=carpool.Schedule("chunks", 2))
+    x = torch.randn(6, H, requires_grad=True)
+    leaves = {"experts": list(moe.expert_parameters()), "x": [x], "all": [x, *moe.parameters()]}
+    everything = dict(zip(leaves["all"], torch.autograd.grad(moe(x).square().sum(), leaves["all"]), strict=True))
+    moe.stats_counter.beside = Told()
+    for gradient, leaf in zip(torch.autograd.grad(moe(x).square().sum(), leaves[wanted]), leaves[wanted], strict=True):
+        assert torch.equal(gradient, everything[leaf])
+    assert moe.stats_counter.beside.ended == 1
 
 
 @pytest.mark.parametrize("experts", ["grouped", "reference"])
