@@ -1,4 +1,4 @@
-# make demo | test | lint | format | clean. Each makes the virtual environment first if it is missing or out of date.
+# make demo | test | test-all | lint | format | clean. Each makes the virtual environment first if it is missing or out of date.
 # Another interpreter: make test PYTHON=python3.12
 
 PYTHON ?= python3
@@ -9,11 +9,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.carpool-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint format install clean
+.PHONY: help demo test test-all lint format install clean
 
 help:
 	@echo "make demo    train a small MoE on 4 CPU ranks and write its report (nothing is downloaded for it)"
 	@echo "make test    run the tests"
+	@echo "make test-all  and more of the kinds that take long: every architecture, every mesh"
 	@echo "make lint    check style, formatting and types"
 	@echo "make format  fix style and formatting"
 	@echo "make install make the environment, as those above do if it is missing"
@@ -29,8 +30,10 @@ demo: $(STAMP)
 
 # Two workers keep two cores busy; each takes whole files, and has four ranks of its own. One thread for each process,
 # or they fight for the cores. What is compiled is kept, for the dozens of processes that the tests start.
-test: $(STAMP)
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+test: MARKED := -m 'not slow'
+test test-all: $(STAMP)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile \
+	  --no-loadscope-reorder $(MARKED)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -27,6 +27,12 @@ WHAT_TO_DO = (
 RANKS_IMPORT = ["tests.hf.every_class"]
 # One of each structure of experts, for the meshes beside ep_size = 4.
 STRUCTURES = ["olmoe", "gpt_oss", "nemotron_h", "muse_spark", "step3p7"]
+# And those that most people train; the others are slow.
+QUICK = [*STRUCTURES, "deepseek_v3", "gemma4", "glm4_moe", "kimi_linear", "mixtral", "qwen2_moe", "qwen3_moe"]
+FOLDERS = [
+    pytest.param(folder, marks=[] if folder in QUICK else pytest.mark.slow)
+    for folder in sorted(discover().keys() - parity.EXCEPTIONS.keys())
+]
 
 
 def _check(outcome: parity.Outcome, folder: str) -> None:
@@ -36,7 +42,7 @@ def _check(outcome: parity.Outcome, folder: str) -> None:
     assert outcome.error <= bound, f"{folder}: {outcome}. {WHAT_TO_DO}"
 
 
-@pytest.mark.parametrize("folder", sorted(discover().keys() - parity.EXCEPTIONS.keys()))
+@pytest.mark.parametrize("folder", FOLDERS)
 def test_parity(ranks: Ranks, tmp_path: Path, folder: str) -> None:
     assert discover()[folder].class_name, f"transformers has no class to train for {folder}. {WHAT_TO_DO}"
     outcome = ranks(parity.measure, folder, str(tmp_path), parity.Mesh())[0]
@@ -47,12 +53,14 @@ def test_parity(ranks: Ranks, tmp_path: Path, folder: str) -> None:
         assert not outcome.loading, f"{folder} loads wrong weights: {outcome.loading}. {WHAT_TO_DO}"
 
 
-@pytest.mark.parametrize("folder", STRUCTURES)
+@pytest.mark.parametrize("folder", [pytest.param(f, marks=pytest.mark.slow) if f != "olmoe" else f for f in STRUCTURES])
 def test_parity_with_two_copies_of_the_expert_group(ranks: Ranks, tmp_path: Path, folder: str) -> None:
     _check(ranks(parity.measure, folder, str(tmp_path), parity.Mesh(ep=2))[0], folder)
 
 
-@pytest.mark.parametrize("folder", ["olmoe", "gpt_oss", "step3p7", "gemma4"])
+@pytest.mark.parametrize(
+    "folder", ["olmoe", *(pytest.param(one, marks=pytest.mark.slow) for one in ("gpt_oss", "step3p7", "gemma4"))]
+)
 @pytest.mark.parametrize("mesh", [parity.Mesh(fsdp=2, tp=2, ep=2), parity.Mesh(fsdp=2, tp=2, ep=4)], ids=str)
 def test_parity_with_tensor_parallelism(ranks: Ranks, tmp_path: Path, folder: str, mesh: parity.Mesh) -> None:
     """The ranks of a tensor-parallel group hold the same tokens, which must not be computed twice."""

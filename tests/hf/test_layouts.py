@@ -88,7 +88,14 @@ def _both(path: str, sizes: dict[str, int], broken: bool) -> tuple[float, float,
     return loss_error, weight_error, moved, right
 
 
-@pytest.mark.parametrize("sizes", [EP4, EFSDP, HSDP], ids=["ep4", "ep2 efsdp2", "hsdp"])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param(EP4, id="ep4", marks=pytest.mark.slow),
+        pytest.param(EFSDP, id="ep2 efsdp2"),
+        pytest.param(HSDP, id="hsdp", marks=pytest.mark.slow),
+    ],
+)
 def test_training_goes_on_as_if_nobody_had_moved(ranks: Ranks, tmp_path: Path, sizes: dict[str, int]) -> None:
     """Two layers, another layout for each, then one with replicas for both: AdamW's moments move along."""
     for loss_error, weight_error, moved, right in ranks(_both, str(tmp_path), sizes, False):
@@ -141,8 +148,14 @@ def _kept(path: str, sizes: dict[str, Any]) -> Kept:
     return Kept(equal, *(list(what) for what in zip(*counted, strict=True)), messages)
 
 
-@pytest.mark.parametrize("sizes", [EP4 | {"fsdp_mixed_precision": True}, EFSDP, HSDP],
-                         ids=["ep4 bf16", "ep2 efsdp2", "hsdp"])  # fmt: skip
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param(EP4 | {"fsdp_mixed_precision": True}, id="ep4 bf16"),
+        pytest.param(EFSDP, id="ep2 efsdp2", marks=pytest.mark.slow),
+        pytest.param(HSDP, id="hsdp", marks=pytest.mark.slow),
+    ],
+)
 def test_replicas_are_filled_once_a_step_and_ahead(ranks: Ranks, tmp_path: Path, sizes: dict[str, Any]) -> None:
     """FSDP may have divided a rank's rows: then nothing is ahead, and the log says so once."""
     results = ranks(_kept, str(tmp_path), sizes)

@@ -49,7 +49,7 @@ def _against_without(path: str, folder: str, how: str) -> tuple[int, bool, float
     return len(layers), torch.equal(beside, loss), worst
 
 
-@pytest.mark.parametrize("how", ["", "with reentry", "without", "rides kept"])
+@pytest.mark.parametrize("how", ["", pytest.param("with reentry", marks=pytest.mark.slow), "without", "rides kept"])
 @pytest.mark.parametrize("folder", ["deepseek_v3", "nemotron_h", "qwen2_moe"])
 def test_answers_are_those_of_shared_experts_after_the_ride(
     ranks: Ranks, tmp_path: Path, folder: str, how: str

@@ -125,12 +125,12 @@ def _parity(folder: str, mesh: dict[str, Any], how: str, ways: tuple[str, ...], 
 @pytest.mark.parametrize(
     ("folder", "mesh", "how", "changes"),
     [
-        ("olmoe", {"fsdp": 4, "ep": 4}, "", {}),
+        pytest.param("olmoe", {"fsdp": 4, "ep": 4}, "", {}, marks=pytest.mark.slow),
         # Experts are reduced, too; biases in attention; a mean over replicas.
         ("olmoe", {"fsdp": 4, "ep": 2}, "with reentry", {"attention_bias": True}),
-        ("olmoe", {"fsdp": 2, "ep": 2}, "without reentry", {}),
-        ("olmoe", {"fsdp": 4, "ep": 4}, "chunks", {}),
-        ("olmoe", {"fsdp": 4, "ep": 2, "bf16": True}, "slots kept", {}),
+        pytest.param("olmoe", {"fsdp": 2, "ep": 2}, "without reentry", {}, marks=pytest.mark.slow),
+        pytest.param("olmoe", {"fsdp": 4, "ep": 4}, "chunks", {}, marks=pytest.mark.slow),
+        pytest.param("olmoe", {"fsdp": 4, "ep": 2, "bf16": True}, "slots kept", {}, marks=pytest.mark.slow),
         # A dense layer first, and shared experts beside the others.
         ("deepseek_v3", {"fsdp": 4, "ep": 4}, "", {"first_k_dense_replace": 1}),
     ],

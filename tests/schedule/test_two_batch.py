@@ -211,13 +211,13 @@ BACKWARD = ("dispatch_gradients", "combine_gradients")
 @pytest.mark.parametrize(
     ("folder", "mesh", "transport", "how", "changes"),
     [
-        ("olmoe", {"fsdp": 4, "ep": 4}, "dedup", "no checkpoints", {}),
-        ("olmoe", {"fsdp": 4, "ep": 2}, "alltoall", "with reentry", {}),
-        ("olmoe", {"fsdp": 2, "ep": 2}, "dedup", "without reentry", {}),
+        pytest.param("olmoe", {"fsdp": 4, "ep": 4}, "dedup", "no checkpoints", {}, marks=pytest.mark.slow),
+        pytest.param("olmoe", {"fsdp": 4, "ep": 2}, "alltoall", "with reentry", {}, marks=pytest.mark.slow),
+        pytest.param("olmoe", {"fsdp": 2, "ep": 2}, "dedup", "without reentry", {}, marks=pytest.mark.slow),
         ("olmoe", {"fsdp": 4, "ep": 2}, "alltoall", "rides kept", {}),
         # A dense layer first, and shared experts beside the others.
         ("deepseek_v3", {"fsdp": 4, "ep": 4}, "dedup", "no checkpoints", {"first_k_dense_replace": 1}),
-        ("olmoe", {"fsdp": 4, "ep": 4}, "alltoall", "own forward", {}),
+        pytest.param("olmoe", {"fsdp": 4, "ep": 4}, "alltoall", "own forward", {}, marks=pytest.mark.slow),
         # Filled ahead of their layer, and summed late.
         ("olmoe", {"fsdp": 4, "ep": 4}, "dedup", "replicas", {}),
     ],
@@ -325,7 +325,7 @@ def trained(model: nn.Module, losses: list[Callable[[], torch.Tensor]] | None = 
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("how", ["eager", "checkpointed", "compiled"])
+@pytest.mark.parametrize("how", ["eager", "checkpointed", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_plain_layers_bit_by_bit(how: str) -> None:
     model = Stack(checkpointed=how == "checkpointed", layers=1 if how == "compiled" else 3)
     ours = trained(torch.compile(model, backend="aot_eager", dynamic=True) if how == "compiled" else model)

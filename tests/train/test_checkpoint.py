@@ -159,7 +159,7 @@ def saved(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Any:
 # ------------------------------------------------------------------------------------------------------------ resuming
 
 
-@pytest.mark.parametrize("source", ["ep4", "ep2", "one"])
+@pytest.mark.parametrize("source", ["ep4", pytest.param("ep2", marks=pytest.mark.slow), "one"])
 def test_the_same_ranks_resume_bit_by_bit(ranks: Ranks, saved: Any, source: str) -> None:
     """Losses, weights, moments and random draws; dropout is on, so the generators had to come back."""
     path, results = saved(source)
@@ -172,7 +172,14 @@ def test_the_same_ranks_resume_bit_by_bit(ranks: Ranks, saved: Any, source: str)
 
 
 @pytest.mark.parametrize(
-    ("source", "target"), [("ep4", EP2), ("ep4", HSDP), ("ep2", {"fsdp_size": 4}), ("one", EP4), ("hsdp", EP4)]
+    ("source", "target"),
+    [
+        ("ep4", EP2),
+        ("one", EP4),
+        pytest.param("ep4", HSDP, marks=pytest.mark.slow),
+        pytest.param("ep2", {"fsdp_size": 4}, marks=pytest.mark.slow),
+        pytest.param("hsdp", EP4, marks=pytest.mark.slow),
+    ],
 )
 def test_other_layouts_resume_to_the_same_values(ranks: Ranks, saved: Any, source: str, target: Layout) -> None:
     """And what they train from there is, up to rounding, what one process trains."""

@@ -21,7 +21,7 @@ def follow(name: str, output: str, overrides: list[str]) -> None:
     train(load_config(path_of(name), [*overrides, f"training.output_dir={output}"]), command="test")
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n != "gshard" else n for n in RECIPES])
 def test_training_by_a_recipe_that_drops(ranks: Ranks, text: list[str], tmp_path: Path, name: str) -> None:  # noqa: F811
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     own = ("model.config.num_experts_per_tok", "model.config.router_aux_loss_coef")

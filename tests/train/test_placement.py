@@ -123,6 +123,7 @@ def test_on_other_ranks_it_starts_from_the_configured_layout(
         assert found == pytest.approx(losses(stayed)[step], rel=3e-5), step
 
 
+@pytest.mark.slow
 def test_beside_training_or_inside_it(ranks: Ranks, moved: Path, text: list[str], tmp_path: Path) -> None:
     change = [*PLACED, "placement.replicas=1", "placement.background=true"]
     output = start(ranks, tmp_path / "beside", *text, *change)
