@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
-from carpool.layout import ExpertLayout, assign
-from carpool.layouts import Layouts
-from carpool.memory.recompute import keep_rides
-from carpool.moe import MoE
-from carpool.parallel.gradients import reduce_gradients
-from carpool.routing import Router, Routing
-from carpool.schedule import Schedule
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from carpool.layout import ExpertLayout, assign
+    from carpool.layouts import Layouts
+    from carpool.memory.recompute import keep_rides
+    from carpool.moe import MoE
+    from carpool.parallel.gradients import reduce_gradients
+    from carpool.routing import Router, Routing
+    from carpool.schedule import Schedule
 
 __version__ = "0.1.0"
 
@@ -27,3 +30,29 @@ __all__ = [
     "keep_rides",
     "reduce_gradients",
 ]
+_PLACES = {
+    "ExpertLayout": "layout",
+    "Layouts": "layouts",
+    "MoE": "moe",
+    "Router": "routing",
+    "Routing": "routing",
+    "Schedule": "schedule",
+    "assign": "layout",
+    "keep_rides": "memory.recompute",
+    "reduce_gradients": "parallel.gradients",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # Each when it is asked for: a process that only starts others, or shows a page, needs no PyTorch for it.
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

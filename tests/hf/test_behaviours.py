@@ -181,7 +181,7 @@ def _bf16(path: str, folder: str, how: str) -> dict[str, tuple[float, str]]:
 
 
 @pytest.mark.parametrize("how", ["parameters", "mixed precision", "autocast"])
-@pytest.mark.parametrize("folder", ["olmoe", "gpt_oss"])
+@pytest.mark.parametrize("folder", ["olmoe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_bf16_is_as_exact_as_without_carpool(ranks: Ranks, tmp_path: Path, folder: str, how: str) -> None:
     """bf16 keeps 8 bits, so its errors are about 2^-8 per operation; what counts is that Carpool adds none."""
     for result in ranks(_bf16, str(tmp_path), folder, how):

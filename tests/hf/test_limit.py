@@ -150,7 +150,13 @@ def _measure(folder: str, path: str, mesh: Mesh, options: LimitOptions) -> dict[
     }
 
 
-@pytest.mark.parametrize(("folder", "options", "mesh"), CASES, ids=[f"{f}-{o}-{m}" for f, o, m in CASES])
+@pytest.mark.parametrize(
+    ("folder", "options", "mesh"),
+    [
+        pytest.param(*case, id="-".join(map(str, case)), marks=pytest.mark.slow if number > 3 else [])
+        for number, case in enumerate(CASES)
+    ],
+)
 def test_as_one_process_with_the_same_limit(
     ranks: Ranks, tmp_path: Path, folder: str, options: LimitOptions, mesh: Mesh
 ) -> None:

@@ -126,7 +126,7 @@ def test_a_killed_rank_is_named_and_the_others_stop(tmp_path):
     assert "GLOO_SOCKET_IFNAME" not in os.environ, "the environment is as before"
 
 
-@pytest.mark.parametrize("how", ["bug", "crash"])
+@pytest.mark.parametrize("how", [pytest.param("bug", marks=pytest.mark.slow), "crash"])
 def test_the_error_of_a_rank_is_told_once(tmp_path, how, capfd):
     with pytest.raises(RankFailure) as caught:
         run(config(tmp_path), launch_entries.fail, rank=1, how=how)
