@@ -1,4 +1,5 @@
-# make demo | test | test-all | lint | format | clean. Each makes the virtual environment first if it is missing or out of date.
+# make demo | test | test-all | lint | format | clean. Each makes the virtual environment first if it is missing or out
+# of date.
 # Another interpreter: make test PYTHON=python3.12
 
 PYTHON ?= python3
@@ -14,7 +15,7 @@ STAMP := $(VENV)/.carpool-installed
 help:
 	@echo "make demo    train a small MoE on 4 CPU ranks and write its report (nothing is downloaded for it)"
 	@echo "make test    run the tests"
-	@echo "make test-all  and more of the kinds that take long: every architecture, every mesh"
+	@echo "make test-all, and one more of each kind that takes long: every architecture, every mesh"
 	@echo "make lint    check style, formatting and types"
 	@echo "make format  fix style and formatting"
 	@echo "make install make the environment, as those above do if it is missing"

@@ -34,7 +34,7 @@ from carpool.ride_operator import ride_operator
 from carpool.routing import Routing
 from carpool.schedule import chunks as in_chunks
 from carpool.schedule.chunks import Arrival, Kept
-from carpool.schedule.tiles import Departed, depart, ride_backward, ride_forward, why_not
+from carpool.schedule.tiles import Departed, depart, require, ride_backward, ride_forward
 from carpool.schedule.turns import handover
 from carpool.stats import LayerStats, Meter
 from carpool.transport import Transport
@@ -80,8 +80,8 @@ def ride(
         x_TH = x_TH.to(dtype)
         weights = ExpertWeights._make(None if w is None else w.to(dtype) for w in weights)
         # While nothing is under way.
-        if not compiling and parts_of(transport) and (reason := why_not(transport, experts, weights)):
-            raise ValueError(f"schedule='tiles' cannot be used here: {reason}; use schedule='chunks'")
+        if not compiling and parts_of(transport):
+            require(transport, experts, weights)
         if beside is not None and not compiling and not taken_before():
             trip = _Trip()
             x_TH, weight_TK = _Depart.apply(x_TH, weight_TK, slot_TK, trip, transport, stats, pieces)

@@ -3,9 +3,13 @@
     compile_layers(model)              each layer's forward; rides stay what they are (carpool/ride_operator.py)
     with eagerly(): ...                inside, layers run as if nobody had compiled them
 
-Layers of one kind share their graphs, of which each makes one for training, one for evaluation, and one more when sizes
-change; so a model takes as long to compile as one layer does. What grows with each call, like the prefix of a text that
-is sampled, or looks into layers by hooks, runs eagerly.
+Layers of one kind share their graphs: one for training, one for evaluation, one more when sizes change. But what hangs
+hooks on the inside of a layer cuts its graph there: transformers, once it was asked for router logits, and FSDP on
+experts that it shards by themselves. What is then left of a ride's own preparation (a few operations on choices) is
+compiled for each layer anew, from the ninth on not at all, and PyTorch's log says so: `recompile_limit`. Rides
+themselves are the same everywhere.
+
+What grows with each call, like the prefix of a text that is sampled, or looks into layers by hooks, runs eagerly.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import torch
 from torch import nn
 
 from carpool.hf.expert_parallel import rides
+from carpool.hf.names import list_number
 
 
 def compile_layers(model: nn.Module, backend: str = "inductor") -> int:
@@ -52,11 +57,11 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
         ValueError: experts that are in no list."""
     lists: dict[str, nn.Module] = {}
     for name in rides(model):
-        parts = name.split(".")
-        number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+        number = list_number(name)
         if number is None:
             raise ValueError(f"the experts {name!r} are in no list of layers, so there is no layer to compile")
-        lists[".".join(parts[:number])] = model.get_submodule(".".join(parts[:number]))
+        path = ".".join(name.split(".")[:number])
+        lists[path] = model.get_submodule(path)
     return [layer for one in lists.values() for layer in one.children()]
 
 

@@ -16,11 +16,15 @@ def name_layers(model: nn.Module) -> None:
         own.stats.meter.layer = name
 
 
+def list_number(name: str) -> int | None:
+    """The part of a module's dotted name that is its number in the first list of modules; None: it is in no list."""
+    return next((i for i, part in enumerate(name.split(".")) if part.isdigit()), None)
+
+
 def short_names(names: Sequence[str]) -> list[str]:
     """Of modules: their list and number in it, if that tells them apart."""
     short = []
     for name in names:
-        parts = name.split(".")
-        number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+        parts, number = name.split("."), list_number(name)
         short.append(name if number is None else ".".join(parts[max(0, number - 1) : number + 1]))
     return short if len(set(short)) == len(names) else list(names)

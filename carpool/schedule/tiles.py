@@ -59,6 +59,12 @@ def why_not(transport: Transport, experts: Experts, weights: ExpertWeights) -> s
     return None if not weights.up_SFH.is_cuda else no_signals(transport)
 
 
+def require(transport: Transport, experts: Experts, weights: ExpertWeights) -> None:
+    """Raise ValueError if schedule "tiles" cannot be used with these."""
+    if reason := why_not(transport, experts, weights):
+        raise ValueError(f"schedule='tiles' cannot be used here: {reason}; use schedule='chunks'")
+
+
 def no_signals(transport: Transport) -> str:
     return f"transport {transport.name!r} has no signals by part, only 'nvlink' has"
 
@@ -114,8 +120,7 @@ def ride_forward(
         ValueError: these experts cannot compute on rows that come in parts."""
     if isinstance(departed, in_chunks.Departed):
         return in_chunks.ride_forward(departed, weights, transport, experts, backward)
-    if reason := why_not(transport, experts, weights):
-        raise ValueError(f"schedule='tiles' cannot be used here: {reason}; use schedule='chunks'")
+    require(transport, experts, weights)
     assert isinstance(experts, GroupedExperts)
     x_TH, route, coming, span = departed
     kept: Rows | None = None

@@ -39,7 +39,7 @@ def _agree_why_not(group: dist.ProcessGroup, reason: str | None) -> str | None:
     mine = (reason, socket.gethostname(), index)
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
-    for _, (theirs, _, _) in enumerate(everyone):
+    for theirs, _, _ in everyone:
         if theirs is not None:
             return str(theirs)
     hosts = {host for _, host, _ in everyone}
