@@ -27,13 +27,13 @@ import torch.distributed as dist
 
 from benchmarks.ranks import join_group, write_results
 from carpool.experts import ExpertFunction, ExpertWeights, make_activation, make_experts
+from carpool.kernels.processors import reserved
 from carpool.layout import ExpertLayout, assign
-from carpool.processors import reserved
-from carpool.ride import ride
+from carpool.observe.stats import LayerStats
+from carpool.ride.function import ride
 from carpool.routing import Routing
 from carpool.schedule import Schedule
 from carpool.schedule.cost import Pieces, best_chunks, chunked
-from carpool.stats import LayerStats
 from carpool.transport import NVLinkOptions, Transport, make_transport
 
 CHUNKS = (1, 2, 4, 8)

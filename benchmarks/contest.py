@@ -25,13 +25,13 @@ from carpool.hf.build import build_model
 from carpool.hf.layouts import slots_kept
 from carpool.hf.trace import TraceRecorder
 from carpool.layout import ExpertLayout
-from carpool.layouts import Layouts
+from carpool.layout.layouts import Layouts
 from carpool.parallel.clip import clip_grad_norm
 from carpool.placement.solvers import solve
 from carpool.placement.trace import Trace
-from carpool.train.loader import TrainLoader
-from carpool.train.model import top_k_of
-from carpool.train.step import Batch, Objective
+from carpool.train.data.loader import TrainLoader
+from carpool.train.run.model import top_k_of
+from carpool.train.run.step import Batch, Objective
 from carpool.transport import check_overflow
 
 STRETCH = 256  # neighbouring tokens of a sample, at most

@@ -25,12 +25,12 @@ from carpool.hf import install, set_experts
 from carpool.hf.build import build_model
 from carpool.parallel.clip import clip_grad_norm
 from carpool.train.config import load_config
-from carpool.train.data import prepare
-from carpool.train.loader import EvalLoader, TokenMean, TrainLoader, count_targets
-from carpool.train.model import model_source, top_k_of
-from carpool.train.schema import Config
-from carpool.train.step import Batch, Objective, learning_rate, make_optimizer
-from carpool.train.tokenizer import load_tokenizer
+from carpool.train.config.schema import Config
+from carpool.train.data.corpus import prepare
+from carpool.train.data.loader import EvalLoader, TokenMean, TrainLoader, count_targets
+from carpool.train.data.tokenizer import load_tokenizer
+from carpool.train.run.model import model_source, top_k_of
+from carpool.train.run.step import Batch, Objective, learning_rate, make_optimizer
 
 DEFAULTS = ["training.max_steps=600", "training.per_device_train_batch_size=8", "training.eval_steps=100"]
 

@@ -49,9 +49,9 @@ from carpool.bench.timing import percentile
 from carpool.bench.transport.contenders import why_unavailable
 from carpool.bench.transport.rides import Case, check, forward_and_backward, oracle
 from carpool.bench.transport.settings import Shape
+from carpool.kernels.processors import reserved
 from carpool.layout import ExpertLayout
-from carpool.processors import reserved
-from carpool.stats import Traffic
+from carpool.observe.stats import Traffic
 from carpool.transport import NVLinkOptions, Transport, make_transport
 
 WARMUP = 3

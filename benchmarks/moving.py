@@ -47,7 +47,7 @@ from benchmarks.ranks import join_group, write_results
 from benchmarks.train_traces import EOS, KINDS, say
 from carpool.placement.solvers import SOLVERS
 from carpool.train.config import load_config
-from carpool.train.loop import train
+from carpool.train.run.loop import train
 
 Lines = list[dict[str, Any]]
 RUNS = ("stays", "moves", "moves, replicas", "resumed")

@@ -47,9 +47,9 @@ from carpool.bench.moe.home import Home, HomeRoute
 from carpool.hf import rides
 from carpool.hf.build import build_model, make_config
 from carpool.hf.expert_parallel import buffers_of_rides
+from carpool.observe.stats import Traffic
 from carpool.schedule import Schedule
 from carpool.schedule.two_batch import TwoBatch
-from carpool.stats import Traffic
 from carpool.transport import NVLinkOptions
 
 VOCABULARY = {"vocab_size": 512, "bos_token_id": None, "pad_token_id": None, "eos_token_id": 0}

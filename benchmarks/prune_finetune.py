@@ -37,10 +37,10 @@ from carpool.hf.trace import TraceRecorder
 from carpool.layout import ExpertLayout
 from carpool.placement.solvers import SOLVERS
 from carpool.placement.trace import Trace
-from carpool.routing_limit import LimitOptions, coactivation_similarity
-from carpool.train.loader import TrainLoader
-from carpool.train.schema import TrainingSection
-from carpool.train.step import learning_rate, make_optimizer
+from carpool.routing.limit import LimitOptions, coactivation_similarity
+from carpool.train.config.schema import TrainingSection
+from carpool.train.data.loader import TrainLoader
+from carpool.train.run.step import learning_rate, make_optimizer
 
 CONTENDERS: dict[str, LimitOptions | None] = {
     "unlimited": None,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from carpool.train.environment import environment
+from carpool.train.run.environment import environment
 
 
 def join_group() -> torch.device:

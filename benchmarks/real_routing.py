@@ -55,8 +55,8 @@ from carpool.placement.objective import CostModel
 from carpool.placement.solvers import SOLVERS
 from carpool.placement.volume import VERBS, predict
 from carpool.routing import Routing
-from carpool.train.schema import TrainingSection
-from carpool.train.step import make_optimizer
+from carpool.train.config.schema import TrainingSection
+from carpool.train.run.step import make_optimizer
 
 BALANCED = "balanced"
 CONTENDERS = (

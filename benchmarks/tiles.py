@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from benchmarks.chunks import Layer, slowest, together
 from benchmarks.ranks import join_group, write_results
-from carpool.ride import ride
+from carpool.ride.function import ride
 from carpool.routing import Routing
 from carpool.schedule import Schedule
 from carpool.transport import NVLinkOptions, Transport, make_transport

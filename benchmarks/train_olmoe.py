@@ -33,8 +33,8 @@ from benchmarks.ranks import join_group, write_results
 from carpool.hf import CarpoolEP, rides
 from carpool.hf.build import build_model, experts_modules
 from carpool.hf.expert_parallel import buffers_of_rides
-from carpool.train.environment import environment
-from carpool.train.flops import flops_per_token, model_size, peak_flops
+from carpool.train.run.environment import environment
+from carpool.train.run.flops import flops_per_token, model_size, peak_flops
 from carpool.transport import NVLinkOptions
 
 THEIRS = "transformers all_to_all"

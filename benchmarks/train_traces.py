@@ -40,12 +40,12 @@ from carpool.hf import install, rides
 from carpool.hf.build import build_model, make_config
 from carpool.hf.trace import TraceRecorder
 from carpool.parallel.clip import clip_grad_norm
-from carpool.train.data import Corpus, prepare
-from carpool.train.environment import environment
-from carpool.train.loader import EvalLoader, TokenMean, TrainLoader, count_targets
-from carpool.train.schema import DataSection, TrainingSection
-from carpool.train.step import Batch, Objective, learning_rate, make_optimizer
-from carpool.train.tokenizer import FileTokenizer
+from carpool.train.config.schema import DataSection, TrainingSection
+from carpool.train.data.corpus import Corpus, prepare
+from carpool.train.data.loader import EvalLoader, TokenMean, TrainLoader, count_targets
+from carpool.train.data.tokenizer import FileTokenizer
+from carpool.train.run.environment import environment
+from carpool.train.run.step import Batch, Objective, learning_rate, make_optimizer
 
 EOS = "<|endoftext|>"
 KINDS = ("python", "c", "prose")

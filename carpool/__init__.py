@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from carpool.layout import ExpertLayout, assign
-    from carpool.layouts import Layouts
+    from carpool.layout.layouts import Layouts
     from carpool.memory.recompute import keep_rides
     from carpool.moe import MoE
     from carpool.parallel.gradients import reduce_gradients
@@ -32,7 +32,7 @@ __all__ = [
 ]
 _PLACES = {
     "ExpertLayout": "layout",
-    "Layouts": "layouts",
+    "Layouts": "layout.layouts",
     "MoE": "moe",
     "Router": "routing",
     "Routing": "routing",

@@ -1,9 +1,9 @@
 """A Mixture-of-Experts layer over several ranks. Follow one token through `MoE.forward`:
 
-    routing = router(x)            who serves it: K experts, K weights                      carpool/routing.py
-    slot_TK = assign(...)          which copy of each expert: rank and slot                 carpool/layout.py
+    routing = router(x)            who serves it: K experts, K weights                      carpool/routing/
+    slot_TK = assign(...)          which copy of each expert: rank and slot                 carpool/layout/
     weights = fill_slots(...)      slots take their experts' parameters from the homes      carpool/parallel/slots.py
-    y = ride(...)                  its row goes to each rank that holds any of them, the    carpool/ride.py
+    y = ride(...)                  its row goes to each rank that holds any of them, the    carpool/ride/function.py
                                    experts there add up what they make of it, and one
                                    partial sum per rank comes back
     y += shared(x)                 experts that serve every token stay at home, and compute while rows travel
@@ -28,14 +28,14 @@ from torch.distributed.tensor import DTensor
 
 from carpool.experts import Choices, ExpertFunction, ExpertWeights, make_activation, make_experts
 from carpool.layout import ExpertLayout, assign
+from carpool.observe.stats import LayerStats, RideStats
 from carpool.parallel.migrate import Moved, RowMove, Stopwatch, check_can_move, move_experts
 from carpool.parallel.slot_steps import Home, Homes, keep_slots
 from carpool.parallel.slots import SlotFiller, fill_slots
-from carpool.ride import ride
+from carpool.ride.function import ride
 from carpool.routing import Router, Routing
-from carpool.routing_limit import LimitOptions, RoutingLimit, router_similarity
+from carpool.routing.limit import LimitOptions, RoutingLimit, router_similarity
 from carpool.schedule import Schedule, tiles
-from carpool.stats import LayerStats, RideStats
 from carpool.transport import NVLinkOptions, make_transport, resolve_transport
 
 log = logging.getLogger("carpool")
@@ -60,7 +60,7 @@ class MoE(nn.Module):
         transport_options: of "nvlink".
         schedule: what runs beside what (carpool/schedule): `Schedule("chunks", 2)` lets one half of the tokens travel
             while the experts compute on the other. The same sums; weight gradients to rounding. Default: in turn.
-        experts: "auto", "grouped", "reference"; "fp8", which is LOSSY (carpool/experts/fp8.py).
+        experts: "auto", "grouped", "reference"; "fp8", which is LOSSY (carpool/experts/fp8/experts.py).
         recompute_experts: "grouped" keeps no pre-activation and computes it again in the backward: of what experts
             keep, only the rows that arrived are left, for one more product. The same bits.
         expert_choices: of "grouped", the way of each stage (carpool/experts/choices.py). Default: by the shape;
@@ -69,7 +69,7 @@ class MoE(nn.Module):
         shared_intermediate_size: hidden size of a shared expert, of the same activation and without biases, that serves
             every token. 0: none.
         router: keyword arguments of `carpool.routing.Router` (score, normalize, aux_loss_coef, ...).
-        limit: limit the routing to few ranks or nodes per token. LOSSY (carpool/routing_limit.py).
+        limit: limit the routing to few ranks or nodes per token. LOSSY (carpool/routing/limit.py).
 
     Example:
         >>> moe = MoE(256, 512, num_experts=16, num_experts_per_tok=4, ep_mesh=mesh["ep"])
@@ -225,7 +225,7 @@ class MoE(nn.Module):
         return summary
 
     def set_limit(self, options: LimitOptions | None, similarity_EE: torch.Tensor | None = None) -> list[str]:
-        """Limit the routing to few ranks or nodes per token (LOSSY; carpool/routing_limit.py), or no longer.
+        """Limit the routing to few ranks or nodes per token (LOSSY; carpool/routing/limit.py), or no longer.
 
         Args:
             similarity_EE: for limit_by="similarity". Default: of the router's present rows.

@@ -13,8 +13,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
-from carpool import quick as quick_module
-from carpool.quick import Quick
+from carpool.kernels import quick as quick_module
+from carpool.kernels.quick import Quick
 
 launched: list[tuple[Any, ...]] = []
 

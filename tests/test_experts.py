@@ -25,9 +25,9 @@ from carpool.experts.grouped import GroupedExperts
 from carpool.experts.pairs import sort_pairs
 from carpool.experts.stages import grouped_mm, grouped_outer
 from carpool.memory import Arena, Rows
-from carpool.ride import ride
+from carpool.observe.stats import LayerStats
+from carpool.ride.function import ride
 from carpool.routing import Routing
-from carpool.stats import LayerStats
 from carpool.transport import TRANSPORTS, Arrivals, make_transport
 from tests.experts_problem import ACTIVATIONS as DESCRIBED
 from tests.experts_problem import NAMES, PATTERNS, ExpertProblem, draw_slots

@@ -21,16 +21,16 @@ from carpool.experts import (
     ExpertWeights,
     FP8Experts,
     GroupedExperts,
-    fp8,
-    fp8_stages,
     make_activation,
     make_experts,
 )
+from carpool.experts.fp8 import experts as fp8
+from carpool.experts.fp8 import stages as fp8_stages
 from carpool.experts.pairs import sort_pairs
 from carpool.memory import Arena, Rows
-from carpool.ride import ride
+from carpool.observe.stats import LayerStats
+from carpool.ride.function import ride
 from carpool.routing import Routing
-from carpool.stats import LayerStats
 from carpool.transport import Arrivals, make_transport
 from carpool.transport.packets import pack, packet_bytes, quantise, unpack
 from tests.experts_problem import ACTIVATIONS, PATTERNS, ExpertProblem
@@ -381,7 +381,7 @@ def test_the_experts_of_a_model_are_selected_by_name() -> None:
 
 def test_the_setting_says_that_it_is_lossy() -> None:
     from carpool.train.config import load_config
-    from carpool.train.schema import MoeSection
+    from carpool.train.config.schema import MoeSection
 
     assert load_config(None, []).moe.experts == "auto" and load_config(None, ["moe.experts=fp8"]).moe.experts == "fp8"
     assert "fp8: LOSSY" in str(MoeSection.model_fields["experts"].description)

@@ -19,11 +19,11 @@ from torch.utils.checkpoint import checkpoint
 
 import carpool
 from carpool import ExpertLayout, Routing
-from carpool.beside import Beside
 from carpool.experts import Choices, GroupedExperts
 from carpool.memory.recompute import KeptRides
 from carpool.moe import gather_homes
 from carpool.placement import predict
+from carpool.ride.hooks import Beside
 from carpool.transport import TRANSPORTS
 from tests.layouts import EXPERTS, LAYOUTS, layout_of
 from tests.ranks import WORLD_SIZE, Ranks, mesh

@@ -12,14 +12,14 @@ import pytest
 import torch
 
 import carpool
-from carpool import ride_operator
 from carpool.bench.moe.home import Home
 from carpool.experts import EXPERTS, ExpertFunction, ExpertWeights, make_activation, make_experts
+from carpool.kernels.numbered import by_number
 from carpool.memory import Arena
-from carpool.numbered import by_number
-from carpool.ride import ride
+from carpool.observe.stats import LayerStats
+from carpool.ride import operator as ride_operator
+from carpool.ride.function import ride
 from carpool.routing import Routing
-from carpool.stats import LayerStats
 from carpool.transport import make_transport
 
 SLOTS, HIDDEN, INNER, TOP_K = 5, 16, 24, 3

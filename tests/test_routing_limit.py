@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import carpool
 from carpool import ExpertLayout, Routing, assign
-from carpool.routing_limit import (
+from carpool.routing.limit import (
     LimitOptions,
     RoutingLimit,
     coactivation_similarity,

@@ -23,11 +23,11 @@ from carpool.experts import (
     make_activation,
     reference_experts,
 )
-from carpool.ordered_sum import ordered_sum
+from carpool.kernels.ordered_sum import ordered_sum
+from carpool.observe.stats import LayerStats, Traffic
 from carpool.placement import VERBS, predict
-from carpool.ride import ride, ride_module
+from carpool.ride.function import ride, ride_module
 from carpool.schedule import Schedule
-from carpool.stats import LayerStats, Traffic
 from carpool.transport import (
     TRANSPORTS,
     Arrivals,

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 import carpool
-from carpool.train.environment import environment
+from carpool.train.run.environment import environment
 
 
 @dataclass(frozen=True)

@@ -49,8 +49,8 @@ def require(packages: tuple[str, ...]) -> None:
 @contextlib.contextmanager
 def errors(debug: bool) -> Iterator[None]:
     """Turns what a user can put right into one line, and a failed rank into its traceback and one message."""
-    from carpool.train.failure import Interrupted, RankFailure
-    from carpool.train.worker import is_user_error
+    from carpool.train.launch.failure import Interrupted, RankFailure
+    from carpool.train.launch.worker import is_user_error
 
     try:
         yield

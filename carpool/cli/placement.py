@@ -43,7 +43,7 @@ def trace(
     """Record which experts the tokens of a text choose in each layer of a model, for `carpool place`."""
     with errors(debug):
         require(TRAIN_PACKAGES)
-        from carpool.train.trace import record
+        from carpool.train.run.trace import record
 
         recorded = record(
             model,

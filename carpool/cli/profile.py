@@ -56,10 +56,10 @@ def profile(
             load_profile(profile_path(compare))
         from carpool.cli.train import check_paths
         from carpool.train.config import load_config
-        from carpool.train.launch import run
+        from carpool.train.launch.start import run
 
         settings = load_config(config, overrides or [])
         require(TRAIN_PACKAGES)
         check_paths(settings)
         before = str(compare) if compare is not None else None
-        run(settings, "carpool.train.profile:profile", debug=debug, steps=steps, compare=before, command=command())
+        run(settings, "carpool.train.run.profile:profile", debug=debug, steps=steps, compare=before, command=command())

@@ -61,14 +61,14 @@ def train(
         require(TRAIN_PACKAGES)
         check_paths(settings)
         if dry_run:
-            from carpool.train.estimate import dry_run as estimate
+            from carpool.train.run.estimate import dry_run as estimate
 
             typer.echo(estimate(settings))
             return
-        from carpool.train.launch import run
+        from carpool.train.launch.start import run
 
         against = compare.value if compare else None
-        run(settings, "carpool.train.loop:train", debug=debug, compare=against, command=command())
+        run(settings, "carpool.train.run.loop:train", debug=debug, compare=against, command=command())
 
 
 def report(
@@ -101,7 +101,7 @@ def generate(
     """Continue a text with the newest checkpoint of a run."""
     with errors(debug):
         require(TRAIN_PACKAGES)
-        from carpool.train.generate import generate as continue_text
+        from carpool.train.run.generate import generate as continue_text
 
         text = continue_text(run, prompt=prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
         typer.echo(text)
@@ -109,7 +109,7 @@ def generate(
 
 def doctor() -> None:
     """Check this machine: versions, devices, memory, data, and an exchange between two ranks."""
-    from carpool.doctor import RED, check_all
+    from carpool.cli.doctor import RED, check_all
 
     console = Console()
     worst = "green"
@@ -136,8 +136,8 @@ def _explain_config() -> None:
 
 def check_paths(config: Config) -> None:
     """Refuses paths where nothing is, before any rank is started."""
-    from carpool.train.data import check_sources
-    from carpool.train.tokenizer import load_tokenizer
+    from carpool.train.data.corpus import check_sources
+    from carpool.train.data.tokenizer import load_tokenizer
 
     if config.model.path is not None and not (Path(config.model.path) / "config.json").is_file():
         raise ValueError(f"model.path: {config.model.path} is no checkpoint folder (it has no config.json)")

@@ -36,8 +36,8 @@ from carpool.experts.gemm_tiles import (
     waits,
     waits_for,
 )
+from carpool.kernels.quick import cdiv, quick
 from carpool.memory.arena import Rows
-from carpool.quick import cdiv, quick
 from carpool.transport.nvlink.signals import wait_part
 
 

@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from carpool.experts.gemm_tiles import BAND, TILE_ROWS, Tiling
-from carpool.quick import cdiv, quick
+from carpool.kernels.quick import cdiv, quick
 
 
 @triton.jit

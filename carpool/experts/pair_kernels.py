@@ -25,9 +25,9 @@ import torch
 import triton
 import triton.language as tl
 
+from carpool.kernels.processors import processors
+from carpool.kernels.quick import cdiv, power_of_2, quick
 from carpool.memory.arena import Rows
-from carpool.processors import processors
-from carpool.quick import cdiv, power_of_2, quick
 
 SPLITS = 16
 

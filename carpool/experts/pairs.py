@@ -23,8 +23,8 @@ from typing import NamedTuple
 import torch
 
 from carpool.experts.base import Activation, ActivationFunction
+from carpool.kernels.ordered_sum import ordered_sum
 from carpool.memory.arena import Arena, Rows
-from carpool.ordered_sum import ordered_sum
 
 
 class Pairs(NamedTuple):

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from carpool.experts.gemm_tiles import BAND, TILE_ROWS, Tiling, _load_b, _of_part, _place, describe, grid, in_out
-from carpool.quick import quick
+from carpool.kernels.quick import quick
 
 
 @quick

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 
 from carpool.experts.base import ExpertFunction, ExpertWeights
+from carpool.kernels.numbered import Numbered
 from carpool.memory.arena import Arena, Rows
-from carpool.numbered import Numbered
 from carpool.transport.base import Arrivals
 
 

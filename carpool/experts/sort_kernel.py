@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from carpool.quick import cdiv, power_of_2, quick
+from carpool.kernels.quick import cdiv, power_of_2, quick
 
 BLOCK = 1024
 CHUNK = 256

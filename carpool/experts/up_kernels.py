@@ -41,8 +41,8 @@ from carpool.experts.gemm_tiles import (
     waits,
     waits_for,
 )
+from carpool.kernels.quick import quick
 from carpool.memory.arena import Rows
-from carpool.quick import quick
 from carpool.transport.nvlink.signals import wait_part
 
 

@@ -1,6 +1,6 @@
 """A model's decoder layers under `torch.compile`: what is between two rides becomes few kernels, and few launches.
 
-    compile_layers(model)              each layer's forward; rides stay what they are (carpool/ride_operator.py)
+    compile_layers(model)              each layer's forward; rides stay what they are (carpool/ride/operator.py)
     with eagerly(): ...                inside, layers run as if nobody had compiled them
 
 Layers of one kind share their graphs: one for training, one for evaluation, one more when sizes change. But what hangs

@@ -8,9 +8,9 @@ then gathered the rank's experts, and shards and divides their gradients afterwa
 
 Two ways through the layer:
   - Expert classes that carry transformers' experts decorator have two stacked weights, an activation or a gate
-    function, maybe biases. Carpool computes those itself (`carpool.ride.ride`), whatever their layout in memory.
+    function, maybe biases. Carpool computes those itself (`carpool.ride.function.ride`), whatever their memory layout.
   - Any other class, or one whose weights are no plain parameters any more (LoRA on experts, parametrisations,
-    quantised weights), is called as it is on the rows that arrived (`carpool.ride.ride_module`). Its own
+    quantised weights), is called as it is on the rows that arrived (`carpool.ride.function.ride_module`). Its own
     `forward(rows, local ids, weights)` already means "the weighted sum over this row's local experts".
 """
 
@@ -35,11 +35,11 @@ from transformers.integrations.moe import _default_apply_gate
 from carpool.experts import Activation, Choices, ExpertFunction, Experts, ExpertWeights, make_experts
 from carpool.hf.adapters import check_adapters
 from carpool.layout import ExpertLayout, assign
+from carpool.observe.stats import LayerStats, in_recompute
 from carpool.parallel.slots import SlotFiller, fill_slots
-from carpool.ride import ride, ride_module
+from carpool.ride.function import ride, ride_module
 from carpool.routing import DropOptions, Routing
 from carpool.schedule import Schedule, tiles
-from carpool.stats import LayerStats, in_recompute
 from carpool.transport import (
     TRANSPORTS,
     NVLinkOptions,
@@ -109,7 +109,7 @@ class ExpertRides:
         layout: where the experts live; `carpool.hf.set_layout` changes it.
         compute: what the experts' own computation is replaced by; None where only they know it.
         transport, why: how rows travel, and why so; made by `prepare`, at the latest in the first forward.
-        stats: counters of this layer (`carpool.stats.LayerStats`).
+        stats: counters of this layer (`carpool.observe.stats.LayerStats`).
         routing: the last forward's choices on this rank, detached.
         schedule: what runs beside what; `set_schedule` changes it. An own forward rides in one piece.
         shared: the block's shared experts, if they compute beside the ride (`carpool.hf.shared`).

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 from carpool.experts import ExpertWeights, FP8Experts
 from carpool.hf.expert_parallel import ExpertRides, rides, weight_names
 from carpool.layout import ExpertLayout
-from carpool.layouts import Layouts
+from carpool.layout.layouts import Layouts
 from carpool.parallel.migrate import Moved, RowMove, Stopwatch, check_can_move, move_experts
 from carpool.parallel.slot_steps import Home, Homes, keep_slots, local
 
@@ -42,7 +42,7 @@ def set_layout(model: nn.Module, layouts: LayoutsLike, optimizer: torch.optim.Op
     All ranks together, between an optimizer's step and the next forward, gradients set to None.
 
     Args:
-        layouts: one for each layer by name (`carpool.layouts.Layouts`), or one for all.
+        layouts: one for each layer by name (`carpool.layout.layouts.Layouts`), or one for all.
         optimizer: None if it has no state yet. With state that stays behind, moments would be other experts'.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Routing limited to few ranks or nodes per token (LOSSY; carpool/routing_limit.py), for the routers of transformers.
+"""Routing limited to few ranks or nodes per token (LOSSY; carpool/routing/limit.py), for the routers of transformers.
 
     limit_routing(model, LimitOptions(limit_ranks=2))       # on all ranks; None: no limit any more
 
@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 from carpool.hf.expert_parallel import ExpertRides, required_rides
 from carpool.routing import Routing
-from carpool.routing_limit import LimitOptions, RoutingLimit, drop_outside, router_similarity
+from carpool.routing.limit import LimitOptions, RoutingLimit, drop_outside, router_similarity
 
 _TOPK = (torch.topk, torch.Tensor.topk)
 _SCORES = (
@@ -50,7 +50,7 @@ def limit_routing(
     Args:
         options: what to limit it to; None: nothing.
         similarity: for limit_by="similarity", an (E, E) matrix for each layer by the name of its experts module
-            (`carpool.routing_limit.coactivation_similarity`). Default: of the routers' present rows.
+            (`carpool.routing.limit.coactivation_similarity`). Default: of the routers' present rows.
 
     Returns:
         What that changes of the model's function, for logs.

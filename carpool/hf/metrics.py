@@ -1,8 +1,8 @@
 """What the MoE layers of a model did in a step, over all ranks: from each layer's counters to one record.
 
-Each rank has counted its own tokens (carpool.stats). Two reductions make one record of them: sums (rows, bytes, load)
-and maxima (milliseconds: the slowest rank decides). The device is read three times, whatever the number of layers: for
-what kernels counted, for the sums, for the maxima.
+Each rank has counted its own tokens (carpool.observe.stats). Two reductions make one record of them: sums (rows, bytes,
+load) and maxima (milliseconds: the slowest rank decides). The device is read three times, whatever the number of
+layers: for what kernels counted, for the sums, for the maxima.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from carpool.hf.expert_parallel import ExpertRides, rides
-from carpool.stats import Traffic
+from carpool.observe.stats import Traffic
 
 SPANS = ("dispatch", "experts", "combine")
 

@@ -24,8 +24,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from carpool.hf.expert_parallel import required_rides, rides
+from carpool.ride.turns import HALF
 from carpool.schedule import Schedule
-from carpool.schedule.turns import HALF
 
 NAMES = ("shared_experts", "shared_expert")
 

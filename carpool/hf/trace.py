@@ -37,8 +37,8 @@ from torch import nn
 
 import carpool
 from carpool.hf.build import experts_modules
+from carpool.observe.stats import in_recompute
 from carpool.placement.trace import Trace
-from carpool.stats import in_recompute
 
 _NO_EXPERT = -1
 

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from carpool.quick import power_of_2, quick
+from carpool.kernels.quick import power_of_2, quick
 
 
 @quick

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from carpool.kernels.quick import power_of_2, quick
 from carpool.memory.arena import Rows
-from carpool.quick import power_of_2, quick
 
 
 @quick

@@ -27,9 +27,9 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from carpool.experts import ExpertWeights
+from carpool.kernels.ordered_sum import ordered_sum
 from carpool.layout import ExpertLayout, on_gpu
-from carpool.ordered_sum import ordered_sum
-from carpool.stats import Meter, in_recompute
+from carpool.observe.stats import Meter, in_recompute
 
 if TYPE_CHECKING:
     from carpool.parallel.slot_steps import SlotStep
@@ -100,7 +100,7 @@ class SlotFiller:
         if self.load_P is None:
             self.load_P = torch.zeros(places + 1, dtype=torch.int64, device=slot_TK.device)
         if not torch.compiler.is_compiling() and on_gpu(slot_TK):
-            from carpool.assign_kernel import count_slots
+            from carpool.layout.assign_kernel import count_slots
 
             count_slots(slot_TK, self.load_P)
             return
@@ -202,7 +202,7 @@ class SlotFiller:
         rows, count = torch.cat([back, own]).flatten(1), len(index.summed_rows)
         if not torch.compiler.is_compiling() and on_gpu(rows):
             # As `ordered_sum`, which would sort what is sorted here, and wants the rows copied into order.
-            from carpool.ordered_sum_kernel import launch
+            from carpool.kernels.ordered_sum_kernel import launch
 
             wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
             total = torch.empty(count, rows.shape[1], dtype=wide, device=rows.device)

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from carpool.layout import ExpertLayout
-from carpool.layouts import Layouts
+from carpool.layout.layouts import Layouts
 from carpool.placement.objective import CostModel, Objective, evaluate
 from carpool.placement.solvers import check_solver, solve
 from carpool.placement.trace import Trace

@@ -5,6 +5,6 @@
     numbers.py     how much of it was exposed; what profile.json says
     merge.py       the traces of all ranks as one file
 
-`carpool.train.profile` records the traces, `carpool.report.profile` makes a page of the numbers. Nothing here needs
+`carpool.train.run.profile` records the traces, `carpool.report.profile` makes a page of the numbers. Nothing here needs
 PyTorch.
 """

@@ -27,7 +27,7 @@ from pydantic import TypeAdapter, ValidationError
 from carpool.placement.forecast import PREDICTORS
 from carpool.placement.policies import POLICIES
 from carpool.placement.solvers import SOLVERS
-from carpool.train.schema import keys
+from carpool.train.config.schema import keys
 
 __all__ = ["MECHANISMS", "Mechanism", "missing"]
 
@@ -132,10 +132,10 @@ MECHANISMS: Mapping[str, Mechanism] = MappingProxyType({
     "chunks:backward": Mechanism("moe.backward_chunks", 2, _positive),
     "delayed:experts": Mechanism("", code="carpool.schedule.chunks:ride_backward"),
     "delayed:dense": Mechanism("moe.delay_dense", code="carpool.schedule.delayed:Delayed"),
-    "beside:shared-experts": Mechanism("", code="carpool.ride:_Depart"),
+    "beside:shared-experts": Mechanism("", code="carpool.ride.function:_Depart"),
     "priority:rides": Mechanism("moe.priority", code="carpool.schedule.priority:RidesFirst"),
     "priority:pieces": Mechanism("moe.piece_mib", 8.0, _positive, "carpool.schedule.priority:RidesFirst"),
-    "split:multiprocessors": Mechanism("nvlink.dispatch_ctas", 16, _positive, "carpool.processors:reserved"),
+    "split:multiprocessors": Mechanism("nvlink.dispatch_ctas", 16, _positive, "carpool.kernels.processors:reserved"),
     "kernels:triton": Mechanism("", code="carpool.transport.nvlink.dispatch_kernel"),
 })  # fmt: skip
 

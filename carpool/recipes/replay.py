@@ -37,8 +37,8 @@ from carpool.placement.solvers import solve
 from carpool.placement.trace import Array, LayerTrace, Trace
 from carpool.placement.volume import predict as predict_volume
 from carpool.recipes import Recipe
-from carpool.routing_limit import RoutingLimit, coactivation_similarity
-from carpool.routing_limit_options import LimitOptions
+from carpool.routing.limit import RoutingLimit, coactivation_similarity
+from carpool.routing.limit_options import LimitOptions
 
 BASELINE = Recipe("in order", "experts in order", "", "", (), {"moe": {"transport": "dedup"}})
 

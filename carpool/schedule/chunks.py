@@ -11,9 +11,9 @@ keep in an arena is released from the top: dispatch of the gradients, the expert
 gradients. In each, the up projection's weight gradient comes after the combine has been asked for, so that it
 hides that (delayed weight gradients: Megatron's, and LANCET's, arXiv 2404.19429).
 
-Whoever has independent work beside the ride, such as experts that serve every token (`carpool.ride.ride`), does it
-between `depart`, which asks for the first dispatches, and `ride_forward`; in the backward between `ride_backward` and
-what it returns, which waits for the last combines.
+Whoever has independent work beside the ride, such as experts that serve every token (`carpool.ride.function.ride`),
+does it between `depart`, which asks for the first dispatches, and `ride_forward`; in the backward between
+`ride_backward` and what it returns, which waits for the last combines.
 
 Forward and backward may have different numbers of chunks (FSMoE, arXiv 2501.10714, section 4: what is best for one is
 not for the other). Experts then compute on parts, of which both numbers are multiples, and neighbouring parts that are
@@ -36,11 +36,11 @@ from typing import Any, NamedTuple
 import torch
 
 from carpool.experts import Experts, ExpertWeights, reads_packets
+from carpool.kernels.processors import reserved
 from carpool.memory import Rows
 from carpool.memory.keep import keep_rows
-from carpool.processors import reserved
-from carpool.schedule.turns import handover
-from carpool.stats import LayerStats, RideSpans
+from carpool.observe.stats import LayerStats, RideSpans
+from carpool.ride.turns import handover
 from carpool.transport import Arrivals, Transport
 from carpool.transport.base import Pending
 

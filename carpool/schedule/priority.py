@@ -54,11 +54,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-from carpool.beside import Beside
+from carpool.observe.stats import LayerStats, shown
+from carpool.ride.hooks import Beside
+from carpool.ride.turns import HALF
 from carpool.schedule.delayed import Delayed
 from carpool.schedule.shared_shards import _groups
-from carpool.schedule.turns import HALF
-from carpool.stats import LayerStats, shown
 
 ALIGNED = 64  # elements
 

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from carpool.quick import quick
+from carpool.kernels.quick import quick
 
 PATIENCE = 32768
 """Looks. Each reads the word past the first cache, about 0.7 us: some 20 ms."""

@@ -32,7 +32,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-from carpool.schedule.turns import HALF
+from carpool.ride.turns import HALF
 
 
 class _Shared:

@@ -40,14 +40,14 @@ import torch
 
 from carpool.experts import Experts, ExpertWeights, GroupedExperts
 from carpool.experts.parts import Backward, Forward, why_no_parts
+from carpool.kernels.processors import reserved
 from carpool.memory import Rows
 from carpool.memory.keep import keep_rows
-from carpool.processors import reserved
+from carpool.observe.stats import LayerStats, RideSpans
+from carpool.ride.turns import handover
 from carpool.schedule import Schedule
 from carpool.schedule import chunks as in_chunks
 from carpool.schedule.chunks import Arrival, Kept
-from carpool.schedule.turns import handover
-from carpool.stats import LayerStats, RideSpans
 from carpool.transport import Transport
 from carpool.transport.base import Pending, parts_of
 

@@ -1,7 +1,7 @@
 """Two halves of a micro-batch, half a layer apart: attention of one beside the ride of the other.
 
 No code of the model changes. Each half runs in a thread of its own, the whole forward and then the whole backward, and
-wherever a ride is under way it hands over to the other half (`carpool.schedule.turns`):
+wherever a ride is under way it hands over to the other half (`carpool.ride.turns`):
 
     half 0     attn 0  dispatch . . . experts 0  combine . . . attn 1  dispatch . . .          . . .  attn 1  ...
     half 1             attn 0  dispatch . . . experts 0  combine . . . attn 1  dispatch          backward, the same
@@ -46,9 +46,9 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from carpool.processors import reserved
+from carpool.kernels.processors import reserved
+from carpool.ride.turns import HALF, AbandonedError, Half, Turns
 from carpool.schedule.shared_shards import shared_shards
-from carpool.schedule.turns import HALF, AbandonedError, Half, Turns
 
 Loss = Callable[[], torch.Tensor]
 
@@ -79,7 +79,7 @@ class TwoBatch:
         Args:
             losses: two functions, each of which runs the model's forward on its half and returns a scalar. The second
                 runs in another thread.
-            processors: multiprocessors that are left to rides throughout (`carpool.processors`).
+            processors: multiprocessors that are left to rides throughout (`carpool.kernels.processors`).
 
         Returns:
             Their values, detached.

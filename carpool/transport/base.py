@@ -26,7 +26,7 @@ from typing import Any, Literal, Protocol, Self
 import torch
 
 from carpool.memory.arena import Arena, Rows
-from carpool.stats import Traffic
+from carpool.observe.stats import Traffic
 from carpool.transport.packets import pack
 
 # What travels beside a row for each choice that it serves: an int32 slot and a float32 weight on the way out, the
@@ -194,7 +194,7 @@ class Transport(Protocol):
     A transport reads its own kind of route, the one that its `plan` made; hence `Any`."""
 
     name: str
-    number: torch.Tensor  # of `carpool.numbered.Numbered`
+    number: torch.Tensor  # of `carpool.kernels.numbered.Numbered`
 
     @property
     def sends_again(self) -> bool:

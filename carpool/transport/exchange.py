@@ -29,10 +29,10 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from carpool.kernels.numbered import Numbered
+from carpool.kernels.ordered_sum import ordered_sum
 from carpool.memory.arena import Arena, Rows
-from carpool.numbered import Numbered
-from carpool.ordered_sum import ordered_sum
-from carpool.stats import Traffic
+from carpool.observe.stats import Traffic
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Arrivals, Pending, Route
 
 # Each rank tells each other how many rows and how many (row, slot) pairs will come of a chunk: two int64.

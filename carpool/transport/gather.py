@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from carpool.kernels.numbered import Numbered
+from carpool.kernels.ordered_sum import ordered_sum
 from carpool.memory.arena import Arena, Rows
-from carpool.numbered import Numbered
-from carpool.ordered_sum import ordered_sum
-from carpool.stats import Traffic
+from carpool.observe.stats import Traffic
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Arrivals, PartsAlone, Pending, Route
 
 COUNT_BYTES = 8

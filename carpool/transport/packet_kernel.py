@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from carpool.quick import cdiv, quick
+from carpool.kernels.quick import cdiv, quick
 from carpool.transport import packets
 
 GROUP = tl.constexpr(packets.GROUP)

@@ -35,11 +35,11 @@ from carpool.bench.transport.results import CaseResult, ContenderResult, Times, 
 from carpool.bench.transport.rides import Case, check, forward_and_backward, oracle
 from carpool.bench.transport.settings import CPU_SHAPES, GPU_SHAPES, Settings, Shape
 from carpool.layout import ExpertLayout
+from carpool.observe.stats import Traffic
 from carpool.placement.volume import predict
-from carpool.stats import Traffic
 from carpool.train.config import Config
-from carpool.train.launch import local_ranks
-from carpool.train.worker import find_entry
+from carpool.train.launch.start import local_ranks
+from carpool.train.launch.worker import find_entry
 from carpool.transport import Arrivals, Dedup, Pending, make_transport
 from tests.ranks import Ranks, free_port
 

@@ -11,8 +11,9 @@ from unittest import mock
 import pytest
 import torch
 
-from carpool.experts import FP8Experts, fp8_stages
-from carpool.experts.fp8_stages import Columns, Quantised
+from carpool.experts import FP8Experts
+from carpool.experts.fp8 import stages as fp8_stages
+from carpool.experts.fp8.stages import Columns, Quantised
 from carpool.experts.pairs import sort_pairs
 from carpool.memory import Rows
 from carpool.transport.packets import FP8, GROUP, pack
@@ -36,7 +37,7 @@ def nan_in_fresh_memory() -> Iterator[None]:
 
 
 def without_hopper() -> mock._patch[mock.Mock]:
-    from carpool.experts import fp8_hopper_kernels
+    from carpool.experts.fp8 import hopper_kernels as fp8_hopper_kernels
 
     return mock.patch.object(fp8_hopper_kernels, "takes", return_value=False)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation, reference_experts
-from carpool.ordered_sum import ordered_sum
+from carpool.kernels.ordered_sum import ordered_sum
 from carpool.transport import Arrivals
 from tests.gpu.ranks import needs, torchrun
 

@@ -8,8 +8,9 @@ from unittest import mock
 import pytest
 import torch
 
-from carpool import Router, routing
+from carpool import Router
 from carpool.routing import Rule
+from carpool.routing import router as routing
 from tests.routing_problem import CASES, Case, check, check_not_finite
 
 pytestmark = [
@@ -37,13 +38,13 @@ def nan_in_fresh_memory() -> Iterator[None]:
 
 @pytest.mark.parametrize("case", CASES + LARGE, ids=str)
 def test_the_kernels_equal_plain_pytorch(case: Case) -> None:
-    from carpool.routing_kernel import route
+    from carpool.routing.kernel import route
 
     check(case, route, "cuda")
 
 
 def test_nan_and_infinity() -> None:
-    from carpool.routing_kernel import route
+    from carpool.routing.kernel import route
 
     check_not_finite(route, "cuda")
 
@@ -53,7 +54,7 @@ def test_nan_and_infinity() -> None:
     [(8192, 2048, 64), (4096, 7168, 256), (199, 200, 37), (37, 19, 7), (1, 8, 64), (0, 64, 8)],
 )
 def test_logits_and_their_gradients_are_rounded_once(tokens: int, hidden: int, experts: int) -> None:
-    from carpool.routing_logits import logits
+    from carpool.routing.logits import logits
 
     generator = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(tokens, hidden, generator=generator, device="cuda").bfloat16().requires_grad_()

@@ -22,10 +22,10 @@ import torch.distributed as dist
 
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
 from carpool.experts.choices import Choices
-from carpool.ride import ride
+from carpool.observe.stats import LayerStats
+from carpool.ride.function import ride
 from carpool.routing import Routing
 from carpool.schedule import Schedule
-from carpool.stats import LayerStats
 from carpool.transport.nvlink import NVLink, NVLinkOptions, RankMissingError
 from tests.gpu.nvlink_stress import world
 from tests.gpu.ranks import run_mode

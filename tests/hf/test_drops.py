@@ -16,7 +16,7 @@ from carpool.hf.build import experts_modules
 from carpool.hf.limit import find_router
 from carpool.hf.metrics import RideMetrics
 from carpool.routing import DropOptions, Routing
-from carpool.routing_limit import LimitOptions
+from carpool.routing.limit import LimitOptions
 from tests.hf.parity import BOUND, full_gradients, relative_error
 from tests.hf.test_behaviours import _alone, _model, _own, _save
 from tests.ranks import Ranks

@@ -17,7 +17,7 @@ from transformers.distributed import DistributedConfig
 import carpool.hf
 from carpool.hf.layouts import current_layouts, is_logical, logical_order, slots_kept
 from carpool.layout import ExpertLayout
-from carpool.layouts import Layouts
+from carpool.layout.layouts import Layouts
 from carpool.parallel import migrate
 from tests.hf.meshes import reuse_meshes
 from tests.hf.parity import IMPLEMENTATION, full_gradients, quiet

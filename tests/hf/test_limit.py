@@ -16,7 +16,7 @@ from carpool.hf.build import experts_modules
 from carpool.hf.expert_parallel import ExpertRides
 from carpool.hf.limit import LayerLimit, find_router, limit_routing
 from carpool.layout import ExpertLayout
-from carpool.routing_limit import LimitOptions, RoutingLimit, drop_outside, router_similarity
+from carpool.routing.limit import LimitOptions, RoutingLimit, drop_outside, router_similarity
 from tests.hf.parity import (
     EXCEPTIONS,
     HANDLING,

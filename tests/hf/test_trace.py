@@ -16,8 +16,8 @@ from carpool.hf.build import experts_modules
 from carpool.hf.trace import TraceRecorder
 from carpool.placement.trace import Trace
 from carpool.train.config import load_config
-from carpool.train.loop import train
-from carpool.train.trace import record, sequences
+from carpool.train.run.loop import train
+from carpool.train.run.trace import record, sequences
 from tests.hf.test_behaviours import _model, _save
 from tests.hf.tiny_models import NUM_SEQUENCES, SEQUENCE_LENGTH, discover, tiny_batch, tiny_model
 from tests.ranks import Ranks

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from carpool import ExpertLayout, Routing, assign
-from carpool import layout as layout_module
+from carpool.layout import expert_layout as layout_module
 from carpool.parallel import slots
 from carpool.parallel.slots import SlotFiller
 from tests.assign_problem import CASES, Case, problem
@@ -20,7 +20,7 @@ from tests.assign_problem import CASES, Case, problem
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1; tests/test_interpreted.py sets it", allow_module_level=True)
 
-from carpool import assign_kernel
+from carpool.layout import assign_kernel
 
 
 def few_programs(tokens: int, width: int) -> tuple[int, int]:

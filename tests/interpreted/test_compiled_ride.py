@@ -12,12 +12,12 @@ import torch
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1; tests/test_interpreted.py sets it", allow_module_level=True)
 
-from carpool import ride_operator
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
 from carpool.memory import Arena
-from carpool.ride import ride
+from carpool.observe.stats import LayerStats
+from carpool.ride import operator as ride_operator
+from carpool.ride.function import ride
 from carpool.routing import Routing
-from carpool.stats import LayerStats
 from tests.interpreted.emulated import emulate
 
 TOKENS, TOP_K, SLOTS, HIDDEN, INNER = 11, 3, 4, 16, 12

@@ -16,9 +16,9 @@ import pytest
 import torch
 
 from carpool.experts import Activation, FP8Experts
-from carpool.experts import fp8_stages as fp8
 from carpool.experts import pairs as sides
-from carpool.experts.fp8_stages import Columns, Quantised
+from carpool.experts.fp8 import stages as fp8
+from carpool.experts.fp8.stages import Columns, Quantised
 from carpool.experts.pairs import Pairs, sort_pairs
 from carpool.memory import Arena, Rows
 from carpool.transport.packets import GROUP, pack, packet_bytes, unpack
@@ -27,7 +27,8 @@ from tests.experts_problem import ACTIVATIONS, PATTERNS, ExpertProblem, draw_slo
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1; tests/test_interpreted.py sets it", allow_module_level=True)
 
-from carpool.experts import fp8_gemm_kernels, sort_kernel
+from carpool.experts import sort_kernel
+from carpool.experts.fp8 import gemm_kernels as fp8_gemm_kernels
 from carpool.transport.packet_kernel import launch_quantise
 from tests.interpreter_rounding import rounding_as_on_a_gpu
 

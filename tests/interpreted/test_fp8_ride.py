@@ -13,9 +13,9 @@ import torch
 
 from carpool.experts import ExpertWeights, FP8Experts
 from carpool.memory import Arena
-from carpool.ride import ride
+from carpool.observe.stats import LayerStats
+from carpool.ride.function import ride
 from carpool.routing import Routing
-from carpool.stats import LayerStats
 from carpool.transport import make_transport
 from carpool.transport.packets import packet_bytes
 

@@ -10,12 +10,12 @@ import os
 import pytest
 import torch
 
-from carpool.ordered_sum import ordered_lists, ordered_sum
+from carpool.kernels.ordered_sum import ordered_lists, ordered_sum
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1; tests/test_interpreted.py sets it", allow_module_level=True)
 
-from carpool.ordered_sum_kernel import launch
+from carpool.kernels.ordered_sum_kernel import launch
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

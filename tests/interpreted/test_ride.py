@@ -16,9 +16,9 @@ import torch
 
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
 from carpool.memory import Arena
-from carpool.ride import ride, ride_module
+from carpool.observe.stats import LayerStats
+from carpool.ride.function import ride, ride_module
 from carpool.routing import Routing
-from carpool.stats import LayerStats
 from carpool.transport import make_transport
 
 if os.environ.get("TRITON_INTERPRET") != "1":

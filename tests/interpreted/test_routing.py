@@ -14,14 +14,16 @@ from unittest import mock
 import pytest
 import torch
 
-from carpool import Router, routing
+from carpool import Router
 from carpool.routing import Rule, route
+from carpool.routing import router as routing
 from tests.routing_problem import CASES, Case, check, check_not_finite
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1; tests/test_interpreted.py sets it", allow_module_level=True)
 
-from carpool import routing_kernel, routing_logits
+from carpool.routing import kernel as routing_kernel
+from carpool.routing import logits as routing_logits
 
 
 @pytest.fixture(autouse=True)

@@ -21,11 +21,11 @@ from carpool.experts import Activation, ExpertFunction, ExpertWeights, GroupedEx
 from carpool.experts.choices import Choices
 from carpool.experts.parts import Forward, fused
 from carpool.memory import Arena
-from carpool.ride import ride
+from carpool.observe.stats import LayerStats, Traffic
+from carpool.ride.function import ride
 from carpool.routing import Routing
 from carpool.schedule import Schedule
 from carpool.schedule.tiles import why_not
-from carpool.stats import LayerStats, Traffic
 from carpool.transport import make_transport
 from carpool.transport.nvlink import NVLinkOptions, RankMissingError
 from tests.interpreted.emulated import emulate, verb

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from carpool.layout import ExpertLayout
-from carpool.layouts import Layouts
+from carpool.layout.layouts import Layouts
 
 PLAIN = ExpertLayout.contiguous(4, 2)
 OTHER = ExpertLayout(((0, 2), (1, 3))).with_replicas([(0, 1)])

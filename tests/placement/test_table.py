@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from carpool.layouts import Layouts
+from carpool.layout.layouts import Layouts
 from carpool.placement.objective import evaluate
 from carpool.placement.plot import plot_coactivation
 from carpool.placement.table import Row, place, print_table

@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 import carpool.experts.stages
 from carpool.moe import MoE
+from carpool.observe.stats import VERBS as COUNTED
 from carpool.recipes import about, names
 from carpool.recipes.mechanisms import missing
 from carpool.schedule import Schedule
 from carpool.schedule.two_batch import TwoBatch
-from carpool.stats import VERBS as COUNTED
 from carpool.transport import NVLinkOptions
 from carpool.transport.base import Pending
 from tests.ranks import Ranks, mesh

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
-from carpool.ride import ride
+from carpool.observe.stats import LayerStats
+from carpool.ride.function import ride
 from carpool.routing import Routing
 from carpool.schedule import Schedule
-from carpool.stats import LayerStats
 from carpool.transport import NVLinkOptions, Pending
 from carpool.transport.dedup import Dedup
 

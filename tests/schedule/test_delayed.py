@@ -148,7 +148,7 @@ def test_an_error_leaves_nothing_behind() -> None:
         raise ZeroDivisionError
     assert not any("forward" in vars(m) for m in model.modules())
     assert first.delayed is not None and not first.delayed._waiting
-    assert all(type(stats.beside) is carpool.beside.Beside for stats in layers_of(model).values())
+    assert all(type(stats.beside) is carpool.ride.hooks.Beside for stats in layers_of(model).values())
 
 
 def test_refusals() -> None:

@@ -17,9 +17,9 @@ from carpool.schedule import Schedule
 from carpool.schedule import delayed as delayed_module
 from carpool.schedule.delayed import Delayed
 from carpool.schedule.priority import Links, Pieces, RidesFirst, cut
-from carpool.train import schedules
-from carpool.train.schema_moe import MoeSection
-from carpool.train.step import Objective
+from carpool.train.config.schema_moe import MoeSection
+from carpool.train.run import schedules
+from carpool.train.run.step import Objective
 from tests.hf.meshes import reuse_meshes
 from tests.hf.parity import full_gradients
 from tests.ranks import Ranks

@@ -27,10 +27,10 @@ from carpool.hf.build import build_model
 from carpool.hf.layouts import slots_kept
 from carpool.layout import ExpertLayout
 from carpool.memory import Arena
+from carpool.ride.turns import HALF, handover
 from carpool.schedule.shared_shards import _groups
-from carpool.schedule.turns import HALF, handover
 from carpool.schedule.two_batch import TwoBatch
-from carpool.train.step import Objective, in_two
+from carpool.train.run.step import Objective, in_two
 from tests.hf.meshes import reuse_meshes
 from tests.hf.parity import full_gradients, quiet, relative_error
 from tests.hf.tiny_models import VOCAB_SIZE, discover, tiny_config

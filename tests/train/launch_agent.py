@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from carpool.train.config import load_config
-from carpool.train.launch import Interrupted, RankFailure, run
+from carpool.train.launch.start import Interrupted, RankFailure, run
 
 
 def main() -> None:

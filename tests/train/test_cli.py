@@ -13,9 +13,10 @@ import torch
 from typer.testing import CliRunner, Result
 
 import carpool
-from carpool import cli, doctor
+from carpool import cli
+from carpool.cli import doctor
 from carpool.train.config import describe
-from carpool.train.failure import Interrupted, RankFailure
+from carpool.train.launch.failure import Interrupted, RankFailure
 
 ROOT = Path(__file__).parents[2]
 
@@ -121,7 +122,7 @@ def test_how_failures_are_shown(monkeypatch, error, debug, code, shown):
         raise error
 
     # What starts the ranks raises these (tests/train/test_launch.py has it raise them for real).
-    monkeypatch.setattr("carpool.train.launch.run", failed)
+    monkeypatch.setattr("carpool.train.launch.start.run", failed)
     result = carpool_command("train", *["--debug"] * debug)
     if code is None:
         assert result.exception is error, "a bug keeps its traceback"

@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from carpool.train.config import Config, ParallelismSection, TrainingSection, describe, load_config
-from carpool.train.schema import keys
+from carpool.train.config.schema import keys
 
 
 def write(folder: Path, text: str) -> Path:

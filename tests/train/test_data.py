@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 import torch
 
-from carpool.train.data import Corpus, check_sources, default_cache_dir, prepare
-from carpool.train.documents import PIECE_BYTES, Source, describe_sources, find_sources, read_documents
-from carpool.train.loader import EvalLoader, TokenMean, TrainLoader, count_targets, permutation
-from carpool.train.schema import DataSection
-from carpool.train.tokenizer import BytesTokenizer, FileTokenizer, load_tokenizer
+from carpool.train.config.schema import DataSection
+from carpool.train.data.corpus import Corpus, check_sources, default_cache_dir, prepare
+from carpool.train.data.documents import PIECE_BYTES, Source, describe_sources, find_sources, read_documents
+from carpool.train.data.loader import EvalLoader, TokenMean, TrainLoader, count_targets, permutation
+from carpool.train.data.tokenizer import BytesTokenizer, FileTokenizer, load_tokenizer
 
 BYTES = BytesTokenizer()
 EOS = BYTES.eos_id

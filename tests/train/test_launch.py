@@ -17,10 +17,10 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from carpool.train.config import Config, load_config
-from carpool.train.failure import first_cause, rank_failure, resume_hint
-from carpool.train.launch import RankFailure, find_world, local_ranks, run
-from carpool.train.worker import entry_name, record_error
-from carpool.train.world import first_host
+from carpool.train.launch.failure import first_cause, rank_failure, resume_hint
+from carpool.train.launch.start import RankFailure, find_world, local_ranks, run
+from carpool.train.launch.worker import entry_name, record_error
+from carpool.train.launch.world import first_host
 from carpool.transport.nvlink import RankMissingError
 from tests.ranks import free_port
 from tests.train import launch_entries

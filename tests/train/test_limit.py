@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from carpool.train.config import load_config
-from carpool.train.schema import MoeSection
+from carpool.train.config.schema import MoeSection
 from tests.ranks import Ranks
 from tests.train.test_loop import losses, records, start, text, weights  # noqa: F401
 

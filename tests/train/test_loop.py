@@ -14,13 +14,13 @@ import torch.distributed as dist
 from safetensors import safe_open
 
 from carpool.layout import ExpertLayout
-from carpool.layouts import Layouts
+from carpool.layout.layouts import Layouts
 from carpool.report import write_report
 from carpool.train.config import load_config
-from carpool.train.generate import generate
-from carpool.train.loop import train
-from carpool.train.schema import TrainingSection
-from carpool.train.step import learning_rate
+from carpool.train.config.schema import TrainingSection
+from carpool.train.run.generate import generate
+from carpool.train.run.loop import train
+from carpool.train.run.step import learning_rate
 from tests.ranks import Ranks
 
 MODEL = [

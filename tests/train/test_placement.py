@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from carpool.layouts import Layouts
+from carpool.layout.layouts import Layouts
 from carpool.report import write_report
 from tests.ranks import Ranks
 from tests.train.test_loop import losses, records, run, text, weights

@@ -10,13 +10,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from carpool import cli, stats
+from carpool import cli
 from carpool.hf.names import short_names
+from carpool.observe import stats
+from carpool.observe.stats import Meter
 from carpool.profile.numbers import load_profile
 from carpool.profile.trace import load, parse
-from carpool.stats import Meter
 from carpool.train.config import load_config
-from carpool.train.profile import profile
+from carpool.train.run.profile import profile
 from tests.ranks import Ranks
 from tests.train.test_loop import MODEL, text
 
@@ -114,11 +115,11 @@ def test_errors_of_the_command_are_one_line(tmp_path):
 
 def test_what_the_command_starts(monkeypatch, tmp_path):
     started = []
-    monkeypatch.setattr("carpool.train.launch.run", lambda *args, **kwargs: started.append((args, kwargs)))
+    monkeypatch.setattr("carpool.train.launch.start.run", lambda *args, **kwargs: started.append((args, kwargs)))
     result = CliRunner().invoke(cli.app, ["profile", f"training.output_dir={tmp_path}", "--steps", "3"])
     assert result.exit_code == 0, result.output
     ((config, entry), kwargs) = started[0]
-    assert (config.training.output_dir, entry) == (str(tmp_path), "carpool.train.profile:profile")
+    assert (config.training.output_dir, entry) == (str(tmp_path), "carpool.train.run.profile:profile")
     assert (kwargs["steps"], kwargs["compare"]) == (3, None)
 
 

@@ -15,11 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from carpool.train import config as configuration
 from carpool.train.config import Config, load_config
-from carpool.train.loop import train
-from carpool.train.room import lease_bytes, make_room, most_tokens, nvlink_options
-from carpool.train.schema import Degrees, NvlinkSection
+from carpool.train.config import load as configuration
+from carpool.train.config.schema import Degrees, NvlinkSection
+from carpool.train.run.loop import train
+from carpool.train.run.room import lease_bytes, make_room, most_tokens, nvlink_options
 from carpool.transport.nvlink import Buffers, NVLinkOptions
 from carpool.transport.nvlink.buffers import MAX_CTAS
 from tests.ranks import Ranks
@@ -111,7 +111,7 @@ class Cramped:
 
 def _train(output: str, settings: list[str], cramped: bool) -> int:
     buffers: list[Any] = [Cramped()] if cramped else []
-    with unittest.mock.patch("carpool.train.loop.buffers_of_rides", lambda layers: buffers):
+    with unittest.mock.patch("carpool.train.run.loop.buffers_of_rides", lambda layers: buffers):
         train(load_config(None, [*MODEL, *settings, *CUT, f"training.output_dir={output}"]))
     return buffers[0].capacity if cramped else 0
 
@@ -140,7 +140,7 @@ def test_a_repeated_step_is_as_if_it_had_been_the_first(ranks: Ranks, text: list
 
 STUCK = """
 import time, torch
-from carpool.train.watchdog import Watchdog
+from carpool.train.launch.watchdog import Watchdog
 from carpool.transport.nvlink import Buffers
 
 def missing(grace):

@@ -13,8 +13,8 @@ import torch
 from carpool.schedule import Schedule, tiles
 from carpool.schedule.cost import fastest
 from carpool.train.config import load_config
-from carpool.train.schedules import ChosenSchedule, decide, neighbours
-from carpool.train.schema_moe import MoeSection
+from carpool.train.config.schema_moe import MoeSection
+from carpool.train.run.schedules import ChosenSchedule, decide, neighbours
 from carpool.transport import NVLinkOptions
 from carpool.transport.dedup import Dedup
 from carpool.transport.exchange import ExchangeTransport
@@ -146,8 +146,8 @@ def test_chunks_reach_the_layers(ranks: Ranks, text: list[str], tmp_path: Path) 
 def run_measured(output: str, overrides: list[str]) -> str:
     """As on a GPU: the schedule is timed. What is timed here is real, only that it can be faster is not."""
     with (
-        mock.patch("carpool.train.schedules.HIDES_NOTHING", ()),
-        mock.patch("carpool.train.schedules.CANDIDATES", (Schedule("chunks", 3), Schedule("chunks", 2))),
+        mock.patch("carpool.train.run.schedules.HIDES_NOTHING", ()),
+        mock.patch("carpool.train.run.schedules.CANDIDATES", (Schedule("chunks", 3), Schedule("chunks", 2))),
     ):
         return run(output, overrides)
 

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from carpool.experts import Activation, Choices
 from carpool.experts.choices import STAGES, Measured, _Problem
 from carpool.train.config import describe, load_config
-from carpool.train.loop import _Run
-from carpool.train.stages import Chosen, Shape, decide, describe_ways, explain, mean_over_ranks, read_record, recall
+from carpool.train.run.loop import _Run
+from carpool.train.run.stages import Chosen, Shape, decide, describe_ways, explain, mean_over_ranks, read_record, recall
 from tests.ranks import Ranks
 from tests.train import test_loop
 from tests.train.test_loop import text
@@ -262,8 +262,8 @@ def timed(*sizes: Any, bias: bool, use_arena: bool) -> Measured:
 
 def run_timed(output: str, overrides: Sequence[str]) -> list[tuple[Choices | None, bool]]:
     with (
-        mock.patch("carpool.train.stages.why_no_kernels", return_value=""),
-        mock.patch("carpool.train.stages.measure_choices", timed),
+        mock.patch("carpool.train.run.stages.why_no_kernels", return_value=""),
+        mock.patch("carpool.train.run.stages.measure_choices", timed),
     ):
         return run(output, overrides)
 

@@ -7,7 +7,7 @@ For each shape and routing every contender gets the same rows, choices, routing 
     3  is asked once what it keeps between forward and backward, and takes at most (`memory.py`)
 
     contender                 what it is
-    carpool NAME              `carpool.experts.EXPERTS[NAME]` within `carpool.ride.ride`, as a layer on one rank runs it
+    carpool NAME              `carpool.experts.EXPERTS[NAME]` within `carpool.ride.function.ride`, as a layer runs it
     carpool fp8-held          fp8, with weights quantised once and held, as in the further micro-batches of a step
     transformers grouped_mm   the experts module of the model's class, by grouped products
     transformers eager        the same, by the loop over experts that its file has
@@ -54,11 +54,11 @@ from carpool.bench.timing import Clock
 from carpool.experts import ExpertWeights, FP8Experts, make_experts
 from carpool.hf.expert_parallel import expert_function, weight_names
 from carpool.layout import ExpertLayout
-from carpool.ride import ride
+from carpool.observe.stats import LayerStats
+from carpool.ride.function import ride
 from carpool.routing import Routing
-from carpool.stats import LayerStats
-from carpool.train.flops import peak_flops
-from carpool.train.launch import find_world
+from carpool.train.launch.start import find_world
+from carpool.train.run.flops import peak_flops
 
 WARMUP = 3
 DELAY_CYCLES = 20_000_000  # about 10 ms at 2 GHz

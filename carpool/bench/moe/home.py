@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from carpool.kernels.numbered import Numbered
 from carpool.memory.arena import Arena, Rows
-from carpool.numbered import Numbered
-from carpool.stats import Traffic
+from carpool.observe.stats import Traffic
 from carpool.transport import Arrivals, Pending, Route
 from carpool.transport.base import PartsAlone
 

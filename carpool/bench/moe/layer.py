@@ -56,8 +56,8 @@ from carpool.hf import CarpoolEP
 from carpool.layout import ExpertLayout
 from carpool.routing import Routing
 from carpool.train.config import Config, load_config
-from carpool.train.flops import peak_flops
-from carpool.train.launch import run
+from carpool.train.launch.start import run
+from carpool.train.run.flops import peak_flops
 from carpool.transport import NVLinkOptions
 from carpool.transport.nvlink import why_not as why_not_nvlink
 
@@ -92,7 +92,7 @@ def benchmark(settings: LayerSettings, *, debug: bool = False, command: str = "c
     Raises:
         ValueError: settings that do not fit this machine, or contenders asked for by name that cannot run here.
         OSError: the folder cannot be written.
-        carpool.train.failure.RankFailure: a rank failed.
+        carpool.train.launch.failure.RankFailure: a rank failed.
     """
     cuda, num_ranks = find_ranks(settings.device, settings.ranks)
     settings = settings.resolve(cuda=cuda, num_ranks=num_ranks)

@@ -53,9 +53,9 @@ from carpool.bench.transport.results import CaseResult, ContenderResult, Times, 
 from carpool.bench.transport.rides import CALLS, VERB_OF_SECTION, Case, check, forward_and_backward, oracle, ride_once
 from carpool.bench.transport.settings import Settings, Shape
 from carpool.layout import ExpertLayout
-from carpool.stats import Traffic
+from carpool.observe.stats import Traffic
 from carpool.train.config import Config, load_config
-from carpool.train.launch import run
+from carpool.train.launch.start import run
 from carpool.transport.nvlink import why_not
 
 WARMUP = 3
@@ -67,7 +67,7 @@ def benchmark(settings: Settings, *, debug: bool = False, command: str = "carpoo
     Raises:
         ValueError: settings that do not fit this machine, or a transport asked for by name that cannot run here.
         OSError: the folder cannot be written.
-        carpool.train.failure.RankFailure: a rank failed.
+        carpool.train.launch.failure.RankFailure: a rank failed.
     """
     cuda, num_ranks = find_ranks(settings.device, settings.ranks)
     settings = settings.resolve(cuda=cuda, num_ranks=num_ranks)

@@ -29,8 +29,8 @@ import torch.distributed as dist
 from carpool.bench.timing import Clock
 from carpool.bench.transport.settings import Shape
 from carpool.layout import ExpertLayout, assign
+from carpool.observe.stats import Traffic
 from carpool.routing import Routing
-from carpool.stats import Traffic
 from carpool.transport import Arrivals, Transport, make_transport
 
 CHUNK = 2048  # rows that are scaled at a time, to keep temporary memory small

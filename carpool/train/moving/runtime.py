@@ -36,15 +36,15 @@ from carpool.hf.layouts import check_layouts, current_layouts, set_layout
 from carpool.hf.metrics import RideRecord
 from carpool.hf.trace import Mark, TraceRecorder
 from carpool.layout import ExpertLayout
-from carpool.layouts import Layouts
+from carpool.layout.layouts import Layouts
 from carpool.parallel.migrate import Moved
 from carpool.placement.forecast import predict
 from carpool.placement.policies import POLICIES, make_pool
 from carpool.placement.trace import Trace, concatenate
 from carpool.report.units import bytes_text
+from carpool.train.config.schema import Config, PlacementSection
 from carpool.train.moving.cost import Array, Facts, aligned
 from carpool.train.moving.solve import Question, Solving
-from carpool.train.schema import Config, PlacementSection
 
 TRACE_FILE, LOADS_FILE = "placement-trace.npz", "placement-loads.npz"
 # Steps whose loads a predictor may look at.

@@ -22,17 +22,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from carpool.layout import ExpertLayout
-from carpool.layouts import Layouts
+from carpool.layout.layouts import Layouts
 from carpool.placement import solvers
 from carpool.placement.adopt import Decision, decide
 from carpool.placement.forecast import predict
 from carpool.placement.objective import Objective
 from carpool.placement.trace import LayerTrace, Trace
+from carpool.train.config.schema_moe import PlacementSection
 from carpool.train.moving.cost import Array, Facts, aligned, foretell, outlook
-from carpool.train.schema_moe import PlacementSection
 
 if TYPE_CHECKING:
-    from carpool.train.setup import Setup
+    from carpool.train.run.setup import Setup
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ def facts_of(run: Setup) -> Facts:
 
 def main() -> None:
     """A process of its own."""
-    from carpool.train.worker import die_with
+    from carpool.train.launch.worker import die_with
 
     folder = Path(sys.argv[1])
     die_with(int(sys.argv[2]))

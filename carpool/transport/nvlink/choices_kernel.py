@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from carpool.quick import quick
+from carpool.kernels.quick import quick
 from carpool.transport.nvlink.dispatch_kernel import note_counts, send_choices, send_counts, unpack
 from carpool.transport.nvlink.signals import end_of, send, wait
 

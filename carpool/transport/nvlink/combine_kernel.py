@@ -28,7 +28,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from carpool.quick import quick
+from carpool.kernels.quick import quick
 from carpool.transport.nvlink.signals import count_sent, end_of, send, wait
 
 

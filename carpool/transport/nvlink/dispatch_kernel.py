@@ -31,7 +31,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from carpool.quick import quick
+from carpool.kernels.quick import quick
 from carpool.transport.nvlink.signals import MARKS, count_sent, end_of, send, wait
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from carpool.quick import cdiv, power_of_2
+from carpool.kernels.quick import cdiv, power_of_2
 from carpool.transport.nvlink.buffers import MAX_CTAS, MAX_PARTS, VERBS, Buffers, Lease
 from carpool.transport.nvlink.choices_kernel import choices_kernel
 from carpool.transport.nvlink.combine_kernel import combine_kernel

@@ -30,7 +30,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from carpool.quick import quick
+from carpool.kernels.quick import quick
 
 
 @triton.jit

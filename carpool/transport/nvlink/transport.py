@@ -25,9 +25,9 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
+from carpool.kernels.numbered import Numbered
 from carpool.memory.arena import Arena, Rows
-from carpool.numbered import Numbered
-from carpool.stats import Traffic
+from carpool.observe.stats import Traffic
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Arrivals, PartsAlone, Pending, Ready
 from carpool.transport.nvlink.buffers import MAX_CTAS, OWNERS, VERBS, Awaited, Buffers, buffers_of
 from carpool.transport.nvlink.options import NVLinkOptions

@@ -1,0 +1,1 @@
+"""What the kernels of several rooms share: launching, multiprocessor budgets, ordered sums."""

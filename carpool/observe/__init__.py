@@ -1,0 +1,1 @@
+"""What happens: traffic, times and load, counted while layers run."""

@@ -1,0 +1,1 @@
+"""What happens between plan and sum, forward and backward: `function.py` is the autograd function."""

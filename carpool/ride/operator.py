@@ -1,0 +1,177 @@
+"""The ride as an operator of PyTorch's, so that `torch.compile` can put it into a graph without looking inside.
+
+A compiled graph holds tensors and numbers; a ride also needs a transport, experts and counters, and keeps things for
+its backward that are no tensors of the graph (routes, places in an arena). So
+
+    objects    have a number each (`Numbered`); the operator is given numbers and finds the objects
+    what is    stays here under a ticket, a tensor of one number, which the graph saves for the backward in its place.
+    kept       When the last tensor that shares the ticket's memory is gone, what was kept under it is let go: after the
+               backward, or at once if nobody wants one
+    inputs     are the graph's, which uses their memory for others when it has no more need of them. So none is kept
+               here: the graph saves them, or computes them again, and the backward is given them
+
+    carpool::ride           (rows, weights, slots, parameters, numbers)                 -> (sums, ticket)
+    carpool::ride_backward  (gradient of the sums, ticket, rows, weights, slots, ...)   -> gradients
+
+Both have fake versions that say shapes, and the first names the second as its derivative. What they compute is
+`carpool.schedule.tiles.ride_forward` and `ride_backward`, the same as without a compiler.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+
+from carpool.experts.base import ExpertWeights
+from carpool.kernels.numbered import by_number
+from carpool.memory.arena import Rows
+from carpool.transport.base import Route
+
+# What compiled graphs wait for: of the process, as those graphs are. See the module's docstring for who removes what.
+_KEPT: dict[int, Any] = {}
+_tickets = itertools.count(1)
+# Inside an operator autograd records nothing; experts may want it for a moment, for an activation of the user's.
+_OUTSIDE = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+
+
+@torch.library.custom_op("carpool::ride", mutates_args=())
+def ride_operator(
+    x_TH: torch.Tensor,
+    weight_TK: torch.Tensor,
+    slot_TK: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    expert_TK: torch.Tensor,
+    transport: torch.Tensor,
+    experts: torch.Tensor,
+    stats: torch.Tensor,
+    backward: bool,
+    chunks: int = 1,
+    backward_chunks: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(y_TH, ticket): see `carpool.ride.function.ride`. `backward`: whether one will follow."""
+    from carpool.schedule.tiles import depart, ride_forward
+
+    weights = ExpertWeights(up, down, up_bias, down_bias)
+    parts = by_number(transport), by_number(experts), by_number(stats)
+    parts[2].count(expert_TK, weight_TK)
+    with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.no_grad():
+        departed = depart(x_TH, weight_TK, slot_TK, parts[0], parts[2], chunks, backward_chunks)
+        y_TH, kept = ride_forward(departed, weights, *parts[:2], backward)
+    number = next(_tickets)
+    ticket = torch.tensor([number], device="cpu")
+    if kept is not None:
+        inputs = x_TH, weight_TK, slot_TK
+        # With its objects, which may be replaced before the backward runs.
+        _KEPT[number] = _swap(kept, lambda tensor: _lend(tensor, inputs)), parts
+        # On the storage: what autograd hands back shares it, but is not the same tensor.
+        weakref.finalize(ticket.untyped_storage(), _KEPT.pop, number, None).atexit = False
+    return y_TH, ticket
+
+
+@ride_operator.register_fake
+def _(x_TH: torch.Tensor, *_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    ticket = torch.empty(1, dtype=torch.int64, device="cpu")
+    return torch.empty(x_TH.shape, dtype=x_TH.dtype, device=x_TH.device), ticket
+
+
+@torch.library.custom_op("carpool::ride_backward", mutates_args=())
+def ride_backward_operator(
+    dy_TH: torch.Tensor,
+    ticket: torch.Tensor,
+    x_TH: torch.Tensor,
+    weight_TK: torch.Tensor,
+    slot_TK: torch.Tensor,
+    up: torch.Tensor,
+    down: torch.Tensor,
+    up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    needs_dweights: bool,
+) -> list[torch.Tensor]:
+    """[dx_TH, dweight_TK, and if wanted the gradients of the parameters that there are]."""
+    from carpool.schedule.tiles import ride_backward
+
+    found = _KEPT.get(int(ticket))
+    if found is None:
+        raise RuntimeError(
+            "the backward of a compiled ride ran after what its forward kept was let go: either it ran before "
+            "(a second time takes retain_graph=True), or a hook on saved tensors (save_on_cpu, offloading) put a copy "
+            "in the place of the ride's ticket; use such hooks without torch.compile"
+        )
+    inputs = [tensor.contiguous() for tensor in (x_TH, weight_TK, slot_TK)]
+    kept, (transport, experts, stats) = _swap(found[0], lambda held: _take_back(held, inputs)), found[1]
+    weights = ExpertWeights(up, down, up_bias, down_bias)
+    with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.no_grad():
+        arrive, dweights = ride_backward(dy_TH, weights, kept, transport, experts, stats, needs_dweights)
+        dx_TH, dweight_TK = arrive()
+    gradients = [dx_TH, dweight_TK.to(weight_TK.dtype), *(w for w in dweights or () if w is not None)]
+    return [gradient.contiguous() for gradient in gradients]
+
+
+@ride_backward_operator.register_fake
+def _(dy_TH: torch.Tensor, _ticket: Any, _x_TH: Any, weight_TK: torch.Tensor, _slot_TK: Any, *rest: Any) -> Any:
+    *weights, needs_dweights = rest
+    like = [dy_TH, weight_TK, *(w for w in weights if needs_dweights and w is not None)]
+    return [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in like]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    ctx.save_for_backward(output[1], *inputs[:7])
+
+
+def _backward(ctx: Any, dy_TH: torch.Tensor, _: Any) -> tuple[Any, ...]:
+    ticket, *inputs = ctx.saved_tensors
+    weights = inputs[3:]
+    needs_dweights = any(ctx.needs_input_grad[3:7])
+    dx_TH, dweight_TK, *rest = ride_backward_operator(dy_TH.contiguous(), ticket, *inputs, needs_dweights)
+    gradients = iter(rest)
+    dweights = [next(gradients) if needs_dweights and w is not None else None for w in weights]
+    return dx_TH, dweight_TK, None, *dweights, None, None, None, None, None, None, None
+
+
+ride_operator.register_autograd(_backward, setup_context=_setup_context)
+
+
+@dataclass(frozen=True)
+class _Lent:
+    """Some rows of one of (x_TH, weight_TK, slot_TK), in the place of a view of it."""
+
+    number: int
+    start: int
+    rows: int
+
+
+def _swap(what: Any, change: Callable[[Any], Any]) -> Any:
+    """`what` with its tensors changed: those in tuples, `Rows` and routes."""
+    if isinstance(what, (torch.Tensor, _Lent)):
+        return change(what)
+    if isinstance(what, (Rows, Route)):
+        return replace(what, **{field.name: _swap(getattr(what, field.name), change) for field in fields(what)})
+    if isinstance(what, tuple):
+        items = [_swap(item, change) for item in what]
+        return what._make(items) if hasattr(what, "_make") else tuple(items)
+    return what
+
+
+def _lend(tensor: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> torch.Tensor | _Lent:
+    """The tensor, if its memory is its own; else where in the inputs it is found again, or a copy."""
+    for number, given in enumerate(inputs):
+        if tensor.numel() and tensor.untyped_storage().data_ptr() == given.untyped_storage().data_ptr():
+            layout, theirs = ((t.dtype, t.shape[1:], t.stride()) for t in (tensor, given))
+            start, beside = divmod(int(tensor.storage_offset() - given.storage_offset()), max(1, given.stride(0)))
+            rows = layout == theirs and beside == 0 and 0 <= start <= given.shape[0] - tensor.shape[0]
+            return _Lent(number, start, tensor.shape[0]) if rows else tensor.clone()
+    return tensor
+
+
+def _take_back(held: torch.Tensor | _Lent, inputs: list[torch.Tensor]) -> torch.Tensor:
+    if isinstance(held, _Lent):
+        return inputs[held.number][held.start : held.start + held.rows]
+    return held

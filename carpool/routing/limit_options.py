@@ -1,0 +1,66 @@
+"""What routing may be limited to; carpool/routing/limit.py says what each limit does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+LimitBy = Literal["score", "similarity", "groups"]
+
+
+@dataclass(frozen=True)
+class LimitOptions:
+    """What the routing is limited to; see carpool/routing/limit.py. The defaults limit nothing.
+
+    Args:
+        num_nodes: how many nodes the ranks of the expert-parallel group are on, equally many on each, in rank order.
+    """
+
+    limit_ranks: int | None = None
+    limit_nodes: int | None = None
+    limit_by: LimitBy = "score"
+    topology_cap: float | None = None
+    num_nodes: int = 1
+
+    def check(self, num_ranks: int) -> None:
+        """Raise ValueError for what cannot be on `num_ranks` ranks."""
+        if self.limit_by not in ("score", "similarity", "groups"):
+            raise ValueError(f"limit_by={self.limit_by!r} is not known; use 'score', 'similarity' or 'groups'")
+        if not 1 <= self.num_nodes <= num_ranks or num_ranks % self.num_nodes:
+            raise ValueError(f"num_nodes={self.num_nodes} must divide the {num_ranks} expert-parallel ranks")
+        for name, limit in (("limit_ranks", self.limit_ranks), ("limit_nodes", self.limit_nodes)):
+            if limit is not None and limit < 1:
+                raise ValueError(f"{name}={limit} must be at least 1, or None for no limit")
+        if self.topology_cap is not None:
+            if not 0 <= self.topology_cap <= 1:
+                raise ValueError(f"topology_cap={self.topology_cap} is a share of the choices: between 0 and 1")
+            if self.limit_ranks or self.limit_nodes:
+                raise ValueError("topology_cap and limit_ranks or limit_nodes contradict each other; give one of them")
+
+    def active(self, num_ranks: int) -> bool:
+        """Whether this changes any routing on `num_ranks` ranks: a limit of all ranks is none."""
+        return (
+            (self.limit_ranks is not None and self.limit_ranks < num_ranks)
+            or (self.limit_nodes is not None and self.limit_nodes < self.num_nodes)
+            or (self.topology_cap is not None and self.topology_cap < 1 and self.num_nodes > 1)
+        )
+
+    def lossy_reasons(self, num_ranks: int) -> list[str]:
+        """For logs and reports: how this changes the model's function."""
+        reasons = []
+        if self.limit_nodes is not None and self.limit_nodes < self.num_nodes:
+            reasons.append(
+                f"each token's experts are limited to {counted(self.limit_nodes, 'node')}, by {self.limit_by}"
+            )
+        if self.limit_ranks is not None and self.limit_ranks < num_ranks:
+            reasons.append(
+                f"each token's experts are limited to {counted(self.limit_ranks, 'rank')}, by {self.limit_by}"
+            )
+        if self.topology_cap is not None and self.topology_cap < 1 and self.num_nodes > 1:
+            reasons.append(f"at most {100 * self.topology_cap:g} % of the choices leave their node")
+        return reasons
+
+
+def counted(number: int, what: str) -> str:
+    """For people: 1 rank, 2 ranks."""
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -1,0 +1,248 @@
+"""From a TOML file and `section.key=value` overrides to a `Config`, with errors that say what, where and what to do.
+
+    config = load_config(Path("olmoe.toml"), ["parallelism.ep_size=4", "model.config.num_experts=16"])
+
+Later wins: the file over the defaults, overrides over the file, key by key, also inside `model.config`. The value
+of an override is read as TOML (`3`, `1e-3`, `true`, `["a", "b"]`, `{a = 1}`); what is not TOML is a bare word, hence
+text (`training.output_dir=runs/a`). The word none (or null) means "not set".
+
+The demo's model holds only until another is named: a `[model]` with `path`, `architecture` or `model_type` starts
+from nothing, while `model.config.num_experts=32` alone changes the demo's.
+"""
+
+from __future__ import annotations
+
+import tomllib
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from carpool.train.config.schema import (
+    DEMO_MODEL,
+    Config,
+    DataSection,
+    Degrees,
+    ModelSection,
+    ParallelismSection,
+    TrainingSection,
+    keys,
+)
+from carpool.train.config.schema_base import NONE_WORDS, nearest, toml_value
+from carpool.train.config.schema_moe import MoeSection, NvlinkSection, PlacementSection
+
+__all__ = [
+    "Config",
+    "DataSection",
+    "Degrees",
+    "ModelSection",
+    "MoeSection",
+    "NvlinkSection",
+    "ParallelismSection",
+    "PlacementSection",
+    "TrainingSection",
+    "describe",
+    "load_config",
+    "nearest",
+]
+
+# Keys of the [model] section that name a model; any of them displaces the demo's.
+_MODEL_SOURCES = ("path", "architecture", "model_type")
+_COMMAND_LINE = "on the command line"
+
+# pydantic's names of what it expected, in the words of the person who wrote the file.
+_EXPECTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "dict_type": "a table",
+    "tuple_type": "text or a list of texts",
+    "finite_number": "a finite number",
+}
+
+
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a run: defaults, then the TOML file at `path`, then `overrides` (`section.key=value`).
+
+    Raises:
+        ValueError: a missing or malformed file, an unknown key (with the nearest known one), a value of the wrong
+            type or range (with key, value, place and what was expected), or values that contradict each other.
+    """
+    settings: dict[str, Any] = {}
+    places: dict[tuple[str, ...], str] = {}
+    if path is not None:
+        _merge(settings, _read(path), (), f"in {path}", places)
+    for override in overrides:
+        _merge(settings, _parse_override(override), (), _COMMAND_LINE, places)
+    _check_keys(settings, places)
+    model = settings.setdefault("model", {})
+    if not any(model.get(source) is not None for source in _MODEL_SOURCES):
+        settings["model"] = _merged(DEMO_MODEL, model)
+    try:
+        return Config.model_validate(settings)
+    except ValidationError as error:
+        lines = list(dict.fromkeys(_explain(detail, places) for detail in error.errors()))
+        raise ValueError("\n".join(lines)) from None
+
+
+def describe() -> Iterator[tuple[str, str, str, str]]:
+    """Each key as `(dotted name, type, default as TOML, description)`, in the order of the sections."""
+    default = Config()
+    for section, cls, key in keys():
+        field = cls.model_fields[key]
+        text = toml_value(getattr(getattr(default, section), key))
+        yield f"{section}.{key}", _type_name(field), text, field.description or ""
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ValueError(f"configuration file {path} does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"configuration file {path} cannot be read: {error}") from None
+    try:
+        # What a recipe says about itself (carpool/recipes) is for its reader.
+        return {name: section for name, section in tomllib.loads(text).items() if name != "recipe"}
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path} is not valid TOML: {error}") from None
+
+
+def _parse_override(override: str) -> dict[str, Any]:
+    name, equals, text = override.partition("=")
+    parts = name.strip().split(".")
+    if not equals or not all(parts):
+        raise ValueError(
+            f"cannot read the override {override!r}: expected section.key=value, such as training.max_steps=200"
+        )
+    text = text.strip()
+    try:
+        parsed = tomllib.loads(f"value = {text}")
+        # More keys than one mean that the text held a line break: it is no single TOML value.
+        value = parsed["value"] if len(parsed) == 1 else text
+    except tomllib.TOMLDecodeError:
+        if text[:1] in ("[", "{", '"', "'"):
+            raise ValueError(
+                f"cannot read the value of the override {override!r}: it begins like a TOML list, table or quoted "
+                "text, but is not valid TOML (does the shell strip quotes? put single quotes around the whole of it)"
+            ) from None
+        value = text
+    for part in reversed(parts):
+        value = {part: value}
+    return typing.cast(dict[str, Any], value)
+
+
+def _merge(into: dict[str, Any], new: Mapping[str, Any], at: tuple[str, ...], place: str, places: Any) -> None:
+    """Lays `new` over `into`, table by table; remembers in `places` where each key came from."""
+    for key, value in new.items():
+        here = (*at, key)
+        places[here] = place
+        if isinstance(value, Mapping):
+            old = into.get(key)
+            into[key] = dict(old) if isinstance(old, Mapping) else {}
+            _merge(into[key], value, here, place, places)
+        else:
+            into[key] = None if _is_none(value) and not _takes_texts(here) else value
+
+
+def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    result: dict[str, Any] = dict(base)
+    _merge(result, over, (), "", {})
+    return result
+
+
+def _is_none(value: Any) -> bool:
+    return isinstance(value, str) and value.lower() in NONE_WORDS
+
+
+def _takes_texts(path: tuple[str, ...]) -> bool:
+    """Is this a list of texts without a None of its own, where the word none means the empty list?"""
+    return path == ("training", "report_to")
+
+
+def _check_keys(settings: dict[str, Any], places: Mapping[tuple[str, ...], str]) -> None:
+    sections: dict[str, list[str]] = {}
+    for section, _, key in keys():
+        sections.setdefault(section, []).append(key)
+    dotted = [f"{section}.{key}" for section, names in sections.items() for key in names]
+    for section, table in settings.items():
+        where = places[(section,)]
+        if section not in sections:
+            # A key written without its section is the likeliest slip, then a misspelt section.
+            owner = next((name for name in dotted if name.endswith(f".{section}")), None)
+            close = nearest(section, list(sections))
+            if owner is None and close is None:
+                leaf = nearest(section, [name.split(".")[1] for name in dotted])
+                owner = next((name for name in dotted if leaf and name.endswith(f".{leaf}")), None)
+            hint = owner or close or f"one of the sections {', '.join(sections)}"
+            kind = "section" if isinstance(table, Mapping) else "key"
+            raise ValueError(f"unknown {kind} {section} {where}; did you mean {hint}?")
+        if not isinstance(table, Mapping):
+            raise ValueError(
+                f"{section} = {table!r} ({where}): {section} is a section; set its keys, such as "
+                f"{section}.{sections[section][0]}"
+            )
+        for key in table:
+            if key in sections[section]:
+                continue
+            where = places[(section, key)]
+            close = nearest(key, sections[section])
+            guess = f"{section}.{close}" if close else None
+            guess = next((name for name in dotted if name.endswith(f".{key}")), guess)
+            guess = guess or nearest(f"{section}.{key}", dotted)
+            hint = f"; did you mean {guess}?" if guess else f"; [{section}] knows {', '.join(sections[section])}"
+            raise ValueError(f"unknown key {section}.{key} {where}{hint}")
+
+
+def _explain(error: Any, places: Mapping[tuple[str, ...], str]) -> str:
+    """One pydantic error as one line: key, value, place, and what was expected."""
+    loc = tuple(str(part) for part in error["loc"])
+    kind, context = error["type"], error.get("ctx", {})
+    if kind == "value_error":
+        return str(context["error"])
+    key = loc[:2]
+    value = error["input"]
+    if kind in _EXPECTED:
+        expected = _EXPECTED[kind]
+    elif kind == "literal_error":
+        expected = f"one of {context['expected']}"
+        guess = nearest(str(value), [word.strip("' ") for word in context["expected"].replace(" or ", ",").split(",")])
+        expected += f" (did you mean {guess}?)" if guess else ""
+    elif kind.startswith(("greater_than", "less_than")):
+        (limit,) = context.values()
+        words = {"greater_than": "above", "greater_than_equal": "at least", "less_than": "below"}
+        expected = f"a number {words.get(kind, 'at most')} {limit:g}"
+    else:
+        expected = error["msg"]
+    at = loc[2:]
+    item = f", item {at[0]}" if at and at[0].isdigit() else ""
+    place = places.get(key) or places.get(key[:1]) or ""
+    shown = "true" if value is True else "false" if value is False else repr(value)
+    return f"{'.'.join(key)} = {shown}{f' ({place}{item})' if place else ''}: expected {expected}"
+
+
+def _type_name(field: FieldInfo) -> str:
+    """`int | None` for a person: "integer or none"."""
+    names = {int: "integer", float: "number", bool: "true/false", str: "text", type(None): "none"}
+    args = typing.get_args(field.annotation) if typing.get_args(field.annotation) else (field.annotation,)
+    if typing.get_origin(field.annotation) is typing.Literal:
+        return " | ".join(map(str, args))
+    if typing.get_origin(field.annotation) in (tuple, dict):
+        return "table" if typing.get_origin(field.annotation) is dict else "text or list"
+    words: list[str] = []
+    for arg in args:
+        origin = typing.get_origin(arg)
+        if origin is typing.Literal:
+            words.extend(map(str, typing.get_args(arg)))
+        elif origin is typing.Annotated or origin is tuple:
+            words.append("text or list")
+        elif origin is dict:
+            words.append("table")
+        else:
+            words.append(names.get(arg, str(arg)))
+    return " | ".join(words)

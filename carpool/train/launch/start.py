@@ -1,0 +1,214 @@
+"""One process per device, whoever starts them: torchrun, Slurm, or Carpool itself on this machine.
+
+`run(config, entry)` calls `entry(config, **kwargs)` once in every rank, inside an initialised process group:
+
+- started by **torchrun** (RANK and WORLD_SIZE are set): this process is one rank, and `entry` is called here;
+- started by **Slurm** (`srun carpool train ...` with several tasks): likewise, after the variables that PyTorch
+  reads have been derived from Slurm's;
+- otherwise PyTorch's elastic agent starts the ranks on this machine: one per GPU, or `parallelism.num_ranks`
+  processes on CPU, each running `carpool.train.launch.worker`. This process becomes the agent. It only watches.
+
+When a rank dies, the agent stops the others at once (a dead peer leaves them in a collective that cannot end), and
+`run` raises one `RankFailure` that names the rank which failed first, not the ones that fell over it. A rank whose
+agent dies is killed by the kernel. Under torchrun these are torchrun's tasks; under Slurm add `--kill-on-bad-exit`.
+
+Ranks other than 0 write to temporary files instead of the terminal; if one dies without a Python error (a crash in
+native code), the last lines that it wrote are part of the message. With `debug` all write to the terminal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from carpool.train.config import Config
+from carpool.train.launch.failure import Interrupted, RankFailure, rank_failure, resume_hint
+from carpool.train.launch.worker import entry_name, find_entry, record_error, run_rank
+from carpool.train.launch.world import World, find_world
+
+__all__ = ["Interrupted", "RankFailure", "World", "find_world", "local_ranks", "run", "use_cuda"]
+
+CPU_RANKS = 4
+# How long ranks that were told to stop may take before they are killed.
+_STOP_SECONDS = 10
+
+
+def run(config: Config, entry: Callable[..., None] | str, *, debug: bool = False, **kwargs: Any) -> None:
+    """Calls `entry(config, **kwargs)` in every rank and returns when all have returned.
+
+    Args:
+        config: `[parallelism]` says how many ranks and on which device.
+        entry: A function at the top level of an importable module, or "module:function", which spares the agent from
+            importing what only the ranks need.
+        debug: All ranks write to the terminal, and the agent logs.
+        kwargs: Further arguments, which must be JSON.
+
+    Raises:
+        ValueError: the degrees of parallelism do not fit the ranks, or there are too few GPUs.
+        RankFailure: a rank failed (only where this process started the ranks; otherwise the error itself).
+        Interrupted: a signal ended the run (likewise).
+    """
+    name = entry if isinstance(entry, str) else entry_name(entry)
+    world = find_world(os.environ)
+    if world is None:
+        ranks = local_ranks(config)
+        config.parallelism.check_ranks(ranks)
+        _start(config, name, kwargs, ranks, debug)
+        return
+    config.parallelism.check_ranks(world.world_size)
+    os.environ.update(world.environment())
+    try:
+        run_rank(config, find_entry(name), kwargs)
+    except Exception as error:
+        record_error(error)
+        raise
+
+
+def use_cuda(config: Config) -> bool:
+    """Does this run use GPUs? ValueError if it is told to and there are none."""
+    import torch
+
+    if config.parallelism.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("parallelism.device = 'cuda', but PyTorch finds no GPU here; see `carpool doctor`")
+    return config.parallelism.device != "cpu" and torch.cuda.is_available()
+
+
+def local_ranks(config: Config) -> int:
+    """How many ranks this machine starts for `config`.
+
+    Raises:
+        ValueError: more ranks than GPUs.
+    """
+    asked = config.parallelism.num_ranks
+    if not use_cuda(config):
+        return CPU_RANKS if asked is None else asked
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if asked is not None and asked > gpus:
+        raise ValueError(
+            f"parallelism.num_ranks = {asked}, but this machine has {gpus} GPUs; lower it, or set "
+            "parallelism.device=cpu, or start the ranks of several machines with torchrun or srun"
+        )
+    return gpus if asked is None else asked
+
+
+def _start(config: Config, entry: str, kwargs: dict[str, Any], ranks: int, debug: bool) -> None:
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    started = time.time()
+    with tempfile.TemporaryDirectory(prefix="carpool-", ignore_cleanup_errors=True) as folder:
+        job = Path(folder) / "job.json"
+        job.write_text(
+            json.dumps(
+                {
+                    "entry": entry,
+                    "config": config.model_dump(mode="json"),
+                    "kwargs": kwargs,
+                    "agent": os.getpid(),
+                    "path": [str(Path(p).absolute()) for p in sys.path],
+                }
+            )
+        )
+        redirects = {rank: Std.NONE if debug or rank == 0 else Std.ALL for rank in range(ranks)}
+        launch_config = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=ranks,
+            run_id=f"carpool-{os.getpid()}",
+            rdzv_backend="c10d",
+            # Port 0: the agent's store takes a free one itself, so that no other process can be faster.
+            rdzv_endpoint="127.0.0.1:0",
+            local_addr="127.0.0.1",
+            max_restarts=0,
+            monitor_interval=0.1,
+            logs_specs=DefaultLogsSpecs(log_dir=str(Path(folder) / "logs"), redirects=redirects),
+        )
+        if hasattr(launch_config, "shutdown_timeout"):
+            launch_config.shutdown_timeout = _STOP_SECONDS
+        worker = ("-P", "-m", "carpool.train.launch.worker", str(job))
+        with _environment(_worker_environment(ranks)), _signals_restored(), _quiet_agent(debug):
+            try:
+                elastic_launch(launch_config, sys.executable)(*worker)
+            except ChildFailedError as failed:
+                _show_cursor()
+                raise rank_failure(failed.failures, ranks, config, Path(folder) / "logs", started) from None
+            except SignalException as stopped:
+                _show_cursor()
+                name = "Ctrl-C" if stopped.sigval == signal.SIGINT else signal.Signals(stopped.sigval).name
+                raise Interrupted(f"stopped by {name}; {resume_hint(config)}", int(stopped.sigval)) from None
+
+
+def _worker_environment(ranks: int) -> dict[str, str]:
+    package_root = str(Path(__file__).resolve().parents[3])
+    paths = [package_root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {"PYTHONPATH": os.pathsep.join(paths)}
+    if "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        env["OMP_NUM_THREADS"] = str(max(1, cores // ranks))
+    if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
+        # All ranks are on this machine: works without a resolvable hostname, and behind any firewall.
+        env["GLOO_SOCKET_IFNAME"] = "lo"
+    return env
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """The agent hands its own environment to the ranks; these are in it for as long as it runs."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _signals_restored() -> Iterator[None]:
+    """The agent installs signal handlers and leaves them behind."""
+    names = [name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if hasattr(signal, name)]
+    before = {name: signal.getsignal(getattr(signal, name)) for name in names}
+    try:
+        yield
+    finally:
+        # Only the main thread may set handlers, and only there has the agent done so.
+        with contextlib.suppress(ValueError):
+            for name, handler in before.items():
+                signal.signal(getattr(signal, name), handler)
+
+
+@contextlib.contextmanager
+def _quiet_agent(debug: bool) -> Iterator[None]:
+    """Keeps the agent's log off the terminal: what it has to say is said once, by `RankFailure`."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    before, handler = logger.propagate, logging.NullHandler()
+    if not debug:
+        logger.propagate = False
+        logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.propagate = before
+        logger.removeHandler(handler)
+
+
+def _show_cursor() -> None:
+    """A progress display hides the cursor, and one that was killed has not shown it again."""
+    if sys.stdout.isatty():
+        sys.stdout.write("\x1b[?25h\n")
+        sys.stdout.flush()

@@ -1,0 +1,62 @@
+"""Ends a process whose main thread cannot notice any more that a rank is missing.
+
+A kernel that waits in vain for a peer gives up and says so in host memory; the main thread raises at its next ride. But
+it may be waiting for something else of that peer, a collective say, that never gives up. Nothing interrupts a thread in
+there, so another one has to look, and to end the process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+
+from carpool.train.launch.worker import record_error
+from carpool.transport.nvlink import Buffers, RankMissingError
+
+log = logging.getLogger("carpool")
+
+POLL_SECONDS = 0.2
+GRACE_SECONDS = 10.0
+
+
+class Watchdog:
+    """A daemon thread that looks at `Buffers.host_status`, which is host memory.
+
+    If a rank is missing and `stop` has not been called `grace` seconds later, it logs and records which, and ends the
+    process with exit code 1.
+
+    Args:
+        buffers: gives the buffers of the moment.
+        grace: seconds for the main thread to raise the same by itself, and to stop this thread on its way out.
+    """
+
+    def __init__(self, buffers: Callable[[], Sequence[Buffers]], grace: float = GRACE_SECONDS) -> None:
+        self._buffers, self._grace = buffers, grace
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="carpool-watchdog", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(POLL_SECONDS):
+            for buffers in self._buffers():
+                try:
+                    buffers.check()
+                except RankMissingError as error:
+                    self._end(error)
+
+    def _end(self, error: RankMissingError) -> None:
+        if self._stopped.wait(self._grace):
+            return
+        log.error("%s", error)
+        record_error(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)

@@ -1,0 +1,172 @@
+"""One rank: joins the process group, does its work, leaves the group. `carpool.train.launch.start` starts these.
+
+    python -m carpool.train.launch.worker JOB.json
+
+A rank has three duties beside its work. It must not outlive its agent: nobody would be left to stop it. It must
+leave the process group, on errors too: processes that exit inside one abort now and then. And if it fails it must say
+why in a file, not on the terminal, where the other ranks talk as well; the agent tells the user, once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import datetime
+import faulthandler
+import importlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from carpool.train.config import Config
+
+_PR_SET_PDEATHSIG = 1
+_LEAVE_SECONDS = 5.0
+# NCCL cannot say which rank it waits for; so much later than the kernels of transport nvlink, which can, it gives up.
+_NCCL_EXTRA_SECONDS = 30
+
+
+def main() -> None:
+    """Runs the job whose file is the first argument."""
+    job = json.loads(Path(sys.argv[1]).read_text())
+    die_with(job["agent"])
+    sys.path[:] = job["path"]
+    faulthandler.enable()
+    # Ctrl-C is the agent's to handle. Python's own handler would wait for a collective that may never end.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        run_rank(Config.model_validate_json(json.dumps(job["config"])), find_entry(job["entry"]), job["kwargs"])
+    except BaseException as error:
+        record_error(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not sys.exit: it waits for threads, and one that is stuck in a collective would keep this rank alive.
+        os._exit(1)
+
+
+def run_rank(config: Config, entry: Callable[..., None], kwargs: dict[str, Any]) -> None:
+    """Calls `entry(config, **kwargs)` inside the process group that RANK, WORLD_SIZE and the like describe."""
+    with process_group(config):
+        try:
+            entry(config, **kwargs)
+        except BaseException as error:
+            # Before the group is left: that makes the peers fail, and this is the cause.
+            record_error(error)
+            raise
+
+
+@contextlib.contextmanager
+def process_group(config: Config) -> Iterator[None]:
+    """The default process group: NCCL with this rank's GPU, or gloo; left at the end, on errors too.
+
+    Raises:
+        ValueError: this rank has no GPU of its own.
+    """
+    import torch
+    import torch.distributed as dist
+
+    timeout = datetime.timedelta(seconds=config.parallelism.timeout_seconds)
+    if config.parallelism.device != "cpu" and torch.cuda.is_available():
+        local_rank, gpus = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
+        # A launcher may show each rank its own GPU only: then that one is number 0.
+        index = 0 if gpus == 1 else local_rank
+        if index >= gpus:
+            raise ValueError(f"rank {os.environ['RANK']} is number {local_rank} on its machine, which has {gpus} GPUs")
+        device = torch.device("cuda", index)
+        torch.cuda.set_device(device)
+        later = timeout + datetime.timedelta(seconds=_NCCL_EXTRA_SECONDS)
+        dist.init_process_group("nccl", timeout=later, device_id=device)
+    else:
+        dist.init_process_group("gloo", timeout=timeout)
+    try:
+        yield
+    except BaseException:
+        # Peers may be gone or stuck, and leaving may wait for them: it gets a few seconds.
+        thread = threading.Thread(target=dist.destroy_process_group, daemon=True)
+        thread.start()
+        thread.join(_LEAVE_SECONDS)
+        raise
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def die_with(agent: int) -> None:
+    """Lets this process end when its agent, process `agent`, does, however that ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != agent:  # it died before the line above
+            os._exit(1)
+        return
+
+    def watch() -> None:
+        while os.getppid() == agent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def is_user_error(error: BaseException) -> bool:
+    """Is the text of this error meant for users, and says what to do? Others are shown with a traceback.
+
+    These are refused input (ValueError), a full disk and the like (OSError), and a loss that is not a number
+    (ArithmeticError), but not a lost connection.
+    """
+    return isinstance(error, (ValueError, OSError, ArithmeticError)) and not isinstance(
+        error, (ConnectionError, TimeoutError)
+    )
+
+
+def record_error(error: BaseException) -> None:
+    """Writes what happened where the agent (ours or torchrun's) looks for it, in its format and with our details.
+
+    The first error stays: what fails after it fails because of it.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or Path(path).exists():
+        return
+    now = time.time_ns()
+    lines = "".join(traceback.format_exception(error))
+    text = str(error) or type(error).__name__
+    ours = {
+        "type": type(error).__name__,
+        "text": text,
+        "traceback": lines,
+        "time_ns": now,
+        "user_error": is_user_error(error),
+    }
+    extra = {"py_callstack": lines, "timestamp": str(now // 10**9)}
+    message = {"message": f"{type(error).__name__}: {text}", "extraInfo": extra}
+    # Written beside and renamed: the agent may look, or kill, at any time.
+    part = Path(f"{path}.part")
+    part.write_text(json.dumps({"message": message, "carpool": ours}))
+    part.replace(path)
+
+
+def entry_name(entry: Callable[..., None]) -> str:
+    """`module:function`, by which another process finds the function."""
+    module, name = entry.__module__, entry.__qualname__
+    if module == "__main__" or "." in name:
+        raise ValueError(
+            f"{module}.{name} cannot be imported by the ranks: it must be at the top level of a module that is not "
+            "the running script"
+        )
+    return f"{module}:{name}"
+
+
+def find_entry(name: str) -> Callable[..., None]:
+    """The function that `entry_name` named."""
+    module, _, function = name.partition(":")
+    found: Callable[..., None] = getattr(importlib.import_module(module), function)
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""What a run is, said before its first step: run.json, config.toml and layout.json, and a few lines on the terminal."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+import carpool
+from carpool.hf import rides
+from carpool.hf.layouts import current_layouts
+from carpool.layout.layouts import Layouts
+from carpool.train.config.schema import Degrees
+from carpool.train.run.environment import environment
+from carpool.train.run.estimate import estimate_memory, uniform_copies
+from carpool.train.run.room import lease_bytes
+from carpool.train.run.stages import describe_ways
+
+if TYPE_CHECKING:
+    from carpool.train.run.setup import Setup
+
+
+def write_run(run: Setup, command: str, resume: Path | None) -> dict[str, Any]:
+    """run.json and its neighbours, on rank 0; returns what run.json says."""
+    degrees, layer = run.degrees, run.rides[0]
+    config = run.model.config.get_text_config()
+    moe_layers = list(rides(run.model))
+    assert layer.transport is not None
+    name, buffer_bytes, lossy = layer.transport.name, 0, [*run.experts_lossy, *run.limits_lossy]
+    if name == "nvlink":
+        size = 2 if run.bf16 else run.model.dtype.itemsize
+        options = run.schedule.schedule.options(run.options)
+        buffer_bytes = lease_bytes(options, layer.num_ranks, config.hidden_size, size, run.top_k)
+        lossy += run.options.lossy_reasons
+    path = run.folder / "run.json"
+    history = []
+    if resume is not None and path.exists():
+        history = json.loads(path.read_text()).get("history", [])
+    started = datetime.now(UTC).isoformat(timespec="seconds")
+    history.append(
+        {"started": started, "from_step": run.start, "resumed_from": str(resume) if resume is not None else None}
+    )
+    memory = estimate_memory(run.size, run.degrees, run.config, run.model, layer.num_experts, run.bf16, name)
+    info = {
+        "carpool_version": carpool.__version__,
+        "started": history[0]["started"],
+        "command": command,
+        "history": history,
+        "environment": environment(run.device, run.world),
+        "model": {
+            "architecture": run.architecture,
+            "parameters": run.size.total,
+            "active_parameters": run.size.active,
+            "num_experts": layer.num_experts,
+            "num_experts_per_tok": run.top_k,
+            "moe_layers": moe_layers,
+            "hidden_size": config.hidden_size,
+            "moe_intermediate_size": getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
+        },
+        "parallelism": {**asdict(degrees), "efsdp_size": degrees.efsdp_size, "backend": dist.get_backend()},
+        "transport": {
+            "name": name,
+            "requested": run.config.moe.transport,
+            "why": layer.why,
+            "buffer_bytes": buffer_bytes,
+        },
+        "experts": {
+            "name": layer.compute.name if layer.compute is not None else "the model's own",
+            "recompute": run.config.moe.recompute_experts,
+            **(run.stages.record() if run.stages is not None else {}),
+        },
+        "schedule": run.schedule.record(),
+        "layout": layout_record(current_layouts(run.model), run.layout_source),
+        "exact": not lossy,
+        "lossy_reasons": lossy,
+        "predicted": {
+            "memory_per_rank_bytes": memory,
+            "copies_per_token_uniform": uniform_copies(layer.num_experts, run.top_k, layer.num_ranks),
+            "flops_per_token": run.flops,
+        },
+        "peak_flops": run.peak,
+        "peak_flops_source": run.peak_source,
+        "seed": run.config.training.seed,
+        "data": {
+            "source": run.corpus.source,
+            "train_tokens": len(run.corpus.train),
+            "eval_tokens": len(run.corpus.eval),
+            "tokenizer": run.tokenizer.name,
+        },
+    }
+    if run.main:
+        path.write_text(json.dumps(info, indent=1) + "\n")
+        (run.folder / "config.toml").write_text(run.config.to_toml())
+        current_layouts(run.model).save(run.folder / "layout.json")
+    return info
+
+
+def layout_record(layouts: Layouts, source: str) -> dict[str, Any]:
+    """Where experts live at the start, as in run.json. `source`: what says so."""
+    kinds = sorted({layout.kind for layout in layouts.values()})
+    first = next(iter(layouts.values()))
+    return {
+        "kind": kinds[0] if len(kinds) == 1 else "mixed",
+        "per_layer": len(set(layouts.values())) > 1,
+        "experts_per_rank": [len(rank) for rank in first.homes],
+        "replicas": sum(layout.num_replicas for layout in layouts.values()),
+        "source": source,
+    }
+
+
+def say_hello(run: Setup, resume: Path | None) -> None:
+    """The first lines on the terminal."""
+    info, say = run.info, run.display.say
+    degrees: Degrees = run.degrees
+    say(
+        f"{info['model']['architecture']}: {run.size.total:,} parameters, {run.size.active:,} active per token, "
+        f"{info['model']['num_experts']} experts, top-{run.top_k}"
+    )
+    say(
+        f"{run.world} ranks ({info['parallelism']['backend']}): fsdp {degrees.fsdp_size} x tp {degrees.tp_size}, "
+        f"experts ep {degrees.ep_size} x efsdp {degrees.efsdp_size}, copies {degrees.dp_replicate_size}"
+    )
+    say(f"data: {info['data']['source']}, {len(run.corpus.train):,} tokens, {len(run.corpus.eval):,} held out")
+    say(f"transport {info['transport']['name']}: {info['transport']['why']}")
+    if size := info["transport"]["buffer_bytes"]:
+        options = run.schedule.schedule.options(run.options)
+        rows, leases = options.max_tokens, options.num_leases
+        say(f"buffers: slabs of {rows:,} rows, {size / 1e6:,.1f} MB a lease on each rank, at most {leases} leases")
+    if run.stages is not None:
+        ways = describe_ways(run.stages.choices)
+        say(f"experts {info['experts']['name']}, stages {ways}: {run.stages.why}")
+    elif run.config.moe.expert_stages != "default":
+        say("experts: these are the model's own, which have no stages; moe.expert_stages means nothing here")
+    if run.schedule.schedule.name != "none" or run.schedule.milliseconds:
+        say(f"schedule {run.schedule.schedule}: {run.schedule.why}")
+    if run.layout_source != "contiguous":
+        say(f"layout: {info['layout']['kind']}, {info['layout']['replicas']} replicas, from {run.layout_source}")
+    if run.placement.on:
+        section = run.config.placement
+        what = section.solver if section.policy == "migrate" else "the predicted load"
+        say(f"placement: {section.policy} by {what}, every {section.every} steps, {section.replicas} replicas a rank")
+    if info["lossy_reasons"]:
+        say(f"LOSSY: {'; '.join(info['lossy_reasons'])}")
+    else:
+        say("EXACT: nothing in this run changes the model's function")
+    if resume is not None:
+        say(f"resumed from {resume}, step {run.start}")

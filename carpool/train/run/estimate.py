@@ -1,0 +1,155 @@
+"""What a run will need, before it runs: memory per rank, parameters, operations. All of it is predicted.
+
+Parameters, gradients and AdamW's two moments are exact sums of what each rank holds. The rest follows from shapes,
+with these assumptions, stated because they are where an estimate goes wrong:
+  - the largest FSDP unit (one layer's experts of a rank) is gathered in full beside the shards, and the next one is
+    prefetched;
+  - a decoder layer keeps about 16 tensors of T x H (norms, attention's inputs and outputs, residuals), its experts
+    keep the received rows, the pre-activation, and the two gathered copies that the products read, and balanced
+    routing brings every rank as many rows as it sends;
+  - of the buffers of transport nvlink there is one (schedules that overlap rides take more), and other transports have
+    the rows of one layer, out and back, in flight;
+  - the loss keeps the logits twice in float32;
+  - with gradient checkpointing only one T x H per layer stays, plus one layer being recomputed.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+import torch
+from transformers import PreTrainedModel
+
+from carpool.train.config.schema import Config, Degrees
+from carpool.train.data.tokenizer import load_tokenizer
+from carpool.train.launch.start import local_ranks, use_cuda
+from carpool.train.launch.world import find_world
+from carpool.train.run.flops import ModelSize, flops_per_token, model_size
+from carpool.train.run.model import expert_counts, meta_model, model_source, top_k_of
+from carpool.train.run.room import lease_bytes, nvlink_options
+from carpool.transport import check_transport, choose_transport
+from carpool.transport.nvlink import why_not
+
+Memory = dict[str, int]
+
+
+def estimate_memory(
+    size: ModelSize,
+    degrees: Degrees,
+    config: Config,
+    model: PreTrainedModel,
+    num_experts: int,
+    bf16: bool,
+    transport: str = "dedup",
+) -> Memory:
+    """Predicted bytes of each component on one rank, and their total.
+
+    Args:
+        model: for its shapes only; may be on the meta device.
+        num_experts: E.
+        transport: the one that is used, not "auto".
+
+    Returns:
+        parameters, gradients, optimizer, activations, transport, total.
+    """
+    text = model.config.get_text_config()
+    stored = {"float32": 4, "bfloat16": 2, "float16": 2}[config.model.dtype or "float32"]
+    computed = 2 if bf16 else stored
+    dense_own = math.ceil((size.total - size.experts) / (degrees.fsdp_size * degrees.tp_size))
+    experts_own = math.ceil(size.experts / (degrees.ep_size * degrees.efsdp_size))
+    own = dense_own + experts_own
+    layers = text.num_hidden_layers
+    # Two layers' experts in full beside the shards, if FSDP shards or casts them at all.
+    gathered = 0
+    if degrees.efsdp_size > 1 or computed != stored:
+        gathered = 2 * math.ceil(size.experts / degrees.ep_size / layers) * computed
+
+    tokens = config.training.per_device_train_batch_size * config.data.sequence_length
+    hidden, top_k = text.hidden_size, top_k_of(model)
+    width = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
+    copies = uniform_copies(num_experts, top_k, degrees.ep_size)
+    rows, pairs = tokens * copies, tokens * top_k
+    # Experts keep the rows and their pre-activations; products and gradients of a layer's pairs come and go.
+    experts = rows * hidden + (0 if config.moe.recompute_experts else 2 * pairs * width)
+    passing, layer = pairs * (hidden + 3 * width), 16 * tokens * hidden
+    if config.training.gradient_checkpointing:
+        kept_layers = layers if config.training.checkpoint_rides == "keep" else 1
+        kept = tokens * hidden * layers + layer + experts * kept_layers + passing
+    else:
+        kept = (layer + experts) * layers + passing
+    logits = 2 * 4 * tokens * text.vocab_size
+    rides = int(2 * rows * hidden * computed)
+    if transport == "nvlink":
+        rides = lease_bytes(nvlink_options(config, degrees), degrees.ep_size, hidden, computed, top_k)
+    memory = {
+        "parameters": own * stored + gathered,
+        "gradients": own * stored,
+        "optimizer": 2 * own * stored,
+        "activations": int(kept * computed + logits),
+        # All layers share it.
+        "transport": rides,
+    }
+    return {**memory, "total": sum(memory.values())}
+
+
+def uniform_copies(num_experts: int, top_k: int, num_ranks: int) -> float:
+    """Expected ranks that a token visits if its K distinct experts are drawn uniformly.
+
+    Example: 64 experts, 8 per token, 4 ranks: 4 * (1 - C(48, 8) / C(64, 8)) = 3.66
+    """
+    others = num_experts - num_experts // num_ranks
+    return num_ranks * (1 - math.comb(others, top_k) / math.comb(num_experts, top_k))
+
+
+def dry_run(config: Config) -> str:
+    """The resolved configuration and what it will need, as text. Reads no data and no weights, starts no ranks.
+
+    Raises:
+        ValueError: whatever would stop the run before its first step, as far as this machine can tell.
+    """
+    world = find_world(os.environ)
+    ranks = world.world_size if world is not None else local_ranks(config)
+    tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
+    source = model_source(config, tokenizer)
+    model = meta_model(source)
+    counts = expert_counts(model)
+    degrees = config.parallelism.resolve(ranks, min(counts.values()))
+    size = model_size(model, counts, top_k_of(model))
+    bf16 = use_cuda(config) if config.training.bf16 is None else config.training.bf16
+    transport, why = _likely_transport(config, degrees, model)
+    memory = estimate_memory(size, degrees, config, model, max(counts.values()), bf16, transport)
+    tokens = (
+        config.training.per_device_train_batch_size
+        * config.training.gradient_accumulation_steps
+        * degrees.dp_size
+        * config.data.sequence_length
+    )
+    lines = [
+        config.to_toml(),
+        f"# {type(model).__name__}: {size.total:,} parameters, {size.active:,} active per token",
+        f"# {ranks} ranks: fsdp {degrees.fsdp_size} x tp {degrees.tp_size}, experts ep {degrees.ep_size} x efsdp "
+        f"{degrees.efsdp_size}, copies {degrees.dp_replicate_size}",
+        f"# {tokens:,} tokens per step, {flops_per_token(size, config.data.sequence_length):,} operations per token",
+        f"# transport {transport}: {why}",
+        "# predicted memory of one rank:",
+        *(f"#   {name:<12} {_mib(value):>12}" for name, value in memory.items()),
+    ]
+    return "\n".join(lines)
+
+
+def _likely_transport(config: Config, degrees: Degrees, model: PreTrainedModel) -> tuple[str, str]:
+    """What the ranks will choose, and why, as far as this process can tell without them."""
+    name, hidden = config.moe.transport, model.config.get_text_config().hidden_size
+    check_transport(name, None)
+    unfit: str | None = ""
+    if use_cuda(config) and degrees.ep_size > 1:
+        if degrees.ep_size > torch.cuda.device_count():
+            unfit = "its ranks are on several hosts"
+        else:
+            unfit = "rows are no multiple of 16 bytes" if hidden % 8 else why_not(None)
+    return choose_transport(name, degrees.ep_size, top_k_of(model), unfit)
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"

@@ -1,0 +1,108 @@
+"""From the `[model]` and `[parallelism]` sections to what transformers takes."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+from carpool.hf.build import experts_modules, make_config
+from carpool.train.config import nearest
+from carpool.train.config.schema import Config, Degrees
+from carpool.train.data.tokenizer import Tokenizer
+
+# Names under which transformers' configurations keep K.
+_TOP_K = ("num_experts_per_tok", "moe_top_k", "moe_topk", "top_k_experts", "num_selected_experts", "top_k", "moe_k")
+
+
+def model_source(config: Config, tokenizer: Tokenizer) -> PreTrainedConfig | Path:
+    """What to build: a checkpoint folder, or a transformers configuration for a model from scratch.
+
+    Raises:
+        ValueError: an architecture that transformers does not have, a configuration key that it does not know, a
+            vocabulary smaller than the tokenizer's, or settings for a checkpoint, which has its own.
+    """
+    model = config.model
+    if model.path is not None:
+        if model.config or model.num_experts_per_tok is not None:
+            raise ValueError(
+                "model.config and model.num_experts_per_tok configure a model from scratch, but model.path = "
+                f"{model.path} names a checkpoint, which has a configuration: leave them out, or edit its config.json"
+            )
+        return Path(model.path)
+    overrides = dict(model.config)
+    overrides.setdefault("vocab_size", tokenizer.vocab_size)
+    if overrides["vocab_size"] < tokenizer.vocab_size:
+        raise ValueError(
+            f"model.config.vocab_size = {overrides['vocab_size']} is smaller than the tokenizer's vocabulary of "
+            f"{tokenizer.vocab_size}; leave it out to have it taken from the tokenizer"
+        )
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        # The defaults of a configuration class mean tokens of another vocabulary.
+        overrides.setdefault(key, tokenizer.eos_id if key == "eos_token_id" else None)
+    if model.num_experts_per_tok is not None:
+        overrides["num_experts_per_tok"] = model.num_experts_per_tok
+    return make_config(model.model_type or _model_type(model.architecture or ""), overrides)
+
+
+def _model_type(architecture: str) -> str:
+    names = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    types = {cls: model_type for model_type, cls in names.items()}
+    if architecture not in types:
+        close = nearest(architecture, list(types))
+        hint = f"; did you mean {close}?" if close else ""
+        raise ValueError(f"model.architecture = {architecture!r} is no causal language model of transformers{hint}")
+    return types[architecture]
+
+
+def expert_counts(model: PreTrainedModel) -> dict[str, int]:
+    """The number of experts in each experts module of an unsharded model.
+
+    Raises:
+        ValueError: there are none.
+    """
+    counts = experts_modules(model)
+    if not counts:
+        raise ValueError(
+            f"{type(model).__name__} has no experts that Carpool can spread over ranks; see docs/models.md for those "
+            "that it can, or train this model with transformers alone"
+        )
+    return counts
+
+
+def meta_model(source: PreTrainedConfig | Path) -> PreTrainedModel:
+    """The model without values: shapes and module names only."""
+    config = AutoConfig.from_pretrained(source, local_files_only=True) if isinstance(source, Path) else source
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
+
+
+def distributed_config(degrees: Degrees, bf16: bool) -> DistributedConfig:
+    """The mesh for transformers: FSDP2 x TP for dense parameters, FSDP2 x EP for experts."""
+    return DistributedConfig(
+        tp_size=degrees.tp_size,
+        fsdp_size=degrees.fsdp_size,
+        dp_replicate_size=degrees.dp_replicate_size,
+        ep_size=degrees.ep_size,
+        ep_implementation="carpool",
+        fsdp_mixed_precision=bf16,
+    )
+
+
+def top_k_of(model: nn.Module) -> int:
+    """K of a transformers model's router."""
+    config: Any = model.config
+    text = config.get_text_config()
+    for name in _TOP_K:
+        value = getattr(text, name, None)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value
+    raise ValueError(
+        f"{type(model).__name__} does not say how many experts a token visits; tried {', '.join(_TOP_K)} of its config"
+    )

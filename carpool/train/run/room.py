@@ -1,0 +1,117 @@
+"""Room for rows: how large the buffers of transport nvlink are in a run, and more of it when a step needs more.
+
+By default a slab has a place for each token of its sender, and no routing can overflow. A smaller `nvlink.capacity`
+saves memory, and then a step may not fit: sums are NaN, and every rank has counted how much would have been enough.
+
+    step 7, slabs of 512 rows:  forward, backward -> 700 rows were needed
+    gradients thrown away, slabs of 1024 rows, random state of before step 7
+    step 7 again, on the same batches:  forward, backward -> all had a place -> optimizer
+
+The same for the arena in which layers keep what their backward needs: it starts small, and after the first step it has
+the size that this step would have taken, and a quarter more. The device is asked once per step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from carpool.train.config.schema import Config, Degrees
+from carpool.transport import NVLinkOptions
+from carpool.transport.nvlink import Buffers
+from carpool.transport.nvlink.buffers import Regions
+
+# To start with: what the first step needs is measured in it, and it is repeated.
+ARENA_BYTES = 64 * 2**20
+RandomState = tuple[torch.Tensor, torch.Tensor | None]
+
+
+def most_tokens(config: Config, degrees: Degrees) -> int:
+    """Tokens of a rank in the largest forward of a run, of training or evaluation. Ranks of a tensor-parallel group
+    share theirs."""
+    training = config.training
+    sequences = max(training.per_device_train_batch_size, training.per_device_eval_batch_size)
+    return -(-sequences * config.data.sequence_length // degrees.tp_size)
+
+
+def nvlink_options(config: Config, degrees: Degrees) -> NVLinkOptions:
+    """What the sections [nvlink] and [parallelism] say to the transport."""
+    chosen, most = config.nvlink, most_tokens(config, degrees)
+    capacity = None
+    if chosen.capacity is not None:
+        # Not less than one sequence: a sample of text cannot be drawn from NaN and repeated.
+        least = -(-config.data.sequence_length // degrees.tp_size)
+        capacity = min(most, max(least, math.ceil(chosen.capacity * most)))
+    return NVLinkOptions(
+        dispatch_ctas=chosen.dispatch_ctas,
+        combine_ctas=chosen.combine_ctas,
+        num_leases=chosen.leases,
+        max_tokens=most,
+        capacity=capacity,
+        keep=chosen.keep,
+        arena_bytes=ARENA_BYTES,
+        timeout_seconds=float(config.parallelism.timeout_seconds),
+        forward_fp8=chosen.forward_fp8,
+        backward_fp8=chosen.backward_fp8,
+    )
+
+
+def lease_bytes(options: NVLinkOptions, num_ranks: int, hidden: int, element_size: int, top_k: int) -> int:
+    """Bytes of one buffer on each rank, before it has grown."""
+    assert options.max_tokens is not None
+    capacity = options.capacity or options.max_tokens
+    return Regions.of(num_ranks, options.max_tokens, capacity, hidden * element_size, top_k).total
+
+
+class Room(NamedTuple):
+    """What buffers hold after they have grown: rows of a slab, and bytes of the arena."""
+
+    capacity: int
+    arena_bytes: int
+
+
+def make_room(buffers: Sequence[Buffers], most: int, device: torch.device) -> Room | None:
+    """If rows had no place since the last call, enlarge the slabs, or the arena, of all ranks.
+
+    Collective over all ranks of the run: they decide alike, also where only one of several expert-parallel groups
+    overflowed. Waits for the device.
+
+    Args:
+        most: rows that suffice in any case.
+
+    Returns:
+        The new sizes: what was computed since the last call is void. None: all rows had a place.
+    """
+    if min(one.capacity for one in buffers) >= most and not any(one.arena for one in buffers):
+        return None
+    needed, arena_needed = max(one.overflow() for one in buffers), max(one.arena_overflow() for one in buffers)
+    if dist.is_initialized():
+        # Afterwards all ranks have come here, so nobody reads any more what is about to be freed.
+        anybody = torch.tensor([needed, arena_needed], device=device)
+        dist.all_reduce(anybody, op=dist.ReduceOp.MAX)
+        needed, arena_needed = anybody.tolist()
+    if not needed and not arena_needed:
+        return None
+    for one in buffers:
+        if needed:
+            # Powers of two: few repetitions until it fits.
+            one.grow(max(needed, min(most, 1 << (needed - 1).bit_length())))
+        if arena_needed:
+            # Loads change from step to step.
+            one.grow_arena(int(1.25 * arena_needed))
+    return Room(buffers[0].capacity, int(1.25 * arena_needed))
+
+
+def random_state(device: torch.device) -> RandomState:
+    """Of the default generators of this process: the CPU's and the device's."""
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def restore_random_state(state: RandomState, device: torch.device) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)

@@ -1,0 +1,247 @@
+"""Which schedule the layers of a run follow: chosen once, the same on all ranks, and recorded.
+
+    moe.schedule        a run that starts                              a run that is resumed
+    auto                GPUs: timed, before the first step;            as recorded in run.json
+                        CPU: none, for gloo hides nothing
+    any other           that one                                       that one
+
+Times differ from one measurement to the next, and chunks change the last bits of weight gradients. So a resumed run
+takes what its record says, and is bitwise equal to one that was never stopped; only another shape, dtype or device is
+timed again.
+
+What is timed is one layer's ride, forward and backward, of tokens that choose their experts uniformly; what counts is
+the slowest rank, and the median of a few repetitions. A ride in more chunks must be 2 % faster than one in fewer: what
+it costs the host is only partly seen here.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from carpool.experts import ExpertWeights
+from carpool.experts.parts import why_no_parts
+from carpool.hf.expert_parallel import ExpertRides, buffers_of_rides, rides, weight_names
+from carpool.layout import assign
+from carpool.observe.stats import LayerStats
+from carpool.ride.function import ride
+from carpool.routing import Routing
+from carpool.schedule import MAX_CHUNKS, Schedule
+from carpool.schedule.cost import fastest
+from carpool.schedule.delayed import Delayed
+from carpool.schedule.priority import RidesFirst
+from carpool.train.config.schema_moe import MoeSection
+from carpool.train.run.room import make_room
+from carpool.train.run.stages import read_record
+
+CANDIDATES = (Schedule(), *(Schedule("chunks", chunks) for chunks in (1, 2, 4, 8)))
+TILES = (Schedule("tiles", 2), Schedule("tiles", 4))
+HIDES_NOTHING = ("cpu",)
+WARM_UP, REPETITIONS = 3, 7
+log = logging.getLogger("carpool")
+
+
+@dataclass(frozen=True)
+class ChosenSchedule:
+    """The schedule of a run's layers.
+
+    Attributes:
+        why: for a person.
+        shape: what a measurement depends on.
+        milliseconds: of a layer's ride, by schedule, of the slowest rank; None if nothing was measured.
+    """
+
+    schedule: Schedule
+    why: str
+    shape: dict[str, Any]
+    milliseconds: dict[str, float] | None = None
+
+    def record(self) -> dict[str, Any]:
+        """As in run.json."""
+        found: dict[str, Any] = {**asdict(self.schedule), "why": self.why, "shape": self.shape}
+        return found if self.milliseconds is None else {**found, "milliseconds": self.milliseconds}
+
+
+def choose_schedule(
+    wanted: Schedule | None,
+    layers: Sequence[ExpertRides],
+    tokens: int,
+    top_k: int,
+    hidden: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    folders: Sequence[Path] = (),
+) -> ChosenSchedule:
+    """Choose, and let the layers follow it. All ranks together.
+
+    Args:
+        wanted: what was asked for; None: "auto".
+        tokens: of a rank, in a forward.
+        dtype: in which experts compute.
+        folders: of a run that is resumed; the first that has a record counts.
+
+    Raises:
+        ValueError: tiles, and experts that cannot compute on rows that come in parts.
+    """
+    own = next((own for own in layers if own.compute is not None), None)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    ranks = layers[0].num_ranks
+    options, transport = layers[0].options, layers[0].transport
+    shape = {
+        "device": name,
+        "dtype": str(dtype).removeprefix("torch."),
+        "tokens": tokens,
+        "hidden": hidden,
+        "top_k": top_k,
+        "ranks": ranks,
+        "transport": None if transport is None else transport.name,
+        "experts": None if own is None or own.compute is None else own.compute.name,
+        "fp8": options is not None and (options.forward_fp8 or options.backward_fp8),
+    }
+    decision: list[Any] = [None]
+    if dist.get_rank() == 0:
+        # One rank reads and decides: files may look different to the others.
+        record = read_record(folders, "schedule")
+        decision = [decide(wanted, shape, record, own is None)]
+    dist.broadcast_object_list(decision, src=0, device=device)
+    chosen: ChosenSchedule | None = decision[0]
+    if chosen is None:
+        assert own is not None
+        times: dict[Schedule, float] = {}
+        for candidates in ((*CANDIDATES, *tiles_of(own, dtype, device)), None):
+            # Forward and backward may differ: once their best common number is known, its neighbours.
+            for way in candidates or neighbours(fastest(times)):
+                times[way] = _milliseconds(own, way, tokens, top_k, hidden, dtype, device)
+        best = fastest(times)
+        shown = {str(way): round(ms, 4) for way, ms in times.items()}
+        why = f"measured, in milliseconds of a layer's ride: {', '.join(f'{n} {ms:.3g}' for n, ms in shown.items())}"
+        chosen = ChosenSchedule(best, why, shape, shown)
+    if chosen.schedule.name == "tiles" and device.type == "cuda" and own is not None and own.compute is not None:
+        # Before anything is written.
+        none = (_like(own, name, dtype, device, slots=0) for name in weight_names(own.experts))
+        if reason := why_no_parts(own.compute, ExpertWeights._make(none)):
+            raise ValueError(f"moe.schedule = 'tiles' cannot be used here: {reason}; use 'chunks' or 'auto'")
+    for one in layers:
+        one.set_schedule(chosen.schedule)
+    return chosen
+
+
+def decide(
+    wanted: Schedule | None, shape: Mapping[str, Any], record: Mapping[str, Any] | None, own_forward: bool
+) -> ChosenSchedule | None:
+    """What needs no measurement; None if it does. `record`: of the run that is resumed."""
+    if wanted is not None:
+        return ChosenSchedule(wanted, "asked for", dict(shape))
+    if record is not None and record.get("shape") == dict(shape):
+        kept = Schedule(record["name"], record["chunks"], record.get("backward_chunks"))
+        return ChosenSchedule(kept, "as recorded in this run", dict(shape), record.get("milliseconds"))
+    if own_forward:
+        return ChosenSchedule(Schedule(), "the experts run their own forward, in one piece", dict(shape))
+    if shape["ranks"] == 1:
+        return ChosenSchedule(Schedule(), "one rank has no rides to hide", dict(shape))
+    if shape["device"] in HIDES_NOTHING:
+        return ChosenSchedule(Schedule(), "on a CPU nothing runs beside a ride", dict(shape))
+    return None
+
+
+def tiles_of(own: ExpertRides, dtype: torch.dtype, device: torch.device) -> tuple[Schedule, ...]:
+    """The schedules "tiles" that a layer can have."""
+    options = own.options
+    fp8 = options is not None and (options.forward_fp8 or options.backward_fp8)
+    if fp8 or own.compute is None or own.transport is None or own.transport.name != "nvlink":
+        return ()
+    none = (_like(own, name, dtype, device, slots=0) for name in weight_names(own.experts))
+    return () if why_no_parts(own.compute, ExpertWeights._make(none)) else TILES
+
+
+def neighbours(best: Schedule) -> tuple[Schedule, ...]:
+    """Twice as many chunks in the forward or in the backward as is best for both."""
+    if best.name != "chunks" or 2 * best.chunks > MAX_CHUNKS:
+        return ()
+    return Schedule("chunks", best.chunks, 2 * best.chunks), Schedule("chunks", 2 * best.chunks, best.chunks)
+
+
+def rides_first(model: nn.Module, moe: MoeSection, fsdp_size: int) -> RidesFirst | None:
+    """What waits for rides in the backward, as `moe.priority` and `moe.delay_dense` ask; None: nothing.
+
+    Raises:
+        ValueError: it cannot: there are no reductions to wait, or rides that would not say where they are."""
+    if not (moe.priority or moe.delay_dense):
+        return None
+    asked = "moe.priority" if moe.priority else "moe.delay_dense"
+    layers = rides(model)
+    if all(own.compute is None for own in layers.values()):
+        raise ValueError(f"{asked}: the experts run their own forward, whose rides nothing waits for: leave it out")
+    if moe.priority and fsdp_size == 1:
+        raise ValueError(
+            "moe.priority: with parallelism.fsdp_size = 1 no gradients are reduced during the backward, so nothing can "
+            "keep off the links: leave it out"
+        )
+    stats = {name: own.stats for name, own in layers.items()}
+    delayed = Delayed(model, stats) if moe.delay_dense else None
+    piece_bytes = int(moe.piece_mib * 2**20) if moe.priority and moe.piece_mib is not None else None
+    return RidesFirst(model, stats, piece_bytes, delayed)
+
+
+def _milliseconds(
+    own: ExpertRides,
+    schedule: Schedule,
+    tokens: int,
+    top_k: int,
+    hidden: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> float:
+    """Of a ride of this layer, forward and backward, on the slowest rank."""
+    assert own.compute is not None
+    own.set_schedule(schedule)
+    transport, stats = own.prepare(top_k, hidden), LayerStats(own.num_experts, own.num_ranks, own.rank)
+    generator = torch.Generator(device).manual_seed(own.rank)
+    score_TE = torch.rand(tokens, own.num_experts, generator=generator, device=device)
+    weight_TK = torch.full((tokens, top_k), 1 / top_k, device=device)
+    routing = Routing(score_TE.topk(top_k).indices.int(), weight_TK.requires_grad_())
+    slot_TK = assign(routing, own.layout, own.rank)
+    x_TH = torch.randn(tokens, hidden, generator=generator, device=device).to(dtype).requires_grad_()
+    weights = ExpertWeights._make(_like(own, name, dtype, device) for name in weight_names(own.experts))
+    times, buffers = [], buffers_of_rides([own])
+    most = max(tokens, own.options.max_tokens or 0) if own.options is not None else tokens
+    for number in range(WARM_UP + REPETITIONS):
+        dist.barrier(group=own.group)
+        _wait(device)
+        begin = time.perf_counter()
+        pieces = schedule.chunks, None, schedule.backward_chunks
+        ride(x_TH, routing, slot_TK, transport, own.compute, weights, stats, *pieces).backward(x_TH.detach())
+        _wait(device)
+        # What has no place in the buffers is not computed, and would be timed as nothing.
+        if buffers and make_room(buffers, most, device) is not None:
+            assert number < WARM_UP, "the same rows had a place before"
+        slowest = torch.tensor([1e3 * (time.perf_counter() - begin)], dtype=torch.float64, device=device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        if number >= WARM_UP:
+            times.append(float(slowest))
+    return statistics.median(times)
+
+
+def _like(
+    own: ExpertRides, name: str | None, dtype: torch.dtype, device: torch.device, slots: int | None = None
+) -> torch.Tensor | None:
+    """A leaf of the shape of one of the layer's weights, of all its slots, or so many."""
+    if name is None:
+        return None
+    shape: Iterable[int] = own.experts.get_parameter(name).shape[1:]
+    weight = torch.randn(own.layout.slots_per_rank if slots is None else slots, *shape, dtype=dtype, device=device)
+    return weight.mul_(0.02).requires_grad_()
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

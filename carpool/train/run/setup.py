@@ -1,0 +1,262 @@
+"""A run before its first step: all that it is made of; or an error that says what cannot be, with nothing written.
+
+data -> model (FSDP x EP) -> where experts live, which choices count -> how rows ride, how experts compute, what
+runs beside what -> loss and optimizer -> the checkpoint that is resumed -> records
+"""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from carpool.hf import install, rides, set_experts, set_transport
+from carpool.hf.build import build_model
+from carpool.hf.compiled import check_backend, compile_layers
+from carpool.hf.drops import drop_choices, route_in_float32
+from carpool.hf.expert_parallel import ExpertRides, buffers_of_rides
+from carpool.hf.freeze import freeze_dense
+from carpool.hf.layouts import is_logical, physical_order, set_layout
+from carpool.hf.limit import limit_routing
+from carpool.hf.metrics import RideMetrics
+from carpool.hf.names import name_layers
+from carpool.hf.shared import compute_shared_beside
+from carpool.memory.recompute import keep_rides
+from carpool.train.checkpoints.files import read_state
+from carpool.train.checkpoints.manager import CheckpointManager, load
+from carpool.train.checkpoints.resume import checkpoint_to_resume
+from carpool.train.config.schema import Config
+from carpool.train.data.corpus import prepare
+from carpool.train.data.loader import EvalLoader, TrainLoader
+from carpool.train.data.tokenizer import load_tokenizer
+from carpool.train.launch.watchdog import Watchdog
+from carpool.train.moving.runtime import Placement, first_layouts
+from carpool.train.moving.solve import facts_of
+from carpool.train.run.about import say_hello, write_run
+from carpool.train.run.display import Display
+from carpool.train.run.environment import peak_memory
+from carpool.train.run.flops import flops_per_token, model_size, peak_flops
+from carpool.train.run.model import distributed_config, expert_counts, meta_model, model_source, top_k_of
+from carpool.train.run.record import Recorder, check_trackers
+from carpool.train.run.room import most_tokens, nvlink_options
+from carpool.train.run.schedules import choose_schedule, rides_first
+from carpool.train.run.stages import choose_stages
+from carpool.train.run.step import Objective, make_optimizer
+from carpool.transport import check_transport
+
+
+class Setup:
+    """Everything that lives as long as a run. All ranks construct it alike.
+
+    Args:
+        compare_with: a transport whose step times are compared at the end.
+        command: what the user typed, for the record.
+
+    Raises:
+        ValueError: a configuration, data or checkpoint that cannot be used.
+    """
+
+    def __init__(self, config: Config, compare_with: str | None, command: str) -> None:
+        self.config, self.compare_with = config, compare_with
+        self._find_place()
+        resume = checkpoint_to_resume(config.training.resume_from_checkpoint, self.folder, self.checkpoints)
+        saved = read_state(resume)["state"] if resume is not None else {}
+        self._find_mesh()
+        self._read_data()
+        self._build_model()
+        self._set_routing(saved)
+        self._set_rides(resume)
+        self._set_objective()
+        self._resume(resume)
+        self.placement = Placement(
+            config,
+            self.model,
+            self.optimizer,
+            facts_of(self),
+            self.folder,
+            lambda text: self.display.say(text),
+            lambda *args, **fields: self.recorder.write(*args, **fields),
+            saved,
+            resume,
+        )
+        self._open_records(command, resume)
+
+    def _find_place(self) -> None:
+        """Devices and folders; what one rank can tell alone of what the run cannot have."""
+        training, moe = self.config.training, self.config.moe
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.main = self.rank == 0
+        cuda = dist.get_backend() == "nccl"
+        self.bf16 = cuda if training.bf16 is None else training.bf16
+        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        self.memory_before = peak_memory(self.device)
+        self.folder = Path(training.output_dir)
+        self.checkpoints = CheckpointManager(self.folder, training.save_total_limit)
+        check_trackers(training.report_to)
+        if training.torch_compile:
+            check_backend(training.torch_compile_backend)
+        # As far as one rank can tell alone; together they look again when the model is there.
+        for name in (moe.transport, self.compare_with or "auto"):
+            check_transport(name, None)
+
+    def _find_mesh(self) -> None:
+        """What model it is, and over how many ranks each of its dimensions goes."""
+        config = self.config
+        self.tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
+        self.source = model_source(config, self.tokenizer)
+        blueprint = meta_model(self.source)
+        # Not the sharded model's class, which FSDP renames.
+        self.architecture = type(blueprint).__name__
+        self.expert_counts = expert_counts(blueprint)
+        self.degrees = config.parallelism.resolve(self.world, min(self.expert_counts.values()))
+        self.dp_rank = self.rank // self.degrees.tp_size
+
+    def _read_data(self) -> None:
+        config, training = self.config, self.config.training
+        self.corpus = prepare(
+            config.data, self.tokenizer, build=int(os.environ.get("LOCAL_RANK", "0")) == 0, barrier=dist.barrier
+        )
+        share = {
+            "sequence_length": config.data.sequence_length,
+            "dp_size": self.degrees.dp_size,
+            "dp_rank": self.dp_rank,
+        }
+        self.loader = TrainLoader(
+            self.corpus.train,
+            fingerprint=self.corpus.fingerprint,
+            batch_size=training.per_device_train_batch_size,
+            accumulation=training.gradient_accumulation_steps,
+            seed=training.seed,
+            **share,
+        )
+        self.eval_loader = EvalLoader(
+            self.corpus.eval,
+            batch_size=training.per_device_eval_batch_size,
+            max_sequences=config.data.eval_max_sequences,
+            pad_id=self.tokenizer.eos_id,
+            **share,
+        )
+
+    def _build_model(self) -> None:
+        config, training = self.config, self.config.training
+        self.model = build_model(
+            self.source,
+            distributed_config=distributed_config(self.degrees, self.bf16),
+            dtype=getattr(torch, config.model.dtype or "float32"),
+            seed=training.seed,
+            attn_implementation=config.model.attn_implementation,
+            experts_implementation=config.model.experts_implementation,
+        )
+        install(self.model)
+        if training.gradient_checkpointing:
+            keep = {"context_fn": keep_rides} if training.checkpoint_rides == "keep" else {}
+            self.model.gradient_checkpointing_enable({"use_reentrant": False, **keep})
+
+    def _set_routing(self, saved: dict[str, Any]) -> None:
+        """Where experts live, and which of a token's choices count. `saved`: state of the checkpoint."""
+        moe = self.config.moe
+        layouts, self.layout_source = first_layouts(self.config, rides(self.model), saved)
+        set_layout(self.model, layouts)
+        if moe.router_float32:
+            route_in_float32(self.model)
+        # Before a checkpoint is loaded: similarities are of what the run started from, also when it goes on.
+        self.limits_lossy = limit_routing(self.model, moe.limits(next(iter(rides(self.model).values())).num_ranks))
+        self.limits_lossy += drop_choices(self.model, moe.drops, top_k_of(self.model))
+        if self.config.training.freeze == "dense":
+            freeze_dense(self.model)
+
+    def _set_rides(self, resume: Path | None) -> None:
+        """How rows travel, how experts compute, and what runs beside what."""
+        config, training, moe = self.config, self.config.training, self.config.moe
+        self.options, self.most_tokens = nvlink_options(config, self.degrees), most_tokens(config, self.degrees)
+        set_transport(self.model, moe.transport, options=self.options)
+        self.experts_lossy = set_experts(self.model, moe.experts, recompute=moe.recompute_experts)
+        self.top_k = top_k_of(self.model)
+        self.rides: list[ExpertRides] = list(rides(self.model).values())
+        name_layers(self.model)
+        if (asked := moe.asked_schedule()) is not None:
+            # Before there are buffers: those of chunks are smaller.
+            for own in self.rides:
+                own.set_schedule(asked)
+        hidden = self.model.config.get_text_config().hidden_size
+        for own in self.rides:
+            own.prepare(self.top_k, hidden)
+        if self.compare_with is not None:
+            check_transport(self.compare_with, self.rides[0].group)
+        measured: dict[str, Any] = {
+            "tokens": -(-training.per_device_train_batch_size * config.data.sequence_length // self.degrees.tp_size),
+            "top_k": self.top_k,
+            "dtype": torch.bfloat16 if self.bf16 else self.model.dtype,
+            "device": self.device,
+            "folders": [resume.parent.parent, self.folder] if resume is not None else [],
+        }
+        self.stages = choose_stages(moe.expert_stages, self.rides, **measured)
+        if self.stages is not None:
+            set_experts(self.model, moe.experts, choices=self.stages.choices, recompute=moe.recompute_experts)
+        self.schedule = choose_schedule(moe.asked_schedule(), self.rides, hidden=hidden, **measured)
+        compute_shared_beside(self.model, self.schedule.schedule.name != "none")
+        for own in self.rides:
+            own.prepare(self.top_k, hidden)
+        if training.torch_compile:
+            compile_layers(self.model, training.torch_compile_backend)
+        self.watchdog = Watchdog(lambda: buffers_of_rides(self.rides))
+
+    def _set_objective(self) -> None:
+        training, moe = self.config.training, self.config.moe
+        coef = moe.router_aux_loss_coef
+        self.objective = Objective(
+            self.model,
+            top_k=self.top_k,
+            aux_coef=getattr(self.model.config, "router_aux_loss_coef", 0.0) or 0.0 if coef is None else coef,
+            dp_size=self.degrees.dp_size,
+            autocast=torch.bfloat16 if self.bf16 and self.degrees.dp_size == 1 else None,
+            balance_layers=moe.balance == "layer",
+            two_batch=self.schedule.schedule.name == "two-batch",
+            rides_first=rides_first(self.model, moe, self.degrees.fsdp_size),
+        )
+        self.optimizer = make_optimizer(self.model, training)
+        self.metrics = RideMetrics(self.model)
+        # Drop-out and the like differ between ranks with different data, and only between them.
+        torch.manual_seed(training.seed + self.dp_rank)
+
+    def _resume(self, resume: Path | None) -> None:
+        """What changes from step to step: from the start, or as the checkpoint has it."""
+        training = self.config.training
+        self.step = 0
+        # Both go into checkpoints: a resumed run's summary is of the whole run.
+        self.totals = {"tokens": 0, "bytes_remote": 0, "bytes_remote_alltoall": 0}
+        self.losses: dict[str, float | None] = {"final_loss": None, "first_eval_loss": None, "final_eval_loss": None}
+        if resume is not None:
+            from_logical = None if is_logical(self.model) else partial(physical_order, self.model)
+            state = load(resume, self.model, self.optimizer, from_logical=from_logical)
+            self.step, self.totals, self.losses = state["step"], state["totals"], state["losses"]
+            self.loader.load_state_dict(state["loader"])
+        self.start = self.step
+        self.last_step = min(training.max_steps, training.stop_at_step or training.max_steps)
+        if self.step >= self.last_step:
+            raise ValueError(
+                f"{resume} is at step {self.step} already, and this run ends at step {self.last_step}: nothing to do; "
+                "raise training.max_steps (or training.stop_at_step) to go on"
+            )
+
+    def _open_records(self, command: str, resume: Path | None) -> None:
+        """From here on, files are written."""
+        config, training = self.config, self.config.training
+        self.size = model_size(self.model, self.expert_counts, self.top_k)
+        self.flops = flops_per_token(self.size, config.data.sequence_length)
+        self.peak, self.peak_source = peak_flops(self.device, training.peak_flops)
+        self.step_records: list[dict[str, Any]] = []
+
+        if self.main:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        dist.barrier()
+        settings = config.model_dump(mode="json")
+        self.recorder = Recorder(self.folder, self.main, training.report_to, settings, training.max_steps)
+        self.display = Display(self.main, training.max_steps, self.step)
+        self.info = write_run(self, command, resume)
+        say_hello(self, resume)
+        self.watchdog.start()

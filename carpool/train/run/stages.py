@@ -1,0 +1,248 @@
+"""Which way each stage of the experts is computed in a run: chosen once, the same on all ranks, and recorded.
+
+    moe.expert_stages   a run that starts                           a run that is resumed
+    default             by the shape (`default_choices`)            as recorded in run.json
+    measure             timed on all ranks, before the first step   as recorded in run.json
+    a table             what it names; the rest by the shape        what it names; the rest as recorded
+
+Times differ from one measurement to the next, and another version of Carpool may have another default. Ways differ in
+the last bits of what they compute. So a resumed run takes what its record says, and is bitwise equal to one that was
+never stopped. Only if the shape, the dtype or the device has changed, is it chosen anew.
+
+What is timed is one rank's share of a batch whose tokens choose their experts uniformly. Every rank does it, and what
+counts is the mean over ranks; a way that any of them cannot use is left out. For example with 8192 tokens on each of 4
+ranks, 64 experts, 8 a token: 4 * 8192 * 8 / 4 = 65,536 pairs of a row and an expert come to a rank. A token visits 3.66
+ranks and so wants 2.2 experts on each: measured are 32,768 rows with 2 each.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from carpool.experts import Activation, Choices, GroupedExperts, measure_choices
+from carpool.experts.choices import LIBRARY, STAGES, WAYS, Measured, default_choices, pick
+from carpool.hf.expert_parallel import ExpertRides, weight_names
+from carpool.train.run.estimate import uniform_copies
+
+BY_SHAPE = "by the shape"
+log = logging.getLogger("carpool")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a choice depends on, of one rank.
+
+    Attributes:
+        device, dtype: a name; in what experts compute.
+        rows, slots_per_row: rows that come, and how many of the `slots` each wants.
+        hidden, inner: H, F.
+    """
+
+    device: str
+    dtype: str
+    rows: int
+    slots_per_row: int
+    slots: int
+    hidden: int
+    inner: int
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The ways of a run's experts.
+
+    Attributes:
+        how: "default", "measured" or "given".
+        why: the same for a person.
+        microseconds: of each stage, by way, mean over ranks; None if nothing was measured.
+    """
+
+    choices: Choices
+    shape: Shape
+    how: str
+    why: str
+    microseconds: dict[str, dict[str, float]] | None = None
+
+    def record(self) -> dict[str, Any]:
+        """As in run.json."""
+        found = {"stages": self.choices.to_dict(), "how": self.how, "why": self.why, "shape": asdict(self.shape)}
+        return found if self.microseconds is None else {**found, "microseconds": self.microseconds}
+
+
+def choose_stages(
+    wanted: str | Mapping[str, str],
+    layers: Iterable[ExpertRides],
+    tokens: int,
+    top_k: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    folders: Sequence[Path] = (),
+) -> Chosen | None:
+    """Choose for the first layer that has stages; the others have the same shape. All ranks together.
+
+    Args:
+        wanted: `moe.expert_stages`.
+        tokens: of a rank, in a forward.
+        dtype: in which experts compute.
+        folders: of a run that is resumed; the first that has a record counts.
+
+    Returns:
+        The same on all ranks; None if no layer has stages.
+    """
+    own = next((own for own in layers if isinstance(own.compute, GroupedExperts)), None)
+    if own is None:
+        return None
+    decision: list[Any] = [None]
+    if dist.get_rank() == 0:
+        # One rank reads and decides: files and devices may look different to the others.
+        assert isinstance(own.compute, GroupedExperts)
+        shape = shape_of(own, tokens, top_k, dtype, device)
+        decision = [decide(wanted, shape, device, own.compute.function.activation, read_record(folders))]
+    dist.broadcast_object_list(decision, src=0, device=device)
+    chosen, to_measure = decision[0]
+    if to_measure:
+        measured = mean_over_ranks(_measure(own, chosen.shape, device), device)
+        if measured is None:
+            return replace(chosen, why=f"{BY_SHAPE}; measuring needs more memory than some rank has")
+        return Chosen(measured.choices, chosen.shape, "measured", explain(measured), measured.microseconds)
+    return chosen
+
+
+def decide(
+    wanted: str | Mapping[str, str],
+    shape: Shape,
+    device: torch.device,
+    activation: Activation | Callable[[torch.Tensor], torch.Tensor],
+    record: Mapping[str, Any] | None,
+) -> tuple[Chosen, bool]:
+    """(What is used, whether it is still to be measured). `record`: of the run that is resumed."""
+    kept, note = recall(record, shape)
+    no_kernels = why_no_kernels(shape, device)
+    default = Choices() if no_kernels else default_choices(device, shape.hidden, shape.inner)
+    base = kept or Chosen(default, shape, "default", BY_SHAPE + note)
+    if not isinstance(wanted, str):
+        why = f"{', '.join(wanted)} as moe.expert_stages says; the rest {base.why}"
+        if no_kernels:
+            why += f"; but the library computes all of them: {no_kernels}"
+        return Chosen(replace(base.choices, **wanted), shape, "given", why), False
+    if wanted == "default" or kept is not None:
+        return base, False
+    unknown = "" if isinstance(activation, Activation) else "only the model itself knows its activation"
+    if reason := no_kernels or unknown:
+        return replace(base, why=f"{base.why}; nothing was measured: {reason}"), False
+    return base, True
+
+
+def recall(record: Mapping[str, Any] | None, shape: Shape) -> tuple[Chosen | None, str]:
+    """(What a run has recorded, ""), or (None, why that cannot be used)."""
+    if not record or not record.get("stages"):
+        return None, ""
+    before, now = record.get("shape") or {}, asdict(shape)
+    if changed := [f"{key} was {before.get(key)}, is {now[key]}" for key in now if before.get(key) != now[key]]:
+        return None, f", chosen anew: {', '.join(changed)}"
+    try:
+        choices = Choices.from_dict(record["stages"])
+    except ValueError as error:  # of another version
+        return None, f", chosen anew: of what was recorded, {error}"
+    why = f"as recorded in this run ({record['how']})"
+    return Chosen(choices, shape, record["how"], why, record.get("microseconds")), ""
+
+
+def read_record(folders: Sequence[Path], about: str = "experts") -> dict[str, Any] | None:
+    """What the first of these run directories that has a run.json says about experts, or something else."""
+    path = next((folder / "run.json" for folder in folders if (folder / "run.json").exists()), None)
+    return json.loads(path.read_text()).get(about) if path is not None else None
+
+
+def shape_of(own: ExpertRides, tokens: int, top_k: int, dtype: torch.dtype, device: torch.device) -> Shape:
+    """What comes to a rank if all experts are chosen equally often; see the module's docstring."""
+    assert isinstance(own.compute, GroupedExperts) and own.transport is not None
+    hidden, inner = own.experts.get_parameter(weight_names(own.experts)[1]).shape[-2:]
+    if own.compute.function.transposed:
+        hidden, inner = inner, hidden
+    # Replicas come and go while a run goes on, and what was chosen must not depend on when it was resumed.
+    slots, per_row = own.num_local_experts, 1
+    if own.transport.name != "alltoall":  # which sends a row to each expert
+        per_row = min(slots, max(1, round(top_k / uniform_copies(own.num_experts, top_k, own.num_ranks))))
+    rows = -(-tokens * top_k // per_row)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return Shape(name, str(dtype).removeprefix("torch."), rows, per_row, slots, hidden, inner)
+
+
+def why_no_kernels(shape: Shape, device: torch.device) -> str:
+    """Why the library computes all stages here, whatever is chosen; "" if it does not."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 9:
+        return f"the kernels need a GPU of the Hopper generation or later, and this is {shape.device}"
+    if shape.dtype != "bfloat16":
+        return f"the kernels compute in bfloat16, and this run in {shape.dtype}"
+    if shape.hidden % 8 or shape.inner % 8:
+        return f"the kernels need sizes that are multiples of 8, and these are {shape.hidden} and {shape.inner}"
+    return ""
+
+
+def mean_over_ranks(measured: Measured | None, device: torch.device) -> Measured | None:
+    """The mean of all ranks' times and the choice by it. Ways that failed on any rank are left out. None, if that
+    leaves a stage without any, as it does where a rank has measured nothing. Collective."""
+    table = [math.inf] * (len(STAGES) * len(WAYS) + 1)
+    if measured is not None:
+        times = measured.microseconds
+        table = [times[stage].get(way, math.inf) for stage in STAGES for way in WAYS] + [measured.gather]
+    total = torch.tensor(table, dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    *means, gather = (total / dist.get_world_size()).tolist()
+    found = iter(means)
+    microseconds = {stage: {way: t for way in WAYS if math.isfinite(t := next(found))} for stage in STAGES}
+    if not all(microseconds.values()):
+        return None
+    return Measured(pick(microseconds, gather), microseconds, gather)
+
+
+def explain(measured: Measured) -> str:
+    """What won, and over what, such as "measured, in microseconds: up 812 (library 1,204), ..."."""
+    parts = []
+    for stage, way in measured.choices.to_dict().items():
+        times = measured.microseconds[stage]
+        # dact and ddown are chosen for their sum: the fastest of each alone need not have won.
+        others = {LIBRARY: times[LIBRARY]} if way != LIBRARY and LIBRARY in times else times
+        other, least = min(((w, t) for w, t in others.items() if w != way), key=lambda o: o[1], default=("", 0.0))
+        parts.append(f"{stage} {times[way]:,.0f}" + (f" ({other} {least:,.0f})" if other else ""))
+    return f"measured, in microseconds: {', '.join(parts)}"
+
+
+def describe_ways(choices: Choices) -> str:
+    """Stages by their way: "library: dact, dup, ddown; flat: up, down, dx"."""
+    ways = choices.to_dict()
+    by_way = {way: ", ".join(stage for stage in STAGES if ways[stage] == way) for way in WAYS}
+    return "; ".join(f"{way}: {stages}" for way, stages in by_way.items() if stages)
+
+
+def _measure(own: ExpertRides, shape: Shape, device: torch.device) -> Measured | None:
+    """None if there is no memory for it."""
+    assert isinstance(own.compute, GroupedExperts)
+    try:
+        return measure_choices(
+            shape.rows,
+            shape.hidden,
+            shape.inner,
+            shape.slots,
+            shape.slots_per_row,
+            own.compute.function,
+            device,
+            bias=weight_names(own.experts)[2] is not None,
+            use_arena=own.transport is not None and own.transport.arena is not None,
+        )
+    except torch.OutOfMemoryError as error:
+        log.warning("experts were not measured: %s", error)
+        return None
+    finally:
+        # What was taken for it is of no size that a step will ask for.
+        torch.cuda.empty_cache()

@@ -1,0 +1,201 @@
+"""One optimizer step: the loss of the global batch, its gradient, clipping, AdamW.
+
+The loss is the sum of the cross-entropies of all predicted tokens of the global batch over their number, wherever
+they lie: a mean of per-rank means would weigh tokens by how full their rank happens to be. FSDP averages gradients over
+the data-parallel ranks, so each rank differentiates `its sum * ranks / tokens of all`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from carpool.hf.balance import balance_loss
+from carpool.hf.expert_parallel import rides
+from carpool.schedule.priority import RidesFirst
+from carpool.schedule.two_batch import TwoBatch
+from carpool.train.config.schema import TrainingSection
+
+Batch = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Losses:
+    """Of one step, over all ranks: mean cross-entropy per token, mean balance loss (None if off), tokens."""
+
+    loss: float
+    aux_loss: float | None
+    tokens: int
+
+
+class Objective:
+    """The loss that is minimised: cross-entropy plus `aux_coef` times the balance loss of the whole batch.
+
+    Args:
+        model: a causal language model of transformers.
+        top_k: K, for the balance loss.
+        aux_coef: 0 turns the balance loss off.
+        balance_layers: balance each layer by itself, not all of them together.
+        two_batch: cut each micro-batch into two halves that run half a layer apart (`carpool.schedule.two_batch`). What
+            is computed is that of two micro-batches: the balance loss is of each half.
+        rides_first: what reductions and weight gradients wait for (`carpool.schedule.priority`).
+        dp_size: ranks with distinct data.
+        autocast: compute in this dtype by autocast; None where FSDP casts already or nothing is to be cast.
+
+    Raises:
+        ValueError: a balance loss for a model that does not return router logits.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        top_k: int,
+        aux_coef: float,
+        dp_size: int,
+        autocast: torch.dtype | None,
+        balance_layers: bool = False,
+        two_batch: bool = False,
+        rides_first: RidesFirst | None = None,
+    ) -> None:
+        takes = inspect.signature(model.forward).parameters
+        if aux_coef and "output_router_logits" not in takes:
+            raise ValueError(
+                f"moe.router_aux_loss_coef = {aux_coef:g}, but {type(model).__name__} does not return router logits, "
+                "so there is no balance loss to weigh; set moe.router_aux_loss_coef=0"
+            )
+        self.model, self.top_k, self.aux_coef, self.dp_size, self.autocast = model, top_k, aux_coef, dp_size, autocast
+        self.balance_layers = balance_layers
+        self.two_batch = TwoBatch(model) if two_batch else None
+        self.rides_first = rides_first
+        self.ranks_per_copy = (dist.get_world_size() if dist.is_initialized() else 1) // dp_size
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Cross-entropy summed over this rank's tokens, and the balance loss; both float32 scalars."""
+        device = batch["input_ids"].device
+        extra: dict[str, Any] = {"output_router_logits": True} if self.aux_coef else {}
+        with self.cast(device):
+            out = self.model(input_ids=batch["input_ids"], use_cache=False, **extra)
+        logits = out.logits[:, :-1].float().flatten(0, 1)
+        ce = F.cross_entropy(logits, batch["labels"][:, 1:].flatten(), ignore_index=-100, reduction="sum")
+        aux = None
+        if self.aux_coef:
+            aux = balance_loss(out.router_logits, self.top_k, per_layer=self.balance_layers)
+        return ce, aux
+
+    def cast(self, device: torch.device) -> AbstractContextManager[None]:
+        """Inside, the model computes as it is trained."""
+        return torch.autocast(device.type, self.autocast) if self.autocast else nullcontext()
+
+    def targets(self, batches: Iterable[Batch]) -> int:
+        """Predicted tokens of these batches over all ranks."""
+        count = sum((b["labels"][:, 1:] != -100).sum() for b in batches)
+        assert isinstance(count, torch.Tensor)
+        if dist.is_initialized():
+            dist.all_reduce(count)
+        return int(count.item()) // self.ranks_per_copy
+
+    def backward(self, batches: Sequence[Batch]) -> Losses:
+        """Accumulate the gradients of one global batch, given in micro-batches. All ranks call it together."""
+        tokens = self.targets(batches)
+        if tokens == 0:
+            raise ValueError("a step's batch has no token to predict: all labels are -100")
+        if self.two_batch is not None:
+            batches = [half for batch in batches for half in in_two(batch)]
+        sums = torch.zeros(2, dtype=torch.float64, device=batches[0]["input_ids"].device)
+
+        def loss_of(batch: Batch) -> torch.Tensor:
+            ce, aux = self.forward(batch)
+            loss = ce * (self.dp_size / tokens)
+            sums[0] += ce.detach()
+            if aux is not None:
+                loss = loss + aux * (self.aux_coef / len(batches))
+                sums[1] += aux.detach() / len(batches)
+            return loss
+
+        losses = [partial(loss_of, batch) for batch in batches]
+        with self.rides_first or nullcontext():
+            if self.two_batch is not None:
+                processors = self._processors()
+                for first in range(0, len(losses), 2):
+                    self.two_batch.backward(losses[first : first + 2], processors)
+            else:
+                for loss in losses:
+                    loss().backward()
+        if dist.is_initialized():
+            dist.all_reduce(sums)
+        ce_all, aux_all = sums.tolist()
+        world = self.dp_size * self.ranks_per_copy
+        return Losses(
+            loss=ce_all / self.ranks_per_copy / tokens,
+            aux_loss=aux_all / world if self.aux_coef else None,
+            tokens=tokens,
+        )
+
+    def _processors(self) -> int:
+        """Multiprocessors that the model's rides take."""
+        transports = (own.transport for own in rides(self.model).values())
+        return max((transport.processors for transport in transports if transport is not None), default=0)
+
+
+def in_two(batch: Batch) -> tuple[Batch, Batch]:
+    """The first and the second half of a micro-batch's sequences; of an odd number, the first has one more.
+
+    Raises:
+        ValueError: there is only one."""
+    sequences = batch["input_ids"].shape[0]
+    if sequences < 2:
+        raise ValueError(
+            "two batches at a time cut each rank's micro-batch in two, but it has only one sequence; set "
+            "training.per_device_train_batch_size to 2 or more (with fewer training.gradient_accumulation_steps the "
+            "global batch stays the same), or choose another schedule"
+        )
+    middle = -(-sequences // 2)
+    return {k: v[:middle] for k, v in batch.items()}, {k: v[middle:] for k, v in batch.items()}
+
+
+def make_optimizer(model: nn.Module, training: TrainingSection) -> torch.optim.AdamW:
+    """AdamW; weight decay on matrices only, not on norms, biases and other vectors.
+
+    Parameters on different meshes (dense on fsdp, experts on efsdp x ep) go into different groups, because one fused
+    update over DTensors of two meshes is refused by PyTorch.
+    """
+    groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            # The shared bias of all experts has two dimensions but is still a bias.
+            decays = parameter.dim() >= 2 and not name.endswith("bias")
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            groups.setdefault((decays, mesh), []).append(parameter)
+    return torch.optim.AdamW(
+        [{"params": p, "weight_decay": training.weight_decay if decays else 0.0} for (decays, _), p in groups.items()],
+        lr=training.learning_rate,
+        betas=(training.adam_beta1, training.adam_beta2),
+        eps=training.adam_epsilon,
+    )
+
+
+def learning_rate(step: int, training: TrainingSection) -> float:
+    """The learning rate of step 1, 2, ...: linear warm-up, then cosine, linear or constant to `min_lr_ratio`.
+
+    A pure function of the step, so that there is no scheduler state to save.
+    """
+    warmup = training.warmup()
+    if step <= warmup:
+        return training.learning_rate * step / warmup
+    if training.lr_scheduler_type == "constant":
+        return training.learning_rate
+    done = (step - warmup) / max(1, training.max_steps - warmup)
+    left = 1 - done if training.lr_scheduler_type == "linear" else 0.5 * (1 + math.cos(math.pi * done))
+    return training.learning_rate * (training.min_lr_ratio + (1 - training.min_lr_ratio) * left)
