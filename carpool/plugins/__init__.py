@@ -1,0 +1,128 @@
+"""What others may add to Carpool, and how it is found: one registry for each kind of thing.
+
+This room imports nothing else of Carpool, so that rooms which need no accelerator can use it. A registry is a mapping
+from names to things. Whoever lists names, checks a name or makes a thing reads the registry and nothing else.
+
+    TRANSPORTS = Registry("transport", "carpool.transports", {"dedup": Dedup, "gather": Gather})
+    TRANSPORTS["dedup"]            the class
+    sorted(TRANSPORTS)             every known name, those of plug-ins included
+
+There are three ways to add something from outside the package:
+
+    in a script         carpool.transport.register(Relay)
+    in one file         CARPOOL_PLUGINS=relay carpool train ...     imports relay.py, which calls `register` as above
+    in a package        an entry point in its pyproject.toml:
+
+        [project.entry-points."carpool.transports"]
+        relay = "my_package.relay:Relay"
+
+An entry point is imported when its name is looked up, so one that cannot be imported harms only those who ask for it.
+Modules in CARPOOL_PLUGINS are imported, in all processes, before the first look into any registry.
+
+The registries: `carpool.transport.TRANSPORTS` ("carpool.transports") and `carpool.experts.EXPERTS`
+("carpool.experts"). A room that takes plug-ins makes its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any, Generic, TypeVar
+
+__all__ = ["PLUGINS", "Registry", "unknown"]
+
+PLUGINS = "CARPOOL_PLUGINS"
+
+T = TypeVar("T")
+
+
+class Registry(Mapping[str, T], Generic[T]):
+    """Things of one kind by name. Iteration gives the built-in names first, then those of plug-ins.
+
+    Args:
+        kind: what one is called in errors, such as "transport".
+        group: the entry points' group.
+        built_in: the package's own.
+        check: raises ValueError if a thing from outside lacks what its kind must have. Called with name and thing.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        group: str,
+        built_in: Mapping[str, T],
+        check: Callable[[str, T], None] | None = None,
+    ) -> None:
+        self.kind, self.group = kind, group
+        self._things: dict[str, T] = dict(built_in)
+        self._check = check
+        self._found: dict[str, EntryPoint] | None = None
+
+    def register(self, thing: T, name: str = "") -> T:
+        """Add a thing under `name`, by default its attribute `name`. Returns it, so it can decorate a class.
+
+        Raises:
+            ValueError: another thing has this name; or what `check` says.
+        """
+        name = name or getattr(thing, "name", "") or getattr(thing, "__name__", "")
+        if self._things.get(name, thing) is not thing:
+            raise ValueError(f"{self.kind} {name!r} is registered already, as {self._things[name]!r}; use another name")
+        if self._check is not None:
+            self._check(name, thing)
+        self._things[name] = thing
+        return thing
+
+    def __getitem__(self, name: str) -> T:
+        """The thing of that name.
+
+        Raises:
+            KeyError: there is none. Whoever asks for a user says which names there are.
+            ImportError: it is a plug-in's, which cannot be imported.
+        """
+        found = self._outside()
+        if name not in self._things and name in found:
+            entry = found[name]
+            try:
+                thing = entry.load()
+            except Exception as error:
+                where = entry.dist.name if entry.dist is not None else "an installed package"
+                raise ImportError(
+                    f"{self.kind} {name!r} of {where} ({entry.value}) cannot be imported: {error}; mend or uninstall it"
+                ) from error
+            self.register(thing, name)
+        return self._things[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._outside() or name in self._things
+
+    def __iter__(self) -> Iterator[str]:
+        found = self._outside()
+        yield from self._things
+        yield from sorted(name for name in found if name not in self._things)
+
+    def __len__(self) -> int:
+        return len(set(self._outside()) | set(self._things))
+
+    def _outside(self) -> dict[str, EntryPoint]:
+        """Entry points by name, looked for once; after the modules that the environment names have been imported."""
+        _import_named()
+        if self._found is None:
+            self._found = {entry.name: entry for entry in entry_points(group=self.group)}
+        return self._found
+
+
+def _import_named() -> None:
+    for name in filter(None, (part.strip() for part in os.environ.get(PLUGINS, "").split(","))):
+        try:
+            import_module(name)
+        except ImportError as error:
+            raise ImportError(
+                f"{PLUGINS} names the module {name!r}, which cannot be imported: {error}; put its folder on PYTHONPATH"
+            ) from error
+
+
+def unknown(registry: Registry[Any], name: str, *also: str) -> str:
+    """The sentence for a name that nobody has registered. `also`: names with a meaning of their own, such as "auto"."""
+    return f"{registry.kind}={name!r} is not known; use one of {', '.join([*also, *registry])}"
