@@ -1,0 +1,166 @@
+"""Is this tree as fast as another one? The same benchmarks from both, in turns, on one machine in one run.
+
+    git worktree add /tmp/old COMMIT
+    python -m benchmarks.commits --old /tmp/old --out commits.json
+
+Each benchmark runs as processes of its own, in the order old, new, new, old, so that a machine that warms up or slows
+down favours neither. Of each time the best of a tree's runs counts. The ratio is old / new: 1.02 means that this tree
+takes 2 % less time. Rows of transformers' own layers are the same code in both trees, so their ratio shows the noise.
+
+Times that only one of the trees has (a renamed row, a new contender) are listed, and not compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from carpool.train.run.environment import environment
+
+NEW = Path(__file__).resolve().parents[1]
+# Device times decide; host times are shown, because a step can wait for the host.
+DEVICE_KEYS, HOST_KEYS = ("us_median", "ms_median", "ms"), ("host_us", "host_ms")
+IDENTITY = ("label", "contender", "name", "routing", "mode", "shape")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+
+
+def benchmark_commands(ranks: int, quick: bool) -> dict[str, list[str]]:
+    """The arguments of Python for each benchmark, without the one that says where its JSON goes."""
+    bench = ["-m", "carpool.cli", "bench"]
+    if quick:
+        small = ["--shape", "64,64,64,8,2", "--repetitions", "2", "--json-only"]
+        return {"layer": [*bench, "layer", "--device", "cpu", "--dtype", "float32", "--ranks", str(ranks), *small]}
+    shapes = ("4096,7168,256,8", "8192,2048,64,8", "16384,2048,128,8", "1000,2880,128,4")
+    experts = ("8192,2048,1024,64,8", "8192,2048,768,128,8", "16384,2880,2880,32,4")
+    layers = experts[:2]
+    return {
+        "transport": [
+            *bench, "transport", "--ranks", str(ranks), "--ctas", "16", "--backward", "--repetitions", "15",
+            "--json-only", *(part for shape in shapes for part in ("--shape", shape)),
+        ],
+        "experts": [
+            *bench, "experts", "--against", "grouped_mm", "--experts", "grouped", "--repetitions", "9", "--json-only",
+            *(part for shape in experts for part in ("--shape", shape)),
+        ],
+        "layer": [
+            *bench, "layer", "--ranks", str(ranks), "--transports", "nvlink,dedup", "--repetitions", "9",
+            "--json-only", *(part for shape in layers for part in ("--shape", shape)),
+        ],
+        "olmoe": [
+            *TORCHRUN, str(ranks), "-m", "benchmarks.train_olmoe", "--steps", "9", "--transports", "nvlink", "--compile"
+        ],
+    }  # fmt: skip
+
+
+def times_of(found: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], float]]:
+    """((where it stands, key), value) of each time in a benchmark's JSON.
+
+    Example: {"results": [{"contender": "nvlink", "ms": 3.0}]} -> (("results", "nvlink", "ms"), 3.0)
+    """
+    if isinstance(found, dict):
+        for key, value in found.items():
+            if key in (*DEVICE_KEYS, *HOST_KEYS) and isinstance(value, int | float):
+                yield (*path, key), float(value)
+            elif isinstance(value, dict | list) and key not in ("settings", "environment", "shape"):
+                yield from times_of(value, (*path, key))
+    elif isinstance(found, list):
+        for number, value in enumerate(found):
+            if isinstance(value, dict):
+                yield from times_of(value, (*path, _identity(value) or str(number)))
+
+
+def _identity(row: dict[str, Any]) -> str:
+    parts = [row[key] for key in IDENTITY if row.get(key) not in (None, "")]
+    return " ".join(
+        ",".join(str(size) for size in part.values() if isinstance(size, int)) if isinstance(part, dict) else str(part)
+        for part in parts
+    )
+
+
+def run_once(tree: Path, arguments: list[str], seconds: float) -> dict[tuple[str, ...], float]:
+    """The times of one run of a benchmark from a tree.
+
+    Raises:
+        RuntimeError: it failed; with the end of what it said."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = [folder] if "carpool.cli" in arguments else [f"{folder}/result.json"]
+        path = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
+        done = subprocess.run(
+            [sys.executable, *arguments, "--out", *out], cwd=tree, env={**os.environ, "PYTHONPATH": path},
+            capture_output=True, text=True, timeout=seconds, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            said = (done.stdout + done.stderr)[-3000:]
+            raise RuntimeError(f"{' '.join(arguments)} from {tree} ended with {done.returncode}:\n{said}")
+        results = sorted(Path(folder).glob("*.json"))
+        return {key: value for result in results for key, value in times_of(json.loads(result.read_text()))}
+
+
+def compare(old: dict[tuple[str, ...], float], new: dict[tuple[str, ...], float]) -> list[dict[str, Any]]:
+    """A row for each time that both have."""
+    return [
+        {"what": " / ".join(key), "old": old[key], "new": new[key], "ratio": old[key] / new[key]}
+        for key in old
+        if key in new and old[key] > 0 and new[key] > 0
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--old", type=Path, required=True, help="a checkout of the other commit")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--only", nargs="+", default=None, help="some of: transport, experts, layer, olmoe")
+    parser.add_argument("--quick", action="store_true", help="one tiny benchmark on the CPU, to see that it works")
+    parser.add_argument("--seconds", type=float, default=240, help="limit of one run of one benchmark")
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args()
+    if not (args.old / "carpool" / "__init__.py").is_file():
+        parser.error(f"--old {args.old} is no checkout of this project: there is no carpool/__init__.py in it")
+    commands = benchmark_commands(args.ranks, args.quick)
+    if unknown := [name for name in args.only or () if name not in commands]:
+        parser.error(f"--only {' '.join(unknown)} is not known; use some of: {', '.join(commands)}")
+
+    rows: list[dict[str, Any]] = []
+    failed: list[str] = []
+    for name in args.only or commands:
+        best: dict[Path, dict[tuple[str, ...], float]] = {args.old: {}, NEW: {}}
+        begin = time.perf_counter()
+        for tree in (args.old, NEW, NEW, args.old):
+            try:
+                times = run_once(tree, commands[name], args.seconds)
+            except (RuntimeError, subprocess.TimeoutExpired) as error:
+                failed.append(f"{name}: {error}")
+                print(f"{name}: {error}", file=sys.stderr, flush=True)
+                break
+            best[tree] = {key: min(value, best[tree].get(key, math.inf)) for key, value in times.items()}
+        for key in sorted(best[args.old].keys() ^ best[NEW].keys()):
+            print(f"{name}: only one tree has {' / '.join(key)}")
+        found = [{"benchmark": name, **row} for row in compare(best[args.old], best[NEW])]
+        rows += found
+        print(f"{name}: {len(found)} times, {time.perf_counter() - begin:.0f} s", flush=True)
+        for row in found:
+            print(f"  {row['old']:10.3f} {row['new']:10.3f} {row['ratio']:6.3f}  {row['what']}", flush=True)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if args.out is not None:
+        told = {"environment": environment(device, args.ranks), "failed": failed, "rows": rows}
+        args.out.write_text(json.dumps(told, indent=1) + "\n")
+    judged = [row for row in rows if row["what"].rsplit(" / ", 1)[-1] in DEVICE_KEYS]
+    slower = [row for row in judged if row["ratio"] < 0.99]
+    print(f"{len(judged)} times on the device: {len(slower)} more than 1 % slower than before")
+    if failed:
+        raise SystemExit(f"{len(failed)} benchmarks did not run")
+
+
+if __name__ == "__main__":
+    main()
