@@ -199,6 +199,8 @@ def test_stops_when_the_loss_is_no_number(ranks: Ranks, text: list[str], tmp_pat
     assert len(set(errors)) == 1 and errors[0].startswith("NonFiniteError: step 2: loss")
     assert "model." in errors[0] and "checkpoints/step-00000001" in errors[0]
     assert (output / "checkpoints" / "step-00000001").is_dir()
+    last = json.loads((output / "metrics.jsonl").read_text().splitlines()[-1])
+    assert (last["kind"], last["step"]) == ("stopped", 2) and errors[0].endswith(last["why"])
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,10 @@ def test_what_was_foretold_is_measured(moved: Path) -> None:
     assert first["measured"]["rows"] < 0.95 * then["rows_remote_per_token"]
     assert first["measured"]["load"] < 0.95 * then["rank_load_max_over_mean"]
     assert Layouts.load(moved / "layout.json") == layouts_of(moved, 9)
+    lines = map(json.loads, (moved / "metrics.jsonl").read_text().splitlines())
+    layouts = [line for line in lines if line["kind"] == "layout"]
+    assert [line["step"] for line in layouts] == [0, *(look["step"] for look in found if look["event"] == "moved")]
+    assert Layouts.from_dict(layouts[-1]) == layouts_of(moved, 9)
     assert "moved: " in write_report(moved).read_text()
 
 

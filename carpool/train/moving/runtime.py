@@ -262,6 +262,7 @@ class Placement:
             # Before the next forward, whose rows the run must find room for.
             own.prepare(self.facts.top_k, self.facts.hidden)
         self.moved, self.since, self.measured = True, step, {}
+        self.record("layout", step, **current_layouts(self.model).to_dict())
         if self.main:
             current_layouts(self.model).save(self.folder.parent / "layout.json")
         return moved

@@ -15,7 +15,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any, TypeVar
@@ -69,6 +69,9 @@ def train(config: Config, *, compare: str | None = None, command: str = "carpool
         try:
             run.loop()
             run.finish()
+        except Exception as error:
+            run.record_failure(error)
+            raise
         finally:
             run.close()
 
@@ -183,6 +186,11 @@ class _Run(Setup):
             self.display.say("")
             self.display.say(text_block(summary, self.info))
             self.display.say(f"\nrun directory: {self.folder}   report: carpool report {self.folder}")
+
+    def record_failure(self, error: Exception) -> None:
+        """Why the run ends here, for its report."""
+        with suppress(OSError):  # the disk itself may be what failed
+            self.recorder.write("stopped", self.step, why=str(error) or type(error).__name__)
 
     def close(self) -> None:
         self.placement.close()

@@ -20,7 +20,7 @@ from carpool.hf.compiled import check_backend, compile_layers
 from carpool.hf.drops import drop_choices, route_in_float32
 from carpool.hf.expert_parallel import ExpertRides, buffers_of_rides
 from carpool.hf.freeze import freeze_dense
-from carpool.hf.layouts import is_logical, physical_order, set_layout
+from carpool.hf.layouts import current_layouts, is_logical, physical_order, set_layout
 from carpool.hf.limit import limit_routing
 from carpool.hf.metrics import RideMetrics
 from carpool.hf.names import name_layers
@@ -258,5 +258,6 @@ class Setup:
         self.recorder = Recorder(self.folder, self.main, training.report_to, settings, training.max_steps)
         self.display = Display(self.main, training.max_steps, self.step)
         self.info = write_run(self, command, resume)
+        self.recorder.write("layout", self.step, **current_layouts(self.model).to_dict())
         say_hello(self, resume)
         self.watchdog.start()
