@@ -32,7 +32,7 @@ def test_the_default_is_the_demo():
     assert config.model.config["num_experts_per_tok"] == 4
     assert config.data.train == ("stdlib",)
     degrees = config.parallelism.resolve(4, config.model.config["num_experts"])
-    assert (degrees.fsdp_size, degrees.ep_size, degrees.efsdp_size, degrees.dp_size) == (4, 4, 1, 4)
+    assert (degrees.fsdp, degrees.ep, degrees.efsdp, degrees.dp) == (4, 4, 1, 4)
 
 
 def test_later_wins_key_by_key(tmp_path):
@@ -197,9 +197,9 @@ def test_ranks_that_cannot_be_divided_so(settings, message):
 )
 def test_derived_degrees(section, world, experts, expected):
     degrees = ParallelismSection(**section).resolve(world, experts)
-    assert (degrees.fsdp_size, degrees.ep_size, degrees.efsdp_size) == expected
-    assert degrees.dp_replicate_size * degrees.fsdp_size * degrees.tp_size == world
-    assert degrees.efsdp_size * degrees.ep_size * degrees.dp_replicate_size == world
+    assert (degrees.fsdp, degrees.ep, degrees.efsdp) == expected
+    assert degrees.world_size == degrees.dp_replicate * degrees.fsdp * degrees.tp == world
+    assert degrees.efsdp * degrees.ep * degrees.dp_replicate == world
 
 
 def test_asked_ep_must_divide_the_experts():

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from carpool.layout.topology import Topology
 from carpool.train.config import load_config
 from carpool.train.config.schema import MoeSection
 from tests.ranks import Ranks
@@ -38,14 +39,28 @@ def test_limited_and_frozen(ranks: Ranks, text: list[str], tmp_path: Path) -> No
 
 
 def test_limits_of_the_configuration() -> None:
-    config = load_config(None, ["moe.limit_nodes=1", "moe.num_nodes=2", "moe.limit_by=groups"])
-    options = config.moe.limits(4)
+    config = load_config(None, ["moe.limit_nodes=1", "moe.limit_by=groups"])
+    options = config.moe.limits(Topology.even(4, 2))
     assert (options.limit_nodes, options.num_nodes, options.limit_by) == (1, 2, "groups")
-    assert not MoeSection().limits(4).active(4)
+    assert not MoeSection().limits(Topology.even(4)).active(4)
     with pytest.raises(ValueError, match=r"moe.topology_cap and moe.limit_ranks"):
         load_config(None, ["moe.topology_cap=0.14", "moe.limit_ranks=2"])
 
 
-def test_nodes_as_the_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert load_config(None, ["moe.topology_cap=0.14"]).moe.limits(4).num_nodes == 2
+def test_limits_by_node_need_even_nodes() -> None:
+    uneven, cap = Topology((0, 0, 0, 1), (0, 0, 0, 1), "GROUP_RANK"), load_config(None, ["moe.topology_cap=0.14"]).moe
+    assert MoeSection(limit_ranks=1).limits(uneven).num_nodes == 1, "nobody asks for nodes"
+    with pytest.raises(ValueError, match=r"by GROUP_RANK its nodes hold ranks 0, 1, 2; ranks 3: start equally many"):
+        cap.limits(uneven)
+    assert cap.limits(Topology.even(4, 2)).num_nodes == 2
+
+
+def test_ranks_per_node_reach_the_limit(ranks: Ranks, text: list[str], tmp_path: Path) -> None:  # noqa: F811
+    """Four ranks of one machine, taken for two nodes of two: a limit to one node keeps every token on two ranks."""
+    settings = ["moe.limit_nodes=1", "parallelism.ranks_per_node=2", "training.max_steps=1", "training.eval_steps=none"]
+    settings += ["training.warmup_steps=0", "training.stop_at_step=1", "training.eval_on_start=false"]
+    assert start(ranks, tmp_path / "run", [*text, *settings]) == [""] * 4
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["lossy_reasons"] == [
+        "each token's experts are limited to 1 node, by score"
+    ]
+    assert records(tmp_path / "run")[1]["copies_per_token"] <= 2

@@ -15,9 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from carpool.parallel.degrees import Degrees
 from carpool.train.config import Config, load_config
 from carpool.train.config import load as configuration
-from carpool.train.config.schema import Degrees, NvlinkSection
+from carpool.train.config.schema import NvlinkSection
 from carpool.train.run.loop import train
 from carpool.train.run.room import lease_bytes, make_room, most_tokens, nvlink_options
 from carpool.transport.nvlink import Buffers, NVLinkOptions
@@ -41,7 +42,7 @@ def test_options_follow_the_configuration() -> None:
         assert getattr(configured.nvlink, name) == MAX_CTAS
     settings = ["training.per_device_train_batch_size=2", "training.per_device_eval_batch_size=3"]
     settings += ["data.sequence_length=33", "parallelism.timeout_seconds=7"]
-    degrees = Degrees(4, 1, 2, 2, 4)
+    degrees = Degrees(dp_replicate=1, fsdp=2, tp=2, ep=4)
     whole = load_config(None, [*settings, "nvlink.forward_fp8=true"])
     assert most_tokens(whole, degrees) == 50  # 99 tokens for two ranks
     options = nvlink_options(whole, degrees)

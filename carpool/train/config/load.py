@@ -25,7 +25,6 @@ from carpool.train.config.schema import (
     DEMO_MODEL,
     Config,
     DataSection,
-    Degrees,
     ModelSection,
     ParallelismSection,
     TrainingSection,
@@ -37,7 +36,6 @@ from carpool.train.config.schema_moe import MoeSection, NvlinkSection, Placement
 __all__ = [
     "Config",
     "DataSection",
-    "Degrees",
     "ModelSection",
     "MoeSection",
     "NvlinkSection",

@@ -21,11 +21,11 @@ command line it is written as the word "none".
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from carpool.parallel.degrees import Degrees
 from carpool.train.config.schema_base import Section, Texts, toml_value
 from carpool.train.config.schema_moe import MoeSection, NvlinkSection, PlacementSection
 
@@ -282,6 +282,12 @@ class ParallelismSection(Section):
         description="Ranks over which a layer's experts are spread. none: the most that divides both the ranks of one "
         "copy and the number of experts.",
     )
+    ranks_per_node: int | None = Field(
+        default=None,
+        gt=0,
+        description="Consecutive ranks that share a node, for limits by node and for the placement of experts. Set it "
+        "where the launcher does not tell, or to try a layout for several nodes on one. none: as the launcher says.",
+    )
     timeout_seconds: int = Field(default=600, gt=0, description="A collective that takes longer than this is an error.")
 
     @model_validator(mode="after")
@@ -302,6 +308,11 @@ class ParallelismSection(Section):
             raise ValueError(
                 f"parallelism.ep_size = {self.ep_size} is larger than the number of ranks, {world_size}: lower it, or "
                 f"start at least {self.ep_size} ranks (parallelism.num_ranks)"
+            )
+        if self.ranks_per_node is not None and world_size % self.ranks_per_node:
+            raise ValueError(
+                f"parallelism.ranks_per_node = {self.ranks_per_node} does not divide the {world_size} ranks: change it "
+                "or parallelism.num_ranks"
             )
         others = self.tp_size * self.dp_replicate_size
         if world_size % others:
@@ -345,7 +356,7 @@ class ParallelismSection(Section):
         else:
             fits = [n for n in range(self.tp_size, copy + 1, self.tp_size) if copy % n == 0 and num_experts % n == 0]
             ep_size = max(fits, default=1)
-        return Degrees(world_size, self.dp_replicate_size, fsdp_size, self.tp_size, ep_size)
+        return Degrees(self.dp_replicate_size, fsdp_size, self.tp_size, ep_size)
 
 
 class Config(Section):
@@ -410,24 +421,3 @@ def keys() -> Iterator[tuple[str, type[Section], str]]:
         assert isinstance(cls, type) and issubclass(cls, Section)
         for key in cls.model_fields:
             yield section, cls, key
-
-
-@dataclass(frozen=True)
-class Degrees:
-    """The degrees of parallelism of a run, all known: see `ParallelismSection.resolve`."""
-
-    world_size: int
-    dp_replicate_size: int
-    fsdp_size: int
-    tp_size: int
-    ep_size: int
-
-    @property
-    def efsdp_size(self) -> int:
-        """Ranks of one copy of the model that hold the same experts, sharded or replicated among themselves."""
-        return self.fsdp_size * self.tp_size // self.ep_size
-
-    @property
-    def dp_size(self) -> int:
-        """Ranks that see distinct data."""
-        return self.dp_replicate_size * self.fsdp_size

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from carpool.experts.choices import STAGES, WAYS
+from carpool.layout.topology import Topology
 from carpool.placement.solvers import SOLVERS
 from carpool.routing import DropOptions
 from carpool.routing.limit import LimitOptions
@@ -154,13 +154,6 @@ class MoeSection(Section):
         description="LOSSY. At most this share of the choices leaves its node, the best ones; in place of the others "
         "come the best experts inside. FasterMoE takes 0.14. none: no cap.",
     )
-    num_nodes: int | None = Field(
-        default=None,
-        gt=0,
-        description="Nodes over which an expert-parallel group spreads, for limit_nodes and topology_cap. none: as the "
-        "launcher says.",
-    )
-
     capacity_factor: float | None = Field(
         default=None,
         gt=0,
@@ -195,15 +188,18 @@ class MoeSection(Section):
         """Which choices are dropped."""
         return DropOptions(self.capacity_factor, self.first_choices_first, self.random_second)
 
-    def limits(self, num_ranks: int) -> LimitOptions:
-        """What the routing is limited to on `num_ranks` expert-parallel ranks."""
-        on_a_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    def limits(self, topology: Topology) -> LimitOptions:
+        """What the routing of an expert-parallel group is limited to. `topology`: of the group's ranks.
+
+        Raises:
+            ValueError: a limit by node, and nodes with unequally many ranks."""
+        by_node = self.limit_nodes is not None or self.topology_cap is not None
         return LimitOptions(
             limit_ranks=self.limit_ranks,
             limit_nodes=self.limit_nodes,
             limit_by=self.limit_by,
             topology_cap=self.topology_cap,
-            num_nodes=self.num_nodes or max(1, num_ranks // on_a_node),
+            num_nodes=topology.even_nodes() if by_node else 1,
         )
 
     @model_validator(mode="after")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from carpool.layout import ExpertLayout
+from carpool.layout.topology import Topology
 from carpool.placement.objective import RIDES, CostModel, Objective, evaluate, served_by
 from carpool.placement.policies import LoadModel
 from carpool.placement.trace import Array, LayerTrace
@@ -27,7 +28,7 @@ class Facts:
 
     Attributes:
         transport: how rows travel.
-        num_nodes: machines over which an expert-parallel group is spread.
+        topology: of the expert-parallel group.
         tokens: of a rank, in a micro-batch;  micro_batches: of a step.
         top_k: K.
         hidden: H.
@@ -37,7 +38,7 @@ class Facts:
     """
 
     transport: str
-    num_nodes: int
+    topology: Topology
     tokens: int
     micro_batches: int
     top_k: int
@@ -45,6 +46,11 @@ class Facts:
     element_size: int
     expert_elements: int
     cuda: bool
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes over which the group is spread, equally many consecutive ranks on each; ValueError if it is not so."""
+        return self.topology.even_nodes()
 
     @property
     def cost(self) -> CostModel:

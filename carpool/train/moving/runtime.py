@@ -84,7 +84,7 @@ class Placement:
         saved, files: of the checkpoint that is resumed: its state, and its folder.
 
     Raises:
-        ValueError: replicas for experts that run their own forward.
+        ValueError: replicas for experts that run their own forward; nodes with unequally many ranks.
     """
 
     def __init__(
@@ -109,6 +109,8 @@ class Placement:
         # With one rank there is nowhere to go.
         self.on = self.section.every is not None and next(iter(rides(model).values())).num_ranks > 1
         self.device = next(model.parameters()).device
+        if self.on:
+            facts.topology.even_nodes()  # what solvers ask for: better refused now than after the first steps
         self.recorder: TraceRecorder | None = None
         if self.on and self.section.replicas:
             for own in rides(model).values():

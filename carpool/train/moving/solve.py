@@ -23,6 +23,7 @@ import numpy as np
 
 from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
+from carpool.layout.topology import Topology
 from carpool.placement import solvers
 from carpool.placement.adopt import Decision, decide
 from carpool.placement.forecast import predict
@@ -80,7 +81,7 @@ class Question:
             loads_SLE,
             Trace.load(folder / "trace.npz"),
             PlacementSection(**settings["section"]),
-            Facts(**settings["facts"]),
+            Facts(**{**settings["facts"], "topology": Topology.from_dict(settings["facts"]["topology"])}),
             settings["remaining"],
             settings["seed"],
         )
@@ -224,8 +225,8 @@ def facts_of(run: Setup) -> Facts:
     assert layer.transport is not None
     return Facts(
         transport=layer.transport.name,
-        num_nodes=max(1, layer.num_ranks // int(os.environ.get("LOCAL_WORLD_SIZE", layer.num_ranks))),
-        tokens=-(-tokens // run.degrees.tp_size),
+        topology=run.ep_topology,
+        tokens=run.degrees.tokens_per_rank(tokens),
         micro_batches=training.gradient_accumulation_steps,
         top_k=run.top_k,
         hidden=text.hidden_size,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,6 @@ import carpool
 from carpool.hf import rides
 from carpool.hf.layouts import current_layouts
 from carpool.layout.layouts import Layouts
-from carpool.train.config.schema import Degrees
 from carpool.train.run.environment import environment
 from carpool.train.run.estimate import estimate_memory, uniform_copies
 from carpool.train.run.room import lease_bytes
@@ -26,7 +24,7 @@ if TYPE_CHECKING:
 
 def write_run(run: Setup, command: str, resume: Path | None) -> dict[str, Any]:
     """run.json and its neighbours, on rank 0; returns what run.json says."""
-    degrees, layer = run.degrees, run.rides[0]
+    layer = run.rides[0]
     config = run.model.config.get_text_config()
     moe_layers = list(rides(run.model))
     assert layer.transport is not None
@@ -61,7 +59,7 @@ def write_run(run: Setup, command: str, resume: Path | None) -> dict[str, Any]:
             "hidden_size": config.hidden_size,
             "moe_intermediate_size": getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
         },
-        "parallelism": {**asdict(degrees), "efsdp_size": degrees.efsdp_size, "backend": dist.get_backend()},
+        "parallelism": {**run.degrees.record(), "backend": dist.get_backend()},
         "transport": {
             "name": name,
             "requested": run.config.moe.transport,
@@ -115,15 +113,11 @@ def layout_record(layouts: Layouts, source: str) -> dict[str, Any]:
 def say_hello(run: Setup, resume: Path | None) -> None:
     """The first lines on the terminal."""
     info, say = run.info, run.display.say
-    degrees: Degrees = run.degrees
     say(
         f"{info['model']['architecture']}: {run.size.total:,} parameters, {run.size.active:,} active per token, "
         f"{info['model']['num_experts']} experts, top-{run.top_k}"
     )
-    say(
-        f"{run.world} ranks ({info['parallelism']['backend']}): fsdp {degrees.fsdp_size} x tp {degrees.tp_size}, "
-        f"experts ep {degrees.ep_size} x efsdp {degrees.efsdp_size}, copies {degrees.dp_replicate_size}"
-    )
+    say(f"{run.world} ranks ({info['parallelism']['backend']}): {run.degrees}")
     say(f"data: {info['data']['source']}, {len(run.corpus.train):,} tokens, {len(run.corpus.eval):,} held out")
     say(f"transport {info['transport']['name']}: {info['transport']['why']}")
     if size := info["transport"]["buffer_bytes"]:

@@ -21,7 +21,8 @@ import os
 import torch
 from transformers import PreTrainedModel
 
-from carpool.train.config.schema import Config, Degrees
+from carpool.parallel.degrees import Degrees
+from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import load_tokenizer
 from carpool.train.launch.start import local_ranks, use_cuda
 from carpool.train.launch.world import find_world
@@ -56,19 +57,19 @@ def estimate_memory(
     text = model.config.get_text_config()
     stored = {"float32": 4, "bfloat16": 2, "float16": 2}[config.model.dtype or "float32"]
     computed = 2 if bf16 else stored
-    dense_own = math.ceil((size.total - size.experts) / (degrees.fsdp_size * degrees.tp_size))
-    experts_own = math.ceil(size.experts / (degrees.ep_size * degrees.efsdp_size))
+    dense_own = math.ceil((size.total - size.experts) / degrees.dense_shards)
+    experts_own = math.ceil(size.experts / degrees.expert_shards)
     own = dense_own + experts_own
     layers = text.num_hidden_layers
     # Two layers' experts in full beside the shards, if FSDP shards or casts them at all.
     gathered = 0
-    if degrees.efsdp_size > 1 or computed != stored:
-        gathered = 2 * math.ceil(size.experts / degrees.ep_size / layers) * computed
+    if degrees.efsdp > 1 or computed != stored:
+        gathered = 2 * math.ceil(size.experts / degrees.ep / layers) * computed
 
     tokens = config.training.per_device_train_batch_size * config.data.sequence_length
     hidden, top_k = text.hidden_size, top_k_of(model)
     width = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
-    copies = uniform_copies(num_experts, top_k, degrees.ep_size)
+    copies = uniform_copies(num_experts, top_k, degrees.ep)
     rows, pairs = tokens * copies, tokens * top_k
     # Experts keep the rows and their pre-activations; products and gradients of a layer's pairs come and go.
     experts = rows * hidden + (0 if config.moe.recompute_experts else 2 * pairs * width)
@@ -81,7 +82,7 @@ def estimate_memory(
     logits = 2 * 4 * tokens * text.vocab_size
     rides = int(2 * rows * hidden * computed)
     if transport == "nvlink":
-        rides = lease_bytes(nvlink_options(config, degrees), degrees.ep_size, hidden, computed, top_k)
+        rides = lease_bytes(nvlink_options(config, degrees), degrees.ep, hidden, computed, top_k)
     memory = {
         "parameters": own * stored + gathered,
         "gradients": own * stored,
@@ -122,14 +123,13 @@ def dry_run(config: Config) -> str:
     tokens = (
         config.training.per_device_train_batch_size
         * config.training.gradient_accumulation_steps
-        * degrees.dp_size
+        * degrees.dp
         * config.data.sequence_length
     )
     lines = [
         config.to_toml(),
         f"# {type(model).__name__}: {size.total:,} parameters, {size.active:,} active per token",
-        f"# {ranks} ranks: fsdp {degrees.fsdp_size} x tp {degrees.tp_size}, experts ep {degrees.ep_size} x efsdp "
-        f"{degrees.efsdp_size}, copies {degrees.dp_replicate_size}",
+        f"# {ranks} ranks: {degrees}",
         f"# {tokens:,} tokens per step, {flops_per_token(size, config.data.sequence_length):,} operations per token",
         f"# transport {transport}: {why}",
         "# predicted memory of one rank:",
@@ -143,12 +143,12 @@ def _likely_transport(config: Config, degrees: Degrees, model: PreTrainedModel) 
     name, hidden = config.moe.transport, model.config.get_text_config().hidden_size
     check_transport(name, None)
     unfit: str | None = ""
-    if use_cuda(config) and degrees.ep_size > 1:
-        if degrees.ep_size > torch.cuda.device_count():
+    if use_cuda(config) and degrees.ep > 1:
+        if degrees.ep > torch.cuda.device_count():
             unfit = "its ranks are on several hosts"
         else:
             unfit = "rows are no multiple of 16 bytes" if hidden % 8 else why_not(None)
-    return choose_transport(name, degrees.ep_size, top_k_of(model), unfit)
+    return choose_transport(name, degrees.ep, top_k_of(model), unfit)
 
 
 def _mib(size: int) -> str:

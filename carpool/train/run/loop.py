@@ -133,7 +133,7 @@ class _Run(Setup):
             self.model.train()
             self._check_rides()
             loss, tokens = mean.value(self._sum_over_ranks)
-            tokens //= self.degrees.tp_size
+            tokens //= self.degrees.tp
             self.recorder.write("eval", self.step, loss=loss, tokens=tokens)
             if self.losses["first_eval_loss"] is None:
                 self.losses["first_eval_loss"] = loss

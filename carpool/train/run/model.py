@@ -13,8 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.distributed import DistributedConfig
 
 from carpool.hf.build import experts_modules, make_config
+from carpool.parallel.degrees import Degrees
 from carpool.train.config import nearest
-from carpool.train.config.schema import Config, Degrees
+from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import Tokenizer
 
 # Names under which transformers' configurations keep K.
@@ -86,10 +87,10 @@ def meta_model(source: PreTrainedConfig | Path) -> PreTrainedModel:
 def distributed_config(degrees: Degrees, bf16: bool) -> DistributedConfig:
     """The mesh for transformers: FSDP2 x TP for dense parameters, FSDP2 x EP for experts."""
     return DistributedConfig(
-        tp_size=degrees.tp_size,
-        fsdp_size=degrees.fsdp_size,
-        dp_replicate_size=degrees.dp_replicate_size,
-        ep_size=degrees.ep_size,
+        tp_size=degrees.tp,
+        fsdp_size=degrees.fsdp,
+        dp_replicate_size=degrees.dp_replicate,
+        ep_size=degrees.ep,
         ep_implementation="carpool",
         fsdp_mixed_precision=bf16,
     )

@@ -20,7 +20,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from carpool.train.config.schema import Config, Degrees
+from carpool.parallel.degrees import Degrees
+from carpool.train.config.schema import Config
 from carpool.transport import NVLinkOptions
 from carpool.transport.nvlink import Buffers
 from carpool.transport.nvlink.buffers import Regions
@@ -35,7 +36,7 @@ def most_tokens(config: Config, degrees: Degrees) -> int:
     share theirs."""
     training = config.training
     sequences = max(training.per_device_train_batch_size, training.per_device_eval_batch_size)
-    return -(-sequences * config.data.sequence_length // degrees.tp_size)
+    return degrees.tokens_per_rank(sequences * config.data.sequence_length)
 
 
 def nvlink_options(config: Config, degrees: Degrees) -> NVLinkOptions:
@@ -44,7 +45,7 @@ def nvlink_options(config: Config, degrees: Degrees) -> NVLinkOptions:
     capacity = None
     if chosen.capacity is not None:
         # Not less than one sequence: a sample of text cannot be drawn from NaN and repeated.
-        least = -(-config.data.sequence_length // degrees.tp_size)
+        least = degrees.tokens_per_rank(config.data.sequence_length)
         capacity = min(most, max(least, math.ceil(chosen.capacity * most)))
     return NVLinkOptions(
         dispatch_ctas=chosen.dispatch_ctas,

@@ -46,6 +46,7 @@ from carpool.train.run.room import most_tokens, nvlink_options
 from carpool.train.run.schedules import choose_schedule, rides_first
 from carpool.train.run.stages import choose_stages
 from carpool.train.run.step import Objective, make_optimizer
+from carpool.train.run.topology import find_topology, ranks_of
 from carpool.transport import check_transport
 
 
@@ -102,6 +103,7 @@ class Setup:
         # As far as one rank can tell alone; together they look again when the model is there.
         for name in (moe.transport, self.compare_with or "auto"):
             check_transport(name, None)
+        self.topology = find_topology(self.config.parallelism, self.device)
 
     def _find_mesh(self) -> None:
         """What model it is, and over how many ranks each of its dimensions goes."""
@@ -113,7 +115,7 @@ class Setup:
         self.architecture = type(blueprint).__name__
         self.expert_counts = expert_counts(blueprint)
         self.degrees = config.parallelism.resolve(self.world, min(self.expert_counts.values()))
-        self.dp_rank = self.rank // self.degrees.tp_size
+        self.dp_rank = self.degrees.dp_rank(self.rank)
 
     def _read_data(self) -> None:
         config, training = self.config, self.config.training
@@ -122,7 +124,7 @@ class Setup:
         )
         share = {
             "sequence_length": config.data.sequence_length,
-            "dp_size": self.degrees.dp_size,
+            "dp_size": self.degrees.dp,
             "dp_rank": self.dp_rank,
         }
         self.loader = TrainLoader(
@@ -164,7 +166,8 @@ class Setup:
         if moe.router_float32:
             route_in_float32(self.model)
         # Before a checkpoint is loaded: similarities are of what the run started from, also when it goes on.
-        self.limits_lossy = limit_routing(self.model, moe.limits(next(iter(rides(self.model).values())).num_ranks))
+        self.ep_topology = self.topology.of(ranks_of(next(iter(rides(self.model).values())).group))
+        self.limits_lossy = limit_routing(self.model, moe.limits(self.ep_topology))
         self.limits_lossy += drop_choices(self.model, moe.drops, top_k_of(self.model))
         if self.config.training.freeze == "dense":
             freeze_dense(self.model)
@@ -188,7 +191,7 @@ class Setup:
         if self.compare_with is not None:
             check_transport(self.compare_with, self.rides[0].group)
         measured: dict[str, Any] = {
-            "tokens": -(-training.per_device_train_batch_size * config.data.sequence_length // self.degrees.tp_size),
+            "tokens": self.degrees.tokens_per_rank(training.per_device_train_batch_size * config.data.sequence_length),
             "top_k": self.top_k,
             "dtype": torch.bfloat16 if self.bf16 else self.model.dtype,
             "device": self.device,
@@ -212,11 +215,11 @@ class Setup:
             self.model,
             top_k=self.top_k,
             aux_coef=getattr(self.model.config, "router_aux_loss_coef", 0.0) or 0.0 if coef is None else coef,
-            dp_size=self.degrees.dp_size,
-            autocast=torch.bfloat16 if self.bf16 and self.degrees.dp_size == 1 else None,
+            dp_size=self.degrees.dp,
+            autocast=torch.bfloat16 if self.bf16 and self.degrees.dp == 1 else None,
             balance_layers=moe.balance == "layer",
             two_batch=self.schedule.schedule.name == "two-batch",
-            rides_first=rides_first(self.model, moe, self.degrees.fsdp_size),
+            rides_first=rides_first(self.model, moe, self.degrees.fsdp),
         )
         self.optimizer = make_optimizer(self.model, training)
         self.metrics = RideMetrics(self.model)

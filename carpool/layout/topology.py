@@ -1,0 +1,194 @@
+"""Which ranks share a node, and what kind of link joins two ranks.
+
+    4 ranks, 2 on each node, NVLink inside:   node_of = (0, 0, 1, 1), nvlink_of = (0, 0, 1, 1)
+
+                  rank 0     1         2         3
+        rank 0    self       nvlink    network   network
+        rank 1    nvlink     self      network   network
+
+A run makes one `Topology`, and all ranks agree on it (`agree`). Each rank says where it is, as its launcher told it
+(torchrun: GROUP_RANK, Slurm: SLURM_NODEID, otherwise the host's name), or as `parallelism.ranks_per_node` says. Whoever
+needs nodes (the placement of experts, limits by node, the cost model) takes it as an argument.
+
+It lives in this room because layouts and topologies are the two things that every room above may ask about ranks, and
+this is the lowest room. It needs no PyTorch of its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Link = Literal["self", "nvlink", "node", "network"]
+# Links that something travels over, the fastest first. "node": through the memory or the PCIe bus of one node.
+LINKS: tuple[Link, ...] = ("nvlink", "node", "network")
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Which ranks share what.
+
+    Attributes:
+        node_of: number of each rank's node, in order of the nodes' first ranks.
+        nvlink_of: number of each rank's NVLink domain; a rank without NVLink is alone in its domain.
+        source: what says so, for people.
+    """
+
+    node_of: tuple[int, ...]
+    nvlink_of: tuple[int, ...]
+    source: str = "given"
+
+    def __post_init__(self) -> None:
+        if not self.node_of or len(self.node_of) != len(self.nvlink_of):
+            raise ValueError(
+                f"a topology needs a node and an NVLink domain for each rank, not {self.node_of} and {self.nvlink_of}"
+            )
+
+    @classmethod
+    def even(cls, num_ranks: int, num_nodes: int = 1, *, nvlink: bool = True, source: str = "given") -> Topology:
+        """`num_nodes` nodes with equally many consecutive ranks, each node one NVLink domain (or without NVLink).
+
+        Raises:
+            ValueError: the ranks cannot be divided so.
+        """
+        if num_nodes < 1 or num_ranks < 1 or num_ranks % num_nodes:
+            raise ValueError(f"{num_ranks} ranks cannot be divided evenly among {num_nodes} nodes")
+        node_of = tuple(rank * num_nodes // num_ranks for rank in range(num_ranks))
+        return cls(node_of, node_of if nvlink else tuple(range(num_ranks)), source)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.node_of)
+
+    @property
+    def num_nodes(self) -> int:
+        return len(set(self.node_of))
+
+    def link(self, one: int, other: int) -> Link:
+        """The kind of link between two ranks."""
+        if one == other:
+            return "self"
+        if self.nvlink_of[one] == self.nvlink_of[other]:
+            return "nvlink"
+        return "node" if self.node_of[one] == self.node_of[other] else "network"
+
+    @cached_property
+    def pairs(self) -> Mapping[Link, npt.NDArray[np.bool_]]:
+        """For each kind of link that exists here, (W, W): True where it joins two ranks."""
+        kind_WW = np.array([[self.link(a, b) for b in range(self.num_ranks)] for a in range(self.num_ranks)])
+        return {link: kind_WW == link for link in LINKS if (kind_WW == link).any()}
+
+    def of(self, ranks: Iterable[int]) -> Topology:
+        """The topology of a group of these ranks, which are numbered anew in the order given."""
+        chosen = list(ranks)
+        nodes, domains = ([of[rank] for rank in chosen] for of in (self.node_of, self.nvlink_of))
+        return Topology(_numbered(nodes), _numbered(domains), self.source)
+
+    def even_nodes(self) -> int:
+        """The number of nodes, for those who need equally many consecutive ranks on each.
+
+        Raises:
+            ValueError: the ranks are not so. The message says how they are, and what to do.
+        """
+        if self.num_ranks % self.num_nodes or self.node_of != Topology.even(self.num_ranks, self.num_nodes).node_of:
+            nodes = [[rank for rank, n in enumerate(self.node_of) if n == node] for node in range(self.num_nodes)]
+            raise ValueError(
+                "an expert-parallel group needs equally many consecutive ranks on each node, but by "
+                f"{self.source} its nodes hold {'; '.join(f'ranks {_few(one)}' for one in nodes)}: start equally many "
+                "ranks on each node, or set parallelism.ranks_per_node"
+            )
+        return self.num_nodes
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"node_of": list(self.node_of), "nvlink_of": list(self.nvlink_of), "source": self.source}
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> Topology:
+        return cls(tuple(settings["node_of"]), tuple(settings["nvlink_of"]), settings["source"])
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """What one rank knows of its own place.
+
+    Attributes:
+        node: a name that the ranks of its node have in common, and no others.
+        source: what says so.
+        ranks_on_node: how many ranks its launcher has started there; None if it does not say.
+        nvlink: whether its device is joined to the others of its node by NVLink.
+    """
+
+    node: str
+    source: str
+    ranks_on_node: int | None = None
+    nvlink: bool = False
+
+
+def whereabouts(
+    env: Mapping[str, str], rank: int, hostname: str, ranks_per_node: int | None = None, nvlink: bool = False
+) -> Whereabouts:
+    """Where this rank is, from its launcher's environment variables.
+
+    Args:
+        ranks_per_node: `parallelism.ranks_per_node`, which overrides the launcher.
+    """
+    if ranks_per_node is not None:
+        source = f"parallelism.ranks_per_node = {ranks_per_node}"
+        return Whereabouts(f"number {rank // ranks_per_node}", source, ranks_per_node, nvlink)
+    # torchrun's and PyTorch's agents number the nodes; Slurm does too.
+    for variable in ("GROUP_RANK", "SLURM_NODEID"):
+        if variable in env:
+            node, source = f"number {env[variable]}", variable
+            break
+    else:
+        node, source = hostname, "the hosts' names"
+    local = env.get("LOCAL_WORLD_SIZE", "")
+    return Whereabouts(node, source, int(local) if local.isdigit() else None, nvlink)
+
+
+def agree(reports: Sequence[Whereabouts]) -> Topology:
+    """The topology that follows from what all ranks say, in their order. Every rank gets the same reports, so the same
+    topology.
+
+    Raises:
+        ValueError: ranks that contradict each other; the message names them.
+    """
+    by_source: dict[str, list[int]] = {}
+    for rank, report in enumerate(reports):
+        by_source.setdefault(report.source, []).append(rank)
+    if len(by_source) > 1:
+        said = "; ".join(f"ranks {_few(ranks)} by {source}" for source, ranks in by_source.items())
+        raise ValueError(
+            f"the ranks do not agree on how nodes are told apart: {said}. Start all ranks with the same launcher and "
+            "the same configuration, or set parallelism.ranks_per_node for all"
+        )
+    counts = Counter(report.node for report in reports)
+    wrong = [r for r, one in enumerate(reports) if one.ranks_on_node not in (None, counts[one.node])]
+    if wrong:
+        one = reports[wrong[0]]
+        raise ValueError(
+            f"ranks {_few(wrong)} do not agree with the others on their nodes: rank {wrong[0]} was told that "
+            f"{one.ranks_on_node} ranks share its node, but {counts[one.node]} say that they are on node {one.node} "
+            f"(by {one.source}). Set parallelism.ranks_per_node, or start equally many ranks on each node"
+        )
+    nodes = _numbered([one.node for one in reports])
+    domains = _numbered([f"node {one.node}" if one.nvlink else f"rank {r}" for r, one in enumerate(reports)])
+    return Topology(nodes, domains, reports[0].source)
+
+
+def _numbered(names: Sequence[Any]) -> tuple[int, ...]:
+    """A number for each name, in order of appearance."""
+    numbers: dict[Any, int] = {}
+    return tuple(numbers.setdefault(name, len(numbers)) for name in names)
+
+
+def _few(ranks: Sequence[int]) -> str:
+    """For people: "0, 1, 2, 3, ... (16 in all)"."""
+    shown = ", ".join(map(str, ranks[:4]))
+    return shown if len(ranks) <= 4 else f"{shown}, ... ({len(ranks)} in all)"
