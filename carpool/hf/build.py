@@ -1,7 +1,8 @@
 """Models to train: from a checkpoint folder, or from a configuration with random weights, sharded over all ranks.
 
 A checkpoint folder is Transformers' own business: `from_pretrained(..., distributed_config=...)` reads only the rank's
-own experts. This module adds the refusals: no pickles, no code that comes with a checkpoint, no weights missing.
+own experts. This module and `carpool.hf.weight_files` add the refusals: no pickles, no code that comes with a
+checkpoint, no weights missing.
 
 A configuration is built on the meta device, sharded by the same `maybe_distribute_model`, and filled with the values
 that `carpool.hf.initial_weights` draws, which are the same for any number of ranks.
@@ -31,6 +32,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from carpool.hf.conversions import unshardable
 from carpool.hf.initial_weights import fill, set_tensor
+from carpool.hf.weight_files import check_weight_files
 
 # Spellings of rotary settings that Transformers still takes and folds into `rope_parameters`.
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "partial_rotary_factor")
@@ -90,7 +92,7 @@ def build_model(
     wanted = {"attn_implementation": attn_implementation, "experts_implementation": experts_implementation}
     kwargs = {name: value for name, value in wanted.items() if value is not None}
     path = None if isinstance(config_or_path, PreTrainedConfig) else Path(config_or_path)
-    config = _read_config(path) if path is not None else copy.deepcopy(cast(PreTrainedConfig, config_or_path))
+    config = read_config(path) if path is not None else copy.deepcopy(cast(PreTrainedConfig, config_or_path))
     _check_ranks(distributed_config)
     blueprint = _on_meta(config, dtype, kwargs)
     _check_experts(blueprint, distributed_config)
@@ -136,8 +138,12 @@ def _check_keys(config_class: type[PreTrainedConfig], overrides: dict[str, Any],
             _check_keys(sub_config, value, f"{where}.{key}")
 
 
-def _read_config(folder: Path) -> PreTrainedConfig:
-    """The configuration of a checkpoint folder that is safe and complete enough to read."""
+def read_config(folder: Path) -> PreTrainedConfig:
+    """The configuration of a checkpoint folder.
+
+    Raises:
+        ValueError: the folder is no checkpoint, or not one that is safe and complete enough to read.
+    """
     if not folder.is_dir():
         raise ValueError(f"there is no checkpoint folder {folder}")
     if not (folder / "config.json").is_file():
@@ -160,24 +166,11 @@ def _read_config(folder: Path) -> PreTrainedConfig:
             f"the weights in {folder} are quantised ({method}), and quantised weights cannot be trained; "
             "save the model dequantised first (`model.dequantize()`)"
         )
-    _check_weights(folder)
-    return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-
-
-def _check_weights(folder: Path) -> None:
-    if not any(folder.glob("*.safetensors")):
-        pickles = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
-        if pickles:
-            raise ValueError(
-                f"the weights in {folder} are pickles ({', '.join(pickles[:3])}), which can run code when they are "
-                "loaded, and Carpool never unpickles; save the model again with safetensors"
-            )
-        raise ValueError(f"{folder} holds no weights (no *.safetensors file)")
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        if missing := sorted(name for name in files if not (folder / name).is_file()):
-            raise ValueError(f"{folder} is incomplete: its index names {', '.join(missing)}, which are not there")
+    check_weight_files(folder, raw)
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # each configuration validates in its own way, and with its own exception
+        raise ValueError(f"the {model_type} configuration refuses {folder / 'config.json'}: {error}") from error
 
 
 def _check_ranks(distributed_config: DistributedConfig | None) -> None:
@@ -233,17 +226,28 @@ def _load(
     folder: Path, distributed_config: DistributedConfig | None, dtype: torch.dtype, kwargs: dict[str, str]
 ) -> PreTrainedModel:
     sharded = any(_size(distributed_config, axis) > 1 for axis in ("pp", "dp_replicate", "fsdp", "tp"))
-    model, info = cast(Any, AutoModelForCausalLM).from_pretrained(
-        folder,
-        dtype=dtype,
-        distributed_config=distributed_config,
-        device_map=None if sharded or _device().type == "cpu" else {"": _device()},
-        use_safetensors=True,
-        local_files_only=True,
-        trust_remote_code=False,
-        output_loading_info=True,
-        **kwargs,
-    )
+    try:
+        model, info = cast(Any, AutoModelForCausalLM).from_pretrained(
+            folder,
+            dtype=dtype,
+            distributed_config=distributed_config,
+            device_map=None if sharded or _device().type == "cpu" else {"": _device()},
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are in `info` then, and refused below with their names
+            **kwargs,
+        )
+    except RuntimeError as error:
+        raise ValueError(f"the weights in {folder} do not fit its config.json: {error}") from error
+    if wrong := sorted(info["mismatched_keys"]):
+        name, found, wanted = wrong[0]
+        more = f"; so have {len(wrong) - 1} others" if len(wrong) > 1 else ""
+        raise ValueError(
+            f"the weights in {folder} do not fit its config.json: {name} has shape {tuple(found)}, and the "
+            f"configuration asks for {tuple(wanted)}{more}"
+        )
     if missing := sorted(info["missing_keys"]):
         raise ValueError(
             f"{folder} lacks {len(missing)} of the weights of {type(model).__name__}: {', '.join(missing[:4])}"

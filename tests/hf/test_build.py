@@ -289,6 +289,58 @@ def test_folders_that_are_refused(folder: Path, tmp_path: Path) -> None:
     assert "quantised (mxfp4)" in _refusal(quantised)
 
 
+@pytest.mark.parametrize("name", ["w.dat", "pytorch_model.bin", "../outside.dat", "../outside.safetensors", 7])
+def test_an_index_leads_to_no_pickle_and_out_of_no_folder(folder: Path, tmp_path: Path, name: Any) -> None:
+    """Transformers would follow it, and unpickle what does not end in .safetensors."""
+    indexed = _copy(folder, tmp_path / "indexed")
+    shard = indexed / "model-00001-of-00001.safetensors"
+    (indexed / "model.safetensors").rename(shard)
+    torch.save({"lm_head.weight": torch.ones(2)}, indexed / str(name))
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": shard.name, "lm_head.weight": name}}
+    (indexed / "model.safetensors.index.json").write_text(json.dumps(index))
+    message = _refusal(indexed)
+    assert f"index.json names {name}, and only *.safetensors files in the same folder" in message
+    assert "never unpickles" in message
+
+
+def test_a_link_into_a_cache_is_followed(folder: Path, tmp_path: Path) -> None:
+    """As the hub's cache has it: names that are links to blobs in another folder."""
+    cached = _copy(folder, tmp_path / "cached")
+    (cached / "model.safetensors").rename(tmp_path / "blob")
+    (cached / "model.safetensors").symlink_to(tmp_path / "blob")
+    assert _load(str(cached), None)
+
+
+@pytest.mark.parametrize("index", ["[]", "{", '{"weight_map": []}', "{}"])
+def test_an_index_that_is_none(folder: Path, tmp_path: Path, index: str) -> None:
+    broken = _copy(folder, tmp_path / "broken")
+    (broken / "model.safetensors.index.json").write_text(index)
+    assert "model.safetensors.index.json is no index of weights" in _refusal(broken)
+
+
+def test_adapters_and_named_weights_are_no_way_around(folder: Path, tmp_path: Path) -> None:
+    """With peft installed, Transformers would load adapter_model.bin."""
+    adapted = _copy(folder, tmp_path / "adapted")
+    (adapted / "adapter_config.json").write_text("{}")
+    assert "holds an adapter beside the model; merge it" in _refusal(adapted)
+    named = _copy(folder, tmp_path / "named", transformers_weights="other.safetensors")
+    assert "names its weights itself" in _refusal(named)
+
+
+def test_files_that_were_cut_off(folder: Path, tmp_path: Path) -> None:
+    damaged = _copy(folder, tmp_path / "damaged")
+    content = (damaged / "model.safetensors").read_bytes()
+    for wrong in (b"", content[:5], content[:-5], b"\xff" * 9 + content[9:]):
+        (damaged / "model.safetensors").write_bytes(wrong)
+        assert f"({len(wrong):,} bytes) is not a whole safetensors file" in _refusal(damaged)
+
+
+@pytest.mark.parametrize("change", [{"num_experts": 16}, {"hidden_size": 64}, {"vocab_size": 32}])
+def test_weights_of_other_shapes_are_refused(folder: Path, tmp_path: Path, change: dict[str, int]) -> None:
+    assert "do not fit its config.json" in (message := _refusal(_copy(folder, tmp_path / "other", **change)))
+    assert "16" in message or "64" in message
+
+
 def test_missing_weights_are_refused_and_not_made_up(folder: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 

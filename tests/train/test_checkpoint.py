@@ -87,6 +87,12 @@ def _train(model: Any, optimizer: torch.optim.Optimizer, steps: range, dropout: 
     return losses
 
 
+def _evaluate(model: Any) -> None:
+    """A forward without a backward: FSDP leaves some parameters whole after it."""
+    with torch.no_grad():
+        model(input_ids=torch.arange(2, 14)[None])
+
+
 def _full(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     tensors = model_tensors(model) | optimizer_tensors(model, optimizer)
     return {name: full_tensor(tensor).detach().clone() for name, tensor in tensors.items()}
@@ -236,7 +242,10 @@ def _tied_and_frozen(output_dir: str) -> bool:
     model.model.norm.weight.requires_grad_(False)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     _train(model, optimizer, range(1))
+    _evaluate(model)
     before = _full(model, optimizer)
+    assert "lm_head.weight" not in before
+    _evaluate(model)
     path = CheckpointManager(output_dir).save(1, model, optimizer, {}).path
     again, _ = _build(EP2, seed=5, tie_word_embeddings=True)
     again.model.norm.weight.requires_grad_(False)
@@ -653,6 +662,7 @@ def _export(path: str, layout: Layout) -> torch.Tensor:
     model, optimizer = _build(layout, tie_word_embeddings=layout == EP2)
     _train(model, optimizer, range(1))
     for _ in range(2):  # the second replaces the first
+        _evaluate(model)
         export_pretrained(model, path)
     assert model.config.distributed_config is not None
     model.eval()

@@ -18,6 +18,7 @@ from carpool.layout.layouts import Layouts
 from carpool.report import write_report
 from carpool.train.config import load_config
 from carpool.train.config.schema import TrainingSection
+from carpool.train.run.about import _earlier_starts
 from carpool.train.run.generate import generate
 from carpool.train.run.loop import train
 from carpool.train.run.step import learning_rate
@@ -254,6 +255,26 @@ def test_a_run_is_not_overwritten(ranks: Ranks, reference: Path, text: list[str]
     errors = start(ranks, reference, text)
     assert all("already holds a run" in error for error in errors)
     assert (reference / "metrics.jsonl").read_bytes() == before
+
+
+def _starts(folder: str) -> list[Any] | str:
+    """Of a folder that each rank sees in another state, as if rank 0 were writing it."""
+    try:
+        return _earlier_starts(Path(folder, str(dist.get_rank())))
+    except ValueError as error:
+        return str(error)
+
+
+def test_rank_0_alone_reads_what_it_will_replace(ranks: Ranks, tmp_path: Path) -> None:
+    for rank in range(4):
+        (tmp_path / str(rank)).mkdir()
+        (tmp_path / str(rank) / "run.json").write_text("")
+    history = [{"started": "2026-01-01", "from_step": 0}]
+    (tmp_path / "0" / "run.json").write_text(json.dumps({"history": history}))
+    assert ranks(_starts, str(tmp_path)) == [history] * 4
+    (tmp_path / "0" / "run.json").write_text(json.dumps({"history": {"started": 1}}))
+    for message in ranks(_starts, str(tmp_path)):
+        assert f"rank 0: {tmp_path}/0/run.json is damaged (its history is no list of starts)" in message
 
 
 def test_the_model_loads_in_plain_transformers(reference: Path) -> None:

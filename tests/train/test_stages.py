@@ -134,6 +134,9 @@ def test_the_first_record_counts(tmp_path: Path) -> None:
         (tmp_path / name / "run.json").write_text(written)
     assert read_record([tmp_path / "none", tmp_path / "b", tmp_path / "a"]) == {"how": "given"}
     assert read_record([tmp_path / "a", tmp_path / "b"]) is None, "an older version's"
+    (tmp_path / "a" / "run.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"a/run\.json is damaged \(a list, not an object\); delete it"):
+        read_record([tmp_path / "a"])
 
 
 # -- all ranks alike --------------------------------------------------------------------------------------------------

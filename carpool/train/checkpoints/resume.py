@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from carpool.train.checkpoints.manager import CheckpointManager
-from carpool.train.run.record import METRICS
+from carpool.train.run.files import METRICS
 
 
 def checkpoint_to_resume(wanted: str | None, folder: Path, checkpoints: CheckpointManager) -> Path | None:

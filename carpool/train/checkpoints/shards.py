@@ -43,13 +43,12 @@ def model_tensors(model: nn.Module) -> Tensors:
 
     A tied weight comes once, under its first name; safetensors files do not hold two names for one tensor.
     """
+    # First of all: this reshards. After a forward without a backward FSDP still shows whole parameters, which each
+    # module has for itself, and a tied weight would count as two.
+    values = get_model_state_dict(model)
     once = {name for name, _ in model.named_parameters()}
     again = {name for name, _ in model.named_parameters(remove_duplicate=False)} - once
-    return {
-        name: value
-        for name, value in get_model_state_dict(model).items()
-        if isinstance(value, torch.Tensor) and name not in again
-    }
+    return {name: value for name, value in values.items() if isinstance(value, torch.Tensor) and name not in again}
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:

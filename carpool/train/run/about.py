@@ -13,8 +13,10 @@ import carpool
 from carpool.hf import rides
 from carpool.hf.layouts import current_layouts
 from carpool.layout.layouts import Layouts
+from carpool.train.checkpoints.ranks import gather, rank, together
 from carpool.train.run.environment import environment
 from carpool.train.run.estimate import estimate_memory, uniform_copies
+from carpool.train.run.files import CONFIG, INFO, LAYOUT, read_info, replace_text
 from carpool.train.run.room import lease_bytes
 from carpool.train.run.stages import describe_ways
 
@@ -34,10 +36,7 @@ def write_run(run: Setup, command: str, resume: Path | None) -> dict[str, Any]:
         options = run.schedule.schedule.options(run.options)
         buffer_bytes = lease_bytes(options, layer.num_ranks, config.hidden_size, size, run.top_k)
         lossy += run.options.lossy_reasons
-    path = run.folder / "run.json"
-    history = []
-    if resume is not None and path.exists():
-        history = json.loads(path.read_text()).get("history", [])
+    history = _earlier_starts(run.folder) if resume is not None else []
     started = datetime.now(UTC).isoformat(timespec="seconds")
     history.append(
         {"started": started, "from_step": run.start, "resumed_from": str(resume) if resume is not None else None}
@@ -91,10 +90,28 @@ def write_run(run: Setup, command: str, resume: Path | None) -> dict[str, Any]:
         },
     }
     if run.main:
-        path.write_text(json.dumps(info, indent=1) + "\n")
-        (run.folder / "config.toml").write_text(run.config.to_toml())
-        current_layouts(run.model).save(run.folder / "layout.json")
+        write_files(run, info)
     return info
+
+
+def write_files(run: Setup, info: dict[str, Any]) -> None:
+    """What a run directory says of its run, on rank 0."""
+    replace_text(run.folder / INFO, json.dumps(info, indent=1) + "\n")
+    replace_text(run.folder / CONFIG, run.config.to_toml())
+    replace_text(run.folder / LAYOUT, json.dumps(current_layouts(run.model).to_dict()) + "\n")
+
+
+def _earlier_starts(folder: Path) -> list[dict[str, Any]]:
+    """`history` of the run.json that a resumed run replaces. Rank 0 reads and tells the others, because it also writes
+    that file, and may do so before they look."""
+    starts: list[list[dict[str, Any]]] = [[]]
+    with together(ValueError, ""):
+        if rank() == 0:
+            history = (read_info(folder) or {}).get("history", [])
+            if not isinstance(history, list) or not all(isinstance(one, dict) and "started" in one for one in history):
+                raise ValueError(f"{folder / INFO} is damaged (its history is no list of starts); delete it to go on")
+            starts = [history]
+    return gather(starts[0])[0]
 
 
 def layout_record(layouts: Layouts, source: str) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from carpool.train.data.loader import TokenMean, count_targets
 from carpool.train.run.determinism import determinism
 from carpool.train.run.diagnose import NonFiniteError, explain
 from carpool.train.run.environment import peak_memory
+from carpool.train.run.files import SUMMARY, replace_text
 from carpool.train.run.probe import compare, summarise
 from carpool.train.run.room import (
     make_room,
@@ -182,7 +183,7 @@ class _Run(Setup):
         self.display.close()
         summary = self._summary(comparison)
         if self.main:
-            (self.folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+            replace_text(self.folder / SUMMARY, json.dumps(summary, indent=1) + "\n")
             self.display.say("")
             self.display.say(text_block(summary, self.info))
             self.display.say(f"\nrun directory: {self.folder}   report: carpool report {self.folder}")

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from carpool.hf.build import experts_modules, make_config
+from carpool.hf.build import experts_modules, make_config, read_config
 from carpool.parallel.degrees import Degrees
 from carpool.train.config import nearest
 from carpool.train.config.schema import Config
@@ -79,7 +79,7 @@ def expert_counts(model: PreTrainedModel) -> dict[str, int]:
 
 def meta_model(source: PreTrainedConfig | Path) -> PreTrainedModel:
     """The model without values: shapes and module names only."""
-    config = AutoConfig.from_pretrained(source, local_files_only=True) if isinstance(source, Path) else source
+    config = read_config(source) if isinstance(source, Path) else source
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
 

@@ -29,8 +29,8 @@ from carpool.report import write_profile
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.resume import checkpoint_to_resume
 from carpool.train.config import Config
+from carpool.train.run.files import CONFIG, INFO, LAYOUT, METRICS
 from carpool.train.run.loop import _Run
-from carpool.train.run.record import METRICS
 
 PROFILE = "profile"
 
@@ -80,7 +80,7 @@ def _check_profiler() -> None:
 
 
 def _remove_old(recorded: Path) -> None:
-    old = [METRICS, "run.json", "config.toml", "layout.json", "profile.json", "trace.json.gz"]
+    old = [METRICS, INFO, CONFIG, LAYOUT, "profile.json", "trace.json.gz"]
     for path in [*(recorded / name for name in old), *recorded.glob("rank*.json.gz")]:
         path.unlink(missing_ok=True)
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-METRICS = "metrics.jsonl"
+from carpool.train.run.files import METRICS
 
 
 def check_trackers(report_to: Sequence[str]) -> None:

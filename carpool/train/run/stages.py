@@ -17,7 +17,6 @@ ranks and so wants 2.2 experts on each: measured are 32,768 rows with 2 each.
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,6 +31,7 @@ from carpool.experts import Activation, Choices, GroupedExperts, measure_choices
 from carpool.experts.choices import LIBRARY, STAGES, WAYS, Measured, default_choices, pick
 from carpool.hf.expert_parallel import ExpertRides, weight_names
 from carpool.train.run.estimate import uniform_copies
+from carpool.train.run.files import read_info
 
 BY_SHAPE = "by the shape"
 log = logging.getLogger("carpool")
@@ -159,8 +159,11 @@ def recall(record: Mapping[str, Any] | None, shape: Shape) -> tuple[Chosen | Non
 
 def read_record(folders: Sequence[Path], about: str = "experts") -> dict[str, Any] | None:
     """What the first of these run directories that has a run.json says about experts, or something else."""
-    path = next((folder / "run.json" for folder in folders if (folder / "run.json").exists()), None)
-    return json.loads(path.read_text()).get(about) if path is not None else None
+    for folder in folders:
+        if (info := read_info(folder)) is not None:
+            found = info.get(about)
+            return found if isinstance(found, dict) else None
+    return None
 
 
 def shape_of(own: ExpertRides, tokens: int, top_k: int, dtype: torch.dtype, device: torch.device) -> Shape:

@@ -1,0 +1,57 @@
+"""The files of a run directory: how they are written, so that nobody ever reads half of one, and how they are read.
+
+run.json        what the run is: versions, model, mesh, choices. Written at the start, again by each resumed run.
+config.toml     the resolved settings
+layout.json     where experts live
+metrics.jsonl   one line per record (`carpool.train.run.record`)
+summary.json    written at the end
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+METRICS, INFO, CONFIG, LAYOUT, SUMMARY = "metrics.jsonl", "run.json", "config.toml", "layout.json", "summary.json"
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a file that a reader sees either as it was or whole, also after a power failure.
+
+    Raises:
+        OSError: it could not be written; an earlier file of that name is untouched.
+    """
+    part = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    try:
+        with part.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            os.fsync(stream.fileno())
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def read_info(folder: Path) -> dict[str, Any] | None:
+    """What a run directory's run.json says; None if there is none.
+
+    Raises:
+        ValueError: the file cannot be read, or is no JSON object.
+    """
+    path = folder / INFO
+    try:
+        info = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} is damaged ({error}); {_WITHOUT}") from error
+    if not isinstance(info, dict):
+        raise ValueError(f"{path} is damaged (a {type(info).__name__}, not an object); {_WITHOUT}")
+    return info
+
+
+_WITHOUT = "delete it to go on without what it recorded: the stages and the schedule are then chosen anew"
