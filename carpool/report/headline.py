@@ -1,4 +1,5 @@
-"""The block a person can quote, in words and numbers: what moved, how long a step took, and whether it is exact.
+"""The block a person can quote, in words and numbers: how the run was, how long a step took, what moved, and whether it
+is exact.
 
 `facts` says it once; the plain text that the trainer prints and the top of the HTML page are two ways to show it. For a
 run without summary.json (still going, or stopped), `summarise` computes the same numbers from the steps so far.
@@ -6,17 +7,18 @@ run without summary.json (still going, or stopped), `summarise` computes the sam
 
 from __future__ import annotations
 
-import math
 import statistics
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
+from carpool.report.health import Check, headline, judge
 from carpool.report.read import Run
-from carpool.report.schema import PARTS, Compare, RunInfo, Summary, explain
+from carpool.report.schema import Compare, RunInfo, Summary, Train, explain
+from carpool.report.steps import STEP_TIME, summarise_steps
 from carpool.report.units import bytes_text, count_text, ms_text, percent_text, plain_text
 
 COLUMNS = 100
@@ -32,21 +34,33 @@ class Fact:
     detail: str
 
 
-def text_block(summary: dict[str, Any], run: dict[str, Any]) -> str:
-    """The quotable block as plain text, from the contents of summary.json and run.json.
+def text_block(summary: dict[str, Any], run: dict[str, Any], steps: Iterable[dict[str, Any]] = ()) -> str:
+    """The quotable block as plain text, from the contents of summary.json, run.json and `train` lines.
+
+    Args:
+        steps: the `train` lines of a run that has ended. Without them the first line does not say how the run was.
 
     Returns lines of at most 100 columns (long words aside) without a trailing newline and without control sequences.
     Errors: ValueError if a field has the wrong type.
     """
     try:
         checked, info = Summary.model_validate(summary), RunInfo.model_validate(run)
+        train = [Train.model_validate(step) for step in steps]
     except ValidationError as error:
         raise ValueError(f"the summary of this run cannot be told: {explain(error)}") from None
-    rows = [(fact.label, f"{fact.value}  {fact.detail}".rstrip()) for fact in facts(checked, info)]
-    word, why = verdict(checked, info)
-    rows.append((word, why))
+    return as_text(checked, info, judge(checked, info, train) if train else None)
+
+
+def as_text(summary: Summary, info: RunInfo, checks: Sequence[Check] | None) -> str:
+    """The block; with checks, their sentence comes first."""
+    lines = []
+    if checks is not None:
+        _, word, rest = headline(checks, summary, info)
+        lines += textwrap.wrap(f"{word} {rest}", COLUMNS, subsequent_indent="  ")
+    lines += textwrap.wrap(f"Carpool: {title(summary, info)}", COLUMNS, subsequent_indent="  ")
+    rows = [(fact.label, f"{fact.value}  {fact.detail}".rstrip()) for fact in facts(summary, info)]
+    rows.append(verdict(summary, info))
     width = max(len(label) for label, _ in rows)
-    lines = textwrap.wrap(f"Carpool: {title(checked, info)}", COLUMNS, subsequent_indent="  ")
     for label, text in rows:
         # Non-breaking spaces keep a number and its unit on one line; in a terminal they are plain spaces.
         wrapped = textwrap.wrap(text, COLUMNS - width - 4, break_on_hyphens=False) or [""]
@@ -70,7 +84,10 @@ def title(summary: Summary, info: RunInfo) -> str:
 def facts(summary: Summary, info: RunInfo) -> list[Fact]:
     """The numbers of the block, each with its meaning; what was not measured is left out or said to be missing."""
     chosen = summary.num_experts_per_tok or info.model.num_experts_per_tok
+    compare = summary.compare
     return [
+        _step(summary),
+        _waiting(summary),
         _moved(summary),
         Fact(
             "copies per token",
@@ -78,10 +95,8 @@ def facts(summary: Summary, info: RunInfo) -> list[Fact]:
             "one for each rank that the token visits, its own included; one row per expert makes "
             + (f"{chosen}" if chosen else "K"),
         ),
-        _step(summary),
-        _waiting(summary),
-        _speed(summary),
         _loss(summary),
+        *([_against(compare)] if compare is not None and compare.ratio is not None else []),
     ]
 
 
@@ -111,22 +126,20 @@ def _moved(summary: Summary) -> Fact:
 
 
 def _step(summary: Summary) -> Fact:
-    compare = summary.compare
-    if compare is None or compare.step_ms is None or compare.ours_step_ms is None:
-        return Fact("step time", ms_text(summary.step_ms_median), "median; not timed against another transport")
-    repeats = f"{compare.repetitions} interleaved repetitions" if compare.repetitions else "interleaved steps"
-    detail = f"against {ms_text(compare.step_ms)} with {compare.transport}"
-    if compare.ours_step_ms > 0:
-        ratio = compare.ratio if compare.ratio is not None else compare.step_ms / compare.ours_step_ms
-        detail += f", which took {ratio:.2f}× as long" + (" and so was the faster one" if ratio < 0.995 else "")
-    return Fact("step time", ms_text(compare.ours_step_ms), f"{detail}; measured in this run, {repeats}")
-
-
-def _speed(summary: Summary) -> Fact:
-    detail = f"median step {ms_text(summary.step_ms_median)}"
+    detail = f"{STEP_TIME}; {count_text(summary.tokens_per_second_median)} tokens/s"
     if summary.mfu_median is not None:
         detail += f", MFU {percent_text(summary.mfu_median)}"
-    return Fact("speed", f"{count_text(summary.tokens_per_second_median)} tokens/s", detail)
+    return Fact("step time", ms_text(summary.step_ms_median), detail)
+
+
+def _against(compare: Compare) -> Fact:
+    """The ratio only: these passes lack the optimizer, and their times would pass for the step's."""
+    assert compare.ratio is not None
+    repeats = f", {compare.repetitions} repetitions" if compare.repetitions else ""
+    detail = f"forward and backward alone, measured in this run, interleaved{repeats}"
+    if compare.ratio < 0.995:
+        detail = f"so it was the faster one; {detail}"
+    return Fact(f"{compare.transport} takes", f"{compare.ratio:.2f}× as long", detail)
 
 
 def _waiting(summary: Summary) -> Fact:
@@ -154,18 +167,7 @@ def _loss(summary: Summary) -> Fact:
 def summarise(run: Run) -> Summary:
     """The summary of the steps so far, for a run that has not written its own."""
     train = run.train
-    total = _median(t.step_ms for t in train)
-    share: dict[str, float] = {}
-    if total:
-        for part in PARTS[:-1]:
-            spent = _median(t.part_ms(part, "total") for t in train)
-            if spent is not None:
-                share[part] = spent / total
-        if share:
-            share["rest"] = max(0.0, 1.0 - sum(share.values()))
-    rides = [share[part] for part in ("dispatch", "combine") if part in share]
     evals = [e.loss for e in run.evals if e.loss is not None]
-    copies = [t.copies_per_token for t in train if t.copies_per_token is not None]
     dropped = sum(t.dropped_tokens or 0 for t in train)
     reasons = list(run.info.lossy_reasons)
     if dropped and not reasons:
@@ -178,16 +180,11 @@ def summarise(run: Run) -> Summary:
         first_eval_loss=evals[0] if evals else None,
         bytes_remote=_total(t.bytes_remote for t in train),
         bytes_remote_alltoall=_total(t.bytes_remote_alltoall for t in train),
-        copies_per_token=statistics.fmean(copies) if copies else None,
         num_experts_per_tok=run.info.model.num_experts_per_tok,
-        step_ms_median=total,
         compare=_compare(run),
-        ride_share=sum(rides) if rides else None,
-        share=share,
         exact=run.info.exact,
         lossy_reasons=reasons,
-        tokens_per_second_median=_median(t.tokens_per_second for t in train),
-        mfu_median=_median(t.mfu for t in train),
+        **summarise_steps(train, run.starts),
     )
 
 
@@ -207,11 +204,6 @@ def _compare(run: Run) -> Compare | None:
         ratio=theirs / ours if ours else None,
         repetitions=min(len(times[ours_name]), len(times[other])),
     )
-
-
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [v for v in values if v is not None and not math.isnan(v)]
-    return statistics.median(known) if known else None
 
 
 def _total(values: Iterable[int | None]) -> int | None:

@@ -11,7 +11,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from carpool.report.headline import facts, summarise, text_block, title, verdict
+from carpool.report.headline import as_text, facts, summarise, title, verdict
+from carpool.report.health import headline, judge
 from carpool.report.placement import PLACEMENT_COLUMNS, placement_rows
 from carpool.report.profile import profile_summary
 from carpool.report.read import Run, read_run
@@ -70,7 +71,17 @@ def render(run: Run) -> str:
 def _context(run: Run) -> dict[str, Any]:
     summary = run.summary or summarise(run)
     word, why = verdict(summary, run.info)
-    raw = summary.model_dump() if run.summary_raw is None else run.summary_raw
+    checks = judge(
+        summary,
+        run.info,
+        run.train,
+        run.evals,
+        finished=run.summary is not None,
+        planned=run.asked("max_steps"),
+        stop_at=run.asked("stop_at_step"),
+        stopped=run.stopped,
+    )
+    state, how, rest = headline(checks, summary, run.info)
     name = run.path.resolve().name
     return {
         "run": run,
@@ -82,7 +93,12 @@ def _context(run: Run) -> dict[str, Any]:
         "facts": facts(summary, run.info),
         "verdict": word,
         "why": why,
-        "text": text_block(raw, run.info_raw),
+        "state": state,
+        "how": how,
+        "rest": rest,
+        "checks": checks,
+        "marks": {"good": "✓", "look": "!", "bad": "✗", "unknown": "?"},
+        "text": as_text(summary, run.info, checks),
         "share": _share(summary.share, summary.step_ms_median),
         "last_step": _last_step(run),
         "tables": _tables(run),

@@ -15,6 +15,7 @@ Three things make reading metrics more than parsing lines:
 from __future__ import annotations
 
 import json
+import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,11 +27,13 @@ from carpool.report.schema import (
     Checkpoint,
     Eval,
     Layers,
+    Layout,
     Placement,
     Probe,
     Record,
     RunInfo,
     Sample,
+    Stopped,
     Summary,
     Train,
     explain,
@@ -46,6 +49,8 @@ KINDS: dict[str, type[Record]] = {
     "probe": Probe,
     "checkpoint": Checkpoint,
     "placement": Placement,
+    "layout": Layout,
+    "stopped": Stopped,
 }
 
 
@@ -75,7 +80,22 @@ class Run:
     probes: list[Probe] = field(default_factory=list)
     checkpoints: list[Checkpoint] = field(default_factory=list)
     placements: list[Placement] = field(default_factory=list)
+    layouts: list[Layout] = field(default_factory=list)
+    stopped: Stopped | None = None
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def starts(self) -> set[int]:
+        """The first step of each process that worked on the run."""
+        return {entry.from_step + 1 for entry in self.info.history} or {self.train[0].step}
+
+    def asked(self, key: str) -> int | None:
+        """A number of the configuration's [training]; None if there is none."""
+        try:
+            value = tomllib.loads(self.config_text or "").get("training", {}).get(key)
+        except tomllib.TOMLDecodeError:
+            return None
+        return value if isinstance(value, int) else None
 
 
 @dataclass(frozen=True)
@@ -157,7 +177,12 @@ def _read_metrics(path: Path, run: Run) -> None:
 
     run.train, run.layers, run.evals = records("train"), records("layers"), records("eval")
     run.samples, run.probes, run.checkpoints = records("sample"), records("probe"), records("checkpoint")
-    run.placements = records("placement")
+    run.placements, run.layouts = records("placement"), records("layout")
+    # An error counts until the run was started again.
+    ends = [line for line in lines if line.kind in ("train", "stopped", "layout")]
+    if ends[-1].kind == "stopped":
+        assert isinstance(ends[-1].record, Stopped)
+        run.stopped = ends[-1].record
     last = next((line for line in reversed(kept) if line.kind == "layers"), None)
     if last is not None:
         with path.open("rb") as file:

@@ -201,6 +201,29 @@ class Placement(Record):
     since: int | None = None
 
 
+class Layout(Record):
+    """Where experts live from this step on: of all layers alike (homes, slots), or of each by name (layers)."""
+
+    step: int
+    homes: list[list[int]] = Field(default_factory=list)
+    slots: list[list[int]] = Field(default_factory=list)
+    layers: dict[str, LayerLayout] = Field(default_factory=dict)
+
+
+class LayerLayout(Record):
+    """For each rank, the experts whose parameters it owns, and those it computes (-1: an empty slot)."""
+
+    homes: list[list[int]] = Field(default_factory=list)
+    slots: list[list[int]] = Field(default_factory=list)
+
+
+class Stopped(Record):
+    """The error that ended a run."""
+
+    step: int
+    why: str = ""
+
+
 # summary.json
 
 

@@ -217,12 +217,14 @@ def run_info(shape: Shape, **changes: Any) -> dict[str, Any]:
 
 
 def summary_of(lines: list[dict[str, Any]], shape: Shape, **changes: Any) -> dict[str, Any]:
-    """The content of summary.json for these metrics."""
+    """The content of summary.json for these metrics; the first step warms up."""
     train = [line for line in lines if line["kind"] == "train"]
+    steady = train[1:] or train
     evals = [line["loss"] for line in lines if line["kind"] == "eval"]
-    step_ms = float(np.median([t["step_ms"] for t in train]))
+    step_ms = float(np.median([t["step_ms"] for t in steady]))
     share = {
-        p: float(np.median([t["ms"][p]["total"] for t in train])) / step_ms for p in ("dispatch", "experts", "combine")
+        p: float(np.median([t["ms"][p]["total"] / t["step_ms"] for t in steady]))
+        for p in ("dispatch", "experts", "combine")
     }
     share["rest"] = 1 - sum(share.values())
     summary = {
@@ -247,7 +249,7 @@ def summary_of(lines: list[dict[str, Any]], shape: Shape, **changes: Any) -> dic
         "share": share,
         "exact": True,
         "lossy_reasons": [],
-        "tokens_per_second_median": float(np.median([t["tokens_per_second"] for t in train])),
+        "tokens_per_second_median": float(np.median([t["tokens_per_second"] for t in steady])),
         "mfu_median": None,
     }
     return {**summary, **changes}

@@ -144,7 +144,8 @@ def test_the_block_on_top(page: Page, run: Path) -> None:
     assert gigabytes in page.text
     assert f"one row per (token, expert) would have moved {would_be}, {more:.2f}× as much" in page.text
     assert f"{summary['copies_per_token']:.2f} of 4" in page.text
-    assert "358 ms against 449 ms with alltoall, which took 1.25× as long" in page.text
+    assert "alltoall takes 1.25× as long" in page.text
+    assert f"step time {summary['step_ms_median']:.0f} ms median of the steps after warm-up" in page.text
     assert f"{100 * summary['ride_share']:.0f} % of the step" in page.text
     assert page.text.index("bytes moved") < page.text.index("Where the step went") < page.text.index("Copies per token")
     assert "bytes moved" in page.shown("quote") and "EXACT" in page.shown("quote")
@@ -232,9 +233,8 @@ def test_an_alt_text_and_layer_names_are_escaped(tmp_path: Path) -> None:
 def test_a_run_still_going(tmp_path: Path) -> None:
     write_run(tmp_path, Shape(steps=3, sampled=64), finished=False, sides=False)
     page = Page(write_report(tmp_path))
-    assert "No summary yet" in page.text and "steps up to 3" in page.text
+    assert "not finished, 3 of 120 steps so far" in page.text
     assert "The run wrote no samples." in page.text and "not measured; training loss" in page.text
-    assert "not timed against another transport" in page.text
     assert "held out" not in page.shown("loss")
 
 

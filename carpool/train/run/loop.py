@@ -30,6 +30,8 @@ from carpool.hf.layouts import is_logical, logical_order, slots_kept
 from carpool.hf.metrics import RideRecord
 from carpool.parallel.clip import clip_grad_norm
 from carpool.report import text_block
+from carpool.report.schema import Train
+from carpool.report.steps import summarise_steps
 from carpool.train.checkpoints.manager import export_pretrained
 from carpool.train.config.schema import Config
 from carpool.train.data.loader import TokenMean, count_targets
@@ -46,7 +48,6 @@ from carpool.train.run.room import (
 from carpool.train.run.sample import sample
 from carpool.train.run.setup import Setup
 from carpool.train.run.step import Batch, Losses, learning_rate
-from carpool.train.run.summary import summarise_steps
 
 T = TypeVar("T")
 log = logging.getLogger("carpool")
@@ -185,7 +186,7 @@ class _Run(Setup):
         if self.main:
             replace_text(self.folder / SUMMARY, json.dumps(summary, indent=1) + "\n")
             self.display.say("")
-            self.display.say(text_block(summary, self.info))
+            self.display.say(text_block(summary, self.info, self.step_records))
             self.display.say(f"\nrun directory: {self.folder}   report: carpool report {self.folder}")
 
     def record_failure(self, error: Exception) -> None:
@@ -261,7 +262,7 @@ class _Run(Setup):
             "memory_peak_bytes": int(self._max_over_ranks(peak_memory(self.device) - self.memory_before)),
         }
         self.losses["final_loss"] = losses["loss"]
-        self.step_records.append(record)
+        self.step_records.append({"step": self.step, **record})
         if self.step % training.logging_steps == 0 or self.step in (self.start + 1, self.last_step):
             self.recorder.write("train", self.step, **record)
             self.recorder.write(
@@ -294,7 +295,7 @@ class _Run(Setup):
             "steps": self.step,
             **self.totals,
             **self.losses,
-            **summarise_steps(self.step_records),
+            **summarise_steps([Train.model_validate(r) for r in self.step_records], {self.start + 1}),
             "num_experts_per_tok": self.top_k,
             "compare": comparison,
             "exact": self.info["exact"],
