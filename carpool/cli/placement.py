@@ -150,17 +150,15 @@ recipes = typer.Typer(help="Published systems, as choices of what Carpool has.",
 def list_recipes(debug: Debug = False) -> None:
     """The recipes, what they are, and whether this version has all that they need."""
     with errors(debug):
-        from carpool.recipes import about, load, names
+        from carpool.recipes import names, read
 
         for name in names():
-            one = about(name)
+            one = read(name)
             typer.echo(f"{name:<18} {one.system} ({one.source})")
             typer.echo(f"{'':<18} {one.kind}: {', '.join(one.mechanisms)}")
             typer.echo(f"{'':<18} {one.note}")
-            try:
-                load(name)
-            except ValueError as error:
-                typer.echo(f"{'':<18} REFUSED: {error}")
+            if one.missing:
+                typer.echo(f"{'':<18} REFUSED: this version lacks {', '.join(one.missing)}")
 
 
 @recipes.command("show")
@@ -169,10 +167,11 @@ def show_recipe(
 ) -> None:
     """A recipe's file, which `carpool train --config` takes."""
     with errors(debug):
-        from carpool.recipes import load, path_of
+        from carpool.recipes import read
 
-        load(name)
-        typer.echo(path_of(name).read_text(), nl=False)
+        one = read(name)
+        one.check_complete()
+        typer.echo(one.path.read_text(), nl=False)
 
 
 @recipes.command("compare")

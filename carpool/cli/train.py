@@ -35,7 +35,8 @@ def train(
         ),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option("--config", help="TOML file of settings. Without it: the demo's.")
+        Path | None,
+        typer.Option("--config", help="TOML file of settings, or the name of a recipe. Without it: the demo's."),
     ] = None,
     compare: Annotated[
         Transport | None,
@@ -55,8 +56,11 @@ def train(
         _explain_config()
         return
     with errors(debug):
+        from carpool.recipes import names, path_of
         from carpool.train.config import load_config
 
+        if config is not None and not config.exists() and str(config) in names():
+            config = path_of(str(config))
         settings = load_config(config, overrides or [])
         require(TRAIN_PACKAGES)
         check_paths(settings)

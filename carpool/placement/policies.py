@@ -28,6 +28,7 @@ import numpy as np
 
 from carpool.layout import ExpertLayout
 from carpool.placement.objective import RIDES, CostModel
+from carpool.placement.solvers.eplb import from_loads
 from carpool.placement.solvers.lpt import pack
 from carpool.placement.solvers.problem import homes_of
 from carpool.placement.trace import Array
@@ -137,6 +138,12 @@ def pick(
     return choices[int(np.argmin(times))]
 
 
+def eplb(load_E: Array, layout: ExpertLayout, extra_slots: int = 0, model: LoadModel | None = None) -> ExpertLayout:
+    """What EPLB finds for the load, all extra slots filled, whether or not the model of time says that it pays."""
+    room_W = np.array([len(home) for home in layout.homes])
+    return from_loads(load_E, room_W, (model or LoadModel()).num_nodes, extra_slots)
+
+
 def make_pool(history_NE: Array, num_ranks: int, size: int = 8) -> list[ExpertLayout]:
     """Layouts that suit the loads of different parts of a history (N steps), each by LPT: SmartMoE's pool."""
     loads_NE = np.asarray(history_NE, dtype=np.float64)
@@ -151,7 +158,14 @@ def make_pool(history_NE: Array, num_ranks: int, size: int = 8) -> list[ExpertLa
 
 
 POLICIES: Mapping[str, Policy] = MappingProxyType(
-    {"shadow": shadow, "subset": subset, "expand_shrink": expand_shrink, "lpt_cv": lpt_cv, "pick": pick}
+    {
+        "shadow": shadow,
+        "subset": subset,
+        "expand_shrink": expand_shrink,
+        "lpt_cv": lpt_cv,
+        "pick": pick,
+        "eplb": eplb,
+    }
 )
 
 

@@ -1,35 +1,35 @@
-"""What published systems are made of, and whether this version has it.
+"""What published systems are made of, whether this version has it, and whether a run would use it.
 
-A mechanism is called KIND:NAME, such as "transport:alltoall". It is there if this version can be told to use it, which
-is asked and not remembered:
+A mechanism is called KIND:NAME, such as "transport:alltoall". A recipe's mechanism must pass three tests (`check`):
 
-    setting    the key that chooses it is one of `carpool train`, and takes the value
-    code       what does the work can be found
+    chosen     the recipe itself sets the key that chooses it
+    there      `carpool train` knows that key and takes that value, and what does the work can be imported
+    in effect  a run with the recipe's settings uses it (`resolve.py`): a solver, say, is used by one policy alone
 
-and a recipe has it if its settings say so (`chosen`). So a recipe may be written before its last mechanism: until then
-it refuses, and `missing` says what it waits for.
+    "schedule:chunks"     chosen by moe.schedule = "chunks"; there, since moe.schedule takes "chunks"
+    "dropout:experts"     would be chosen by moe.expert_dropout = 0.4; not there, since there is no such key
 
-    "schedule:chunks"     moe.schedule takes "chunks"               chosen by moe.schedule = "chunks"
-    "priority:rides"      there is no key moe.priority: missing     would be chosen by moe.priority = true
+A mechanism that is not there may stand in a recipe's `missing` alone, and one that is there may not.
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
-from carpool.placement.forecast import PREDICTORS
-from carpool.placement.policies import POLICIES
 from carpool.placement.solvers import SOLVERS
+from carpool.recipes import Recipe
+from carpool.recipes.resolve import in_effect, resolve
 from carpool.train.config.schema import keys
 
-__all__ = ["MECHANISMS", "Mechanism", "missing"]
+__all__ = ["KINDS", "SWITCHES", "Mechanism", "check", "find"]
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,12 @@ class Mechanism:
     code: str = ""
 
     def chosen(self, settings: Mapping[str, Any]) -> bool:
-        """Whether a recipe's settings, by section and key, choose it."""
+        """Whether settings, by section and key, choose it."""
         return not self.setting or self._fits(_found(settings, self.setting))
+
+    def used(self, effective: Mapping[str, Any]) -> bool:
+        """Whether a run uses it whose settings in effect are these, by SECTION.KEY."""
+        return not self.setting or self._fits(effective.get(self.setting))
 
     def _fits(self, value: Any) -> bool:
         return bool(value is not None and (value == self.value if self.fits is None else self.fits(value)))
@@ -60,6 +64,92 @@ class Mechanism:
         if self.setting and (why := _refused(self.setting, self.value)):
             return why
         return _lost(self.code)
+
+
+# The setting that chooses one way of a kind by its name, plug-ins' included.
+KINDS: Mapping[str, str] = MappingProxyType({
+    "transport": "moe.transport",
+    "experts": "moe.experts",
+    "schedule": "moe.schedule",
+    "limit": "moe.limit_by",
+    "policy": "placement.policy",
+    "solver": "placement.solver",
+    "predictor": "placement.predictor",
+    "freeze": "training.freeze",
+})  # fmt: skip
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and value > 0
+
+
+# What is switched on by a setting of its own, or is always at work.
+SWITCHES: Mapping[str, Mechanism] = MappingProxyType({
+    "prefetch:blockwise": Mechanism("placement.prefetch"),
+    "top-k:1": Mechanism("model.num_experts_per_tok", 1),
+    "top-k:2": Mechanism("model.num_experts_per_tok", 2),
+    "balance:aux": Mechanism("moe.router_aux_loss_coef", 0.01, _positive),
+    "capacity:drop": Mechanism("moe.capacity_factor", 1.25, _positive, "carpool.routing:DropOptions"),
+    "capacity:first-choices-first": Mechanism("moe.first_choices_first", code="carpool.routing:DropOptions"),
+    "second:random": Mechanism("moe.random_second", code="carpool.routing:DropOptions"),
+    "router:float32": Mechanism("moe.router_float32", code="carpool.routing:router_logits"),
+    "init:small": Mechanism("model.config.initializer_range", 0.02, _positive),
+    "dropout:experts": Mechanism("moe.expert_dropout", 0.4, _positive),
+    "chunks:several": Mechanism("moe.chunks", 2, lambda value: isinstance(value, int) and value > 1),
+    "chunks:backward": Mechanism("moe.backward_chunks", 2, _positive),
+    "delayed:experts": Mechanism("", code="carpool.schedule.chunks:ride_backward"),
+    "beside:shared-experts": Mechanism("", code="carpool.ride.function:_Depart"),
+    "priority:rides": Mechanism("moe.priority", code="carpool.schedule.priority:RidesFirst"),
+    "split:multiprocessors": Mechanism("nvlink.dispatch_ctas", 16, _positive, "carpool.kernels.processors:reserved"),
+    "kernels:triton": Mechanism("", code="carpool.transport.nvlink.dispatch_kernel"),
+})  # fmt: skip
+
+
+def find(mechanism: str) -> Mechanism | None:
+    """The mechanism of that name, or None if nobody has built anything of the kind."""
+    if mechanism in SWITCHES:
+        return SWITCHES[mechanism]
+    kind, _, name = mechanism.partition(":")
+    return Mechanism(KINDS[kind], name) if kind in KINDS else None
+
+
+def check(recipe: Recipe) -> None:
+    """Raise ValueError, naming recipe and mechanism, if this version cannot follow a recipe, or if the recipe is
+    wrong about itself."""
+    for mechanism in recipe.missing:
+        if (known := find(mechanism)) is not None and known.missing() is None:
+            raise ValueError(
+                f"recipe {recipe.name}: {mechanism} is not missing any more: choose it, and name it as a mechanism"
+            )
+    recipe.check_complete()
+    lacking = []
+    for mechanism in recipe.mechanisms:
+        one = find(mechanism)
+        if one is None:
+            raise ValueError(f"recipe {recipe.name}: there is no mechanism {mechanism!r}; {_hint(mechanism)}")
+        if why := one.missing():
+            lacking.append(f"{mechanism} ({why})")
+        elif not one.chosen(recipe.settings):
+            raise ValueError(
+                f"recipe {recipe.name}: {mechanism} is of the system, but not what its {one.setting} chooses"
+            )
+    if lacking:
+        raise ValueError(f"recipe {recipe.name}: this version cannot follow it, because it lacks {'; '.join(lacking)}")
+    effective = in_effect(resolve(recipe))
+    for mechanism in recipe.mechanisms:
+        one = find(mechanism)
+        assert one is not None
+        if not one.used(effective):
+            raise ValueError(
+                f"recipe {recipe.name}: a run with its settings does not use {mechanism}: something else turns "
+                f"{one.setting} off"
+            )
+
+
+def _hint(mechanism: str) -> str:
+    near = difflib.get_close_matches(mechanism, SWITCHES, n=1)
+    known = (*SWITCHES, *(f"{kind}:NAME" for kind in KINDS))
+    return f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
 
 
 def _found(settings: Mapping[str, Any], setting: str) -> Any:
@@ -77,11 +167,16 @@ def _refused(setting: str, value: Any) -> str | None:
         return f"there is no setting {section}.{key}"
     for part in reversed(deeper):
         value = {part: value}
+    # The section checks a solver's name, not its field.
+    known = tuple(SOLVERS) if setting == KINDS["solver"] else get_args(field.annotation)
     try:
         TypeAdapter(field.rebuild_annotation()).validate_python(value)
+        if setting != KINDS["solver"] or value in known:
+            return None
     except ValidationError:
-        return f"{section}.{key} takes no {value!r}"
-    return None
+        pass
+    near = difflib.get_close_matches(str(value), [one for one in known if isinstance(one, str)], n=1)
+    return f"{section}.{key} takes no {value!r}" + (f"; did you mean {near[0]!r}?" if near else "")
 
 
 def _lost(code: str) -> str | None:
@@ -91,55 +186,7 @@ def _lost(code: str) -> str | None:
         return None
     if importlib.util.find_spec(module) is None:
         return f"there is no {module}"
-    # Only what is asked for by name is imported: kernels need Triton. Nothing here may need transformers.
+    # Importing is left out where no name is asked for: kernels need Triton. Nothing here may need transformers.
     if name and not hasattr(importlib.import_module(module), name):
         return f"there is no {name} in {module}"
     return None
-
-
-def _each(kind: str, setting: str, names: Collection[str], code: str = "") -> dict[str, Mechanism]:
-    return {f"{kind}:{name}": Mechanism(setting, name, code=code) for name in names}
-
-
-def _positive(value: Any) -> bool:
-    return isinstance(value, int | float) and value > 0
-
-
-MECHANISMS: Mapping[str, Mechanism] = MappingProxyType({
-    # How rows travel, and how experts are computed.
-    **_each("transport", "moe.transport", ("gather", "alltoall", "dedup", "hierarchical", "nvlink")),
-    **_each("experts", "moe.experts", ("grouped", "reference", "fp8")),
-    # Where experts live.
-    **_each("solver", "placement.solver", tuple(SOLVERS)),
-    **_each("policy", "placement.policy", ("place", "migrate", *POLICIES)),
-    **_each("predictor", "placement.predictor", tuple(PREDICTORS)),
-    "prefetch:blockwise": Mechanism("placement.prefetch"),
-    # Who serves a token.
-    **_each("limit", "moe.limit_by", ("score", "similarity", "groups")),
-    "top-k:1": Mechanism("model.num_experts_per_tok", 1),
-    "top-k:2": Mechanism("model.num_experts_per_tok", 2),
-    "balance:aux": Mechanism("moe.router_aux_loss_coef", 0.01, _positive),
-    "capacity:drop": Mechanism("moe.capacity_factor", 1.25, _positive, "carpool.routing:DropOptions"),
-    "capacity:first-choices-first": Mechanism("moe.first_choices_first", code="carpool.routing:DropOptions"),
-    "second:random": Mechanism("moe.random_second", code="carpool.routing:DropOptions"),
-    "router:float32": Mechanism("moe.router_float32", code="carpool.routing:router_logits"),
-    "dropout:experts": Mechanism("moe.expert_dropout", 0.4, _positive),
-    "init:small": Mechanism("model.config.initializer_range", 0.02, _positive),
-    "freeze:dense": Mechanism("training.freeze", "dense"),
-    # When each piece runs.
-    **_each("schedule", "moe.schedule", ("auto", "none", "chunks", "two-batch", "tiles")),
-    "chunks:several": Mechanism("moe.chunks", 2, lambda value: isinstance(value, int) and value > 1),
-    "chunks:backward": Mechanism("moe.backward_chunks", 2, _positive),
-    "delayed:experts": Mechanism("", code="carpool.schedule.chunks:ride_backward"),
-    "delayed:dense": Mechanism("moe.delay_dense", code="carpool.schedule.delayed:Delayed"),
-    "beside:shared-experts": Mechanism("", code="carpool.ride.function:_Depart"),
-    "priority:rides": Mechanism("moe.priority", code="carpool.schedule.priority:RidesFirst"),
-    "priority:pieces": Mechanism("moe.piece_mib", 8.0, _positive, "carpool.schedule.priority:RidesFirst"),
-    "split:multiprocessors": Mechanism("nvlink.dispatch_ctas", 16, _positive, "carpool.kernels.processors:reserved"),
-    "kernels:triton": Mechanism("", code="carpool.transport.nvlink.dispatch_kernel"),
-})  # fmt: skip
-
-
-def missing(mechanism: str) -> str | None:
-    """Why this version does not have a mechanism, or None if it has."""
-    return MECHANISMS[mechanism].missing()

@@ -20,6 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,7 +41,7 @@ from carpool.recipes import Recipe
 from carpool.routing.limit import RoutingLimit, coactivation_similarity
 from carpool.routing.limit_options import LimitOptions
 
-BASELINE = Recipe("in order", "experts in order", "", "", (), {"moe": {"transport": "dedup"}})
+BASELINE = Recipe("in order", Path(), "experts in order", "", "", (), {"moe": {"transport": "dedup"}})
 
 
 @dataclass(frozen=True)

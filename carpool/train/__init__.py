@@ -8,7 +8,3 @@ Read in this order:
     launch, worker    one process per device, whoever starts them
     loop              the steps themselves
 """
-
-from carpool.train.config import Config, load_config
-
-__all__ = ["Config", "load_config"]

@@ -11,6 +11,7 @@ from carpool.placement.objective import CostModel
 from carpool.placement.policies import (
     POLICIES,
     LoadModel,
+    eplb,
     expand_shrink,
     lpt_cv,
     make_pool,
@@ -91,6 +92,16 @@ def test_lpt_is_adopted_only_for_a_real_gain() -> None:
     assert lpt_cv(load_E, found) == found and lpt_cv(EVEN, PLAIN) == PLAIN
     nearly = np.array([10, 10, 10, 10, 10, 10, 10.5, 10.5])
     assert lpt_cv(nearly, PLAIN) == PLAIN and lpt_cv(nearly, PLAIN, fall=0.0) != PLAIN
+
+
+def test_eplb_fills_all_slots_whatever_they_cost() -> None:
+    dear = LoadModel(CostModel(expert_hidden=400_000, flops=1e18), top_k=2)
+    found = eplb(HOT, PLAIN, 2, dear)
+    assert found.num_replicas == 8 and all(0 in slots for slots in found.slots)
+    load_W = dear.rank_loads(HOT, held(found))
+    assert load_W.max() / load_W.mean() < 1.1 and eplb(HOT, PLAIN, 0).num_replicas == 0
+    nodes = LoadModel(num_nodes=2)
+    assert held(eplb(HOT, PLAIN, 1, nodes))[:, :2].any(1).sum() == 4, "an expert stays on its node"
 
 
 def test_the_pool_offers_a_layout_for_each_part() -> None:

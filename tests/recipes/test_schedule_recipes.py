@@ -1,10 +1,11 @@
-"""Recipes of kind "schedule": each mechanism that this version has changes what four ranks do in a layer.
+"""Recipes of the kinds "schedule" and "routing": each of their mechanisms changes what four ranks do in a layer.
 
 What is watched: verbs, the shared expert and weight gradients in their order, rows and choices, the balance loss.
 """
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +18,8 @@ import torch.distributed as dist
 import carpool.experts.stages
 from carpool.moe import MoE
 from carpool.observe.stats import VERBS as COUNTED
-from carpool.recipes import about, names
-from carpool.recipes.mechanisms import missing
+from carpool.recipes import load, names, read
+from carpool.recipes.resolve import resolve
 from carpool.schedule import Schedule
 from carpool.schedule.two_batch import TwoBatch
 from carpool.transport import NVLinkOptions
@@ -31,13 +32,12 @@ SYSTEMS = {
     "fastmoe": {"transport:alltoall", "experts:grouped", "schedule:none"},
     "gshard": {"top-k:2", "capacity:drop", "capacity:first-choices-first", "second:random", "balance:aux"},
     "switch": {"top-k:1", "capacity:drop", "balance:aux", "router:float32", "init:small"},
-    "switch-finetune": {"capacity:drop", "balance:aux", "router:float32", "dropout:experts"},
+    "switch-finetune": {"capacity:drop", "balance:aux", "router:float32"},
     "apx-overlap": {"transport:alltoall", "beside:shared-experts", "delayed:experts"},
-    "lina": {"transport:alltoall", "chunks:several", "priority:rides", "priority:pieces"},
-    "lancet": {"schedule:two-batch", "delayed:experts", "delayed:dense"},
-    "fsmoe": {"transport:hierarchical", "chunks:several", "chunks:backward", "priority:rides"},
-    "flux-comet": {"transport:nvlink", "schedule:tiles", "split:multiprocessors"},
-    "triton-distributed": {"transport:nvlink", "kernels:triton", "schedule:tiles"},
+    "lina": {"transport:alltoall", "chunks:several", "priority:rides"},
+    "lancet": {"schedule:two-batch", "delayed:experts"},
+    "fsmoe": {"chunks:several", "chunks:backward", "priority:rides"},
+    "flux-comet-triton": {"transport:nvlink", "kernels:triton", "schedule:tiles", "split:multiprocessors"},
 }
 VERBS = ("dispatch", "combine", "dispatch_gradients", "combine_gradients")
 HIDDEN, EXPERTS, TOKENS = 16, 8, 24
@@ -184,24 +184,22 @@ ALWAYS: Mapping[str, tuple[str, str, str]] = {
 }
 # Where a whole model or other devices are needed: the test that shows it.
 ELSEWHERE = {
-    "priority:rides": "tests/schedule/test_priority.py",
-    "priority:pieces": "tests/schedule/test_priority.py",
-    "delayed:dense": "tests/schedule/test_delayed.py",
-    "router:float32": "tests/hf/test_drops.py",
-    "init:small": "tests/hf/test_build.py",
-    "transport:nvlink": "tests/interpreted/test_nvlink.py",
-    "kernels:triton": "tests/interpreted/test_nvlink.py",
+    "priority:rides": "tests/schedule/test_priority.py::test_the_order_of_things",
+    "router:float32": "tests/hf/test_drops.py::test_logits_in_float32",
+    "transport:nvlink": "tests/interpreted/test_nvlink.py::test_rows_arrive_once_per_rank_with_their_slots_and_weights",
+    "kernels:triton": "tests/interpreted/test_nvlink.py::test_rows_arrive_once_per_rank_with_their_slots_and_weights",
 }
-# What a layer's own router has, whether or not `carpool train` can ask for it.
-OF_A_LAYER = {"capacity:drop", "capacity:first-choices-first", "second:random"}
 ROOT = Path(__file__).parents[2]
-PARTS = [(name, mechanism) for name in names("schedule") for mechanism in about(name).mechanisms]
+NAMES = sorted({*names("schedule"), *names("routing")})
+PARTS = [(name, mechanism) for name in NAMES if not read(name).missing for mechanism in read(name).mechanisms]
+# Of recipes that the trainer refuses for what they lack: what they have is seen in a layer all the same.
+PARTS += [("fsmoe", "chunks:several"), ("fsmoe", "chunks:backward")]
 
 
 def test_the_recipes_are_there_and_of_these_parts() -> None:
-    assert set(SYSTEMS) == set(names("schedule"))
+    assert set(SYSTEMS) == set(NAMES)
     for name, parts in SYSTEMS.items():
-        assert parts <= set(about(name).mechanisms)
+        assert parts <= set(read(name).mechanisms)
 
 
 @pytest.fixture(scope="module")
@@ -210,36 +208,54 @@ def followed() -> dict[str, list[Seen]]:
     return {}
 
 
-@pytest.mark.parametrize(("name", "mechanism"), PARTS, ids=[":".join(part) for part in PARTS])
+@pytest.mark.parametrize(
+    ("name", "mechanism"),
+    [part for part in PARTS if part[1] in {*ALWAYS, *OTHER}],
+    ids=lambda part: part,
+)
 def test_each_mechanism_changes_what_ranks_do(
     name: str, mechanism: str, ranks: Ranks, followed: dict[str, list[Seen]]
 ) -> None:
-    settings = about(name).settings
-    if missing(mechanism) and mechanism not in OF_A_LAYER:
-        return  # test_recipes.py: the recipe refuses
+    settings = read(name).settings
     if name not in followed:
         followed[name] = ranks(run, runnable(settings))
     if mechanism in ALWAYS:
         assert all(between(seen.order, *ALWAYS[mechanism]) for seen in followed[name])
-    elif mechanism in OTHER:
-        section, key, value, what = OTHER[mechanism]
-        changed = {**settings, section: {**settings.get(section, {}), key: value}}
-        pairs = zip(followed[name], ranks(run, runnable(changed)), strict=True)
-        assert any(getattr(with_it, what) != getattr(without, what) for with_it, without in pairs)
-    else:
-        assert (ROOT / ELSEWHERE[mechanism]).is_file()
+        return
+    section, key, value, what = OTHER[mechanism]
+    changed = {**settings, section: {**settings.get(section, {}), key: value}}
+    pairs = zip(followed[name], ranks(run, runnable(changed)), strict=True)
+    assert any(getattr(with_it, what) != getattr(without, what) for with_it, without in pairs)
+
+
+def test_each_mechanism_is_shown_somewhere() -> None:
+    assert {mechanism for _, mechanism in PARTS} == {*ALWAYS, *OTHER, *ELSEWHERE, "init:small"}
+    for test in ELSEWHERE.values():
+        path, _, name = test.partition("::")
+        tree = ast.parse((ROOT / path).read_text())
+        assert name in [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)], test
+
+
+def test_initial_weights_are_small() -> None:
+    pytest.importorskip("transformers")
+    from carpool.hf.build import build_model, make_config
+
+    model = resolve(load("switch")).model
+    assert model.model_type is not None
+    config = make_config(model.model_type, {**model.config, "vocab_size": 64})
+    built = build_model(config, distributed_config=None, dtype=torch.float32, seed=0)
+    weight = built.get_parameter("model.layers.0.self_attn.q_proj.weight")
+    assert weight.std().item() == pytest.approx(0.02 * 0.1**0.5, rel=0.05)
 
 
 def runnable(settings: Settings) -> Settings:
     """On a machine without GPUs, in a layer, and without options that nothing is there for."""
     moe = dict(settings["moe"])
-    if missing(f"schedule:{moe.get('schedule', 'none')}"):
-        moe["schedule"] = "chunks"
     if moe.get("schedule") not in ("chunks", "tiles"):
         moe.pop("chunks", None)
     if settings.get("model", {}).get("num_experts_per_tok") != 2:
         moe.pop("random_second", None)
-    if missing(f"transport:{moe['transport']}") or moe["transport"] == "nvlink":
+    if moe.setdefault("transport", "dedup") == "nvlink":
         moe["transport"] = "dedup"
     return {**settings, "moe": moe}
 

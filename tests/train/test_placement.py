@@ -150,6 +150,15 @@ def test_copies_follow_the_load_of_the_last_step(ranks: Ranks, stayed: Path, tex
     assert all(loads[step] < 0.8 * records(stayed)[step]["rank_load_max_over_mean"] for step in range(2, 6))
 
 
+def test_eplb_keeps_its_copies(ranks: Ranks, stayed: Path, text: list[str], tmp_path: Path) -> None:
+    """All extra slots are filled after every look, also where the model of time says that copies do not pay."""
+    change = ["placement.every=2", "placement.policy=eplb", "placement.replicas=1", "training.max_steps=3"]
+    output = start(ranks, tmp_path / "eplb", *text, *change)
+    for step, loss in losses(output).items():
+        assert loss == pytest.approx(losses(stayed)[step], rel=3e-5), step
+    assert [layout.num_replicas for layout in layouts_of(output, 3).values()] == [4, 4]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

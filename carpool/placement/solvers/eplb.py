@@ -27,24 +27,34 @@ from carpool.placement.trace import Array
 
 def eplb(problem: Problem) -> ExpertLayout:
     """Loads packed into equal slots, hot experts in several."""
-    return from_loads(problem.expected_E, problem)
+    return from_loads(problem.expected_E, problem.room_W, problem.num_nodes, problem.extra_slots, problem.expert_groups)
 
 
-def from_loads(load_E: Array, problem: Problem) -> ExpertLayout:
-    """The same, for loads that need not be those of the problem's trace (a prediction)."""
-    per_node, nodes = problem.ranks_per_node, problem.num_nodes
-    room_NW = problem.room_W.reshape(nodes, per_node)
-    groups = problem.expert_groups or problem.num_experts
+def from_loads(
+    load_E: Array, room_W: Array, num_nodes: int = 1, extra_slots: int = 0, expert_groups: int | None = None
+) -> ExpertLayout:
+    """The same from loads alone, which may be a prediction.
+
+    Args:
+        load_E: (E,) expected choices of each expert.
+        room_W: (W,) experts that each rank owns; their sum is at least E.
+        num_nodes, extra_slots, expert_groups: see `Problem`.
+
+    Raises:
+        ValueError: with `expert_groups`, nodes that own unequal numbers of experts."""
+    num_experts, per_node = len(load_E), len(room_W) // num_nodes
+    room_NW = room_W.reshape(num_nodes, per_node)
+    groups = expert_groups or num_experts
     load_G = np.asarray(load_E, dtype=np.float64).reshape(groups, -1).sum(1)
-    size = problem.num_experts // groups
-    if size > 1 and (room_NW.sum(1) != problem.num_experts // nodes).any():
+    size = num_experts // groups
+    if size > 1 and (room_NW.sum(1) != num_experts // num_nodes).any():
         raise ValueError("EPLB with expert_groups needs equally many experts per node")
     node_E = np.repeat(pack(load_G, room_NW.sum(1) // size), size)
     slots: list[list[int]] = []
-    for node in range(nodes):
+    for node in range(num_nodes):
         experts = np.flatnonzero(node_E == node)
-        slots += _fill_node(load_E, experts, room_NW[node] + problem.extra_slots)
-    return ExpertLayout(_choose_homes(slots, problem.room_W), tuple(map(tuple, slots)))
+        slots += _fill_node(load_E, experts, room_NW[node] + extra_slots)
+    return ExpertLayout(_choose_homes(slots, room_W), tuple(map(tuple, slots)))
 
 
 def _fill_node(load_E: Array, experts: Array, slots_W: Array) -> list[list[int]]:

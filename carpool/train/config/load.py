@@ -105,10 +105,14 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"configuration file {path} cannot be read: {error}") from None
     try:
-        # What a recipe says about itself (carpool/recipes) is for its reader.
-        return {name: section for name, section in tomllib.loads(text).items() if name != "recipe"}
+        data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path} is not valid TOML: {error}") from None
+    # What a recipe says about itself (carpool/recipes) is for its reader, but for what it says is missing.
+    recipe = data.pop("recipe", None)
+    if isinstance(recipe, dict) and (missing := recipe.get("missing")):
+        raise ValueError(f"{path} is a recipe that this version cannot follow, because it lacks {', '.join(missing)}")
+    return data
 
 
 def _parse_override(override: str) -> dict[str, Any]:

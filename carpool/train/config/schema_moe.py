@@ -266,12 +266,13 @@ class PlacementSection(Section):
         gt=0,
         description="Steps between two looks at where experts should live. none: they stay where moe.layout puts them.",
     )
-    policy: Literal["place", "migrate", "shadow", "subset", "expand_shrink", "lpt_cv", "pick"] = Field(
+    policy: Literal["place", "migrate", "shadow", "subset", "expand_shrink", "eplb", "lpt_cv", "pick"] = Field(
         default="migrate",
         description="place: experts stay where the file moe.layout puts them. migrate: homes and replicas go where the "
         "solver says, if that pays. The others look at the predicted load alone and are used at once: shadow "
         "(FasterMoE) copies the busiest experts to all ranks, subset (Prophet) to some; expand_shrink (FlexMoE) "
-        "changes the copies that there are; lpt_cv (MindSpeed) and pick (SmartMoE) move homes.",
+        "changes the copies that there are; eplb (DeepSeek-V3) moves homes and fills all room with copies; lpt_cv "
+        "(MindSpeed) and pick (SmartMoE) move homes.",
     )
     solver: str = Field(
         default="search", description="Solver of policy migrate: search, eplb, lpt, ... as `carpool place` names them."
@@ -320,7 +321,7 @@ class PlacementSection(Section):
             )
         if self.policy == "place" and self.every is not None:
             raise ValueError("placement.policy = 'place' leaves experts where they are: leave placement.every out")
-        if self.policy in ("shadow", "subset", "expand_shrink") and not self.replicas:
+        if self.policy in ("shadow", "subset", "expand_shrink", "eplb") and not self.replicas:
             raise ValueError(
                 f"placement.policy = {self.policy!r} needs placement.replicas: room for copies on each rank"
             )

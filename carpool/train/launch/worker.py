@@ -23,9 +23,10 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from carpool.train.config import Config
+if TYPE_CHECKING:
+    from carpool.train.config import Config
 
 _PR_SET_PDEATHSIG = 1
 _LEAVE_SECONDS = 5.0
@@ -41,6 +42,8 @@ def main() -> None:
     faulthandler.enable()
     # Ctrl-C is the agent's to handle. Python's own handler would wait for a collective that may never end.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from carpool.train.config import Config  # the command line imports this module, and need not wait for PyTorch
+
     try:
         run_rank(Config.model_validate_json(json.dumps(job["config"])), find_entry(job["entry"]), job["kwargs"])
     except BaseException as error:
