@@ -24,10 +24,10 @@ import torch
 
 from benchmarks.ranks import write_results
 from carpool.placement.forecast import compare
-from carpool.placement.objective import CostModel
 from carpool.placement.solvers import solve
 from carpool.placement.table import DEFAULT_SOLVERS, place
 from carpool.placement.trace import LayerTrace, Trace
+from carpool.planner.cost import CostModel
 
 TRACES = Path(__file__).parents[1] / "docs" / "traces"
 

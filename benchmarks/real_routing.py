@@ -51,9 +51,9 @@ from carpool.hf.expert_parallel import ExpertRides
 from carpool.hf.layouts import current_layouts
 from carpool.hf.limit import limit_routing
 from carpool.hf.metrics import SPANS, RideMetrics
-from carpool.placement.objective import CostModel
 from carpool.placement.solvers import SOLVERS
 from carpool.placement.volume import VERBS, predict
+from carpool.planner.cost import CostModel
 from carpool.routing import Routing
 from carpool.train.config.schema import TrainingSection
 from carpool.train.run.step import make_optimizer

@@ -111,7 +111,10 @@ def test_auto_says_in_the_log_what_it_chose(caplog: pytest.LogCaptureFixture) ->
         assert moe.transport.name == "gather" and not caplog.text
         caplog.clear()
         carpool.MoE(H, F, EXPERTS, K, max_tokens=16)
-        assert "transport dedup: about 1.00 rows" in caplog.text and "not nvlink: one rank has nobody" in caplog.text
+        assert (
+            "transport dedup: one row per token for each rank" in caplog.text
+            and "not nvlink: one rank has nobody" in caplog.text
+        )
 
 
 @pytest.mark.parametrize("frozen", ["router", "experts", "x", "all but x"])

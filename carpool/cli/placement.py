@@ -107,10 +107,10 @@ def place(
     with errors(debug):
         from rich.progress import track
 
-        from carpool.placement.objective import CostModel
         from carpool.placement.plot import plot_coactivation
         from carpool.placement.table import DEFAULT_SOLVERS, place, print_table
         from carpool.placement.trace import Trace
+        from carpool.planner.cost import CostModel
 
         names = tuple(one.strip() for one in solvers.split(",") if one.strip()) if solvers else DEFAULT_SOLVERS
         recorded = Trace.load(trace)
@@ -197,8 +197,8 @@ def compare_recipes(
 ) -> None:
     """Replay a trace under each recipe: rows, load, modelled time, what was moved."""
     with errors(debug):
-        from carpool.placement.objective import CostModel
         from carpool.placement.trace import Trace
+        from carpool.planner.cost import CostModel
         from carpool.recipes import load, names
         from carpool.recipes.replay import compare, print_table, to_json
 

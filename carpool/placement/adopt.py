@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 from carpool.layout import ExpertLayout
-from carpool.placement.objective import CostModel
+from carpool.layout.topology import Topology
+from carpool.planner.cost import CostModel
 
 STATE_BYTES = 12  # of a parameter beside its own: float32 master, two float32 Adam moments
 
@@ -78,7 +79,7 @@ def decide(
     window: int = 500,
     hysteresis: float = 2.0,
     least_gain: float = 0.01,
-    num_nodes: int = 1,
+    topology: Topology | None = None,
     cost: CostModel | None = None,
 ) -> Decision:
     """Move from `before` to `after`?
@@ -89,7 +90,7 @@ def decide(
         steps_left: of the training; window: of those, how many the new layout is trusted for.
         hysteresis: by how many times the saving must exceed the cost.
         least_gain: share of `now_seconds` by which a step must get faster.
-        num_nodes, cost: links.
+        topology, cost: links; None: one node of H200s.
 
     Raises:
         ValueError: other layers, ranks or experts.
@@ -99,7 +100,9 @@ def decide(
     cost = cost or CostModel()
     moves = [moved_bytes(before[name], after[name], cost) for name in before]
     number, total = sum(count for _, count in moves), int(sum(int(sent.sum()) for sent, _ in moves))
-    cost_seconds = sum(cost.transfer_seconds(sent, num_nodes) for sent, _ in moves)
+    ranks = next((layout.num_ranks for layout in before.values()), 1)
+    links = topology or Topology.even(ranks)
+    cost_seconds = sum(cost.transfer_seconds(sent, links) for sent, _ in moves)
     steps = max(0, min(steps_left, window))
     gain = now_seconds - new_seconds
     saved = gain * steps

@@ -3,17 +3,13 @@
 Every number follows from one table: the rank that `carpool.layout.assign` chooses for each choice of each token, the
 same function that decides during training. Replicas are therefore counted as they will serve.
 
-    rows_WW   [i, j] rows from rank i to rank j: one for each token of i that visits j; the diagonal stays at home.
-              Equal to `carpool.placement.volume.predict("dedup", ...)`.
-    rows_NN   the same between nodes: one copy for each (token, node), as a two-level transport sends them.
-              Ranks are counted through node by node: rank r is on node r // (W / N).
+    rows_WW   [i, j] tokens of rank i that visit rank j; the diagonal stays at home. One row for each of them is what
+              `dedup` and `nvlink` send. Equal to `carpool.placement.volume.predict("dedup", ...)`.
+    sent_WW   [i, j] rows that the cost model's transport really sends: what modelled time and `rows_nodes` count
+    rows_NN   tokens of one node that visit another: what a transport would send that copied rows inside nodes
     load_W    (token, choice) pairs that each rank computes
 
-**Modelled time** (`CostModel`) of one layer, forward and backward: the slowest rank's links, and the slowest rank's
-GEMMs. A link takes `latency + bytes / bandwidth`; links inside a node and between nodes work at the same time.
-    4 rides (dispatch, combine, and the backward of each)  +  3 x the forward's GEMMs of the fullest rank
-    + replicas: their parameters sent, their gradients sent back
-It ranks layouts. It is no forecast of a step: what is hidden behind other work, it counts in full.
+Modelled time is that of `carpool.planner.cost`. It ranks layouts, and is no forecast of a step.
 """
 
 from __future__ import annotations
@@ -24,103 +20,11 @@ import numpy as np
 import torch
 
 from carpool.layout import ExpertLayout, assign
+from carpool.layout.topology import Topology
 from carpool.placement.trace import Array, LayerTrace
+from carpool.placement.volume import rows_sent
+from carpool.planner.cost import CostModel
 from carpool.routing import Routing
-
-RIDES = 4  # dispatch and combine, forward and backward
-GEMM_PASSES = 3  # forward, gradients of inputs, gradients of weights
-
-
-@dataclass(frozen=True)
-class CostModel:
-    """Links and GEMMs. The defaults are of H200 GPUs on NVLink as measured for `docs/measurements.md`, except for the
-    links between nodes, which are the data sheet's: one network port of 400 Gb/s per GPU.
-
-    Args:
-        hidden, expert_hidden: H, F of the model whose layer is modelled.
-        element_size: bytes of an element of a row (2: bfloat16).
-        tokens_per_rank: of a step. A trace is a sample: its rows and loads are scaled to this.
-        intra_bandwidth, inter_bandwidth: bytes per second that a rank sends inside its node, and to other nodes.
-        intra_latency, inter_latency: seconds that a ride takes with nothing to carry.
-        flops: floating-point operations per second in the experts' GEMMs.
-        replicas_hidden: share of the replicas' traffic that is hidden behind other work, 0 to 1.
-        copies_per_node: one row per (token, node) crosses between nodes, as in a two-level transport; if not, one
-            per (token, rank).
-    """
-
-    hidden: int = 2048
-    expert_hidden: int = 1024
-    element_size: int = 2
-    tokens_per_rank: int = 8192
-    intra_bandwidth: float = 320e9
-    inter_bandwidth: float = 50e9
-    intra_latency: float = 12e-6
-    inter_latency: float = 30e-6
-    flops: float = 500e12
-    replicas_hidden: float = 0.0
-    copies_per_node: bool = True
-
-    @property
-    def row_bytes(self) -> int:
-        return self.hidden * self.element_size
-
-    @property
-    def pair_seconds(self) -> float:
-        """Seconds that a rank computes on one (token, choice), forward and backward: three matrices of H x F."""
-        return GEMM_PASSES * 6 * self.hidden * self.expert_hidden / self.flops
-
-    @property
-    def expert_bytes(self) -> int:
-        """Parameters of one expert, three matrices of H x F, as they travel."""
-        return 3 * self.hidden * self.expert_hidden * self.element_size
-
-    def transfer_seconds(self, bytes_WW: Array, num_nodes: int = 1) -> float:
-        """Anything between ranks once, as the rank with most to send or receive over either kind of link needs it."""
-        num_ranks = len(bytes_WW)
-        node_W = np.arange(num_ranks) * num_nodes // num_ranks
-        same_WW = node_W[:, None] == node_W
-        inside_WW = np.where(same_WW & ~np.eye(num_ranks, dtype=bool), bytes_WW, 0)
-        across_WW = np.where(same_WW, 0, bytes_WW)
-        seconds = 0.0
-        for amount_WW, latency, bandwidth in (
-            (inside_WW, self.intra_latency, self.intra_bandwidth),
-            (across_WW, self.inter_latency, self.inter_bandwidth),
-        ):
-            most = max(amount_WW.sum(0).max(), amount_WW.sum(1).max())
-            seconds = max(seconds, latency + most / bandwidth if most else 0.0)
-        return float(seconds)
-
-    def replica_seconds(self, layout: ExpertLayout, num_nodes: int = 1) -> float:
-        """Slots away from home: parameters there before the forward, gradients back after the backward."""
-        bytes_WW = np.zeros((layout.num_ranks, layout.num_ranks))
-        for rank, experts in enumerate(layout.slots):
-            for expert in experts:
-                if expert != -1 and (home := layout.home_of[expert][0]) != rank:
-                    bytes_WW[home, rank] += self.expert_bytes
-        both = self.transfer_seconds(bytes_WW, num_nodes) + self.transfer_seconds(bytes_WW.T, num_nodes)
-        return (1 - self.replicas_hidden) * both
-
-    def compute_seconds(self, load_W: Array) -> float:
-        """The fullest rank's GEMMs."""
-        return float(load_W.max() * self.pair_seconds)
-
-    def ride_seconds(self, rows_WW: Array, crossing_WW: Array, num_nodes: int = 1) -> float:
-        """All rides of a layer, as the rank with most to send or to receive needs them.
-
-        Args:
-            rows_WW: rows between ranks; those between nodes are left out here.
-            crossing_WW: rows between ranks of different nodes (one per rank, or per node).
-        """
-        num_ranks = len(rows_WW)
-        node_W = np.arange(num_ranks) * num_nodes // num_ranks
-        same_WW = node_W[:, None] == node_W
-        inside_WW = np.where(same_WW & ~np.eye(num_ranks, dtype=bool), rows_WW, 0)
-        inside = max(inside_WW.sum(0).max(), inside_WW.sum(1).max()) * self.row_bytes
-        across = max(crossing_WW.sum(0).max(), crossing_WW.sum(1).max()) * self.row_bytes
-        times = [self.intra_latency + inside / self.intra_bandwidth] if num_ranks > num_nodes else [0.0]
-        if num_nodes > 1:
-            times.append(self.inter_latency + across / self.inter_bandwidth)
-        return RIDES * max(times)
 
 
 @dataclass(frozen=True)
@@ -129,7 +33,9 @@ class Objective:
 
     Attributes:
         tokens: T of the trace.
-        rows_WW, rows_NN: rows between ranks and between nodes, what stays at home on the diagonal.
+        rows_WW, rows_NN: tokens that visit ranks, and nodes; what stays at home on the diagonal.
+        sent_WW: rows that the transport sends.
+        rows_nodes: of these, the rows to other nodes.
         load_W: pairs computed by each rank.
         intra_share: of the pairs of experts that a token chose together, those served by one rank (Occult's
             intra-collaboration; the rest is inter-collaboration).
@@ -139,6 +45,8 @@ class Objective:
     tokens: int
     rows_WW: Array
     rows_NN: Array
+    sent_WW: Array
+    rows_nodes: int
     load_W: Array
     intra_share: float
     ride_seconds: float
@@ -149,11 +57,6 @@ class Objective:
     def rows_remote(self) -> int:
         """Rows to other ranks."""
         return int(self.rows_WW.sum() - self.rows_WW.trace())
-
-    @property
-    def rows_nodes(self) -> int:
-        """Rows to other nodes, one per (token, node)."""
-        return int(self.rows_NN.sum() - self.rows_NN.trace())
 
     @property
     def copies_per_token(self) -> float:
@@ -191,18 +94,26 @@ def served_by(trace: LayerTrace, layout: ExpertLayout) -> Array:
 
 
 def evaluate(
-    trace: LayerTrace, layout: ExpertLayout, *, num_nodes: int = 1, cost: CostModel | None = None
+    trace: LayerTrace, layout: ExpertLayout, *, topology: Topology | None = None, cost: CostModel | None = None
 ) -> Objective:
     """Rows, loads and modelled time of a layout on a trace.
 
+    Args:
+        topology: of the layout's ranks, equally many consecutive ones on each node. None: one node with NVLink.
+        cost: sizes of the layer, hardware and transport.
+
     Raises:
-        ValueError: the layout is of another number of experts, or its ranks do not divide among the nodes.
+        ValueError: the layout is of another number of experts or ranks, or nodes have unequally many ranks.
     """
     if layout.num_experts != trace.num_experts:
         raise ValueError(
             f"the layout has {layout.num_experts} experts, but the trace of {trace.name} has {trace.num_experts}"
         )
-    per_node = check_nodes(layout.num_ranks, num_nodes)
+    topology = topology or Topology.even(layout.num_ranks)
+    if topology.num_ranks != layout.num_ranks:
+        raise ValueError(f"the layout has {layout.num_ranks} ranks, but the topology {topology.num_ranks}")
+    num_nodes = topology.even_nodes()
+    per_node = layout.num_ranks // num_nodes
     cost = cost or CostModel()
     num_tokens, num_ranks = trace.num_tokens, layout.num_ranks
     rank_TK, source_T = served_by(trace, layout), trace.source_T(num_ranks)
@@ -215,24 +126,23 @@ def evaluate(
     load_W = np.bincount(rank_TK.ravel(), minlength=num_ranks)
 
     scale = cost.tokens_per_rank * num_ranks / num_tokens
-    crossing_WW = _crossing(visits_TW, visits_TN, source_T, cost.copies_per_node)
+    sent_WW = rows_WW
+    if cost.copies_per_node:
+        sent_WW = _through_gates(rows_WW, _sum_by(visits_TN, source_T, num_ranks))
+    elif cost.transport not in ("dedup", "nvlink"):
+        sent_WW = rows_sent(cost.transport, [rank_TK[source_T == rank] for rank in range(num_ranks)], num_ranks)
     return Objective(
         tokens=num_tokens,
         rows_WW=rows_WW,
         rows_NN=rows_NN,
+        sent_WW=sent_WW,
+        rows_nodes=0 if num_nodes == 1 else int(sent_WW[np.not_equal.outer(topology.node_of, topology.node_of)].sum()),
         load_W=load_W,
         intra_share=_intra_share(rank_TK, num_ranks),
-        ride_seconds=cost.ride_seconds(rows_WW * scale, crossing_WW * scale, num_nodes),
+        ride_seconds=cost.ride_seconds(sent_WW * scale, topology),
         compute_seconds=cost.compute_seconds(load_W * scale),
-        replica_seconds=cost.replica_seconds(layout, num_nodes),
+        replica_seconds=cost.replica_seconds(layout, topology),
     )
-
-
-def check_nodes(num_ranks: int, num_nodes: int) -> int:
-    """Ranks of a node, or ValueError."""
-    if num_nodes < 1 or num_ranks < 1 or num_ranks % num_nodes:
-        raise ValueError(f"{num_ranks} ranks cannot be divided evenly among {num_nodes} nodes")
-    return num_ranks // num_nodes
 
 
 def _sum_by(visits_TX: Array, source_T: Array, number: int) -> Array:
@@ -242,21 +152,17 @@ def _sum_by(visits_TX: Array, source_T: Array, number: int) -> Array:
     return np.rint(from_TS.T @ visits_TX.astype(np.float32)).astype(np.int64)  # exact below 2**24 tokens
 
 
-def _crossing(visits_TW: Array, visits_TN: Array, source_T: Array, copies_per_node: bool) -> Array:
-    """(W, W) rows between nodes, by rank. A node's single copy goes to the rank there with the sender's number in its
-    own node, which passes it on: the convention of two-level transports."""
-    num_ranks, num_nodes = visits_TW.shape[1], visits_TN.shape[1]
+def _through_gates(rows_WW: Array, rows_WN: Array) -> Array:
+    """(W, W) rows of a transport that copies rows inside nodes. A node's single copy goes to the rank there with the
+    sender's number in its own node, which passes it on."""
+    num_ranks, num_nodes = rows_WN.shape
     per_node = num_ranks // num_nodes
     node_W = np.arange(num_ranks) // per_node
-    if not copies_per_node:
-        rows_WW = _sum_by(visits_TW, source_T, num_ranks)
-        return np.where(node_W[:, None] == node_W, 0, rows_WW)
-    rows_WN = _sum_by(visits_TN, source_T, num_ranks)
-    crossing_WW = np.zeros((num_ranks, num_ranks), dtype=np.int64)
+    sent_WW = np.where(node_W[:, None] == node_W, rows_WW, 0)
     for rank in range(num_ranks):
-        gates = np.arange(num_nodes) * per_node + rank % per_node
-        crossing_WW[rank, gates] = np.where(np.arange(num_nodes) == node_W[rank], 0, rows_WN[rank])
-    return crossing_WW
+        others = np.flatnonzero(np.arange(num_nodes) != node_W[rank])
+        sent_WW[rank, others * per_node + rank % per_node] = rows_WN[rank, others]
+    return sent_WW
 
 
 def _intra_share(rank_TK: Array, num_ranks: int) -> float:

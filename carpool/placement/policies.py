@@ -27,11 +27,12 @@ from types import MappingProxyType
 import numpy as np
 
 from carpool.layout import ExpertLayout
-from carpool.placement.objective import RIDES, CostModel
+from carpool.layout.topology import Topology
 from carpool.placement.solvers.eplb import from_loads
 from carpool.placement.solvers.lpt import pack
 from carpool.placement.solvers.problem import homes_of
 from carpool.placement.trace import Array
+from carpool.planner.cost import CostModel
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class LoadModel:
 
     cost: CostModel = field(default_factory=CostModel)
     top_k: int = 8
-    num_nodes: int = 1
+    topology: Topology | None = None  # None: one node with NVLink
 
     def rank_loads(self, load_E: Array, held_EW: Array) -> Array:
         """(W,) pairs of each rank, copies taking equal parts."""
@@ -53,14 +54,16 @@ class LoadModel:
         pairs = loads * (self.cost.tokens_per_rank * num_ranks * self.top_k / max(loads.sum(), 1e-12))
         copies = held_EW.sum(1)
         arriving_W = (pairs * (1 / copies - 1 / num_ranks)) @ held_EW
-        ride = self.cost.intra_latency + arriving_W.max() * self.cost.row_bytes / self.cost.intra_bandwidth
+        topology = self.topology or Topology.even(num_ranks)
+        # They come from all other ranks alike.
+        arriving_WW = np.broadcast_to(arriving_W / max(1, num_ranks - 1), (num_ranks, num_ranks))
         away_EW = held_EW.copy()
         away_EW[np.arange(len(home_E)), home_E] = False
         bytes_WW = np.zeros((num_ranks, num_ranks))
         np.add.at(bytes_WW, home_E, away_EW * float(self.cost.expert_bytes))
-        sent = [self.cost.transfer_seconds(b, self.num_nodes) for b in (bytes_WW, bytes_WW.T)]
+        sent = [self.cost.transfer_seconds(b, topology) for b in (bytes_WW, bytes_WW.T)]
         return float(
-            RIDES * ride
+            self.cost.ride_seconds(arriving_WW, topology)
             + self.cost.compute_seconds(self.rank_loads(pairs, held_EW))
             + (1 - self.cost.replicas_hidden) * sum(sent)
         )

@@ -19,9 +19,11 @@ from rich.table import Table
 
 from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
-from carpool.placement.objective import CostModel, Objective, evaluate
+from carpool.layout.topology import Topology
+from carpool.placement.objective import Objective, evaluate
 from carpool.placement.solvers import check_solver, solve
 from carpool.placement.trace import Trace
+from carpool.planner.cost import CostModel
 
 DEFAULT_SOLVERS = ("contiguous", "random", "lpt", "eplb", "occult", "hypergraph", "search", "hypergraph+search")
 
@@ -129,7 +131,7 @@ def place(
     for name in solvers:
         check_solver(name)
     trace = trace_path if isinstance(trace_path, Trace) else Trace.load(trace_path)
-    cost = cost or CostModel()
+    cost, topology = cost or CostModel(), Topology.even(ranks, nodes)
     if not solvers:
         raise ValueError("no solver given")
     solved, held_out = trace.split(2)
@@ -158,7 +160,7 @@ def place(
                 missing.append(Row(layer, name, unavailable=str(error)))
                 continue
             seconds = time.perf_counter() - start
-            here, there = (evaluate(half, layout, num_nodes=nodes, cost=cost) for half in (mine, other))
+            here, there = (evaluate(half, layout, topology=topology, cost=cost) for half in (mine, other))
             found.append((_row(layer, name, layout, here, there, seconds), layout, here))
         if not found:
             raise ValueError(f"no solver is available: {missing[0].unavailable}")

@@ -120,7 +120,7 @@ def predict(
     chosen = [torch.as_tensor(expert_TK).cpu().int() for expert_TK in routings]
     top_k = _check(chosen, layout)
     rank_TK = [_ranks_visited(expert_TK, layout, source) for source, expert_TK in enumerate(chosen)]
-    rows_WW = _ROWS[transport](rank_TK, layout.num_ranks)
+    rows_WW = rows_sent(transport, rank_TK, layout.num_ranks)
     choices = 1 if transport == "alltoall" else top_k
     row, row_fp8 = hidden * element_size, _round_up(_round_up(hidden, 4) + 4 * -(-hidden // FP8_GROUP), 16)
     return Volume(
@@ -135,6 +135,20 @@ def predict(
             "combine_backward": rows_WW * (row_fp8 if backward_fp8 else row),
         },
     )
+
+
+def rows_sent(transport: str, rank_TK: Sequence[Counts], num_ranks: int) -> Counts:
+    """(W, W) rows that a transport dispatches from rank [i] to rank [j].
+
+    Args:
+        rank_TK: for each source rank, (T, K) the rank that serves each choice, -1: none.
+
+    Raises:
+        ValueError: an unknown transport.
+    """
+    if transport not in _ROWS:
+        raise ValueError(f"transport={transport!r} has no volume formula; use one of {', '.join(_ROWS)}")
+    return _ROWS[transport](rank_TK, num_ranks)
 
 
 def _round_up(size: int, multiple: int) -> int:

@@ -30,13 +30,14 @@ from rich.console import Console
 from rich.table import Table
 
 from carpool.layout import ExpertLayout
+from carpool.layout.topology import Topology
 from carpool.placement.adopt import decide, moved_bytes
 from carpool.placement.forecast import predict
-from carpool.placement.objective import CostModel, evaluate
+from carpool.placement.objective import evaluate
 from carpool.placement.policies import POLICIES, LoadModel, make_pool
 from carpool.placement.solvers import solve
 from carpool.placement.trace import Array, LayerTrace, Trace
-from carpool.placement.volume import predict as predict_volume
+from carpool.planner.cost import CostModel
 from carpool.recipes import Recipe
 from carpool.routing.limit import RoutingLimit, coactivation_similarity
 from carpool.routing.limit_options import LimitOptions
@@ -111,10 +112,11 @@ class _Replay:
     def __init__(
         self, recipe: Recipe, trace: LayerTrace, ranks: int, nodes: int, parts: int, seed: int, cost: CostModel
     ) -> None:
-        self.recipe, self.ranks, self.nodes, self.seed, self.cost = recipe, ranks, nodes, seed, cost
+        self.recipe, self.ranks, self.nodes, self.seed = recipe, ranks, nodes, seed
         self.parts = list(_cut(trace, parts))
         self.layout = ExpertLayout.contiguous(trace.num_experts, ranks)
-        self.transport = recipe.get("moe", "transport", "dedup")
+        self.transport, self.topology = recipe.get("moe", "transport", "dedup"), Topology.even(ranks, nodes)
+        self.cost = replace(cost, transport=self.transport)
         self.replicas = recipe.get("placement", "replicas", 0)
         options = {key: recipe.get("moe", key) for key in ("limit_ranks", "limit_nodes", "limit_by", "topology_cap")}
         self.limit = LimitOptions(**{k: v for k, v in options.items() if v is not None}, num_nodes=nodes)
@@ -151,18 +153,20 @@ class _Replay:
         options: dict[str, Any] = {}
         if policy == "pick":
             options["pool"] = make_pool(history_NE, self.ranks)
-        model = LoadModel(self.cost, seen.top_k, self.nodes)
+        model = LoadModel(self.cost, seen.top_k, self.topology)
         return POLICIES[policy](load_E, self.layout, self.replicas, model, **options)
 
     def _adopted(self, found: ExpertLayout, number: int) -> ExpertLayout:
         last, left = self.parts[number - 1], len(self.parts) - number
-        now, then = (evaluate(last, one, num_nodes=self.nodes, cost=self.cost).seconds for one in (self.layout, found))
+        now, then = (
+            evaluate(last, one, topology=self.topology, cost=self.cost).seconds for one in (self.layout, found)
+        )
         decision = decide(
             {"layer": self.layout}, {"layer": found}, now, then,
             steps_left=left * self.recipe.get("placement", "every", 1),
             hysteresis=self.recipe.get("placement", "hysteresis", 2.0),
             least_gain=self.recipe.get("placement", "least_gain", 0.01),
-            num_nodes=self.nodes, cost=self.cost,
+            topology=self.topology, cost=self.cost,
         )  # fmt: skip
         return found if decision.adopt else self.layout
 
@@ -189,20 +193,12 @@ class _Replay:
         return replace(part, expert_TK=chosen_TK)
 
     def _measure(self, part: LayerTrace) -> tuple[float, float, float, float, float]:
-        found = evaluate(part, self.layout, num_nodes=self.nodes, cost=self.cost)
-        rows_WW, rides, crossing = found.rows_WW, found.ride_seconds, found.rows_nodes
-        if self.transport not in ("dedup", "nvlink"):
-            source_T = part.source_T(self.ranks)
-            routings = [torch.from_numpy(part.expert_TK[source_T == rank]) for rank in range(self.ranks)]
-            rows_WW = predict_volume(self.transport, routings, self.layout, hidden=1, element_size=1).rows_WW
-            node_W = np.arange(self.ranks) * self.nodes // self.ranks
-            across_WW = np.where(node_W[:, None] == node_W, 0, rows_WW)
-            scale = self.cost.tokens_per_rank * self.ranks / part.num_tokens
-            rides, crossing = self.cost.ride_seconds(rows_WW * scale, across_WW * scale, self.nodes), across_WW.sum()
-        seconds = rides + found.compute_seconds + found.replica_seconds
-        remote = rows_WW.sum() - rows_WW.trace()
-        tokens = part.num_tokens
-        return rows_WW.sum() / tokens, remote / tokens, crossing / tokens, found.load_ratio, 1e6 * seconds
+        found, tokens = evaluate(part, self.layout, topology=self.topology, cost=self.cost), part.num_tokens
+        remote = found.sent_WW.sum() - found.sent_WW.trace()
+        return (
+            found.sent_WW.sum() / tokens, remote / tokens, found.rows_nodes / tokens, found.load_ratio,
+            1e6 * found.seconds,
+        )  # fmt: skip
 
 
 def _cut(trace: LayerTrace, parts: int) -> Iterator[LayerTrace]:

@@ -60,9 +60,7 @@ def choose_transport(name: str, num_ranks: int, top_k: int, no_nvlink: str | Non
         if name not in TRANSPORTS:
             raise ValueError(f"transport={name!r} is not known; use 'auto' or one of {', '.join(TRANSPORTS)}")
         return name, "asked for"
-    # Expected distinct ranks of a token under uniform routing: what is sent before any placement.
-    copies = num_ranks * (1 - (1 - 1 / num_ranks) ** top_k)
-    fewer = f"about {copies:.2f} rows per token under uniform routing, where one row per expert sends {top_k}"
+    fewer = f"one row per token for each rank that holds any of its {top_k} experts, not one for each expert"
     if no_nvlink is None:
         return "nvlink", f"the {num_ranks} GPUs reach each other's memory; {fewer}"
     unused = f"; not nvlink: {no_nvlink}" if no_nvlink else ""

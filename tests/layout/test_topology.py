@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from carpool.layout.topology import Topology, Whereabouts, agree, whereabouts
 from carpool.train.config.schema import ParallelismSection
-from carpool.train.run.topology import find_topology
+from carpool.train.run.topology import find_machine
 from tests.ranks import Ranks
 
 TWO_NODES = Topology((0, 0, 1, 1), (0, 0, 1, 1))
@@ -86,7 +86,7 @@ def _told_otherwise() -> str:
     env = {"GROUP_RANK": "0", "LOCAL_WORLD_SIZE": "3" if dist.get_rank() == 2 else "4"}
     with mock.patch.dict(os.environ, env):
         try:
-            find_topology(ParallelismSection(), torch.device("cpu"))
+            find_machine(ParallelismSection(), torch.device("cpu"))
         except ValueError as error:
             return str(error)
     return ""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from carpool.layout import ExpertLayout
-from carpool.placement.objective import CostModel, evaluate, served_by
+from carpool.layout.topology import Topology
+from carpool.placement.objective import evaluate, served_by
 from carpool.placement.trace import LayerTrace
 from carpool.placement.volume import predict
+from carpool.planner.cost import CostModel
+from carpool.planner.hardware import DEFAULT, LinkRate
 from tests.layouts import EXPERTS, LAYOUTS, layout_of
 from tests.placement.synthetic import layer
 
@@ -41,7 +45,8 @@ def test_rows_are_those_of_volume(name: str, ranks: int) -> None:
 
 def test_rows_of_nodes_and_pairs_are_those_of_a_loop() -> None:
     trace, layout = layer(24, 4, 599, seed=1, length=37), ExpertLayout.contiguous(24, 6).with_replicas([(0, 3), (9, 5)])
-    found = evaluate(trace, layout, num_nodes=3)
+    two_levels = CostModel(copies_per_node=True)
+    found = evaluate(trace, layout, topology=Topology.even(6, 3), cost=two_levels)
     rank_TK, source_T = served_by(trace, layout), trace.source_T(6)
     rows_NN, together = np.zeros((3, 3), int), 0
     for ranks, source in zip(rank_TK.tolist(), source_T.tolist(), strict=True):
@@ -55,34 +60,41 @@ def test_rows_of_nodes_and_pairs_are_those_of_a_loop() -> None:
 
 def test_seconds_of_an_example() -> None:
     """The example's tokens as a step of 2 per rank: nothing is scaled."""
-    cost = CostModel(
-        hidden=100, expert_hidden=10, element_size=4, tokens_per_rank=2, intra_bandwidth=400.0, intra_latency=1.0,
-        flops=18_000.0,
-    )  # fmt: skip
+    hardware = replace(DEFAULT, nvlink=LinkRate(400.0, 1.0), network=LinkRate(100.0, 5.0), flops=18_000.0)
+    cost = CostModel(hidden=100, expert_hidden=10, element_size=4, tokens_per_rank=2, hardware=hardware)
     found = evaluate(EXAMPLE, ExpertLayout.contiguous(4, 2), cost=cost)
     assert found.ride_seconds == pytest.approx(4 * (1.0 + 2 * 400 / 400))  # rank 0 sends 2 rows of 400 bytes
     assert found.compute_seconds == pytest.approx(5 * 3 * 6 * 1000 / 18_000)
     assert found.seconds == found.ride_seconds + found.compute_seconds
     # Two nodes of one rank: the same rows over the slower link.
-    slow = CostModel(**{**vars(cost), "inter_bandwidth": 100.0, "inter_latency": 5.0})
-    assert evaluate(EXAMPLE, ExpertLayout.contiguous(4, 2), num_nodes=2, cost=slow).ride_seconds == pytest.approx(
-        4 * 13
-    )
+    apart = evaluate(EXAMPLE, ExpertLayout.contiguous(4, 2), topology=Topology.even(2, 2), cost=cost)
+    assert apart.ride_seconds == pytest.approx(4 * 13) and apart.rows_nodes == 3
 
 
 def test_one_copy_per_node_is_fewer_than_one_per_rank() -> None:
     trace, layout = layer(64, 8, 4000), ExpertLayout.contiguous(64, 8)
-    slow = {"inter_bandwidth": 1e9, "inter_latency": 0.0}
-    per_node = evaluate(trace, layout, num_nodes=2, cost=CostModel(**slow)).ride_seconds  # type: ignore[arg-type]
-    per_rank = evaluate(trace, layout, num_nodes=2, cost=CostModel(copies_per_node=False, **slow)).ride_seconds  # type: ignore[arg-type]
-    assert per_node < 0.5 * per_rank
+    slow, nodes = CostModel(hardware=replace(DEFAULT, network=LinkRate(1e9, 0.0))), Topology.even(8, 2)
+    per_rank = evaluate(trace, layout, topology=nodes, cost=slow)
+    per_node = evaluate(trace, layout, topology=nodes, cost=replace(slow, copies_per_node=True))
+    assert per_node.ride_seconds < 0.5 * per_rank.ride_seconds and per_node.rows_nodes < per_rank.rows_nodes
+
+
+@pytest.mark.parametrize("transport", ["dedup", "alltoall", "gather", "nvlink"])
+def test_rows_between_nodes_are_those_that_the_transport_sends(transport: str) -> None:
+    trace, layout = layer(16, 4, 800, seed=2, length=40), ExpertLayout.contiguous(16, 4).with_replicas([(3, 2)])
+    source_T = trace.source_T(4)
+    routings = [trace.expert_TK[source_T == rank] for rank in range(4)]
+    sent_WW = predict(transport, routings, layout, hidden=8, element_size=2).rows_WW
+    found = evaluate(trace, layout, topology=Topology.even(4, 2), cost=CostModel(transport=transport))
+    np.testing.assert_array_equal(found.sent_WW, sent_WW)
+    assert found.rows_nodes == sent_WW[:2, 2:].sum() + sent_WW[2:, :2].sum()
 
 
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="layout has 6 experts, but the trace of layer has 4"):
         evaluate(EXAMPLE, ExpertLayout.contiguous(6, 2))
-    with pytest.raises(ValueError, match="2 ranks cannot be divided evenly among 3 nodes"):
-        evaluate(EXAMPLE, ExpertLayout.contiguous(4, 2), num_nodes=3)
+    with pytest.raises(ValueError, match="the layout has 2 ranks, but the topology 3"):
+        evaluate(EXAMPLE, ExpertLayout.contiguous(4, 2), topology=Topology.even(3))
 
 
 def test_a_large_trace_takes_little_time() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from carpool.layout import ExpertLayout
 from carpool.placement.adopt import decide, moved_bytes
-from carpool.placement.objective import CostModel
 from carpool.placement.policies import (
     POLICIES,
     LoadModel,
@@ -20,6 +21,8 @@ from carpool.placement.policies import (
     subset,
 )
 from carpool.placement.solvers.problem import homes_of
+from carpool.planner.cost import CostModel
+from carpool.planner.hardware import DEFAULT, LinkRate
 from tests.placement.synthetic import layer
 
 PLAIN = ExpertLayout.contiguous(8, 4)
@@ -42,8 +45,8 @@ def test_copies_take_equal_parts() -> None:
 
 
 def test_the_model_of_time_by_hand() -> None:
-    cost = CostModel(hidden=100, expert_hidden=10, element_size=4, tokens_per_rank=20, intra_bandwidth=400.0,
-                     intra_latency=1.0, flops=18_000.0)  # fmt: skip
+    cost = CostModel(hidden=100, expert_hidden=10, element_size=4, tokens_per_rank=20,
+                     hardware=replace(DEFAULT, nvlink=LinkRate(400.0, 1.0), flops=18_000.0))  # fmt: skip
     model = LoadModel(cost, top_k=2)  # 160 pairs, which is the sum of HOT
     rides = 4 * (1 + 100 * (1 - 1 / 4) * 400 / 400)
     assert seconds(PLAIN, model=model) == pytest.approx(rides + 100 * 3 * 6 * 1000 / 18_000)
@@ -65,7 +68,7 @@ def test_subset_replicates_to_some_ranks() -> None:
     found = subset(HOT, PLAIN, 2, MODEL)
     assert found.num_replicas > 0 and seconds(found) <= seconds(shadow(HOT, PLAIN, 2, MODEL))
     assert subset(EVEN, PLAIN, 2, MODEL) == PLAIN
-    dear = LoadModel(CostModel(expert_hidden=400_000, flops=1e18), top_k=2)
+    dear = LoadModel(CostModel(expert_hidden=400_000, hardware=replace(DEFAULT, flops=1e18)), top_k=2)
     assert subset(HOT, PLAIN, 2, dear) == PLAIN, "a replica that costs more than it saves"
 
 
@@ -126,7 +129,7 @@ def test_every_policy_is_deterministic_and_keeps_homes_or_sizes() -> None:
 # -- adopt ----------------------------------------------------------------------------------------------------------
 
 SWAPPED = ExpertLayout(((4, 1), (2, 3), (0, 5), (6, 7)))
-COST = CostModel(hidden=10, expert_hidden=10, element_size=2, intra_bandwidth=4200.0, intra_latency=0.5)
+COST = CostModel(hidden=10, expert_hidden=10, element_size=2, hardware=replace(DEFAULT, nvlink=LinkRate(4200.0, 0.5)))
 
 
 def test_moved_bytes_are_parameters_masters_and_moments() -> None:

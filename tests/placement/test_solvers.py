@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 from carpool.layout import ExpertLayout
-from carpool.placement.objective import CostModel, evaluate
+from carpool.layout.topology import Topology
+from carpool.placement.objective import evaluate
 from carpool.placement.solvers import SOLVERS, STARTS, Problem, solve
 from carpool.placement.solvers.lpt import pack
 from carpool.placement.solvers.search import OVERLOAD, aimed_load, swap_search
 from carpool.placement.trace import LayerTrace
+from carpool.planner.cost import CostModel
 from tests.placement.synthetic import layer, topics
 
 try:
@@ -68,7 +70,8 @@ def test_sizes_may_be_uneven(name: str) -> None:
 @pytest.mark.parametrize(("sizes", "nodes"), [((4, 4), 1), ((3, 3, 3), 1), ((2, 2, 2, 2), 2), ((5, 1, 3), 1)])
 def test_search_finds_the_optimum_of_tiny_problems(seed: int, sizes: tuple[int, ...], nodes: int) -> None:
     trace = layer(sum(sizes), 3, 300, seed=seed)
-    problem = Problem(trace, len(sizes), nodes, experts_per_rank=sizes, load_limit=1.3, seed=seed)
+    two_levels = CostModel(copies_per_node=nodes > 1)
+    problem = Problem(trace, len(sizes), nodes, experts_per_rank=sizes, load_limit=1.3, seed=seed, cost=two_levels)
 
     def cost(homes: list[tuple[int, ...]]) -> float:
         rank_E = np.empty(trace.num_experts, dtype=int)
@@ -114,10 +117,23 @@ def test_without_a_load_limit_search_beats_what_it_starts_from() -> None:
 
 
 def test_nodes_are_served_before_ranks() -> None:
-    """With slow links between nodes the search saves rows there, even at the price of rows inside."""
+    """If nodes get one copy of a row each, the search saves rows between them, even at the price of rows inside."""
     solved, held_out = (half.layer(0) for half in topics(64, 4, 10_000, length=8).split())
-    flat, nodes = (evaluate(held_out, solve("search", solved, 8, n), num_nodes=2) for n in (1, 2))
+    cost, topology = CostModel(copies_per_node=True), Topology.even(8, 2)
+    flat, nodes = (
+        evaluate(held_out, solve("search", solved, 8, n, cost=cost), topology=topology, cost=cost) for n in (1, 2)
+    )
     assert nodes.rows_nodes < flat.rows_nodes
+
+
+def test_the_search_saves_the_rows_that_the_transport_sends() -> None:
+    """Rows that travel once per rank: who takes them for one per node sends more of them, inside nodes and between."""
+    solved, topology = topics(64, 4, 5_000, length=8).split()[0].layer(0), Topology.even(8, 2)
+    found, mistaken = (
+        evaluate(solved, solve("search", solved, 8, 2, cost=CostModel(copies_per_node=wrong)), topology=topology)
+        for wrong in (False, True)
+    )
+    assert found.rows_remote < mistaken.rows_remote and found.ride_seconds < mistaken.ride_seconds
 
 
 def test_replicas_lower_rows_and_load() -> None:

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from carpool.layout.layouts import Layouts
+from carpool.layout.topology import Topology
 from carpool.placement.objective import evaluate
 from carpool.placement.plot import plot_coactivation
 from carpool.placement.table import Row, place, print_table
@@ -42,8 +43,8 @@ def test_place_judges_on_the_held_out_half_and_writes_the_best(tmp_path: Path) -
         rows = [row for row in result.rows if row.layer == name]
         (best,) = [row for row in rows if row.best]
         assert layouts.about["solver"][name] == best.solver
-        there = evaluate(held_out.layer(name), layouts[name], num_nodes=2)
-        here = evaluate(solved.layer(name), layouts[name], num_nodes=2)
+        there = evaluate(held_out.layer(name), layouts[name], topology=Topology.even(4, 2))
+        here = evaluate(solved.layer(name), layouts[name], topology=Topology.even(4, 2))
         assert best.copies == there.copies_per_token and best.solved_copies == here.copies_per_token
         assert best.nodes == there.rows_nodes / there.tokens and best.load == there.load_ratio
         within = [row for row in rows if row.solved_load <= 1.1] or rows

@@ -11,13 +11,14 @@ from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
 from carpool.placement.objective import evaluate
 from carpool.placement.volume import predict
+from carpool.planner.hardware import DEFAULT as H200
 from carpool.train.moving.cost import Facts, aligned, foretell, outlook
 from carpool.train.moving.runtime import load_ratio, newest, padded
 from tests.placement.synthetic import topics
 
 FACTS = Facts(
     transport="dedup", topology=Topology.even(4), tokens=8192, micro_batches=2, top_k=8, hidden=2048, element_size=2,
-    expert_elements=3 * 2048 * 1024, cuda=True,
+    expert_elements=3 * 2048 * 1024, hardware=H200,
 )  # fmt: skip
 
 

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from carpool.layout import ExpertLayout
-from carpool.placement.objective import CostModel
 from carpool.placement.solvers.eplb import eplb
 from carpool.placement.solvers.hypergraph import hypergraph
 from carpool.placement.solvers.lpt import lpt
@@ -26,6 +25,7 @@ from carpool.placement.solvers.plain import contiguous, random
 from carpool.placement.solvers.problem import Problem
 from carpool.placement.solvers.search import search
 from carpool.placement.trace import Array, LayerTrace
+from carpool.planner.cost import CostModel
 
 __all__ = ["SOLVERS", "STARTS", "Problem", "check_solver", "solve"]
 

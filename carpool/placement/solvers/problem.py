@@ -9,8 +9,9 @@ from functools import cached_property
 import numpy as np
 
 from carpool.layout import ExpertLayout
-from carpool.placement.objective import CostModel, check_nodes
+from carpool.layout.topology import Topology
 from carpool.placement.trace import Array, LayerTrace
+from carpool.planner.cost import CostModel
 
 OVERLOAD = 4.0  # rows that a pair above the load limit costs; a swap moves no more than 2 rows per pair of load
 
@@ -47,7 +48,7 @@ class Problem:
     load_E: Array | None = None
 
     def __post_init__(self) -> None:
-        check_nodes(self.num_ranks, self.num_nodes)
+        assert self.topology.num_nodes == self.num_nodes
         ExpertLayout.contiguous(self.trace.num_experts, self.num_ranks)  # refuses fewer experts than ranks
         if self.experts_per_rank is not None:
             given = list(self.experts_per_rank)
@@ -98,10 +99,28 @@ class Problem:
         fill_W[np.argsort(fill_W - exact_W, kind="stable")[:missing]] += 1
         return fill_W
 
+    @cached_property
+    def topology(self) -> Topology:
+        return Topology.even(self.num_ranks, self.num_nodes)
+
+    @property
+    def network_weight(self) -> float:
+        """What a row between nodes costs, in rows between ranks of one node."""
+        return self.cost.network_weight(self.topology)
+
     @property
     def node_weight(self) -> float:
-        """What a row between nodes costs, in rows between ranks of one node."""
-        return self.cost.intra_bandwidth / self.cost.inter_bandwidth if self.num_nodes > 1 else 0.0
+        """What one more node for a token costs beside its ranks there. 0 if rows travel once per rank: then it matters
+        how many ranks a token visits, and not whether they share a node, for its own node may be any of them."""
+        return self.network_weight if self.cost.copies_per_node and self.num_nodes > 1 else 0.0
+
+    @property
+    def rank_weight(self) -> float:
+        """What one more rank for a token costs: a row inside a node, or the mean over all pairs of ranks."""
+        if self.cost.copies_per_node or self.num_nodes == 1:
+            return 1.0
+        inside = (self.ranks_per_node - 1) / (self.num_ranks - 1)
+        return inside + (1 - inside) * self.network_weight
 
     def layout(self, rank_E: Array) -> ExpertLayout:
         """The layout in which rank_E[e] is the home of expert e."""

@@ -18,9 +18,10 @@ from __future__ import annotations
 import numpy as np
 
 from carpool.layout import ExpertLayout
-from carpool.placement.objective import RIDES, served_by
+from carpool.placement.objective import served_by
 from carpool.placement.solvers.problem import OVERLOAD, Problem
 from carpool.placement.trace import Array
+from carpool.planner.cost import RIDES
 
 EXCHANGES = 2
 DROPPED = 0.25  # of the replicas, in each exchange
@@ -72,7 +73,8 @@ def _value(problem: Problem, layout: ExpertLayout, allowed: float) -> Array:
     trace, ranks = problem.trace, problem.num_ranks
     rank_TK = served_by(trace, layout)
     value_EW, moved_EW = _saved(problem, rank_TK, 1)
-    if problem.num_nodes > 1:
+    value_EW *= problem.rank_weight
+    if problem.node_weight:
         value_EW += problem.node_weight * _saved(problem, rank_TK, problem.ranks_per_node)[0]
     load_W = np.bincount(rank_TK.ravel(), minlength=ranks).astype(np.float64)
     # Load moves from where the expert is served now, in the shares in which it is.
@@ -83,7 +85,7 @@ def _value(problem: Problem, layout: ExpertLayout, allowed: float) -> Array:
     upkeep_EW = _upkeep(problem, np.array([rank for rank, _ in layout.home_of]))
     less_EWW = np.maximum(load_W - moved_EW[:, :, None] * share_EW[:, None, :] - allowed, 0) - over_W
     more_EW = np.maximum(load_W + moved_EW - allowed, 0) - over_W
-    return value_EW - upkeep_EW - OVERLOAD * (1 + problem.node_weight) * (less_EWW.sum(2) + more_EW)
+    return value_EW - upkeep_EW - OVERLOAD * (problem.rank_weight + problem.node_weight) * (less_EWW.sum(2) + more_EW)
 
 
 def _upkeep(problem: Problem, home_E: Array) -> Array:
@@ -93,7 +95,7 @@ def _upkeep(problem: Problem, home_E: Array) -> Array:
     rows = (1 - cost.replicas_hidden) * 2 * cost.expert_bytes / (RIDES * cost.row_bytes)
     rows *= trace.num_tokens / (cost.tokens_per_rank * problem.num_ranks)
     node_W = np.arange(problem.num_ranks) // problem.ranks_per_node
-    return rows * np.where(node_W[home_E][:, None] == node_W, 1.0, problem.node_weight)
+    return rows * np.where(node_W[home_E][:, None] == node_W, 1.0, problem.network_weight)
 
 
 def _saved(problem: Problem, rank_TK: Array, per_group: int) -> tuple[Array, Array]:
@@ -151,12 +153,13 @@ def _cost(problem: Problem, layout: ExpertLayout, allowed: float) -> float:
     rank_TK, source_T = served_by(problem.trace, layout), problem.trace.source_T(problem.num_ranks)
     held_EW, home_E = _held(layout), np.array([rank for rank, _ in layout.home_of])
     held_EW[np.arange(len(home_E)), home_E] = False
-    rows = float(_remote(rank_TK, source_T, problem.num_ranks)) + float(_upkeep(problem, home_E)[held_EW].sum())
-    if problem.num_nodes > 1:
+    rows = problem.rank_weight * _remote(rank_TK, source_T, problem.num_ranks)
+    rows += float(_upkeep(problem, home_E)[held_EW].sum())
+    if problem.node_weight:
         per_node = problem.ranks_per_node
         rows += problem.node_weight * _remote(rank_TK // per_node, source_T // per_node, problem.num_nodes)
     load_W = np.bincount(rank_TK.ravel(), minlength=problem.num_ranks)
-    return rows + OVERLOAD * (1 + problem.node_weight) * float(np.maximum(load_W - allowed, 0).sum())
+    return rows + OVERLOAD * (problem.rank_weight + problem.node_weight) * float(np.maximum(load_W - allowed, 0).sum())
 
 
 def _remote(group_TK: Array, source_T: Array, groups: int) -> int:

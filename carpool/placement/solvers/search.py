@@ -140,8 +140,8 @@ class _State:
         self.load_X = np.zeros(len(rank_X))
         self.load_X[: problem.num_experts] = problem.trace.load_E
         self.allowed = aimed_load(problem)
-        self.levels = [(1.0, _Level(self.expert_TK, rank_X, problem.num_ranks))]
-        if problem.num_nodes > 1:
+        self.levels = [(problem.rank_weight, _Level(self.expert_TK, rank_X, problem.num_ranks))]
+        if problem.node_weight:
             node_X = rank_X // self.per_node
             self.levels.append((problem.node_weight, _Level(self.expert_TK, node_X, problem.num_nodes)))
         self.overload = OVERLOAD * sum(weight for weight, _ in self.levels)

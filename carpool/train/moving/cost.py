@@ -1,25 +1,26 @@
 """What layouts are foretold to do in a run: the model of `carpool.placement.objective` with the run's sizes, loads as
 they are predicted, and parts named after the ranks where most of their experts are already.
 
-Rates are fixed numbers, not measured ones: an answer that depended on the clock would make two runs differ.
+Rates are those of a hardware profile, not of a measurement in this run: an answer that depended on the clock would make
+two runs differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
-from carpool.placement.objective import RIDES, CostModel, Objective, evaluate, served_by
+from carpool.placement.objective import Objective, evaluate, served_by
 from carpool.placement.policies import LoadModel
 from carpool.placement.trace import Array, LayerTrace
 from carpool.placement.volume import SLOT_AND_WEIGHT, WEIGHT_GRADIENT
-
-# Of a few cores, where ranks are processes of one thread that talk over gloo.
-CPU = {"intra_bandwidth": 1e9, "inter_bandwidth": 1e8, "intra_latency": 2e-5, "inter_latency": 1e-4, "flops": 5e9}
+from carpool.planner.cost import RIDES, CostModel
+from carpool.planner.hardware import Hardware
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Facts:
         hidden: H.
         element_size: bytes of an element of a row, or of a weight, as they are computed with.
         expert_elements: of an expert's weights in one layer.
-        cuda: on GPUs.
+        hardware: rates of links and matrix products.
     """
 
     transport: str
@@ -45,7 +46,15 @@ class Facts:
     hidden: int
     element_size: int
     expert_elements: int
-    cuda: bool
+    hardware: Hardware
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "topology": self.topology.to_dict()}
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> Facts:
+        links, rates = Topology.from_dict(settings["topology"]), Hardware.from_dict(settings["hardware"])
+        return cls(**{**settings, "topology": links, "hardware": rates})
 
     @property
     def num_nodes(self) -> int:
@@ -61,19 +70,20 @@ class Facts:
             expert_hidden=max(1, self.expert_elements // (3 * self.hidden)),
             element_size=self.element_size,
             tokens_per_rank=self.tokens,
-            **({} if self.cuda else CPU),  # type: ignore[arg-type]
+            hardware=self.hardware,
+            transport=self.transport,
         )
 
     @property
     def load_model(self) -> LoadModel:
         """The same for policies that know loads alone."""
-        return LoadModel(self.cost, self.top_k, self.num_nodes)
+        return LoadModel(self.cost, self.top_k, self.topology)
 
 
 def foretell(judge: LayerTrace, layout: ExpertLayout, load_E: Array, facts: Facts) -> Objective:
     """Rows as they are in a trace; loads as `load_E` foretells them, choices of each expert in the coming steps, each
     expert's divided among its copies as in the trace."""
-    found = evaluate(judge, layout, num_nodes=facts.num_nodes, cost=facts.cost)
+    found = evaluate(judge, layout, topology=facts.topology, cost=facts.cost)
     # An expert that the sample lacks has no weight in it.
     weight_E = load_E[: judge.num_experts] * (judge.load_E.sum() / max(1.0, load_E.sum())) / np.maximum(1, judge.load_E)
     rank_TK = served_by(judge, layout)

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,6 @@ import numpy as np
 
 from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
-from carpool.layout.topology import Topology
 from carpool.placement import solvers
 from carpool.placement.adopt import Decision, decide
 from carpool.placement.forecast import predict
@@ -65,7 +64,7 @@ class Question:
         settings = {
             "layouts": self.layouts.to_dict(),
             "section": self.section.model_dump(),
-            "facts": asdict(self.facts),
+            "facts": self.facts.to_dict(),
             "remaining": self.remaining,
             "seed": self.seed,
         }
@@ -81,7 +80,7 @@ class Question:
             loads_SLE,
             Trace.load(folder / "trace.npz"),
             PlacementSection(**settings["section"]),
-            Facts(**{**settings["facts"], "topology": Topology.from_dict(settings["facts"]["topology"])}),
+            Facts.from_dict(settings["facts"]),
             settings["remaining"],
             settings["seed"],
         )
@@ -161,7 +160,7 @@ def solve(question: Question) -> dict[str, Any]:
             window=section.horizon,
             hysteresis=section.hysteresis,
             least_gain=section.least_gain,
-            num_nodes=facts.num_nodes,
+            topology=facts.topology,
             cost=facts.cost,
         )
         decisions.append(decision)
@@ -232,7 +231,7 @@ def facts_of(run: Setup) -> Facts:
         hidden=text.hidden_size,
         element_size=size,
         expert_elements=elements,
-        cuda=run.device.type == "cuda",
+        hardware=run.hardware,
     )
 
 

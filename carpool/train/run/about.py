@@ -13,9 +13,10 @@ import carpool
 from carpool.hf import rides
 from carpool.hf.layouts import current_layouts
 from carpool.layout.layouts import Layouts
+from carpool.planner.cost import uniform_copies
 from carpool.train.checkpoints.ranks import gather, rank, together
 from carpool.train.run.environment import environment
-from carpool.train.run.estimate import estimate_memory, uniform_copies
+from carpool.train.run.estimate import estimate_memory
 from carpool.train.run.files import CONFIG, INFO, LAYOUT, read_info, replace_text
 from carpool.train.run.room import lease_bytes
 from carpool.train.run.stages import describe_ways
@@ -58,6 +59,8 @@ def write_run(run: Setup, command: str, resume: Path | None) -> dict[str, Any]:
             "hidden_size": config.hidden_size,
             "moe_intermediate_size": getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
         },
+        "topology": run.topology.to_dict(),
+        "hardware": run.hardware.to_dict(),
         "parallelism": {**run.degrees.record(), "backend": dist.get_backend()},
         "transport": {
             "name": name,
@@ -136,7 +139,9 @@ def say_hello(run: Setup, resume: Path | None) -> None:
     )
     say(f"{run.world} ranks ({info['parallelism']['backend']}): {run.degrees}")
     say(f"data: {info['data']['source']}, {len(run.corpus.train):,} tokens, {len(run.corpus.eval):,} held out")
+    copies = info["predicted"]["copies_per_token_uniform"]
     say(f"transport {info['transport']['name']}: {info['transport']['why']}")
+    say(f"a token visits {copies:.2f} of {run.degrees.ep} ranks, if its experts are chosen uniformly and stay in order")
     if size := info["transport"]["buffer_bytes"]:
         options = run.schedule.schedule.options(run.options)
         rows, leases = options.max_tokens, options.num_leases

@@ -22,6 +22,7 @@ import torch
 from transformers import PreTrainedModel
 
 from carpool.parallel.degrees import Degrees
+from carpool.planner.cost import uniform_copies
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import load_tokenizer
 from carpool.train.launch.start import local_ranks, use_cuda
@@ -92,15 +93,6 @@ def estimate_memory(
         "transport": rides,
     }
     return {**memory, "total": sum(memory.values())}
-
-
-def uniform_copies(num_experts: int, top_k: int, num_ranks: int) -> float:
-    """Expected ranks that a token visits if its K distinct experts are drawn uniformly.
-
-    Example: 64 experts, 8 per token, 4 ranks: 4 * (1 - C(48, 8) / C(64, 8)) = 3.66
-    """
-    others = num_experts - num_experts // num_ranks
-    return num_ranks * (1 - math.comb(others, top_k) / math.comb(num_experts, top_k))
 
 
 def dry_run(config: Config) -> str:

@@ -18,18 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-# Dense bf16 matrix rates without sparsity, from the vendors' datasheets, by a part of the device's name.
-_PEAKS = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100": 989e12,
-    "H800": 989e12,
-    "GH200": 989e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L40S": 362e12,
-    "MI300X": 1307e12,
-}
+from carpool.planner.hardware import hardware_of
 
 
 @dataclass(frozen=True)
@@ -96,8 +85,8 @@ def peak_flops(device: torch.device, override: float | None) -> tuple[float | No
         return override, "training.peak_flops"
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
-        for part, peak in _PEAKS.items():
-            if part in name:
-                return peak, f"datasheet of {part}, dense bf16"
+        profile = hardware_of(name)
+        if profile.peak_flops is not None:
+            return profile.peak_flops, f"datasheet of {profile.name}, dense bf16"
         return None, f"no known peak for {name}: set training.peak_flops to see MFU"
     return None, "no peak is taken for CPUs"

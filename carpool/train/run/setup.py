@@ -46,7 +46,7 @@ from carpool.train.run.room import most_tokens, nvlink_options
 from carpool.train.run.schedules import choose_schedule, rides_first
 from carpool.train.run.stages import choose_stages
 from carpool.train.run.step import Objective, make_optimizer
-from carpool.train.run.topology import find_topology, ranks_of
+from carpool.train.run.topology import find_machine, ranks_of
 from carpool.transport import check_transport
 
 
@@ -103,7 +103,7 @@ class Setup:
         # As far as one rank can tell alone; together they look again when the model is there.
         for name in (moe.transport, self.compare_with or "auto"):
             check_transport(name, None)
-        self.topology = find_topology(self.config.parallelism, self.device)
+        self.topology, self.hardware = find_machine(self.config.parallelism, self.device)
 
     def _find_mesh(self) -> None:
         """What model it is, and over how many ranks each of its dimensions goes."""

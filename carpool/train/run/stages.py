@@ -30,7 +30,7 @@ import torch.distributed as dist
 from carpool.experts import Activation, Choices, GroupedExperts, measure_choices
 from carpool.experts.choices import LIBRARY, STAGES, WAYS, Measured, default_choices, pick
 from carpool.hf.expert_parallel import ExpertRides, weight_names
-from carpool.train.run.estimate import uniform_copies
+from carpool.planner.cost import uniform_copies
 from carpool.train.run.files import read_info
 
 BY_SHAPE = "by the shape"

@@ -1,4 +1,4 @@
-"""The topology of a run: every rank says where it is, and all agree."""
+"""What a run finds out about its machine: every rank says where it is, and all agree on topology and hardware."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ import torch
 import torch.distributed as dist
 
 from carpool.layout.topology import Topology, agree, whereabouts
+from carpool.planner.hardware import Hardware, hardware_of
 from carpool.train.config.schema import ParallelismSection
 
 
-def find_topology(section: ParallelismSection, device: torch.device) -> Topology:
-    """The topology of all ranks of a run. Collective over them.
+def find_machine(section: ParallelismSection, device: torch.device) -> tuple[Topology, Hardware]:
+    """The topology of all ranks of a run, and rates of rank 0's hardware. Collective over them.
 
     Raises:
         ValueError: ranks that contradict each other (on all ranks alike).
     """
-    mine = whereabouts(
-        os.environ, dist.get_rank(), socket.gethostname(), section.ranks_per_node, nvlink=device.type == "cuda"
-    )
+    hardware = hardware_of(torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
+    nvlink = hardware.nvlink is not None
+    mine = whereabouts(os.environ, dist.get_rank(), socket.gethostname(), section.ranks_per_node, nvlink)
     reports: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, mine)
-    return agree(reports)
+    dist.all_gather_object(reports, (mine, hardware))
+    return agree([place for place, _ in reports]), reports[0][1]
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> list[int]:

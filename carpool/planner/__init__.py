@@ -1,0 +1,8 @@
+"""What everything else should be: a model of the machine, a model of cost, and choices that are recorded.
+
+    hardware.py   rates of links and of matrix products, by the device's name
+    cost.py       how long rides, matrix products and replicas take on that hardware
+    chosen.py     decide or measure once, record it, take it again on resume
+
+Nothing here needs an accelerator, PyTorch or transformers.
+"""

@@ -1,0 +1,141 @@
+"""Rates of a machine: links and matrix products, by the name of its GPU.
+
+    profile = hardware_of("NVIDIA H200")
+    profile.rate("nvlink")      LinkRate(bytes_per_second=3.2e11, latency=1.2e-05)
+    profile.source              "measured (docs/measurements.md)"
+
+Where a rate comes from decides how far to trust it, so each profile says so, and runs record it:
+
+    measured     on this hardware, as docs/measurements.md shows
+    datasheet    the vendor's peak, times the share of its own peak that an H200 was measured to reach: 320 of 450 GB/s
+                 on NVLink, 500 of 989 TFLOP/s in the experts' matrix products
+    assumed      nothing is known about this device; the numbers are those of a similar one
+
+Links between nodes are no property of a GPU. They are assumed in every profile: one port of 400 Gb/s for each GPU
+(200 for those of the A100's generation).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+from typing import Any
+
+GB = 1e9
+# What an H200 reaches of its datasheet: rows pushed by 16 CTAs, and grouped products of docs/measurements.md.
+REACHED_NVLINK, REACHED_FLOPS = 320 / 450, 500 / 989
+
+
+@dataclass(frozen=True)
+class LinkRate:
+    """One kind of link, as one rank sees it.
+
+    Attributes:
+        bytes_per_second: that a rank sends, and at the same time receives.
+        latency: seconds that a ride takes with nothing to carry.
+    """
+
+    bytes_per_second: float
+    latency: float
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What the cost model knows of a machine.
+
+    Attributes:
+        name: of the profile.
+        flops: floating-point operations per second that the experts' matrix products reach, in bfloat16.
+        nvlink: GPUs joined by NVLink; None: this device has none.
+        node: ranks of one node without NVLink: PCIe, or the memory of a CPU.
+        network: ranks of different nodes.
+        peak_flops: dense bfloat16 without sparsity, from the datasheet; None if there is none.
+        source: where the rates are from, for people.
+    """
+
+    name: str
+    flops: float
+    nvlink: LinkRate | None
+    node: LinkRate
+    network: LinkRate
+    peak_flops: float | None
+    source: str
+
+    def rate(self, link: str) -> LinkRate:
+        """Of a kind of link (`carpool.layout.topology.Link`)."""
+        found: LinkRate | None = getattr(self, link)
+        return self.node if found is None else found
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> Hardware:
+        links = {
+            key: None if (one := settings[key]) is None else LinkRate(**one) for key in ("nvlink", "node", "network")
+        }
+        return cls(**{**settings, **links})
+
+
+def _datasheet(name: str, peak: float, nvlink: float | None, pcie: float, network: float = 50 * GB) -> Hardware:
+    """`peak`: dense bfloat16; the others: bytes per second in one direction."""
+    return Hardware(
+        name=name,
+        flops=REACHED_FLOPS * peak,
+        nvlink=None if nvlink is None else LinkRate(REACHED_NVLINK * nvlink, 12e-6),
+        node=LinkRate(REACHED_NVLINK * pcie, 20e-6),
+        network=LinkRate(network, 30e-6),
+        peak_flops=peak,
+        source=f"datasheet of {name}, times what an H200 reaches of its own; network assumed",
+    )
+
+
+_H200 = Hardware(
+    name="H200",
+    flops=500e12,
+    nvlink=LinkRate(320 * GB, 12e-6),
+    node=LinkRate(REACHED_NVLINK * 64 * GB, 20e-6),
+    network=LinkRate(50 * GB, 30e-6),
+    peak_flops=989e12,
+    source="measured (docs/measurements.md); network assumed",
+)
+# By a part of the device's name; the first that fits counts.
+_PROFILES: tuple[tuple[str, Hardware], ...] = (
+    ("GH200", _datasheet("GH200", 989e12, 450 * GB, 64 * GB)),
+    ("H200", _H200),
+    ("H100 PCIe", _datasheet("H100 PCIe", 756e12, None, 64 * GB)),
+    ("H100", _datasheet("H100", 989e12, 450 * GB, 64 * GB)),
+    ("H800", _datasheet("H800", 989e12, 200 * GB, 64 * GB)),
+    ("B200", _datasheet("B200", 2250e12, 900 * GB, 64 * GB)),
+    ("A100-PCI", _datasheet("A100 PCIe", 312e12, None, 32 * GB, 25 * GB)),
+    ("A100", _datasheet("A100", 312e12, 300 * GB, 32 * GB, 25 * GB)),
+    ("A800", _datasheet("A800", 312e12, 200 * GB, 32 * GB, 25 * GB)),
+    ("L40S", _datasheet("L40S", 362e12, None, 32 * GB, 25 * GB)),
+    ("MI300X", _datasheet("MI300X", 1307e12, 448 * GB, 64 * GB)),
+)
+# Of a few cores, where ranks are processes of one thread that talk over gloo.
+CPU = Hardware("cpu", 5e9, None, LinkRate(1e9, 2e-5), LinkRate(1e8, 1e-4), None, "assumed: no rates are kept for CPUs")
+HARDWARE: Mapping[str, Hardware] = MappingProxyType({**{one.name: one for _, one in _PROFILES}, "cpu": CPU})
+# What `carpool place` and the recipes take where no device is at hand.
+DEFAULT = _H200
+
+
+def hardware_of(device: str) -> Hardware:
+    """The profile for a device.
+
+    Args:
+        device: its name as `torch.cuda.get_device_name` gives it, or "cpu".
+
+    Returns:
+        For an unknown GPU, an A100 without NVLink whose `source` says that it is assumed.
+    """
+    if device.startswith("cpu"):
+        return CPU
+    for part, profile in _PROFILES:
+        if part.lower() in device.lower():
+            return profile
+    like = HARDWARE["A100 PCIe"]
+    return Hardware(
+        device, like.flops, like.nvlink, like.node, like.network, None, f"assumed: no rates are known for {device}"
+    )

@@ -1,0 +1,66 @@
+"""The cost model by hand, and the profiles of hardware."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from carpool.layout import ExpertLayout
+from carpool.layout.topology import Topology
+from carpool.planner.cost import CostModel, uniform_copies
+from carpool.planner.hardware import CPU, DEFAULT, HARDWARE, Hardware, LinkRate, hardware_of
+
+
+@pytest.mark.parametrize(("experts", "top_k", "ranks"), [(6, 2, 3), (6, 3, 2), (7, 3, 3), (4, 4, 2), (5, 1, 5)])
+def test_uniform_copies_are_the_mean_over_all_choices(experts: int, top_k: int, ranks: int) -> None:
+    rank_of = [rank for rank, _ in ExpertLayout.contiguous(experts, ranks).home_of]
+    choices = list(itertools.combinations(range(experts), top_k))
+    visits = [len({rank_of[expert] for expert in chosen}) for chosen in choices]
+    assert uniform_copies(experts, top_k, ranks) == pytest.approx(np.mean(visits))
+
+
+def test_uniform_copies_draw_without_replacement() -> None:
+    assert round(uniform_copies(64, 8, 4), 2) == 3.66  # with replacement it would be 3.60
+    assert uniform_copies(16, 4, 1) == 1
+
+
+def test_links_of_different_kinds_work_at_the_same_time() -> None:
+    hardware = replace(DEFAULT, nvlink=LinkRate(100.0, 1.0), node=LinkRate(50.0, 2.0), network=LinkRate(10.0, 3.0))
+    cost = CostModel(hidden=1, element_size=1, hardware=hardware)
+    rows_WW = np.array([[9, 300, 20, 0], [0, 9, 0, 0], [0, 0, 9, 0], [0, 0, 0, 9]])
+    assert cost.ride_seconds(rows_WW, Topology.even(4, 2)) == 4 * max(1 + 300 / 100, 3 + 20 / 10)
+    assert cost.ride_seconds(rows_WW, Topology.even(4, 2, nvlink=False)) == 4 * max(2 + 300 / 50, 3 + 20 / 10)
+    assert cost.ride_seconds(rows_WW, Topology.even(4, 4)) == 4 * (3 + 320 / 10)
+    assert cost.transfer_seconds(rows_WW, Topology.even(4)) == 1 + 320 / 100
+    assert cost.transfer_seconds(np.zeros((4, 4)), Topology.even(4)) == 0
+    assert cost.ride_seconds(np.ones((1, 1)), Topology.even(1)) == 0
+    assert (cost.network_weight(Topology.even(4, 2)), cost.network_weight(Topology.even(4))) == (10, 1)
+
+
+def test_profiles_by_device_name() -> None:
+    h200, h100 = hardware_of("NVIDIA H200"), hardware_of("NVIDIA H100 80GB HBM3")
+    assert h200.source.startswith("measured") and h100.source.startswith("datasheet of H100")
+    assert h100.rate("nvlink") == h200.rate("nvlink") and h100.peak_flops == h200.peak_flops == 989e12
+    assert hardware_of("NVIDIA H100 PCIe").nvlink is None and hardware_of("NVIDIA GH200 480GB").name == "GH200"
+    assert hardware_of("NVIDIA A100-SXM4-80GB").flops < h200.flops < hardware_of("NVIDIA B200").flops
+    assert hardware_of("cpu") is CPU and CPU.rate("nvlink") == CPU.node
+    other = hardware_of("Voodoo 2")
+    assert other.source == "assumed: no rates are known for Voodoo 2" and other.peak_flops is None
+
+
+def test_profiles_are_plain_json() -> None:
+    for profile in HARDWARE.values():
+        assert Hardware.from_dict(json.loads(json.dumps(profile.to_dict()))) == profile
+
+
+def test_the_planner_needs_no_pytorch() -> None:
+    heavy = "{'torch', 'transformers', 'triton'} & {*sys.modules}"
+    code = f"import sys, carpool.planner.cost, carpool.planner.hardware; print(sorted({heavy}))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
