@@ -98,7 +98,7 @@ def test_lpt_is_adopted_only_for_a_real_gain() -> None:
 
 
 def test_eplb_fills_all_slots_whatever_they_cost() -> None:
-    dear = LoadModel(CostModel(expert_hidden=400_000, flops=1e18), top_k=2)
+    dear = LoadModel(CostModel(expert_hidden=400_000, hardware=replace(DEFAULT, flops=1e18)), top_k=2)
     found = eplb(HOT, PLAIN, 2, dear)
     assert found.num_replicas == 8 and all(0 in slots for slots in found.slots)
     load_W = dear.rank_loads(HOT, held(found))
