@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.carpool-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint format install clean
+.PHONY: help demo test test-all lint format docs package install clean
 
 help:
 	@echo "make demo    train a small MoE on 4 CPU ranks and write its report (nothing is downloaded for it)"
@@ -18,6 +18,8 @@ help:
 	@echo "make test-all, and one more of each kind that takes long: every architecture, every mesh"
 	@echo "make lint    check style, formatting and types"
 	@echo "make format  fix style and formatting"
+	@echo "make docs    build the guides and the reference into build/site; a warning is an error"
+	@echo "make package build the source archive and the wheel into dist/, and check them"
 	@echo "make install make the environment, as those above do if it is missing"
 	@echo "make clean   delete the environment, caches and builds; runs/ is kept"
 
@@ -44,6 +46,19 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python -m tools.draw_rooms --check
+
+# The wheel must hold what is not Python: templates, styles, recipes, py.typed.
+package: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[package]'
+	rm -rf dist
+	$(BIN)/python -m build --quiet
+	$(BIN)/twine check --strict dist/*
+	$(BIN)/python -m tools.check_wheel dist/*.whl
 
 install: $(STAMP)
 

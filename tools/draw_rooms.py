@@ -1,0 +1,171 @@
+"""Draws the rooms of Carpool from its imports, and refuses a circle or an arrow up.
+
+    python -m tools.draw_rooms             # checks, and writes docs/rooms.svg
+    python -m tools.draw_rooms --check     # checks alone
+
+A room is a folder of `carpool/`, or a file at its root. The rooms stand in layers (`ORDER`), and a file may import from
+its own room, from a layer below, and from a room of the same layer as long as that makes no circle.
+
+What counts: every import statement of every file, wherever it stands, also inside functions, because it runs one day.
+What does not: `if TYPE_CHECKING:` blocks, which never run. Imports that are still to go are listed in `EXCEPTIONS`, one
+file and one room at a time; an exception that no import needs any more is refused, too.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "carpool"
+PICTURE = PACKAGE.parent / "docs" / "rooms.svg"
+
+# From the top down; the rooms of one line may import each other, but not in a circle.
+ORDER: tuple[tuple[str, ...], ...] = (
+    ("cli",),
+    ("bench", "serve", "recipes"),
+    ("train",),
+    ("report", "profile", "hf"),
+    ("moe", "layer", "parallel"),
+    ("schedule", "ride"),
+    ("routing", "transport", "experts", "memory"),
+    ("placement", "planner", "observe"),
+    ("layout",),
+    ("kernels",),
+)
+LEVEL = {room: number for number, line in enumerate(ORDER) for room in line}
+
+# (file, room): imports against the order.
+EXCEPTIONS: frozenset[tuple[str, str]] = frozenset()
+
+
+def room_of(module: str) -> str:
+    """`carpool.ride.function` is of the room `ride`, `carpool` alone of none."""
+    return (module.split(".") + [""])[1]
+
+
+def imports(source: str, path: str = "<source>") -> Iterator[str]:
+    """The modules of Carpool that a file imports when it runs."""
+    tree = ast.parse(source, path)
+    never: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            never.update(inner for statement in node.body for inner in ast.walk(statement))
+    for node in ast.walk(tree):
+        if node in never:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("carpool."))
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            if node.module == "carpool":
+                yield from (f"carpool.{alias.name}" for alias in node.names)
+            elif node.module.startswith("carpool."):
+                yield node.module
+
+
+def arrows(package: Path = PACKAGE) -> dict[tuple[str, str], list[str]]:
+    """(room, room that it imports) -> the files that do."""
+    rooms = {path.stem if path.is_file() else path.name for path in package.iterdir()} - {"__init__", "__pycache__"}
+    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for path in sorted(package.rglob("*.py")):
+        file = path.relative_to(package).as_posix()
+        room = room_of("carpool." + file.removesuffix(".py").replace("/", "."))
+        if room == "__init__":  # of the package: names only, imported when they are asked for
+            continue
+        for module in imports(path.read_text(), file):
+            other = room_of(module)
+            if other in rooms and other != room and file not in found[room, other]:
+                found[room, other].append(file)
+    return {pair: files for pair, files in found.items() if files}
+
+
+def problems(
+    found: Mapping[tuple[str, str], list[str]], exceptions: frozenset[tuple[str, str]] = EXCEPTIONS
+) -> list[str]:
+    """What is wrong with the arrows, one sentence each. Empty: nothing."""
+    wrong = [f"the room {room!r} has no place in ORDER" for room in sorted({r for p in found for r in p} - LEVEL.keys())]
+    used: set[tuple[str, str]] = set()
+    kept: dict[str, set[str]] = defaultdict(set)
+    for (room, other), files in sorted(found.items()):
+        used |= {(file, other) for file in files} & exceptions
+        files = [file for file in files if (file, other) not in exceptions]
+        if not files:
+            continue
+        kept[room].add(other)
+        if LEVEL.get(other, 0) < LEVEL.get(room, 0):
+            wrong.append(f"{room} imports {other}, which is above it: {', '.join(files)}")
+    wrong += [f"a circle: {' -> '.join(circle)}" for circle in circles(kept)]
+    wrong += [f"the exception {pair} is not needed any more: delete it" for pair in sorted(exceptions - used)]
+    return wrong
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """One circle for each pair of rooms that reach each other, as a path that ends where it began."""
+    found: list[list[str]] = []
+    seen: set[frozenset[str]] = set()
+    for start in sorted(graph):
+        paths = [[start]]
+        visited = {start}
+        while paths:
+            path = paths.pop(0)
+            for other in sorted(graph.get(path[-1], ())):
+                if other == start and frozenset(path) not in seen:
+                    seen.add(frozenset(path))
+                    found.append([*path, start])
+                elif other not in visited:
+                    visited.add(other)
+                    paths.append([*path, other])
+    return found
+
+
+def draw(found: Mapping[tuple[str, str], list[str]]) -> str:
+    """An SVG with one box per room, a line of boxes per layer, and an arrow per pair of rooms that import."""
+    lines = [line for line in ([r for r in line if any(r in pair for pair in found)] for line in ORDER) if line]
+    width, height, box_w, box_h = 820, 84 * len(lines) + 20, 104, 38
+    middle: dict[str, tuple[float, float]] = {}
+    for row, line in enumerate(lines):
+        for column, room in enumerate(line):
+            middle[room] = (width * (column + 0.5 + 0.12 * (row % 2)) / (len(line) + 0.12), 84 * row + 42)
+    svg = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="system-ui, sans-serif" '
+        'font-size="14" role="img" aria-label="The rooms of Carpool and what they import">',
+        '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6" orient="auto">'
+        '<path d="M0 0 8 4 0 8z" fill="#8a94a6"/></marker></defs>',
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+    ]
+    for (room, other), files in sorted(found.items()):
+        (x1, y1), (x2, y2) = middle[room], middle[other]
+        side = y1 == y2
+        y1, y2 = (y1, y2) if side else (y1 + box_h / 2, y2 - box_h / 2)
+        if side:
+            x1, x2 = (x1 + box_w / 2, x2 - box_w / 2) if x1 < x2 else (x1 - box_w / 2, x2 + box_w / 2)
+        bend = (y1 + y2) / 2 - (26 if side else 0)
+        svg.append(
+            f'<path d="M{x1:.0f} {y1:.0f} C{x1:.0f} {bend:.0f} {x2:.0f} {bend:.0f} {x2:.0f} {y2:.0f}" fill="none" '
+            f'stroke="#8a94a6" stroke-width="{min(3.0, 0.7 + 0.15 * len(files)):.2f}" stroke-opacity="0.65" '
+            f'marker-end="url(#tip)"><title>{room} imports {other}: {len(files)} files</title></path>'
+        )
+    for room, (x, y) in middle.items():
+        svg.append(
+            f'<rect x="{x - box_w / 2:.0f}" y="{y - box_h / 2:.0f}" width="{box_w}" height="{box_h}" rx="7" '
+            f'fill="#e8eefc" stroke="#3457b2"/><text x="{x:.0f}" y="{y + 5:.0f}" text-anchor="middle" '
+            f'fill="#14213d">{room}</text>'
+        )
+    return "\n".join([*svg, "</svg>", ""])
+
+
+def main() -> int:
+    found = arrows()
+    wrong = problems(found)
+    for sentence in wrong:
+        print(sentence, file=sys.stderr)
+    if not wrong and "--check" not in sys.argv:
+        PICTURE.write_text(draw(found))
+        print(f"wrote {PICTURE.name}: {len({room for pair in found for room in pair})} rooms, {len(found)} arrows")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
