@@ -33,7 +33,7 @@ ORDER: tuple[tuple[str, ...], ...] = (
     ("routing", "transport", "experts", "memory"),
     ("placement", "planner", "observe"),
     ("layout",),
-    ("kernels",),
+    ("kernels", "plugins"),
 )
 LEVEL = {room: number for number, line in enumerate(ORDER) for room in line}
 
@@ -43,7 +43,7 @@ EXCEPTIONS: frozenset[tuple[str, str]] = frozenset()
 
 def room_of(module: str) -> str:
     """`carpool.ride.function` is of the room `ride`, `carpool` alone of none."""
-    return (module.split(".") + [""])[1]
+    return [*module.split("."), ""][1]
 
 
 def imports(source: str, path: str = "<source>") -> Iterator[str]:
@@ -85,7 +85,9 @@ def problems(
     found: Mapping[tuple[str, str], list[str]], exceptions: frozenset[tuple[str, str]] = EXCEPTIONS
 ) -> list[str]:
     """What is wrong with the arrows, one sentence each. Empty: nothing."""
-    wrong = [f"the room {room!r} has no place in ORDER" for room in sorted({r for p in found for r in p} - LEVEL.keys())]
+    wrong = [
+        f"the room {room!r} has no place in ORDER" for room in sorted({r for p in found for r in p} - LEVEL.keys())
+    ]
     used: set[tuple[str, str]] = set()
     kept: dict[str, set[str]] = defaultdict(set)
     for (room, other), files in sorted(found.items()):

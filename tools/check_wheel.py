@@ -1,0 +1,38 @@
+"""Does a wheel hold all that Carpool needs at run time?
+
+    python -m tools.check_wheel dist/carpool-0.1.0-py3-none-any.whl
+
+Compares the wheel with the source tree: every file of `carpool/` must be in it, Python or not.
+"""
+
+from __future__ import annotations
+
+import sys
+import zipfile
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1] / "carpool"
+LEFT_OUT = {".pyc"}
+
+
+def missing(wheel: Path) -> list[str]:
+    """Files of the package that the wheel lacks."""
+    with zipfile.ZipFile(wheel) as archive:
+        packed = set(archive.namelist())
+    files = (path for path in PACKAGE.rglob("*") if path.is_file() and path.suffix not in LEFT_OUT)
+    return sorted(
+        name for name in (path.relative_to(PACKAGE.parent).as_posix() for path in files) if name not in packed
+    )
+
+
+def main() -> int:
+    absent = missing(Path(sys.argv[1]))
+    if absent:
+        print(
+            f"the wheel lacks {', '.join(absent)}: see tool.setuptools.package-data in pyproject.toml", file=sys.stderr
+        )
+    return bool(absent)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
