@@ -38,7 +38,17 @@ ORDER: tuple[tuple[str, ...], ...] = (
 LEVEL = {room: number for number, line in enumerate(ORDER) for room in line}
 
 # (file, room): imports against the order.
-EXCEPTIONS: frozenset[tuple[str, str]] = frozenset()
+EXCEPTIONS: frozenset[tuple[str, str]] = frozenset(
+    {
+        ("memory/keep.py", "transport"),
+        ("observe/stats.py", "ride"),
+        ("parallel/gradients.py", "moe"),
+        ("placement/objective.py", "routing"),
+        ("placement/volume.py", "routing"),
+        ("ride/function.py", "schedule"),
+        ("ride/operator.py", "schedule"),
+    }
+)
 
 
 def room_of(module: str) -> str:
@@ -163,7 +173,7 @@ def main() -> int:
     wrong = problems(found)
     for sentence in wrong:
         print(sentence, file=sys.stderr)
-    if not wrong and "--check" not in sys.argv:
+    if "--check" not in sys.argv:
         PICTURE.write_text(draw(found))
         print(f"wrote {PICTURE.name}: {len({room for pair in found for room in pair})} rooms, {len(found)} arrows")
     return bool(wrong)

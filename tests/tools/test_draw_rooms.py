@@ -1,0 +1,52 @@
+"""The tool that draws the rooms sees every import that can run, and refuses circles and imports of rooms above."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tools.draw_rooms import arrows, draw, imports, problems
+
+SOURCE = """
+from typing import TYPE_CHECKING
+import carpool.layout
+from carpool import moe
+from carpool.ride.function import ride
+if TYPE_CHECKING:
+    from carpool.hf import rides
+def later():
+    from carpool.train.run import loop
+"""
+
+
+def test_every_import_that_runs_counts() -> None:
+    assert list(imports(SOURCE)) == ["carpool.layout", "carpool.moe", "carpool.ride.function", "carpool.train.run"]
+
+
+def test_arrows_up_and_circles_are_refused(tmp_path: Path) -> None:
+    files = {
+        "layout/a.py": "from carpool.hf import b",
+        "hf/b.py": "from carpool.layout import a",
+        "routing/c.py": "from carpool.transport import d",
+        "transport/d.py": "from carpool.routing import c",
+        "attic/e.py": "from carpool.layout import a",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    wrong = problems(arrows(tmp_path), frozenset({("cli/gone.py", "hf")}))
+    assert wrong == [
+        "the room 'attic' has no place in ORDER",
+        "layout imports hf, which is above it: layout/a.py",
+        "a circle: hf -> layout -> hf",
+        "a circle: routing -> transport -> routing",
+        "the exception ('cli/gone.py', 'hf') is not needed any more: delete it",
+    ]
+    found = {("layout", "hf"): ["layout/a.py"], ("hf", "layout"): ["hf/b.py"]}
+    assert problems(found, frozenset({("layout/a.py", "hf")})) == []
+
+
+def test_the_picture_has_every_room() -> None:
+    found = arrows()
+    picture = draw(found)
+    for room in {room for pair in found for room in pair}:
+        assert f">{room}</text>" in picture
