@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from carpool.layout import ExpertLayout
+from carpool.layout.topology import Topology
 from carpool.placement.adopt import decide, moved_bytes
 from carpool.placement.policies import (
     POLICIES,
@@ -103,7 +104,7 @@ def test_eplb_fills_all_slots_whatever_they_cost() -> None:
     assert found.num_replicas == 8 and all(0 in slots for slots in found.slots)
     load_W = dear.rank_loads(HOT, held(found))
     assert load_W.max() / load_W.mean() < 1.1 and eplb(HOT, PLAIN, 0).num_replicas == 0
-    nodes = LoadModel(num_nodes=2)
+    nodes = LoadModel(topology=Topology.even(4, 2))
     assert held(eplb(HOT, PLAIN, 1, nodes))[:, :2].any(1).sum() == 4, "an expert stays on its node"
 
 
