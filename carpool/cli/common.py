@@ -50,10 +50,14 @@ def require(packages: tuple[str, ...]) -> None:
 def errors(debug: bool) -> Iterator[None]:
     """Turns what a user can put right into one line, and a failed rank into its traceback and one message."""
     from carpool.train.launch.failure import Interrupted, RankFailure
+    from carpool.train.launch.stopping import Stopped
     from carpool.train.launch.worker import is_user_error
 
     try:
         yield
+    except Stopped as stopped:
+        typer.echo(str(stopped), err=True)
+        raise typer.Exit(stopped.exit_code) from None
     except RankFailure as failure:
         if failure.traceback and (debug or not failure.user_error):
             typer.echo(failure.traceback, err=True)

@@ -126,6 +126,9 @@ def _ended(
 ) -> Check:
     name = "Ended"
     done = f"{summary.steps} of {planned} steps" if planned else f"{summary.steps} steps"
+    if stopped is not None and stopped.signal is not None:
+        told = f"{stopped.signal} ended it after a checkpoint of step {stopped.step}"
+        return Check(name, "look", told, "Go on from there with training.resume_from_checkpoint=last.")
     if stopped is not None:
         # The error itself says what to do.
         why = stopped.why.rstrip(".")

@@ -218,10 +218,11 @@ class LayerLayout(Record):
 
 
 class Stopped(Record):
-    """The error that ended a run."""
+    """What ended a run before its last step: an error, or a signal, after a checkpoint."""
 
     step: int
     why: str = ""
+    signal: str | None = None
 
 
 # summary.json

@@ -66,6 +66,12 @@ NO_EVALS = {"first_eval_loss": None, "final_eval_loss": None}
         ({}, {"finished": False, "planned": 60}, "look", "not finished, 40 of 60 steps so far"),
         ({}, {"planned": 60}, "look", "stopped early, 40 of 60 steps"),
         ({}, {"planned": 60, "stop_at": 40}, "good", ""),
+        (
+            {},
+            {"finished": False, "stopped": Stopped(step=41, why="x", signal="SIGTERM")},
+            "look",
+            "SIGTERM ended it after a checkpoint of step 41",
+        ),
         ({}, {"finished": False, "stopped": Stopped(step=41, why="x")}, "bad", "an error ended it in step 41"),
         ({"loss": lambda s: None if s == 7 else 3.0}, {}, "bad", "loss is no finite number in 1 step, first in step 7"),
         ({"grad_norm": lambda s: math.inf if s > 38 else 1.0}, {}, "bad", "norm is no finite number in 2 steps"),

@@ -9,7 +9,8 @@ import sys
 from typing import Any
 
 from carpool.train.config import load_config
-from carpool.train.launch.start import Interrupted, RankFailure, run
+from carpool.train.launch.start import Interrupted, RankFailure, Stopped, run
+from carpool.train.launch.stopping import EXIT_STOPPED
 
 
 def main() -> None:
@@ -18,9 +19,10 @@ def main() -> None:
     word: dict[str, Any] = {"word": words[0]} if words else {}
     try:
         run(config, f"tests.train.launch_entries:{entry}", folder=folder, **word)
-    except (RankFailure, Interrupted) as error:
+    except (RankFailure, Interrupted, Stopped) as error:
         print(f"{type(error).__name__}: {error}", flush=True)
-        sys.exit(128 + error.signum if isinstance(error, Interrupted) else 1)
+        codes = {RankFailure: 1, Stopped: EXIT_STOPPED}
+        sys.exit(128 + error.signum if isinstance(error, Interrupted) else codes[type(error)])
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from carpool.train.config import Config
+from carpool.train.launch.stopping import Stopped, StopRequest
 
 
 def report_in(config: Config, folder: str, word: str) -> None:
@@ -33,6 +34,24 @@ def exchange_forever(config: Config, folder: str) -> None:
         if step == 3:
             Path(folder, f"pid{dist.get_rank()}").write_text(str(os.getpid()))
         time.sleep(0.005)
+
+
+def until_asked(config: Config, folder: str, word: str = "") -> None:
+    """Steps without end, until all agree that one of them was asked to stop. With a word, none does."""
+    with StopRequest() as stop:
+        step = 0
+        while True:
+            step += 1
+            signum = torch.tensor(stop.signum)
+            dist.all_reduce(signum, op=dist.ReduceOp.MAX)
+            if step == 3:
+                Path(folder, f"pid{dist.get_rank()}").write_text(str(os.getpid()))
+            if signum:
+                Path(folder, f"asked{dist.get_rank()}").write_text(str(step))
+            if signum and not word:
+                dist.barrier()
+                raise Stopped(f"stopped by signal {int(signum)}")
+            time.sleep(0.005)
 
 
 def fail(config: Config, rank: int, how: str) -> None:

@@ -1,7 +1,8 @@
-"""A rank killed in mid-run, for real: the others stop, the message names it, and resuming changes nothing."""
+"""A run stopped in the middle, for real: by kill -9 of a rank, by SIGTERM. Resuming changes nothing."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -12,34 +13,29 @@ from pathlib import Path
 import psutil
 import pytest
 
+from carpool.train.launch.stopping import EXIT_STOPPED
 from tests.ranks import Ranks
 from tests.train.test_loop import MODEL, losses, start, text
 
 __all__ = ["text"]  # a fixture
 
 STEPS = 8
+LONG = ["training.max_steps=1000", "training.eval_steps=none", "training.sample_prompt=none"]
 
 
-def test_kill_9_of_one_rank(ranks: Ranks, text: list[str], tmp_path: Path) -> None:
-    settings = [
-        *text,
-        "training.max_steps=1000",
-        "training.save_steps=2",
-        "training.eval_steps=none",
-        "training.sample_prompt=none",
-    ]
-    assert start(ranks, tmp_path / "whole", [*settings, f"training.stop_at_step={STEPS}"]) == [""] * 4
+@pytest.fixture(scope="module")
+def whole(ranks: Ranks, text: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[float, float]]:
+    """Losses of the run that nothing stopped."""
+    output = tmp_path_factory.mktemp("whole") / "run"
+    settings = [*text, *LONG, "training.save_steps=none", f"training.stop_at_step={STEPS}"]
+    assert start(ranks, output, settings) == [""] * 4
+    return losses(output)
 
+
+def test_kill_9_of_one_rank(ranks: Ranks, text: list[str], whole: dict[int, float], tmp_path: Path) -> None:
+    settings = [*text, *LONG, "training.save_steps=2"]
     output = tmp_path / "killed"
-    command = [sys.executable, "-c", "from carpool.cli import main; main()", "train", *MODEL, *settings]
-    process = subprocess.Popen(
-        [*command, f"training.output_dir={output}"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        cwd=Path(__file__).resolve().parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    process = started(output, settings)
     try:
         wait_for_step(output, 3, process)
         os.kill(pid_of_rank(process.pid, 2), signal.SIGKILL)
@@ -50,13 +46,46 @@ def test_kill_9_of_one_rank(ranks: Ranks, text: list[str], tmp_path: Path) -> No
         process.kill()
     assert process.returncode != 0
     assert "rank 2" in shown and "SIGKILL" in shown and "resume_from_checkpoint=last" in shown, shown
+    assert resumed(ranks, output, settings) == whole
 
-    before = losses(output)
-    if max(before) < STEPS:
-        resumed = [*settings, f"training.stop_at_step={STEPS}", "training.resume_from_checkpoint=last"]
-        assert start(ranks, output, resumed) == [""] * 4
-    whole, after = losses(tmp_path / "whole"), losses(output)
-    assert {step: after[step] for step in whole} == whole
+
+def test_sigterm_loses_no_step(ranks: Ranks, text: list[str], whole: dict[int, float], tmp_path: Path) -> None:
+    settings = [*text, *LONG, "training.save_steps=none"]
+    output = tmp_path / "stopped"
+    process = started(output, settings)
+    try:
+        wait_for_step(output, 2, process)
+        process.send_signal(signal.SIGTERM)
+        shown, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == EXIT_STOPPED, shown
+    step = max(losses(output))
+    path = output / "checkpoints" / f"step-{step:08d}"
+    assert f"stopped by SIGTERM after step {step} of 1000; continue from {path} with the same command" in shown
+    assert "Traceback" not in shown and "error" not in shown
+    last = json.loads((output / "metrics.jsonl").read_text().splitlines()[-1])
+    assert (last["kind"], last["step"], last["signal"]) == ("stopped", step, "SIGTERM")
+    assert resumed(ranks, output, settings) == whole
+
+
+def resumed(ranks: Ranks, output: Path, settings: list[str]) -> dict[int, tuple[float, float]]:
+    """Losses of the first steps, after the run has gone on to them."""
+    if max(losses(output)) < STEPS:
+        more = [*settings, f"training.stop_at_step={STEPS}", "training.resume_from_checkpoint=last"]
+        assert start(ranks, output, more) == [""] * 4
+    return {step: value for step, value in losses(output).items() if step <= STEPS}
+
+
+def started(output: Path, settings: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "carpool", "train", *MODEL, *settings, f"training.output_dir={output}"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=Path(__file__).resolve().parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
 
 
 def wait_for_step(output: Path, step: int, process: subprocess.Popen[str]) -> None:

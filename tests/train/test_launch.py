@@ -19,6 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from carpool.train.config import Config, load_config
 from carpool.train.launch.failure import first_cause, rank_failure, resume_hint
 from carpool.train.launch.start import RankFailure, find_world, local_ranks, run
+from carpool.train.launch.stopping import EXIT_STOPPED
 from carpool.train.launch.worker import entry_name, record_error
 from carpool.train.launch.world import first_host
 from carpool.transport.nvlink import RankMissingError
@@ -61,9 +62,9 @@ def clean_environment(**extra: str) -> dict[str, str]:
     return env | {"PYTHONPATH": str(ROOT)} | extra
 
 
-def agent(*args: str, **env: str) -> subprocess.Popen[str]:
+def agent(*args: str, command: tuple[str, ...] = (), **env: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "tests.train.launch_agent", *args],
+        [*(command or (sys.executable,)), "-m", "tests.train.launch_agent", *args],
         cwd=ROOT,
         env=clean_environment(**env),
         stdout=subprocess.PIPE,
@@ -158,6 +159,64 @@ def test_ctrl_c_ends_all(tmp_path, forever):
     assert forever.returncode == 130
     assert output == f"Interrupted: stopped by Ctrl-C; no checkpoint was written to {tmp_path} yet, so start again\n"
     assert not any(map(lives, workers))
+
+
+def started(tmp_path: Path, entry: str, *words: str, command: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    """What starts two ranks, which have begun to take steps. With a command, that starts them."""
+    process = agent(entry, str(tmp_path), *words, command=command)
+    wait_for(lambda: len(pids(tmp_path)) == 2 or process.poll() is not None)
+    assert process.poll() is None, process.communicate()[0]
+    return process
+
+
+def asked(folder: Path) -> list[str]:
+    """The step at which each rank learned that it shall stop."""
+    return [path.read_text() for path in sorted(folder.glob("asked*"))]
+
+
+def test_sigterm_reaches_all_ranks_at_the_same_step(tmp_path):
+    """Also a rank that gets it twice, from outside and from the agent."""
+    process = started(tmp_path, "until_asked")
+    os.kill(pids(tmp_path)[1], signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == EXIT_STOPPED, output
+    assert output.splitlines()[-1] == "Stopped: stopped by signal 15"
+    assert len(asked(tmp_path)) == 2 and len(set(asked(tmp_path))) == 1
+    assert not any(map(lives, pids(tmp_path)))
+
+
+def test_a_second_signal_leaves_at_once(tmp_path):
+    process = started(tmp_path, "until_asked", "in vain")
+    process.send_signal(signal.SIGUSR1)
+    wait_for(lambda: len(asked(tmp_path)) == 2)
+    time.sleep(1.1)  # less would be the same wish, sent to a process group
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "SIGUSR1: the step is finished and a checkpoint written; once more to leave at once" in output
+    assert output.splitlines()[-1].startswith("Interrupted: stopped by SIGTERM; no checkpoint")
+    assert not any(map(lives, pids(tmp_path)))
+
+
+def test_sigterm_ends_at_once_what_does_not_listen(tmp_path, forever):
+    workers = pids(tmp_path)
+    forever.send_signal(signal.SIGTERM)
+    output, _ = forever.communicate(timeout=60)
+    assert forever.returncode == 128 + signal.SIGTERM
+    assert output.startswith("Interrupted: stopped by SIGTERM; ")
+    assert not any(map(lives, workers))
+
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+def test_a_signal_to_one_rank_of_torchrun_stops_both(tmp_path):
+    process = started(tmp_path, "until_asked", command=TORCHRUN)
+    os.kill(pids(tmp_path)[1], signal.SIGUSR1)
+    output, _ = process.communicate(timeout=60)
+    assert len(asked(tmp_path)) == 2 and len(set(asked(tmp_path))) == 1, output
+    assert output.count("Stopped: stopped by signal 10") >= 1
 
 
 def test_under_torchrun_this_process_is_the_rank(tmp_path):
@@ -268,6 +327,17 @@ def test_the_cause_is_told_from_its_consequences(tmp_path):
         order.append(first_cause(failures))
         del failures[order[-1]]
     assert order == [6, 2, 3, 4, 5, 7, 0, 1]
+
+
+def test_a_rank_that_got_sigterm_by_itself_is_the_cause(tmp_path):
+    """It came first, when the agent had told nobody yet to stop."""
+    lost = RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:42390")
+    failures = {1: failed(tmp_path, 1, -signal.SIGTERM), 0: failed(tmp_path, 0, 1, lost)}
+    failures[2] = failed(tmp_path, 2, -signal.SIGTERM)
+    assert first_cause(failures) == 1
+    failure = rank_failure(failures, 3, config(tmp_path), tmp_path, 0.0)
+    assert str(failure).startswith("rank 1 (pid 1001) was killed by SIGTERM; the other 2 ranks were stopped")
+    assert failure.traceback == ""
 
 
 def test_a_rank_that_merely_hangs_is_named_by_who_waited(tmp_path):

@@ -16,7 +16,8 @@ import torch.distributed as dist
 from carpool.experts import Activation, Choices
 from carpool.experts.choices import STAGES, Measured, _Problem
 from carpool.train.config import describe, load_config
-from carpool.train.run.loop import _Run
+from carpool.train.run.finish import finish
+from carpool.train.run.loop import Run
 from carpool.train.run.stages import Chosen, Shape, decide, describe_ways, explain, mean_over_ranks, read_record, recall
 from tests.ranks import Ranks
 from tests.train import test_loop
@@ -193,10 +194,10 @@ MODEL = [
 
 def run(output: str, overrides: Sequence[str]) -> list[tuple[Choices | None, bool]]:
     """On a rank: train, and give back how each layer's experts were computed."""
-    one = _Run(load_config(None, [*MODEL, *overrides, f"training.output_dir={output}"]), None, "test")
+    one = Run(load_config(None, [*MODEL, *overrides, f"training.output_dir={output}"]), None, "test")
     try:
         one.loop()
-        one.finish()
+        finish(one)
     finally:
         one.close()
     return [(own.compute.choices, own.compute.recompute) for own in one.rides]  # type: ignore[union-attr]
@@ -284,7 +285,7 @@ def test_what_is_measured_reaches_the_layers_and_the_record(ranks: Ranks, text: 
 
 
 def name_of(output: str, overrides: Sequence[str]) -> None:
-    _Run(load_config(None, [*MODEL, *overrides, f"training.output_dir={output}"]), None, "test").close()
+    Run(load_config(None, [*MODEL, *overrides, f"training.output_dir={output}"]), None, "test").close()
 
 
 def test_experts_without_stages_are_recorded_by_name(ranks: Ranks, text: list[str], tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from carpool.train.launch.stopping import Stopped
+
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -56,8 +58,10 @@ def first_cause(failures: Mapping[int, ProcessFailure]) -> int:
 
     In this order: a rank that a signal killed; one with an error of its own; one that aborted or left without a
     word; one that waited in vain for others and names them; one that lost the connection to a peer; one that was told
-    to stop.
+    to stop by SIGTERM. Nobody was told before something had failed: if a SIGTERM came first of all, it came from
+    outside.
     """
+    first = next(iter(failures))
 
     def order(rank: int) -> tuple[int, int]:
         failure = failures[rank]
@@ -65,11 +69,17 @@ def first_cause(failures: Mapping[int, ProcessFailure]) -> int:
         if error:
             kind = 3 if error["type"] == _MISSING else 4 if _is_consequence(error) else 1
             return kind, int(error.get("time_ns", 0))
-        if failure.exitcode == -signal.SIGTERM:
+        if failure.exitcode == -signal.SIGTERM and rank != first:
             return 5, 0
         return (0 if failure.exitcode < 0 and failure.exitcode != -signal.SIGABRT else 2), 0
 
     return min(failures, key=order)
+
+
+def stopped_text(failures: Mapping[int, ProcessFailure]) -> str | None:
+    """What the ranks say if they have stopped because they were asked to, after a checkpoint; None if they failed."""
+    error = _error_of(failures[first_cause(failures)])
+    return str(error["text"]) if error.get("type") == Stopped.__name__ else None
 
 
 def _error_of(failure: ProcessFailure) -> dict[str, Any]:

@@ -31,11 +31,12 @@ from pathlib import Path
 from typing import Any
 
 from carpool.train.config import Config
-from carpool.train.launch.failure import Interrupted, RankFailure, rank_failure, resume_hint
+from carpool.train.launch.failure import Interrupted, RankFailure, rank_failure, resume_hint, stopped_text
+from carpool.train.launch.stopping import LISTENERS, Relay, Stopped
 from carpool.train.launch.worker import entry_name, find_entry, record_error, run_rank
 from carpool.train.launch.world import World, find_world
 
-__all__ = ["Interrupted", "RankFailure", "World", "find_world", "local_ranks", "run", "use_cuda"]
+__all__ = ["Interrupted", "RankFailure", "Stopped", "World", "find_world", "local_ranks", "run", "use_cuda"]
 
 CPU_RANKS = 4
 # How long ranks that were told to stop may take before they are killed.
@@ -56,6 +57,7 @@ def run(config: Config, entry: Callable[..., None] | str, *, debug: bool = False
         ValueError: the degrees of parallelism do not fit the ranks, or there are too few GPUs.
         RankFailure: a rank failed (only where this process started the ranks; otherwise the error itself).
         Interrupted: a signal ended the run (likewise).
+        Stopped: SIGTERM or SIGUSR1 ended the run, after a checkpoint (`carpool.train.launch.stopping`).
     """
     name = entry if isinstance(entry, str) else entry_name(entry)
     world = find_world(os.environ)
@@ -135,19 +137,32 @@ def _start(config: Config, entry: str, kwargs: dict[str, Any], ranks: int, debug
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=str(Path(folder) / "logs"), redirects=redirects),
         )
+        # It writes them into the environment. SIGTERM is the relay's.
+        launch_config.signals_to_handle = "SIGINT,SIGHUP,SIGQUIT"
         if hasattr(launch_config, "shutdown_timeout"):
             launch_config.shutdown_timeout = _STOP_SECONDS
         worker = ("-P", "-m", "carpool.train.launch.worker", str(job))
-        with _environment(_worker_environment(ranks)), _signals_restored(), _quiet_agent(debug):
+        listeners, relayed = Path(folder) / "listeners", [0]
+
+        def leave(signum: int) -> None:
+            relayed[0] = signum
+            # What the ranks are sent: they would note a SIGTERM and go on to the end of the step.
+            raise SignalException(f"signal {signum}", sigval=signal.SIGKILL)
+
+        variables = {**_worker_environment(ranks), LISTENERS: str(listeners), "TORCHELASTIC_SIGNALS_TO_HANDLE": ""}
+        with _environment(variables), _signals_restored(), _quiet_agent(debug), Relay(listeners, ranks, leave):
             try:
                 elastic_launch(launch_config, sys.executable)(*worker)
             except ChildFailedError as failed:
                 _show_cursor()
+                if (text := stopped_text(failed.failures)) is not None:
+                    raise Stopped(text) from None
                 raise rank_failure(failed.failures, ranks, config, Path(folder) / "logs", started) from None
             except SignalException as stopped:
                 _show_cursor()
-                name = "Ctrl-C" if stopped.sigval == signal.SIGINT else signal.Signals(stopped.sigval).name
-                raise Interrupted(f"stopped by {name}; {resume_hint(config)}", int(stopped.sigval)) from None
+                signum = relayed[0] or int(stopped.sigval)
+                name = "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
+                raise Interrupted(f"stopped by {name}; {resume_hint(config)}", signum) from None
 
 
 def _worker_environment(ranks: int) -> dict[str, str]:
@@ -181,7 +196,7 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 @contextlib.contextmanager
 def _signals_restored() -> Iterator[None]:
     """The agent installs signal handlers and leaves them behind."""
-    names = [name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT") if hasattr(signal, name)]
+    names = [name for name in ("SIGTERM", "SIGUSR1", "SIGINT", "SIGHUP", "SIGQUIT") if hasattr(signal, name)]
     before = {name: signal.getsignal(getattr(signal, name)) for name in names}
     try:
         yield

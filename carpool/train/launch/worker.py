@@ -25,6 +25,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from carpool.train.launch.stopping import Stopped
+
 if TYPE_CHECKING:
     from carpool.train.config import Config
 
@@ -51,7 +53,7 @@ def main() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         # Not sys.exit: it waits for threads, and one that is stuck in a collective would keep this rank alive.
-        os._exit(1)
+        os._exit(error.exit_code if isinstance(error, Stopped) else 1)
 
 
 def run_rank(config: Config, entry: Callable[..., None], kwargs: dict[str, Any]) -> None:

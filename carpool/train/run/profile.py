@@ -30,7 +30,7 @@ from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.resume import checkpoint_to_resume
 from carpool.train.config import Config
 from carpool.train.run.files import CONFIG, INFO, LAYOUT, METRICS
-from carpool.train.run.loop import _Run
+from carpool.train.run.loop import Run
 
 PROFILE = "profile"
 
@@ -55,7 +55,7 @@ def profile(config: Config, *, steps: int = 5, compare: str | None = None, comma
         recorded.mkdir(parents=True, exist_ok=True)
         _remove_old(recorded)
     dist.barrier()
-    run = _Run(_as_profiled(config, folder, recorded), None, command)
+    run = Run(_as_profiled(config, folder, recorded), None, command)
     try:
         own, plain_ms = _record(run, steps, recorded)
         everyone: list[Any] = [None] * run.world
@@ -103,7 +103,7 @@ def _as_profiled(config: Config, folder: Path, recorded: Path) -> Config:
     return config.model_copy(update={"training": training.model_copy(update=changed)})
 
 
-def _record(run: _Run, steps: int, recorded: Path) -> tuple[RankNumbers, float | None]:
+def _record(run: Run, steps: int, recorded: Path) -> tuple[RankNumbers, float | None]:
     """Run the steps, write this rank's trace, and measure it. Also the milliseconds of the last step of which the
     profiler saw nothing; None if there is none besides the very first."""
     cuda = run.device.type == "cuda"
@@ -146,7 +146,7 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _write(run: _Run, found: Profile, folder: Path, compare: str | None) -> None:
+def _write(run: Run, found: Profile, folder: Path, compare: str | None) -> None:
     recorded, say = folder / PROFILE, run.display.say
     save_profile(found, recorded / "profile.json")
     files = {rank: recorded / f"rank{rank}.json.gz" for rank in range(run.world)}

@@ -9,11 +9,15 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from carpool.train.run.files import METRICS
+
+# Bytes of records that wait for a disk; beyond, they are dropped and counted.
+_MOST_WAITING = 64 << 20
 
 
 def check_trackers(report_to: Sequence[str]) -> None:
@@ -31,42 +35,120 @@ def check_trackers(report_to: Sequence[str]) -> None:
 class Recorder:
     """Appends records to a run directory and passes them on. On other ranks than 0 it does nothing.
 
+    A disk that is full or a folder that was deleted ends no run: the first write that fails is said, lines wait in
+    memory, and each further write tries again. `lost` has what was not saved in the end.
+
     Args:
         folder: the run directory; it exists.
         main: whether this is rank 0.
         report_to: names that transformers knows, such as "tensorboard".
         settings: the configuration, for the trackers' overview.
         max_steps: for the trackers.
+        say: shows a line to the user.
+        restore: writes the run directory's other files again, after it was deleted.
 
     Raises:
         ValueError: a tracker whose package is missing.
     """
 
     def __init__(
-        self, folder: Path, main: bool, report_to: Sequence[str], settings: dict[str, Any], max_steps: int
+        self,
+        folder: Path,
+        main: bool,
+        report_to: Sequence[str],
+        settings: dict[str, Any],
+        max_steps: int,
+        *,
+        say: Callable[[str], None] = print,
+        restore: Callable[[], None] = lambda: None,
     ) -> None:
-        self._main = main
+        self._path, self._main, self._say, self._restore = folder / METRICS, main, say, restore
         self._trackers = _Trackers(folder, report_to, settings, max_steps) if main and report_to else None
+        self._file: FileIO | None = None
+        self._waiting, self._error = b"", ""
+        self._last_step, self._dropped = 0, 0
+        self._deleted_after: int | None = None
         if main:
-            _cut_partial_line(folder / METRICS)
-        self._file = (folder / METRICS).open("a", encoding="utf-8") if main else None
+            _cut_partial_line(self._path)
+            self._file = FileIO(self._path, "a")
 
     def write(self, kind: str, step: int, **fields: Any) -> None:
-        """One line of metrics, on disk when this returns."""
-        if self._file is None:
+        """One line of metrics, in the file when this returns, unless that failed."""
+        if not self._main:
             return
         # Numbers that are no numbers are legal here but no JSON: they are written as null.
         line = json.dumps(_finite({"kind": kind, "step": step, "time": time.time(), **fields}), allow_nan=False)
-        self._file.write(line + "\n")
-        self._file.flush()
+        self._waiting += line.encode() + b"\n"
+        self._write_waiting()
+        self._last_step = step
         if self._trackers is not None and kind in ("train", "eval"):
-            self._trackers.log(step, _flatten(kind, fields))
+            try:
+                self._trackers.log(step, _flatten(kind, fields))
+            except Exception as error:  # whatever theirs raise; no run ends for it
+                self._say(f"warning: trackers get no more numbers after step {step}: {error}")
+                self._trackers = None
+
+    def lost(self) -> list[str]:
+        """What is not in the file, as sentences; none if all is."""
+        found = []
+        if self._deleted_after is not None:
+            found.append(
+                f"{self._path} was deleted while the run went on, and with it the records up to step "
+                f"{self._deleted_after}"
+            )
+        if self._waiting or self._dropped:
+            count = self._waiting.count(b"\n") + self._dropped
+            found.append(f"{count} records could not be written to {self._path} ({self._error})")
+        return found
 
     def close(self) -> None:
+        if self._main:
+            self._write_waiting()
         if self._file is not None:
             self._file.close()
+            self._file, self._main = None, False
         if self._trackers is not None:
             self._trackers.close()
+            self._trackers = None
+
+    def _write_waiting(self) -> None:
+        try:
+            self._open_if_gone()
+            assert self._file is not None
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+        except OSError as error:
+            if not self._error:
+                self._say(
+                    f"warning: {self._path} cannot be written ({error.strerror}); the run goes on and tries again "
+                    "with each record"
+                )
+            self._error = error.strerror or str(error)
+            if len(self._waiting) > _MOST_WAITING:
+                self._dropped += self._waiting.count(b"\n")
+                self._waiting = b""
+        else:
+            if self._error and not self._dropped:
+                self._say(f"{self._path} can be written again; nothing is missing")
+            self._error = self._error if self._dropped else ""
+
+    def _open_if_gone(self) -> None:
+        """A file that was deleted takes what is written to it without an error, and nobody can read it."""
+        try:
+            if self._file is not None and os.path.samestat(os.stat(self._path), os.fstat(self._file.fileno())):
+                return
+        except FileNotFoundError:
+            pass
+        if self._file is not None:
+            self._file.close()
+            self._file, self._deleted_after = None, self._last_step
+            self._say(
+                f"warning: {self._path} was deleted while the run goes on: the records up to step {self._last_step} "
+                "are lost. It is written anew from here"
+            )
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._restore()
+        self._file = FileIO(self._path, "a")
 
 
 def _cut_partial_line(path: Path) -> None:

@@ -33,10 +33,11 @@ from carpool.train.config.schema import Config
 from carpool.train.data.corpus import prepare
 from carpool.train.data.loader import EvalLoader, TrainLoader
 from carpool.train.data.tokenizer import load_tokenizer
+from carpool.train.launch.stopping import StopRequest
 from carpool.train.launch.watchdog import Watchdog
 from carpool.train.moving.runtime import Placement, first_layouts
 from carpool.train.moving.solve import facts_of
-from carpool.train.run.about import say_hello, write_run
+from carpool.train.run.about import say_hello, write_files, write_run
 from carpool.train.run.display import Display
 from carpool.train.run.environment import peak_memory
 from carpool.train.run.flops import flops_per_token, model_size, peak_flops
@@ -238,7 +239,7 @@ class Setup:
             state = load(resume, self.model, self.optimizer, from_logical=from_logical)
             self.step, self.totals, self.losses = state["step"], state["totals"], state["losses"]
             self.loader.load_state_dict(state["loader"])
-        self.start = self.step
+        self.start = self.saved_at = self.step
         self.last_step = min(training.max_steps, training.stop_at_step or training.max_steps)
         if self.step >= self.last_step:
             raise ValueError(
@@ -253,12 +254,23 @@ class Setup:
         self.flops = flops_per_token(self.size, config.data.sequence_length)
         self.peak, self.peak_source = peak_flops(self.device, training.peak_flops)
         self.step_records: list[dict[str, Any]] = []
+        self.stop = StopRequest()
+        # What could not be written so far and may be yet, by name.
+        self.unwritten: dict[str, str] = {}
 
         if self.main:
             self.folder.mkdir(parents=True, exist_ok=True)
         dist.barrier()
         settings = config.model_dump(mode="json")
-        self.recorder = Recorder(self.folder, self.main, training.report_to, settings, training.max_steps)
+        self.recorder = Recorder(
+            self.folder,
+            self.main,
+            training.report_to,
+            settings,
+            training.max_steps,
+            say=lambda text: self.display.say(text),
+            restore=lambda: write_files(self, self.info),
+        )
         self.display = Display(self.main, training.max_steps, self.step)
         self.info = write_run(self, command, resume)
         self.recorder.write("layout", self.step, **current_layouts(self.model).to_dict())

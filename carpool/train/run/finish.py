@@ -1,0 +1,163 @@
+"""Checkpoints while a run goes on, and its end: the last step, or a signal.
+
+A checkpoint that cannot be written (a full disk, a folder that became read-only) ends no run: it is said, training goes
+on, and the next one may succeed. What is still unwritten at the end makes the run fail with the list of it.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from carpool.hf.expert_parallel import buffers_of_rides
+from carpool.hf.layouts import is_logical, logical_order
+from carpool.report import text_block
+from carpool.report.schema import Train
+from carpool.report.steps import summarise_steps
+from carpool.train.checkpoints.export import export_pretrained
+from carpool.train.checkpoints.files import CheckpointWriteError
+from carpool.train.checkpoints.ranks import gather
+from carpool.train.launch.stopping import Stopped
+from carpool.train.run.evaluate import evaluate
+from carpool.train.run.files import SUMMARY, replace_text
+from carpool.train.run.probe import compare, summarise
+
+if TYPE_CHECKING:
+    from carpool.train.run.loop import Run
+
+
+class UnwrittenError(OSError):
+    """A run came to its end, but some of it is not on the disk."""
+
+
+def save(run: Run) -> Path | None:
+    """Write a checkpoint of the step; None, on all ranks, if it could not be written. Collective."""
+    state = {
+        "totals": run.totals,
+        "losses": run.losses,
+        "loader": run.loader.state_dict(),
+        "placement": run.placement.state(),
+    }
+    to_logical = None if is_logical(run.model) else partial(logical_order, run.model)
+    try:
+        saved = run.checkpoints.save(
+            run.step,
+            run.model,
+            run.optimizer,
+            state,
+            to_logical=to_logical,
+            write_files=run.placement.write_files,
+        )
+    except CheckpointWriteError as error:
+        run.unwritten["checkpoint"] = str(error)
+        run.display.say(f"warning: step {run.step}: {error}")
+        return None
+    run.unwritten.pop("checkpoint", None)
+    run.saved_at = run.step
+    path = str(saved.path.relative_to(run.folder))
+    run.recorder.write("checkpoint", run.step, path=path, bytes=saved.bytes, seconds=saved.seconds)
+    run.display.say(f"step {run.step}: checkpoint {saved.path}")
+    return saved.path
+
+
+def leave(run: Run, signum: int) -> None:
+    """End the run after this step, because a rank was asked to by a signal. Collective.
+
+    Raises:
+        Stopped: there is a checkpoint of this step.
+        UnwrittenError: there is none.
+    """
+    name = signal.Signals(signum).name
+    run.display.say(f"step {run.step}: {name}: writing a checkpoint, then leaving")
+    path = save(run) if run.saved_at != run.step else run.checkpoints.latest()
+    check_written(run)
+    run.display.close()
+    raise Stopped(
+        f"stopped by {name} after step {run.step} of {run.config.training.max_steps}; continue from {path} with the "
+        "same command and training.resume_from_checkpoint=last",
+        name,
+    )
+
+
+def finish(run: Run) -> None:
+    """What comes after the last step. Collective.
+
+    Raises:
+        UnwrittenError: something could not be written. All that could be is.
+    """
+    training = run.config.training
+    run.placement.finish(run.step)
+    evaluate(run)
+    if run.saved_at != run.step:
+        save(run)
+    if training.save_pretrained and run.step == training.max_steps:
+        _export(run)
+    comparison = _compare(run)
+    run.display.close()
+    summary = _summary(run, comparison)
+    if run.main:
+        try:
+            replace_text(run.folder / SUMMARY, json.dumps(summary, indent=1) + "\n")
+        except OSError as error:
+            run.unwritten["summary"] = f"{run.folder / SUMMARY} was not written: {error.strerror}"
+        run.display.say("")
+        run.display.say(text_block(summary, run.info, run.step_records))
+    check_written(run)
+    run.display.say(f"\nrun directory: {run.folder}   report: carpool report {run.folder}")
+
+
+def check_written(run: Run) -> None:
+    """Raise UnwrittenError, on all ranks alike, if something of the run is not on the disk. Collective."""
+    missing = gather([*run.unwritten.values(), *run.recorder.lost()])[0]
+    if missing:
+        raise UnwrittenError(f"the run came to step {run.step}, but not all of it was written: {'; '.join(missing)}")
+
+
+def _export(run: Run) -> None:
+    to_logical = None if is_logical(run.model) else partial(logical_order, run.model)
+    try:
+        exported = export_pretrained(run.model, run.folder / "model", to_logical=to_logical)
+    except CheckpointWriteError as error:
+        run.unwritten["model"] = str(error)
+        run.display.say(f"warning: {error}")
+        return
+    run.display.say(f"model for transformers: {exported}")
+
+
+def _compare(run: Run) -> dict[str, Any] | None:
+    """Step times of this run's transport beside another's, if one was asked for."""
+    if run.compare_with is None:
+        return None
+    layer = run.rides[0]
+    ours = layer.transport.name if layer.transport is not None else layer.requested
+    batches = [run.to_device(batch) for batch in next(run.loader)]
+    run.display.say(f"comparing {ours} with {run.compare_with} in interleaved probe steps")
+    result = compare(
+        run.model,
+        (ours, run.compare_with),
+        lambda: run.objective.backward(batches),
+        run.metrics,
+        run.config.training.compare_repetitions,
+        run.device,
+        run.options,
+    )
+    for name, values in result.items():
+        run.recorder.write("probe", run.step, transport=name, **values)
+    return summarise(result, ours, run.compare_with)
+
+
+def _summary(run: Run, comparison: dict[str, Any] | None) -> dict[str, Any]:
+    return {
+        "steps": run.step,
+        **run.totals,
+        **run.losses,
+        **summarise_steps([Train.model_validate(r) for r in run.step_records], {run.start + 1}),
+        "num_experts_per_tok": run.top_k,
+        "compare": comparison,
+        "exact": run.info["exact"],
+        "lossy_reasons": run.info["lossy_reasons"],
+        "buffer_bytes": sum(buffers.size for buffers in buffers_of_rides(run.rides)),
+    }
