@@ -84,21 +84,21 @@ def balanced_choices(tokens: int, experts: int, top_k: int, generator: torch.Gen
 
 
 class Balanced:
-    """Stands before the rides of a layer (`carpool.hf.expert_parallel.Limit`) and gives tokens other experts.
+    """Stands before the rides of a layer (`carpool.hf.expert_parallel.RouterLimit`) and gives tokens other experts.
 
     The choices of a few steps are dealt beforehand, as choosing is not what is timed, and used in turn."""
 
     def __init__(self, own: ExpertRides, choices: list[torch.Tensor]) -> None:
         self.own, self.choices, self.used = own, choices, 0
-        own.limit = self
+        own.router_limit = self
 
-    def before_ride(self, routing: Routing) -> tuple[Routing, None]:
+    def before_ride(self, routing: Routing) -> Routing:
         expert_TK = self.choices[self.used % len(self.choices)]
         self.used += 1
-        return Routing(expert_TK, routing.weight_TK), None
+        return Routing(expert_TK, routing.weight_TK)
 
     def remove(self) -> None:
-        self.own.limit = None
+        self.own.router_limit = None
 
 
 class RoutingContest(Contest):

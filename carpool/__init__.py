@@ -8,11 +8,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from carpool.layer.gradients import reduce_gradients
     from carpool.layout import ExpertLayout, assign
     from carpool.layout.layouts import Layouts
     from carpool.memory.recompute import keep_rides
     from carpool.moe import MoE
-    from carpool.parallel.gradients import reduce_gradients
     from carpool.routing import Router, Routing
     from carpool.schedule import Schedule
 
@@ -39,7 +39,7 @@ _PLACES = {
     "Schedule": "schedule",
     "assign": "layout",
     "keep_rides": "memory.recompute",
-    "reduce_gradients": "parallel.gradients",
+    "reduce_gradients": "layer.gradients",
 }
 
 

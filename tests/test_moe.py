@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 import carpool
 from carpool import ExpertLayout, Routing
 from carpool.experts import Choices, GroupedExperts
+from carpool.layer.state import gather_homes
 from carpool.memory.recompute import KeptRides
-from carpool.moe import gather_homes
 from carpool.placement import predict
 from carpool.ride.hooks import Beside
 from carpool.transport import TRANSPORTS
@@ -84,8 +84,8 @@ def test_it_also_works_alone() -> None:
     y.sum().backward()
     stats = moe.stats()
     assert (stats.tokens, stats.copies_per_token, stats.rows_remote) == (5, 1.0, 0)
-    assert sum(stats.load_E) == 5 * K and moe.stats_counter.traffic.remote(moe.stats_counter.traffic.bytes) == 0
-    assert set(moe.stats_counter.meter.milliseconds()) == {"dispatch", "experts", "combine"}
+    assert sum(stats.load_E) == 5 * K and moe.core.stats.traffic.remote(moe.core.stats.traffic.bytes) == 0
+    assert set(moe.core.stats.meter.milliseconds()) == {"dispatch", "experts", "combine"}
     assert repr(moe).startswith("MoE(\n  layout=contiguous, transport=dedup, experts=grouped")
 
 
@@ -153,10 +153,10 @@ def test_a_ride_comes_to_its_end_whatever_gradients_are_wanted(wanted: str) -> N
     x = torch.randn(6, H, requires_grad=True)
     leaves = {"experts": list(moe.expert_parameters()), "x": [x], "all": [x, *moe.parameters()]}
     everything = dict(zip(leaves["all"], torch.autograd.grad(moe(x).square().sum(), leaves["all"]), strict=True))
-    moe.stats_counter.beside = Told()
+    moe.core.stats.beside = Told()
     for gradient, leaf in zip(torch.autograd.grad(moe(x).square().sum(), leaves[wanted]), leaves[wanted], strict=True):
         assert torch.equal(gradient, everything[leaf])
-    assert moe.stats_counter.beside.ended == 1
+    assert moe.core.stats.beside.ended == 1
 
 
 @pytest.mark.parametrize("experts", ["grouped", "reference"])
@@ -337,7 +337,7 @@ def checkpointed(layout: str, transport: str) -> list[str]:
             wrong.append(f"drops counted again under {how}")
         moe.update_bias()
         gradients = [x.grad, *(p.grad for p in (*outer.parameters(), *moe.parameters()))]
-        return [y.detach(), *gradients, moe.router.bias_E], stats, moe.stats_counter, float(aux.detach())
+        return [y.detach(), *gradients, moe.router.bias_E], stats, moe.core.stats, float(aux.detach())
 
     plain, stats, counter, aux = run(None)
     for how in ways:
@@ -468,7 +468,7 @@ def counters() -> dict[str, Any]:
         seen.append(moe.routing.expert_TK)
         share = moe.routing.weight_TK / moe.routing.weight_TK.sum(1, keepdim=True).clamp(min=1e-20)
         entropy += -sum(s * math.log(s) for s in share.flatten().tolist() if s > 0)
-    stats, counter = moe.stats(reset=True), moe.stats_counter
+    stats, counter = moe.stats(reset=True), moe.core.stats
     after = moe.stats()
     assert (after.tokens, after.rows_dispatched, after.dropped, sum(after.load_E)) == (0, 0, 0, 0)
     assert counter.entropy.item() == 0 and not any(counter.traffic.baseline.values())
@@ -493,7 +493,7 @@ def test_entropy_counts_choices_that_exist() -> None:
     moe = carpool.MoE(H, F, EXPERTS, K)
     expert_TK = torch.tensor([[0, 1, -1], [2, -1, -1], [-1, -1, -1], [3, 4, 5]], dtype=torch.int32)
     moe(torch.randn(4, H), routing=Routing(expert_TK, torch.full((4, 3), 0.7)))
-    assert moe.stats_counter.entropy.item() == pytest.approx(math.log(2) + math.log(3), rel=1e-6)
+    assert moe.core.stats.entropy.item() == pytest.approx(math.log(2) + math.log(3), rel=1e-6)
 
 
 def switched() -> bool:

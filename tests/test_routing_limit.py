@@ -129,7 +129,7 @@ def test_whatever_the_scores(options: LimitOptions) -> None:
         limit = RoutingLimit(options, layout.num_ranks, 0, similarity_EE)
         expert_TK, serving_TW = limit.choose(score_TE, share_TE, 5, layout)
         assert (expert_TK.sort(1).values.diff(dim=1) > 0).all()
-        slot_TK = assign(Routing(expert_TK.int(), None), layout, 0, serving_TW)
+        slot_TK = assign(Routing(expert_TK.int(), None, serving_TW), layout, 0)
         assert (slot_TK >= 0).all()
         rank_TK = slot_TK.div(layout.slots_per_rank, rounding_mode="floor")
         assert (layout.expert_WS.flatten()[slot_TK.long()] == expert_TK).all()
@@ -176,7 +176,7 @@ def test_topology_cap(cap: float, rank: int) -> None:
 def test_a_cap_serves_replicas_inside_the_node() -> None:
     layout = ExpertLayout.contiguous(8, 4).with_replicas([(6, 0)])
     serving_TW = torch.tensor([[True, True, False, False]])
-    slot_TK = assign(Routing(torch.tensor([[6, 7, -1, 2]], dtype=torch.int32), None), layout, 1, serving_TW)
+    slot_TK = assign(Routing(torch.tensor([[6, 7, -1, 2]], dtype=torch.int32), None, serving_TW), layout, 1)
     assert layout.slots_per_rank == 3
     assert slot_TK.tolist() == [[2, 10, -1, 3]]
 
@@ -235,7 +235,7 @@ def test_nothing_is_read_from_the_device(options: LimitOptions) -> None:
     score_TE = torch.empty(64, 48, device="meta")
     limit = RoutingLimit(options, 4, 1, torch.empty(48, 48, device="meta"))
     expert_TK, serving_TW = limit.choose(score_TE, score_TE, 5, layout)
-    assert assign(Routing(expert_TK.int(), None), layout, 1, serving_TW).shape == (64, 5)
+    assert assign(Routing(expert_TK.int(), None, serving_TW), layout, 1).shape == (64, 5)
     weight_TK = torch.empty(64, 5, device="meta")
     assert drop_outside(limit, expert_TK.int(), weight_TK, layout)[1].shape == (64, 5)
 
@@ -304,7 +304,7 @@ def _step(case: Case, options: LimitOptions | None) -> dict[str, Any]:
         "expert": moe.routing.expert_TK.numpy(),
         "copies": stats.copies_per_token,
         "rows": stats.rows_dispatched,
-        "by_rank": list(moe.stats_counter.traffic.rows["dispatch"]),
+        "by_rank": list(moe.core.stats.traffic.rows["dispatch"]),
         "reasons": reasons,
     }
 

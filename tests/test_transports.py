@@ -91,7 +91,7 @@ def count_rides(cases: list[Any]) -> list[dict[str, Any]]:
         x = torch.randn(len(expert_TK), H, dtype=dtype, requires_grad=True)
         moe(x, routing=Routing(expert_TK, torch.ones(expert_TK.shape))).square().sum().backward()
         stats = moe.stats()
-        traffic = moe.stats_counter.traffic
+        traffic = moe.core.stats.traffic
         counted.append(
             {
                 "rows": traffic.rows,

@@ -41,7 +41,7 @@ def drop_choices(model: nn.Module, options: DropOptions, top_k: int) -> list[str
         ValueError: options that do not fit K."""
     options.check(top_k)
     for own in required_rides(model).values():
-        own.drops = options if options.active else None
+        own.set_drops(options)
     return options.lossy_reasons
 
 

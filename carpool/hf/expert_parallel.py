@@ -32,23 +32,12 @@ from transformers.activations import GELUActivation, GELUTanh, ReLUSquaredActiva
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 from transformers.integrations.moe import _default_apply_gate
 
-from carpool.experts import Activation, Choices, ExpertFunction, Experts, ExpertWeights, make_experts
+from carpool.experts import Activation, Choices, ExpertFunction, ExpertWeights
 from carpool.hf.adapters import check_adapters
-from carpool.layout import ExpertLayout, assign
-from carpool.observe.stats import LayerStats, in_recompute
-from carpool.parallel.slots import SlotFiller, fill_slots
-from carpool.ride.function import ride, ride_module
-from carpool.routing import DropOptions, Routing
-from carpool.schedule import Schedule, tiles
-from carpool.transport import (
-    TRANSPORTS,
-    NVLinkOptions,
-    Transport,
-    check_transport,
-    choose_transport,
-    make_transport,
-    resolve_transport,
-)
+from carpool.layer.core import LayerCore
+from carpool.layout import ExpertLayout
+from carpool.routing import Routing
+from carpool.transport import TRANSPORTS, NVLinkOptions, Transport
 from carpool.transport.nvlink import Buffers
 
 # Where gpt-oss's own gate is defined, which is recognised without importing that model.
@@ -62,11 +51,11 @@ TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-class Limit(Protocol):
-    """What may change a routing before its ride: `carpool.hf.limit.LayerLimit`."""
+class RouterLimit(Protocol):
+    """What limits the routing of a router of transformers: `carpool.hf.limit.LayerLimit`."""
 
-    def before_ride(self, routing: Routing) -> tuple[Routing, torch.Tensor]:
-        """The routing within the limit, and (T, W) the ranks that may serve each token."""
+    def before_ride(self, routing: Routing) -> Routing:
+        """The routing within the limit, with the ranks that may serve each token."""
 
     def remove(self) -> None:
         """Leave the router and the layer as they were."""
@@ -96,8 +85,8 @@ def forgotten_on_error(early: EarlyWork) -> Iterator[None]:
         raise
 
 
-class ExpertRides:
-    """The rides of one experts module: its layout, transport and counters. `rides(model)` finds them.
+class ExpertRides(LayerCore):
+    """The core of one MoE layer of a transformers model, and the adapter around it. `rides(model)` finds them.
 
     Args:
         experts: transformers' experts module; `experts.num_experts` is what this rank owns.
@@ -105,17 +94,11 @@ class ExpertRides:
         group: the expert-parallel group; None for one rank.
         transport: "auto" or a key of `carpool.transport.TRANSPORTS`.
 
-    Attributes:
-        layout: where the experts live; `carpool.hf.set_layout` changes it.
-        compute: what the experts' own computation is replaced by; None where only they know it.
-        transport, why: how rows travel, and why so; made by `prepare`, at the latest in the first forward.
-        stats: counters of this layer (`carpool.observe.stats.LayerStats`).
-        routing: the last forward's choices on this rank, detached.
-        schedule: what runs beside what; `set_schedule` changes it. An own forward rides in one piece.
+    Attributes, beside those of the core:
+        experts: the module.
         shared: the block's shared experts, if they compute beside the ride (`carpool.hf.shared`).
-        limit: what limits the routing to few ranks (`carpool.hf.limit.limit_routing`), LOSSY; None: nothing.
-        drops: which choices are dropped (`carpool.hf.drops.drop_choices`), LOSSY; None: none.
-        dropped: how many were, since `carpool.hf.metrics.RideMetrics` last counted: a scalar on the device.
+        router_limit: what applies `limit` to the model's own router (`carpool.hf.limit.limit_routing`).
+        token_slice: (i, n): of the layer's tokens, this rank's are part i of n equal ones.
         told: whether the log says that slots cannot be filled ahead (`carpool.hf.layouts.slots_kept`).
     """
 
@@ -125,136 +108,57 @@ class ExpertRides:
                 f"{type(experts).__name__} has no integer `num_experts`; carpool cannot tell its experts apart"
             )
         check_not_quantised(experts)
-        self._adapters_checked = False
-        self.experts, self.experts_forward, self.group = experts, experts_forward, group
-        self.num_ranks = dist.get_world_size(group) if group is not None else 1
-        self.rank = dist.get_rank(group) if group is not None else 0
+        ranks = dist.get_world_size(group) if group is not None else 1
+        layout = ExpertLayout.contiguous(experts.num_experts * ranks, ranks)
+        super().__init__(layout, group, expert_function(experts), name=type(experts).__name__)
+        self.experts, self.experts_forward = experts, experts_forward
         self.num_local_experts: int = experts.num_experts
-        self.num_experts = self.num_local_experts * self.num_ranks
-        self.routing: Routing | None = None
-        self.limit: Limit | None = None
-        self.drops: DropOptions | None = None
-        self.dropped: torch.Tensor | int = 0
         self.shared: EarlyWork | None = None
-        self.schedule = Schedule()
-        # Of the tokens of the layer, this rank's part is part `number` of so many equal ones.
+        self.router_limit: RouterLimit | None = None
         self.token_slice = (0, 1)
-        self.options: NVLinkOptions | None = None
-        self.why = ""
-        self.set_transport(transport)
-        self.stats = LayerStats(self.num_experts, self.num_ranks, self.rank)
-        self._function = expert_function(experts)
-        self.compute: Experts | None = None
-        self.set_experts("auto")
-        self.layout = ExpertLayout.contiguous(self.num_experts, self.num_ranks)
-        self.filler = SlotFiller(self.layout, self.group, self.stats.meter)
         self.told = False
+        self._adapters_checked = False
+        self.set_transport(transport)
         # Found again by `rides`. Set past nn.Module: it must not appear among submodules or in the state dict.
         object.__setattr__(experts, "_carpool_rides", self)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertRides:
+        raise TypeError(
+            "a transformers model with Carpool's layers cannot be copied: its experts are reached through functions of "
+            "this one. Load it a second time instead"
+        )
+
+    def prepare(self, top_k: int, hidden: int, device: torch.device | None = None) -> Transport:
+        """Make the transport, if there is none. All ranks together. `device`: by default, where the experts are."""
+        return self.transport or super().prepare(top_k, hidden, device or next(self.experts.parameters()).device)
+
     def check_layout(self, layout: ExpertLayout) -> None:
-        """Raise ValueError if this layer cannot compute under `layout`."""
-        if (layout.num_experts, layout.num_ranks) != (self.num_experts, self.num_ranks):
-            raise ValueError(
-                f"the layout is for {layout.num_experts} experts on {layout.num_ranks} ranks; this model has "
-                f"{self.num_experts} experts on ep_size={self.num_ranks}"
-            )
+        """Raise ValueError if this layer cannot compute under `layout`, now or at all."""
+        super().check_layout(layout)
         if {len(rank) for rank in layout.homes} != {self.num_local_experts}:
             raise ValueError("FSDP shards experts evenly, so every rank must be home to equally many experts")
-        if not layout.slot_is_home and self._function is None:
-            raise ValueError(f"{type(self.experts).__name__} runs its own forward: no replicas, no empty slots")
 
-    def set_layout(self, layout: ExpertLayout) -> None:
-        """Compute under `layout` from now on. The parameters must already be in its home order: see
-        `carpool.hf.layouts.set_layout`, which moves them."""
-        self.check_layout(layout)
-        if layout.slots_per_rank != self.layout.slots_per_rank:
-            # All that a transport knows of a layout.
-            self.transport: Transport | None = None
-        self.layout, self.filler = layout, SlotFiller(layout, self.group, self.stats.meter)
-
-    def set_transport(self, name: str, options: NVLinkOptions | None = None) -> None:
-        """Change how rows travel. All ranks together, between steps. `options`: as before, unless given.
-
-        Raises ValueError for a name that is unknown, or that cannot be used here."""
-        check_transport(name, self.group)
-        self.requested, self.options, self.transport = name, options or self.options, None
-
-    def set_schedule(self, schedule: Schedule) -> None:
-        """Change what runs beside what. All ranks together, between steps."""
-        if schedule != self.schedule:
-            self.schedule, self.transport = schedule, None
-
-    def set_experts(self, name: str, choices: Choices | None = None, recompute: bool = False) -> None:
-        """Change how this layer's experts are computed: "auto" or another name that `carpool.experts.make_experts`
-        knows. "auto" leaves experts that Carpool does not know to their own forward; for others it is exact.
-
-        Own forwards have no stages, so `choices`, which only concern speed, pass them by. `recompute` promises memory
-        that they would take all the same: so it is refused.
-
-        Raises ValueError for a name that is unknown, or for anything that cannot be used here."""
-        if self._function is not None:
-            self.compute = make_experts(name, self._function, choices, recompute)
-            return
-        own = f"{type(self.experts).__name__} runs its own forward"
-        if name != "auto":
-            raise ValueError(f"{own}: experts={name!r} cannot replace it")
-        if recompute:
-            raise ValueError(f"{own}, which keeps what it needs: leave recompute out, or use gradient checkpointing")
-
-    def prepare(self, top_k: int, hidden: int) -> Transport:
-        """Make the transport, if there is none. All ranks together."""
-        return self.transport or self._make_transport(top_k, hidden)
-
-    # What it makes outlives the call: torch.compile must not take its tensors for values of a graph.
-    @torch._disable_dynamo
-    def _make_transport(self, top_k: int, hidden: int) -> Transport:
-        options = self.options if self._function is None else self.schedule.options(self.options)
-        if self.requested == "auto" and self._function is None:
-            # Its forward would see all rows that the buffers have, and most are empty.
-            name, self.why = choose_transport("auto", self.num_ranks, top_k, "the experts run their own forward")
-        else:
-            name, self.why = resolve_transport(self.requested, self.group, top_k, hidden, options)
-        transport = make_transport(name, self.group, self.layout.slots_per_rank, options)
-        if self._function is not None:
-            tiles.check(self.schedule, transport, next(self.experts.parameters()).device)
-        self.transport = transport
-        return transport
-
-    def __call__(self, x_TH: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
+    def forward(self, x_TH: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """(T, H) rows, (T, K) global expert ids, (T, K) weights -> (T, H)."""
         if not self._adapters_checked and torch.is_grad_enabled():
             check_adapters(self.experts)
             self._adapters_checked = True
-        transport = self.prepare(top_k_index.shape[1], x_TH.shape[1])
         # Some routers mark "no expert" by -1, others by the number of experts.
         in_range_TK = (top_k_index >= 0) & (top_k_index < self.num_experts)
-        weight_TK = top_k_weights.float()
-        routing = Routing(torch.where(in_range_TK, top_k_index, -1).int(), weight_TK)
-        serving_TW = None
-        if self.limit is not None:
-            routing, serving_TW = self.limit.before_ride(routing)
-        if self.drops is not None:
-            routing, dropped = self.drops.drop(routing, self.num_experts, self.experts.training)
-            if not in_recompute():
-                self.dropped = self.dropped + dropped
-        self.routing = routing.detach()
-        slot_TK = assign(routing, self.layout, self.rank, serving_TW)
-        self.filler.count(slot_TK)
+        routing = Routing(torch.where(in_range_TK, top_k_index, -1).int(), top_k_weights.float())
+        if self.router_limit is not None:
+            routing = self.router_limit.before_ride(routing)
+        beside = None if self.shared is None else partial(self.shared.early, x_TH)
+        with nullcontext() if self.shared is None else forgotten_on_error(self.shared):
+            y_TH, _ = self(x_TH, routing, self._home(), training=self.experts.training, beside=beside)
+        return y_TH
 
+    def _home(self) -> ExpertWeights | Forward:
+        """The parameters of this rank's homes; the model's own forward where they are no plain parameters."""
         names = weight_names(self.experts) if self.compute is not None else ()
         if self.compute is None or any(name and name not in self.experts._parameters for name in names):
-            y_TH = ride_module(x_TH, routing, slot_TK, transport, self._own_forward, self.stats)
-            self.filler.start_next()
-            return y_TH
-        home = ExpertWeights._make(self.experts._parameters[name] if name else None for name in names)
-        weights = fill_slots(home, self.filler)
-        beside = None if self.shared is None else partial(self.shared.early, x_TH)
-        pieces = self.schedule.chunks, beside, self.schedule.backward_chunks
-        with nullcontext() if self.shared is None else forgotten_on_error(self.shared):
-            y_TH = ride(x_TH, routing, slot_TK, transport, self.compute, weights, self.stats, *pieces)
-        self.filler.start_next()
-        return y_TH
+            return self._own_forward
+        return ExpertWeights._make(self.experts._parameters[name] if name else None for name in names)
 
     def _own_forward(self, x_RH: torch.Tensor, slot_RJ: torch.Tensor, weight_RJ: torch.Tensor) -> torch.Tensor:
         """The model's own experts on the rows that arrived; "no expert" is the number of local experts there."""
@@ -295,7 +199,7 @@ class CarpoolEP(EPImplementation):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         if self.tp_mesh.size() == 1:
-            return self.rides(hidden_states, top_k_index, top_k_weights)
+            return self.rides.forward(hidden_states, top_k_index, top_k_weights)
         # The ranks of a tensor-parallel group hold the same tokens: each takes its slice, or they would be computed
         # tp times and the router's gradient counted tp times. The chunk's backward gathers the slices' gradients.
         sliced = (
@@ -304,7 +208,7 @@ class CarpoolEP(EPImplementation):
             .to_local()
             for t in (hidden_states, top_k_index, top_k_weights)
         )
-        y_TH = self.rides(*sliced).contiguous()
+        y_TH = self.rides.forward(*sliced).contiguous()
         size = torch.Size((hidden_states.shape[0], y_TH.shape[1]))
         return DTensor.from_local(y_TH, self.tp_mesh, [Shard(0)], shape=size, stride=(size[1], 1)).full_tensor()
 
@@ -322,7 +226,7 @@ def install(model: PreTrainedModel) -> None:
 
 def _local_forward(own: ExpertRides) -> Forward:
     def forward(hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
-        return own(hidden_states, top_k_index, top_k_weights).to(hidden_states.dtype)
+        return own.forward(hidden_states, top_k_index, top_k_weights).to(hidden_states.dtype)
 
     return forward
 

@@ -64,7 +64,7 @@ def set_layout(model: nn.Module, layouts: LayoutsLike, optimizer: torch.optim.Op
             moved += Moved(0, move.travelling, move_experts(experts[name], move, optimizer, None))
         moved += Moved(seconds=watch.seconds())
     for name, own in changed.items():
-        own.set_layout(layouts[name])
+        own.move_to(layouts[name])
     return moved
 
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -73,11 +74,11 @@ def limit_routing(
                 own_similarity = router_similarity(_rows(router, own.num_experts, name))
             limits[name] = router, LayerLimit(own, RoutingLimit(options, ranks, own.rank, own_similarity))
     for name, own in layers.items():
-        if own.limit is not None:
-            own.limit.remove()
+        if own.router_limit is not None:
+            own.router_limit.remove()
         if active:
-            router, own.limit = limits[name]
-            own.limit.install(router)
+            router, limit = limits[name]
+            limit.install(router)
     return options.lossy_reasons(ranks) if options is not None else []
 
 
@@ -89,7 +90,10 @@ def find_router(model: nn.Module, experts: str) -> nn.Module | None:
 
 
 class LayerLimit:
-    """The limit of one layer: between its router's top-k and its ride."""
+    """The limit of one layer: between its router's top-k and its ride.
+
+    The model's own code lies between the two and passes choices and weights only. So the ranks that may serve them wait
+    here, from the top-k to the ride that follows it at once."""
 
     def __init__(self, own: ExpertRides, limit: RoutingLimit) -> None:
         self.own, self.limit = own, limit
@@ -99,6 +103,7 @@ class LayerLimit:
     def install(self, router: nn.Module | None) -> None:
         """Answer the router's top-k from now on."""
         self._router = router
+        self.own.limit, self.own.router_limit = self.limit, self
         if router is not None:
             router.forward = _Within(self, router.forward)
 
@@ -107,27 +112,25 @@ class LayerLimit:
         if self._router is not None:
             within: Any = self._router.forward
             self._router.forward = within.forward
-        self._router, self.own.limit = None, None
+        self._router = self.own.limit = self.own.router_limit = None
 
     def choose(self, score_TE: torch.Tensor, share_TE: torch.Tensor, top_k: int) -> torch.Tensor:
+        """The router's choices within the limit."""
         expert_TK, self._serving_TW = self.limit.choose(score_TE, share_TE, top_k, self.own.layout)
         return expert_TK
 
-    def before_ride(self, routing: Routing) -> tuple[Routing, torch.Tensor]:
-        """The routing within the limit, and the ranks that may serve each token."""
+    def before_ride(self, routing: Routing) -> Routing:
+        """The routing within the limit, with the ranks that may serve each token."""
         assert routing.weight_TK is not None
         serving_TW, self._serving_TW = self._serving_TW, None
         if serving_TW is None:
-            expert_TK, weight_TK, serving_TW = drop_outside(
-                self.limit, routing.expert_TK, routing.weight_TK, self.own.layout
-            )
-            return Routing(expert_TK, weight_TK), serving_TW
+            return Routing(*drop_outside(self.limit, routing.expert_TK, routing.weight_TK, self.own.layout))
         if len(serving_TW) != len(routing.expert_TK):
             # Tensor parallelism: the router saw the tokens of all its ranks, the ride is this rank's slice.
             number, parts = self.own.token_slice
             each = -(-len(serving_TW) // parts)
             serving_TW = serving_TW[number * each : (number + 1) * each]
-        return routing, serving_TW
+        return replace(routing, serving_TW=serving_TW)
 
 
 class _Within:

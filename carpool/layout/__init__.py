@@ -1,5 +1,7 @@
-"""What holds an expert: `expert_layout.py` defines homes and slots, `layouts.py` the layouts of a model's layers."""
+"""What holds an expert: homes and slots (`expert_layout.py`), the slot that serves a token (`assigning.py`), and
+the layouts of all layers of a model (`layouts.py`)."""
 
-from carpool.layout.expert_layout import ExpertLayout, assign, on_gpu
+from carpool.layout.assigning import assign
+from carpool.layout.expert_layout import ExpertLayout
 
-__all__ = ["ExpertLayout", "assign", "on_gpu"]
+__all__ = ["ExpertLayout", "assign"]

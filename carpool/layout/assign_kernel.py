@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from carpool.kernels.quick import cdiv, power_of_2, quick
-from carpool.layout import ExpertLayout
+from carpool.layout.expert_layout import ExpertLayout
 
 # Beyond these a token's tile does not fit into registers, or its scores into int32.
 LARGEST_TILE = 4096

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from carpool.layout import ExpertLayout
+from carpool.layout.expert_layout import ExpertLayout
 
 
 class Layouts(Mapping[str, ExpertLayout]):

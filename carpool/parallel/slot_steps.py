@@ -92,6 +92,11 @@ class SlotStep:
             rows = local(home.parameter)
             self._filling[name] = self.filler.send_rows(rows, home.dtype)
 
+    def start_next(self) -> None:
+        """Start to fill the slots of the layer that follows."""
+        if self.next is not None:
+            self.next.start()
+
     def arrivals(self, home: torch.Tensor, name: str) -> torch.Tensor:
         """The rows of this rank's slots that live on other ranks, waited for at most once."""
         if name not in self._kept:

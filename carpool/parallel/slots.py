@@ -20,19 +20,30 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from carpool.experts import ExpertWeights
+from carpool.kernels.device import on_gpu
 from carpool.kernels.ordered_sum import ordered_sum
-from carpool.layout import ExpertLayout, on_gpu
+from carpool.layout import ExpertLayout
 from carpool.observe.stats import Meter, in_recompute
 
-if TYPE_CHECKING:
-    from carpool.parallel.slot_steps import SlotStep
+
+class Step(Protocol):
+    """What `SlotFiller` asks of what is kept between two updates of the weights (`carpool.parallel.slot_steps`)."""
+
+    def arrivals(self, home: torch.Tensor, name: str) -> torch.Tensor:
+        """The rows of this rank's slots that live on other ranks, waited for at most once."""
+
+    def send_home(self, dslots: torch.Tensor, name: str) -> bool:
+        """Start to send the gradients of other ranks' slots; False: the filler must do it, and wait."""
+
+    def start_next(self) -> None:
+        """Start to fill the slots of the layer that follows."""
 
 
 class _Indices(NamedTuple):
@@ -79,7 +90,7 @@ class SlotFiller:
         self.rank = dist.get_rank(group) if group is not None else 0
         self.load_P: torch.Tensor | None = None
         self.reset()
-        self.step: SlotStep | None = None
+        self.step: Step | None = None
         self.num_slots = len(layout.slots[self.rank])
         self.num_homes = len(layout.homes[self.rank])
         self._plan()
@@ -167,8 +178,8 @@ class SlotFiller:
 
     def start_next(self) -> None:
         """The layer has computed: start to fill the next one's slots, inside `keep_slots`."""
-        if self.step is not None and self.step.next is not None:
-            self.step.next.start()
+        if self.step is not None:
+            self.step.start_next()
 
     def arrivals(self, home: torch.Tensor, name: str) -> torch.Tensor:
         """The rows of this rank's slots that live on other ranks, by rank, in the order of their slots."""

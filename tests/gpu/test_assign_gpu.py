@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from carpool import Routing, assign
-from carpool.layout import expert_layout as layout_module
+from carpool.layout import assigning as layout_module
 from carpool.parallel.slots import SlotFiller
 from tests.assign_problem import CASES, Case, problem
 
@@ -30,13 +30,13 @@ LARGE = [
 @pytest.mark.parametrize("case", CASES + LARGE, ids=str)
 def test_the_kernel_equals_plain_pytorch(case: Case) -> None:
     expert_TK, layout, source, serving_TW = problem(case)
-    want = assign(Routing(expert_TK, None), layout, source, serving_TW)
-    routing, serving_TW = Routing(expert_TK.cuda(), None), None if serving_TW is None else serving_TW.cuda()
+    want = assign(Routing(expert_TK, None, serving_TW), layout, source)
+    routing = Routing(expert_TK.cuda(), None, None if serving_TW is None else serving_TW.cuda())
     with mock.patch.object(layout_module, "on_gpu", lambda _: False):
-        plain = assign(routing, layout, source, serving_TW)  # and the tables are there
+        plain = assign(routing, layout, source)  # and the tables are there
     torch.cuda.set_sync_debug_mode("error")
     try:
-        got = assign(routing, layout, source, serving_TW)
+        got = assign(routing, layout, source)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert got.dtype == torch.int32 and torch.equal(got, plain)
@@ -47,13 +47,14 @@ def test_the_kernel_equals_plain_pytorch(case: Case) -> None:
 def test_captured_in_a_graph(limited: bool) -> None:
     case = Case(64, 4, 12, 8, tokens=1003, limited=limited, source=1)
     expert_TK, layout, source, serving_TW = problem(case)
-    routing, serving = Routing(expert_TK.cuda(), None), None if serving_TW is None else serving_TW.cuda()
+    serving = None if serving_TW is None else serving_TW.cuda()
+    routing = Routing(expert_TK.cuda(), None, serving)
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream):
-        assign(routing, layout, source, serving)
+        assign(routing, layout, source)
     stream.synchronize()
     with torch.cuda.graph(graph, stream=stream):
-        slot_TK = assign(routing, layout, source, serving)
+        slot_TK = assign(routing, layout, source)
     for seed in (1, 2):
         other = problem(case, seed)
         routing.expert_TK.copy_(other.expert_TK)
@@ -61,7 +62,7 @@ def test_captured_in_a_graph(limited: bool) -> None:
             assert other.serving_TW is not None
             serving.copy_(other.serving_TW)
         graph.replay()
-        assert torch.equal(slot_TK.cpu(), assign(Routing(other.expert_TK, None), layout, source, other.serving_TW))
+        assert torch.equal(slot_TK.cpu(), assign(Routing(other.expert_TK, None, other.serving_TW), layout, source))
 
 
 @pytest.mark.parametrize("case", [Case(64, 4, 8, 8, tokens=8192), Case(256, 32, 64, 8, tokens=5000, uneven=True)])

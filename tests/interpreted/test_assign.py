@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from carpool import ExpertLayout, Routing, assign
-from carpool.layout import expert_layout as layout_module
+from carpool.layout import assigning as layout_module
 from carpool.parallel import slots
 from carpool.parallel.slots import SlotFiller
 from tests.assign_problem import CASES, Case, problem
@@ -32,7 +32,7 @@ def test_the_kernel_equals_plain_pytorch(case: Case) -> None:
     with mock.patch.object(assign_kernel, "tiling", few_programs):
         for seed in (0, 1):
             expert_TK, *rest = problem(case, seed)
-            want = assign(Routing(expert_TK, None), *rest)
+            want = assign(Routing(expert_TK, None, rest[2]), *rest[:2])
             got = assign_kernel.assign(expert_TK, *rest)
             assert got.dtype == want.dtype == torch.int32 and torch.equal(got, want)
             assert case.tokens < 30 or len(want.unique()) > 2
@@ -53,7 +53,7 @@ def test_the_tiles_that_gpus_get() -> None:
     case = CASES[4]
     expert_TK, *rest = problem(case)
     assert assign_kernel.tiling(37, 8 * 4) == (16, 1) and assign_kernel.tiling(37, 16 * 64) == (1, 1)
-    assert torch.equal(assign_kernel.assign(expert_TK, *rest), assign(Routing(expert_TK, None), *rest))
+    assert torch.equal(assign_kernel.assign(expert_TK, *rest), assign(Routing(expert_TK, None, rest[2]), *rest[:2]))
 
 
 def test_any_memory_layout() -> None:
@@ -63,7 +63,7 @@ def test_any_memory_layout() -> None:
     wide_TK = torch.full((len(expert_TK), 20), 7, dtype=torch.int32)
     wide_TK[:, 3:11] = expert_TK
     for serves_TW in (serving_TW.t().contiguous().t(), serving_TW[:1].expand(len(expert_TK), -1)):
-        want = assign(Routing(expert_TK, None), layout, source, serves_TW)
+        want = assign(Routing(expert_TK, None, serves_TW), layout, source)
         assert torch.equal(assign_kernel.assign(wide_TK[:, 3:11], layout, source, serves_TW), want)
 
 
@@ -84,7 +84,7 @@ def test_under_torch_compile_it_is_pytorch() -> None:
     expert_TK, layout, source, serving_TW = problem(CASES[5])
 
     def choose(expert_TK: torch.Tensor) -> torch.Tensor:
-        return assign(Routing(expert_TK, None), layout, source, serving_TW)
+        return assign(Routing(expert_TK, None, serving_TW), layout, source)
 
     want = choose(expert_TK)
     with (

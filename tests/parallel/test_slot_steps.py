@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import carpool
-from carpool.moe import slots_kept
+from carpool.layer.keep import slots_kept
 from carpool.parallel.slot_steps import SlotStep
 from tests.layouts import EXPERTS, layout_of
 from tests.ranks import Ranks, mesh
@@ -41,7 +41,7 @@ class Net(torch.nn.Module):
         return x
 
     def of_fillers(self, what: str) -> int:
-        return sum(getattr(layer.filler, what) for layer in self.layers)
+        return sum(getattr(layer.core.filler, what) for layer in self.layers)
 
 
 def tokens(number: int, dtype: torch.dtype) -> torch.Tensor:
@@ -54,7 +54,7 @@ def step(net: Net, keep: AbstractContextManager[None], micro_batches: int) -> li
     dtype, seen = net.layers[0].up_proj.dtype, []
     net.zero_grad(set_to_none=True)
     for layer in net.layers:
-        layer.filler.reset()
+        layer.core.filler.reset()
     with keep:
         for number in range(micro_batches):
             x = tokens(number, dtype).requires_grad_()
@@ -77,14 +77,14 @@ def compared(ep: int, dtype: torch.dtype, checkpointed: bool, micro_batches: int
         equal = same(step(net, slots_kept(net, prefetch), micro_batches), want)
         once = often == net.of_fillers("bytes_filled") * micro_batches * (1 + checkpointed)
         received = sum(
-            sum(layer.filler.receive) * p[0].nbytes
+            sum(layer.core.filler.receive) * p[0].nbytes
             for layer in net.layers
-            if layer.filler.travels
+            if layer.core.filler.travels
             for p in layer.expert_parameters()
         )
         counted = net.of_fillers("bytes_ahead") == (received if prefetch else 0)
         waited = all(
-            ("fill" in layer.stats_counter.meter.milliseconds()) == layer.filler.travels for layer in net.layers
+            ("fill" in layer.core.stats.meter.milliseconds()) == layer.core.filler.travels for layer in net.layers
         )
         found.append((equal, once, summed == net.of_fillers("bytes_summed"), counted, waited))
     return found
@@ -140,7 +140,7 @@ def evaluated() -> tuple[bool, bool, bool]:
         want.append(net(tokens(0, torch.float32)))
         with slots_kept(net):
             got.append(net(tokens(0, torch.float32)))
-    free = all(layer.filler.step is None for layer in net.layers)
+    free = all(layer.core.filler.step is None for layer in net.layers)
     return same(got, want), once, free
 
 

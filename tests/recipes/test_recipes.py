@@ -14,8 +14,9 @@ import torch
 from typer.testing import CliRunner
 
 from carpool.cli import app
+from carpool.layer.keep import slots_kept
 from carpool.layout import ExpertLayout
-from carpool.moe import MoE, slots_kept
+from carpool.moe import MoE
 from carpool.placement.trace import Trace
 from carpool.recipes import Recipe, load, names, read
 from carpool.recipes.mechanisms import Mechanism, find

@@ -104,7 +104,7 @@ def run(settings: Settings) -> Seen:
                 loss().backward()
     finally:
         carpool.experts.stages.grouped_mm, dist.all_to_all_single = grouped, send
-    stats, sent = layer.stats(), layer.stats_counter.traffic.bytes
+    stats, sent = layer.stats(), layer.core.stats.traffic.bytes
     options = NVLinkOptions(max_tokens=TOKENS, **settings.get("nvlink", {}))
     assert layer.routing is not None
     return Seen(

@@ -54,7 +54,7 @@ class Model(nn.Module):
 
 
 def layers_of(model: nn.Module) -> dict[str, Any]:
-    return {name: m.stats_counter for name, m in model.named_modules() if isinstance(m, carpool.MoE)}
+    return {name: m.core.stats for name, m in model.named_modules() if isinstance(m, carpool.MoE)}
 
 
 def rides_first(model: nn.Module) -> RidesFirst:

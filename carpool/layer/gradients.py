@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from carpool.moe import MoE
+from carpool.layer.module import LayerModule
 
 
 def expert_parameters(model: nn.Module) -> set[nn.Parameter]:
     """The parameters of a model that belong to experts of `carpool.MoE` layers."""
-    return {p for module in model.modules() if isinstance(module, MoE) for p in module.expert_parameters()}
+    return {p for module in model.modules() if isinstance(module, LayerModule) for p in module.expert_parameters()}
 
 
 @torch.no_grad()

@@ -1,0 +1,1 @@
+"""What every MoE layer does, whoever owns its parameters: `core.py` takes tokens and a routing to outputs."""

@@ -1,0 +1,326 @@
+"""The core of an MoE layer: from tokens and a routing to the weighted sums of their experts.
+
+    slot_TK = assign(routing)      which copy of each expert: rank and slot                 carpool/layout/
+    weights = fill_slots(homes)    slots take their experts' parameters from the homes      carpool/parallel/slots.py
+    y_TH = ride(x_TH, ...)         rows travel, experts compute, sums come back             carpool/ride/
+
+`carpool.MoE` is a router, parameters and this core. An experts module of transformers is an adapter around it
+(`carpool.hf.expert_parallel`). What can be set (transport, schedule, layout, experts, limit, drops), what is counted,
+and the balancing of routers by biases is written once, here.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from carpool.experts import Choices, ExpertFunction, Experts, ExpertWeights, make_experts
+from carpool.layer.recording import agree
+from carpool.layout import ExpertLayout, assign
+from carpool.observe.stats import LayerStats, in_recompute
+from carpool.parallel.slots import SlotFiller, fill_slots
+from carpool.ride.function import ride, ride_module
+from carpool.routing import DropOptions, Routing
+from carpool.routing.limit import LimitOptions, RoutingLimit
+from carpool.schedule import Schedule, tiles
+from carpool.transport import (
+    NVLinkOptions,
+    Transport,
+    check_transport,
+    choose_transport,
+    make_transport,
+    resolve_transport,
+)
+
+# (rows that arrived, their local slots or -1, their weights) -> the weighted sum over each row's slots.
+OwnForward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class LayerCore:
+    """Computes one MoE layer on one rank. All ranks of the group construct and call it together.
+
+    Args:
+        layout: where experts live.
+        group: the expert-parallel process group; None for one rank.
+        function: what an expert computes; None where only the owner's forward knows.
+        name: what errors call the owner.
+
+    Attributes:
+        rank, num_ranks, num_experts: of this rank's place and the layer's size.
+        layout: see `move_to`.
+        filler: moves parameters between homes and slots.
+        transport: how rows travel; None until the first forward, or `prepare`.
+        requested, options, why: the transport that was asked for, with which options, and why it became what it is.
+        schedule: what runs beside what. An own forward rides in one piece.
+        compute: the expert computation; None where the owner's forward computes.
+        limit: what limits the routing to few ranks, LOSSY; None: nothing. Routers ask `choose`.
+        drops: which choices are dropped on their way from the router to the ride, LOSSY; None: none.
+        dropped: how many were, since somebody set it to 0: a scalar on the device.
+        stats: counters of this layer.
+        load_E: choices of each expert by this rank's tokens in training, (E,) int64, for balancing by biases; counted
+            if `balance` is True, until `carpool.routing.bias.update_biases` sets it to zero. Evaluation and what
+            activation checkpointing computes again are not in it.
+        routing: the last forward's choices of this rank's tokens, detached: a recording, which can be replayed. With
+            drops, of what was left of them.
+    """
+
+    def __init__(
+        self,
+        layout: ExpertLayout,
+        group: dist.ProcessGroup | None,
+        function: ExpertFunction | None,
+        *,
+        name: str = "the layer",
+    ) -> None:
+        self.layout, self.group, self.function, self.name = layout, group, function, name
+        self.num_ranks, self.num_experts = layout.num_ranks, layout.num_experts
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.stats = LayerStats(self.num_experts, self.num_ranks, self.rank)
+        self.filler = SlotFiller(layout, group, self.stats.meter)
+        self.schedule = Schedule()
+        self.requested, self.why = "auto", ""
+        self.options: NVLinkOptions | None = None
+        self.transport: Transport | None = None
+        self.compute: Experts | None = None
+        self.limit: RoutingLimit | None = None
+        self.drops: DropOptions | None = None
+        self.dropped: torch.Tensor | int = 0
+        self.balance = False
+        self.load_E: torch.Tensor | None = None
+        self.routing: Routing | None = None
+        # Forwards whose backward has not run: the nodes of autograd's graph that their rides are.
+        self._pending: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._experts_asked: tuple[str, Choices | None, bool] = ("auto", None, False)
+        self.set_experts("auto")
+
+    # -- settings: all ranks together, between steps ---------------------------------------------------------------
+
+    def set_transport(self, name: str, options: NVLinkOptions | None = None) -> None:
+        """Change how rows travel. `options`: as before, unless given.
+
+        Raises ValueError for a name that is unknown, or that cannot be used here."""
+        check_transport(name, self.group)
+        self.requested, self.options, self.transport = name, options or self.options, None
+
+    def set_schedule(self, schedule: Schedule) -> None:
+        """Change what runs beside what."""
+        if schedule != self.schedule:
+            self.schedule, self.transport = schedule, None
+
+    def set_experts(self, name: str, choices: Choices | None = None, recompute: bool = False) -> None:
+        """Change how experts are computed: "auto" or another name that `carpool.experts.make_experts` knows. "auto"
+        leaves experts that Carpool does not know to their own forward; for others it is exact.
+
+        Own forwards have no stages, so `choices`, which only concern speed, pass them by. `recompute` promises memory
+        that they would take all the same: so it is refused.
+
+        Raises ValueError for a name that is unknown, or for anything that cannot be used here."""
+        self._experts_asked = name, choices, recompute
+        if self.function is not None:
+            self.compute = make_experts(name, self.function, choices, recompute)
+            return
+        own = f"{self.name} runs its own forward"
+        if name != "auto":
+            raise ValueError(f"{own}: experts={name!r} cannot replace it")
+        if recompute:
+            raise ValueError(f"{own}, which keeps what it needs: leave recompute out, or use gradient checkpointing")
+
+    def set_limit(self, options: LimitOptions | None, similarity_EE: torch.Tensor | None = None) -> list[str]:
+        """Limit the routing to few ranks or nodes per token (LOSSY; carpool/routing/limit.py), or no longer.
+
+        Args:
+            similarity_EE: for limit_by="similarity".
+
+        Returns:
+            What that changes of the layer's function, for logs."""
+        self.limit = None
+        if options is None:
+            return []
+        options.check(self.num_ranks)
+        if options.active(self.num_ranks):
+            self.limit = RoutingLimit(options, self.num_ranks, self.rank, similarity_EE)
+        return options.lossy_reasons(self.num_ranks)
+
+    def set_drops(self, options: DropOptions | None) -> None:
+        """Drop choices from now on (LOSSY), or no longer."""
+        self.drops = options if options is not None and options.active else None
+
+    def set_balance(self, on: bool) -> None:
+        """Count `load_E` from now on, or no longer."""
+        self.balance, self.load_E = on, None
+
+    def check_layout(self, layout: ExpertLayout) -> None:
+        """Raise ValueError if this layer cannot compute under `layout`, now or at all."""
+        if (layout.num_experts, layout.num_ranks) != (self.num_experts, self.num_ranks):
+            raise ValueError(
+                f"the layout is for {layout.num_experts} experts on {layout.num_ranks} ranks, the layer has "
+                f"{self.num_experts} experts on {self.num_ranks}"
+            )
+        if not layout.slot_is_home and self.function is None:
+            raise ValueError(f"{self.name} runs its own forward: no replicas, no empty slots")
+        self.check_no_backward_is_due()
+
+    def check_no_backward_is_due(self) -> None:
+        """Raise ValueError if a forward's backward has not run: its gradients would go to the homes of before."""
+        if len(self._pending):
+            gc.collect()  # a graph that nobody can reach any more may lie in a reference cycle
+        if len(self._pending):
+            raise ValueError(
+                f"{self.name}: {len(self._pending)} forward(s) wait for their backward, whose gradients would reach "
+                "other experts; change the layout after backward(), or let go of their outputs"
+            )
+
+    def move_to(self, layout: ExpertLayout) -> None:
+        """Compute under `layout` from now on. The parameters must already be in its home order."""
+        self.check_layout(layout)
+        self.layout, self.filler, self.transport = layout, SlotFiller(layout, self.group, self.stats.meter), None
+
+    # -- transport -------------------------------------------------------------------------------------------------
+
+    def prepare(self, top_k: int, hidden: int, device: torch.device) -> Transport:
+        """Make the transport, if there is none. All ranks together."""
+        return self.transport or self._make_transport(top_k, hidden, device)
+
+    # What it makes outlives the call: torch.compile must not take its tensors for values of a graph.
+    @torch._disable_dynamo
+    def _make_transport(self, top_k: int, hidden: int, device: torch.device) -> Transport:
+        options = self.options if self.function is None else self.schedule.options(self.options)
+        if self.requested == "auto" and self.function is None:
+            # Its forward would see all rows that the buffers have, and most are empty.
+            name, self.why = choose_transport("auto", self.num_ranks, top_k, "the experts run their own forward")
+        else:
+            name, self.why = resolve_transport(self.requested, self.group, top_k, hidden, options)
+        transport = make_transport(name, self.group, self.layout.slots_per_rank, options)
+        if self.function is not None:
+            tiles.check(self.schedule, transport, device)
+        self.transport = transport
+        return transport
+
+    # -- the forward -----------------------------------------------------------------------------------------------
+
+    def choose(self, score_TE: torch.Tensor, share_TE: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A router's choices within the limit, and the ranks that may serve them: see `RoutingLimit.choose`."""
+        assert self.limit is not None
+        return self.limit.choose(score_TE, share_TE, top_k, self.layout)
+
+    def checked(self, recording: Routing, num_tokens: int) -> Routing:
+        """A recording that can be replayed on `num_tokens` tokens. Collective; waits for the device.
+
+        Raises:
+            ValueError: on all ranks, before anything is sent, if any rank's recording does not fit."""
+        agree(recording, num_tokens, self.num_experts, self.group)
+        return recording
+
+    def __call__(
+        self,
+        x_TH: torch.Tensor,
+        routing: Routing,
+        home: ExpertWeights | OwnForward,
+        *,
+        training: bool,
+        beside: Callable[[], torch.Tensor | None] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The weighted sum of each token's experts.
+
+        Args:
+            x_TH: (T, H) this rank's tokens; T may differ between ranks, and be 0.
+            routing: with weights.
+            home: the parameters of this rank's homes; or what computes the rows that arrive.
+            training: whether what trains counts and drops (`load_E`, second choices at random).
+            beside: computes something that does not wait for the ride, once rows are under way. An own forward has
+                nothing beside it: it is called afterwards.
+
+        Returns:
+            y_TH, and what `beside` returned."""
+        assert routing.weight_TK is not None
+        transport = self.prepare(routing.expert_TK.shape[1], x_TH.shape[1], x_TH.device)
+        if self.balance and training and not in_recompute():
+            self._count_load(routing.expert_TK)
+        if self.drops is not None:
+            routing, dropped = self.drops.drop(routing, self.num_experts, training)
+            if not in_recompute():
+                self.dropped = self.dropped + dropped
+        self.routing = routing.detach()
+        slot_TK = assign(routing, self.layout, self.rank)
+        self.filler.count(slot_TK)
+        if isinstance(home, ExpertWeights):
+            assert self.compute is not None
+            y_TH, made = self._ride(x_TH, routing, slot_TK, transport, fill_slots(home, self.filler), beside)
+        else:
+            y_TH = ride_module(x_TH, routing, slot_TK, transport, home, self.stats)
+            made = None if beside is None else beside()
+        if y_TH.requires_grad and not torch.compiler.is_compiling() and not in_recompute():
+            self._expect_backward(y_TH)
+        self.filler.start_next()
+        return y_TH, made
+
+    def _ride(
+        self,
+        x_TH: torch.Tensor,
+        routing: Routing,
+        slot_TK: torch.Tensor,
+        transport: Transport,
+        weights: ExpertWeights,
+        beside: Callable[[], torch.Tensor | None] | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert self.compute is not None
+        made: list[torch.Tensor | None] = []
+        y_TH = ride(
+            x_TH, routing, slot_TK, transport, self.compute, weights, self.stats, self.schedule.chunks,
+            beside=None if beside is None else lambda: made.append(beside()),
+            backward_chunks=self.schedule.backward_chunks,
+        )  # fmt: skip
+        return y_TH, made[0] if made else None
+
+    @torch.no_grad()
+    def _count_load(self, expert_TK: torch.Tensor) -> None:
+        if self.load_E is None:
+            self.load_E = torch.zeros(self.num_experts, dtype=torch.int64, device=expert_TK.device)
+        there_TK = expert_TK >= 0
+        self.load_E.scatter_add_(0, expert_TK.clamp(min=0).reshape(-1).long(), there_TK.reshape(-1).long())
+
+    def _expect_backward(self, y_TH: torch.Tensor) -> None:
+        node: Any = y_TH.grad_fn
+        self._pending.add(node)
+        pending, own = self._pending, weakref.ref(node)
+        # The hook must not hold the node, which holds the hook.
+        node.register_prehook(lambda _: pending.discard(own()))
+
+    # -- copies ----------------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerCore:
+        """A core with the same settings, in the same group, that has counted nothing."""
+        twin = LayerCore(self.layout, self.group, self.function, name=self.name)
+        memo[id(self)] = twin
+        twin._take(self.__getstate__() if self.group is None else self._settings())
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Its settings, to be pickled.
+
+        Raises:
+            TypeError: with several ranks, whose process group exists in these processes only."""
+        if self.group is not None:
+            raise TypeError(
+                f"{self.name} cannot be pickled: its process group exists in these processes only. Save "
+                "logical_state_dict(), and load it into a layer that is constructed on the new ranks"
+            )
+        return self._settings()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        LayerCore.__init__(self, state["layout"], None, state["function"], name=state["name"])
+        self._take(state)
+
+    def _settings(self) -> dict[str, Any]:
+        names = ("layout", "function", "name", "schedule", "requested", "options", "limit", "drops", "balance")
+        return {name: getattr(self, name) for name in names} | {"experts": self._experts_asked}
+
+    def _take(self, settings: dict[str, Any]) -> None:
+        self.set_experts(*settings["experts"])
+        for name in ("schedule", "requested", "options", "limit", "drops", "balance"):
+            setattr(self, name, settings[name])

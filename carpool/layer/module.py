@@ -1,0 +1,284 @@
+"""What `carpool.MoE` offers beside its forward: settings, counters, state, copies."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from carpool.experts import Experts, ExpertWeights
+from carpool.layer.core import LayerCore
+from carpool.layer.state import EXPERT_NAMES, ORDER, gather_homes, order_error, order_of
+from carpool.layout import ExpertLayout
+from carpool.observe.stats import RideStats
+from carpool.parallel.migrate import Moved, RowMove, Stopwatch, check_can_move, move_experts
+from carpool.routing import DropOptions, Router, Routing
+from carpool.routing.draw import draw_weight
+from carpool.routing.limit import LimitOptions, router_similarity
+from carpool.schedule import Schedule
+from carpool.transport import NVLinkOptions, Transport
+
+log = logging.getLogger("carpool")
+
+
+class LayerModule(nn.Module):
+    """A router, the stacked parameters of this rank's experts, and a core. `carpool.MoE` constructs them and runs.
+
+    Attributes:
+        core: settings, counters and the computation (`carpool.layer.core.LayerCore`).
+        router: `carpool.routing.Router`.
+        aux_loss: of the last forward, see `Router`.
+    """
+
+    core: LayerCore
+    router: Router
+    shared: nn.Module | None
+    up_proj: nn.Parameter
+    down_proj: nn.Parameter
+    up_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
+    aux_loss: torch.Tensor
+
+    # -- settings: all ranks together, between steps ---------------------------------------------------------------
+
+    def set_transport(self, name: str, options: NVLinkOptions | None = None) -> None:
+        """Change how rows travel. `options`: as before, unless given.
+
+        Raises ValueError for a name that is unknown, or that cannot be used here."""
+        self.core.set_transport(name, options)
+        self._prepare()
+
+    def set_schedule(self, schedule: Schedule) -> None:
+        """Change what runs beside what."""
+        self.core.set_schedule(schedule)
+        self._prepare()
+
+    def set_limit(self, options: LimitOptions | None, similarity_EE: torch.Tensor | None = None) -> list[str]:
+        """Limit the routing to few ranks or nodes per token (LOSSY; carpool/routing/limit.py), or no longer.
+
+        Args:
+            similarity_EE: for limit_by="similarity". Default: of the router's present rows.
+
+        Returns:
+            What that changes of the layer's function, for logs."""
+        if options is not None and options.limit_by == "similarity" and similarity_EE is None:
+            similarity_EE = router_similarity(self.router.weight)
+        return self.core.set_limit(options, similarity_EE)
+
+    def set_drops(self, options: DropOptions | None) -> None:
+        """Drop choices behind the router (LOSSY), or no longer; beside what the router itself drops."""
+        if options is not None:
+            options.check(self.router.top_k)
+        self.core.set_drops(options)
+
+    def set_layout(self, layout: ExpertLayout, optimizer: torch.optim.Optimizer | None = None) -> Moved:
+        """Move experts to the homes of another layout, with what `optimizer` keeps of them, and compute in its slots
+        from now on. All ranks together, between an optimizer's step and the next forward, gradients set to None.
+
+        Ranks may get other numbers of experts: the parameters then change their shape, but stay the same objects.
+
+        Raises:
+            ValueError: another number of experts or ranks, a forward whose backward has not run, or anything that
+                cannot move; nothing has moved then."""
+        core, moved = self.core, Moved()
+        core.check_layout(layout)
+        if layout != core.layout:
+            watch = Stopwatch(self.up_proj.device)
+            move = RowMove(core.layout.homes, layout.homes, core.rank)
+            # With one rank there is nobody to ask, whoever else is in the world.
+            if core.group is not None:
+                check_can_move(self.expert_parameters(), optimizer, core.group)
+            size = move_experts(self.expert_parameters(), move, optimizer, core.group)
+            core.move_to(layout)
+            self._prepare()
+            moved = Moved(1, move.travelling, size, watch.seconds())
+        return moved
+
+    def update_bias(self) -> None:
+        """Auxiliary-loss-free balancing; see `Router.update_bias`."""
+        self.router.update_bias()
+
+    # -- what it is and did ----------------------------------------------------------------------------------------
+
+    @property
+    def layout(self) -> ExpertLayout:
+        """Where experts live."""
+        return self.core.layout
+
+    @property
+    def rank(self) -> int:
+        """This rank's number in the expert-parallel group."""
+        return self.core.rank
+
+    @property
+    def transport(self) -> Transport:
+        """How rows travel."""
+        return self._prepare()
+
+    @property
+    def experts(self) -> Experts:
+        """What computes the experts."""
+        assert self.core.compute is not None
+        return self.core.compute
+
+    @property
+    def routing(self) -> Routing | None:
+        """The last forward's choices of this rank's tokens: a recording, which `moe(x, routing=...)` replays."""
+        return self.core.routing
+
+    def stats(self, reset: bool = False) -> RideStats:
+        """Copies per token, rows, bytes and expert load of this rank's tokens since the last reset."""
+        core = self.core
+        summary = replace(core.stats.summary(), dropped=int(self.router.dropped.item()) + int(core.dropped))
+        if reset:
+            core.stats.reset()
+            core.filler.reset()
+            core.dropped = 0
+            self.router.dropped.zero_()
+        return summary
+
+    def extra_repr(self) -> str:
+        transport = self.core.requested if self.core.transport is None else self.core.transport.name
+        return f"layout={self.layout.kind}, {transport=!s}, experts={self.experts.name}"
+
+    # -- parameters ------------------------------------------------------------------------------------------------
+
+    def expert_parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's expert parameters. All others of the layer are replicated on every rank."""
+        return (w for w in (self.up_proj, self.down_proj, self.up_bias, self.down_bias) if w is not None)
+
+    def home_weights(self) -> ExpertWeights:
+        """The parameters of this rank's homes."""
+        return ExpertWeights(self.up_proj, self.down_proj, self.up_bias, self.down_bias)
+
+    def reset_parameters(self) -> None:
+        """Draw all parameters from the default generator, and set the router's bias and all counters to zero. Every
+        rank draws every expert and keeps its own, so that the same seed gives the same model on any number of ranks.
+
+        After `to_empty` of a layer that was constructed on "meta", this makes it what it would have been, where ranks
+        have the same seed."""
+        rows = {expert: row for row, expert in enumerate(self.layout.homes[self.rank])}
+        self.router.reset_parameters()
+        with torch.no_grad():
+            for expert in range(self.layout.num_experts):
+                for weight in self.expert_parameters():
+                    draw_weight(weight[rows[expert]] if expert in rows else weight.new_empty(weight.shape[1:]))
+        if isinstance(self.shared, nn.Module):
+            self.shared.reset_parameters()  # type: ignore[operator]
+        self.aux_loss = torch.zeros((), device=self.up_proj.device)
+
+    @torch.no_grad()
+    def logical_state_dict(self) -> dict[str, torch.Tensor]:
+        """The whole layer's state, experts in logical order, the same whatever the layout. Collective."""
+        plain = {k: v for k, v in self.state_dict().items() if k not in (*EXPERT_NAMES, ORDER)}
+        state = {k: v.detach().clone() for k, v in plain.items()}
+        for name in EXPERT_NAMES:
+            if (home := getattr(self, name)) is not None:
+                state[name] = gather_homes(home, self.layout, self.core.group)
+        return state
+
+    @torch.no_grad()
+    def load_logical_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        """Take this rank's part of what `logical_state_dict` gave, also under another layout."""
+        for name in EXPERT_NAMES:
+            if name in state and len(state[name]) != self.layout.num_experts:
+                raise ValueError(
+                    f"{name} in the state has {len(state[name])} experts, the layer has {self.layout.num_experts}"
+                )
+        mine, order = list(self.layout.homes[self.rank]), order_of(self.layout)
+        local = {k: v[mine] if k in EXPERT_NAMES else v for k, v in state.items()}
+        self.load_state_dict(local | ({} if order is None else {ORDER: order}))
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if (order := order_of(self.layout)) is not None:
+            destination[prefix + ORDER] = order
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        has_experts = any(prefix + name in state_dict for name in EXPERT_NAMES)
+        if has_experts and (error := order_error(state_dict, prefix, self.layout)) is not None:
+            error_msgs.append(f"{prefix or 'MoE'}: {error}")
+            return
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    # -- copies, and wrappers that do not fit ----------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LayerModule:
+        """A layer of its own with equal parameters, in the same process groups."""
+        twin = self.__class__.__new__(self.__class__)
+        memo[id(self)] = twin
+        kept = self.__dict__ | {"aux_loss": self.aux_loss.detach()}
+        twin.__dict__.update({name: copy.deepcopy(value, memo) for name, value in kept.items()})
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"aux_loss": self.aux_loss.detach()}
+
+    def _check_not_replicated(self) -> None:
+        """Raise RuntimeError inside DistributedDataParallel: it makes all parameters equal on all ranks."""
+        wrapper: Any = getattr(DistributedDataParallel, "_active_ddp_module", None)
+        if wrapper is not None and self.core.group is not None:
+            raise RuntimeError(
+                "DistributedDataParallel makes all parameters equal on all ranks, also the experts, of which each rank "
+                "has others: they are overwritten. Leave it out, and call carpool.reduce_gradients(model, ep_mesh) "
+                "after backward(); or shard the model with FSDP2"
+            )
+
+    def _check_input(self, x: torch.Tensor) -> None:
+        if x.dim() == 0 or x.shape[-1] != self.up_proj.shape[2]:
+            raise ValueError(f"the layer's hidden size is {self.up_proj.shape[2]}, but x has shape {tuple(x.shape)}")
+        if x.dtype != self.up_proj.dtype and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(f"x is {x.dtype}, the layer's parameters are {self.up_proj.dtype}; convert one of them")
+
+    def _prepare(self) -> Transport:
+        core = self.core
+        if core.transport is None:
+            core.prepare(self.router.top_k, self.up_proj.shape[2], self.up_proj.device)
+            if core.requested == "auto" and core.rank == 0:
+                log.info("transport %s: %s", core.transport.name, core.why)  # type: ignore[attr-defined]
+        assert core.transport is not None
+        return core.transport
+
+    def _make_equal(self, edp_group: dist.ProcessGroup | None) -> None:
+        """What several ranks hold starts equal on them even if they were seeded differently: an expert on its copies,
+        everything else on all ranks."""
+        experts = set(self.expert_parameters())
+        for parameter in self.parameters():
+            if parameter.device.type == "meta":
+                continue
+            for group in (edp_group,) if parameter in experts else (edp_group, self.core.group):
+                if group is not None:
+                    dist.broadcast(parameter.data, group=group, group_src=0)
+
+
+def check_mesh(mesh: DeviceMesh | None, name: str) -> int:
+    """How many ranks a mesh has; 1 for None. Raises ValueError if it has several dimensions."""
+    if mesh is None:
+        return 1
+    if mesh.ndim != 1:
+        raise ValueError(f'{name} has {mesh.ndim} dimensions; pass one, such as mesh["ep"] of a named mesh')
+    return mesh.size()
+
+
+def group_of(mesh: DeviceMesh | None) -> dist.ProcessGroup | None:
+    """None where there is nobody to talk to."""
+    return mesh.get_group() if mesh is not None and mesh.size() > 1 else None
