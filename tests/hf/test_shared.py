@@ -123,7 +123,7 @@ def _order_in_the_layer() -> list[str]:
     layer = carpool.MoE(16, 8, 8, 2, ep_mesh=mesh["ep"], transport="dedup", shared_intermediate_size=8)
     x = torch.randn(5, 16, requires_grad=True)
     assert layer.shared is not None
-    return _told(layer.shared, layer, lambda: layer(x).sum().backward())
+    return _told(layer.shared, layer.core, lambda: layer(x).sum().backward())
 
 
 def test_when_the_layers_shared_experts_compute(ranks: Ranks) -> None:

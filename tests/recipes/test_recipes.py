@@ -211,7 +211,7 @@ def waited_for_less(prefetch: bool) -> int:
     layers = torch.nn.Sequential(*(MoE(8, 8, 8, 2, ep_mesh=mesh((4,), ("ep",)), layout=layout) for _ in range(2)))
     with slots_kept(layers, prefetch):
         layers(torch.ones(3, 8))
-    return sum(layer.filler.bytes_ahead for layer in layers)
+    return sum(layer.core.filler.bytes_ahead for layer in layers)
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
