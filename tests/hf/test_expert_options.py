@@ -68,7 +68,7 @@ def test_own_forwards_have_no_stages_and_cannot_recompute() -> None:
     model: Any = tiny_model(discover()["olmoe"]).train()
     install(model)
     own = next(iter(rides(model).values()))
-    own._function = own.compute = None  # as of experts that only their own forward knows
+    own.function = own.compute = None  # as of experts that only their own forward knows
     own.set_experts("auto", Choices.all("flat"))
     assert own.compute is None
     with pytest.raises(ValueError, match="runs its own forward, which keeps what it needs: leave recompute out"):
