@@ -6,7 +6,7 @@
 For each shape, one layer's ride forward and backward, bf16, tokens that choose their experts uniformly:
 
     pieces      dispatch, experts, combine of rides of T/8, T/4, T/2 and T tokens, one after the other, the experts on
-                the multiprocessors that they have beside rides; from these `carpool.schedule.cost` predicts T(r)
+                the multiprocessors that they have beside rides; from these `carpool.planner.overlap` predicts T(r)
     measured    the ride itself in r = 1, 2, 4, 8 chunks, and the plain one, in turns
 
 The host is ahead in both (the device sleeps first), and all ranks begin together; milliseconds are of the slowest rank,
@@ -30,10 +30,11 @@ from carpool.experts import ExpertFunction, ExpertWeights, make_activation, make
 from carpool.kernels.processors import reserved
 from carpool.layout import ExpertLayout, assign
 from carpool.observe.stats import LayerStats
+from carpool.planner.chosen import fastest as fastest_of
+from carpool.planner.overlap import Pieces, chunked
 from carpool.ride.function import ride
 from carpool.routing import Routing
 from carpool.schedule import Schedule
-from carpool.schedule.cost import Pieces, best_chunks, chunked
 from carpool.transport import NVLinkOptions, Transport, make_transport
 
 CHUNKS = (1, 2, 4, 8)
@@ -138,7 +139,8 @@ def pieces_of(layer: Layer, tokens: int, repetitions: int, device: torch.device)
 def contest(shape: str, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     layer = Layer(shape, args, device)
     pieces = {r: pieces_of(layer, -(-layer.tokens // r), args.repetitions, device) for r in CHUNKS}
-    best, predicted = best_chunks(pieces)
+    predicted = {r: sum(chunked(one, r) for one in pieces[r]) for r in CHUNKS}
+    best = fastest_of(predicted)
     ways = {"none": Schedule(), **{str(r): Schedule("chunks", r) for r in CHUNKS}}
     transports = {name: layer.transport(way) for name, way in ways.items()}
     times: dict[str, list[list[float]]] = {name: [] for name in ways}

@@ -10,11 +10,11 @@ from unittest import mock
 import pytest
 import torch
 
+from carpool.planner.chosen import Chosen, fastest
 from carpool.schedule import Schedule, tiles
-from carpool.schedule.cost import fastest
 from carpool.train.config import load_config
 from carpool.train.config.schema_moe import MoeSection
-from carpool.train.run.schedules import ChosenSchedule, decide, neighbours
+from carpool.train.run.schedules import SCHEDULE_KIND, decide, neighbours
 from carpool.transport import NVLinkOptions
 from carpool.transport.dedup import Dedup
 from carpool.transport.exchange import ExchangeTransport
@@ -28,6 +28,7 @@ RECORD = {
     "name": "chunks",
     "chunks": 4,
     "backward_chunks": None,
+    "how": "measured",
     "why": "measured",
     "shape": SHAPE,
     "milliseconds": {"chunks=4": 1.0},
@@ -39,6 +40,12 @@ def info(output: Path) -> dict[str, Any]:
     return found
 
 
+def decided(
+    wanted: Schedule | None, shape: dict[str, Any] = SHAPE, record: Any = None, own_forward: bool = False
+) -> tuple[Chosen[Schedule], bool]:
+    return decide(wanted, shape, *SCHEDULE_KIND.recall(record, shape), own_forward)
+
+
 def test_what_is_asked_for_is_followed() -> None:
     for wanted, schedule in (
         ({}, Schedule()),
@@ -48,24 +55,25 @@ def test_what_is_asked_for_is_followed() -> None:
         ({"schedule": "two-batch"}, Schedule("two-batch")),
         ({"schedule": "tiles"}, Schedule("tiles", 4)),
     ):
-        chosen = decide(MoeSection(**wanted).asked_schedule(), SHAPE, RECORD, False)  # type: ignore[arg-type]
-        assert chosen is not None and chosen.schedule == schedule and chosen.why == "asked for"
+        chosen, to_measure = decided(MoeSection(**wanted).asked_schedule(), record=RECORD)  # type: ignore[arg-type]
+        assert chosen.answer == schedule and chosen.why == "asked for" and not to_measure
 
 
 def test_a_recorded_choice_is_kept_unless_the_shape_changed() -> None:
-    chosen = decide(None, SHAPE, RECORD, False)
-    assert chosen is not None and chosen.schedule == Schedule("chunks", 4)
-    assert ChosenSchedule.record(chosen) == {**RECORD, "why": chosen.why}
-    assert decide(None, {**SHAPE, "tokens": 4096}, RECORD, False) is None, "it has to be measured again"
-    assert decide(None, SHAPE, None, False) is None
+    chosen, to_measure = decided(None, record=RECORD)
+    assert chosen.answer == Schedule("chunks", 4) and not to_measure
+    assert SCHEDULE_KIND.record(chosen) == {**RECORD, "why": chosen.why}
+    chosen, to_measure = decided(None, {**SHAPE, "tokens": 4096}, RECORD)
+    assert to_measure and "tokens was 8192, is 4096" in chosen.why, "it has to be measured again"
+    assert decided(None)[1]
 
 
 @pytest.mark.parametrize("shape", [{**SHAPE, "device": "cpu"}, {**SHAPE, "ranks": 1}])
-def test_nothing_is_measured_where_nothing_can_hide(shape: dict[str, object]) -> None:
-    chosen = decide(None, shape, None, False)
-    assert chosen is not None and chosen.schedule == Schedule() and chosen.milliseconds is None
-    chosen = decide(None, SHAPE, None, True)
-    assert chosen is not None and "own forward" in chosen.why
+def test_nothing_is_measured_where_nothing_can_hide(shape: dict[str, Any]) -> None:
+    chosen, to_measure = decided(None, shape)
+    assert chosen.answer == Schedule() and chosen.times is None and not to_measure
+    chosen, to_measure = decided(None, own_forward=True)
+    assert "own forward" in chosen.why and not to_measure
 
 
 def test_more_chunks_must_be_clearly_faster() -> None:
@@ -176,4 +184,4 @@ def test_what_is_measured_is_recorded_and_used_again(ranks: Ranks, text: list[st
     assert min(first["milliseconds"].values()) > 0
     assert ranks(run_measured, str(output), [*settings, "training.resume_from_checkpoint=last"]) == [""] * 4
     again = info(output)
-    assert again["why"] == "as recorded in this run" and {**again, "why": ""} == {**first, "why": ""}
+    assert again["why"] == "as recorded in this run (measured)" and {**again, "why": ""} == {**first, "why": ""}

@@ -15,10 +15,12 @@ import torch.distributed as dist
 
 from carpool.experts import Activation, Choices
 from carpool.experts.choices import STAGES, Measured, _Problem
+from carpool.planner.chosen import Chosen
 from carpool.train.config import describe, load_config
+from carpool.train.run.files import read_record
 from carpool.train.run.finish import finish
 from carpool.train.run.loop import Run
-from carpool.train.run.stages import Chosen, Shape, decide, describe_ways, explain, mean_over_ranks, read_record, recall
+from carpool.train.run.stages import STAGES_KIND, Shape, decide, describe_ways, explain, mean_over_ranks
 from tests.ranks import Ranks
 from tests.train import test_loop
 from tests.train.test_loop import text
@@ -79,65 +81,73 @@ def test_errors(overrides: list[str], message: str) -> None:
 
 def record_of(choices: Choices, how: str = "measured", shape: Shape = SHAPE) -> dict[str, Any]:
     times = {stage: {"library": 3.0, "flat": 2.0} for stage in STAGES} if how == "measured" else None
-    return json.loads(json.dumps(Chosen(choices, shape, how, "because", times).record()))
+    return json.loads(json.dumps(STAGES_KIND.record(Chosen(choices, asdict(shape), how, "because", times))))
+
+
+def decided(wanted: Any, shape: Shape = SHAPE, record: Any = None) -> tuple[Chosen[Choices], bool]:
+    return decide(wanted, shape, CPU, SILU, *STAGES_KIND.recall(record, asdict(shape)))
 
 
 def test_a_new_run_goes_by_the_shape_where_it_cannot_measure() -> None:
     for wanted in ("default", "measure"):
-        chosen, to_measure = decide(wanted, SHAPE, CPU, SILU, None)
-        assert (chosen.choices, chosen.how, to_measure) == (Choices(), "default", False)
+        chosen, to_measure = decided(wanted)
+        assert (chosen.answer, chosen.how, to_measure) == (Choices(), "default", False)
         assert ("nothing was measured: the kernels need a GPU" in chosen.why) == (wanted == "measure")
 
 
 def test_a_table_overrides_what_it_names() -> None:
     given = {"up": "square", "dup": "flat"}
-    chosen, to_measure = decide(given, SHAPE, CPU, SILU, None)
-    assert (chosen.choices, chosen.how, to_measure) == (Choices(up="square", dup="flat"), "given", False)
+    chosen, to_measure = decided(given)
+    assert (chosen.answer, chosen.how, to_measure) == (Choices(up="square", dup="flat"), "given", False)
     assert "up, dup as moe.expert_stages says; the rest by the shape" in chosen.why
     assert "the library computes all of them" in chosen.why  # on this device, as said in the same breath
-    chosen, _ = decide(given, SHAPE, CPU, SILU, record_of(MIXED))
-    assert chosen.choices == replace(MIXED, up="square", dup="flat") and chosen.how == "given"
+    chosen, _ = decided(given, record=record_of(MIXED))
+    assert chosen.answer == replace(MIXED, up="square", dup="flat") and chosen.how == "given"
 
 
 @pytest.mark.parametrize("how", ["default", "measured", "given"])
 @pytest.mark.parametrize("wanted", ["default", "measure"])
 def test_what_is_recorded_is_used_again(wanted: str, how: str) -> None:
     record = record_of(MIXED, how)
-    chosen, to_measure = decide(wanted, SHAPE, CPU, SILU, record)
-    assert (chosen.choices, chosen.how, to_measure) == (MIXED, how, False)
-    assert chosen.microseconds == record.get("microseconds") and f"recorded in this run ({how})" in chosen.why
+    chosen, to_measure = decided(wanted, record=record)
+    assert (chosen.answer, chosen.how, to_measure) == (MIXED, how, False)
+    assert chosen.times == record.get("microseconds") and f"recorded in this run ({how})" in chosen.why
     # And again: the record of the resumed run says the same.
-    assert {**chosen.record(), "why": ""} == {**record, "why": ""}
+    assert {**STAGES_KIND.record(chosen), "why": ""} == {**record, "why": ""}
 
 
 @pytest.mark.parametrize("change", [{"device": "NVIDIA H200"}, {"dtype": "bfloat16"}, {"rows": 64}, {"inner": 40}])
 def test_another_shape_is_chosen_anew(change: dict[str, Any]) -> None:
     (key,) = change
-    chosen, _ = decide("default", replace(SHAPE, **change), CPU, SILU, record_of(MIXED))
-    assert (chosen.choices, chosen.how) == (Choices(), "default")
+    chosen, _ = decided("default", replace(SHAPE, **change), record_of(MIXED))
+    assert (chosen.answer, chosen.how) == (Choices(), "default")
     assert f"chosen anew: {key} was {asdict(SHAPE)[key]}, is {change[key]}" in chosen.why
 
 
 def test_records_of_other_versions() -> None:
     record = record_of(MIXED)
-    assert recall(None, SHAPE) == (None, "") == recall({"name": "grouped"}, SHAPE)
-    kept, note = recall({**record, "stages": {"up": "huge"}}, SHAPE)
+
+    def recall(record: Any) -> tuple[Chosen[Choices] | None, str]:
+        return STAGES_KIND.recall(record, asdict(SHAPE))
+
+    assert recall(None) == (None, "") == recall({"name": "grouped"})
+    kept, note = recall({**record, "stages": {"up": "huge"}})
     assert kept is None and "chosen anew" in note and "'huge'" in note
-    kept, note = recall({**record, "stages": {"sideways": "flat"}}, SHAPE)
+    kept, note = recall({**record, "stages": {"sideways": "flat"}})
     assert kept is None and "sideways" in note
-    assert recall({**record, "shape": None}, SHAPE)[0] is None
+    assert recall({**record, "shape": None})[0] is None
 
 
 def test_the_first_record_counts(tmp_path: Path) -> None:
-    assert read_record([]) is None and read_record([tmp_path]) is None
+    assert read_record([], "experts") is None and read_record([tmp_path], "experts") is None
     for name, written in (("a", "{}"), ("b", '{"experts": {"how": "given"}}')):
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.json").write_text(written)
-    assert read_record([tmp_path / "none", tmp_path / "b", tmp_path / "a"]) == {"how": "given"}
-    assert read_record([tmp_path / "a", tmp_path / "b"]) is None, "an older version's"
+    assert read_record([tmp_path / "none", tmp_path / "b", tmp_path / "a"], "experts") == {"how": "given"}
+    assert read_record([tmp_path / "a", tmp_path / "b"], "experts") is None, "an older version's"
     (tmp_path / "a" / "run.json").write_text("[]")
     with pytest.raises(ValueError, match=r"a/run\.json is damaged \(a list, not an object\); delete it"):
-        read_record([tmp_path / "a"])
+        read_record([tmp_path / "a"], "experts")
 
 
 # -- all ranks alike --------------------------------------------------------------------------------------------------

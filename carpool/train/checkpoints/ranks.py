@@ -34,6 +34,20 @@ def gather(value: T) -> list[T]:
     return values
 
 
+def from_rank_0(make: Callable[[], T]) -> T:
+    """What `make` returns on rank 0, on every rank. It is not called on the others.
+
+    Raises:
+        ValueError: what it raised, on every rank alike.
+    """
+    found: list[Any] = [None]
+    with together(ValueError, ""):
+        if rank() == 0:
+            found[0] = make()
+    made: T = gather(found[0])[0]
+    return made
+
+
 @contextmanager
 def together(error_class: Callable[[str], Exception], doing: str) -> Iterator[None]:
     """A piece of work that either succeeds on all ranks, or raises the same error on all of them.

@@ -19,7 +19,9 @@ from carpool.train.run.environment import environment
 from carpool.train.run.estimate import estimate_memory
 from carpool.train.run.files import CONFIG, INFO, LAYOUT, read_info, replace_text
 from carpool.train.run.room import lease_bytes
-from carpool.train.run.stages import describe_ways
+from carpool.train.run.schedules import SCHEDULE_KIND
+from carpool.train.run.stages import STAGES_KIND, describe_ways
+from carpool.train.run.transports import TRANSPORT_KIND
 
 if TYPE_CHECKING:
     from carpool.train.run.setup import Setup
@@ -34,7 +36,7 @@ def write_run(run: Setup, command: str, resume: Path | None) -> dict[str, Any]:
     name, buffer_bytes, lossy = layer.transport.name, 0, [*run.experts_lossy, *run.limits_lossy]
     if name == "nvlink":
         size = 2 if run.bf16 else run.model.dtype.itemsize
-        options = run.schedule.schedule.options(run.options)
+        options = run.schedule.answer.options(run.options)
         buffer_bytes = lease_bytes(options, layer.num_ranks, config.hidden_size, size, run.top_k)
         lossy += run.options.lossy_reasons
     history = _earlier_starts(run.folder) if resume is not None else []
@@ -63,17 +65,16 @@ def write_run(run: Setup, command: str, resume: Path | None) -> dict[str, Any]:
         "hardware": run.hardware.to_dict(),
         "parallelism": {**run.degrees.record(), "backend": dist.get_backend()},
         "transport": {
-            "name": name,
+            **TRANSPORT_KIND.record(run.way),
             "requested": run.config.moe.transport,
-            "why": layer.why,
             "buffer_bytes": buffer_bytes,
         },
         "experts": {
             "name": layer.compute.name if layer.compute is not None else "the model's own",
             "recompute": run.config.moe.recompute_experts,
-            **(run.stages.record() if run.stages is not None else {}),
+            **(STAGES_KIND.record(run.stages) if run.stages is not None else {}),
         },
-        "schedule": run.schedule.record(),
+        "schedule": SCHEDULE_KIND.record(run.schedule),
         "layout": layout_record(current_layouts(run.model), run.layout_source),
         "exact": not lossy,
         "lossy_reasons": lossy,
@@ -143,16 +144,16 @@ def say_hello(run: Setup, resume: Path | None) -> None:
     say(f"transport {info['transport']['name']}: {info['transport']['why']}")
     say(f"a token visits {copies:.2f} of {run.degrees.ep} ranks, if its experts are chosen uniformly and stay in order")
     if size := info["transport"]["buffer_bytes"]:
-        options = run.schedule.schedule.options(run.options)
+        options = run.schedule.answer.options(run.options)
         rows, leases = options.max_tokens, options.num_leases
         say(f"buffers: slabs of {rows:,} rows, {size / 1e6:,.1f} MB a lease on each rank, at most {leases} leases")
     if run.stages is not None:
-        ways = describe_ways(run.stages.choices)
+        ways = describe_ways(run.stages.answer)
         say(f"experts {info['experts']['name']}, stages {ways}: {run.stages.why}")
     elif run.config.moe.expert_stages != "default":
         say("experts: these are the model's own, which have no stages; moe.expert_stages means nothing here")
-    if run.schedule.schedule.name != "none" or run.schedule.milliseconds:
-        say(f"schedule {run.schedule.schedule}: {run.schedule.why}")
+    if run.schedule.answer.name != "none" or run.schedule.times:
+        say(f"schedule {run.schedule.answer}: {run.schedule.why}")
     if run.layout_source != "contiguous":
         say(f"layout: {info['layout']['kind']}, {info['layout']['replicas']} replicas, from {run.layout_source}")
     if run.placement.on:

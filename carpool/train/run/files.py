@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,15 @@ def read_info(folder: Path) -> dict[str, Any] | None:
     if not isinstance(info, dict):
         raise ValueError(f"{path} is damaged (a {type(info).__name__}, not an object); {_WITHOUT}")
     return info
+
+
+def read_record(folders: Sequence[Path], about: str) -> dict[str, Any] | None:
+    """What the first of these run directories that has a run.json says about something, such as its schedule."""
+    for folder in folders:
+        if (info := read_info(folder)) is not None:
+            found = info.get(about)
+            return found if isinstance(found, dict) else None
+    return None
 
 
 _WITHOUT = "delete it to go on without what it recorded: the stages and the schedule are then chosen anew"

@@ -1,17 +1,13 @@
-"""Which schedule the layers of a run follow: chosen once, the same on all ranks, and recorded.
+"""Which schedule the layers of a run follow (see `carpool.planner.chosen` for when it is chosen).
 
     moe.schedule        a run that starts                              a run that is resumed
     auto                GPUs: timed, before the first step;            as recorded in run.json
-                        CPU: none, for gloo hides nothing
+                        CPU: none, because gloo hides nothing
     any other           that one                                       that one
 
-Times differ from one measurement to the next, and chunks change the last bits of weight gradients. So a resumed run
-takes what its record says, and is bitwise equal to one that was never stopped; only another shape, dtype or device is
-timed again.
-
-What is timed is one layer's ride, forward and backward, of tokens that choose their experts uniformly; what counts is
+What is timed is one layer's ride, forward and backward, of tokens that choose their experts uniformly. What counts is
 the slowest rank, and the median of a few repetitions. A ride in more chunks must be 2 % faster than one in fewer: what
-it costs the host is only partly seen here.
+chunks cost the host is only partly seen here.
 """
 
 from __future__ import annotations
@@ -20,7 +16,7 @@ import logging
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,15 +29,16 @@ from carpool.experts.parts import why_no_parts
 from carpool.hf.expert_parallel import ExpertRides, buffers_of_rides, rides, weight_names
 from carpool.layout import assign
 from carpool.observe.stats import LayerStats
+from carpool.planner.chosen import Chosen, Kind, choose, fastest
 from carpool.ride.function import ride
 from carpool.routing import Routing
 from carpool.schedule import MAX_CHUNKS, Schedule
-from carpool.schedule.cost import fastest
 from carpool.schedule.delayed import Delayed
 from carpool.schedule.priority import RidesFirst
+from carpool.train.checkpoints.ranks import from_rank_0
 from carpool.train.config.schema_moe import MoeSection
+from carpool.train.run.files import read_record
 from carpool.train.run.room import make_room
-from carpool.train.run.stages import read_record
 
 CANDIDATES = (Schedule(), *(Schedule("chunks", chunks) for chunks in (1, 2, 4, 8)))
 TILES = (Schedule("tiles", 2), Schedule("tiles", 4))
@@ -50,25 +47,9 @@ WARM_UP, REPETITIONS = 3, 7
 log = logging.getLogger("carpool")
 
 
-@dataclass(frozen=True)
-class ChosenSchedule:
-    """The schedule of a run's layers.
-
-    Attributes:
-        why: for a person.
-        shape: what a measurement depends on.
-        milliseconds: of a layer's ride, by schedule, of the slowest rank; None if nothing was measured.
-    """
-
-    schedule: Schedule
-    why: str
-    shape: dict[str, Any]
-    milliseconds: dict[str, float] | None = None
-
-    def record(self) -> dict[str, Any]:
-        """As in run.json."""
-        found: dict[str, Any] = {**asdict(self.schedule), "why": self.why, "shape": self.shape}
-        return found if self.milliseconds is None else {**found, "milliseconds": self.milliseconds}
+SCHEDULE_KIND: Kind[Schedule] = Kind(
+    "schedule", asdict, lambda record: Schedule(record["name"], record["chunks"], record.get("backward_chunks"))
+)
 
 
 def choose_schedule(
@@ -80,7 +61,7 @@ def choose_schedule(
     dtype: torch.dtype,
     device: torch.device,
     folders: Sequence[Path] = (),
-) -> ChosenSchedule:
+) -> Chosen[Schedule]:
     """Choose, and let the layers follow it. All ranks together.
 
     Args:
@@ -107,50 +88,56 @@ def choose_schedule(
         "experts": None if own is None or own.compute is None else own.compute.name,
         "fp8": options is not None and (options.forward_fp8 or options.backward_fp8),
     }
-    decision: list[Any] = [None]
-    if dist.get_rank() == 0:
-        # One rank reads and decides: files may look different to the others.
-        record = read_record(folders, "schedule")
-        decision = [decide(wanted, shape, record, own is None)]
-    dist.broadcast_object_list(decision, src=0, device=device)
-    chosen: ChosenSchedule | None = decision[0]
-    if chosen is None:
+
+    def measure(fallback: Chosen[Schedule]) -> Chosen[Schedule]:
         assert own is not None
         times: dict[Schedule, float] = {}
         for candidates in ((*CANDIDATES, *tiles_of(own, dtype, device)), None):
             # Forward and backward may differ: once their best common number is known, its neighbours.
             for way in candidates or neighbours(fastest(times)):
                 times[way] = _milliseconds(own, way, tokens, top_k, hidden, dtype, device)
-        best = fastest(times)
         shown = {str(way): round(ms, 4) for way, ms in times.items()}
         why = f"measured, in milliseconds of a layer's ride: {', '.join(f'{n} {ms:.3g}' for n, ms in shown.items())}"
-        chosen = ChosenSchedule(best, why, shape, shown)
-    if chosen.schedule.name == "tiles" and device.type == "cuda" and own is not None and own.compute is not None:
+        return Chosen(fastest(times), fallback.shape, "measured", why, shown)
+
+    chosen = choose(
+        SCHEDULE_KIND,
+        shape,
+        recorded=lambda: read_record(folders, SCHEDULE_KIND.key),
+        decide=lambda kept, note: decide(wanted, shape, kept, note, own is None),
+        measure=measure,
+        from_rank_0=from_rank_0,
+    )
+    if chosen.answer.name == "tiles" and device.type == "cuda" and own is not None and own.compute is not None:
         # Before anything is written.
         none = (_like(own, name, dtype, device, slots=0) for name in weight_names(own.experts))
         if reason := why_no_parts(own.compute, ExpertWeights._make(none)):
             raise ValueError(f"moe.schedule = 'tiles' cannot be used here: {reason}; use 'chunks' or 'auto'")
     for one in layers:
-        one.set_schedule(chosen.schedule)
+        one.set_schedule(chosen.answer)
     return chosen
 
 
 def decide(
-    wanted: Schedule | None, shape: Mapping[str, Any], record: Mapping[str, Any] | None, own_forward: bool
-) -> ChosenSchedule | None:
-    """What needs no measurement; None if it does. `record`: of the run that is resumed."""
+    wanted: Schedule | None,
+    shape: Mapping[str, Any],
+    kept: Chosen[Schedule] | None,
+    note: str,
+    own_forward: bool,
+) -> tuple[Chosen[Schedule], bool]:
+    """(What is used, whether it is still to be measured). `kept`, `note`: as of `Kind.recall`."""
     if wanted is not None:
-        return ChosenSchedule(wanted, "asked for", dict(shape))
-    if record is not None and record.get("shape") == dict(shape):
-        kept = Schedule(record["name"], record["chunks"], record.get("backward_chunks"))
-        return ChosenSchedule(kept, "as recorded in this run", dict(shape), record.get("milliseconds"))
+        return Chosen(wanted, shape, "given", "asked for"), False
+    if kept is not None:
+        return kept, False
+    reason = ""
     if own_forward:
-        return ChosenSchedule(Schedule(), "the experts run their own forward, in one piece", dict(shape))
-    if shape["ranks"] == 1:
-        return ChosenSchedule(Schedule(), "one rank has no rides to hide", dict(shape))
-    if shape["device"] in HIDES_NOTHING:
-        return ChosenSchedule(Schedule(), "on a CPU nothing runs beside a ride", dict(shape))
-    return None
+        reason = "the experts run their own forward, in one piece"
+    elif shape["ranks"] == 1:
+        reason = "one rank has no rides to hide"
+    elif shape["device"] in HIDES_NOTHING:
+        reason = "on a CPU nothing runs beside a ride"
+    return Chosen(Schedule(), shape, "default", reason + note), not reason
 
 
 def tiles_of(own: ExpertRides, dtype: torch.dtype, device: torch.device) -> tuple[Schedule, ...]:

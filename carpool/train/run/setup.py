@@ -48,6 +48,7 @@ from carpool.train.run.schedules import choose_schedule, rides_first
 from carpool.train.run.stages import choose_stages
 from carpool.train.run.step import Objective, make_optimizer
 from carpool.train.run.topology import find_machine, ranks_of
+from carpool.train.run.transports import choose_way
 from carpool.transport import check_transport
 
 
@@ -177,7 +178,6 @@ class Setup:
         """How rows travel, how experts compute, and what runs beside what."""
         config, training, moe = self.config, self.config.training, self.config.moe
         self.options, self.most_tokens = nvlink_options(config, self.degrees), most_tokens(config, self.degrees)
-        set_transport(self.model, moe.transport, options=self.options)
         self.experts_lossy = set_experts(self.model, moe.experts, recompute=moe.recompute_experts)
         self.top_k = top_k_of(self.model)
         self.rides: list[ExpertRides] = list(rides(self.model).values())
@@ -187,6 +187,9 @@ class Setup:
             for own in self.rides:
                 own.set_schedule(asked)
         hidden = self.model.config.get_text_config().hidden_size
+        folders = [resume.parent.parent, self.folder] if resume is not None else []
+        self.way = choose_way(moe.transport, self.rides[0], self.top_k, hidden, self.options, self.device, folders)
+        set_transport(self.model, self.way.answer, options=self.options)
         for own in self.rides:
             own.prepare(self.top_k, hidden)
         if self.compare_with is not None:
@@ -196,13 +199,13 @@ class Setup:
             "top_k": self.top_k,
             "dtype": torch.bfloat16 if self.bf16 else self.model.dtype,
             "device": self.device,
-            "folders": [resume.parent.parent, self.folder] if resume is not None else [],
+            "folders": folders,
         }
         self.stages = choose_stages(moe.expert_stages, self.rides, **measured)
         if self.stages is not None:
-            set_experts(self.model, moe.experts, choices=self.stages.choices, recompute=moe.recompute_experts)
+            set_experts(self.model, moe.experts, choices=self.stages.answer, recompute=moe.recompute_experts)
         self.schedule = choose_schedule(moe.asked_schedule(), self.rides, hidden=hidden, **measured)
-        compute_shared_beside(self.model, self.schedule.schedule.name != "none")
+        compute_shared_beside(self.model, self.schedule.answer.name != "none")
         for own in self.rides:
             own.prepare(self.top_k, hidden)
         if training.torch_compile:
@@ -219,7 +222,7 @@ class Setup:
             dp_size=self.degrees.dp,
             autocast=torch.bfloat16 if self.bf16 and self.degrees.dp == 1 else None,
             balance_layers=moe.balance == "layer",
-            two_batch=self.schedule.schedule.name == "two-batch",
+            two_batch=self.schedule.answer.name == "two-batch",
             rides_first=rides_first(self.model, moe, self.degrees.fsdp),
         )
         self.optimizer = make_optimizer(self.model, training)

@@ -1,18 +1,14 @@
-"""Which way each stage of the experts is computed in a run: chosen once, the same on all ranks, and recorded.
+"""Which way computes each stage of the experts in a run (see `carpool.planner.chosen` for when it is chosen).
 
     moe.expert_stages   a run that starts                           a run that is resumed
     default             by the shape (`default_choices`)            as recorded in run.json
     measure             timed on all ranks, before the first step   as recorded in run.json
     a table             what it names; the rest by the shape        what it names; the rest as recorded
 
-Times differ from one measurement to the next, and another version of Carpool may have another default. Ways differ in
-the last bits of what they compute. So a resumed run takes what its record says, and is bitwise equal to one that was
-never stopped. Only if the shape, the dtype or the device has changed, is it chosen anew.
-
 What is timed is one rank's share of a batch whose tokens choose their experts uniformly. Every rank does it, and what
-counts is the mean over ranks; a way that any of them cannot use is left out. For example with 8192 tokens on each of 4
-ranks, 64 experts, 8 a token: 4 * 8192 * 8 / 4 = 65,536 pairs of a row and an expert come to a rank. A token visits 3.66
-ranks and so wants 2.2 experts on each: measured are 32,768 rows with 2 each.
+counts is the mean over ranks. A way that any rank cannot use is left out. For example, with 8192 tokens on each of 4
+ranks, 64 experts and 8 experts per token, 4 * 8192 * 8 / 4 = 65,536 pairs of a row and an expert come to a rank. A
+token visits 3.66 ranks, so it wants 2.2 experts on each: measured are 32,768 rows with 2 experts each.
 """
 
 from __future__ import annotations
@@ -22,7 +18,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,8 +25,10 @@ import torch.distributed as dist
 from carpool.experts import Activation, Choices, GroupedExperts, measure_choices
 from carpool.experts.choices import LIBRARY, STAGES, WAYS, Measured, default_choices, pick
 from carpool.hf.expert_parallel import ExpertRides, weight_names
+from carpool.planner.chosen import Chosen, Kind, choose
 from carpool.planner.cost import uniform_copies
-from carpool.train.run.files import read_info
+from carpool.train.checkpoints.ranks import from_rank_0
+from carpool.train.run.files import read_record
 
 BY_SHAPE = "by the shape"
 log = logging.getLogger("carpool")
@@ -56,26 +53,9 @@ class Shape:
     inner: int
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """The ways of a run's experts.
-
-    Attributes:
-        how: "default", "measured" or "given".
-        why: the same for a person.
-        microseconds: of each stage, by way, mean over ranks; None if nothing was measured.
-    """
-
-    choices: Choices
-    shape: Shape
-    how: str
-    why: str
-    microseconds: dict[str, dict[str, float]] | None = None
-
-    def record(self) -> dict[str, Any]:
-        """As in run.json."""
-        found = {"stages": self.choices.to_dict(), "how": self.how, "why": self.why, "shape": asdict(self.shape)}
-        return found if self.microseconds is None else {**found, "microseconds": self.microseconds}
+STAGES_KIND: Kind[Choices] = Kind(
+    "experts", lambda one: {"stages": one.to_dict()}, lambda record: Choices.from_dict(record["stages"]), "microseconds"
+)
 
 
 def choose_stages(
@@ -86,7 +66,7 @@ def choose_stages(
     dtype: torch.dtype,
     device: torch.device,
     folders: Sequence[Path] = (),
-) -> Chosen | None:
+) -> Chosen[Choices] | None:
     """Choose for the first layer that has stages; the others have the same shape. All ranks together.
 
     Args:
@@ -101,20 +81,23 @@ def choose_stages(
     own = next((own for own in layers if isinstance(own.compute, GroupedExperts)), None)
     if own is None:
         return None
-    decision: list[Any] = [None]
-    if dist.get_rank() == 0:
-        # One rank reads and decides: files and devices may look different to the others.
-        assert isinstance(own.compute, GroupedExperts)
-        shape = shape_of(own, tokens, top_k, dtype, device)
-        decision = [decide(wanted, shape, device, own.compute.function.activation, read_record(folders))]
-    dist.broadcast_object_list(decision, src=0, device=device)
-    chosen, to_measure = decision[0]
-    if to_measure:
-        measured = mean_over_ranks(_measure(own, chosen.shape, device), device)
+    assert isinstance(own.compute, GroupedExperts)
+    shape, activation = shape_of(own, tokens, top_k, dtype, device), own.compute.function.activation
+
+    def measure(fallback: Chosen[Choices]) -> Chosen[Choices]:
+        measured = mean_over_ranks(_measure(own, shape, device), device)
         if measured is None:
-            return replace(chosen, why=f"{BY_SHAPE}; measuring needs more memory than some rank has")
-        return Chosen(measured.choices, chosen.shape, "measured", explain(measured), measured.microseconds)
-    return chosen
+            return replace(fallback, why=f"{BY_SHAPE}; measuring needs more memory than some rank has")
+        return Chosen(measured.choices, fallback.shape, "measured", explain(measured), measured.microseconds)
+
+    return choose(
+        STAGES_KIND,
+        asdict(shape),
+        recorded=lambda: read_record(folders, STAGES_KIND.key),
+        decide=lambda kept, note: decide(wanted, shape, device, activation, kept, note),
+        measure=measure,
+        from_rank_0=from_rank_0,
+    )
 
 
 def decide(
@@ -122,48 +105,24 @@ def decide(
     shape: Shape,
     device: torch.device,
     activation: Activation | Callable[[torch.Tensor], torch.Tensor],
-    record: Mapping[str, Any] | None,
-) -> tuple[Chosen, bool]:
-    """(What is used, whether it is still to be measured). `record`: of the run that is resumed."""
-    kept, note = recall(record, shape)
+    kept: Chosen[Choices] | None,
+    note: str,
+) -> tuple[Chosen[Choices], bool]:
+    """(What is used, whether it is still to be measured). `kept`, `note`: as of `Kind.recall`."""
     no_kernels = why_no_kernels(shape, device)
     default = Choices() if no_kernels else default_choices(device, shape.hidden, shape.inner)
-    base = kept or Chosen(default, shape, "default", BY_SHAPE + note)
+    base = kept or Chosen(default, asdict(shape), "default", BY_SHAPE + note)
     if not isinstance(wanted, str):
         why = f"{', '.join(wanted)} as moe.expert_stages says; the rest {base.why}"
         if no_kernels:
             why += f"; but the library computes all of them: {no_kernels}"
-        return Chosen(replace(base.choices, **wanted), shape, "given", why), False
+        return Chosen(replace(base.answer, **wanted), base.shape, "given", why), False
     if wanted == "default" or kept is not None:
         return base, False
     unknown = "" if isinstance(activation, Activation) else "only the model itself knows its activation"
     if reason := no_kernels or unknown:
         return replace(base, why=f"{base.why}; nothing was measured: {reason}"), False
     return base, True
-
-
-def recall(record: Mapping[str, Any] | None, shape: Shape) -> tuple[Chosen | None, str]:
-    """(What a run has recorded, ""), or (None, why that cannot be used)."""
-    if not record or not record.get("stages"):
-        return None, ""
-    before, now = record.get("shape") or {}, asdict(shape)
-    if changed := [f"{key} was {before.get(key)}, is {now[key]}" for key in now if before.get(key) != now[key]]:
-        return None, f", chosen anew: {', '.join(changed)}"
-    try:
-        choices = Choices.from_dict(record["stages"])
-    except ValueError as error:  # of another version
-        return None, f", chosen anew: of what was recorded, {error}"
-    why = f"as recorded in this run ({record['how']})"
-    return Chosen(choices, shape, record["how"], why, record.get("microseconds")), ""
-
-
-def read_record(folders: Sequence[Path], about: str = "experts") -> dict[str, Any] | None:
-    """What the first of these run directories that has a run.json says about experts, or something else."""
-    for folder in folders:
-        if (info := read_info(folder)) is not None:
-            found = info.get(about)
-            return found if isinstance(found, dict) else None
-    return None
 
 
 def shape_of(own: ExpertRides, tokens: int, top_k: int, dtype: torch.dtype, device: torch.device) -> Shape:

@@ -1,0 +1,73 @@
+"""How the rows of a run travel (see `carpool.planner.chosen` for when it is chosen).
+
+moe.transport       a run that starts                              a run that is resumed
+auto                `nvlink` where every rank can use it, else     as recorded in run.json, if the same ranks can
+                    by the rule of `choose_transport`              still use it
+any other           that one                                       that one
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from carpool.hf.expert_parallel import ExpertRides
+from carpool.planner.chosen import Chosen, Kind, choose
+from carpool.train.checkpoints.ranks import from_rank_0, gather
+from carpool.train.run.files import read_record
+from carpool.transport import NVLinkOptions, choose_transport, why_not_nvlink
+
+TRANSPORT_KIND: Kind[str] = Kind("transport", lambda name: {"name": name}, lambda record: str(record["name"]))
+
+
+def choose_way(
+    wanted: str,
+    layer: ExpertRides,
+    top_k: int,
+    hidden: int,
+    options: NVLinkOptions,
+    device: torch.device,
+    folders: Sequence[Path] = (),
+) -> Chosen[str]:
+    """Choose a transport for all layers. All ranks together.
+
+    Args:
+        wanted: `moe.transport`.
+        layer: any of the run.
+        hidden: H.
+        folders: of a run that is resumed; the first that has a record counts.
+
+    Raises:
+        ValueError: an unknown transport.
+    """
+    unfit: str | None = ""
+    if wanted == "auto":
+        # Their own forward would see all rows that the buffers have, and most are empty.
+        own_forward = "the experts run their own forward" if layer.compute is None else None
+        # Expert-parallel groups may be on different hosts; all take the same way.
+        reasons = gather(own_forward or why_not_nvlink(layer.group, hidden, options))
+        unfit = next((reason for reason in reasons if reason is not None), None)
+    shape = {
+        "requested": wanted,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "ranks": layer.num_ranks,
+        "top_k": top_k,
+        "hidden": hidden,
+        "nvlink_usable": unfit is None,
+    }
+
+    def decide(kept: Chosen[str] | None, note: str) -> tuple[Chosen[str], bool]:
+        name, why = choose_transport(wanted, layer.num_ranks, top_k, unfit)
+        if wanted != "auto":
+            return Chosen(name, shape, "given", why), False
+        return kept or Chosen(name, shape, "default", why + note), False
+
+    def recorded() -> Mapping[str, Any] | None:
+        return read_record(folders, TRANSPORT_KIND.key)
+
+    return choose(
+        TRANSPORT_KIND, shape, recorded=recorded, decide=decide, measure=lambda one: one, from_rank_0=from_rank_0
+    )

@@ -1,0 +1,43 @@
+"""The transport of a run: asked for, by the rule, or as the run has recorded it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from carpool.train.run.transports import TRANSPORT_KIND, choose_way
+from carpool.transport import NVLinkOptions
+
+
+def way(wanted: str, unfit: str | None = "there is no CUDA device", folder: Path | None = None) -> Any:
+    layer: Any = SimpleNamespace(compute=object(), group=None, num_ranks=4)
+    with mock.patch("carpool.train.run.transports.why_not_nvlink", lambda *args: unfit):
+        folders = [] if folder is None else [folder]
+        return choose_way(wanted, layer, 8, 64, NVLinkOptions(), torch.device("cpu"), folders)
+
+
+def test_as_asked_for_or_by_the_rule() -> None:
+    asked, auto = way("gather"), way("auto")
+    assert (asked.answer, asked.how, asked.why) == ("gather", "given", "asked for")
+    assert (auto.answer, auto.how) == ("dedup", "default") and "not nvlink: there is no CUDA device" in auto.why
+    assert way("auto", None).answer == "nvlink"
+    with pytest.raises(ValueError, match="transport='pigeon' is not known"):
+        way("pigeon")
+
+
+def test_a_resumed_run_takes_what_it_recorded_while_it_can(tmp_path: Path) -> None:
+    first = way("auto", None)
+    # As if the rule had been another then.
+    record = {**TRANSPORT_KIND.record(first), "name": "alltoall"}
+    (tmp_path / "run.json").write_text(json.dumps({"transport": record}))
+    again = way("auto", None, tmp_path)
+    assert again.answer == "alltoall" and again.why == "as recorded in this run (default)"
+    gone = way("auto", "its ranks are on 2 hosts", tmp_path)
+    assert gone.answer == "dedup" and "chosen anew: nvlink_usable was True, is False" in gone.why
+    assert way("gather", None, tmp_path).answer == "gather"
