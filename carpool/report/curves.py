@@ -1,7 +1,7 @@
-"""Figures over steps: loss, copies per token, gradient norm, speed, and milliseconds of the layer's parts.
+"""The run's charts over steps: loss, rates and norms, times, copies per token, load of ranks.
 
 Long runs are thinned to what the width can show: the mean of neighbouring steps. A dashed line is a prediction, a thin
-dotted vertical line is a place where the run resumed.
+dotted vertical line is a place where the run resumed, a solid one where experts moved.
 """
 
 from __future__ import annotations
@@ -10,27 +10,52 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import EngFormatter, MaxNLocator
 
+from carpool.report.lines import Chart, Line, draw
 from carpool.report.read import Run
 from carpool.report.schema import PARTS, Train
-from carpool.report.svg import drawing, role
+from carpool.report.steps import median
+from carpool.report.units import count_text, ms_text, percent_text, plain_text
 
 POINTS = 400
-"""More than this many steps are thinned: about one point per pixel of the axes."""
+"""More than this many steps are thinned: about one point per unit of the axes."""
 
 
 def series(train: Sequence[Train], value: Callable[[Train], float | None]) -> tuple[np.ndarray, np.ndarray]:
     """Steps and values as floats, NaN where nothing finite was measured, thinned to at most POINTS means."""
     steps = np.array([t.step for t in train], dtype=float)
+    return thinned(steps, values_of(train, value))
+
+
+def values_of(train: Sequence[Train], value: Callable[[Train], float | None]) -> np.ndarray:
+    """One value per step, NaN where nothing finite was measured."""
     values = np.array([math.nan if (v := value(t)) is None else v for t in train], dtype=float)
     values[~np.isfinite(values)] = math.nan
+    return values
+
+
+def thinned(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Means of neighbours, at most POINTS of them."""
     if len(steps) <= POINTS:
         return steps, values
     groups = np.array_split(np.arange(len(steps)), POINTS)
     return np.array([steps[g].mean() for g in groups]), np.array([_mean(values[g]) for g in groups])
+
+
+def smoothed(values: np.ndarray) -> tuple[np.ndarray, int]:
+    """The mean of each value's neighbourhood, and how many steps that spans (odd, about a twentieth of the run).
+
+    The neighbourhood shrinks at both ends, where it stays centred; what is no number is left out."""
+    half = max(2, len(values) // 40)
+    known = np.isfinite(values)
+    sums = np.concatenate([[0.0], np.cumsum(np.where(known, values, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(known)])
+    at = np.arange(len(values))
+    reach = np.minimum(half, np.minimum(at, len(values) - 1 - at))
+    first, stop = at - reach, at + reach + 1
+    count = counts[stop] - counts[first]
+    mean = np.divide(sums[stop] - sums[first], count, out=np.full(len(values), math.nan), where=count > 0)
+    return np.where(known, mean, math.nan), 2 * half + 1
 
 
 def _mean(values: np.ndarray) -> float:
@@ -38,152 +63,144 @@ def _mean(values: np.ndarray) -> float:
     return float(known.mean()) if len(known) else math.nan
 
 
-def _line(axes: Axes, steps: np.ndarray, values: np.ndarray, colour: str, label: str = "", width: float = 1.6) -> None:
-    # A lone point between gaps would be invisible as a line.
-    marker = "o" if np.isfinite(values).sum() < 20 else ""
-    axes.plot(steps, values, color=role(colour), label=label or None, linewidth=width, marker=marker, markersize=3)
+def _marks(run: Run) -> list[tuple[float, str]]:
+    """Where the run resumed, and where experts moved."""
+    resumed = [(float(entry.from_step), "muted") for entry in run.info.history if entry.from_step]
+    return resumed + [(float(p.step), "mark") for p in run.placements if p.event == "moved"]
 
 
-def _finish(axes: Axes, run: Run, ylabel: str, legend: bool = True) -> None:
-    axes.set_xlabel("step")
-    axes.set_ylabel(ylabel)
-    axes.grid(True, axis="y")
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    for entry in run.info.history:
-        if entry.from_step and entry.from_step <= run.train[-1].step:
-            axes.axvline(entry.from_step, color=role("mark"), linewidth=0.9, linestyle=":")
-    if legend:
-        axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=3, handlelength=1.8, columnspacing=1.2)
+def _simple(
+    run: Run, value: Callable[[Train], float | None], unit: str, text: Callable[[float], str], role: str = "loss"
+) -> str | None:
+    """One line of what each step recorded, from zero."""
+    return draw(Chart(unit, unit, text), [Line("", role, *series(run.train, value))])
 
 
-def _is_known(values: np.ndarray) -> bool:
-    return bool(np.isfinite(values).any())
+def loss(run: Run) -> str | None:
+    """Training loss of each step, its smoothed course, and held-out loss as points."""
+    steps = np.array([t.step for t in run.train], dtype=float)
+    values = values_of(run.train, lambda t: t.loss)
+    smooth, span = smoothed(values)
+    lines = [Line("training, each step", "raw", *thinned(steps, values), style="thin")]
+    if np.isfinite(values).sum() > span:
+        lines.append(Line(f"training, mean of {span} steps", "loss", *thinned(steps, smooth)))
+    if held := [(e.step, e.loss) for e in run.evals if e.loss is not None and math.isfinite(e.loss)]:
+        at, losses = (np.array(part, dtype=float) for part in zip(*held, strict=True))
+        lines.append(Line("held out", "heldout", at, losses, style="point"))
+    about = "Training loss and held-out loss over steps"
+    return draw(Chart(about, "nats per token", lambda v: plain_text(v, 4), zero=False, marks=_marks(run)), lines)
 
 
-def loss(run: Run) -> Figure | None:
-    """Training loss of each step, and held-out loss where it was measured."""
-    steps, values = series(run.train, lambda t: t.loss)
-    evals = [(e.step, e.loss) for e in run.evals if e.loss is not None]
-    if not _is_known(values) and not evals:
-        return None
-    with drawing(2.7) as (figure, axes):
-        _line(axes, steps, values, "loss", "training", width=1.2)
-        if evals:
-            held_steps, held = zip(*evals, strict=True)
-            axes.plot(held_steps, held, color=role("heldout"), label="held out", marker="o", markersize=4)
-        _finish(axes, run, "loss (nats per token)")
-    return figure
+def learning_rate(run: Run) -> str | None:
+    """The learning rate of each step."""
+    return _simple(run, lambda t: t.learning_rate, "learning rate", lambda v: f"{v:.3g}", "experts")
 
 
-def copies(run: Run) -> Figure | None:
-    """Copies per token: measured, against K, and against what uniform routing predicts."""
-    steps, values = series(run.train, lambda t: t.copies_per_token)
-    if not _is_known(values):
-        return None
-    chosen = run.info.model.num_experts_per_tok
-    uniform = run.info.predicted.copies_per_token_uniform
-    with drawing(2.5) as (figure, axes):
-        _line(axes, steps, values, "dispatch", "measured")
-        if uniform is not None:
-            label = f"predicted (uniform): {uniform:.2f}"
-            axes.axhline(uniform, color=role("predicted"), linestyle=(0, (4, 3)), label=label)
-        if chosen:
-            axes.axhline(chosen, color=role("muted"), linewidth=1.2, label=f"K = {chosen}")
-        top = max(np.nanmax(values), chosen or 0, uniform or 0)
-        axes.set_ylim(0, top * 1.08)
-        _finish(axes, run, "copies per token", legend=False)
-        # The three labels do not fit side by side.
-        axes.legend(loc="lower left", bbox_to_anchor=(-0.02, 1.0), ncols=2, handlelength=2.2, columnspacing=1.2)
-    return figure
+def balance_loss(run: Run) -> str | None:
+    """The auxiliary loss, before it is weighed."""
+    chart = Chart("Balance loss over steps", "balance loss, unweighed", lambda v: plain_text(v, 4), zero=False)
+    return draw(chart, [Line("", "combine", *series(run.train, lambda t: t.aux_loss))])
 
 
-def remote_rows(run: Run) -> Figure | None:
-    """Remote rows per token, with a mark where experts moved and, from there on, what was predicted."""
-    return _placed(run, lambda t: t.rows_remote_per_token, "rows", "dispatch", "remote rows per token")
-
-
-def rank_load(run: Run) -> Figure | None:
-    """The fullest rank's choices over the mean of all ranks, marked the same way."""
-    return _placed(run, lambda t: t.rank_load_max_over_mean, "load", "experts", "load of ranks, max/mean")
-
-
-def _placed(run: Run, value: Callable[[Train], float | None], what: str, colour: str, ylabel: str) -> Figure | None:
-    steps, values = series(run.train, value)
-    if not run.placements or not _is_known(values):
-        return None
-    moves = [p for p in run.placements if p.event == "moved"]
-    ends = [p.step for p in moves[1:]] + [run.train[-1].step]
-    with drawing(2.5) as (figure, axes):
-        _line(axes, steps, values, colour, "measured", width=1.2)
-        for number, (move, end) in enumerate(zip(moves, ends, strict=True)):
-            named = number == 0
-            axes.axvline(move.step, color=role("mark"), linewidth=1.0, label="experts moved" if named else None)
-            if (foretold := getattr(move.predicted, what)) is not None:
-                label = "predicted" if named else None
-                axes.plot([move.step, end], [foretold] * 2, color=role("predicted"), linestyle=(0, (4, 3)), label=label)
-        _finish(axes, run, ylabel)
-    return figure
-
-
-def gradient_norm(run: Run) -> Figure | None:
+def gradient_norm(run: Run) -> str | None:
     """The global gradient norm before clipping, on a logarithmic axis if it spans more than a factor of 30."""
     steps, values = series(run.train, lambda t: t.grad_norm)
-    if not _is_known(values):
-        return None
-    with drawing(2.2) as (figure, axes):
-        _line(axes, steps, values, "experts", width=1.2)
-        known = values[np.isfinite(values)]
-        if known.min() > 0 and known.max() > 30 * known.min():
-            axes.set_yscale("log")
-        else:
-            axes.set_ylim(0, 1.08 * max(known.max(), 1e-12))
-        _finish(axes, run, "gradient norm", legend=False)
-    return figure
+    known = values[np.isfinite(values)]
+    log = bool(len(known)) and known.min() > 0 and known.max() > 30 * known.min()
+    unit = "norm, logarithmic axis" if log else "norm"
+    chart = Chart("Gradient norm over steps", unit, lambda v: f"{v:.3g}", log=log)
+    return draw(chart, [Line("", "experts", steps, values)])
 
 
-def speed(run: Run) -> Figure | None:
-    """Tokens per second of all ranks together."""
-    steps, values = series(run.train, lambda t: t.tokens_per_second)
-    if not _is_known(values):
-        return None
-    with drawing(2.2) as (figure, axes):
-        _line(axes, steps, values, "loss", width=1.2)
-        axes.set_ylim(0, 1.08 * np.nanmax(values))
-        axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-        _finish(axes, run, "tokens/s", legend=False)
-    return figure
+def step_time(run: Run, typical: float | None) -> str | None:
+    """Milliseconds of each step, and the run's step time (`typical`, the median of the steady steps)."""
+    steps, values = series(run.train, lambda t: t.step_ms)
+    speeds = series(run.train, lambda t: t.tokens_per_second)[1]
+    lines = [Line("each step", "loss", steps, values)]
+    if typical is not None:
+        middle = Line(f"step time, {ms_text(typical)}", "ink", steps[[0, -1]], np.array([typical] * 2), style="dash")
+        lines.append(middle)
+    known = values[np.isfinite(values)]
+    # One slow step, such as the first, would press all others down to the axis.
+    top = 3 * typical if typical is not None and len(known) and known.max() > 3 * typical else None
+    speed = {round(ms, 9): rate for ms, rate in zip(values, speeds, strict=True) if math.isfinite(rate)}
+
+    def text(ms: float) -> str:
+        rate = speed.get(round(ms, 9))
+        return ms_text(ms) + (f", {count_text(rate)} tokens/s" if rate is not None else "")
+
+    unit = "milliseconds" + (" (a triangle: beyond the axis)" if top is not None else "")
+    return draw(Chart("Time of each step", unit, text, top=top, marks=_marks(run)), lines)
 
 
-def utilisation(run: Run) -> Figure | None:
+def utilisation(run: Run) -> str | None:
     """MFU and HFU, where the accelerator's peak is known."""
-    steps, mfu = series(run.train, lambda t: t.mfu)
-    _, hfu = series(run.train, lambda t: t.hfu)
-    if not _is_known(mfu) and not _is_known(hfu):
-        return None
-    with drawing(2.2) as (figure, axes):
-        for values, colour, label in ((mfu, "loss", "MFU"), (hfu, "combine", "HFU")):
-            if _is_known(values):
-                _line(axes, steps, 100 * values, colour, label, width=1.2)
-        axes.set_ylim(bottom=0)
-        _finish(axes, run, "% of peak")
-    return figure
+    lines = []
+    for name, role, value in (("MFU", "loss", "mfu"), ("HFU", "combine", "hfu")):
+        steps, values = series(run.train, lambda t, value=value: getattr(t, value))  # type: ignore[misc]
+        lines.append(Line(name, role, steps, 100 * values))
+    return draw(Chart("MFU and HFU over steps", "% of the peak", lambda v: percent_text(v / 100)), lines)
 
 
-def parts(run: Run) -> Figure | None:
+def parts(run: Run) -> str | None:
     """Milliseconds per call of dispatch, experts and combine: the median as a line, up to p99 as a band."""
-    with drawing(2.7) as (figure, axes):
-        drawn = False
-        for part in PARTS[:-1]:
-            steps, p50 = series(run.train, lambda t, part=part: t.part_ms(part, "p50"))  # type: ignore[misc]
-            _, p99 = series(run.train, lambda t, part=part: t.part_ms(part, "p99"))  # type: ignore[misc]
-            if not _is_known(p50):
-                continue
-            drawn = True
-            _line(axes, steps, p50 / 1000, part, part, width=1.4)
-            axes.fill_between(steps, p50 / 1000, p99 / 1000, color=role(part), alpha=0.22, linewidth=0)
-        if not drawn:
-            return None
-        axes.set_ylim(bottom=0)
-        axes.yaxis.set_major_formatter(EngFormatter(unit="s"))
-        _finish(axes, run, "per call")
-    return figure
+    lines = []
+    for part in PARTS[:-1]:
+        steps, p50 = series(run.train, lambda t, part=part: t.part_ms(part, "p50"))  # type: ignore[misc]
+        _, p99 = series(run.train, lambda t, part=part: t.part_ms(part, "p99"))  # type: ignore[misc]
+        lines.append(Line(part, part, steps, p50, upper=np.where(np.isfinite(p99), p99, p50)))
+    spread = median(t.part_ms(part, "p99") for part in PARTS[:-1] for t in run.train)
+    highest = max((t.part_ms(part, "p99") or 0.0 for part in PARTS[:-1] for t in run.train), default=0.0)
+    top = 4 * spread if spread and highest > 4 * spread else None
+    unit = "milliseconds per call" + (" (the highest are cut off)" if top else "")
+    return draw(Chart("Times of the parts of a layer", unit, ms_text, top=top), lines)
+
+
+def copies(run: Run) -> str | None:
+    """Copies per token: measured, against K, and against what uniform routing predicts."""
+    steps, values = series(run.train, lambda t: t.copies_per_token)
+    if not np.isfinite(values).any():
+        return None
+    ends, chosen = steps[[0, -1]], run.info.model.num_experts_per_tok
+    lines = [Line("measured", "dispatch", steps, values)]
+    if (uniform := run.info.predicted.copies_per_token_uniform) is not None:
+        name = f"predicted (uniform): {uniform:.2f}"
+        lines.append(Line(name, "predicted", ends, np.array([uniform] * 2), style="dash"))
+    if chosen:
+        lines.append(Line(f"K = {chosen}", "muted", ends, np.array([float(chosen)] * 2), style="thin"))
+    return draw(Chart("Copies per token over steps", "copies per token", plain_text, marks=_marks(run)), lines)
+
+
+def remote_rows(run: Run) -> str | None:
+    """Remote rows per token, with a mark where experts moved and, from there on, what was predicted."""
+    return _placed(run, lambda t: t.rows_remote_per_token, "rows", "dispatch", "remote rows per token", 0.0)
+
+
+def rank_load(run: Run) -> str | None:
+    """The fullest rank's choices over the mean of all ranks, marked the same way; 1 is even."""
+    if run.info.parallelism.get("world_size") == 1:
+        return None
+    return _placed(
+        run, lambda t: t.rank_load_max_over_mean, "load", "experts", "× the mean of all ranks (1: even)", 1.0
+    )
+
+
+def _placed(
+    run: Run, value: Callable[[Train], float | None], what: str, role: str, unit: str, low: float
+) -> str | None:
+    lines = [Line("measured", role, *series(run.train, value))]
+    if not np.isfinite(lines[0].y).any():
+        return None
+    moves = [p for p in run.placements if p.event == "moved"]
+    ends = [*(p.step for p in moves[1:]), run.train[-1].step] if moves else []
+    at: list[float] = []
+    foretold: list[float] = []
+    for move, end in zip(moves, ends, strict=True):
+        predicted = getattr(move.predicted, what)
+        if predicted is not None:
+            # NaN parts one move's line from the next.
+            at += [float(move.step), float(end), float(end)]
+            foretold += [predicted, predicted, math.nan]
+    if at:
+        lines.append(Line("predicted", "predicted", np.array(at), np.array(foretold), style="dash"))
+    return draw(Chart(unit, unit, plain_text, zero=low == 0.0, low=low, marks=_marks(run)), lines)

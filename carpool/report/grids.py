@@ -1,23 +1,19 @@
-"""Figures of cells: load per layer over time, load per expert, and the traffic from rank to rank.
+"""The run's grids: load per layer and per expert over time, copies per layer, and the traffic from rank to rank.
 
-Cells are coloured in nine steps, each a variable of the page. Cells of one step are one SVG path, which keeps a grid of
-48 layers × 256 experts small. Load is drawn relative to the mean load of the layer, so 1 means perfectly even.
+Load is drawn relative to the mean load of the layer, so 1 means perfectly even. Traffic is drawn as the deviation from
+the mean over all pairs of ranks: matrices that are nearly uniform look so, and what differs stands out.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.patches import PathPatch
-from matplotlib.path import Path as Outline
 
+from carpool.report.cells import Grid, draw
 from carpool.report.read import Run
-from carpool.report.svg import HEAT_LEVELS, drawing, role
+from carpool.report.schema import Layers
+from carpool.report.svg import HEAT_LEVELS, scale
 from carpool.report.units import count_text, plain_text
 
 COLUMNS = 48
@@ -26,49 +22,8 @@ COLUMNS = 48
 NUMBERS = 8
 """Up to this many ranks, the traffic matrix has its numbers written into the cells."""
 
-
-@dataclass(frozen=True)
-class Scale:
-    """The key of a grid's colours, which the page writes below it: from the first of `ramp`'s steps to the last."""
-
-    ramp: str
-    low: str
-    high: str
-
-
-def _cells(axes: Axes, value_YX: np.ndarray, bounds: Sequence[float] | np.ndarray, ramp: str, gap: float) -> np.ndarray:
-    """Draws value_YX as squares (NaN: none) coloured by the interval of `bounds` they fall into; returns the steps.
-
-    `bounds=[0, 10, 20, ...]`: a value of 12 gets the second step. Values outside get the first or the last.
-    """
-    level_YX = np.clip(np.searchsorted(bounds, value_YX, side="right") - 1, 0, HEAT_LEVELS - 1)
-    for level in range(HEAT_LEVELS):
-        outlines = []
-        for y, x in zip(*np.nonzero((level_YX == level) & np.isfinite(value_YX)), strict=True):
-            outlines.append(_square(x, y, gap))
-        if outlines:
-            patch = PathPatch(Outline.make_compound_path(*outlines), facecolor=role(f"{ramp}{level}"), linewidth=0)
-            patch.set_gid("cells")
-            axes.add_artist(patch)
-    height, width = value_YX.shape
-    axes.set_xlim(0, width)
-    axes.set_ylim(height, 0)
-    axes.tick_params(length=0)
-    for spine in axes.spines.values():
-        spine.set_visible(False)
-    return level_YX
-
-
-def _square(x: float, y: float, gap: float) -> Outline:
-    left, right, low, high = x + gap, x + 1 - gap, y + gap, y + 1 - gap
-    return Outline([(left, low), (right, low), (right, high), (left, high), (left, low)], closed=True)
-
-
-def _label(ticks_set: object, names: Sequence[str], most: int) -> None:
-    """Names the centres of cells along one axis, skipping evenly so that at most about `most` names are written."""
-    every = max(1, -(-len(names) // most))
-    chosen = range(0, len(names), every)
-    ticks_set([i + 0.5 for i in chosen], [names[i] for i in chosen])  # type: ignore[operator]
+CELLS = 3072
+"""A map of experts over time has at most about this many cells."""
 
 
 def layer_names(run: Run, layers: int) -> list[str]:
@@ -78,11 +33,7 @@ def layer_names(run: Run, layers: int) -> list[str]:
     return numbers if len(numbers) == layers == len(set(numbers)) else [str(i) for i in range(layers)]
 
 
-def _height(rows: int) -> float:
-    return min(5.0, 0.75 + max(0.17 * rows, 0.5))
-
-
-def load_over_time(run: Run) -> tuple[Figure, Scale] | None:
+def load_over_time(run: Run) -> str | None:
     """The busiest expert's load over the mean load, for each layer (rows) and recorded step (columns)."""
     digests = [d for d in run.layers if d.imbalance_L]
     if not digests:
@@ -93,59 +44,130 @@ def load_over_time(run: Run) -> tuple[Figure, Scale] | None:
     imbalance_SL = np.array([d.imbalance_L for d in digests], dtype=float)
     worst_LX = np.array([np.fmax.reduce(imbalance_SL[g], axis=0) for g in groups]).T
     high = max(2.0, float(np.nanmax(worst_LX))) if np.isfinite(worst_LX).any() else 2.0
-    with drawing(_height(layers)) as (figure, axes):
-        _cells(axes, worst_LX, np.geomspace(1, high, HEAT_LEVELS + 1), "heat", gap=0.0)
-        _label(axes.set_xticks, [str(digests[int(g[0])].step) for g in groups], 8)
-        _label(axes.set_yticks, layer_names(run, layers), 14)
-        axes.set_xlabel("step")
-        axes.set_ylabel("layer")
-    return figure, Scale("heat", "1 (even)", f"{plain_text(high)}× the mean")
+    grid = Grid(
+        "The busiest expert of each layer over time",
+        "layer",
+        "step",
+        layer_names(run, layers),
+        [str(digests[int(g[0])].step) for g in groups],
+        [[f"busiest expert {plain_text(v)} × the mean" for v in row] for row in worst_LX],
+    )
+    picture = draw(grid, _levels(worst_LX, np.geomspace(1, high, HEAT_LEVELS + 1)), "heat")
+    return picture + scale("heat", "1 (even)", f"{plain_text(high)} × the mean")
 
 
-def load_by_expert(run: Run) -> tuple[Figure, Scale] | None:
+def load_by_expert(run: Run) -> str | None:
     """Each expert's load over the mean of its layer, at the last recorded step; × marks an expert that nobody chose."""
-    if run.last_layers is None or not run.last_layers.load or not run.last_layers.load[0]:
+    last = run.last_layers
+    if last is None or not last.load or not last.load[0]:
         return None
-    load_LE = np.array(run.last_layers.load, dtype=float)
-    mean_L1 = load_LE.mean(axis=1, keepdims=True)
-    relative_LE = np.divide(load_LE, mean_L1, out=np.full_like(load_LE, np.nan), where=mean_L1 > 0)
-    layers, experts = load_LE.shape
-    high = max(2.0, float(np.nanmax(relative_LE))) if np.isfinite(relative_LE).any() else 2.0
-    bounds = [0, 0.25, 0.5, 0.75, 0.9, 1.1, *np.geomspace(1.1, high, 5)[1:]]
-    with drawing(_height(layers)) as (figure, axes):
-        _cells(axes, relative_LE, bounds, "diverge", gap=0.05 if experts <= 64 else 0.0)
-        dead_l, dead_e = np.nonzero(load_LE == 0)
-        axes.plot(dead_e + 0.5, dead_l + 0.5, "x", color=role("ink"), markersize=min(4.0, 160 / experts))
-        _label(axes.set_xticks, [str(i) for i in range(experts)], 16 if experts <= 100 else 10)
-        _label(axes.set_yticks, layer_names(run, layers), 14)
-        axes.set_xlabel("expert")
-        axes.set_ylabel("layer")
-    return figure, Scale("diverge", "0", f"{plain_text(high)}× the mean")
+    load_LE = np.array(last.load, dtype=float)
+    names = layer_names(run, len(load_LE))
+    return _loads(load_LE, "layer", names, "expert", [str(e) for e in range(load_LE.shape[1])])
 
 
-def traffic(run: Run) -> tuple[Figure, Scale] | None:
-    """Rows sent from each rank (rows) to each rank (columns) at the last recorded step; the diagonal stays at home."""
+def experts_over_time(run: Run, layer: int) -> str | None:
+    """The load of each expert (rows) of one layer over the mean of its experts, at recorded steps (columns)."""
+    found = [sample for sample in run.layer_samples if len(sample.load) > layer and sample.load[layer]]
+    if not found:
+        return None
+    experts = len(found[-1].load[layer])
+    found = [sample for sample in found if len(sample.load[layer]) == experts]
+    found = _spread(found, max(8, min(COLUMNS, CELLS // experts)))
+    load_XE = np.array([sample.load[layer] for sample in found], dtype=float)
+    steps = [str(sample.step) for sample in found]
+    return _loads(load_XE, "step", steps, "expert", [str(e) for e in range(experts)], turned=True)
+
+
+def chosen_layers(run: Run, most: int = 4) -> list[int]:
+    """Layers whose experts are drawn over time: all, or of many the most uneven one and some spread over the model."""
+    if not run.layer_samples or not run.layers or not run.layers[-1].imbalance_L:
+        return []
+    imbalance_L = np.nan_to_num(np.array(run.layers[-1].imbalance_L))
+    layers = len(imbalance_L)
+    if layers <= most:
+        return list(range(layers))
+    spread = np.linspace(0, layers - 1, most - 1).round().astype(int).tolist()
+    return sorted({int(imbalance_L.argmax()), *spread})
+
+
+def _spread(samples: list[Layers], most: int) -> list[Layers]:
+    if len(samples) <= most:
+        return samples
+    return [samples[i] for i in np.linspace(0, len(samples) - 1, most).round().astype(int)]
+
+
+def _loads(
+    load_YX: np.ndarray, row: str, rows: list[str], column: str, columns: list[str], turned: bool = False
+) -> str:
+    """Loads over the mean of their row. `turned`: rows of the data become columns of the picture."""
+    mean_Y1 = load_YX.mean(axis=1, keepdims=True)
+    relative_YX = np.divide(load_YX, mean_Y1, out=np.full_like(load_YX, np.nan), where=mean_Y1 > 0)
+    high = max(2.0, float(np.nanmax(relative_YX))) if np.isfinite(relative_YX).any() else 2.0
+    bounds = np.array([0, 0.25, 0.5, 0.75, 0.9, 1.1, *np.geomspace(1.1, high, 5)[1:]])
+    dead_YX = load_YX == 0
+    texts = [
+        [f"{count_text(a)} tokens, {plain_text(b)} × the mean" for a, b in zip(*pair, strict=True)]
+        for pair in zip(load_YX, relative_YX, strict=True)
+    ]
+    if turned:
+        load_YX, relative_YX, dead_YX = load_YX.T, relative_YX.T, dead_YX.T
+        texts = [list(column) for column in zip(*texts, strict=True)]
+        row, rows, column, columns = column, columns, row, rows
+    grid = Grid(f"Load of each {column} by {row}", row, column, rows, columns, texts, cross_YX=dead_YX)
+    return draw(grid, _levels(relative_YX, bounds), "diverge") + scale("diverge", "0", f"{plain_text(high)} × the mean")
+
+
+def traffic(run: Run) -> str | None:
+    """Rows sent from each rank (rows) to each rank (columns) at the last recorded step, as deviation from the mean of
+    all pairs; the diagonal stays at home."""
     if run.last_layers is None or len(run.last_layers.traffic_rows) < 2:
         return None
     rows_WW = np.array(run.last_layers.traffic_rows, dtype=float)
     ranks = len(rows_WW)
-    away_WW = rows_WW.copy()
-    np.fill_diagonal(away_WW, np.nan)
-    high = max(1.0, float(np.nanmax(away_WW)))
-    with drawing(min(4.4, 1.2 + 0.55 * ranks)) as (figure, axes):
-        level_WW = _cells(axes, away_WW, np.linspace(0, high, HEAT_LEVELS + 1), "heat", gap=0.03)
-        home = [_square(i, i, gap=0.03) for i in range(ranks)]
-        axes.add_artist(PathPatch(Outline.make_compound_path(*home), facecolor=role("grid"), linewidth=0))
-        if ranks <= NUMBERS:
-            for i in range(ranks):
-                for j in range(ranks):
-                    ink = "muted" if i == j else "on-strong" if level_WW[i, j] >= HEAT_LEVELS // 2 else "on-pale"
-                    axes.text(
-                        j + 0.5, i + 0.5, count_text(rows_WW[i, j]), color=role(ink), ha="center", va="center", size=8.5
-                    )
-        names = [str(i) for i in range(ranks)]
-        _label(axes.set_xticks, names, 16)
-        _label(axes.set_yticks, names, 16)
-        axes.set_xlabel("to rank")
-        axes.set_ylabel("from rank")
-    return figure, Scale("heat", "0 rows", f"{count_text(high)} rows")
+    away_WW = ~np.eye(ranks, dtype=bool)
+    mean = float(rows_WW[away_WW].mean())
+    if not mean:
+        return None
+    deviation_WW = np.where(away_WW, rows_WW / mean - 1, np.nan)
+    high = max(0.1, float(np.nanmax(np.abs(deviation_WW))))
+    names = [str(i) for i in range(ranks)]
+    grid = Grid(
+        "Traffic from rank to rank",
+        "from rank",
+        "to rank",
+        names,
+        [str(i) for i in range(ranks)],
+        [
+            [
+                f"{count_text(rows_WW[i, j])} rows" + (f", {_percent(deviation_WW[i, j], 1)}" if i != j else " at home")
+                for j in range(ranks)
+            ]
+            for i in range(ranks)
+        ],
+        written=[[_percent(v) if np.isfinite(v) else "" for v in row] for row in deviation_WW]
+        if ranks <= NUMBERS
+        else None,
+    )
+    picture = draw(grid, _levels(deviation_WW, np.linspace(-high, high, HEAT_LEVELS + 1)), "diverge", tallest=40)
+    return (
+        picture
+        + scale("diverge", _percent(-high), _percent(high))
+        + f'<p class="muted mean">Mean: {count_text(mean)} rows a pair.</p>'
+    )
+
+
+def _percent(share: float, digits: int = 0) -> str:
+    """A deviation with its sign: 0.061 -> "+6 %"."""
+    text = f"{abs(100 * share):.{digits}f} %"
+    return text if float(text[:-2]) == 0 else ("+" if share > 0 else "\u2212") + text
+
+
+def _levels(value_YX: np.ndarray, bounds: np.ndarray) -> np.ndarray:
+    """The interval of `bounds` that each value falls into, -1 for NaN; values outside get the first or the last.
+
+    >>> _levels(np.array([[12.0]]), np.array([0, 10, 20, 30]))
+    array([[1]])
+    """
+    level_YX = np.clip(np.searchsorted(bounds, value_YX, side="right") - 1, 0, len(bounds) - 2)
+    return np.where(np.isfinite(value_YX), level_YX, -1)

@@ -90,7 +90,7 @@ def headline(checks: Sequence[Check], summary: Summary, info: RunInfo) -> tuple[
     worst = {state: [c for c in checks if c.state == state] for state in ("bad", "look", "unknown")}
     rides = _rides(summary, info)
     if bad := worst["bad"]:
-        return "bad", "Not good:", f"{_list(bad)}. {rides}".strip()
+        return "bad", "Not good:", f"{_list(bad)}."
     if look := worst["look"]:
         return "look", "Needs a look:", f"{_list(look)}. {rides}".strip()
     if any(check.name == "Loss fell" for check in worst["unknown"]):
@@ -130,10 +130,9 @@ def _ended(
         told = f"{stopped.signal} ended it after a checkpoint of step {stopped.step}"
         return Check(name, "look", told, "Go on from there with training.resume_from_checkpoint=last.")
     if stopped is not None:
-        # The error itself says what to do.
-        why = stopped.why.rstrip(".")
-        told = f"an error ended it in step {stopped.step}"
-        return Check(name, "bad", told, f"{why}.")
+        # An error says first what is wrong, then what to do.
+        wrong, _, advice = stopped.why.rstrip(".").partition(". ")
+        return Check(name, "bad", f"an error ended it in step {stopped.step}: {wrong}", advice and f"{advice}.")
     if not finished:
         advice = "Either it is still going, or it was stopped: training.resume_from_checkpoint=last goes on."
         return Check(name, "look", f"not finished, {done} so far", advice)
@@ -160,7 +159,7 @@ def _finite(train: Sequence[Train]) -> Check:
         return Check(name, "bad", "; ".join(bad), advice)
     if all(t.loss is None for t in train):
         return Check(name, "unknown", "no loss was recorded")
-    return Check(name, "good", "every loss and gradient norm is a finite number")
+    return Check(name, "good", "every recorded loss and gradient norm is a finite number")
 
 
 def _fell(summary: Summary, train: Sequence[Train], evals: Sequence[Eval]) -> Check:

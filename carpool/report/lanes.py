@@ -1,6 +1,6 @@
 """A step as lanes: one for each stream of each rank, time from left to right, as an `<svg>` element.
 
-It is drawn by hand and not by matplotlib: thousands of rectangles, each with a tooltip (`<title>`). Colours are those
+There are thousands of rectangles, each with a text for the pointer (`data-tip`, read by page.js). Colours are those
 of the page's style sheet; a rectangle's class is its kind.
 
     rank 0   stream 7: computation   [####  ####### ###...]
@@ -42,9 +42,9 @@ def lanes(profile: Profile, until_ms: float, name: str) -> str:
             rows.append(f'<rect class="idle" x="{_LEFT}" y="{y}" width="{end:.2f}" height="{_LANE}"/>')
             for start, stop, kind, label in lane.runs:
                 what = NAMES.get(kind, kind) + (f": {label}" if label else "")
-                title = html.escape(f"{what}, {ms_text(stop - start)} from {start:.2f} ms")
+                told = html.escape(f"{what}, {ms_text(stop - start)} from {start:.2f} ms")
                 place = f'x="{_LEFT + start * scale:.2f}" y="{y}" width="{(stop - start) * scale:.2f}"'
-                rows.append(f'<rect class="{html.escape(kind)}" {place} height="{_LANE}"><title>{title}</title></rect>')
+                rows.append(f'<rect class="{html.escape(kind)}" {place} height="{_LANE}" data-tip="{told}"/>')
             y += _LANE + _GAP
         y += 2 * _GAP
     marks = [

@@ -1,29 +1,24 @@
-"""From a `Run` to one HTML file that needs nothing else.
+"""From a `Run` to the report: one HTML file that needs nothing else.
 
-The page is a template (page.html.j2) and a style sheet (page.css), both beside this file, with the figures as inline
-SVG. Whatever comes from the run is escaped by the template: a model's samples are text that nobody has checked.
+The page is a template (page.html.j2), a style sheet (page.css) and a script that shows values under the pointer
+(page.js), all beside this file.
 """
 
 from __future__ import annotations
 
-import re
 import shlex
 from pathlib import Path
 from typing import Any
 
+from carpool.report import panels
 from carpool.report.headline import as_text, facts, summarise, title, verdict
-from carpool.report.health import headline, judge
+from carpool.report.health import Check, headline, judge
 from carpool.report.placement import PLACEMENT_COLUMNS, placement_rows
 from carpool.report.profile import profile_summary
 from carpool.report.read import Run, read_run
-from carpool.report.schema import PARTS
-from carpool.report.units import bytes_text, count_text, ms_text, percent_text, plain_text
-from carpool.report.write import check_output, write_page
-
-HERE = Path(__file__).parent
-# Control characters other than tab and line ends, and half surrogates, are not allowed in HTML, and a byte-level model
-# does produce them. Marks that turn the direction of writing could make a page say what its source does not.
-_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
+from carpool.report.schema import PARTS, Summary
+from carpool.report.units import bytes_text, count_text, ms_text, plain_text
+from carpool.report.write import check_output, fill, write_page
 
 
 def write_report(run_dir: Path, output: Path | None = None) -> Path:
@@ -33,7 +28,7 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
     never left half written.
 
     Errors: ValueError if the folder is no run, has no step yet, is damaged (the message names file and line), or if the
-    output cannot be written; ImportError if matplotlib or jinja2 is missing.
+    output cannot be written; ImportError if jinja2 is missing.
     """
     run_dir = Path(run_dir)
     output = Path(output) if output is not None else run_dir / "report.html"
@@ -46,32 +41,47 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
 
 def render(run: Run) -> str:
     """The page as HTML text."""
-    try:
-        import jinja2
-
-        from carpool.report.panels import panels
-    except ImportError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in ("jinja2", "matplotlib"):
-            raise
-        raise ImportError(f"the report needs {package}, which is missing: pip install 'carpool[train]'") from error
-
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(HERE),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters.update(bytes=bytes_text, ms=ms_text, percent=percent_text, count=count_text)
-    page = environment.get_template("page.html.j2").render(**_context(run), panels=panels(run))
-    return _UNPRINTABLE.sub("\ufffd", page)
-
-
-def _context(run: Run) -> dict[str, Any]:
     summary = run.summary or summarise(run)
+    checks = checks_of(run, summary)
+    state, how, rest = headline(checks, summary, run.info)
     word, why = verdict(summary, run.info)
-    checks = judge(
+    return fill(
+        "page.html.j2",
+        run=run,
+        info=run.info,
+        name=run.path.resolve().name,
+        title=title(summary, run.info),
+        summary=summary,
+        state=state,
+        how=how,
+        rest=rest,
+        checks=checks,
+        marks={"good": "✓", "look": "!", "bad": "✗", "unknown": "?"},
+        facts=[(fact.label, fact.value, fact.detail) for fact in facts(summary, run.info)],
+        verdict=word,
+        why=why,
+        text=as_text(summary, run.info, checks),
+        share=_share(summary.share, summary.step_ms_median),
+        last_step=_last_step(run),
+        tables=_tables(run),
+        profile=profile_summary(run.path),
+        placement_columns=PLACEMENT_COLUMNS,
+        placements=placement_rows(run),
+        again=shlex.join(
+            ["carpool", "train", "--config", str(run.path / "config.toml"), f"training.output_dir={run.path}-again"]
+        ),
+        learning=panels.learning(run),
+        times=panels.times(run, summary),
+        rides=panels.rides(run),
+        experts=panels.experts(run),
+        layouts=panels.layouts(run),
+        memory=panels.memory(run),
+    )
+
+
+def checks_of(run: Run, summary: Summary) -> list[Check]:
+    """What `carpool.report.health` says of a run that was read from its folder."""
+    return judge(
         summary,
         run.info,
         run.train,
@@ -81,34 +91,6 @@ def _context(run: Run) -> dict[str, Any]:
         stop_at=run.asked("stop_at_step"),
         stopped=run.stopped,
     )
-    state, how, rest = headline(checks, summary, run.info)
-    name = run.path.resolve().name
-    return {
-        "run": run,
-        "info": run.info,
-        "name": name,
-        "title": title(summary, run.info),
-        "summary": summary,
-        "finished": run.summary is not None,
-        "facts": facts(summary, run.info),
-        "verdict": word,
-        "why": why,
-        "state": state,
-        "how": how,
-        "rest": rest,
-        "checks": checks,
-        "marks": {"good": "✓", "look": "!", "bad": "✗", "unknown": "?"},
-        "text": as_text(summary, run.info, checks),
-        "share": _share(summary.share, summary.step_ms_median),
-        "last_step": _last_step(run),
-        "tables": _tables(run),
-        "profile": profile_summary(run.path),
-        "placement_columns": PLACEMENT_COLUMNS,
-        "placements": placement_rows(run),
-        "again": shlex.join(
-            ["carpool", "train", "--config", str(run.path / "config.toml"), f"training.output_dir={run.path}-again"]
-        ),
-    }
 
 
 def _share(share: dict[str, float], step_ms: float | None) -> list[dict[str, Any]]:

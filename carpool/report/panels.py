@@ -1,132 +1,183 @@
-"""The figures of the page in their order, each with the words around it.
+"""The pictures of the page by section, each with the words around it.
 
-A panel without data keeps its place and says what is missing: an absent figure must not pass for a good one.
+A panel without data keeps its place and says what is missing: an absent picture must not pass for a good one. Only
+pictures of what a run cannot have (accelerators' peaks, moves of experts, a second rank) are left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from matplotlib.figure import Figure
-
-from carpool.report import curves, grids, memory
-from carpool.report.grids import Scale
+from carpool.report import bars, curves, grids, homes
 from carpool.report.read import Run
-from carpool.report.svg import to_svg
-
-Drawn = Figure | tuple[Figure, Scale] | None
+from carpool.report.schema import Summary
+from carpool.report.steps import STEP_TIME
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One card of the page; `svg` is None if there is nothing to draw, and then `missing` says why."""
+    """One card of the page; `body` is HTML, None if there is nothing to draw, and then `missing` says why."""
 
     name: str
     title: str
     caption: str
     missing: str
-    svg: str | None
-    scale: Scale | None
+    body: str | None
 
 
-def panels(run: Run) -> list[Panel]:
-    """Draws every figure of the page. Figures of accelerators, and of placement, are left out
-    where there is none."""
-    step = f" (step {run.last_layers.step})" if run.last_layers is not None else ""
-    made = [
-        _panel(run, curves.loss, "loss", "Loss", "Training loss of each step and loss on held-out text.", "no loss"),
+def learning(run: Run) -> list[Panel]:
+    """Does it learn?"""
+    return [
+        _panel("loss", "Loss", "The thin line is each step. Points: held-out text.", curves.loss(run), "no loss"),
         _panel(
-            run,
-            curves.copies,
-            "copies",
-            "Copies per token",
-            "How many ranks a token visits, mean over layers. One row per expert would make K. "
-            "Dashed: predicted for uniform random routing.",
-            "no copies per token",
-        ),
-        _panel(
-            run,
-            grids.load_over_time,
-            "load-time",
-            "Load per layer over time",
-            "The busiest expert's tokens over the mean of its layer; a column shows the worst of the steps it covers.",
-            "no loads per layer",
-        ),
-        _panel(
-            run,
-            grids.load_by_expert,
-            "load-expert",
-            f"Load per expert{step}",
-            "Tokens of each expert over the mean of its layer. × marks an expert that no token chose.",
-            "no loads per expert",
-        ),
-        _panel(
-            run,
-            grids.traffic,
-            "traffic",
-            f"Traffic from rank to rank{step}",
-            "Rows sent in the forward dispatch, all layers together. The grey diagonal stays on its rank.",
-            "no traffic between ranks (or there is only one rank)",
-        ),
-        _panel(
-            run,
-            curves.remote_rows,
-            "remote-rows",
-            "Remote rows per token",
-            "Rows that a token sends to other ranks, mean over layers. Vertical lines: experts moved. Dashed: "
-            "predicted for the new layout, from other tokens.",
-            "no placement",
-        ),
-        _panel(
-            run,
-            curves.rank_load,
-            "rank-load",
-            "Load of ranks",
-            "Choices that the fullest rank computes over the mean of all ranks, mean over layers.",
-            "no placement",
-        ),
-        _panel(
-            run,
-            curves.parts,
-            "parts",
-            "Dispatch, experts, combine",
-            "Time per call on the slowest rank: the line is the median, the band reaches up to p99.",
-            "no times of dispatch, experts and combine",
-        ),
-        _panel(
-            run,
-            memory.memory,
-            "memory",
-            "Memory per rank",
-            "Hatched: predicted from shapes before the run. Solid: the measured peak of the fullest rank.",
-            "neither a predicted nor a measured memory",
-        ),
-        _panel(run, curves.speed, "speed", "Speed", "Tokens per second of all ranks together.", "no tokens per second"),
-        _panel(
-            run,
-            curves.gradient_norm,
             "gradient-norm",
             "Gradient norm",
             "Global norm over all parameters of all ranks, before clipping.",
+            curves.gradient_norm(run),
             "no gradient norm",
         ),
+        _panel("rate", "Learning rate", "As the schedule set it.", curves.learning_rate(run), "no learning rate"),
         _panel(
-            run,
-            curves.utilisation,
+            "balance",
+            "Balance loss",
+            "The auxiliary loss that evens out the experts' load; its weight in the objective is router_aux_loss_coef.",
+            curves.balance_loss(run),
+            "no balance loss (it may be off)",
+        ),
+    ]
+
+
+def times(run: Run, summary: Summary) -> list[Panel]:
+    """Where does the time go?"""
+    made = [
+        _panel(
+            "speed",
+            "Time of each step",
+            f"The dashed line is the step time: the {STEP_TIME}.",
+            curves.step_time(run, summary.step_ms_median),
+            "no times of steps",
+        ),
+        _panel(
+            "parts",
+            "Dispatch, experts, combine",
+            "Time per call on the slowest rank: the line is the median, the band reaches up to p99.",
+            curves.parts(run),
+            "no times of dispatch, experts and combine",
+        ),
+        _panel(
             "utilisation",
             "MFU and HFU",
             "Share of the accelerators' peak. MFU counts the model's own arithmetic (active parameters, causal "
             "attention at half), HFU also what was computed again.",
+            curves.utilisation(run),
             "no MFU",
         ),
     ]
-    optional = {"utilisation", *(() if run.placements else ("remote-rows", "rank-load"))}
-    return [panel for panel in made if panel.svg is not None or panel.name not in optional]
+    return [panel for panel in made if panel.body is not None or panel.name != "utilisation"]
 
 
-def _panel(run: Run, draw: Callable[[Run], Drawn], name: str, title: str, caption: str, missing: str) -> Panel:
-    drawn = draw(run)
-    figure, scale = drawn if isinstance(drawn, tuple) else (drawn, None)
-    svg = to_svg(figure, name, f"{title}. {caption}") if figure is not None else None
-    return Panel(name, title, caption, f"The run recorded {missing}.", svg, scale)
+def rides(run: Run) -> list[Panel]:
+    """What travels?"""
+    step = f" (step {run.last_layers.step})" if run.last_layers is not None else ""
+    made = [
+        _panel(
+            "copies",
+            "Copies per token",
+            "How many ranks a token visits, mean over layers. One row per expert would make K. "
+            "Dashed: predicted for uniform random routing.",
+            curves.copies(run),
+            "no copies per token",
+        ),
+        _panel(
+            "copies-layer",
+            "Copies per token by layer",
+            "Mean over the last tenth of the steps.",
+            bars.copies_by_layer(run),
+            "no copies per layer",
+        ),
+        _panel(
+            "traffic",
+            f"Traffic from rank to rank{step}",
+            "Rows of the forward dispatch, all layers together, as deviation from the mean over all pairs of ranks. "
+            "The grey diagonal stays on its rank.",
+            grids.traffic(run),
+            "no traffic between ranks (or there is only one rank)",
+        ),
+        _panel(
+            "remote-rows",
+            "Remote rows per token",
+            "Rows that a token sends to other ranks, mean over layers. Vertical lines: experts moved. Dashed: "
+            "predicted for the new layout, from other tokens.",
+            curves.remote_rows(run),
+            "no placement",
+        ),
+    ]
+    return [panel for panel in made if panel.name != "remote-rows" or (run.placements and panel.body is not None)]
+
+
+def experts(run: Run) -> list[Panel]:
+    """Who works how much?"""
+    step = f" (step {run.last_layers.step})" if run.last_layers is not None else ""
+    made = [
+        _panel(
+            "rank-load",
+            "Load of ranks",
+            "Choices that the fullest rank computes over the mean of all ranks, mean over layers. "
+            "The axis begins at 1, which is even.",
+            curves.rank_load(run),
+            "no loads of ranks (or there is only one rank)",
+        ),
+        _panel(
+            "load-time",
+            "Busiest expert of each layer",
+            "Its tokens over the mean of its layer, over time; a column shows the worst of the steps it covers.",
+            grids.load_over_time(run),
+            "no loads per layer",
+        ),
+        _panel(
+            "load-expert",
+            f"Load per expert{step}",
+            "Tokens of each expert over the mean of its layer. × marks an expert that no token chose.",
+            grids.load_by_expert(run),
+            "no loads per expert",
+        ),
+    ]
+    layers = grids.chosen_layers(run)
+    names = grids.layer_names(run, len(run.layers[-1].imbalance_L)) if layers else []
+    for layer in layers:
+        body = grids.experts_over_time(run, layer)
+        made.append(
+            _panel(
+                f"experts-{layer}",
+                f"Load per expert over time, layer {names[layer]}",
+                "Each column is one recorded step.",
+                body,
+                "no loads per expert",
+            )
+        )
+    return made
+
+
+def layouts(run: Run) -> list[Panel]:
+    """Where experts live, at the start and after each move; none if that was not recorded."""
+    return [
+        _panel(f"layout-{i}", title, "Numbers are experts.", body, "no layout")
+        for i, (title, body) in enumerate(homes.pictures(run))
+    ]
+
+
+def memory(run: Run) -> list[Panel]:
+    """What is kept?"""
+    return [
+        _panel(
+            "memory",
+            "Memory per rank",
+            "Dashed: predicted from shapes before the run. Solid: the measured peak of the fullest rank.",
+            bars.memory(run),
+            "neither a predicted nor a measured memory",
+        )
+    ]
+
+
+def _panel(name: str, title: str, caption: str, body: str | None, missing: str) -> Panel:
+    return Panel(name, title, caption, f"The run recorded {missing}.", body)

@@ -12,9 +12,7 @@ from typing import Any
 from carpool.profile.numbers import LayerTimes, Profile, Times, load_profile
 from carpool.report.lanes import NAMES, lanes
 from carpool.report.units import MISSING, ms_text, percent_text
-from carpool.report.write import check_output, write_page
-
-HERE = Path(__file__).parent
+from carpool.report.write import check_output, fill, write_page
 
 TOTALS = {
     "step": "Step",
@@ -46,7 +44,7 @@ def write_profile(run: Path, before: Path | None = None, output: Path | None = N
     output = output or run / "profile.html"
     check_output(output, "page")
     named = [(str(run), found)] if before is None or other is None else [(str(before), other), (str(run), found)]
-    page = render_profile(named)
+    page = render_profile(named, report=before is None and (output.parent / "report.html").is_file())
     write_page(page, output, "page")
     return output
 
@@ -64,24 +62,33 @@ def profile_summary(run: Path) -> str | None:
     )
 
 
-def render_profile(named: list[tuple[str, Profile]]) -> str:
-    """The page as HTML text, of one profile, or of one before and one after, each with its name."""
-    try:
-        import jinja2
-    except ImportError as error:
-        raise ImportError("the page needs jinja2, which is missing: pip install 'carpool[train]'") from error
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(HERE),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+def render_profile(named: list[tuple[str, Profile]], report: bool = False) -> str:
+    """The page as HTML text, of one profile, or of one before and one after, each with its name. `report`: link to
+    report.html beside it."""
     until = max(one.times.step for _, profile in named for one in profile.ranks)
     runs = [_run(name, profile, until) for name, profile in named]
     compared = _compared([profile for _, profile in named]) if len(named) == 2 else None
     legend = [(kind, text) for kind, text in NAMES.items() if _is_shown(kind, [profile for _, profile in named])]
-    return environment.get_template("profile.html.j2").render(runs=runs, compared=compared, legend=legend)
+    return fill(
+        "profile.html.j2",
+        runs=runs,
+        compared=compared,
+        legend=legend,
+        headline=_headline([profile.mean() for _, profile in named]),
+        report=report,
+    )
+
+
+def _headline(means: list[Times]) -> str:
+    """What hid the rides, in a sentence."""
+    last = means[-1]
+    exposed = f"{percent_text(last.exposed / last.step)} of a step of {ms_text(last.step)}"
+    if len(means) == 1:
+        hidden = f"; {percent_text(1 - last.exposed / last.ride)} of the rides were hidden" if last.ride else ""
+        return f"Exposed rides took {exposed}{hidden}."
+    before = percent_text(means[0].exposed / means[0].step)
+    faster = means[0].step / last.step
+    return f"Exposed rides took {exposed}, {before} before; the second step is {faster:.2f} × as fast."
 
 
 def _run(name: str, profile: Profile, until: float) -> dict[str, Any]:

@@ -8,13 +8,14 @@ Three things make reading metrics more than parsing lines:
   holds steps 51 to 70 twice, or, if the second attempt is now at 55, a stale 56 to 70. A training line whose step does
   not grow marks such a return: of what stands before it, only earlier steps are kept. Of what is still double, the
   last line counts.
-- Per-layer loads are large (layers × experts, each time). Only max/mean per layer is kept of each; the last one is read
-  in full.
+- Per-layer loads are large (layers × experts, each time). Only max/mean per layer is kept of each; at most SAMPLES of
+  them, spread over the run, are read in full.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -54,12 +55,18 @@ KINDS: dict[str, type[Record]] = {
 }
 
 
+SAMPLES = 48
+"""So many `layers` lines are read in full: columns of a map of experts over time."""
+
+
 @dataclass(frozen=True)
 class LayersDigest:
-    """What is kept of each `layers` line: imbalance_L is the busiest expert's load over the mean load, per layer."""
+    """What is kept of each `layers` line, per layer: imbalance_L, the busiest expert's load over the mean load, and
+    copies_L, copies per token."""
 
     step: int
     imbalance_L: list[float]
+    copies_L: list[float]
 
 
 @dataclass
@@ -74,6 +81,7 @@ class Run:
     config_text: str | None = None
     train: list[Train] = field(default_factory=list)
     layers: list[LayersDigest] = field(default_factory=list)
+    layer_samples: list[Layers] = field(default_factory=list)
     last_layers: Layers | None = None
     evals: list[Eval] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
@@ -183,11 +191,20 @@ def _read_metrics(path: Path, run: Run) -> None:
     if ends[-1].kind == "stopped":
         assert isinstance(ends[-1].record, Stopped)
         run.stopped = ends[-1].record
-    last = next((line for line in reversed(kept) if line.kind == "layers"), None)
-    if last is not None:
-        with path.open("rb") as file:
-            file.seek(last.offset)
-            run.last_layers = Layers.model_validate(json.loads(file.readline()))
+    _read_samples(path, [line.offset for line in kept if line.kind == "layers"], run)
+
+
+def _read_samples(path: Path, offsets: list[int], run: Run) -> None:
+    """Some `layers` lines in full, evenly spread; the first and the last are among them."""
+    if not offsets:
+        return
+    count = min(SAMPLES, len(offsets))
+    chosen = sorted({round(i * (len(offsets) - 1) / max(1, count - 1)) for i in range(count)} | {len(offsets) - 1})
+    with path.open("rb") as file:
+        for number in chosen:
+            file.seek(offsets[number])
+            run.layer_samples.append(Layers.model_validate(json.loads(file.readline())))
+    run.last_layers = run.layer_samples[-1]
 
 
 def _lines(path: Path, notes: list[str]) -> Iterator[_Line]:
@@ -213,7 +230,8 @@ def _lines(path: Path, notes: list[str]) -> Iterator[_Line]:
             record: Any = _validated(model, data, where)
             variant = data.get("transport") or data.get("prompt") or data.get("event") or ""
             if isinstance(record, Layers):
-                record = LayersDigest(record.step, [_max_over_mean(load_E) for load_E in record.load])
+                copies_L = [math.nan if copies is None else copies for copies in record.copies]
+                record = LayersDigest(record.step, [_max_over_mean(load_E) for load_E in record.load], copies_L)
             yield _Line(number, start, data["kind"], record.step, str(variant), record)
 
 

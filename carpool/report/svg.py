@@ -1,31 +1,22 @@
-"""matplotlib figures that live inside an HTML page: themed by CSS, with real text, and without clashes.
+"""Pictures that live inside an HTML page: drawn as text, coloured by the page, with values under the pointer.
 
-An SVG that matplotlib writes is a document of its own. To put several into one page and have them follow the page's
-theme, `to_svg` changes five things:
+A picture is a snippet of HTML: an optional legend, the `<svg>`, an optional key of colours. Four rules:
 
-- Colours. A figure is drawn in *roles* ("ink", "dispatch", "heat3"), each a made-up colour such as #0a0003 that occurs
-  nowhere else. Afterwards each is replaced by a CSS variable, `var(--ink)`, which the page defines for light and dark.
-- Text stays text (selectable, searchable, in the reader's font). Labels are laid out with the metrics of DejaVu Sans,
-  which is wider than the usual system fonts, so what fits here fits there.
-- Ids are prefixed with the figure's name, because the clip path of one figure would otherwise cut another; those that
-  nothing refers to go. Artists with the gid "cells" get the class "cells" instead: the page draws them without seams.
-- The `<style>` element goes (its `*` selector would reach the whole page), and so do the XML prolog, the namespaces and
-  the metadata, which HTML does not want.
-- Coordinates are cut to hundredths of a point: the same picture in half the bytes.
+- Colours are the page's variables (`var(--loss)`, see ROLES), which it defines for light and for dark.
+- Words that may be long (the unit of an axis, a legend) are HTML beside the `<svg>`, so they wrap and cannot overlap.
+- All pictures are `WIDTH` units wide. A desktop's column shows a unit as about 1.2 px, a phone as 0.85 px, where the
+  page's style sheet enlarges the text; `MARGIN_EM` reckons with the larger one.
+- What the pointer shows stands in the attribute `data-hover` as JSON, read by page.js. Nothing else moves, so a page
+  without scripts, or on paper, loses only that.
 """
 
 from __future__ import annotations
 
 import html
-import io
-import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+import json
+import math
+from collections.abc import Sequence
 from typing import Any
-
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 HEAT_LEVELS = 9
 
@@ -39,94 +30,101 @@ ROLES = (
     "combine",
     "rest",
     "loss",
+    "raw",
     "heldout",
     "predicted",
     "mark",
+    "other-run",
     *(f"heat{i}" for i in range(HEAT_LEVELS)),
     *(f"diverge{i}" for i in range(HEAT_LEVELS)),
     "on-pale",
     "on-strong",
 )
-"""Every colour a figure may use; page.css defines each for both themes."""
+"""Every colour a picture may use; page.css defines each for both themes."""
 
-WIDTH = 4.1
-"""Inches, 295 points: enlarged a tenth on a narrow phone and two thirds on a desktop, legible on both."""
-
-
-def role(name: str) -> str:
-    """The stand-in colour of a role, for matplotlib's `color=` arguments."""
-    return f"#0a{ROLES.index(name):04x}"
+WIDTH = 400
+MARGIN_EM = 8.0
+"""Units that one digit of an axis may take: 14-unit text, as on a phone."""
 
 
-@contextmanager
-def drawing(height: float) -> Iterator[tuple[Figure, Axes]]:
-    """A figure of the page's width and one pair of axes, in the page's style; `height` in inches."""
-    settings: Any = {
-        "svg.fonttype": "none",
-        "svg.hashsalt": "carpool",
-        "font.family": "DejaVu Sans",
-        "font.size": 9,
-        "axes.titlesize": 9,
-        "axes.labelsize": 9,
-        "xtick.labelsize": 8.5,
-        "ytick.labelsize": 8.5,
-        "legend.fontsize": 8.5,
-        "legend.frameon": False,
-        "axes.edgecolor": role("muted"),
-        "axes.labelcolor": role("muted"),
-        "axes.titlecolor": role("ink"),
-        "text.color": role("ink"),
-        "xtick.color": role("muted"),
-        "ytick.color": role("muted"),
-        "grid.color": role("grid"),
-        "grid.linewidth": 0.8,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.axisbelow": True,
-        "hatch.linewidth": 1.0,
-        "lines.linewidth": 1.6,
-        "path.simplify": True,
-    }
-    with matplotlib.rc_context(settings):
-        figure = Figure(figsize=(WIDTH, height), layout="constrained")
-        yield figure, figure.add_subplot()
+def colour(role: str) -> str:
+    """The CSS value of a role."""
+    assert role in ROLES, role
+    return f"var(--{role})"
 
 
-def to_svg(figure: Figure, name: str, alt: str) -> str:
-    """The figure as an `<svg>` element to put into a page; `name` makes its ids unique, `alt` describes it in words."""
-    buffer = io.StringIO()
-    nothing: dict[str, None] = {"Creator": None, "Date": None, "Format": None, "Type": None}
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": f"carpool-{name}"}):
-        figure.savefig(buffer, format="svg", metadata=nothing, transparent=True)
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)
-    view_box = re.search(r'viewBox="[^"]*"', text)
-    assert view_box, "matplotlib always writes a viewBox"
-    label = html.escape(alt, quote=True)
-    opening = f'<svg class="figure" {view_box.group()} role="img" aria-label="{label}">'
-    text = re.sub(r"<svg[^>]*>", lambda _: opening, text, count=1)
-    text = re.sub(r'\bid="cells"', 'class="cells"', text)
-    used = set(re.findall(r"""(?:url\(|href=")#([^)"]+)""", text))
-    text = re.sub(r' id="([^"]*)"', lambda m: m.group() if m.group(1) in used else "", text)
-    text = re.sub(r'\bid="', f'id="{name}-', text)
-    text = re.sub(r"url\(#", f"url(#{name}-", text)
-    text = re.sub(r'(?:xlink:)?href="#', f'href="#{name}-', text)
-    text = re.sub(r"font(-family)?: ?([^;\"]*)'DejaVu Sans'[^;\"]*", _page_font, text)
-    # As an attribute of its own (hatches), a variable is safest in a style.
-    text = re.sub(r'\b(fill|stroke)="(#0a00[0-9a-f]{2})"', r'style="\1: \2"', text)
-    for i, known in enumerate(ROLES):
-        text = text.replace(f"#0a{i:04x}", f"var(--{known})")
-    text = re.sub(r' d="([^"]*)"', _shorter_path, text)
-    return re.sub(r"\s*\n\s*", "\n", text).strip()
+def tag(name: str, text: str | None = None, **attributes: Any) -> str:
+    """An element: `tag("rect", x=1.234, class_="cells")` gives `<rect x="1.2" class="cells"/>`. Everything is escaped.
+
+    None leaves an attribute out; floats are cut to tenths of a unit; `_` in a name stands for `-`."""
+    parts = [name]
+    for key, value in attributes.items():
+        if value is not None:
+            shown = num(value) if isinstance(value, float) else html.escape(str(value), quote=True)
+            parts.append(f'{key.rstrip("_").replace("_", "-")}="{shown}"')
+    inside = " ".join(parts)
+    return f"<{inside}/>" if text is None else f"<{inside}>{html.escape(text, quote=False)}</{name}>"
 
 
-def _page_font(match: re.Match[str]) -> str:
-    """Keeps the size of a `font` declaration and takes the page's font."""
-    size = re.search(r"[\d.]+px", match.group(2))
-    return f"font-size: {size.group()}" if size else "font-family: inherit"
+def num(value: float) -> str:
+    """A coordinate in tenths: 12.0 -> "12"."""
+    text = f"{value:.1f}".removesuffix(".0")
+    return "0" if text == "-0" else text
 
 
-def _shorter_path(match: re.Match[str]) -> str:
-    path = re.sub(r"(\.\d\d)\d+", r"\1", match.group(1))
-    return ' d="' + " ".join(path.split()) + '"'
+def svg(parts: Sequence[str], height: float, alt: str, hover: Any = None) -> str:
+    """The `<svg>` of the page's width. `alt` describes it in words; `hover` is what page.js shows."""
+    data = "" if hover is None else f' data-hover="{html.escape(json.dumps(hover, separators=(",", ":")), quote=True)}"'
+    head = f'<svg class="figure" viewBox="0 0 {WIDTH} {num(height)}" role="img"'
+    return f'{head} aria-label="{html.escape(alt, quote=True)}"{data}>' + "\n".join(["", *parts, "</svg>"])
+
+
+def legend(entries: Sequence[tuple[str, str, str]]) -> str:
+    """Names beside samples of their colour: (name, role, kind), kind one of line, thin, dash, point, area."""
+    items = "".join(
+        f'<li><i class="{kind}" style="color: {colour(role)}"></i>{html.escape(name)}</li>'
+        for name, role, kind in entries
+    )
+    return f'<ul class="legend">{items}</ul>'
+
+
+def scale(ramp: str, low: str, high: str) -> str:
+    """The key of a grid's colours, from the first of `ramp`'s steps to the last."""
+    steps = "".join(f'<i style="background: var(--{ramp}{i})"></i>' for i in range(HEAT_LEVELS))
+    return f'<p class="scale muted">{html.escape(low)} <span>{steps}</span> {html.escape(high)}</p>'
+
+
+def ticks(low: float, high: float, most: int = 5, whole: bool = False) -> list[float]:
+    """At most `most` round numbers in [low, high]: multiples of 1, 2 or 5 times a power of ten.
+
+    >>> ticks(0, 412)
+    [0.0, 100.0, 200.0, 300.0, 400.0]
+    """
+    if not high > low:
+        return [low]
+    power = 10.0 ** math.floor(math.log10((high - low) / most))
+    for step in (power * factor for factor in (1, 2, 5, 10, 20, 50)):
+        if whole and (step < 1 or step != int(step)):
+            continue
+        first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+        if last - first < most:
+            return [round(i * step, 12) for i in range(first, last + 1)]
+    return [low]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Powers of ten in [low, high], with 2 and 5 times them if those are few."""
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    for factors in ((1,), (1, 3), (1, 2, 5)):
+        found = [f * 10.0**d for d in decades for f in factors if low <= f * 10.0**d <= high]
+        if len(found) >= 3:
+            break
+    every = -(-len(found) // 6)
+    return found[::every]
+
+
+def axis_text(value: float) -> str:
+    """A tick's label, short: 0.0012 -> "0.0012", 12000 -> "12k"."""
+    if value and (abs(value) < 0.001 or abs(value) >= 1e6):
+        return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
+    return f"{value / 1000:g}k" if abs(value) >= 10_000 else f"{value:g}"

@@ -1,10 +1,45 @@
-"""Writing a page: at once, so that nobody sees half of one."""
+"""From a template to a file: one page that needs nothing else, written at once, so that nobody sees half of one.
+
+Whatever comes from a run is escaped by the template: a model's samples are text that nobody has checked. The page's
+policy lets the browser run page.js, by its hash, and no other script.
+"""
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import hashlib
 import os
+import re
 from pathlib import Path
+from typing import Any
+
+from carpool.report.units import bytes_text, count_text, ms_text, percent_text
+
+HERE = Path(__file__).parent
+# Control characters other than tab and line ends, and half surrogates, are not allowed in HTML, and a byte-level model
+# does produce them. Marks that turn the direction of writing could make a page say what its source does not.
+_UNPRINTABLE = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]")
+
+
+def fill(template: str, **context: Any) -> str:
+    """The page as HTML. Raises ImportError if jinja2 is missing."""
+    try:
+        import jinja2
+    except ImportError as error:
+        raise ImportError("a page needs jinja2, which is missing: pip install jinja2") from error
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(bytes=bytes_text, ms=ms_text, percent=percent_text, count=count_text)
+    script = (HERE / "page.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    page = environment.get_template(template).render(**context, script=script, script_hash=f"sha256-{digest}")
+    return _UNPRINTABLE.sub("\ufffd", page)
 
 
 def check_output(output: Path, what: str) -> None:

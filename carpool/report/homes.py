@@ -1,0 +1,140 @@
+"""Where experts live, as a picture: a row for each layer, a block of slots for each rank.
+
+    layer   rank 0        rank 1
+      0     0  1  2  3    4  5  6  7        pale: where it was when the run began
+      1     0  6  2 (5)   4  5  1  7        strong: moved here (6, 1); ringed: a replica of one that lives elsewhere
+
+Each recorded layout is one picture: at the start, and after each move. Of many moves, the last ones are drawn.
+"""
+
+from __future__ import annotations
+
+from carpool.report.grids import layer_names
+from carpool.report.read import Run
+from carpool.report.schema import LayerLayout, Layout
+from carpool.report.svg import MARGIN_EM, WIDTH, colour, legend, num, svg, tag
+
+PICTURES = 4
+"""At most so many layouts are drawn: the first, and the last ones."""
+
+_HEAD = 20.0
+
+
+def pictures(run: Run) -> list[tuple[str, str]]:
+    """(title, HTML) of the layouts to draw; none with one rank, or if no layout was recorded."""
+    layouts = [(one, by_layer(run, one)) for one in run.layouts]
+    layouts = [(one, layers) for one, layers in layouts if layers and len(layers[0].homes) > 1]
+    if not layouts:
+        return []
+    origin = [_rank_of(layer.homes) for layer in layouts[0][1]]
+    # A restart writes the layout again: it is drawn only where it differs from the one before.
+    changed = [pair for i, pair in enumerate(layouts) if i == 0 or pair[1] != layouts[i - 1][1]]
+    shown = changed if len(changed) <= PICTURES else [changed[0], *changed[1 - PICTURES :]]
+    ranks = range(min(len(layer.homes) for _, layers in shown for layer in layers))
+    widest = [max(len(_slots(layer)[rank]) for _, layers in shown for layer in layers) for rank in ranks]
+    titles = ["At the start", *(f"From step {one.step + 1}" for one, _ in shown[1:])]
+    return [(title, draw(run, layers, origin, widest)) for title, (_, layers) in zip(titles, shown, strict=True)]
+
+
+def by_layer(run: Run, layout: Layout) -> list[LayerLayout]:
+    """The layout of each layer, in order of the model."""
+    if layout.layers:
+        return list(layout.layers.values())
+    layers = max(1, len(run.info.model.moe_layers))
+    return [LayerLayout(homes=layout.homes, slots=layout.slots or layout.homes)] * layers
+
+
+def _slots(layer: LayerLayout) -> list[list[int]]:
+    """What each rank computes, without empty slots at the end: room for replicas that are not there."""
+    found = [list(slots) for slots in layer.slots or layer.homes]
+    for slots in found:
+        while slots and slots[-1] < 0:
+            slots.pop()
+    return found
+
+
+def draw(run: Run, layers: list[LayerLayout], origin: list[dict[int, int]], widest: list[int]) -> str:
+    """One picture.
+
+    Args:
+        origin: of each layer, the rank where each expert was when the run began.
+        widest: slots of each rank that the picture has room for.
+    """
+    names, ranks = layer_names(run, len(layers)), len(widest)
+    left = 8 + MARGIN_EM * max(len(name) for name in names)
+    block = min(10.0, 60.0 / ranks)
+    w = (WIDTH - 2 - left - block * (ranks - 1)) / sum(widest)
+    h = max(2.0, min(22.0, w, 400 / len(layers)))
+    starts, x = [], left
+    for rank in range(ranks):
+        starts.append(x)
+        x += w * widest[rank] + block
+    parts = []
+    for rank in range(0, ranks, max(1, -(-ranks // 8))):
+        middle = starts[rank] + w * widest[rank] / 2
+        word = f"rank {rank}" if w * widest[rank] > MARGIN_EM * 7 else str(rank)
+        parts.append(tag("text", word, x=middle, y=_HEAD - 7, text_anchor="middle"))
+    paths: dict[str, list[str]] = {"home": [], "moved": [], "replica": []}
+    texts: list[str | None] = []
+    gap = 0.06 * min(w, h)
+    for row, (layer, was) in enumerate(zip(layers, origin, strict=True)):
+        y = _HEAD + row * h
+        for rank in range(ranks):
+            slots = _slots(layer)[rank]
+            for place in range(widest[rank]):
+                expert = slots[place] if place < len(slots) else -1
+                if expert < 0:
+                    texts.append(None)
+                    continue
+                kind = "replica" if expert not in layer.homes[rank] else "moved" if was[expert] != rank else "home"
+                at = starts[rank] + place * w
+                inset = gap + (0.7 if kind == "replica" else 0)
+                size = f"h{num(w - 2 * inset)}v{num(h - 2 * inset)}h{num(2 * inset - w)}z"
+                paths[kind].append(f"M{num(at + inset)} {num(y + inset)}{size}")
+                if w >= 12 and h >= 11:
+                    parts.append(_number(expert, at + w / 2, y + h / 2, kind))
+                texts.append(_told(expert, rank, kind, was, layer))
+        if row % max(1, -(-16 // int(max(1, h)))) == 0:
+            parts.append(tag("text", names[row], x=left - 6, y=y + h / 2 + 4, text_anchor="end"))
+    shapes = [
+        tag("path", class_=kind, d="".join(found), style=f"{_STYLE[kind]}") for kind, found in paths.items() if found
+    ]
+    hover = {
+        "x": [round(starts[rank] + i * w, 1) for rank in range(ranks) for i in range(widest[rank])],
+        "w": round(w, 1),
+        "y": _HEAD,
+        "h": round(h, 2),
+        "rows": [f"layer {name}" for name in names],
+        "columns": [f"rank {rank}" for rank in range(ranks) for _ in range(widest[rank])],
+        "text": texts,
+    }
+    picture = svg([*shapes, *parts], _HEAD + h * len(layers) + 6, "Experts by layer and rank", hover)
+    entries = [(text, role, form) for kind, (text, role, form) in _LEGEND.items() if paths[kind]]
+    return legend(entries) + '<p class="unit">layer</p>' + picture
+
+
+_STYLE = {
+    "home": f"fill: {colour('heat2')}",
+    "moved": f"fill: {colour('diverge7')}",
+    "replica": f"fill: none; stroke: {colour('experts')}; stroke-width: 1.4",
+}
+_LEGEND = {
+    "home": ("where it was at the start", "heat2", "area"),
+    "moved": ("moved here", "diverge7", "area"),
+    "replica": ("replica", "experts", "ring"),
+}
+
+
+def _number(expert: int, x: float, y: float, kind: str) -> str:
+    style = f"fill: {colour('ink' if kind != 'moved' else 'on-strong')}"
+    return tag("text", str(expert), class_="cell", x=x, y=y + 3.2, text_anchor="middle", style=style)
+
+
+def _told(expert: int, rank: int, kind: str, was: dict[int, int], layer: LayerLayout) -> str:
+    if kind == "replica":
+        return f"expert {expert}, a replica: its home is rank {_rank_of(layer.homes)[expert]}"
+    return f"expert {expert}" + (f", from rank {was[expert]}" if kind == "moved" else "")
+
+
+def _rank_of(homes: list[list[int]]) -> dict[int, int]:
+    return {expert: rank for rank, experts in enumerate(homes) for expert in experts}
