@@ -16,7 +16,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "carpool"
@@ -132,8 +132,29 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     return found
 
 
-def draw(found: Mapping[tuple[str, str], list[str]]) -> str:
-    """An SVG with one box per room, a line of boxes per layer, and an arrow per pair of rooms that import."""
+def direct(pairs: Collection[tuple[str, str]]) -> set[tuple[str, str]]:
+    """The arrows that do not follow from others: a -> c is left out where there are a -> b and b -> ... -> c."""
+    below: dict[str, set[str]] = defaultdict(set)
+    for room, other in pairs:
+        below[room].add(other)
+
+    def reaches(start: str, goal: str, without: str) -> bool:
+        seen, waiting = {without}, [start]
+        while waiting:
+            room = waiting.pop()
+            if room == goal:
+                return True
+            if room not in seen:
+                seen.add(room)
+                waiting += below[room]
+        return False
+
+    return {(a, c) for a, c in pairs if not any(reaches(b, c, a) for b in below[a] - {c})}
+
+
+def draw(found: Mapping[tuple[str, str], list[str]], exceptions: frozenset[tuple[str, str]] = EXCEPTIONS) -> str:
+    """An SVG with one box per room and a line of boxes per layer. Arrows that follow from others are left out;
+    exceptions are dashed."""
     lines = [line for line in ([r for r in line if any(r in pair for pair in found)] for line in ORDER) if line]
     width, height, box_w, box_h = 820, 84 * len(lines) + 20, 104, 38
     middle: dict[str, tuple[float, float]] = {}
@@ -143,21 +164,26 @@ def draw(found: Mapping[tuple[str, str], list[str]]) -> str:
     svg = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="system-ui, sans-serif" '
         'font-size="14" role="img" aria-label="The rooms of Carpool and what they import">',
-        '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6" orient="auto">'
+        '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerUnits="userSpaceOnUse" '
+        'markerWidth="10" markerHeight="10" orient="auto">'
         '<path d="M0 0 8 4 0 8z" fill="#8a94a6"/></marker></defs>',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
     ]
-    for (room, other), files in sorted(found.items()):
+    odd = {pair for pair, files in found.items() if all((file, pair[1]) in exceptions for file in files)}
+    for room, other in sorted(direct(found.keys() - odd) | odd):
+        files = found[room, other]
         (x1, y1), (x2, y2) = middle[room], middle[other]
         side = y1 == y2
-        y1, y2 = (y1, y2) if side else (y1 + box_h / 2, y2 - box_h / 2)
+        half = box_h / 2 if y1 < y2 else -box_h / 2
+        y1, y2 = (y1, y2) if side else (y1 + half, y2 - half)
         if side:
             x1, x2 = (x1 + box_w / 2, x2 - box_w / 2) if x1 < x2 else (x1 - box_w / 2, x2 + box_w / 2)
-        bend = (y1 + y2) / 2 - (26 if side else 0)
+        bend = (y1 + y2) / 2
+        curve = f"Q{(x1 + x2) / 2:.0f} {y1 - 40:.0f}" if side else f"C{x1:.0f} {bend:.0f} {x2:.0f} {bend:.0f}"
+        dashed = ' stroke-dasharray="4 4"' if (room, other) in odd else ""
         svg.append(
-            f'<path d="M{x1:.0f} {y1:.0f} C{x1:.0f} {bend:.0f} {x2:.0f} {bend:.0f} {x2:.0f} {y2:.0f}" fill="none" '
-            f'stroke="#8a94a6" stroke-width="{min(3.0, 0.7 + 0.15 * len(files)):.2f}" stroke-opacity="0.65" '
-            f'marker-end="url(#tip)"><title>{room} imports {other}: {len(files)} files</title></path>'
+            f'<path d="M{x1:.0f} {y1:.0f} {curve} {x2:.0f} {y2:.0f}" fill="none" stroke="#8a94a6" stroke-width="1.4"'
+            f'{dashed} marker-end="url(#tip)"><title>{room} imports {other}: {len(files)} files</title></path>'
         )
     for room, (x, y) in middle.items():
         svg.append(

@@ -43,7 +43,7 @@ def require(packages: tuple[str, ...]) -> None:
 
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise ValueError(f"this needs {', '.join(missing)}: pip install 'carpool[train]'")
+        raise ValueError(f"this needs {', '.join(missing)}: pip install {' '.join(missing)}")
 
 
 @contextlib.contextmanager

@@ -105,6 +105,8 @@ def place(
     place.png shows the layer in the middle.
     """
     with errors(debug):
+        from importlib.util import find_spec
+
         from rich.progress import track
 
         from carpool.placement.plot import plot_coactivation
@@ -139,8 +141,13 @@ def place(
         (out / "place.json").write_text(json.dumps(written, indent=1) + "\n")
         print_table(result, every_layer=every_layer)
         name = list(result.layouts)[len(result.layouts) // 2]
-        plot_coactivation(recorded.split(2)[1].layer(name), result.layouts[name], out / "place.png")
-        typer.echo(f"wrote {out}/layouts.json, place.json, place.png; train with moe.layout={out}/layouts.json")
+        figure = find_spec("matplotlib") is not None
+        if figure:
+            plot_coactivation(recorded.split(2)[1].layer(name), result.layouts[name], out / "place.png")
+        else:
+            typer.echo("no figure: it needs matplotlib (pip install matplotlib)")
+        written_files = f"{out}/layouts.json, place.json{', place.png' if figure else ''}"
+        typer.echo(f"wrote {written_files}; train with moe.layout={out}/layouts.json")
 
 
 recipes = typer.Typer(help="Published systems, as choices of what Carpool has.", no_args_is_help=True)

@@ -113,7 +113,7 @@ def generate(
 
 def doctor() -> None:
     """Check this machine: versions, devices, memory, data, and an exchange between two ranks."""
-    from carpool.cli.doctor import RED, check_all
+    from carpool.cli.checks import RED, check_all
 
     console = Console()
     worst = "green"

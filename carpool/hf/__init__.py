@@ -16,7 +16,11 @@ capacity, which is lossy.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
+
+if find_spec("transformers") is None:
+    raise ImportError("carpool.hf needs transformers 5.23 or newer: pip install 'transformers>=5.23'")
 
 from carpool.hf.adapters import synchronize_adapters
 from carpool.hf.balance import balance_loss

@@ -15,7 +15,7 @@ def plot_coactivation(trace: LayerTrace, layout: ExpertLayout, path: str | Path)
     """Write a figure (PNG, SVG or PDF by its name): how often two experts are chosen together, before and after.
 
     Squares are ranks; what lies inside a square shares a ride. Replicas are left out: an expert stands at its home.
-    Needs matplotlib (`pip install 'carpool[train]'`).
+    Needs matplotlib.
     """
     from matplotlib.figure import Figure
 

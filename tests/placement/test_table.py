@@ -76,7 +76,7 @@ def test_a_missing_package_is_reported_not_fatal(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(builtins, "__import__", without)
     result = place(TRACE, ranks=4, solvers=("hypergraph", "lpt"), layers=TRACE.layers[:1])
     missing = result.rows[1]
-    assert missing.solver == "hypergraph" and "pip install 'carpool[placement]'" in str(missing.unavailable)
+    assert missing.solver == "hypergraph" and "pip install mtkahypar" in str(missing.unavailable)
     console = Console(file=io.StringIO(), width=160)
     print_table(result, console)
     assert "hypergraph is not available" in console.file.getvalue()  # type: ignore[attr-defined]

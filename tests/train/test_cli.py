@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 import carpool
 from carpool import cli
-from carpool.cli import doctor
+from carpool.cli import checks as doctor
 from carpool.train.config import describe
 from carpool.train.launch.failure import Interrupted, RankFailure
 
@@ -160,7 +160,7 @@ def test_nvlink_needs_gpus(tmp_path):
         "error: transport 'nvlink' cannot be used here: there is no CUDA device; use 'auto' or 'dedup'\n"
     )
     shown = carpool_command("train", "--dry-run", "nvlink.capacity=0.5").stdout
-    assert "# transport dedup: about" in shown and "capacity = 0.5" in shown
+    assert "# transport dedup: one row per token" in shown and "capacity = 0.5" in shown
 
 
 def test_doctor_says_what_is_wrong(monkeypatch):

@@ -7,7 +7,7 @@ vertices that share many edges, partitions the small graph, undoes the merges an
 It holds the number of experts per rank, and knows nothing of load (one weight per vertex, and that is spent on
 counting experts): start `search` from it to meet a load limit. Several nodes: experts to nodes first, since rows
 between nodes cost most, then those of each node to its ranks, with edges restricted to them. One thread and a seed
-make it deterministic. Needs the package mtkahypar (`pip install 'carpool[placement]'`; Linux on x86-64).
+make it deterministic. Needs the package mtkahypar (Linux on x86-64).
 """
 
 from __future__ import annotations
@@ -76,6 +76,6 @@ def _import() -> Any:
         import mtkahypar
     except ImportError as error:
         raise ImportError(
-            "the solver 'hypergraph' needs the package mtkahypar: pip install 'carpool[placement]' (Linux on x86-64)"
+            "the solver 'hypergraph' needs the package mtkahypar: pip install mtkahypar (Linux on x86-64)"
         ) from error
     return mtkahypar

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -58,22 +59,26 @@ def check_all() -> Iterator[Check]:
 
 
 def _versions() -> Iterator[Check]:
-    from packaging.version import Version
-
     running = platform.python_version()
     fits = sys.version_info[:2] >= _PYTHON
     yield Check(GREEN if fits else RED, "python", running if fits else f"{running}, but 3.11 or newer is needed")
     for name, minimum in _MINIMUM.items():
         version = _installed(name)
         if version is None:
-            yield Check(RED, name, f"not installed; {minimum} or newer is needed: pip install 'carpool[train]'")
-        elif Version(version).release < Version(minimum).release:
+            yield Check(RED, name, f"not installed; {minimum} or newer is needed: pip install '{name}>={minimum}'")
+        elif _release(version) < _release(minimum):
             yield Check(RED, name, f"{version}, but {minimum} or newer is needed: pip install -U {name}")
         else:
             yield Check(GREEN, name, version)
     for name, purpose in _OPTIONAL.items():
         version = _installed(name)
         yield Check(GREEN, name, version) if version else Check(YELLOW, name, f"not installed; needed for {purpose}")
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The numbers of a version: "2.11.0+cu130" gives (2, 11, 0), "5.23.0.dev1" gives (5, 23, 0)."""
+    numbers = re.match(r"\d+(?:\.\d+)*", version)
+    return tuple(map(int, numbers[0].split("."))) if numbers else ()
 
 
 def _installed(name: str) -> str | None:
@@ -189,7 +194,7 @@ def _exchange(way: str) -> Check:
     env["PYTHONPATH"] = os.pathsep.join(
         filter(None, [str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH")])
     )
-    command = [sys.executable, "-P", "-c", "import sys, carpool.cli.doctor as d; d.start_exchange(sys.argv[1])", way]
+    command = [sys.executable, "-P", "-c", "import sys, carpool.cli.checks as d; d.start_exchange(sys.argv[1])", way]
     try:
         done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=_EXCHANGE_SECONDS)
     except subprocess.TimeoutExpired:
