@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from carpool.hf.build import build_model, make_config
-from carpool.train.checkpoints.files import STATE_FILE
+from carpool.train.checkpoints.files import STATE_FILE, file_record, write_state
 from carpool.train.checkpoints.manager import (
     CheckpointError,
     CheckpointManager,
@@ -34,6 +34,7 @@ from carpool.train.checkpoints.manager import (
     export_pretrained,
     load,
 )
+from carpool.train.checkpoints.resume import read_run_state
 from carpool.train.checkpoints.shards import as_rectangles, full_tensor, model_tensors, optimizer_tensors
 from tests.hf.meshes import reuse_meshes
 from tests.ranks import Ranks
@@ -563,7 +564,7 @@ def test_damaged_files_are_found(small: Any, part: str) -> None:
 
 def test_a_wrong_header_is_found_even_with_a_right_checksum(small: Any) -> None:
     """As if it had been damaged before it was written."""
-    from carpool.train.checkpoints.files import file_record, read_state, write_state
+    from carpool.train.checkpoints.files import read_state
 
     path, model, optimizer = small
     shard = _shard(path, "model")
@@ -588,6 +589,103 @@ def test_a_damaged_state_file_is_found(small: Any) -> None:
         state.write_text(damaged)
         assert wanted in _refuses(path, model, optimizer)
         assert CheckpointManager(path.parent.parent).latest() is None
+
+
+WRONG: list[Any] = [None, [], {}, "x", -1, 1.5, float("nan"), True, [1], {"a": 1}]
+
+
+def _signed(path: Path, where: tuple[Any, ...], value: Any) -> None:
+    """Puts a value into state.json, or with `KeyError` takes one out, and signs it again."""
+    content = json.loads((path / STATE_FILE).read_text())
+    inside = content
+    for key in where[:-1]:
+        inside = inside[key]
+    if value is KeyError:
+        del inside[where[-1]]
+    else:
+        inside[where[-1]] = value
+    del content["sha256"], content["format"]
+    write_state(path, content)
+
+
+@pytest.mark.parametrize(
+    ("where", "right"),
+    [
+        (("step",), []),
+        (("sequence",), []),
+        (("written",), [str]),
+        (("versions",), [{}]),
+        (("world_size",), []),
+        (("state",), [dict]),
+        (("files",), []),
+        (("files", "model/config.json"), [KeyError]),  # no weights: it need not be there
+        (("files", "model/config.json", "bytes"), []),
+        (("files", "model/config.json", "sha256"), []),
+        (("ranks",), []),
+        (("ranks", 0), []),
+        (("ranks", 0, "rng"), []),
+        (("ranks", 0, "rng", "python"), []),
+        (("ranks", 0, "rng", "python", "version"), []),
+        (("ranks", 0, "rng", "python", "words"), []),
+        (("ranks", 0, "rng", "numpy"), []),
+        (("ranks", 0, "rng", "numpy", "kind"), []),
+        (("ranks", 0, "rng", "numpy", "key"), []),
+        (("ranks", 0, "rng", "numpy", "pos"), [int, float, bool]),
+        (("ranks", 0, "rng", "torch"), []),
+    ],
+    ids=lambda value: ".".join(map(str, value)) if isinstance(value, tuple) else "",
+)
+def test_a_state_file_that_is_signed_but_malformed(small: Any, where: tuple[Any, ...], right: list[Any]) -> None:
+    """Whatever is in it, it is refused in words, before a weight or a generator has changed."""
+    path, model, optimizer = small
+    config = path / "model" / "config.json"
+    config.write_text("{}")
+    _signed(path, ("files", "model/config.json"), file_record(config))
+    whole = (path / STATE_FILE).read_text()
+    generators = torch.get_rng_state(), random.getstate()
+    for value in [KeyError, *WRONG]:
+        if type(value) in right or value in right:
+            continue
+        (path / STATE_FILE).write_text(whole)
+        _signed(path, where, value)
+        assert (text := _refuses(path, model, optimizer)).startswith(str(path)), (value, text)
+        CheckpointManager(path.parent.parent).latest()
+    assert torch.get_rng_state().equal(generators[0]) and random.getstate() == generators[1]
+
+
+@pytest.mark.parametrize("name", ["", "/etc/passwd", "../step-00000002/model/x.safetensors"])
+def test_a_state_file_names_no_file_outside(small: Any, name: str) -> None:
+    path, model, optimizer = small
+    _signed(path, ("files", name), {"bytes": 1, "sha256": ""})
+    assert f"files names {name!r}, which is not inside the checkpoint" in _refuses(path, model, optimizer)
+
+
+RUN_STATE: dict[str, Any] = {
+    "totals": {"tokens": 5, "bytes_remote": 1, "bytes_remote_alltoall": 2},
+    "losses": {"final_loss": 1.5, "first_eval_loss": None, "final_eval_loss": float("nan")},
+    "loader": {"position": 3, "fingerprint": "x"},
+    "placement": {"moe_layout": "contiguous", "layouts": None, "pending": None, "since": None, "measured": {"rows": 1}},
+}
+
+
+@pytest.mark.parametrize(
+    "where", [(key,) for key in RUN_STATE] + [(key, inner) for key, values in RUN_STATE.items() for inner in values]
+)
+def test_a_runs_state_that_is_malformed(tmp_path: Path, where: tuple[str, ...]) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    path = CheckpointManager(tmp_path).save(1, model, optimizer, RUN_STATE).path
+    assert read_run_state(path)["totals"] == RUN_STATE["totals"]
+    whole = (path / STATE_FILE).read_text()
+    for value in [KeyError, [], "x", -1, True, [1]]:
+        if where == ("loader", "fingerprint") or (where[-1], type(value)) in (("moe_layout", str), ("since", int)):
+            continue  # the loader compares
+        if value == -1 and where[0] == "losses":
+            continue
+        (path / STATE_FILE).write_text(whole)
+        _signed(path, ("state", *where), value)
+        with pytest.raises(CheckpointError, match=rf"state\.json is damaged \(state\.{'.'.join(where)}"):
+            read_run_state(path)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

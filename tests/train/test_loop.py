@@ -19,6 +19,7 @@ from carpool.report import write_report
 from carpool.train.config import load_config
 from carpool.train.config.schema import TrainingSection
 from carpool.train.run.about import _earlier_starts
+from carpool.train.run.files import why_not_writable
 from carpool.train.run.generate import generate
 from carpool.train.run.loop import train
 from carpool.train.run.step import learning_rate
@@ -57,7 +58,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def run(output: str, overrides: Sequence[str], compare: str | None = None) -> str:
     """On a rank: train, and give back the error's text if it ends in one."""
     try:
-        train(load_config(None, [*overrides, f"training.output_dir={output}"]), compare=compare, command="test")
+        train(load_config(None, [f"training.output_dir={output}", *overrides]), compare=compare, command="test")
     except (ValueError, ArithmeticError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -216,6 +217,7 @@ def test_stops_when_the_loss_is_no_number(ranks: Ranks, text: list[str], tmp_pat
         (["training.report_to=nothing_known"], "nothing_known"),
         (["moe.transport=nvlink"], "transport 'nvlink' cannot be used here: "),
         (["training.per_device_train_batch_size=100000"], "per_device_train_batch_size"),
+        (["training.output_dir=/proc/carpool/run"], "training.output_dir = /proc/carpool/run: nothing can be written"),
     ],
 )
 def test_bad_input_is_refused_before_any_work(
@@ -263,6 +265,13 @@ def _starts(folder: str) -> list[Any] | str:
         return _earlier_starts(Path(folder, str(dist.get_rank())))
     except ValueError as error:
         return str(error)
+
+
+def test_a_folder_that_can_be_written_to_is_left_as_it_was(tmp_path: Path) -> None:
+    assert why_not_writable(tmp_path / "a" / "b") is None and why_not_writable(tmp_path) is None
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "file").write_text("")
+    assert why_not_writable(tmp_path / "file" / "run") == "nothing can be written to it (Not a directory)"
 
 
 def test_rank_0_alone_reads_what_it_will_replace(ranks: Ranks, tmp_path: Path) -> None:

@@ -20,16 +20,56 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from carpool.report.schema import explain
 
 FORMAT = "carpool-checkpoint-1"
 STATE_FILE = "state.json"
 MODEL, OPTIMIZER = "model", "optimizer"
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".distcp")
+
+
+class FileRecord(BaseModel):
+    """A file of a checkpoint, as `state.json` has it."""
+
+    bytes: int = Field(ge=0)
+    sha256: str
+
+
+class RankRecord(BaseModel):
+    """What a rank keeps for itself: the state of its random generators (`carpool.train.checkpoints.rng`)."""
+
+    rng: dict[str, Any]
+
+
+class State(BaseModel):
+    """`state.json`. `state` is the run's own (`carpool.train.checkpoints.resume.RunState`)."""
+
+    model_config = ConfigDict(strict=True)
+
+    step: int = Field(ge=0)
+    sequence: int = Field(ge=0)
+    written: str
+    versions: dict[str, str]
+    world_size: int = Field(ge=1)
+    state: dict[str, Any]
+    files: dict[str, FileRecord]
+    ranks: list[RankRecord]
+
+    @model_validator(mode="after")
+    def _fits(self) -> State:
+        if len(self.ranks) != self.world_size:
+            raise ValueError(f"{len(self.ranks)} ranks are recorded, and world_size is {self.world_size}")
+        for name in self.files:
+            if not name or PurePath(name).is_absolute() or ".." in PurePath(name).parts:
+                raise ValueError(f"files names {name!r}, which is not inside the checkpoint")
+        return self
 
 
 class CheckpointError(ValueError):
@@ -101,6 +141,10 @@ def read_state(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} does not have the mark {FORMAT!r}: {folder} is not a Carpool checkpoint")
     if found != _digest(content):
         raise CheckpointError(f"{path} is damaged (wrong checksum); resume from an older checkpoint")
+    try:
+        State.model_validate(content)
+    except ValidationError as error:
+        raise CheckpointError(f"{path} is damaged ({explain(error)}); resume from an older checkpoint") from error
     return dict(content)
 
 

@@ -58,7 +58,7 @@ from carpool.train.checkpoints.files import (
     write_state,
 )
 from carpool.train.checkpoints.ranks import gather, rank, together, world
-from carpool.train.checkpoints.rng import rng_state, set_rng_state
+from carpool.train.checkpoints.rng import check_rng_state, rng_state, set_rng_state
 from carpool.train.checkpoints.shards import (
     Hook,
     Tensors,
@@ -362,6 +362,11 @@ def load(
     with together(CheckpointError, ""):
         content = read_state(folder)
         check_files(folder, content["files"], mine=sorted(content["files"])[rank() :: world()])
+        if restore_rng and content["world_size"] == world():
+            try:
+                check_rng_state(content["ranks"][rank()]["rng"])
+            except ValueError as error:
+                raise CheckpointError(f"{folder / STATE_FILE}: {error}; resume from an older checkpoint") from error
     parts = {MODEL: model_tensors(model)}
     if optimizer is not None:
         parts[OPTIMIZER] = optimizer_tensors(model, optimizer)

@@ -1,11 +1,92 @@
-"""Which checkpoint a run goes on from."""
+"""Which checkpoint a run goes on from, and what `carpool train` keeps in one beside weights."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+
+from carpool.report.schema import explain
+from carpool.train.checkpoints.files import STATE_FILE, CheckpointError, read_state
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.run.files import METRICS
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class Totals(_Strict):
+    """Sums over all steps."""
+
+    tokens: int = Field(ge=0)
+    bytes_remote: int = Field(ge=0)
+    bytes_remote_alltoall: int = Field(ge=0)
+
+
+class Losses(_Strict):
+    """For the summary. A held-out loss over no token is NaN."""
+
+    final_loss: float | None
+    first_eval_loss: float | None
+    final_eval_loss: float | None
+
+
+class Position(_Strict):
+    """Of the loader in the data; it checks the rest of its state itself."""
+
+    position: int = Field(ge=0)
+
+
+class Answer(_Strict):
+    """Of the placement's solver, not used yet."""
+
+    layouts: dict[str, Any]
+    why: str
+    solver: str
+    solve_seconds: float | None
+    before: dict[str, Any]
+    predicted: dict[str, Any]
+
+
+class Pending(_Strict):
+    asked: int = Field(ge=0)
+    answer: Answer
+
+
+class Moved(_Strict):
+    """Where experts are by now (`carpool.train.moving.runtime.Placement.state`)."""
+
+    moe_layout: str
+    layouts: dict[str, Any] | None
+    pending: Pending | None
+    since: int | None
+    measured: dict[str, FiniteFloat]
+
+
+class RunState(_Strict):
+    """`state` in the state.json of a run's checkpoint."""
+
+    totals: Totals
+    losses: Losses
+    loader: Position
+    placement: Moved
+
+
+def read_run_state(checkpoint: Path) -> dict[str, Any]:
+    """What a run's checkpoint says beside weights.
+
+    Raises:
+        CheckpointError: it is damaged, or no run's."""
+    state: dict[str, Any] = read_state(checkpoint)["state"]
+    try:
+        RunState.model_validate(state)
+    except ValidationError as error:
+        raise CheckpointError(
+            f"{checkpoint / STATE_FILE} is damaged (state.{explain(error)}); resume from an older checkpoint"
+        ) from error
+    return state
 
 
 def checkpoint_to_resume(wanted: str | None, folder: Path, checkpoints: CheckpointManager) -> Path | None:

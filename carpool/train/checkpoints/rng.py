@@ -44,19 +44,39 @@ def rng_state() -> dict[str, Any]:
     return state
 
 
+def check_rng_state(state: dict[str, Any]) -> None:
+    """Raises ValueError unless `set_rng_state` can put this back. Changes no generator."""
+    try:
+        python, numpy_state, torch_state = _decoded(state)
+        random.Random().setstate(python)
+        np.random.RandomState().set_state(numpy_state)
+        torch.Generator().set_state(torch_state)
+        _decode(state.get("cuda", ""), np.uint8)
+    except Exception as error:  # each of them complains in its own way
+        raise ValueError(f"the state of the random generators is damaged ({type(error).__name__}: {error})") from error
+
+
 def set_rng_state(state: dict[str, Any]) -> None:
     """Puts back what `rng_state` gave; a CUDA state is ignored where there is no CUDA device."""
+    python, numpy_state, torch_state = _decoded(state)
+    random.setstate(python)
+    np.random.set_state(numpy_state)
+    torch.set_rng_state(torch_state)
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.from_numpy(_decode(state["cuda"], np.uint8)))
+
+
+def _decoded(state: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], torch.Tensor]:
+    """What Python's, NumPy's and PyTorch's generators take."""
     python, numpy_state = state["python"], state["numpy"]
     words = tuple(int(word) for word in _decode(python["words"], np.uint32))
-    random.setstate((python["version"], words, python["gauss"]))
-    np.random.set_state(
+    return (
+        (python["version"], words, python["gauss"]),
         {
             "bit_generator": numpy_state["kind"],
             "state": {"key": _decode(numpy_state["key"], np.uint32), "pos": numpy_state["pos"]},
             "has_gauss": numpy_state["has_gauss"],
             "gauss": numpy_state["gauss"],
-        }
+        },
+        torch.from_numpy(_decode(state["torch"], np.uint8)),
     )
-    torch.set_rng_state(torch.from_numpy(_decode(state["torch"], np.uint8)))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.from_numpy(_decode(state["cuda"], np.uint8)))

@@ -13,10 +13,28 @@ import json
 import os
 import secrets
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 METRICS, INFO, CONFIG, LAYOUT, SUMMARY = "metrics.jsonl", "run.json", "config.toml", "layout.json", "summary.json"
+
+
+def why_not_writable(folder: Path) -> str | None:
+    """Why no run directory can be made there; None if it can. Tries, and leaves nothing behind."""
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".probe-{secrets.token_hex(4)}"
+        probe.write_text("x")
+        probe.unlink()
+    except OSError as error:
+        return f"nothing can be written to it ({error.strerror})"
+    finally:
+        for path in made:
+            with suppress(OSError):
+                path.rmdir()
+    return None
 
 
 def replace_text(path: Path, text: str) -> None:

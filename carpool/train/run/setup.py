@@ -26,9 +26,9 @@ from carpool.hf.metrics import RideMetrics
 from carpool.hf.names import name_layers
 from carpool.hf.shared import compute_shared_beside
 from carpool.memory.recompute import keep_rides
-from carpool.train.checkpoints.files import read_state
 from carpool.train.checkpoints.manager import CheckpointManager, load
-from carpool.train.checkpoints.resume import checkpoint_to_resume
+from carpool.train.checkpoints.ranks import gather
+from carpool.train.checkpoints.resume import checkpoint_to_resume, read_run_state
 from carpool.train.config.schema import Config
 from carpool.train.data.corpus import prepare
 from carpool.train.data.loader import EvalLoader, TrainLoader
@@ -40,6 +40,7 @@ from carpool.train.moving.solve import facts_of
 from carpool.train.run.about import say_hello, write_files, write_run
 from carpool.train.run.display import Display
 from carpool.train.run.environment import peak_memory
+from carpool.train.run.files import why_not_writable
 from carpool.train.run.flops import flops_per_token, model_size, peak_flops
 from carpool.train.run.model import distributed_config, expert_counts, meta_model, model_source, top_k_of
 from carpool.train.run.record import Recorder, check_trackers
@@ -67,7 +68,7 @@ class Setup:
         self.config, self.compare_with = config, compare_with
         self._find_place()
         resume = checkpoint_to_resume(config.training.resume_from_checkpoint, self.folder, self.checkpoints)
-        saved = read_state(resume)["state"] if resume is not None else {}
+        saved = read_run_state(resume) if resume is not None else {}
         self._find_mesh()
         self._read_data()
         self._build_model()
@@ -98,6 +99,8 @@ class Setup:
         self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         self.memory_before = peak_memory(self.device)
         self.folder = Path(training.output_dir)
+        if why := gather(why_not_writable(self.folder) if self.main else None)[0]:
+            raise ValueError(f"training.output_dir = {self.folder}: {why}; choose another folder")
         self.checkpoints = CheckpointManager(self.folder, training.save_total_limit)
         check_trackers(training.report_to)
         if training.torch_compile:
