@@ -19,6 +19,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,11 @@ from carpool.layout import ExpertLayout, assign
 from carpool.observe.stats import LayerStats
 from carpool.planner.chosen import fastest as fastest_of
 from carpool.planner.overlap import Pieces, chunked
-from carpool.ride.function import ride
+from carpool.ride import RideSetup, ride
 from carpool.routing import Routing
 from carpool.schedule import Schedule
-from carpool.transport import NVLinkOptions, Transport, make_transport
+from carpool.schedule.orders import order_of
+from carpool.transport import NVLinkOptions, make_transport
 
 CHUNKS = (1, 2, 4, 8)
 SHAPES = ["4096,2048,1024,64,8", "8192,2048,1024,64,8", "16384,2048,1024,64,8", "32768,2048,1024,64,8",
@@ -67,11 +69,12 @@ class Layer:
         self.routing = Routing(scores.topk(self.top_k).indices.int(), weight.requires_grad_())
         self.slot_TK = assign(self.routing, self.layout, rank)
 
-    def transport(self, schedule: Schedule) -> Transport:
-        options = schedule.options(NVLinkOptions(max_tokens=self.tokens))
-        return make_transport(self.name, self.group, self.layout.slots_per_rank, options)
+    def setup(self, schedule: Schedule) -> RideSetup:
+        options = NVLinkOptions(max_tokens=self.tokens).under(schedule)
+        transport = make_transport(self.name, self.group, self.layout.slots_per_rank, options)
+        return RideSetup(transport, self.experts, self.stats(), order_of(schedule, transport, self.device))
 
-    def run(self, transport: Transport, stats: LayerStats, chunks: int, tokens: int | None = None) -> float:
+    def run(self, setup: RideSetup, tokens: int | None = None) -> float:
         """Forward and backward of the first tokens; returns how long the host took, in milliseconds."""
         rows = slice(tokens)
         for leaf in (self.x, self.routing.weight_TK, *self.weights):
@@ -80,7 +83,7 @@ class Layer:
         assert self.routing.weight_TK is not None
         routing = Routing(self.routing.expert_TK[rows], self.routing.weight_TK[rows])
         begin = time.perf_counter()
-        y = ride(self.x[rows], routing, self.slot_TK[rows], transport, self.experts, self.weights, stats, chunks)
+        y, _ = ride(self.x[rows], routing, self.slot_TK[rows], self.weights, setup)
         y.backward(self.x.detach()[rows])
         return 1e3 * (time.perf_counter() - begin)
 
@@ -120,12 +123,12 @@ def slowest(values: list[list[float]], device: torch.device) -> list[float]:
 
 def pieces_of(layer: Layer, tokens: int, repetitions: int, device: torch.device) -> list[Pieces]:
     """Of a ride of so many tokens, forward and backward."""
-    transport, found = layer.transport(Schedule("chunks")), []
+    setup, found = layer.setup(Schedule("chunks")), []
     for number in range(2 + repetitions):
         stats = layer.stats()
         together(device)
-        with reserved(transport.processors):
-            layer.run(transport, stats, 1, tokens)
+        with reserved(setup.transport.processors):
+            layer.run(replace(setup, stats=stats), tokens)
         if number >= 2:
             parts = stats.meter.pieces()
             flat = [sum(parts["dispatch"][0]), sum(parts["experts"][0]), sum(parts["combine"][0])]
@@ -142,12 +145,12 @@ def contest(shape: str, args: argparse.Namespace, device: torch.device) -> dict[
     predicted = {r: sum(chunked(one, r) for one in pieces[r]) for r in CHUNKS}
     best = fastest_of(predicted)
     ways = {"none": Schedule(), **{str(r): Schedule("chunks", r) for r in CHUNKS}}
-    transports = {name: layer.transport(way) for name, way in ways.items()}
+    setups = {name: layer.setup(way) for name, way in ways.items()}
     times: dict[str, list[list[float]]] = {name: [] for name in ways}
     for number in range(-2, args.repetitions):
-        for name, way in ways.items():
-            stats = layer.stats()
-            ms = timed(lambda t=transports[name], s=stats, c=way.chunks: layer.run(t, s, c), device)
+        for name, setup in setups.items():
+            now = replace(setup, stats=layer.stats())
+            ms = timed(lambda now=now: layer.run(now), device)
             if number >= 0:
                 times[name].append([ms])
     measured = {name: slowest(values, device)[0] for name, values in times.items()}

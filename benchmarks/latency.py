@@ -51,7 +51,7 @@ from carpool.bench.transport.rides import Case, check, forward_and_backward, ora
 from carpool.bench.transport.settings import Shape
 from carpool.kernels.processors import reserved
 from carpool.layout import ExpertLayout
-from carpool.observe.stats import Traffic
+from carpool.observe.traffic import Traffic
 from carpool.transport import NVLinkOptions, Transport, make_transport
 
 WARMUP = 3

@@ -47,7 +47,7 @@ from carpool.bench.moe.home import Home, HomeRoute
 from carpool.hf import rides
 from carpool.hf.build import build_model, make_config
 from carpool.hf.expert_parallel import buffers_of_rides
-from carpool.observe.stats import Traffic
+from carpool.observe.traffic import Traffic
 from carpool.schedule import Schedule
 from carpool.schedule.two_batch import TwoBatch
 from carpool.transport import NVLinkOptions

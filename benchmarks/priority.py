@@ -54,14 +54,14 @@ COLUMNS = ("step", "dispatch", "combine", "host")
 
 
 def ways(model: torch.nn.Module, piece_bytes: int) -> dict[str, RidesFirst | None]:
-    stats = {name: own.stats for name, own in rides(model).items()}
-    delayed = Delayed(model, stats)
+    layers = rides(model)
+    delayed = Delayed(model, layers)
     return {
         "as ever": None,
-        "held": RidesFirst(model, stats),
-        "pieces": RidesFirst(model, stats, piece_bytes),
-        "delayed": RidesFirst(model, stats, None, delayed),
-        "delayed, pieces": RidesFirst(model, stats, piece_bytes, delayed),
+        "held": RidesFirst(model, layers),
+        "pieces": RidesFirst(model, layers, piece_bytes),
+        "delayed": RidesFirst(model, layers, None, delayed),
+        "delayed, pieces": RidesFirst(model, layers, piece_bytes, delayed),
     }
 
 

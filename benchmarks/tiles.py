@@ -15,6 +15,7 @@ together. Milliseconds of the slowest rank, median over repetitions: forward + b
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ import torch.distributed as dist
 
 from benchmarks.chunks import Layer, slowest, together
 from benchmarks.ranks import join_group, write_results
-from carpool.ride.function import ride
+from carpool.ride import RideSetup, ride
 from carpool.routing import Routing
 from carpool.schedule import Schedule
-from carpool.transport import NVLinkOptions, Transport, make_transport
+from carpool.schedule.orders import order_of
+from carpool.transport import NVLinkOptions, make_transport
 
 SHAPES = ["8192,2048,1024,64,8", "16384,2048,1024,64,8", "8192,2048,768,128,8", "8192,4096,1024,128,8",
           "4096,7168,2048,64,8", "8192,4096,14336,8,2", "16384,1536,256,128,8"]  # fmt: skip
@@ -39,8 +41,10 @@ class Way:
     def __init__(self, layer: Layer, schedule: Schedule, ctas: int) -> None:
         self.layer, self.schedule = layer, schedule
         sizes = NVLinkOptions(max_tokens=layer.tokens, dispatch_ctas=ctas, combine_ctas=ctas)
-        options = schedule.options(sizes)
-        self.transport: Transport = make_transport("nvlink", layer.group, layer.layout.slots_per_rank, options)
+        options = sizes.under(schedule)
+        transport = make_transport("nvlink", layer.group, layer.layout.slots_per_rank, options)
+        order = order_of(schedule, transport, layer.device)
+        self.setup = RideSetup(transport, layer.experts, layer.stats(), order)
 
     def run(self) -> list[float]:
         """Milliseconds of forward and backward."""
@@ -52,9 +56,8 @@ class Way:
         stats, events = layer.stats(), [torch.cuda.Event(enable_timing=True) for _ in range(3)]
         together(layer.device)
         events[0].record()
-        y = ride(
-            layer.x, routing, layer.slot_TK, self.transport, layer.experts, layer.weights, stats, self.schedule.chunks
-        )
+        setup = replace(self.setup, stats=stats)
+        y, _ = ride(layer.x, routing, layer.slot_TK, layer.weights, setup)
         events[1].record()
         y.backward(layer.x.detach())
         events[2].record()

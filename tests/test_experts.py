@@ -26,7 +26,7 @@ from carpool.experts.pairs import sort_pairs
 from carpool.experts.stages import grouped_mm, grouped_outer
 from carpool.memory import Arena, Rows
 from carpool.observe.stats import LayerStats
-from carpool.ride.function import ride
+from carpool.ride import RideSetup, ride
 from carpool.routing import Routing
 from carpool.transport import TRANSPORTS, Arrivals, make_transport
 from tests.experts_problem import ACTIVATIONS as DESCRIBED
@@ -219,9 +219,8 @@ def test_finite_differences_agree(name: str, transport: str) -> None:
 
     def layer(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         way, experts = make_transport(transport, None, 3), make_experts(name, function)
-        return ride(
-            x, Routing(slot_TK, weight_TK), slot_TK, way, experts, ExpertWeights._make(weights), LayerStats(3, 1, 0)
-        )
+        setup = RideSetup(way, experts, LayerStats(3, 1, 0))
+        return ride(x, Routing(slot_TK, weight_TK), slot_TK, ExpertWeights._make(weights), setup)[0]
 
     assert gradcheck(layer, inputs)
 

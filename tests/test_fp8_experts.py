@@ -29,7 +29,7 @@ from carpool.experts.fp8 import stages as fp8_stages
 from carpool.experts.pairs import sort_pairs
 from carpool.memory import Arena, Rows
 from carpool.observe.stats import LayerStats
-from carpool.ride.function import ride
+from carpool.ride import RideSetup, ride
 from carpool.routing import Routing
 from carpool.transport import Arrivals, make_transport
 from carpool.transport.packets import pack, packet_bytes, quantise, unpack
@@ -310,7 +310,8 @@ def test_a_ride_keeps_packets_and_is_near_one_without_fp8(transport: str) -> Non
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
             way = make_transport(transport, None, 4)
             weights = ExpertWeights(leaves[2], leaves[3])
-            y = ride(leaves[0], Routing(slot, leaves[1]), slot, way, experts, weights, LayerStats(4, 1, 0))
+            setup = RideSetup(way, experts, LayerStats(4, 1, 0))
+            y, _ = ride(leaves[0], Routing(slot, leaves[1]), slot, weights, setup)
         y.backward(dy)
         results.append([y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)])
         sizes.append({t.dtype for t in kept if t.dim() == 2 and t.shape[1] in (136, packet_bytes(136))})

@@ -23,7 +23,7 @@ from carpool.experts import Choices, GroupedExperts
 from carpool.layer.state import gather_homes
 from carpool.memory.recompute import KeptRides
 from carpool.placement import predict
-from carpool.ride.hooks import Beside
+from carpool.ride import RideHooks
 from carpool.transport import TRANSPORTS
 from tests.layouts import EXPERTS, LAYOUTS, layout_of
 from tests.ranks import WORLD_SIZE, Ranks, mesh
@@ -142,10 +142,10 @@ def test_frozen_parts_change_nothing_for_the_others(frozen: str) -> None:
 def test_a_ride_comes_to_its_end_whatever_gradients_are_wanted(wanted: str) -> None:
     """Something computes beside it, so the end of its backward is a node of its own, which autograd may leave out."""
 
-    class Told(Beside):
+    class Told(RideHooks):
         ended = 0
 
-        def links_free(self) -> None:
+        def after_last_verb(self) -> None:
             self.ended += 1
 
     torch.manual_seed(0)
@@ -153,10 +153,10 @@ def test_a_ride_comes_to_its_end_whatever_gradients_are_wanted(wanted: str) -> N
     x = torch.randn(6, H, requires_grad=True)
     leaves = {"experts": list(moe.expert_parameters()), "x": [x], "all": [x, *moe.parameters()]}
     everything = dict(zip(leaves["all"], torch.autograd.grad(moe(x).square().sum(), leaves["all"]), strict=True))
-    moe.core.stats.beside = Told()
+    moe.core.hooks = told = Told()
     for gradient, leaf in zip(torch.autograd.grad(moe(x).square().sum(), leaves[wanted]), leaves[wanted], strict=True):
         assert torch.equal(gradient, everything[leaf])
-    assert moe.core.stats.beside.ended == 1
+    assert told.ended == 1
 
 
 @pytest.mark.parametrize("experts", ["grouped", "reference"])

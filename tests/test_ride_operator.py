@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,12 +14,12 @@ import torch
 
 import carpool
 from carpool.bench.moe.home import Home
-from carpool.experts import EXPERTS, ExpertFunction, ExpertWeights, make_activation, make_experts
+from carpool.experts import EXPERTS, ExpertFunction, ExpertWeights, make_activation, make_experts, reference_experts
 from carpool.kernels.numbered import by_number
 from carpool.memory import Arena
 from carpool.observe.stats import LayerStats
+from carpool.ride import RideSetup, ride, ride_module
 from carpool.ride import operator as ride_operator
-from carpool.ride.function import ride
 from carpool.routing import Routing
 from carpool.transport import make_transport
 
@@ -61,13 +62,14 @@ class Case:
             self.slot[1::4, 1] = -1
             self.slot[2:3] = -1
         self.dy = draw(tokens, HIDDEN)
-        self.transport = TRANSPORTS[transport]()
-        self.experts = make_experts(experts, ExpertFunction(make_activation("silu", gated=True)))
+        experts_made = make_experts(experts, ExpertFunction(make_activation("silu", gated=True)))
         self.stats = LayerStats(SLOTS, 1, 0)
+        self.transport = TRANSPORTS[transport]()
+        self.setup = RideSetup(self.transport, experts_made, self.stats)
 
     def ride(self, x_TH: torch.Tensor, weight_TK: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         given = ExpertWeights(*weights)
-        return ride(x_TH, Routing(self.slot, weight_TK), self.slot, self.transport, self.experts, given, self.stats)
+        return ride(x_TH, Routing(self.slot, weight_TK), self.slot, given, self.setup)[0]
 
     def compiled(self, backend: str = "aot_eager") -> Callable[..., torch.Tensor]:
         return torch.compile(self.ride, backend=backend, fullgraph=True)
@@ -223,13 +225,31 @@ def test_a_graph_that_is_retained_can_be_differentiated_twice(compiled: bool, tr
     assert_same(list(torch.autograd.grad(y, leaves, case.dy)), list(first))
 
 
-def test_gradients_of_gradients_are_refused() -> None:
+@pytest.mark.parametrize("loss", ["linear", "square"])
+@pytest.mark.parametrize("way", ["plain", "beside", "module", "compiled"])
+def test_gradients_of_gradients_are_refused(way: str, loss: str) -> None:
+    """With a linear loss no gradient that comes in requires one itself, and nothing but create_graph tells."""
     case = Case("dedup")
     leaves = [leaf.clone().requires_grad_() for leaf in case.leaves]
-    for call in (case.ride, case.compiled()):
-        (dx,) = torch.autograd.grad(call(*leaves).square().sum(), leaves[:1], create_graph=True)
-        with pytest.raises(RuntimeError, match=r"once_differentiable|does not require grad|double backward"):
-            dx.sum().backward()
+    x, weight, *weights = leaves
+    routing = Routing(case.slot, weight)
+    if way == "beside":
+        y, shared = ride(x, routing, case.slot, ExpertWeights(*weights), case.setup, lambda: x.square())
+        assert shared is not None
+        y = y + shared
+    elif way == "module":
+        function = ExpertFunction(make_activation("silu", gated=True))
+
+        def module(x_RH: torch.Tensor, slot_RJ: torch.Tensor, weight_RJ: torch.Tensor) -> torch.Tensor:
+            return reference_experts(x_RH, slot_RJ, weight_RJ, ExpertWeights(*weights), function)
+
+        y = ride_module(x, routing, case.slot, module, case.setup)
+    else:
+        y = (case.ride if way == "plain" else case.compiled())(*leaves)
+    scalar = y.square().sum() if loss == "square" else (y * case.dy).sum()
+    with pytest.raises(RuntimeError, match=r"no gradients of gradients|double backward"):
+        (dx,) = torch.autograd.grad(scalar, leaves[:1], create_graph=True)
+        dx.square().sum().backward()
 
 
 def test_the_transport_may_be_replaced_between_forward_and_backward() -> None:
@@ -238,7 +258,7 @@ def test_the_transport_may_be_replaced_between_forward_and_backward() -> None:
 
     def then_replaced(*leaves: torch.Tensor) -> torch.Tensor:
         y = compiled(*leaves)
-        case.transport = make_transport("gather", None, SLOTS)
+        case.setup = replace(case.setup, transport=make_transport("gather", None, SLOTS))
         gc.collect()
         return y
 
@@ -251,8 +271,7 @@ def test_the_transport_may_be_replaced_between_forward_and_backward() -> None:
 
 def arguments(case: Case) -> tuple[Any, ...]:
     x, weight, *weights = case.leaves
-    numbers = case.transport.number, case.experts.number, case.stats.number
-    return x, weight, case.slot, *weights, *(None,) * (4 - len(weights)), case.slot, *numbers, True
+    return x, weight, case.slot, *weights, *(None,) * (4 - len(weights)), case.slot, case.setup.number, True
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -308,10 +327,10 @@ def test_a_default_device_is_not_the_tickets() -> None:
 
 
 def test_copies_have_numbers_of_their_own() -> None:
-    stats = LayerStats(SLOTS, 1, 0)
-    for other in (copy.copy(stats), copy.deepcopy(stats), pickle.loads(pickle.dumps(stats))):
-        assert other.number != stats.number
-        assert by_number(other.number) is other and by_number(stats.number) is stats
+    setup = Case().setup
+    for other in (copy.copy(setup), copy.deepcopy(setup), replace(setup), pickle.loads(pickle.dumps(setup))):
+        assert other.number != setup.number
+        assert by_number(other.number) is other and by_number(setup.number) is setup
 
 
 def test_a_copy_of_a_compiled_layer_counts_for_itself() -> None:
@@ -323,7 +342,7 @@ def test_a_copy_of_a_compiled_layer_counts_for_itself() -> None:
 
 
 def test_what_is_gone_has_no_number() -> None:
-    number = LayerStats(SLOTS, 1, 0).number
+    number = Case().setup.number
     gc.collect()
-    with pytest.raises(RuntimeError, match="replaced or freed"):
+    with pytest.raises(RuntimeError, match="replaced or its layer freed"):
         by_number(number)

@@ -24,9 +24,10 @@ from carpool.experts import (
     reference_experts,
 )
 from carpool.kernels.ordered_sum import ordered_sum
-from carpool.observe.stats import LayerStats, Traffic
+from carpool.observe.stats import LayerStats
+from carpool.observe.traffic import Traffic
 from carpool.placement import VERBS, predict
-from carpool.ride.function import ride, ride_module
+from carpool.ride import RideSetup, ride, ride_module
 from carpool.schedule import Schedule
 from carpool.transport import (
     TRANSPORTS,
@@ -254,21 +255,20 @@ def module_rides(name: str, layout_name: str, ep: int) -> dict[str, bool]:
     for way in ("ride", "module"):
         leaves = [t.clone().requires_grad_() for t in (x, weight, up, down)]
         transport = make_transport(name, group, layout.slots_per_rank)
-        stats = LayerStats(EXPERTS, ep, rank % ep)
+        setup = RideSetup(transport, ReferenceExperts(function), LayerStats(EXPERTS, ep, rank % ep))
         weights = ExpertWeights(leaves[2], leaves[3])
         if way == "ride":
-            y = ride(
-                leaves[0], Routing(expert_TK, leaves[1]), slot_TK, transport, ReferenceExperts(function), weights, stats
-            )
+            y, _ = ride(leaves[0], Routing(expert_TK, leaves[1]), slot_TK, weights, setup)
         else:
 
             def module(x_RH: torch.Tensor, slot_RJ: torch.Tensor, weight_RJ: torch.Tensor) -> torch.Tensor:
                 return reference_experts(x_RH, slot_RJ, weight_RJ, weights, function)  # noqa: B023
 
-            y = ride_module(leaves[0], Routing(expert_TK, leaves[1]), slot_TK, transport, module, stats)
+            y = ride_module(leaves[0], Routing(expert_TK, leaves[1]), slot_TK, module, setup)
         # A gradient that is one number expanded is what `y.sum()` gives.
         y.sum().backward()
-        results.append((y.detach(), *(leaf.grad for leaf in leaves), stats.traffic.bytes, stats.traffic.baseline))
+        traffic = setup.stats.traffic
+        results.append((y.detach(), *(leaf.grad for leaf in leaves), traffic.bytes, traffic.baseline))
     names = ("y", "x", "weight", "up", "down")
     same = {n: torch.equal(a, b) for n, a, b in zip(names, results[0], results[1], strict=False)}
     return same | {"traffic": results[0][5:] == results[1][5:]}
@@ -304,17 +304,16 @@ def test_nothing_of_a_ride_survives_it(name: str, way: str) -> None:
     gc.collect()
     gc.disable()
     try:
-        stats = LayerStats(4, 1, 0)
+        setup = RideSetup(transport, GroupedExperts(function), LayerStats(4, 1, 0))
         if way == "ride":
-            y = ride(x, Routing(slot_TK, weight_TK), slot_TK, transport, GroupedExperts(function), weights, stats)
+            y, _ = ride(x, Routing(slot_TK, weight_TK), slot_TK, weights, setup)
         else:
             y = ride_module(
                 x,
                 Routing(slot_TK, weight_TK),
                 slot_TK,
-                transport,
                 lambda *rows: reference_experts(*rows, weights, function),
-                stats,
+                setup,
             )
         y.sum().backward()
         del y

@@ -130,7 +130,6 @@ class Experts(Protocol):
     `reads_packets` that is True get rows and gradients as packets of FP8, whenever there are any."""
 
     name: str
-    number: torch.Tensor  # of `carpool.kernels.numbered.Numbered`
 
     def forward(
         self,

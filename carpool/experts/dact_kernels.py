@@ -37,8 +37,8 @@ from carpool.experts.gemm_tiles import (
     waits_for,
 )
 from carpool.kernels.quick import cdiv, quick
+from carpool.kernels.signals import wait_part
 from carpool.memory.arena import Rows
-from carpool.transport.nvlink.signals import wait_part
 
 
 @triton.jit

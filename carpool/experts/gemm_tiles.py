@@ -42,10 +42,10 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from carpool.experts.table_kernels import aligned
+from carpool.kernels.awaited import MAX_CTAS, Awaited
 from carpool.kernels.processors import processors
 from carpool.kernels.quick import power_of_2
-from carpool.transport.nvlink.buffers import MAX_CTAS, Awaited
-from carpool.transport.nvlink.signals import SPIN
+from carpool.kernels.signals import SPIN
 
 TILE_ROWS = 128
 BAND = 16

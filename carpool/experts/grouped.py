@@ -36,12 +36,11 @@ from carpool.experts.base import ExpertFunction, ExpertWeights
 from carpool.experts.choices import Choices
 from carpool.experts.pairs import Pairs, count_pairs, slot_sums, sort_pairs, sum_pairs
 from carpool.experts.stages import Stages
-from carpool.kernels.numbered import Numbered
 from carpool.memory.arena import Arena, Rows
 from carpool.transport.base import Arrivals
 
 
-class GroupedExperts(Numbered):
+class GroupedExperts:
     """See the module's docstring.
 
     Args:

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 
 from carpool.experts.base import ExpertFunction, ExpertWeights
-from carpool.kernels.numbered import Numbered
 from carpool.memory.arena import Arena, Rows
 from carpool.transport.base import Arrivals
 
@@ -41,7 +40,7 @@ def reference_experts(
     return partial_RH
 
 
-class ReferenceExperts(Numbered):
+class ReferenceExperts:
     """`reference_experts` behind the contract of `Experts`."""
 
     name = "reference"

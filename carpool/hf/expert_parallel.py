@@ -17,7 +17,7 @@ Two ways through the layer:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -64,25 +64,14 @@ class RouterLimit(Protocol):
 class EarlyWork(Protocol):
     """Work that needs not wait for a ride: `carpool.hf.shared.SharedExperts`."""
 
-    def early(self, x_TH: torch.Tensor) -> None:
+    def compute(self, x_TH: torch.Tensor) -> Any:
         """Do it now, while rows travel. x_TH: what rides."""
 
-    def forget(self) -> None:
-        """Nobody will ask for what was done."""
+    def offer(self, computed: Any) -> None:
+        """The ride has ended: keep what `compute` returned until the model asks for it."""
 
     def remove(self) -> None:
         """Leave the model as it was."""
-
-
-@contextmanager
-def forgotten_on_error(early: EarlyWork) -> Iterator[None]:
-    """Inside, an error ends what was done beside. A checkpoint that computes again raises one, too, as soon as it has
-    what the backward wants."""
-    try:
-        yield
-    except BaseException:
-        early.forget()
-        raise
 
 
 class ExpertRides(LayerCore):
@@ -148,9 +137,10 @@ class ExpertRides(LayerCore):
         routing = Routing(torch.where(in_range_TK, top_k_index, -1).int(), top_k_weights.float())
         if self.router_limit is not None:
             routing = self.router_limit.before_ride(routing)
-        beside = None if self.shared is None else partial(self.shared.early, x_TH)
-        with nullcontext() if self.shared is None else forgotten_on_error(self.shared):
-            y_TH, _ = self(x_TH, routing, self._home(), training=self.experts.training, beside=beside)
+        beside = None if self.shared is None else partial(self.shared.compute, x_TH)
+        y_TH, computed = self(x_TH, routing, self._home(), training=self.experts.training, beside=beside)
+        if self.shared is not None:
+            self.shared.offer(computed)
         return y_TH
 
     def _home(self) -> ExpertWeights | Forward:

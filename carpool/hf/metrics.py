@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from carpool.hf.expert_parallel import ExpertRides, rides
-from carpool.observe.stats import Traffic
+from carpool.observe.traffic import Traffic
 
 SPANS = ("dispatch", "experts", "combine")
 

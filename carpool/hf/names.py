@@ -10,7 +10,7 @@ from carpool.hf.expert_parallel import rides
 
 
 def name_layers(model: nn.Module) -> None:
-    """Let profilers show the model's Carpool layers by their names (`carpool.observe.stats.Meter`)."""
+    """Let profilers show the model's Carpool layers by their names (`carpool.observe.meter.Meter`)."""
     layers = rides(model)
     for name, own in zip(short_names(list(layers)), layers.values(), strict=True):
         own.stats.meter.layer = name

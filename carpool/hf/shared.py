@@ -6,7 +6,7 @@ Many blocks of transformers call their routed experts, then the shared ones on t
     return routed + self.shared_experts(x)
 
 Called in that order, the shared experts would wait for the ride's end. So when the ride's first rows are under way it
-calls them itself (`SharedExperts.early`), and the block is given, when it asks, what they made. In the backward
+calls them itself (`SharedExperts.compute`), and the block is given, when it asks, what they made. In the backward
 autograd comes to them while the ride's last combine is under way. Sums of gradients may have another order: equal to
 rounding.
 
@@ -64,20 +64,22 @@ class SharedExperts:
         if not torch.compiler.is_compiling():
             self._given[_half()] = args[0] if args else None
 
-    def early(self, x_TH: torch.Tensor) -> None:
-        """Compute them now, for the call that follows. x_TH: what the routed experts get, if that is the block's rows
-        (some get a projection of them, and then there is nothing to do yet)."""
+    def compute(self, x_TH: torch.Tensor) -> _Early | None:
+        """The output for the block's call that follows. None if x_TH, what the routed experts get, is not what the
+        block was given (some get a projection of it): then there is nothing to compute yet."""
         if torch.compiler.is_compiling():
-            return
+            return None
         half = _half()
         given, self._given[half] = self._given[half], None
-        if given is not None and _same(given, x_TH):
-            self._early[half] = _Early(self.own(x_TH), x_TH, x_TH._version, torch.is_grad_enabled())
+        if given is None or not _same(given, x_TH):
+            return None
+        return _Early(self.own(x_TH), x_TH, x_TH._version, torch.is_grad_enabled())
 
-    def forget(self) -> None:
-        """Nobody will ask for what was computed early: the ride has failed, or a checkpoint has all that it wanted."""
-        half = _half()
-        self._given[half] = self._early[half] = None
+    def offer(self, computed: _Early | None) -> None:
+        """Keep what `compute` returned until the block asks. (A ride that fails never comes here, and neither does a
+        checkpoint that computes again and has all that it wanted.)"""
+        if not torch.compiler.is_compiling():
+            self._early[_half()] = computed
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():

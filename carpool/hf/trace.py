@@ -37,7 +37,7 @@ from torch import nn
 
 import carpool
 from carpool.hf.build import experts_modules
-from carpool.observe.stats import in_recompute
+from carpool.observe.recompute import in_recompute
 from carpool.placement.trace import Trace
 
 _NO_EXPERT = -1

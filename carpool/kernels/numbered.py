@@ -26,7 +26,8 @@ class Numbered:
     def __new__(cls, *_: Any, **__: Any) -> Any:
         made = super().__new__(cls)
         number = next(_numbers)
-        made.number = torch.tensor(number, device="cpu")
+        # Frozen dataclasses have numbers, too.
+        object.__setattr__(made, "number", torch.tensor(number, device="cpu"))
         _ALIVE[number] = made
         return made
 
@@ -42,5 +43,7 @@ def by_number(number: torch.Tensor) -> Any:
         RuntimeError: it is gone, so whatever was compiled for it is out of date."""
     found = _ALIVE.get(int(number))
     if found is None:
-        raise RuntimeError("a compiled ride was run after its transport, experts or layer had been replaced or freed")
+        raise RuntimeError(
+            "a compiled ride ran after its setup (transport, experts, schedule) had been replaced or its layer freed"
+        )
     return found

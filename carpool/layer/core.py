@@ -14,7 +14,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,12 +22,14 @@ import torch.distributed as dist
 from carpool.experts import Choices, ExpertFunction, Experts, ExpertWeights, make_experts
 from carpool.layer.recording import agree
 from carpool.layout import ExpertLayout, assign
-from carpool.observe.stats import LayerStats, in_recompute
+from carpool.observe.recompute import in_recompute
+from carpool.observe.stats import LayerStats
 from carpool.parallel.slots import SlotFiller, fill_slots
-from carpool.ride.function import ride, ride_module
+from carpool.ride import NO_HOOKS, RideHooks, RideSetup, ride, ride_module
 from carpool.routing import DropOptions, Routing
 from carpool.routing.limit import LimitOptions, RoutingLimit
-from carpool.schedule import Schedule, tiles
+from carpool.schedule import Schedule
+from carpool.schedule.orders import order_of
 from carpool.transport import (
     NVLinkOptions,
     Transport,
@@ -37,6 +39,7 @@ from carpool.transport import (
     resolve_transport,
 )
 
+Result = TypeVar("Result")
 # (rows that arrived, their local slots or -1, their weights) -> the weighted sum over each row's slots.
 OwnForward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -61,6 +64,7 @@ class LayerCore:
         limit: what limits the routing to few ranks, LOSSY; None: nothing. Routers ask `choose`.
         drops: which choices are dropped on their way from the router to the ride, LOSSY; None: none.
         dropped: how many were, since somebody set it to 0: a scalar on the device.
+        hooks: told where the backwards of rides are.
         stats: counters of this layer.
         load_E: choices of each expert by this rank's tokens in training, (E,) int64, for balancing by biases; counted
             if `balance` is True, until `carpool.routing.bias.update_biases` sets it to zero. Evaluation and what
@@ -83,6 +87,8 @@ class LayerCore:
         self.stats = LayerStats(self.num_experts, self.num_ranks, self.rank)
         self.filler = SlotFiller(layout, group, self.stats.meter)
         self.schedule = Schedule()
+        self.hooks: RideHooks = NO_HOOKS
+        self._setup: RideSetup | None = None
         self.requested, self.why = "auto", ""
         self.options: NVLinkOptions | None = None
         self.transport: Transport | None = None
@@ -189,17 +195,32 @@ class LayerCore:
     # What it makes outlives the call: torch.compile must not take its tensors for values of a graph.
     @torch._disable_dynamo
     def _make_transport(self, top_k: int, hidden: int, device: torch.device) -> Transport:
-        options = self.options if self.function is None else self.schedule.options(self.options)
+        options = self.options
+        if self.function is not None:
+            options = (options or NVLinkOptions()).under(self.schedule)
         if self.requested == "auto" and self.function is None:
             # Its forward would see all rows that the buffers have, and most are empty.
             name, self.why = choose_transport("auto", self.num_ranks, top_k, "the experts run their own forward")
         else:
             name, self.why = resolve_transport(self.requested, self.group, top_k, hidden, options)
         transport = make_transport(name, self.group, self.layout.slots_per_rank, options)
-        if self.function is not None:
-            tiles.check(self.schedule, transport, device)
+        self._make_setup(transport, device)
         self.transport = transport
         return transport
+
+    @torch._disable_dynamo
+    def _make_setup(self, transport: Transport, device: torch.device) -> RideSetup:
+        schedule = self.schedule if self.function is not None else Schedule()
+        order = order_of(schedule, transport, device)
+        self._setup = RideSetup(transport, self.compute, self.stats, order, self.hooks)
+        return self._setup
+
+    def ride_setup(self, transport: Transport, device: torch.device) -> RideSetup:
+        """What this layer's rides are made of now."""
+        setup = self._setup
+        if setup is None or setup.transport is not transport or setup.experts is not self.compute:
+            return self._make_setup(transport, device)
+        return setup if setup.hooks is self.hooks else self._make_setup(transport, device)
 
     # -- the forward -----------------------------------------------------------------------------------------------
 
@@ -223,8 +244,8 @@ class LayerCore:
         home: ExpertWeights | OwnForward,
         *,
         training: bool,
-        beside: Callable[[], torch.Tensor | None] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        beside: Callable[[], Result] | None = None,
+    ) -> tuple[torch.Tensor, Result | None]:
         """The weighted sum of each token's experts.
 
         Args:
@@ -248,34 +269,16 @@ class LayerCore:
         self.routing = routing.detach()
         slot_TK = assign(routing, self.layout, self.rank)
         self.filler.count(slot_TK)
+        setup = self.ride_setup(transport, x_TH.device)
         if isinstance(home, ExpertWeights):
-            assert self.compute is not None
-            y_TH, made = self._ride(x_TH, routing, slot_TK, transport, fill_slots(home, self.filler), beside)
+            y_TH, made = ride(x_TH, routing, slot_TK, fill_slots(home, self.filler), setup, beside)
         else:
-            y_TH = ride_module(x_TH, routing, slot_TK, transport, home, self.stats)
+            y_TH = ride_module(x_TH, routing, slot_TK, home, setup)
             made = None if beside is None else beside()
         if y_TH.requires_grad and not torch.compiler.is_compiling() and not in_recompute():
             self._expect_backward(y_TH)
         self.filler.start_next()
         return y_TH, made
-
-    def _ride(
-        self,
-        x_TH: torch.Tensor,
-        routing: Routing,
-        slot_TK: torch.Tensor,
-        transport: Transport,
-        weights: ExpertWeights,
-        beside: Callable[[], torch.Tensor | None] | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        assert self.compute is not None
-        made: list[torch.Tensor | None] = []
-        y_TH = ride(
-            x_TH, routing, slot_TK, transport, self.compute, weights, self.stats, self.schedule.chunks,
-            beside=None if beside is None else lambda: made.append(beside()),
-            backward_chunks=self.schedule.backward_chunks,
-        )  # fmt: skip
-        return y_TH, made[0] if made else None
 
     @torch.no_grad()
     def _count_load(self, expert_TK: torch.Tensor) -> None:

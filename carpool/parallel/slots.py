@@ -30,7 +30,8 @@ from carpool.experts import ExpertWeights
 from carpool.kernels.device import on_gpu
 from carpool.kernels.ordered_sum import ordered_sum
 from carpool.layout import ExpertLayout
-from carpool.observe.stats import Meter, in_recompute
+from carpool.observe.meter import Meter
+from carpool.observe.recompute import in_recompute
 
 
 class Step(Protocol):

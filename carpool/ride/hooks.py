@@ -1,21 +1,24 @@
-"""What a rank does beside the rides of its backward; the rides say when."""
+"""Callbacks that tell a scheduler where the backward of a ride is."""
 
 from __future__ import annotations
 
 
-class Beside:
-    """Told by each ride's backward (`carpool.schedule.chunks`) where it is. This one does nothing about it;
-    `carpool.schedule.priority` and `carpool.schedule.delayed` do."""
+class RideHooks:
+    """Called by the backward of every ride whose `RideSetup` holds it, in the order below. This one does nothing; a
+    scheduler overrides what it needs (`carpool.schedule.priority`)."""
 
-    def links_taken(self) -> None:
-        """What is asked for next takes the links."""
+    def before_verb(self) -> None:
+        """A dispatch or a combine is launched next and will use the links."""
 
-    def gradients_asked(self) -> None:
-        """Gradients are on their way to the experts, and nothing computes meanwhile."""
+    def gradients_under_way(self) -> None:
+        """The gradients travel to the experts, and this rank has nothing else to compute until they arrive."""
 
-    def gradients_came(self, links_free: bool) -> None:
-        """The last gradients have been waited for; the experts compute next. `links_free`: nothing else is on its way
+    def before_experts(self, links_free: bool) -> None:
+        """The last gradients have arrived, and the experts compute next. `links_free`: no other rows travel
         meanwhile."""
 
-    def links_free(self) -> None:
-        """All that was asked for has been waited for."""
+    def after_last_verb(self) -> None:
+        """Everything that was launched has been waited for."""
+
+
+NO_HOOKS = RideHooks()

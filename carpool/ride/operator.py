@@ -1,20 +1,20 @@
 """The ride as an operator of PyTorch's, so that `torch.compile` can put it into a graph without looking inside.
 
-A compiled graph holds tensors and numbers; a ride also needs a transport, experts and counters, and keeps things for
-its backward that are no tensors of the graph (routes, places in an arena). So
+A compiled graph holds tensors and numbers. A ride also needs a `RideSetup`, and keeps things for its backward that are
+no tensors of the graph (routes, places in an arena). So
 
-    objects    have a number each (`Numbered`); the operator is given numbers and finds the objects
+    setup      has a number (`Numbered`); the operator is given the number and finds the setup
     what is    stays here under a ticket, a tensor of one number, which the graph saves for the backward in its place.
     kept       When the last tensor that shares the ticket's memory is gone, what was kept under it is let go: after the
                backward, or at once if nobody wants one
     inputs     are the graph's, which uses their memory for others when it has no more need of them. So none is kept
                here: the graph saves them, or computes them again, and the backward is given them
 
-    carpool::ride           (rows, weights, slots, parameters, numbers)                 -> (sums, ticket)
+    carpool::ride           (rows, weights, slots, parameters, number)                  -> (sums, ticket)
     carpool::ride_backward  (gradient of the sums, ticket, rows, weights, slots, ...)   -> gradients
 
-Both have fake versions that say shapes, and the first names the second as its derivative. What they compute is
-`carpool.schedule.tiles.ride_forward` and `ride_backward`, the same as without a compiler.
+Both have fake versions that say shapes, and the first names the second as its derivative. What they compute is the
+setup's `Order`, the same as without a compiler.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ import torch
 from carpool.experts.base import ExpertWeights
 from carpool.kernels.numbered import by_number
 from carpool.memory.arena import Rows
+from carpool.ride.setup import RideSetup
 from carpool.transport.base import Route
 
 # What compiled graphs wait for: of the process, as those graphs are. See the module's docstring for who removes what.
-_KEPT: dict[int, Any] = {}
+_KEPT: dict[int, tuple[Any, RideSetup]] = {}
 _tickets = itertools.count(1)
 # Inside an operator autograd records nothing; experts may want it for a moment, for an activation of the user's.
 _OUTSIDE = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
@@ -49,28 +50,22 @@ def ride_operator(
     up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
     expert_TK: torch.Tensor,
-    transport: torch.Tensor,
-    experts: torch.Tensor,
-    stats: torch.Tensor,
+    setup: torch.Tensor,
     backward: bool,
-    chunks: int = 1,
-    backward_chunks: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(y_TH, ticket): see `carpool.ride.function.ride`. `backward`: whether one will follow."""
-    from carpool.schedule.tiles import depart, ride_forward
-
     weights = ExpertWeights(up, down, up_bias, down_bias)
-    parts = by_number(transport), by_number(experts), by_number(stats)
-    parts[2].count(expert_TK, weight_TK)
+    found: RideSetup = by_number(setup)
+    found.stats.count(expert_TK, weight_TK)
     with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.no_grad():
-        departed = depart(x_TH, weight_TK, slot_TK, parts[0], parts[2], chunks, backward_chunks)
-        y_TH, kept = ride_forward(departed, weights, *parts[:2], backward)
+        started = found.order.start(x_TH, weight_TK, slot_TK, weights, found)
+        y_TH, kept = found.order.forward(started, weights, found, backward)
     number = next(_tickets)
     ticket = torch.tensor([number], device="cpu")
     if kept is not None:
         inputs = x_TH, weight_TK, slot_TK
-        # With its objects, which may be replaced before the backward runs.
-        _KEPT[number] = _swap(kept, lambda tensor: _lend(tensor, inputs)), parts
+        # With its setup, which the layer may replace before the backward runs.
+        _KEPT[number] = _swap(kept, lambda tensor: _lend(tensor, inputs)), found
         # On the storage: what autograd hands back shares it, but is not the same tensor.
         weakref.finalize(ticket.untyped_storage(), _KEPT.pop, number, None).atexit = False
     return y_TH, ticket
@@ -96,8 +91,6 @@ def ride_backward_operator(
     needs_dweights: bool,
 ) -> list[torch.Tensor]:
     """[dx_TH, dweight_TK, and if wanted the gradients of the parameters that there are]."""
-    from carpool.schedule.tiles import ride_backward
-
     found = _KEPT.get(int(ticket))
     if found is None:
         raise RuntimeError(
@@ -106,11 +99,11 @@ def ride_backward_operator(
             "in the place of the ride's ticket; use such hooks without torch.compile"
         )
     inputs = [tensor.contiguous() for tensor in (x_TH, weight_TK, slot_TK)]
-    kept, (transport, experts, stats) = _swap(found[0], lambda held: _take_back(held, inputs)), found[1]
+    kept, setup = _swap(found[0], lambda held: _take_back(held, inputs)), found[1]
     weights = ExpertWeights(up, down, up_bias, down_bias)
     with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.no_grad():
-        arrive, dweights = ride_backward(dy_TH, weights, kept, transport, experts, stats, needs_dweights)
-        dx_TH, dweight_TK = arrive()
+        coming, dweights = setup.order.backward(dy_TH, weights, kept, setup, needs_dweights)
+        dx_TH, dweight_TK = coming.wait()
     gradients = [dx_TH, dweight_TK.to(weight_TK.dtype), *(w for w in dweights or () if w is not None)]
     return [gradient.contiguous() for gradient in gradients]
 
@@ -133,7 +126,7 @@ def _backward(ctx: Any, dy_TH: torch.Tensor, _: Any) -> tuple[Any, ...]:
     dx_TH, dweight_TK, *rest = ride_backward_operator(dy_TH.contiguous(), ticket, *inputs, needs_dweights)
     gradients = iter(rest)
     dweights = [next(gradients) if needs_dweights and w is not None else None for w in weights]
-    return dx_TH, dweight_TK, None, *dweights, None, None, None, None, None, None, None
+    return dx_TH, dweight_TK, None, *dweights, None, None, None
 
 
 ride_operator.register_autograd(_backward, setup_context=_setup_context)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from carpool.observe.stats import in_recompute
+from carpool.observe.recompute import in_recompute
 from carpool.routing.bias import update_biases
 from carpool.routing.draw import draw_weight
 from carpool.routing.drops import DropOptions

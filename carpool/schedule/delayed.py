@@ -38,7 +38,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from carpool.observe.stats import shown
+from carpool.observe.meter import shown
 
 
 class _Put(NamedTuple):

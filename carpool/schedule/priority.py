@@ -46,7 +46,7 @@ themselves, as `carpool.schedule.shared_shards` does.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -54,8 +54,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-from carpool.observe.stats import LayerStats, shown
-from carpool.ride.hooks import Beside
+from carpool.observe.meter import shown
+from carpool.ride.hooks import NO_HOOKS, RideHooks
 from carpool.ride.turns import HALF
 from carpool.schedule.delayed import Delayed
 from carpool.schedule.shared_shards import _groups
@@ -136,7 +136,13 @@ def cut(elements: int, size: int, most: int) -> list[tuple[int, int]]:
     return [(start, min(start + each, elements)) for start in range(0, elements, each)]
 
 
-class RidesFirst(Beside):
+class Rides(Protocol):
+    """A layer that rides."""
+
+    hooks: RideHooks
+
+
+class RidesFirst(RideHooks):
     """Inside, forward and backward of `model` run as the module's docstring says. All ranks alike.
 
     Args:
@@ -152,14 +158,14 @@ class RidesFirst(Beside):
     def __init__(
         self,
         model: nn.Module,
-        layers: Mapping[str, LayerStats],
+        layers: Mapping[str, Rides],
         piece_bytes: int | None = None,
         delayed: Delayed | None = None,
     ) -> None:
         if piece_bytes is not None and piece_bytes < 1:
             raise ValueError(f"piece_bytes={piece_bytes} must be positive; None leaves reductions uncut")
         self.delayed = delayed
-        self.stats = list(layers.values())
+        self.layers = list(layers.values())
         self.links = Links(next(model.parameters()).device)
         sharded = {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
         if not sharded and (delayed is None or piece_bytes is not None):
@@ -177,8 +183,8 @@ class RidesFirst(Beside):
         self._changed: list[tuple[Any, str]] = []
 
     def __enter__(self) -> RidesFirst:
-        for stats in self.stats:
-            stats.beside = self
+        for layer in self.layers:
+            layer.hooks = self
         for state in self._states:
             self._change(state, "_root_post_backward_final_callback", self._close(state))
         for group in self._groups:
@@ -205,25 +211,25 @@ class RidesFirst(Beside):
                 self.delayed.stop()
             while self._changed:
                 delattr(*self._changed.pop())
-            for stats in self.stats:
-                stats.beside = Beside()
+            for layer in self.layers:
+                layer.hooks = NO_HOOKS
 
     # -- what rides say -------------------------------------------------------------------------------------------
 
-    def links_taken(self) -> None:
+    def before_verb(self) -> None:
         if self.pieces is not None:
             self.links.set(True)
 
-    def gradients_asked(self) -> None:
+    def gradients_under_way(self) -> None:
         if self.delayed is not None:
             self.delayed.compute()
 
-    def gradients_came(self, links_free: bool) -> None:
+    def before_experts(self, links_free: bool) -> None:
         if links_free:
             self.links.set(False)
         self._go_on()
 
-    def links_free(self) -> None:
+    def after_last_verb(self) -> None:
         self.links.set(False)
 
     # -- what FSDP does -------------------------------------------------------------------------------------------

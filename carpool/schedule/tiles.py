@@ -1,7 +1,7 @@
 """A ride in tiles: the experts begin on what has arrived, and what they have finished leaves, all in one ride.
 
-A rank's tokens are cut into n ranges, the parts. There is one plan, one buffer and one order of pairs for all of them;
-only the signals are by part. D: dispatch, up and down: the experts' products, C: combine; n = 3:
+A rank's tokens are cut into n ranges, the *parts*. There is one plan, one buffer and one order of pairs for all of
+them; only the signals are by part. D: dispatch, up and down: the experts' products, C: combine; n = 3:
 
     rides         D0 D1 D2                      C0    C1    C2
     computation   choices, sort | up0  up1  up2 | down0 down1 down2
@@ -20,7 +20,7 @@ weight gradient is one product over all parts at the end, and hides the last com
 No deadlock: a kernel that waits leaves `transport.processors` multiprocessors to the ride's kernels, which therefore
 always run; and whatever it waits for was enqueued before it, on every rank, and waits for nothing that comes after it.
 
-Against chunks (`chunks.py`): rows and pre-activations are kept once, there is one weight gradient, and the first
+Compared with chunks (`chunks.py`): rows and pre-activations are kept once, there is one weight gradient, and the first
 product is one launch whatever n is. As there, a part of an expert fills its last tile only partly. Outputs and
 gradients of rows are those of the plain ride bit by bit, weight gradients to rounding (carpool/experts/parts.py).
 
@@ -28,12 +28,14 @@ FLUX (arXiv 2406.06858) and COMET (2502.19811) give each tile of rows a signal a
 back in one kernel. Here a signal is for a part, so that a tile of an expert is not left with the few rows of one
 sender, and the way back is a kernel of its own: it starts later by a launch, and needs no split of one grid.
 
-Only transport `nvlink` has such signals, and only the fused kernels of `grouped` wait for them. Where a transport has
-none the same number of chunks rides instead (`chunks.py`), so that a configuration runs anywhere; `why_not` says so.
+Only transports that ride in parts have such signals, and only the fused kernels of `grouped` wait for them. On a CPU,
+where no transport has them, the same number of chunks rides instead (`chunks.py`), so that a configuration runs there
+too (`carpool.schedule.order_of`).
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -43,42 +45,21 @@ from carpool.experts.parts import Backward, Forward, why_no_parts
 from carpool.kernels.processors import reserved
 from carpool.memory import Rows
 from carpool.memory.keep import keep_rows
-from carpool.observe.stats import LayerStats, RideSpans
+from carpool.observe.meter import RideSpans
+from carpool.ride.order import Kept
+from carpool.ride.setup import RideSetup
 from carpool.ride.turns import handover
-from carpool.schedule import Schedule
-from carpool.schedule import chunks as in_chunks
-from carpool.schedule.chunks import Arrival, Kept
-from carpool.transport import Transport
-from carpool.transport.base import Pending, parts_of
+from carpool.transport import Pending
 
 
-def why_not(transport: Transport, experts: Experts, weights: ExpertWeights) -> str | None:
-    """Why schedule "tiles" cannot be used with these, or None if it can. On a CPU it always can: in chunks."""
-    if parts_of(transport):
-        return why_no_parts(experts, weights)
-    return None if not weights.up_SFH.is_cuda else no_signals(transport)
-
-
-def require(transport: Transport, experts: Experts, weights: ExpertWeights) -> None:
-    """Raise ValueError if schedule "tiles" cannot be used with these."""
-    if reason := why_not(transport, experts, weights):
+def require(experts: Experts | None, weights: ExpertWeights) -> None:
+    """Raise ValueError if these experts cannot compute on rows that come in parts."""
+    assert experts is not None
+    if reason := why_no_parts(experts, weights):
         raise ValueError(f"schedule='tiles' cannot be used here: {reason}; use schedule='chunks'")
 
 
-def no_signals(transport: Transport) -> str:
-    return f"transport {transport.name!r} has no signals by part, only 'nvlink' has"
-
-
-def check(schedule: Schedule, transport: Transport, device: torch.device) -> None:
-    """What can be known before there is a ride.
-
-    Raises:
-        ValueError: tiles on a GPU, over a transport that would ride in chunks without a word."""
-    if schedule.name == "tiles" and device.type == "cuda" and not parts_of(transport):
-        raise ValueError(f"schedule='tiles' cannot be used here: {no_signals(transport)}; use schedule='chunks'")
-
-
-class Departed(NamedTuple):
+class Started(NamedTuple):
     """A ride in parts whose rows are under way."""
 
     x_TH: torch.Tensor
@@ -87,120 +68,114 @@ class Departed(NamedTuple):
     span: RideSpans
 
 
-def depart(
-    x_TH: torch.Tensor,
-    weight_TK: torch.Tensor,
-    slot_TK: torch.Tensor,
-    transport: Any,
-    stats: LayerStats,
-    chunks: int = 1,
-    backward_chunks: int | None = None,
-) -> Departed | in_chunks.Departed:
-    """Plan a ride, and ask for what can leave at once: in parts if the transport does that, else in chunks."""
-    parts = parts_of(transport)
-    if not parts:
-        return in_chunks.depart(x_TH, weight_TK, slot_TK, transport, stats, chunks, backward_chunks)
-    span = stats.meter.ride(x_TH.device, "forward", parts)
-    stats.tokens_dispatched += x_TH.shape[0]
-    with span("dispatch"):
-        route = transport.plan(slot_TK, weight_TK, stats.traffic, parts)
-        return Departed(x_TH, route, transport.dispatch(x_TH, route), span)
+@dataclass(frozen=True)
+class TiledOrder:
+    """A `carpool.ride.order.Order`, over a transport that rides in parts; see the module's docstring.
 
+    Attributes:
+        parts: n.
+    """
 
-def ride_forward(
-    departed: Departed | in_chunks.Departed,
-    weights: ExpertWeights,
-    transport: Any,
-    experts: Experts,
-    backward: bool,
-) -> tuple[torch.Tensor, tuple[Kept, ...] | None]:
-    """As `carpool.schedule.chunks.ride_forward`.
+    parts: int
 
-    Raises:
-        ValueError: these experts cannot compute on rows that come in parts."""
-    if isinstance(departed, in_chunks.Departed):
-        return in_chunks.ride_forward(departed, weights, transport, experts, backward)
-    require(transport, experts, weights)
-    assert isinstance(experts, GroupedExperts)
-    x_TH, route, coming, span = departed
-    kept: Rows | None = None
-    sums: list[Pending] = []
-    handover()
-    with span("dispatch"):
-        arrivals = coming.wait()
-    with span("experts"), reserved(transport.processors):
-        partial_RH = route.new_partial(x_TH.shape[1], x_TH.dtype, x_TH.device)
-        work = Forward(experts, arrivals, weights, partial_RH, transport.arena, backward)
-    for part in range(route.parts):
-        with span("experts", part), reserved(transport.processors):
-            if backward and part == route.parts - 1:
-                # Before the rows' buffer goes to others, and when combines have most to hide behind.
-                kept = Rows.of(x_TH) if transport.sends_again else keep_rows(arrivals, transport.arena)
-            work.part(part)
-        with span("combine", part):
-            sums.append(transport.combine(route, part))
-    handover()
-    with span("combine"):
-        y_TH = [one.wait() for one in sums][-1]
-    return y_TH.to(x_TH.dtype), None if kept is None else (Kept(route, kept, work.saved),)
+    def start(
+        self,
+        x_TH: torch.Tensor,
+        weight_TK: torch.Tensor,
+        slot_TK: torch.Tensor,
+        weights: ExpertWeights,
+        setup: RideSetup,
+    ) -> Started:
+        require(setup.experts, weights)
+        transport: Any = setup.transport
+        span = setup.stats.meter.ride(x_TH.device, "forward", self.parts)
+        setup.stats.tokens_dispatched += x_TH.shape[0]
+        with span("dispatch"):
+            route = transport.plan(slot_TK, weight_TK, setup.stats.traffic, self.parts)
+            return Started(x_TH, route, transport.dispatch(x_TH, route), span)
 
-
-def ride_backward(
-    dy_TH: torch.Tensor,
-    weights: ExpertWeights,
-    kept: tuple[Kept, ...],
-    transport: Any,
-    experts: Experts,
-    stats: LayerStats,
-    needs_dweights: bool,
-) -> tuple[Arrival, ExpertWeights | None]:
-    """As `carpool.schedule.chunks.ride_backward`."""
-    route, x, saved = kept[0]
-    if not getattr(route, "parts", 0):
-        return in_chunks.ride_backward(dy_TH, weights, kept, transport, experts, stats, needs_dweights)
-    assert isinstance(experts, GroupedExperts)
-    span, beside = stats.meter.ride(dy_TH.device, "backward", route.parts), stats.beside
-    again, rows = route.again() if transport.sends_again else None, None
-    sums: list[Pending] = []
-    beside.links_taken()
-    with span("dispatch"):
-        coming = transport.dispatch_gradients(dy_TH.contiguous(), route)
-        if again is not None:
-            rows = transport.dispatch(x.data, again)
-    handover()
-    with reserved(transport.processors):
-        beside.gradients_asked()
-    with span("dispatch"):
-        dpartial = coming.wait()
-    with span("experts"), reserved(transport.processors):
-        if rows is not None and experts.recompute:
-            # The pre-activation is computed again from them.
-            x, rows = rows.wait().rows, None
-        dx_RH = route.new_partial(dy_TH.shape[1], dy_TH.dtype, dy_TH.device)
-        work = Backward(experts, saved, x, weights, dpartial, route.ready, needs_dweights)
-    beside.gradients_came(links_free=False)
-    for part in range(route.parts):
-        with span("experts", part), reserved(transport.processors):
-            if part == route.parts - 1:
-                # Before the gradients' buffer goes to others, and when combines have most to hide behind.
-                work.ddown()
-            work.part(part, dx_RH)
-        with span("combine", part):
-            sums.append(transport.combine_gradients(route, work.dweight_RJ, part))
-    with span("experts"), span.named("weight-gradients", route.parts - 1), reserved(transport.processors):
-        if rows is not None:
-            x = rows.wait().rows
-        dweights = work.dweights(x)
-    if again is not None:
-        with span("combine"):
-            sums.insert(0, transport.discard(again, kept[0].x.data))
-    dtype = dy_TH.dtype
-
-    def arrive() -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, started: Started, weights: ExpertWeights, setup: RideSetup, backward: bool
+    ) -> tuple[torch.Tensor, tuple[Kept, ...] | None]:
+        transport: Any = setup.transport
+        experts = setup.experts
+        assert isinstance(experts, GroupedExperts)
+        x_TH, route, coming, span = started
+        kept: Rows | None = None
+        sums: list[Pending] = []
+        handover()
+        with span("dispatch"):
+            arrivals = coming.wait()
+        with span("experts"), reserved(transport.processors):
+            partial_RH = route.new_partial(x_TH.shape[1], x_TH.dtype, x_TH.device)
+            work = Forward(experts, arrivals, weights, partial_RH, transport.arena, backward)
+        for part in range(self.parts):
+            with span("experts", part), reserved(transport.processors):
+                if backward and part == self.parts - 1:
+                    # Before the rows' buffer goes to others, and when combines have most to hide behind.
+                    kept = Rows.of(x_TH) if transport.sends_again else keep_rows(arrivals, transport.arena)
+                work.part(part)
+            with span("combine", part):
+                sums.append(transport.combine(route, part))
         handover()
         with span("combine"):
-            dx_TH, dweight_TK = [one.wait() for one in sums][-1]
-        beside.links_free()
-        return dx_TH.to(dtype), dweight_TK
+            y_TH = [one.wait() for one in sums][-1]
+        return y_TH.to(x_TH.dtype), None if kept is None else (Kept(route, kept, work.saved),)
 
-    return arrive, dweights
+    def backward(
+        self,
+        dy_TH: torch.Tensor,
+        weights: ExpertWeights,
+        kept: tuple[Kept, ...],
+        setup: RideSetup,
+        needs_dweights: bool,
+    ) -> tuple[Pending, ExpertWeights | None]:
+        ((route, x, saved),) = kept
+        transport: Any = setup.transport
+        experts, hooks = setup.experts, setup.hooks
+        assert isinstance(experts, GroupedExperts)
+        span = setup.stats.meter.ride(dy_TH.device, "backward", self.parts)
+        again, rows = route.again() if transport.sends_again else None, None
+        sums: list[Pending] = []
+        hooks.before_verb()
+        with span("dispatch"):
+            coming = transport.dispatch_gradients(dy_TH.contiguous(), route)
+            if again is not None:
+                rows = transport.dispatch(x.data, again)
+        handover()
+        with reserved(transport.processors):
+            hooks.gradients_under_way()
+        with span("dispatch"):
+            dpartial = coming.wait()
+        with span("experts"), reserved(transport.processors):
+            if rows is not None and experts.recompute:
+                # The pre-activation is computed again from them.
+                x, rows = rows.wait().rows, None
+            dx_RH = route.new_partial(dy_TH.shape[1], dy_TH.dtype, dy_TH.device)
+            work = Backward(experts, saved, x, weights, dpartial, route.ready, needs_dweights)
+        hooks.before_experts(links_free=False)
+        for part in range(self.parts):
+            with span("experts", part), reserved(transport.processors):
+                if part == self.parts - 1:
+                    # Before the gradients' buffer goes to others, and when combines have most to hide behind.
+                    work.ddown()
+                work.part(part, dx_RH)
+            with span("combine", part):
+                sums.append(transport.combine_gradients(route, work.dweight_RJ, part))
+        with span("experts"), span.named("weight-gradients", self.parts - 1), reserved(transport.processors):
+            if rows is not None:
+                x = rows.wait().rows
+            dweights = work.dweights(x)
+        if again is not None:
+            with span("combine"):
+                sums.insert(0, transport.discard(again, kept[0].x.data))
+        dtype = dy_TH.dtype
+
+        def finish() -> tuple[torch.Tensor, torch.Tensor]:
+            handover()
+            with span("combine"):
+                dx_TH, dweight_TK = [one.wait() for one in sums][-1]
+            hooks.after_last_verb()
+            return dx_TH.to(dtype), dweight_TK
+
+        return Pending(finish), dweights

@@ -26,7 +26,7 @@ from typing import Any, Literal, Protocol, Self
 import torch
 
 from carpool.memory.arena import Arena, Rows
-from carpool.observe.stats import Traffic
+from carpool.observe.traffic import Traffic
 from carpool.transport.packets import pack
 
 # What travels beside a row for each choice that it serves: an int32 slot and a float32 weight on the way out, the
@@ -50,9 +50,7 @@ class Route:
         choices_W: choices of this rank's tokens on each rank: what one row per (token, expert) would send. Empty where
             only the device knows.
         partial_RH: what the experts write and `combine` reads; set by `new_partial`.
-        wanted_R1: (R, 1) bool, which rows somebody wants; set by `ride_module` where the others may hold anything.
         packets: whether gradients that travel as FP8 are wanted as the packets that came; set by `ride`.
-        together: neighbouring parts of a ride that travel together, in the forward and in the backward.
     """
 
     num_tokens: int
@@ -64,9 +62,7 @@ class Route:
     choices_W: tuple[int, ...] = ()
     backward: bool = False
     partial_RH: torch.Tensor | None = None
-    wanted_R1: torch.Tensor | None = None
     packets: bool = False
-    together: tuple[int, int] = (1, 1)
 
     def new_partial(self, hidden: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The (R, H) buffer for what goes back: partial sums in the forward, row gradients in the backward."""
@@ -194,7 +190,7 @@ class Transport(Protocol):
     A transport reads its own kind of route, the one that its `plan` made; hence `Any`."""
 
     name: str
-    number: torch.Tensor  # of `carpool.kernels.numbered.Numbered`
+    rides_in_parts: bool  # whether `plan` and the combines take parts (`carpool.schedule.tiles`)
 
     @property
     def sends_again(self) -> bool:
@@ -271,9 +267,3 @@ class PartsAlone:
     ) -> list[Any]:
         """See `Transport.plan_parts`."""
         return [self.plan(slot_TK, weight_TK, traffic) for slot_TK, weight_TK in zip(slot_C, weight_C, strict=True)]
-
-
-def parts_of(transport: Transport) -> int:
-    """In how many parts rows ride, so that computing may start on those that are there (`carpool.schedule.tiles`); 0:
-    not in parts, as with all transports that have no kernels for it."""
-    return int(getattr(transport, "parts", 0))

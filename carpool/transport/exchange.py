@@ -29,10 +29,9 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from carpool.kernels.numbered import Numbered
 from carpool.kernels.ordered_sum import ordered_sum
 from carpool.memory.arena import Arena, Rows
-from carpool.observe.stats import Traffic
+from carpool.observe.traffic import Traffic
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Arrivals, Pending, Route
 
 # Each rank tells each other how many rows and how many (row, slot) pairs will come of a chunk: two int64.
@@ -130,7 +129,7 @@ def _by_rank(parts: Sequence[torch.Tensor], sizes_CW: Sizes) -> torch.Tensor:
     return torch.cat([piece for of_rank in zip(*pieces, strict=True) for piece in of_rank])
 
 
-class ExchangeTransport(Numbered):
+class ExchangeTransport:
     """Base of the transports that send lists of rows; see the module's docstring.
 
     Args:
@@ -141,6 +140,7 @@ class ExchangeTransport(Numbered):
     name = "exchange"
     arena: Arena | None = None
     sends_again = False
+    rides_in_parts = False
 
     def __init__(self, group: dist.ProcessGroup | None, slots_per_rank: int) -> None:
         self.group = group

@@ -19,10 +19,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from carpool.kernels.numbered import Numbered
 from carpool.kernels.ordered_sum import ordered_sum
 from carpool.memory.arena import Arena, Rows
-from carpool.observe.stats import Traffic
+from carpool.observe.traffic import Traffic
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Arrivals, PartsAlone, Pending, Route
 
 COUNT_BYTES = 8
@@ -35,12 +34,13 @@ class GatherRoute(Route):
     weight_RK: torch.Tensor
 
 
-class Gather(PartsAlone, Numbered):
+class Gather(PartsAlone):
     """All rows to all ranks; J = K. Arguments as for `ExchangeTransport`."""
 
     name = "gather"
     arena: Arena | None = None
     sends_again = False
+    rides_in_parts = False
     processors = 0
 
     def __init__(self, group: dist.ProcessGroup | None, slots_per_rank: int) -> None:

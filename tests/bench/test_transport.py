@@ -35,7 +35,7 @@ from carpool.bench.transport.results import CaseResult, ContenderResult, Times, 
 from carpool.bench.transport.rides import Case, check, forward_and_backward, oracle
 from carpool.bench.transport.settings import CPU_SHAPES, GPU_SHAPES, Settings, Shape
 from carpool.layout import ExpertLayout
-from carpool.observe.stats import Traffic
+from carpool.observe.traffic import Traffic
 from carpool.placement.volume import predict
 from carpool.train.config import Config
 from carpool.train.launch.start import local_ranks

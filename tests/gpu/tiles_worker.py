@@ -23,9 +23,10 @@ import torch.distributed as dist
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
 from carpool.experts.choices import Choices
 from carpool.observe.stats import LayerStats
-from carpool.ride.function import ride
+from carpool.ride import RideSetup, ride
 from carpool.routing import Routing
 from carpool.schedule import Schedule
+from carpool.schedule.orders import order_of
 from carpool.transport.nvlink import NVLink, NVLinkOptions, RankMissingError
 from tests.gpu.nvlink_stress import world
 from tests.gpu.ranks import run_mode
@@ -43,7 +44,7 @@ class Problem:
         self.ranks, self.rank, self.device, group = world()
         common = NVLinkOptions(max_tokens=TOKENS, arena_bytes=1 << 28, num_leases=4, **options)
         ways = [Schedule(), Schedule("chunks", 3), *(Schedule("tiles", parts) for parts in PARTS)]
-        self.transports = {str(way): (NVLink(group, SLOTS, way.options(common)), way.chunks) for way in ways}
+        self.transports = {str(way): (NVLink(group, SLOTS, common.under(way)), way) for way in ways}
         # The same kernels for all: others round elsewhere.
         choices = Choices(up="flat", down="flat", dact="flat", dx="flat", dup="wide", ddown="square")
         self.experts = GroupedExperts(ExpertFunction(make_activation("silu", True)), choices)
@@ -78,9 +79,10 @@ class Problem:
         x, dy, slot_TK, weight = case
         x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
         own = ExpertWeights(*(w.clone().requires_grad_() for w in self.weights if w is not None))
-        transport, chunks = self.transports[schedule]
+        transport, way = self.transports[schedule]
         stats = LayerStats(self.ranks * SLOTS, self.ranks, self.rank)
-        y = ride(x, Routing(slot_TK, weight), slot_TK, transport, self.experts, own, stats, chunks)
+        setup = RideSetup(transport, self.experts, stats, order_of(way, transport, self.device))
+        y, _ = ride(x, Routing(slot_TK, weight), slot_TK, own, setup)
         y.backward(dy)
         named = {"y": y.detach(), "dx": x.grad, "dweight": weight.grad, "up": own[0].grad, "down": own[1].grad}
         return {name: value for name, value in named.items() if value is not None}
@@ -145,7 +147,8 @@ def missing() -> tuple[bool, str]:
     torch.cuda.synchronize()
     impatient = NVLinkOptions(max_tokens=TOKENS, timeout_seconds=3.0)
     group = dist.new_group(list(range(problem.ranks)))
-    problem.transports["tiles=2"] = NVLink(group, SLOTS, Schedule("tiles", 2).options(impatient)), 2
+    tiles = Schedule("tiles", 2)
+    problem.transports[str(tiles)] = NVLink(group, SLOTS, impatient.under(tiles)), tiles
     problem.ride("tiles=2", case)
     torch.cuda.synchronize()
     dist.barrier()

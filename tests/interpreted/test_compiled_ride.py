@@ -15,8 +15,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
 from carpool.memory import Arena
 from carpool.observe.stats import LayerStats
+from carpool.ride import RideSetup, ride
 from carpool.ride import operator as ride_operator
-from carpool.ride.function import ride
 from carpool.routing import Routing
 from tests.interpreted.emulated import emulate
 
@@ -40,10 +40,10 @@ def test_compiled_equals_eager_and_keeps_no_input(kept: str) -> None:
     if kept == "arena":
         transport.buffers.arena = arena
     experts = GroupedExperts(ExpertFunction(make_activation("silu", gated=True)))
-    stats = LayerStats(SLOTS, 1, 0)
+    setup = RideSetup(transport, experts, LayerStats(SLOTS, 1, 0))
 
     def call(x_TH: torch.Tensor, weight_TK: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        return ride(x_TH, Routing(slot, weight_TK), slot, transport, experts, ExpertWeights(*tensors), stats)
+        return ride(x_TH, Routing(slot, weight_TK), slot, ExpertWeights(*tensors), setup)[0]
 
     def train(function: Any) -> list[torch.Tensor]:
         leaves = [leaf.clone().requires_grad_() for leaf in (x, weight, *weights)]
@@ -58,8 +58,7 @@ def test_compiled_equals_eager_and_keeps_no_input(kept: str) -> None:
         assert torch.equal(ours, theirs)
 
     inputs = [tensor.clone() for tensor in (x, weight, slot)]
-    numbers = transport.number, experts.number, stats.number
-    _, ticket = ride_operator.ride_operator(*inputs, *weights, None, None, slot, *numbers, True)
+    _, ticket = ride_operator.ride_operator(*inputs, *weights, None, None, slot, setup.number, True)
     for tensor in inputs:
         tensor.fill_(-1)
     got = ride_operator.ride_backward_operator(dy, ticket, x, weight, slot, *weights, None, None, True)

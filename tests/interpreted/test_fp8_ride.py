@@ -14,7 +14,7 @@ import torch
 from carpool.experts import ExpertWeights, FP8Experts
 from carpool.memory import Arena
 from carpool.observe.stats import LayerStats
-from carpool.ride.function import ride
+from carpool.ride import RideSetup, ride
 from carpool.routing import Routing
 from carpool.transport import make_transport
 from carpool.transport.packets import packet_bytes
@@ -63,7 +63,8 @@ def test_output_and_gradients_are_those_of_one_rank(kept: str, forward_fp8: bool
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            y = ride(leaves[0], routing, slot[mine], transport, FP8Experts(FUNCTION), weights, stats)
+            setup = RideSetup(transport, FP8Experts(FUNCTION), stats)
+            y, _ = ride(leaves[0], routing, slot[mine], weights, setup)
         assert kept_widths == (set() if kept == "again" and transport.name == "nvlink" else {packet_bytes(HIDDEN)})
         y.backward(dy[mine])
         return [y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]

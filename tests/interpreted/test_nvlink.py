@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from carpool.observe.stats import Traffic
+from carpool.observe.traffic import Traffic
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1; tests/test_interpreted.py sets it", allow_module_level=True)

@@ -17,8 +17,10 @@ import torch
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
 from carpool.memory import Arena
 from carpool.observe.stats import LayerStats
-from carpool.ride.function import ride, ride_module
+from carpool.ride import RideSetup, ride, ride_module
+from carpool.ride.plain import PLAIN
 from carpool.routing import Routing
+from carpool.schedule.chunks import ChunkedOrder
 from carpool.transport import make_transport
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -112,18 +114,11 @@ def test_output_and_gradients_are_those_of_one_rank(kept: str, own_forward: bool
                 mask = torch.nn.functional.one_hot(slot_RJ.long() + 1, weights.up_SFH.shape[0] + 1)[..., 1:]
                 return torch.einsum("rsh,rjs,rj->rh", y, mask.float(), weight_RJ)
 
-            y = ride_module(leaves[0], routing, slot[mine], transport, module, stats)
+            y = ride_module(leaves[0], routing, slot[mine], module, RideSetup(transport, None, stats))
         else:
-            y = ride(
-                leaves[0],
-                routing,
-                slot[mine],
-                transport,
-                GroupedExperts(FUNCTION),
-                weights,
-                stats,
-                chunks,
-            )
+            order = PLAIN if chunks == 1 else ChunkedOrder(chunks, chunks)
+            setup = RideSetup(transport, GroupedExperts(FUNCTION), stats, order)
+            y, _ = ride(leaves[0], routing, slot[mine], weights, setup)
         y.backward(dy[mine])
         return [y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 

@@ -21,11 +21,13 @@ from carpool.experts import Activation, ExpertFunction, ExpertWeights, GroupedEx
 from carpool.experts.choices import Choices
 from carpool.experts.parts import Forward, fused
 from carpool.memory import Arena
-from carpool.observe.stats import LayerStats, Traffic
-from carpool.ride.function import ride
+from carpool.observe.stats import LayerStats
+from carpool.observe.traffic import Traffic
+from carpool.ride import RideSetup, ride
+from carpool.ride.plain import PLAIN
 from carpool.routing import Routing
 from carpool.schedule import Schedule
-from carpool.schedule.tiles import why_not
+from carpool.schedule.tiles import TiledOrder, require
 from carpool.transport import make_transport
 from carpool.transport.nvlink import NVLinkOptions, RankMissingError
 from tests.interpreted.emulated import emulate, verb
@@ -49,7 +51,7 @@ CPU = torch.device("cpu")
     ids=str,
 )
 def test_choices_say_of_which_part_a_row_is(setting: Setting, parts: int) -> None:
-    transports = setting.transports(parts=parts)
+    transports = setting.transports()
     routes = [
         t.plan(setting.slot[rank], setting.weight[rank], Traffic(setting.ranks, rank), parts)
         for rank, t in enumerate(transports)
@@ -205,14 +207,14 @@ class Layer:
 
         def work(rank: int) -> dict[str, torch.Tensor]:
             transport = self.transports[rank]
-            transport.options = transport.options.__class__(**vars(transport.options) | {"parts": parts})
             homes = slice(rank * self.slots, (rank + 1) * self.slots)
             own = ExpertWeights._make(
                 None if w is None else w[homes].clone().requires_grad_(dweights) for w in self.weights
             )
             x, weight = (t[rank].clone().requires_grad_() for t in (self.x, self.weight))
             stats = LayerStats(self.ranks * self.slots, self.ranks, rank)
-            y = ride(x, Routing(self.slot[rank], weight), self.slot[rank], transport, self.experts, own, stats)
+            setup = RideSetup(transport, self.experts, stats, TiledOrder(parts) if parts else PLAIN)
+            y, _ = ride(x, Routing(self.slot[rank], weight), self.slot[rank], own, setup)
             y.backward(self.dy[rank])
             rows = {verb: list(stats.traffic.rows[verb]) for verb in stats.traffic.rows}
             named = {"y": y.detach(), "dx": x.grad, "dweight": weight.grad, "rows": torch.tensor(list(rows.values()))}
@@ -282,7 +284,8 @@ def test_rides_on_the_same_leases_in_other_numbers_of_parts() -> None:
     weights = ExpertWeights._make(None if w is None else w.clone().requires_grad_() for w in layer.weights)
     x, slot, weight = (torch.cat(parts) for parts in (layer.x, layer.slot, layer.weight))
     x.requires_grad_()
-    y = ride(x, Routing(slot, weight), slot, transport, layer.experts, weights, LayerStats(every, 1, 0))
+    setup = RideSetup(transport, layer.experts, LayerStats(every, 1, 0))
+    y, _ = ride(x, Routing(slot, weight), slot, weights, setup)
     y.backward(torch.cat(layer.dy))
     close(torch.cat([one["y"] for one in got]), y.detach(), 1e-5)
     close(torch.cat([one["dx"] for one in got]), x.grad, 1e-5)  # type: ignore[arg-type]
@@ -295,7 +298,6 @@ def test_a_kernel_that_misses_a_part_says_whose() -> None:
     transports = layer.transports
     routes = []
     for rank, transport in enumerate(transports):
-        transport.options = NVLinkOptions(**vars(transport.options) | {"parts": 2})
         del transport._run, transport._run_here
         routes.append(transport.plan(layer.slot[rank], layer.weight[rank], Traffic(2, rank), 2))
     from carpool.transport.nvlink import launch
@@ -317,22 +319,20 @@ def test_a_kernel_that_misses_a_part_says_whose() -> None:
 # -- where tiles cannot be used ---------------------------------------------------------------------------------------
 
 
-def test_why_not() -> None:
-    transport = emulate(1, 2, capacity=4, row_bytes=64, top_k=1, parts=2)[0]
-    plain = make_transport("dedup", None, 2)
+def test_what_tiles_require() -> None:
     experts = GroupedExperts(ExpertFunction(make_activation("silu", True)))
     own = GroupedExperts(ExpertFunction(lambda h: h[..., ::2] * h[..., 1::2]))
     fits = ExpertWeights(torch.zeros(2, 16, 16), torch.zeros(2, 16, 8))
     narrow = ExpertWeights(torch.zeros(2, 10, 16), torch.zeros(2, 16, 5))
-    assert why_not(transport, experts, fits) is None and why_not(plain, experts, fits) is None
-    assert "multiples of 8" in str(why_not(transport, experts, narrow))
-    assert "activation" in str(why_not(transport, own, fits))
+    require(experts, fits)
+    with pytest.raises(ValueError, match=r"multiples of 8.*'chunks'"):
+        require(experts, narrow)
+    with pytest.raises(ValueError, match="activation"):
+        require(own, fits)
     with pytest.raises(ValueError, match="'chunks'"):
-        NVLinkOptions(parts=2, forward_fp8=True)
-    with pytest.raises(ValueError, match=r"0\.\.16"):
-        NVLinkOptions(parts=17)
-    options = Schedule("tiles", 4).options(NVLinkOptions(max_tokens=100))
-    assert (options.parts, options.side_stream, options.max_tokens) == (4, True, 100)
+        NVLinkOptions(forward_fp8=True).under(Schedule("tiles", 2))
+    options = NVLinkOptions(max_tokens=100).under(Schedule("tiles", 4))
+    assert options.side_stream and options.max_tokens == 100
     with pytest.raises(ValueError, match=r"1\.\.16"):
         Schedule("tiles", 17)
 

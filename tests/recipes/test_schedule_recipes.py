@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import carpool.experts.stages
 from carpool.moe import MoE
-from carpool.observe.stats import VERBS as COUNTED
+from carpool.observe.traffic import VERBS as COUNTED
 from carpool.recipes import load, names, read
 from carpool.recipes.resolve import resolve
 from carpool.schedule import Schedule
@@ -109,7 +109,7 @@ def run(settings: Settings) -> Seen:
     assert layer.routing is not None
     return Seen(
         order, {verb: sum(sent[verb]) for verb in COUNTED}, stats.dropped, layer.routing.expert_TK.tolist(),
-        float(layer.aux_loss), products[0], messages[0], schedule.options(options),
+        float(layer.aux_loss), products[0], messages[0], options.under(schedule),
     )  # fmt: skip
 
 

@@ -11,9 +11,10 @@ import torch
 
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
 from carpool.observe.stats import LayerStats
-from carpool.ride.function import ride
+from carpool.ride import RideSetup, ride
 from carpool.routing import Routing
 from carpool.schedule import Schedule
+from carpool.schedule.orders import order_of
 from carpool.transport import NVLinkOptions, Pending
 from carpool.transport.dedup import Dedup
 
@@ -62,11 +63,11 @@ def test_each_part_travels_once_and_finds_a_lease(chunks: int, backward_chunks: 
     weight_TK = torch.rand(TOKENS, TOP_K, generator=generator)
     up = torch.randn(SLOTS, 2 * HIDDEN, HIDDEN, generator=generator).requires_grad_()
     weights = ExpertWeights(up, torch.randn(SLOTS, HIDDEN, HIDDEN, generator=generator).requires_grad_())
-    pieces = schedule.chunks, None, schedule.backward_chunks
-    stats = LayerStats(SLOTS, 1, 0)
-    y_TH = ride(x_TH, Routing(slot_TK, weight_TK), slot_TK, transport, EXPERTS, weights, stats, *pieces)
+    order = order_of(schedule, transport, x_TH.device)
+    setup = RideSetup(transport, EXPERTS, LayerStats(SLOTS, 1, 0), order)
+    y_TH, _ = ride(x_TH, Routing(slot_TK, weight_TK), slot_TK, weights, setup)
     y_TH.backward(torch.ones_like(y_TH))
     verbs = "dispatch", "combine", "dispatch_gradients", "combine_gradients"
-    assert transport.asked == Counter({(verb, part): 1 for verb in verbs for part in range(schedule.parts)})
+    assert transport.asked == Counter({(verb, part): 1 for verb in verbs for part in range(schedule.pieces)})
     assert transport.under_way == 0
-    assert transport.most <= schedule.options(NVLinkOptions()).num_leases
+    assert transport.most <= NVLinkOptions().under(schedule).num_leases

@@ -29,7 +29,7 @@ PIECE = 2048
 
 
 def rides_first(model: Any, how: str) -> RidesFirst:
-    layers = {name: own.stats for name, own in rides(model).items()}
+    layers = rides(model)
     delayed = Delayed(model, layers) if "delayed" in how else None
     return RidesFirst(model, layers, PIECE if "pieces" in how else None, delayed)
 

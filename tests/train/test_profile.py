@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from carpool import cli
 from carpool.hf.names import short_names
-from carpool.observe import stats
-from carpool.observe.stats import Meter
+from carpool.observe import meter as meter_module
+from carpool.observe.meter import Meter
 from carpool.profile.numbers import load_profile
 from carpool.profile.trace import load, parse
 from carpool.train.config import load_config
@@ -157,7 +157,7 @@ def test_profilers_see_names_and_nobody_else_pays(monkeypatch):
     with meter.span("experts", CPU):
         pass
     assert shown == []
-    monkeypatch.setattr(stats, "NSIGHT", True)
+    monkeypatch.setattr(meter_module, "NSIGHT", True)
     with meter.span("experts", CPU):
         pass
     assert shown == ["carpool::layers.3::forward::experts"]

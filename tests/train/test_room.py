@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from carpool.kernels.awaited import MAX_CTAS
 from carpool.parallel.degrees import Degrees
 from carpool.train.config import Config, load_config
 from carpool.train.config import load as configuration
@@ -22,7 +23,6 @@ from carpool.train.config.schema import NvlinkSection
 from carpool.train.run.loop import train
 from carpool.train.run.room import lease_bytes, make_room, most_tokens, nvlink_options
 from carpool.transport.nvlink import Buffers, NVLinkOptions
-from carpool.transport.nvlink.buffers import MAX_CTAS
 from tests.ranks import Ranks
 from tests.train.test_launch import clean_environment
 from tests.train.test_loop import MODEL, losses, records, text

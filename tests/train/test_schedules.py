@@ -11,7 +11,10 @@ import pytest
 import torch
 
 from carpool.planner.chosen import Chosen, fastest
-from carpool.schedule import Schedule, tiles
+from carpool.ride.plain import PLAIN
+from carpool.schedule import Schedule
+from carpool.schedule.chunks import ChunkedOrder
+from carpool.schedule.orders import order_of
 from carpool.train.config import load_config
 from carpool.train.config.schema_moe import MoeSection
 from carpool.train.run.schedules import SCHEDULE_KIND, decide, neighbours
@@ -104,26 +107,27 @@ def test_chunks_that_do_not_go_together(settings: list[str]) -> None:
 def test_forward_and_backward_are_tried_apart() -> None:
     assert neighbours(Schedule()) == ()
     assert neighbours(Schedule("chunks", 2)) == (Schedule("chunks", 2, 4), Schedule("chunks", 4, 2))
-    assert Schedule("chunks", 4, 6).parts == 12 and str(Schedule("chunks", 4, 6)) == "chunks=4,6"
+    assert Schedule("chunks", 4, 6).pieces == 12 and str(Schedule("chunks", 4, 6)) == "chunks=4,6"
 
 
 def test_tiles_on_a_gpu_need_a_transport_with_signals() -> None:
     transport = Dedup(None, 4)
-    tiles.check(Schedule("tiles", 2), transport, torch.device("cpu"))
-    tiles.check(Schedule("chunks", 2), transport, torch.device("cuda"))
+    assert order_of(Schedule("tiles", 2), transport, torch.device("cpu")) == ChunkedOrder(2, 2)
+    assert order_of(Schedule("chunks", 2, 3), transport, torch.device("cuda")) == ChunkedOrder(2, 3)
+    assert order_of(Schedule("chunks"), transport, torch.device("cuda")) is PLAIN
     with pytest.raises(ValueError, match=r"'dedup' has no signals.*schedule='chunks'"):
-        tiles.check(Schedule("tiles", 2), transport, torch.device("cuda"))
+        order_of(Schedule("tiles", 2), transport, torch.device("cuda"))
 
 
 def test_buffers_are_for_a_chunk() -> None:
-    options = Schedule("chunks", 3).options(NVLinkOptions(max_tokens=100, capacity=50, num_leases=1))
+    options = NVLinkOptions(max_tokens=100, capacity=50, num_leases=1).under(Schedule("chunks", 3))
     assert options.side_stream
     assert (options.max_tokens, options.capacity, options.num_leases) == (34, 34, 2)
-    again = Schedule("chunks", 2).options(NVLinkOptions(max_tokens=100, keep="again"))
+    again = NVLinkOptions(max_tokens=100, keep="again").under(Schedule("chunks", 2))
     assert again.num_leases == 4
-    apart = Schedule("chunks", 2, 6).options(NVLinkOptions(max_tokens=100))
+    apart = NVLinkOptions(max_tokens=100).under(Schedule("chunks", 2, 6))
     assert (apart.max_tokens, apart.num_leases) == (17, 6), "two chunks of three parts under way"
-    assert Schedule().options(None) == NVLinkOptions()
+    assert NVLinkOptions().under(Schedule()) == NVLinkOptions()
 
 
 def run_counted(output: str, overrides: list[str]) -> tuple[str, int]:

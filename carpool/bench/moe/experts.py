@@ -7,7 +7,7 @@ For each shape and routing every contender gets the same rows, choices, routing 
     3  is asked once what it keeps between forward and backward, and takes at most (`memory.py`)
 
     contender                 what it is
-    carpool NAME              `carpool.experts.EXPERTS[NAME]` within `carpool.ride.function.ride`, as a layer runs it
+    carpool NAME              `carpool.experts.EXPERTS[NAME]` within `carpool.ride.ride`, as a layer runs it
     carpool fp8-held          fp8, with weights quantised once and held, as in the further micro-batches of a step
     transformers grouped_mm   the experts module of the model's class, by grouped products
     transformers eager        the same, by the loop over experts that its file has
@@ -55,7 +55,7 @@ from carpool.experts import ExpertWeights, FP8Experts, make_experts
 from carpool.hf.expert_parallel import expert_function, weight_names
 from carpool.layout import ExpertLayout
 from carpool.observe.stats import LayerStats
-from carpool.ride.function import ride
+from carpool.ride import RideSetup, ride
 from carpool.routing import Routing
 from carpool.train.launch.start import find_world
 from carpool.train.run.flops import peak_flops
@@ -257,11 +257,11 @@ def carpool_experts(name: str, case: Case, scope: ExitStack) -> Forward:
     if name == HELD:
         assert isinstance(experts, FP8Experts)
         scope.enter_context(experts.weights_unchanged())
-    stats = LayerStats(module.num_experts, 1, 0)
+    setup = RideSetup(transport, experts, LayerStats(module.num_experts, 1, 0))
     weights = ExpertWeights._make(getattr(module, n) if n else None for n in weight_names(module))
 
     def forward() -> torch.Tensor:
         routing = Routing(case.index_TK.int(), case.weight_TK.float())
-        return ride(case.x_TH, routing, routing.expert_TK, transport, experts, weights, stats)
+        return ride(case.x_TH, routing, routing.expert_TK, weights, setup)[0]
 
     return forward

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from carpool.kernels.numbered import Numbered
 from carpool.memory.arena import Arena, Rows
-from carpool.observe.stats import Traffic
+from carpool.observe.traffic import Traffic
 from carpool.transport import Arrivals, Pending, Route
 from carpool.transport.base import PartsAlone
 
@@ -19,12 +18,13 @@ class HomeRoute(Route):
     weight_TK: torch.Tensor
 
 
-class Home(PartsAlone, Numbered):
+class Home(PartsAlone):
     """Every slot is on this rank, and every token chooses K of them. The host never waits."""
 
     name = "home"
     arena: Arena | None = None
     sends_again = False
+    rides_in_parts = False
     processors = 0
 
     def plan(self, slot_TK: torch.Tensor, weight_TK: torch.Tensor, traffic: Traffic) -> HomeRoute:

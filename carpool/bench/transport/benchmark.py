@@ -53,7 +53,7 @@ from carpool.bench.transport.results import CaseResult, ContenderResult, Times, 
 from carpool.bench.transport.rides import CALLS, VERB_OF_SECTION, Case, check, forward_and_backward, oracle, ride_once
 from carpool.bench.transport.settings import Settings, Shape
 from carpool.layout import ExpertLayout
-from carpool.observe.stats import Traffic
+from carpool.observe.traffic import Traffic
 from carpool.train.config import Config, load_config
 from carpool.train.launch.start import run
 from carpool.transport.nvlink import why_not

@@ -76,7 +76,7 @@ def build(contender: Contender, group: dist.ProcessGroup | None, layout: ExpertL
 def expected_bytes(
     contender: Contender, routings: Sequence[Routing], layout: ExpertLayout, hidden: int, element_size: int
 ) -> dict[str, np.ndarray]:
-    """For each verb of `carpool.observe.stats.VERBS` but the plan: (W, W) bytes from rank [i] to rank [j], 0 to itself.
+    """For each verb of `carpool.observe.traffic.VERBS` but the plan: (W, W) bytes from rank [i] to [j], 0 to itself.
 
     `nvlink` sends what `dedup` sends: one row per (token, rank). As FP8 a row is a packet of codes and scales,
     on the way out of the forward only.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from carpool.bench.timing import Clock
 from carpool.bench.transport.rides import Answers, Case, check, forward_and_backward, multiply
-from carpool.observe.stats import Traffic
+from carpool.observe.traffic import Traffic
 from carpool.transport import Arrivals, Transport
 
 TOKENS = 128

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from carpool.bench.timing import Clock
 from carpool.bench.transport.settings import Shape
 from carpool.layout import ExpertLayout, assign
-from carpool.observe.stats import Traffic
+from carpool.observe.traffic import Traffic
 from carpool.routing import Routing
 from carpool.transport import Arrivals, Transport, make_transport
 

@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from carpool.bench.options import Options, check_experts, one_of, parse_sizes
 from carpool.bench.routings import ROUTINGS, check_skew
+from carpool.kernels.awaited import MAX_CTAS
 from carpool.layout import ExpertLayout
 from carpool.transport import TRANSPORTS
-from carpool.transport.nvlink.buffers import MAX_CTAS
 
 CTAS = (8, 16)
 # In the order of the table. `nvlink` is listed even where it cannot run: its row says why.

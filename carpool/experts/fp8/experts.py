@@ -53,7 +53,6 @@ from carpool.experts.fp8.stages import (
 )
 from carpool.experts.pairs import Pairs, count_pairs, slot_sums, sort_pairs, sum_pairs
 from carpool.experts.stages import grouped_outer
-from carpool.kernels.numbered import Numbered
 from carpool.memory.arena import Arena, Rows
 from carpool.transport.base import Arrivals
 from carpool.transport.packets import pack
@@ -71,7 +70,7 @@ class _Held(NamedTuple):
     codes: Weight
 
 
-class FP8Experts(Numbered):
+class FP8Experts:
     """See the module's docstring.
 
     Raises:

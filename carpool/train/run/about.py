@@ -36,7 +36,7 @@ def write_run(run: Setup, command: str, resume: Path | None) -> dict[str, Any]:
     name, buffer_bytes, lossy = layer.transport.name, 0, [*run.experts_lossy, *run.limits_lossy]
     if name == "nvlink":
         size = 2 if run.bf16 else run.model.dtype.itemsize
-        options = run.schedule.answer.options(run.options)
+        options = run.options.under(run.schedule.answer)
         buffer_bytes = lease_bytes(options, layer.num_ranks, config.hidden_size, size, run.top_k)
         lossy += run.options.lossy_reasons
     history = _earlier_starts(run.folder) if resume is not None else []
@@ -144,7 +144,7 @@ def say_hello(run: Setup, resume: Path | None) -> None:
     say(f"transport {info['transport']['name']}: {info['transport']['why']}")
     say(f"a token visits {copies:.2f} of {run.degrees.ep} ranks, if its experts are chosen uniformly and stay in order")
     if size := info["transport"]["buffer_bytes"]:
-        options = run.schedule.answer.options(run.options)
+        options = run.options.under(run.schedule.answer)
         rows, leases = options.max_tokens, options.num_leases
         say(f"buffers: slabs of {rows:,} rows, {size / 1e6:,.1f} MB a lease on each rank, at most {leases} leases")
     if run.stages is not None:

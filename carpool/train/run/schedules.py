@@ -16,7 +16,7 @@ import logging
 import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from carpool.hf.expert_parallel import ExpertRides, buffers_of_rides, rides, wei
 from carpool.layout import assign
 from carpool.observe.stats import LayerStats
 from carpool.planner.chosen import Chosen, Kind, choose, fastest
-from carpool.ride.function import ride
+from carpool.ride import ride
 from carpool.routing import Routing
 from carpool.schedule import MAX_CHUNKS, Schedule
 from carpool.schedule.delayed import Delayed
@@ -173,10 +173,9 @@ def rides_first(model: nn.Module, moe: MoeSection, fsdp_size: int) -> RidesFirst
             "moe.priority: with parallelism.fsdp_size = 1 no gradients are reduced during the backward, so nothing can "
             "keep off the links: leave it out"
         )
-    stats = {name: own.stats for name, own in layers.items()}
-    delayed = Delayed(model, stats) if moe.delay_dense else None
+    delayed = Delayed(model, layers) if moe.delay_dense else None
     piece_bytes = int(moe.piece_mib * 2**20) if moe.priority and moe.piece_mib is not None else None
-    return RidesFirst(model, stats, piece_bytes, delayed)
+    return RidesFirst(model, layers, piece_bytes, delayed)
 
 
 def _milliseconds(
@@ -191,7 +190,8 @@ def _milliseconds(
     """Of a ride of this layer, forward and backward, on the slowest rank."""
     assert own.compute is not None
     own.set_schedule(schedule)
-    transport, stats = own.prepare(top_k, hidden), LayerStats(own.num_experts, own.num_ranks, own.rank)
+    stats = LayerStats(own.num_experts, own.num_ranks, own.rank)
+    setup = replace(own.ride_setup(own.prepare(top_k, hidden), device), stats=stats)
     generator = torch.Generator(device).manual_seed(own.rank)
     score_TE = torch.rand(tokens, own.num_experts, generator=generator, device=device)
     weight_TK = torch.full((tokens, top_k), 1 / top_k, device=device)
@@ -205,8 +205,7 @@ def _milliseconds(
         dist.barrier(group=own.group)
         _wait(device)
         begin = time.perf_counter()
-        pieces = schedule.chunks, None, schedule.backward_chunks
-        ride(x_TH, routing, slot_TK, transport, own.compute, weights, stats, *pieces).backward(x_TH.detach())
+        ride(x_TH, routing, slot_TK, weights, setup)[0].backward(x_TH.detach())
         _wait(device)
         # What has no place in the buffers is not computed, and would be timed as nothing.
         if buffers and make_room(buffers, most, device) is not None:

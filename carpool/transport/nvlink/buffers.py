@@ -22,15 +22,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from carpool.kernels.awaited import MAX_CTAS, MAX_PARTS
 from carpool.memory.arena import Arena
 
-MAX_CTAS = 64
-MAX_PARTS = 16
 PAGE = 256  # bytes; regions start at multiples of it
 VERBS = ("", "dispatch", "combine", "dispatch_gradients", "combine_gradients")
 
@@ -49,28 +48,6 @@ class BufferOverflowError(RuntimeError):
     def __init__(self, text: str, needed: int) -> None:
         super().__init__(text)
         self.needed = needed
-
-
-class Awaited(NamedTuple):
-    """What a kernel that reads rows which are under way waits with (`signals.wait_part`).
-
-    Attributes:
-        flags: int32, this rank's `arrived` flags in the lease.
-        epochs: of the lease.
-        status, host_status: see `Buffers`.
-        timeout: nanoseconds.
-        verb: what a missing rank is missing in.
-        sources, each: how many ranks send, by how many programs.
-    """
-
-    flags: torch.Tensor
-    epochs: torch.Tensor
-    status: torch.Tensor
-    host_status: torch.Tensor
-    timeout: int
-    verb: int
-    sources: int
-    each: int
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 
 from carpool.kernels.quick import quick
+from carpool.kernels.signals import end_of, send, wait
 from carpool.transport.nvlink.dispatch_kernel import note_counts, send_choices, send_counts, unpack
-from carpool.transport.nvlink.signals import end_of, send, wait
 
 
 @quick

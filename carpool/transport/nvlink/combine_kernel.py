@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 
 from carpool.kernels.quick import quick
-from carpool.transport.nvlink.signals import count_sent, end_of, send, wait
+from carpool.kernels.signals import count_sent, end_of, send, wait
 
 
 @triton.jit

@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 
 from carpool.kernels.quick import quick
-from carpool.transport.nvlink.signals import MARKS, count_sent, end_of, send, wait
+from carpool.kernels.signals import MARKS, count_sent, end_of, send, wait
 
 
 @triton.jit

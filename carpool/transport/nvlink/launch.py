@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from carpool.kernels.awaited import MAX_CTAS, MAX_PARTS
 from carpool.kernels.quick import cdiv, power_of_2
-from carpool.transport.nvlink.buffers import MAX_CTAS, MAX_PARTS, VERBS, Buffers, Lease
+from carpool.kernels.signals import SPIN
+from carpool.transport.nvlink.buffers import VERBS, Buffers, Lease
 from carpool.transport.nvlink.choices_kernel import choices_kernel
 from carpool.transport.nvlink.combine_kernel import combine_kernel
 from carpool.transport.nvlink.dispatch_kernel import dispatch_kernel
 from carpool.transport.nvlink.plan_kernel import plan_kernel
-from carpool.transport.nvlink.signals import SPIN
 
 if TYPE_CHECKING:
     from carpool.transport.base import Ready

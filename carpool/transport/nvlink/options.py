@@ -10,10 +10,13 @@ Values that cannot be are refused here, before any memory is taken.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
-from carpool.transport.nvlink.buffers import MAX_CTAS, MAX_PARTS
+from carpool.kernels.awaited import MAX_CTAS
+
+if TYPE_CHECKING:
+    from carpool.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -33,8 +36,6 @@ class NVLinkOptions:
             they are sent a second time in the backward, which takes a second lease and no memory.
         arena_bytes: memory for what layers keep for their backward, which then follows the rows that came; if it does
             not suffice, `Buffers.arena_overflow` tells. 0: none, every layer allocates for the worst case.
-        parts: in how many parts rows travel for a computation that starts on what is there, 0: not
-            (`carpool.schedule.tiles`).
         split: send at the verb, wait for the others at `Pending.wait`: two kernels instead of one.
     """
 
@@ -49,7 +50,6 @@ class NVLinkOptions:
     keep: Literal["copy", "again"] = "copy"
     arena_bytes: int = 0
     side_stream: bool = False
-    parts: int = 0
     split: bool = False
 
     def __post_init__(self) -> None:
@@ -64,13 +64,6 @@ class NVLinkOptions:
             raise ValueError(f"capacity={self.capacity} must be between 1 and max_tokens={self.max_tokens}")
         if self.num_leases < 1:
             raise ValueError(f"num_leases={self.num_leases} must be at least 1")
-        if not 0 <= self.parts <= MAX_PARTS:
-            raise ValueError(f"parts={self.parts} must be 0..{MAX_PARTS}")
-        if self.parts and (self.forward_fp8 or self.backward_fp8):
-            raise ValueError(
-                "rows that travel as FP8 do not ride in parts (schedule 'tiles'); use schedule 'chunks', or leave out "
-                "forward_fp8 and backward_fp8"
-            )
         if self.timeout_seconds <= 0:
             raise ValueError(f"timeout_seconds={self.timeout_seconds} must be positive")
 
@@ -79,3 +72,23 @@ class NVLinkOptions:
         """What changes the model's function, for logs and reports."""
         fp8 = {"rows travel as FP8": self.forward_fp8, "gradients of rows travel as FP8": self.backward_fp8}
         return [what for what, on in fp8.items() if on]
+
+    def under(self, schedule: Schedule) -> NVLinkOptions:
+        """These options with what a schedule needs: a stream of its own, buffers for a chunk, enough leases.
+
+        Raises:
+            ValueError: tiles, and rows that travel as FP8."""
+        if schedule.name == "none":
+            return self
+        if schedule.name == "tiles":
+            if self.forward_fp8 or self.backward_fp8:
+                raise ValueError(
+                    "rows that travel as FP8 do not ride in parts (schedule 'tiles'); use schedule 'chunks', or leave "
+                    "out forward_fp8 and backward_fp8"
+                )
+            return replace(self, side_stream=True)
+        most = None if self.max_tokens is None else -(-self.max_tokens // schedule.pieces)
+        capacity = None if self.capacity is None else min(self.capacity, most or self.capacity)
+        # Rows that are sent again take a lease of their own.
+        leases = max(self.num_leases, schedule.rides_under_way * (2 if self.keep == "again" else 1))
+        return replace(self, side_stream=True, max_tokens=most, capacity=capacity, num_leases=leases)

@@ -25,11 +25,11 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from carpool.kernels.numbered import Numbered
+from carpool.kernels.awaited import MAX_CTAS, Awaited
 from carpool.memory.arena import Arena, Rows
-from carpool.observe.stats import Traffic
+from carpool.observe.traffic import Traffic
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Arrivals, PartsAlone, Pending, Ready
-from carpool.transport.nvlink.buffers import MAX_CTAS, OWNERS, VERBS, Awaited, Buffers, buffers_of
+from carpool.transport.nvlink.buffers import OWNERS, VERBS, Buffers, buffers_of
 from carpool.transport.nvlink.options import NVLinkOptions
 from carpool.transport.nvlink.route import NVLinkRoute
 from carpool.transport.nvlink.runner import VerbRunner
@@ -40,7 +40,7 @@ MAX_RANKS = 63  # one bit each in the plan
 PART_TOKENS = 16  # parts are multiples of it, so that ranges of tokens begin where the kernels like it
 
 
-class NVLink(VerbRunner, PartsAlone, Numbered):
+class NVLink(VerbRunner, PartsAlone):
     """See the module's docstring; J = K.
 
     Args:
@@ -50,6 +50,7 @@ class NVLink(VerbRunner, PartsAlone, Numbered):
     """
 
     name = "nvlink"
+    rides_in_parts = True
     graphable = True
 
     def __init__(
@@ -87,10 +88,6 @@ class NVLink(VerbRunner, PartsAlone, Numbered):
     @property
     def sends_again(self) -> bool:
         return self.options.keep == "again"
-
-    @property
-    def parts(self) -> int:
-        return self.options.parts
 
     @property
     def processors(self) -> int:

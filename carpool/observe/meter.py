@@ -1,0 +1,147 @@
+"""Milliseconds of the verbs of a layer's rides, also shown to profilers.
+
+Times are a pair of events (CUDA) or clock readings (CPU) around each verb. Nothing here synchronises with the device
+until somebody asks.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from carpool.observe.recompute import in_recompute
+
+# Nsight sets one of them for the programs that it starts.
+NSIGHT = any(name in os.environ for name in ("NSYS_PROFILING_SESSION_ID", "NVTX_INJECTION64_PATH"))
+
+
+def range_name(layer: str, direction: str, piece: str, chunk: int | None = None) -> str:
+    """What profilers show: ("layers.3", "forward", "dispatch", 1) -> "carpool::layers.3::forward::dispatch::1".
+
+    `carpool.profile` reads such names in traces."""
+    return "::".join(["carpool", layer, direction, piece, *([] if chunk is None else [str(chunk)])])
+
+
+def watched() -> bool:
+    """Whether a profiler sees ranges. One costs 40 us, and a layer has six."""
+    # This flag is the process's: a thread's own (`torch.autograd._profiler_enabled`) says no in a thread that was there
+    # before the profiler.
+    return torch.autograd.profiler._is_profiler_enabled or NSIGHT
+
+
+def shown(name: str) -> AbstractContextManager[Any]:
+    """A range that profilers see around the enclosed work."""
+    if torch.autograd.profiler._is_profiler_enabled:
+        return torch.profiler.record_function(name)
+    return torch.cuda.nvtx.range(name) if NSIGHT else nullcontext()
+
+
+# Calls whose times are kept: nobody may ever ask, and a run has millions.
+KEPT_SPANS = 1024
+
+
+class Meter:
+    """Milliseconds of the latest calls of each named span, also shown to profilers.
+
+    PyTorch's profiler sees them as `record_function` ranges, which are NVTX ranges under `emit_nvtx` (and `nsys profile
+    --pytorch=autograd-nvtx`); Nsight alone sees NVTX ranges.
+
+    Attributes:
+        layer: what profilers call the layer; whoever knows its name sets it.
+    """
+
+    def __init__(self, layer: str = "moe") -> None:
+        self.layer = layer
+        self._spans: dict[str, deque[list[Any]]] = {}
+
+    def ride(self, device: torch.device, direction: str, chunks: int = 1) -> RideSpans:
+        """`span` for one ride."""
+        return RideSpans(self, device, direction, chunks)
+
+    def named(self, name: str, direction: str, chunk: int | None = None) -> AbstractContextManager[Any]:
+        """A range that profilers see around the enclosed work, without timing it."""
+        if not watched():
+            return nullcontext()
+        if direction == "forward" and in_recompute():
+            direction = "recompute"
+        return shown(range_name(self.layer, direction, name, chunk))
+
+    @contextmanager
+    def span(
+        self,
+        name: str,
+        device: torch.device,
+        more: bool = False,
+        direction: str = "forward",
+        chunk: int | None = None,
+    ) -> Iterator[None]:
+        """Time the enclosed work on `device`: by events in the current stream on CUDA, by the clock elsewhere.
+
+        Args:
+            more: it belongs to the latest call of that name.
+            direction, chunk: for profilers.
+        """
+        with self.named(name, direction, chunk):
+            if device.type == "cuda":
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                yield
+                end.record()
+                self._keep(name, (start, end), more)
+            else:
+                begin = time.perf_counter()
+                yield
+                self._keep(name, 1e3 * (time.perf_counter() - begin), more)
+
+    def _keep(self, name: str, piece: Any, more: bool) -> None:
+        calls = self._spans.setdefault(name, deque(maxlen=KEPT_SPANS))
+        if more and calls:
+            calls[-1].append(piece)
+        else:
+            calls.append([piece])
+
+    def milliseconds(self, reset: bool = True) -> dict[str, list[float]]:
+        """Milliseconds of each call since the last reset, per span. Waits for the device if it must."""
+        return {name: [sum(pieces) for pieces in calls] for name, calls in self.pieces(reset).items()}
+
+    def pieces(self, reset: bool = True) -> dict[str, list[list[float]]]:
+        """The same, piece by piece."""
+        result: dict[str, list[list[float]]] = {}
+        for name, spans in self._spans.items():
+            if spans and isinstance(spans[-1][-1], tuple):
+                spans[-1][-1][1].synchronize()
+                result[name] = [[start.elapsed_time(end) for start, end in pieces] for pieces in spans]
+            else:
+                result[name] = [list(pieces) for pieces in spans]
+        if reset:
+            self._spans = {}
+        return result
+
+
+class RideSpans:
+    """The spans of one ride. Its pieces of the same name are one call."""
+
+    def __init__(self, meter: Meter, device: torch.device, direction: str, chunks: int) -> None:
+        self._meter, self._device, self._direction, self._chunks = meter, device, direction, chunks
+        self._seen: set[str] = set()
+
+    def __call__(self, name: str, chunk: int = 0) -> AbstractContextManager[None]:
+        """Time the enclosed work, which is of that chunk."""
+        more = name in self._seen
+        self._seen.add(name)
+        return self._meter.span(name, self._device, more, self._direction, self._shown(chunk))
+
+    def named(self, name: str, chunk: int) -> AbstractContextManager[Any]:
+        """Inside a span: work that is to have another name, or of another chunk, for profilers."""
+        if self._chunks == 1 and name in self._seen:
+            return nullcontext()
+        return self._meter.named(name, self._direction, self._shown(chunk))
+
+    def _shown(self, chunk: int) -> int | None:
+        return chunk if self._chunks > 1 else None

@@ -1,0 +1,152 @@
+"""The plain ride: one batch of tokens goes out, is computed on, and comes back.
+
+    forward    plan   dispatch x    experts              combine
+    backward          dispatch dy   experts' backward    combine (dx, dweight), beside it the last weight gradient
+
+This is what every schedule computes (`carpool.schedule` only changes the order). With a transport that works on a
+stream of its own, the up projection's weight gradient hides the backward's combine (delayed weight gradients:
+Megatron's, and LANCET's, arXiv 2404.19429).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from carpool.experts import ExpertWeights, reads_packets
+from carpool.kernels.processors import reserved
+from carpool.memory import Rows
+from carpool.memory.keep import keep_rows
+from carpool.observe.meter import RideSpans
+from carpool.ride.order import Kept
+from carpool.ride.turns import handover
+from carpool.transport import Arrivals, Pending
+
+if TYPE_CHECKING:
+    from carpool.ride.setup import RideSetup
+
+
+class Started(NamedTuple):
+    """A plain ride whose rows are under way."""
+
+    x_TH: torch.Tensor
+    route: Any
+    coming: Pending
+    span: RideSpans
+
+
+class PlainOrder:
+    """An `Order`; see the module's docstring."""
+
+    def start(
+        self,
+        x_TH: torch.Tensor,
+        weight_TK: torch.Tensor,
+        slot_TK: torch.Tensor,
+        weights: ExpertWeights,
+        setup: RideSetup,
+    ) -> Started:
+        stats, transport = setup.stats, setup.transport
+        span = stats.meter.ride(x_TH.device, "forward")
+        stats.tokens_dispatched += x_TH.shape[0]
+        with span("dispatch"):
+            route = transport.plan(slot_TK, weight_TK, stats.traffic)
+            return Started(x_TH, route, transport.dispatch(x_TH, route), span)
+
+    def forward(
+        self, started: Started, weights: ExpertWeights, setup: RideSetup, backward: bool
+    ) -> tuple[torch.Tensor, tuple[Kept, ...] | None]:
+        x_TH, route, coming, span = started
+        transport, experts = setup.transport, setup.experts
+        assert experts is not None
+        route.packets = reads_packets(experts)
+        handover()
+        with span("dispatch"):
+            arrivals = readable(coming.wait(), route.packets, x_TH.dtype)
+        with span("experts"):
+            partial_RH = route.new_partial(x_TH.shape[1], x_TH.dtype, x_TH.device)
+            saved = experts.forward(arrivals, weights, partial_RH, transport.arena, backward)
+            kept = None
+            if backward:
+                # Rows that will be sent again need nothing but what is sent.
+                x = Rows.of(x_TH) if transport.sends_again else keep_rows(arrivals, transport.arena)
+                kept = (Kept(route, x, saved),)
+        with span("combine"):
+            sums = transport.combine(route)
+        handover()
+        with span("combine"):
+            y_TH = sums.wait()
+        return y_TH.to(x_TH.dtype), kept
+
+    def backward(
+        self,
+        dy_TH: torch.Tensor,
+        weights: ExpertWeights,
+        kept: tuple[Kept, ...],
+        setup: RideSetup,
+        needs_dweights: bool,
+    ) -> tuple[Pending, ExpertWeights | None]:
+        ((route, x, saved),) = kept
+        transport, experts, hooks = setup.transport, setup.experts, setup.hooks
+        assert experts is not None
+        span = setup.stats.meter.ride(dy_TH.device, "backward")
+        hooks.before_verb()
+        with span("dispatch"):
+            again, rows, gradients = start_backward(kept[0], dy_TH.contiguous(), transport)
+        handover()
+        with reserved(transport.processors):
+            hooks.gradients_under_way()
+        with span("dispatch"):
+            if rows is not None:
+                x = readable(rows.wait(), route.packets, dy_TH.dtype).rows
+            dpartial = gradients.wait()
+        hooks.before_experts(links_free=True)
+        with span("experts"):
+            dx_RH = route.new_partial(dy_TH.shape[1], dy_TH.dtype, dy_TH.device)
+            dweight_RJ, last = experts.backward(saved, x, weights, dpartial, dx_RH, needs_dweights)
+            # Rows that were sent again are in a buffer of the transport's, which others get next.
+            dweights = last() if last is not None and again is not None else None
+        hooks.before_verb()
+        with span("combine"):
+            if again is not None:
+                transport.discard(again, kept[0].x.data).wait()
+            sums = transport.combine_gradients(route, dweight_RJ)
+        if last is not None and again is None:
+            with span("experts"), span.named("weight-gradients", 0), reserved(transport.processors):
+                dweights = last()
+        dtype = dy_TH.dtype
+
+        def finish() -> tuple[torch.Tensor, torch.Tensor]:
+            handover()
+            with span("combine"):
+                dx_TH, dweight_TK = sums.wait()
+            hooks.after_last_verb()
+            return dx_TH.to(dtype), dweight_TK
+
+        return Pending(finish), dweights
+
+
+PLAIN = PlainOrder()
+
+
+class BackwardStarted(NamedTuple):
+    """What a backward waits for: the gradients; and the rows if they are sent again, by a route of their own."""
+
+    again: Any
+    rows: Pending | None
+    gradients: Pending
+
+
+def start_backward(kept: Kept, dy_TH: torch.Tensor, transport: Any) -> BackwardStarted:
+    """Send the gradients to the experts, and the rows once more if the transport does not keep them."""
+    again = rows = None
+    if transport.sends_again:
+        again = kept.route.again()
+        rows = transport.dispatch(kept.x.data, again)
+    return BackwardStarted(again, rows, transport.dispatch_gradients(dy_TH, kept.route))
+
+
+def readable(arrivals: Arrivals, packets: bool, dtype: torch.dtype) -> Arrivals:
+    """Arrivals as the experts read them: packets of FP8 if `packets`, else rows in `dtype`."""
+    return arrivals.packed() if packets else arrivals.widened(dtype)

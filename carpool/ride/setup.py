@@ -1,0 +1,39 @@
+"""What the rides of a layer are made of, as one value.
+
+    setup = RideSetup(transport, experts, LayerStats(num_experts, num_ranks, rank))
+    y_TH, _ = ride(x_TH, routing, slot_TK, weights, setup)
+    setup = replace(setup, hooks=hooks)        a change makes another value; rides under way keep the old one
+
+A layer makes it once and keeps it: an operator in a compiled graph finds it by its number (`Numbered`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from carpool.experts import Experts
+from carpool.kernels.numbered import Numbered
+from carpool.observe.stats import LayerStats
+from carpool.ride.hooks import NO_HOOKS, RideHooks
+from carpool.ride.order import Order
+from carpool.ride.plain import PLAIN
+from carpool.transport import Transport
+
+
+@dataclass(frozen=True, eq=False)
+class RideSetup(Numbered):
+    """See the module's docstring.
+
+    Attributes:
+        transport: how rows travel.
+        experts: what is computed on them; None for `ride_module`, which is given a module instead.
+        stats: where the layer counts.
+        order: when each verb runs (`carpool.schedule.order_of` makes one of a `Schedule`).
+        hooks: told where the backward is.
+    """
+
+    transport: Transport
+    experts: Experts | None
+    stats: LayerStats
+    order: Order = PLAIN
+    hooks: RideHooks = NO_HOOKS
