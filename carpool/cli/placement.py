@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import enum
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -116,6 +118,7 @@ def place(
 
         names = tuple(one.strip() for one in solvers.split(",") if one.strip()) if solvers else DEFAULT_SOLVERS
         recorded = Trace.load(trace)
+        _one_thread()
         steps = iter(track(range(len(names) * len(recorded.layers)), description="solving", transient=True))
 
         def on_row(_: object) -> None:
@@ -181,16 +184,39 @@ def show_recipe(
         typer.echo(one.path.read_text(), nl=False)
 
 
+class Vary(enum.StrEnum):
+    """What a comparison of recipes varies."""
+
+    PLACEMENT = "placement"
+    TRANSPORT = "transport"
+    ROUTING = "routing"
+
+
 @recipes.command("compare")
 def compare_recipes(
     trace: Annotated[Path, typer.Option("--trace", help="What `carpool trace` wrote.")],
+    vary: Annotated[
+        Vary,
+        typer.Option(
+            "--vary",
+            help="The one thing that differs between rows. placement: where experts live; transport: how many rows "
+            "travel; routing: to how many ranks a token may go.",
+        ),
+    ] = Vary.PLACEMENT,
     ranks: _Ranks = 4,
     nodes: _Nodes = 1,
     only: Annotated[
         str | None,
         typer.Option(
-            "--recipes", metavar="NAME,...", help="Names, or paths of TOML files. Default: all of kind placement."
+            "--recipes", metavar="NAME,...", help="Names, or paths of TOML files. Default: all that can be compared so."
         ),
+    ] = None,
+    transport: Annotated[
+        str | None, typer.Option("--transport", help="Of all rows, unless it varies. Default: dedup.")
+    ] = None,
+    placement: Annotated[
+        str | None,
+        typer.Option("--placement", help="The recipe that places experts in all rows. Default: experts in order."),
     ] = None,
     parts: Annotated[int, typer.Option("--parts", min=2, help="Parts of the trace, replayed one by one.")] = 8,
     hidden: _Hidden = 2048,
@@ -202,24 +228,62 @@ def compare_recipes(
     ),
     debug: Debug = False,
 ) -> None:
-    """Replay a trace under each recipe: rows, load, modelled time, what was moved."""
+    """Replay a trace under each recipe, one thing varied: rows, load, modelled time, what was moved."""
     with errors(debug):
+        from rich.console import Console
+        from rich.progress import Progress
+
         from carpool.placement.trace import Trace
         from carpool.planner.cost import CostModel
-        from carpool.recipes import load, names
-        from carpool.recipes.replay import compare, print_table, to_json
+        from carpool.recipes import load
+        from carpool.recipes.compare import chosen, compare, print_table, ways
 
-        chosen = (
-            [load(name.strip()) for name in only.split(",")] if only else [load(name) for name in names("placement")]
-        )
-        cost = CostModel(hidden=hidden, expert_hidden=expert_hidden, tokens_per_rank=tokens_per_rank)
-        found = compare(chosen, Trace.load(trace), ranks=ranks, nodes=nodes, parts=parts, seed=seed, cost=cost)
+        for given, axis in ((transport, Vary.TRANSPORT), (placement, Vary.PLACEMENT)):
+            if given is not None and vary == axis:
+                raise ValueError(
+                    f"--{axis} {given} is for all rows, and --vary {axis} lets it differ: give one of them"
+                )
+        way = transport or "dedup"
+        placed = load(placement) if placement is not None else None
+        taken, refused = chosen(vary.value, [name.strip() for name in only.split(",")] if only else None)
+        recorded = Trace.load(trace)
+        _one_thread()
+        total = len(ways(vary.value, taken, way, placed)) * len(recorded.layers)
+        with Progress(console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task("replaying", total=total)
+            found = compare(
+                vary.value,
+                taken,
+                recorded,
+                ranks=ranks,
+                nodes=nodes,
+                transport=way,
+                placement=placed,
+                parts=parts,
+                seed=seed,
+                cost=CostModel(hidden=hidden, expert_hidden=expert_hidden, tokens_per_rank=tokens_per_rank),
+                on_layer=lambda name: progress.update(task, advance=1, description=name),
+            )
+        same = {"transport": way, "placement": placement or "experts in order", "routing": "as recorded"}
+        del same[vary.value]
         out.mkdir(parents=True, exist_ok=True)
         settings = {"trace": str(trace), "ranks": ranks, "nodes": nodes, "parts": parts, "seed": seed}
-        written = {"command": command(), "settings": settings, "recipes": to_json(found)}
+        written = {
+            "command": command(),
+            "settings": {**settings, "vary": vary.value, **same},
+            "refused": refused,
+            "rows": [asdict(one) for one in found],
+        }
         (out / "recipes.json").write_text(json.dumps(written, indent=1) + "\n")
-        print_table(found, nodes)
+        print_table(found, vary.value, nodes=nodes, same=same, refused=refused)
         typer.echo(f"wrote {out}/recipes.json")
+
+
+def _one_thread() -> None:
+    """Solvers run thousands of small operations, whose threads would mostly wait for each other."""
+    import torch
+
+    torch.set_num_threads(1)
 
 
 def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:

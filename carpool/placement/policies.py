@@ -32,7 +32,7 @@ from carpool.placement.solvers.eplb import from_loads
 from carpool.placement.solvers.lpt import pack
 from carpool.placement.solvers.problem import homes_of
 from carpool.placement.trace import Array
-from carpool.planner.cost import CostModel
+from carpool.planner.cost import RIDES, CostModel
 
 
 @dataclass(frozen=True)
@@ -48,25 +48,39 @@ class LoadModel:
         return np.asarray((np.asarray(load_E, dtype=np.float64) / held_EW.sum(1)) @ held_EW)
 
     def seconds(self, load_E: Array, held_EW: Array, home_E: Array) -> float:
-        """Modelled time of one layer, forward and backward."""
-        num_ranks = held_EW.shape[1]
-        loads = np.asarray(load_E, dtype=np.float64)
+        """Modelled time of one layer, forward and backward. held_EW: which ranks hold each expert; home_E: its home."""
+        return float(self.seconds_of(load_E, held_EW[None], home_E)[0])
+
+    def seconds_of(self, load_E: Array, held_CEW: Array, home_E: Array) -> Array:
+        """(C,) the same for C candidates."""
+        num_ranks, loads = held_CEW.shape[2], np.asarray(load_E, dtype=np.float64)
         pairs = loads * (self.cost.tokens_per_rank * num_ranks * self.top_k / max(loads.sum(), 1e-12))
-        copies = held_EW.sum(1)
-        arriving_W = (pairs * (1 / copies - 1 / num_ranks)) @ held_EW
-        topology = self.topology or Topology.even(num_ranks)
+        held = held_CEW.astype(np.float64)
+        copies_CE = held.sum(2)
+        load_CW = np.matmul((pairs / copies_CE)[:, None], held)[:, 0]
+        arriving_CW = np.matmul((pairs * (1 / copies_CE - 1 / num_ranks))[:, None], held)[:, 0]
         # They come from all other ranks alike.
-        arriving_WW = np.broadcast_to(arriving_W / max(1, num_ranks - 1), (num_ranks, num_ranks))
-        away_EW = held_EW.copy()
-        away_EW[np.arange(len(home_E)), home_E] = False
-        bytes_WW = np.zeros((num_ranks, num_ranks))
-        np.add.at(bytes_WW, home_E, away_EW * float(self.cost.expert_bytes))
-        sent = [self.cost.transfer_seconds(b, topology) for b in (bytes_WW, bytes_WW.T)]
-        return float(
-            self.cost.ride_seconds(arriving_WW, topology)
-            + self.cost.compute_seconds(self.rank_loads(pairs, held_EW))
-            + (1 - self.cost.replicas_hidden) * sum(sent)
+        arriving_CWW = np.repeat(arriving_CW[:, None] / max(1, num_ranks - 1), num_ranks, axis=1)
+        home_EW = np.zeros((len(home_E), num_ranks))
+        home_EW[np.arange(len(home_E)), home_E] = 1
+        filling_CWW = np.matmul(home_EW.T, held * (1 - home_EW)) * self.cost.expert_bytes
+        rides_C = RIDES * self._over_links(arriving_CWW * self.cost.row_bytes)
+        # Parameters one way, gradients the other, which takes as long.
+        upkeep_C = 2 * self._over_links(filling_CWW, idle=False)
+        return np.asarray(
+            rides_C + load_CW.max(1) * self.cost.pair_seconds + (1 - self.cost.replicas_hidden) * upkeep_C
         )
+
+    def _over_links(self, bytes_CWW: Array, idle: bool = True) -> Array:
+        """(C,) seconds of the slowest kind of link, as `CostModel` has them. `idle`: one without traffic
+        takes its latency all the same."""
+        topology, seconds_C = self.topology or Topology.even(bytes_CWW.shape[2]), np.zeros(len(bytes_CWW))
+        for link, pairs_WW in topology.pairs.items():
+            over_CWW, rate = bytes_CWW * pairs_WW, self.cost.hardware.rate(link)
+            most_C = np.maximum(over_CWW.sum(1).max(1), over_CWW.sum(2).max(1))
+            each_C = rate.latency + most_C / rate.bytes_per_second
+            seconds_C = np.maximum(seconds_C, each_C if idle else np.where(most_C > 0, each_C, 0.0))
+        return seconds_C
 
 
 Policy = Callable[..., ExpertLayout]
@@ -173,6 +187,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
 )
 
 
+MOST_AT_ONCE = 1 << 20  # entries of the tables of candidates, which bounds memory
 Change = list[tuple[int, int, bool]]  # (expert, rank, whether it is held then)
 
 
@@ -186,13 +201,21 @@ def _best(
     changes: Sequence[Change], held_EW: Array, load_E: Array, home_E: Array, extra_slots: int, model: LoadModel
 ) -> tuple[Array, bool]:
     """After the change with the least time, if that is less than now."""
-    best, best_EW = model.seconds(load_E, held_EW, home_E), None
-    for change in changes:
-        after_EW = held_EW.copy()
-        for expert, rank, holds in change:
-            after_EW[expert, rank] = holds
-        if _fits(after_EW, home_E, extra_slots) and (time := model.seconds(load_E, after_EW, home_E)) < best - 1e-12:
-            best, best_EW = time, after_EW
+    best, best_EW = model.seconds(load_E, held_EW, home_E) - 1e-12, None
+    room_W = np.bincount(home_E, minlength=held_EW.shape[1]) + extra_slots
+    most = max(1, MOST_AT_ONCE // held_EW.size)
+    for first in range(0, len(changes), most):
+        some = changes[first : first + most]
+        after_CEW = np.repeat(held_EW[None], len(some), axis=0)
+        for number, change in enumerate(some):
+            for expert, rank, holds in change:
+                after_CEW[number, expert, rank] = holds
+        after_CEW = after_CEW[(after_CEW.sum(1) <= room_W).all(1)]
+        if not len(after_CEW):
+            continue
+        seconds_C = model.seconds_of(load_E, after_CEW, home_E)
+        if seconds_C.min() < best:
+            best, best_EW = seconds_C.min(), after_CEW[seconds_C.argmin()]
     return (held_EW, False) if best_EW is None else (best_EW, True)
 
 

@@ -1,16 +1,16 @@
-"""Recipes over one trace: `carpool recipes compare`.
+"""One way of placing, sending and limiting, replayed on one layer of a trace.
 
-A trace is cut into parts of whole sequences, one after another, each the time between two looks at where experts should
-live. In each part a recipe does what it would have done there, knowing the earlier parts alone:
+A trace is cut into parts of whole sequences, one after another. A part stands for the time between two looks at where
+experts should live. In each part a way does what it would have done there, knowing the earlier parts alone:
 
     part 1         experts in order; nothing is measured
-    part n > 1     a solver sees the choices of the parts before, a policy their loads, as its predictor foretells them;
-                   the layout that this gives serves part n, where rows, load and modelled time are measured exactly
+    part n > 1     a solver sees the newest choices of the parts before, a policy their loads as its predictor foretells
+                   them; the layout that this gives serves part n, whose rows, load and modelled time are computed
 
-Policy "place" solves once, from the first part. "migrate" moves if `carpool.placement.adopt` says so, with the recipe's
-hysteresis and least gain, for as many parts as are left. A limit of ranks changes the choices of a part before they
-are measured (LOSSY): a trace holds the chosen experts alone, so what an expert that was not chosen would have scored is
-taken to be in proportion to its load, and below all that were.
+Policy "place" solves once, from the first part. "migrate" moves if `carpool.placement.adopt` says so, for as many parts
+as are left. A limit of ranks changes the choices of a part before they are counted (LOSSY). A trace holds the chosen
+experts alone, so the scores of those that were not chosen are taken to be in proportion to their load, and below
+all that were.
 
 Time is modelled (`CostModel`); rows, load and bytes are counted.
 """
@@ -18,16 +18,12 @@ Time is modelled (`CostModel`); rows, load and bytes are counted.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
-from rich import box
-from rich.console import Console
-from rich.table import Table
 
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
@@ -36,92 +32,54 @@ from carpool.placement.forecast import predict
 from carpool.placement.objective import evaluate
 from carpool.placement.policies import POLICIES, LoadModel, make_pool
 from carpool.placement.solvers import solve
-from carpool.placement.trace import Array, LayerTrace, Trace
+from carpool.placement.trace import Array, LayerTrace
 from carpool.planner.cost import CostModel
-from carpool.recipes import Recipe
 from carpool.routing.limit import RoutingLimit, coactivation_similarity
 from carpool.routing.limit_options import LimitOptions
+from carpool.train.config.schema_moe import PlacementSection
+from carpool.train.moving.cost import aligned
 
-BASELINE = Recipe("in order", Path(), "experts in order", "", "", (), {"moe": {"transport": "dedup"}})
+__all__ = ["NUMBERS", "Way", "replay"]
+
+# What `replay` finds for each layer; see `carpool.recipes.compare.Outcome`.
+NUMBERS = ("rows", "remote", "nodes", "load", "layer_us", "replicas", "moved", "moved_bytes", "seconds")
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a recipe came to: means over layers and over the parts after the first.
+class Way:
+    """What is replayed.
 
     Attributes:
-        recipe, transport: names.
-        rows: per token, those that stay included.
-        remote, nodes: rows per token to other ranks and to other nodes, as the transport sends them.
-        load: fullest rank by the mean.
-        layer_us: modelled microseconds of a layer, forward and backward.
-        replicas: of a layer, in the last part.
-        moved: homes that changed in a layer, per part;  moved_bytes: what they weigh.
-        lossy: whether the model's function changes.
-        seconds: that deciding took.
+        transport: how rows travel.
+        placement: where experts live, as a run's section says; None: in order, always.
+        limit: keywords of `LimitOptions`; none: the routing as it was recorded.
     """
 
-    recipe: str
-    transport: str
-    rows: float
-    remote: float
-    nodes: float
-    load: float
-    layer_us: float
-    replicas: float
-    moved: float
-    moved_bytes: float
-    lossy: bool
-    seconds: float
+    transport: str = "dedup"
+    placement: PlacementSection | None = None
+    limit: Mapping[str, Any] = field(default_factory=dict)
 
 
-def compare(
-    recipes: Sequence[Recipe],
-    trace: Trace,
-    *,
-    ranks: int,
-    nodes: int = 1,
-    parts: int = 8,
-    seed: int = 0,
-    cost: CostModel | None = None,
-) -> list[Outcome]:
-    """Every recipe, and experts in order, over a trace.
-
-    Raises:
-        ValueError: fewer sequences than parts, or what cannot be laid out."""
-    if not 2 <= parts <= trace.num_sequences:
-        raise ValueError(
-            f"{parts} parts: the trace has {trace.num_sequences} sequences, and a part needs one; 2 at least"
-        )
-    cost = cost or CostModel()
-    outcomes = []
-    for recipe in (BASELINE, *recipes):
-        layers = [_Replay(recipe, trace.layer(n), ranks, nodes, parts, seed, cost).run() for n in trace.layers]
-        numbers = {
-            field.name: float(np.mean([getattr(one, field.name) for one in layers]))
-            for field in fields(Outcome)
-            if field.type == "float"
-        }
-        outcomes.append(replace(layers[0], **numbers))  # type: ignore[arg-type]
-    return outcomes
+def replay(
+    way: Way, trace: LayerTrace, *, ranks: int, nodes: int, parts: int, seed: int, cost: CostModel
+) -> dict[str, float]:
+    """`NUMBERS` of one way on one layer: means over the parts after the first, but for the replicas of the last part
+    and the seconds that all decisions took."""
+    one = _Replay(way, trace, ranks, nodes, parts, seed, cost)
+    return dict(zip(NUMBERS, one.run(), strict=True))
 
 
 class _Replay:
-    """One recipe on one layer."""
-
     def __init__(
-        self, recipe: Recipe, trace: LayerTrace, ranks: int, nodes: int, parts: int, seed: int, cost: CostModel
+        self, way: Way, trace: LayerTrace, ranks: int, nodes: int, parts: int, seed: int, cost: CostModel
     ) -> None:
-        self.recipe, self.ranks, self.nodes, self.seed = recipe, ranks, nodes, seed
+        self.way, self.ranks, self.nodes, self.seed = way, ranks, nodes, seed
+        self.topology, self.cost = Topology.even(ranks, nodes), replace(cost, transport=way.transport)
         self.parts = list(_cut(trace, parts))
         self.layout = ExpertLayout.contiguous(trace.num_experts, ranks)
-        self.transport, self.topology = recipe.get("moe", "transport", "dedup"), Topology.even(ranks, nodes)
-        self.cost = replace(cost, transport=self.transport)
-        self.replicas = recipe.get("placement", "replicas", 0)
-        options = {key: recipe.get("moe", key) for key in ("limit_ranks", "limit_nodes", "limit_by", "topology_cap")}
-        self.limit = LimitOptions(**{k: v for k, v in options.items() if v is not None}, num_nodes=nodes)
+        self.limit = LimitOptions(**way.limit, num_nodes=nodes)
 
-    def run(self) -> Outcome:
+    def run(self) -> tuple[float, ...]:
         seconds, moved, found = 0.0, [], []
         for number in range(1, len(self.parts)):
             began, before = time.perf_counter(), self.layout
@@ -129,49 +87,62 @@ class _Replay:
             seconds += time.perf_counter() - began
             sent_WW, homes = moved_bytes(before, self.layout, self.cost)
             moved.append((homes, int(sent_WW.sum())))
-            found.append(self._measure(self._limited(number)))
-        rows, remote, crossing, load, layer_us = np.mean(found, axis=0)
-        homes, size = np.mean(moved, axis=0)
-        return Outcome(
-            self.recipe.name, self.transport, rows, remote, crossing, load, layer_us,
-            self.layout.num_replicas, homes, size, self.limit.active(self.ranks), seconds,
-        )  # fmt: skip
+            found.append(self._count(self._limited(number)))
+        means = np.mean(np.array(found), axis=0).tolist()
+        return *means, float(self.layout.num_replicas), *np.mean(np.array(moved), axis=0).tolist(), seconds
 
     def _next(self, number: int) -> ExpertLayout:
-        policy = self.recipe.get("placement", "policy")
-        seen = _joined(self.parts[:number])
-        if policy is None or (policy == "place" and number > 1):
+        """The layout of a part."""
+        section = self.way.placement
+        if section is None or (section.policy == "place" and number > 1):
             return self.layout
         history_NE = np.stack([part.load_E for part in self.parts[:number]])
-        load_E = predict(self.recipe.get("placement", "predictor", "ema"), history_NE)
-        if policy in ("place", "migrate"):
-            found = solve(
-                self.recipe.get("placement", "solver"), seen, self.ranks, self.nodes,
-                seed=self.seed, extra_slots=self.replicas, cost=self.cost, load_E=load_E,
-            )  # fmt: skip
-            return found if policy == "place" else self._adopted(found, number)
-        options: dict[str, Any] = {}
-        if policy == "pick":
-            options["pool"] = make_pool(history_NE, self.ranks)
-        model = LoadModel(self.cost, seen.top_k, self.topology)
-        return POLICIES[policy](load_E, self.layout, self.replicas, model, **options)
+        load_E = predict(section.predictor, history_NE)
+        if section.policy in ("place", "migrate"):
+            found = self._solved(number, section, load_E, section.replicas)
+            if section.policy == "place":
+                return found
+            if not section.replicas:
+                return self._adopted([found], number, section)
+            # The search places homes before copies, so that its homes alone are what it finds without room for copies.
+            plain = section.solver.endswith("search")
+            without = ExpertLayout(found.homes) if plain else self._solved(number, section, load_E, 0)
+            return self._adopted([without, found], number, section)
+        options = {"pool": make_pool(history_NE, self.ranks)} if section.policy == "pick" else {}
+        model = LoadModel(self.cost, self.parts[0].top_k, self.topology)
+        found = POLICIES[section.policy](load_E, self.layout, section.replicas, model, **options)
+        return aligned(found, self.layout, self.nodes)
 
-    def _adopted(self, found: ExpertLayout, number: int) -> ExpertLayout:
+    def _solved(self, number: int, section: PlacementSection, load_E: Array, replicas: int) -> ExpertLayout:
+        return solve(
+            section.solver, self._seen(number, section.tokens), self.ranks, self.nodes, seed=self.seed,
+            extra_slots=replicas, load_limit=section.load_limit, cost=self.cost, load_E=load_E,
+        )  # fmt: skip
+
+    def _seen(self, number: int, tokens: int) -> LayerTrace:
+        """The newest parts before a part, as many as hold so many tokens."""
+        first, held = number, 0
+        while first and held < tokens:
+            first -= 1
+            held += self.parts[first].num_tokens
+        return _joined(self.parts[first:number])
+
+    def _adopted(self, candidates: Sequence[ExpertLayout], number: int, section: PlacementSection) -> ExpertLayout:
+        """The fastest candidate on the newest part, if `decide` would move to it; else the present layout."""
         last, left = self.parts[number - 1], len(self.parts) - number
-        now, then = (
-            evaluate(last, one, topology=self.topology, cost=self.cost).seconds for one in (self.layout, found)
-        )
+        layouts = [self.layout, *(aligned(one, self.layout, self.nodes) for one in candidates)]
+        now, *times = (evaluate(last, one, topology=self.topology, cost=self.cost).seconds for one in layouts)
+        then = min(times)
+        found = layouts[1 + times.index(then)]
         decision = decide(
             {"layer": self.layout}, {"layer": found}, now, then,
-            steps_left=left * self.recipe.get("placement", "every", 1),
-            hysteresis=self.recipe.get("placement", "hysteresis", 2.0),
-            least_gain=self.recipe.get("placement", "least_gain", 0.01),
-            topology=self.topology, cost=self.cost,
+            steps_left=left * (section.every or 1), window=section.horizon,
+            hysteresis=section.hysteresis, least_gain=section.least_gain, topology=self.topology, cost=self.cost,
         )  # fmt: skip
         return found if decision.adopt else self.layout
 
     def _limited(self, number: int) -> LayerTrace:
-        """The choices of a part, within the recipe's limit."""
+        """The choices of a part, within the limit."""
         part = self.parts[number]
         if not self.limit.active(self.ranks):
             return part
@@ -192,12 +163,13 @@ class _Replay:
             chosen_TK[mine.numpy()] = chosen.numpy()
         return replace(part, expert_TK=chosen_TK)
 
-    def _measure(self, part: LayerTrace) -> tuple[float, float, float, float, float]:
+    def _count(self, part: LayerTrace) -> tuple[float, float, float, float, float]:
+        """Rows, to other ranks, to other nodes, per token; fullest rank by the mean; modelled microseconds."""
         found, tokens = evaluate(part, self.layout, topology=self.topology, cost=self.cost), part.num_tokens
-        remote = found.sent_WW.sum() - found.sent_WW.trace()
+        sent_WW = found.sent_WW
         return (
-            found.sent_WW.sum() / tokens, remote / tokens, found.rows_nodes / tokens, found.load_ratio,
-            1e6 * found.seconds,
+            float(sent_WW.sum() / tokens), float((sent_WW.sum() - sent_WW.trace()) / tokens), found.rows_nodes / tokens,
+            found.load_ratio, 1e6 * found.seconds,
         )  # fmt: skip
 
 
@@ -214,48 +186,4 @@ def _joined(parts: Sequence[LayerTrace]) -> LayerTrace:
         expert_TK=np.concatenate([part.expert_TK for part in parts]),
         sequence_T=np.concatenate([part.sequence_T for part in parts]),
         weight_TK=np.concatenate(weights) if len(weights) == len(parts) else None,
-    )
-
-
-def to_json(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
-    return [asdict(one) for one in outcomes]
-
-
-def print_table(outcomes: Sequence[Outcome], nodes: int, console: Console | None = None) -> None:
-    """The outcomes, experts in order first."""
-    console = console or Console(width=140)
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("recipe", no_wrap=True)
-    for name in (
-        "transport",
-        "rows",
-        "remote",
-        "nodes",
-        "load",
-        "modelled us",
-        "replicas",
-        "moved",
-        "MB moved",
-        "seconds",
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
-    for one in outcomes:
-        table.add_row(
-            f"{one.recipe} (lossy)" if one.lossy else one.recipe,
-            one.transport,
-            f"{one.rows:.3f}",
-            f"{one.remote:.3f}",
-            f"{one.nodes:.3f}" if nodes > 1 else "-",
-            f"{one.load:.3f}",
-            f"{one.layer_us:.0f}",
-            f"{one.replicas:.1f}",
-            f"{one.moved:.1f}",
-            f"{one.moved_bytes / 1e6:.1f}",
-            f"{one.seconds:.2f}",
-        )
-    console.print(table, highlight=False)
-    console.print(
-        "rows, remote, nodes: per token, all, to other ranks, to other nodes; load: fullest rank by the mean; "
-        "modelled: one layer, forward and backward; replicas: of a layer; moved: homes of a layer between two parts",
-        highlight=False,
     )

@@ -57,6 +57,29 @@ def test_the_model_of_time_by_hand() -> None:
     assert seconds(replica, model=model) == pytest.approx(rides + 65 * 1 + upkeep)
 
 
+def test_many_candidates_at_once_are_what_each_is_alone() -> None:
+    """Against the cost model's own rides, products and transfers, on one node and on two."""
+    draw = np.random.default_rng(0)
+    held_CEW = held(PLAIN) | (draw.random((5, 8, 4)) < 0.2)
+    for topology in (Topology.even(4), Topology.even(4, 2)):
+        model = replace(MODEL, topology=topology)
+        cost, home_E, pairs = model.cost, homes_of(PLAIN), HOT * (MODEL.cost.tokens_per_rank * 4 * 2 / HOT.sum())
+        expected = []
+        for held_EW in held_CEW:
+            copies, filling_WW = held_EW.sum(1), np.zeros((4, 4))
+            arriving_W = (pairs * (1 / copies - 1 / 4)) @ held_EW
+            for expert, rank in np.argwhere(held_EW & ~held(PLAIN)):
+                filling_WW[home_E[expert], rank] += cost.expert_bytes
+            expected.append(
+                cost.ride_seconds(np.tile(arriving_W / 3, (4, 1)), topology)
+                + cost.compute_seconds((pairs / copies) @ held_EW)
+                + cost.transfer_seconds(filling_WW, topology)
+                + cost.transfer_seconds(filling_WW.T, topology)
+            )
+        assert model.seconds_of(HOT, held_CEW, home_E) == pytest.approx(expected)
+        assert [model.seconds(HOT, one, home_E) for one in held_CEW] == pytest.approx(expected)
+
+
 def test_shadow_broadcasts_the_hottest_alone() -> None:
     found = shadow(HOT, PLAIN, 2, MODEL)
     assert [sum(e in slots for slots in found.slots) for e in range(8)] == [4, 1, 1, 1, 1, 1, 1, 1]

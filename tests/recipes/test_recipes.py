@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
+import tomli_w
 import torch
 from typer.testing import CliRunner
 
@@ -19,8 +22,8 @@ from carpool.layout import ExpertLayout
 from carpool.moe import MoE
 from carpool.placement.trace import Trace
 from carpool.recipes import Recipe, load, names, read
+from carpool.recipes.compare import Axis, chosen, compare, ways
 from carpool.recipes.mechanisms import Mechanism, find
-from carpool.recipes.replay import Outcome, compare
 from carpool.recipes.resolve import in_effect, resolve
 from carpool.train.config import Config, load_config
 from tests.ranks import mesh
@@ -37,11 +40,6 @@ SYSTEMS = {
     "flexmoe": {"transport:alltoall", "policy:expand_shrink", "predictor:last"},
     "mindspeed": {"transport:alltoall", "policy:lpt_cv", "predictor:ema"},
 }
-WITHOUT: Mapping[str, tuple[str, str, Any]] = {
-    "solver": ("placement", "solver", "contiguous"),
-    "policy": ("placement", "policy", None),
-    "limit": ("moe", "limit_ranks", None),
-}
 
 
 @pytest.fixture(scope="module")
@@ -51,14 +49,14 @@ def trace() -> Trace:
     return replace(whole, expert_LTK=whole.expert_LTK[3:5], layers=whole.layers[3:5], weight_LTK=None)
 
 
-def with_setting(recipe: Recipe, section: str, key: str, value: Any) -> Recipe:
+def with_setting(recipe: Recipe, folder: Path, section: str, key: str, value: Any) -> Recipe:
+    """A recipe in a file of its own, with one setting changed, or without it (None)."""
     changed = {**recipe.settings.get(section, {}), key: value}
     kept = {k: v for k, v in changed.items() if v is not None}
-    return replace(recipe, settings={**recipe.settings, section: kept})
-
-
-def measured(outcome: Outcome) -> tuple[float, ...]:
-    return outcome.rows, outcome.remote, outcome.load, outcome.replicas, outcome.moved
+    head = {"system": recipe.system, "source": recipe.source, "mechanisms": [], "kind": recipe.kind}
+    path = folder / f"{recipe.name} {key}.toml"
+    path.write_text(tomli_w.dumps({"recipe": head, **recipe.settings, section: kept}))
+    return read(str(path))
 
 
 def test_the_recipes_are_there_and_of_these_parts() -> None:
@@ -214,39 +212,113 @@ def waited_for_less(prefetch: bool) -> int:
     return sum(layer.core.filler.bytes_ahead for layer in layers)
 
 
+# What is compared to see a kind of mechanism at work, and the setting in its place.
+SHOWN: Mapping[str, tuple[Axis, str, str, Any]] = {
+    "solver": ("placement", "placement", "solver", "contiguous"),
+    "policy": ("placement", "placement", "policy", "lpt_cv"),
+    "predictor": ("placement", "placement", "predictor", None),
+    "transport": ("transport", "moe", "transport", None),
+    "limit": ("routing", "moe", "limit_ranks", 3),
+}
+OTHER = {"last": "ema", "ema": "last", "alltoall": "dedup", "dedup": "alltoall", "lpt_cv": "pick"}
+
+
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_each_mechanism_changes_bytes_load_or_layout(name: str, trace: Trace, request: pytest.FixtureRequest) -> None:
+def test_each_mechanism_changes_rows_load_or_layout(
+    name: str, trace: Trace, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     recipe = load(name)
-    changed: list[Recipe] = []
     for mechanism in recipe.mechanisms:
         kind, _, what = mechanism.partition(":")
-        if kind == "freeze":
-            continue  # no routing tells: tests/train/test_limit.py
+        if kind == "freeze" or what == "place":
+            continue  # no routing tells: tests/train/test_limit.py, tests/train/test_placement.py
         if kind == "prefetch":  # no routing tells either
-            ranks, chosen = request.getfixturevalue("ranks"), recipe.get("placement", "prefetch")
-            assert sum(ranks(waited_for_less, chosen)) > 0 == sum(ranks(waited_for_less, not chosen))
+            ranks, ahead = request.getfixturevalue("ranks"), recipe.get("placement", "prefetch")
+            assert sum(ranks(waited_for_less, ahead)) > 0 == sum(ranks(waited_for_less, not ahead))
             continue
-        if kind == "transport":
-            other = ("moe", "transport", "dedup" if what == "alltoall" else "alltoall")
-        elif kind == "predictor":
-            other = ("placement", "predictor", "last" if what == "ema" else "ema")
-        else:
-            other = WITHOUT[kind]
-        changed.append(replace(with_setting(recipe, *other), name=f"without {mechanism}"))
-    _, whole, *without = compare([recipe, *changed], trace, ranks=4, nodes=2, parts=6)
-    for one in without:
-        assert measured(one) != measured(whole), one.recipe
+        axis, section, key, value = SHOWN[kind]
+        other = with_setting(recipe, tmp_path, section, key, OTHER.get(what, value))
+        both = [recipe, other]
+        if axis == "placement":  # whatever else the recipe does is left out
+            both = [with_setting(one, tmp_path, "moe", "limit_ranks", None) for one in both]
+        first, second = compare(axis, both, trace, ranks=4, nodes=2, parts=5)[-2:]
+        assert not first.same_as(second), mechanism
+
+
+def test_no_two_rows_are_the_same(trace: Trace) -> None:
+    """One thing varies, and whatever does the same to it shares a row."""
+    trace = replace(trace, expert_LTK=trace.expert_LTK[:1], layers=trace.layers[:1])
+    for axis in get_args(Axis):
+        recipes, refused = chosen(axis)
+        assert {recipe.name for recipe in recipes} | set(refused) == set(names())
+        found = compare(axis, recipes, trace, ranks=4, parts=3)
+        assert len(found) > 1
+        assert not [(a.name, b.name) for a, b in combinations(found, 2) if a.same_as(b)]
+        if axis == "placement":
+            assert all(one.rows <= 4 for one in found), "one row per rank at most, whatever a recipe's own transport"
+        if axis == "transport":
+            assert [one.name for one in found] == ["alltoall", "dedup and nvlink"]
+
+
+@pytest.mark.parametrize(
+    ("axis", "name", "why"),
+    [
+        ("placement", "lina", "its experts stay in order"),
+        ("placement", "switch", "its router has another top-k, or drops"),
+        ("transport", "gshard", "its router has another top-k, or drops"),
+        ("placement", "occult-pruned", "it limits the routing, too"),
+        ("transport", "eplb", "it leaves the transport to the machine"),
+        ("routing", "mindspeed", "it leaves the routing as it is"),
+        ("placement", "fsmoe", "this version"),
+    ],
+)
+def test_what_a_replay_cannot_tell_is_refused(axis: Axis, name: str, why: str, trace: Trace) -> None:
+    assert why in chosen(axis)[1][name]
+    with pytest.raises(ValueError, match=f"{name}.*: {why}"):
+        chosen(axis, [name])
+    if not read(name).missing:
+        with pytest.raises(ValueError, match=f"{name} cannot be compared by {axis}: {why}"):
+            compare(axis, [load(name)], trace, ranks=4)
+
+
+def test_recipes_that_do_the_same_share_a_row(tmp_path: Path) -> None:
+    again = with_setting(load("occult"), tmp_path, "moe", "transport", "alltoall")
+    assert list(ways("placement", [load("occult"), again])) == ["experts in order", "occult, occult transport"]
+    recipes = [load(name) for name in ("fastmoe", "lina", "occult")]
+    found = ways("transport", recipes, placement=load("occult"))
+    assert list(found) == ["alltoall", "dedup"]
+    assert all(way.placement == resolve(load("occult")).placement for way in found.values())
+
+
+def test_a_comparison_by_command(trace: Trace, tmp_path: Path) -> None:
+    file, out = tmp_path / "trace.npz", tmp_path / "out"
+    trace.subset(trace.sequence_T < trace.sequence_T[0] + 8).save(file)
+    asked = ["recipes", "compare", "--trace", str(file), "--parts", "3", "--out", str(out)]
+    done = CliRunner().invoke(app, [*asked, "--transport", "alltoall"])
+    assert done.exit_code == 0, done.output
+    assert "placement varies; in all rows: transport alltoall, routing as recorded" in done.output
+    assert "lina: its experts stay in order" in " ".join(done.output.split())
+    written = json.loads((out / "recipes.json").read_text())
+    assert {row["rows"] for row in written["rows"]} == {8.0}, "one row for each of 8 choices"
+    assert written["settings"]["vary"] == "placement" and "lina" in written["refused"]
+    for wrong, why in (
+        (["--vary", "transport", "--transport", "dedup"], "lets it differ"),
+        (["--recipes", "lina"], "lina cannot be compared by placement"),
+        (["--transport", "pigeon"], "'pigeon'"),
+    ):
+        refused = CliRunner().invoke(app, [*asked, *wrong])
+        assert refused.exit_code == 1 and why in refused.output, refused.output
 
 
 def test_replaying_is_deterministic_and_parts_are_checked(trace: Trace) -> None:
-    first, second = (compare([load("flexmoe")], trace, ranks=4, parts=3) for _ in range(2))
-    assert [measured(one) for one in first] == [measured(one) for one in second]
+    first, second = (compare("placement", [load("flexmoe")], trace, ranks=4, parts=3) for _ in range(2))
+    assert all(one.same_as(other) for one, other in zip(first, second, strict=True))
     with pytest.raises(ValueError, match="the trace has 32 sequences"):
-        compare([load("flexmoe")], trace, ranks=4, parts=33)
+        compare("placement", [load("flexmoe")], trace, ranks=4, parts=33)
 
 
 def test_a_limit_is_kept_and_called_lossy(trace: Trace) -> None:
-    plain, pruned = compare([load("occult-pruned")], trace, ranks=4, parts=3)
+    plain, pruned = compare("routing", [load("occult-pruned")], trace, ranks=4, parts=3, placement=load("occult"))
     assert pruned.rows <= 2 < plain.rows and pruned.lossy and not plain.lossy
 
 
