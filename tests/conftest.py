@@ -8,10 +8,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.interpreter import choose_interpreter
 from tests.ranks import Ranks
 
 # Folders in the order of how long a file of theirs takes.
-FIRST = ["train", "hf", "schedule", "tests"]
+FIRST = ["train", "hf", "schedule", "tests", "interpreted"]
+
+choose_interpreter()  # before any test imports Triton
 
 # Two cores: four ranks and the test process each take one thread, or they fight.
 torch.set_num_threads(1)
@@ -42,7 +45,6 @@ def pytest_sessionfinish() -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that take long come first, so that no core waits at the end. `gpu` needs a GPU."""
     items.sort(key=lambda item: FIRST.index(item.path.parent.name) if item.path.parent.name in FIRST else len(FIRST))
-    items.sort(key=lambda item: item.path.name != "test_interpreted.py")
     if torch.cuda.is_available():
         return
     for item in items:

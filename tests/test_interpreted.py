@@ -1,7 +1,7 @@
-"""All kernels in Triton's interpreter: tests/interpreted, in a process of its own.
+"""Are the kernels of tests/interpreted run at all?
 
-The interpreter is chosen when Triton is imported, hence the process. It takes one core for longer than any other file
-of tests, so `conftest.py` puts this file first, and `make test` runs the others beside it.
+Without a GPU this session runs them, like any other file. With a GPU this session compiles kernels, so that folder runs
+in a process of its own, which chooses the interpreter.
 """
 
 from __future__ import annotations
@@ -13,36 +13,27 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
+from tests.interpreter import why_not
+
 ROOT = Path(__file__).resolve().parents[1]
-FOLDER = "tests/interpreted"
-
-
-def why_not() -> str | None:
-    """Why the interpreter cannot be used here."""
-    try:
-        import triton
-    except ImportError:
-        return "Triton is not installed"
-    numbers = [int(n) for n in re.findall(r"\d+", triton.__version__)[:2]]
-    if numbers < [3, 9] and [int(n) for n in np.__version__.split(".")[:2]] >= [2, 3]:
-        return (
-            f"Triton {triton.__version__}'s interpreter does not know how numpy {np.__version__} reads one number of "
-            "an array; Triton 3.9 does, or numpy before 2.3"
-        )
-    return None
+FOLDER = ROOT / "tests" / "interpreted"
 
 
 @pytest.mark.timeout(900)
 def test_kernels_equal_what_they_define() -> None:
     if reason := why_not():
         pytest.skip(reason)
+    import triton
+
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        assert triton.knobs.runtime.interpret, "Triton was imported before tests/conftest.py chose its interpreter"
+        return
     # It is a session by itself, not another worker of this one.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", FOLDER],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(FOLDER)],
         cwd=ROOT,
         env=environment | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         text=True,
@@ -56,7 +47,7 @@ def test_kernels_equal_what_they_define() -> None:
     assert "skipped" not in output and "deselected" not in output, output
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / FOLDER).glob("test_*.py")), ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", sorted(FOLDER.glob("test_*.py")), ids=lambda file: file.stem)
 def test_without_the_interpreter_all_of_them_are_skipped(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(pytest.skip.Exception, match="TRITON_INTERPRET=1"):

@@ -1,6 +1,6 @@
 """The kernel of `assign` in Triton's interpreter: equal to plain PyTorch, which defines it.
 
-Run by tests/test_interpreted.py in a process of its own, because the interpreter is chosen when Triton is imported.
+tests/conftest.py chooses the interpreter where there is no GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from carpool.parallel.slots import SlotFiller
 from tests.assign_problem import CASES, Case, problem
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1; tests/test_interpreted.py sets it", allow_module_level=True)
+    pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
 
 from carpool.layout import assign_kernel
 

@@ -1,6 +1,6 @@
 """The experts' kernels in Triton's interpreter, on the CPU, against plain PyTorch in float64.
 
-Run by tests/test_interpreted.py in a process of its own, because the interpreter is chosen when Triton is imported.
+tests/conftest.py chooses the interpreter where there is no GPU.
 `kernels` makes the experts take their CUDA side for tensors on the CPU, with tiles so small that loops run several
 times; PyTorch fills memory that nobody initialised with NaN, so that what is read past the count is found.
 """
@@ -24,7 +24,7 @@ from carpool.memory import Arena, Rows
 from tests.experts_problem import ACTIVATIONS, PATTERNS, ExpertProblem, draw_slots
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1; tests/test_interpreted.py sets it", allow_module_level=True)
+    pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
 
 from carpool.experts import activation_kernels, pair_kernels, sort_kernel
 

@@ -1,6 +1,6 @@
 """The FP8 experts' kernels in Triton's interpreter, on the CPU, against their definition in plain PyTorch.
 
-Run by tests/test_interpreted.py in a process of its own, because the interpreter is chosen when Triton is imported.
+tests/conftest.py chooses the interpreter where there is no GPU.
 PyTorch fills memory that nobody initialised with NaN, so that what is read past the count is found.
 """
 
@@ -25,7 +25,7 @@ from carpool.transport.packets import GROUP, pack, packet_bytes, unpack
 from tests.experts_problem import ACTIVATIONS, PATTERNS, ExpertProblem, draw_slots
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1; tests/test_interpreted.py sets it", allow_module_level=True)
+    pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
 
 from carpool.experts import sort_kernel
 from carpool.experts.fp8 import gemm_kernels as fp8_gemm_kernels

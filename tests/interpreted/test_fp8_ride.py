@@ -20,7 +20,7 @@ from carpool.transport import make_transport
 from carpool.transport.packets import packet_bytes
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1; tests/test_interpreted.py sets it", allow_module_level=True)
+    pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
 
 from carpool.transport import packet_kernel
 from tests.interpreted.emulated import emulate

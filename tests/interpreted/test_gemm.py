@@ -1,6 +1,6 @@
 """The fused grouped products in Triton's interpreter, on the CPU, against plain PyTorch in float64.
 
-Run by tests/test_interpreted.py, as test_experts.py is, whose ways these are: tiny tiles, NaN in memory
+Written as test_experts.py is: tiny tiles, NaN in memory
 that nobody initialised, and bounds instead of counts.
 """
 
@@ -21,7 +21,7 @@ from carpool.memory import Arena, Rows
 from tests.experts_problem import ACTIVATIONS, PATTERNS, ExpertProblem, draw_slots
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1; tests/test_interpreted.py sets it", allow_module_level=True)
+    pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
 
 from carpool.experts import dact_kernels, gemm_tiles, outer_kernels, product_kernels, table_kernels, up_kernels
 from carpool.experts.gemm_tiles import Tiling

@@ -1,6 +1,6 @@
 """The kernels of the `nvlink` transport in Triton's interpreter, with 2, 3, 4 and 8 ranks, against what they define.
 
-Run by tests/test_interpreted.py in a process of its own, because the interpreter is chosen when Triton is imported.
+tests/conftest.py chooses the interpreter where there is no GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from carpool.observe.traffic import Traffic
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1; tests/test_interpreted.py sets it", allow_module_level=True)
+    pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
 
 from carpool.transport import Arrivals
 from carpool.transport.nvlink import NVLink

@@ -1,7 +1,7 @@
 """The verbs of the `nvlink` transport one after another, in Triton's interpreter: forward and backward over several
 rounds, dispatches in flight at the same time, and what was counted. tests/gpu/nvlink_rides.py has the rides.
 
-Run by tests/test_interpreted.py, as test_nvlink.py is. Sums are float32 here: the interpreter cuts a float32 off where
+Written as test_nvlink.py is. Sums are float32 here: the interpreter cuts a float32 off where
 a GPU rounds it to bfloat16.
 """
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1; tests/test_interpreted.py sets it", allow_module_level=True)
+    pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
 
 from carpool import ExpertLayout, Routing, assign
 from carpool.observe.traffic import Traffic

@@ -1,6 +1,6 @@
 """The kernel of `ordered_sum` in Triton's interpreter: equal to the plain version bit for bit.
 
-Run by tests/test_interpreted.py in a process of its own, because the interpreter is chosen when Triton is imported.
+tests/conftest.py chooses the interpreter where there is no GPU.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from carpool.kernels.ordered_sum import ordered_lists, ordered_sum
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1; tests/test_interpreted.py sets it", allow_module_level=True)
+    pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
 
 from carpool.kernels.ordered_sum_kernel import launch
 

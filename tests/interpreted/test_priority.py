@@ -1,4 +1,4 @@
-"""The kernel that looks whether a ride has the links, in Triton's interpreter. Run by tests/test_interpreted.py."""
+"""The kernel that looks whether a ride has the links, in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1; tests/test_interpreted.py sets it", allow_module_level=True)
+    pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
 
 from carpool.schedule.priority_kernel import launch
 

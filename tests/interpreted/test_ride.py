@@ -24,7 +24,7 @@ from carpool.schedule.chunks import ChunkedOrder
 from carpool.transport import make_transport
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1; tests/test_interpreted.py sets it", allow_module_level=True)
+    pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
 
 from tests.interpreted.emulated import emulate
 

@@ -1,6 +1,6 @@
 """The router's kernels in Triton's interpreter, on the CPU, against plain PyTorch in float64.
 
-Run by tests/test_interpreted.py in a process of its own, because the interpreter is chosen when Triton is imported.
+tests/conftest.py chooses the interpreter where there is no GPU.
 Few programs and small tiles, so that loops run several times; PyTorch fills memory that nobody initialised with NaN.
 """
 
@@ -20,7 +20,7 @@ from carpool.routing import selection as routing
 from tests.routing_problem import CASES, Case, check, check_not_finite
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1; tests/test_interpreted.py sets it", allow_module_level=True)
+    pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
 
 from carpool.routing import kernel as routing_kernel
 from carpool.routing import logits as routing_logits

@@ -1,7 +1,7 @@
 """Rides in tiles in Triton's interpreter: the kernels that send, sort and compute by part, and whole rides against
 those without parts. Nothing waits here: a kernel that finds a part missing says so, as it would after its time is up.
 
-Run by tests/test_interpreted.py, as test_nvlink.py and test_gemm.py are, whose ways these are.
+Written as test_nvlink.py and test_gemm.py are.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 import torch
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.skip("needs TRITON_INTERPRET=1; tests/test_interpreted.py sets it", allow_module_level=True)
+    pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
 
 from carpool.experts import Activation, ExpertFunction, ExpertWeights, GroupedExperts, make_activation, table_kernels
 from carpool.experts.choices import Choices
