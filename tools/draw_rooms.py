@@ -37,12 +37,14 @@ ORDER: tuple[tuple[str, ...], ...] = (
 )
 LEVEL = {room: number for number, line in enumerate(ORDER) for room in line}
 
+# Of the package itself: names that are imported when they are asked for, and `python -m carpool`.
+NO_ROOMS = {"__init__", "__main__", "__pycache__"}
+
 # (file, room): imports against the order.
 EXCEPTIONS: frozenset[tuple[str, str]] = frozenset(
     {
         ("memory/keep.py", "transport"),
         ("observe/stats.py", "ride"),
-        ("parallel/gradients.py", "moe"),
         ("placement/objective.py", "routing"),
         ("placement/volume.py", "routing"),
         ("ride/function.py", "schedule"),
@@ -77,12 +79,12 @@ def imports(source: str, path: str = "<source>") -> Iterator[str]:
 
 def arrows(package: Path = PACKAGE) -> dict[tuple[str, str], list[str]]:
     """(room, room that it imports) -> the files that do."""
-    rooms = {path.stem if path.is_file() else path.name for path in package.iterdir()} - {"__init__", "__pycache__"}
+    rooms = {path.stem if path.is_file() else path.name for path in package.iterdir()} - NO_ROOMS
     found: dict[tuple[str, str], list[str]] = defaultdict(list)
     for path in sorted(package.rglob("*.py")):
         file = path.relative_to(package).as_posix()
         room = room_of("carpool." + file.removesuffix(".py").replace("/", "."))
-        if room == "__init__":  # of the package: names only, imported when they are asked for
+        if room in NO_ROOMS:
             continue
         for module in imports(path.read_text(), file):
             other = room_of(module)
@@ -155,6 +157,7 @@ def direct(pairs: Collection[tuple[str, str]]) -> set[tuple[str, str]]:
 def draw(found: Mapping[tuple[str, str], list[str]], exceptions: frozenset[tuple[str, str]] = EXCEPTIONS) -> str:
     """An SVG with one box per room and a line of boxes per layer. Arrows that follow from others are left out;
     exceptions are dashed."""
+    found = {pair: files for pair, files in found.items() if LEVEL.keys() >= set(pair)}
     lines = [line for line in ([r for r in line if any(r in pair for pair in found)] for line in ORDER) if line]
     width, height, box_w, box_h = 820, 84 * len(lines) + 20, 104, 38
     middle: dict[str, tuple[float, float]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import re
 from pathlib import Path
@@ -74,9 +75,20 @@ def test_reference_names_what_is_there() -> None:
                 continue
             file = ROOT / (module.replace(".", "/") + ".py")
             file = file if file.exists() else ROOT / module.replace(".", "/") / "__init__.py"
-            tree = ast.parse(file.read_text())
-            defined = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+            defined = set()
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                    defined.add(node.name)
+                elif isinstance(node, ast.ImportFrom):
+                    defined |= {alias.name for alias in node.names}
             assert last in defined, f"{path.name} names {name}"
+
+
+@pytest.mark.parametrize("module", ["carpool", "carpool.hf"])
+def test_reference_has_every_public_name(module: str) -> None:
+    names = set(importlib.import_module(module).__all__) - {"__version__"}
+    page = (DOCS / "reference" / f"{module.rpartition('.')[2]}.md").read_text()
+    assert names == set(re.findall(rf"^::: {re.escape(module)}\.(\w+)$", page, flags=re.MULTILINE))
 
 
 def test_messages_are_in_the_code() -> None:
