@@ -32,6 +32,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from carpool.hf.conversions import unshardable
 from carpool.hf.initial_weights import fill, set_tensor
+from carpool.hf.sizes import check_sizes
 from carpool.hf.weight_files import check_weight_files
 
 # Spellings of rotary settings that Transformers still takes and folds into `rope_parameters`.
@@ -47,7 +48,7 @@ def make_config(model_type: str, overrides: dict[str, Any]) -> PreTrainedConfig:
 
     Raises:
         ValueError: for a model type or key that Transformers does not have (with the nearest one that it has), or a
-            value that the configuration refuses.
+            value that the configuration refuses or that cannot be meant (`carpool.hf.sizes`).
     """
     if model_type not in CONFIG_MAPPING or model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         known = sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in CONFIG_MAPPING)
@@ -57,9 +58,11 @@ def make_config(model_type: str, overrides: dict[str, Any]) -> PreTrainedConfig:
     config_class = CONFIG_MAPPING[model_type]
     _check_keys(config_class, overrides, model_type)
     try:
-        return config_class(**overrides)
+        config = config_class(**overrides)
     except Exception as error:  # each configuration validates in its own way, and with its own exception
         raise ValueError(f"the {model_type} configuration refuses {overrides}: {error}") from error
+    check_sizes(config)
+    return config
 
 
 def build_model(
@@ -93,6 +96,7 @@ def build_model(
     kwargs = {name: value for name, value in wanted.items() if value is not None}
     path = None if isinstance(config_or_path, PreTrainedConfig) else Path(config_or_path)
     config = read_config(path) if path is not None else copy.deepcopy(cast(PreTrainedConfig, config_or_path))
+    check_sizes(config)
     _check_ranks(distributed_config)
     blueprint = _on_meta(config, dtype, kwargs)
     _check_experts(blueprint, distributed_config)

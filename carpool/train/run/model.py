@@ -13,13 +13,11 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
 from carpool.hf.build import experts_modules, make_config, read_config
+from carpool.hf.sizes import TOP_K, check_sizes, first_key
 from carpool.parallel.degrees import Degrees
 from carpool.train.config import nearest
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import Tokenizer
-
-# Names under which transformers' configurations keep K.
-_TOP_K = ("num_experts_per_tok", "moe_top_k", "moe_topk", "top_k_experts", "num_selected_experts", "top_k", "moe_k")
 
 
 def model_source(config: Config, tokenizer: Tokenizer) -> PreTrainedConfig | Path:
@@ -80,6 +78,7 @@ def expert_counts(model: PreTrainedModel) -> dict[str, int]:
 def meta_model(source: PreTrainedConfig | Path) -> PreTrainedModel:
     """The model without values: shapes and module names only."""
     config = read_config(source) if isinstance(source, Path) else source
+    check_sizes(config)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
 
@@ -100,10 +99,10 @@ def top_k_of(model: nn.Module) -> int:
     """K of a transformers model's router."""
     config: Any = model.config
     text = config.get_text_config()
-    for name in _TOP_K:
-        value = getattr(text, name, None)
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value
-    raise ValueError(
-        f"{type(model).__name__} does not say how many experts a token visits; tried {', '.join(_TOP_K)} of its config"
-    )
+    key = first_key(text, TOP_K)
+    if key is None:
+        raise ValueError(
+            f"{type(model).__name__} does not say how many experts a token visits; tried {', '.join(TOP_K)} of its "
+            "config"
+        )
+    return int(getattr(text, key))

@@ -1,0 +1,74 @@
+"""Sizes in a model's configuration that cannot be meant: refused before anything is built, with the key and the value.
+
+Transformers builds such models, or fails with a division by zero, a negative dimension or a shape that does not fit,
+depending on the model and often only in the first forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+# Names under which transformers' configurations keep K, the experts of a token.
+TOP_K = (
+    "num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts", "num_selected_experts",
+    "top_k", "moe_k",
+)  # fmt: skip
+# The same of E.
+EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts", "num_routed_experts")
+_POSITIVE = (
+    "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "head_dim",
+)  # fmt: skip
+
+
+def check_sizes(config: PreTrainedConfig) -> None:
+    """Look at the sizes of a model's configuration, or of its language model's.
+
+    Raises:
+        ValueError: a size below 1, more experts for a token than there are, or attention heads that do not divide the
+            hidden size or among each other.
+    """
+    text: Any = config.get_text_config()
+    kind = text.model_type
+
+    def size(key: str) -> int | None:
+        value = getattr(text, key, None)
+        return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+    top_k_key, experts_key = first_key(text, TOP_K), first_key(text, EXPERTS)
+    for key in (*_POSITIVE, top_k_key, experts_key):
+        if key is not None and (value := size(key)) is not None and value < 1:
+            raise ValueError(f"{key} = {value} in the {kind} configuration must be at least 1")
+    if top_k_key is not None and experts_key is not None:
+        top_k, experts = getattr(text, top_k_key), getattr(text, experts_key)
+        if top_k > experts:
+            raise ValueError(
+                f"{top_k_key} = {top_k} in the {kind} configuration is more than its {experts_key} = {experts}: a "
+                "token cannot choose more experts than there are"
+            )
+    hidden, heads, pairs = size("hidden_size"), size("num_attention_heads"), size("num_key_value_heads")
+    if hidden is None or heads is None:
+        return
+    if pairs is not None and heads % pairs:
+        raise ValueError(
+            f"num_attention_heads = {heads} in the {kind} configuration is no multiple of its num_key_value_heads = "
+            f"{pairs}"
+        )
+    # Latent attention has sizes of heads of its own; others may say head_dim.
+    own = size("qk_head_dim") is not None or size("head_dim") not in (None, hidden // heads)
+    if hidden % heads and not own:
+        raise ValueError(
+            f"hidden_size = {hidden} in the {kind} configuration is no multiple of its num_attention_heads = {heads}, "
+            "so the size of a head is no whole number: change one of them"
+        )
+
+
+def first_key(text: Any, names: tuple[str, ...]) -> str | None:
+    """The first of these keys that the configuration has as a whole number."""
+    for name in names:
+        value = getattr(text, name, None)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return name
+    return None
