@@ -26,7 +26,7 @@ class CarpoolCallback(TrainerCallback):
     """Adds `carpool/...` entries to every log of a Trainer whose model has Carpool layers.
 
     Collecting is collective, so all ranks must have the callback, which is how a Trainer uses it anyway. Numbers cover
-    the steps since the last log.
+    the steps since the last log, and training alone: not evaluations.
 
     Raises:
         ValueError: at the start of training, for a model without Carpool layers.
@@ -77,6 +77,14 @@ class CarpoolCallback(TrainerCallback):
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._collect(control)
 
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._forget_evaluation()
+
+    def on_predict(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any, **_: Any
+    ) -> None:
+        self._forget_evaluation()
+
     def on_log(
         self,
         args: TrainingArguments,
@@ -93,14 +101,22 @@ class CarpoolCallback(TrainerCallback):
             self._pending = {}
 
     def _collect(self, control: TrainerControl) -> None:
-        """When a log is due, on every rank: they all get here, while only some write logs."""
-        if control.should_log and self._steps:
-            assert self._metrics is not None
-            cuda = torch.cuda.is_available()
-            device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        """When a log is due, on every rank: they all get here, while only some write logs. Before an evaluation, what
+        was counted so far is set aside, because the evaluation's forwards count as well."""
+        if self._metrics is None or not self._steps:
+            return
+        cuda = torch.cuda.is_available()
+        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        if control.should_log:
             record = self._metrics.collect(device, self._steps).record
             self._pending = {f"carpool/{name}": value for name, value in _flat(record).items()}
             self._steps = 0
+        elif control.should_evaluate:
+            self._metrics.set_aside(device)
+
+    def _forget_evaluation(self) -> None:
+        if self._metrics is not None:
+            self._metrics.forget_current()
 
 
 def _flat(record: dict[str, Any], prefix: str = "") -> dict[str, float]:

@@ -20,6 +20,8 @@ from carpool.hf.expert_parallel import ExpertRides, rides
 from carpool.observe.traffic import Traffic
 
 SPANS = ("dispatch", "experts", "combine")
+# See `RideMetrics._counts`.
+Counts = tuple[torch.Tensor, list[dict[str, list[float]]]]
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,21 @@ class RideMetrics:
 
     def __init__(self, model: nn.Module) -> None:
         self.layers: list[ExpertRides] = list(rides(model).values())
+        self._aside: list[Counts] = []
 
     def reset(self) -> None:
-        """Forget what was counted so far (a warm-up, an evaluation)."""
+        """Forget what was counted so far (a warm-up)."""
+        self._aside = []
+        self.forget_current()
+
+    def set_aside(self, device: torch.device) -> None:
+        """Keep what was counted so far for the next `collect`, whatever is counted and forgotten until then. Waits for
+        the device; not collective."""
+        self._aside.append(self._counts(device))
+        self.forget_current()
+
+    def forget_current(self) -> None:
+        """Forget what was counted since the last reset, collection or setting aside (an evaluation)."""
         for own in self.layers:
             own.stats.reset()
             own.filler.reset()
@@ -54,10 +68,26 @@ class RideMetrics:
 
     def collect(self, device: torch.device, steps: int = 1) -> RideRecord:
         """Everything counted since the last reset, over all ranks, and reset."""
+        parts = [*self._aside, self._counts(device)]
+        total = torch.stack([counts for counts, _ in parts]).sum(0) if self._aside else parts[0][0]
+        maxima = []
+        for span in SPANS:
+            calls = [ms for _, times in parts for layer in times for ms in layer.get(span, [])]
+            maxima += [percentile(calls, 0.5), percentile(calls, 0.99), sum(calls) / steps]
+        slowest = torch.tensor(maxima, dtype=torch.float64, device=device)
+        if dist.is_initialized():
+            dist.all_reduce(total)
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        self.reset()
+        experts = max(own.num_experts for own in self.layers)
+        return self._record(total.cpu(), slowest.tolist(), experts, self.layers[0].num_ranks)
+
+    def _counts(self, device: torch.device) -> Counts:
+        """What this rank has counted: a row per layer, to be summed over ranks, and each layer's milliseconds."""
         ranks = self.layers[0].num_ranks
         experts = max(own.num_experts for own in self.layers)
         traffics = Traffic.read_all([own.stats.traffic for own in self.layers])
-        counted, maxima = [], []
+        counted = []
         for own, (rows, sizes, baseline) in zip(self.layers, traffics, strict=True):
             stats, traffic = own.stats, own.stats.traffic
             rows_WW = [[0] * ranks for _ in range(ranks)]
@@ -82,16 +112,7 @@ class RideMetrics:
         total = torch.cat(
             [torch.stack(loads), torch.stack(served), host, entropies.unsqueeze(1), dropped.unsqueeze(1)], dim=1
         )
-        times = [own.stats.meter.milliseconds() for own in self.layers]
-        for span in SPANS:
-            calls = [ms for layer in times for ms in layer.get(span, [])]
-            maxima += [percentile(calls, 0.5), percentile(calls, 0.99), sum(calls) / steps]
-        slowest = torch.tensor(maxima, dtype=torch.float64, device=device)
-        if dist.is_initialized():
-            dist.all_reduce(total)
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        self.reset()
-        return self._record(total.cpu(), slowest.tolist(), experts, ranks)
+        return total, [own.stats.meter.milliseconds() for own in self.layers]
 
     def _record(self, total: torch.Tensor, slowest: list[float], experts: int, ranks: int) -> RideRecord:
         load_LE, replicas_LW, rows_LWW, numbers = total.split([experts, ranks, ranks * ranks, 8], dim=1)

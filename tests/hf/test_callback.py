@@ -23,7 +23,7 @@ from tests.hf.tiny_models import discover, tiny_model
 from tests.ranks import Ranks
 
 
-def _trainer(path: str, model: Any) -> transformers.Trainer:
+def _trainer(path: str, model: Any, **settings: Any) -> transformers.Trainer:
     arguments = transformers.TrainingArguments(
         output_dir=f"{path}/out",
         max_steps=4,
@@ -33,8 +33,9 @@ def _trainer(path: str, model: Any) -> transformers.Trainer:
         report_to=[],
         use_cpu=True,
         disable_tqdm=True,
+        **settings,
     )
-    trainer = transformers.Trainer(model, arguments, train_dataset=Tokens())
+    trainer = transformers.Trainer(model, arguments, train_dataset=Tokens(), eval_dataset=Tokens())
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
 
@@ -55,6 +56,18 @@ def _logs(path: str) -> tuple[list[dict[str, float]], str]:
     CarpoolCallback.add_to(trainer)
     trainer.train()
     logs = [log for log in trainer.state.log_history if "loss" in log]
+    # The same training again, with evaluations before it, between logs and at them.
+    model = AutoModelForCausalLM.from_pretrained(
+        path, dtype="bfloat16", distributed_config=model.config.distributed_config
+    )
+    evaluated = _trainer(path, model, eval_strategy="steps", eval_steps=1, eval_on_start=True)
+    CarpoolCallback.add_to(evaluated)
+    evaluated.train()
+    again = [log for log in evaluated.state.log_history if "loss" in log]
+    for log, other in zip(logs, again, strict=True):
+        counted = {key for key in log if key.startswith("carpool/") and "/ms/" not in key}
+        assert {key: log[key] for key in counted} == {key: other[key] for key in counted}
+    assert len([log for log in evaluated.state.log_history if "eval_loss" in log]) == 5
     plain = _trainer(path, AutoModelForCausalLM.from_pretrained(path))
     CarpoolCallback.add_to(plain)
     with pytest.raises(ValueError) as error:
