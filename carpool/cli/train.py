@@ -76,16 +76,22 @@ def train(
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="The run's folder (training.output_dir).")],
+    runs: Annotated[
+        list[Path], typer.Argument(metavar="RUN [RUN]", help="The run's folder (training.output_dir); two to compare.")
+    ],
     open_: Annotated[bool, typer.Option("--open", help="Open it in the browser.")] = False,
-    output: Annotated[Path | None, typer.Option("--output", help="File to write. Default: RUN/report.html.")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="File to write. Default: RUN/report.html; of two, B/compare.html.")
+    ] = None,
     debug: Debug = False,
 ) -> None:
-    """Write what happened in a run as one HTML file, which needs no network."""
+    """Write what happened in a run as one HTML file, which needs no network; of two runs, what differs."""
     with errors(debug):
-        from carpool.report import write_report
+        from carpool.report import write_comparison, write_report
 
-        written = write_report(run, output)
+        if len(runs) > 2:
+            raise ValueError(f"{len(runs)} runs were given: one is reported, two are compared")
+        written = write_comparison(runs[0], runs[1], output) if len(runs) == 2 else write_report(runs[0], output)
         typer.echo(f"wrote {written}")
         if open_:
             import webbrowser
