@@ -48,13 +48,12 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 docs: $(STAMP)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	$(BIN)/python -m tools.draw_rooms --check
 
 # The wheel must hold what is not Python: templates, styles, recipes, py.typed.
 package: $(STAMP)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[package]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt build twine
 	rm -rf dist
 	$(BIN)/python -m build --quiet
 	$(BIN)/twine check --strict dist/*
@@ -78,6 +77,6 @@ $(STAMP): pyproject.toml constraints.txt
 	  echo "Name another one: make clean && make PYTHON=/path/to/python3.11 ..." >&2; exit 1; }
 	[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[train,placement,dev]'
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[train,placement,dev,docs]'
 	@$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 	@touch $@
