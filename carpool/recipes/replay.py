@@ -28,6 +28,7 @@ import torch
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
 from carpool.placement.adopt import decide, moved_bytes
+from carpool.placement.align import aligned
 from carpool.placement.forecast import predict
 from carpool.placement.objective import evaluate
 from carpool.placement.policies import POLICIES, LoadModel, make_pool
@@ -37,7 +38,6 @@ from carpool.planner.cost import CostModel
 from carpool.routing.limit import RoutingLimit, coactivation_similarity
 from carpool.routing.limit_options import LimitOptions
 from carpool.train.config.schema_moe import PlacementSection
-from carpool.train.moving.cost import aligned
 
 __all__ = ["NUMBERS", "Way", "replay"]
 

@@ -9,11 +9,13 @@ import pytest
 
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
+from carpool.placement.align import aligned
 from carpool.placement.objective import evaluate
 from carpool.placement.volume import predict
 from carpool.planner.hardware import DEFAULT as H200
-from carpool.train.moving.cost import Facts, aligned, foretell, outlook
-from carpool.train.moving.runtime import load_ratio, newest, padded
+from carpool.train.moving.cost import Facts, foretell, outlook
+from carpool.train.moving.layouts import load_ratio, padded
+from carpool.train.moving.runtime import newest
 from tests.placement.synthetic import topics
 
 FACTS = Facts(

@@ -1,5 +1,4 @@
-"""What layouts are foretold to do in a run: the model of `carpool.placement.objective` with the run's sizes, loads as
-they are predicted, and parts named after the ranks where most of their experts are already.
+"""What layouts are predicted to do in a run: `carpool.placement.objective` with the run's sizes and predicted loads.
 
 Rates are those of a hardware profile, not of a measurement in this run: an answer that depended on the clock would make
 two runs differ.
@@ -103,46 +102,3 @@ def outlook(found: Sequence[Objective], facts: Facts) -> dict[str, float | None]
         "bytes": float(sum(rows) * row) if shared else None,
         "load": float(np.mean([one.load_ratio for one in found])),
     }
-
-
-def aligned(found: ExpertLayout, current: ExpertLayout, num_nodes: int) -> ExpertLayout:
-    """The same parts on other ranks and rows, so that few homes move: ranks are named by where most of their experts
-    are already, nodes first. Experts that stay on their rank keep their rows, and slots begin with the homes.
-
-    Example: found homes [[2, 3], [0, 1]], current [[0, 1], [3, 2]]  ->  [[0, 1], [3, 2]]
-    """
-    per_node = found.num_ranks // num_nodes
-    common_WW = np.array([[len(set(a) & set(b)) for b in current.homes] for a in found.homes])
-    common_NN = common_WW.reshape(num_nodes, per_node, num_nodes, per_node).sum((1, 3))
-    target = [0] * found.num_ranks
-    for node, other in enumerate(_pairs(common_NN)):
-        inside_RR = common_WW[node * per_node :, other * per_node :][:per_node, :per_node]
-        for rank, place in enumerate(_pairs(inside_RR)):
-            target[node * per_node + rank] = other * per_node + place
-    homes, slots = [()] * found.num_ranks, [()] * found.num_ranks  # type: list[tuple[int, ...]], list[tuple[int, ...]]
-    for rank, place in enumerate(target):
-        homes[place] = _in_rows(found.homes[rank], current.homes[place])
-        computed = set(found.slots[rank])
-        kept = tuple(e for e in homes[place] if e in computed)
-        slots[place] = kept + tuple(e for e in found.slots[rank] if e not in kept)
-    return ExpertLayout(tuple(homes), tuple(slots))
-
-
-def _in_rows(experts: Sequence[int], rows: Sequence[int]) -> tuple[int, ...]:
-    """`experts` in an order in which those that `rows` has too are in the same places, as far as there are places."""
-    if len(experts) != len(rows):
-        return tuple(experts)
-    new = iter([e for e in experts if e not in rows])
-    return tuple(e if e in experts else next(new) for e in rows)
-
-
-def _pairs(common_XX: Array) -> list[int]:
-    """For each row a column of its own, the largest numbers first."""
-    chosen = [-1] * len(common_XX)
-    order = np.argsort(-common_XX, axis=None, kind="stable")
-    taken: set[int] = set()
-    for row, column in zip(*np.unravel_index(order, common_XX.shape), strict=True):
-        if chosen[row] == -1 and int(column) not in taken:
-            chosen[row] = int(column)
-            taken.add(int(column))
-    return chosen

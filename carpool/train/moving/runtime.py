@@ -31,45 +31,26 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from carpool.hf.expert_parallel import ExpertRides, rides
-from carpool.hf.layouts import check_layouts, current_layouts, set_layout
+from carpool.hf.expert_parallel import rides
+from carpool.hf.layouts import current_layouts, set_layout
 from carpool.hf.metrics import RideRecord
 from carpool.hf.trace import Mark, TraceRecorder
 from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
 from carpool.parallel.migrate import Moved
+from carpool.placement.align import aligned
 from carpool.placement.forecast import predict
 from carpool.placement.policies import POLICIES, make_pool
 from carpool.placement.trace import Trace, concatenate
 from carpool.report.units import bytes_text
 from carpool.train.config.schema import Config, PlacementSection
-from carpool.train.moving.cost import Array, Facts, aligned
+from carpool.train.moving.cost import Array, Facts
+from carpool.train.moving.layouts import load_ratio, padded
 from carpool.train.moving.solve import Question, Solving
 
 TRACE_FILE, LOADS_FILE = "placement-trace.npz", "placement-loads.npz"
 # Steps whose loads a predictor may look at.
 HISTORY = 64
-
-
-def first_layouts(config: Config, layers: dict[str, ExpertRides], saved: dict[str, Any]) -> tuple[Layouts, str]:
-    """Where experts start, and what says so: `moe.layout`, or, of a run that has moved them, its checkpoint.
-
-    A checkpoint's layouts are left aside if they are for other ranks, or if `moe.layout` is no longer what it was.
-
-    Raises:
-        ValueError: a file that is no layout, or not one for this model."""
-    wanted = config.moe.layout
-    placed = saved.get("placement") or {}
-    if placed.get("layouts") and placed.get("moe_layout") == wanted:
-        layouts = Layouts.from_dict(placed["layouts"], "the checkpoint's layouts")
-        try:
-            return check_layouts(layers, layouts), "checkpoint"
-        except ValueError:
-            pass  # it was written on other ranks
-    if wanted != "contiguous":
-        return check_layouts(layers, Layouts.load(wanted)), wanted
-    own = {name: ExpertLayout.contiguous(one.num_experts, one.num_ranks) for name, one in layers.items()}
-    return Layouts(own), wanted
 
 
 class Placement:
@@ -331,22 +312,6 @@ class Placement:
         if (files / LOADS_FILE).is_file():
             with np.load(files / LOADS_FILE, allow_pickle=False) as data:
                 self.loads.extend(data["loads"])
-
-
-def padded(layout: ExpertLayout, room: int) -> ExpertLayout:
-    """With empty slots for as many replicas as there is room for, if it has any: how many they are changes often, and
-    transports need not."""
-    if not layout.num_replicas:
-        return ExpertLayout(layout.homes)
-    pairs = zip(layout.homes, layout.slots, strict=True)
-    return ExpertLayout(layout.homes, tuple((*s, *[-1] * (len(h) + room - len(s))) for h, s in pairs))
-
-
-def load_ratio(load_E: Array, layout: ExpertLayout) -> float:
-    """The fullest rank by the mean, copies sharing an expert's load."""
-    each_E = np.array([load_E[e] / len(slots) for e, slots in enumerate(layout.slots_of)])
-    load_W = np.array([sum(each_E[e] for e in rank if e != -1) for rank in layout.slots])
-    return float(load_W.max() / max(1e-9, load_W.mean()))
 
 
 def newest(trace: Trace, tokens: int) -> Trace:

@@ -9,7 +9,6 @@ main rank, which neither holds its interpreter's lock nor sees its GPU, or at on
 from __future__ import annotations
 
 import json
-import math
 import os
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -25,14 +24,12 @@ from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
 from carpool.placement import solvers
 from carpool.placement.adopt import Decision, decide
+from carpool.placement.align import aligned
 from carpool.placement.forecast import predict
 from carpool.placement.objective import Objective
 from carpool.placement.trace import LayerTrace, Trace
 from carpool.train.config.schema_moe import PlacementSection
-from carpool.train.moving.cost import Array, Facts, aligned, foretell, outlook
-
-if TYPE_CHECKING:
-    from carpool.train.run.setup import Setup
+from carpool.train.moving.cost import Array, Facts, foretell, outlook
 
 
 @dataclass(frozen=True)
@@ -213,26 +210,6 @@ def _candidates(question: Question, learn: LayerTrace, load_E: Array) -> Iterato
                 start=start,
             )
             yield aligned(found, current, facts.num_nodes)
-
-
-def facts_of(run: Setup) -> Facts:
-    """Of a run whose model is there."""
-    layer, text, training = run.rides[0], run.model.config.get_text_config(), run.config.training
-    elements = sum(math.prod(parameter.shape[1:]) for parameter in layer.experts.parameters())
-    size = 2 if run.bf16 else run.model.dtype.itemsize
-    tokens = training.per_device_train_batch_size * run.config.data.sequence_length
-    assert layer.transport is not None
-    return Facts(
-        transport=layer.transport.name,
-        topology=run.ep_topology,
-        tokens=run.degrees.tokens_per_rank(tokens),
-        micro_batches=training.gradient_accumulation_steps,
-        top_k=run.top_k,
-        hidden=text.hidden_size,
-        element_size=size,
-        expert_elements=elements,
-        hardware=run.hardware,
-    )
 
 
 def main() -> None:

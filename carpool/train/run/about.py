@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -21,13 +21,11 @@ from carpool.train.run.files import CONFIG, INFO, LAYOUT, read_info, replace_tex
 from carpool.train.run.room import lease_bytes
 from carpool.train.run.schedules import SCHEDULE_KIND
 from carpool.train.run.stages import STAGES_KIND, describe_ways
+from carpool.train.run.state import RunState
 from carpool.train.run.transports import TRANSPORT_KIND
 
-if TYPE_CHECKING:
-    from carpool.train.run.setup import Setup
 
-
-def write_run(run: Setup, command: str, resume: Path | None) -> dict[str, Any]:
+def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any]:
     """run.json and its neighbours, on rank 0; returns what run.json says."""
     layer = run.rides[0]
     config = run.model.config.get_text_config()
@@ -65,7 +63,7 @@ def write_run(run: Setup, command: str, resume: Path | None) -> dict[str, Any]:
         "hardware": run.hardware.to_dict(),
         "parallelism": {**run.degrees.record(), "backend": dist.get_backend()},
         "transport": {
-            **TRANSPORT_KIND.record(run.way),
+            **TRANSPORT_KIND.record(run.transport_choice),
             "requested": run.config.moe.transport,
             "buffer_bytes": buffer_bytes,
         },
@@ -98,7 +96,7 @@ def write_run(run: Setup, command: str, resume: Path | None) -> dict[str, Any]:
     return info
 
 
-def write_files(run: Setup, info: dict[str, Any]) -> None:
+def write_files(run: RunState, info: dict[str, Any]) -> None:
     """What a run directory says of its run, on rank 0."""
     replace_text(run.folder / INFO, json.dumps(info, indent=1) + "\n")
     replace_text(run.folder / CONFIG, run.config.to_toml())
@@ -131,7 +129,7 @@ def layout_record(layouts: Layouts, source: str) -> dict[str, Any]:
     }
 
 
-def say_hello(run: Setup, resume: Path | None) -> None:
+def say_hello(run: RunState, resume: Path | None) -> None:
     """The first lines on the terminal."""
     info, say = run.info, run.display.say
     say(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -11,12 +10,10 @@ import torch.distributed as dist
 from carpool.hf.compiled import eagerly
 from carpool.train.data.loader import TokenMean, count_targets
 from carpool.train.run.sample import sample
-
-if TYPE_CHECKING:
-    from carpool.train.run.loop import Run
+from carpool.train.run.state import RunState
 
 
-def evaluate(run: Run) -> None:
+def evaluate(run: RunState) -> None:
     """Held-out loss, if text is held out, and a sample, if there is a prompt; said and recorded. Collective."""
     if len(run.eval_loader):
         loss, tokens = _held_out(run)
@@ -39,7 +36,7 @@ def evaluate(run: Run) -> None:
         run.recorder.write("sample", run.step, prompt=training.sample_prompt, text=text)
 
 
-def _held_out(run: Run) -> tuple[float, int]:
+def _held_out(run: RunState) -> tuple[float, int]:
     """The mean loss over all held-out tokens, and their number."""
     mean = TokenMean()
     run.model.eval()

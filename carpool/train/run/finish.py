@@ -10,7 +10,7 @@ import json
 import signal
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from carpool.hf.expert_parallel import buffers_of_rides
 from carpool.hf.layouts import is_logical, logical_order
@@ -24,16 +24,14 @@ from carpool.train.launch.stopping import Stopped
 from carpool.train.run.evaluate import evaluate
 from carpool.train.run.files import SUMMARY, replace_text
 from carpool.train.run.probe import compare, summarise
-
-if TYPE_CHECKING:
-    from carpool.train.run.loop import Run
+from carpool.train.run.state import RunState
 
 
 class UnwrittenError(OSError):
     """A run came to its end, but some of it is not on the disk."""
 
 
-def save(run: Run) -> Path | None:
+def save(run: RunState) -> Path | None:
     """Write a checkpoint of the step; None, on all ranks, if it could not be written. Collective."""
     state = {
         "totals": run.totals,
@@ -63,7 +61,7 @@ def save(run: Run) -> Path | None:
     return saved.path
 
 
-def leave(run: Run, signum: int) -> None:
+def leave(run: RunState, signum: int) -> None:
     """End the run after this step, because a rank was asked to by a signal. Collective.
 
     Raises:
@@ -82,7 +80,7 @@ def leave(run: Run, signum: int) -> None:
     )
 
 
-def finish(run: Run) -> None:
+def finish(run: RunState) -> None:
     """What comes after the last step. Collective.
 
     Raises:
@@ -109,14 +107,14 @@ def finish(run: Run) -> None:
     run.display.say(f"\nrun directory: {run.folder}   report: carpool report {run.folder}")
 
 
-def check_written(run: Run) -> None:
+def check_written(run: RunState) -> None:
     """Raise UnwrittenError, on all ranks alike, if something of the run is not on the disk. Collective."""
     missing = gather([*run.unwritten.values(), *run.recorder.lost()])[0]
     if missing:
         raise UnwrittenError(f"the run came to step {run.step}, but not all of it was written: {'; '.join(missing)}")
 
 
-def _export(run: Run) -> None:
+def _export(run: RunState) -> None:
     to_logical = None if is_logical(run.model) else partial(logical_order, run.model)
     try:
         exported = export_pretrained(run.model, run.folder / "model", to_logical=to_logical)
@@ -127,7 +125,7 @@ def _export(run: Run) -> None:
     run.display.say(f"model for transformers: {exported}")
 
 
-def _compare(run: Run) -> dict[str, Any] | None:
+def _compare(run: RunState) -> dict[str, Any] | None:
     """Step times of this run's transport beside another's, if one was asked for."""
     if run.compare_with is None:
         return None
@@ -149,7 +147,7 @@ def _compare(run: Run) -> dict[str, Any] | None:
     return summarise(result, ours, run.compare_with)
 
 
-def _summary(run: Run, comparison: dict[str, Any] | None) -> dict[str, Any]:
+def _summary(run: RunState, comparison: dict[str, Any] | None) -> dict[str, Any]:
     return {
         "steps": run.step,
         **run.totals,

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -23,8 +22,6 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from carpool.hf.compiled import eagerly
-from carpool.hf.expert_parallel import buffers_of_rides
-from carpool.hf.layouts import slots_kept
 from carpool.parallel.clip import clip_grad_norm
 from carpool.train.config.schema import Config
 from carpool.train.launch.stopping import Stopped
@@ -33,7 +30,6 @@ from carpool.train.run.diagnose import NonFiniteError, explain
 from carpool.train.run.evaluate import evaluate
 from carpool.train.run.finish import finish, leave, save
 from carpool.train.run.numbers import record_step
-from carpool.train.run.room import make_room, random_state, restore_random_state
 from carpool.train.run.setup import Setup
 from carpool.train.run.step import Batch, Losses, learning_rate
 
@@ -115,45 +111,6 @@ class Run(Setup):
         """Of one step. Slots are kept inside of what may be repeated: no gradient outlives a repetition."""
         with self.slots_kept():
             return self.objective.backward(batches)
-
-    def slots_kept(self) -> AbstractContextManager[None]:
-        return slots_kept(self.model, self.config.moe.fp8_hold_weights, self.config.placement.prefetch)
-
-    def with_room(self, compute: Callable[[], T]) -> T:
-        """What `compute` returns once all rows had a place in the transport's buffers: until then these grow, and it
-        is repeated from the same random state."""
-        buffers = buffers_of_rides(self.rides)
-        if not buffers:
-            return compute()
-        before, mark = random_state(self.device), self.placement.mark()
-        while True:
-            result = compute()
-            room = make_room(buffers, self.most_tokens, self.device)
-            if room is None:
-                return result
-            self.model.zero_grad(set_to_none=True)
-            restore_random_state(before, self.device)
-            self.metrics.reset()
-            self.placement.rewind(mark)
-            self.recorder.write("repeat", self.step, **room._asdict())
-            kept = f", {room.arena_bytes / 2**20:,.0f} MiB for the backward" if room.arena_bytes else ""
-            self.display.say(
-                f"step {self.step}: more rows than buffers hold: now {room.capacity:,} a slab{kept}, and once more"
-            )
-
-    def check_rides(self) -> None:
-        """Raise RankMissingError if a ride since the last call lacked a rank. Looks at host memory."""
-        for buffers in buffers_of_rides(self.rides):
-            buffers.check()
-
-    def to_device(self, batch: Batch) -> Batch:
-        return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
-
-    def close(self) -> None:
-        self.placement.close()
-        self.watchdog.stop()
-        self.recorder.close()
-        self.display.close()
 
     def _stop_not_finite(self, loss: float, norm: float, batches: list[Batch]) -> None:
         def forward() -> None:

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from carpool.hf.metrics import RideRecord
 from carpool.train.run.environment import peak_memory
+from carpool.train.run.state import RunState
 from carpool.train.run.step import Losses, learning_rate
 
-if TYPE_CHECKING:
-    from carpool.train.run.loop import Run
 
-
-def record_step(run: Run, losses: Losses, norm: float, rode: RideRecord, step_ms: float) -> int:
+def record_step(run: RunState, losses: Losses, norm: float, rode: RideRecord, step_ms: float) -> int:
     """Record the step that has just been done. Collective.
 
     Returns:
@@ -50,7 +47,7 @@ def record_step(run: Run, losses: Losses, norm: float, rode: RideRecord, step_ms
     return signum
 
 
-def _computed_again(run: Run) -> float:
+def _computed_again(run: RunState) -> float:
     """What is computed, recomputation included, over what a step needs: a forward is a third of it."""
     training = run.config.training
     if not training.gradient_checkpointing:

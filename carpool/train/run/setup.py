@@ -6,6 +6,7 @@ runs beside what -> loss and optimizer -> the checkpoint that is resumed -> reco
 
 from __future__ import annotations
 
+import math
 import os
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from carpool.hf import install, rides, set_experts, set_transport
 from carpool.hf.build import build_model
 from carpool.hf.compiled import check_backend, compile_layers
 from carpool.hf.drops import drop_choices, route_in_float32
-from carpool.hf.expert_parallel import ExpertRides, buffers_of_rides
+from carpool.hf.expert_parallel import buffers_of_rides
 from carpool.hf.freeze import freeze_dense
 from carpool.hf.layouts import current_layouts, is_logical, physical_order, set_layout
 from carpool.hf.limit import limit_routing
@@ -35,8 +36,9 @@ from carpool.train.data.loader import EvalLoader, TrainLoader
 from carpool.train.data.tokenizer import load_tokenizer
 from carpool.train.launch.stopping import StopRequest
 from carpool.train.launch.watchdog import Watchdog
-from carpool.train.moving.runtime import Placement, first_layouts
-from carpool.train.moving.solve import facts_of
+from carpool.train.moving.cost import Facts
+from carpool.train.moving.layouts import first_layouts
+from carpool.train.moving.runtime import Placement
 from carpool.train.run.about import say_hello, write_files, write_run
 from carpool.train.run.display import Display
 from carpool.train.run.environment import peak_memory
@@ -47,14 +49,15 @@ from carpool.train.run.record import Recorder, check_trackers
 from carpool.train.run.room import most_tokens, nvlink_options
 from carpool.train.run.schedules import choose_schedule, rides_first
 from carpool.train.run.stages import choose_stages
+from carpool.train.run.state import RunState
 from carpool.train.run.step import Objective, make_optimizer
 from carpool.train.run.topology import find_machine, ranks_of
 from carpool.train.run.transports import choose_way
 from carpool.transport import check_transport
 
 
-class Setup:
-    """Everything that lives as long as a run. All ranks construct it alike.
+class Setup(RunState):
+    """Makes a run's state. All ranks construct it alike.
 
     Args:
         compare_with: a transport whose step times are compared at the end.
@@ -80,7 +83,7 @@ class Setup:
             config,
             self.model,
             self.optimizer,
-            facts_of(self),
+            self._facts(),
             self.folder,
             lambda text: self.display.say(text),
             lambda *args, **fields: self.recorder.write(*args, **fields),
@@ -183,7 +186,7 @@ class Setup:
         self.options, self.most_tokens = nvlink_options(config, self.degrees), most_tokens(config, self.degrees)
         self.experts_lossy = set_experts(self.model, moe.experts, recompute=moe.recompute_experts)
         self.top_k = top_k_of(self.model)
-        self.rides: list[ExpertRides] = list(rides(self.model).values())
+        self.rides = list(rides(self.model).values())
         name_layers(self.model)
         if (asked := moe.asked_schedule()) is not None:
             # Before there are buffers: those of chunks are smaller.
@@ -191,8 +194,9 @@ class Setup:
                 own.set_schedule(asked)
         hidden = self.model.config.get_text_config().hidden_size
         folders = [resume.parent.parent, self.folder] if resume is not None else []
-        self.way = choose_way(moe.transport, self.rides[0], self.top_k, hidden, self.options, self.device, folders)
-        set_transport(self.model, self.way.answer, options=self.options)
+        layer, options, device = self.rides[0], self.options, self.device
+        self.transport_choice = choose_way(moe.transport, layer, self.top_k, hidden, options, device, folders)
+        set_transport(self.model, self.transport_choice.answer, options=self.options)
         for own in self.rides:
             own.prepare(self.top_k, hidden)
         if self.compare_with is not None:
@@ -239,7 +243,7 @@ class Setup:
         self.step = 0
         # Both go into checkpoints: a resumed run's summary is of the whole run.
         self.totals = {"tokens": 0, "bytes_remote": 0, "bytes_remote_alltoall": 0}
-        self.losses: dict[str, float | None] = {"final_loss": None, "first_eval_loss": None, "final_eval_loss": None}
+        self.losses = {"final_loss": None, "first_eval_loss": None, "final_eval_loss": None}
         if resume is not None:
             from_logical = None if is_logical(self.model) else partial(physical_order, self.model)
             state = load(resume, self.model, self.optimizer, from_logical=from_logical)
@@ -253,16 +257,32 @@ class Setup:
                 "raise training.max_steps (or training.stop_at_step) to go on"
             )
 
+    def _facts(self) -> Facts:
+        """What the cost of a layout depends on in this run."""
+        layer, training = self.rides[0], self.config.training
+        tokens = training.per_device_train_batch_size * self.config.data.sequence_length
+        return Facts(
+            transport=self.transport_choice.answer,
+            topology=self.ep_topology,
+            tokens=self.degrees.tokens_per_rank(tokens),
+            micro_batches=training.gradient_accumulation_steps,
+            top_k=self.top_k,
+            hidden=self.model.config.get_text_config().hidden_size,
+            element_size=2 if self.bf16 else self.model.dtype.itemsize,
+            expert_elements=sum(math.prod(parameter.shape[1:]) for parameter in layer.experts.parameters()),
+            hardware=self.hardware,
+        )
+
     def _open_records(self, command: str, resume: Path | None) -> None:
         """From here on, files are written."""
         config, training = self.config, self.config.training
         self.size = model_size(self.model, self.expert_counts, self.top_k)
         self.flops = flops_per_token(self.size, config.data.sequence_length)
         self.peak, self.peak_source = peak_flops(self.device, training.peak_flops)
-        self.step_records: list[dict[str, Any]] = []
+        self.step_records = []
         self.stop = StopRequest()
         # What could not be written so far and may be yet, by name.
-        self.unwritten: dict[str, str] = {}
+        self.unwritten = {}
 
         if self.main:
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,51 @@
+"""Layouts of a run whose experts move: where experts start, and room for replicas that come and go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from carpool.hf.expert_parallel import ExpertRides
+from carpool.hf.layouts import check_layouts
+from carpool.layout import ExpertLayout
+from carpool.layout.layouts import Layouts
+from carpool.placement.trace import Array
+from carpool.train.config.schema import Config
+
+
+def first_layouts(config: Config, layers: dict[str, ExpertRides], saved: dict[str, Any]) -> tuple[Layouts, str]:
+    """Where experts start, and what says so: `moe.layout`, or, of a run that has moved them, its checkpoint.
+
+    A checkpoint's layouts are left aside if they are for other ranks, or if `moe.layout` is no longer what it was.
+
+    Raises:
+        ValueError: a file that is no layout, or not one for this model."""
+    wanted = config.moe.layout
+    placed = saved.get("placement") or {}
+    if placed.get("layouts") and placed.get("moe_layout") == wanted:
+        layouts = Layouts.from_dict(placed["layouts"], "the checkpoint's layouts")
+        try:
+            return check_layouts(layers, layouts), "checkpoint"
+        except ValueError:
+            pass  # it was written on other ranks
+    if wanted != "contiguous":
+        return check_layouts(layers, Layouts.load(wanted)), wanted
+    own = {name: ExpertLayout.contiguous(one.num_experts, one.num_ranks) for name, one in layers.items()}
+    return Layouts(own), wanted
+
+
+def padded(layout: ExpertLayout, room: int) -> ExpertLayout:
+    """With empty slots for as many replicas as there is room for, if it has any: how many they are changes often, and
+    transports need not."""
+    if not layout.num_replicas:
+        return ExpertLayout(layout.homes)
+    pairs = zip(layout.homes, layout.slots, strict=True)
+    return ExpertLayout(layout.homes, tuple((*s, *[-1] * (len(h) + room - len(s))) for h, s in pairs))
+
+
+def load_ratio(load_E: Array, layout: ExpertLayout) -> float:
+    """The fullest rank by the mean, copies sharing an expert's load."""
+    each_E = np.array([load_E[e] / len(slots) for e, slots in enumerate(layout.slots_of)])
+    load_W = np.array([sum(each_E[e] for e in rank if e != -1) for rank in layout.slots])
+    return float(load_W.max() / max(1e-9, load_W.mean()))

@@ -1,0 +1,159 @@
+"""What a run consists of while it lives. `setup.py` fills it, `loop.py` takes its steps, others report on it.
+
+It stands below all of these, so that what reports on a run (`about.py`, `evaluate.py`, `numbers.py`, `finish.py`) need
+not import what starts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from carpool.experts import Choices
+from carpool.hf.expert_parallel import ExpertRides, buffers_of_rides
+from carpool.hf.layouts import slots_kept
+from carpool.hf.metrics import RideMetrics
+from carpool.layout.topology import Topology
+from carpool.parallel.degrees import Degrees
+from carpool.planner.chosen import Chosen
+from carpool.planner.hardware import Hardware
+from carpool.schedule import Schedule
+from carpool.train.checkpoints.manager import CheckpointManager
+from carpool.train.config.schema import Config
+from carpool.train.data.corpus import Corpus
+from carpool.train.data.loader import EvalLoader, TrainLoader
+from carpool.train.data.tokenizer import Tokenizer
+from carpool.train.launch.stopping import StopRequest
+from carpool.train.launch.watchdog import Watchdog
+from carpool.train.moving.runtime import Placement
+from carpool.train.run.display import Display
+from carpool.train.run.flops import ModelSize
+from carpool.train.run.record import Recorder
+from carpool.train.run.room import make_room, random_state, restore_random_state
+from carpool.train.run.step import Batch, Objective
+from carpool.transport import NVLinkOptions
+
+T = TypeVar("T")
+
+
+class RunState:
+    """Everything that lives as long as a run, the same on all ranks but for what belongs to a rank.
+
+    Attributes:
+        compare_with: a transport whose step times are compared at the end; None: no comparison.
+        rank, world, main: this rank, their number, whether this is rank 0.
+        memory_before: peak bytes of this process before anything was built.
+        topology, ep_topology: of all ranks; of this rank's expert-parallel group.
+        hardware: rates for the cost model.
+        expert_counts: E of each experts module, by name.
+        rides: the layers that ride.
+        options, most_tokens: of transport nvlink; tokens of a rank in the largest forward.
+        transport_choice, stages, schedule: what was chosen (`carpool.planner.chosen`); stages: None if there are none.
+        experts_lossy, limits_lossy: how these change the model's function, for the log.
+        layout_source: what says where experts live at the start.
+        step, start, saved_at, last_step: now, at the start, of the newest checkpoint, at the end.
+        totals, losses: of the whole run, resumed parts included.
+        flops, peak, peak_source: operations per token; the device's peak and where that number is from.
+        unwritten: what could not be written so far, by name.
+        info: run.json.
+    """
+
+    config: Config
+    compare_with: str | None
+    rank: int
+    world: int
+    main: bool
+    bf16: bool
+    device: torch.device
+    memory_before: int
+    folder: Path
+    checkpoints: CheckpointManager
+    topology: Topology
+    ep_topology: Topology
+    hardware: Hardware
+    tokenizer: Tokenizer
+    source: PreTrainedConfig | Path
+    architecture: str
+    expert_counts: dict[str, int]
+    degrees: Degrees
+    dp_rank: int
+    corpus: Corpus
+    loader: TrainLoader
+    eval_loader: EvalLoader
+    model: PreTrainedModel
+    top_k: int
+    rides: list[ExpertRides]
+    options: NVLinkOptions
+    most_tokens: int
+    transport_choice: Chosen[str]
+    stages: Chosen[Choices] | None
+    schedule: Chosen[Schedule]
+    experts_lossy: list[str]
+    limits_lossy: list[str]
+    layout_source: str
+    watchdog: Watchdog
+    objective: Objective
+    optimizer: torch.optim.Optimizer
+    metrics: RideMetrics
+    placement: Placement
+    step: int
+    start: int
+    saved_at: int
+    last_step: int
+    totals: dict[str, int]
+    losses: dict[str, float | None]
+    size: ModelSize
+    flops: int
+    peak: float | None
+    peak_source: str
+    step_records: list[dict[str, Any]]
+    stop: StopRequest
+    unwritten: dict[str, str]
+    recorder: Recorder
+    display: Display
+    info: dict[str, Any]
+
+    def slots_kept(self) -> AbstractContextManager[None]:
+        """Inside, slots are filled once, not in every forward."""
+        return slots_kept(self.model, self.config.moe.fp8_hold_weights, self.config.placement.prefetch)
+
+    def with_room(self, compute: Callable[[], T]) -> T:
+        """What `compute` returns once all rows had a place in the transport's buffers. Until then the buffers grow, and
+        it is repeated from the same random state."""
+        buffers = buffers_of_rides(self.rides)
+        if not buffers:
+            return compute()
+        before, mark = random_state(self.device), self.placement.mark()
+        while True:
+            result = compute()
+            room = make_room(buffers, self.most_tokens, self.device)
+            if room is None:
+                return result
+            self.model.zero_grad(set_to_none=True)
+            restore_random_state(before, self.device)
+            self.metrics.reset()
+            self.placement.rewind(mark)
+            self.recorder.write("repeat", self.step, **room._asdict())
+            kept = f", {room.arena_bytes / 2**20:,.0f} MiB for the backward" if room.arena_bytes else ""
+            self.display.say(
+                f"step {self.step}: more rows than buffers hold: now {room.capacity:,} a slab{kept}, and once more"
+            )
+
+    def check_rides(self) -> None:
+        """Raise RankMissingError if a ride since the last call lacked a rank. Looks at host memory."""
+        for buffers in buffers_of_rides(self.rides):
+            buffers.check()
+
+    def to_device(self, batch: Batch) -> Batch:
+        return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
+
+    def close(self) -> None:
+        self.placement.close()
+        self.watchdog.stop()
+        self.recorder.close()
+        self.display.close()
