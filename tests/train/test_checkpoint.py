@@ -26,14 +26,16 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from carpool.hf.build import build_model, make_config
-from carpool.train.checkpoints.files import STATE_FILE, file_record, write_state
-from carpool.train.checkpoints.manager import (
+from carpool.train.checkpoints.export import export_pretrained
+from carpool.train.checkpoints.files import (
+    STATE_FILE,
     CheckpointError,
-    CheckpointManager,
     CheckpointWriteError,
-    export_pretrained,
-    load,
+    file_record,
+    write_state,
 )
+from carpool.train.checkpoints.manager import CheckpointManager
+from carpool.train.checkpoints.reading import load
 from carpool.train.checkpoints.resume import read_run_state
 from carpool.train.checkpoints.shards import as_rectangles, full_tensor, model_tensors, optimizer_tensors
 from tests.hf.meshes import reuse_meshes

@@ -1,4 +1,4 @@
-"""Checkpoints: everything a run needs to go on as if it had not been interrupted, on these ranks or on others.
+"""Writing checkpoints: all that a run needs to go on as if it had not been interrupted, on these ranks or on others.
 
 Saved are the model, the optimizer's state, the loader's position and the random generators, through PyTorch's
 distributed checkpointing: each rank writes its own parts, and a reader on any other number of ranks picks from all
@@ -14,8 +14,7 @@ What can go wrong while saving, and why the last good checkpoint survives it:
     power fails             files and folders are flushed to the disk before the folder gets its name
     the save is done        one rename, by rank 0, makes it a checkpoint; only then are old ones removed
 
-And while loading: sizes, checksums, names and shapes are all checked before the first weight is overwritten. Nothing
-is ever unpickled. `carpool.train.checkpoints.files` has the format.
+`carpool.train.checkpoints.reading` reads them; `carpool.train.checkpoints.files` has the format.
 """
 
 from __future__ import annotations
@@ -27,9 +26,7 @@ import platform
 import secrets
 import shutil
 import time
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -39,10 +36,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
-from carpool.train.checkpoints.export import export_pretrained
 from carpool.train.checkpoints.files import (
     MODEL,
     OPTIMIZER,
@@ -54,29 +49,17 @@ from carpool.train.checkpoints.files import (
     flush_file,
     flush_folder,
     read_state,
-    stored_tensors,
     write_state,
 )
-from carpool.train.checkpoints.ranks import gather, rank, together, world
-from carpool.train.checkpoints.rng import check_rng_state, rng_state, set_rng_state
+from carpool.train.checkpoints.ranks import gather, one_process_is_fine, rank, together
+from carpool.train.checkpoints.rng import rng_state
 from carpool.train.checkpoints.shards import (
     Hook,
     Tensors,
     as_rectangles,
-    assign,
-    copy_back,
     model_tensors,
     optimizer_tensors,
 )
-
-__all__ = [
-    "CheckpointError",
-    "CheckpointManager",
-    "CheckpointWriteError",
-    "SavedCheckpoint",
-    "export_pretrained",
-    "load",
-]
 
 logger = logging.getLogger(__name__)
 # `list` is a method below.
@@ -90,9 +73,6 @@ class SavedCheckpoint(NamedTuple):
     path: Path
     bytes: int
     seconds: float
-
-
-# ---------------------------------------------------------------------------------------------------------- saving
 
 
 class CheckpointManager:
@@ -275,19 +255,11 @@ def _converted(tensors: Tensors, hook: Hook | None) -> Tensors:
     return as_rectangles(tensors if hook is None else hook(tensors))
 
 
-@contextmanager
-def _alone_is_fine() -> Iterator[None]:
-    """DCP warns when there is one process only."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
-
-
 def _write(folder: Path, tensors: Tensors) -> None:
     if tensors:
         # More threads would lose what goes wrong in them.
         writer = HuggingFaceStorageWriter(str(folder), save_distributed=True, thread_count=1)
-        with _alone_is_fine():
+        with one_process_is_fine():
             dcp.save(tensors, storage_writer=writer, no_dist=not dist.is_initialized())
 
 
@@ -328,94 +300,3 @@ def _content(
         "files": files,
         "ranks": ranks,
     }
-
-
-# --------------------------------------------------------------------------------------------------------- loading
-
-
-def load(
-    path: str | os.PathLike[str],
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    *,
-    from_logical: Hook | None = None,
-    restore_rng: bool = True,
-) -> dict[str, Any]:
-    """Puts a checkpoint into a model and an optimizer, sharded in any way. Every rank calls it.
-
-    Args:
-        path: the folder of one checkpoint, `.../checkpoints/step-00000100`.
-        optimizer: None leaves the optimizer's state in the checkpoint.
-        from_logical: the inverse of `to_logical` in `CheckpointManager.save`, for the layout of this run. Without it,
-            tensors are read straight into the model's memory; with it, a second copy exists for a while.
-        restore_rng: put the random generators back, which is possible on the same number of ranks alone.
-
-    Returns:
-        The `state` that was saved, and its "step".
-
-    Raises:
-        CheckpointError: the same on all ranks, if the checkpoint is absent, foreign, damaged, or of another model.
-            Nothing has been overwritten then.
-    """
-    folder = Path(path)
-    content: dict[str, Any] = {}
-    with together(CheckpointError, ""):
-        content = read_state(folder)
-        check_files(folder, content["files"], mine=sorted(content["files"])[rank() :: world()])
-        if restore_rng and content["world_size"] == world():
-            try:
-                check_rng_state(content["ranks"][rank()]["rng"])
-            except ValueError as error:
-                raise CheckpointError(f"{folder / STATE_FILE}: {error}; resume from an older checkpoint") from error
-    parts = {MODEL: model_tensors(model)}
-    if optimizer is not None:
-        parts[OPTIMIZER] = optimizer_tensors(model, optimizer)
-    with together(CheckpointError, ""):
-        for part, tensors in parts.items():
-            is_there = any(name.startswith(f"{part}/") for name in content["files"])
-            _check_tensors(folder, part, stored_tensors(folder / part) if is_there else {}, tensors)
-    for part, tensors in parts.items():
-        _read(folder / part, tensors, from_logical)
-    if restore_rng:
-        if content["world_size"] == world():
-            set_rng_state(content["ranks"][rank()]["rng"])
-        elif rank() == 0:
-            logger.info("%s is of %d ranks: random generators are not restored", folder, content["world_size"])
-    return {**content["state"], "step": content["step"]}
-
-
-def _check_tensors(folder: Path, part: str, stored: dict[str, TensorStorageMetadata], wanted: Tensors) -> None:
-    """Every name on both sides, and every shape."""
-    for missing, text in (
-        (sorted(wanted.keys() - stored.keys()), f"the checkpoint {folder} lacks"),
-        (sorted(stored.keys() - wanted.keys()), f"the checkpoint {folder} is of another {part}, which also has"),
-    ):
-        if missing:
-            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-            raise CheckpointError(f"{text} {', '.join(missing[:3])}{more}; was the model's configuration changed?")
-    for name, tensor in wanted.items():
-        if stored[name].size != tensor.shape:
-            raise CheckpointError(
-                f"{name} has shape {tuple(stored[name].size)} in the checkpoint {folder}, but {tuple(tensor.shape)} in "
-                "the model; was the model's configuration changed?"
-            )
-    recast = [name for name, tensor in wanted.items() if stored[name].properties.dtype != tensor.dtype]
-    if recast and rank() == 0:
-        name = recast[0]
-        logger.warning(
-            "%d tensors of %s are converted, such as %s from %s to %s",
-            *(len(recast), folder, name, stored[name].properties.dtype, wanted[name].dtype),
-        )
-
-
-def _read(folder: Path, tensors: Tensors, from_logical: Hook | None) -> None:
-    if not tensors:
-        return
-    logical = tensors if from_logical is None else {name: torch.empty_like(t) for name, t in tensors.items()}
-    rectangles = as_rectangles(logical)
-    reader = HuggingFaceStorageReader(str(folder))
-    with _alone_is_fine():
-        dcp.load(dict(rectangles), storage_reader=reader, no_dist=not dist.is_initialized())
-    copy_back(rectangles, logical)
-    if from_logical is not None:
-        assign(tensors, from_logical(logical))

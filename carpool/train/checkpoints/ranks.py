@@ -7,6 +7,7 @@ about the timeout. So the work of each rank is done apart, and then all tell all
 from __future__ import annotations
 
 import errno
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -83,3 +84,11 @@ def _describe(error: BaseException) -> str | None:
         hint = "; free some space or lower save_total_limit" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
         return f"{text}{where}{hint}"
     return str(error) or type(error).__name__
+
+
+@contextmanager
+def one_process_is_fine() -> Iterator[None]:
+    """Keeps DCP from warning that there is one process only."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield

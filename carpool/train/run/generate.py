@@ -9,7 +9,8 @@ from transformers import PreTrainedModel
 
 from carpool.hf import install
 from carpool.hf.build import build_model
-from carpool.train.checkpoints.manager import CheckpointManager, load
+from carpool.train.checkpoints.manager import CheckpointManager
+from carpool.train.checkpoints.reading import load
 from carpool.train.config import load_config
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import Tokenizer, load_tokenizer

@@ -27,8 +27,9 @@ from carpool.hf.metrics import RideMetrics
 from carpool.hf.names import name_layers
 from carpool.hf.shared import compute_shared_beside
 from carpool.memory.recompute import keep_rides
-from carpool.train.checkpoints.manager import CheckpointManager, load
+from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.ranks import gather
+from carpool.train.checkpoints.reading import load
 from carpool.train.checkpoints.resume import checkpoint_to_resume, read_run_state
 from carpool.train.config.schema import Config
 from carpool.train.data.corpus import prepare

@@ -1,0 +1,130 @@
+"""Reading a checkpoint into a model and an optimizer, sharded in any way.
+
+Sizes, checksums, names, shapes and the state of the random generators are all checked before the first weight is
+overwritten. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from carpool.train.checkpoints.files import (
+    MODEL,
+    OPTIMIZER,
+    STATE_FILE,
+    CheckpointError,
+    check_files,
+    read_state,
+    stored_tensors,
+)
+from carpool.train.checkpoints.ranks import one_process_is_fine, rank, together, world
+from carpool.train.checkpoints.rng import check_rng_state, set_rng_state
+from carpool.train.checkpoints.shards import (
+    Hook,
+    Tensors,
+    as_rectangles,
+    assign,
+    copy_back,
+    model_tensors,
+    optimizer_tensors,
+)
+
+logger = logging.getLogger(__name__)
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    from_logical: Hook | None = None,
+    restore_rng: bool = True,
+) -> dict[str, Any]:
+    """Puts a checkpoint into a model and an optimizer, sharded in any way. Every rank calls it.
+
+    Args:
+        path: the folder of one checkpoint, `.../checkpoints/step-00000100`.
+        optimizer: None leaves the optimizer's state in the checkpoint.
+        from_logical: the inverse of `to_logical` in `CheckpointManager.save`, for the layout of this run. Without it,
+            tensors are read straight into the model's memory; with it, a second copy exists for a while.
+        restore_rng: put the random generators back, which is possible on the same number of ranks alone.
+
+    Returns:
+        The `state` that was saved, and its "step".
+
+    Raises:
+        CheckpointError: the same on all ranks, if the checkpoint is absent, foreign, damaged, or of another model.
+            Nothing has been overwritten then.
+    """
+    folder = Path(path)
+    content: dict[str, Any] = {}
+    with together(CheckpointError, ""):
+        content = read_state(folder)
+        check_files(folder, content["files"], mine=sorted(content["files"])[rank() :: world()])
+        if restore_rng and content["world_size"] == world():
+            try:
+                check_rng_state(content["ranks"][rank()]["rng"])
+            except ValueError as error:
+                raise CheckpointError(f"{folder / STATE_FILE}: {error}; resume from an older checkpoint") from error
+    parts = {MODEL: model_tensors(model)}
+    if optimizer is not None:
+        parts[OPTIMIZER] = optimizer_tensors(model, optimizer)
+    with together(CheckpointError, ""):
+        for part, tensors in parts.items():
+            is_there = any(name.startswith(f"{part}/") for name in content["files"])
+            _check_tensors(folder, part, stored_tensors(folder / part) if is_there else {}, tensors)
+    for part, tensors in parts.items():
+        _read(folder / part, tensors, from_logical)
+    if restore_rng:
+        if content["world_size"] == world():
+            set_rng_state(content["ranks"][rank()]["rng"])
+        elif rank() == 0:
+            logger.info("%s is of %d ranks: random generators are not restored", folder, content["world_size"])
+    return {**content["state"], "step": content["step"]}
+
+
+def _check_tensors(folder: Path, part: str, stored: dict[str, TensorStorageMetadata], wanted: Tensors) -> None:
+    """Every name on both sides, and every shape."""
+    for missing, text in (
+        (sorted(wanted.keys() - stored.keys()), f"the checkpoint {folder} lacks"),
+        (sorted(stored.keys() - wanted.keys()), f"the checkpoint {folder} is of another {part}, which also has"),
+    ):
+        if missing:
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            raise CheckpointError(f"{text} {', '.join(missing[:3])}{more}; was the model's configuration changed?")
+    for name, tensor in wanted.items():
+        if stored[name].size != tensor.shape:
+            raise CheckpointError(
+                f"{name} has shape {tuple(stored[name].size)} in the checkpoint {folder}, but {tuple(tensor.shape)} in "
+                "the model; was the model's configuration changed?"
+            )
+    recast = [name for name, tensor in wanted.items() if stored[name].properties.dtype != tensor.dtype]
+    if recast and rank() == 0:
+        name = recast[0]
+        logger.warning(
+            "%d tensors of %s are converted, such as %s from %s to %s",
+            *(len(recast), folder, name, stored[name].properties.dtype, wanted[name].dtype),
+        )
+
+
+def _read(folder: Path, tensors: Tensors, from_logical: Hook | None) -> None:
+    if not tensors:
+        return
+    logical = tensors if from_logical is None else {name: torch.empty_like(t) for name, t in tensors.items()}
+    rectangles = as_rectangles(logical)
+    reader = HuggingFaceStorageReader(str(folder))
+    with one_process_is_fine():
+        dcp.load(dict(rectangles), storage_reader=reader, no_dist=not dist.is_initialized())
+    copy_back(rectangles, logical)
+    if from_logical is not None:
+        assign(tensors, from_logical(logical))
