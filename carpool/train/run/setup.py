@@ -298,7 +298,7 @@ class Setup(RunState):
             say=lambda text: self.display.say(text),
             restore=lambda: write_files(self, self.info),
         )
-        self.display = Display(self.main, training.max_steps, self.step)
+        self.display = Display(self.main, self.last_step, self.step)
         self.info = write_run(self, command, resume)
         self.recorder.write("layout", self.step, **current_layouts(self.model).to_dict())
         say_hello(self, resume)
