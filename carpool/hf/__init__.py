@@ -24,6 +24,7 @@ if find_spec("transformers") is None:
 
 from carpool.hf.adapters import synchronize_adapters
 from carpool.hf.balance import balance_loss
+from carpool.hf.bias import BiasBalance
 from carpool.hf.compiled import compile_layers
 from carpool.hf.drops import drop_choices, route_in_float32
 from carpool.hf.expert_parallel import (
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from carpool.hf.callback import CarpoolCallback
 
 __all__ = [
+    "BiasBalance",
     "CarpoolCallback",
     "CarpoolEP",
     "ExpertRides",

@@ -66,8 +66,8 @@ class LayerCore:
         dropped: how many were, since somebody set it to 0: a scalar on the device.
         hooks: told where the backwards of rides are.
         stats: counters of this layer.
-        load_E: choices of each expert by this rank's tokens in training, (E,) int64, for balancing by biases; counted
-            if `balance` is True, until `carpool.routing.bias.update_biases` sets it to zero. Evaluation and what
+        load_E: choices of each expert by this rank's tokens in training, (E,) int64, for balancing by biases, until
+            `carpool.routing.bias.update_biases` sets it to zero; None: not counted (`set_balance`). Evaluation and what
             activation checkpointing computes again are not in it.
         routing: the last forward's choices of this rank's tokens, detached: a recording, which can be replayed. With
             drops, of what was left of them.
@@ -96,7 +96,6 @@ class LayerCore:
         self.limit: RoutingLimit | None = None
         self.drops: DropOptions | None = None
         self.dropped: torch.Tensor | int = 0
-        self.balance = False
         self.load_E: torch.Tensor | None = None
         self.routing: Routing | None = None
         # Forwards whose backward has not run: the nodes of autograd's graph that their rides are.
@@ -156,9 +155,9 @@ class LayerCore:
         """Drop choices from now on (LOSSY), or no longer."""
         self.drops = options if options is not None and options.active else None
 
-    def set_balance(self, on: bool) -> None:
-        """Count `load_E` from now on, or no longer."""
-        self.balance, self.load_E = on, None
+    def set_balance(self, on: bool, device: torch.device | None = None) -> None:
+        """Count `load_E`, on `device`, from now on; or no longer."""
+        self.load_E = torch.zeros(self.num_experts, dtype=torch.int64, device=device) if on else None
 
     def check_layout(self, layout: ExpertLayout) -> None:
         """Raise ValueError if this layer cannot compute under `layout`, now or at all."""
@@ -260,8 +259,10 @@ class LayerCore:
             y_TH, and what `beside` returned."""
         assert routing.weight_TK is not None
         transport = self.prepare(routing.expert_TK.shape[1], x_TH.shape[1], x_TH.device)
-        if self.balance and training and not in_recompute():
-            self._count_load(routing.expert_TK)
+        if self.load_E is not None and training and not in_recompute():
+            with torch.no_grad():
+                there_TK, index_TK = routing.expert_TK >= 0, routing.expert_TK.clamp(min=0)
+                self.load_E.scatter_add_(0, index_TK.reshape(-1).long(), there_TK.reshape(-1).long())
         if self.drops is not None:
             routing, dropped = self.drops.drop(routing, self.num_experts, training)
             if not in_recompute():
@@ -279,13 +280,6 @@ class LayerCore:
             self._expect_backward(y_TH)
         self.filler.start_next()
         return y_TH, made
-
-    @torch.no_grad()
-    def _count_load(self, expert_TK: torch.Tensor) -> None:
-        if self.load_E is None:
-            self.load_E = torch.zeros(self.num_experts, dtype=torch.int64, device=expert_TK.device)
-        there_TK = expert_TK >= 0
-        self.load_E.scatter_add_(0, expert_TK.clamp(min=0).reshape(-1).long(), there_TK.reshape(-1).long())
 
     def _expect_backward(self, y_TH: torch.Tensor) -> None:
         node: Any = y_TH.grad_fn
@@ -320,10 +314,10 @@ class LayerCore:
         self._take(state)
 
     def _settings(self) -> dict[str, Any]:
-        names = ("layout", "function", "name", "schedule", "requested", "options", "limit", "drops", "balance")
+        names = ("layout", "function", "name", "schedule", "requested", "options", "limit", "drops")
         return {name: getattr(self, name) for name in names} | {"experts": self._experts_asked}
 
     def _take(self, settings: dict[str, Any]) -> None:
         self.set_experts(*settings["experts"])
-        for name in ("schedule", "requested", "options", "limit", "drops", "balance"):
+        for name in ("schedule", "requested", "options", "limit", "drops"):
             setattr(self, name, settings[name])

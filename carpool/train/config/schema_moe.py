@@ -132,6 +132,13 @@ class MoeSection(Section):
         description="What the balance loss balances. model: all layers' tokens together, as transformers does, so that "
         "one layer may be uneven in the other's favour; layer: each layer by itself, as in the papers.",
     )
+    bias_update_rate: float | None = Field(
+        default=None,
+        ge=0,
+        description="Balance without a loss: how far the bias of each expert moves per step against the load of the "
+        "whole batch, in models whose routers have one (DeepSeek-V3 and relatives). 0: biases stay as they are. none: "
+        "0.001, as DeepSeek-V3, for such a model from scratch; 0 for a checkpoint (model.path).",
+    )
     limit_ranks: int | None = Field(
         default=None,
         gt=0,

@@ -74,6 +74,7 @@ def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any
         },
         "schedule": SCHEDULE_KIND.record(run.schedule),
         "layout": layout_record(current_layouts(run.model), run.layout_source),
+        "bias_update_rate": run.bias.rate if run.bias is not None else 0.0,
         "exact": not lossy,
         "lossy_reasons": lossy,
         "predicted": {

@@ -105,10 +105,15 @@ class Run(Setup):
         with torch.profiler.record_function("carpool::optimizer"):
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
+            if self.bias is not None:
+                self.bias.step()
         return losses, norm
 
     def _gradients(self, batches: Sequence[Batch]) -> Losses:
-        """Of one step. Slots are kept inside of what may be repeated: no gradient outlives a repetition."""
+        """Of one step. Slots are kept inside of what may be repeated: no gradient outlives a repetition, and no load is
+        counted twice."""
+        if self.bias is not None:
+            self.bias.forget()
         with self.slots_kept():
             return self.objective.backward(batches)
 

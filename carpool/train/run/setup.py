@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from carpool.hf import install, rides, set_experts, set_transport
+from carpool.hf.bias import BiasBalance, find_biases
 from carpool.hf.build import build_model
 from carpool.hf.compiled import check_backend, compile_layers
 from carpool.hf.drops import drop_choices, route_in_float32
@@ -55,6 +56,9 @@ from carpool.train.run.step import Objective, make_optimizer
 from carpool.train.run.topology import find_machine, ranks_of
 from carpool.train.run.transports import choose_way
 from carpool.transport import check_transport
+
+# What a bias moves by in a step, if nobody says: DeepSeek-V3, arXiv 2412.19437, section 4.2.
+DEEPSEEK_RATE = 0.001
 
 
 class Setup(RunState):
@@ -178,8 +182,18 @@ class Setup(RunState):
         self.ep_topology = self.topology.of(ranks_of(next(iter(rides(self.model).values())).group))
         self.limits_lossy = limit_routing(self.model, moe.limits(self.ep_topology))
         self.limits_lossy += drop_choices(self.model, moe.drops, top_k_of(self.model))
+        self.bias = self._bias_balance()
         if self.config.training.freeze == "dense":
             freeze_dense(self.model)
+
+    def _bias_balance(self) -> BiasBalance | None:
+        """What moves the biases of the model's routers; None if nothing does."""
+        rate = self.config.moe.bias_update_rate
+        if rate is None:
+            # A fine-tune goes on as its checkpoint was left, unless somebody says otherwise.
+            from_scratch = self.config.model.path is None and bool(find_biases(self.model))
+            rate = DEEPSEEK_RATE if from_scratch else 0.0
+        return BiasBalance(self.model, rate) if rate else None
 
     def _set_rides(self, resume: Path | None) -> None:
         """How rows travel, how experts compute, and what runs beside what."""
