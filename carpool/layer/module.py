@@ -214,7 +214,7 @@ class LayerModule(nn.Module):
     ) -> None:
         has_experts = any(prefix + name in state_dict for name in EXPERT_NAMES)
         if has_experts and (error := order_error(state_dict, prefix, self.layout)) is not None:
-            error_msgs.append(f"{prefix or 'MoE'}: {error}")
+            error_msgs.append(f"{prefix.rstrip('.') or 'MoE'}: {error}")
             return
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -231,6 +231,7 @@ class LayerModule(nn.Module):
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
+        self.core.__getstate__()  # refuses before anything that holds a process group is reached
         return self.__dict__ | {"aux_loss": self.aux_loss.detach()}
 
     def _check_not_replicated(self) -> None:

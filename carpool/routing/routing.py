@@ -16,7 +16,8 @@ class Routing:
 
     Attributes:
         expert_TK: (T, K) int32, logical expert ids, -1 for none. A token names an expert at most once.
-        weight_TK: (T, K) float32. None in a recording of choices only: the router then computes the weights.
+        weight_TK: (T, K) float32, or float64 of tokens that are; it travels as float32. None in a recording of choices
+            only: the router then computes the weights.
         serving_TW: (T, W) bool, the ranks that may serve each token, of a routing that is limited to some
             (carpool/routing/limit.py). None: all.
     """
@@ -37,6 +38,8 @@ class Routing:
         shape = tuple(self.expert_TK.shape)
         if len(shape) != 2 or shape[0] != num_tokens:
             raise ValueError(f"routing.expert_TK has shape {shape}, but the layer got {num_tokens} tokens")
+        if not shape[1]:
+            raise ValueError(f"routing.expert_TK has shape {shape}: it has no choices; -1 means no expert")
         if self.expert_TK.dtype != torch.int32:
             raise ValueError(f"routing.expert_TK must be int32, not {self.expert_TK.dtype}; use .int()")
         if self.weight_TK is not None and tuple(self.weight_TK.shape) != shape:
