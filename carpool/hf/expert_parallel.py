@@ -88,6 +88,7 @@ class ExpertRides(LayerCore):
         shared: the block's shared experts, if they compute beside the ride (`carpool.hf.shared`).
         router_limit: what applies `limit` to the model's own router (`carpool.hf.limit.limit_routing`).
         token_slice: (i, n): of the layer's tokens, this rank's are part i of n equal ones.
+        states_logical: whether the module's states are in logical order by hooks (`carpool.hf.layouts.set_layout`).
         told: whether the log says that slots cannot be filled ahead (`carpool.hf.layouts.slots_kept`).
     """
 
@@ -105,7 +106,7 @@ class ExpertRides(LayerCore):
         self.shared: EarlyWork | None = None
         self.router_limit: RouterLimit | None = None
         self.token_slice = (0, 1)
-        self.told = False
+        self.told = self.states_logical = False
         self._adapters_checked = False
         self.set_transport(transport)
         # Found again by `rides`. Set past nn.Module: it must not appear among submodules or in the state dict.

@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -65,6 +66,7 @@ def set_layout(model: nn.Module, layouts: LayoutsLike, optimizer: torch.optim.Op
         moved += Moved(seconds=watch.seconds())
     for name, own in changed.items():
         own.move_to(layouts[name])
+        _keep_states_logical(own)
     return moved
 
 
@@ -186,6 +188,48 @@ def _reorder(model: nn.Module, state: dict[str, torch.Tensor], to_logical: bool)
             if f"{name}." in key and tensor.dim() and tensor.shape[0] == own.num_experts:
                 result[key] = permute_rows(tensor, index)
     return result
+
+
+# Inside `as_they_lie`, states have experts in the order of the layout.
+_AS_THEY_LIE: ContextVar[bool] = ContextVar("carpool_as_they_lie", default=False)
+
+
+@contextmanager
+def as_they_lie() -> Iterator[None]:
+    """Inside, `state_dict()` and `load_state_dict()` of a model whose experts have moved take rows as they lie.
+
+    Outside, both are in logical order, so that `save_pretrained` writes what any process reads; and both are then
+    collective: `state_dict()` is a copy of these experts, whose rows travel."""
+    token = _AS_THEY_LIE.set(True)
+    try:
+        yield
+    finally:
+        _AS_THEY_LIE.reset(token)
+
+
+def _keep_states_logical(own: ExpertRides) -> None:
+    """Let the module's states be in logical order from now on, whatever its layout becomes."""
+    if own.states_logical:
+        return
+    own.states_logical = True
+
+    def reorder(state: dict[str, Any], prefix: str, to_logical: bool) -> None:
+        order = places(own.layout)
+        if order == sorted(order) or _AS_THEY_LIE.get():
+            return
+        index = inverse(order) if to_logical else order
+        for key, tensor in state.items():
+            if key.startswith(prefix) and tensor.dim() and tensor.shape[0] == own.num_experts:
+                state[key] = permute_rows(tensor, index)
+
+    def after_state_dict(_: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        reorder(state, prefix, to_logical=True)
+
+    def before_load(_: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        reorder(state, prefix, to_logical=False)
+
+    own.experts.register_state_dict_post_hook(after_state_dict)
+    own.experts.register_load_state_dict_pre_hook(before_load)
 
 
 def places(layout: ExpertLayout) -> list[int]:

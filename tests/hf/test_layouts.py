@@ -189,3 +189,54 @@ def test_layouts_that_do_not_fit_are_refused_with_the_layer(ranks: Ranks, tmp_pa
         assert "some/layout.json" in missing and NAMES[1] in missing
         assert "model.layers.7.mlp.experts" in unknown
         assert NAMES[1] in uneven and "equally many" in uneven
+
+
+def _exported(path: str, sizes: dict[str, int]) -> tuple[float, float, list[bool]]:
+    """Logits of the export, and of a model in another layout that loaded the state, against those of the model itself;
+    and whether a state in memory is what it was."""
+    model = _model(path, sizes)
+    ranks = sizes["ep_size"]
+    stayed = {name: p.full_tensor() for name, p in model.state_dict().items()}
+    carpool.hf.set_layout(model, ExpertLayout.permuted(ORDERS[0], ranks))
+    state = model.state_dict()
+    same = [torch.equal(state[name].full_tensor(), value) for name, value in stayed.items()]
+    with torch.no_grad():
+        want = model(**_own(model)).logits
+    model.save_pretrained(f"{path}/moved")
+    dist.barrier()
+    alone = discover()["olmoe"].model_class.from_pretrained(f"{path}/moved", dtype=torch.float32)
+    with torch.no_grad():
+        exported = alone(**_own(alone)).logits
+    carpool.hf.set_layout(model, ExpertLayout.permuted(ORDERS[1], ranks))
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    model.load_state_dict(state)
+    with torch.no_grad():
+        loaded = model(**_own(model)).logits
+    carpool.hf.set_layout(model, ExpertLayout.contiguous(8, ranks))
+    same += [torch.equal(p.full_tensor(), stayed[name]) for name, p in model.state_dict().items()]
+    return float((exported - want).abs().max()), float((loaded - want).abs().max()), same
+
+
+@pytest.mark.parametrize("sizes", [EP4, EFSDP], ids=["ep4", "efsdp"])
+def test_states_and_exports_are_in_logical_order(ranks: Ranks, tmp_path: Path, sizes: dict[str, int]) -> None:
+    for exported, loaded, same in ranks(_exported, str(tmp_path), sizes):
+        assert exported < 1e-5 and loaded < 1e-5 and all(same)
+
+
+def _too_early(path: str) -> list[str]:
+    model, said = _model(path, EP4), []
+    loss = model(**_own(model)).loss
+    for _ in range(2):
+        try:
+            carpool.hf.set_layout(model, ExpertLayout.permuted(ORDERS[0], 4))
+        except ValueError as error:
+            said.append(str(error))
+        loss.backward(retain_graph=True) if not said[1:] and len(said) == 1 else None
+        model.zero_grad()
+    return said
+
+
+def test_a_layout_before_the_backward_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    for said in ranks(_too_early, str(tmp_path)):
+        assert len(said) == 1 and "wait for their backward" in said[0]

@@ -30,6 +30,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from carpool.hf.layouts import as_they_lie
+
 Tensors = dict[str, torch.Tensor]
 # A change of a state dict between the layout of the model and logical expert order. See `CheckpointManager.save`.
 Hook = Callable[[Tensors], Tensors]
@@ -45,7 +47,8 @@ def model_tensors(model: nn.Module) -> Tensors:
     """
     # First of all: this reshards. After a forward without a backward FSDP still shows whole parameters, which each
     # module has for itself, and a tied weight would count as two.
-    values = get_model_state_dict(model)
+    with as_they_lie():
+        values = get_model_state_dict(model)
     once = {name for name, _ in model.named_parameters()}
     again = {name for name, _ in model.named_parameters(remove_duplicate=False)} - once
     return {name: value for name, value in values.items() if isinstance(value, torch.Tensor) and name not in again}
