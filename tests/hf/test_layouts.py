@@ -198,7 +198,7 @@ def _exported(path: str, sizes: dict[str, int]) -> tuple[float, float, list[bool
     ranks = sizes["ep_size"]
     stayed = {name: p.full_tensor() for name, p in model.state_dict().items()}
     carpool.hf.set_layout(model, ExpertLayout.permuted(ORDERS[0], ranks))
-    state = model.state_dict()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
     same = [torch.equal(state[name].full_tensor(), value) for name, value in stayed.items()]
     with torch.no_grad():
         want = model(**_own(model)).logits

@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from carpool.experts import Choices
+from carpool.hf.bias import BiasBalance
 from carpool.hf.expert_parallel import ExpertRides, buffers_of_rides
 from carpool.hf.layouts import slots_kept
 from carpool.hf.metrics import RideMetrics
@@ -52,6 +53,7 @@ class RunState:
         hardware: rates for the cost model.
         expert_counts: E of each experts module, by name.
         rides: the layers that ride.
+        bias: moves the biases of routers; None: nothing does.
         options, most_tokens: of transport nvlink; tokens of a rank in the largest forward.
         transport_choice, stages, schedule: what was chosen (`carpool.planner.chosen`); stages: None if there are none.
         experts_lossy, limits_lossy: how these change the model's function, for the log.
@@ -87,6 +89,7 @@ class RunState:
     eval_loader: EvalLoader
     model: PreTrainedModel
     top_k: int
+    bias: BiasBalance | None
     rides: list[ExpertRides]
     options: NVLinkOptions
     most_tokens: int
