@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tools.draw_rooms import arrows, draw, imports, problems
+from tools.draw_rooms import EXCEPTIONS, PICTURE, arrows, draw, imports, problems, strangers
 
 SOURCE = """
 from typing import TYPE_CHECKING
@@ -43,6 +43,22 @@ def test_arrows_up_and_circles_are_refused(tmp_path: Path) -> None:
     ]
     found = {("layout", "hf"): ["layout/a.py"], ("hf", "layout"): ["hf/b.py"]}
     assert problems(found, frozenset({("layout/a.py", "hf")})) == []
+
+
+def test_no_room_below_the_layer_imports_transformers(tmp_path: Path) -> None:
+    for name in ("hf/a.py", "ride/b.py"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("def later():\n    from transformers.trainer import Trainer")
+    assert strangers(tmp_path) == ["ride/b.py imports transformers.trainer"]
+
+
+def test_the_rooms_are_in_order() -> None:
+    assert problems(arrows()) + strangers() == []
+    assert len(EXCEPTIONS) <= 1
+
+
+def test_the_committed_picture_is_of_these_rooms() -> None:
+    assert PICTURE.read_text() == draw(arrows()), "run python -m tools.draw_rooms"
 
 
 def test_the_picture_has_every_room() -> None:
