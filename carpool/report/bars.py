@@ -12,7 +12,7 @@ import numpy as np
 
 from carpool.report.grids import layer_names
 from carpool.report.read import Run
-from carpool.report.svg import MARGIN_EM, WIDTH, axis_text, colour, legend, svg, tag, ticks
+from carpool.report.svg import MARGIN_EM, WIDTH, axis_text, colour, every, legend, svg, tag, ticks
 from carpool.report.units import bytes_text, plain_text
 
 _TOP, _HEIGHT = 10.0, 150.0
@@ -46,13 +46,13 @@ def columns(value_L: np.ndarray, names: Sequence[str], predicted: float | None) 
     for tick in marks:
         parts.append(tag("line", class_="grid", x1=left, x2=float(WIDTH - 4), y1=y(tick), y2=y(tick)))
         parts.append(tag("text", axis_text(tick), x=left - 6, y=y(tick) + 4, text_anchor="end"))
-    every = max(1, -(-len(names) // max(1, int((WIDTH - left) / (MARGIN_EM * (max(map(len, names)) + 1.5))))))
+    written = every(MARGIN_EM * (max(map(len, names)) + 1.5) / w)
     for i, value in enumerate(value_L):
         x = left + i * w
         if np.isfinite(value):
             style = f"fill: {colour('dispatch')}"
             parts.append(tag("rect", x=x + gap, y=y(value), width=w - 2 * gap, height=floor - y(value), style=style))
-        if i % every == 0:
+        if i % written == 0:
             parts.append(tag("text", names[i], x=x + w / 2, y=floor + 17, text_anchor="middle"))
     parts.append(tag("text", "layer", class_="axis", x=(left + WIDTH) / 2, y=floor + 33, text_anchor="middle"))
     key = ""

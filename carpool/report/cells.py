@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from carpool.report.svg import HEAT_LEVELS, MARGIN_EM, WIDTH, colour, num, svg, tag
+from carpool.report.svg import HEAT_LEVELS, MARGIN_EM, WIDTH, colour, every, num, svg, tag
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Grid:
         alt: what it is.
         row, column: what a row and a column is, for axes and the pointer: "layer", "expert".
         rows, columns: their names.
-        text_YX: of each cell under the pointer; None: nothing.
+        text_YX: of each cell under the pointer; None: nothing. `suffix` follows each.
         written: the texts inside the cells; None: none.
         cross_YX: cells with a cross.
     """
@@ -36,6 +36,7 @@ class Grid:
     text_YX: Sequence[Sequence[str | None]]
     written: Sequence[Sequence[str]] | None = None
     cross_YX: np.ndarray | None = None
+    suffix: str = ""
 
 
 def draw(grid: Grid, level_YX: np.ndarray, ramp: str, tallest: float = 26.0) -> str:
@@ -87,6 +88,7 @@ def draw(grid: Grid, level_YX: np.ndarray, ramp: str, tallest: float = 26.0) -> 
         "rows": [f"{grid.row} {name}" for name in grid.rows],
         "columns": [f"{grid.column} {name}" for name in grid.columns],
         "text": [text for row in grid.text_YX for text in row],
+        "suffix": grid.suffix,
     }
     return f'<p class="unit">{html.escape(grid.row)}</p>{svg(parts, floor + 38, grid.alt, hover)}'
 
@@ -94,13 +96,10 @@ def draw(grid: Grid, level_YX: np.ndarray, ramp: str, tallest: float = 26.0) -> 
 def _names(grid: Grid, x: Sequence[float], w: float, h: float, left: float, top: float, floor: float) -> list[str]:
     """Rows' names at the left, columns' below, as many as fit; then what a column is."""
     parts = []
-    every = max(1, -(-16 // int(max(1, h))), -(-len(grid.rows) // 14) if h < 16 else 1)
-    for i in range(0, len(grid.rows), every):
+    for i in range(0, len(grid.rows), every(16 / h)):
         parts.append(tag("text", grid.rows[i], x=left - 6, y=top + (i + 0.5) * h + 4, text_anchor="end"))
     widest = max(len(name) for name in grid.columns)
-    most = max(1, int((WIDTH - left) / (MARGIN_EM * (widest + 1.5))))
-    every = max(1, -(-len(grid.columns) // most))
-    for j in range(0, len(grid.columns), every):
+    for j in range(0, len(grid.columns), every(MARGIN_EM * (widest + 1.5) / w)):
         middle = min(x[j] + w / 2, WIDTH - MARGIN_EM * len(grid.columns[j]) / 2)
         parts.append(tag("text", grid.columns[j], x=middle, y=floor + 17, text_anchor="middle"))
     middle = (left + WIDTH - 4) / 2

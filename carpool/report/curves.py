@@ -149,9 +149,10 @@ def parts(run: Run) -> str | None:
         steps, p50 = series(run.train, lambda t, part=part: t.part_ms(part, "p50"))  # type: ignore[misc]
         _, p99 = series(run.train, lambda t, part=part: t.part_ms(part, "p99"))  # type: ignore[misc]
         lines.append(Line(part, part, steps, p50, upper=np.where(np.isfinite(p99), p99, p50)))
-    spread = median(t.part_ms(part, "p99") for part in PARTS[:-1] for t in run.train)
-    highest = max((t.part_ms(part, "p99") or 0.0 for part in PARTS[:-1] for t in run.train), default=0.0)
-    top = 4 * spread if spread and highest > 4 * spread else None
+    # A few slow calls, such as the first ones, would press all others down to the axis.
+    typical = max(median(t.part_ms(part, "p99") for t in run.train) or 0.0 for part in PARTS[:-1])
+    highest = max(t.part_ms(part, "p99") or 0.0 for part in PARTS[:-1] for t in run.train)
+    top = 3 * typical if 0 < 3 * typical < highest else None
     unit = "milliseconds per call" + (" (the highest are cut off)" if top else "")
     return draw(Chart("Times of the parts of a layer", unit, ms_text, top=top), lines)
 

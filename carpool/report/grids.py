@@ -50,7 +50,8 @@ def load_over_time(run: Run) -> str | None:
         "step",
         layer_names(run, layers),
         [str(digests[int(g[0])].step) for g in groups],
-        [[f"busiest expert {plain_text(v)} × the mean" for v in row] for row in worst_LX],
+        [[f"busiest expert {plain_text(v)}" for v in row] for row in worst_LX],
+        suffix=" × the mean",
     )
     picture = draw(grid, _levels(worst_LX, np.geomspace(1, high, HEAT_LEVELS + 1)), "heat")
     return picture + scale("heat", "1 (even)", f"{plain_text(high)} × the mean")
@@ -106,15 +107,19 @@ def _loads(
     high = max(2.0, float(np.nanmax(relative_YX))) if np.isfinite(relative_YX).any() else 2.0
     bounds = np.array([0, 0.25, 0.5, 0.75, 0.9, 1.1, *np.geomspace(1.1, high, 5)[1:]])
     dead_YX = load_YX == 0
+    # The texts of a large grid are most of a page: its counts are left out.
+    tokens = "{0} tokens, {1}" if load_YX.size <= CELLS else "{1}"
     texts = [
-        [f"{count_text(a)} tokens, {plain_text(b)} × the mean" for a, b in zip(*pair, strict=True)]
+        [tokens.format(count_text(a), plain_text(b)) for a, b in zip(*pair, strict=True)]
         for pair in zip(load_YX, relative_YX, strict=True)
     ]
     if turned:
         load_YX, relative_YX, dead_YX = load_YX.T, relative_YX.T, dead_YX.T
         texts = [list(column) for column in zip(*texts, strict=True)]
         row, rows, column, columns = column, columns, row, rows
-    grid = Grid(f"Load of each {column} by {row}", row, column, rows, columns, texts, cross_YX=dead_YX)
+    grid = Grid(
+        f"Load of each {column} by {row}", row, column, rows, columns, texts, cross_YX=dead_YX, suffix=" × the mean"
+    )
     return draw(grid, _levels(relative_YX, bounds), "diverge") + scale("diverge", "0", f"{plain_text(high)} × the mean")
 
 

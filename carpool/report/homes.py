@@ -12,7 +12,7 @@ from __future__ import annotations
 from carpool.report.grids import layer_names
 from carpool.report.read import Run
 from carpool.report.schema import LayerLayout, Layout
-from carpool.report.svg import MARGIN_EM, WIDTH, colour, legend, num, svg, tag
+from carpool.report.svg import MARGIN_EM, WIDTH, colour, every, legend, num, svg, tag
 
 PICTURES = 4
 """At most so many layouts are drawn: the first, and the last ones."""
@@ -94,7 +94,7 @@ def draw(run: Run, layers: list[LayerLayout], origin: list[dict[int, int]], wide
                 if w >= 12 and h >= 11:
                     parts.append(_number(expert, at + w / 2, y + h / 2, kind))
                 texts.append(_told(expert, rank, kind, was, layer))
-        if row % max(1, -(-16 // int(max(1, h)))) == 0:
+        if row % every(16 / h) == 0:
             parts.append(tag("text", names[row], x=left - 6, y=y + h / 2 + 4, text_anchor="end"))
     shapes = [
         tag("path", class_=kind, d="".join(found), style=f"{_STYLE[kind]}") for kind, found in paths.items() if found

@@ -156,7 +156,7 @@ def _drawn(line: Line, x: np.ndarray, y: np.ndarray, upper: np.ndarray | None) -
     parts.append(tag("path", class_=line.style, d=_path(x, y), style=stroke))
     # A lone point between gaps would be invisible as a line.
     known = np.isfinite(y)
-    if line.style != "dash" and known.sum() < 3:
+    if line.style != "dash" and known.sum() == 1:
         parts += [
             tag("circle", cx=float(a), cy=float(b), r=3, style=f"fill: {colour(line.role)}")
             for a, b in zip(x[known], y[known], strict=True)

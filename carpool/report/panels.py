@@ -101,7 +101,7 @@ def rides(run: Run) -> list[Panel]:
             "Rows of the forward dispatch, all layers together, as deviation from the mean over all pairs of ranks. "
             "The grey diagonal stays on its rank.",
             grids.traffic(run),
-            "no traffic between ranks (or there is only one rank)",
+            "no traffic between ranks",
         ),
         _panel(
             "remote-rows",
@@ -112,7 +112,10 @@ def rides(run: Run) -> list[Panel]:
             "no placement",
         ),
     ]
-    return [panel for panel in made if panel.name != "remote-rows" or (run.placements and panel.body is not None)]
+    hidden = set() if run.placements else {"remote-rows"}
+    if run.info.parallelism.get("world_size") == 1:
+        hidden |= {"traffic", "copies-layer"}
+    return [panel for panel in made if panel.name not in hidden]
 
 
 def experts(run: Run) -> list[Panel]:
@@ -125,7 +128,7 @@ def experts(run: Run) -> list[Panel]:
             "Choices that the fullest rank computes over the mean of all ranks, mean over layers. "
             "The axis begins at 1, which is even.",
             curves.rank_load(run),
-            "no loads of ranks (or there is only one rank)",
+            "no loads of ranks",
         ),
         _panel(
             "load-time",
@@ -142,6 +145,8 @@ def experts(run: Run) -> list[Panel]:
             "no loads per expert",
         ),
     ]
+    if run.info.parallelism.get("world_size") == 1:
+        made = made[1:]
     layers = grids.chosen_layers(run)
     names = grids.layer_names(run, len(run.layers[-1].imbalance_L)) if layers else []
     for layer in layers:
@@ -161,7 +166,7 @@ def experts(run: Run) -> list[Panel]:
 def layouts(run: Run) -> list[Panel]:
     """Where experts live, at the start and after each move; none if that was not recorded."""
     return [
-        _panel(f"layout-{i}", title, "Numbers are experts.", body, "no layout")
+        _panel(f"layout-{i}", title, "A row is a layer, a block a rank, a cell an expert.", body, "no layout")
         for i, (title, body) in enumerate(homes.pictures(run))
     ]
 

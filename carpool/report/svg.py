@@ -112,6 +112,16 @@ def ticks(low: float, high: float, most: int = 5, whole: bool = False) -> list[f
     return [low]
 
 
+def every(least: float) -> int:
+    """Of how many names one is written: the next of 1, 2, 5, 10, 20, ... that is at least `least`."""
+    power = 1
+    while True:
+        for step in (power, 2 * power, 5 * power):
+            if step >= least:
+                return step
+        power *= 10
+
+
 def log_ticks(low: float, high: float) -> list[float]:
     """Powers of ten in [low, high], with 2 and 5 times them if those are few."""
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
@@ -119,8 +129,7 @@ def log_ticks(low: float, high: float) -> list[float]:
         found = [f * 10.0**d for d in decades for f in factors if low <= f * 10.0**d <= high]
         if len(found) >= 3:
             break
-    every = -(-len(found) // 6)
-    return found[::every]
+    return found[:: -(-len(found) // 6)]
 
 
 def axis_text(value: float) -> str:
