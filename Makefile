@@ -26,9 +26,9 @@ help:
 # Leaves off half-way and resumes, to show that it can.
 demo: $(STAMP)
 	rm -rf runs/demo
-	$(BIN)/carpool train training.stop_at_step=210
+	$(BIN)/carpool train training.stop_at_step=80
 	$(BIN)/carpool train training.resume_from_checkpoint=last --compare alltoall
-	$(BIN)/carpool generate runs/demo --prompt "def " --max-new-tokens 200
+	OMP_NUM_THREADS=1 $(BIN)/carpool generate runs/demo --prompt "def " --max-new-tokens 200
 	$(BIN)/carpool report runs/demo
 
 # Two workers keep two cores busy; each takes whole files, and has four ranks of its own. One thread for each process,

@@ -89,16 +89,23 @@ def assert_same(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
         assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("experts", list(EXPERTS))
-@pytest.mark.parametrize("transport", list(TRANSPORTS))
+def pairs(transports: list[str]) -> list[Any]:
+    """Each transport with each computation of experts; every other pair, such that each is in one, is not slow."""
+    return [
+        pytest.param(transport, experts, marks=[pytest.mark.slow] if (i + j) % 2 else [])
+        for i, transport in enumerate(transports)
+        for j, experts in enumerate(EXPERTS)
+    ]
+
+
+@pytest.mark.parametrize(("transport", "experts"), pairs(list(TRANSPORTS)))
 def test_compiled_equals_eager(transport: str, experts: str) -> None:
     case = Case(transport, experts, bias=experts == "grouped")
     want = case.train(case.ride)
     assert_same(case.train(case.compiled()), want)
 
 
-@pytest.mark.parametrize("experts", list(EXPERTS))
-@pytest.mark.parametrize("transport", ["gather", "dedup"])
+@pytest.mark.parametrize(("transport", "experts"), pairs(["gather", "dedup"]))
 def test_a_compiled_layer_equals_eager(transport: str, experts: str) -> None:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"shared_intermediate_size": 8, "bias": True, "router": {"aux_loss_coef": 0.01}}

@@ -32,6 +32,11 @@ from tests.ranks import Ranks
 FOLDERS = ["olmoe", "gpt_oss", "deepseek_v3", "qwen3_moe"]
 
 
+def two_of(folders: list[str], *quick: str) -> list[Any]:
+    """All of them, the others slow."""
+    return [pytest.param(folder, marks=[] if folder in quick else [pytest.mark.slow]) for folder in folders]
+
+
 def _save(folder: str, path: str, **overrides: Any) -> None:
     quiet()
     if dist.get_rank() == 0:
@@ -100,7 +105,7 @@ def _checkpointing(path: str, folder: str) -> dict[str, bool]:
     return same
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", two_of(FOLDERS, "olmoe", "deepseek_v3"))
 def test_gradient_checkpointing_changes_nothing(ranks: Ranks, tmp_path: Path, folder: str) -> None:
     for same in ranks(_checkpointing, str(tmp_path), folder):
         assert same == {"with reentry": True, "without": True, "rides kept": True}
@@ -367,7 +372,7 @@ def _generate(path: str, folder: str) -> bool:
     return torch.equal(ours, reference.generate(prompt, max_new_tokens=length, **options))
 
 
-@pytest.mark.parametrize("folder", FOLDERS)
+@pytest.mark.parametrize("folder", two_of(FOLDERS, "qwen3_moe", "gpt_oss"))
 def test_generate_with_other_lengths_on_each_rank(ranks: Ranks, tmp_path: Path, folder: str) -> None:
     assert ranks(_generate, str(tmp_path), folder) == [True] * 4
 

@@ -249,14 +249,14 @@ def _objective(bf16: bool, settings: dict[str, Any]) -> tuple[bool, bool, list[s
     return expected == losses, same(ours, theirs), happened[1]
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("bf16", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_objective(ranks: Ranks, bf16: bool) -> None:
     settings = {"priority": True, "piece_mib": None, "delay_dense": True}
     for equal, bits, seen in ranks(_objective, bf16, settings):
         assert equal and bits and seen.count("dW") == 2 * 2 * len(DELAYED)
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("bf16", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_objective_with_two_batches(ranks: Ranks, bf16: bool) -> None:
     """Half 0's weight gradients are computed when its layer ends, half 1's beside a ride, as are the reductions."""
     settings = {"schedule": "two-batch", "priority": True, "piece_mib": None, "delay_dense": True}

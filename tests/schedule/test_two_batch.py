@@ -285,7 +285,7 @@ def _objective(aux_coef: float) -> tuple[bool, float, str]:
     return expected == found, error(ours, theirs), refused
 
 
-@pytest.mark.parametrize("aux_coef", [0.0, 0.1])
+@pytest.mark.parametrize("aux_coef", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
 def test_objective(ranks: Ranks, aux_coef: float) -> None:
     for equal, gradients, refused in ranks(_objective, aux_coef):
         assert equal and gradients <= BOUND

@@ -43,6 +43,8 @@ DEMO_MODEL: dict[str, Any] = {
         # So narrow a model starts from larger weights than transformers' 0.02.
         "initializer_range": 0.06,
         "router_aux_loss_coef": 0.1,
+        # One table for both ends: with few steps, each byte is learned from twice as much.
+        "tie_word_embeddings": True,
         "max_position_embeddings": 1024,
     },
 }
@@ -107,7 +109,7 @@ class DataSection(Section):
         default=0.05, ge=0, lt=1, description="Share of train's documents that is held out, whole, when eval is none."
     )
     eval_max_sequences: int | None = Field(
-        default=64, gt=0, description="At most this many held-out sequences are evaluated, evenly spread. none: all."
+        default=170, gt=0, description="At most this many held-out sequences are evaluated, evenly spread. none: all."
     )
     tokenizer: str | None = Field(
         default=None,
@@ -121,7 +123,7 @@ class DataSection(Section):
         default="text", description="Field that holds the text in JSON-lines, Parquet and datasets."
     )
     sequence_length: int = Field(
-        default=256, ge=2, description="Tokens in one sequence; documents are packed into these."
+        default=96, ge=2, description="Tokens in one sequence; documents are packed into these."
     )
     max_bytes: int | None = Field(
         default=None,
@@ -146,18 +148,18 @@ class TrainingSection(Section):
     output_dir: str = Field(
         default="runs/demo", description="Folder of this run: metrics, checkpoints, resolved config."
     )
-    max_steps: int = Field(default=420, gt=0, description="Optimizer steps of the whole run, resumed parts included.")
+    max_steps: int = Field(default=160, gt=0, description="Optimizer steps of the whole run, resumed parts included.")
     stop_at_step: int | None = Field(
         default=None,
         gt=0,
         description="Leave off after this step, with a checkpoint; the schedule still runs to max_steps. none: do not.",
     )
     per_device_train_batch_size: int = Field(
-        default=2, gt=0, description="Sequences per data-parallel rank and micro-batch."
+        default=12, gt=0, description="Sequences per data-parallel rank and micro-batch."
     )
     per_device_eval_batch_size: int = Field(default=8, gt=0, description="The same, in evaluation.")
     gradient_accumulation_steps: int = Field(default=1, gt=0, description="Micro-batches per optimizer step.")
-    learning_rate: float = Field(default=3e-3, ge=0, description="Peak learning rate of AdamW.")
+    learning_rate: float = Field(default=5e-3, ge=0, description="Peak learning rate of AdamW.")
     lr_scheduler_type: Literal["cosine", "linear", "constant"] = Field(
         default="cosine", description="How the learning rate falls after warm-up, until max_steps."
     )
@@ -165,7 +167,7 @@ class TrainingSection(Section):
         default=0.1, ge=0, le=1, description="Learning rate at max_steps, as a share of the peak."
     )
     warmup_steps: float = Field(
-        default=0.05, ge=0, description="Steps of linear warm-up; below 1, a share of max_steps (as in transformers)."
+        default=0.15, ge=0, description="Steps of linear warm-up; below 1, a share of max_steps (as in transformers)."
     )
     weight_decay: float = Field(
         default=0.1, ge=0, description="AdamW's decoupled weight decay (not on norms and biases)."
@@ -208,15 +210,15 @@ class TrainingSection(Section):
     )
     logging_steps: int = Field(default=1, gt=0, description="Steps between lines of metrics.")
     eval_steps: int | None = Field(
-        default=210, gt=0, description="Steps between evaluations; one more at the end. none: only at the end."
+        default=80, gt=0, description="Steps between evaluations; one more at the end. none: only at the end."
     )
     eval_on_start: bool = Field(default=True, description="Also evaluate before the first step.")
     sample_prompt: str | None = Field(
         default="def ", description="A text is sampled from this at each evaluation. none: no."
     )
-    sample_tokens: int = Field(default=48, gt=0, description="Tokens of that sample.")
+    sample_tokens: int = Field(default=32, gt=0, description="Tokens of that sample.")
     save_steps: int | None = Field(
-        default=100, gt=0, description="Steps between checkpoints; one more at the end. none: only at the end."
+        default=80, gt=0, description="Steps between checkpoints; one more at the end. none: only at the end."
     )
     save_total_limit: int | None = Field(default=2, gt=0, description="Newest checkpoints that are kept. none: all.")
     save_pretrained: bool = Field(
