@@ -3,9 +3,10 @@
     git worktree add /tmp/old COMMIT
     python -m benchmarks.commits --old /tmp/old --out commits.json
 
-Each benchmark runs as processes of its own, in the order old, new, new, old, so that a machine that warms up or slows
-down favours neither. Of each time the best of a tree's runs counts. The ratio is old / new: 1.02 means that this tree
-takes 2 % less time. Rows of transformers' own layers are the same code in both trees, so their ratio shows the noise.
+Each benchmark runs as processes of its own, in the order old, new, new, old (`--rounds 2`), so that a machine that
+warms up or slows down favours neither. Of each time the best of a tree's runs counts. The ratio is old / new: 1.02
+means that this tree takes 2 % less time. Rows of transformers' own layers are the same code in both trees, so their
+ratio shows the noise.
 
 Times that only one of the trees has (a renamed row, a new contender) are listed, and not compared.
 """
@@ -35,7 +36,7 @@ IDENTITY = ("label", "contender", "name", "routing", "mode", "shape")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
-def benchmark_commands(ranks: int, quick: bool) -> dict[str, list[str]]:
+def benchmark_commands(ranks: int, quick: bool, brief: bool = False) -> dict[str, list[str]]:
     """The arguments of Python for each benchmark, without the one that says where its JSON goes."""
     bench = ["-m", "carpool.cli", "bench"]
     if quick:
@@ -44,6 +45,8 @@ def benchmark_commands(ranks: int, quick: bool) -> dict[str, list[str]]:
     shapes = ("4096,7168,256,8", "8192,2048,64,8", "16384,2048,128,8", "1000,2880,128,4")
     experts = ("8192,2048,1024,64,8", "8192,2048,768,128,8", "16384,2880,2880,32,4")
     layers = experts[:2]
+    if brief:
+        shapes, experts, layers = shapes[1:2], experts[:1], experts[:1]
     return {
         "transport": [
             *bench, "transport", "--ranks", str(ranks), "--ctas", "16", "--backward", "--repetitions", "15",
@@ -58,7 +61,8 @@ def benchmark_commands(ranks: int, quick: bool) -> dict[str, list[str]]:
             "--json-only", *(part for shape in layers for part in ("--shape", shape)),
         ],
         "olmoe": [
-            *TORCHRUN, str(ranks), "-m", "benchmarks.train_olmoe", "--steps", "9", "--transports", "nvlink", "--compile"
+            *TORCHRUN, str(ranks), "-m", "benchmarks.train_olmoe", "--steps", "9", "--transports", "nvlink",
+            *([] if brief else ["--compile"]),
         ],
     }  # fmt: skip
 
@@ -107,6 +111,11 @@ def run_once(tree: Path, arguments: list[str], seconds: float) -> dict[tuple[str
         return {key: value for result in results for key, value in times_of(json.loads(result.read_text()))}
 
 
+def order_of_trees(old: Path, rounds: int) -> list[Path]:
+    """Which tree runs when: old, new, new, old, old, new, ..."""
+    return [tree for number in range(rounds) for tree in ((old, NEW) if number % 2 == 0 else (NEW, old))]
+
+
 def compare(old: dict[tuple[str, ...], float], new: dict[tuple[str, ...], float]) -> list[dict[str, Any]]:
     """A row for each time that both have."""
     return [
@@ -121,13 +130,15 @@ def main() -> None:
     parser.add_argument("--old", type=Path, required=True, help="a checkout of the other commit")
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--only", nargs="+", default=None, help="some of: transport, experts, layer, olmoe")
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each benchmark from each tree")
+    parser.add_argument("--brief", action="store_true", help="one shape of each, and no compiled layers")
     parser.add_argument("--quick", action="store_true", help="one tiny benchmark on the CPU, to see that it works")
     parser.add_argument("--seconds", type=float, default=240, help="limit of one run of one benchmark")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     if not (args.old / "carpool" / "__init__.py").is_file():
         parser.error(f"--old {args.old} is no checkout of this project: there is no carpool/__init__.py in it")
-    commands = benchmark_commands(args.ranks, args.quick)
+    commands = benchmark_commands(args.ranks, args.quick, args.brief)
     if unknown := [name for name in args.only or () if name not in commands]:
         parser.error(f"--only {' '.join(unknown)} is not known; use some of: {', '.join(commands)}")
 
@@ -136,7 +147,7 @@ def main() -> None:
     for name in args.only or commands:
         best: dict[Path, dict[tuple[str, ...], float]] = {args.old: {}, NEW: {}}
         begin = time.perf_counter()
-        for tree in (args.old, NEW, NEW, args.old):
+        for tree in order_of_trees(args.old, args.rounds):
             try:
                 times = run_once(tree, commands[name], args.seconds)
             except (RuntimeError, subprocess.TimeoutExpired) as error:
