@@ -33,12 +33,16 @@ class RideRecord:
         load_LE: choices of each expert, per layer.
         copies_L: rows dispatched per token, per layer.
         traffic_WW: rows dispatched from rank i to rank j of an expert-parallel group, over layers.
+        rank_load_W: choices that each rank of an expert-parallel group computes, over layers.
+        rank_ms: for "experts" and "rides" (dispatch and combine), milliseconds per step on each rank of the job.
     """
 
     record: dict[str, Any]
     load_LE: list[list[int]]
     copies_L: list[float]
     traffic_WW: list[list[int]]
+    rank_load_W: list[int]
+    rank_ms: dict[str, list[float]]
 
 
 class RideMetrics:
@@ -74,7 +78,12 @@ class RideMetrics:
         for span in SPANS:
             calls = [ms for _, times in parts for layer in times for ms in layer.get(span, [])]
             maxima += [percentile(calls, 0.5), percentile(calls, 0.99), sum(calls) / steps]
-        slowest = torch.tensor(maxima, dtype=torch.float64, device=device)
+        # Each rank's own times ride along: the maximum over ranks of zeros and one number is that number.
+        dispatch, experts_ms, combine = maxima[2::3]
+        rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        own_ms = [0.0] * (2 * world)
+        own_ms[rank], own_ms[world + rank] = experts_ms, dispatch + combine
+        slowest = torch.tensor([*maxima, *own_ms], dtype=torch.float64, device=device)
         if dist.is_initialized():
             dist.all_reduce(total)
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
@@ -115,6 +124,8 @@ class RideMetrics:
         return total, [own.stats.meter.milliseconds() for own in self.layers]
 
     def _record(self, total: torch.Tensor, slowest: list[float], experts: int, ranks: int) -> RideRecord:
+        own_ms = slowest[3 * len(SPANS) :]
+        world = len(own_ms) // 2
         load_LE, replicas_LW, rows_LWW, numbers = total.split([experts, ranks, ranks * ranks, 8], dim=1)
         tokens_L, dispatched_L, rows_L, bytes_L, baseline_L, slots_L, entropy_L, dropped_L = numbers.unbind(1)
         copies_L = (rows_LWW.sum(1) / dispatched_L.clamp(min=1)).tolist()
@@ -143,6 +154,8 @@ class RideMetrics:
             load_LE=[[int(n) for n in load] for load in loads],
             copies_L=copies_L,
             traffic_WW=rows_LWW.sum(0).view(ranks, ranks).long().tolist(),
+            rank_load_W=served_LW.sum(0).long().tolist(),
+            rank_ms={"experts": own_ms[:world], "rides": own_ms[world:]},
         )
 
 

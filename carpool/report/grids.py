@@ -14,7 +14,7 @@ from carpool.report.cells import Grid, draw
 from carpool.report.read import Run
 from carpool.report.schema import Layers
 from carpool.report.svg import HEAT_LEVELS, scale
-from carpool.report.units import count_text, plain_text
+from carpool.report.units import count_text, ms_text, plain_text
 
 COLUMNS = 48
 """At most this many columns of time: beyond it, neighbouring steps share a column that shows the worst of them."""
@@ -90,6 +90,37 @@ def chosen_layers(run: Run, most: int = 4) -> list[int]:
         return list(range(layers))
     spread = np.linspace(0, layers - 1, most - 1).round().astype(int).tolist()
     return sorted({int(imbalance_L.argmax()), *spread})
+
+
+def ranks_over_time(run: Run, what: str) -> str | None:
+    """Each rank's choices (`what`: load) or its milliseconds (experts, rides) over the mean of the ranks, at recorded
+    steps."""
+    values = [sample.rank_load if what == "load" else sample.rank_ms.get(what, []) for sample in run.layer_samples]
+    ranks = len(values[-1]) if values else 0
+    if ranks < 2:
+        return None
+    kept = [(sample.step, row) for sample, row in zip(run.layer_samples, values, strict=True) if len(row) == ranks]
+    value_WX = np.array([row for _, row in kept], dtype=float).T
+    mean_X = value_WX.mean(axis=0)
+    relative_WX = np.divide(value_WX, mean_X, out=np.full_like(value_WX, np.nan), where=mean_X > 0) - 1
+    if not np.isfinite(relative_WX).any():
+        return None
+    # One slow moment would make all others look alike.
+    high = max(0.1, float(np.nanquantile(np.abs(relative_WX), 0.98)))
+    told = count_text if what == "load" else ms_text
+    grid = Grid(
+        f"{what} of each rank over time",
+        "rank",
+        "step",
+        [str(rank) for rank in range(ranks)],
+        [str(step) for step, _ in kept],
+        [
+            [f"{told(a)}, {_percent(b)}" if np.isfinite(b) else None for a, b in zip(*pair, strict=True)]
+            for pair in zip(value_WX, relative_WX, strict=True)
+        ],
+    )
+    picture = draw(grid, _levels(relative_WX, np.linspace(-high, high, HEAT_LEVELS + 1)), "diverge")
+    return picture + scale("diverge", _percent(-high), f"{_percent(high)} of the mean")
 
 
 def _spread(samples: list[Layers], most: int) -> list[Layers]:

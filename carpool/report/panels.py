@@ -65,6 +65,21 @@ def times(run: Run, summary: Summary) -> list[Panel]:
             "no times of dispatch, experts and combine",
         ),
         _panel(
+            "rank-experts",
+            "Time in experts by rank",
+            "Milliseconds of each rank as deviation from the mean of the ranks. A rank that is always slower has more "
+            "tokens, or slower hardware.",
+            grids.ranks_over_time(run, "experts"),
+            "no times by rank",
+        ),
+        _panel(
+            "rank-rides",
+            "Time in rides by rank",
+            "Whoever waits least in rides is waited for.",
+            grids.ranks_over_time(run, "rides"),
+            "no times by rank",
+        ),
+        _panel(
             "utilisation",
             "MFU and HFU",
             "Share of the accelerators' peak. MFU counts the model's own arithmetic (active parameters, causal "
@@ -73,7 +88,8 @@ def times(run: Run, summary: Summary) -> list[Panel]:
             "no MFU",
         ),
     ]
-    return [panel for panel in made if panel.body is not None or panel.name != "utilisation"]
+    optional = {"utilisation", "rank-experts", "rank-rides"}
+    return [panel for panel in made if panel.body is not None or panel.name not in optional]
 
 
 def rides(run: Run) -> list[Panel]:
@@ -131,6 +147,13 @@ def experts(run: Run) -> list[Panel]:
             "no loads of ranks",
         ),
         _panel(
+            "rank-share",
+            "Choices by rank",
+            "Choices that each rank computes, all layers together, as deviation from the mean of the ranks.",
+            grids.ranks_over_time(run, "load"),
+            "no loads by rank",
+        ),
+        _panel(
             "load-time",
             "Busiest expert of each layer",
             "Its tokens over the mean of its layer, over time; a column shows the worst of the steps it covers.",
@@ -145,8 +168,11 @@ def experts(run: Run) -> list[Panel]:
             "no loads per expert",
         ),
     ]
+    # Runs of earlier versions know the fullest rank only.
+    hidden = {panel.name for panel in made if panel.name == "rank-share" and panel.body is None}
     if run.info.parallelism.get("world_size") == 1:
-        made = made[1:]
+        hidden |= {"rank-load", "rank-share"}
+    made = [panel for panel in made if panel.name not in hidden]
     layers = grids.chosen_layers(run)
     names = grids.layer_names(run, len(run.layers[-1].imbalance_L)) if layers else []
     for layer in layers:

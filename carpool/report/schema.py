@@ -131,12 +131,15 @@ class Train(Record):
 
 
 class Layers(Record):
-    """One step seen layer by layer: load_LE tokens per expert, copies_L, and rows_WW from rank i to rank j."""
+    """One step seen layer by layer and rank by rank: load_LE tokens per expert, copies_L, rows_WW from rank i to rank
+    j, rank_load_W choices that each rank computes, and each rank's milliseconds in experts and rides."""
 
     step: int
     load: list[list[float]] = Field(default_factory=list)
     copies: list[float | None] = Field(default_factory=list)
     traffic_rows: list[list[float]] = Field(default_factory=list)
+    rank_load: list[float] = Field(default_factory=list)
+    rank_ms: dict[str, list[float]] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _shapes(self) -> Layers:

@@ -57,7 +57,13 @@ def _route(shape: Shape, step: int, rng: np.random.Generator) -> dict[str, Any]:
     remote = int(rows_WW.sum() - np.trace(rows_WW))
     row = shape.hidden * shape.itemsize
     return {
-        "layers": {"load": load_LE, "copies": copies_L, "traffic_rows": rows_WW.tolist()},
+        "layers": {
+            "load": load_LE,
+            "copies": copies_L,
+            "traffic_rows": rows_WW.tolist(),
+            "rank_load": _by_rank(load_LE, shape),
+            "rank_ms": {part: (10 + rng.normal(0, 0.5, shape.ranks)).tolist() for part in ("experts", "rides")},
+        },
         "copies_per_token": float(np.mean(copies_L)),
         "rows_remote": remote,
         "bytes_remote": 4 * remote * row,
@@ -65,6 +71,11 @@ def _route(shape: Shape, step: int, rng: np.random.Generator) -> dict[str, Any]:
         "load_max_over_mean": float(max(max(load) / np.mean(load) for load in load_LE)),
         "dead_experts": sum(load.count(0) for load in load_LE),
     }
+
+
+def _by_rank(load_LE: list[list[int]], shape: Shape) -> list[int]:
+    """Choices that each rank computes, over layers, experts in order."""
+    return np.array(load_LE).sum(0).reshape(shape.ranks, -1).sum(1).tolist()
 
 
 def _timing(median: float, calls: int, rng: np.random.Generator) -> dict[str, float]:

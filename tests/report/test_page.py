@@ -215,6 +215,25 @@ def test_grids_show_what_the_file_says(page: Page) -> None:
     assert _hover(page, "copies-layer")["text"] == [f"{mean:.3f}" for mean in means]
 
 
+def test_ranks_are_told_as_deviation_from_their_mean(page: Page) -> None:
+    last = next(line for line in train_lines(SHAPE)[::-1] if line["kind"] == "layers")
+    for name, values, text in (
+        ("rank-share", last["rank_load"], count_text),
+        ("rank-experts", last["rank_ms"]["experts"], ms_text),
+        ("rank-rides", last["rank_ms"]["rides"], ms_text),
+    ):
+        shown = _hover(page, name)
+        columns = len(shown["columns"])
+        assert shown["columns"][-1] == "step 40" and shown["rows"] == [f"rank {i}" for i in range(SHAPE.ranks)]
+        mean = sum(values) / len(values)
+        for told, value in zip(shown["text"][columns - 1 :: columns], values, strict=True):
+            amount, deviation = told.split(", ")
+            assert amount == text(value)
+            assert float(deviation.removesuffix(" %").replace("\u2212", "-")) == pytest.approx(
+                100 * (value / mean - 1), abs=0.51
+            )
+
+
 def test_traffic_is_told_as_deviation_from_the_mean(page: Page) -> None:
     rows = next(line for line in train_lines(SHAPE)[::-1] if line["kind"] == "layers")["traffic_rows"]
     ranks = range(len(rows))

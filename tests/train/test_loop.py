@@ -122,6 +122,10 @@ def test_learns_and_records_what_it_did(reference: Path) -> None:
     assert [sum(load) for load in layers["load"]] == [8 * 32 * 3] * 2
     rows = torch.tensor(layers["traffic_rows"])
     assert rows.shape == (4, 4) and int(rows.sum() - rows.diagonal().sum()) == line["rows_remote"]
+    # Experts in order, two on each rank.
+    assert layers["rank_load"] == torch.tensor(layers["load"]).view(2, 4, 2).sum((0, 2)).tolist()
+    assert max(layers["rank_ms"]["experts"]) == line["ms"]["experts"]["total"] and min(layers["rank_ms"]["experts"]) > 0
+    assert len(layers["rank_ms"]["rides"]) == 4 and min(layers["rank_ms"]["rides"]) > 0
     assert line["router_entropy"] <= math.log(3) + 1e-6
     assert "; not nvlink: " in info["transport"]["why"]
     assert info["transport"]["buffer_bytes"] == summary["buffer_bytes"] == 0

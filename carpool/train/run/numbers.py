@@ -42,7 +42,15 @@ def record_step(run: RunState, losses: Losses, norm: float, rode: RideRecord, st
     run.step_records.append({"step": run.step, **record})
     if run.step % training.logging_steps == 0 or run.step in (run.start + 1, run.last_step):
         run.recorder.write("train", run.step, **record)
-        run.recorder.write("layers", run.step, load=rode.load_LE, copies=rode.copies_L, traffic_rows=rode.traffic_WW)
+        run.recorder.write(
+            "layers",
+            run.step,
+            load=rode.load_LE,
+            copies=rode.copies_L,
+            traffic_rows=rode.traffic_WW,
+            rank_load=rode.rank_load_W,
+            rank_ms=rode.rank_ms,
+        )
         run.display.step(run.step, record)
     return signum
 
