@@ -1,0 +1,67 @@
+"""`carpool place`, `trace` and `recipes` with Carpool's base dependencies alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from carpool.layout.layouts import Layouts
+from tests.placement.synthetic import topics
+
+# What extras install, and what others may bring along.
+ABSENT = ("matplotlib", "transformers", "tokenizers", "safetensors", "mtkahypar", "packaging", "peft", "datasets",
+          "pyarrow", "pandas", "scipy")  # fmt: skip
+
+
+def carpool(folder: Path, *asked: str) -> subprocess.CompletedProcess[str]:
+    """The command in an environment without `ABSENT`."""
+    program = f"""
+import sys
+from importlib.machinery import PathFinder
+
+class Present(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name.partition(".")[0] in {ABSENT!r} else super().find_spec(name, path, target)
+
+sys.meta_path = [Present if finder is PathFinder else finder for finder in sys.meta_path]
+from carpool.cli import app
+app({list(asked)!r})
+"""
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds a small trace."""
+    path = tmp_path_factory.mktemp("base")
+    topics(16, 4, 512).save(path / "trace.npz")
+    return path
+
+
+def test_place_solves_and_says_that_there_is_no_figure(folder: Path) -> None:
+    done = carpool(folder, "place", "trace.npz", "--ranks", "4", "--out", "placed")
+    assert done.returncode == 0, done.stderr
+    assert "no figure: it needs matplotlib" in done.stdout and "hypergraph is not available" in done.stdout
+    assert all(layout.num_ranks == 4 for layout in Layouts.load(folder / "placed" / "layouts.json").values())
+    assert {row["solver"] for row in json.loads((folder / "placed" / "place.json").read_text())["rows"]} >= {"search"}
+    assert not (folder / "placed" / "place.png").exists()
+
+
+def test_recipes_are_listed_shown_and_compared(folder: Path) -> None:
+    for asked, expected in (
+        (["list"], "Switch Transformer"),
+        (["show", "lina"], 'schedule = "chunks"'),
+        (["compare", "--trace", "trace.npz", "--parts", "2", "--recipes", "mindspeed,occult"], "wrote runs/recipes"),
+    ):
+        done = carpool(folder, "recipes", *asked)
+        assert done.returncode == 0 and expected in done.stdout, done.stderr
+
+
+def test_a_trace_needs_transformers_and_says_so(folder: Path) -> None:
+    done = carpool(folder, "trace", "model")
+    assert done.returncode == 1 and "transformers" in done.stderr and "Traceback" not in done.stderr
