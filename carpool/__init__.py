@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from carpool.layer.gradients import reduce_gradients
+    from carpool.layer.record import record
     from carpool.layout import ExpertLayout, assign
     from carpool.layout.layouts import Layouts
     from carpool.memory.recompute import keep_rides
@@ -28,6 +29,7 @@ __all__ = [
     "__version__",
     "assign",
     "keep_rides",
+    "record",
     "reduce_gradients",
 ]
 _PLACES = {
@@ -39,6 +41,7 @@ _PLACES = {
     "Schedule": "schedule",
     "assign": "layout",
     "keep_rides": "memory.recompute",
+    "record": "layer.record",
     "reduce_gradients": "layer.gradients",
 }
 

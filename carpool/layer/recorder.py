@@ -1,0 +1,280 @@
+"""The ring in which recorders keep which experts tokens choose, and the trace that is made of it.
+
+A recording is made of *stretches*: neighbouring tokens of one sequence, the same tokens of all layers. They lie in a
+ring on the device, so memory is bounded and the newest are kept: 2 K bytes a token and layer, 4 K with weights. Where a
+stretch begins is known on the host, so recording never waits for the device; per layer and stretch it costs one sort
+and one copy of the choices. In a trace each stretch is a sequence of its own.
+
+Of the ranks' stretches, gathered by `trace`, the trace has rank 0's first, rank 1's first, and so on, then everybody's
+second: sequence i comes from rank i % W, as `Trace.source_T` says, if all ranks have tokens in every forward.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.utils.hooks import RemovableHandle
+
+import carpool
+from carpool.placement.trace import Trace
+
+__all__ = ["Mark", "Recorder"]
+
+_NO_EXPERT = -1
+
+
+class Mark(NamedTuple):
+    """A place in what a recorder has seen."""
+
+    forwards: int
+    recorded: int
+    lengths: tuple[int, ...]
+
+
+class _Stretch(NamedTuple):
+    """Where tokens of this forward go: `length` tokens from `start` on, counted over the batch, to `first` on in the
+    ring."""
+
+    start: int
+    length: int
+    first: int
+
+
+class Recorder:
+    """The ring of stretches, and the trace that is made of it. A subclass calls `_begin` before the layers of each
+    forward, `_keep` for each layer, and sets `_handles`.
+
+    Args:
+        layers: names of the recorded layers.
+        num_experts: E.
+        device: where choices come from.
+        capacity_tokens: how many tokens, over all ranks, are kept: the newest. Rounded up to whole stretches.
+        every: record each `every`-th forward.
+        stretch: at most so many neighbouring tokens of one sequence.
+        whole: record all stretches of a forward. False: one, each time another.
+        weights: also record the routing weights.
+        name: of the model, for the trace's `meta`.
+        copy, copies: of ranks that hold the same tokens, which one this is, and how many they are. The first one's
+            stretches count.
+
+    Raises:
+        ValueError: a size below 1.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[str],
+        num_experts: int,
+        device: torch.device,
+        capacity_tokens: int,
+        *,
+        every: int,
+        stretch: int,
+        whole: bool,
+        weights: bool,
+        name: str,
+        copy: int = 0,
+        copies: int = 1,
+    ) -> None:
+        if min(capacity_tokens, every, stretch) < 1:
+            raise ValueError(
+                f"capacity_tokens={capacity_tokens}, every={every} and stretch={stretch} must all be at least 1"
+            )
+        self.layers, self.num_experts, self.device = tuple(layers), num_experts, device
+        self.every, self.stretch, self.whole = every, min(stretch, capacity_tokens), whole
+        self.weights, self.name, self._copy = weights, name, copy
+        self._ranks = dist.get_world_size() if dist.is_initialized() else 1
+        places = -(-capacity_tokens // (self.stretch * max(1, self._ranks // copies)))
+        self.capacity = places * self.stretch
+        # How many tokens each place of the ring holds. All places are of the same size.
+        self._lengths = [0] * places
+        self._forwards = self._recorded = 0
+        self._now: list[_Stretch] = []
+        self._tokens = 0
+        self._expert_LCK: torch.Tensor | None = None
+        self._weight_LCK: torch.Tensor | None = None
+        self._token_C: torch.Tensor | None = None
+        self._misfit: str | None = None
+        self._nothing = "no forward was recorded yet"
+        self._handles: list[RemovableHandle] = []
+
+    def trace(self, **about: Any) -> Trace:
+        """What was recorded on all ranks, the same trace on each. Collective; waits for the device.
+
+        Args:
+            about: further entries of the trace's `meta`, such as steps, data or seed.
+
+        Raises:
+            ValueError: nothing was recorded, or layers did not see the same tokens.
+        """
+        if self._misfit:
+            raise ValueError(self._misfit)
+        top_k = 0 if self._expert_LCK is None else self._expert_LCK.shape[2]
+        facts = [*self._lengths, self._copy, self._recorded, top_k, int(self._token_C is not None)]
+        facts_R = [row.tolist() for row in self._gather(torch.tensor(facts, device=self.device))]
+        top_k, ids = (max(row[at] for row in facts_R) for at in (-2, -1))
+        if not top_k:
+            raise ValueError(self._nothing)
+        sources = [rank for rank, row in enumerate(facts_R) if row[-4] == 0]
+        pieces = [
+            (rank, place * self.stretch, facts_R[rank][place])
+            for place in self._order(max(row[-3] for row in facts_R))
+            for rank in sources
+        ]
+
+        def joined(own: torch.Tensor) -> Any:
+            """All ranks' pieces, in the order of the trace, along the axis of tokens."""
+            axis = 0 if own.dim() == 1 else 1
+            parts = self._gather(own)
+            return torch.cat([parts[rank].narrow(axis, first, n) for rank, first, n in pieces], dim=axis).numpy()
+
+        self._make_room(top_k, self.device)
+        if ids:
+            self._token_ring(self.device)
+        assert self._expert_LCK is not None
+        expert_LTK = joined(self._expert_LCK)
+        token_T = None if self._token_C is None else joined(self._token_C)
+        weight_LTK = None if self._weight_LCK is None else joined(self._weight_LCK)
+        sequence_T = np.repeat(np.arange(len(pieces)), [n for _, _, n in pieces])
+        # Padding, and tokens that some layer gave fewer than K experts, have no place in a trace.
+        keep_T = ((expert_LTK >= 0) & (expert_LTK < self.num_experts)).all(axis=(0, 2))
+        if token_T is not None:
+            keep_T &= token_T >= 0
+        if not keep_T.any():
+            raise ValueError("no recorded token has K experts in every layer, so there is nothing to place")
+        return Trace(
+            expert_LTK[:, keep_T].astype(np.uint8 if self.num_experts <= 256 else np.uint16),
+            sequence_T[keep_T].astype(np.int32),
+            self.layers,
+            self._meta(about),
+            None if weight_LTK is None else weight_LTK[:, keep_T],
+            None if token_T is None else token_T[keep_T].astype(np.int32),
+        )
+
+    def reset(self) -> None:
+        """Forget what was recorded: the experts have moved on, or the text is another."""
+        self._lengths = [0] * len(self._lengths)
+        self._recorded, self._misfit = 0, None
+
+    def mark(self) -> Mark:
+        """Where the recorder is, for `rewind`."""
+        return Mark(self._forwards, self._recorded, tuple(self._lengths))
+
+    def rewind(self, mark: Mark) -> None:
+        """Forget the forwards since `mark`: they are void, and those that follow stand for them, as many."""
+        self._forwards, self._recorded, self._lengths = mark.forwards, mark.recorded, list(mark.lengths)
+
+    def stop(self) -> None:
+        """Record no further forwards. What was recorded stays, for `trace`."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._now = [], []
+
+    def close(self) -> None:
+        """`stop`, and give the memory back."""
+        self.stop()
+        self._expert_LCK = self._weight_LCK = self._token_C = None
+        self.reset()
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    # -- for subclasses -------------------------------------------------------------------------------------------
+
+    def _begin(self, sequences: int, tokens: int) -> None:
+        """A forward of a batch of so many sequences of so many tokens begins: which stretches are recorded. A rank
+        without tokens takes a place all the same, so that all ranks' places are of the same forwards."""
+        self._now, self._tokens = [], sequences * tokens
+        self._forwards += 1
+        if (self._forwards - 1) % self.every:
+            return
+        if not sequences * tokens:
+            wanted = [(0, 0)]
+        elif self.whole:
+            starts = range(0, tokens, self.stretch)
+            wanted = [(number * tokens + start, tokens - start) for number in range(sequences) for start in starts]
+            wanted = wanted[-len(self._lengths) :]  # the others would be overwritten
+        else:
+            turn, number = divmod(self._recorded, sequences)
+            start = self.stretch * (turn % max(1, tokens // self.stretch))
+            wanted = [(number * tokens + start, tokens - start)]
+        for first, left in wanted:
+            place, length = self._recorded % len(self._lengths), min(self.stretch, left)
+            self._lengths[place] = length
+            self._recorded += 1
+            if length:
+                self._now.append(_Stretch(first, length, place * self.stretch))
+
+    def _keep(self, number: int, expert_TK: torch.Tensor, weight_TK: torch.Tensor | None) -> None:
+        """Layer `number` has chosen: logical ids, anything outside 0..E-1 for none; without weights, best first."""
+        if not self._now:
+            return
+        if expert_TK.shape[0] != self._tokens:
+            self._misfit = (
+                f"{self.layers[number]} got {expert_TK.shape[0]} tokens while the model's input has {self._tokens}: "
+                "its choices belong to other tokens; name the layers to record with layers=[...]"
+            )
+            return
+        self._make_room(expert_TK.shape[1], expert_TK.device)
+        assert self._expert_LCK is not None
+        for start, length, first in self._now:
+            chosen_TK = expert_TK[start : start + length]
+            if weight_TK is not None:
+                # Routers are free to return their choices in any order; a trace has the best first.
+                sorted_TK, order_TK = (
+                    weight_TK[start : start + length].float().sort(dim=1, descending=True, stable=True)
+                )
+                chosen_TK = chosen_TK.gather(1, order_TK)
+                if self._weight_LCK is not None:
+                    self._weight_LCK[number, first : first + length].copy_(sorted_TK)
+            chosen_TK = torch.where((chosen_TK >= 0) & (chosen_TK < self.num_experts), chosen_TK, _NO_EXPERT)
+            self._expert_LCK[number, first : first + length].copy_(chosen_TK)
+
+    def _make_room(self, top_k: int, device: torch.device) -> None:
+        """The ring of choices, when K is known."""
+        if self._expert_LCK is None:
+            shape = (len(self.layers), self.capacity, top_k)
+            self._expert_LCK = torch.full(shape, _NO_EXPERT, dtype=torch.int16, device=device)
+            self._weight_LCK = self._expert_LCK.half() if self.weights else None
+
+    def _token_ring(self, device: torch.device) -> torch.Tensor:
+        """(capacity,) ids of the recorded tokens, -1 for padding, for whoever knows them."""
+        if self._token_C is None:
+            self._token_C = torch.zeros(self.capacity, dtype=torch.int32, device=device)
+        return self._token_C
+
+    # -- the ranks' stretches together ----------------------------------------------------------------------------
+
+    def _order(self, recorded: int) -> list[int]:
+        """Places of the ring that hold something, oldest first."""
+        places = len(self._lengths)
+        return [number % places for number in range(max(0, recorded - places), recorded)]
+
+    def _gather(self, own: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's tensor, on the CPU."""
+        if self._ranks == 1:
+            return [own.cpu()]
+        flat = own.contiguous().view(torch.uint8)  # gloo has no 16-bit integers
+        parts = [torch.empty_like(flat) for _ in range(self._ranks)]
+        dist.all_gather(parts, flat)
+        return [part.view(own.dtype).cpu() for part in parts]
+
+    def _meta(self, about: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            "num_experts": self.num_experts,
+            "model": self.name,
+            "stretch": self.stretch,
+            "every": self.every,
+            "ranks": self._ranks,
+            "carpool_version": carpool.__version__,
+            "made": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            **about,
+        }
