@@ -151,6 +151,7 @@ class MoE(LayerModule):
         self._check_not_replicated()
         self._check_input(x)
         x_TH = x.reshape(-1, x.shape[-1])
+        replayed = routing is not None
         if routing is not None:
             routing = self.core.checked(routing, x_TH.shape[0])
         if routing is None or routing.weight_TK is None:
@@ -160,5 +161,7 @@ class MoE(LayerModule):
         else:
             self.aux_loss = x_TH.new_zeros(())
         beside = None if self.shared is None else partial(self.shared, x_TH)
-        y_TH, shared_TH = self.core(x_TH, routing, self.home_weights(), training=self.training, beside=beside)
+        y_TH, shared_TH = self.core(
+            x_TH, routing, self.home_weights(), training=self.training, replayed=replayed, beside=beside
+        )
         return (y_TH if shared_TH is None else y_TH + shared_TH).view_as(x)

@@ -40,6 +40,7 @@ from carpool.hf.expert_parallel import (
 from carpool.hf.freeze import freeze_dense
 from carpool.hf.layouts import set_layout
 from carpool.hf.limit import limit_routing
+from carpool.hf.replay import replay
 from carpool.hf.shared import set_schedule
 from carpool.hf.trace import TraceRecorder
 
@@ -58,6 +59,7 @@ __all__ = [
     "freeze_dense",
     "install",
     "limit_routing",
+    "replay",
     "rides",
     "route_in_float32",
     "set_experts",

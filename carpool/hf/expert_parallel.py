@@ -51,11 +51,15 @@ TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-class RouterLimit(Protocol):
-    """What limits the routing of a router of transformers: `carpool.hf.limit.LayerLimit`."""
+class BeforeRide(Protocol):
+    """What may change a routing between its router and its ride: a replay (`carpool.hf.replay`)."""
 
     def before_ride(self, routing: Routing) -> Routing:
-        """The routing within the limit, with the ranks that may serve each token."""
+        """The routing that rides."""
+
+
+class RouterLimit(BeforeRide, Protocol):
+    """What limits the routing of a router of transformers: `carpool.hf.limit.LayerLimit`."""
 
     def remove(self) -> None:
         """Leave the router and the layer as they were."""
@@ -86,6 +90,7 @@ class ExpertRides(LayerCore):
     Attributes, beside those of the core:
         experts: the module.
         shared: the block's shared experts, if they compute beside the ride (`carpool.hf.shared`).
+        replay: what replays recorded choices (`carpool.hf.replay`); None: nothing.
         router_limit: what applies `limit` to the model's own router (`carpool.hf.limit.limit_routing`).
         token_slice: (i, n): of the layer's tokens, this rank's are part i of n equal ones.
         states_logical: whether the module's states are in logical order by hooks (`carpool.hf.layouts.set_layout`).
@@ -104,6 +109,7 @@ class ExpertRides(LayerCore):
         self.experts, self.experts_forward = experts, experts_forward
         self.num_local_experts: int = experts.num_experts
         self.shared: EarlyWork | None = None
+        self.replay: BeforeRide | None = None
         self.router_limit: RouterLimit | None = None
         self.token_slice = (0, 1)
         self.told = self.states_logical = False
@@ -136,10 +142,13 @@ class ExpertRides(LayerCore):
         # Some routers mark "no expert" by -1, others by the number of experts.
         in_range_TK = (top_k_index >= 0) & (top_k_index < self.num_experts)
         routing = Routing(torch.where(in_range_TK, top_k_index, -1).int(), top_k_weights.float())
-        if self.router_limit is not None:
+        if self.replay is not None:
+            routing = self.replay.before_ride(routing)
+        elif self.router_limit is not None:
             routing = self.router_limit.before_ride(routing)
         beside = None if self.shared is None else partial(self.shared.compute, x_TH)
-        y_TH, computed = self(x_TH, routing, self._home(), training=self.experts.training, beside=beside)
+        settings = {"training": self.experts.training, "replayed": self.replay is not None}
+        y_TH, computed = self(x_TH, routing, self._home(), beside=beside, **settings)
         if self.shared is not None:
             self.shared.offer(computed)
         return y_TH

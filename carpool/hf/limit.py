@@ -4,14 +4,14 @@
 
 A router of transformers is a module that makes logits, scores of them, a top-k, and weights of the chosen scores, each
 model in its own way: softmax or sigmoid, a bias for the selection, groups, normalised or not, scaled or not. So the
-limit sits at the top-k itself: while a router's forward runs, a `TorchFunctionMode` answers `topk(score_TE, K)` with
-the best K *within the limits*, and the router goes on with those as with any others. Weights and their gradients are
-then the model's own, whatever its rule is.
+limit sits at the top-k itself (carpool/hf/topk.py): `topk(score_TE, K)` is answered with the best K *within the
+limits*, and the router goes on with those as with any others. Weights and their gradients are then the model's own,
+whatever its rule is.
 
     forward of OLMoE's router     F.linear -> logits    softmax -> prob_TE    topk(prob_TE, K) -> (values, experts)
                                                         seen as the share     answered by `RoutingLimit.choose`
 
-Where scores are logits (gpt-oss), their softmax is what ranks are compared by. A router without such a top-k (hash
+A router without such a top-k (hash
 routing, Phi-MoE's sampler) is not asked anew: choices outside the kept ranks are dropped, and the weights of the others
 scaled up to the same sum.
 
@@ -22,24 +22,19 @@ leaves of it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.overrides import TorchFunctionMode
 
 from carpool.hf.expert_parallel import ExpertRides, required_rides
+from carpool.hf.topk import AnsweredRouter
 from carpool.routing import Routing
 from carpool.routing.limit import LimitOptions, RoutingLimit, drop_outside, router_similarity
 
-_TOPK = (torch.topk, torch.Tensor.topk)
-_SCORES = (
-    torch.softmax, torch.nn.functional.softmax, torch.Tensor.softmax, torch.sigmoid, torch.nn.functional.sigmoid,
-    torch.Tensor.sigmoid, torch.nn.functional.softplus,
-)  # fmt: skip
 _ROUTER = re.compile(r"Router$|Gate$")
 
 
@@ -105,13 +100,13 @@ class LayerLimit:
         self._router = router
         self.own.limit, self.own.router_limit = self.limit, self
         if router is not None:
-            router.forward = _Within(self, router.forward)
+            router.forward = AnsweredRouter(router.forward, self.own.num_experts, self.choose)
 
     def remove(self) -> None:
         """Leave the router and the layer as they were."""
         if self._router is not None:
-            within: Any = self._router.forward
-            self._router.forward = within.forward
+            answered: Any = self._router.forward
+            self._router.forward = answered.forward
         self._router = self.own.limit = self.own.router_limit = None
 
     def choose(self, score_TE: torch.Tensor, share_TE: torch.Tensor, top_k: int) -> torch.Tensor:
@@ -131,48 +126,6 @@ class LayerLimit:
             each = -(-len(serving_TW) // parts)
             serving_TW = serving_TW[number * each : (number + 1) * each]
         return replace(routing, serving_TW=serving_TW)
-
-
-class _Within:
-    """A router's forward whose top-k stays within the limit."""
-
-    def __init__(self, layer: LayerLimit, forward: Callable[..., Any]) -> None:
-        self.layer, self.forward = layer, forward
-
-    @torch._disable_dynamo
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with _TopK(self.layer):
-            return self.forward(*args, **kwargs)
-
-
-class _TopK(TorchFunctionMode):
-    """Answers the top-k over experts; see the module's docstring."""
-
-    def __init__(self, layer: LayerLimit) -> None:
-        super().__init__()
-        self.layer = layer
-        self.share_TE: torch.Tensor | None = None
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        experts = self.layer.own.num_experts
-        if func in _TOPK:
-            score_TE: torch.Tensor = args[0] if args else kwargs["input"]
-            if score_TE.dim() == 2 and score_TE.shape[1] == experts:
-                top_k = args[1] if len(args) > 1 else kwargs["k"]
-                with torch.no_grad():
-                    if self.share_TE is None or self.share_TE.shape != score_TE.shape:
-                        share_TE = seen_TE = score_TE.float().softmax(-1)
-                    else:
-                        share_TE, seen_TE = self.share_TE.float(), score_TE.float()
-                    expert_TK = self.layer.choose(seen_TE, share_TE, int(top_k))
-                return torch.return_types.topk((score_TE.gather(1, expert_TK), expert_TK))
-        result = func(*args, **kwargs)
-        if func in _SCORES and result.dim() == 2 and result.shape[1] == experts:
-            self.share_TE = result.detach()
-        return result
 
 
 def _rows(router: nn.Module | None, num_experts: int, layer: str) -> torch.Tensor:

@@ -243,6 +243,7 @@ class LayerCore:
         home: ExpertWeights | OwnForward,
         *,
         training: bool,
+        replayed: bool = False,
         beside: Callable[[], Result] | None = None,
     ) -> tuple[torch.Tensor, Result | None]:
         """The weighted sum of each token's experts.
@@ -252,6 +253,7 @@ class LayerCore:
             routing: with weights.
             home: the parameters of this rank's homes; or what computes the rows that arrive.
             training: whether what trains counts and drops (`load_E`, second choices at random).
+            replayed: the routing is a recording, of which nothing is dropped a second time.
             beside: computes something that does not wait for the ride, once rows are under way. An own forward has
                 nothing beside it: it is called afterwards.
 
@@ -263,7 +265,7 @@ class LayerCore:
             with torch.no_grad():
                 there_TK, index_TK = routing.expert_TK >= 0, routing.expert_TK.clamp(min=0)
                 self.load_E.scatter_add_(0, index_TK.reshape(-1).long(), there_TK.reshape(-1).long())
-        if self.drops is not None:
+        if self.drops is not None and not replayed:
             routing, dropped = self.drops.drop(routing, self.num_experts, training)
             if not in_recompute():
                 self.dropped = self.dropped + dropped

@@ -1,0 +1,131 @@
+"""Recorded choices replayed by transformers' models: the same bits, the router's gradients, and errors on all ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import carpool.hf
+from carpool.hf import drop_choices, limit_routing, replay, rides
+from carpool.routing import DropOptions, Routing
+from carpool.routing.limit import LimitOptions
+from tests.hf.parity import EXCEPTIONS
+from tests.hf.test_behaviours import _model, _own, _save
+from tests.hf.test_limit import NOT_ANSWERED
+from tests.hf.tiny_models import discover, tiny_batch, tiny_model
+from tests.ranks import Ranks
+
+FOLDERS = sorted(discover().keys() - EXCEPTIONS.keys())
+FEW = ("olmoe", "gpt_oss", "deepseek_v3", "gemma4", "phimoe")
+
+
+def recorded(model: Any) -> dict[str, Routing]:
+    return {name: own.routing for name, own in rides(model).items() if own.routing is not None}
+
+
+@pytest.mark.parametrize(
+    "folder",
+    [
+        pytest.param(n, marks=() if n in FEW else pytest.mark.slow)
+        for n in sorted(discover().keys() - EXCEPTIONS.keys())
+    ],
+)
+def test_every_router_replays(folder: str) -> None:
+    """The same bits for the same choices; and other choices are taken, too."""
+    model: Any = tiny_model(discover()[folder]).eval()
+    carpool.hf.install(model)
+    with torch.no_grad():
+        want = model(**tiny_batch(model))[0]
+        recordings = recorded(model)
+        with replay(model, recordings, weights=True):
+            assert torch.equal(model(**tiny_batch(model))[0], want)
+        if folder in NOT_ANSWERED:
+            alone = pytest.raises(ValueError, match="has no top-k over experts that could be answered")
+            with alone, replay(model, recordings):
+                model(**tiny_batch(model))
+            return
+        with replay(model, recordings):
+            assert torch.equal(model(**tiny_batch(model))[0], want)
+        others = {name: Routing((one.expert_TK + 1) % 8, None) for name, one in recordings.items()}
+        with replay(model, others):
+            model(**tiny_batch(model))
+        assert all(torch.equal(one.expert_TK, others[name].expert_TK) for name, one in recorded(model).items())
+        assert torch.equal(model(**tiny_batch(model))[0], want)
+
+
+def test_choices_train_the_router_and_weights_do_not() -> None:
+    model: Any = tiny_model(discover()["olmoe"]).train()
+    carpool.hf.install(model)
+    want = model(**tiny_batch(model)).loss
+    want.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    recordings = recorded(model)
+    for weights in (False, True):
+        model.zero_grad(set_to_none=True)
+        with replay(model, recordings, weights=weights):
+            loss = model(**tiny_batch(model)).loss
+            loss.backward()
+        assert torch.equal(loss, want)
+        for name, parameter in model.named_parameters():
+            if weights and ".gate." in name:
+                assert parameter.grad is None or not parameter.grad.any()
+            elif not weights:
+                assert torch.equal(parameter.grad, gradients[name]), name
+
+
+def _several(path: str, how: str) -> tuple[list[bool], list[str]]:
+    """Replays on four ranks, with layers computed again; of a limited or dropping model, without that; errors."""
+    _save("olmoe", path)
+    model, same, said = _model("olmoe", path), [], []
+    if how == "limited":
+        limit_routing(model, LimitOptions(limit_ranks=1))
+    if how == "dropped":
+        drop_choices(model, DropOptions(capacity_factor=0.5), 2)
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    batch = _own(model)
+    want = model(**batch).loss
+    recordings = recorded(model)
+    name, rank = next(iter(recordings)), dist.get_rank()
+    for weights in (True,) if how == "dropped" else (False, True):
+        model.zero_grad(set_to_none=True)
+        with replay(model, recordings, weights=weights):
+            loss = model(**batch).loss
+            loss.backward()
+        same.append(torch.equal(loss, want))
+
+    def attempt(bad: dict[str, Routing], **options: Any) -> None:
+        try:
+            with replay(model, bad, **options), torch.no_grad():
+                model(**batch)
+        except ValueError as error:
+            said.append(str(error))
+        else:
+            said.append("")
+
+    good = recordings[name].expert_TK
+    attempt({name: Routing(good[: len(good) - rank], None)})
+    attempt({name: Routing(torch.full_like(good, 8) if rank == 1 else good, None)})
+    attempt({name: recordings[name]} if rank else {}, weights=True)
+    attempt({"model.layers.9": recordings[name]})
+    attempt({name: Routing(good, None)}, weights=True)
+    attempt({name: Routing(good.masked_fill(good == good[0, 0], -1), None)})
+    with torch.no_grad():
+        same.append(torch.allclose(model(**batch).loss, want))
+    return same, said
+
+
+@pytest.mark.parametrize("how", ["plain", "limited", "dropped"])
+def test_replays_on_several_ranks(ranks: Ranks, tmp_path: Path, how: str) -> None:
+    for rank, (same, said) in enumerate(ranks(_several, str(tmp_path), how)):
+        assert all(same), (rank, same)
+        if how == "plain":
+            assert "fit" in said[0] or "but the layer got" in said[0]
+            assert "experts are 0..7" in said[1] and ("rank 1 cannot replay" in said[1]) == (rank != 1)
+            assert "must replay the same layers alike" in said[2]
+            assert "recording for 'model.layers.9', but this model's layers are" in said[3]
+            assert "the recording has no weights" in said[4]
+            assert "some recorded choices are -1" in said[5]
