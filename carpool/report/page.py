@@ -6,9 +6,11 @@ The page is a template (page.html.j2), a style sheet (page.css) and a script tha
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from carpool.report import panels
 from carpool.report.headline import as_text, facts, summarise, title, verdict
@@ -65,6 +67,8 @@ def render(run: Run) -> str:
         last_step=_last_step(run),
         tables=_tables(run),
         profile=profile_summary(run.path),
+        has_profile_page=(run.path / "profile.html").is_file(),
+        solved=_solved(run),
         placement_columns=PLACEMENT_COLUMNS,
         placements=placement_rows(run),
         again=shlex.join(
@@ -91,6 +95,18 @@ def checks_of(run: Run, summary: Summary) -> list[Check]:
         stop_at=run.asked("stop_at_step"),
         stopped=run.stopped,
     )
+
+
+def _solved(run: Run) -> list[tuple[str, str]]:
+    """(text, link) to what `carpool place` wrote beside the layout that the run began with, as far as it is there."""
+    source = str(run.info.layout.get("source") or "")
+    folder = Path(source).parent
+    if source in ("", "contiguous", "checkpoint"):
+        return []
+    files = [("experts chosen together, before and after", "place.png"), ("every solver's numbers", "place.json")]
+    here = run.path.resolve()
+    found = [(text, (folder / name).resolve()) for text, name in files if (folder / name).is_file()]
+    return [(text, quote(os.path.relpath(path, here))) for text, path in found]
 
 
 def _share(share: dict[str, float], step_ms: float | None) -> list[dict[str, Any]]:

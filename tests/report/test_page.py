@@ -507,3 +507,16 @@ def test_where_experts_went_is_told_and_drawn(tmp_path: Path, page: Page) -> Non
         assert ("dash", "stroke: var(--predicted)") in drawn, name
         assert [style for _, style in drawn].count("stroke: var(--mark)") == 1, name
     assert "placement" not in page.tags_of and "remote-rows" not in page.tags_of, "a run that never looked"
+
+
+def test_what_carpool_place_wrote_is_linked(tmp_path: Path) -> None:
+    folder = tmp_path / "my place"
+    folder.mkdir()
+    (folder / "place.png").write_bytes(b"")
+    run = write_run(tmp_path / "runs" / "a", SHAPE)
+    layout = {"kind": "permuted", "source": str(folder / "layouts.json")}
+    page = _report(run, layout=layout)
+    links = [attributes["href"] for tag, attributes in page.tags_of["solved"] if tag == "a"]
+    assert links == ["../../my%20place/place.png"], "and not place.json, which is not there"
+    (folder / "place.png").unlink()
+    assert "solved" not in _report(run, layout=layout).tags_of
