@@ -42,7 +42,8 @@ def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any
     history.append(
         {"started": started, "from_step": run.start, "resumed_from": str(resume) if resume is not None else None}
     )
-    memory = estimate_memory(run.size, run.degrees, run.config, run.model, layer.num_experts, run.bf16, name)
+    cuda = run.device.type == "cuda"
+    memory = estimate_memory(run.size, run.degrees, run.config, run.model, layer.num_experts, run.bf16, name, cuda)
     info = {
         "carpool_version": carpool.__version__,
         "started": history[0]["started"],

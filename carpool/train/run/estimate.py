@@ -1,22 +1,29 @@
 """What a run will need, before it runs: memory per rank, parameters, operations. All of it is predicted.
 
-Parameters, gradients and AdamW's two moments are exact sums of what each rank holds. The rest follows from shapes,
-with these assumptions, stated because they are where an estimate goes wrong:
-  - the largest FSDP unit (one layer's experts of a rank) is gathered in full beside the shards, and the next one is
-    prefetched;
-  - a decoder layer keeps about 16 tensors of T x H (norms, attention's inputs and outputs, residuals), its experts
-    keep the received rows, the pre-activation, and the two gathered copies that the products read, and balanced
-    routing brings every rank as many rows as it sends;
-  - of the buffers of transport nvlink there is one (schedules that overlap rides take more), and other transports have
-    the rows of one layer, out and back, in flight;
-  - the loss keeps the logits twice in float32;
-  - with gradient checkpointing only one T x H per layer stays, plus one layer being recomputed.
+Parameters, gradients and AdamW's two moments are exact sums of what each rank holds. The rest follows from shapes, with
+these assumptions, which are where an estimate goes wrong:
+
+    gathered      one layer's experts of a rank in full beside the shards, and the next layer's, which is prefetched;
+                  the gradients of one layer's experts in full, before they are reduced
+    activations   a decoder layer keeps 16 tensors of T x H (norms, attention's inputs and outputs, residuals); its
+                  experts keep the received rows and the pre-activation; one layer's products and their gradients pass.
+                  With gradient checkpointing: one T x H per layer, and one layer that is recomputed
+    logits        as the model gives them, and twice in float32: the softmax and its gradient
+    transport     nvlink: one lease of buffers (schedules that overlap rides take more). Others: of one layer's ride,
+                  rows packed, arrived, summed and sent back
+    process       on a CPU: 60 MiB of code, threads and buffers that every rank takes once it trains
+    allocator     on a CPU: 0.6 of what a step takes and frees (gradients, activations, logits, transport), which the C
+                  library keeps in pieces of the wrong sizes
+
+The last two were measured with models of 2 to 28 M parameters on 1 and 2 ranks, whose peaks are then predicted within
+20 %. They are for CPUs, where `memory_peak_bytes` is the resident set; on GPUs it is PyTorch's own count.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import textwrap
 
 import torch
 from transformers import PreTrainedModel
@@ -34,6 +41,14 @@ from carpool.transport import check_transport, choose_transport
 from carpool.transport.nvlink import why_not
 
 Memory = dict[str, int]
+# Of a rank on a CPU; see above.
+PROCESS_BYTES, FREED_SHARE = 60 * 2**20, 0.6
+NOT_COUNTED = {
+    True: "the CUDA context, NCCL's buffers and compiled kernels (1 to 2 GB a GPU), what PyTorch's allocator reserves "
+    "beyond its tensors, evaluation with larger batches than training",
+    False: "libraries loaded before the run (about 400 MB, shared by the ranks of a machine), the corpus in memory, "
+    "evaluation with larger batches than training",
+}
 
 
 def estimate_memory(
@@ -44,6 +59,7 @@ def estimate_memory(
     num_experts: int,
     bf16: bool,
     transport: str = "dedup",
+    cuda: bool = False,
 ) -> Memory:
     """Predicted bytes of each component on one rank, and their total.
 
@@ -51,9 +67,10 @@ def estimate_memory(
         model: for its shapes only; may be on the meta device.
         num_experts: E.
         transport: the one that is used, not "auto".
+        cuda: on a GPU, where `NOT_COUNTED` comes on top.
 
     Returns:
-        parameters, gradients, optimizer, activations, transport, total.
+        parameters, gradients, optimizer, activations, logits, transport; on a CPU process and allocator; total.
     """
     text = model.config.get_text_config()
     stored = {"float32": 4, "bfloat16": 2, "float16": 2}[config.model.dtype or "float32"]
@@ -62,10 +79,11 @@ def estimate_memory(
     experts_own = math.ceil(size.experts / degrees.expert_shards)
     own = dense_own + experts_own
     layers = text.num_hidden_layers
+    layer_experts = math.ceil(size.experts / degrees.ep / layers)
     # Two layers' experts in full beside the shards, if FSDP shards or casts them at all.
     gathered = 0
     if degrees.efsdp > 1 or computed != stored:
-        gathered = 2 * math.ceil(size.experts / degrees.ep / layers) * computed
+        gathered = 2 * layer_experts * computed
 
     tokens = config.training.per_device_train_batch_size * config.data.sequence_length
     hidden, top_k = text.hidden_size, top_k_of(model)
@@ -80,18 +98,22 @@ def estimate_memory(
         kept = tokens * hidden * layers + layer + experts * kept_layers + passing
     else:
         kept = (layer + experts) * layers + passing
-    logits = 2 * 4 * tokens * text.vocab_size
-    rides = int(2 * rows * hidden * computed)
+    logits = (computed + 2 * 4) * tokens * text.vocab_size
+    rides = int(4 * rows * hidden * computed)
     if transport == "nvlink":
         rides = lease_bytes(nvlink_options(config, degrees), degrees.ep, hidden, computed, top_k)
     memory = {
         "parameters": own * stored + gathered,
-        "gradients": own * stored,
+        "gradients": own * stored + layer_experts * computed,
         "optimizer": 2 * own * stored,
-        "activations": int(kept * computed + logits),
+        "activations": int(kept * computed),
+        "logits": logits,
         # All layers share it.
         "transport": rides,
     }
+    if not cuda:
+        freed = memory["gradients"] + memory["activations"] + logits + rides
+        memory |= {"process": PROCESS_BYTES, "allocator": int(FREED_SHARE * freed)}
     return {**memory, "total": sum(memory.values())}
 
 
@@ -111,7 +133,7 @@ def dry_run(config: Config) -> str:
     size = model_size(model, counts, top_k_of(model))
     bf16 = use_cuda(config) if config.training.bf16 is None else config.training.bf16
     transport, why = _likely_transport(config, degrees, model)
-    memory = estimate_memory(size, degrees, config, model, max(counts.values()), bf16, transport)
+    memory = estimate_memory(size, degrees, config, model, max(counts.values()), bf16, transport, use_cuda(config))
     tokens = (
         config.training.per_device_train_batch_size
         * config.training.gradient_accumulation_steps
@@ -126,6 +148,7 @@ def dry_run(config: Config) -> str:
         f"# transport {transport}: {why}",
         "# predicted memory of one rank:",
         *(f"#   {name:<12} {_mib(value):>12}" for name, value in memory.items()),
+        *(f"#   {line}" for line in textwrap.wrap(f"not counted: {NOT_COUNTED[use_cuda(config)]}", 100)),
     ]
     return "\n".join(lines)
 
