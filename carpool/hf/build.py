@@ -33,7 +33,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from carpool.hf.conversions import unshardable
 from carpool.hf.initial_weights import fill, set_tensor
 from carpool.hf.sizes import check_sizes
-from carpool.hf.weight_files import check_weight_files
+from carpool.hf.weight_files import check_weight_files, stored_shape
 
 # Spellings of rotary settings that Transformers still takes and folds into `rope_parameters`.
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "partial_rotary_factor")
@@ -102,7 +102,7 @@ def build_model(
     _check_experts(blueprint, distributed_config)
     if path is not None:
         _check_shardable(path, blueprint, distributed_config)
-        model = _load(path, distributed_config, dtype, kwargs)
+        model = _load(path, blueprint, distributed_config, dtype, kwargs)
     else:
         model_class = type(blueprint)
         distributed_config, _, mesh_manager = model_class.prepare_distribute_model(distributed_config)
@@ -227,7 +227,11 @@ def _check_shardable(folder: Path, blueprint: PreTrainedModel, distributed_confi
 
 
 def _load(
-    folder: Path, distributed_config: DistributedConfig | None, dtype: torch.dtype, kwargs: dict[str, str]
+    folder: Path,
+    blueprint: PreTrainedModel,
+    distributed_config: DistributedConfig | None,
+    dtype: torch.dtype,
+    kwargs: dict[str, str],
 ) -> PreTrainedModel:
     sharded = any(_size(distributed_config, axis) > 1 for axis in ("pp", "dp_replicate", "fsdp", "tp"))
     try:
@@ -245,12 +249,16 @@ def _load(
         )
     except RuntimeError as error:
         raise ValueError(f"the weights in {folder} do not fit its config.json: {error}") from error
-    if wrong := sorted(info["mismatched_keys"]):
-        name, found, wanted = wrong[0]
+    if wrong := sorted(name for name, *_ in info["mismatched_keys"]):
+        # Of a sharded model, the shapes in `info` are a rank's. Weights that are fused while they are read have
+        # another name in the files; the message prefers one that has not.
+        shapes = {name: stored_shape(folder, name) for name in wrong}
+        name = next((name for name in wrong if shapes[name]), wrong[0])
+        wanted = tuple(blueprint.get_parameter_or_buffer(name).shape)
         more = f"; so have {len(wrong) - 1} others" if len(wrong) > 1 else ""
         raise ValueError(
-            f"the weights in {folder} do not fit its config.json: {name} has shape {tuple(found)}, and the "
-            f"configuration asks for {tuple(wanted)}{more}"
+            f"the weights in {folder} do not fit its config.json: {name} has {shapes[name] or 'another shape'}, and "
+            f"the configuration asks for {wanted}{more}"
         )
     if missing := sorted(info["missing_keys"]):
         raise ValueError(

@@ -84,3 +84,12 @@ def _check_header(path: Path) -> None:
         raise ValueError(
             f"{path} ({size}) is not a whole safetensors file: {error}; copy or download it again"
         ) from error
+
+
+def stored_shape(folder: Path, name: str) -> tuple[int, ...] | None:
+    """The shape of a tensor in a checkpoint folder that was checked; None if it has another name there."""
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            if name in file.keys():  # noqa: SIM118 (it is no dictionary)
+                return tuple(file.get_slice(name).get_shape())
+    return None

@@ -335,10 +335,24 @@ def test_files_that_were_cut_off(folder: Path, tmp_path: Path) -> None:
         assert f"({len(wrong):,} bytes) is not a whole safetensors file" in _refusal(damaged)
 
 
-@pytest.mark.parametrize("change", [{"num_experts": 16}, {"hidden_size": 64}, {"vocab_size": 32}])
-def test_weights_of_other_shapes_are_refused(folder: Path, tmp_path: Path, change: dict[str, int]) -> None:
-    assert "do not fit its config.json" in (message := _refusal(_copy(folder, tmp_path / "other", **change)))
-    assert "16" in message or "64" in message
+def _refusals(path: str) -> str:
+    return _refusal(Path(path), LAYOUTS[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "shapes"),
+    [
+        ({"num_experts": 16}, "model.layers.0.mlp.gate.weight has (8, 32), and the configuration asks for (16, 32)"),
+        ({"hidden_size": 64}, "(64"),
+        ({"vocab_size": 32}, "lm_head.weight has (64, 32), and the configuration asks for (32, 32); so have 1 others"),
+    ],
+)
+def test_weights_of_other_shapes_are_refused(
+    ranks: Ranks, folder: Path, tmp_path: Path, change: dict[str, int], shapes: str
+) -> None:
+    other = _copy(folder, tmp_path / "other", **change)
+    for message in [_refusal(other), *(ranks(_refusals, str(other)) if "num_experts" in change else [])]:
+        assert "do not fit its config.json" in message and shapes in message
 
 
 def test_missing_weights_are_refused_and_not_made_up(folder: Path, tmp_path: Path) -> None:

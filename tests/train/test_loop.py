@@ -293,7 +293,7 @@ def test_rank_0_alone_reads_what_it_will_replace(ranks: Ranks, tmp_path: Path) -
     assert ranks(_starts, str(tmp_path)) == [history] * 4
     (tmp_path / "0" / "run.json").write_text(json.dumps({"history": {"started": 1}}))
     for message in ranks(_starts, str(tmp_path)):
-        assert f"rank 0: {tmp_path}/0/run.json is damaged (its history is no list of starts)" in message
+        assert message.startswith(f"{tmp_path}/0/run.json is damaged (its history is no list of starts)")
 
 
 def test_the_model_loads_in_plain_transformers(reference: Path) -> None:
