@@ -7,8 +7,9 @@ A room is a folder of `carpool/`, or a file at its root. The rooms stand in laye
 its own room, from a layer below, and from a room of the same layer as long as that makes no circle.
 
 What counts: every import statement of every file, wherever it stands, also inside functions, because it runs one day.
-What does not: `if TYPE_CHECKING:` blocks, which never run. Imports that are still to go are listed in `EXCEPTIONS`, one
-file and one room at a time; an exception that no import needs any more is refused, too.
+What does not: `if TYPE_CHECKING:` blocks, which never run. Imports against the order
+would be listed in `EXCEPTIONS`, one file and one room at a time; there are none. An exception that no import needs is
+refused, too.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ LEVEL = {room: number for number, line in enumerate(ORDER) for room in line}
 NO_ROOMS = {"__init__", "__main__", "__pycache__"}
 
 # (file, room): imports against the order.
-EXCEPTIONS: frozenset[tuple[str, str]] = frozenset({("memory/keep.py", "transport")})
+EXCEPTIONS: frozenset[tuple[str, str]] = frozenset()
 
 
 def room_of(module: str) -> str:

@@ -35,8 +35,8 @@ import torch
 from carpool.experts import ExpertWeights, reads_packets
 from carpool.kernels.processors import reserved
 from carpool.memory import Rows
-from carpool.memory.keep import keep_rows
 from carpool.observe.meter import RideSpans
+from carpool.ride.keep import keep_rows
 from carpool.ride.order import Kept
 from carpool.ride.plain import BackwardStarted, readable, start_backward
 from carpool.ride.setup import RideSetup

@@ -44,8 +44,8 @@ from carpool.experts import Experts, ExpertWeights, GroupedExperts
 from carpool.experts.parts import Backward, Forward, why_no_parts
 from carpool.kernels.processors import reserved
 from carpool.memory import Rows
-from carpool.memory.keep import keep_rows
 from carpool.observe.meter import RideSpans
+from carpool.ride.keep import keep_rows
 from carpool.ride.order import Kept
 from carpool.ride.setup import RideSetup
 from carpool.ride.turns import handover

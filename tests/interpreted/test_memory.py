@@ -15,8 +15,8 @@ from carpool.experts.pair_kernels import gather_rows
 from carpool.experts.pairs import sort_pairs
 from carpool.memory import Arena, Rows
 from carpool.memory.arena_kernel import reserve
-from carpool.memory.keep import keep_rows
 from carpool.memory.keep_kernel import copy_slabs
+from carpool.ride.keep import keep_rows
 from carpool.transport import Arrivals
 
 CPU = torch.device("cpu")
