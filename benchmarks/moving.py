@@ -45,7 +45,7 @@ import torch.distributed as dist
 
 from benchmarks.ranks import join_group, write_results
 from benchmarks.train_traces import EOS, KINDS, say
-from carpool.placement.solvers import SOLVERS
+from carpool.placement.solvers import solver_names
 from carpool.train.config import load_config
 from carpool.train.run.loop import train
 
@@ -255,7 +255,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=20, help="steps between two looks")
     parser.add_argument("--lag", type=int, default=4, help="steps that the solver has")
     parser.add_argument("--replicas", type=int, default=2, help="slots on each rank beside its own experts")
-    parser.add_argument("--solver", default="search", choices=SOLVERS)
+    parser.add_argument("--solver", default="search", choices=solver_names())
     parser.add_argument("--batch", type=int, default=8, help="sequences of a rank and step")
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
     parser.add_argument("--learning-rate", type=float, default=1e-4)

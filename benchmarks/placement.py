@@ -24,8 +24,8 @@ import torch
 
 from benchmarks.ranks import write_results
 from carpool.placement.forecast import compare
-from carpool.placement.solvers import solve
-from carpool.placement.table import DEFAULT_SOLVERS, place
+from carpool.placement.solvers import default_solvers, solve
+from carpool.placement.table import place
 from carpool.placement.trace import LayerTrace, Trace
 from carpool.planner.cost import CostModel
 
@@ -39,7 +39,7 @@ def solvers(
     path: Path, ranks: int, load_limit: float, extra_slots: int = 0, hidden: float = 0.0
 ) -> list[dict[str, Any]]:
     """`hidden`: share of the replicas' own traffic that runs beside other work."""
-    names: tuple[str, ...] = ("eplb", "search") if extra_slots else DEFAULT_SOLVERS
+    names: tuple[str, ...] = ("eplb", "search") if extra_slots else default_solvers()
     if load_limit == NO_LIMIT:
         names = ("occult", "search", "hypergraph+search")
     cost = CostModel(replicas_hidden=hidden)

@@ -35,7 +35,7 @@ from carpool.hf.limit import limit_routing
 from carpool.hf.metrics import RideMetrics
 from carpool.hf.trace import TraceRecorder
 from carpool.layout import ExpertLayout
-from carpool.placement.solvers import SOLVERS
+from carpool.placement.solvers import solver_names
 from carpool.placement.trace import Trace
 from carpool.routing.limit import LimitOptions, coactivation_similarity
 from carpool.train.config.schema import TrainingSection
@@ -131,7 +131,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, batch=16)
     parser.add_argument("--text", choices=KINDS, default="prose", help="what to train on")
-    parser.add_argument("--solver", default="occult", choices=SOLVERS, help="of the placement")
+    parser.add_argument("--solver", default="occult", choices=solver_names(), help="of the placement")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--learning-rate", type=float, default=2e-4)
     parser.add_argument("--train-all", action="store_true", help="do not freeze what is no expert and no router")

@@ -51,7 +51,7 @@ from carpool.hf.expert_parallel import ExpertRides
 from carpool.hf.layouts import current_layouts
 from carpool.hf.limit import limit_routing
 from carpool.hf.metrics import SPANS, RideMetrics
-from carpool.placement.solvers import SOLVERS
+from carpool.placement.solvers import solver_names
 from carpool.placement.volume import VERBS, predict
 from carpool.planner.cost import CostModel
 from carpool.routing import Routing
@@ -266,7 +266,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_arguments(parser, batch=32)
     parser.add_argument("--text", choices=("all", *KINDS), default="all", help="what is read")
-    parser.add_argument("--solver", default="search", choices=SOLVERS, help="of the placement")
+    parser.add_argument("--solver", default="search", choices=solver_names(), help="of the placement")
     parser.add_argument("--replicas", type=int, default=2, help="slots on each rank beside its own experts")
     parser.add_argument("--load-limit", type=float, default=1.1, help="of the fullest rank by the mean, for the solver")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contender")

@@ -78,8 +78,8 @@ def place(
         typer.Option(
             "--solvers",
             metavar="NAME,...",
-            help="contiguous, random, lpt, eplb, occult, hypergraph, search, or NAME+search. Default: all, and "
-            "hypergraph+search.",
+            help="contiguous, random, lpt, eplb, occult, hypergraph, search, those of plug-ins, or NAME+search. "
+            "Default: all, and hypergraph+search.",
         ),
     ] = None,
     slots: Annotated[
@@ -112,11 +112,12 @@ def place(
         from rich.progress import track
 
         from carpool.placement.plot import plot_coactivation
-        from carpool.placement.table import DEFAULT_SOLVERS, place, print_table
+        from carpool.placement.solvers import default_solvers
+        from carpool.placement.table import place, print_table
         from carpool.placement.trace import Trace
         from carpool.planner.cost import CostModel
 
-        names = tuple(one.strip() for one in solvers.split(",") if one.strip()) if solvers else DEFAULT_SOLVERS
+        names = tuple(one.strip() for one in solvers.split(",") if one.strip()) if solvers else default_solvers()
         recorded = Trace.load(trace)
         _one_thread()
         steps = iter(track(range(len(names) * len(recorded.layers)), description="solving", transient=True))

@@ -21,11 +21,9 @@ from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
 from carpool.layout.topology import Topology
 from carpool.placement.objective import Objective, evaluate
-from carpool.placement.solvers import check_solver, solve
+from carpool.placement.solvers import check_solver, default_solvers, solve
 from carpool.placement.trace import Trace
 from carpool.planner.cost import CostModel
-
-DEFAULT_SOLVERS = ("contiguous", "random", "lpt", "eplb", "occult", "hypergraph", "search", "hypergraph+search")
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,7 @@ def place(
     *,
     ranks: int,
     nodes: int = 1,
-    solvers: Sequence[str] = DEFAULT_SOLVERS,
+    solvers: Sequence[str] | None = None,
     slots: Sequence[int] | None = None,
     extra_slots: int = 0,
     load_limit: float = 1.1,
@@ -116,7 +114,7 @@ def place(
     Args:
         trace_path: a file that `Trace.load` reads, or a trace.
         ranks, nodes: W, N.
-        solvers: names for `solve`. One whose package is missing is reported, not fatal.
+        solvers: names for `solve`. None: `default_solvers()`. One whose package is missing is reported, not fatal.
         slots: experts that each rank has memory for; None: equally many.
         extra_slots: room for replicas on each rank.
         load_limit: largest load by the mean that is allowed.
@@ -128,6 +126,7 @@ def place(
     Raises:
         ValueError: no trace, an unknown solver or layer, what cannot be laid out, or no solver available.
     """
+    solvers = default_solvers() if solvers is None else solvers
     for name in solvers:
         check_solver(name)
     trace = trace_path if isinstance(trace_path, Trace) else Trace.load(trace_path)

@@ -19,8 +19,8 @@ There are three ways to add something from outside the package:
 An entry point is imported when its name is looked up, so one that cannot be imported harms only those who ask for it.
 Modules in CARPOOL_PLUGINS are imported, in all processes, before the first look into any registry.
 
-The registries: `carpool.transport.TRANSPORTS` ("carpool.transports") and `carpool.experts.EXPERTS`
-("carpool.experts"). A room that takes plug-ins makes its own.
+The registries: `carpool.transport.TRANSPORTS` ("carpool.transports"), `carpool.experts.EXPERTS` ("carpool.experts") and
+`carpool.placement.solvers.SOLVERS` ("carpool.solvers"). A room that takes plug-ins makes its own.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from typing import Any, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
-from carpool.placement.solvers import SOLVERS
+from carpool.placement.solvers import solver_names
 from carpool.recipes import Recipe
 from carpool.recipes.resolve import in_effect, resolve
 from carpool.train.config.schema import keys
@@ -168,7 +168,7 @@ def _refused(setting: str, value: Any) -> str | None:
     for part in reversed(deeper):
         value = {part: value}
     # The section checks a solver's name, not its field.
-    known = tuple(SOLVERS) if setting == KINDS["solver"] else get_args(field.annotation)
+    known = solver_names() if setting == KINDS["solver"] else get_args(field.annotation)
     try:
         TypeAdapter(field.rebuild_annotation()).validate_python(value)
         if setting != KINDS["solver"] or value in known:

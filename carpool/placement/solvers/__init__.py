@@ -8,13 +8,24 @@
     search                the exact objective under the load limit, with replicas in the extra slots
 
 `search` starts from Occult's and LPT's layouts; "hypergraph+search" and so on start from what that solver found.
+
+A solver is a function from a `Problem` to an `ExpertLayout`, the same for the same problem. From outside the package:
+
+    # mine.py, with CARPOOL_PLUGINS=mine; or an entry point of the group "carpool.solvers" (carpool/plugins)
+    from carpool.placement.solvers import Problem, register
+
+    @register
+    def backwards(problem: Problem) -> ExpertLayout:
+        rank_E = np.repeat(np.arange(problem.num_ranks), problem.fill_W)[::-1]
+        return problem.layout(rank_E)
+
+`carpool place`, `placement.solver` of `carpool train`, and recipes then know "backwards" and "backwards+search".
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 
 from carpool.layout import ExpertLayout
 from carpool.placement.solvers.eplb import eplb
@@ -26,20 +37,47 @@ from carpool.placement.solvers.problem import Problem
 from carpool.placement.solvers.search import search
 from carpool.placement.trace import Array, LayerTrace
 from carpool.planner.cost import CostModel
+from carpool.plugins import Registry
 
-__all__ = ["SOLVERS", "STARTS", "Problem", "check_solver", "solve"]
+__all__ = ["SOLVERS", "Problem", "Solver", "check_solver", "default_solvers", "register", "solve", "solver_names"]
 
-STARTS: Mapping[str, Callable[[Problem], ExpertLayout]] = MappingProxyType(
+Solver = Callable[[Problem], ExpertLayout]
+
+
+def _search(problem: Problem) -> ExpertLayout:
+    return search(problem, occult(problem), lpt(problem))
+
+
+def _check(name: str, solver: Solver) -> None:
+    if not callable(solver) or not name or "+" in name or "," in name:
+        raise ValueError(f"solver {name!r} must be a function, and its name without + and commas; it is {solver!r}")
+
+
+SOLVERS: Registry[Solver] = Registry(
+    "solver",
+    "carpool.solvers",
     {
         "contiguous": contiguous,
         "random": random,
-        "occult": occult,
         "lpt": lpt,
         "eplb": eplb,
+        "occult": occult,
         "hypergraph": hypergraph,
-    }
+        "search": _search,
+    },
+    _check,
 )
-SOLVERS: tuple[str, ...] = (*STARTS, "search", *(f"{name}+search" for name in STARTS))
+register = SOLVERS.register
+
+
+def solver_names() -> tuple[str, ...]:
+    """What `solve` knows: every solver, and every solver as the start of the search."""
+    return (*SOLVERS, *(f"{name}+search" for name in SOLVERS if name != "search"))
+
+
+def default_solvers() -> tuple[str, ...]:
+    """What `carpool place` runs: every solver, and the search from the strongest start."""
+    return (*SOLVERS, "hypergraph+search")
 
 
 def solve(
@@ -60,13 +98,13 @@ def solve(
     """The layout that a solver finds for one layer. Deterministic by seed.
 
     Args:
-        name: one of `SOLVERS`.
+        name: one of `solver_names()`.
         start: where "search" starts (its homes); else from what the solver before "+search" finds.
         others: see `Problem`.
 
     Raises:
         ValueError: an unknown solver, a start for one that takes none, or what cannot be laid out.
-        ImportError: "hypergraph" without its package; says what to install.
+        ImportError: "hypergraph" without its package, or a plug-in that cannot be imported; says what to do.
     """
     check_solver(name)
     problem = Problem(
@@ -85,17 +123,32 @@ def solve(
             raise ValueError(f"start has more experts on a rank than {problem.room_W.tolist()} allow")
         return search(problem, start)
     first, _, then = name.partition("+")
-    if first == "search":
-        return search(problem, occult(problem), lpt(problem))
-    layout = STARTS[first](problem)
+    layout = SOLVERS[first](problem)
+    _check_layout(first, layout, problem)
     return search(problem, layout) if then else layout
+
+
+def _check_layout(name: str, layout: ExpertLayout, problem: Problem) -> None:
+    """Raise ValueError if a solver's layout is not of the problem's experts and ranks, or takes more room than there
+    is."""
+    if not isinstance(layout, ExpertLayout):
+        raise ValueError(f"solver {name!r} must return an ExpertLayout, not a {type(layout).__name__}")
+    if (layout.num_ranks, layout.num_experts) != (problem.num_ranks, problem.num_experts):
+        raise ValueError(
+            f"solver {name!r} found a layout of {layout.num_experts} experts on {layout.num_ranks} ranks, not of "
+            f"{problem.num_experts} on {problem.num_ranks}"
+        )
+    homes, slots = ([len(one) for one in of] for of in (layout.homes, layout.slots))
+    if any(home > room for home, room in zip(homes, problem.room_W, strict=True)):
+        raise ValueError(f"solver {name!r} gives ranks {homes} experts, but they own {problem.room_W.tolist()} at most")
+    if any(slot > room + problem.extra_slots for slot, room in zip(slots, problem.room_W, strict=True)):
+        raise ValueError(f"solver {name!r} fills {slots} slots, with {problem.extra_slots} more than homes on a rank")
 
 
 def check_solver(name: str) -> None:
     """Raise ValueError, with the nearest name, if there is no such solver."""
-    if name not in SOLVERS:
-        near = difflib.get_close_matches(name, SOLVERS, n=1, cutoff=0.4)
+    known = solver_names()
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ValueError(
-            f"there is no solver {name!r}{hint}. Solvers: {', '.join((*STARTS, 'search'))}, or NAME+search"
-        )
+        raise ValueError(f"there is no solver {name!r}{hint}. Solvers: {', '.join(SOLVERS)}, or NAME+search")

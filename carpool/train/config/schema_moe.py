@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from carpool.experts.choices import STAGES, WAYS
 from carpool.layout.topology import Topology
-from carpool.placement.solvers import SOLVERS
+from carpool.placement.solvers import solver_names
 from carpool.routing import DropOptions
 from carpool.routing.limit import LimitOptions
 from carpool.schedule import MAX_CHUNKS, Schedule
@@ -320,10 +320,10 @@ class PlacementSection(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.solver not in SOLVERS:
-            close = nearest(self.solver, SOLVERS)
+        if self.solver not in (known := solver_names()):
+            close = nearest(self.solver, known)
             raise ValueError(
-                f"placement.solver = {self.solver!r}: expected one of {', '.join(SOLVERS)}"
+                f"placement.solver = {self.solver!r}: expected one of {', '.join(known)}"
                 + (f" (did you mean {close}?)" if close else "")
             )
         if self.policy == "place" and self.every is not None:
