@@ -23,15 +23,16 @@ _HEAD = 20.0
 def pictures(run: Run) -> list[tuple[str, str]]:
     """(title, HTML) of the layouts to draw; none with one rank, or if no layout was recorded."""
     layouts = [(one, by_layer(run, one)) for one in run.layouts]
-    layouts = [(one, layers) for one, layers in layouts if layers and len(layers[0].homes) > 1]
-    if not layouts:
+    if not layouts or len(layouts[-1][1][0].homes) < 2:
         return []
+    # A run that was resumed on other ranks begins anew.
+    shape = _shape(layouts[-1][1])
+    layouts = [pair for pair in layouts if _shape(pair[1]) == shape]
     origin = [_rank_of(layer.homes) for layer in layouts[0][1]]
     # A restart writes the layout again: it is drawn only where it differs from the one before.
     changed = [pair for i, pair in enumerate(layouts) if i == 0 or pair[1] != layouts[i - 1][1]]
     shown = changed if len(changed) <= PICTURES else [changed[0], *changed[1 - PICTURES :]]
-    ranks = range(min(len(layer.homes) for _, layers in shown for layer in layers))
-    widest = [max(len(_slots(layer)[rank]) for _, layers in shown for layer in layers) for rank in ranks]
+    widest = [max(len(_slots(layer)[rank]) for _, layers in shown for layer in layers) for rank in range(shape[1])]
     titles = ["At the start", *(f"From step {one.step + 1}" for one, _ in shown[1:])]
     return [(title, draw(run, layers, origin, widest)) for title, (_, layers) in zip(titles, shown, strict=True)]
 
@@ -42,6 +43,11 @@ def by_layer(run: Run, layout: Layout) -> list[LayerLayout]:
         return list(layout.layers.values())
     layers = max(1, len(run.info.model.moe_layers))
     return [LayerLayout(homes=layout.homes, slots=layout.slots or layout.homes)] * layers
+
+
+def _shape(layers: list[LayerLayout]) -> tuple[int, int, list[int]]:
+    """Layers, ranks, and each layer's experts."""
+    return len(layers), len(layers[0].homes), [sum(map(len, layer.homes)) for layer in layers]
 
 
 def _slots(layer: LayerLayout) -> list[list[int]]:

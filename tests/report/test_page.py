@@ -131,7 +131,7 @@ def test_ids_are_unique_and_references_hit(page: Page) -> None:
 
 def test_every_colour_is_defined_for_both_themes(page: Page) -> None:
     style = page.source[page.source.index("<style>") : page.source.index("</style>")]
-    light, dark = style.split("@media (prefers-color-scheme: dark)")
+    light, dark = style.split("@media screen and (prefers-color-scheme: dark)")
     for theme in (light[: light.index("}")], dark[: dark.index("}")]):
         defined = set(re.findall(r"--([a-z0-9-]+):", theme))
         assert set(ROLES) <= defined
@@ -364,6 +364,19 @@ def test_a_run_that_recorded_next_to_nothing(tmp_path: Path) -> None:
     assert "neither its command nor its configuration" in page.text
     assert "did not time the parts" in page.text
     assert "None" not in page.text.replace("None was written", "")
+
+
+def test_a_run_of_an_earlier_version(tmp_path: Path) -> None:
+    write_run(tmp_path, SHAPE)
+    lines = train_lines(SHAPE)
+    for line in lines:
+        for key in ("rank_load", "rank_ms", "copies"):
+            line.pop(key, None)
+    write_lines(tmp_path, lines)
+    page = Page(write_report(tmp_path))
+    assert not {"rank-share", "rank-experts", "rank-rides"} & set(page.tags_of)
+    assert "The run recorded no copies per layer." in page.shown("copies-layer")
+    assert "svg" in {tag for tag, _ in page.tags_of["load-expert"]}
 
 
 def test_nan_is_shown_and_drawn_around(tmp_path: Path) -> None:
