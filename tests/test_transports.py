@@ -32,14 +32,16 @@ from carpool.schedule import Schedule
 from carpool.transport import (
     TRANSPORTS,
     Arrivals,
+    BufferOverflowError,
     NVLinkOptions,
+    RankMissingError,
     check_overflow,
     check_transport,
     choose_transport,
     make_transport,
-    why_not_nvlink,
+    unfit_transports,
 )
-from carpool.transport.nvlink import BufferOverflowError, Buffers, NVLink, RankMissingError
+from carpool.transport.nvlink import Buffers, NVLink
 from carpool.transport.nvlink.buffers import OWNERS, buffers_of
 from carpool.transport.nvlink.transport import packet_bytes
 from tests.layouts import EXPERTS, layout_of
@@ -163,14 +165,14 @@ def test_nvlink_moves_what_dedup_moves_without_a_plan() -> None:
     # 200 columns: 200 codes and two scales, rounded up
     packet = packet_bytes(200)
     assert packet == 208
-    half = predict("nvlink", routings, layout, **shape, forward_fp8=True)
+    half = predict("nvlink", routings, layout, **shape, options=NVLinkOptions(forward_fp8=True))
     np.testing.assert_array_equal(half.bytes_WW["dispatch"], ours.rows_WW * (packet + 6 * 8))
     np.testing.assert_array_equal(half.bytes_WW["combine_backward"], ours.bytes_WW["combine_backward"])
-    back = predict("nvlink", routings, layout, **shape, backward_fp8=True)
+    back = predict("nvlink", routings, layout, **shape, options=NVLinkOptions(backward_fp8=True))
     np.testing.assert_array_equal(back.bytes_WW["combine_backward"], ours.rows_WW * packet)
     np.testing.assert_array_equal(back.bytes_WW["dispatch"], ours.bytes_WW["dispatch"])
-    with pytest.raises(ValueError, match="'dedup' does not send FP8"):
-        predict("dedup", routings, layout, **shape, forward_fp8=True)
+    with pytest.raises(ValueError, match="'dedup' has no options of type NVLinkOptions"):
+        predict("dedup", routings, layout, **shape, options=NVLinkOptions(forward_fp8=True))
 
 
 @pytest.mark.parametrize(
@@ -354,13 +356,13 @@ def test_auto_names_its_reason() -> None:
     name, why = choose_transport("auto", 4, 1)
     assert name == "alltoall" and "one row per token either way" in why
     assert choose_transport("gather", 4, 8) == ("gather", "asked for")
-    with pytest.raises(ValueError, match="'pigeon' is not known; use 'auto' or one of gather, alltoall, dedup"):
+    with pytest.raises(ValueError, match="'pigeon' is not known; use one of auto, nvlink, alltoall, dedup, gather"):
         choose_transport("pigeon", 4, 8)
-    name, why = choose_transport("auto", 4, 8, None)
-    assert name == "nvlink" and "4 GPUs reach each other" in why
-    assert choose_transport("auto", 4, 1, None)[0] == "nvlink"
-    assert choose_transport("dedup", 4, 8, None) == ("dedup", "asked for")
-    name, why = choose_transport("auto", 4, 8, "there is no CUDA device")
+    name, why = choose_transport("auto", 4, 8, {})
+    assert name == "nvlink" and "4 ranks can use it" in why
+    assert choose_transport("auto", 4, 1, {})[0] == "nvlink"
+    assert choose_transport("dedup", 4, 8, {}) == ("dedup", "asked for")
+    name, why = choose_transport("auto", 4, 8, {"nvlink": "there is no CUDA device"})
     assert name == "dedup" and why.endswith("; not nvlink: there is no CUDA device")
 
 
@@ -368,11 +370,11 @@ def _why_not() -> list[Any]:
     """On a rank: what auto says of nvlink here, one answer for all, asked once; and what asking for it does."""
     group = mesh((WORLD_SIZE,), ("ep",)).get_group()
     stated = NVLinkOptions(max_tokens=8)
-    found = [why_not_nvlink(*arguments) for arguments in
+    found = [unfit_transports(*arguments)["nvlink"] for arguments in
              [(None, 16, stated), (group, 16, None), (group, 16, NVLinkOptions()), (group, 12, stated)]]  # fmt: skip
-    found.append(why_not_nvlink(group, 16, stated))
-    with unittest.mock.patch("carpool.transport.why_not", side_effect=AssertionError("asked again")):
-        found.append(why_not_nvlink(group, 16, stated))
+    found.append(unfit_transports(group, 16, stated)["nvlink"])
+    with unittest.mock.patch("carpool.transport.nvlink.transport.why_not", side_effect=AssertionError("asked again")):
+        found.append(unfit_transports(group, 16, stated)["nvlink"])
     with pytest.raises(ValueError) as refused:
         carpool.MoE(16, F, EXPERTS, 3, ep_mesh=mesh((WORLD_SIZE,), ("ep",))["ep"], transport="nvlink")
     return [*found, str(refused.value)]
@@ -382,7 +384,7 @@ def _why_not() -> list[Any]:
 def test_nvlink_is_refused_where_it_cannot_be_used(ranks: Ranks) -> None:
     alone, unsaid, agreed, odd, nowhere, again, refused = ranks(_why_not)[1]
     assert alone == "one rank has nobody to send to" and "max_tokens" in unsaid and unsaid == agreed
-    assert "12 is no multiple of 8" in odd and nowhere == again == "there is no CUDA device"
+    assert "24 bytes (12 elements) are none" in odd and nowhere == again == "there is no CUDA device"
     assert refused == "transport 'nvlink' cannot be used here: there is no CUDA device; use 'auto' or 'dedup'"
     with pytest.raises(ValueError, match="there is no CUDA device; use 'auto' or 'dedup'"):
         check_transport("nvlink", None)

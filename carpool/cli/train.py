@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,15 +13,6 @@ from carpool.cli.common import TRAIN_PACKAGES, Debug, RanksDebug, command, error
 
 if TYPE_CHECKING:
     from carpool.train.config import Config
-
-
-class Transport(enum.StrEnum):
-    """What a run's transport can be compared with."""
-
-    GATHER = "gather"
-    ALLTOALL = "alltoall"
-    DEDUP = "dedup"
-    NVLINK = "nvlink"
 
 
 def train(
@@ -39,8 +29,12 @@ def train(
         typer.Option("--config", help="TOML file of settings, or the name of a recipe. Without it: the demo's."),
     ] = None,
     compare: Annotated[
-        Transport | None,
-        typer.Option("--compare", help="At the end, time this run's steps against this transport, interleaved."),
+        str | None,
+        typer.Option(
+            "--compare",
+            metavar="TRANSPORT",
+            help="At the end, time this run's steps against this transport, interleaved.",
+        ),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the resolved settings and the memory per rank; train nothing.")
@@ -71,8 +65,11 @@ def train(
             return
         from carpool.train.launch.start import run
 
-        against = compare.value if compare else None
-        run(settings, "carpool.train.run.loop:train", debug=debug, compare=against, command=command())
+        if compare is not None:
+            from carpool.transport import find_transport
+
+            find_transport(compare)
+        run(settings, "carpool.train.run.loop:train", debug=debug, compare=compare, command=command())
 
 
 def report(

@@ -34,7 +34,7 @@ from carpool.transport import (
     NVLinkOptions,
     Transport,
     check_transport,
-    choose_transport,
+    find_transport,
     make_transport,
     resolve_transport,
 )
@@ -194,14 +194,9 @@ class LayerCore:
     # What it makes outlives the call: torch.compile must not take its tensors for values of a graph.
     @torch._disable_dynamo
     def _make_transport(self, top_k: int, hidden: int, device: torch.device) -> Transport:
-        options = self.options
-        if self.function is not None:
-            options = (options or NVLinkOptions()).under(self.schedule)
-        if self.requested == "auto" and self.function is None:
-            # Its forward would see all rows that the buffers have, and most are empty.
-            name, self.why = choose_transport("auto", self.num_ranks, top_k, "the experts run their own forward")
-        else:
-            name, self.why = resolve_transport(self.requested, self.group, top_k, hidden, options)
+        own = self.function is None
+        name, self.why = resolve_transport(self.requested, self.group, top_k, hidden, self.options, own_forward=own)
+        options = self.options if own else find_transport(name).options_under(self.options, self.schedule)
         transport = make_transport(name, self.group, self.layout.slots_per_rank, options)
         self._make_setup(transport, device)
         self.transport = transport

@@ -25,6 +25,7 @@ from carpool.placement.trace import Array, LayerTrace
 from carpool.placement.volume import rows_sent
 from carpool.planner.cost import CostModel
 from carpool.routing import Routing
+from carpool.transport import find_transport
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def evaluate(
     sent_WW = rows_WW
     if cost.copies_per_node:
         sent_WW = _through_gates(rows_WW, _sum_by(visits_TN, source_T, num_ranks))
-    elif cost.transport not in ("dedup", "nvlink"):
+    elif not find_transport(cost.transport).one_row_per_rank:
         sent_WW = rows_sent(cost.transport, [rank_TK[source_T == rank] for rank in range(num_ranks)], num_ranks)
     return Objective(
         tokens=num_tokens,

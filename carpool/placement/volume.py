@@ -39,54 +39,21 @@ for each 128 of them, rounded up to 16 bytes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from carpool.layout import ExpertLayout, assign
+from carpool.observe.traffic import VERBS
 from carpool.routing import Routing
+from carpool.transport import TRANSPORTS, find_transport
+from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES
+from carpool.transport.volume import Counts, Volume
 
-VERBS = ("plan", "dispatch", "combine", "dispatch_backward", "combine_backward")
-SLOT_AND_WEIGHT = 8  # int32 and float32
-WEIGHT_GRADIENT = 4  # float32
-ONE_COUNT = 8  # int64
-FP8_GROUP = 128  # columns that share a float32 scale
-
-Counts = npt.NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class Volume:
-    """What one forward and backward of one layer moves between the ranks of an expert-parallel group.
-
-    Attributes:
-        transport: the way of travelling.
-        tokens_W: tokens of each rank.
-        rows_WW: rows dispatched from rank [i] to rank [j]; the diagonal stays on its rank.
-        bytes_WW: for each of `VERBS`, bytes from rank [i] to rank [j].
-    """
-
-    transport: str
-    tokens_W: tuple[int, ...]
-    rows_WW: Counts
-    bytes_WW: Mapping[str, Counts]
-
-    @property
-    def rows_remote(self) -> int:
-        """Rows dispatched to other ranks."""
-        return int(self.rows_WW.sum() - self.rows_WW.trace())
-
-    @property
-    def copies_per_token(self) -> float:
-        """Rows dispatched per token, those that stay on their rank included: the mean λ for `dedup`."""
-        return float(self.rows_WW.sum() / max(1, sum(self.tokens_W)))
-
-    def bytes_remote(self, *verbs: str) -> int:
-        """Bytes to other ranks, of the verbs given or of all."""
-        return sum(int(self.bytes_WW[verb].sum() - self.bytes_WW[verb].trace()) for verb in verbs or VERBS)
+__all__ = ["CHOICE_BYTES", "GRADIENT_BYTES", "TRANSPORTS", "VERBS", "Counts", "Volume", "predict", "rows_sent"]
 
 
 def predict(
@@ -96,45 +63,29 @@ def predict(
     *,
     hidden: int,
     element_size: int,
-    forward_fp8: bool = False,
-    backward_fp8: bool = False,
+    options: Any = None,
 ) -> Volume:
     """Rows and bytes that `transport` moves for these routings under this layout.
 
     Args:
-        transport: "gather", "alltoall", "dedup" or "nvlink".
+        transport: a key of `carpool.transport.TRANSPORTS`.
         routings: for each rank, expert_TK: (T, K) logical expert ids of its tokens, -1: none. T may differ.
         layout: where the experts are.
         hidden: H, elements of a row.
         element_size: bytes of an element on the wire (2 for bfloat16).
-        forward_fp8, backward_fp8: rows, or gradients of sums, go out as FP8 (`nvlink` alone can do that).
+        options: of the transport, if they change what a row is (`NVLinkOptions(forward_fp8=True)`).
 
     Raises:
-        ValueError: an unknown transport, a routing for each rank missing, expert ids out of range, unequal K,
-            FP8 of a transport that has none.
+        ValueError: an unknown transport, options of another one, a routing for each rank missing, expert ids out of
+            range, unequal K.
     """
-    if transport not in _ROWS:
-        raise ValueError(f"transport={transport!r} has no volume formula; use one of {', '.join(_ROWS)}")
-    if (forward_fp8 or backward_fp8) and transport != "nvlink":
-        raise ValueError(f"transport={transport!r} does not send FP8; use 'nvlink'")
+    way = find_transport(transport)
+    if options is not None and not (way.options_class and isinstance(options, way.options_class)):
+        raise ValueError(f"transport={transport!r} has no options of type {type(options).__name__}; leave them out")
     chosen = [torch.as_tensor(expert_TK).cpu().int() for expert_TK in routings]
     top_k = _check(chosen, layout)
     rank_TK = [_ranks_visited(expert_TK, layout, source) for source, expert_TK in enumerate(chosen)]
-    rows_WW = rows_sent(transport, rank_TK, layout.num_ranks)
-    choices = 1 if transport == "alltoall" else top_k
-    row, row_fp8 = hidden * element_size, _round_up(_round_up(hidden, 4) + 4 * -(-hidden // FP8_GROUP), 16)
-    return Volume(
-        transport=transport,
-        tokens_W=tuple(len(expert_TK) for expert_TK in chosen),
-        rows_WW=rows_WW,
-        bytes_WW={
-            "plan": np.full_like(rows_WW, _COUNTS[transport] * ONE_COUNT),
-            "dispatch": rows_WW * ((row_fp8 if forward_fp8 else row) + choices * SLOT_AND_WEIGHT),
-            "combine": rows_WW.T * row,
-            "dispatch_backward": rows_WW.T * (row + choices * WEIGHT_GRADIENT),
-            "combine_backward": rows_WW * (row_fp8 if backward_fp8 else row),
-        },
-    )
+    return way.volume(rank_TK, layout.num_ranks, top_k, hidden, element_size, options)
 
 
 def rows_sent(transport: str, rank_TK: Sequence[Counts], num_ranks: int) -> Counts:
@@ -146,43 +97,13 @@ def rows_sent(transport: str, rank_TK: Sequence[Counts], num_ranks: int) -> Coun
     Raises:
         ValueError: an unknown transport.
     """
-    if transport not in _ROWS:
-        raise ValueError(f"transport={transport!r} has no volume formula; use one of {', '.join(_ROWS)}")
-    return _ROWS[transport](rank_TK, num_ranks)
-
-
-def _round_up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
+    return find_transport(transport).rows_sent(rank_TK, num_ranks)
 
 
 def _ranks_visited(expert_TK: torch.Tensor, layout: ExpertLayout, source: int) -> Counts:
     """(T, K) the rank that serves each choice, -1: none."""
     slot_TK = assign(Routing(expert_TK, None), layout, source).numpy().astype(np.int64)
     return np.where(slot_TK < 0, -1, slot_TK // layout.slots_per_rank)
-
-
-def _one_per_choice(rank_TK: Sequence[Counts], num_ranks: int) -> Counts:
-    return np.array([[np.sum(ranks == to) for to in range(num_ranks)] for ranks in rank_TK], dtype=np.int64)
-
-
-def _one_per_rank(rank_TK: Sequence[Counts], num_ranks: int) -> Counts:
-    visits = [[np.sum(np.any(ranks == to, axis=1)) for to in range(num_ranks)] for ranks in rank_TK]
-    return np.array(visits, dtype=np.int64)
-
-
-def _one_to_all(rank_TK: Sequence[Counts], num_ranks: int) -> Counts:
-    return np.full((num_ranks, num_ranks), max(len(ranks) for ranks in rank_TK), dtype=np.int64)
-
-
-_ROWS: Mapping[str, Callable[[Sequence[Counts], int], Counts]] = {
-    "gather": _one_to_all,
-    "alltoall": _one_per_choice,
-    "dedup": _one_per_rank,
-    "nvlink": _one_per_rank,
-}
-TRANSPORTS = tuple(_ROWS)
-# Numbers that each rank tells each other one before rows travel.
-_COUNTS: Mapping[str, int] = {"gather": 1, "alltoall": 2, "dedup": 2, "nvlink": 0}
 
 
 def _check(chosen: Sequence[torch.Tensor], layout: ExpertLayout) -> int:

@@ -15,7 +15,6 @@ full.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -32,17 +31,6 @@ Array = npt.NDArray[Any]
 
 RIDES = 4  # dispatch and combine, forward and backward
 GEMM_PASSES = 3  # forward, gradients of inputs, gradients of weights
-
-
-def uniform_copies(num_experts: int, top_k: int, num_ranks: int) -> float:
-    """Expected ranks that a token visits if its K distinct experts are drawn uniformly from E, which are spread evenly.
-
-    Rank w, with E_w experts, is left out with probability C(E - E_w, K) / C(E, K).
-
-    Example: 64 experts, 8 per token, 4 ranks: 4 * (1 - C(48, 8) / C(64, 8)) = 3.66
-    """
-    ways, (each, more) = math.comb(num_experts, top_k), divmod(num_experts, num_ranks)
-    return sum(1 - math.comb(num_experts - each - (rank < more), top_k) / ways for rank in range(num_ranks))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, get_args
@@ -28,6 +28,7 @@ from carpool.placement.solvers import solver_names
 from carpool.recipes import Recipe
 from carpool.recipes.resolve import in_effect, resolve
 from carpool.train.config.schema import keys
+from carpool.transport import TRANSPORTS
 
 __all__ = ["KINDS", "SWITCHES", "Mechanism", "check", "find"]
 
@@ -168,7 +169,8 @@ def _refused(setting: str, value: Any) -> str | None:
     for part in reversed(deeper):
         value = {part: value}
     # The section checks a solver's name, not its field.
-    known = solver_names() if setting == KINDS["solver"] else get_args(field.annotation)
+    lists: Mapping[str, Iterable[str]] = {KINDS["solver"]: solver_names(), KINDS["transport"]: TRANSPORTS}
+    known = tuple(lists.get(setting, get_args(field.annotation)))
     try:
         TypeAdapter(field.rebuild_annotation()).validate_python(value)
         if setting != KINDS["solver"] or value in known:

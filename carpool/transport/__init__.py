@@ -9,46 +9,85 @@
 
 The first three run over `torch.distributed`, on any device and backend. `nvlink` has buffers of a fixed size, so "auto"
 picks it only where somebody has said how many tokens a rank may have (`NVLinkOptions.max_tokens`). `base.py` has the
-contract.
+contract, and names what a new transport has to say of itself. `register` adds one from outside the package
+(`carpool.plugins`). `TRANSPORTS` is the only list: commands, configuration, estimates, benchmarks and recipes read it.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch.distributed as dist
 
+from carpool.plugins import Registry, unknown
 from carpool.transport.alltoall import AllToAll
-from carpool.transport.base import Arrivals, Pending, Route, Transport
+from carpool.transport.base import Arrivals, BufferOverflowError, Pending, RankMissingError, Route, Transport
 from carpool.transport.dedup import Dedup
 from carpool.transport.gather import Gather
-from carpool.transport.nvlink import BufferOverflowError, NVLink, NVLinkOptions, why_not
+from carpool.transport.nvlink import NVLink, NVLinkOptions
 
 __all__ = [
     "TRANSPORTS",
     "Arrivals",
+    "BufferOverflowError",
     "NVLinkOptions",
     "Pending",
+    "RankMissingError",
     "Route",
     "Transport",
     "check_overflow",
     "check_transport",
     "choose_transport",
+    "find_transport",
     "make_transport",
+    "register",
     "resolve_transport",
-    "why_not_nvlink",
+    "unfit_transports",
 ]
 
-TRANSPORTS: dict[str, type[Any]] = {cls.name: cls for cls in (Gather, AllToAll, Dedup, NVLink)}
+
+def _check(name: str, cls: type[Transport]) -> None:
+    if not (isinstance(cls, type) and issubclass(cls, Transport)):
+        raise ValueError(f"transport {name!r} must be a subclass of carpool.transport.Transport, not {cls!r}")
+    if missing := ", ".join(sorted(cls.__abstractmethods__)):
+        raise ValueError(f"transport {name!r} ({cls.__name__}) does not implement {missing}")
+    if cls.name != name:
+        raise ValueError(f"transport {name!r}: its class is named {cls.name!r}; give both the same name")
 
 
-def choose_transport(name: str, num_ranks: int, top_k: int, no_nvlink: str | None = "") -> tuple[str, str]:
-    """Resolve "auto". Looks at no device.
+# In the order in which "auto" prefers those that send equally many rows.
+TRANSPORTS: Registry[type[Transport]] = Registry(
+    "transport", "carpool.transports", {cls.name: cls for cls in (NVLink, AllToAll, Dedup, Gather)}, _check
+)
+
+
+def register(cls: type[Transport]) -> type[Transport]:
+    """Add a transport under its `name`. Returns it, so it can decorate a class.
+
+    Raises:
+        ValueError: another one has the name, or it lacks a method."""
+    return TRANSPORTS.register(cls)
+
+
+def find_transport(name: str) -> type[Transport]:
+    """The class of that name.
+
+    Raises:
+        ValueError: an unknown name."""
+    if name not in TRANSPORTS:
+        raise ValueError(unknown(TRANSPORTS, name, "auto"))
+    return TRANSPORTS[name]
+
+
+def choose_transport(name: str, num_ranks: int, top_k: int, unfit: Mapping[str, str] | None = None) -> tuple[str, str]:
+    """Resolve "auto": of the transports that it may pick, the one that sends fewest rows. Looks at no device.
 
     Args:
         num_ranks, top_k: W and K.
-        no_nvlink: why `nvlink` is not to be picked (`why_not_nvlink`), "" if nobody has looked; None: it can be.
+        unfit: why transports are not to be picked, by name (`unfit_transports`). None: nobody has looked, so only those
+            that can be used anywhere are.
 
     Returns:
         (name, why): a key of `TRANSPORTS` and a sentence for the log.
@@ -57,86 +96,104 @@ def choose_transport(name: str, num_ranks: int, top_k: int, no_nvlink: str | Non
         ValueError: an unknown name.
     """
     if name != "auto":
-        if name not in TRANSPORTS:
-            raise ValueError(f"transport={name!r} is not known; use 'auto' or one of {', '.join(TRANSPORTS)}")
+        find_transport(name)
         return name, "asked for"
-    fewer = f"one row per token for each rank that holds any of its {top_k} experts, not one for each expert"
-    if no_nvlink is None:
-        return "nvlink", f"the {num_ranks} GPUs reach each other's memory; {fewer}"
-    unused = f"; not nvlink: {no_nvlink}" if no_nvlink else ""
-    if top_k == 1:
+    ways = [TRANSPORTS[one] for one in TRANSPORTS if TRANSPORTS[one].automatic]
+    fits = [cls for cls in ways if (cls.anywhere if unfit is None else cls.name not in unfit)]
+    # Which of them sends fewest does not depend on the number of experts.
+    experts = num_ranks * max(top_k, 8)
+    best = min(fits, key=lambda cls: round(cls.copies_per_token(experts, top_k, num_ranks), 6))
+    unused = "".join(f"; not {one}: {reason}" for one, reason in (unfit or {}).items())
+    if best.one_row_per_rank:
+        why = f"one row per token for each rank that holds any of its {top_k} experts, not one for each expert"
+        if not best.anywhere:
+            why = f"the {num_ranks} ranks can use it; {why}"
+    elif top_k == 1:
         why = "with one expert per token there is one row per token either way, and its plan is shorter"
-        return "alltoall", why + unused
-    return "dedup", fewer + unused
+    else:
+        why = "it sends the fewest rows"
+    return best.name, why + unused
 
 
-def why_not_nvlink(group: dist.ProcessGroup | None, hidden: int, options: NVLinkOptions | None) -> str | None:
-    """Why "auto" does not pick `nvlink` for rows of `hidden` elements, or None if it does. All ranks of the group
-    together, with equal arguments."""
-    if group is None:
-        return "one rank has nobody to send to"
-    if options is None or options.max_tokens is None:
-        return "nobody said how many tokens a rank may have (max_tokens)"
-    if hidden % 8:
-        return f"rows travel in pieces of 16 bytes, and {hidden} is no multiple of 8"
-    return _unreachable(group)
+def unfit_transports(
+    group: dist.ProcessGroup | None, hidden: int, options: Any, *, own_forward: bool = False, element_size: int = 2
+) -> dict[str, str]:
+    """Why "auto" does not pick each transport that it could. All ranks of the group together, with equal arguments.
+
+    Args:
+        hidden, element_size: H, and bytes of an element.
+        options: of any transport.
+        own_forward: experts run a model's own forward.
+    """
+    found: dict[str, str] = {}
+    for cls in (TRANSPORTS[name] for name in TRANSPORTS):
+        if not cls.automatic or cls.anywhere:
+            continue
+        given = options if cls.options_class is not None and isinstance(options, cls.options_class) else None
+        if group is None:
+            reason: str | None = "one rank has nobody to send to"
+        elif own_forward and not cls.knows_rows:
+            # Their own forward would see all rows that the buffers have, and most are empty.
+            reason = "the experts run their own forward"
+        else:
+            reason = cls.why_not_automatic(given) or cls.why_no_rows(hidden, element_size) or _why_not(cls, group)
+        if reason:
+            found[cls.name] = reason
+    return found
 
 
 def check_transport(name: str, group: dist.ProcessGroup | None) -> None:
     """Raise ValueError if a transport is unknown, or is asked for by name and cannot be used by the ranks of a group.
-    Collective over the group for "nvlink"."""
-    choose_transport(name, 1, 1)
-    if name == "nvlink" and (reason := _unreachable(group)):
-        raise ValueError(f"transport 'nvlink' cannot be used here: {reason}; use 'auto' or 'dedup'")
+    Collective over the group for transports that cannot be used anywhere."""
+    if name == "auto":
+        return
+    cls = find_transport(name)
+    if reason := _why_not(cls, group):
+        others = " or ".join(repr(one) for one in ("auto", *_anywhere()))
+        raise ValueError(f"transport {name!r} cannot be used here: {reason}; use {others}")
 
 
 def resolve_transport(
-    name: str, group: dist.ProcessGroup | None, top_k: int, hidden: int, options: NVLinkOptions | None
+    name: str, group: dist.ProcessGroup | None, top_k: int, hidden: int, options: Any, *, own_forward: bool = False
 ) -> tuple[str, str]:
     """`choose_transport` for the ranks of a group, which is looked at. All its ranks together, with equal arguments."""
     check_transport(name, group)
-    unfit = why_not_nvlink(group, hidden, options) if name == "auto" else ""
+    unfit = unfit_transports(group, hidden, options, own_forward=own_forward) if name == "auto" else None
     return choose_transport(name, dist.get_world_size(group) if group is not None else 1, top_k, unfit)
 
 
-def make_transport(
-    name: str, group: dist.ProcessGroup | None, slots_per_rank: int, options: NVLinkOptions | None = None
-) -> Transport:
-    """Construct the transport `name` (a key of `TRANSPORTS`) for a process group. `options` are for "nvlink"."""
-    if name == "nvlink":
-        return NVLink(group, slots_per_rank, options)
-    made: Transport = TRANSPORTS[name](group, slots_per_rank)
+def make_transport(name: str, group: dist.ProcessGroup | None, slots_per_rank: int, options: Any = None) -> Transport:
+    """Construct the transport `name` (a key of `TRANSPORTS`) for a process group. Options of another transport are left
+    out."""
+    cls: type[Any] = find_transport(name)
+    made: Transport = cls(group, slots_per_rank, *_own(cls, options))
     return made
 
 
-def check_overflow(transport: Transport | None) -> None:
-    """Look whether all rows had a place since the buffers were made; only `nvlink` has any. Waits for the device.
+def _own(cls: type[Transport], options: Any) -> Iterable[Any]:
+    return (options,) if cls.options_class is not None and isinstance(options, cls.options_class) else ()
 
-    Raises:
-        RankMissingError: a rank did not arrive at a verb.
-        BufferOverflowError: more tokens than the buffers were made for: the sums are NaN. All ranks of a group alike.
-    """
-    if not isinstance(transport, NVLink):
-        return
-    buffers = transport.buffers
-    buffers.check()
-    if needed := buffers.overflow():
-        raise BufferOverflowError(
-            f"rows had no place: the buffers of transport 'nvlink' hold {buffers.capacity} tokens of a rank, and "
-            f"{needed} were needed. The outputs and gradients since then are NaN. State the largest number of tokens "
-            f"that a rank will have, max_tokens={needed} or more, or use transport 'dedup', which has no such limit",
-            needed,
-        )
+
+def check_overflow(transport: Transport | None) -> None:
+    """`Transport.check`, if there is one."""
+    if transport is not None:
+        transport.check()
 
 
 # What the ranks of a group have found out together is a fact of that group, as its buffers are; it goes when that goes.
-_FOUND: weakref.WeakKeyDictionary[dist.ProcessGroup, str | None] = weakref.WeakKeyDictionary()
+_FOUND: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, str | None]] = weakref.WeakKeyDictionary()
 
 
-def _unreachable(group: dist.ProcessGroup | None) -> str | None:
-    """`nvlink.why_not`, asked once per group: it is collective."""
-    if group is None:
-        return why_not(None)
-    if group not in _FOUND:
-        _FOUND[group] = why_not(group)
-    return _FOUND[group]
+def _why_not(cls: type[Transport], group: dist.ProcessGroup | None) -> str | None:
+    """`Transport.why_not`, asked once per group: it is collective."""
+    if cls.anywhere or group is None:
+        return cls.why_not(group)
+    found = _FOUND.setdefault(group, {})
+    if cls.name not in found:
+        found[cls.name] = cls.why_not(group)
+    return found[cls.name]
+
+
+def _anywhere() -> list[str]:
+    """What to use instead, for errors: the transport that "auto" picks where nothing is known."""
+    return [choose_transport("auto", 2, 2)[0]]

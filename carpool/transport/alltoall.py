@@ -12,15 +12,30 @@ as in FastMoE's global exchange (arXiv 2103.13262).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from carpool.transport.exchange import ExchangeTransport, RowsToSend
+from carpool.transport.volume import Counts, one_row_per_choice
 
 
 class AllToAll(ExchangeTransport):
     """One row per (token, expert); J = 1."""
 
     name = "alltoall"
+
+    @classmethod
+    def rows_sent(cls, rank_TK: Sequence[Counts], num_ranks: int) -> Counts:
+        return one_row_per_choice(rank_TK, num_ranks)
+
+    @classmethod
+    def copies_per_token(cls, num_experts: int, top_k: int, num_ranks: int) -> float:
+        return float(top_k)
+
+    @classmethod
+    def choices_per_row(cls, top_k: int) -> int:
+        return 1
 
     def count_rows(self, here_WTK: torch.Tensor) -> torch.Tensor:
         return here_WTK.sum((1, 2))

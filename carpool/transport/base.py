@@ -1,6 +1,7 @@
 """The contract of a transport: how rows travel between ranks and back.
 
-A transport has three verbs. None blocks the host for longer than it must; what is still under way has `wait()`.
+The class says all that others must know of it (`Transport`, first half). An instance has `plan` and four verbs. None
+blocks the host for longer than it must; what is still under way has `wait()`.
 
     route    = transport.plan(slot_TK, weight_TK, traffic)     who gets which row
     arrivals = transport.dispatch(x_TH, route)                 rows x_RH here, with their slots and weights
@@ -19,21 +20,44 @@ save a view of one.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
 from carpool.memory.arena import Arena, Rows
-from carpool.observe.traffic import Traffic
+from carpool.observe.traffic import VERBS, Traffic
 from carpool.transport.packets import pack
+from carpool.transport.volume import Counts, Volume
+
+if TYPE_CHECKING:
+    from carpool.schedule import Schedule
 
 # What travels beside a row for each choice that it serves: an int32 slot and a float32 weight on the way out, the
 # weight's float32 gradient on the way back in the backward.
 CHOICE_BYTES = 8
 GRADIENT_BYTES = 4
 VERB_OF = {"out": "dispatch", "back": "combine"}
+
+
+class RankMissingError(RuntimeError):
+    """A rank did not arrive in time. `ranks` are the missing ones, in the expert-parallel group."""
+
+    def __init__(self, text: str, ranks: Sequence[int]) -> None:
+        super().__init__(text)
+        self.ranks = tuple(ranks)
+
+
+class BufferOverflowError(RuntimeError):
+    """More rows went to a rank than its buffers hold. `needed` is the capacity that would have been enough."""
+
+    def __init__(self, text: str, needed: int) -> None:
+        super().__init__(text)
+        self.needed = needed
 
 
 @dataclass(kw_only=True)
@@ -184,42 +208,145 @@ class Arrivals:
         return replace(self, x_RH=x_RH, home_TH=home, leased=leased, fp8_hidden=self.x_RH.shape[1])
 
 
-class Transport(Protocol):
-    """One way for rows to travel. `name` is what `transport=` selects.
+class Transport(ABC):
+    """One way for rows to travel: what the class says about itself, and the verbs of an instance.
 
-    A transport reads its own kind of route, the one that its `plan` made; hence `Any`."""
+    A subclass has a `name`, says which rows it sends (`rows_sent`), and implements the five verbs and `plan`. All else
+    has a default. Its instances are constructed with (group, slots_per_rank), or with (group, slots_per_rank, options)
+    where `options_class` is set. A transport reads its own kind of route, the one that its `plan` made; hence `Any`.
 
-    name: str
-    rides_in_parts: bool  # whether `plan` and the combines take parts (`carpool.schedule.tiles`)
+    Attributes of the class:
+        name: what `transport=` selects.
+        options_class: of its options, if it has any.
+        automatic: whether "auto" may pick it.
+        anywhere: whether any ranks can use it. If not, `why_not` looks at a group.
+        one_row_per_rank: whether a token is sent once to each rank that serves it. Placement is solved for such rows.
+        rides_in_parts: whether `plan` and the combines take parts (`carpool.schedule.tiles`).
+        knows_rows: whether the host knows how many rows came. If not, most rows of its buffers are empty, and experts
+            that run a model's own forward would compute them.
+        plan_bytes: what each rank sends to each other one before rows travel.
+    """
+
+    name: ClassVar[str]
+    options_class: ClassVar[type[Any] | None] = None
+    automatic: ClassVar[bool] = False
+    anywhere: ClassVar[bool] = True
+    one_row_per_rank: ClassVar[bool] = False
+    rides_in_parts: ClassVar[bool] = False
+    knows_rows: ClassVar[bool] = True
+    plan_bytes: ClassVar[int] = 0
+
+    # -- what the class says: no device is needed, unless stated ---------------------------------------------------
+
+    @classmethod
+    @abstractmethod
+    def rows_sent(cls, rank_TK: Sequence[Counts], num_ranks: int) -> Counts:
+        """(W, W) rows that rank [i] dispatches to rank [j], the diagonal included.
+
+        Args:
+            rank_TK: for each source rank, (T, K) the rank that serves each choice, -1: none."""
+
+    @classmethod
+    @abstractmethod
+    def copies_per_token(cls, num_experts: int, top_k: int, num_ranks: int) -> float:
+        """Expected rows per token if experts are chosen uniformly."""
+
+    @classmethod
+    def choices_per_row(cls, top_k: int) -> int:
+        """J: how many of its token's choices a row may serve."""
+        return top_k
+
+    @classmethod
+    def row_bytes(cls, verb: str, hidden: int, element_size: int, options: Any = None) -> int:
+        """Bytes of one row of H elements in a verb of `carpool.observe.traffic.VERBS`."""
+        return hidden * element_size
+
+    @classmethod
+    def volume(
+        cls, rank_TK: Sequence[Counts], num_ranks: int, top_k: int, hidden: int, element_size: int, options: Any = None
+    ) -> Volume:
+        """Rows and bytes of one forward and backward; what comes back takes the same ways as what went out."""
+        rows_WW, choices = cls.rows_sent(rank_TK, num_ranks), cls.choices_per_row(top_k)
+        row = {verb: cls.row_bytes(verb, hidden, element_size, options) for verb in VERBS}
+        return Volume(
+            transport=cls.name,
+            tokens_W=tuple(len(one) for one in rank_TK),
+            rows_WW=rows_WW,
+            bytes_WW={
+                "plan": np.full_like(rows_WW, cls.plan_bytes),
+                "dispatch": rows_WW * (row["dispatch"] + choices * CHOICE_BYTES),
+                "combine": rows_WW.T * row["combine"],
+                "dispatch_backward": rows_WW.T * (row["dispatch_backward"] + choices * GRADIENT_BYTES),
+                "combine_backward": rows_WW * row["combine_backward"],
+            },
+        )
+
+    @classmethod
+    def buffer_bytes(cls, options: Any, num_ranks: int, hidden: int, element_size: int, top_k: int) -> int:
+        """Bytes of the buffers that all layers share, on each rank; 0: it has none."""
+        return 0
+
+    @classmethod
+    def why_not(cls, group: dist.ProcessGroup | None) -> str | None:
+        """Why the ranks of a group cannot use it, or None if they can. Collective over the group. None as the group:
+        as far as this process can tell alone."""
+        return None
+
+    @classmethod
+    def why_no_rows(cls, hidden: int, element_size: int) -> str | None:
+        """Why rows of H elements cannot travel so, or None if they can."""
+        return None
+
+    @classmethod
+    def why_not_automatic(cls, options: Any) -> str | None:
+        """Why "auto" does not pick it with these options, or None if it may."""
+        return None
+
+    @classmethod
+    def lossy_reasons(cls, options: Any) -> list[str]:
+        """What these options change of the model's function, for logs and reports."""
+        return []
+
+    @classmethod
+    def options_under(cls, options: Any, schedule: Schedule) -> Any:
+        """The options with what a schedule needs.
+
+        Raises:
+            ValueError: they do not go together."""
+        return options
+
+    # -- of an instance -----------------------------------------------------------------------------------------------
 
     @property
     def sends_again(self) -> bool:
         """Whether rows are not kept for the backward, but sent a second time (`Route.again`, `discard`)."""
-        ...
+        return False
 
     @property
     def processors(self) -> int:
         """Multiprocessors that its verbs take while a computation runs beside them; 0: none, or nothing does."""
-        ...
-
-    def discard(self, route: Any, x_TH: torch.Tensor) -> Pending:
-        """End a ride of x_TH whose rows have been read, when no combine will follow."""
-        ...
+        return 0
 
     @property
     def arena(self) -> Arena | None:
         """Where layers keep what only the device can count; None if the host knows, or memory does not matter."""
-        ...
+        return None
 
-    def plan(self, slot_TK: torch.Tensor, weight_TK: torch.Tensor, traffic: Traffic) -> Route:
-        """Decide which row goes where.
+    def check(self) -> None:
+        """Raise if rows had no place, or a rank did not arrive, since the last call. Waits for the device."""
+        return None
+
+    # -- the verbs ----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def plan(self, slot_TK: torch.Tensor, weight_TK: torch.Tensor, traffic: Traffic) -> Any:
+        """The `Route`: which row goes where.
 
         Args:
             slot_TK: (T, K) int32 global slot ids (rank * S + slot), -1: none. T may differ between ranks, and be 0.
             weight_TK: (T, K) float32.
             traffic: counts of this layer.
         """
-        ...
 
     def plan_parts(
         self,
@@ -228,42 +355,30 @@ class Transport(Protocol):
         traffic: Traffic,
         together: tuple[int, int] = (1, 1),
     ) -> Sequence[Any]:
-        """The routes of the parts of one ride, whose tokens these are; as `plan` of each. They are dispatched in order.
+        """The routes of the pieces of one ride, as `plan` of each. They are dispatched in order.
 
         Args:
-            together: so many neighbouring parts may share a message of rows, in the forward and in the backward. Such
+            together: so many neighbouring pieces may share a message of rows, in the forward and in the backward. Such
                 a message leaves when the verb has been asked for with each of these routes.
         """
-        ...
+        return [self.plan(slot_TK, weight_TK, traffic) for slot_TK, weight_TK in zip(slot_C, weight_C, strict=True)]
 
+    @abstractmethod
     def dispatch(self, x_TH: torch.Tensor, route: Any) -> Pending:
         """Send each row where the route says. `wait()` gives the `Arrivals`."""
-        ...
 
-    def dispatch_gradients(self, dy_TH: torch.Tensor, route: Any) -> Pending:
-        """The backward of `combine`: rows only, their slots are known. `wait()` gives dpartial as `Rows`."""
-        ...
-
+    @abstractmethod
     def combine(self, route: Any) -> Pending:
         """Bring `route.partial_RH` back. `wait()` gives y_TH: the sums, accumulated in float32 in rank order."""
-        ...
 
+    @abstractmethod
+    def dispatch_gradients(self, dy_TH: torch.Tensor, route: Any) -> Pending:
+        """The backward of `combine`: rows only, their slots are known. `wait()` gives dpartial as `Rows`."""
+
+    @abstractmethod
     def combine_gradients(self, route: Any, dweight_RJ: torch.Tensor) -> Pending:
         """The backward of `dispatch`. `wait()` gives (dx_TH, dweight_TK)."""
-        ...
 
-
-class PartsAlone:
-    """`plan_parts` of a transport where the parts of a ride share nothing."""
-
-    plan: Callable[[torch.Tensor, torch.Tensor, Traffic], Any]
-
-    def plan_parts(
-        self,
-        slot_C: Sequence[torch.Tensor],
-        weight_C: Sequence[torch.Tensor],
-        traffic: Traffic,
-        together: tuple[int, int] = (1, 1),
-    ) -> list[Any]:
-        """See `Transport.plan_parts`."""
-        return [self.plan(slot_TK, weight_TK, traffic) for slot_TK, weight_TK in zip(slot_C, weight_C, strict=True)]
+    def discard(self, route: Any, x_TH: torch.Tensor) -> Pending:
+        """End a ride of x_TH whose rows have been read, when no combine will follow."""
+        return Pending(lambda: None)

@@ -16,15 +16,28 @@ HierMoE; the rank-level sum before the way back is what makes the return ride as
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
+from carpool.layout.uniform import uniform_copies
 from carpool.transport.exchange import ExchangeTransport, RowsToSend
+from carpool.transport.volume import Counts, one_row_per_rank
 
 
 class Dedup(ExchangeTransport):
     """One row per (token, rank); J = K."""
 
     name = "dedup"
+    one_row_per_rank = True
+
+    @classmethod
+    def rows_sent(cls, rank_TK: Sequence[Counts], num_ranks: int) -> Counts:
+        return one_row_per_rank(rank_TK, num_ranks)
+
+    @classmethod
+    def copies_per_token(cls, num_experts: int, top_k: int, num_ranks: int) -> float:
+        return uniform_copies(num_experts, top_k, num_ranks)
 
     def count_rows(self, here_WTK: torch.Tensor) -> torch.Tensor:
         return here_WTK.any(-1).sum(1)

@@ -22,6 +22,7 @@ each rank, of four parts by two in the forward:
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -30,9 +31,9 @@ import torch
 import torch.distributed as dist
 
 from carpool.kernels.ordered_sum import ordered_sum
-from carpool.memory.arena import Arena, Rows
+from carpool.memory.arena import Rows
 from carpool.observe.traffic import Traffic
-from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Arrivals, Pending, Route
+from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Arrivals, Pending, Route, Transport
 
 # Each rank tells each other how many rows and how many (row, slot) pairs will come of a chunk: two int64.
 COUNT_BYTES = 16
@@ -129,7 +130,7 @@ def _by_rank(parts: Sequence[torch.Tensor], sizes_CW: Sizes) -> torch.Tensor:
     return torch.cat([piece for of_rank in zip(*pieces, strict=True) for piece in of_rank])
 
 
-class ExchangeTransport:
+class ExchangeTransport(Transport):
     """Base of the transports that send lists of rows; see the module's docstring.
 
     Args:
@@ -137,10 +138,8 @@ class ExchangeTransport:
         slots_per_rank: S of the layout, to tell rank and slot apart in a global slot id.
     """
 
-    name = "exchange"
-    arena: Arena | None = None
-    sends_again = False
-    rides_in_parts = False
+    automatic = True
+    plan_bytes = COUNT_BYTES
 
     def __init__(self, group: dist.ProcessGroup | None, slots_per_rank: int) -> None:
         self.group = group
@@ -152,13 +151,13 @@ class ExchangeTransport:
     def processors(self) -> int:
         return NCCL_PROCESSORS if self.num_ranks > 1 and dist.get_backend(self.group) == "nccl" else 0
 
+    @abstractmethod
     def count_rows(self, here_WTK: torch.Tensor) -> torch.Tensor:
         """(W,) rows to each rank, from (W, T, K) bool: whether a choice is on a rank."""
-        raise TypeError(f"{type(self).__name__} does not say how many rows to send")
 
+    @abstractmethod
     def list_rows(self, slot_TK: torch.Tensor, here_WTK: torch.Tensor, num_rows: int) -> RowsToSend:
         """Which rows go where; `num_rows` is the sum of what `count_rows` said."""
-        raise TypeError(f"{type(self).__name__} does not say which rows to send")
 
     def plan(self, slot_TK: torch.Tensor, weight_TK: torch.Tensor, traffic: Traffic) -> ExchangeRoute:
         return self.plan_parts([slot_TK], [weight_TK], traffic)[0]
@@ -268,9 +267,6 @@ class ExchangeTransport:
             return dx.wait(), flat[:choices].view(route.num_tokens, route.top_k)
 
         return Pending(finish)
-
-    def discard(self, route: ExchangeRoute, x_TH: torch.Tensor) -> Pending:
-        return Pending(lambda: None)  # nothing is held
 
     def _start(self, rows: torch.Tensor, send: tuple[int, ...], receive: tuple[int, ...]) -> Any:
         """Start an all-to-all of rows; the returned callable waits for it and gives what came."""

@@ -13,6 +13,7 @@ when K is larger than W, which is why MegaScale-MoE (arXiv 2505.11432, section 4
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,9 +21,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from carpool.kernels.ordered_sum import ordered_sum
-from carpool.memory.arena import Arena, Rows
+from carpool.memory.arena import Rows
 from carpool.observe.traffic import Traffic
-from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Arrivals, PartsAlone, Pending, Route
+from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Arrivals, Pending, Route, Transport
+from carpool.transport.volume import Counts, one_row_to_all
 
 COUNT_BYTES = 8
 
@@ -34,14 +36,19 @@ class GatherRoute(Route):
     weight_RK: torch.Tensor
 
 
-class Gather(PartsAlone):
+class Gather(Transport):
     """All rows to all ranks; J = K. Arguments as for `ExchangeTransport`."""
 
     name = "gather"
-    arena: Arena | None = None
-    sends_again = False
-    rides_in_parts = False
-    processors = 0
+    plan_bytes = COUNT_BYTES
+
+    @classmethod
+    def rows_sent(cls, rank_TK: Sequence[Counts], num_ranks: int) -> Counts:
+        return one_row_to_all(rank_TK, num_ranks)
+
+    @classmethod
+    def copies_per_token(cls, num_experts: int, top_k: int, num_ranks: int) -> float:
+        return float(num_ranks)
 
     def __init__(self, group: dist.ProcessGroup | None, slots_per_rank: int) -> None:
         self.group = group
@@ -100,9 +107,6 @@ class Gather(PartsAlone):
     def combine_gradients(self, route: GatherRoute, dweight_RJ: torch.Tensor) -> Pending:
         dx = self._combine(route, GRADIENT_BYTES)
         return Pending(lambda: (dx.wait(), self._sum_at_home(dweight_RJ, route)))
-
-    def discard(self, route: GatherRoute, x_TH: torch.Tensor) -> Pending:
-        return Pending(lambda: None)  # nothing is held
 
     def _gather(self, rows: torch.Tensor) -> torch.Tensor:
         """(T', ...) of each rank -> (W * T', ...) of all, in rank order."""

@@ -28,7 +28,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import carpool
 from carpool.observe.traffic import Traffic
-from carpool.transport.nvlink import NVLink, NVLinkOptions, RankMissingError
+from carpool.transport import RankMissingError
+from carpool.transport.nvlink import NVLink, NVLinkOptions
 from tests.gpu.nvlink_rides import Mismatches, Ride, Shape, gradient_rows, rows_of, scale_rows, scaled
 from tests.gpu.nvlink_stress import Cases, from_rank_0, stress, world
 from tests.gpu.ranks import run_mode

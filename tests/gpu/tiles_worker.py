@@ -27,7 +27,8 @@ from carpool.ride import RideSetup, ride
 from carpool.routing import Routing
 from carpool.schedule import Schedule
 from carpool.schedule.orders import order_of
-from carpool.transport.nvlink import NVLink, NVLinkOptions, RankMissingError
+from carpool.transport import RankMissingError
+from carpool.transport.nvlink import NVLink, NVLinkOptions
 from tests.gpu.nvlink_stress import world
 from tests.gpu.ranks import run_mode
 

@@ -15,7 +15,8 @@ from transformers.distributed import DistributedConfig
 from transformers.trainer_callback import CallbackHandler
 
 from carpool.hf import CarpoolCallback
-from carpool.transport.nvlink import BufferOverflowError, Buffers, NVLink
+from carpool.transport import BufferOverflowError
+from carpool.transport.nvlink import Buffers, NVLink
 from tests.hf.meshes import reuse_meshes
 from tests.hf.parity import quiet
 from tests.hf.test_behaviours import Tokens

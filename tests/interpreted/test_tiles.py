@@ -28,8 +28,8 @@ from carpool.ride.plain import PLAIN
 from carpool.routing import Routing
 from carpool.schedule import Schedule
 from carpool.schedule.tiles import TiledOrder, require
-from carpool.transport import make_transport
-from carpool.transport.nvlink import NVLinkOptions, RankMissingError
+from carpool.transport import RankMissingError, make_transport
+from carpool.transport.nvlink import NVLinkOptions
 from tests.interpreted.emulated import emulate, verb
 from tests.interpreted.test_experts import close, nan_in_fresh_memory  # noqa: F401
 from tests.interpreted.test_gemm import tiny_tiles

@@ -13,7 +13,8 @@ import pytest
 
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
-from carpool.planner.cost import CostModel, uniform_copies
+from carpool.layout.uniform import uniform_copies
+from carpool.planner.cost import CostModel
 from carpool.planner.hardware import CPU, DEFAULT, HARDWARE, Hardware, LinkRate, hardware_of
 
 

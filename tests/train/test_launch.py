@@ -22,7 +22,7 @@ from carpool.train.launch.start import RankFailure, find_world, local_ranks, run
 from carpool.train.launch.stopping import EXIT_STOPPED
 from carpool.train.launch.worker import entry_name, record_error
 from carpool.train.launch.world import first_host
-from carpool.transport.nvlink import RankMissingError
+from carpool.transport import RankMissingError
 from tests.ranks import free_port
 from tests.train import launch_entries
 

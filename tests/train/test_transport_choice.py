@@ -17,7 +17,8 @@ from carpool.transport import NVLinkOptions
 
 def way(wanted: str, unfit: str | None = "there is no CUDA device", folder: Path | None = None) -> Any:
     layer: Any = SimpleNamespace(compute=object(), group=None, num_ranks=4)
-    with mock.patch("carpool.train.run.transports.why_not_nvlink", lambda *args: unfit):
+    reasons = {} if unfit is None else {"nvlink": unfit}
+    with mock.patch("carpool.train.run.transports.unfit_transports", lambda *args, **kwargs: reasons):
         folders = [] if folder is None else [folder]
         return choose_way(wanted, layer, 8, 64, NVLinkOptions(), torch.device("cpu"), folders)
 
@@ -39,5 +40,5 @@ def test_a_resumed_run_takes_what_it_recorded_while_it_can(tmp_path: Path) -> No
     again = way("auto", None, tmp_path)
     assert again.answer == "alltoall" and again.why == "as recorded in this run (default)"
     gone = way("auto", "its ranks are on 2 hosts", tmp_path)
-    assert gone.answer == "dedup" and "chosen anew: nvlink_usable was True, is False" in gone.why
+    assert gone.answer == "dedup" and "chosen anew: unfit was [], is ['nvlink']" in gone.why
     assert way("gather", None, tmp_path).answer == "gather"

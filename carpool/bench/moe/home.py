@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from carpool.memory.arena import Arena, Rows
 from carpool.observe.traffic import Traffic
-from carpool.transport import Arrivals, Pending, Route
-from carpool.transport.base import PartsAlone
+from carpool.transport import Arrivals, Pending, Route, Transport
+from carpool.transport.volume import Counts, one_row_per_rank
 
 
 @dataclass(kw_only=True)
@@ -18,14 +19,19 @@ class HomeRoute(Route):
     weight_TK: torch.Tensor
 
 
-class Home(PartsAlone):
+class Home(Transport):
     """Every slot is on this rank, and every token chooses K of them. The host never waits."""
 
     name = "home"
     arena: Arena | None = None
-    sends_again = False
-    rides_in_parts = False
-    processors = 0
+
+    @classmethod
+    def rows_sent(cls, rank_TK: Sequence[Counts], num_ranks: int) -> Counts:
+        return one_row_per_rank(rank_TK, num_ranks)
+
+    @classmethod
+    def copies_per_token(cls, num_experts: int, top_k: int, num_ranks: int) -> float:
+        return 1.0
 
     def plan(self, slot_TK: torch.Tensor, weight_TK: torch.Tensor, traffic: Traffic) -> HomeRoute:
         tokens, top_k = slot_TK.shape
@@ -54,6 +60,3 @@ class Home(PartsAlone):
     def combine_gradients(self, route: HomeRoute, dweight_RJ: torch.Tensor) -> Pending:
         dx = self.combine(route)
         return Pending(lambda: (dx.wait(), dweight_RJ))
-
-    def discard(self, route: HomeRoute, x_TH: torch.Tensor) -> Pending:
-        return Pending(lambda: None)

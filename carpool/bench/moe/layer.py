@@ -58,8 +58,7 @@ from carpool.routing import Routing
 from carpool.train.config import Config, load_config
 from carpool.train.launch.start import run
 from carpool.train.run.flops import peak_flops
-from carpool.transport import NVLinkOptions
-from carpool.transport.nvlink import why_not as why_not_nvlink
+from carpool.transport import NVLinkOptions, find_transport
 
 WARMUP = 2
 
@@ -227,17 +226,17 @@ class LayerBenchmark:
         return made[0]
 
     def _unreachable(self, contender: Contender, case: Case) -> str | None:
-        if contender.transport != "nvlink":
+        if contender.transport is None:
             return None
-        row = case.x_TH.shape[1] * self.dtype.itemsize
-        return f"a row of {row} bytes is no multiple of 16" if row % 16 else why_not_nvlink(self.group)
+        way = find_transport(contender.transport)
+        return way.why_no_rows(case.x_TH.shape[1], self.dtype.itemsize) or way.why_not(self.group)
 
     def _make(self, contender: Contender, case: Case, routings: list[Routing], layout: ExpertLayout) -> Layer:
         if contender.transport is None:
             use(case.module, contender.experts)
             return TheirLayer(AllToAllEP(case.module, self.ep_mesh, self.tp_mesh), case, contender.experts)
         options = None
-        if contender.transport == "nvlink":
+        if find_transport(contender.transport).options_class is NVLinkOptions:
             tokens = case.x_TH.shape[0]
             options = NVLinkOptions(max_tokens=tokens, arena_bytes=arena_bytes(case, routings, layout))
         layer = CarpoolEP(case.module, self.ep_mesh, self.tp_mesh)

@@ -22,7 +22,7 @@ GPU_SHAPES = (
 # For a laptop: seconds.
 CPU_SHAPES = (Shape(128, 64, 48, 16, 4),)
 # In the order of the table.
-KNOWN_TRANSPORTS = tuple(dict.fromkeys(("nvlink", *reversed(TRANSPORTS))))
+KNOWN_TRANSPORTS = tuple(TRANSPORTS)
 
 
 # FP8 experts whose quantised weights are held, as in the micro-batches of a step.

@@ -9,12 +9,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from carpool.bench.transport.settings import KNOWN, Settings, Shape
+from carpool.bench.transport.settings import KNOWN, Settings, Shape, has_ctas
 from carpool.layout import ExpertLayout
 from carpool.placement.volume import predict
 from carpool.routing import Routing
-from carpool.transport import Transport, make_transport
-from carpool.transport.base import CHOICE_BYTES
+from carpool.transport import NVLinkOptions, Transport, find_transport, make_transport
 
 
 @dataclass(frozen=True)
@@ -37,10 +36,10 @@ class Contender:
 
 
 def list_contenders(settings: Settings) -> list[Contender]:
-    """One for each transport, of `nvlink` one for each number of CTAs, and one more for FP8."""
+    """One for each transport; where thread blocks are ours to choose, one for each number, and one more for FP8."""
     found = []
     for name in settings.transports or KNOWN:
-        if name != "nvlink":
+        if not has_ctas(name):
             found.append(Contender(name))
             continue
         found += [Contender(name, ctas) for ctas in settings.ctas]
@@ -51,26 +50,18 @@ def list_contenders(settings: Settings) -> list[Contender]:
 
 def why_unavailable(name: str, group: dist.ProcessGroup | None, shape: Shape, dtype: torch.dtype) -> str | None:
     """Why transport `name` cannot run here, or None. Collective over the group."""
-    if name != "nvlink":
-        return None
-    from carpool.transport.nvlink import why_not
-
-    if shape.hidden * dtype.itemsize % 16:
-        return f"a row of {shape.hidden} x {str(dtype).removeprefix('torch.')} is no multiple of 16 bytes"
-    return why_not(group)
+    way = find_transport(name)
+    return way.why_no_rows(shape.hidden, dtype.itemsize) or way.why_not(group)
 
 
 def build(contender: Contender, group: dist.ProcessGroup | None, layout: ExpertLayout, tokens: int) -> Transport:
     """The transport itself, with buffers for `tokens` tokens per rank where it has any."""
-    if contender.transport != "nvlink":
-        return make_transport(contender.transport, group, layout.slots_per_rank)
-    from carpool.transport.nvlink import NVLink, NVLinkOptions
-
-    assert contender.ctas is not None
-    options = NVLinkOptions(
-        dispatch_ctas=contender.ctas, combine_ctas=contender.ctas, max_tokens=tokens, forward_fp8=contender.fp8
-    )
-    return NVLink(group, layout.slots_per_rank, options)
+    options = None
+    if contender.ctas is not None:
+        options = NVLinkOptions(
+            dispatch_ctas=contender.ctas, combine_ctas=contender.ctas, max_tokens=tokens, forward_fp8=contender.fp8
+        )
+    return make_transport(contender.transport, group, layout.slots_per_rank, options)
 
 
 def expected_bytes(
@@ -78,17 +69,14 @@ def expected_bytes(
 ) -> dict[str, np.ndarray]:
     """For each verb of `carpool.observe.traffic.VERBS` but the plan: (W, W) bytes from rank [i] to [j], 0 to itself.
 
-    `nvlink` sends what `dedup` sends: one row per (token, rank). As FP8 a row is a packet of codes and scales,
-    on the way out of the forward only.
+    As FP8 a row is a packet of codes and scales, on the way out of the forward only.
     """
-    formula = "dedup" if contender.transport == "nvlink" else contender.transport
-    volume = predict(formula, [r.expert_TK for r in routings], layout, hidden=hidden, element_size=element_size)
+    experts, options = [routing.expert_TK for routing in routings], NVLinkOptions(forward_fp8=True)
+    volume = predict(
+        contender.transport, experts, layout, hidden=hidden, element_size=element_size,
+        options=options if contender.fp8 else None,
+    )  # fmt: skip
     bytes_WW = {verb: matrix.copy() for verb, matrix in volume.bytes_WW.items() if verb != "plan"}
-    if contender.fp8:
-        from carpool.transport.nvlink.transport import packet_bytes
-
-        row = packet_bytes(hidden) + CHOICE_BYTES * routings[0].expert_TK.shape[1]
-        bytes_WW["dispatch"] = volume.rows_WW * row
     for matrix in bytes_WW.values():
         np.fill_diagonal(matrix, 0)
     return bytes_WW

@@ -9,11 +9,16 @@ from carpool.bench.options import Options, check_experts, one_of, parse_sizes
 from carpool.bench.routings import ROUTINGS, check_skew
 from carpool.kernels.awaited import MAX_CTAS
 from carpool.layout import ExpertLayout
-from carpool.transport import TRANSPORTS
+from carpool.transport import TRANSPORTS, find_transport
 
 CTAS = (8, 16)
 # In the order of the table. `nvlink` is listed even where it cannot run: its row says why.
-KNOWN = tuple(dict.fromkeys(("nvlink", *reversed(TRANSPORTS))))
+KNOWN = tuple(TRANSPORTS)
+
+
+def has_ctas(transport: str) -> bool:
+    """Whether one chooses the thread blocks of its kernels."""
+    return hasattr(find_transport(transport).options_class, "dispatch_ctas")
 
 
 @dataclass(frozen=True)
@@ -69,8 +74,9 @@ class Settings(Options):
         for name in self.transports:
             one_of("--transports", name, KNOWN)
         for option, given in (("--ctas", self.ctas), ("--fp8", self.fp8)):
-            if given and self.transports and "nvlink" not in self.transports:
-                raise ValueError(f"{option} is for transport nvlink, which --transports leaves out; add it")
+            with_ctas = [name for name in KNOWN if has_ctas(name)]
+            if given and self.transports and not set(with_ctas) & set(self.transports):
+                raise ValueError(f"{option} is for transport {with_ctas[0]}, which --transports leaves out; add it")
         for ctas in self.ctas:
             if not 1 <= ctas <= MAX_CTAS:
                 raise ValueError(f"--ctas {ctas} must be 1..{MAX_CTAS}")
@@ -91,6 +97,6 @@ class Settings(Options):
             if "skewed" in self.all_routings:
                 check_skew(shape.top_k, ExpertLayout.contiguous(shape.experts, num_ranks))
         ctas = tuple(dict.fromkeys(self.ctas))
-        if "nvlink" in (self.transports or KNOWN):
+        if any(map(has_ctas, self.transports or KNOWN)):
             ctas = ctas or CTAS
         return replace(self, ranks=num_ranks, shapes=shapes, routings=self.all_routings, ctas=ctas)

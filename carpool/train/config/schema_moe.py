@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from carpool.experts.choices import STAGES, WAYS
 from carpool.layout.topology import Topology
@@ -42,6 +42,24 @@ STAGE_WORDS = ("default", "measure")
 Stages = Annotated[Literal["default", "measure"] | dict[str, str], BeforeValidator(_stages)]
 
 
+def _known_transport(name: str) -> str:
+    """Names are the registry's, plug-ins' included."""
+    from carpool.transport import TRANSPORTS
+
+    return _known("transport", name, ("auto", *TRANSPORTS))
+
+
+def _known(key: str, name: str, names: Sequence[str]) -> str:
+    if name in names:
+        return name
+    close = nearest(name, names)
+    raise ValueError(
+        f"moe.{key} = {name!r}: expected one of {', '.join(names)}" + (f"; did you mean {close}?" if close else "")
+    )
+
+
+TransportName = Annotated[str, AfterValidator(_known_transport)]
+
 # On the command line, "none" is no value.
 ScheduleName = Annotated[
     Literal["auto", "none", "chunks", "two-batch", "tiles"],
@@ -54,7 +72,7 @@ DEFAULT_CHUNKS = {"chunks": 2, "tiles": 4}
 class MoeSection(Section):
     """How tokens ride to their experts."""
 
-    transport: Literal["auto", "gather", "alltoall", "dedup", "nvlink"] = Field(
+    transport: TransportName = Field(
         default="auto",
         description="nvlink: one row per (token, rank), written into the memory of the other GPUs of this host; dedup: "
         "the same rows over any network; alltoall: one per (token, expert); gather: every rank sees every token. auto "

@@ -14,7 +14,8 @@ import threading
 from collections.abc import Callable, Sequence
 
 from carpool.train.launch.worker import record_error
-from carpool.transport.nvlink import Buffers, RankMissingError
+from carpool.transport import RankMissingError
+from carpool.transport.nvlink import Buffers
 
 log = logging.getLogger("carpool")
 

@@ -17,9 +17,10 @@ from carpool.layout.topology import Topology
 from carpool.placement.objective import Objective, evaluate, served_by
 from carpool.placement.policies import LoadModel
 from carpool.placement.trace import Array, LayerTrace
-from carpool.placement.volume import SLOT_AND_WEIGHT, WEIGHT_GRADIENT
 from carpool.planner.cost import RIDES, CostModel
 from carpool.planner.hardware import Hardware
+from carpool.transport import find_transport
+from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,8 @@ def outlook(found: Sequence[Objective], facts: Facts) -> dict[str, float | None]
     """What is foretold of all layers, as the metrics measure it: remote rows per token and the fullest rank's load,
     mean over layers; remote bytes per token, over all layers. Rows and bytes: those of one row per (token, rank)."""
     rows = [one.rows_remote / one.tokens for one in found]
-    row = RIDES * facts.hidden * facts.element_size + facts.top_k * (SLOT_AND_WEIGHT + WEIGHT_GRADIENT)
-    shared = facts.transport in ("dedup", "nvlink")
+    row = RIDES * facts.hidden * facts.element_size + facts.top_k * (CHOICE_BYTES + GRADIENT_BYTES)
+    shared = find_transport(facts.transport).one_row_per_rank
     return {
         "rows": float(np.mean(rows)) if shared else None,
         "bytes": float(sum(rows) * row) if shared else None,

@@ -13,12 +13,10 @@ import carpool
 from carpool.hf import rides
 from carpool.hf.layouts import current_layouts
 from carpool.layout.layouts import Layouts
-from carpool.planner.cost import uniform_copies
 from carpool.train.checkpoints.ranks import gather, rank
 from carpool.train.run.environment import environment
 from carpool.train.run.estimate import estimate_memory
 from carpool.train.run.files import CONFIG, INFO, LAYOUT, read_info, replace_text
-from carpool.train.run.room import lease_bytes
 from carpool.train.run.schedules import SCHEDULE_KIND
 from carpool.train.run.stages import STAGES_KIND, describe_ways
 from carpool.train.run.state import RunState
@@ -31,12 +29,10 @@ def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any
     config = run.model.config.get_text_config()
     moe_layers = list(rides(run.model))
     assert layer.transport is not None
-    name, buffer_bytes, lossy = layer.transport.name, 0, [*run.experts_lossy, *run.limits_lossy]
-    if name == "nvlink":
-        size = 2 if run.bf16 else run.model.dtype.itemsize
-        options = run.options.under(run.schedule.answer)
-        buffer_bytes = lease_bytes(options, layer.num_ranks, config.hidden_size, size, run.top_k)
-        lossy += run.options.lossy_reasons
+    name, size = layer.transport.name, 2 if run.bf16 else run.model.dtype.itemsize
+    options = layer.transport.options_under(run.options, run.schedule.answer)
+    buffer_bytes = layer.transport.buffer_bytes(options, layer.num_ranks, config.hidden_size, size, run.top_k)
+    lossy = [*run.experts_lossy, *run.limits_lossy, *layer.transport.lossy_reasons(run.options)]
     history = _earlier_starts(run.folder) if resume is not None else []
     started = datetime.now(UTC).isoformat(timespec="seconds")
     history.append(
@@ -80,7 +76,7 @@ def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any
         "lossy_reasons": lossy,
         "predicted": {
             "memory_per_rank_bytes": memory,
-            "copies_per_token_uniform": uniform_copies(layer.num_experts, run.top_k, layer.num_ranks),
+            "copies_per_token_uniform": layer.transport.copies_per_token(layer.num_experts, run.top_k, layer.num_ranks),
             "flops_per_token": run.flops,
         },
         "peak_flops": run.peak,

@@ -29,16 +29,14 @@ import torch
 from transformers import PreTrainedModel
 
 from carpool.parallel.degrees import Degrees
-from carpool.planner.cost import uniform_copies
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import load_tokenizer
 from carpool.train.launch.start import local_ranks, use_cuda
 from carpool.train.launch.world import find_world
 from carpool.train.run.flops import ModelSize, flops_per_token, model_size
 from carpool.train.run.model import expert_counts, meta_model, model_source, top_k_of
-from carpool.train.run.room import lease_bytes, nvlink_options
-from carpool.transport import check_transport, choose_transport
-from carpool.transport.nvlink import why_not
+from carpool.train.run.room import nvlink_options
+from carpool.transport import TRANSPORTS, check_transport, choose_transport, find_transport
 
 Memory = dict[str, int]
 # Of a rank on a CPU; see above.
@@ -88,7 +86,8 @@ def estimate_memory(
     tokens = config.training.per_device_train_batch_size * config.data.sequence_length
     hidden, top_k = text.hidden_size, top_k_of(model)
     width = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
-    copies = uniform_copies(num_experts, top_k, degrees.ep)
+    way = find_transport(transport)
+    copies = way.copies_per_token(num_experts, top_k, degrees.ep)
     rows, pairs = tokens * copies, tokens * top_k
     # Experts keep the rows and their pre-activations; products and gradients of a layer's pairs come and go.
     experts = rows * hidden + (0 if config.moe.recompute_experts else 2 * pairs * width)
@@ -100,8 +99,8 @@ def estimate_memory(
         kept = (layer + experts) * layers + passing
     logits = (computed + 2 * 4) * tokens * text.vocab_size
     rides = int(4 * rows * hidden * computed)
-    if transport == "nvlink":
-        rides = lease_bytes(nvlink_options(config, degrees), degrees.ep, hidden, computed, top_k)
+    if buffers := way.buffer_bytes(nvlink_options(config, degrees), degrees.ep, hidden, computed, top_k):
+        rides = buffers
     memory = {
         "parameters": own * stored + gathered,
         "gradients": own * stored + layer_experts * computed,
@@ -157,12 +156,16 @@ def _likely_transport(config: Config, degrees: Degrees, model: PreTrainedModel) 
     """What the ranks will choose, and why, as far as this process can tell without them."""
     name, hidden = config.moe.transport, model.config.get_text_config().hidden_size
     check_transport(name, None)
-    unfit: str | None = ""
+    unfit: dict[str, str] | None = None
     if use_cuda(config) and degrees.ep > 1:
-        if degrees.ep > torch.cuda.device_count():
-            unfit = "its ranks are on several hosts"
-        else:
-            unfit = "rows are no multiple of 16 bytes" if hidden % 8 else why_not(None)
+        several = "its ranks are on several hosts" if degrees.ep > torch.cuda.device_count() else None
+        options = nvlink_options(config, degrees)
+        reasons = {
+            cls.name: several or cls.why_not_automatic(options) or cls.why_no_rows(hidden, 2) or cls.why_not(None)
+            for cls in (TRANSPORTS[one] for one in TRANSPORTS)
+            if cls.automatic and not cls.anywhere
+        }
+        unfit = {one: reason for one, reason in reasons.items() if reason is not None}
     return choose_transport(name, degrees.ep, top_k_of(model), unfit)
 
 

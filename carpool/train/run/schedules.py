@@ -144,7 +144,7 @@ def tiles_of(own: ExpertRides, dtype: torch.dtype, device: torch.device) -> tupl
     """The schedules "tiles" that a layer can have."""
     options = own.options
     fp8 = options is not None and (options.forward_fp8 or options.backward_fp8)
-    if fp8 or own.compute is None or own.transport is None or own.transport.name != "nvlink":
+    if fp8 or own.compute is None or own.transport is None or not own.transport.rides_in_parts:
         return ()
     none = (_like(own, name, dtype, device, slots=0) for name in weight_names(own.experts))
     return () if why_no_parts(own.compute, ExpertWeights._make(none)) else TILES

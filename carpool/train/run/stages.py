@@ -25,8 +25,8 @@ import torch.distributed as dist
 from carpool.experts import Activation, Choices, GroupedExperts, measure_choices
 from carpool.experts.choices import LIBRARY, STAGES, WAYS, Measured, default_choices, pick
 from carpool.hf.expert_parallel import ExpertRides, weight_names
+from carpool.layout.uniform import uniform_copies
 from carpool.planner.chosen import Chosen, Kind, choose
-from carpool.planner.cost import uniform_copies
 from carpool.train.checkpoints.ranks import from_rank_0
 from carpool.train.run.files import read_record
 
@@ -133,7 +133,7 @@ def shape_of(own: ExpertRides, tokens: int, top_k: int, dtype: torch.dtype, devi
         hidden, inner = inner, hidden
     # Replicas come and go while a run goes on, and what was chosen must not depend on when it was resumed.
     slots, per_row = own.num_local_experts, 1
-    if own.transport.name != "alltoall":  # which sends a row to each expert
+    if own.transport.choices_per_row(top_k) > 1:
         per_row = min(slots, max(1, round(top_k / uniform_copies(own.num_experts, top_k, own.num_ranks))))
     rows = -(-tokens * top_k // per_row)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

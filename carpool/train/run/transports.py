@@ -1,8 +1,8 @@
 """How the rows of a run travel (see `carpool.planner.chosen` for when it is chosen).
 
 moe.transport       a run that starts                              a run that is resumed
-auto                `nvlink` where every rank can use it, else     as recorded in run.json, if the same ranks can
-                    by the rule of `choose_transport`              still use it
+auto                by the rule of `choose_transport`, of those    as recorded in run.json, if the ranks can still
+                    that every rank can use                        use the same ones
 any other           that one                                       that one
 """
 
@@ -18,7 +18,7 @@ from carpool.hf.expert_parallel import ExpertRides
 from carpool.planner.chosen import Chosen, Kind, choose
 from carpool.train.checkpoints.ranks import from_rank_0, gather
 from carpool.train.run.files import read_record
-from carpool.transport import NVLinkOptions, choose_transport, why_not_nvlink
+from carpool.transport import NVLinkOptions, choose_transport, unfit_transports
 
 TRANSPORT_KIND: Kind[str] = Kind("transport", lambda name: {"name": name}, lambda record: str(record["name"]))
 
@@ -43,20 +43,18 @@ def choose_way(
     Raises:
         ValueError: an unknown transport.
     """
-    unfit: str | None = ""
+    unfit: dict[str, str] | None = None
     if wanted == "auto":
-        # Their own forward would see all rows that the buffers have, and most are empty.
-        own_forward = "the experts run their own forward" if layer.compute is None else None
         # Expert-parallel groups may be on different hosts; all take the same way.
-        reasons = gather(own_forward or why_not_nvlink(layer.group, hidden, options))
-        unfit = next((reason for reason in reasons if reason is not None), None)
+        reasons = gather(unfit_transports(layer.group, hidden, options, own_forward=layer.compute is None))
+        unfit = {name: reason for of_rank in reversed(reasons) for name, reason in of_rank.items()}
     shape = {
         "requested": wanted,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "ranks": layer.num_ranks,
         "top_k": top_k,
         "hidden": hidden,
-        "nvlink_usable": unfit is None,
+        "unfit": sorted(unfit or ()),
     }
 
     def decide(kept: Chosen[str] | None, note: str) -> tuple[Chosen[str], bool]:

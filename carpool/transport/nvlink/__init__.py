@@ -8,17 +8,15 @@ memory; `signals.py` is how ranks wait for each other; one file per kernel: `pla
 
 from __future__ import annotations
 
-from carpool.transport.nvlink.buffers import BufferOverflowError, Buffers, RankMissingError, buffers_of
+from carpool.transport.nvlink.buffers import Buffers, buffers_of
 from carpool.transport.nvlink.options import NVLinkOptions
 from carpool.transport.nvlink.transport import NVLink
 from carpool.transport.nvlink.usable import why_not
 
 __all__ = [
-    "BufferOverflowError",
     "Buffers",
     "NVLink",
     "NVLinkOptions",
-    "RankMissingError",
     "buffers_of",
     "why_not",
 ]

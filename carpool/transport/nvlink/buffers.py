@@ -20,7 +20,6 @@ Autograd must not hold a view of a lease: what it keeps is copied (`carpool.ride
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,25 +28,10 @@ import torch.distributed as dist
 
 from carpool.kernels.awaited import MAX_CTAS, MAX_PARTS
 from carpool.memory.arena import Arena
+from carpool.transport.base import RankMissingError
 
 PAGE = 256  # bytes; regions start at multiples of it
 VERBS = ("", "dispatch", "combine", "dispatch_gradients", "combine_gradients")
-
-
-class RankMissingError(RuntimeError):
-    """A rank did not arrive in time. `ranks` are the missing ones, in the expert-parallel group."""
-
-    def __init__(self, text: str, ranks: Sequence[int]) -> None:
-        super().__init__(text)
-        self.ranks = tuple(ranks)
-
-
-class BufferOverflowError(RuntimeError):
-    """More rows went to a rank than its slabs hold. `needed` is the capacity that would have been enough."""
-
-    def __init__(self, text: str, needed: int) -> None:
-        super().__init__(text)
-        self.needed = needed
 
 
 @dataclass(frozen=True)

@@ -20,27 +20,42 @@ Needs CUDA, Triton, and ranks of one host whose GPUs reach each other's memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from carpool.kernels.awaited import MAX_CTAS, Awaited
+from carpool.layout.uniform import uniform_copies
 from carpool.memory.arena import Arena, Rows
 from carpool.observe.traffic import Traffic
-from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Arrivals, PartsAlone, Pending, Ready
-from carpool.transport.nvlink.buffers import OWNERS, VERBS, Buffers, buffers_of
+from carpool.transport.base import (
+    CHOICE_BYTES,
+    GRADIENT_BYTES,
+    Arrivals,
+    BufferOverflowError,
+    Pending,
+    Ready,
+    Transport,
+)
+from carpool.transport.nvlink.buffers import OWNERS, VERBS, Buffers, Regions, buffers_of
 from carpool.transport.nvlink.options import NVLinkOptions
 from carpool.transport.nvlink.route import NVLinkRoute
 from carpool.transport.nvlink.runner import VerbRunner
 from carpool.transport.nvlink.usable import why_not
 from carpool.transport.packets import packet_bytes
+from carpool.transport.volume import Counts, one_row_per_rank
+
+if TYPE_CHECKING:
+    from carpool.schedule import Schedule
 
 MAX_RANKS = 63  # one bit each in the plan
 PART_TOKENS = 16  # parts are multiples of it, so that ranges of tokens begin where the kernels like it
 
 
-class NVLink(VerbRunner, PartsAlone):
+class NVLink(VerbRunner, Transport):
     """See the module's docstring; J = K.
 
     Args:
@@ -50,8 +65,58 @@ class NVLink(VerbRunner, PartsAlone):
     """
 
     name = "nvlink"
+    options_class = NVLinkOptions
+    automatic = True
+    anywhere = False
+    one_row_per_rank = True
     rides_in_parts = True
+    knows_rows = False
     graphable = True
+
+    @classmethod
+    def rows_sent(cls, rank_TK: Sequence[Counts], num_ranks: int) -> Counts:
+        return one_row_per_rank(rank_TK, num_ranks)
+
+    @classmethod
+    def copies_per_token(cls, num_experts: int, top_k: int, num_ranks: int) -> float:
+        return uniform_copies(num_experts, top_k, num_ranks)
+
+    @classmethod
+    def row_bytes(cls, verb: str, hidden: int, element_size: int, options: NVLinkOptions | None = None) -> int:
+        fp8 = options is not None and (
+            (verb == "dispatch" and options.forward_fp8) or (verb == "combine_backward" and options.backward_fp8)
+        )
+        return packet_bytes(hidden) if fp8 else hidden * element_size
+
+    @classmethod
+    def buffer_bytes(cls, options: NVLinkOptions, num_ranks: int, hidden: int, element_size: int, top_k: int) -> int:
+        """One lease, before it has grown. The options say `max_tokens`."""
+        assert options.max_tokens is not None
+        capacity = options.capacity or options.max_tokens
+        return Regions.of(num_ranks, options.max_tokens, capacity, hidden * element_size, top_k).total
+
+    @classmethod
+    def why_not(cls, group: dist.ProcessGroup | None) -> str | None:
+        return why_not(group)
+
+    @classmethod
+    def why_no_rows(cls, hidden: int, element_size: int) -> str | None:
+        row = hidden * element_size
+        return f"rows travel in pieces of 16 bytes, and {row} bytes ({hidden} elements) are none" if row % 16 else None
+
+    @classmethod
+    def why_not_automatic(cls, options: NVLinkOptions | None) -> str | None:
+        if options is None or options.max_tokens is None:
+            return "nobody said how many tokens a rank may have (max_tokens)"
+        return None
+
+    @classmethod
+    def lossy_reasons(cls, options: NVLinkOptions | None) -> list[str]:
+        return [] if options is None else options.lossy_reasons
+
+    @classmethod
+    def options_under(cls, options: NVLinkOptions | None, schedule: Schedule) -> NVLinkOptions:
+        return (options or NVLinkOptions()).under(schedule)
 
     def __init__(
         self,
@@ -84,6 +149,21 @@ class NVLink(VerbRunner, PartsAlone):
     @property
     def arena(self) -> Arena | None:
         return self.buffers.arena
+
+    def check(self) -> None:
+        """Raises:
+        RankMissingError: a rank did not arrive at a verb.
+        BufferOverflowError: more tokens than the buffers were made for: the sums are NaN. All ranks of a group alike.
+        """
+        self.buffers.check()
+        if needed := self.buffers.overflow():
+            raise BufferOverflowError(
+                f"rows had no place: the buffers of transport 'nvlink' hold {self.buffers.capacity} tokens of a rank, "
+                f"and {needed} were needed. The outputs and gradients since then are NaN. State the largest number of "
+                f"tokens that a rank will have, max_tokens={needed} or more, or use transport 'dedup', which has no "
+                "such limit",
+                needed,
+            )
 
     @property
     def sends_again(self) -> bool:

@@ -1,0 +1,81 @@
+"""Rows that a routing sends, from the definition alone: nothing travels, nothing is measured.
+
+    4 experts on 2 ranks, [0, 1 | 2, 3]; rank 0 holds tokens {0, 1}, {1, 2}, {1, 2}, rank 1 holds token {0, 3}
+
+                          rows from rank 0 to (0, 1)     rows from rank 1 to (0, 1)
+        one per rank      3, 2                           1, 1
+        one per choice    4, 2                           1, 1
+        one to all        3, 3                           3, 3             padded to the longest rank
+
+Every transport says which of these it sends, or computes its own (`Transport.rows_sent`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from carpool.layout.topology import Link, Topology
+from carpool.observe.traffic import VERBS
+
+Counts = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Volume:
+    """What one forward and backward of one layer moves between the ranks of an expert-parallel group.
+
+    Attributes:
+        transport: the way of travelling.
+        tokens_W: tokens of each rank.
+        rows_WW: rows dispatched from rank [i] to rank [j]; the diagonal stays on its rank.
+        bytes_WW: for each of `VERBS`, bytes from rank [i] to rank [j].
+    """
+
+    transport: str
+    tokens_W: tuple[int, ...]
+    rows_WW: Counts
+    bytes_WW: Mapping[str, Counts]
+
+    @property
+    def rows_remote(self) -> int:
+        """Rows dispatched to other ranks."""
+        return int(self.rows_WW.sum() - self.rows_WW.trace())
+
+    @property
+    def copies_per_token(self) -> float:
+        """Rows dispatched per token, those that stay on their rank included."""
+        return float(self.rows_WW.sum() / max(1, sum(self.tokens_W)))
+
+    def bytes_remote(self, *verbs: str) -> int:
+        """Bytes to other ranks, of the verbs given or of all."""
+        return sum(int(self.bytes_WW[verb].sum() - self.bytes_WW[verb].trace()) for verb in verbs or VERBS)
+
+    def bytes_by_link(self, topology: Topology) -> dict[Link, int]:
+        """Bytes of all verbs over each kind of link."""
+        found: dict[Link, int] = {}
+        for matrix in self.bytes_WW.values():
+            for (source, to), size in np.ndenumerate(matrix):
+                link = topology.link(source, to)
+                found[link] = found.get(link, 0) + int(size)
+        return found
+
+
+def one_row_per_choice(rank_TK: Sequence[Counts], num_ranks: int) -> Counts:
+    """(W, W) rows from rank [i] to rank [j]. rank_TK: for each source rank, (T, K) the rank that serves each choice,
+    -1: none."""
+    return np.array([[np.sum(ranks == to) for to in range(num_ranks)] for ranks in rank_TK], dtype=np.int64)
+
+
+def one_row_per_rank(rank_TK: Sequence[Counts], num_ranks: int) -> Counts:
+    """As `one_row_per_choice`: one row to each rank that serves any choice of the token."""
+    visits = [[np.sum(np.any(ranks == to, axis=1)) for to in range(num_ranks)] for ranks in rank_TK]
+    return np.array(visits, dtype=np.int64)
+
+
+def one_row_to_all(rank_TK: Sequence[Counts], num_ranks: int) -> Counts:
+    """As `one_row_per_choice`: every token to every rank, as many as the longest rank has."""
+    return np.full((num_ranks, num_ranks), max(len(ranks) for ranks in rank_TK), dtype=np.int64)
