@@ -12,11 +12,11 @@ from torch.autograd import gradcheck
 
 from carpool.experts import (
     ACTIVATIONS,
-    EXPERTS,
     Activation,
     ExpertFunction,
     Experts,
     ExpertWeights,
+    exact_experts,
     make_activation,
     make_experts,
 )
@@ -119,7 +119,7 @@ def functions(transposed: bool, spec: Spec) -> ExpertFunction:
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("name", list(EXPERTS))
+@pytest.mark.parametrize("name", exact_experts())
 def test_every_pattern_equals_the_formulas(name: str, pattern: str) -> None:
     sizes = [(37, 19), (32, 24), (8, 4), (5, 1)]
     for i, activation in enumerate(ACTIVATIONS):
@@ -134,7 +134,7 @@ def test_every_pattern_equals_the_formulas(name: str, pattern: str) -> None:
                         check(got, setting.expected(), TOLERANCE[dtype], setting)
 
 
-@pytest.mark.parametrize("name", list(EXPERTS))
+@pytest.mark.parametrize("name", exact_experts())
 @pytest.mark.parametrize("sizes", [(64, 40), (37, 19)], ids=str)
 def test_bf16_is_no_worse_than_a_path_that_nobody_fused(name: str, sizes: tuple[int, int]) -> None:
     """Against float64 on the same rounded inputs, beside plain PyTorch in bf16; averaged over draws and elements."""
@@ -151,7 +151,7 @@ def test_bf16_is_no_worse_than_a_path_that_nobody_fused(name: str, sizes: tuple[
         assert ours <= BF16_FACTOR * theirs, f"{key}: {ours / theirs:.2f} times the error of plain bf16"
 
 
-@pytest.mark.parametrize("name", list(EXPERTS))
+@pytest.mark.parametrize("name", exact_experts())
 def test_gradients_of_weights_only_where_asked(name: str) -> None:
     setting = Setting("random", Spec(hidden=20, inner=12, bias=True), torch.float32)
     experts = make_experts(name, functions(False, setting.spec))
@@ -204,7 +204,7 @@ def test_several_layers_in_one_arena_look_unmodified_to_autograd() -> None:
 
 
 @pytest.mark.parametrize("transport", [name for name in TRANSPORTS if name != "nvlink"])
-@pytest.mark.parametrize("name", list(EXPERTS))
+@pytest.mark.parametrize("name", exact_experts())
 def test_finite_differences_agree(name: str, transport: str) -> None:
     """The whole ride on one rank, as autograd sees it, in float64."""
     generator = torch.Generator().manual_seed(0)
@@ -364,7 +364,7 @@ def test_cuda_equals_the_formulas_and_itself(pattern: str) -> None:
         for hidden, inner, bias, transposed in ((64, 40, True, False), (64, 40, False, True), (37, 19, True, False)):
             spec = Spec(hidden=hidden, inner=inner, bias=bias)
             setting = Setting(pattern, spec, dtype)
-            for name in EXPERTS:
+            for name in exact_experts():
                 got = setting.run(make_experts(name, functions(transposed, spec)), transposed, "cuda")
                 check(got, setting.expected(), tolerance, setting)
                 if name == "grouped":

@@ -14,7 +14,14 @@ import torch
 
 import carpool
 from carpool.bench.moe.home import Home
-from carpool.experts import EXPERTS, ExpertFunction, ExpertWeights, make_activation, make_experts, reference_experts
+from carpool.experts import (
+    ExpertFunction,
+    ExpertWeights,
+    exact_experts,
+    make_activation,
+    make_experts,
+    reference_experts,
+)
 from carpool.kernels.numbered import by_number
 from carpool.memory import Arena
 from carpool.observe.stats import LayerStats
@@ -94,7 +101,7 @@ def pairs(transports: list[str]) -> list[Any]:
     return [
         pytest.param(transport, experts, marks=[pytest.mark.slow] if (i + j) % 2 else [])
         for i, transport in enumerate(transports)
-        for j, experts in enumerate(EXPERTS)
+        for j, experts in enumerate(exact_experts())
     ]
 
 

@@ -1,8 +1,11 @@
-"""What is computed on a row: one file per way. `base.py` says what an expert is; `reference.py` defines the answer."""
+"""What is computed on a row: one file per way. `base.py` says what an expert is; `reference.py` defines the answer.
+
+`register` adds a way from outside the package (`carpool.plugins`). `EXPERTS` is the only list of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Any
 
 from carpool.experts.base import (
     ACTIVATIONS,
@@ -17,11 +20,11 @@ from carpool.experts.choices import Choices, measure_choices
 from carpool.experts.fp8 import FP8Experts
 from carpool.experts.grouped import GroupedExperts
 from carpool.experts.reference import ReferenceExperts, reference_experts
+from carpool.plugins import Registry, unknown
 
 __all__ = [
     "ACTIVATIONS",
     "EXPERTS",
-    "LOSSY_EXPERTS",
     "Activation",
     "Choices",
     "ExpertFunction",
@@ -30,16 +33,42 @@ __all__ = [
     "FP8Experts",
     "GroupedExperts",
     "ReferenceExperts",
+    "exact_experts",
     "make_activation",
     "make_experts",
     "measure_choices",
     "reads_packets",
     "reference_experts",
+    "register",
 ]
 
-EXPERTS: dict[str, Callable[[ExpertFunction], Experts]] = {cls.name: cls for cls in (GroupedExperts, ReferenceExperts)}
-# These change the model's function, and say so.
-LOSSY_EXPERTS: dict[str, Callable[[ExpertFunction], Experts]] = {FP8Experts.name: FP8Experts}
+
+def _check(name: str, cls: type[Experts]) -> None:
+    missing = [one for one in ("name", "forward", "backward") if not hasattr(cls, one)]
+    if missing:
+        raise ValueError(f"experts {name!r} ({cls!r}) have no {' and no '.join(missing)}: see carpool.experts.base")
+    if cls.name != name:
+        raise ValueError(f"experts {name!r}: the class is named {cls.name!r}; give both the same name")
+
+
+# Those that change the model's function have `lossy_reasons`, and come last.
+EXPERTS: Registry[type[Any]] = Registry(
+    "experts", "carpool.experts", {cls.name: cls for cls in (GroupedExperts, ReferenceExperts, FP8Experts)}, _check
+)
+
+
+def register(cls: type[Any]) -> type[Any]:
+    """Add an expert computation under its `name`; its instances are made of an `ExpertFunction`. Returns it, so it can
+    decorate a class.
+
+    Raises:
+        ValueError: another one has the name, or it lacks a method."""
+    return EXPERTS.register(cls)
+
+
+def exact_experts() -> tuple[str, ...]:
+    """Names of those that compute the model's function to rounding."""
+    return tuple(name for name in EXPERTS if not getattr(EXPERTS[name], "lossy_reasons", ()))
 
 
 def make_experts(
@@ -48,19 +77,21 @@ def make_experts(
     """Construct the expert computation `name` ("auto" is "grouped").
 
     Args:
-        choices, recompute: of "grouped" (`GroupedExperts`): the way of each stage; keep no pre-activation.
+        choices, recompute: for classes that name them in `options` (`GroupedExperts`): the way of each stage; keep no
+            pre-activation.
 
     Raises:
         ValueError: an unknown name, a function that these experts do not compute, or an option that they do not have.
     """
     if name == "auto":
-        name = "grouped"
-    known = EXPERTS | LOSSY_EXPERTS
-    if name not in known:
-        raise ValueError(f"experts={name!r} is not known; use 'auto' or one of {', '.join(known)}")
-    if name == GroupedExperts.name:
-        return GroupedExperts(function, choices, recompute)
-    for option, asked in (("choices", choices is not None), ("recompute", recompute)):
-        if asked:
+        name = GroupedExperts.name
+    if name not in EXPERTS:
+        raise ValueError(unknown(EXPERTS, name, "auto"))
+    cls = EXPERTS[name]
+    asked = {"choices": choices, "recompute": recompute or None}
+    given = {option: value for option, value in asked.items() if value is not None}
+    for option in given:
+        if option not in getattr(cls, "options", ()):
             raise ValueError(f"experts={name!r} has no option {option!r}: leave it out, or use experts='grouped'")
-    return known[name](function)
+    made: Experts = cls(function, **given)
+    return made

@@ -49,6 +49,7 @@ class GroupedExperts:
     """
 
     name = "grouped"
+    options = ("choices", "recompute")
 
     def __init__(self, function: ExpertFunction, choices: Choices | None = None, recompute: bool = False) -> None:
         self.function, self.choices, self.recompute = function, choices, recompute

@@ -24,6 +24,7 @@ from typing import Any, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
+from carpool.experts import EXPERTS
 from carpool.placement.solvers import solver_names
 from carpool.recipes import Recipe
 from carpool.recipes.resolve import in_effect, resolve
@@ -169,7 +170,11 @@ def _refused(setting: str, value: Any) -> str | None:
     for part in reversed(deeper):
         value = {part: value}
     # The section checks a solver's name, not its field.
-    lists: Mapping[str, Iterable[str]] = {KINDS["solver"]: solver_names(), KINDS["transport"]: TRANSPORTS}
+    lists: Mapping[str, Iterable[str]] = {
+        KINDS["solver"]: solver_names(),
+        KINDS["transport"]: TRANSPORTS,
+        KINDS["experts"]: EXPERTS,
+    }
     known = tuple(lists.get(setting, get_args(field.annotation)))
     try:
         TypeAdapter(field.rebuild_annotation()).validate_python(value)

@@ -184,7 +184,7 @@ class Buggy(ReferenceExperts):
 
 def test_who_cannot_run_gets_a_row_that_says_why(monkeypatch: pytest.MonkeyPatch):
     for cls in (Greedy, Picky):
-        monkeypatch.setitem(EXPERTS, cls.name, cls)
+        monkeypatch.setitem(EXPERTS._things, cls.name, cls)
     case = measure_small(against=("eager",))
     why = {row.label: row.unavailable for row in case.rows}
     assert why["carpool greedy"] == "out of memory"
@@ -210,7 +210,7 @@ def test_too_little_memory_for_the_weights(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_wrong_answer_is_not_timed(monkeypatch: pytest.MonkeyPatch):
     for cls in (Louder, Buggy):
-        monkeypatch.setitem(EXPERTS, cls.name, cls)
+        monkeypatch.setitem(EXPERTS._things, cls.name, cls)
     with pytest.raises(RuntimeError, match="carpool louder gives a wrong answer"):
         measure_small(experts=("louder",))
     with pytest.raises(RuntimeError, match="out of bounds"):

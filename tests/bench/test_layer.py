@@ -53,7 +53,7 @@ def test_every_contender_is_measured(run: tuple[dict[str, Any], Path]):
     for case in result["cases"]:
         assert (case["num_ranks"], case["baseline"]) == (4, THEIRS)
         rows = {row["label"]: row for row in case["rows"]}
-        assert list(rows) == [f"{way} + grouped" for way in ("nvlink", "dedup", "alltoall", "gather")] + [THEIRS]
+        assert list(rows) == [f"{way} + grouped" for way in ("nvlink", "alltoall", "dedup", "gather")] + [THEIRS]
         assert "CUDA" in rows.pop("nvlink + grouped")["unavailable"]
         for row in rows.values():
             assert row["unavailable"] is None
@@ -128,15 +128,13 @@ class Forgetful(ReferenceExperts):
 def _with(experts: type, transports: tuple[str, ...]) -> list[str | None] | str:
     """The reasons of the rows if `experts` join in, or what ended the benchmark."""
     settings = LayerSettings(shapes=(SMALL,), transports=transports, repetitions=1, iterations=1, routings=("hot",))
-    before = dict(EXPERTS)
-    EXPERTS["new"] = experts
+    EXPERTS._things["new"] = experts
     try:
         (case,) = LayerBenchmark(settings.resolve(cuda=False, num_ranks=4), CPU).measure_all()
     except (RuntimeError, ValueError) as error:
         return str(error)
     finally:
-        EXPERTS.clear()
-        EXPERTS.update(before)
+        del EXPERTS._things["new"]
     return [row.unavailable for row in case.rows if row.experts in ("new", "grouped", "grouped_mm")]
 
 

@@ -44,7 +44,7 @@ from carpool.transport import Arrivals, Dedup, Pending, make_transport
 from tests.ranks import Ranks, free_port
 
 ROOT = Path(__file__).parents[2]
-GLOO = ("dedup", "alltoall", "gather")
+GLOO = ("alltoall", "dedup", "gather")
 TOKENS, HIDDEN, EXPERTS, TOP_K, REPETITIONS = 37, 40, 32, 4, 2
 SECTIONS = ("plan_dispatch", "dispatch", "combine", "dispatch_gradients", "combine_gradients")
 
@@ -196,7 +196,7 @@ def test_under_torchrun_and_without_a_figure(tmp_path: Path):
         (("--shape", "4,2,8,0"), "top-k must be at least 1"),
         (("--shape", "4,2,8,9"), "a token cannot choose 9 of 8 experts"),
         (("--shape", "4,2,3,2"), "3 experts .* cannot be spread over 4 ranks"),
-        (("--transports", "dedup,fast"), "'fast' is not known; use nvlink, dedup, alltoall or gather"),
+        (("--transports", "dedup,fast"), "'fast' is not known; use nvlink, alltoall, dedup or gather"),
         (("--transports", ""), "'' is not known"),
         (("--routing", "even"), "'even' is not known; use uniform, zipf, skewed or all"),
         (("--routing", "skewed", "--ranks", "3"), "needs more than 3 ranks"),

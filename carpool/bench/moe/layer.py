@@ -46,7 +46,7 @@ from carpool.bench.moe.layers import Layer, OurLayer, TheirLayer, arena_bytes
 from carpool.bench.moe.modules import make_module, use
 from carpool.bench.moe.results import PASSES, CaseResult, Row, Times, show
 from carpool.bench.moe.run import OUT_OF_MEMORY, Forward, forward_backward
-from carpool.bench.moe.settings import KNOWN_TRANSPORTS, LayerSettings, fast_experts, lossy_reasons
+from carpool.bench.moe.settings import LayerSettings, fast_experts, lossy_reasons
 from carpool.bench.moe.shapes import Shape
 from carpool.bench.options import find_ranks
 from carpool.bench.results import Result, publish
@@ -58,7 +58,7 @@ from carpool.routing import Routing
 from carpool.train.config import Config, load_config
 from carpool.train.launch.start import run
 from carpool.train.run.flops import peak_flops
-from carpool.transport import NVLinkOptions, find_transport
+from carpool.transport import TRANSPORTS, NVLinkOptions, find_transport
 
 WARMUP = 2
 
@@ -129,7 +129,7 @@ class LayerBenchmark:
         mesh = init_device_mesh(device.type, (self.num_ranks, 1), mesh_dim_names=("ep", "tp"))
         self.ep_mesh, self.tp_mesh = mesh["ep"], mesh["tp"]
         self.group = self.ep_mesh.get_group()
-        experts, transports = settings.experts or fast_experts(), settings.transports or KNOWN_TRANSPORTS
+        experts, transports = settings.experts or fast_experts(), settings.transports or tuple(TRANSPORTS)
         self.contenders = [Contender(way, name) for way in transports for name in experts] + [BASELINE]
         self.peak = peak_flops(device, None)[0] if self.dtype.itemsize == 2 else None
 

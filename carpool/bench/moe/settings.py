@@ -10,7 +10,7 @@ from carpool.bench.moe.modules import IMPLEMENTATIONS
 from carpool.bench.moe.shapes import Shape
 from carpool.bench.options import Options, one_of
 from carpool.bench.routings import EXPERT_ROUTINGS
-from carpool.experts import EXPERTS, LOSSY_EXPERTS
+from carpool.experts import EXPERTS, exact_experts
 from carpool.transport import TRANSPORTS
 
 GPU_SHAPES = (
@@ -21,8 +21,6 @@ GPU_SHAPES = (
 )
 # For a laptop: seconds.
 CPU_SHAPES = (Shape(128, 64, 48, 16, 4),)
-# In the order of the table.
-KNOWN_TRANSPORTS = tuple(TRANSPORTS)
 
 
 # FP8 experts whose quantised weights are held, as in the micro-batches of a step.
@@ -31,7 +29,7 @@ HELD = "fp8-held"
 
 def known_experts() -> tuple[str, ...]:
     """Names of all of Carpool's, those that are lossy last."""
-    return (*EXPERTS, *LOSSY_EXPERTS)
+    return tuple(sorted(EXPERTS, key=lambda name: name not in exact_experts()))
 
 
 def fast_experts() -> tuple[str, ...]:
@@ -76,7 +74,7 @@ class LayerSettings(Options):
 
     Attributes:
         shapes: empty: the first two of `GPU_SHAPES`, or `CPU_SHAPES`.
-        transports: empty: all of `KNOWN_TRANSPORTS`, of which those that cannot run here get a row that says why.
+        transports: empty: all of `TRANSPORTS`, of which those that cannot run here get a row that says why.
         iterations: back to back in one repetition.
     """
 
@@ -93,7 +91,7 @@ class LayerSettings(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in self.transports:
-            one_of("--transports", name, KNOWN_TRANSPORTS)
+            one_of("--transports", name, tuple(TRANSPORTS))
         for name in self.experts:
             one_of("--experts", name, known_experts())
         if self.iterations < 1:
@@ -117,7 +115,7 @@ class LayerSettings(Options):
 
 def lossy_reasons(experts: str) -> tuple[str, ...]:
     """What experts change of a model's function, beyond rounding."""
-    return tuple(getattr(LOSSY_EXPERTS.get(experts.removesuffix("-held")), "lossy_reasons", ()))
+    return tuple(getattr(EXPERTS.get(experts.removesuffix("-held")), "lossy_reasons", ()))
 
 
 def list_shapes(shapes: Sequence[str], models: Sequence[str], tokens: int, activation: str | None) -> tuple[Shape, ...]:

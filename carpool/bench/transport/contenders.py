@@ -9,11 +9,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from carpool.bench.transport.settings import KNOWN, Settings, Shape, has_ctas
+from carpool.bench.transport.settings import Settings, Shape, has_ctas
 from carpool.layout import ExpertLayout
 from carpool.placement.volume import predict
 from carpool.routing import Routing
-from carpool.transport import NVLinkOptions, Transport, find_transport, make_transport
+from carpool.transport import TRANSPORTS, NVLinkOptions, Transport, find_transport, make_transport
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Contender:
 def list_contenders(settings: Settings) -> list[Contender]:
     """One for each transport; where thread blocks are ours to choose, one for each number, and one more for FP8."""
     found = []
-    for name in settings.transports or KNOWN:
+    for name in settings.transports or tuple(TRANSPORTS):
         if not has_ctas(name):
             found.append(Contender(name))
             continue

@@ -12,8 +12,6 @@ from carpool.layout import ExpertLayout
 from carpool.transport import TRANSPORTS, find_transport
 
 CTAS = (8, 16)
-# In the order of the table. `nvlink` is listed even where it cannot run: its row says why.
-KNOWN = tuple(TRANSPORTS)
 
 
 def has_ctas(transport: str) -> bool:
@@ -53,7 +51,7 @@ class Settings(Options):
 
     Attributes:
         shapes: empty: `GPU_SHAPES` or `CPU_SHAPES`, by the device.
-        transports: empty: all of `KNOWN`, of which those that cannot run here get a row that says why.
+        transports: empty: all of `TRANSPORTS`, of which those that cannot run here get a row that says why.
         ctas: thread blocks of the `nvlink` transport, one contender for each. Empty: `CTAS`.
     """
 
@@ -72,9 +70,9 @@ class Settings(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in self.transports:
-            one_of("--transports", name, KNOWN)
+            one_of("--transports", name, tuple(TRANSPORTS))
         for option, given in (("--ctas", self.ctas), ("--fp8", self.fp8)):
-            with_ctas = [name for name in KNOWN if has_ctas(name)]
+            with_ctas = [name for name in TRANSPORTS if has_ctas(name)]
             if given and self.transports and not set(with_ctas) & set(self.transports):
                 raise ValueError(f"{option} is for transport {with_ctas[0]}, which --transports leaves out; add it")
         for ctas in self.ctas:
@@ -97,6 +95,6 @@ class Settings(Options):
             if "skewed" in self.all_routings:
                 check_skew(shape.top_k, ExpertLayout.contiguous(shape.experts, num_ranks))
         ctas = tuple(dict.fromkeys(self.ctas))
-        if any(map(has_ctas, self.transports or KNOWN)):
+        if any(map(has_ctas, self.transports or tuple(TRANSPORTS))):
             ctas = ctas or CTAS
         return replace(self, ranks=num_ranks, shapes=shapes, routings=self.all_routings, ctas=ctas)

@@ -58,7 +58,14 @@ def _known(key: str, name: str, names: Sequence[str]) -> str:
     )
 
 
+def _known_experts(name: str) -> str:
+    from carpool.experts import EXPERTS
+
+    return _known("experts", name, ("auto", *EXPERTS))
+
+
 TransportName = Annotated[str, AfterValidator(_known_transport)]
+ExpertsName = Annotated[str, AfterValidator(_known_experts)]
 
 # On the command line, "none" is no value.
 ScheduleName = Annotated[
@@ -78,7 +85,7 @@ class MoeSection(Section):
         "the same rows over any network; alltoall: one per (token, expert); gather: every rank sees every token. auto "
         "picks nvlink where it can, else dedup, and logs why.",
     )
-    experts: Literal["auto", "grouped", "reference", "fp8"] = Field(
+    experts: ExpertsName = Field(
         default="auto",
         description="How experts are computed. auto: grouped, or a model's own forward where only that knows how; "
         "reference: a plain loop. fp8: LOSSY. In FP8 with a scale for 1 x 128 of rows and 128 x 128 of weights, sums "

@@ -1,0 +1,138 @@
+"""A transport outside the package, in one file: every row goes round a ring of ranks, and so do the sums.
+
+    rank 0 -> rank 1 -> ... -> rank W-1 -> rank 0
+
+Cost: (W - 1) times a rank's rows from each rank to the next one, whatever was chosen; nothing to any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from carpool.memory import Rows
+from carpool.observe.traffic import Traffic
+from carpool.transport import Arrivals, Pending, Route, Transport, register
+from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES
+from carpool.transport.volume import Counts, Volume
+
+
+@dataclass(kw_only=True)
+class RingRoute(Route):
+    length: int
+    slot_RK: torch.Tensor
+    weight_RK: torch.Tensor
+
+
+@register
+class Ring(Transport):
+    """Rows of all ranks on every rank, in rank order, padded to the longest rank; J = K."""
+
+    name = "ring"
+    plan_bytes = 8
+
+    @classmethod
+    def rows_sent(cls, rank_TK: Sequence[Counts], num_ranks: int) -> Counts:
+        longest = max(len(ranks) for ranks in rank_TK)
+        to_next = np.roll(np.eye(num_ranks, dtype=np.int64), 1, axis=1)
+        return longest * (np.eye(num_ranks, dtype=np.int64) + (num_ranks - 1) * to_next) if num_ranks > 1 else (
+            np.full((1, 1), longest))  # fmt: skip
+
+    @classmethod
+    def copies_per_token(cls, num_experts: int, top_k: int, num_ranks: int) -> float:
+        return float(num_ranks)
+
+    @classmethod
+    def volume(
+        cls, rank_TK: Sequence[Counts], num_ranks: int, top_k: int, hidden: int, element_size: int, options: Any = None
+    ) -> Volume:
+        # Sums go on in the same direction, not back.
+        there = super().volume(rank_TK, num_ranks, top_k, hidden, element_size, options)
+        bytes_WW = {verb: size.T if verb in ("combine", "dispatch_backward") else size
+                    for verb, size in there.bytes_WW.items()}  # fmt: skip
+        return Volume(there.transport, there.tokens_W, there.rows_WW, bytes_WW)
+
+    def __init__(self, group: dist.ProcessGroup | None, slots_per_rank: int) -> None:
+        self.group, self.slots_per_rank = group, slots_per_rank
+        self.num_ranks = dist.get_world_size(group) if group is not None else 1
+        self.rank = dist.get_rank(group) if group is not None else 0
+
+    def plan(self, slot_TK: torch.Tensor, weight_TK: torch.Tensor, traffic: Traffic) -> RingRoute:
+        longest = torch.tensor([len(slot_TK)])
+        if self.group is not None:
+            dist.all_reduce(longest, op=dist.ReduceOp.MAX, group=self.group)
+        traffic.add("plan", [1] * self.num_ranks, self.plan_bytes)
+        length, padding = int(longest), (0, 0, 0, int(longest) - len(slot_TK))
+        slot_RK = self._around(torch.nn.functional.pad(slot_TK, padding, value=-1))
+        mine_RK = slot_RK.div(self.slots_per_rank, rounding_mode="floor") == self.rank
+        weight_RK = self._around(torch.nn.functional.pad(weight_TK.float(), padding)).masked_fill(~mine_RK, 0.0)
+        ranks_W = torch.arange(self.num_ranks)
+        choices_W = (slot_TK.div(self.slots_per_rank, rounding_mode="floor").reshape(-1, 1) == ranks_W).sum(0)
+        return RingRoute(
+            num_tokens=len(slot_TK), top_k=slot_TK.shape[1], num_rows=self.num_ranks * length,
+            choices_per_row=slot_TK.shape[1], num_pairs=int(mine_RK.sum()), choices_W=tuple(choices_W.tolist()),
+            traffic=traffic, length=length, weight_RK=weight_RK,
+            slot_RK=torch.where(mine_RK, slot_RK % self.slots_per_rank, -1).int(),
+        )  # fmt: skip
+
+    def dispatch(self, x_TH: torch.Tensor, route: RingRoute) -> Pending:
+        x_RH = self._rows(x_TH, route, CHOICE_BYTES)
+        return Pending(lambda: Arrivals(x_RH, route.slot_RK, route.weight_RK, route.num_pairs))
+
+    def dispatch_gradients(self, dy_TH: torch.Tensor, route: RingRoute) -> Pending:
+        route.backward = True
+        dpartial_RH = self._rows(dy_TH, route, 0)
+        return Pending(lambda: Rows.of(dpartial_RH))
+
+    def combine(self, route: RingRoute) -> Pending:
+        y_TH = self._sums(route, 0)
+        return Pending(lambda: y_TH)
+
+    def combine_gradients(self, route: RingRoute, dweight_RJ: torch.Tensor) -> Pending:
+        dx_TH, dweight_TK = self._sums(route, GRADIENT_BYTES), self._home(dweight_RJ, route)
+        return Pending(lambda: (dx_TH, dweight_TK))
+
+    def _rows(self, x_TH: torch.Tensor, route: RingRoute, choice_bytes: int) -> torch.Tensor:
+        padded = torch.nn.functional.pad(x_TH, (0, 0, 0, route.length - route.num_tokens))
+        route.count("out", self._counts(route), x_TH, choice_bytes)
+        return self._around(padded)
+
+    def _sums(self, route: RingRoute, choice_bytes: int) -> torch.Tensor:
+        assert route.partial_RH is not None
+        partial_RH, route.partial_RH = route.partial_RH, None
+        route.count("back", self._counts(route), partial_RH, choice_bytes)
+        return self._home(partial_RH, route)
+
+    def _counts(self, route: RingRoute) -> list[int]:
+        counts = [0] * self.num_ranks
+        counts[(self.rank + 1) % self.num_ranks] += (self.num_ranks - 1) * route.length
+        counts[self.rank] += route.length
+        return counts
+
+    def _around(self, mine: torch.Tensor) -> torch.Tensor:
+        """Everybody's, in rank order: W - 1 times, what came last goes on to the next rank."""
+        parts = [mine] * self.num_ranks
+        for step in range(1, self.num_ranks):
+            parts[(self.rank - step) % self.num_ranks] = mine = self._pass_on(mine)
+        return torch.cat(parts)
+
+    def _home(self, partial_RH: torch.Tensor, route: RingRoute) -> torch.Tensor:
+        """The sums of the own tokens: each block goes round once and collects what every rank has made of it."""
+        blocks = list(partial_RH.float().split(route.length)) if route.length else [partial_RH.float()]
+        blocks *= 1 if route.length else self.num_ranks
+        total = blocks[(self.rank - 1) % self.num_ranks]
+        for step in range(2, self.num_ranks + 1):
+            total = self._pass_on(total) + blocks[(self.rank - step) % self.num_ranks]
+        return total[: route.num_tokens]
+
+    def _pass_on(self, rows: torch.Tensor) -> torch.Tensor:
+        """Send rows to the next rank, get as many from the one before."""
+        out, there, back = torch.empty_like(rows), [0] * self.num_ranks, [0] * self.num_ranks
+        there[(self.rank + 1) % self.num_ranks] = back[(self.rank - 1) % self.num_ranks] = len(rows)
+        dist.all_to_all_single(out, rows.contiguous(), back, there, group=self.group)
+        return out

@@ -1,0 +1,156 @@
+"""A transport and an expert computation in one file each, outside the package, are seen wherever there is a list."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from carpool.bench.transport import benchmark as bench
+from carpool.bench.transport.settings import Settings, Shape
+from carpool.experts import EXPERTS
+from carpool.layout import ExpertLayout
+from carpool.placement.objective import evaluate
+from carpool.placement.trace import LayerTrace
+from carpool.placement.volume import predict
+from carpool.planner.cost import CostModel
+from carpool.train.config import load_config
+from carpool.train.run.estimate import dry_run
+from carpool.transport import TRANSPORTS, choose_transport
+from tests.ranks import Ranks
+from tests.train.test_loop import MODEL, losses, run, text
+
+__all__ = ["text"]  # a fixture
+HERE = Path(__file__).parent
+
+
+def add(name: str) -> Any:
+    """What a script does: import the file, which registers itself."""
+    if str(HERE) not in sys.path:
+        sys.path.append(str(HERE))
+    return importlib.import_module(name)
+
+
+def remove() -> None:
+    for registry, name in ((TRANSPORTS, "ring"), (EXPERTS, "counting")):
+        registry._things.pop(name, None)
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def ring() -> Iterator[Any]:
+    yield add("ring")
+    remove()
+
+
+@pytest.fixture
+def counting() -> Iterator[Any]:
+    yield add("counting")
+    remove()
+
+
+def trained(output: str, overrides: list[str]) -> tuple[str, int]:
+    """On a rank: train with both; the error, and how often experts computed."""
+    add("ring"), add("counting")
+    calls = EXPERTS["counting"].calls
+    try:
+        return run(output, overrides), len(calls)
+    finally:
+        calls.clear()
+        remove()
+
+
+def test_a_run_rides_and_computes_as_with_the_packages_own(ranks: Ranks, tmp_path: Path, text: list[str]) -> None:
+    settings = [*MODEL, *text, "training.max_steps=3", "training.logging_steps=1"]
+    ours = ["moe.transport=ring", "moe.experts=counting"]
+    for error, calls in ranks(trained, str(tmp_path / "ring"), [*settings, *ours]):
+        assert error == "" and calls > 0
+    for error, calls in ranks(trained, str(tmp_path / "gather"), [*settings, "moe.transport=gather"]):
+        assert error == "" and calls == 0
+    got, want = losses(tmp_path / "ring"), losses(tmp_path / "gather")
+    assert got.keys() == want.keys()
+    for step in got:
+        assert got[step] == pytest.approx(want[step], rel=1e-4)
+    told = json.loads((tmp_path / "ring" / "run.json").read_text())
+    assert told["transport"]["name"] == "ring" and told["predicted"]["copies_per_token_uniform"] == 4
+
+
+def measured() -> dict[str, Any]:
+    """On a rank: `carpool bench transport`, which checks answers, and bytes against what the class says."""
+    add("ring")
+    try:
+        settings = Settings(shapes=(Shape(16, 8, 8, 2),), transports=("ring", "dedup"), repetitions=1, backward=True)
+        made = bench.TransportBenchmark(settings.resolve(cuda=False, num_ranks=4), torch.device("cpu"))
+        return {row.label: row.unavailable for case in made.measure_all() for row in case.rows}
+    finally:
+        remove()
+
+
+def test_the_benchmark_measures_it_and_finds_its_answers_and_bytes_right(ranks: Ranks) -> None:
+    assert ranks(measured) == [{"ring": None, "dedup": None}] * 4
+
+
+def test_volumes_objectives_and_estimates_know_it(ring: Any) -> None:
+    layout = ExpertLayout.contiguous(4, 2)
+    routings = [np.array([[0, 1], [1, 2], [1, 2]]), np.array([[0, 3]])]
+    volume = predict("ring", routings, layout, hidden=8, element_size=4)
+    assert volume.rows_WW.tolist() == [[3, 3], [3, 3]]
+    assert volume.bytes_WW["dispatch"].tolist() == [[3 * 48] * 2] * 2
+
+    trace = LayerTrace(np.array([[0, 1], [1, 2], [1, 2], [0, 3]]), np.arange(4), 4)
+    cost = CostModel(hidden=8, expert_hidden=8, element_size=4, tokens_per_rank=2, transport="ring")
+    assert evaluate(trace, layout, cost=cost).sent_WW.sum() == 8
+
+    assert choose_transport("ring", 4, 8) == ("ring", "asked for")
+    assert choose_transport("auto", 4, 8)[0] == "dedup", "a plug-in is asked for by its name"
+    settings = [*MODEL, "moe.transport=ring", "parallelism.num_ranks=4", "parallelism.device=cpu"]
+    assert "# transport ring: asked for" in dry_run(load_config(None, settings))
+
+
+def test_a_name_that_nobody_has_registered() -> None:
+    with pytest.raises(ValueError, match=r"moe.transport = 'ring': expected one of auto, nvlink, alltoall, dedup, ga"):
+        load_config(None, ["moe.transport=ring"])
+    with pytest.raises(ValueError, match=r"moe.experts = 'counting': expected one of auto, grouped, reference, fp8"):
+        load_config(None, ["moe.experts=counting"])
+    with pytest.raises(ValueError, match=r"moe.transport = 'dedupe'.*; did you mean dedup\?"):
+        load_config(None, ["moe.transport=dedupe"])
+
+
+def test_a_class_that_lacks_something_is_refused_when_it_is_registered() -> None:
+    from carpool import experts, transport
+
+    class Half(transport.Transport):
+        name = "half"
+
+    class Nothing:
+        name = "nothing"
+
+    with pytest.raises(ValueError, match=r"transport 'half' \(Half\) does not implement combine, .*rows_sent"):
+        transport.register(Half)
+    with pytest.raises(ValueError, match="transport 'nothing' must be a subclass"):
+        transport.register(Nothing)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"experts 'nothing' .*have no forward and no backward"):
+        experts.register(Nothing)
+    assert "half" not in TRANSPORTS and "nothing" not in EXPERTS
+
+
+def test_the_command_sees_a_file_that_the_environment_names() -> None:
+    """Nothing is installed, and no script of one's own is run."""
+    path = os.pathsep.join([str(HERE), str(HERE.parents[1]), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", "from carpool import cli; cli.app()", "train", "--dry-run", *MODEL,
+         "moe.transport=ring", "moe.experts=counting", "parallelism.device=cpu", "parallelism.num_ranks=2"],
+        env={**os.environ, "PYTHONPATH": path, "CARPOOL_PLUGINS": "ring,counting"},
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "# transport ring: asked for" in done.stdout
