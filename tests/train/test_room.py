@@ -21,8 +21,8 @@ from carpool.train.config import Config, load_config
 from carpool.train.config import load as configuration
 from carpool.train.config.schema import NvlinkSection
 from carpool.train.run.loop import train
-from carpool.train.run.room import lease_bytes, make_room, most_tokens, nvlink_options
-from carpool.transport.nvlink import Buffers, NVLinkOptions
+from carpool.train.run.room import make_room, most_tokens, nvlink_options
+from carpool.transport.nvlink import Buffers, NVLink, NVLinkOptions
 from tests.ranks import Ranks
 from tests.train.test_launch import clean_environment
 from tests.train.test_loop import MODEL, losses, records, text
@@ -52,7 +52,7 @@ def test_options_follow_the_configuration() -> None:
     half = nvlink_options(load_config(None, [*settings, "nvlink.capacity=0.5"]), degrees)
     assert (half.max_tokens, half.capacity) == (50, 25)
     assert nvlink_options(load_config(None, [*settings, "nvlink.capacity=0.01"]), degrees).capacity == 17, "a sample"
-    assert lease_bytes(half, 4, 64, 2, 4) < lease_bytes(options, 4, 64, 2, 4)
+    assert NVLink.buffer_bytes(half, 4, 64, 2, 4) < NVLink.buffer_bytes(options, 4, 64, 2, 4)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,6 @@ from carpool.parallel.degrees import Degrees
 from carpool.train.config.schema import Config
 from carpool.transport import NVLinkOptions
 from carpool.transport.nvlink import Buffers
-from carpool.transport.nvlink.buffers import Regions
 
 # To start with: what the first step needs is measured in it, and it is repeated.
 ARENA_BYTES = 64 * 2**20
@@ -59,13 +58,6 @@ def nvlink_options(config: Config, degrees: Degrees) -> NVLinkOptions:
         forward_fp8=chosen.forward_fp8,
         backward_fp8=chosen.backward_fp8,
     )
-
-
-def lease_bytes(options: NVLinkOptions, num_ranks: int, hidden: int, element_size: int, top_k: int) -> int:
-    """Bytes of one buffer on each rank, before it has grown."""
-    assert options.max_tokens is not None
-    capacity = options.capacity or options.max_tokens
-    return Regions.of(num_ranks, options.max_tokens, capacity, hidden * element_size, top_k).total
 
 
 class Room(NamedTuple):
