@@ -13,13 +13,14 @@ was forgotten. Adapters are small, so they are replicated rather than sharded; t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+from carpool.parallel import fsdp
 
 
 def synchronize_adapters(model: Any) -> list[str]:
@@ -74,19 +75,13 @@ def check_adapters(experts: nn.Module) -> None:
 
     To be called inside a forward pass, where FSDP knows which of its modules is the root.
     """
-    states = list(_fsdp_states(experts))
-    groups = [group for state in states for group in getattr(state, "_fsdp_param_groups", [state._fsdp_param_group])]
-    known = {
-        (id(parameter._module_info.module), parameter._module_info.param_name)
-        for group in groups
-        if group is not None
-        for parameter in group.fsdp_params
-    }
+    states = list(fsdp.states_in_forward(experts))
+    sharded = (one for state in states for group in fsdp.groups(state) for one in fsdp.parameters_of(group))
+    known = {(id(module), name) for module, name in sharded}
     unknown = [
         f"{prefix}.{name}"
         for state in states
-        if state._is_root
-        for root in state._modules
+        for root in fsdp.root_modules(state)
         for prefix, module in root.named_modules()
         for name, parameter in module.named_parameters(recurse=False)
         if parameter.requires_grad and (id(module), name) not in known and not hasattr(parameter, "_carpool_average")
@@ -104,10 +99,3 @@ def _adapts_experts(module: nn.Module) -> bool:
     wrapper: Any = module
     wraps = hasattr(wrapper, "parameter_name") and hasattr(wrapper, "get_base_layer")
     return wraps and hasattr(wrapper.get_base_layer(), "_carpool_rides")
-
-
-def _fsdp_states(module: nn.Module) -> Iterator[Any]:
-    """The FSDP states of all modules of the model around this one; none if FSDP does not manage it."""
-    get_state = getattr(module, "_get_fsdp_state", None)
-    if get_state is not None:
-        yield from get_state()._state_ctx.all_states

@@ -23,13 +23,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from carpool.experts import ExpertWeights, FP8Experts
 from carpool.hf.expert_parallel import ExpertRides, rides, weight_names
 from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
+from carpool.parallel import fsdp
 from carpool.parallel.migrate import Moved, RowMove, Stopwatch, check_can_move, move_experts
 from carpool.parallel.slot_steps import Home, Homes, keep_slots, local
 
@@ -129,7 +129,7 @@ def homes(own: ExpertRides) -> Homes | None:
     """The parameters of a layer between two forwards; None if there is nothing to fill, or not ahead."""
     if not own.filler.travels:
         return None
-    group = _fsdp_group(own.experts)
+    group = next(iter(fsdp.groups_of(own.experts)), None)
     found: dict[str, Home] = {}
     for field, name in zip(ExpertWeights._fields, weight_names(own.experts), strict=True):
         if name is None:
@@ -137,29 +137,14 @@ def homes(own: ExpertRides) -> Homes | None:
         parameter = own.experts._parameters.get(name)
         if parameter is None or not _has_all_rows(parameter, own, group):
             return None
-        dtype = parameter.dtype if group is None else group.mp_policy.param_dtype or parameter.dtype
-        found[field] = Home(parameter, dtype, _divisor(group, dtype))
+        dtype = parameter.dtype if group is None else fsdp.dtype_of(group, parameter.dtype)
+        found[field] = Home(parameter, dtype, 1.0 if group is None else fsdp.divisor_of(group, dtype))
     return found
-
-
-def _fsdp_group(experts: nn.Module) -> Any:
-    """What FSDP2 knows of the experts' parameters; None if it does not shard them."""
-    return experts._get_fsdp_state()._fsdp_param_group if isinstance(experts, FSDPModule) else None
 
 
 def _has_all_rows(parameter: torch.Tensor, own: ExpertRides, group: Any) -> bool:
     sharded = group is None or (isinstance(parameter, DTensor) and parameter.device.type == group.device.type)
     return sharded and local(parameter).shape[0] == own.num_local_experts
-
-
-def _divisor(group: Any, dtype: torch.dtype) -> float | None:
-    """By which FSDP divides a gradient in `dtype` of which one rank has all rows; None if it does more."""
-    if group is None:
-        return 1.0
-    # In the others it divides in two steps; over copies of the model (HSDP) it sums.
-    if group._is_hsdp or (group.mp_policy.reduce_dtype or dtype) not in (torch.float32, torch.bfloat16):
-        return None
-    return float(group.gradient_divide_factor or 1.0)
 
 
 def is_logical(model: nn.Module) -> bool:

@@ -52,13 +52,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from carpool.observe.meter import shown
+from carpool.parallel import fsdp
 from carpool.ride.hooks import NO_HOOKS, RideHooks
 from carpool.ride.turns import HALF
 from carpool.schedule.delayed import Delayed
-from carpool.schedule.shared_shards import _groups
 
 ALIGNED = 64  # elements
 
@@ -89,7 +88,7 @@ class Links:
             launch(self.looked)
 
 
-class Pieces(ReduceScatter):
+class Pieces(fsdp.ReduceScatter):
     """A reduce-scatter in pieces, each of which begins when no ride has the links. FSDP calls it.
 
     Args:
@@ -173,22 +172,22 @@ class RidesFirst(RideHooks):
                 "rides can only come before reductions that FSDP2 (fully_shard) starts during the backward; without "
                 "it, gradients are reduced after the backward, beside no ride"
             )
-        self._states = list({id(s): s for module in sharded.values() for s in [module._get_fsdp_state()]}.values())
-        self._groups = [group for state in self._states for group in _groups(state)]
-        self._riding = {id(group) for name in layers for group in _groups_of(sharded.get(name))}
+        self._states = fsdp.states(model)
+        self._groups = [group for state in self._states for group in fsdp.groups(state)]
+        self._riding = {id(group) for name in layers for group in fsdp.groups_of(sharded.get(name))}
         self.pieces = None if piece_bytes is None else Pieces(piece_bytes, self.links)
         self._modules = list(sharded.values())
         self._held: list[Callable[[], None]] = []
         self._module_waits = self._closing = False
-        self._changed: list[tuple[Any, str]] = []
+        self._replaced = fsdp.Replaced()
 
     def __enter__(self) -> RidesFirst:
         for layer in self.layers:
             layer.hooks = self
         for state in self._states:
-            self._change(state, "_root_post_backward_final_callback", self._close(state))
+            self._replaced.replace(state, fsdp.FINAL_CALLBACK, self._close(state))
         for group in self._groups:
-            self._change(group, "post_backward", self._hold(group))
+            self._replaced.replace(group, "post_backward", self._hold(group))
         if self.pieces is not None:
             self.pieces.on = True
             for module in self._modules:
@@ -209,8 +208,7 @@ class RidesFirst(RideHooks):
                 self.pieces.on = False
             if self.delayed is not None:
                 self.delayed.stop()
-            while self._changed:
-                delattr(*self._changed.pop())
+            self._replaced.restore()
             for layer in self.layers:
                 layer.hooks = NO_HOOKS
 
@@ -234,15 +232,10 @@ class RidesFirst(RideHooks):
 
     # -- what FSDP does -------------------------------------------------------------------------------------------
 
-    def _change(self, owner: Any, name: str, value: Any) -> None:
-        # Stands before the class's method until it is deleted.
-        setattr(owner, name, value)
-        self._changed.append((owner, name))
-
     def _hold(self, group: Any) -> Callable[..., None]:
         post_backward = group.post_backward
         riding = id(group) in self._riding
-        alone = group.mesh_info.mesh.size() == 1
+        alone = fsdp.is_alone(group)
 
         def held(*_: Any) -> None:
             half = HALF.get()
@@ -261,7 +254,7 @@ class RidesFirst(RideHooks):
         return held
 
     def _close(self, state: Any) -> Callable[[], None]:
-        final_callback = state._root_post_backward_final_callback
+        final_callback = getattr(state, fsdp.FINAL_CALLBACK)
 
         def closing() -> None:
             self._closing = True
@@ -288,7 +281,3 @@ class RidesFirst(RideHooks):
         for one in held:
             one()
         self.links.set(taken)
-
-
-def _groups_of(module: Any) -> list[Any]:
-    return [] if module is None else _groups(module._get_fsdp_state())

@@ -29,9 +29,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
+from carpool.parallel import fsdp
 from carpool.ride.turns import HALF
 
 
@@ -47,7 +46,7 @@ class _Shared:
         half = _half()
         # Each half enters by itself, or its gradients would pass without the hook that the backward needs. Several
         # modules may be one group: then a half enters with the first.
-        self.group._training_state = TrainingState.FORWARD if self.inside[half] else TrainingState.IDLE
+        fsdp.set_phase(self.group, "forward" if self.inside[half] else "idle")
         self.inside[half] = True
         return self.enter(module, args, kwargs)
 
@@ -63,52 +62,30 @@ class _Shared:
         if _half() == 1:
             self.reduce()
             return
-        group = self.group
-        before = group.reduce_grads, group.reshard_after_backward
-        group.reduce_grads = group.reshard_after_backward = False
-        try:
-            self.reduce()
-        finally:
-            group.reduce_grads, group.reshard_after_backward = before
+        fsdp.reduce_later(self.group, self.reduce)
         # It has not been through: half 1 is still inside.
-        group._training_state = TrainingState.PRE_BACKWARD
+        fsdp.set_phase(self.group, "pre_backward")
 
 
 @contextmanager
 def shared_shards(model: nn.Module) -> Iterator[None]:
     """Inside, two halves may run through the FSDP2 modules of a model, half 0 first, one phase after the other."""
-    states = {id(s): s for m in model.modules() if isinstance(m, FSDPModule) for s in [m._get_fsdp_state()]}
-    changed: list[tuple[Any, str, Any]] = []
-
-    def change(owner: Any, name: str, value: Any) -> None:
-        # Somebody else's may stand there: `carpool.schedule.priority`'s.
-        changed.append((owner, name, vars(owner).get(name)))
-        setattr(owner, name, value)
-
+    # Somebody else's may stand there: `carpool.schedule.priority`'s.
+    replaced = fsdp.Replaced()
     try:
-        for state in states.values():
-            change(state, "_register_root_post_backward_final_callback", _in_half_1(state))
-            for group in _groups(state):
+        for state in fsdp.states(model):
+            replaced.replace(state, fsdp.REGISTER_FINAL_CALLBACK, _in_half_1(state))
+            for group in fsdp.groups(state):
                 shared = _Shared(group)
                 for name in ("pre_forward", "post_forward", "post_backward"):
-                    change(group, name, getattr(shared, name))
+                    replaced.replace(group, name, getattr(shared, name))
         yield
     finally:
-        for owner, name, before in changed:
-            if before is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, before)
-
-
-def _groups(state: Any) -> list[Any]:
-    """A state has several groups in newer releases of PyTorch."""
-    groups = getattr(state, "_fsdp_param_groups", None)
-    return [group for group in (groups if groups is not None else [state._fsdp_param_group]) if group is not None]
+        replaced.restore()
 
 
 def _in_half_1(state: Any) -> Any:
-    register = state._register_root_post_backward_final_callback
+    register = getattr(state, fsdp.REGISTER_FINAL_CALLBACK)
 
     def registered() -> None:
         if _half() == 1:

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -27,8 +26,8 @@ from carpool.hf.build import build_model
 from carpool.hf.layouts import slots_kept
 from carpool.layout import ExpertLayout
 from carpool.memory import Arena
+from carpool.parallel import fsdp
 from carpool.ride.turns import HALF, handover
-from carpool.schedule.shared_shards import _groups
 from carpool.schedule.two_batch import TwoBatch
 from carpool.train.run.step import Objective, in_two
 from tests.hf.meshes import reuse_meshes
@@ -197,7 +196,7 @@ def _parity(folder: str, mesh: dict[str, Any], transport: str, how: str, changes
 
 
 def groups(module: Any) -> list[Any]:
-    return _groups(module._get_fsdp_state()) if isinstance(module, FSDPModule) else []
+    return fsdp.groups_of(module)
 
 
 def in_turns(*verbs_and_layers: tuple[str, int]) -> list[tuple[str, int, int]]:

@@ -1,0 +1,123 @@
+"""All that Carpool needs of FSDP2 (`torch.distributed.fsdp.fully_shard`) beyond its public interface, and only here.
+
+A module that FSDP shards has a *state*; a state has the parameter *groups* that are gathered and reduced together. Both
+are objects of PyTorch, and their methods are FSDP's hooks, which run around the module's forward and backward:
+
+    group.pre_forward(module, args, kwargs)     gathers parameters
+    group.post_forward(module, input, output)   frees them
+    group.post_backward(*_)                     reduces gradients
+    state.FINAL_CALLBACK()                      after the whole backward: reduces what is left, and waits
+    state.REGISTER_FINAL_CALLBACK()             asks autograd for that
+
+`carpool.schedule` stands for some of them for a while (`Replaced`). None of this is promised by PyTorch, so
+`tests/parallel/test_fsdp.py` checks each name and what it does, and fails first when a release changes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+
+__all__ = ["FINAL_CALLBACK", "REGISTER_FINAL_CALLBACK", "ReduceScatter", "Replaced"]
+
+FINAL_CALLBACK = "_root_post_backward_final_callback"
+REGISTER_FINAL_CALLBACK = "_register_root_post_backward_final_callback"
+_PHASES = {
+    "idle": TrainingState.IDLE,
+    "forward": TrainingState.FORWARD,
+    "pre_backward": TrainingState.PRE_BACKWARD,
+}
+
+
+def states(model: nn.Module) -> list[Any]:
+    """The states of all modules of a model that FSDP shards, each once."""
+    found = (module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule))
+    return list({id(state): state for state in found}.values())
+
+
+def states_in_forward(module: nn.Module) -> Iterator[Any]:
+    """Inside a forward: the states of the whole model around a sharded module; none if FSDP does not shard it."""
+    if isinstance(module, FSDPModule):
+        yield from module._get_fsdp_state()._state_ctx.all_states
+
+
+def groups(state: Any) -> list[Any]:
+    """The parameter groups of a state; newer releases of PyTorch may have several."""
+    several = getattr(state, "_fsdp_param_groups", None)
+    return [group for group in (several if several is not None else [state._fsdp_param_group]) if group is not None]
+
+
+def groups_of(module: nn.Module | FSDPModule | None) -> list[Any]:
+    """The parameter groups of one module; none if FSDP does not shard it by itself."""
+    return groups(module._get_fsdp_state()) if isinstance(module, FSDPModule) else []
+
+
+def is_alone(group: Any) -> bool:
+    """Whether a group is sharded over one rank only, so that nothing travels."""
+    return bool(group.mesh_info.mesh.size() == 1)
+
+
+def parameters_of(group: Any) -> list[tuple[nn.Module, str]]:
+    """The parameters that a group has sharded: module and name there."""
+    return [(one._module_info.module, one._module_info.param_name) for one in group.fsdp_params]
+
+
+def root_modules(state: Any) -> tuple[nn.Module, ...]:
+    """Of the root's state: its modules. Nothing for other states."""
+    return tuple(state._modules) if state._is_root else ()
+
+
+def dtype_of(group: Any, dtype: torch.dtype) -> torch.dtype:
+    """In which dtype a parameter of `dtype` is computed with."""
+    found: torch.dtype = group.mp_policy.param_dtype or dtype
+    return found
+
+
+def divisor_of(group: Any, dtype: torch.dtype) -> float | None:
+    """By which FSDP divides a gradient in `dtype` of which one rank has all rows; None if it does more: in dtypes other
+    than these it divides in two steps, and over copies of the model (HSDP) it sums."""
+    if group._is_hsdp or (group.mp_policy.reduce_dtype or dtype) not in (torch.float32, torch.bfloat16):
+        return None
+    return float(group.gradient_divide_factor or 1.0)
+
+
+def set_phase(group: Any, phase: Literal["idle", "forward", "pre_backward"]) -> None:
+    """Tell a group where in its step it is."""
+    group._training_state = _PHASES[phase]
+
+
+def reduce_later(group: Any, reduce: Any) -> None:
+    """Run the hook `reduce` (`post_backward`) so that it takes the gradients in, and neither reduces nor frees."""
+    before = group.reduce_grads, group.reshard_after_backward
+    group.reduce_grads = group.reshard_after_backward = False
+    try:
+        reduce()
+    finally:
+        group.reduce_grads, group.reshard_after_backward = before
+
+
+class Replaced:
+    """Hooks that something else stands for, until `restore`. One stand-in may stand for another."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[Any, str, Any]] = []
+
+    def replace(self, owner: Any, name: str, value: Any) -> None:
+        """Let `value` be called in place of a group's or a state's hook."""
+        self._before.append((owner, name, vars(owner).get(name)))
+        setattr(owner, name, value)
+
+    def restore(self) -> None:
+        """Leave all hooks as they were."""
+        while self._before:
+            owner, name, before = self._before.pop()
+            if before is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, before)
