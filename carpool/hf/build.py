@@ -33,7 +33,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from carpool.hf.conversions import unshardable
 from carpool.hf.initial_weights import fill, set_tensor
 from carpool.hf.sizes import check_sizes
-from carpool.hf.weight_files import check_weight_files, stored_shape
+from carpool.hf.weight_files import check_weight_files, stored_shapes
 
 # Spellings of rotary settings that Transformers still takes and folds into `rope_parameters`.
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "partial_rotary_factor")
@@ -248,24 +248,26 @@ def _load(
             **kwargs,
         )
     except RuntimeError as error:
-        raise ValueError(f"the weights in {folder} do not fit its config.json: {error}") from error
+        raise ValueError(_misfit(folder, blueprint, str(error))) from error
     if wrong := sorted(name for name, *_ in info["mismatched_keys"]):
-        # Of a sharded model, the shapes in `info` are a rank's. Weights that are fused while they are read have
-        # another name in the files; the message prefers one that has not.
-        shapes = {name: stored_shape(folder, name) for name in wrong}
-        name = next((name for name in wrong if shapes[name]), wrong[0])
-        wanted = tuple(blueprint.get_parameter_or_buffer(name).shape)
-        more = f"; so have {len(wrong) - 1} others" if len(wrong) > 1 else ""
-        raise ValueError(
-            f"the weights in {folder} do not fit its config.json: {name} has {shapes[name] or 'another shape'}, and "
-            f"the configuration asks for {wanted}{more}"
-        )
+        raise ValueError(_misfit(folder, blueprint, f"{', '.join(wrong[:3])} have other shapes"))
     if missing := sorted(info["missing_keys"]):
         raise ValueError(
             f"{folder} lacks {len(missing)} of the weights of {type(model).__name__}: {', '.join(missing[:4])}"
             f"{', ...' if len(missing) > 4 else ''}; training would start from random values there"
         )
     return model
+
+
+def _misfit(folder: Path, blueprint: PreTrainedModel, why: str) -> str:
+    """How weights do not fit, by a name that the files and the model share if there is one; otherwise `why`. Shapes are
+    those of the files: of a sharded model, Transformers knows a rank's."""
+    stored = stored_shapes(folder)
+    model = {name: tuple(tensor.shape) for name, tensor in blueprint.state_dict().items()}
+    if wrong := sorted(name for name, shape in stored.items() if model.get(name, shape) != shape):
+        more = f"; so have {len(wrong) - 1} others" if len(wrong) > 1 else ""
+        why = f"{wrong[0]} has {stored[wrong[0]]}, and the configuration asks for {model[wrong[0]]}{more}"
+    return f"the weights in {folder} do not fit its config.json: {why}"
 
 
 # ------------------------------------------------------------------------------------------- from a configuration

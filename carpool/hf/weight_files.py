@@ -86,10 +86,10 @@ def _check_header(path: Path) -> None:
         ) from error
 
 
-def stored_shape(folder: Path, name: str) -> tuple[int, ...] | None:
-    """The shape of a tensor in a checkpoint folder that was checked; None if it has another name there."""
+def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of all tensors in a checkpoint folder that was checked."""
+    shapes: dict[str, tuple[int, ...]] = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
-            if name in file.keys():  # noqa: SIM118 (it is no dictionary)
-                return tuple(file.get_slice(name).get_shape())
-    return None
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return shapes
