@@ -26,7 +26,7 @@ help:
 # Leaves off half-way and resumes, to show that it can.
 demo: $(STAMP)
 	rm -rf runs/demo
-	$(BIN)/carpool train training.stop_at_step=80
+	$(BIN)/carpool train training.stop_at_step=90
 	$(BIN)/carpool train training.resume_from_checkpoint=last --compare alltoall
 	OMP_NUM_THREADS=1 $(BIN)/carpool generate runs/demo --prompt "def " --max-new-tokens 200
 	$(BIN)/carpool report runs/demo

@@ -17,16 +17,14 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.ranks import join_group, write_results
+from carpool.bench.script import join_group, make_parser, write_results
+from carpool.bench.timing import Clock, begin_together, rounds, slowest_medians
 from carpool.experts import ExpertFunction, ExpertWeights, make_activation, make_experts
 from carpool.kernels.processors import reserved
 from carpool.layout import ExpertLayout, assign
@@ -43,6 +41,7 @@ CHUNKS = (1, 2, 4, 8)
 SHAPES = ["4096,2048,1024,64,8", "8192,2048,1024,64,8", "16384,2048,1024,64,8", "32768,2048,1024,64,8",
           "8192,2048,768,128,8", "16384,2048,768,128,8", "8192,4096,1024,128,8", "4096,7168,2048,64,8",
           "8192,7168,2048,64,4", "8192,4096,14336,8,2", "16384,1536,256,128,8", "8192,2880,2880,32,4"]  # fmt: skip
+WARMUP = 2
 DELAY_CYCLES = 40_000_000  # 20 ms: the host asks for a ride in 8 chunks, forward and backward, meanwhile
 
 
@@ -74,68 +73,36 @@ class Layer:
         transport = make_transport(self.name, self.group, self.layout.slots_per_rank, options)
         return RideSetup(transport, self.experts, self.stats(), order_of(schedule, transport, self.device))
 
-    def run(self, setup: RideSetup, tokens: int | None = None) -> float:
-        """Forward and backward of the first tokens; returns how long the host took, in milliseconds."""
+    def run(self, setup: RideSetup, tokens: int | None = None) -> None:
+        """Forward and backward of the first tokens."""
         rows = slice(tokens)
         for leaf in (self.x, self.routing.weight_TK, *self.weights):
             if leaf is not None:
                 leaf.grad = None
         assert self.routing.weight_TK is not None
         routing = Routing(self.routing.expert_TK[rows], self.routing.weight_TK[rows])
-        begin = time.perf_counter()
         y, _ = ride(self.x[rows], routing, self.slot_TK[rows], self.weights, setup)
         y.backward(self.x.detach()[rows])
-        return 1e3 * (time.perf_counter() - begin)
 
     def stats(self) -> LayerStats:
         return LayerStats(self.num_experts, dist.get_world_size(), dist.get_rank())
 
 
-def together(device: torch.device) -> None:
-    """All ranks begin at the same time, on the device too, and the host is ahead."""
-    dist.barrier()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda._sleep(DELAY_CYCLES)
-        dist.all_reduce(torch.zeros(1, device=device))
-
-
-def timed(run: Callable[[], Any], device: torch.device) -> float:
-    together(device)
-    if device.type != "cuda":
-        begin = time.perf_counter()
-        run()
-        return 1e3 * (time.perf_counter() - begin)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
-
-
-def slowest(values: list[list[float]], device: torch.device) -> list[float]:
-    """Median over repetitions of the largest over ranks, column by column."""
-    table = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(table, op=dist.ReduceOp.MAX)
-    return [statistics.median(column) for column in table.t().tolist()]
-
-
 def pieces_of(layer: Layer, tokens: int, repetitions: int, device: torch.device) -> list[Pieces]:
     """Of a ride of so many tokens, forward and backward."""
     setup, found = layer.setup(Schedule("chunks")), []
-    for number in range(2 + repetitions):
+    for number in range(-WARMUP, repetitions):
         stats = layer.stats()
-        together(device)
+        begin_together(device, layer.group, DELAY_CYCLES)
         with reserved(setup.transport.processors):
             layer.run(replace(setup, stats=stats), tokens)
-        if number >= 2:
+        if number >= 0:
             parts = stats.meter.pieces()
             flat = [sum(parts["dispatch"][0]), sum(parts["experts"][0]), sum(parts["combine"][0])]
             rows, after = (*parts["experts"][1], 0.0)[:2]
             flat += [sum(parts["dispatch"][1]), rows, sum(parts["combine"][1]), after]
             found.append(flat)
-    there, experts, back, *backward = slowest(found, device)
+    there, experts, back, *backward = slowest_medians(found, device)
     return [Pieces(there, experts, back), Pieces(*backward)]
 
 
@@ -146,14 +113,14 @@ def contest(shape: str, args: argparse.Namespace, device: torch.device) -> dict[
     best = fastest_of(predicted)
     ways = {"none": Schedule(), **{str(r): Schedule("chunks", r) for r in CHUNKS}}
     setups = {name: layer.setup(way) for name, way in ways.items()}
-    times: dict[str, list[list[float]]] = {name: [] for name in ways}
-    for number in range(-2, args.repetitions):
-        for name, setup in setups.items():
-            now = replace(setup, stats=layer.stats())
-            ms = timed(lambda now=now: layer.run(now), device)
-            if number >= 0:
-                times[name].append([ms])
-    measured = {name: slowest(values, device)[0] for name, values in times.items()}
+    clock = Clock(device, layer.group, DELAY_CYCLES)
+    for number, order in rounds(setups, args.repetitions, WARMUP):
+        clock.keep = number >= 0
+        for name in order:
+            now = replace(setups[name], stats=layer.stats())
+            with clock.section(name, "ride"):
+                layer.run(now)
+    measured = {name: statistics.median(us) / 1e3 for (name, _), us in clock.slowest().items()}
     fastest = min(measured[str(r)] for r in CHUNKS)
     alone = sum(chunked(one, 1, beside=False) for one in pieces[1])
     compute = sum(one.experts + one.after for one in pieces[1])
@@ -173,11 +140,10 @@ def contest(shape: str, args: argparse.Namespace, device: torch.device) -> dict[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="T,H,F,E,K")
     parser.add_argument("--transport", default="nvlink")
     parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     device = join_group()
     results = []

@@ -169,4 +169,3 @@ def add_arguments(parser: argparse.ArgumentParser, batch: int) -> None:
     parser.add_argument("--transport", default="auto")
     parser.add_argument("--trace-tokens", type=int, default=8192, help="whose choices the solver is given")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=None)

@@ -13,14 +13,13 @@ that differ in nothing that matters.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.ranks import write_results
+from carpool.bench.script import make_parser, write_results
 from carpool.hf import install, set_experts
 from carpool.hf.build import build_model
 from carpool.parallel.clip import clip_grad_norm
@@ -149,10 +148,9 @@ def plot(runs: list[dict[str, Any]], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="as for carpool train")
     parser.add_argument("--repeat", action="store_true", help="also bf16 from another seed")
-    parser.add_argument("--out", type=Path, default=None, help="JSON")
     parser.add_argument("--plot", type=Path, default=None, help="PNG; needs matplotlib")
     args = parser.parse_args()
 

@@ -36,16 +36,15 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from benchmarks.ranks import join_group, write_results
 from carpool.bench.routings import make_routings
-from carpool.bench.timing import percentile
+from carpool.bench.script import join_group, make_parser, write_results
+from carpool.bench.timing import begin_together, percentile, rounds
 from carpool.bench.transport.contenders import why_unavailable
 from carpool.bench.transport.rides import Case, check, forward_and_backward, oracle
 from carpool.bench.transport.settings import Shape
@@ -125,10 +124,7 @@ class OnGpu:
 
     def timed(self, verb: Callable[[], Any], condition: Condition, most_ms: float, processors: int) -> Timed:
         """`most_ms`: what the verb may take while the load outlasts it."""
-        dist.barrier()
-        torch.cuda.synchronize()
-        torch.cuda._sleep(DELAY_CYCLES)
-        dist.all_reduce(self.flag)
+        begin_together(self.device, dist.group.WORLD, DELAY_CYCLES, self.flag)
         begin, end, over = (torch.cuda.Event(enable_timing=True) for _ in range(3))
         if condition.load:
             unit = self.unit_ms[condition.load]
@@ -237,13 +233,13 @@ def measure(shape: Shape, args: argparse.Namespace, device: torch.device, bench:
     found: dict[tuple[str, str, Condition], list[Timed]] = defaultdict(list)
     # What a verb may take: enough for the first ones, then by what it takes alone.
     most_ms = dict.fromkeys(((name, verb) for name in rides.transports for verb in VERBS), 5.0)
-    for number in range(-WARMUP, args.verbs):
+    for number, order in rounds(rides.transports, args.verbs, WARMUP):
         if number == 0:
             for name, verb in most_ms:
                 most_ms[name, verb] = 1 + 4e-3 * _largest(found[name, verb, ways[0]][1:], device)
             found.clear()
         for condition in ways if number % 2 else reversed(ways):
-            for name in rides.transports if number % 2 else reversed(rides.transports):
+            for name in order:
 
                 def timed(verb: Callable[[], Any], what: str, name: str = name, way: Condition = condition) -> None:
                     processors = rides.transports[name].processors
@@ -314,7 +310,7 @@ def show(results: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 8192], help="per rank")
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--experts", type=int, default=64)
@@ -325,7 +321,6 @@ def main() -> None:
     parser.add_argument("--delays", type=float, nargs="*", default=[0.5, 2.0, 10.0], help="milliseconds")
     parser.add_argument("--slow-rank", type=int, default=0)
     parser.add_argument("--gradient-mib", type=float, default=64.0, help="of one all-reduce")
-    parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
 
     device = join_group()

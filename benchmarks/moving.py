@@ -43,8 +43,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.ranks import join_group, write_results
 from benchmarks.train_traces import EOS, KINDS, say
+from carpool.bench.script import join_group, make_parser, write_results
 from carpool.placement.solvers import solver_names
 from carpool.train.config import load_config
 from carpool.train.run.loop import train
@@ -246,7 +246,7 @@ def decided(move: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--work", type=Path, required=True, help="folder of benchmarks/train_traces.py")
     parser.add_argument("--name", default="e64", help="the model in it")
     parser.add_argument("--text", choices=KINDS, default="prose", help="what to train on")
@@ -264,7 +264,6 @@ def main() -> None:
     parser.add_argument("--runs", nargs="+", default=list(RUNS), choices=RUNS)
     parser.add_argument("--scratch", type=Path, default=None, help="folder for runs and their checkpoints, emptied")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     # Behind the first move and before the second look, whose trace the checkpoint then has to hold.
     args.stop_at = args.every + args.lag + max(1, (args.every - args.lag) // 2)

@@ -34,24 +34,23 @@ import argparse
 import statistics
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers.distributed import DistributedConfig
 
-from benchmarks.ranks import join_group, write_results
-from benchmarks.train_olmoe import timed
 from carpool.bench.moe.home import Home, HomeRoute
+from carpool.bench.script import check_arenas, join_group, make_parser, write_results
+from carpool.bench.timing import rounds, timed_step
 from carpool.hf import rides
 from carpool.hf.build import build_model, make_config
-from carpool.hf.expert_parallel import buffers_of_rides
 from carpool.observe.traffic import Traffic
 from carpool.schedule import Schedule
 from carpool.schedule.two_batch import TwoBatch
 from carpool.transport import NVLinkOptions
 
+WARMUP = 2
 VOCABULARY = {"vocab_size": 512, "bos_token_id": None, "pad_token_id": None, "eos_token_id": 0}
 # Type, sizes, and what transformers' configuration reads but does not declare.
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -66,6 +65,19 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "tiny": ("olmoe", {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 4,
                        "num_key_value_heads": 4, "num_experts": 8, "num_experts_per_tok": 2}, {}),
 }  # fmt: skip
+
+
+def make_stack_parser(doc: str | None) -> argparse.ArgumentParser:
+    """The options of a benchmark of one of `MODELS`."""
+    parser = make_parser(doc)
+    parser.add_argument("--model", choices=MODELS, default="olmoe")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=2, help="sequences per rank")
+    parser.add_argument("--sequence", type=int, default=4096)
+    parser.add_argument("--transport", default="nvlink")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--arena-gib", type=float, default=12.0)
+    return parser
 
 
 def make_stack(model: str, layers: int, sequence: int) -> Any:
@@ -135,20 +147,12 @@ def prepare(model: torch.nn.Module, contender: Contender, args: argparse.Namespa
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, default="olmoe")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=2, help="sequences per rank")
-    parser.add_argument("--sequence", type=int, default=4096)
-    parser.add_argument("--transport", default="nvlink")
+    parser = make_stack_parser(__doc__)
     parser.add_argument("--chunks", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--tiles", type=int, nargs="*", default=[4], help="parts of the tiles' rides")
     parser.add_argument("--ctas", type=int, nargs="+", default=[8], help="of scheduled rides over nvlink")
     parser.add_argument("--contenders", nargs="+", default=None, help="some of the above; default: all")
     parser.add_argument("--compile", action="store_true", help="compile each decoder layer")
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--arena-gib", type=float, default=12.0)
-    parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
 
     device = join_group()
@@ -200,11 +204,11 @@ def main() -> None:
     names = contenders(args)
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     plain: tuple[torch.Tensor, torch.Tensor] | None = None
-    for number in range(-2, args.steps):
-        for name in names if number % 2 else reversed(names):
+    for number, order in rounds(names, args.steps, WARMUP):
+        for name in order:
             prepare(model, names[name], args)
             clear()
-            took = timed(partial(step, names[name]), device)
+            took = timed_step(partial(step, names[name]), device)
             if number >= 0:
                 times[name].append(took)
         if number == -1:
@@ -217,9 +221,7 @@ def main() -> None:
                     worst = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(answer, plain, strict=True)]
                     print(f"{name}: output off by {worst[0]:.1e}, input gradient by {worst[1]:.1e}", flush=True)
             plain = None
-    for buffers in buffers_of_rides(rides(model).values()):
-        if needed := buffers.arena_overflow():
-            raise RuntimeError(f"the arena was too small: {needed / 2**30:.1f} GiB were needed; raise --arena-gib")
+    check_arenas(model)
     if rank == 0:
         report(args, times, device)
     dist.destroy_process_group()

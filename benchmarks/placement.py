@@ -14,7 +14,6 @@ Numbers are means over layers, the load the largest of them.
 
 from __future__ import annotations
 
-import argparse
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.ranks import write_results
+from carpool.bench.script import make_parser, write_results
 from carpool.placement.forecast import compare
 from carpool.placement.solvers import default_solvers, solve
 from carpool.placement.table import place
@@ -96,10 +95,9 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--traces", type=Path, default=TRACES)
     parser.add_argument("--names", nargs="+", default=None, help="files of the folder, without .npz; default: all")
-    parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     files = [path for path in sorted(args.traces.glob("*.npz")) if not args.names or path.stem in args.names]
     found: dict[str, Any] = {"solvers": [], "replicas": [], "predictors": []}

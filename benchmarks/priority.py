@@ -9,9 +9,7 @@ and reductions in float32, computation in bfloat16. Contenders take turns step b
 
     as ever          FSDP reduces a layer's gradients at its end, beside the next ride's dispatch
     held             beside the next ride's experts (carpool/schedule/priority.py)
-    pieces           and in pieces of `--piece-mib`, each of which waits while a ride is under way
     delayed          held, and weight gradients of attention beside the next dispatch (carpool/schedule/delayed.py)
-    delayed, pieces  both
 
 Milliseconds are of the slowest rank, median over steps.
 
@@ -20,7 +18,6 @@ Milliseconds are of the slowest rank, median over steps.
     combine    the same. Means over layers. With schedule none, a ride over nvlink is in the computation's stream, and
                these are its own length: what a reduction beside it costs is seen here
     host       how long the host took to ask for the step
-    looks      of a step's pieces, how often one looked in vain (a look is under 1 us)
 
 Before anything is timed, gradients of all parameters are compared with those as ever.
 """
@@ -30,7 +27,6 @@ from __future__ import annotations
 import argparse
 import statistics
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,12 +34,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
-from benchmarks.overlap import MODELS, make_stack
-from benchmarks.ranks import join_group, write_results
-from benchmarks.train_olmoe import timed
+from benchmarks.overlap import make_stack, make_stack_parser
+from carpool.bench.script import check_arenas, join_group, write_results
+from carpool.bench.timing import rounds, timed_step
 from carpool.hf import rides, set_schedule, set_transport
 from carpool.hf.build import build_model
-from carpool.hf.expert_parallel import buffers_of_rides
 from carpool.schedule import Schedule
 from carpool.schedule.delayed import Delayed
 from carpool.schedule.priority import RidesFirst
@@ -53,15 +48,13 @@ SCHEDULES = {"none": Schedule(), **{f"chunks={r}": Schedule("chunks", r) for r i
 COLUMNS = ("step", "dispatch", "combine", "host")
 
 
-def ways(model: torch.nn.Module, piece_bytes: int) -> dict[str, RidesFirst | None]:
+def ways(model: torch.nn.Module) -> dict[str, RidesFirst | None]:
     layers = rides(model)
     delayed = Delayed(model, layers)
     return {
         "as ever": None,
         "held": RidesFirst(model, layers),
-        "pieces": RidesFirst(model, layers, piece_bytes),
         "delayed": RidesFirst(model, layers, None, delayed),
-        "delayed, pieces": RidesFirst(model, layers, piece_bytes, delayed),
     }
 
 
@@ -93,17 +86,8 @@ def backward_rides(model: torch.nn.Module, device: torch.device) -> tuple[float,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, default="olmoe")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=2, help="sequences per rank")
-    parser.add_argument("--sequence", type=int, default=4096)
-    parser.add_argument("--transport", default="nvlink")
+    parser = make_stack_parser(__doc__)
     parser.add_argument("--schedules", choices=SCHEDULES, nargs="+", default=["none", "chunks=1"])
-    parser.add_argument("--piece-mib", type=float, default=8.0)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--arena-gib", type=float, default=12.0)
-    parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
 
     device = join_group()
@@ -130,7 +114,7 @@ def main() -> None:
             own.stats.reset()
 
     report: list[dict[str, Any]] = []
-    contenders = ways(model, int(args.piece_mib * 2**20))
+    contenders = ways(model)
     for schedule in args.schedules:
         set_schedule(model, SCHEDULES[schedule])
         plain: dict[str, torch.Tensor] = {}
@@ -143,40 +127,30 @@ def main() -> None:
             if rank == 0 and first is not None:
                 print(f"{schedule}, {name}: {compare(ours, plain)}", flush=True)
         times: dict[str, list[tuple[float, ...]]] = {name: [] for name in contenders}
-        looks = dict.fromkeys(contenders, 0.0)
-        for number in range(args.steps):
-            for name in contenders if number % 2 else reversed(contenders):
+        for _, order in rounds(contenders, args.steps, warmup=0):
+            for name in order:
                 first = contenders[name]
                 clear()
-                before = looked(first)
-                took = timed(lambda first=first: step(first), device)
+                took = timed_step(lambda first=first: step(first), device)
                 times[name].append((took[0], *backward_rides(model, device), took[1]))
-                looks[name] += (looked(first) - before) / args.steps
         for name, values in times.items():
             median = dict(zip(COLUMNS, (statistics.median(c) for c in zip(*values, strict=True)), strict=True))
-            report.append({"schedule": schedule, "way": name, **median, "looks": looks[name], "all": values})
-    for buffers in buffers_of_rides(rides(model).values()):
-        if needed := buffers.arena_overflow():
-            raise RuntimeError(f"the arena was too small: {needed / 2**30:.1f} GiB were needed; raise --arena-gib")
+            report.append({"schedule": schedule, "way": name, **median, "all": values})
+    check_arenas(model)
     if rank == 0:
         show(args, report)
     write_results(args, device, results=report)
     dist.destroy_process_group()
 
 
-def looked(first: RidesFirst | None) -> int:
-    """How often this rank's reductions have looked in vain. Waits for the device."""
-    return 0 if first is None or first.links.looked is None else int(first.links.looked[1])
-
-
 def show(args: argparse.Namespace, report: list[dict[str, Any]]) -> None:
     print(f"{args.model}, {args.layers} layers, {args.batch} x {args.sequence} tokens a rank, {args.transport}")
-    print(f"{'schedule':<10}{'way':<18}" + "".join(f"{name:>10}" for name in (*COLUMNS, "looks")) + f"{'gain':>9}")
+    print(f"{'schedule':<10}{'way':<18}" + "".join(f"{name:>10}" for name in COLUMNS) + f"{'gain':>9}")
     ever = {row["schedule"]: row["step"] for row in report if row["way"] == "as ever"}
     for row in report:
         numbers = "".join(f"{row[name]:>10.2f}" for name in COLUMNS)
         gain = ever[row["schedule"]] / row["step"]
-        print(f"{row['schedule']:<10}{row['way']:<18}{numbers}{row['looks']:>10.0f}{gain:>8.3f}x", flush=True)
+        print(f"{row['schedule']:<10}{row['way']:<18}{numbers}{gain:>8.3f}x", flush=True)
 
 
 if __name__ == "__main__":

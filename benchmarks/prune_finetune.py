@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.contest import Contest, add_arguments, local
-from benchmarks.ranks import join_group, write_results
 from benchmarks.train_traces import KINDS, say
+from carpool.bench.script import join_group, make_parser, write_results
 from carpool.hf import rides, set_layout
 from carpool.hf.freeze import freeze_dense
 from carpool.hf.limit import limit_routing
@@ -128,7 +128,7 @@ def intra_collaboration(trace: Trace, layouts: dict[str, ExpertLayout]) -> float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     add_arguments(parser, batch=16)
     parser.add_argument("--text", choices=KINDS, default="prose", help="what to train on")
     parser.add_argument("--solver", default="occult", choices=solver_names(), help="of the placement")

@@ -44,8 +44,8 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.contest import Contest, add_arguments
-from benchmarks.ranks import join_group, write_results
 from benchmarks.train_traces import KINDS, say
+from carpool.bench.script import join_group, make_parser, write_results
 from carpool.hf import rides, set_layout
 from carpool.hf.expert_parallel import ExpertRides
 from carpool.hf.layouts import current_layouts
@@ -263,7 +263,7 @@ def show(results: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     add_arguments(parser, batch=32)
     parser.add_argument("--text", choices=("all", *KINDS), default="all", help="what is read")
     parser.add_argument("--solver", default="search", choices=solver_names(), help="of the placement")

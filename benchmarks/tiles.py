@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.chunks import Layer, slowest, together
-from benchmarks.ranks import join_group, write_results
+from benchmarks.chunks import DELAY_CYCLES, WARMUP, Layer
+from carpool.bench.script import join_group, make_parser, write_results
+from carpool.bench.timing import begin_together, rounds, slowest_medians
 from carpool.ride import RideSetup, ride
 from carpool.routing import Routing
 from carpool.schedule import Schedule
@@ -54,7 +54,7 @@ class Way:
                 leaf.grad = None
         routing = Routing(layer.routing.expert_TK, layer.routing.weight_TK)
         stats, events = layer.stats(), [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-        together(layer.device)
+        begin_together(layer.device, layer.group, DELAY_CYCLES)
         events[0].record()
         setup = replace(self.setup, stats=stats)
         y, _ = ride(layer.x, routing, layer.slot_TK, layer.weights, setup)
@@ -71,24 +71,23 @@ def contest(shape: str, args: argparse.Namespace, device: torch.device) -> dict[
     ways |= {f"chunks {r}": Way(layer, Schedule("chunks", r), 16) for r in CHUNKS}
     ways |= {f"tiles {n}/{c}": Way(layer, Schedule("tiles", n), c) for n in args.parts for c in args.ctas}
     times: dict[str, list[list[float]]] = {name: [] for name in ways}
-    for number in range(-2, args.repetitions):
-        for name, way in ways.items():
-            milliseconds = way.run()
+    for number, order in rounds(ways, args.repetitions, WARMUP):
+        for name in order:
+            milliseconds = ways[name].run()
             if number >= 0:
                 times[name].append([*milliseconds, sum(milliseconds)])
     names = "forward", "backward", "both"
-    measured = {way: dict(zip(names, slowest(values, device), strict=True)) for way, values in times.items()}
+    measured = {way: dict(zip(names, slowest_medians(values, device), strict=True)) for way, values in times.items()}
     best = {kind: min(m["both"] for way, m in measured.items() if way.startswith(kind)) for kind in ("chunks", "tiles")}
     return {"shape": shape, "milliseconds": measured, "tiles_to_chunks": best["tiles"] / best["chunks"]}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="T,H,F,E,K")
     parser.add_argument("--parts", nargs="+", type=int, default=PARTS)
     parser.add_argument("--ctas", nargs="+", type=int, default=CTAS)
     parser.add_argument("--repetitions", type=int, default=7)
-    parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     args.transport = "nvlink"
     device = join_group()

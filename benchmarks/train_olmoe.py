@@ -14,10 +14,7 @@ its host took to ask for the step's work.
 
 from __future__ import annotations
 
-import argparse
 import statistics
-import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +26,8 @@ from transformers.distributed import DistributedConfig
 from transformers.distributed.expert_parallel import EPImplementationInterface
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
-from benchmarks.ranks import join_group, write_results
+from carpool.bench.script import check_arenas, join_group, make_parser, write_results
+from carpool.bench.timing import rounds, timed_step
 from carpool.hf import CarpoolEP, rides
 from carpool.hf.build import build_model, experts_modules
 from carpool.hf.expert_parallel import buffers_of_rides
@@ -39,6 +37,7 @@ from carpool.transport import NVLinkOptions
 
 THEIRS = "transformers all_to_all"
 COMPILED = ", compiled"
+WARMUP = 2
 
 
 class Ours(CarpoolEP):
@@ -65,7 +64,7 @@ def both_forwards(model: nn.Module) -> tuple[Forwards, Forwards]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--intermediate", type=int, default=2048)
@@ -79,7 +78,6 @@ def main() -> None:
     parser.add_argument("--arena-gib", type=float, default=8.0, help="nvlink: memory for what layers keep")
     parser.add_argument("--compile", action="store_true", help="run every contender with compiled layers, too")
     parser.add_argument("--profile", action="store_true", help="print the kernels of one step of the first transport")
-    parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
 
     device = join_group()
@@ -131,14 +129,14 @@ def main() -> None:
         contenders += [name + COMPILED for name in contenders]
     options = NVLinkOptions(max_tokens=args.batch * args.sequence, arena_bytes=int(args.arena_gib * 2**30))
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
-    for i in range(-2, args.steps):
-        for name in contenders if i % 2 else reversed(contenders):
+    for i, order in rounds(contenders, args.steps, WARMUP):
+        for name in order:
             for own in rides(model).values():
                 own.stats.reset()
                 transport = name.removesuffix(COMPILED)
                 if transport != THEIRS and own.requested != transport:
                     own.set_transport(transport, options)
-            ms = timed(lambda name=name, i=i: step(name, batches[i % len(batches)]), device)
+            ms = timed_step(lambda name=name, i=i: step(name, batches[i % len(batches)]), device)
             if i >= 0:
                 times[name].append(ms)
             tokens = [own.stats.tokens for own in rides(model).values()]
@@ -147,9 +145,8 @@ def main() -> None:
             if i == 0 and any(tokens) and rank == 0:
                 layer = next(iter(rides(model).values()))
                 print(f"{name}: first layer of rank 0: {layer.stats.summary()}", flush=True)
+    check_arenas(model)
     for buffers in buffers_of_rides(rides(model).values()):
-        if needed := buffers.arena_overflow():
-            raise RuntimeError(f"the arena was too small: {needed / 2**30:.1f} GiB were needed; raise --arena-gib")
         if rank == 0 and buffers.arena is not None:
             print(f"buffers: {buffers.size / 2**30:.2f} GiB; arena used: {int(buffers.arena.needed) / 2**30:.2f} GiB")
     if args.profile:
@@ -158,23 +155,6 @@ def main() -> None:
     if rank == 0:
         report(args, times, size, world, device)
     dist.destroy_process_group()
-
-
-def timed(step: Any, device: torch.device) -> tuple[float, float]:
-    """Milliseconds of the slowest rank: until all was done, and until all had been asked for."""
-    dist.barrier()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    begin = time.perf_counter()
-    step()
-    asked = time.perf_counter()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    seconds = [time.perf_counter() - begin, asked - begin]
-    slowest = 1e3 * torch.tensor(seconds, dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    done, host = slowest.tolist()
-    return done, host
 
 
 def profile(step: Any, rank: int) -> None:

@@ -6,8 +6,9 @@
 | `experts`   | what experts compute on one device, Carpool's and transformers'                   | `moe/`       |
 | `layer`     | whole MoE layers over ranks, against transformers' expert parallelism             | `moe/`       |
 
-They share how things are timed (`timing.py`), who chooses which expert (`routings.py`), what one can ask for
-(`options.py`), and how a run becomes files (`results.py`, `plot.py`).
+They share how things are timed and who is next (`timing.py`), who chooses which expert (`routings.py`), what one can
+ask for (`options.py`), how ranks are started (`ranks.py`), and how a run becomes files (`results.py`, `plot.py`). The
+scripts of `benchmarks/` time in the same way, and share what stands in `script.py`.
 """
 
 from __future__ import annotations

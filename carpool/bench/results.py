@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import importlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -40,14 +42,24 @@ class Result:
         return f"{where['device_count']} x {where['device']}, torch {where['torch']}, commit {commit}"
 
 
-def publish(result: Result, name: str, show: Callable[[Result], None], draw: Callable[[Result, Path], None]) -> None:
-    """Write the files into the folder of the settings, and print the table; with `json_only` the JSON alone."""
+def now() -> str:
+    """The time, for `Result.started`."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def publish(result: Result, name: str, show: Callable[[Result], None], plot: str) -> None:
+    """Write the files into the folder of the settings, and print the table; with `json_only` the JSON alone.
+
+    Args:
+        plot: "module:function" that writes the figure, imported only now, because it needs matplotlib.
+    """
     folder, json_only = Path(result.settings["out"]), result.settings["json_only"]
     written = [folder / f"{name}.json"]
     written[0].write_text(json.dumps(asdict(result), indent=1) + "\n")
     if not json_only:
         try:
-            draw(result, folder / f"{name}.png")
+            module, _, function = plot.partition(":")
+            getattr(importlib.import_module(module), function)(result, folder / f"{name}.png")
         except ImportError as error:
             if (error.name or "").split(".")[0] != "matplotlib":
                 raise

@@ -18,14 +18,69 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 DELAY_CYCLES = 2_000_000  # about a millisecond at 2 GHz: a slow host takes 500 us to launch a plan and a dispatch
+
+T = TypeVar("T")
+
+
+def rounds(contenders: Collection[T], repetitions: int, warmup: int) -> Iterator[tuple[int, list[T]]]:
+    """The number of each round and the order of the contenders in it, which turns about. Below 0 is warming up.
+
+    Who leaves `contenders` meanwhile is not in the next round.
+
+    Example: rounds("ab", repetitions=2, warmup=1)  ->  (-1, [a, b]), (0, [b, a]), (1, [a, b])
+    """
+    for number in range(-warmup, repetitions):
+        order = list(contenders)
+        yield number, order if number % 2 else order[::-1]
+
+
+def begin_together(
+    device: torch.device, group: dist.ProcessGroup | None, delay_cycles: int, flag: torch.Tensor | None = None
+) -> None:
+    """All ranks begin at the same time, on the device too, and the host is ahead by the delay.
+
+    Args:
+        flag: one number on the device, for the all-reduce; made if it is missing.
+    """
+    if group is not None:
+        dist.barrier(group=group)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda._sleep(delay_cycles)
+        if group is not None:
+            dist.all_reduce(torch.zeros(1, device=device) if flag is None else flag, group=group)
+
+
+def timed_step(step: Callable[[], Any], device: torch.device) -> tuple[float, float]:
+    """Milliseconds of the slowest rank: until all was done, and until the host had asked for all. No delay before."""
+    dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    begin = time.perf_counter()
+    step()
+    asked = time.perf_counter()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    seconds = [time.perf_counter() - begin, asked - begin]
+    slowest = 1e3 * torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    done, host = slowest.tolist()
+    return done, host
+
+
+def slowest_medians(rows: Sequence[Sequence[float]], device: torch.device) -> list[float]:
+    """Of each column the median over rows of the largest over ranks."""
+    table = torch.tensor(rows, dtype=torch.float64, device=device)
+    dist.all_reduce(table, op=dist.ReduceOp.MAX)
+    return [statistics.median(column) for column in table.t().tolist()]
 
 
 class Clock:
@@ -50,7 +105,7 @@ class Clock:
     @contextmanager
     def section(self, label: str, name: str) -> Iterator[None]:
         """Time the enclosed work, once all ranks have come here. All enter the same sections in the same order."""
-        self._in_step()
+        begin_together(self.device, self.group, self.delay_cycles, self._flag)
         if self.device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
@@ -84,15 +139,6 @@ class Clock:
     def host_us(self, label: str, name: str) -> float:
         """Median microseconds that this rank's host spent in a section."""
         return statistics.median(self._host[label, name])
-
-    def _in_step(self) -> None:
-        if self.group is not None:
-            dist.barrier(group=self.group)
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda._sleep(self.delay_cycles)
-            if self.group is not None:
-                dist.all_reduce(self._flag, group=self.group)
 
 
 def p99(times: list[float]) -> float:

@@ -24,6 +24,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from carpool import cli
+from carpool.bench import ranks as bench_ranks
 from carpool.bench.options import split
 from carpool.bench.results import Result
 from carpool.bench.routings import make_routings
@@ -72,7 +73,7 @@ def run(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[st
         assert local_ranks(config) == 4 and not debug
         shown.extend(ranks(_one_rank, entry, config, json.dumps(kwargs)))
 
-    with mock.patch.object(bench, "run", start), mock.patch.object(sys, "argv", ["carpool", *args]):
+    with mock.patch.object(bench_ranks, "run", start), mock.patch.object(sys, "argv", ["carpool", *args]):
         done = CliRunner().invoke(cli.app, args)
     assert done.exit_code == 0, done.output
     assert shown[1:] == [""] * 3, "rank 0 alone speaks"

@@ -29,7 +29,6 @@ Files: DIR/experts.json, every repetition and where it ran; DIR/experts.png.
 
 from __future__ import annotations
 
-import datetime
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -48,9 +47,9 @@ from carpool.bench.moe.run import OUT_OF_MEMORY, Forward, forward_backward, free
 from carpool.bench.moe.settings import HELD, Settings, fast_experts, lossy_reasons
 from carpool.bench.moe.shapes import Shape
 from carpool.bench.options import find_device
-from carpool.bench.results import Result, publish
+from carpool.bench.results import Result, now, publish
 from carpool.bench.routings import make_routings
-from carpool.bench.timing import Clock
+from carpool.bench.timing import Clock, rounds
 from carpool.experts import ExpertWeights, FP8Experts, make_experts
 from carpool.hf.expert_parallel import expert_function, weight_names
 from carpool.layout import ExpertLayout
@@ -61,6 +60,7 @@ from carpool.train.launch.start import find_world
 from carpool.train.run.flops import peak_flops
 
 WARMUP = 3
+PLOT = "carpool.bench.moe.plot:write_plot"
 DELAY_CYCLES = 20_000_000  # about 10 ms at 2 GHz
 
 
@@ -115,16 +115,10 @@ def benchmark(settings: Settings, *, command: str = "carpool bench experts") -> 
     cuda = find_device(settings.device)
     settings = settings.resolve(cuda=cuda)
     Path(settings.out).mkdir(parents=True, exist_ok=True)
-    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    started = now()
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     cases = ExpertsBenchmark(settings, device).measure_all()
-    publish(Result.of(started, command, settings.to_json(), device, 1, cases), "experts", show, _draw)
-
-
-def _draw(result: Result, path: Path) -> None:
-    from carpool.bench.moe.plot import write_plot
-
-    write_plot(result, path)
+    publish(Result.of(started, command, settings.to_json(), device, 1, cases), "experts", show, PLOT)
 
 
 class ExpertsBenchmark:
@@ -166,9 +160,9 @@ class ExpertsBenchmark:
                 running[c] = forward
         clock = Clock(self.device, None, DELAY_CYCLES)
         rows = dict(zip(self.contenders, result.rows, strict=True))
-        for i in range(-WARMUP, self.settings.repetitions):
-            clock.keep = i >= 0
-            for c in list(running if i % 2 else reversed(running)):
+        for number, order in rounds(running, self.settings.repetitions, WARMUP):
+            clock.keep = number >= 0
+            for c in order:
                 once = partial(self._time, clock, c.label, running[c], case)
                 if not self._attempt(c, rows[c], once):
                     del running[c]

@@ -26,11 +26,8 @@ Files: DIR/layer.json, every repetition and where it ran; DIR/layer.png.
 
 from __future__ import annotations
 
-import datetime
-import json
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -48,19 +45,19 @@ from carpool.bench.moe.results import PASSES, CaseResult, Row, Times, show
 from carpool.bench.moe.run import OUT_OF_MEMORY, Forward, forward_backward
 from carpool.bench.moe.settings import LayerSettings, fast_experts, lossy_reasons
 from carpool.bench.moe.shapes import Shape
-from carpool.bench.options import find_ranks
-from carpool.bench.results import Result, publish
+from carpool.bench.ranks import rank_device, start_ranks
+from carpool.bench.results import Result, now, publish
 from carpool.bench.routings import make_routings
-from carpool.bench.timing import Clock
+from carpool.bench.timing import Clock, rounds
 from carpool.hf import CarpoolEP
 from carpool.layout import ExpertLayout
 from carpool.routing import Routing
-from carpool.train.config import Config, load_config
-from carpool.train.launch.start import run
+from carpool.train.config import Config
 from carpool.train.run.flops import peak_flops
 from carpool.transport import TRANSPORTS, NVLinkOptions, find_transport
 
 WARMUP = 2
+PLOT = "carpool.bench.moe.plot:write_plot"
 
 
 @dataclass(frozen=True)
@@ -93,29 +90,15 @@ def benchmark(settings: LayerSettings, *, debug: bool = False, command: str = "c
         OSError: the folder cannot be written.
         carpool.train.launch.failure.RankFailure: a rank failed.
     """
-    cuda, num_ranks = find_ranks(settings.device, settings.ranks)
-    settings = settings.resolve(cuda=cuda, num_ranks=num_ranks)
-    Path(settings.out).mkdir(parents=True, exist_ok=True)
-    device = "cuda" if cuda else "cpu"
-    options = [f"parallelism.num_ranks={num_ranks}", f"parallelism.device={device}"]
-    config = load_config(None, [*options, f"training.output_dir={json.dumps(settings.out)}"])
-    run(config, "carpool.bench.moe.layer:measure", debug=debug, settings=settings.to_json(), command=command)
+    start_ranks(settings, "carpool.bench.moe.layer:measure", debug=debug, command=command)
 
 
 def measure(config: Config, settings: dict[str, Any], command: str) -> None:
     """One rank's part of the benchmark; the process group is there."""
-    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    cuda = dist.get_backend() == "nccl"
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    started, device = now(), rank_device()
     cases = LayerBenchmark(LayerSettings.from_json(settings), device).measure_all()
     if dist.get_rank() == 0:
-        publish(Result.of(started, command, settings, device, dist.get_world_size(), cases), "layer", show, _draw)
-
-
-def _draw(result: Result, path: Path) -> None:
-    from carpool.bench.moe.plot import write_plot
-
-    write_plot(result, path)
+        publish(Result.of(started, command, settings, device, dist.get_world_size(), cases), "layer", show, PLOT)
 
 
 class LayerBenchmark:
@@ -162,9 +145,9 @@ class LayerBenchmark:
             if (forward := self._start(c, case, routings, layout, row)) is not None:
                 running[c] = forward
         clock, iterations = Clock(self.device, self.group, delay_cycles=0), settings.iterations
-        for i in range(-WARMUP, settings.repetitions):
-            clock.keep = i >= 0
-            for c in list(running if i % 2 else reversed(running)):
+        for number, order in rounds(running, settings.repetitions, WARMUP):
+            clock.keep = number >= 0
+            for c in order:
                 several = partial(self._time, clock, c.label, running[c], case)
                 if why := attempt_together(several, self.group, self.device, c.transport is None):
                     rows[c].unavailable = why

@@ -23,20 +23,17 @@ Files: DIR/transport.json, every repetition and where it ran; DIR/transport.png.
 
 from __future__ import annotations
 
-import datetime
-import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from carpool.bench.options import find_ranks
-from carpool.bench.results import Result, publish
+from carpool.bench.ranks import rank_device, start_ranks
+from carpool.bench.results import Result, now, publish
 from carpool.bench.routings import make_routings
-from carpool.bench.timing import Clock
+from carpool.bench.timing import Clock, rounds
 from carpool.bench.transport.ceiling import LABEL as CEILING
 from carpool.bench.transport.ceiling import Ceiling
 from carpool.bench.transport.contenders import (
@@ -54,11 +51,11 @@ from carpool.bench.transport.rides import CALLS, VERB_OF_SECTION, Case, check, f
 from carpool.bench.transport.settings import Settings, Shape
 from carpool.layout import ExpertLayout
 from carpool.observe.traffic import Traffic
-from carpool.train.config import Config, load_config
-from carpool.train.launch.start import run
+from carpool.train.config import Config
 from carpool.transport.nvlink import why_not
 
 WARMUP = 3
+PLOT = "carpool.bench.transport.plot:write_plot"
 
 
 def benchmark(settings: Settings, *, debug: bool = False, command: str = "carpool bench transport") -> None:
@@ -69,33 +66,18 @@ def benchmark(settings: Settings, *, debug: bool = False, command: str = "carpoo
         OSError: the folder cannot be written.
         carpool.train.launch.failure.RankFailure: a rank failed.
     """
-    cuda, num_ranks = find_ranks(settings.device, settings.ranks)
-    settings = settings.resolve(cuda=cuda, num_ranks=num_ranks)
-    Path(settings.out).mkdir(parents=True, exist_ok=True)
-    device = "cuda" if cuda else "cpu"
-    options = [f"parallelism.num_ranks={num_ranks}", f"parallelism.device={device}"]
-    config = load_config(None, [*options, f"training.output_dir={json.dumps(settings.out)}"])
-    entry = "carpool.bench.transport.benchmark:measure"
-    run(config, entry, debug=debug, settings=settings.to_json(), command=command)
+    start_ranks(settings, "carpool.bench.transport.benchmark:measure", debug=debug, command=command)
 
 
 def measure(config: Config, settings: dict[str, Any], command: str) -> None:
     """One rank's part of the benchmark; the process group is there."""
-    started = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    cuda = dist.get_backend() == "nccl"
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    started, device = now(), rank_device()
     bench = TransportBenchmark(Settings.from_json(settings), device)
     cases = bench.measure_all()
     if dist.get_rank() != 0:
         return
     result = Result.of(started, command, settings, device, dist.get_world_size(), cases)
-    publish(result, "transport", show, _draw)
-
-
-def _draw(result: Result, path: Path) -> None:
-    from carpool.bench.transport.plot import write_plot
-
-    write_plot(result, path)
+    publish(result, "transport", show, PLOT)
 
 
 class TransportBenchmark:
@@ -150,12 +132,12 @@ class TransportBenchmark:
         clock = Clock(self.device, group)
         ceiling_bytes, pushed = int(expected[Contender("dedup")]["dispatch"].sum()) // self.num_ranks, 0
         ceiling = self._ceiling(ceiling_bytes)
-        for i in range(-WARMUP, settings.repetitions):
-            clock.keep = i >= 0
-            if i == 0:
+        for number, order in rounds(transports, settings.repetitions, WARMUP):
+            clock.keep = number >= 0
+            if number == 0:
                 for traffic in traffics.values():
                     traffic.reset()
-            for c in transports if i % 2 else reversed(transports):
+            for c in order:
                 ride_once(transports[c], case, traffics[c], clock, c.label, backward=settings.backward)
             if ceiling is not None:
                 pushed = ceiling.push(ceiling_bytes, clock, "push")
@@ -193,9 +175,9 @@ class TransportBenchmark:
             decoder.record()
             errors[c] = decoder.error
         clock = Clock(self.device, group)
-        for i in range(-WARMUP, self.settings.repetitions):
-            clock.keep = i >= 0
-            for c in decoders if i % 2 else reversed(decoders):
+        for number, order in rounds(decoders, self.settings.repetitions, WARMUP):
+            clock.keep = number >= 0
+            for c in order:
                 decoders[c].once(clock)
         times = clock.slowest()
         for c in self.contenders:

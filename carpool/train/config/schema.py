@@ -148,7 +148,7 @@ class TrainingSection(Section):
     output_dir: str = Field(
         default="runs/demo", description="Folder of this run: metrics, checkpoints, resolved config."
     )
-    max_steps: int = Field(default=160, gt=0, description="Optimizer steps of the whole run, resumed parts included.")
+    max_steps: int = Field(default=180, gt=0, description="Optimizer steps of the whole run, resumed parts included.")
     stop_at_step: int | None = Field(
         default=None,
         gt=0,
@@ -167,7 +167,7 @@ class TrainingSection(Section):
         default=0.1, ge=0, le=1, description="Learning rate at max_steps, as a share of the peak."
     )
     warmup_steps: float = Field(
-        default=0.15, ge=0, description="Steps of linear warm-up; below 1, a share of max_steps (as in transformers)."
+        default=0.2, ge=0, description="Steps of linear warm-up; below 1, a share of max_steps (as in transformers)."
     )
     weight_decay: float = Field(
         default=0.1, ge=0, description="AdamW's decoupled weight decay (not on norms and biases)."
@@ -210,7 +210,7 @@ class TrainingSection(Section):
     )
     logging_steps: int = Field(default=1, gt=0, description="Steps between lines of metrics.")
     eval_steps: int | None = Field(
-        default=80, gt=0, description="Steps between evaluations; one more at the end. none: only at the end."
+        default=90, gt=0, description="Steps between evaluations; one more at the end. none: only at the end."
     )
     eval_on_start: bool = Field(default=True, description="Also evaluate before the first step.")
     sample_prompt: str | None = Field(
@@ -218,7 +218,7 @@ class TrainingSection(Section):
     )
     sample_tokens: int = Field(default=32, gt=0, description="Tokens of that sample.")
     save_steps: int | None = Field(
-        default=80, gt=0, description="Steps between checkpoints; one more at the end. none: only at the end."
+        default=90, gt=0, description="Steps between checkpoints; one more at the end. none: only at the end."
     )
     save_total_limit: int | None = Field(default=2, gt=0, description="Newest checkpoints that are kept. none: all.")
     save_pretrained: bool = Field(

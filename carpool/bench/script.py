@@ -1,18 +1,28 @@
-"""What every benchmark begins with, and what it leaves behind."""
+"""What the scripts of benchmarks/ begin with and leave behind. `carpool bench` has commands and results of its own."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
+from carpool.hf import rides
+from carpool.hf.expert_parallel import buffers_of_rides
 from carpool.train.run.environment import environment
+
+
+def make_parser(doc: str | None) -> argparse.ArgumentParser:
+    """A script's options: its docstring is the help, and every script has `--out`."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=None, help="JSON file")
+    return parser
 
 
 def join_group() -> torch.device:
@@ -26,7 +36,14 @@ def join_group() -> torch.device:
     return device
 
 
-def write_results(args: Namespace | Mapping[str, Any], device: torch.device, **found: Any) -> None:
+def check_arenas(model: nn.Module) -> None:
+    """RuntimeError if a ride's backward found no room in the arena: what was timed is then no whole step."""
+    for buffers in buffers_of_rides(rides(model).values()):
+        if needed := buffers.arena_overflow():
+            raise RuntimeError(f"the arena was too small: {needed / 2**30:.1f} GiB were needed; raise --arena-gib")
+
+
+def write_results(args: argparse.Namespace | Mapping[str, Any], device: torch.device, **found: Any) -> None:
     """What was found, with settings and environment, as JSON in `args.out`; nothing if nobody asked, or on other ranks.
 
     Args:
@@ -34,7 +51,7 @@ def write_results(args: Namespace | Mapping[str, Any], device: torch.device, **f
         found: what the file says beside them.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    settings = dict(vars(args) if isinstance(args, Namespace) else args)
+    settings = dict(vars(args) if isinstance(args, argparse.Namespace) else args)
     out: Path | None = settings.get("out")
     if rank != 0 or out is None:
         return
