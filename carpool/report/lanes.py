@@ -26,7 +26,7 @@ NAMES = {
 }
 """Kinds of work, as the legend says them, in its order."""
 
-_LEFT, _WIDTH, _LANE, _GAP, _AXIS = 210, 1000, 16, 4, 24
+_LEFT, _WIDTH, _LANE, _GAP, _AXIS = 256, 1000, 16, 4, 24
 
 
 def lanes(profile: Profile, until_ms: float, name: str) -> str:

@@ -92,7 +92,7 @@ def test_two_runs_have_one_scale(tmp_path):
     assert ["Rides, exposed", "460 µs", "230 µs", "-230 µs", "0.50"] in rows
     assert ["layers.0", "forward", "260 µs", "130 µs", "-130 µs"] in rows
     assert ["Rides, exposed, % of the step", "23 %", "23 %", "+0.0 points", "–"] in rows
-    widths = [float(width) for width in re.findall(r'class="idle" x="210" y="4" width="([\d.]+)"', page)]
+    widths = [float(width) for width in re.findall(r'class="idle" x="256" y="4" width="([\d.]+)"', page)]
     assert widths == [1000.0, 500.0]
 
 
@@ -100,7 +100,7 @@ def test_a_lane_shows_what_ran_where():
     numbers = measure(read(two_streams()), 0)
     svg = ElementTree.fromstring(lanes(Profile(on_device=True, ranks=[numbers]), 1.0, "run"))
     shown = [
-        (rect.get("class"), float(rect.get("x") or 0) - 210, float(rect.get("width") or 0)) for rect in svg.iter("rect")
+        (rect.get("class"), float(rect.get("x") or 0) - 256, float(rect.get("width") or 0)) for rect in svg.iter("rect")
     ]
     assert [one for one in shown if one[0] in ("dispatch", "combine")] == [
         ("dispatch", 100.0, 100.0),
