@@ -28,9 +28,8 @@ def main() -> None:
     torch.manual_seed(dist.get_rank())
     batches = [torch.randint(64, (4, 64)) for _ in range(4)]
 
-    # 1. Record. Each rank samples its own tokens; trace() gathers them.
-    recorder = carpool.hf.TraceRecorder(model, capacity_tokens=2048, stretch=64, evaluation=True)
-    with torch.no_grad():
+    # 1. Record. Each rank records its own tokens; trace() gathers them.
+    with torch.no_grad(), carpool.record(model, stretch=64) as recorder:
         before = [model(batch).logits for batch in batches]
     trace = recorder.trace()
 

@@ -1,11 +1,14 @@
-"""Fills pages of the reference from the code when the docs are built: every setting, and every command.
+"""Fills pages of the reference from the code when the docs are built: settings, commands, and public names.
 
 mkdocs calls `on_page_markdown` for each page (mkdocs.yml, `hooks`); a page that holds `<!-- configuration -->` or
-`<!-- commands -->` gets the list in its place.
+`<!-- commands -->` gets the list in its place, and one that holds `<!-- others of carpool.hf -->` the names of that
+module's `__all__` that the page does not have yet.
 """
 
 from __future__ import annotations
 
+import importlib
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -39,6 +42,13 @@ def commands() -> str:
     return "\n".join(_command("carpool", typer.main.get_command(app), 1))
 
 
+def others(module: str, page: str) -> str:
+    """mkdocstrings' directives for the public names of a module that a page lacks."""
+    names = [name for name in importlib.import_module(module).__all__ if not name.startswith("__")]
+    has = set(re.findall(rf"^::: {re.escape(module)}\.(\w+)", page, flags=re.MULTILINE))
+    return "\n\n".join(f"::: {module}.{name}" for name in names if name not in has)
+
+
 def _command(name: str, command: Any, level: int) -> list[str]:
     lines = ["", f"{'#' * level} {name}", "", (command.help or "").replace("<", "&lt;"), ""] if level > 1 else []
     options = [one for one in command.params if one.name != "help"]
@@ -62,4 +72,4 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     for mark, make in (("<!-- configuration -->", configuration), ("<!-- commands -->", commands)):
         if mark in markdown:
             markdown = markdown.replace(mark, make())
-    return markdown
+    return re.sub(r"<!-- others of ([\w.]+) -->", lambda mark: others(mark[1], markdown), markdown)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tools.docs_pages import on_page_markdown
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 GUIDES = [
@@ -87,7 +89,7 @@ def test_reference_names_what_is_there() -> None:
 @pytest.mark.parametrize("module", ["carpool", "carpool.hf"])
 def test_reference_has_every_public_name(module: str) -> None:
     names = set(importlib.import_module(module).__all__) - {"__version__"}
-    page = (DOCS / "reference" / f"{module.rpartition('.')[2]}.md").read_text()
+    page = on_page_markdown((DOCS / "reference" / f"{module.rpartition('.')[2]}.md").read_text())
     assert names == set(re.findall(rf"^::: {re.escape(module)}\.(\w+)$", page, flags=re.MULTILINE))
 
 
