@@ -13,15 +13,6 @@ A trace is one compressed `.npz` file:
 
 Tokens are dealt to ranks by whole sequences, in turn, as a data loader would (`source_T`); a held-out half is
 every second sequence (`split`), so that it is of the same time but other text.
-
-**How specialised a routing is** (`LayerTrace.specialisation`): placement can only exploit what is not uniform.
-    load_entropy        entropy of the load by expert, as a share of log E: 1.0 when balanced
-    load_gini           Gini coefficient of the load: 0.0 when balanced
-    load_max_mean       largest load by mean load
-    choice_information  what a token's first choice tells about its second: mutual information by the second choice's
-                        entropy, less what the same choices tell when shuffled (a sample is never quite independent)
-    neighbour_information   the same for the first choices of a token and of the next token of its sequence
-Informations are 0.0 for random routing and 1.0 if the one determines the other.
 """
 
 from __future__ import annotations
@@ -37,6 +28,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from carpool.placement.specialisation import specialisation
 
 Array = npt.NDArray[Any]
 
@@ -89,22 +82,8 @@ class LayerTrace:
         return LayerTrace(self.expert_TK[keep_T], self.sequence_T[keep_T], self.num_experts, self.name, weight_TK)
 
     def specialisation(self) -> dict[str, float]:
-        """The measures of the module's docstring."""
-        load_E = np.sort(self.load_E).astype(np.float64)
-        share_E = load_E / max(1.0, load_E.sum())
-        rank_E = np.arange(1, self.num_experts + 1)
-        gini = (2 * (rank_E * share_E).sum() - (self.num_experts + 1) * share_E.sum()) / self.num_experts
-        measures = {
-            "load_entropy": float(_entropy(share_E) / np.log(self.num_experts)) if self.num_experts > 1 else 1.0,
-            "load_gini": float(gini),
-            "load_max_mean": float(load_E[-1] / max(load_E.mean(), 1e-9)),
-        }
-        first_T = self.expert_TK[:, 0]
-        if self.top_k > 1:
-            measures["choice_information"] = _information(first_T, self.expert_TK[:, 1], self.num_experts)
-        same_T = self.sequence_T[1:] == self.sequence_T[:-1]
-        measures["neighbour_information"] = _information(first_T[:-1][same_T], first_T[1:][same_T], self.num_experts)
-        return measures
+        """How far the routing is from uniform: see `carpool.placement.specialisation`."""
+        return specialisation(self.expert_TK, self.sequence_T, self.load_E)
 
 
 @dataclass(frozen=True)
@@ -307,24 +286,3 @@ def _meta(text: str) -> dict[str, Any]:
     if not isinstance(meta, dict):
         raise ValueError(f"its meta must be an object, not a {type(meta).__name__}")
     return meta
-
-
-def _entropy(share: Array) -> float:
-    positive = share[share > 0]
-    return float(-(positive * np.log(positive)).sum())
-
-
-def _information(a_T: Array, b_T: Array, num_experts: int) -> float:
-    """Mutual information of two choices by the entropy of the second, less that of shuffled ones; 0 if constant."""
-    if len(a_T) == 0:
-        return 0.0
-    entropy = _entropy(np.bincount(b_T, minlength=num_experts) / len(b_T))
-    shuffled_T = np.random.default_rng(0).permutation(b_T)
-    excess = _mutual(a_T, b_T, num_experts) - _mutual(a_T, shuffled_T, num_experts)
-    return float(excess / entropy) if entropy > 1e-12 else 0.0
-
-
-def _mutual(a_T: Array, b_T: Array, num_experts: int) -> float:
-    both = np.bincount(a_T.astype(np.int64) * num_experts + b_T, minlength=num_experts**2) / len(a_T)
-    both_EE = both.reshape(num_experts, num_experts)
-    return _entropy(both_EE.sum(0)) + _entropy(both_EE.sum(1)) - _entropy(both)
