@@ -148,7 +148,8 @@ def whereabouts(
             break
     else:
         node, source = hostname, "the hosts' names"
-    local = env.get("LOCAL_WORLD_SIZE", "")
+    # Only torchrun's word counts: Accelerate sets this variable too, to 1 in processes that it did not start.
+    local = env.get("LOCAL_WORLD_SIZE", "") if "GROUP_RANK" in env else ""
     return Whereabouts(node, source, int(local) if local.isdigit() else None, nvlink)
 
 

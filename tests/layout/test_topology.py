@@ -52,6 +52,8 @@ def test_what_cannot_be_divided_is_refused() -> None:
         ([{"GROUP_RANK": str(rank // 2), "LOCAL_WORLD_SIZE": "2"} for rank in range(4)], (0, 0, 1, 1), "GROUP_RANK"),
         ([{"SLURM_NODEID": node} for node in "0122"], (0, 1, 2, 2), "SLURM_NODEID"),
         ([{"LOCAL_WORLD_SIZE": "4"}] * 4, (0, 0, 0, 0), "the hosts' names"),
+        # As Accelerate leaves it behind in processes of one host.
+        ([{"LOCAL_WORLD_SIZE": "1"}] * 4, (0, 0, 0, 0), "the hosts' names"),
     ],
 )
 def test_as_launchers_say(envs: list[dict[str, str]], node_of: tuple[int, ...], source: str) -> None:
