@@ -1,4 +1,4 @@
-"""What the MoE layers of a model did in a step, over all ranks: from each layer's counters to one record.
+"""The numbers of a model's MoE layers over one or more steps and all ranks: from each layer's counters to one record.
 
 Each rank has counted its own tokens (carpool.observe.stats). Two reductions make one record of them: sums (rows, bytes,
 load) and maxima (milliseconds: the slowest rank decides). The device is read three times, whatever the number of

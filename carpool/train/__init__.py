@@ -2,9 +2,10 @@
 
 Read in this order:
 
-    schema, config    what a run is made of; file, overrides, errors
-    tokenizer, data   from files of text to a cache of tokens
-    loader            from tokens to batches, whose position is part of a checkpoint
-    launch, worker    one process per device, whoever starts them
-    loop              the steps themselves
+    config/        what a run is made of: file, overrides, errors
+    data/          from files of text to batches, whose position is part of a checkpoint
+    launch/        one process per device, whoever starts them; failures and signals
+    run/           setup.py, then loop.py: the steps; evaluate.py, finish.py, numbers.py beside them
+    checkpoints/   manager.py writes, reading.py reads, files.py has the format
+    moving/        experts that move while a run goes on
 """

@@ -1,7 +1,7 @@
-"""All ranks, or none: work that must not succeed on some ranks and fail on others.
+"""Work that succeeds on all ranks or fails on all of them, with the same error.
 
-A rank that raises alone leaves the others waiting in the next collective until a timeout ends them, with a message
-about the timeout. So the work of each rank is done apart, and then all tell all how it went.
+A rank that raises alone leaves the others waiting in the next collective, until a timeout ends them with a message
+about the timeout. So each rank does its work, then all tell all how it went, and then all raise or none does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def world() -> int:
 
 
 def gather(value: T) -> list[T]:
-    """Everybody's value, on every rank."""
+    """The values of all ranks, in the order of ranks. Collective."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size()

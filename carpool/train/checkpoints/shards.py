@@ -1,4 +1,4 @@
-"""What a checkpoint holds, tensor by tensor: the model's and the optimizer's, each rank its own part.
+"""The tensors of a checkpoint: those of the model and of the optimizer. Each rank gives its own part of each.
 
 DCP describes a rank's part of a DTensor as one rectangle of the global tensor: an offset and a size. That fails for
 `_StridedShard`, the placement that FSDP2 gives to a parameter that something else has sharded before it, and so to
@@ -8,10 +8,10 @@ and efsdp 2, a rank holds (rank = efsdp coordinate f, ep coordinate e)
     mesh (efsdp, ep), placements (_StridedShard(0, split_factor=2), Shard(0))
     (f 0, e 0): 0 1     (f 0, e 1): 4 5     (f 1, e 0): 2 3     (f 1, e 1): 6 7
 
-which is just: first split over ep, then over efsdp. Written on the same ranks with the axes swapped, mesh (ep, efsdp),
-that is (Shard(0), Shard(0)), with which DCP is at home. So `as_rectangles` relabels; nothing is sent or copied, and
-what DCP reads goes straight into the model's own memory. Placements that this does not explain (fused weights under
-tensor parallelism, whose parts are not rectangles) are redistributed, as Transformers does for all.
+which means: first split over ep, then over efsdp. With the axes swapped, on mesh (ep, efsdp), the same parts are
+(Shard(0), Shard(0)), which DCP can describe. So `as_rectangles` changes labels only: nothing is sent or copied, and
+what DCP reads goes straight into the model's own memory. Fused weights under tensor parallelism have parts that are no
+rectangles. They are redistributed, as Transformers does for all.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def copy_back(rectangles: Tensors, tensors: Tensors) -> None:
-    """Brings what was written into the rectangles of some tensors into these, where `as_rectangles` had to copy."""
+    """Copies rectangles back into the tensors that they were made of, where `as_rectangles` had to copy."""
     for name, tensor in tensors.items():
         rectangle = rectangles[name]
         if rectangle is tensor or not isinstance(tensor, DTensor) or not isinstance(rectangle, DTensor):

@@ -1,8 +1,7 @@
-"""Which rank failed first, and what a person is told: one message, not one traceback per rank.
+"""Which rank failed first, and the one message about it that a user sees.
 
-A rank that dies takes the others with it: their collectives break, and they raise errors too, or are told to stop.
-`first_cause` tells the cause from these consequences; `rank_failure` says what happened to that one rank, what it said
-itself, and how to go on.
+When a rank dies, the others fail too: their collectives break, or the agent stops them. `first_cause` tells the cause
+from these consequences. `rank_failure` makes the message: what happened to that rank, what it wrote, and how to go on.
 """
 
 from __future__ import annotations

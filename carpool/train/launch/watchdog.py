@@ -1,8 +1,8 @@
 """Ends a process whose main thread cannot notice any more that a rank is missing.
 
-A kernel that waits in vain for a peer gives up and says so in host memory; the main thread raises at its next ride. But
-it may be waiting for something else of that peer, a collective say, that never gives up. Nothing interrupts a thread in
-there, so another one has to look, and to end the process.
+A kernel that waits in vain for a peer gives up and writes so to host memory. The main thread looks there at its next
+ride, and raises. But it may be inside a collective with the same peer, which never gives up and cannot be interrupted.
+So another thread looks too, and ends the process.
 """
 
 from __future__ import annotations

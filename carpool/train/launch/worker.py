@@ -2,9 +2,9 @@
 
     python -m carpool.train.launch.worker JOB.json
 
-A rank has three duties beside its work. It must not outlive its agent: nobody would be left to stop it. It must
-leave the process group, on errors too: processes that exit inside one abort now and then. And if it fails it must say
-why in a file, not on the terminal, where the other ranks talk as well; the agent tells the user, once.
+A rank has three duties beside its work. It ends when its agent ends, because nobody else would stop it. It leaves the
+process group, on errors too, because processes that exit inside one abort now and then. If it fails, it writes the
+reason to a file and not to the terminal, where the other ranks write as well; the agent tells the user, once.
 """
 
 from __future__ import annotations
