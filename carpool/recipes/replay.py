@@ -37,7 +37,7 @@ from carpool.placement.trace import Array, LayerTrace
 from carpool.planner.cost import CostModel
 from carpool.routing.limit import RoutingLimit, coactivation_similarity
 from carpool.routing.limit_options import LimitOptions
-from carpool.train.config.schema_moe import PlacementSection
+from carpool.train.config.schema_placement import PlacementSection
 
 __all__ = ["NUMBERS", "Way", "replay"]
 

@@ -31,7 +31,8 @@ from carpool.train.config.schema import (
     keys,
 )
 from carpool.train.config.schema_base import NONE_WORDS, nearest, toml_value
-from carpool.train.config.schema_moe import MoeSection, NvlinkSection, PlacementSection
+from carpool.train.config.schema_moe import MoeSection, NvlinkSection
+from carpool.train.config.schema_placement import PlacementSection
 
 __all__ = [
     "Config",

@@ -1,4 +1,4 @@
-"""The sections about the MoE layers themselves: how tokens ride, and where experts live."""
+"""The sections [moe] and [nvlink]: how tokens are routed, how they ride, and how experts compute."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from carpool.experts.choices import STAGES, WAYS
 from carpool.layout.topology import Topology
-from carpool.placement.solvers import solver_names
 from carpool.routing import DropOptions
 from carpool.routing.limit import LimitOptions
 from carpool.schedule import MAX_CHUNKS, Schedule
@@ -81,50 +80,58 @@ class MoeSection(Section):
 
     transport: TransportName = Field(
         default="auto",
-        description="nvlink: one row per (token, rank), written into the memory of the other GPUs of this host; dedup: "
-        "the same rows over any network; alltoall: one per (token, expert); gather: every rank sees every token. auto "
-        "picks nvlink where it can, else dedup, and logs why.",
+        description="How rows travel between ranks. auto: nvlink where every rank can use it, else dedup "
+        "(alltoall with one expert per token); the log says why. nvlink: one row per (token, rank), "
+        "written by kernels into the memory of the other GPUs of this host. dedup: the same rows over "
+        "any network. alltoall: one row per (token, expert). gather: every rank gets every token's "
+        "row.",
     )
     experts: ExpertsName = Field(
         default="auto",
-        description="How experts are computed. auto: grouped, or a model's own forward where only that knows how; "
-        "reference: a plain loop. fp8: LOSSY. In FP8 with a scale for 1 x 128 of rows and 128 x 128 of weights, sums "
-        "in float32; with nvlink.forward_fp8 on the rows as they travelled.",
+        description="How experts are computed. auto: grouped matrix products, or the model's own forward where "
+        "only that knows how. grouped: as auto, but refused where it cannot be. reference: a plain "
+        "loop over experts, for comparison. fp8: LOSSY, in FP8 with one scale for 1 x 128 of rows and "
+        "128 x 128 of weights, and sums in float32.",
     )
     expert_stages: Stages = Field(
         default="default",
-        description="How grouped experts compute each stage (up, down, dact, dx, dup, ddown): library, or the tiling "
-        "of a fused kernel (wide, flat, square). default: by the shape; measure: all are timed before the first step, "
-        'on GPUs in bfloat16; a table such as {up = "flat"}: these, and the rest by the shape. What was chosen is in '
-        "run.json, and a resumed run uses it again, but for what a table names.",
+        description="Which way computes each stage of grouped experts (up, down, dact, dx, dup, ddown): PyTorch's "
+        "library, or a fused kernel with the tiling wide, flat or square. default: by the sizes. "
+        "measure: all ways are timed before the first step, on GPUs in bfloat16. A table such as {up "
+        '= "flat"}: these, and the rest by the sizes. A resumed run keeps what run.json records, '
+        "except for what a table names.",
     )
     recompute_experts: bool = Field(
         default=False,
-        description="Grouped experts keep no pre-activation and compute it again in the backward: less memory, one "
-        "more product, the same bits.",
+        description="Grouped experts do not keep their pre-activation and compute it again in the backward: less "
+        "memory, one more matrix product, the same bits. Set it when activations do not fit.",
     )
     fp8_hold_weights: bool = Field(
         default=False,
-        description="experts = fp8: weights are quantised once per step, not in every pass of every micro-batch. Takes "
-        "as much memory as the weights in bfloat16.",
+        description="For experts = fp8: weights are quantised once per step instead of in every pass of every "
+        "micro-batch. Faster, and takes as much memory as the weights in bfloat16.",
     )
     schedule: ScheduleName = Field(
         default="none",
-        description="What runs beside what. none: everything in turn; chunks: tokens ride in chunks, one beside the "
-        "experts' work on another; two-batch: two halves of a micro-batch run half a layer apart, attention of one "
-        "beside the ride of the other; tiles: over nvlink, experts begin on rows that have arrived, and their sums "
-        "leave part by part, in one ride. auto: none, chunks or tiles, whichever is fastest on these GPUs, timed at "
-        "the beginning and recorded in run.json, where a resumed run finds it; on a CPU none.",
+        description="What runs at the same time. none: one thing after the other. chunks: tokens ride in chunks, "
+        "and experts compute on one chunk while another rides. two-batch: two halves of a micro-batch "
+        "run half a layer apart, so that one half's attention runs while the other half rides. tiles: "
+        "with nvlink, experts begin on rows that have arrived while others still ride. auto: none, "
+        "chunks or tiles, whichever is fastest when timed before the first step; run.json records it "
+        "and a resumed run keeps it. On a CPU auto means none.",
     )
     chunks: int | None = Field(
         default=None,
         ge=1,
         le=MAX_CHUNKS,
-        description="schedule = chunks or tiles: in how many pieces. 1 chunk: only a weight gradient runs beside a "
-        "ride. none: 2 chunks, or tiles in 4 parts.",
+        description="For schedule = chunks or tiles: the number of parts. With 1 chunk, only a weight gradient "
+        "runs beside a ride. none: 2 chunks, or 4 tiles.",
     )
     backward_chunks: int | None = Field(
-        default=None, ge=1, le=MAX_CHUNKS, description="schedule = chunks: how many in the backward. none: as many."
+        default=None,
+        ge=1,
+        le=MAX_CHUNKS,
+        description="For schedule = chunks: the number of chunks in the backward. none: as many as in the forward.",
     )
     priority: bool = Field(
         default=False,
@@ -144,18 +151,19 @@ class MoeSection(Section):
     )
     layout: str = Field(
         default="contiguous",
-        description="Which rank holds which expert: contiguous, or the path of a JSON file with a layout for all "
-        "layers, or one for each.",
+        description="Which rank holds which expert: contiguous (in order), or the path of a JSON file with one "
+        "layout for all layers or one for each, as `carpool place` writes it.",
     )
     router_aux_loss_coef: float | None = Field(
         default=None,
         ge=0,
-        description="Weight of the balance loss; 0 turns it off. none: as the model's configuration says.",
+        description="Weight of the load-balancing loss. 0: no such loss. none: as the model's configuration says.",
     )
     balance: Literal["model", "layer"] = Field(
         default="model",
-        description="What the balance loss balances. model: all layers' tokens together, as transformers does, so that "
-        "one layer may be uneven in the other's favour; layer: each layer by itself, as in the papers.",
+        description="What the load-balancing loss balances. model: the tokens of all layers together, as "
+        "transformers does; one layer may then be uneven if another makes up for it. layer: each "
+        "layer by itself, as in the papers.",
     )
     bias_update_rate: float | None = Field(
         default=None,
@@ -167,43 +175,51 @@ class MoeSection(Section):
     limit_ranks: int | None = Field(
         default=None,
         gt=0,
-        description="LOSSY. Each token's experts are on at most so many ranks: it has no more copies. none: no limit.",
+        description="LOSSY. The experts of a token may be on at most this many ranks, so at most this many copies "
+        "of its row travel. none: no limit.",
     )
     limit_nodes: int | None = Field(
-        default=None, gt=0, description="LOSSY. The same for nodes; with limit_ranks, of these. none: no limit."
+        default=None,
+        gt=0,
+        description="LOSSY. The experts of a token may be on at most this many nodes. With limit_ranks: on at "
+        "most that many ranks of these nodes. none: no limit.",
     )
     limit_by: Literal["score", "similarity", "groups"] = Field(
         default="score",
-        description="Which ranks a token keeps, and what it gets there. score: those that hold most of the weight of "
-        "its choices, and its best experts there; similarity: the same ranks, and in place of each choice that is not "
-        "there the most similar expert, by the routers' rows as the run starts; groups: DeepSeek's, those with the "
-        "best two experts.",
+        description="For limit_ranks and limit_nodes: which ranks a token keeps, and which experts it gets there. "
+        "score: the ranks with the largest sum of its routing weights, and its best experts there. "
+        "similarity: the same ranks, and for each choice elsewhere the most similar expert, by the "
+        "rows of the router as the run starts. groups: as DeepSeek, the ranks whose best two experts "
+        "have the largest sum.",
     )
     topology_cap: float | None = Field(
         default=None,
         ge=0,
         le=1,
-        description="LOSSY. At most this share of the choices leaves its node, the best ones; in place of the others "
-        "come the best experts inside. FasterMoE takes 0.14. none: no cap.",
+        description="LOSSY. At most this share of the choices may leave its node: the best ones. The others are "
+        "replaced by the best experts inside the node. FasterMoE takes 0.14. none: no cap.",
     )
     capacity_factor: float | None = Field(
         default=None,
         gt=0,
-        description="LOSSY. An expert takes at most so many times its even share of the choices of a rank's tokens in "
-        "a micro-batch; the others are dropped. Switch Transformer takes 1.25. none: nothing is dropped.",
+        description="LOSSY. An expert serves at most this many times its even share of the choices in a "
+        "micro-batch of a rank; choices beyond that are dropped, counted and shown. Switch "
+        "Transformer takes 1.25. none: nothing is dropped.",
     )
     first_choices_first: bool = Field(
         default=False,
-        description="Of capacity_factor: all tokens' best choices are served before any second ones, as in GShard. "
-        "false: token after token.",
+        description="For capacity_factor: every token's best choice is served before any second choice, as in "
+        "GShard. false: one token after the other.",
     )
     random_second: bool = Field(
         default=False,
-        description="LOSSY. With two experts a token, the second one is dropped at random while training, the less of "
-        "the weight it has, as in GShard.",
+        description="LOSSY. With two experts per token, the second one is dropped at random while training, more "
+        "often the smaller its weight, as in GShard.",
     )
     router_float32: bool = Field(
-        default=False, description="Routers make their logits in float32, whatever dtype the model computes in."
+        default=False,
+        description="Routers compute their logits in float32, whatever dtype the model computes in. Set it if "
+        "routing is unstable in bfloat16.",
     )
 
     def asked_schedule(self) -> Schedule | None:
@@ -266,95 +282,35 @@ class NvlinkSection(Section):
     """How the transport nvlink works; for the others it means nothing. The defaults are exact and were measured."""
 
     dispatch_ctas: int = Field(
-        default=16, gt=0, le=64, description="Thread blocks of a dispatch: SMs that it takes from the computation."
+        default=16,
+        gt=0,
+        le=64,
+        description="Thread blocks of a dispatch, each of which takes one multiprocessor from the computation "
+        "beside it. 16 is fastest alone; 8 leaves more to the computation.",
     )
-    combine_ctas: int = Field(default=16, gt=0, le=64, description="The same, of a combine.")
+    combine_ctas: int = Field(default=16, gt=0, le=64, description="The same for a combine.")
     capacity: float | None = Field(
         default=None,
         gt=0,
         le=1,
-        description="Rows that a rank has room for from each other rank, as a share of that one's tokens. If a step "
-        "needs more, the buffers grow and the step is repeated: nothing is lost. none: 1, which always suffices.",
+        description="How many rows a rank has room for from each other rank, as a share of that rank's tokens. If "
+        "a step needs more, the buffers grow and the step is repeated: nothing is lost. Lower it to "
+        "save memory. none: 1, which always suffices.",
     )
     forward_fp8: bool = Field(
-        default=False, description="LOSSY. Rows travel to experts as FP8 with a scale for 128 columns: half the bytes."
+        default=False,
+        description="LOSSY. Rows travel to experts as FP8 with one scale for 128 columns: half the bytes.",
     )
-    backward_fp8: bool = Field(default=False, description="LOSSY. The same for the gradients of what comes back.")
+    backward_fp8: bool = Field(default=False, description="LOSSY. The same for the gradients of the experts' outputs.")
     keep: Literal["copy", "again"] = Field(
         default="copy",
-        description="What a layer's backward does about the rows that arrived: copy keeps them; again sends them a "
-        "second time, which takes time on the links, a second lease, and no memory.",
+        description="What a layer's backward does about the rows that arrived. copy: they are kept. again: they "
+        "are sent a second time, which saves their memory and takes time on the links and a second "
+        "buffer.",
     )
     leases: int = Field(
-        default=2, gt=0, description="Buffers at most; each is made when that many rides are under way at a time."
-    )
-
-
-class PlacementSection(Section):
-    """Moving experts, while a run goes on, to where their tokens are. Exact: only the order of sums changes."""
-
-    every: int | None = Field(
-        default=None,
+        default=2,
         gt=0,
-        description="Steps between two looks at where experts should live. none: they stay where moe.layout puts them.",
+        description="The most buffers that there may be. Each is made when that many rides are under way at the "
+        "same time.",
     )
-    policy: Literal["place", "migrate", "shadow", "subset", "expand_shrink", "eplb", "lpt_cv", "pick"] = Field(
-        default="migrate",
-        description="place: experts stay where the file moe.layout puts them. migrate: homes and replicas go where the "
-        "solver says, if that pays. The others look at the predicted load alone and are used at once: shadow "
-        "(FasterMoE) copies the busiest experts to all ranks, subset (Prophet) to some; expand_shrink (FlexMoE) "
-        "changes the copies that there are; eplb (DeepSeek-V3) moves homes and fills all room with copies; lpt_cv "
-        "(MindSpeed) and pick (SmartMoE) move homes.",
-    )
-    solver: str = Field(
-        default="search", description="Solver of policy migrate: search, eplb, lpt, ... as `carpool place` names them."
-    )
-    replicas: int = Field(default=0, ge=0, description="Slots on each rank beside its homes, for copies of experts.")
-    prefetch: bool = Field(
-        default=True,
-        description="Copies are filled while the layers before theirs compute, and no backward waits for their "
-        "gradients. The same bits. false: each layer waits for both.",
-    )
-    predictor: Literal["last", "ema", "ridge"] = Field(
-        default="ema",
-        description="Load of the next steps: that of the last one, a moving average, or a regression on the last 64.",
-    )
-    load_limit: float = Field(
-        default=1.1, gt=1, description="The most that any rank may have to compute, as a multiple of the mean."
-    )
-    horizon: int = Field(
-        default=500, gt=0, description="Steps, of those that are left, for which a layout is trusted to stay good."
-    )
-    hysteresis: float = Field(
-        default=2.0, ge=0, description="How many times what a move costs it must save over these steps, by the model."
-    )
-    least_gain: float = Field(
-        default=0.01, ge=0, lt=1, description="Share of a layer's modelled time that a move must save at least."
-    )
-    tokens: int = Field(
-        default=16384, gt=0, description="Newest tokens, over all ranks, whose choices the solver is given."
-    )
-    lag: int = Field(
-        default=1,
-        gt=0,
-        description="Steps that the solver has, on a CPU of the main rank, before its answer is used, and waited for.",
-    )
-    background: bool = Field(
-        default=True, description="Solve in a process beside training. false: training waits; the same result."
-    )
-
-    @model_validator(mode="after")
-    def _fits(self) -> Self:
-        if self.solver not in (known := solver_names()):
-            close = nearest(self.solver, known)
-            raise ValueError(
-                f"placement.solver = {self.solver!r}: expected one of {', '.join(known)}"
-                + (f" (did you mean {close}?)" if close else "")
-            )
-        if self.policy == "place" and self.every is not None:
-            raise ValueError("placement.policy = 'place' leaves experts where they are: leave placement.every out")
-        if self.policy in ("shadow", "subset", "expand_shrink", "eplb") and not self.replicas:
-            raise ValueError(
-                f"placement.policy = {self.policy!r} needs placement.replicas: room for copies on each rank"
-            )
-        return self

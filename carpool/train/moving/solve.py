@@ -28,7 +28,7 @@ from carpool.placement.align import aligned
 from carpool.placement.forecast import predict
 from carpool.placement.objective import Objective
 from carpool.placement.trace import LayerTrace, Trace
-from carpool.train.config.schema_moe import PlacementSection
+from carpool.train.config.schema_placement import PlacementSection
 from carpool.train.moving.cost import Array, Facts, foretell, outlook
 
 

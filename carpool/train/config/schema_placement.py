@@ -1,0 +1,95 @@
+"""The section [placement]: where experts live while a run goes on."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from carpool.placement.solvers import solver_names
+from carpool.train.config.schema_base import Section, nearest
+
+
+class PlacementSection(Section):
+    """Moving experts, while a run goes on, to where their tokens are. Exact: only the order of sums changes."""
+
+    every: int | None = Field(
+        default=None,
+        gt=0,
+        description="Steps between two looks at where experts should live. none: they stay where moe.layout puts them.",
+    )
+    policy: Literal["place", "migrate", "shadow", "subset", "expand_shrink", "eplb", "lpt_cv", "pick"] = Field(
+        default="migrate",
+        description="What decides where experts go. migrate: homes and replicas go where the solver says, if the "
+        "cost model says that moving pays. place: experts stay where the file moe.layout puts them. "
+        "The others look at the predicted load alone and are followed at once: shadow (FasterMoE) "
+        "copies the busiest experts to all ranks, subset (Prophet) to some; expand_shrink (FlexMoE) "
+        "changes the copies that there are; eplb (DeepSeek-V3) moves homes and fills all room with "
+        "copies; lpt_cv (MindSpeed) and pick (SmartMoE) move homes.",
+    )
+    solver: str = Field(
+        default="search",
+        description="For policy = migrate: the solver, as `carpool place` names them (search, eplb, lpt, ...).",
+    )
+    replicas: int = Field(
+        default=0, ge=0, description="Room on each rank for copies of experts, beside the experts that live there."
+    )
+    prefetch: bool = Field(
+        default=True,
+        description="Copies are filled while earlier layers compute, and the backward does not wait for their "
+        "gradients. false: each layer waits for both. The bits are the same.",
+    )
+    predictor: Literal["last", "ema", "ridge"] = Field(
+        default="ema",
+        description="How the load of the next steps is predicted. last: as in the last step. ema: a moving "
+        "average. ridge: a regression on the last 64 steps.",
+    )
+    load_limit: float = Field(
+        default=1.1,
+        gt=1,
+        description="The most that any rank may have to compute, as a multiple of the mean over ranks.",
+    )
+    horizon: int = Field(
+        default=500, gt=0, description="For how many of the steps that are left a layout is trusted to stay good."
+    )
+    hysteresis: float = Field(
+        default=2.0,
+        ge=0,
+        description="A move must save this many times what it costs, over the horizon, by the cost model. Raise "
+        "it if experts move to and fro.",
+    )
+    least_gain: float = Field(
+        default=0.01, ge=0, lt=1, description="A move must save at least this share of a layer's modelled time."
+    )
+    tokens: int = Field(
+        default=16384,
+        gt=0,
+        description="How many of the newest tokens, over all ranks, the solver is given the choices of.",
+    )
+    lag: int = Field(
+        default=1,
+        gt=0,
+        description="Steps that the solver has before its answer is used. Training waits if the answer is late, "
+        "so that runs stay reproducible.",
+    )
+    background: bool = Field(
+        default=True,
+        description="The solver runs in a process beside training, on a CPU of rank 0's machine. false: training "
+        "waits for it. The result is the same.",
+    )
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.solver not in (known := solver_names()):
+            close = nearest(self.solver, known)
+            raise ValueError(
+                f"placement.solver = {self.solver!r}: expected one of {', '.join(known)}"
+                + (f" (did you mean {close}?)" if close else "")
+            )
+        if self.policy == "place" and self.every is not None:
+            raise ValueError("placement.policy = 'place' leaves experts where they are: leave placement.every out")
+        if self.policy in ("shadow", "subset", "expand_shrink", "eplb") and not self.replicas:
+            raise ValueError(
+                f"placement.policy = {self.policy!r} needs placement.replicas: room for copies on each rank"
+            )
+        return self

@@ -1,0 +1,136 @@
+"""The section [training]: optimizer, schedule, steps and the run's folder."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from carpool.train.config.schema_base import Section, Texts
+
+
+class TrainingSection(Section):
+    """Optimizer, schedule, steps and the run's folder; transformers' names."""
+
+    output_dir: str = Field(
+        default="runs/demo", description="Folder of this run: metrics, checkpoints, resolved configuration, report."
+    )
+    max_steps: int = Field(default=180, gt=0, description="Optimizer steps of the whole run, resumed parts included.")
+    stop_at_step: int | None = Field(
+        default=None,
+        gt=0,
+        description="End after this step, with a checkpoint; the learning rate still follows max_steps. For a "
+        "part of a longer run. none: run to max_steps.",
+    )
+    per_device_train_batch_size: int = Field(
+        default=12, gt=0, description="Sequences in one micro-batch of each data-parallel rank."
+    )
+    per_device_eval_batch_size: int = Field(default=8, gt=0, description="The same in evaluation.")
+    gradient_accumulation_steps: int = Field(default=1, gt=0, description="Micro-batches in one optimizer step.")
+    learning_rate: float = Field(default=5e-3, ge=0, description="Peak learning rate of AdamW.")
+    lr_scheduler_type: Literal["cosine", "linear", "constant"] = Field(
+        default="cosine", description="How the learning rate falls from the end of warm-up to max_steps."
+    )
+    min_lr_ratio: float = Field(
+        default=0.1, ge=0, le=1, description="Learning rate at max_steps, as a share of the peak."
+    )
+    warmup_steps: float = Field(
+        default=0.2, ge=0, description="Steps of linear warm-up; below 1, a share of max_steps (as in transformers)."
+    )
+    weight_decay: float = Field(
+        default=0.1, ge=0, description="AdamW's decoupled weight decay (not on norms and biases)."
+    )
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's decay of the first moment.")
+    adam_beta2: float = Field(default=0.95, ge=0, lt=1, description="AdamW's decay of the second moment.")
+    adam_epsilon: float = Field(default=1e-8, gt=0, description="AdamW's epsilon.")
+    max_grad_norm: float = Field(
+        default=1.0,
+        ge=0,
+        description="Gradients are clipped to this global norm over all ranks and experts. 0: no clipping.",
+    )
+    bf16: bool | None = Field(
+        default=None,
+        description="Compute in bfloat16 (parameters keep model.dtype). none: true on GPUs, false on CPUs.",
+    )
+    freeze: Literal["dense"] | None = Field(
+        default=None,
+        description="dense: only experts and routers are trained, as for fine-tuning with moe.limit_ranks. none: "
+        "everything is.",
+    )
+    gradient_checkpointing: bool = Field(
+        default=False,
+        description="Activations are not kept but computed again in the backward, which saves memory and takes time.",
+    )
+    checkpoint_rides: Literal["keep", "repeat"] = Field(
+        default="keep",
+        description="With gradient_checkpointing. keep: rows do not travel again and experts do not compute "
+        "again; what they need stays in memory. repeat: they do, and nothing of them is kept.",
+    )
+    torch_compile: bool = Field(
+        default=False,
+        description="Compile each decoder layer with torch.compile. It takes about a minute at the start; then "
+        "steps are shorter, most where the GPU waits for the host.",
+    )
+    torch_compile_backend: str = Field(default="inductor", description="Backend of torch.compile.")
+    seed: int = Field(
+        default=0, ge=0, lt=2**63, description="Seed of the initial weights and of the order of the data."
+    )
+    full_determinism: bool = Field(
+        default=False,
+        description="Two runs on GPUs are bitwise equal, by PyTorch's deterministic algorithms; the backward of "
+        "fused attention is then slower. Runs on CPUs are bitwise equal anyway.",
+    )
+    logging_steps: int = Field(default=1, gt=0, description="Steps between lines of metrics.")
+    eval_steps: int | None = Field(
+        default=90, gt=0, description="Steps between evaluations; there is one more at the end. none: only at the end."
+    )
+    eval_on_start: bool = Field(default=True, description="Evaluate before the first step too.")
+    sample_prompt: str | None = Field(
+        default="def ", description="At each evaluation the model continues this text. none: no sample."
+    )
+    sample_tokens: int = Field(default=32, gt=0, description="Length of that sample in tokens.")
+    save_steps: int | None = Field(
+        default=90, gt=0, description="Steps between checkpoints; there is one more at the end. none: only at the end."
+    )
+    save_total_limit: int | None = Field(
+        default=2, gt=0, description="How many of the newest checkpoints are kept. none: all."
+    )
+    save_pretrained: bool = Field(
+        default=True,
+        description="At the end, also write the model as a plain transformers checkpoint, into the folder model "
+        "of output_dir.",
+    )
+    resume_from_checkpoint: str | None = Field(
+        default=None,
+        description='Go on from a checkpoint: "last" (the newest good one in output_dir) or a checkpoint\'s '
+        "folder. none: start anew.",
+    )
+    report_to: Texts = Field(
+        default=(),
+        description="Where metrics go beside metrics.jsonl: tensorboard, wandb, or others that transformers "
+        "knows; one or a list. none: nowhere else.",
+    )
+    compare_repetitions: int = Field(
+        default=5, gt=0, description="With --compare: how often each transport's step is timed, in turns."
+    )
+    peak_flops: float | None = Field(
+        default=None,
+        gt=0,
+        description="Peak FLOP/s of one device, from which MFU is computed. none: the datasheet's figure where "
+        "this GPU is known.",
+    )
+
+    def warmup(self) -> int:
+        """Steps of warm-up: `warmup_steps` itself, or that share of `max_steps`, rounded up, if it is below 1."""
+        if self.warmup_steps >= 1:
+            return int(self.warmup_steps)
+        return -int(-self.max_steps * self.warmup_steps // 1)
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.warmup() > self.max_steps:
+            raise ValueError(
+                f"training.warmup_steps = {self.warmup_steps:g} is more than training.max_steps = {self.max_steps}: "
+                "warm-up would never end; lower the first or raise the second"
+            )
+        return self
