@@ -1,13 +1,13 @@
 """Whether to move: what a new layout saves over the steps that it will be good for, against what moving costs.
 
-To move an expert's home is to send its parameters, their float32 master copies and both Adam moments, once. A replica
-costs nothing to adopt: it is filled in every step anyway, which the modelled step times contain.
+Moving an expert's home sends its parameters, their float32 master copies and both Adam moments, once. Adopting a
+replica costs nothing: replicas are filled in every step, and the modelled step times contain that.
 
     saved    = (seconds per step now - then) * min(steps left, window)    loads drift: no layout is good for ever
     cost     = bytes of the fullest link / its bandwidth
     adopt if saved > hysteresis * cost, and a step gets faster by at least `least_gain`
 
-Hysteresis and least gain keep two layouts of nearly equal worth from taking turns.
+Without hysteresis and a least gain, two layouts of nearly equal worth would take turns.
 """
 
 from __future__ import annotations

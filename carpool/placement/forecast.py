@@ -1,10 +1,10 @@
 """What the next load of each expert will be, from the loads of the steps before.
 
-    last    as in the last step (FasterMoE, Prophet): right where loads drift slowly, and noisy where a batch is small
-    ema     exponential moving average (MindSpeed's migrator, decay 0.9): follows drift late, averages noise away
-    ridge   a small regression, fitted on this history alone: how far is the next share from the moving average, given
-            how far the last few shares and the long mean are? Ridge shrinks it to the moving average, so with
-            little to learn from it is that.
+    last    the load of the last step (FasterMoE, Prophet). Right where loads drift slowly, noisy for small batches.
+    ema     the exponential moving average (MindSpeed's migrator, decay 0.9). Averages noise away, follows drift late.
+    ridge   the moving average plus a correction. A small regression, fitted on this history alone, predicts it from
+            how far the last few shares and the long mean are from the moving average. With little to learn from, ridge
+            regression makes the correction small.
 
 Each is a function of a history (N, E), oldest first, to a load (E,) with the sum of the last step. `compare` runs them
 over a history, always on the past only.

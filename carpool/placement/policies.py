@@ -1,8 +1,8 @@
 """How published systems react to loads while training: from expected loads and today's layout to the next layout.
 
-They know how often each expert is chosen, not with whom, so they model pairs, not shared rides: with sources spread
-evenly, an expert with load l and copies on c of W ranks gives l / c pairs to each of them, and l (1/c - 1/W) of those
-come from elsewhere. `LoadModel` makes seconds of it:
+A policy knows how often each expert is chosen, but not together with which others. So it counts (token, expert) pairs,
+not shared rides. If tokens are spread evenly over ranks, an expert with load l and copies on c of W ranks gives each of
+these l / c pairs, of which l (1/c - 1/W) come from other ranks. `LoadModel` turns that into seconds:
 
     4 rides of the rank that receives most  +  GEMMs of the fullest rank  +  replicas filled, gradients sent back
 
@@ -14,8 +14,11 @@ come from elsewhere. `LoadModel` makes seconds of it:
                    variation of the rank loads falls by 0.08
     pick           SmartMoE (ATC 2023): of a pool of layouts prepared beforehand (`make_pool`), the fastest for
                    the loads of now, asked every k steps
+    eplb           DeepSeek-V3: homes and copies anew, all extra slots filled, so that ranks have equal loads; adopted
+                   whether or not the model of time says that it pays
 
-Each takes (load_E, layout, extra_slots) and returns a layout, the given one if nothing is better. Deterministic.
+Each takes (load_E, layout, extra_slots) and returns a layout: the given one if nothing is better, but for eplb. All are
+deterministic.
 """
 
 from __future__ import annotations

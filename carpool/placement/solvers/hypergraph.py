@@ -4,10 +4,10 @@ Experts are vertices, tokens are hyperedges, and rows are what partitioners call
 touched - 1). So the exact objective without replicas is a textbook problem, and this is its reference solver. It merges
 vertices that share many edges, partitions the small graph, undoes the merges and improves at each level.
 
-It holds the number of experts per rank, and knows nothing of load (one weight per vertex, and that is spent on
-counting experts): start `search` from it to meet a load limit. Several nodes: experts to nodes first, since rows
-between nodes cost most, then those of each node to its ranks, with edges restricted to them. One thread and a seed
-make it deterministic. Needs the package mtkahypar (Linux on x86-64).
+It keeps the number of experts per rank, and ignores load, because a vertex has one weight and that counts experts. To
+meet a load limit, start `search` from it ("hypergraph+search"). With several nodes it divides experts among nodes
+first, since rows between nodes cost most, and then each node's experts among its ranks. One thread and a seed make it
+deterministic. Needs the package mtkahypar (Linux on x86-64).
 """
 
 from __future__ import annotations

@@ -5,7 +5,9 @@ It balances what ranks compute and ignores who is chosen with whom; MindSpeed's 
 The bound for the largest load, 4/3 of the optimum, is for machines without equal numbers of jobs; with them it is a
 heuristic that is close in practice, since the many experts with little load fill the gaps.
 
-    loads 9, 7, 6, 5, 4, 1 on 2 ranks of 3:   9 | 7   9 | 7 6   9 5 | 7 6   9 5 | 7 6 4   9 5 1 | 7 6 4    15 and 17
+    Example: loads 9, 7, 6, 5, 4, 1 on 2 ranks with room for 3 experts each. Step by step, rank 0 | rank 1:
+
+    9 |        9 | 7        9 | 7 6        9 5 | 7 6        9 5 | 7 6 4        9 5 1 | 7 6 4        sums 15 and 17
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ Occult counts collaborations in a matrix (E, E) and fills rank after rank with e
     2. add the unplaced expert with the largest sum of collaborations with those on the rank,
     3. until the rank is full; then the next rank.
 
-It sees pairs where rides are shared by whole sets: an expert that collaborates with two experts of a rank on the same
-tokens is counted twice, though it saves those tokens one ride. It ignores load. Several nodes: fill nodes in the
-same way first, then the ranks of each.
+It counts pairs, but a ride is shared by a whole set: an expert that collaborates with two experts of a rank on the same
+tokens is counted twice, though it saves those tokens one ride. It ignores load. With several nodes it fills nodes in
+this way first, and then the ranks of each node.
 """
 
 from __future__ import annotations

@@ -23,14 +23,15 @@ class Problem:
     Args:
         trace: the routing.
         num_ranks, num_nodes: W, N; rank r is on node r // (W / N).
-        experts_per_rank: how many experts each rank has memory for. None: equally many, the first ranks one more if
-            need be. If the sum exceeds the experts, LPT, EPLB, search use the room freely; others fill all alike.
-        extra_slots: how many slots beyond those each rank has room for: the replicas.
-        load_limit: the load of the fullest rank by the mean that is still allowed. For solvers that know of load.
-        expert_groups: groups of experts that EPLB keeps on one node; None: each expert alone.
-        seed: of everything random.
-        cost: links and GEMMs, which weigh rows between nodes against rows inside.
-        load_E: the load that is expected, for LPT and EPLB, which know nothing else. None: the trace's.
+        experts_per_rank: how many experts each rank may own. None: equally many; if the ranks do not divide the
+            experts, the first ranks own one more. If there is more room than experts, LPT, EPLB and the search use it
+            where it helps; the other solvers leave every rank the same share of its room empty.
+        extra_slots: slots that each rank has beside those, for replicas.
+        load_limit: the highest load of a rank that is allowed, by the mean. The search keeps it, if it can.
+        expert_groups: number of groups of experts, in order, whose members EPLB keeps on one node. None: no groups.
+        seed: of all random numbers.
+        cost: how much a row between nodes costs against a row inside a node.
+        load_E: (E,) expected loads, for LPT and EPLB. None: those of the trace.
 
     Raises:
         ValueError: what cannot be laid out.

@@ -1,11 +1,11 @@
-"""Which experts deserve a second slot, and where: greedy on what a replica saves, checked by the true objective.
+"""Replicas for the extra slots: greedy by what a replica is estimated to save, checked by the true objective.
 
 A replica of expert e on rank w saves a ride for a token that has e alone on another rank a, if
     - the token visits w anyway for another expert, and its source is not a, or
     - w is the token's own rank, where e is then served without a ride.
 Sources are taken as uniformly random: a trace is too short to tell which rank will hold what text.
-It also moves load from a to w, which counts as in `search.py`: what exceeds the limit costs several rows per pair. And
-it has to be filled and its gradients fetched, in every step: as much traffic as so many rows (`_upkeep`).
+It also moves load from a to w, where each pair above the limit costs several rows, as in `search.py`. And it has a
+price in every step: its parameters are sent to it and its gradients sent back (`_upkeep`, in rows).
 
     1. estimate the saving of every (expert, rank) from who serves whom now,
     2. add the best for each rank that has a free slot, an expert once per round,

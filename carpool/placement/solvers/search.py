@@ -15,14 +15,16 @@ tokens that chose both and have e alone. So the gain of all E x E swaps is a sum
 and a step takes the best of all swaps. Only tokens that chose e or f (about 2 K / E of them) have other counts
 afterwards; their part of the tables is taken out and put back: a step costs a few ms at 256 experts and 20k tokens.
 
-Several nodes: the same tables once more with nodes in place of ranks, weighed by how much slower those links are.
-Load: what exceeds the limit costs several rows per pair, so it goes down first and does not come back. It
-counts less at first (`EASED`), and the search aims lower than the limit (`MARGIN`): other text has other loads.
-Free room is an expert that nobody chose; to swap with it is to move. From a local optimum, a few random swaps and
-another descent, kept if better, `KICKS` times. (Tabu search in place of that, 200 steps, was at most 0.4 % better
-and slower.)
+- Several nodes: there is a second set of tables, with nodes in place of ranks. It is weighed by how much slower the
+  links between nodes are.
+- Load: each pair above the limit costs several rows (`OVERLOAD`), so overload falls first and does not come back. In
+  the first descents it counts less (`EASED`). The search aims below the limit (`MARGIN`), because other text has
+  other loads.
+- Free room is an expert that no token chose. To swap an expert with it is to move the expert.
+- At a local optimum the search makes a few random swaps and descends again, `KICKS` times, and keeps what is better.
+  (200 steps of tabu search instead were at most 0.4 % better, and slower.)
 
-Replicas then fill the extra slots, and are exchanged (`replicas.py`).
+Replicas then fill the extra slots (`replicas.py`).
 
 Measured on traces with topics (64 or 256 experts, top-8, 8 ranks, 10k tokens, another 10k held out), copies per token
 without a load limit: Occult's greedy 4.473 / 4.803, Mt-KaHyPar 4.330 / 4.790, this from Occult's 4.325 / 4.744, this
@@ -39,8 +41,13 @@ from carpool.placement.solvers.problem import OVERLOAD, Problem, homes_of
 from carpool.placement.solvers.replicas import fill_slots
 from carpool.placement.trace import Array
 
-EASED = (0.1, 0.25, 0.5, 1.0)  # of that, in the first descents: balance is not bought with the best groups at once
-MARGIN = 0.5  # of the limit's distance from 1 is aimed at
+EASED = (
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+)  # shares of OVERLOAD in successive descents, so that good groups form before balance rules
+MARGIN = 0.5  # the search aims at 1 + MARGIN * (load limit - 1)
 KICKS = 6
 
 
