@@ -130,6 +130,21 @@ def test_a_compiled_layer_equals_eager(transport: str, experts: str) -> None:
     assert_same(results[1], results[0])
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_whole_layer_is_one_graph_and_counts_its_tokens_once(again: bool) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(0)
+    moe = carpool.MoE(HIDDEN, INNER, 8, 2, shared_intermediate_size=8)
+    x = torch.randn(7, HIDDEN, requires_grad=True)
+    moe(x)  # the transport is made in the first forward
+    moe.router.load_E.zero_()
+    compiled = torch.compile(moe, backend="aot_eager", fullgraph=True)
+    y = checkpoint(compiled, x, use_reentrant=False) if again else compiled(x)
+    y.square().sum().backward()
+    assert int(moe.router.load_E.sum()) == 7 * 2
+
+
 def test_two_layers_share_the_code_and_not_the_counters() -> None:
     cases = [Case("dedup", tokens=13), Case("gather", tokens=9)]
 

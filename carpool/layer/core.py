@@ -22,7 +22,7 @@ import torch.distributed as dist
 from carpool.experts import Choices, ExpertFunction, Experts, ExpertWeights, make_experts
 from carpool.layer.recording import agree
 from carpool.layout import ExpertLayout, assign
-from carpool.observe.recompute import in_recompute
+from carpool.observe.recompute import add_once, in_recompute
 from carpool.observe.stats import LayerStats
 from carpool.parallel.slots import SlotFiller, fill_slots
 from carpool.ride import NO_HOOKS, RideHooks, RideSetup, ride, ride_module
@@ -256,10 +256,12 @@ class LayerCore:
             y_TH, and what `beside` returned."""
         assert routing.weight_TK is not None
         transport = self.prepare(routing.expert_TK.shape[1], x_TH.shape[1], x_TH.device)
-        if self.load_E is not None and training and not in_recompute():
+        if self.load_E is not None and training:
             with torch.no_grad():
                 there_TK, index_TK = routing.expert_TK >= 0, routing.expert_TK.clamp(min=0)
-                self.load_E.scatter_add_(0, index_TK.reshape(-1).long(), there_TK.reshape(-1).long())
+                load_E = torch.zeros_like(self.load_E)
+                load_E.scatter_add_(0, index_TK.reshape(-1).long(), there_TK.reshape(-1).long())
+                add_once(self.load_E, load_E)
         if self.drops is not None and not replayed:
             routing, dropped = self.drops.drop(routing, self.num_experts, training)
             if not in_recompute():

@@ -1,4 +1,4 @@
-"""Whether a forward is the second one of activation checkpointing."""
+"""Whether a forward is the second one of activation checkpointing, and counting that leaves the second one out."""
 
 from __future__ import annotations
 
@@ -12,3 +12,22 @@ def in_recompute() -> bool:
     task under way. Counting tokens there again is a known bug of load statistics.
     """
     return torch._C._current_graph_task_id() != -1
+
+
+def add_once(counter: torch.Tensor, amount: torch.Tensor) -> None:
+    """`counter += amount`, unless this forward is computed again. Compiled, the graph asks each time that it runs."""
+    if torch.compiler.is_compiling():
+        counter += amount * _is_first(counter)
+    elif not in_recompute():
+        counter += amount
+
+
+@torch.library.custom_op("carpool::is_first_forward", mutates_args=())
+def _is_first(like: torch.Tensor) -> torch.Tensor:
+    """() int64 on the device of `like`: 0 if this forward is computed again, else 1."""
+    return torch.full((), 0 if in_recompute() else 1, dtype=torch.int64, device=like.device)
+
+
+@_is_first.register_fake
+def _(like: torch.Tensor) -> torch.Tensor:
+    return torch.empty((), dtype=torch.int64, device=like.device)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from carpool.observe.recompute import in_recompute
+from carpool.observe.recompute import add_once
 from carpool.routing.bias import update_biases
 from carpool.routing.draw import draw_weight
 from carpool.routing.drops import DropOptions
@@ -121,14 +121,13 @@ class Router(nn.Module):
                 chosen_TK, serving_TW = choose(score_TE, prob_TE, self.top_k)
                 expert_TK = chosen_TK.int()
         expert_TK, weight_TK, self.aux_loss, count_E = route(logits_TE, self.bias_E, expert_TK, rule, self.groups)
-        if self.training and not in_recompute():
+        if self.training:
             # Activation checkpointing runs this forward twice; the tokens came once. Evaluation must not train.
-            self.load_E += count_E
+            add_once(self.load_E, count_E)
         routing = Routing(expert_TK, weight_TK, serving_TW)
         if self.drops.active:
             routing, dropped = self.drops.drop(routing, self.num_experts, self.training)
-            if not in_recompute():
-                self.dropped += dropped
+            add_once(self.dropped, dropped)
         return routing
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Router:
