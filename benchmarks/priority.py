@@ -1,4 +1,4 @@
-"""Rides before reductions, and weight gradients put off: what they are worth in a stack of decoder layers.
+"""Rides before reductions: what that is worth in a stack of decoder layers.
 
     torchrun --nproc-per-node 4 -m benchmarks.priority --model olmoe --out priority.json
     torchrun ... -m benchmarks.priority --transport dedup             # rides over NCCL
@@ -9,7 +9,6 @@ and reductions in float32, computation in bfloat16. Contenders take turns step b
 
     as ever          FSDP reduces a layer's gradients at its end, beside the next ride's dispatch
     held             beside the next ride's experts (carpool/schedule/priority.py)
-    delayed          held, and weight gradients of attention beside the next dispatch (carpool/schedule/delayed.py)
 
 Milliseconds are of the slowest rank, median over steps.
 
@@ -40,7 +39,6 @@ from carpool.bench.timing import rounds, timed_step
 from carpool.hf import rides, set_schedule, set_transport
 from carpool.hf.build import build_model
 from carpool.schedule import Schedule
-from carpool.schedule.delayed import Delayed
 from carpool.schedule.priority import RidesFirst
 from carpool.transport import NVLinkOptions
 
@@ -49,13 +47,7 @@ COLUMNS = ("step", "dispatch", "combine", "host")
 
 
 def ways(model: torch.nn.Module) -> dict[str, RidesFirst | None]:
-    layers = rides(model)
-    delayed = Delayed(model, layers)
-    return {
-        "as ever": None,
-        "held": RidesFirst(model, layers),
-        "delayed": RidesFirst(model, layers, None, delayed),
-    }
+    return {"as ever": None, "held": RidesFirst(model, rides(model))}
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -91,23 +91,19 @@ class PlainOrder:
         transport, experts, hooks = setup.transport, setup.experts, setup.hooks
         assert experts is not None
         span = setup.stats.meter.ride(dy_TH.device, "backward")
-        hooks.before_verb()
         with span("dispatch"):
             again, rows, gradients = start_backward(kept[0], dy_TH.contiguous(), transport)
         handover()
-        with reserved(transport.processors):
-            hooks.gradients_under_way()
         with span("dispatch"):
             if rows is not None:
                 x = readable(rows.wait(), route.packets, dy_TH.dtype).rows
             dpartial = gradients.wait()
-        hooks.before_experts(links_free=True)
+        hooks.before_experts()
         with span("experts"):
             dx_RH = route.new_partial(dy_TH.shape[1], dy_TH.dtype, dy_TH.device)
             dweight_RJ, last = experts.backward(saved, x, weights, dpartial, dx_RH, needs_dweights)
             # Rows that were sent again are in a buffer of the transport's, which others get next.
             dweights = last() if last is not None and again is not None else None
-        hooks.before_verb()
         with span("combine"):
             if again is not None:
                 transport.discard(again, kept[0].x.data).wait()
@@ -121,7 +117,6 @@ class PlainOrder:
             handover()
             with span("combine"):
                 dx_TH, dweight_TK = sums.wait()
-            hooks.after_last_verb()
             return dx_TH.to(dtype), dweight_TK
 
         return Pending(finish), dweights

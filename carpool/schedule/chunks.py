@@ -154,7 +154,6 @@ class ChunkedOrder:
         coming: dict[int, BackwardStarted] = {}
         for piece in reversed(range(self.pieces)):
             route, x, saved = kept[piece]
-            hooks.before_verb()
             with span("dispatch", piece):
                 # What is left of this chunk, and the next one.
                 for other in range(piece, max(piece - piece % together - together, 0) - 1, -1):
@@ -162,22 +161,19 @@ class ChunkedOrder:
                         with span.named("dispatch", other):
                             coming[other] = start_backward(kept[other], dy_C[other], transport)
             handover()
-            with reserved(transport.processors):
-                hooks.gradients_under_way()
             with span("dispatch", piece):
                 again, rows, gradients = coming.pop(piece)
                 if rows is not None:
                     x = readable(rows.wait(), route.packets, dy_TH.dtype).rows
                 dpartial = gradients.wait()
             if piece == 0:
-                hooks.before_experts(links_free=False)
+                hooks.before_experts()
             with span("experts", piece), reserved(transport.processors):
                 dx_RH = route.new_partial(dy_TH.shape[1], dy_TH.dtype, dy_TH.device)
                 dweight_RJ, last = experts.backward(saved, x, weights, dpartial, dx_RH, needs_dweights)
                 if again is not None and last is not None:
                     # These rows are in a buffer of the transport's, which others get next.
                     dweights, last = _sum(dweights, last()), None
-            hooks.before_verb()
             with span("combine", piece):
                 if again is not None:
                     transport.discard(again, kept[piece].x.data).wait()
@@ -192,7 +188,6 @@ class ChunkedOrder:
             with span("combine"):
                 sums_C = [one.wait() for one in reversed(sums)]
                 dx_TH, dweight_TK = (torch.cat(pieces) for pieces in zip(*sums_C, strict=True))
-            hooks.after_last_verb()
             return dx_TH.to(dtype), dweight_TK
 
         return Pending(finish), dweights

@@ -137,14 +137,11 @@ class TiledOrder:
         span = setup.stats.meter.ride(dy_TH.device, "backward", self.parts)
         again, rows = route.again() if transport.sends_again else None, None
         sums: list[Pending] = []
-        hooks.before_verb()
         with span("dispatch"):
             coming = transport.dispatch_gradients(dy_TH.contiguous(), route)
             if again is not None:
                 rows = transport.dispatch(x.data, again)
         handover()
-        with reserved(transport.processors):
-            hooks.gradients_under_way()
         with span("dispatch"):
             dpartial = coming.wait()
         with span("experts"), reserved(transport.processors):
@@ -153,7 +150,7 @@ class TiledOrder:
                 x, rows = rows.wait().rows, None
             dx_RH = route.new_partial(dy_TH.shape[1], dy_TH.dtype, dy_TH.device)
             work = Backward(experts, saved, x, weights, dpartial, route.ready, needs_dweights)
-        hooks.before_experts(links_free=False)
+        hooks.before_experts()
         for part in range(self.parts):
             with span("experts", part), reserved(transport.processors):
                 if part == self.parts - 1:
@@ -175,7 +172,6 @@ class TiledOrder:
             handover()
             with span("combine"):
                 dx_TH, dweight_TK = [one.wait() for one in sums][-1]
-            hooks.after_last_verb()
             return dx_TH.to(dtype), dweight_TK
 
         return Pending(finish), dweights

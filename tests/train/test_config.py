@@ -131,10 +131,6 @@ def test_bad_values_say_key_value_place_and_expectation(override, message):
     assert message in error(None, override)
 
 
-def test_compiled_layers_delay_nothing():
-    assert "leave one of them out" in error(None, "training.torch_compile=true", "moe.delay_dense=true")
-
-
 def test_warmup_must_end():
     message = error(None, "training.max_steps=300", "training.warmup_steps=301")
     assert message.startswith(

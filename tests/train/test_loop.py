@@ -180,7 +180,7 @@ def test_another_way_to_compute_it_gives_the_same_losses(
         "replicated": [f"moe.layout={tmp_path}/layout.json"],
         "accumulate": ["training.per_device_train_batch_size=1", "training.gradient_accumulation_steps=2"],
         "checkpointing": ["training.gradient_checkpointing=true"],
-        "rides first": ["moe.priority=true", "moe.piece_mib=0.01", "moe.delay_dense=true"],
+        "rides first": ["moe.priority=true"],
         "chunks": ["moe.schedule=chunks", "moe.chunks=3", "moe.backward_chunks=2"],
     }
     change = [setting for way in ways for setting in changes[way]]

@@ -169,15 +169,6 @@ class Config(Section):
     )
 
     @model_validator(mode="after")
-    def _delays_something(self) -> Self:
-        if self.training.torch_compile and self.moe.delay_dense:
-            raise ValueError(
-                "moe.delay_dense puts off weight gradients of layers that run eagerly, and training.torch_compile "
-                "compiles them all: leave one of them out"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _is_placed(self) -> Self:
         if self.placement.policy == "place" and self.moe.layout == "contiguous":
             raise ValueError(

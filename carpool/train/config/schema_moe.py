@@ -136,18 +136,7 @@ class MoeSection(Section):
     priority: bool = Field(
         default=False,
         description="FSDP's reductions of gradients keep off the links while rides of the backward need them: they "
-        "begin when a ride has brought its gradients; with moe.piece_mib also in pieces.",
-    )
-    piece_mib: float | None = Field(
-        default=None,
-        ge=1 / 1024,
-        description="priority: MiB of gradients that are reduced at once, between two looks at whether a ride is under "
-        "way. On GPUs the order of sums may depend on it: equal to rounding. none: uncut, the same bits as without.",
-    )
-    delay_dense: bool = Field(
-        default=False,
-        description="Weight gradients of linear layers beside experts (attention's, shared experts') are computed "
-        "while the gradients of the next layer's ride travel, not at once. The same bits.",
+        "begin when a ride has brought its gradients.",
     )
     layout: str = Field(
         default="contiguous",

@@ -33,7 +33,6 @@ from carpool.planner.chosen import Chosen, Kind, choose, fastest
 from carpool.ride import ride
 from carpool.routing import Routing
 from carpool.schedule import MAX_CHUNKS, Schedule
-from carpool.schedule.delayed import Delayed
 from carpool.schedule.priority import RidesFirst
 from carpool.train.checkpoints.ranks import from_rank_0
 from carpool.train.config.schema_moe import MoeSection
@@ -158,24 +157,21 @@ def neighbours(best: Schedule) -> tuple[Schedule, ...]:
 
 
 def rides_first(model: nn.Module, moe: MoeSection, fsdp_size: int) -> RidesFirst | None:
-    """What waits for rides in the backward, as `moe.priority` and `moe.delay_dense` ask; None: nothing.
+    """What waits for rides in the backward, as `moe.priority` asks; None: nothing.
 
     Raises:
         ValueError: it cannot: there are no reductions to wait, or rides that would not say where they are."""
-    if not (moe.priority or moe.delay_dense):
+    if not moe.priority:
         return None
-    asked = "moe.priority" if moe.priority else "moe.delay_dense"
     layers = rides(model)
     if all(own.compute is None for own in layers.values()):
-        raise ValueError(f"{asked}: the experts run their own forward, whose rides nothing waits for: leave it out")
-    if moe.priority and fsdp_size == 1:
+        raise ValueError("moe.priority: the experts run their own forward, whose rides nothing waits for: leave it out")
+    if fsdp_size == 1:
         raise ValueError(
             "moe.priority: with parallelism.fsdp_size = 1 no gradients are reduced during the backward, so nothing can "
             "keep off the links: leave it out"
         )
-    delayed = Delayed(model, layers) if moe.delay_dense else None
-    piece_bytes = int(moe.piece_mib * 2**20) if moe.priority and moe.piece_mib is not None else None
-    return RidesFirst(model, layers, piece_bytes, delayed)
+    return RidesFirst(model, layers)
 
 
 def _milliseconds(

@@ -49,7 +49,7 @@ class Objective:
         balance_layers: balance each layer by itself, not all of them together.
         two_batch: cut each micro-batch into two halves that run half a layer apart (`carpool.schedule.two_batch`). What
             is computed is that of two micro-batches: the balance loss is of each half.
-        rides_first: what reductions and weight gradients wait for (`carpool.schedule.priority`).
+        rides_first: what reductions wait for (`carpool.schedule.priority`).
         dp_size: ranks with distinct data.
         autocast: compute in this dtype by autocast; None where FSDP casts already or nothing is to be cast.
 
