@@ -298,7 +298,7 @@ def test_gated_activations_gate_with_the_first_half(name: str) -> None:
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(ValueError, match="activation='tanh' is not known; use one of silu, gelu"):
         make_activation("tanh", True)
-    with pytest.raises(ValueError, match="experts='triton' is not known; use 'auto' or one of grouped, reference"):
+    with pytest.raises(ValueError, match="experts='triton' is not known; use one of auto, grouped, reference, fp8"):
         make_experts("triton", ExpertFunction(F.silu))
     assert make_experts("auto", ExpertFunction(F.silu)).name == "grouped"
 

@@ -21,10 +21,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
-__all__ = ["FINAL_CALLBACK", "REGISTER_FINAL_CALLBACK", "ReduceScatter", "Replaced"]
+__all__ = ["FINAL_CALLBACK", "REGISTER_FINAL_CALLBACK", "Replaced"]
 
 FINAL_CALLBACK = "_root_post_backward_final_callback"
 REGISTER_FINAL_CALLBACK = "_register_root_post_backward_final_callback"
