@@ -9,6 +9,11 @@ tokens only, and nothing would say so. Two remedies:
 
 and `check_adapters`, which Carpool's layers call in the first forward of a training run, and which raises where that
 was forgotten. Adapters are small, so they are replicated rather than sharded; the cost is one all-reduce for each.
+
+What peft computes from sharded weights themselves it cannot do here, and says so in PyTorch's words: adapters of the
+experts' weights, DoRA, and `merge_and_unload` end in "got mixed torch.Tensor and DTensor", `modules_to_save` in "FSDP
+does not support deepcopy", on all ranks. Save the adapter, and merge it into a model that one process has loaded. PiSSA
+and `add_adapter` followed by `save_pretrained` do not come back: use `get_peft_model` with another initialisation.
 """
 
 from __future__ import annotations
