@@ -42,7 +42,7 @@ class CostModel:
         element_size: bytes of an element of a row (2: bfloat16).
         tokens_per_rank: of a step. A trace is a sample: its rows and loads are scaled to this.
         hardware: rates of links and matrix products.
-        transport: whose rows ride (a key of `carpool.placement.volume.TRANSPORTS`).
+        transport: whose rows ride (a key of `carpool.transport.TRANSPORTS`).
         copies_per_node: the transport sends one row per (token, node) between nodes, not one per (token, rank). No
             transport of Carpool does.
         replicas_hidden: share of the replicas' traffic that is hidden behind other work, 0 to 1.
