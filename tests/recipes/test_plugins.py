@@ -42,7 +42,8 @@ def carpool(folder: Path, *commands: str) -> list[str]:
 import sys
 from carpool.cli import app
 for command in {commands!r}:
-    app(command.split(), standalone_mode=False)
+    if code := app(command.split(), standalone_mode=False):
+        sys.exit(code)
     print("=====")
 """
     known = {"CARPOOL_PLUGINS": "backwards", FOLDERS: str(folder / "recipes"), "COLUMNS": "200"}
