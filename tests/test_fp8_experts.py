@@ -28,12 +28,12 @@ from carpool.experts import (
 from carpool.experts.fp8 import experts as fp8
 from carpool.experts.fp8 import stages as fp8_stages
 from carpool.experts.pairs import sort_pairs
+from carpool.kernels.packets import pack, packet_bytes, quantise, unpack
 from carpool.memory import Arena, Rows
 from carpool.observe.stats import LayerStats
 from carpool.ride import RideSetup, ride
 from carpool.routing import Routing
 from carpool.transport import Arrivals, make_transport
-from carpool.transport.packets import pack, packet_bytes, quantise, unpack
 from tests.experts_problem import ACTIVATIONS, PATTERNS, ExpertProblem
 
 ROOT = Path(__file__).resolve().parents[1]

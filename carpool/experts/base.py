@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from carpool.memory.arena import Arena, Rows
-from carpool.transport.base import Arrivals
+from carpool.memory.arrivals import Arrivals
 
 
 class ExpertWeights(NamedTuple):
@@ -169,5 +169,5 @@ class Experts(Protocol):
 
 
 def reads_packets(experts: Experts) -> bool:
-    """Whether these compute on packets of FP8 (`carpool.transport.packets`) instead of rows."""
+    """Whether these compute on packets of FP8 (`carpool.kernels.packets`) instead of rows."""
     return bool(getattr(experts, "reads_packets", False))

@@ -37,7 +37,7 @@ from carpool.experts.choices import Choices
 from carpool.experts.pairs import Pairs, count_pairs, slot_sums, sort_pairs, sum_pairs
 from carpool.experts.stages import Stages
 from carpool.memory.arena import Arena, Rows
-from carpool.transport.base import Arrivals
+from carpool.memory.arrivals import Arrivals
 
 
 class GroupedExperts:

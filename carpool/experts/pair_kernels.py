@@ -212,7 +212,7 @@ def sum_part(
     part: int,
     slab: int,
 ) -> None:
-    """`sum_pairs` of the rows of one part (`carpool.transport.base.Ready`); rows without pairs stay as they are."""
+    """`sum_pairs` of the rows of one part (`carpool.memory.arrivals.Ready`); rows without pairs stay as they are."""
     width = out_RH.shape[1]
     tile, block = tiling(width, 1024)
     _sum_part[programs(out_RH, tile, block, per_processor=12)](

@@ -1,7 +1,7 @@
 """Grouped experts on rows that come in parts, while later parts are under way (`carpool.schedule.tiles`).
 
-A part is a range of every rank's tokens (`carpool.transport.base.Ready`). Pairs are sorted as ever, by slot, and within
-a slot by part, so that
+A part is a range of every rank's tokens (`carpool.memory.arrivals.Ready`). Pairs are sorted as ever, by slot, and
+within a slot by part, so that
 
     what is of a slot      lies together: gradients of weights are one product over all parts, as without parts
     what is of a part      are tiles of their own, listed part by part (`table_kernels.part_table`)
@@ -32,7 +32,7 @@ from carpool.experts.grouped import GroupedExperts
 from carpool.experts.pairs import Pairs, count_pairs, slot_sums, sort_pairs
 from carpool.experts.stages import Stages, has_kernels
 from carpool.memory.arena import Arena, Rows
-from carpool.transport.base import Arrivals, Ready
+from carpool.memory.arrivals import Arrivals, Ready
 
 FUSED = "flat"  # the way of a stage that has to be fused, where one was chosen that cannot be used
 # Ways of which a multiprocessor holds one program. A kernel that waits must not spread over more multiprocessors than

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from carpool.experts.base import ExpertFunction, ExpertWeights
 from carpool.memory.arena import Arena, Rows
-from carpool.transport.base import Arrivals
+from carpool.memory.arrivals import Arrivals
 
 
 def reference_experts(

@@ -24,7 +24,7 @@ from carpool.experts.base import Activation, ExpertFunction, ExpertWeights
 from carpool.experts.choices import LIBRARY, Choices, default_choices
 from carpool.experts.pairs import Pairs, activate, activate_backward, gather_rows
 from carpool.memory.arena import Arena, Rows
-from carpool.transport.base import Ready
+from carpool.memory.arrivals import Ready
 
 if TYPE_CHECKING:
     from carpool.experts.gemm_tiles import Parts

@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 
 from carpool.memory.arena import Arena, Rows
-from carpool.transport.base import Arrivals
+from carpool.memory.arrivals import Arrivals
 
 
 def keep_rows(arrivals: Arrivals, arena: Arena | None) -> Rows:

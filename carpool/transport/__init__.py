@@ -21,9 +21,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from carpool.memory.arrivals import Arrivals
 from carpool.plugins import Registry, unknown
 from carpool.transport.alltoall import AllToAll
-from carpool.transport.base import Arrivals, BufferOverflowError, Pending, RankMissingError, Route, Transport
+from carpool.transport.base import BufferOverflowError, Pending, RankMissingError, Route, Transport
 from carpool.transport.dedup import Dedup
 from carpool.transport.gather import Gather
 from carpool.transport.nvlink import NVLink, NVLinkOptions

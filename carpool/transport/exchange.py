@@ -32,8 +32,9 @@ import torch.distributed as dist
 
 from carpool.kernels.ordered_sum import ordered_sum
 from carpool.memory.arena import Rows
+from carpool.memory.arrivals import Arrivals
 from carpool.observe.traffic import Traffic
-from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Arrivals, Pending, Route, Transport
+from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Pending, Route, Transport
 
 # Each rank tells each other how many rows and how many (row, slot) pairs will come of a chunk: two int64.
 COUNT_BYTES = 16

@@ -22,8 +22,9 @@ import torch.nn.functional as F
 
 from carpool.kernels.ordered_sum import ordered_sum
 from carpool.memory.arena import Rows
+from carpool.memory.arrivals import Arrivals
 from carpool.observe.traffic import Traffic
-from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Arrivals, Pending, Route, Transport
+from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Pending, Route, Transport
 from carpool.transport.volume import Counts, one_row_to_all
 
 COUNT_BYTES = 8

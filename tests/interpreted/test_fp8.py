@@ -20,8 +20,8 @@ from carpool.experts import pairs as sides
 from carpool.experts.fp8 import stages as fp8
 from carpool.experts.fp8.stages import Columns, Quantised
 from carpool.experts.pairs import Pairs, sort_pairs
+from carpool.kernels.packets import GROUP, pack, packet_bytes, unpack
 from carpool.memory import Arena, Rows
-from carpool.transport.packets import GROUP, pack, packet_bytes, unpack
 from tests.experts_problem import ACTIVATIONS, PATTERNS, ExpertProblem, draw_slots
 
 if os.environ.get("TRITON_INTERPRET") != "1":
@@ -29,7 +29,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from carpool.experts import sort_kernel
 from carpool.experts.fp8 import gemm_kernels as fp8_gemm_kernels
-from carpool.transport.packet_kernel import launch_quantise
+from carpool.kernels.packet_kernel import launch_quantise
 from tests.interpreter_rounding import rounding_as_on_a_gpu
 
 ON_GPU = sides.on_gpu

@@ -12,17 +12,17 @@ import pytest
 import torch
 
 from carpool.experts import ExpertWeights, FP8Experts
+from carpool.kernels.packets import packet_bytes
 from carpool.memory import Arena
 from carpool.observe.stats import LayerStats
 from carpool.ride import RideSetup, ride
 from carpool.routing import Routing
 from carpool.transport import make_transport
-from carpool.transport.packets import packet_bytes
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
 
-from carpool.transport import packet_kernel
+from carpool.kernels import packet_kernel
 from tests.interpreted.emulated import emulate
 from tests.interpreted.test_ride import FUNCTION, INNER, RANKS, SLOTS, TOKENS, TOP_K, Meeting, on_threads
 from tests.interpreter_rounding import rounding_as_on_a_gpu

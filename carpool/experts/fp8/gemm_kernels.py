@@ -38,10 +38,10 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from carpool.experts.activation_kernels import _value, constants
 from carpool.experts.base import Activation
+from carpool.kernels.packets import FP8, GROUP
 from carpool.kernels.processors import processors
 from carpool.kernels.quick import power_of_2, quick
 from carpool.memory.arena import Rows
-from carpool.transport.packets import FP8, GROUP
 
 
 class Tiling(NamedTuple):

@@ -44,10 +44,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from carpool.experts.activation_kernels import _value
+from carpool.kernels.packets import GROUP
 from carpool.kernels.processors import processors
 from carpool.kernels.quick import quick
 from carpool.memory.arena import Rows
-from carpool.transport.packets import GROUP
 
 ROWS = 128
 STAGES = 4

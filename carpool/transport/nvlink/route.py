@@ -13,7 +13,8 @@ from typing import Literal
 
 import torch
 
-from carpool.transport.base import VERB_OF, Ready, Route
+from carpool.memory.arrivals import Ready
+from carpool.transport.base import VERB_OF, Route
 from carpool.transport.nvlink.buffers import Lease
 
 

@@ -28,24 +28,17 @@ import torch
 import torch.distributed as dist
 
 from carpool.kernels.awaited import MAX_CTAS, Awaited
+from carpool.kernels.packets import packet_bytes
 from carpool.layout.uniform import uniform_copies
 from carpool.memory.arena import Arena, Rows
+from carpool.memory.arrivals import Arrivals, Ready
 from carpool.observe.traffic import Traffic
-from carpool.transport.base import (
-    CHOICE_BYTES,
-    GRADIENT_BYTES,
-    Arrivals,
-    BufferOverflowError,
-    Pending,
-    Ready,
-    Transport,
-)
+from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, BufferOverflowError, Pending, Transport
 from carpool.transport.nvlink.buffers import OWNERS, VERBS, Buffers, Regions, buffers_of
 from carpool.transport.nvlink.options import NVLinkOptions
 from carpool.transport.nvlink.route import NVLinkRoute
 from carpool.transport.nvlink.runner import VerbRunner
 from carpool.transport.nvlink.usable import why_not
-from carpool.transport.packets import packet_bytes
 from carpool.transport.volume import Counts, one_row_per_rank
 
 if TYPE_CHECKING:
@@ -233,7 +226,7 @@ class NVLink(VerbRunner, Transport):
             route.ready = replace(route.ready, awaited=self._awaited(route, "dispatch_gradients"))
 
         def finish() -> Rows:
-            from carpool.transport.packet_kernel import launch_dequantise
+            from carpool.kernels.packet_kernel import launch_dequantise
 
             came, hidden, buffers = pending.wait(), dy_TH.shape[1], self.buffers
             if packet_TB is not None and route.packets:
@@ -282,8 +275,8 @@ class NVLink(VerbRunner, Transport):
         weight_RJ: torch.Tensor | None = None,
     ) -> tuple[Pending, torch.Tensor | None]:
         """The rows that come, and packets of the own ones if they travel as such."""
+        from carpool.kernels.packet_kernel import launch_quantise
         from carpool.transport.nvlink.launch import launch_dispatch
-        from carpool.transport.packet_kernel import launch_quantise
 
         self.buffers.check()
         x_TH = x_TH.contiguous()

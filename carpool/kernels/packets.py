@@ -48,7 +48,7 @@ def pack(x_RH: torch.Tensor, came_W: torch.Tensor | None = None, slab: int = 0) 
     """
     rows, hidden = x_RH.shape
     if x_RH.is_cuda:
-        from carpool.transport.packet_kernel import launch_quantise
+        from carpool.kernels.packet_kernel import launch_quantise
 
         return launch_quantise(x_RH.contiguous(), packet_bytes(hidden), came_W, slab)
     packet_RB = torch.zeros(rows, packet_bytes(hidden), dtype=torch.uint8, device=x_RH.device)

@@ -1,4 +1,4 @@
-"""Packets on CUDA. `carpool.transport.packets` says what a packet is, and defines in plain PyTorch what these compute.
+"""Packets on CUDA. `carpool.kernels.packets` says what a packet is, and defines in plain PyTorch what these compute.
 
 Quantising takes arithmetic, and the few programs that fill the links have little to spare: inside the dispatch kernel
 it took 811 us at T 8192, H 4096, more than the rows in bf16 (575). So it is a kernel of its own, over all SMs, which
@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from carpool.kernels import packets
 from carpool.kernels.quick import cdiv, quick
-from carpool.transport import packets
 
 GROUP = tl.constexpr(packets.GROUP)
 FP8_MAX = tl.constexpr(packets.FP8_MAX)
