@@ -129,7 +129,7 @@ class ExpertRides(LayerCore):
         return self.transport or super().prepare(top_k, hidden, device or next(self.experts.parameters()).device)
 
     def check_layout(self, layout: ExpertLayout) -> None:
-        """Raise ValueError if this layer cannot compute under `layout`, now or at all."""
+        """Raise ValueError if this layer cannot compute under `layout`."""
         super().check_layout(layout)
         if {len(rank) for rank in layout.homes} != {self.num_local_experts}:
             raise ValueError("FSDP shards experts evenly, so every rank must be home to equally many experts")

@@ -58,7 +58,8 @@ def set_layout(model: nn.Module, layouts: LayoutsLike, optimizer: torch.optim.Op
         experts = {name: list(own.experts.parameters()) for name, own in moving.items()}
         everything = [parameter for parameters in experts.values() for parameter in parameters]
         watch = Stopwatch(everything[0].device)
-        check_can_move(everything, optimizer, None)
+        problem = next(filter(None, (own.why_not_move() for own in moving.values())), "")
+        check_can_move(everything, optimizer, None, problem)
         for name, own in moving.items():
             # FSDP shards all parameters of a module alike.
             move = row_move(experts[name][0], places(own.layout), places(layouts[name]))

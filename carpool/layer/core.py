@@ -25,7 +25,7 @@ from carpool.layout import ExpertLayout, assign
 from carpool.observe.recompute import add_once, in_recompute
 from carpool.observe.stats import LayerStats
 from carpool.parallel.slots import SlotFiller, fill_slots
-from carpool.ride import NO_HOOKS, RideHooks, RideSetup, ride, ride_module
+from carpool.ride import NO_HOOKS, RideHooks, RideSetup, backward_has_run, ride, ride_module
 from carpool.routing import DropOptions, Routing
 from carpool.routing.limit import LimitOptions, RoutingLimit
 from carpool.schedule import Schedule
@@ -98,8 +98,8 @@ class LayerCore:
         self.dropped: torch.Tensor | int = 0
         self.load_E: torch.Tensor | None = None
         self.routing: Routing | None = None
-        # Forwards whose backward has not run: the nodes of autograd's graph that their rides are.
-        self._pending: weakref.WeakSet[Any] = weakref.WeakSet()
+        # The rides of forwards whose graph is still there, as nodes of it.
+        self._nodes: weakref.WeakSet[Any] = weakref.WeakSet()
         self._experts_asked: tuple[str, Choices | None, bool] = ("auto", None, False)
         self.set_experts("auto")
 
@@ -160,7 +160,7 @@ class LayerCore:
         self.load_E = torch.zeros(self.num_experts, dtype=torch.int64, device=device) if on else None
 
     def check_layout(self, layout: ExpertLayout) -> None:
-        """Raise ValueError if this layer cannot compute under `layout`, now or at all."""
+        """Raise ValueError if this layer cannot compute under `layout`."""
         if (layout.num_experts, layout.num_ranks) != (self.num_experts, self.num_ranks):
             raise ValueError(
                 f"the layout is for {layout.num_experts} experts on {layout.num_ranks} ranks, the layer has "
@@ -168,17 +168,22 @@ class LayerCore:
             )
         if not layout.slot_is_home and self.function is None:
             raise ValueError(f"{self.name} runs its own forward: no replicas, no empty slots")
-        self.check_no_backward_is_due()
 
-    def check_no_backward_is_due(self) -> None:
-        """Raise ValueError if a forward's backward has not run: its gradients would go to the homes of before."""
-        if len(self._pending):
+    def why_not_move(self) -> str:
+        """Why experts cannot move now: a forward's backward has not run, and its gradients would go to the homes of
+        before. "" if they can. Ranks may differ, so whoever moves tells all of them (`check_can_move`)."""
+
+        def due() -> int:
+            return sum(not backward_has_run(node) for node in self._nodes)
+
+        if due():
             gc.collect()  # a graph that nobody can reach any more may lie in a reference cycle
-        if len(self._pending):
-            raise ValueError(
-                f"{self.name}: {len(self._pending)} forward(s) wait for their backward, whose gradients would reach "
-                "other experts; change the layout after backward(), or let go of their outputs"
+        if number := due():
+            return (
+                f"{self.name}: {number} forward(s) wait for their backward, whose gradients would reach other experts; "
+                "change the layout after backward(), or let go of their outputs"
             )
+        return ""
 
     def move_to(self, layout: ExpertLayout) -> None:
         """Compute under `layout` from now on. The parameters must already be in its home order."""
@@ -276,16 +281,9 @@ class LayerCore:
             y_TH = ride_module(x_TH, routing, slot_TK, home, setup)
             made = None if beside is None else beside()
         if y_TH.requires_grad and not torch.compiler.is_compiling() and not in_recompute():
-            self._expect_backward(y_TH)
+            self._nodes.add(y_TH.grad_fn)
         self.filler.start_next()
         return y_TH, made
-
-    def _expect_backward(self, y_TH: torch.Tensor) -> None:
-        node: Any = y_TH.grad_fn
-        self._pending.add(node)
-        pending, own = self._pending, weakref.ref(node)
-        # The hook must not hold the node, which holds the hook.
-        node.register_prehook(lambda _: pending.discard(own()))
 
     # -- copies ----------------------------------------------------------------------------------------------------
 

@@ -93,9 +93,12 @@ class LayerModule(nn.Module):
         if layout != core.layout:
             watch = Stopwatch(self.up_proj.device)
             move = RowMove(core.layout.homes, layout.homes, core.rank)
+            problem = core.why_not_move()
             # With one rank there is nobody to ask, whoever else is in the world.
             if core.group is not None:
-                check_can_move(self.expert_parameters(), optimizer, core.group)
+                check_can_move(self.expert_parameters(), optimizer, core.group, problem)
+            elif problem:
+                raise ValueError(problem)
             size = move_experts(self.expert_parameters(), move, optimizer, core.group)
             core.move_to(layout)
             self._prepare()

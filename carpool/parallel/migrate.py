@@ -142,11 +142,14 @@ def move_experts(
 
 
 def check_can_move(
-    parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer | None, group: dist.ProcessGroup | None
+    parameters: Iterable[nn.Parameter],
+    optimizer: torch.optim.Optimizer | None,
+    group: dist.ProcessGroup | None,
+    problem: str = "",
 ) -> None:
     """Raise the ValueErrors of `move_experts`, on all ranks, before anything has moved. Collective over `group` (None:
-    all ranks)."""
-    problem, kept = "", []
+    all ranks). problem: what this rank knows already to be in the way."""
+    kept = []
     for parameter in parameters:
         if parameter.grad is not None:
             problem = (

@@ -6,8 +6,8 @@
 `operator.py` the operator for `torch.compile`. `turns.py` lets two halves of a batch take turns at the rides.
 """
 
-from carpool.ride.function import ride, ride_module
+from carpool.ride.function import backward_has_run, ride, ride_module
 from carpool.ride.hooks import NO_HOOKS, RideHooks
 from carpool.ride.setup import RideSetup
 
-__all__ = ["NO_HOOKS", "RideHooks", "RideSetup", "ride", "ride_module"]
+__all__ = ["NO_HOOKS", "RideHooks", "RideSetup", "backward_has_run", "ride", "ride_module"]

@@ -105,9 +105,15 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
                 "a MoE layer of Carpool has no gradients of gradients: call backward or autograd.grad without "
                 "create_graph=True, or compute the second order by differences"
             )
+        ctx.has_run = True
         return backward(ctx, *gradients)
 
     return checked
+
+
+def backward_has_run(node: Any) -> bool:
+    """Whether the backward of a ride has begun. node: `grad_fn` of what `ride` or `ride_module` returned."""
+    return getattr(node, "has_run", False)
 
 
 class _Trip:

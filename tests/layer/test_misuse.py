@@ -80,6 +80,19 @@ def test_a_layout_between_forward_and_backward_is_refused(ranks: Ranks) -> None:
         assert "1 forward(s) wait for their backward" in said[0] and said[1:] == ["", "", "False"]
 
 
+def one_rank_waits() -> str:
+    moe = build()
+    kept = [moe(torch.randn(3, H))]
+    if dist.get_rank():
+        kept.clear()
+    return message(moe.set_layout, PERMUTED)
+
+
+def test_a_backward_that_one_rank_waits_for_is_told_to_all(ranks: Ranks) -> None:
+    for said in ranks(one_rank_waits):
+        assert "rank 0: MoE: 1 forward(s) wait for their backward" in said
+
+
 def test_a_plain_state_of_another_layout_is_refused() -> None:
     plain, permuted = build(ep_mesh=None), build(ep_mesh=None, layout=ALONE)
     for source, target in ((plain, permuted), (permuted, plain)):
