@@ -20,8 +20,9 @@ from carpool.experts import (
     make_activation,
     make_experts,
 )
-from carpool.experts.choices import STAGES, WAYS, Choices, default_choices, measure_choices, pick
+from carpool.experts.choices import STAGES, WAYS, Choices, default_choices
 from carpool.experts.grouped import GroupedExperts
+from carpool.experts.measure import measure_choices, pick
 from carpool.experts.pairs import sort_pairs
 from carpool.experts.stages import grouped_mm, grouped_outer
 from carpool.memory import Arena, Rows

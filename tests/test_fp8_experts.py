@@ -28,7 +28,8 @@ from carpool.experts import (
 from carpool.experts.fp8 import experts as fp8
 from carpool.experts.fp8 import stages as fp8_stages
 from carpool.experts.pairs import sort_pairs
-from carpool.kernels.packets import pack, packet_bytes, quantise, unpack
+from carpool.kernels.packets import packet_bytes, quantise, unpack
+from carpool.kernels.packing import pack
 from carpool.memory import Arena, Rows
 from carpool.observe.stats import LayerStats
 from carpool.ride import RideSetup, ride

@@ -19,6 +19,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 PACKAGE = Path(__file__).parents[1] / "carpool"
 PICTURE = PACKAGE.parent / "docs" / "rooms.svg"
@@ -51,8 +52,11 @@ def room_of(module: str) -> str:
     return [*module.split("."), ""][1]
 
 
-def imports(source: str, path: str = "<source>", package: str = "carpool") -> Iterator[str]:
-    """The modules of a package that a file imports when it runs."""
+def imports(source: str, path: str = "<source>", package: str = "carpool", names: bool = False) -> Iterator[str]:
+    """The modules of a package that a file imports when it runs.
+
+    Args:
+        names: say also which names are taken from them: `carpool.a.b` for `from carpool.a import b`."""
     tree = ast.parse(source, path)
     never: set[ast.AST] = set()
     for node in ast.walk(tree):
@@ -64,8 +68,8 @@ def imports(source: str, path: str = "<source>", package: str = "carpool") -> It
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == package)
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            if node.module == package:
-                yield from (f"{package}.{alias.name}" for alias in node.names)
+            if node.module == package or (names and node.module.startswith(f"{package}.")):
+                yield from (f"{node.module}.{alias.name}" for alias in node.names)
             elif node.module.startswith(f"{package}."):
                 yield node.module
 
@@ -84,6 +88,28 @@ def arrows(package: Path = PACKAGE) -> dict[tuple[str, str], list[str]]:
             if other in rooms and other != room and file not in found[room, other]:
                 found[room, other].append(file)
     return {pair: files for pair, files in found.items() if files}
+
+
+def file_circles(package: Path = PACKAGE) -> list[str]:
+    """Circles of files, one sentence each. `from carpool.a import b` leads to a/b.py if there is one, else to a's file;
+    what the packages around a file import does not count."""
+    graph: dict[str, set[Any]] = {}
+    for path in sorted(package.rglob("*.py")):
+        file = path.relative_to(package).as_posix()
+        found = {_file_of(module, package) for module in imports(path.read_text(), file, names=True)}
+        graph[file] = {other for other in found if other not in (None, file)}
+    return [f"a circle: {' -> '.join(circle)}" for circle in circles(graph)]
+
+
+def _file_of(module: str, package: Path) -> str | None:
+    """The file of `carpool.a.b`: a/b.py, a/b/__init__.py, or, if b is a name in it, a's."""
+    parts = module.split(".")[1:]
+    for length in (len(parts), len(parts) - 1):
+        place = package.joinpath(*parts[:length])
+        for found in (place.with_suffix(".py"), place / "__init__.py"):
+            if length and found.is_file():
+                return found.relative_to(package).as_posix()
+    return None
 
 
 def strangers(package: Path = PACKAGE) -> list[str]:
@@ -201,7 +227,7 @@ def draw(found: Mapping[tuple[str, str], list[str]], exceptions: frozenset[tuple
 
 def main() -> int:
     found = arrows()
-    wrong = problems(found) + strangers()
+    wrong = problems(found) + file_circles() + strangers()
     for sentence in wrong:
         print(sentence, file=sys.stderr)
     if "--check" not in sys.argv:

@@ -5,8 +5,9 @@ A row of H elements becomes H codes (e4m3) and one float32 scale for each 128 co
 
     H 7168        [7168 codes | 56 scales]  =  7392 bytes instead of 14336
 
-`pack` and `unpack` in plain PyTorch define what the kernels compute (packet_kernel.py). LOSSY: a code has three
-bits behind the point, so an element is off by up to 1/16 of itself, by less on average.
+`quantise` and `unpack` define in plain PyTorch what the kernels compute (packet_kernel.py); `pack` (packing.py) is the
+one or the other. LOSSY: a code has three bits behind the point, so an element is off by up to 1/16 of itself, by less
+on average.
 """
 
 from __future__ import annotations
@@ -40,31 +41,13 @@ def quantise(x_RH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return code_RGC.view(rows, groups * GROUP)[:, :hidden], scale_RG
 
 
-def pack(x_RH: torch.Tensor, came_W: torch.Tensor | None = None, slab: int = 0) -> torch.Tensor:
-    """(R, packet_bytes(H)) uint8.
-
-    Args:
-        came_W: (W,) on the device: how many of each `slab` rows are there; the others' packets may hold anything.
-    """
-    rows, hidden = x_RH.shape
-    if x_RH.is_cuda:
-        from carpool.kernels.packet_kernel import launch_quantise
-
-        return launch_quantise(x_RH.contiguous(), packet_bytes(hidden), came_W, slab)
-    packet_RB = torch.zeros(rows, packet_bytes(hidden), dtype=torch.uint8, device=x_RH.device)
-    code_RH, scale_RG = quantise(x_RH)
-    packet_RB[:, :hidden] = code_RH.view(torch.uint8)
-    _scales(packet_RB, hidden).copy_(scale_RG)
-    return packet_RB
-
-
 def unpack(packet_RB: torch.Tensor, hidden: int) -> torch.Tensor:
     """(R, hidden) float32, in plain PyTorch."""
     code_RH = packet_RB[:, :hidden].contiguous().view(FP8).float()
-    return code_RH * _scales(packet_RB, hidden).repeat_interleave(GROUP, 1)[:, :hidden]
+    return code_RH * scales_of(packet_RB, hidden).repeat_interleave(GROUP, 1)[:, :hidden]
 
 
-def _scales(packet_RB: torch.Tensor, hidden: int) -> torch.Tensor:
+def scales_of(packet_RB: torch.Tensor, hidden: int) -> torch.Tensor:
     """(R, groups) float32, a view."""
     first = scales_at(hidden) // 4
     return packet_RB.view(torch.float32)[:, first : first + -(-hidden // GROUP)]

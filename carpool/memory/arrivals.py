@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from carpool.kernels.packets import pack
+from carpool.kernels.packing import pack
 from carpool.memory.arena import Rows
 
 

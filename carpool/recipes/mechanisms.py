@@ -26,7 +26,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from carpool.experts import EXPERTS
 from carpool.placement.solvers import solver_names
-from carpool.recipes import Recipe
+from carpool.recipes.files import Recipe
 from carpool.recipes.resolve import in_effect, resolve
 from carpool.train.config.schema import keys
 from carpool.transport import TRANSPORTS

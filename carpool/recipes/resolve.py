@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from carpool.recipes import Recipe
+from carpool.recipes.files import Recipe
 from carpool.train.config import Config, load_config
 from carpool.train.config.schema import keys
 

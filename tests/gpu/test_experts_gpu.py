@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from carpool.experts import Activation, GroupedExperts, make_activation
-from carpool.experts.choices import STAGES, WAYS, Choices, measure_choices
+from carpool.experts.choices import STAGES, WAYS, Choices
+from carpool.experts.measure import measure_choices
 from carpool.experts.pairs import Pairs, sort_pairs
 from tests.experts_problem import ACTIVATIONS, PATTERNS, ExpertProblem
 

@@ -15,7 +15,8 @@ from carpool.experts import FP8Experts
 from carpool.experts.fp8 import stages as fp8_stages
 from carpool.experts.fp8.stages import Columns, Quantised
 from carpool.experts.pairs import sort_pairs
-from carpool.kernels.packets import FP8, GROUP, pack
+from carpool.kernels.packets import FP8, GROUP
+from carpool.kernels.packing import pack
 from carpool.memory import Rows
 from tests.experts_problem import ACTIVATIONS, PATTERNS, ExpertProblem, draw_slots
 from tests.gpu.test_experts_gpu import routed

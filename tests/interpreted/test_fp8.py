@@ -20,7 +20,8 @@ from carpool.experts import pairs as sides
 from carpool.experts.fp8 import stages as fp8
 from carpool.experts.fp8.stages import Columns, Quantised
 from carpool.experts.pairs import Pairs, sort_pairs
-from carpool.kernels.packets import GROUP, pack, packet_bytes, unpack
+from carpool.kernels.packets import GROUP, packet_bytes, unpack
+from carpool.kernels.packing import pack
 from carpool.memory import Arena, Rows
 from tests.experts_problem import ACTIVATIONS, PATTERNS, ExpertProblem, draw_slots
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tools.draw_rooms import EXCEPTIONS, PICTURE, arrows, draw, imports, problems, strangers
+from tools.draw_rooms import EXCEPTIONS, PICTURE, arrows, draw, file_circles, imports, problems, strangers
 
 SOURCE = """
 from typing import TYPE_CHECKING
@@ -53,8 +53,20 @@ def test_no_room_below_the_layer_imports_transformers(tmp_path: Path) -> None:
     assert strangers(tmp_path) == ["ride/b.py imports transformers.trainer"]
 
 
+def test_circles_of_files_are_refused(tmp_path: Path) -> None:
+    files = {
+        "ride/__init__.py": "from carpool.ride.a import go",
+        "ride/a.py": "from carpool.ride import b",
+        "ride/b.py": "def later():\n    from carpool.ride.a import go",
+    }
+    (tmp_path / "ride").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert file_circles(tmp_path) == ["a circle: ride/a.py -> ride/b.py -> ride/a.py"]
+
+
 def test_the_rooms_are_in_order() -> None:
-    assert problems(arrows()) + strangers() == []
+    assert problems(arrows()) + file_circles() + strangers() == []
     assert not EXCEPTIONS
 
 

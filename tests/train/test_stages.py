@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from carpool.experts import Activation, Choices
-from carpool.experts.choices import STAGES, Measured, _Problem
+from carpool.experts.choices import STAGES
+from carpool.experts.measure import Measured, _Problem
 from carpool.planner.chosen import Chosen
 from carpool.train.config import describe, load_config
 from carpool.train.run.files import read_record

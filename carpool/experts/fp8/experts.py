@@ -53,7 +53,7 @@ from carpool.experts.fp8.stages import (
 )
 from carpool.experts.pairs import Pairs, count_pairs, slot_sums, sort_pairs, sum_pairs
 from carpool.experts.stages import grouped_outer
-from carpool.kernels.packets import pack
+from carpool.kernels.packing import pack
 from carpool.memory.arena import Arena, Rows
 from carpool.memory.arrivals import Arrivals
 

@@ -1,0 +1,162 @@
+"""Times every way of every stage of `GroupedExperts` on the device at hand, and picks the fastest (choices.py)."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+
+from carpool.experts.base import Activation, ExpertFunction, ExpertWeights
+from carpool.experts.choices import LIBRARY, STAGES, WAYS, Choices
+from carpool.experts.pairs import gather_rows, sort_pairs
+from carpool.experts.stages import Stages
+from carpool.memory.arena import Arena, Rows
+
+DELAY_CYCLES = 1_000_000  # about half a millisecond
+
+log = logging.getLogger("carpool")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What `measure_choices` found.
+
+    Attributes:
+        choices: the fastest.
+        microseconds: of each stage, by way; those that cannot run on this device are missing.
+        gather: microseconds to gather the rows of dy, which the library's sides of dact and ddown need, once.
+    """
+
+    choices: Choices
+    microseconds: dict[str, dict[str, float]]
+    gather: float
+
+
+def measure_choices(
+    rows: int,
+    hidden: int,
+    inner: int,
+    slots: int,
+    slots_per_row: int,
+    function: ExpertFunction,
+    device: torch.device,
+    *,
+    bias: bool = False,
+    use_arena: bool = True,
+    ways: tuple[str, ...] = WAYS,
+    repeats: int = 7,
+    slot_RJ: torch.Tensor | None = None,
+) -> Measured:
+    """Time every way of every stage in bf16 on random rows and balanced random routing, and pick the fastest.
+
+    The host waits for the device, and memory for about one forward and backward is taken.
+
+    Args:
+        rows, slots, slots_per_row: how many rows come, and how many of how many slots each wants.
+        hidden, inner: H, F.
+        bias: whether the experts have biases.
+        use_arena: whether the pre-activation is kept in an arena, as transports that do not tell the host how much
+            came want it.
+        slot_RJ: a routing of one's own.
+
+    Raises:
+        ValueError: the device is no GPU; sizes that do not fit.
+    """
+    if device.type != "cuda":
+        raise ValueError(f"stages are chosen by measurement on a GPU, not on {device}; on a CPU there is one way")
+    if not 0 < slots_per_row <= slots:
+        raise ValueError(f"slots_per_row={slots_per_row} must be between 1 and slots={slots}")
+    problem = _Problem(rows, hidden, inner, slots, slots_per_row, function, device, bias, use_arena, slot_RJ)
+    microseconds = {stage: _times(problem.calls(stage, ways), repeats) for stage in STAGES}
+    gather = _times({"": lambda: gather_rows(problem.dy, problem.pairs, torch.bfloat16)}, repeats)[""]
+    return Measured(pick(microseconds, gather), microseconds, gather)
+
+
+def pick(microseconds: dict[str, dict[str, float]], gather: float) -> Choices:
+    """The fastest ways. Of equally fast ones, those that come first."""
+    best = {stage: min(times, key=times.__getitem__) for stage, times in microseconds.items()}
+    dact, ddown = microseconds["dact"], microseconds["ddown"]
+    best["dact"], best["ddown"] = min(
+        product(dact, ddown), key=lambda ways: dact[ways[0]] + ddown[ways[1]] + gather * (LIBRARY in ways)
+    )
+    return Choices(**best)
+
+
+class _Problem:
+    """Inputs of all stages."""
+
+    def __init__(
+        self, rows: int, hidden: int, inner: int, slots: int, slots_per_row: int, function: ExpertFunction,
+        device: torch.device, bias: bool, use_arena: bool, slot_RJ: torch.Tensor | None,
+    ) -> None:  # fmt: skip
+        generator = torch.Generator(device).manual_seed(0)
+
+        def draw(*shape: int, scale: float = 1.0) -> torch.Tensor:
+            return scale * torch.randn(*shape, generator=generator, device=device, dtype=torch.bfloat16)
+
+        activation = function.activation
+        width = inner * (2 if not isinstance(activation, Activation) or activation.gated else 1)
+        up, down = draw(slots, width, hidden, scale=hidden**-0.5), draw(slots, hidden, inner, scale=inner**-0.5)
+        if function.transposed:
+            up, down = up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
+        self.weights = ExpertWeights(up, down, *((draw(slots, width), draw(slots, hidden)) if bias else (None, None)))
+        if slot_RJ is None:
+            scores = torch.rand(rows, slots, generator=generator, device=device)
+            slot_RJ = scores.topk(slots_per_row, 1).indices.int()
+        num_pairs = slot_RJ.numel()
+        self.function, self.pairs = function, sort_pairs(slot_RJ, slots, num_pairs)
+        self.x, self.dy = Rows.of(draw(rows, hidden)), Rows.of(draw(rows, hidden))
+        self.weight_RJ = torch.rand(slot_RJ.shape, generator=generator, device=device)
+        self.arena, self.h = None, Rows.of(draw(num_pairs, width))
+        if use_arena:
+            # Room for h twice: what `up` keeps, and what `dact` reads.
+            self.arena = Arena(4 * num_pairs * width + 2**16, device)
+            h = self.arena.reserve(width, torch.bfloat16, self.pairs.count_1)
+            assert h.start is not None
+            h.data[int(h.start) :][: num_pairs * width] = self.h.data.flatten()
+            self.h = h
+        self.a, self.dh = draw(num_pairs, inner), draw(num_pairs, width)
+
+    def calls(self, stage: str, ways: tuple[str, ...]) -> dict[str, Callable[[], Any]]:
+        return {way: self._call(stage, way) for way in ways}
+
+    def _call(self, stage: str, way: str) -> Callable[[], Any]:
+        stages = Stages(self.function, self.weights, self.pairs, Choices.all(way))
+        return {
+            "up": lambda: stages.up(self.x, self.arena, True),
+            "down": lambda: stages.down(self.a),
+            "dact": lambda: stages.dact(self.h, self.dy, self.weight_RJ, True),
+            "dx": lambda: stages.dx(self.dh),
+            "dup": lambda: stages.dup(self.dh, self.x),
+            "ddown": lambda: stages.ddown(self.dy, self.a),
+        }[stage]
+
+
+def _times(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, float]:
+    """Median microseconds of each call, in turns; without those that fail, unless it is the library's."""
+    spans: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {}
+    for way, call in calls.items():
+        try:
+            call()
+            torch.cuda.synchronize()
+            spans[way] = []
+        except Exception as error:
+            if way in ("", LIBRARY):
+                raise
+            log.warning("%s cannot be used here: %s", way, error)
+    for _ in range(repeats):
+        for way, found in spans.items():
+            # While the device is busy with this, the host gets ahead.
+            torch.cuda._sleep(DELAY_CYCLES)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            calls[way]()
+            end.record()
+            found.append((begin, end))
+        torch.cuda.synchronize()
+    return {way: 1e3 * statistics.median(a.elapsed_time(b) for a, b in found) for way, found in spans.items()}

@@ -1,0 +1,122 @@
+"""The files of recipes: where they are, and what they say. `carpool.recipes` says what a recipe is."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+FOLDERS = "CARPOOL_RECIPES"
+Kind = Literal["placement", "routing", "schedule"]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What a recipe's file says.
+
+    Attributes:
+        name: of the file.
+        path: of the file.
+        system, source, note, kind: see the module's docstring.
+        mechanisms: KIND:NAME of each.
+        missing: KIND:NAME of each mechanism that this version lacks.
+        settings: by section and key.
+    """
+
+    name: str
+    path: Path
+    system: str
+    source: str
+    note: str
+    mechanisms: tuple[str, ...]
+    settings: Mapping[str, Mapping[str, Any]]
+    missing: tuple[str, ...] = ()
+    kind: Kind = "placement"
+
+    def get(self, section: str, key: str, default: Any = None) -> Any:
+        """A setting that the recipe makes, or `default`."""
+        return self.settings.get(section, {}).get(key, default)
+
+    def check_complete(self) -> None:
+        """Raise ValueError if the recipe names something as missing."""
+        if self.missing:
+            raise ValueError(
+                f"recipe {self.name}: this version cannot follow it, because it lacks {', '.join(self.missing)}"
+            )
+
+
+def names(kind: Kind | None = None) -> list[str]:
+    """The names of all recipes, or of those of one kind; recipes that cannot be followed are among them."""
+    return [name for name in sorted(_paths()) if kind is None or read(name).kind == kind]
+
+
+def path_of(name: str) -> Path:
+    """The file of a recipe, given its name or the path of a TOML file.
+
+    Raises:
+        ValueError: there is no such recipe."""
+    known, path = _paths(), Path(name)
+    if name in known:
+        return known[name]
+    if path.suffix == ".toml" and path.is_file():
+        return path
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ValueError(
+        f"there is no recipe {name!r}{hint} Recipes: {', '.join(sorted(known))}; or give the path of a .toml"
+    )
+
+
+def read(name: str) -> Recipe:
+    """What a recipe says, by name or from the path of a TOML file, whether or not this version can follow it.
+
+    Raises:
+        ValueError: there is none, or its file is no recipe."""
+    path = path_of(name)
+    name = path.stem
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"recipe {name}: {path} cannot be read: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"recipe {name}: not TOML: {error}") from error
+    head = data.pop("recipe", None)
+    if not isinstance(head, dict) or not {"system", "source", "mechanisms"} <= set(head):
+        raise ValueError(f"recipe {name}: a section [recipe] with system, source and mechanisms is missing")
+    if unknown := set(head) - {"system", "source", "note", "kind", "mechanisms", "missing"}:
+        raise ValueError(f"recipe {name}: [recipe] has no {', '.join(sorted(unknown))}")
+    kind = head.get("kind", "placement")
+    if kind not in get_args(Kind):
+        raise ValueError(f"recipe {name}: kind = {kind!r}: expected one of {', '.join(get_args(Kind))}")
+    for key in ("mechanisms", "missing"):
+        if not all(isinstance(one, str) and ":" in one for one in head.get(key, [])):
+            raise ValueError(f"recipe {name}: {key} = {head[key]!r}: expected a list of KIND:NAME")
+    return Recipe(
+        name,
+        path,
+        head["system"],
+        head["source"],
+        head.get("note", ""),
+        tuple(head["mechanisms"]),
+        data,
+        tuple(head.get("missing", ())),
+        kind,
+    )
+
+
+def _paths() -> dict[str, Path]:
+    """The files of all recipes by name: those of the package, and those of the folders that the environment names."""
+    folders = [Path(folder) for folder in os.environ.get(FOLDERS, "").split(os.pathsep) if folder]
+    if absent := [str(folder) for folder in folders if not folder.is_dir()]:
+        raise ValueError(f"{FOLDERS} names {', '.join(absent)}, which is no folder")
+    found: dict[str, Path] = {}
+    for folder in (Path(__file__).parent, *folders):
+        for path in sorted(folder.glob("*.toml")):
+            if path.stem in found:
+                raise ValueError(f"two recipes are called {path.stem}: {found[path.stem]} and {path}; rename one")
+            found[path.stem] = path
+    return found
