@@ -112,11 +112,12 @@ class Recorder:
         Raises:
             ValueError: nothing was recorded, or layers did not see the same tokens.
         """
-        if self._misfit:
-            raise ValueError(self._misfit)
-        top_k = 0 if self._expert_LCK is None else self._expert_LCK.shape[2]
-        facts = [*self._lengths, self._copy, self._recorded, top_k, int(self._token_C is not None)]
+        top_k, misfits = 0 if self._expert_LCK is None else self._expert_LCK.shape[2], int(self._misfit is not None)
+        facts = [*self._lengths, misfits, self._copy, self._recorded, top_k, int(self._token_C is not None)]
         facts_R = [row.tolist() for row in self._gather(torch.tensor(facts, device=self.device))]
+        # Only now: other ranks would wait for one that raised before.
+        if bad := [rank for rank, row in enumerate(facts_R) if row[-5]]:
+            raise ValueError(self._misfit or f"rank {bad[0]} has no trace, so there is none: its message says why")
         top_k, ids = (max(row[at] for row in facts_R) for at in (-2, -1))
         if not top_k:
             raise ValueError(self._nothing)

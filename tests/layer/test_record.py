@@ -122,6 +122,23 @@ def test_all_ranks_get_the_same_trace(ranks: Ranks) -> None:
     assert expert_TK == expected
 
 
+def other_tokens_on_rank_1() -> str:
+    model = Blocks(ep_mesh=mesh((4,), ("ep",)))
+    with carpool.record(model) as recorder:
+        y = model.layers[0](torch.randn(3, 8))
+        model.layers[1](y[:2] if torch.distributed.get_rank() == 1 else y)
+    try:
+        recorder.trace()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_layers_of_other_tokens_on_one_rank_are_told_to_all(ranks: Ranks) -> None:
+    first, second, *_ = ranks(other_tokens_on_rank_1)
+    assert "layers.1 got 2 tokens while the model's input has 3" in second and "rank 1 has no trace" in first
+
+
 def test_a_model_of_transformers() -> None:
     from carpool.hf import install
     from tests.hf.tiny_models import NUM_SEQUENCES, SEQUENCE_LENGTH, discover, tiny_batch, tiny_model
