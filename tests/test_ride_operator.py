@@ -145,6 +145,25 @@ def test_a_whole_layer_is_one_graph_and_counts_its_tokens_once(again: bool) -> N
     assert int(moe.router.load_E.sum()) == 7 * 2
 
 
+def test_other_numbers_of_tokens_are_compiled_for_once() -> None:
+    """The first forward compiles for its size, the second, of another size, for any; no later one compiles."""
+    torch.manual_seed(0)
+    moe = carpool.MoE(HIDDEN, INNER, 8, 2)
+    compiled, frames = torch.compile(moe, backend="aot_eager"), []
+    for tokens in (7, 12, 9, 30, 2):
+        x = torch.randn(tokens, HIDDEN)
+        assert_same(train_once(moe, compiled, x), train_once(moe, moe, x))
+        frames.append(torch._dynamo.utils.counters["frames"]["ok"])
+    assert frames[0] < frames[1] == frames[2] == frames[4]
+
+
+def train_once(moe: carpool.MoE, layer: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> list[torch.Tensor]:
+    moe.zero_grad()
+    y = layer(x)
+    y.square().sum().backward()
+    return [y.detach(), *(p.grad for p in moe.expert_parameters() if p.grad is not None)]
+
+
 def test_two_layers_share_the_code_and_not_the_counters() -> None:
     cases = [Case("dedup", tokens=13), Case("gather", tokens=9)]
 
