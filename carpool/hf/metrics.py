@@ -66,9 +66,7 @@ class RideMetrics:
     def forget_current(self) -> None:
         """Forget what was counted since the last reset, collection or setting aside (an evaluation)."""
         for own in self.layers:
-            own.stats.reset()
-            own.filler.reset()
-            own.dropped = 0
+            own.reset_counts()
 
     def collect(self, device: torch.device, steps: int = 1) -> RideRecord:
         """Everything counted since the last reset, over all ranks, and reset."""
@@ -115,7 +113,10 @@ class RideMetrics:
             F.pad(own.stats.load_E.to(device, torch.float64), (0, experts - own.num_experts)) for own in self.layers
         ]
         entropies = torch.stack([own.stats.entropy.to(device) for own in self.layers])
-        dropped = torch.stack([torch.as_tensor(own.dropped, device=device).double() for own in self.layers])
+        none = torch.zeros((), dtype=torch.int64)
+        dropped = torch.stack(
+            [(none if own.dropped is None else own.dropped).to(device).double() for own in self.layers]
+        )
         served = [_served_by_replicas(own, device) for own in self.layers]
         host = torch.tensor(counted, dtype=torch.float64).to(device)
         total = torch.cat(

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from carpool.experts import Choices, ExpertFunction, Experts, ExpertWeights, make_experts
 from carpool.layer.recording import agree
 from carpool.layout import ExpertLayout, assign
-from carpool.observe.recompute import add_once, in_recompute
+from carpool.observe.recompute import add_once, in_recompute, new_counter
 from carpool.observe.stats import LayerStats
 from carpool.parallel.slots import SlotFiller, fill_slots
 from carpool.ride import NO_HOOKS, RideHooks, RideSetup, backward_has_run, ride, ride_module
@@ -63,7 +63,7 @@ class LayerCore:
         compute: the expert computation; None where the owner's forward computes.
         limit: what limits the routing to few ranks, LOSSY; None: nothing. Routers ask `choose`.
         drops: which choices are dropped on their way from the router to the ride, LOSSY; None: none.
-        dropped: how many were, since somebody set it to 0: a scalar on the device.
+        dropped: how many were, since `reset_counts`: a scalar on the device; None before the first.
         hooks: told where the backwards of rides are.
         stats: counters of this layer.
         load_E: choices of each expert by this rank's tokens in training, (E,) int64, for balancing by biases, until
@@ -95,7 +95,7 @@ class LayerCore:
         self.compute: Experts | None = None
         self.limit: RoutingLimit | None = None
         self.drops: DropOptions | None = None
-        self.dropped: torch.Tensor | int = 0
+        self.dropped: torch.Tensor | None = None
         self.load_E: torch.Tensor | None = None
         self.routing: Routing | None = None
         # The rides of forwards whose graph is still there, as nodes of it.
@@ -154,6 +154,13 @@ class LayerCore:
     def set_drops(self, options: DropOptions | None) -> None:
         """Drop choices from now on (LOSSY), or no longer."""
         self.drops = options if options is not None and options.active else None
+
+    def reset_counts(self) -> None:
+        """Forget what was counted: by `stats`, of slots, of drops."""
+        self.stats.reset()
+        self.filler.reset()
+        if self.dropped is not None:
+            self.dropped.zero_()
 
     def set_balance(self, on: bool, device: torch.device | None = None) -> None:
         """Count `load_E`, on `device`, from now on; or no longer."""
@@ -269,8 +276,9 @@ class LayerCore:
                 add_once(self.load_E, load_E)
         if self.drops is not None and not replayed:
             routing, dropped = self.drops.drop(routing, self.num_experts, training)
-            if not in_recompute():
-                self.dropped = self.dropped + dropped
+            if self.dropped is None:
+                self.dropped = new_counter((), torch.int64, dropped.device)
+            add_once(self.dropped, dropped)
         self.routing = routing.detach()
         slot_TK = assign(routing, self.layout, self.rank)
         self.filler.count(slot_TK)

@@ -140,11 +140,9 @@ class LayerModule(nn.Module):
     def stats(self, reset: bool = False) -> RideStats:
         """Copies per token, rows, bytes and expert load of this rank's tokens since the last reset."""
         core = self.core
-        summary = replace(core.stats.summary(), dropped=int(self.router.dropped.item()) + int(core.dropped))
+        summary = replace(core.stats.summary(), dropped=int(self.router.dropped.item()) + int(core.dropped or 0))
         if reset:
-            core.stats.reset()
-            core.filler.reset()
-            core.dropped = 0
+            core.reset_counts()
             self.router.dropped.zero_()
         return summary
 

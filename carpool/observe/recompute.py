@@ -14,6 +14,14 @@ def in_recompute() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def new_counter(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros that every later forward can add to: what is made in inference mode cannot be changed outside of it."""
+    if not torch.is_inference_mode_enabled():
+        return torch.zeros(shape, dtype=dtype, device=device)
+    with torch.inference_mode(False):
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+
 def add_once(counter: torch.Tensor, amount: torch.Tensor) -> None:
     """`counter += amount`, unless this forward is computed again. Compiled, the graph asks each time that it runs."""
     if torch.compiler.is_compiling():

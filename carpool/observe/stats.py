@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from carpool.observe.meter import Meter
-from carpool.observe.recompute import in_recompute
+from carpool.observe.recompute import in_recompute, new_counter
 from carpool.observe.traffic import VERBS, Traffic
 
 
@@ -33,8 +33,8 @@ class LayerStats:
         if in_recompute():
             return
         if self._load_E is None or self._entropy is None:
-            self._load_E = torch.zeros(self.num_experts + 1, dtype=torch.int64, device=expert_TK.device)
-            self._entropy = torch.zeros((), dtype=torch.float64, device=expert_TK.device)
+            self._load_E = new_counter((self.num_experts + 1,), torch.int64, expert_TK.device)
+            self._entropy = new_counter((), torch.float64, expert_TK.device)
         weight_TK = weight_TK.masked_fill(expert_TK < 0, 0.0)
         share_TK = weight_TK / weight_TK.sum(1, keepdim=True).clamp(min=1e-20)
         self._entropy -= torch.special.xlogy(share_TK, share_TK).sum()

@@ -31,7 +31,7 @@ from carpool.kernels.device import on_gpu
 from carpool.kernels.ordered_sum import ordered_sum
 from carpool.layout import ExpertLayout
 from carpool.observe.meter import Meter
-from carpool.observe.recompute import in_recompute
+from carpool.observe.recompute import in_recompute, new_counter
 
 
 class Step(Protocol):
@@ -110,7 +110,7 @@ class SlotFiller:
             return
         places = self.layout.num_ranks * self.layout.slots_per_rank
         if self.load_P is None:
-            self.load_P = torch.zeros(places + 1, dtype=torch.int64, device=slot_TK.device)
+            self.load_P = new_counter((places + 1,), torch.int64, slot_TK.device)
         if not torch.compiler.is_compiling() and on_gpu(slot_TK):
             from carpool.layout.assign_kernel import count_slots
 

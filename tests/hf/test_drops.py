@@ -95,7 +95,7 @@ def _checkpointed(path: str) -> tuple[bool, int, int]:
         drop_choices(model, DropOptions(capacity_factor=0.75, random_second=True), 2)
         torch.manual_seed(7)
         model(**_own(model)).loss.backward()
-        found.append((full_gradients(model), sum(int(own.dropped) for own in rides(model).values())))
+        found.append((full_gradients(model), sum(int(own.dropped or 0) for own in rides(model).values())))
     (ours, dropped), (theirs, other) = found
     same = all(
         torch.equal(ours[name], grad) if grad is not None else ours[name] is None for name, grad in theirs.items()

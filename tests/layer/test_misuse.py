@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import carpool
 from carpool import ExpertLayout, Routing
+from carpool.routing import DropOptions
 from tests.ranks import WORLD_SIZE, Ranks, mesh
 
 H, F, E, K = 8, 8, 8, 2
@@ -105,6 +106,21 @@ def test_a_plain_state_of_another_layout_is_refused() -> None:
     assert "expert_order" not in plain.state_dict() and "expert_order" not in permuted.logical_state_dict()
     x = torch.randn(5, H)
     assert torch.allclose(plain(x), permuted(x), atol=1e-6)
+
+
+# -- modes ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_layer_whose_first_forward_is_in_inference_mode_can_train() -> None:
+    moe = build(ep_mesh=None)
+    moe.set_drops(DropOptions(capacity_factor=1.0))
+    with torch.inference_mode():
+        moe(torch.randn(5, H))
+    before = moe.stats()
+    moe(torch.randn(5, H)).sum().backward()
+    after = moe.stats()
+    assert moe.up_proj.grad is not None and (before.tokens, after.tokens) == (5, 10)
+    assert sum(after.load_E) + after.dropped == 20 and after.dropped >= before.dropped
 
 
 # -- copies, wrappers -----------------------------------------------------------------------------------------------
