@@ -50,9 +50,18 @@ Each line is a test in `tests/hf/test_behaviours.py`, on tiny OLMoE, gpt-oss, De
 - **Gradient checkpointing**, reentrant or not: the same gradients, bitwise.
 - **Frozen** experts, or everything but the experts frozen: gradients as in one process.
 - **Tied embeddings**: gradients as in one process; they stay tied when saved.
-- **LoRA** (peft) on attention: call `carpool.hf.synchronize_adapters(model)` after `get_peft_model`. FSDP does not know
-  parameters that are added after it sharded the model: each rank would train its own. Without the call, the first
-  forward is refused. LoRA on the experts' own weights (`target_parameters`) is refused.
+- **LoRA** (peft) on attention: `get_peft_model` or `model.add_adapter`, and nothing else. FSDP does not know parameters
+  that are added after it sharded the model, so Carpool makes them equal on all ranks and averages their gradients.
+  `save_pretrained` on all ranks writes the adapter. A trainable adapter that was loaded (`load_adapter`, or peft's
+  `low_cpu_mem_usage=True`) and parameters of your own need `carpool.hf.synchronize_adapters(model)`; without it the
+  first forward is refused.
+- **What peft computes from whole weights** is refused on all ranks before anything is computed: DoRA, PiSSA and other
+  starts from the weights, `modules_to_save`, `target_parameters` (LoRA on the experts' own weights), and
+  `merge_and_unload`. Save the adapter, and merge it into a model that one process has loaded.
+- **`output_router_logits=True`**: the loss that Transformers then adds takes its statistics from one rank's tokens. The
+  mean of the ranks' losses is not the loss of the batch, since a product of two means is not linear in the batch. Take
+  `carpool.hf.balance_loss(output.router_logits, top_k)` instead, which sums the statistics over the ranks.
+  `carpool train` does so by itself.
 - **bf16** parameters, FSDP's mixed precision, or autocast: as exact as with Transformers' own `all_to_all`.
 - **Quantised** checkpoints are refused, on all ranks, before anything is read: load one in a single process, call
   `model.dequantize()`, and save it again.

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 if find_spec("transformers") is None:
     raise ImportError("carpool.hf needs transformers 5.23 or newer: pip install 'transformers>=5.23'")
 
-from carpool.hf.adapters import synchronize_adapters
+from carpool.hf.adapters import synchronize_adapters, watch_adapters
 from carpool.hf.balance import balance_loss
 from carpool.hf.bias import BiasBalance
 from carpool.hf.compiled import compile_layers
@@ -81,3 +81,4 @@ def __getattr__(name: str) -> Any:
 
 
 register()
+watch_adapters()

@@ -1,44 +1,158 @@
 """Parameters that were added after the model was sharded: LoRA adapters and the like.
 
-FSDP averages the gradients of the parameters that it sharded. Whatever is added later (peft puts two small matrices
-beside each target module) it does not know: every rank would start from its own random values, train them on its own
-tokens only, and nothing would say so. Two remedies:
+FSDP averages the gradients of the parameters that it sharded. It does not know those that are added later: peft puts
+two small matrices beside each target module. By themselves, every rank would start from its own random values and train
+them on its own tokens only. So Carpool makes them equal on all ranks and averages their gradients. Adapters are small,
+so they are replicated rather than sharded; the cost is one all-reduce for each.
 
     model = get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"]))
-    carpool.hf.synchronize_adapters(model)          # same start on all ranks, averaged gradients from now on
 
-and `check_adapters`, which Carpool's layers call in the first forward of a training run, and which raises where that
-was forgotten. Adapters are small, so they are replicated rather than sharded; the cost is one all-reduce for each.
+needs nothing more. `watch_adapters` asks PyTorch to say when a module gets a submodule, and so learns when a tuner of
+peft takes a sharded model with Carpool's layers. It then changes three methods of that one tuner:
 
-What peft computes from sharded weights themselves it cannot do here, and says so in PyTorch's words: adapters of the
-experts' weights, DoRA, and `merge_and_unload` end in "got mixed torch.Tensor and DTensor", `modules_to_save` in "FSDP
-does not support deepcopy", on all ranks. Save the adapter, and merge it into a model that one process has loaded. PiSSA
-and `add_adapter` followed by `save_pretrained` do not come back: use `get_peft_model` with another initialisation.
+  - `inject_adapter` refuses what peft would compute from sharded weights (DoRA, PiSSA, adapters of parameters, copies
+    of modules), since that ends in an unrelated error of PyTorch, or one rank waits. It synchronises what was added.
+  - `merge_and_unload` and `merge_adapter` are refused: they add a whole matrix to a sharded one.
+
+`model.add_adapter` of transformers uses a tuner as well. The model's `save_pretrained` is then replaced: that of
+transformers gathers the adapter on one rank and the whole model on the others, and never comes back.
+
+Parameters that come another way are for `synchronize_adapters`. Where that was forgotten, `check_adapters` raises in
+the first forward of a training run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from carpool.parallel import fsdp
+
+# What starts from random numbers alone. Every other way of peft's to start reads the base weights or the data.
+RANDOM_STARTS = (True, False, "gaussian", "orthogonal")
+INSTEAD = "LoRA of linear layers outside the experts works (init_lora_weights True, False, 'gaussian' or 'orthogonal')"
+
+
+def watch_adapters() -> None:
+    """From now on, look after the adapters that peft adds to sharded models with Carpool's layers."""
+    register_module_module_registration_hook(_look_after)
+
+
+def _look_after(owner: Any, name: str, model: nn.Module | None) -> None:
+    """Change the tuner `owner` as the module's docstring says, if that is what it is."""
+    if name != "model" or not hasattr(owner, "inject_adapter") or not _is_sharded(model):
+        return
+    owner.inject_adapter = partial(_inject, owner, owner.inject_adapter)
+    owner.merge_and_unload = owner.merge_adapter = _refuse_merge
+
+
+def _is_sharded(model: Any) -> bool:
+    """Whether this is a model of transformers that is sharded and has layers of Carpool."""
+    return (
+        getattr(model, "_mesh_manager", None) is not None
+        and any(hasattr(module, "_carpool_rides") for module in model.modules())
+        and (bool(fsdp.states(model)) or any(isinstance(parameter, DTensor) for parameter in model.parameters()))
+    )
+
+
+def _inject(tuner: Any, inject: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+    """peft's `inject_adapter` on a sharded model, with refusals before it and the synchronisation after it."""
+    try:
+        _check_config(tuner.peft_config[adapter_name])
+    except ValueError:
+        if not hasattr(model, "peft_config"):  # `model.add_adapter` has already said that there is an adapter
+            model._hf_peft_config_loaded = False
+        raise
+    inject(model, adapter_name, *args, **kwargs)
+    _check_no_expert_adapters(model)
+    added = _not_averaged(model)
+    # Adapters without values yet are loaded from one file by all ranks.
+    if added and not any(parameter.is_meta for _, parameter in added):
+        synchronize_adapters(model)
+    model.save_pretrained = partial(_save, model)
+
+
+def _check_config(config: Any) -> None:
+    """Raise ValueError for what peft cannot do on sharded weights. By the configuration alone, so all ranks agree."""
+    start = getattr(config, "init_lora_weights", True)
+    reasons = {
+        "use_dora": "DoRA takes norms of the base weights",
+        "target_parameters": "adapters of parameters are added to the base weights themselves",
+        "modules_to_save": "a copy of a sharded module cannot be made",
+        "trainable_token_indices": "rows of the embedding cannot be taken out of a sharded one",
+        "layer_replication": "a copy of a sharded layer cannot be made",
+    }
+    asked = [(f"{name}={getattr(config, name)!r}", why) for name, why in reasons.items() if getattr(config, name, None)]
+    if start not in RANDOM_STARTS:
+        asked.append((f"init_lora_weights={start!r}", "this start is computed from the base weights or from data"))
+    if asked:
+        what, why = asked[0]
+        raise ValueError(f"{what} cannot be used on a sharded model: {why}, of which each rank has a part. {INSTEAD}")
+
+
+def _refuse_merge(*_: Any, **__: Any) -> None:
+    raise ValueError(
+        "adapters cannot be merged into a sharded model, because each rank has only a part of each weight; save the "
+        "adapter with save_pretrained, load the model and the adapter in one process, and merge them there"
+    )
+
+
+def _save(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
+    """transformers' `save_pretrained`; of a model with an adapter of its own, by rank 0 alone. All ranks call it.
+
+    Raises:
+        RuntimeError: on all other ranks, if rank 0 could not write. There the error itself is raised.
+        ValueError: for `distributed_checkpoint=True`.
+    """
+    if not model._hf_peft_config_loaded:  # the adapter belongs to a model of peft around this one
+        return type(model).save_pretrained(model, save_directory, *args, **kwargs)
+    if kwargs.get("distributed_checkpoint"):
+        raise ValueError(
+            "an adapter is saved whole, so distributed_checkpoint=True cannot be used with one; leave it out"
+        )
+    failed: list[str | None] = [None]
+    try:
+        if dist.get_rank() == 0:
+            _save_alone(model, save_directory, *args, **kwargs)
+    except Exception as error:
+        failed = [f"{type(error).__name__}: {error}"]
+        raise
+    finally:
+        dist.broadcast_object_list(failed)
+    if failed[0] is not None:
+        raise RuntimeError(f"rank 0 could not save the adapter to {save_directory}: {failed[0]}")
+
+
+def _save_alone(model: Any, *args: Any, **kwargs: Any) -> None:
+    """What transformers would write if this were the only process."""
+    if kwargs.get("state_dict") is None:
+        kwargs["state_dict"] = {n: p.detach() for n, p in model.named_parameters() if not isinstance(p, DTensor)}
+    sharded, model.config.distributed_config = model.config.distributed_config, None
+    try:
+        type(model).save_pretrained(model, *args, **kwargs)
+    finally:
+        model.config.distributed_config = sharded
 
 
 def synchronize_adapters(model: Any) -> list[str]:
     """Make trainable parameters that are not sharded equal on all ranks, and average their gradients over the ranks.
 
-    Call it on all ranks, after the adapters were added and before the optimizer is made. Gradients are averaged after
-    each backward, also with gradient accumulation and activation checkpointing.
+    Adapters that peft adds while `carpool.hf` is imported need no call. For parameters that were added another way,
+    call it on all ranks, after they were added and before the optimizer is made. Calling it again does nothing.
+    Gradients are averaged after each backward, also with gradient accumulation and activation checkpointing.
 
     Args:
         model: a sharded transformers model, or a peft model around one.
 
     Returns:
-        The names of the parameters that it took care of.
+        The names of the parameters that it took care of, without those of an earlier call.
 
     Raises:
         ValueError: if the model was not sharded by transformers, with tensor parallelism, or for adapters on the
@@ -49,12 +163,7 @@ def synchronize_adapters(model: Any) -> list[str]:
         raise ValueError("this model is not sharded; load it with a DistributedConfig first, then add the adapters")
     if base.config.distributed_config.tp_size > 1:
         raise ValueError("adapters beside tensor-parallel modules are sharded with them, so use tp_size=1 with Carpool")
-    # peft wraps the module whose parameter it adapts; on DTensors of another mesh its product is not even defined.
-    if wrapped := [name for name, module in model.named_modules() if _adapts_experts(module)]:
-        raise ValueError(
-            f"{wrapped[0]} adapts the experts' own weights, which are spread over the ranks; peft cannot do that. "
-            "Choose other targets (attention, shared experts), or train the experts themselves"
-        )
+    _check_no_expert_adapters(model)
     groups = [base._mesh_manager.get_mesh(axis) for axis in ("fsdp", "dp_replicate")]
     meshes = [mesh for mesh in groups if mesh.size() > 1]
 
@@ -64,15 +173,41 @@ def synchronize_adapters(model: Any) -> list[str]:
             dist.all_reduce(parameter.grad, group=mesh.get_group())
             parameter.grad /= mesh.size()
 
-    names = []
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad or isinstance(parameter, DTensor) or hasattr(parameter, "_carpool_average"):
-            continue
+    added = _not_averaged(model)
+    for _, parameter in added:
         for mesh in meshes:
             dist.broadcast(parameter.data, group=mesh.get_group(), group_src=0)
         parameter._carpool_average = parameter.register_post_accumulate_grad_hook(average)
-        names.append(name)
-    return names
+    return [name for name, _ in added]
+
+
+def _not_averaged(model: nn.Module) -> list[tuple[str, Any]]:
+    """The trainable parameters, by name, that neither FSDP nor `synchronize_adapters` looks after."""
+    known = _known_to_fsdp(fsdp.states(model))  # between forward and backward, not all of them are DTensors
+    return [
+        (f"{prefix}.{name}" if prefix else name, parameter)
+        for prefix, module in model.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.requires_grad
+        and not isinstance(parameter, DTensor)
+        and (id(module), name) not in known
+        and not hasattr(parameter, "_carpool_average")
+    ]
+
+
+def _known_to_fsdp(states: Iterable[Any]) -> set[tuple[int, str]]:
+    """The parameters that FSDP has sharded: id of the module and name there."""
+    sharded = (one for state in states for group in fsdp.groups(state) for one in fsdp.parameters_of(group))
+    return {(id(module), name) for module, name in sharded}
+
+
+def _check_no_expert_adapters(model: nn.Module) -> None:
+    """Raise ValueError if peft adapts weights of experts: on DTensors of another mesh its product is not defined."""
+    if wrapped := [name for name, module in model.named_modules() if _adapts_experts(module)]:
+        raise ValueError(
+            f"{wrapped[0]} adapts the experts' own weights, which are spread over the ranks; peft cannot do that. "
+            "Choose other targets (attention, shared experts), or train the experts themselves"
+        )
 
 
 def check_adapters(experts: nn.Module) -> None:
@@ -81,8 +216,7 @@ def check_adapters(experts: nn.Module) -> None:
     To be called inside a forward pass, where FSDP knows which of its modules is the root.
     """
     states = list(fsdp.states_in_forward(experts))
-    sharded = (one for state in states for group in fsdp.groups(state) for one in fsdp.parameters_of(group))
-    known = {(id(module), name) for module, name in sharded}
+    known = _known_to_fsdp(states)
     unknown = [
         f"{prefix}.{name}"
         for state in states

@@ -247,13 +247,6 @@ def _lora_on_attention(path: str) -> tuple[list[str], list[float], float]:
     base, reference = _model("olmoe", path), _alone("olmoe", path)
     torch.manual_seed(dist.get_rank())  # adapters start from other values on each rank, as they would by chance
     model = get_peft_model(base, _lora(["q_proj", "v_proj"]))
-    try:
-        model(**_own(base)).loss.backward()
-        return [], [], 0.0
-    except ValueError as error:
-        message = str(error)
-
-    names = carpool.hf.synchronize_adapters(model)
     torch.manual_seed(0)
     single = get_peft_model(reference, _lora(["q_proj", "v_proj"]))
     errors = [_train_both(model, single, base)]
@@ -268,35 +261,118 @@ def _lora_on_attention(path: str) -> tuple[list[str], list[float], float]:
     dist.barrier()
     loaded = PeftModel.from_pretrained(_alone("olmoe", path), f"{path}/adapter")
     difference = float((loaded(**_own(base)).logits - model(**_own(base)).logits).abs().max())
-    return [message, *names], errors, difference
+    return carpool.hf.synchronize_adapters(model), errors, difference
 
 
 def test_lora_on_attention(ranks: Ranks, tmp_path: Path) -> None:
-    """Forgetting to synchronise is refused; with it, gradients are those of one process, and adapters save and load."""
-    for (message, *names), errors, difference in ranks(_lora_on_attention, str(tmp_path)):
-        assert "8 trainable parameters" in message and "synchronize_adapters" in message
-        assert len(names) == 8
+    """Adapters of peft are synchronised by themselves: gradients are those of one process, and they save and load."""
+    for left_over, errors, difference in ranks(_lora_on_attention, str(tmp_path)):
+        assert left_over == []
         assert max(errors) <= BOUND
         assert difference <= BOUND
 
 
-def _lora_on_experts(path: str) -> tuple[str, str]:
+def _own_parameter(path: str) -> tuple[str, list[str], bool]:
+    _save("olmoe", path)
+    model = _model("olmoe", path)
+    scale = torch.nn.Parameter(torch.full((), 1.0 + dist.get_rank()))
+    head = model.get_output_embeddings()
+    head.register_parameter("scale", scale)
+    head.register_forward_hook(lambda module, _, output: output * module.scale)
+    with pytest.raises(ValueError) as refusal:
+        model(**_own(model))
+    names = carpool.hf.synchronize_adapters(model)
+    model(**_own(model)).loss.backward()
+    assert scale.grad is not None
+    everywhere = [torch.zeros(2) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, torch.stack([scale.detach(), scale.grad]))
+    return str(refusal.value), names, all(torch.equal(one, everywhere[0]) for one in everywhere)
+
+
+def test_parameters_added_by_hand_must_be_synchronised(ranks: Ranks, tmp_path: Path) -> None:
+    for message, names, equal in ranks(_own_parameter, str(tmp_path)):
+        assert "1 trainable parameters" in message and "synchronize_adapters" in message
+        assert names == ["lm_head.scale"]
+        assert equal
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "use_dora=True": {"use_dora": True},
+    "init_lora_weights='pissa'": {"init_lora_weights": "pissa"},
+    "modules_to_save=['lm_head']": {"modules_to_save": ["lm_head"]},
+    "target_parameters=['mlp.experts.down_proj']": {"target_parameters": ["mlp.experts.down_proj"]},
+}
+
+
+def _refused(path: str) -> tuple[list[str], list[str], float]:
     _save("olmoe", path)
     base = _model("olmoe", path)
-    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    model = get_peft_model(base, LoraConfig(r=4, target_parameters=targets, target_modules=[]))
-    with pytest.raises(ValueError) as ours:
-        carpool.hf.synchronize_adapters(model)
-    with pytest.raises(RuntimeError) as theirs:
-        model(**_own(base))
-    return str(ours.value), str(theirs.value)
+    refusals = []
+    for arguments in REFUSED.values():
+        for add in (get_peft_model, lambda model, config: model.add_adapter(config)):
+            with pytest.raises(ValueError) as refusal:
+                add(base, LoraConfig(r=4, target_modules=["q_proj"], **arguments))
+            refusals.append(str(refusal.value))
+    base = _model("olmoe", path)
+    model = get_peft_model(base, _lora(["q_proj"]))
+    merges = []
+    for merge in (model.merge_and_unload, model.merge_adapter):
+        with pytest.raises(ValueError) as refusal:
+            merge()
+        merges.append(str(refusal.value))
+    return refusals, merges, float(model(**_own(base)).loss)
 
 
-def test_lora_on_experts_is_refused(ranks: Ranks, tmp_path: Path) -> None:
-    """peft adds its product to the sharded weight, which PyTorch refuses in the first forward if nobody did before."""
-    for ours, theirs in ranks(_lora_on_experts, str(tmp_path)):
-        assert "adapts the experts' own weights" in ours
-        assert "got mixed torch.Tensor and DTensor" in theirs
+def test_adapters_of_sharded_weights_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """What peft would compute from a whole weight ends in one sentence on all ranks, and none waits for another."""
+    for refusals, merges, loss in ranks(_refused, str(tmp_path), timeout=90):
+        assert [message.split(" cannot be used")[0] for message in refusals] == [name for name in REFUSED for _ in "ab"]
+        assert all("init_lora_weights True" in message for message in refusals)
+        assert all("merge them there" in message for message in merges) and len(merges) == 2
+        assert 0 < loss < 100
+
+
+def _converted(path: str) -> str:
+    _save("mixtral", path)
+    with pytest.raises(ValueError) as refusal:
+        get_peft_model(_model("mixtral", path), LoraConfig(r=4, target_modules=["q_proj", "w1", "w2", "w3"]))
+    return str(refusal.value)
+
+
+def test_adapters_that_peft_makes_ones_of_experts_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """Names of Mixtral's former modules: peft turns them into adapters of the stacked weights."""
+    for message in ranks(_converted, str(tmp_path), timeout=90):
+        assert "adapts the experts' own weights" in message
+
+
+def _added(path: str) -> tuple[float, float, str]:
+    _save("olmoe", path)
+    model = _model("olmoe", path)
+    torch.manual_seed(dist.get_rank())
+    model.add_adapter(_lora(["q_proj", "v_proj"]))
+    model(**_own(model)).loss.backward()
+    model.save_pretrained(f"{path}/adapter")
+    weights = load_file(f"{path}/adapter/adapter_model.safetensors")
+    assert len(weights) == 8 and all("lora_" in name for name in weights)
+    loaded = PeftModel.from_pretrained(_alone("olmoe", path), f"{path}/adapter")
+    with torch.no_grad():
+        difference = float((loaded(**_own(model)).logits - model(**_own(model)).logits).abs().max())
+    single = _alone("olmoe", path)
+    single.load_adapter(f"{path}/adapter", is_trainable=True)
+    single(**tiny_batch(model)).loss.backward()
+    error = _worst(model, single)
+    Path(path, "file").touch()
+    with pytest.raises((OSError, RuntimeError)) as failure:
+        model.save_pretrained(f"{path}/file/below")
+    return difference, error, str(failure.value)
+
+
+def test_an_added_adapter_is_saved(ranks: Ranks, tmp_path: Path) -> None:
+    """`add_adapter`, training and `save_pretrained`: no rank waits, also where rank 0 cannot write."""
+    for difference, error, failure in ranks(_added, str(tmp_path), timeout=90):
+        assert difference <= BOUND
+        assert error <= BOUND
+        assert "Not a directory" in failure
 
 
 def test_synchronize_adapters_needs_a_sharded_model() -> None:
