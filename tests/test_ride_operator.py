@@ -164,6 +164,18 @@ def train_once(moe: carpool.MoE, layer: Callable[[torch.Tensor], torch.Tensor], 
     return [y.detach(), *(p.grad for p in moe.expert_parameters() if p.grad is not None)]
 
 
+def test_a_layer_can_be_compiled_before_its_first_forward() -> None:
+    torch.manual_seed(0)
+    moe = carpool.MoE(HIDDEN, INNER, 8, 2)
+    x = torch.randn(7, HIDDEN, requires_grad=True)
+    torch.compile(moe, backend="aot_eager", fullgraph=True)(x).square().sum().backward()
+    assert x.grad is not None
+    got, x.grad = x.grad, None
+    assert int(moe.router.load_E.sum()) == 7 * 2
+    moe(x).square().sum().backward()
+    torch.testing.assert_close(got, x.grad)
+
+
 def test_two_layers_share_the_code_and_not_the_counters() -> None:
     cases = [Case("dedup", tokens=13), Case("gather", tokens=9)]
 

@@ -51,6 +51,12 @@ class ExpertLayout:
 
     homes: Lists
     slots: Lists = field(default=())
+    _copies_by_device: dict[torch.device, torch.Tensor] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+    _slots_by_device: dict[torch.device, torch.Tensor] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "homes", _freeze(self.homes))
@@ -72,6 +78,9 @@ class ExpertLayout:
                 raise ValueError(f"slots of rank {rank} hold an expert twice: {list(experts)}")
         if missing := set(owned) - {e for rank in self.slots for e in rank}:
             raise ValueError(f"experts {sorted(missing)} have no slot: no rank would compute them")
+        # torch.compile cannot enter the lock under which Python 3.11 computes a cached property.
+        for name in ("num_experts", "slots_per_rank", "slots_of", "_most_shared"):
+            getattr(self, name)
 
     # -- making one -------------------------------------------------------------------------------------------
 
@@ -160,10 +169,6 @@ class ExpertLayout:
         rows = [list(rank) + [-1] * (self.slots_per_rank - len(rank)) for rank in self.slots]
         return torch.tensor(rows, dtype=torch.int32)
 
-    @cached_property
-    def _copies_by_device(self) -> dict[torch.device, torch.Tensor]:
-        return {}
-
     def copies_EC(self, device: torch.device) -> torch.Tensor:
         """(E, C) int32: global slot ids of each expert's copies, -1 where it has fewer. Kept per device."""
         if device not in self._copies_by_device:
@@ -171,10 +176,6 @@ class ExpertLayout:
             rows = [list(s) + [-1] * (most - len(s)) for s in self.slots_of]
             self._copies_by_device[device] = torch.tensor(rows, dtype=torch.int32).to(device)
         return self._copies_by_device[device]
-
-    @cached_property
-    def _slots_by_device(self) -> dict[torch.device, torch.Tensor]:
-        return {}
 
     def slot_EW(self, device: torch.device) -> torch.Tensor:
         """(E, W) int32: global slot id of each expert's copy on each rank, -1 where it has none. Kept per device."""
