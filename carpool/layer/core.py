@@ -209,7 +209,9 @@ class LayerCore:
         own = self.function is None
         name, self.why = resolve_transport(self.requested, self.group, top_k, hidden, self.options, own_forward=own)
         options = self.options if own else find_transport(name).options_under(self.options, self.schedule)
-        transport = make_transport(name, self.group, self.layout.slots_per_rank, options)
+        # Its buffers serve training too, even if the first forward is in inference mode.
+        with torch.inference_mode(False):
+            transport = make_transport(name, self.group, self.layout.slots_per_rank, options)
         self._make_setup(transport, device)
         self.transport = transport
         return transport
