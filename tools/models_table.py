@@ -58,6 +58,11 @@ Each line is a test in `tests/hf/test_behaviours.py`, on tiny OLMoE, gpt-oss, De
 - **What peft computes from whole weights** is refused on all ranks before anything is computed: DoRA, PiSSA and other
   starts from the weights, `modules_to_save`, `target_parameters` (LoRA on the experts' own weights), and
   `merge_and_unload`. Save the adapter, and merge it into a model that one process has loaded.
+- **Tensor parallelism** (`tp_size` > 1) of attention is Transformers' own. Norms of queries and keys over all heads
+  (OLMoE, FlexOlmo, MiniMax-M2) have right gradients, and so have most of those per head (Qwen3-MoE). Where a model's
+  plan forgets to add up the gradients of a norm per head, the first training forward is refused: GLM-4.5 with
+  `use_qk_norm`, Qwen3-VL-MoE, Qwen3-Omni-MoE, Doge. `clip_qkv` (OLMoE) has no gradient there: `carpool train` refuses
+  it, elsewhere PyTorch says that a view is modified in place.
 - **`output_router_logits=True`**: the loss that Transformers then adds takes its statistics from one rank's tokens. The
   mean of the ranks' losses is not the loss of the batch, since a product of two means is not linear in the batch. Take
   `carpool.hf.balance_loss(output.router_logits, top_k)` instead, which sums the statistics over the ranks.

@@ -33,6 +33,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from carpool.hf.conversions import unshardable
 from carpool.hf.initial_weights import fill, set_tensor
 from carpool.hf.sizes import check_sizes
+from carpool.hf.tensor_parallel import check_tensor_parallel
 from carpool.hf.weight_files import check_weight_files, stored_shapes
 
 # Spellings of rotary settings that Transformers still takes and folds into `rope_parameters`.
@@ -100,6 +101,9 @@ def build_model(
     _check_ranks(distributed_config)
     blueprint = _on_meta(config, dtype, kwargs)
     _check_experts(blueprint, distributed_config)
+    if distributed_config is not None and _size(distributed_config, "tp") > 1 and distributed_config.tp_plan != {}:
+        own = distributed_config.tp_plan if isinstance(distributed_config.tp_plan, dict) else {}
+        check_tensor_parallel(blueprint, blueprint.tp_plan | own)
     if path is not None:
         _check_shardable(path, blueprint, distributed_config)
         model = _load(path, blueprint, distributed_config, dtype, kwargs)

@@ -34,6 +34,7 @@ from transformers.integrations.moe import _default_apply_gate
 
 from carpool.experts import Activation, Choices, ExpertFunction, ExpertWeights
 from carpool.hf.adapters import check_adapters
+from carpool.hf.tensor_parallel import check_tensor_parallel_around
 from carpool.layer.core import LayerCore
 from carpool.layout import ExpertLayout
 from carpool.routing import Routing
@@ -138,6 +139,8 @@ class ExpertRides(LayerCore):
         """(T, H) rows, (T, K) global expert ids, (T, K) weights -> (T, H)."""
         if not self._adapters_checked and torch.is_grad_enabled():
             check_adapters(self.experts)
+            if self.token_slice[1] > 1:
+                check_tensor_parallel_around(self.experts)
             self._adapters_checked = True
         # Some routers mark "no expert" by -1, others by the number of experts.
         in_range_TK = (top_k_index >= 0) & (top_k_index < self.num_experts)

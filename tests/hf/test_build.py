@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.olmoe.modeling_olmoe import OlmoePreTrainedModel
 
 from carpool.hf.build import build_model, experts_modules, make_config
@@ -393,6 +394,20 @@ def test_parallelism_that_does_not_fit_is_refused(ranks: Ranks) -> None:
         assert "for 2 ranks" in too_few and "fsdp_size 2" in too_few and "but 4 run" in too_few
         assert "for 1 ranks" in none
     assert "for 2 ranks" in _refusal(make_config("olmoe", TINY["olmoe"]), {"fsdp_size": 2})
+
+
+def _wrong_tensor_parallelism() -> tuple[str, str]:
+    glm = COMMON | {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8}
+    layout: Layout = {"tp_size": 2, "fsdp_size": 2, "ep_size": 4}
+    norms = CONFIG_MAPPING["glm4_moe"](**glm, first_k_dense_replace=1, use_qk_norm=True)
+    clip = make_config("olmoe", TINY["olmoe"] | {"clip_qkv": 8.0})
+    return _refusal(norms, layout), _refusal(clip, layout)
+
+
+def test_tensor_parallelism_that_gives_wrong_gradients_is_refused(ranks: Ranks) -> None:
+    for norms, clip in ranks(_wrong_tensor_parallelism):
+        assert "model.layers.0.self_attn.q_norm" in norms and "would be wrong; use tp_size=1" in norms
+        assert "clip_qkv=8 of OlmoeForCausalLM" in clip and "use tp_size=1" in clip
 
 
 def test_sizes_of_one_are_one_process() -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 
 from tests.hf import parity
-from tests.hf.tiny_models import discover, tiny_config, tiny_model
+from tests.hf.tiny_models import discover, tiny_batch, tiny_config, tiny_model
 from tests.ranks import Ranks
 from tools import models_table
 
@@ -65,6 +66,26 @@ def test_parity_with_two_copies_of_the_expert_group(ranks: Ranks, tmp_path: Path
 def test_parity_with_tensor_parallelism(ranks: Ranks, tmp_path: Path, folder: str, mesh: parity.Mesh) -> None:
     """The ranks of a tensor-parallel group hold the same tokens, which must not be computed twice."""
     _check(ranks(parity.measure, folder, str(tmp_path), mesh)[0], folder)
+
+
+def _with_head_norms(path: str) -> str:
+    """The first training forward of GLM-4.5 with norms of queries and keys, and tp_size = 2."""
+    parity.quiet()
+    architecture, mesh = discover()["glm4_moe"], parity.Mesh(fsdp=2, tp=2, ep=2)
+    if dist.get_rank() == 0:
+        tiny_model(architecture, use_qk_norm=True).save_pretrained(path)
+    dist.barrier()
+    config = mesh.config(parity.IMPLEMENTATION, parity.Handling())
+    model = architecture.model_class.from_pretrained(path, distributed_config=config, dtype=torch.float32).train()
+    with pytest.raises(ValueError) as refusal:
+        parity.loss_of(model, {name: value[:1] for name, value in tiny_batch(model).items()})
+    return str(refusal.value)
+
+
+def test_norms_that_a_tensor_parallel_plan_forgets_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    """Their gradient would be that of one rank's heads, with the right loss."""
+    for message in ranks(_with_head_norms, str(tmp_path)):
+        assert "does not add up the ranks' gradients of model.layers.0.self_attn.q_norm" in message
 
 
 @pytest.mark.parametrize("folder", sorted(parity.EXCEPTIONS))
