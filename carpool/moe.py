@@ -107,6 +107,10 @@ class MoE(LayerModule):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if schedule is not None and not isinstance(schedule, Schedule):
+            raise TypeError(f'{schedule=} is not a Schedule; pass carpool.schedule.Schedule("chunks", 2), for example')
+        if max_tokens is not None and max_tokens < 1:
+            raise ValueError(f"{max_tokens=} must be at least 1: the most tokens that any rank will ever have")
         if hidden_size < 1 or intermediate_size < 1:
             raise ValueError(f"{hidden_size=} and {intermediate_size=} must both be at least 1")
         if shared_intermediate_size < 0:

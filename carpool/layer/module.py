@@ -273,9 +273,16 @@ class LayerModule(nn.Module):
 
 
 def check_mesh(mesh: DeviceMesh | None, name: str) -> int:
-    """How many ranks a mesh has; 1 for None. Raises ValueError if it has several dimensions."""
+    """How many ranks a mesh has; 1 for None.
+
+    Raises TypeError if it is no mesh, ValueError if it has several dimensions."""
     if mesh is None:
         return 1
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(
+            f'{name} is {mesh!r}, not a DeviceMesh; make one with init_device_mesh("cuda", (ranks,), '
+            'mesh_dim_names=("ep",))["ep"]'
+        )
     if mesh.ndim != 1:
         raise ValueError(f'{name} has {mesh.ndim} dimensions; pass one, such as mesh["ep"] of a named mesh')
     return mesh.size()

@@ -20,6 +20,8 @@ H, F, E, K = 8, 8, 8, 2
 PERMUTED = ExpertLayout.permuted([1, 0, 3, 2, 5, 4, 7, 6], WORLD_SIZE)
 ALONE = ExpertLayout.permuted([7, 6, 5, 4, 3, 2, 1, 0], 1)
 
+WRONG = {"ep_mesh": "ep", "schedule": "chunks", "max_tokens": 0}
+
 
 def build(**options: Any) -> carpool.MoE:
     torch.manual_seed(0)
@@ -34,6 +36,16 @@ def message(run: Any, *args: Any, **kwargs: Any) -> str:
     except (ValueError, TypeError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+# -- arguments --------------------------------------------------------------------------------------------------------
+
+
+def test_arguments_that_are_something_else_are_named() -> None:
+    said = {key: message(build, **{"ep_mesh": None, key: value}) for key, value in WRONG.items()}
+    assert said["ep_mesh"].startswith("TypeError: ep_mesh is 'ep', not a DeviceMesh")
+    assert said["schedule"].startswith("TypeError: schedule='chunks' is not a Schedule")
+    assert said["max_tokens"].startswith("ValueError: max_tokens=0 must be at least 1")
 
 
 # -- what starts on "meta" ------------------------------------------------------------------------------------------
