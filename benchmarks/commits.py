@@ -42,8 +42,8 @@ def benchmark_commands(ranks: int, quick: bool, brief: bool = False) -> dict[str
     if quick:
         small = ["--shape", "64,64,64,8,2", "--repetitions", "2", "--json-only"]
         return {"layer": [*bench, "layer", "--device", "cpu", "--dtype", "float32", "--ranks", str(ranks), *small]}
-    shapes = ("4096,7168,256,8", "8192,2048,64,8", "16384,2048,128,8", "1000,2880,128,4")
-    experts = ("8192,2048,1024,64,8", "8192,2048,768,128,8", "16384,2880,2880,32,4")
+    shapes: tuple[str, ...] = ("4096,7168,256,8", "8192,2048,64,8", "16384,2048,128,8", "1000,2880,128,4")
+    experts: tuple[str, ...] = ("8192,2048,1024,64,8", "8192,2048,768,128,8", "16384,2880,2880,32,4")
     layers = experts[:2]
     if brief:
         shapes, experts, layers = shapes[1:2], experts[:1], experts[:1]

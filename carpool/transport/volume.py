@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from carpool.layout.topology import Link, Topology
 from carpool.observe.traffic import VERBS
 
 Counts = npt.NDArray[np.int64]
@@ -53,15 +52,6 @@ class Volume:
     def bytes_remote(self, *verbs: str) -> int:
         """Bytes to other ranks, of the verbs given or of all."""
         return sum(int(self.bytes_WW[verb].sum() - self.bytes_WW[verb].trace()) for verb in verbs or VERBS)
-
-    def bytes_by_link(self, topology: Topology) -> dict[Link, int]:
-        """Bytes of all verbs over each kind of link."""
-        found: dict[Link, int] = {}
-        for matrix in self.bytes_WW.values():
-            for (source, to), size in np.ndenumerate(matrix):
-                link = topology.link(source, to)
-                found[link] = found.get(link, 0) + int(size)
-        return found
 
 
 def one_row_per_choice(rank_TK: Sequence[Counts], num_ranks: int) -> Counts:
