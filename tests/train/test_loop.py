@@ -223,7 +223,7 @@ def test_stops_when_the_loss_is_no_number(ranks: Ranks, text: list[str], tmp_pat
         (["model.config.num_expert=6"], "num_experts"),
         (["data.train=/nowhere/at/all"], "/nowhere/at/all"),
         (["moe.layout=/nowhere/layout.json"], "/nowhere/layout.json"),
-        (["training.resume_from_checkpoint=last"], "holds no checkpoint"),
+        (["training.resume_from_checkpoint=last"], "holds no checkpoint that can be read"),
         (["training.report_to=nothing_known"], "nothing_known"),
         (["moe.transport=nvlink"], "transport 'nvlink' cannot be used here: "),
         (["training.per_device_train_batch_size=100000"], "per_device_train_batch_size"),

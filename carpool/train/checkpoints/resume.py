@@ -97,7 +97,7 @@ def checkpoint_to_resume(wanted: str | None, folder: Path, checkpoints: Checkpoi
     if wanted == "last":
         if (path := checkpoints.latest()) is None:
             raise ValueError(
-                f"training.resume_from_checkpoint = 'last', but {folder} holds no checkpoint; check "
+                f"training.resume_from_checkpoint = 'last', but {folder} holds no checkpoint that can be read; check "
                 "training.output_dir, or leave training.resume_from_checkpoint out to begin with new weights"
             )
         return path
