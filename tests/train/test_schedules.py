@@ -176,6 +176,9 @@ def test_losses_of_a_schedule_are_those_without(ranks: Ranks, text: list[str], t
         assert loss == pytest.approx(wanted, rel=1e-5 if schedule == "chunks" else 1e-3)
         assert norm == pytest.approx(wanted_norm, rel=1e-5 if schedule == "chunks" else 3e-2)
     assert info(tmp_path / schedule)["name"] == schedule
+    said = json.loads((tmp_path / schedule / "run.json").read_text())["lossy_reasons"]
+    halves = ["schedule two-batch: the balance loss is of each half of a micro-batch"]
+    assert said == (halves if schedule == "two-batch" else [])
 
 
 def test_what_is_measured_is_recorded_and_used_again(ranks: Ranks, text: list[str], tmp_path: Path) -> None:
