@@ -110,11 +110,11 @@ def decide(
     changes = sum(before[name] != after[name] for name in before)
 
     what = f"moving {number} experts ({total / 1e6:.1f} MB, {1e3 * cost_seconds:.2f} ms)"
-    by = f"{1e6 * gain:.0f} us per step ({share:.1%}), {1e3 * saved:.1f} ms in {steps} steps"
+    by = f"{1e3 * gain:.3g} ms per step ({share:.1%}), {1e3 * saved:.1f} ms in {steps} steps"
     if not changes:
         adopt, why = False, "the layout found is the one in use"
     elif gain <= 0:
-        adopt, why = False, f"stay: the new layout is modelled to be slower by {-1e6 * gain:.0f} us per step"
+        adopt, why = False, f"stay: the new layout is modelled to be slower by {-1e3 * gain:.3g} ms per step"
     elif share < least_gain:
         adopt, why = False, f"stay: {what} saves {by}; less than {least_gain:.1%} of a step is not worth a move"
     elif saved <= hysteresis * cost_seconds:

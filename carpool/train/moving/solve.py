@@ -186,7 +186,7 @@ def explain(decisions: Sequence[Decision]) -> str:
         for key in ("now_seconds", "new_seconds", "saved_seconds", "cost_seconds")
     )
     return (
-        f"by the model saves {1e6 * (now - new):.0f} us per step, {1 - new / now:.1%} of these layers' time, in "
+        f"by the model saves {1e3 * (now - new):.3g} ms per step, {1 - new / now:.1%} of these layers' time, in "
         f"{moving[0].steps} steps {saved:.3g} s, and costs {cost:.2g} s"
     )
 
