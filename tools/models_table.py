@@ -50,8 +50,9 @@ Each line is a test in `tests/hf/test_behaviours.py`, on tiny OLMoE, gpt-oss, De
 - **Gradient checkpointing**, reentrant or not: the same gradients, bitwise.
 - **Frozen** experts, or everything but the experts frozen: gradients as in one process.
 - **Tied embeddings**: gradients as in one process; they stay tied when saved.
-- **LoRA** (peft) on attention: `get_peft_model(...)` or `model.add_adapter(...)`, and nothing else. FSDP does not know parameters
-  that are added after it sharded the model, so Carpool makes them equal on all ranks and averages their gradients.
+- **LoRA** (peft) on attention: `get_peft_model(...)` or `model.add_adapter(...)`, and nothing else. FSDP does not
+  know parameters that are added after it sharded the model, so Carpool makes them equal on all ranks and averages
+  their gradients.
   `save_pretrained` on all ranks writes the adapter. A trainable adapter that was loaded (`load_adapter`, or peft's
   `low_cpu_mem_usage=True`) and parameters of your own need `carpool.hf.synchronize_adapters(model)`; without it the
   first forward is refused.
