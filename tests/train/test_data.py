@@ -157,6 +157,23 @@ def test_folders_and_globs_are_read_in_sorted_order_each_file_once(tmp_path):
     assert texts_of(corpus(tmp_path, train=mixed).train) == ["b/2.txt", "a/skip.bin", "a/1.md", "c.py", "d"]
 
 
+def test_a_folder_that_vanishes_while_it_is_read_is_passed_over(tmp_path, monkeypatch):
+    """Another rank renames its half-written cache, which may lie beside the texts."""
+    for name in ("in/a.txt", "in/cache/half.tmp/tokens.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    real = os.scandir
+
+    def vanishing(path):
+        if str(path).endswith("half.tmp"):
+            raise FileNotFoundError(2, "No such file or directory", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", vanishing)
+    files = find_sources([str(tmp_path / "in")], "data.train")
+    assert [source.path.name for source in files] == ["a.txt"]
+
+
 def test_long_text_files_are_cut_at_line_ends(tmp_path):
     lines = [f"{i} " + "ü" * 40 for i in range(5000)]
     path = tmp_path / "long.txt"

@@ -145,7 +145,7 @@ def _in_folder(folder: Path, key: str) -> list[Source]:
         (folder / "dataset_info.json").is_file() and (folder / "state.json").is_file()
     ):
         return [Source("dataset", folder)]
-    files = [file for file in sorted(folder.rglob("*")) if file.is_file() and not _hidden(file.relative_to(folder))]
+    files = _files_below(folder)
     usable = [file for file in files if file.name.lower().endswith((*_TEXT, *_JSON, ".parquet"))]
     if not usable:
         if not files:
@@ -158,8 +158,15 @@ def _in_folder(folder: Path, key: str) -> list[Source]:
     return [Source(_kind(file), file) for file in usable]
 
 
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+def _files_below(folder: Path) -> list[Path]:
+    """The files below `folder` in sorted order, without those that are hidden or in a hidden folder."""
+    files: list[Path] = []
+    # os.walk passes over a folder that vanishes while it looks, such as the half-written cache of another rank;
+    # Path.rglob raises there.
+    for parent, folders, names in os.walk(folder):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        files += [file for name in names if not name.startswith(".") and (file := Path(parent, name)).is_file()]
+    return sorted(files)
 
 
 def _open(path: Path) -> BinaryIO | gzip.GzipFile:
