@@ -11,8 +11,13 @@ needs nothing more. `watch_adapters` asks PyTorch to say when a module gets a su
 peft takes a sharded model with Carpool's layers. It then changes three methods of that one tuner:
 
   - `inject_adapter` refuses what peft would compute from sharded weights (DoRA, PiSSA, adapters of parameters, copies
-    of modules), since that ends in an unrelated error of PyTorch, or one rank waits. It synchronises what was added.
+    of modules), since that ends in an unrelated error of PyTorch, or one rank waits. It adds a hook to the model that
+    synchronises, before each forward, the adapters' parameters that are new. Loading an adapter puts other parameters
+    in the place of those that were injected, and `set_adapter` makes frozen ones trainable: both are found there.
   - `merge_and_unload` and `merge_adapter` are refused: they add a whole matrix to a sharded one.
+
+Prompt tuning and its kin (prefix tuning, p-tuning) are refused: their parameters are outside the model, and they read
+its embedding outside its forward, where each rank has a part of it.
 
 `model.add_adapter` of transformers uses a tuner as well. The model's `save_pretrained` is then replaced: that of
 transformers gathers the adapter on one rank and the whole model on the others, and never comes back.
@@ -47,6 +52,11 @@ def watch_adapters() -> None:
 
 def _look_after(owner: Any, name: str, model: nn.Module | None) -> None:
     """Change the tuner `owner` as the module's docstring says, if that is what it is."""
+    if name == "base_model" and getattr(owner, "_is_prompt_learning", False) and _is_sharded(model):
+        raise ValueError(
+            f"{owner.peft_type.value} cannot be used on a sharded model: its parameters are outside the model, and it "
+            f"reads the embedding, of which each rank has a part. {INSTEAD}"
+        )
     if name != "model" or not hasattr(owner, "inject_adapter") or not _is_sharded(model):
         return
     owner.inject_adapter = partial(_inject, owner, owner.inject_adapter)
@@ -63,7 +73,7 @@ def _is_sharded(model: Any) -> bool:
 
 
 def _inject(tuner: Any, inject: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-    """peft's `inject_adapter` on a sharded model, with refusals before it and the synchronisation after it."""
+    """peft's `inject_adapter` on a sharded model, with refusals around it and the synchronisation for later."""
     try:
         _check_config(tuner.peft_config[adapter_name])
     except ValueError:
@@ -72,11 +82,23 @@ def _inject(tuner: Any, inject: Any, model: Any, adapter_name: str, *args: Any, 
         raise
     inject(model, adapter_name, *args, **kwargs)
     _check_no_expert_adapters(model)
-    added = _not_averaged(model)
-    # Adapters without values yet are loaded from one file by all ranks.
-    if added and not any(parameter.is_meta for _, parameter in added):
-        synchronize_adapters(model)
+    if hasattr(model, "_carpool_adapters"):  # the hook of an earlier adapter
+        model._carpool_adapters.remove()
+    model._carpool_adapters = model.register_forward_pre_hook(partial(_synchronize_new, _adapter_parameters(model)))
     model.save_pretrained = partial(_save, model)
+
+
+def _adapter_parameters(model: nn.Module) -> list[dict[str, nn.Parameter | None]]:
+    """The dictionaries in which modules of peft hold the parameters that they added; they follow replacements."""
+    added = (getattr(module, name) for module in model.modules() for name in getattr(module, "adapter_layer_names", ()))
+    return [leaf._parameters for one in added for leaf in one.modules() if leaf._parameters]
+
+
+def _synchronize_new(adapters: list[dict[str, nn.Parameter | None]], model: nn.Module, _: Any) -> None:
+    """Before a forward: synchronise if an adapter's parameter is not. All ranks run the forward, so all come here."""
+    parameters = (parameter for leaf in adapters for parameter in leaf.values() if parameter is not None)
+    if any(parameter.requires_grad and not hasattr(parameter, "_carpool_average") for parameter in parameters):
+        synchronize_adapters(model)
 
 
 def _check_config(config: Any) -> None:
@@ -144,8 +166,8 @@ def _save_alone(model: Any, *args: Any, **kwargs: Any) -> None:
 def synchronize_adapters(model: Any) -> list[str]:
     """Make trainable parameters that are not sharded equal on all ranks, and average their gradients over the ranks.
 
-    Adapters that peft adds while `carpool.hf` is imported need no call. For parameters that were added another way,
-    call it on all ranks, after they were added and before the optimizer is made. Calling it again does nothing.
+    Adapters that peft adds or loads while `carpool.hf` is imported need no call. For parameters that were added another
+    way, call it on all ranks, after they were added and before the first forward. Calling it again does nothing.
     Gradients are averaged after each backward, also with gradient accumulation and activation checkpointing.
 
     Args:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
@@ -270,6 +271,66 @@ def test_lora_on_attention(ranks: Ranks, tmp_path: Path) -> None:
         assert left_over == []
         assert max(errors) <= BOUND
         assert difference <= BOUND
+
+
+def _loaded_lora(path: str) -> dict[str, float]:
+    """For each way to load an adapter and train it on: the error of its gradients against one process."""
+    _save("olmoe", path)
+    adapter, batch_of = f"{path}/adapter", _alone("olmoe", path)
+    if dist.get_rank() == 0:
+        get_peft_model(_alone("olmoe", path), _lora(["q_proj", "v_proj"])).save_pretrained(adapter)
+    dist.barrier()
+
+    def load_into(model: Any) -> Any:
+        model.load_adapter(adapter, is_trainable=True)
+        return model
+
+    def second(model: Any) -> Any:
+        both = PeftModel.from_pretrained(model, adapter, adapter_name="first")
+        both(**_own(batch_of))  # the second one comes when training has begun
+        both.load_adapter(adapter, adapter_name="second", is_trainable=True)
+        both.set_adapter("second")
+        return both
+
+    ways: dict[str, Any] = {
+        "load_adapter": load_into,
+        "low_cpu_mem_usage": partial(
+            PeftModel.from_pretrained, model_id=adapter, is_trainable=True, low_cpu_mem_usage=True
+        ),
+        "second adapter": second,
+    }
+    errors = {}
+    for name, load in ways.items():
+        errors[name] = _train_both(load(_model("olmoe", path)), load(_alone("olmoe", path)), batch_of)
+    return errors
+
+
+def test_loaded_adapters_train_without_a_call(ranks: Ranks, tmp_path: Path) -> None:
+    for errors in ranks(_loaded_lora, str(tmp_path), timeout=90):
+        assert set(errors) == {"load_adapter", "low_cpu_mem_usage", "second adapter"}
+        assert max(errors.values()) <= BOUND, errors
+
+
+OUTSIDE = {
+    "PROMPT_TUNING": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+    "PREFIX_TUNING": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+}
+
+
+def _outside(path: str) -> list[str]:
+    _save("olmoe", path)
+    messages = []
+    for config in OUTSIDE.values():
+        with pytest.raises(ValueError) as refusal:
+            get_peft_model(_model("olmoe", path), config)
+        messages.append(str(refusal.value))
+    return messages
+
+
+def test_adapters_outside_the_layers_are_refused(ranks: Ranks, tmp_path: Path) -> None:
+    for messages in ranks(_outside, str(tmp_path), timeout=90):
+        for name, message in zip(OUTSIDE, messages, strict=True):
+            assert message.startswith(name) and "outside the" in message and "LoRA of linear layers" in message
 
 
 def _own_parameter(path: str) -> tuple[str, list[str], bool]:
