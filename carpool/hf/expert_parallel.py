@@ -138,10 +138,7 @@ class ExpertRides(LayerCore):
     def forward(self, x_TH: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """(T, H) rows, (T, K) global expert ids, (T, K) weights -> (T, H)."""
         if not self._adapters_checked and torch.is_grad_enabled():
-            check_adapters(self.experts)
-            if self.token_slice[1] > 1:
-                check_tensor_parallel_around(self.experts)
-            self._adapters_checked = True
+            self._check_adapters()
         # Some routers mark "no expert" by -1, others by the number of experts.
         in_range_TK = (top_k_index >= 0) & (top_k_index < self.num_experts)
         routing = Routing(torch.where(in_range_TK, top_k_index, -1).int(), top_k_weights.float())
@@ -155,6 +152,14 @@ class ExpertRides(LayerCore):
         if self.shared is not None:
             self.shared.offer(computed)
         return y_TH
+
+    # A walk over the whole model: traced by torch.compile, it took a minute and was different for each layer.
+    @torch._disable_dynamo
+    def _check_adapters(self) -> None:
+        check_adapters(self.experts)
+        if self.token_slice[1] > 1:
+            check_tensor_parallel_around(self.experts)
+        self._adapters_checked = True
 
     def _home(self) -> ExpertWeights | Forward:
         """The parameters of this rank's homes; the model's own forward where they are no plain parameters."""

@@ -8,7 +8,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import carpool.hf
+from carpool.hf.build import build_model, make_config
 from carpool.hf.compiled import compile_layers, decoder_layers, eagerly
+from carpool.parallel.degrees import Degrees
+from carpool.train.run.model import distributed_config
+from tests.ranks import WORLD_SIZE, Ranks
 
 SIZES = {
     "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2,
@@ -57,3 +61,23 @@ def test_what_cannot_be_compiled() -> None:
         compile_layers(model, "inductr")
     with pytest.raises(ValueError, match="in no list of layers"):
         compile_layers(model.model.layers[0])
+
+
+def count_graphs(layers: int) -> int:
+    """Graphs that the first step of a sharded model compiles."""
+    sizes = {**SIZES, "num_hidden_layers": layers, "num_experts": 4, "num_experts_per_tok": 2}
+    mesh = distributed_config(Degrees(fsdp=WORLD_SIZE, ep=WORLD_SIZE), bf16=False)
+    model = build_model(make_config("olmoe", sizes), distributed_config=mesh, dtype=torch.float32, seed=0)
+    carpool.hf.install(model)
+    torch._dynamo.reset()
+    compile_layers(model, "aot_eager")
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    tokens = torch.arange(24).reshape(2, 12) % 64
+    model(input_ids=tokens, use_cache=False).logits.sum().backward()
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"] - before)
+
+
+def test_layers_share_their_graphs(ranks: Ranks) -> None:
+    """The compiler gives up at eight graphs of one function, so ten layers would show it."""
+    few, many = (ranks(count_graphs, layers) for layers in (2, 10))
+    assert few == many
