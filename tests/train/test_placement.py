@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
 from carpool.report import write_report
+from carpool.train.config import load_config
+from carpool.train.run.estimate import dry_run
 from tests.ranks import Ranks
 from tests.train.test_loop import losses, records, run, text, weights
 
@@ -170,3 +174,40 @@ def test_eplb_keeps_its_copies(ranks: Ranks, stayed: Path, text: list[str], tmp_
 def test_bad_input_is_refused(ranks: Ranks, text: list[str], tmp_path: Path, change: list[str], message: str) -> None:
     errors = ranks(run, str(tmp_path / "run"), [*MODEL, *text, "placement.every=3", *change])
     assert all(message in error for error in errors), errors
+
+
+LAYERS = tuple(f"model.layers.{number}.mlp.experts" for number in range(2))
+SOLVED = {name: ExpertLayout([[2, 0, 1, 3], [4, 5, 6, 7], [8, 9, 10, 11], [12, 13, 14, 15]]) for name in LAYERS}
+ABOUT = {"solver": dict.fromkeys(LAYERS, "occult"), "trace_meta": {"model_type": "olmoe"}}
+
+
+@pytest.mark.parametrize(
+    ("layers", "about", "reason"),
+    [
+        (SOLVED, ABOUT, ""),
+        (SOLVED, {}, "does not say which solver made it; write it again"),
+        (SOLVED, ABOUT | {"solver": {**ABOUT["solver"], LAYERS[1]: "lpt"}}, "layers.1.mlp.experts was placed by 'lpt'"),
+        (SOLVED, ABOUT | {"trace_meta": {"model_type": "mixtral"}}, "a trace of the model type 'mixtral'"),
+        ({LAYERS[0]: SOLVED[LAYERS[0]]}, ABOUT, "no layout for layer 'model.layers.1.mlp.experts'"),
+        ({**SOLVED, "model.layers.2.mlp.experts": SOLVED[LAYERS[0]]}, ABOUT, "a layout for 'model.layers.2"),
+        (dict.fromkeys(LAYERS, ExpertLayout.contiguous(8, 4)), ABOUT, "8 experts on 4 ranks, but the model has 16"),
+        (dict.fromkeys(LAYERS, ExpertLayout.contiguous(16, 2)), ABOUT, "16 experts on 2 ranks, but the model has 16"),
+    ],
+    ids=["right", "unknown solver", "solver", "model", "layer missing", "layer too many", "experts", "ranks"],
+)
+def test_the_file_of_a_policy_must_be_what_it_says(
+    tmp_path: Path, layers: dict[str, ExpertLayout], about: dict[str, Any], reason: str
+) -> None:
+    Layouts(layers, about).save(file := tmp_path / "layouts.json")
+    settings = [f"moe.layout={file}", "placement.policy=place", "placement.solver=occult", "parallelism.device=cpu"]
+    config = load_config(None, [*MODEL, *settings])
+    with pytest.raises(ValueError, match=reason) if reason else nullcontext():
+        dry_run(config)
+
+
+def test_a_wrong_file_is_refused_before_the_model_is_built(ranks: Ranks, tmp_path: Path) -> None:
+    Layouts(SOLVED, {}).save(file := tmp_path / "layouts.json")
+    output, settings = tmp_path / "run", [f"moe.layout={file}", "placement.policy=place"]
+    for error in ranks(run, str(output), [*MODEL, *settings]):
+        assert "does not say which solver made it" in error
+    assert not output.exists()

@@ -21,7 +21,8 @@ class PlacementSection(Section):
     policy: Literal["place", "migrate", "shadow", "subset", "expand_shrink", "eplb", "lpt_cv", "pick"] = Field(
         default="migrate",
         description="What decides where experts go. migrate: homes and replicas go where the solver says, if the "
-        "cost model says that moving pays. place: experts stay where the file moe.layout puts them. "
+        "cost model says that moving pays. place: experts stay where the file moe.layout puts them, which `carpool "
+        "place --solvers SOLVER` wrote. "
         "The others look at the predicted load alone and are followed at once: shadow (FasterMoE) "
         "copies the busiest experts to all ranks, subset (Prophet) to some; expand_shrink (FlexMoE) "
         "changes the copies that there are; eplb (DeepSeek-V3) moves homes and fills all room with "

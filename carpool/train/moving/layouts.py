@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,49 @@ from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
 from carpool.placement.trace import Array
 from carpool.train.config.schema import Config
+
+
+def check_layout_file(config: Config, model_type: str, experts: Mapping[str, int], ranks: int) -> None:
+    """Raise ValueError unless the file `moe.layout` is of this model on so many ranks, and, for placement.policy =
+    "place", `carpool place` made it with placement.solver. Needs neither weights nor data.
+
+    Args:
+        model_type: transformers' name of the model's kind.
+        experts: number of experts of each MoE layer, by name.
+        ranks: of the expert-parallel group.
+    """
+    file = config.moe.layout
+    if file == "contiguous":
+        return
+    layouts = Layouts.load(file)
+    if unknown := sorted(set(layouts) - experts.keys()):
+        raise ValueError(
+            f"{file}: there is a layout for {unknown[0]!r}, but this model's layers are {', '.join(experts)}"
+        )
+    for name, count in experts.items():
+        if (here := (layouts[name].num_experts, layouts[name].num_ranks)) != (count, ranks):
+            raise ValueError(
+                f"{file}: layer {name}: the layout is for {here[0]} experts on {here[1]} ranks, but the model has "
+                f"{count} experts there, on {ranks} ranks"
+            )
+    if config.placement.policy != "place":
+        return
+    solver, about = config.placement.solver, layouts.about
+    again = f"write it again with `carpool place TRACE --ranks {ranks} --solvers {solver}`"
+    other = f"or leave placement.policy out: moe.layout={file} alone puts experts where the file says"
+    solved_by = about.get("solver")
+    if not isinstance(solved_by, Mapping):
+        raise ValueError(f"{file}: placement.policy = 'place', but the file does not say which solver made it; {again}")
+    for name in experts:
+        if (found := solved_by.get(name)) != solver:
+            raise ValueError(
+                f"{file}: placement.solver = {solver!r}, but layer {name} was placed by {found!r}; {again}, {other}"
+            )
+    traced = (about.get("trace_meta") or {}).get("model_type", model_type)
+    if traced != model_type:
+        raise ValueError(
+            f"{file} was made from a trace of the model type {traced!r}, but this model's is {model_type!r}; {again}"
+        )
 
 
 def first_layouts(config: Config, layers: dict[str, ExpertRides], saved: dict[str, Any]) -> tuple[Layouts, str]:

@@ -33,6 +33,7 @@ from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import load_tokenizer
 from carpool.train.launch.start import local_ranks, use_cuda
 from carpool.train.launch.world import find_world
+from carpool.train.moving.layouts import check_layout_file
 from carpool.train.run.flops import ModelSize, flops_per_token, model_size
 from carpool.train.run.model import expert_counts, meta_model, model_source, top_k_of
 from carpool.train.run.room import nvlink_options
@@ -129,6 +130,7 @@ def dry_run(config: Config) -> str:
     model = meta_model(source)
     counts = expert_counts(model)
     degrees = config.parallelism.resolve(ranks, min(counts.values()))
+    check_layout_file(config, model.config.model_type, counts, degrees.ep)
     size = model_size(model, counts, top_k_of(model))
     bf16 = use_cuda(config) if config.training.bf16 is None else config.training.bf16
     transport, why = _likely_transport(config, degrees, model)

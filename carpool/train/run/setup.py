@@ -39,7 +39,7 @@ from carpool.train.data.tokenizer import load_tokenizer
 from carpool.train.launch.stopping import StopRequest
 from carpool.train.launch.watchdog import Watchdog
 from carpool.train.moving.cost import Facts
-from carpool.train.moving.layouts import first_layouts
+from carpool.train.moving.layouts import check_layout_file, first_layouts
 from carpool.train.moving.runtime import Placement
 from carpool.train.run.about import say_hello, write_files, write_run
 from carpool.train.run.display import Display
@@ -128,6 +128,7 @@ class Setup(RunState):
         self.architecture = type(blueprint).__name__
         self.expert_counts = expert_counts(blueprint)
         self.degrees = config.parallelism.resolve(self.world, min(self.expert_counts.values()))
+        check_layout_file(config, blueprint.config.model_type, self.expert_counts, self.degrees.ep)
         self.dp_rank = self.degrees.dp_rank(self.rank)
 
     def _read_data(self) -> None:

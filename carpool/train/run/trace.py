@@ -88,7 +88,8 @@ def record(
         # A forward records one sequence, so it has one.
         for row_L in rows_NL:
             loaded(input_ids=torch.from_numpy(row_L[None]).to(device), use_cache=False)
-        return recorder.trace(checkpoint=str(path), data=corpus.source, sequence_length=length, **about)
+        origin = {"checkpoint": str(path), "model_type": loaded.config.model_type, "data": corpus.source}
+        return recorder.trace(**origin, sequence_length=length, **about)
 
 
 def sequences(tokens: Any, length: int, count: int) -> np.ndarray[Any, np.dtype[np.int64]]:
