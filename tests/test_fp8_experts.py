@@ -5,8 +5,6 @@ The kernels are compared with the definition in tests/interpreted/test_fp8.py.
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -391,31 +389,3 @@ def test_the_setting_says_that_it_is_lossy() -> None:
     assert load_config(None, ["moe.experts=fp8", "moe.fp8_hold_weights=true"]).moe.fp8_hold_weights
     with pytest.raises(ValueError, match=r"moe.fp8_hold_weights is of FP8 experts, and moe.experts = 'auto'"):
         load_config(None, ["moe.fp8_hold_weights=true"])
-
-
-def test_the_benchmark_of_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformers")
-    from benchmarks import fp8_loss
-
-    (tmp_path / "text").mkdir()
-    for number in range(20):
-        (tmp_path / "text" / f"{number}.txt").write_text("the quick brown fox " * 40)
-    settings = {
-        "training.max_steps": 4, "training.eval_steps": 2, "training.per_device_train_batch_size": 2,
-        "data.sequence_length": 32, "data.train": tmp_path / "text", "data.cache_dir": tmp_path / "cache",
-        "data.eval_max_sequences": 4, "model.config.hidden_size": 64, "model.config.num_experts": 4,
-    }  # fmt: skip
-    out, plot = tmp_path / "loss.json", tmp_path / "loss.png"
-    pairs = [f"{key}={value}" for key, value in settings.items()]
-    monkeypatch.setattr(
-        sys, "argv", ["fp8_loss.py", "--repeat", "--out", str(out), "--plot", str(plot), "--set", *pairs]
-    )
-    fp8_loss.main()
-    found = json.loads(out.read_text())
-    bf16, ours, other = found["runs"]
-    assert [len(run["loss"]) for run in found["runs"]] == [4, 4, 4]
-    assert [step for step, _ in ours["held_out"]] == [2, 4] and ours["lossy_reasons"] == ["experts compute in FP8"]
-    assert bf16["loss"] != ours["loss"] and bf16["loss"][0] == pytest.approx(ours["loss"][0], rel=0.02)
-    assert bf16["loss"][-1] < bf16["loss"][0] and ours["loss"][-1] < ours["loss"][0] and other["seed"] == 1
-    assert found["summary"][1]["loss_above_first"] == pytest.approx(ours["loss"][-1] / bf16["loss"][-1] - 1)
-    assert plot.stat().st_size > 10_000

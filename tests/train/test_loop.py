@@ -199,6 +199,14 @@ def test_another_way_to_compute_it_gives_the_same_losses(
                 torch.testing.assert_close(second[name], first[name], rtol=0, atol=2e-4, msg=name)
 
 
+def test_fp8_experts_learn_almost_the_same(ranks: Ranks, reference: Path, text: list[str], tmp_path: Path) -> None:
+    assert start(ranks, tmp_path / "fp8", [*text, "moe.experts=fp8"]) == [""] * 4
+    assert json.loads((tmp_path / "fp8" / "run.json").read_text())["lossy_reasons"] == ["experts compute in FP8"]
+    exact, lossy = losses(reference), losses(tmp_path / "fp8")
+    assert all(lossy[step][0] != exact[step][0] for step in exact)
+    assert [loss for loss, _ in lossy.values()] == pytest.approx([loss for loss, _ in exact.values()], rel=0.02)
+
+
 def test_stops_when_the_loss_is_no_number(ranks: Ranks, text: list[str], tmp_path: Path) -> None:
     output = tmp_path / "nan"
     change = [
