@@ -1,13 +1,15 @@
-"""Into how many chunks to cut a ride: what the cost model predicts, and what is measured.
+"""A ride in chunks or in tiles: what the cost model predicts of chunks, and what is measured of both.
 
     torchrun --nproc-per-node 4 -m benchmarks.chunks --out chunks.json
     torchrun --nproc-per-node 4 -m benchmarks.chunks --transport dedup --out chunks_dedup.json
+    torchrun --nproc-per-node 4 -m benchmarks.chunks --tiles 2 4 --ctas 8 16 --out tiles.json
 
 For each shape, one layer's ride forward and backward, bf16, tokens that choose their experts uniformly:
 
     pieces      dispatch, experts, combine of rides of T/8, T/4, T/2 and T tokens, one after the other, the experts on
                 the multiprocessors that they have beside rides; from these `carpool.planner.overlap` predicts T(r)
-    measured    the ride itself in r = 1, 2, 4, 8 chunks, and the plain one, in turns
+    measured    the ride itself in r = 1, 2, 4, 8 chunks, and the plain one, in turns; with `--tiles` also in n tiles
+                (over nvlink), c multiprocessors for the rides and the others for the experts: "tiles n/c"
 
 The host is ahead in both (the device sleeps first), and all ranks begin together; milliseconds are of the slowest rank,
 median. "loses" is how much slower the predicted best is than the measured best.
@@ -68,8 +70,8 @@ class Layer:
         self.routing = Routing(scores.topk(self.top_k).indices.int(), weight.requires_grad_())
         self.slot_TK = assign(self.routing, self.layout, rank)
 
-    def setup(self, schedule: Schedule) -> RideSetup:
-        options = NVLinkOptions(max_tokens=self.tokens).under(schedule)
+    def setup(self, schedule: Schedule, **options_of_nvlink: int) -> RideSetup:
+        options = NVLinkOptions(max_tokens=self.tokens, **options_of_nvlink).under(schedule)
         transport = make_transport(self.name, self.group, self.layout.slots_per_rank, options)
         return RideSetup(transport, self.experts, self.stats(), order_of(schedule, transport, self.device))
 
@@ -111,8 +113,12 @@ def contest(shape: str, args: argparse.Namespace, device: torch.device) -> dict[
     pieces = {r: pieces_of(layer, -(-layer.tokens // r), args.repetitions, device) for r in CHUNKS}
     predicted = {r: sum(chunked(one, r) for one in pieces[r]) for r in CHUNKS}
     best = fastest_of(predicted)
-    ways = {"none": Schedule(), **{str(r): Schedule("chunks", r) for r in CHUNKS}}
-    setups = {name: layer.setup(way) for name, way in ways.items()}
+    setups = {"none": layer.setup(Schedule()), **{str(r): layer.setup(Schedule("chunks", r)) for r in CHUNKS}}
+    setups |= {
+        f"tiles {n}/{c}": layer.setup(Schedule("tiles", n), dispatch_ctas=c, combine_ctas=c)
+        for n in args.tiles
+        for c in args.ctas
+    }
     clock = Clock(device, layer.group, DELAY_CYCLES)
     for number, order in rounds(setups, args.repetitions, WARMUP):
         clock.keep = number >= 0
@@ -143,6 +149,8 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="T,H,F,E,K")
     parser.add_argument("--transport", default="nvlink")
+    parser.add_argument("--tiles", nargs="*", type=int, default=[], help="also rides in so many tiles")
+    parser.add_argument("--ctas", nargs="+", type=int, default=[8, 16, 24], help="multiprocessors of rides in tiles")
     parser.add_argument("--repetitions", type=int, default=7)
     args = parser.parse_args()
     device = join_group()
@@ -169,6 +177,8 @@ def show(result: dict[str, Any], first: bool) -> None:
         f"{100 * result['loses']:>7.1f}%{result['perfect']:>9.2f}{100 * result['hidden']:>7.0f}%",
         flush=True,
     )
+    if tiles := [f"{name[6:]} {ms:.2f}" for name, ms in measured.items() if name.startswith("tiles")]:
+        print(f"  tiles, parts/multiprocessors: {', '.join(tiles)}", flush=True)
 
 
 if __name__ == "__main__":
