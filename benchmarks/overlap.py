@@ -80,15 +80,28 @@ def make_stack_parser(doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def make_stack(model: str, layers: int, sequence: int) -> Any:
-    """The configuration of one of `MODELS`."""
-    kind, sizes, further = MODELS[model]
-    config = make_config(
-        kind, {**sizes, **VOCABULARY, "num_hidden_layers": layers, "max_position_embeddings": sequence}
-    )
+def make_stack(args: argparse.Namespace, device: torch.device, mixed: bool) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """The model, this rank's input, and the gradient of its output, to the precision of the device.
+
+    Args:
+        mixed: parameters and reductions in float32, as `carpool train` has them.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    kind, sizes, further = MODELS[args.model]
+    sizes = {**sizes, **VOCABULARY, "num_hidden_layers": args.layers, "max_position_embeddings": args.sequence}
+    config = make_config(kind, sizes)
     for name, value in further.items():
         setattr(config, name, value)
-    return config
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    own = torch.float32 if mixed else dtype
+    mesh = DistributedConfig(
+        fsdp_size=world, ep_size=world, ep_implementation="carpool", fsdp_mixed_precision=own != dtype
+    )
+    model = build_model(config, distributed_config=mesh, dtype=own, seed=0, attn_implementation="sdpa")
+    torch.manual_seed(1 + rank)
+    shape = args.batch, args.sequence
+    x = torch.randn(*shape, config.hidden_size, device=device, dtype=dtype).requires_grad_()
+    return model, x, torch.randn(*shape, config.vocab_size, device=device, dtype=dtype) / 64
 
 
 class Nothing(Home):
@@ -156,20 +169,8 @@ def main() -> None:
     args = parser.parse_args()
 
     device = join_group()
-    rank, world = dist.get_rank(), dist.get_world_size()
-    config = make_stack(args.model, args.layers, args.sequence)
-    model = build_model(
-        config,
-        distributed_config=DistributedConfig(fsdp_size=world, ep_size=world, ep_implementation="carpool"),
-        dtype=torch.bfloat16 if device.type == "cuda" else torch.float32,
-        seed=0,
-        attn_implementation="sdpa",
-    )
-    torch.manual_seed(1 + rank)
-    shape = args.batch, args.sequence, config.hidden_size
-    x = torch.randn(shape, device=device, dtype=model.dtype).requires_grad_()
-    dy = torch.randn(*shape[:2], config.vocab_size, device=device, dtype=model.dtype) / 64
-
+    rank = dist.get_rank()
+    model, x, dy = make_stack(args, device, mixed=False)
     halves = [part.detach().requires_grad_() for part in x.tensor_split(2)]
     if args.compile:
         # One variant for each contender.

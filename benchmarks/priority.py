@@ -31,13 +31,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from transformers.distributed import DistributedConfig
 
 from benchmarks.overlap import make_stack, make_stack_parser
 from carpool.bench.script import check_arenas, join_group, write_results
 from carpool.bench.timing import rounds, timed_step
 from carpool.hf import rides, set_schedule, set_transport
-from carpool.hf.build import build_model
 from carpool.schedule import Schedule
 from carpool.schedule.priority import RidesFirst
 from carpool.transport import NVLinkOptions
@@ -83,17 +81,10 @@ def main() -> None:
     args = parser.parse_args()
 
     device = join_group()
-    rank, world = dist.get_rank(), dist.get_world_size()
-    cuda = device.type == "cuda"
-    config = make_stack(args.model, args.layers, args.sequence)
-    mesh = DistributedConfig(fsdp_size=world, ep_size=world, ep_implementation="carpool", fsdp_mixed_precision=cuda)
-    model = build_model(config, distributed_config=mesh, dtype=torch.float32, seed=0, attn_implementation="sdpa")
+    rank = dist.get_rank()
+    model, x, dy = make_stack(args, device, mixed=True)
     options = NVLinkOptions(max_tokens=args.batch * args.sequence, arena_bytes=int(args.arena_gib * 2**30))
     set_transport(model, args.transport, options=options)
-    torch.manual_seed(1 + rank)
-    shape = args.batch, args.sequence, config.hidden_size
-    x = torch.randn(shape, device=device, dtype=torch.bfloat16 if cuda else torch.float32).requires_grad_()
-    dy = torch.randn(*shape[:2], config.vocab_size, device=device, dtype=x.dtype) / 64
 
     def step(first: AbstractContextManager[Any] | None) -> None:
         with first or nullcontext():
