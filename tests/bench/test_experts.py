@@ -18,12 +18,12 @@ from typer.testing import CliRunner
 
 from carpool import cli
 from carpool.bench.moe.answers import Case, check
-from carpool.bench.moe.experts import Contender, ExpertsBenchmark
+from carpool.bench.moe.contest import forward_backward
+from carpool.bench.moe.experts import ExpertsBenchmark, carpool_experts, their_experts
 from carpool.bench.moe.memory import measure
 from carpool.bench.moe.modules import make_module, use
 from carpool.bench.moe.plot import write_plot
 from carpool.bench.moe.results import CaseResult, Row, Times, show
-from carpool.bench.moe.run import forward_backward
 from carpool.bench.moe.settings import CPU_SHAPES, GPU_SHAPES, LayerSettings, Settings, list_shapes
 from carpool.bench.moe.shapes import MODELS, Shape
 from carpool.bench.results import Result
@@ -197,7 +197,7 @@ def test_who_cannot_run_gets_a_row_that_says_why(monkeypatch: pytest.MonkeyPatch
     show(Result("0", "now", "carpool", settings, where, [case]), Console(file=out, width=140))
     assert "carpool greedy is not available: out of memory" in out.getvalue()
     assert measure_small(experts=("greedy",), against=("eager",)).rows[0].unavailable == "out of memory"
-    with pytest.raises(ValueError, match="experts picky cannot run here: there is no such GPU here; leave"):
+    with pytest.raises(ValueError, match="carpool picky cannot run here: there is no such GPU here; change --experts"):
         measure_small(experts=("picky",))
 
 
@@ -222,14 +222,14 @@ def test_a_wrong_answer_is_not_timed(monkeypatch: pytest.MonkeyPatch):
 def test_all_contenders_are_right(family: str, dtype: torch.dtype):
     shape = Shape(37, 40, 24, 8, 3, family)
     case = make_case(shape, dtype, "hot")
-    for contender in (Contender("grouped"), Contender("grouped_mm", theirs=True), Contender("eager", theirs=True)):
-        error = check(contender.label, *forward_backward(contender.make(case, ExitStack()), case), case)
-        assert 0 < error < 0.7, contender.label
+    for name, make in (("grouped", carpool_experts), ("grouped_mm", their_experts), ("eager", their_experts)):
+        error = check(name, *forward_backward(make(name, case, ExitStack()), case), case)
+        assert 0 < error < 0.7, name
 
 
 def _answers(case: Case) -> tuple[torch.Tensor, list[torch.Tensor]]:
     use(case.module, "eager")
-    forward = Contender("eager", theirs=True).make(case, ExitStack())
+    forward = their_experts("eager", case, ExitStack())
     y_TH, gradients = forward_backward(forward, case)
     return y_TH, list(gradients)
 
@@ -275,7 +275,7 @@ def test_an_expert_that_nobody_chose_has_no_gradient():
 def test_operations_are_those_of_the_products(family: str):
     shape = Shape(37, 40, 24, 8, 3, family)
     case = make_case(shape, torch.float32)
-    forward = Contender("eager", theirs=True).make(case, ExitStack())
+    forward = their_experts("eager", case, ExitStack())
     with FlopCounterMode(display=False) as counted:
         forward()
     assert counted.get_total_flops() == shape.flops
@@ -287,13 +287,13 @@ def test_operations_are_those_of_the_products(family: str):
 def test_what_is_kept_is_counted():
     case = make_case(SMALL)
     pairs = 37 * 3
-    saved, peak = measure(Contender("reference").make(case, ExitStack()), case.leaves, case.dy_TH)
+    saved, peak = measure(carpool_experts("reference", case, ExitStack()), case.leaves, case.dy_TH)
     assert peak is None
     assert saved == pairs * (4 + 4), "a slot and a weight for each choice; rows and parameters were there before"
-    grouped, _ = measure(Contender("grouped").make(case, ExitStack()), case.leaves, case.dy_TH)
+    grouped, _ = measure(carpool_experts("grouped", case, ExitStack()), case.leaves, case.dy_TH)
     pre_activation = pairs * 2 * 24 * 2
     assert pre_activation < grouped < pre_activation + 60 * pairs + 1000
-    theirs, _ = measure(Contender("grouped_mm", theirs=True).make(case, ExitStack()), case.leaves, case.dy_TH)
+    theirs, _ = measure(their_experts("grouped_mm", case, ExitStack()), case.leaves, case.dy_TH)
     assert theirs > pairs * (40 + 2 * 24 + 24 + 40) * 2, "gathered rows, pre-activation, activation, output"
 
 

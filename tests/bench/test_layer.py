@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ from typer.testing import CliRunner
 
 from carpool import cli
 from carpool.bench.moe import agreement, layer
-from carpool.bench.moe.agreement import attempt_together
-from carpool.bench.moe.layer import Contender, LayerBenchmark
-from carpool.bench.moe.run import OUT_OF_MEMORY, forward_backward
+from carpool.bench.moe.agreement import OUT_OF_MEMORY, attempt_together
+from carpool.bench.moe.contest import Contender, forward_backward
+from carpool.bench.moe.layer import BASELINE, LayerBenchmark
 from carpool.bench.moe.settings import LayerSettings
 from carpool.bench.moe.shapes import Shape
 from carpool.bench.routings import make_routings
@@ -187,11 +188,10 @@ def test_ranks_agree_on_what_failed(ranks: Ranks):
 def _same() -> list[float]:
     """Largest difference of two runs of each contender."""
     settings = LayerSettings(shapes=(SMALL,), experts=("grouped",)).resolve(cuda=False, num_ranks=4)
-    bench, layout = LayerBenchmark(settings, CPU), ExpertLayout.contiguous(8, 4)
-    routings = make_routings("zipf", 19, 3, layout)
-    case, worst = bench._case(SMALL, routings), []
-    for contender in (Contender("dedup", "grouped"), Contender("gather", "grouped"), Contender(None, "grouped_mm")):
-        made = bench._make(contender, case, routings, layout)
+    bench, worst = LayerBenchmark(settings, CPU), []
+    case = bench._case(SMALL, "zipf")
+    for contender in (Contender("grouped", "dedup"), Contender("grouped", "gather"), BASELINE):
+        made = bench._make(contender, case, ExitStack())
         (y, gradients), (again, same) = (forward_backward(made, case) for _ in range(2))
         worst.append(max(float((a - b).abs().max()) for a, b in zip((y, *gradients), (again, *same), strict=True)))
     return worst

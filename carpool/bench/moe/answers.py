@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from carpool.hf.expert_parallel import weight_names
+from carpool.routing import Routing
 
 ROW, ROW_FP8, FP8 = 8.0, 5.0, 0.15
 
@@ -36,17 +38,22 @@ class Case:
     Attributes:
         module: transformers' experts module with this rank's experts.
         x_TH, weight_TK: inputs, in the dtype of the weights; leaves that want a gradient.
-        index_TK: (T, K) int64, global expert ids.
+        routings: of all ranks, with global expert ids.
         dy_TH: the gradient of the output.
     """
 
     module: Any
     x_TH: torch.Tensor
-    index_TK: torch.Tensor
+    routings: Sequence[Routing]
     weight_TK: torch.Tensor
     dy_TH: torch.Tensor
     group: dist.ProcessGroup | None = None
     rank: int = 0
+
+    @cached_property
+    def index_TK(self) -> torch.Tensor:
+        """(T, K) int64: the experts that this rank's tokens chose."""
+        return self.routings[self.rank].expert_TK.long().to(self.x_TH.device)
 
     @property
     def names(self) -> list[str]:

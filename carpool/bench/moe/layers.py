@@ -14,9 +14,7 @@ from carpool.bench.moe.answers import Case
 from carpool.bench.moe.modules import use
 from carpool.hf import CarpoolEP
 from carpool.hf.expert_parallel import buffers_of_rides
-from carpool.layout import ExpertLayout
 from carpool.memory.arena import Arena
-from carpool.routing import Routing
 from carpool.transport import NVLinkOptions, check_overflow
 
 
@@ -109,14 +107,13 @@ class OurLayer(Layer):
         return traffic.remote(traffic.bytes)
 
 
-def arena_bytes(case: Case, routings: list[Routing], layout: ExpertLayout) -> int:
+def arena_bytes(case: Case) -> int:
     """Enough for what one layer keeps on the rank that most rows come to: the rows, and the experts' pre-activations;
     twice that, for what experts may keep besides. The same on all ranks."""
-    local = layout.num_experts // layout.num_ranks
-    pairs_W = torch.zeros(layout.num_ranks, dtype=torch.int64)
-    for routing in routings:
-        pairs_W += torch.bincount(routing.expert_TK.flatten().long() // local, minlength=layout.num_ranks)
+    local, ranks = case.module.num_experts, len(case.routings)
+    expert_X = torch.cat([routing.expert_TK.flatten() for routing in case.routings]).long()
+    pairs = int(torch.bincount(expert_X // local, minlength=ranks).max())
     up, hidden = getattr(case.module, case.names[0]), case.x_TH.shape[1]
     width = up.shape[1] * up.shape[2] // hidden
-    rows = layout.num_ranks * case.x_TH.shape[0]
-    return 2 * (int(pairs_W.max()) * width + rows * hidden) * up.element_size() + (64 << 20)
+    rows = ranks * case.x_TH.shape[0]
+    return 2 * (pairs * width + rows * hidden) * up.element_size() + (64 << 20)
