@@ -11,12 +11,10 @@ that `carpool.hf.initial_weights` draws, which are the same for any number of ra
 from __future__ import annotations
 
 import copy
-import dataclasses
-import difflib
 import json
 import math
 import os
-from collections.abc import Iterable
+import warnings
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,39 +28,49 @@ from transformers.distributed.checkpoint import is_sharded_checkpoint
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from carpool.hf.config_keys import check_keys, nearest
 from carpool.hf.conversions import unshardable
 from carpool.hf.initial_weights import fill, set_tensor
-from carpool.hf.sizes import check_sizes
+from carpool.hf.sizes import check_sizes, impossible_sizes
 from carpool.hf.tensor_parallel import check_tensor_parallel
 from carpool.hf.weight_files import check_weight_files, stored_shapes
 
-# Spellings of rotary settings that Transformers still takes and folds into `rope_parameters`.
-_ROPE_KEYS = ("rope_theta", "rope_scaling", "partial_rotary_factor")
 
-
-def make_config(model_type: str, overrides: dict[str, Any]) -> PreTrainedConfig:
-    """The configuration of a Transformers model type, with some of its values changed.
+def make_config(model_type: str, keys: dict[str, Any]) -> PreTrainedConfig:
+    """The configuration of a Transformers model type, for a model from scratch.
 
     Args:
         model_type: as in `config.json`, for example "olmoe" or "qwen3_moe".
-        overrides: values by the configuration's own keys; those of a sub-configuration as a dictionary.
+        keys: values by the keys of a `config.json`, as published; those of a sub-configuration as a dictionary. Keys
+            that are known to mean nothing to Transformers are left out, with one warning that names them.
 
     Raises:
-        ValueError: for a model type or key that Transformers does not have (with the nearest one that it has), or a
-            value that the configuration refuses or that cannot be meant (`carpool.hf.sizes`).
+        ValueError: for a model type that Transformers does not have, a key that nothing reads (with the nearest one
+            that something does), or a value that the configuration refuses or that cannot be meant
+            (`carpool.hf.sizes`). The message has a line for each of them.
     """
     if model_type not in CONFIG_MAPPING or model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         known = sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in CONFIG_MAPPING)
+        code = " Its file brings its own code (auto_map), which Carpool never runs." if "auto_map" in keys else ""
         raise ValueError(
-            f"Transformers has no causal language model of type {model_type!r}{_nearest(model_type, known)}"
+            f"Transformers has no causal language model of type {model_type!r}{nearest(model_type, known)}{code}"
         )
     config_class = CONFIG_MAPPING[model_type]
-    _check_keys(config_class, overrides, model_type)
+    used, inert, wrong = check_keys(config_class, keys, model_type)
     try:
-        config = config_class(**overrides)
+        config = config_class(**used)
+        wrong += impossible_sizes(config)
     except Exception as error:  # each configuration validates in its own way, and with its own exception
-        raise ValueError(f"the {model_type} configuration refuses {overrides}: {error}") from error
-    check_sizes(config)
+        wrong.append(f"the {model_type} configuration refuses {used}: {error}")
+    if wrong:
+        raise ValueError("\n".join(wrong))
+    if inert:
+        quantised = "; the model is not quantised" if "quantization_config" in inert else ""
+        warnings.warn(
+            f"these keys mean nothing to a {model_type} model from scratch and are ignored: {', '.join(inert)}"
+            f"{quantised}",
+            stacklevel=2,
+        )
     return config
 
 
@@ -129,23 +137,6 @@ def experts_modules(model: PreTrainedModel, distributed_config: DistributedConfi
 # --------------------------------------------------------------------------------------------------------- refusals
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
-    matches = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
-    return f"; did you mean {' or '.join(repr(match) for match in matches)}?" if matches else ""
-
-
-def _check_keys(config_class: type[PreTrainedConfig], overrides: dict[str, Any], where: str) -> None:
-    known = {field.name for field in dataclasses.fields(config_class)} | set(config_class.attribute_map)
-    if "rope_parameters" in known:
-        known.update(_ROPE_KEYS)
-    for key, value in overrides.items():
-        if key not in known:
-            raise ValueError(f"the configuration of {where} has no key {key!r}{_nearest(key, known)}")
-        sub_config = config_class.sub_configs.get(key)
-        if isinstance(value, dict) and isinstance(sub_config, type) and issubclass(sub_config, PreTrainedConfig):
-            _check_keys(sub_config, value, f"{where}.{key}")
-
-
 def read_config(folder: Path) -> PreTrainedConfig:
     """The configuration of a checkpoint folder.
 
@@ -166,7 +157,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
         code = " It brings its own code (auto_map), which Carpool never runs." if "auto_map" in raw else ""
         raise ValueError(
             f"{folder / 'config.json'} has model_type {model_type!r}, which the installed Transformers does not have"
-            f"{_nearest(str(model_type), CONFIG_MAPPING)}.{code}"
+            f"{nearest(str(model_type), CONFIG_MAPPING)}.{code}"
         )
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "unknown method")

@@ -27,9 +27,15 @@ def check_sizes(config: PreTrainedConfig) -> None:
     """Look at the sizes of a model's configuration, or of its language model's.
 
     Raises:
-        ValueError: a size below 1, more experts for a token than there are, or attention heads that do not divide the
-            hidden size or among each other.
+        ValueError: what `impossible_sizes` says, a line each.
     """
+    if wrong := impossible_sizes(config):
+        raise ValueError("\n".join(wrong))
+
+
+def impossible_sizes(config: PreTrainedConfig) -> list[str]:
+    """Sentences about sizes below 1, more experts for a token than there are, and attention heads that do not divide
+    the hidden size or among each other."""
     text: Any = config.get_text_config()
     kind = text.model_type
 
@@ -38,31 +44,37 @@ def check_sizes(config: PreTrainedConfig) -> None:
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
     top_k_key, experts_key = first_key(text, TOP_K), first_key(text, EXPERTS)
-    for key in (*_POSITIVE, top_k_key, experts_key):
-        if key is not None and (value := size(key)) is not None and value < 1:
-            raise ValueError(f"{key} = {value} in the {kind} configuration must be at least 1")
+    keys = [key for key in (*_POSITIVE, top_k_key, experts_key) if key is not None]
+    wrong = [
+        f"{key} = {value} in the {kind} configuration must be at least 1"
+        for key in keys
+        if (value := size(key)) is not None and value < 1
+    ]
+    if wrong:
+        return wrong
     if top_k_key is not None and experts_key is not None:
         top_k, experts = getattr(text, top_k_key), getattr(text, experts_key)
         if top_k > experts:
-            raise ValueError(
+            wrong.append(
                 f"{top_k_key} = {top_k} in the {kind} configuration is more than its {experts_key} = {experts}: a "
                 "token cannot choose more experts than there are"
             )
     hidden, heads, pairs = size("hidden_size"), size("num_attention_heads"), size("num_key_value_heads")
     if hidden is None or heads is None:
-        return
+        return wrong
     if pairs is not None and heads % pairs:
-        raise ValueError(
+        wrong.append(
             f"num_attention_heads = {heads} in the {kind} configuration is no multiple of its num_key_value_heads = "
             f"{pairs}"
         )
     # Latent attention has sizes of heads of its own; others may say head_dim.
     own = size("qk_head_dim") is not None or size("head_dim") not in (None, hidden // heads)
     if hidden % heads and not own:
-        raise ValueError(
+        wrong.append(
             f"hidden_size = {hidden} in the {kind} configuration is no multiple of its num_attention_heads = {heads}, "
-            "so the size of a head is no whole number: change one of them"
+            "so the size of a head is no whole number: change one of them, or set head_dim"
         )
+    return wrong
 
 
 def first_key(text: Any, names: tuple[str, ...]) -> str | None:

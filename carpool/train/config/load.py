@@ -6,8 +6,9 @@ Later wins: the file over the defaults, overrides over the file, key by key, als
 of an override is read as TOML (`3`, `1e-3`, `true`, `["a", "b"]`, `{a = 1}`); what is not TOML is a bare word, hence
 text (`training.output_dir=runs/a`). The word none (or null) means "not set".
 
-The demo's model holds only until another is named: a `[model]` with `path`, `architecture` or `model_type` starts
-from nothing, while `model.config.num_experts=32` alone changes the demo's.
+The demo's model holds only until another is named: a `[model]` with `path`, `architecture`, `model_type` or a published
+configuration (`model.config=qwen3-30b-a3b`) starts from nothing, while `model.config.num_experts=32` alone changes the
+demo's.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from carpool.train.config.published import FROM
 from carpool.train.config.schema import (
     DEMO_MODEL,
     Config,
@@ -80,7 +82,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
         _merge(settings, _parse_override(override), (), _COMMAND_LINE, places)
     _check_keys(settings, places)
     model = settings.setdefault("model", {})
-    if not any(model.get(source) is not None for source in _MODEL_SOURCES):
+    if not _names_a_model(model):
         settings["model"] = _merged(DEMO_MODEL, model)
     try:
         return Config.model_validate(settings)
@@ -147,6 +149,8 @@ def _merge(into: dict[str, Any], new: Mapping[str, Any], at: tuple[str, ...], pl
         places[here] = place
         if isinstance(value, Mapping):
             old = into.get(key)
+            if here == ("model", "config") and isinstance(old, str):
+                old = {FROM: old}
             into[key] = dict(old) if isinstance(old, Mapping) else {}
             _merge(into[key], value, here, place, places)
         else:
@@ -157,6 +161,12 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = dict(base)
     _merge(result, over, (), "", {})
     return result
+
+
+def _names_a_model(model: Mapping[str, Any]) -> bool:
+    config = model.get("config")
+    published = isinstance(config, str) or (isinstance(config, Mapping) and not {FROM, "model_type"}.isdisjoint(config))
+    return published or any(model.get(source) is not None for source in _MODEL_SOURCES)
 
 
 def _is_none(value: Any) -> bool:

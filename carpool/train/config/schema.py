@@ -21,10 +21,12 @@ command line it is written as the word "none".
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from carpool.train.config.published import is_configuration_alone, read_keys
 from carpool.train.config.schema_base import Section, Texts, toml_value
 from carpool.train.config.schema_moe import MoeSection, NvlinkSection
 from carpool.train.config.schema_parallelism import ParallelismSection
@@ -53,12 +55,15 @@ DEMO_MODEL: dict[str, Any] = {
 
 
 class ModelSection(Section):
-    """Which model: `path`, or `architecture` / `model_type` with `config`."""
+    """Which model: `path`, or `config` as published, or `architecture` / `model_type` with keys in `config`.
+
+    Once read, `config` holds all keys, and `model_type` is set: a run's settings need no other file.
+    """
 
     path: str | None = Field(
         default=None,
-        description="Folder of a checkpoint in transformers' format, which from_pretrained loads. none: a model "
-        "from scratch.",
+        description="Folder of a checkpoint in transformers' format, which from_pretrained loads. A folder with a "
+        "config.json and no weights, or none: a model from scratch.",
     )
     architecture: str | None = Field(
         default=None, description="For a model from scratch: the class of transformers, such as OlmoeForCausalLM."
@@ -68,8 +73,9 @@ class ModelSection(Section):
     )
     config: dict[str, Any] = Field(
         default_factory=dict,
-        description="For a model from scratch: any key of the model's configuration class in transformers. "
-        "vocab_size is the tokenizer's unless given.",
+        description="For a model from scratch: a published config.json (its path, or a short name such as "
+        'qwen3-30b-a3b), or keys of one as a table, which names what it changes under "from". vocab_size is the '
+        "tokenizer's unless given.",
     )
     num_experts_per_tok: int | None = Field(
         default=None,
@@ -90,14 +96,39 @@ class ModelSection(Section):
         "none: float32.",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_config(cls, data: Any) -> Any:
+        config = data.get("config") if isinstance(data, dict) else None
+        if not isinstance(config, (str, dict)):
+            return data
+        keys = read_keys(config)
+        model_type = keys.pop("model_type", None)
+        if model_type is None:
+            return {**data, "config": keys}
+        if (data.get("model_type") or model_type) != model_type:
+            raise ValueError(
+                f"model.model_type = {data['model_type']!r} contradicts model.config, whose model_type is "
+                f"{model_type!r}: leave model.model_type out"
+            )
+        return {**data, "config": keys, "model_type": model_type}
+
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         given = [name for name in ("path", "architecture", "model_type") if getattr(self, name) is not None]
         if not given:
-            raise ValueError("model needs a path (checkpoint folder) or an architecture or model_type (from scratch)")
+            raise ValueError(
+                "model needs a path (a checkpoint's folder), a published configuration (model.config = "
+                '"qwen3-30b-a3b", or a config.json that says its model_type), or an architecture or model_type'
+            )
         if len(given) > 1:
             raise ValueError(f"model.{' and model.'.join(given)} contradict each other: give only one of them")
         return self
+
+    @property
+    def from_scratch(self) -> bool:
+        """Does the model start from random weights?"""
+        return self.path is None or is_configuration_alone(Path(self.path))
 
 
 class DataSection(Section):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,26 @@ from carpool.hf.build import experts_modules, make_config, read_config
 from carpool.hf.sizes import TOP_K, check_sizes, first_key
 from carpool.parallel.degrees import Degrees
 from carpool.train.config import nearest
+from carpool.train.config.published import FROM, read_keys
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import Tokenizer
+
+
+def model_config(source: str | Mapping[str, Any]) -> PreTrainedConfig:
+    """The configuration of a published model, for a model from scratch.
+
+    Args:
+        source: a short name (`carpool.train.config.published`), the path of a `config.json`, or its keys, which may
+            say under `from` which of the former they change.
+
+    Raises:
+        ValueError: as `read_keys` and `make_config`, or nothing says its model_type.
+    """
+    keys = read_keys(source)
+    model_type = keys.pop("model_type", None)
+    if not isinstance(model_type, str):
+        raise ValueError(f"{source if isinstance(source, str) else 'the configuration'} does not say its model_type")
+    return make_config(model_type, keys)
 
 
 def model_source(config: Config, tokenizer: Tokenizer) -> PreTrainedConfig | Path:
@@ -28,26 +47,30 @@ def model_source(config: Config, tokenizer: Tokenizer) -> PreTrainedConfig | Pat
             vocabulary smaller than the tokenizer's, or settings for a checkpoint, which has its own.
     """
     model = config.model
+    keys, model_type = dict(model.config), model.model_type
     if model.path is not None:
-        if model.config or model.num_experts_per_tok is not None:
-            raise ValueError(
-                "model.config and model.num_experts_per_tok configure a model from scratch, but model.path = "
-                f"{model.path} names a checkpoint, which has a configuration: leave them out, or edit its config.json"
-            )
-        return Path(model.path)
-    overrides = dict(model.config)
-    overrides.setdefault("vocab_size", tokenizer.vocab_size)
-    if overrides["vocab_size"] < tokenizer.vocab_size:
+        if not model.from_scratch:
+            if model.config or model.num_experts_per_tok is not None:
+                raise ValueError(
+                    "model.config and model.num_experts_per_tok configure a model from scratch, but model.path = "
+                    f"{model.path} names a checkpoint, which has a configuration: leave them out, or edit its "
+                    "config.json"
+                )
+            return Path(model.path)
+        keys = read_keys({FROM: model.path, **keys})
+        model_type = keys.pop("model_type", None)
+    vocabulary = keys.setdefault("vocab_size", tokenizer.vocab_size)
+    if isinstance(vocabulary, int) and vocabulary < tokenizer.vocab_size:
         raise ValueError(
-            f"model.config.vocab_size = {overrides['vocab_size']} is smaller than the tokenizer's vocabulary of "
+            f"model.config.vocab_size = {vocabulary} is smaller than the tokenizer's vocabulary of "
             f"{tokenizer.vocab_size}; leave it out to have it taken from the tokenizer"
         )
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         # The defaults of a configuration class mean tokens of another vocabulary.
-        overrides.setdefault(key, tokenizer.eos_id if key == "eos_token_id" else None)
+        keys.setdefault(key, tokenizer.eos_id if key == "eos_token_id" else None)
     if model.num_experts_per_tok is not None:
-        overrides["num_experts_per_tok"] = model.num_experts_per_tok
-    return make_config(model.model_type or _model_type(model.architecture or ""), overrides)
+        keys["num_experts_per_tok"] = model.num_experts_per_tok
+    return make_config(model_type or _model_type(model.architecture or ""), keys)
 
 
 def _model_type(architecture: str) -> str:

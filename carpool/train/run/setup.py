@@ -192,7 +192,7 @@ class Setup(RunState):
         rate = self.config.moe.bias_update_rate
         if rate is None:
             # A fine-tune goes on as its checkpoint was left, unless somebody says otherwise.
-            from_scratch = self.config.model.path is None and bool(find_biases(self.model))
+            from_scratch = self.config.model.from_scratch and bool(find_biases(self.model))
             rate = DEEPSEEK_RATE if from_scratch else 0.0
         return BiasBalance(self.model, rate) if rate else None
 

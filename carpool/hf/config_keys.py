@@ -1,0 +1,170 @@
+"""Which keys a model reads from its configuration, and which of somebody's keys nothing reads.
+
+Transformers' configuration classes take any key, so a misspelt one changes nothing and nobody notices. The fields that
+a class declares are not all that a model reads either: Qwen3-30B-A3B says `head_dim` in its config.json, its class does
+not declare it, and its attention does `getattr(config, "head_dim", ...)`. So the source of both is read, as a syntax
+tree:
+
+    class Qwen3NextConfig: ... kwargs.pop("full_attention_interval", 4)        the class reads full_attention_interval
+    self.head_dim = getattr(config, "head_dim", ...)                           the model reads head_dim
+    self.scale = config.query_pre_attn_scalar                                  the model reads query_pre_attn_scalar
+
+A published config.json also has keys that only its authors' own code reads, or that are about the file: `INERT`.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import transformers
+from transformers import PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+# Spellings of rotary settings that Transformers still takes and folds into `rope_parameters`.
+_ROPE_KEYS = ("rope_theta", "rope_scaling", "partial_rotary_factor")
+# About a file and its weights: where they are from, their dtype, their quantisation. A model from scratch has none.
+_FILE_KEYS = frozenset({
+    "_name_or_path", "architectures", "auto_map", "dtype", "quantization_config", "torch_dtype", "transformers_version",
+})  # fmt: skip
+# Published keys of mixtures of experts that some model of Transformers does not read: it computes their usual value
+# always, or what they speak of (prediction of further tokens, capacities, dropped losses) is not part of it.
+_AUTHORS_KEYS = frozenset({
+    "aux_loss_alpha", "ep_size", "experts_per_token", "first_k_dense_replace", "head_dim", "initial_context_length",
+    "max_window_layers", "mla_use_nope", "moe_capacity", "moe_gate", "moe_gate_act", "moe_layer_freq",
+    "moe_router_activation_func", "moe_use_aux_free", "mtp_transformer_layers", "multi_token_pred_lambda",
+    "num_mtp_modules", "num_nextn_predict_layers", "pretraining_tp", "qk_norm_type", "router_jitter_noise",
+    "scoring_func", "seq_aux", "shared_intermediate_size", "topk_method", "use_grouped_topk", "use_mtp", "use_qk_norm",
+    "use_routing_bias", "use_sliding_window", *_ROPE_KEYS,
+})  # fmt: skip
+INERT = _FILE_KEYS | _AUTHORS_KEYS
+
+
+def check_keys(
+    config_class: type[PreTrainedConfig], keys: dict[str, Any], where: str
+) -> tuple[dict[str, Any], list[str], list[str]]:
+    """Somebody's keys for a configuration class, looked at one by one.
+
+    Args:
+        config_class: of transformers.
+        keys: values by key; those of a sub-configuration as a dictionary.
+        where: the model type, for messages.
+
+    Returns:
+        (the keys that mean something, the names of inert ones, what is wrong with others as sentences)
+    """
+    declared = {field.name for field in dataclasses.fields(config_class)}
+    declared |= config_class.attribute_map.keys() | set(config_class.attribute_map.values())
+    if "rope_parameters" in declared:
+        declared.update(_ROPE_KEYS)
+    known = declared - _FILE_KEYS
+    if not keys.keys() <= known:
+        known |= keys_read(config_class)
+    used: dict[str, Any] = {}
+    inert: list[str] = []
+    wrong: list[str] = []
+    for key, value in keys.items():
+        if key in _FILE_KEYS or (key not in known and key in INERT):
+            inert.append(key)
+        elif key not in known:
+            wrong.append(f"the configuration of {where} has no key {key!r}{nearest(key, known)}")
+        elif isinstance(value, dict) and (sub_config := _sub_config(config_class, key)) is not None:
+            used[key], more, faults = check_keys(sub_config, value, f"{where}.{key}")
+            inert += [f"{key}.{name}" for name in more]
+            wrong += faults
+        elif fault := _fault(config_class, key, value):
+            wrong.append(f"the configuration of {where} refuses {key} = {value!r}: {fault}")
+        else:
+            used[key] = value
+    return used, inert, wrong
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A question for the end of a refusal, or nothing if no known name is near."""
+    matches = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+    return f"; did you mean {' or '.join(repr(match) for match in matches)}?" if matches else ""
+
+
+def keys_read(config_class: type[PreTrainedConfig]) -> set[str]:
+    """The keys that the code of a configuration class and of its model reads, declared or not."""
+    found = set()
+    for cls in config_class.__mro__:
+        if issubclass(cls, PreTrainedConfig) and cls is not PreTrainedConfig:
+            found |= set(_read_from_kwargs(_parse(cls)))
+    for source in _model_sources(config_class):
+        found |= set(_read_from_config(_parse(source)))
+    return {key for key in found if not key.startswith("_")}
+
+
+def _sub_config(config_class: type[PreTrainedConfig], key: str) -> type[PreTrainedConfig] | None:
+    cls = config_class.sub_configs.get(key)
+    return cls if isinstance(cls, type) and issubclass(cls, PreTrainedConfig) else None
+
+
+def _fault(config_class: type[PreTrainedConfig], key: str, value: Any) -> str | None:
+    """What the class's own check of this field's type says, if it has one."""
+    name = config_class.attribute_map.get(key, key)
+    for validate in getattr(config_class, "__validators__", {}).get(name, []):
+        try:
+            validate(value)
+        except (TypeError, ValueError) as error:
+            return str(error)
+    return None
+
+
+def _model_sources(config_class: type[PreTrainedConfig]) -> Iterator[Any]:
+    """The module that defines the model, and the functions of transformers' other modules that it imports."""
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config_class.model_type)
+    if name is not None:
+        model_class = getattr(transformers, name)
+        module = sys.modules[model_class.__module__]
+    else:  # a sub-configuration: its model is in the file beside it
+        __import__(modeling := config_class.__module__.replace("configuration_", "modeling_"))
+        module = sys.modules[modeling]
+    yield module
+    for value in vars(module).values():
+        elsewhere = getattr(value, "__module__", None) or ""
+        if inspect.isfunction(value) and elsewhere.startswith("transformers.") and elsewhere != module.__name__:
+            yield inspect.unwrap(value)
+
+
+def _parse(source: Any) -> ast.AST:
+    return ast.parse(textwrap.dedent(inspect.getsource(source)))
+
+
+def _read_from_kwargs(tree: ast.AST) -> Iterator[str]:
+    """`kwargs.get("key")`, `kwargs.pop("key")`, `kwargs["key"]`, `"key" in kwargs`."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name(id="kwargs"), attr="get" | "pop" | "setdefault"),
+                args=[ast.Constant(value=str(key)), *_],
+            ):
+                yield key
+            case ast.Subscript(value=ast.Name(id="kwargs"), slice=ast.Constant(value=str(key))):
+                yield key
+            case ast.Compare(left=ast.Constant(value=str(key)), comparators=[ast.Name(id="kwargs")]):
+                yield key
+
+
+def _read_from_config(tree: ast.AST) -> Iterator[str]:
+    """`config.key`, `self.config.key`, `getattr(config, "key", ...)`, `hasattr(config, "key")`."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=value, attr=key, ctx=ast.Load()) if _is_config(value):
+                yield key
+            case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[value, ast.Constant(value=str(key)), *_]) if (
+                _is_config(value)
+            ):
+                yield key
+
+
+def _is_config(node: ast.AST) -> bool:
+    name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+    return name == "config" or name.endswith("_config")

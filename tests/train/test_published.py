@@ -1,0 +1,181 @@
+"""Configurations as published: by name, file or keys, with every parameter that their authors count."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from carpool.hf.build import make_config
+from carpool.train.config import load_config
+from carpool.train.config.published import published_models, read_keys
+from carpool.train.data.tokenizer import BytesTokenizer
+from carpool.train.run.estimate import dry_run
+from carpool.train.run.model import model_config, model_source
+
+# Of the weights that were published; without the layers that predict further tokens, which transformers leaves out.
+PARAMETERS = {
+    "deepseek-v3": 671_026_404_352,
+    "ernie-4.5-21b-a3b": 21_825_437_888,
+    "glm-4.5-air": 106_852_245_504,
+    "gpt-oss-20b": 20_914_757_184,
+    "kimi-linear-48b-a3b": 49_122_675_072,
+    "minimax-m2": 228_689_748_992,
+    "mixtral-8x7b": 46_702_792_704,
+    "olmoe-1b-7b": 6_919_161_856,
+    "qwen3-30b-a3b": 30_532_122_624,
+    "qwen3-next-80b-a3b": 79_674_391_296,
+}
+
+
+def _parameters(config: PreTrainedConfig) -> int:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", published_models())
+def test_all_parameters_are_there(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        full, cut = model_config(name), model_config({"from": name, "num_hidden_layers": 2})
+    assert _parameters(full) == PARAMETERS.get(name, 11_587_427_328)
+    assert cut.num_hidden_layers == 2 and 0 < _parameters(cut) < _parameters(full) / 2
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys"),
+    [
+        (
+            "deepseek_v3",
+            {
+                "architectures": ["DeepseekV3ForCausalLM"], "auto_map": {"AutoConfig": "configuration_deepseek.X"},
+                "aux_loss_alpha": 0.001, "ep_size": 1, "moe_layer_freq": 1, "scoring_func": "sigmoid", "seq_aux": True,
+                "topk_method": "noaux_tc", "quantization_config": {"quant_method": "fp8"}, "torch_dtype": "bfloat16",
+                "transformers_version": "4.46.3",
+            },
+        ),
+        ("qwen3_moe", {"max_window_layers": 48, "dtype": "bfloat16"}),
+        ("gpt_oss", {"experts_per_token": 4, "initial_context_length": 4096}),
+        ("minimax_m2", {"use_qk_norm": True, "use_mtp": True, "num_mtp_modules": 3, "shared_intermediate_size": 0}),
+        ("kimi_linear", {"head_dim": 72, "mla_use_nope": True, "rope_scaling": None, "use_grouped_topk": True}),
+    ],
+)  # fmt: skip
+def test_what_means_nothing_is_ignored_with_one_warning(model_type: str, keys: dict[str, Any]) -> None:
+    with pytest.warns(UserWarning, match="mean nothing") as said:
+        config = make_config(model_type, keys)
+    assert len(said) == 1
+    assert all(key in str(said[0].message) for key in keys)
+    assert ("the model is not quantised" in str(said[0].message)) == ("quantization_config" in keys)
+    assert config.to_dict() == make_config(model_type, {}).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys", "attribute", "value"),
+    [
+        ("qwen3_moe", {"head_dim": 128}, "head_dim", 128),
+        ("glm4_moe", {"head_dim": 128}, "head_dim", 128),
+        ("exaone_moe", {"head_dim": 96}, "head_dim", 96),
+        ("flex_olmo", {"head_dim": 96}, "head_dim", 96),
+        ("qwen3_next", {"full_attention_interval": 2}, "layer_types", ["linear_attention", "full_attention"] * 24),
+        ("minimax_m2", {"rotary_dim": 32}, "rope_parameters.partial_rotary_factor", 0.25),
+        ("kimi_linear", {"linear_attn_config": {"head_dim": 64, "num_heads": 8}}, "linear_head_dim", 64),
+    ],
+)
+def test_keys_that_only_the_code_reads(model_type: str, keys: dict[str, Any], attribute: str, value: Any) -> None:
+    name, _, inner = attribute.partition(".")
+    found = getattr(make_config(model_type, keys), name)
+    assert (found[inner] if inner else found) == value
+
+
+def test_all_problems_are_told_together() -> None:
+    keys = {"head_dimm": 128, "num_expert": 8, "hidden_size": "large", "num_attention_heads": 0}
+    with pytest.raises(ValueError) as told:
+        make_config("qwen3_moe", keys)
+    lines = str(told.value).splitlines()
+    assert len(lines) == 4
+    assert "no key 'head_dimm'; did you mean 'head_dim'" in lines[0]
+    assert "no key 'num_expert'; did you mean 'num_experts'" in lines[1]
+    assert "refuses hidden_size = 'large'" in lines[2]
+    assert "num_attention_heads = 0" in lines[3]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ('{"model_type": "olmoe", ', "is not valid JSON .* cut off"),
+        ("[1, 2]", "holds no JSON object"),
+        ('{"hidden_size": 8}', "says its model_type"),
+    ],
+)
+def test_files_that_are_no_configuration(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    for source in (tmp_path, tmp_path / "config.json"):
+        with pytest.raises(ValueError, match=says) as told:
+            load_config(None, [f"model.config={source}"])
+        assert "\n" not in str(told.value)
+
+
+def _dry_run(*overrides: str) -> str:
+    return dry_run(load_config(None, ["parallelism.device=cpu", "parallelism.num_ranks=1", *overrides]))
+
+
+def test_models_that_cannot_be_trained(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text('{"model_type": "olmo3_moe"}')
+    with pytest.raises(ValueError, match=r"no causal language model of type 'olmo3_moe'; did you mean .*'olmoe'"):
+        _dry_run(f"model.config={file}")
+    file.write_text('{"model_type": "llama", "num_hidden_layers": 1}')
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no experts"):
+        _dry_run(f"model.config={file}")
+    with pytest.raises(ValueError, match=r"neither a config.json, nor .*; did you mean qwen3-30b-a3b"):
+        _dry_run("model.config=qwen3-30b")
+
+
+def test_keys_over_a_published_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('[model]\nconfig = {from = "gpt-oss-20b", num_hidden_layers = 4, rope_scaling = {factor = 8.0}}\n')
+    model = load_config(path).model
+    published = read_keys("gpt-oss-20b")
+    assert model.model_type == "gpt_oss"
+    assert model.config["layer_types"] == ["sliding_attention", "full_attention"] * 2
+    assert model.config["rope_scaling"] == published["rope_scaling"] | {"factor": 8.0}
+    assert model.config["num_local_experts"] == 32
+    overrides = ["model.config=gpt-oss-20b", "model.config.num_hidden_layers=4", "model.config.rope_scaling.factor=8.0"]
+    assert load_config(None, overrides).model == model
+    # A run's own config.toml needs no other file.
+    (tmp_path / "config.toml").write_text(load_config(path).to_toml())
+    assert load_config(tmp_path / "config.toml").model == model
+    with pytest.raises(ValueError, match=r"'olmoe' contradicts model.config, whose model_type is 'gpt_oss'"):
+        load_config(path, ["model.model_type=olmoe"])
+
+
+def test_linear_layers_are_cut_too() -> None:
+    keys = read_keys({"from": "kimi-linear-48b-a3b", "num_hidden_layers": 5})
+    assert keys["linear_attn_config"]["full_attn_layers"] == [4]
+    assert keys["linear_attn_config"]["kda_layers"] == [1, 2, 3, 5]
+    config = model_config({"from": "kimi-linear-48b-a3b", "num_hidden_layers": 5})
+    assert config.layer_types.index("full_attention") == 3
+
+
+def test_a_folder_with_a_configuration_alone_is_a_model_from_scratch(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(read_keys("qwen3-30b-a3b")))
+    config = load_config(None, [f"model.path={tmp_path}", "model.config.num_hidden_layers=2"])
+    assert config.model.from_scratch
+    source = model_source(config, BytesTokenizer())
+    assert isinstance(source, PreTrainedConfig)
+    assert (source.num_hidden_layers, source.head_dim, source.vocab_size) == (2, 128, 151_936)
+    (tmp_path / "model.safetensors").touch()
+    assert not config.model.from_scratch
+    with pytest.raises(ValueError, match="names a checkpoint, which has a configuration"):
+        model_source(config, BytesTokenizer())
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer_s_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"vocab_size = 300 is smaller than the tokenizer's vocabulary of 320"):
+        _dry_run("model.config=olmoe-1b-7b", "model.config.vocab_size=300")
