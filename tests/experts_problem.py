@@ -6,6 +6,8 @@ NaN. `ReferenceExperts` in float64, on the inputs as they were rounded, gives th
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from carpool.experts import Activation, ExpertFunction, Experts, ExpertWeights, ReferenceExperts
@@ -116,18 +118,18 @@ class ExpertProblem:
 
         count = int((self.slot_RJ >= 0).sum())
         x_RH, dpartial_RH = put(self.x_RH), put(self.dpartial_RH)
-        arrivals = Arrivals(
-            x_RH, self.slot_RJ.to(device), put(self.weight_RJ), 4 * count + 5, leased=True, sums_unwanted=all_rows
-        )
+        rows = Rows(x_RH, x_RH.shape[1], gaps=not all_rows)
+        arrivals = Arrivals(rows, self.slot_RJ.to(device), put(self.weight_RJ), 4 * count + 5)
         weights = ExpertWeights._make(None if w is None else put(w) for w in self.weights)
         partial, dx = (torch.full_like(x_RH, torch.nan) for _ in range(2))
-        arena, x = None, Rows(x_RH.clone(), x_RH.shape[1])
+        arena, x = None, replace(rows, data=x_RH.clone())
         if use_arena:
             elements = x_RH.numel() + count * max(self.weights.up_SFH.shape[1:])
             arena = Arena(2 * elements * x_RH.element_size() + 10000, x_RH.device)
             arena.bytes.fill_(255)
             arena.reserve(3, x_RH.dtype, torch.ones(1, dtype=torch.int32, device=device))
             x = arena.reserve(x_RH.shape[1], x_RH.dtype, torch.full((1,), len(x_RH), device=device))
+            x = replace(x, gaps=not all_rows)
             assert x.start is not None
             x.data[int(x.start) : int(x.start) + x_RH.numel()] = x_RH.flatten()
         with no_host_synchronisation(device == "cuda" and not may_wait):

@@ -71,12 +71,12 @@ class Setting:
             stored |= {n: stored[n].transpose(1, 2).contiguous() for n in ("up_proj", "down_proj")}
         weights = ExpertWeights._make(stored.get(n) for n in ("up_proj", "down_proj", "up_bias", "down_bias"))
         pairs = int((self.slot_RJ >= 0).sum())
-        arrivals = Arrivals(self.x.to(device), self.slot_RJ.to(device), self.weight.to(device), pairs)
+        arrivals = Arrivals(Rows.of(self.x.to(device)), self.slot_RJ.to(device), self.weight.to(device), pairs)
         # What is not written stays garbage, and is found.
-        partial, dx = (torch.full_like(arrivals.x_RH, torch.nan) for _ in range(2))
+        partial, dx = (torch.full_like(arrivals.rows.data, torch.nan) for _ in range(2))
         saved = experts.forward(arrivals, weights, partial)
-        x = Rows(arrivals.x_RH, arrivals.x_RH.shape[1])
-        dweight, finish = experts.backward(saved, x, weights, Rows.of(self.dpartial.to(device)), dx, True)
+        dpartial = Rows.of(self.dpartial.to(device))
+        dweight, finish = experts.backward(saved, arrivals.rows, weights, dpartial, dx, True)
         assert finish is not None
         gradients = finish()
         found = dict(zip(NAMES, (partial, dx, dweight, *gradients), strict=True))
@@ -157,11 +157,10 @@ def test_gradients_of_weights_only_where_asked(name: str) -> None:
     setting = Setting("random", Spec(hidden=20, inner=12, bias=True), torch.float32)
     experts = make_experts(name, functions(False, setting.spec))
     weights = ExpertWeights._make(setting.weights.values())
-    arrivals = Arrivals(setting.x, setting.slot_RJ, setting.weight, int((setting.slot_RJ >= 0).sum()))
+    arrivals = Arrivals(Rows.of(setting.x), setting.slot_RJ, setting.weight, int((setting.slot_RJ >= 0).sum()))
     saved = experts.forward(arrivals, weights, torch.empty_like(setting.x))
     dx = torch.empty_like(setting.x)
-    x = Rows(arrivals.x_RH, arrivals.x_RH.shape[1])
-    dweight, gradients = experts.backward(saved, x, weights, Rows.of(setting.dpartial), dx, False)
+    dweight, gradients = experts.backward(saved, arrivals.rows, weights, Rows.of(setting.dpartial), dx, False)
     want = setting.expected()
     torch.testing.assert_close(dx.double(), want["dx"], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(dweight.double(), want["dweight"], rtol=1e-4, atol=1e-5)
@@ -182,7 +181,7 @@ def test_a_bound_instead_of_a_count_and_garbage_in_rows_that_nobody_wants(patter
 
 def test_without_room_in_the_arena_the_output_is_right() -> None:
     problem = ExpertProblem("random", 32, 24, make_activation("silu", True), False, torch.float32)
-    arrivals = Arrivals(problem.x_RH, problem.slot_RJ, problem.weight_RJ, 1000)
+    arrivals = Arrivals(Rows.of(problem.x_RH), problem.slot_RJ, problem.weight_RJ, 1000)
     arena, want, got = Arena(256, torch.device("cpu")), torch.empty_like(problem.x_RH), torch.empty_like(problem.x_RH)
     arena.bytes.fill_(7)
     experts = make_experts("grouped", problem.function)
@@ -196,7 +195,7 @@ def test_several_layers_in_one_arena_look_unmodified_to_autograd() -> None:
     """What a layer keeps must not be refused because a later one wrote elsewhere in the same memory."""
     arena = Arena(10**6, torch.device("cpu"))
     problem = ExpertProblem("random", 32, 24, make_activation("silu", True), False, torch.float32)
-    arrivals = Arrivals(problem.x_RH, problem.slot_RJ, problem.weight_RJ, 1000)
+    arrivals = Arrivals(Rows.of(problem.x_RH), problem.slot_RJ, problem.weight_RJ, 1000)
     experts = make_experts("grouped", problem.function)
     _, h, *_ = experts.forward(arrivals, problem.weights, torch.empty_like(problem.x_RH), arena)
     version = h.data._version
@@ -315,7 +314,7 @@ def test_what_is_not_kept_is_computed_again(pattern: str, use_arena: bool) -> No
         kept, again = (GroupedExperts(problem.function, recompute=recompute) for recompute in (False, True))
         want, got = (problem.run(experts, use_arena, all_rows=True) for experts in (kept, again))
         assert all(torch.equal(got[key], want[key]) for key in want)
-    arrivals = Arrivals(problem.x_RH, problem.slot_RJ, problem.weight_RJ, 1000)
+    arrivals = Arrivals(Rows.of(problem.x_RH), problem.slot_RJ, problem.weight_RJ, 1000)
     arena = Arena(10**5, torch.device("cpu"))
     saved = again.forward(arrivals, problem.weights, torch.empty_like(problem.x_RH), arena)
     assert saved[1] is None and not arena.needed.item()

@@ -33,6 +33,7 @@ from carpool.observe.stats import LayerStats
 from carpool.ride import RideSetup, ride
 from carpool.routing import Routing
 from carpool.transport import Arrivals, make_transport
+from carpool.transport.nvlink.rows import LeasedRows
 from tests.experts_problem import ACTIVATIONS, PATTERNS, ExpertProblem
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -65,25 +66,26 @@ def test_packets_are_codes_and_scales(hidden: int) -> None:
     assert ((wide - x.float()).abs() <= allowed).all()
 
 
-@pytest.mark.parametrize("came", [None, torch.tensor([2, 0, 3])], ids=["all", "slabs"])
-def test_arrivals_are_packed_with_those_at_home(came: torch.Tensor | None) -> None:
-    x, home = torch.randn(9, 40), torch.randn(2, 40)
-    slot = torch.zeros(11, 1, dtype=torch.int32)
-    leased = came is not None
-    arrivals = Arrivals(x, slot, torch.ones(11, 1), 11, leased, home_TH=home, home_row=9, came_W=came, slab=3)
-    packed = arrivals.packed()
-    assert packed.fp8_hidden == 40 and packed.leased == leased and packed.packed() is packed
-    rows = packed.rows
-    assert rows.data.dtype == torch.uint8 and rows.width == packet_bytes(40)
+@pytest.mark.parametrize("leased", [False, True], ids=["tensor", "lease"])
+def test_rows_are_packed_with_those_at_home(leased: bool) -> None:
+    x, home, came = torch.randn(9, 40), torch.randn(2, 40), torch.tensor([2, 0, 3])
+    rows = Rows(x, 40, home=home, home_row=9)
+    if leased:
+        rows = LeasedRows(x, 40, home=home, home_row=9, came_W=came, capacity=3)
+    packed = rows.packed()
+    assert type(packed) is type(rows) and packed.gaps == leased and packed.packed() is packed
+    assert packed.data.dtype == torch.uint8 and packed.width == packet_bytes(40)
     want = unpack(pack(torch.cat([x, home])), 40)
-    assert torch.equal(unpack(rows.contiguous(11), 40), want)
-    # As a transport of FP8 gives them: packets, rows at home as they are, and packets of these.
-    travelled = Arrivals(
-        pack(x), slot, torch.ones(11, 1), 11, True, home_TH=home, home_row=9, fp8_hidden=40, home_packet_TB=pack(home)
+    assert torch.equal(unpack(packed.contiguous(11), 40), want)
+
+
+def test_rows_that_travelled_as_packets_stay_packets() -> None:
+    x, home = pack(torch.randn(9, 40)), torch.randn(2, 40)
+    rows = LeasedRows(
+        x, x.shape[1], home=pack(home), home_row=9, came_W=torch.tensor([2, 0, 3]), capacity=3, wide_home=home
     )
-    assert torch.equal(unpack(travelled.packed().rows.contiguous(11), 40), want)
-    with pytest.raises(AssertionError, match="widen or pack"):
-        _ = travelled.rows
+    arrivals = Arrivals(rows, torch.zeros(11, 1, dtype=torch.int32), torch.ones(11, 1), 11)
+    assert arrivals.readable(True, torch.float32) is arrivals
 
 
 # -- the definition ---------------------------------------------------------------------------------------------------
@@ -164,7 +166,7 @@ def test_columns_are_spread_and_gathered() -> None:
 def test_gradients_of_weights_only_where_asked() -> None:
     problem = ExpertProblem("random", 40, 24, make_activation("silu", True), True, torch.float32)
     wanted = problem.wanted_R
-    arrivals = Arrivals(problem.x_RH, problem.slot_RJ, problem.weight_RJ, 10**6)
+    arrivals = Arrivals(Rows.of(problem.x_RH), problem.slot_RJ, problem.weight_RJ, 10**6)
     experts = FP8Experts(problem.function)
     saved = experts.forward(arrivals, problem.weights, torch.empty_like(problem.x_RH))
     found = []
@@ -193,7 +195,7 @@ def same_codes(experts: FP8Experts, weights: ExpertWeights, columns: fp8_stages.
 def test_weights_that_do_not_change_are_quantised_once() -> None:
     problem = ExpertProblem("random", 40, 24, make_activation("silu", True), False, torch.float32)
     experts, weights, columns = FP8Experts(problem.function), problem.weights, fp8_stages.Columns(2, 24, False)
-    arrivals = Arrivals(problem.x_RH, problem.slot_RJ, problem.weight_RJ, 10**6)
+    arrivals = Arrivals(Rows.of(problem.x_RH), problem.slot_RJ, problem.weight_RJ, 10**6)
     assert experts._turned("up", weights) is not experts._turned("up", weights)
     with mock.patch.object(fp8, "quantise_weight", wraps=fp8_stages.quantise_weight) as spy:
         with experts.weights_unchanged():
@@ -334,7 +336,7 @@ def test_names_and_refusals() -> None:
 def test_several_layers_in_one_arena_look_unmodified_to_autograd() -> None:
     arena = Arena(10**6, torch.device("cpu"))
     problem = ExpertProblem("random", 32, 24, make_activation("silu", True), False, torch.float32)
-    arrivals: Any = Arrivals(problem.x_RH, problem.slot_RJ, problem.weight_RJ, 1000)
+    arrivals: Any = Arrivals(Rows.of(problem.x_RH), problem.slot_RJ, problem.weight_RJ, 1000)
     experts = FP8Experts(problem.function)
     _, h, *_ = experts.forward(arrivals, problem.weights, torch.empty_like(problem.x_RH), arena)
     version = h.data._version

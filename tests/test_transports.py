@@ -206,20 +206,20 @@ def arrivals_of(name: str, layout_name: str) -> dict[str, Any]:
     traffic = Traffic(WORLD_SIZE, rank)
     route = transport.plan(slot_TK, weight_TK, traffic)
     arrivals: Arrivals = transport.dispatch(x_TH, route).wait()
-    filled = arrivals.slot_RJ >= 0
+    filled, x_RH = arrivals.slot_RJ >= 0, arrivals.rows.contiguous(route.num_rows)
     partial_RH = route.new_partial(3, torch.float32, x_TH.device)
-    partial_RH.copy_(arrivals.x_RH * filled.any(1, keepdim=True))
+    partial_RH.copy_(x_RH * filled.any(1, keepdim=True))
     y_TH = transport.combine(route).wait()
     visited = [len({s // layout.slots_per_rank for s in row if s >= 0}) for row in slot_TK.tolist()]
     per_row = torch.tensor([sum(s >= 0 for s in row) for row in slot_TK.tolist()] if name == "alltoall" else visited)
     assert torch.equal(y_TH, x_TH * per_row.unsqueeze(1)), "each row came back once for each place that it went to"
-    assert route.num_rows == len(arrivals.x_RH) and arrivals.num_pairs == route.num_pairs == int(filled.sum())
+    assert route.num_rows == len(x_RH) and arrivals.num_pairs == route.num_pairs == int(filled.sum())
     assert arrivals.slot_RJ.dtype == torch.int32 and arrivals.weight_RJ.dtype == torch.float32
     assert (arrivals.weight_RJ[~filled] == 0).all()
     assert arrivals.slot_RJ.shape[1] == route.choices_per_row
     pairs = []
     for row, column in filled.nonzero().tolist():
-        token = int(arrivals.x_RH[row, 0])
+        token = int(x_RH[row, 0])
         pairs.append((token, int(arrivals.slot_RJ[row, column]), round(float(arrivals.weight_RJ[row, column]), 2)))
     wanted = [
         (token, slot, round(token + 0.01 * k, 2))

@@ -26,7 +26,7 @@ import triton.language as tl
 from carpool.experts.base import Activation
 from carpool.experts.pair_kernels import accumulator, programs, tiling
 from carpool.kernels.quick import quick
-from carpool.memory.arena import Rows
+from carpool.memory import Rows
 
 
 @triton.jit

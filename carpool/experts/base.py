@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 
-from carpool.memory.arena import Arena, Rows
-from carpool.memory.arrivals import Arrivals
+from carpool.memory import Arena, Arrivals, Rows
 
 
 class ExpertWeights(NamedTuple):

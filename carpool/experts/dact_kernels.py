@@ -38,7 +38,7 @@ from carpool.experts.gemm_tiles import (
 )
 from carpool.kernels.quick import cdiv, quick
 from carpool.kernels.signals import wait_part
-from carpool.memory.arena import Rows
+from carpool.memory import Rows
 
 
 @triton.jit

@@ -36,8 +36,7 @@ from carpool.experts.base import ExpertFunction, ExpertWeights
 from carpool.experts.choices import Choices
 from carpool.experts.pairs import Pairs, count_pairs, slot_sums, sort_pairs, sum_pairs
 from carpool.experts.stages import Stages
-from carpool.memory.arena import Arena, Rows
-from carpool.memory.arrivals import Arrivals
+from carpool.memory import Arena, Arrivals, Rows
 
 
 class GroupedExperts:
@@ -70,10 +69,8 @@ class GroupedExperts:
         keep = backward and not self.recompute
         a_PF, h = stages.up(arrivals.rows, arena, keep)
         y_PH = stages.down(a_PF)
-        sum_pairs(y_PH, pairs, partial_RH, arrivals.sums_unwanted, weight_RJ, weights.down_bias_SH)
-        # A flag of the host, in a tensor because that is what autograd saves.
-        flag = torch.tensor(arrivals.sums_unwanted, device="cpu")
-        return weight_RJ, h if keep else None, flag, *(stages.tiles or (None, None)), *pairs
+        sum_pairs(y_PH, pairs, partial_RH, not arrivals.rows.gaps, weight_RJ, weights.down_bias_SH)
+        return weight_RJ, h if keep else None, *(stages.tiles or (None, None)), *pairs
 
     def backward(
         self,
@@ -84,15 +81,15 @@ class GroupedExperts:
         dx_RH: torch.Tensor,
         needs_dweights: bool,
     ) -> tuple[torch.Tensor, Callable[[], ExpertWeights] | None]:
-        weight_RJ, h, sums_unwanted, *tiles = saved[:5]
-        pairs = Pairs._make(saved[5:])
+        weight_RJ, h, *tiles = saved[:4]
+        pairs = Pairs._make(saved[4:])
         stages = Stages(self.function, weights, pairs, self.choices, None if tiles[0] is None else tuple(tiles))
 
         if h is None:
             _, h = stages.up(x, None, keep=True, wants_a=False)
         dh_PF1, scaled_a_PF, dweight_RJ = stages.dact(h, dpartial, weight_RJ, needs_dweights)
         del h
-        sum_pairs(stages.dx(dh_PF1), pairs, dx_RH, bool(sums_unwanted))
+        sum_pairs(stages.dx(dh_PF1), pairs, dx_RH, not x.gaps)
         if not needs_dweights:
             return dweight_RJ, None
 

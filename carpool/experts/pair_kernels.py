@@ -27,7 +27,7 @@ import triton.language as tl
 
 from carpool.kernels.processors import processors
 from carpool.kernels.quick import cdiv, power_of_2, quick
-from carpool.memory.arena import Rows
+from carpool.memory import Rows
 
 SPLITS = 16
 

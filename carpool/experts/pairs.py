@@ -24,7 +24,7 @@ import torch
 
 from carpool.experts.base import Activation, ActivationFunction
 from carpool.kernels.ordered_sum import ordered_sum
-from carpool.memory.arena import Arena, Rows
+from carpool.memory import Arena, Rows
 
 
 class Pairs(NamedTuple):

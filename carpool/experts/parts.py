@@ -31,8 +31,7 @@ from carpool.experts.choices import LIBRARY, Choices, default_choices
 from carpool.experts.grouped import GroupedExperts
 from carpool.experts.pairs import Pairs, count_pairs, slot_sums, sort_pairs
 from carpool.experts.stages import Stages, has_kernels
-from carpool.memory.arena import Arena, Rows
-from carpool.memory.arrivals import Arrivals, Ready
+from carpool.memory import Arena, Arrivals, Ready, Rows
 
 FUSED = "flat"  # the way of a stage that has to be fused, where one was chosen that cannot be used
 # Ways of which a multiprocessor holds one program. A kernel that waits must not spread over more multiprocessors than
@@ -69,7 +68,7 @@ class Forward:
         arena: Arena | None,
         backward: bool,
     ) -> None:
-        assert arrivals.ready is not None and not arrivals.sums_unwanted
+        assert arrivals.ready is not None and arrivals.rows.gaps
         self.ready, self.partial_RH = arrivals.ready, partial_RH
         self.weight_RJ = arrivals.weight_RJ.contiguous()
         pairs, tiles = sort_parts(arrivals, weights.up_SFH.shape[0])

@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from carpool.experts.base import ExpertFunction, ExpertWeights
-from carpool.memory.arena import Arena, Rows
-from carpool.memory.arrivals import Arrivals
+from carpool.memory import Arena, Arrivals, Rows
 
 
 def reference_experts(

@@ -23,8 +23,7 @@ from carpool.experts import pairs as sides
 from carpool.experts.base import Activation, ExpertFunction, ExpertWeights
 from carpool.experts.choices import LIBRARY, Choices, default_choices
 from carpool.experts.pairs import Pairs, activate, activate_backward, gather_rows
-from carpool.memory.arena import Arena, Rows
-from carpool.memory.arrivals import Ready
+from carpool.memory import Arena, Ready, Rows
 
 if TYPE_CHECKING:
     from carpool.experts.gemm_tiles import Parts

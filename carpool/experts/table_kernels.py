@@ -21,7 +21,7 @@ import triton.language as tl
 
 from carpool.experts.pair_kernels import programs
 from carpool.kernels.quick import cdiv, power_of_2, quick
-from carpool.memory.arena import Rows
+from carpool.memory import Rows
 
 
 @quick

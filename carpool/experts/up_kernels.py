@@ -43,7 +43,7 @@ from carpool.experts.gemm_tiles import (
 )
 from carpool.kernels.quick import quick
 from carpool.kernels.signals import wait_part
-from carpool.memory.arena import Rows
+from carpool.memory import Rows
 
 
 @triton.jit

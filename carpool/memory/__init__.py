@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
-from carpool.memory.arena import Arena, Rows
+from carpool.memory.arena import Arena
+from carpool.memory.arrivals import Arrivals, Ready
+from carpool.memory.rows import Rows
 
-__all__ = ["Arena", "Rows"]
+__all__ = ["Arena", "Arrivals", "Ready", "Rows"]

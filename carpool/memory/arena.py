@@ -19,61 +19,12 @@ worthless, and `needed` says how many bytes it would have taken. Somebody has to
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
 
 import torch
 
+from carpool.memory.rows import Rows
+
 ALIGNMENT = 256  # bytes; also what an allocation of torch is aligned to
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Rows that somebody reads by number: of a tensor, of places in an arena, and of a rank's own tokens.
-
-    Row r is number r % slab of slab r // slab. It begins at `data.view(-1)[start[r // slab] + (r % slab) * width]`,
-    unless it is one of the `home` rows: home row i stands for row home_row + i, which is in `data` nowhere.
-
-    Attributes:
-        data: (N, width) rows if `start` is None; else flat memory in the rows' dtype.
-        width: elements of a row.
-        start: (slabs,) int64 on the device, in elements; negative: there was no room, do not touch. Whoever holds it,
-            or a view of it, holds the place in the arena: autograd may save it like any tensor.
-        slab: rows from one start to the next; 0: there is one slab.
-        home: (T, width) rows that never left their rank, or None.
-        home_row: the number of the first of them.
-    """
-
-    data: torch.Tensor
-    width: int
-    start: torch.Tensor | None = None
-    slab: int = 0
-    home: torch.Tensor | None = None
-    home_row: int = 0
-
-    @classmethod
-    def of(cls, rows: torch.Tensor) -> Rows:
-        """The rows of a (N, width) tensor."""
-        return cls(rows, rows.shape[1])
-
-    def contiguous(self, num_rows: int) -> torch.Tensor:
-        """(num_rows, width): the rows themselves, or a copy. Rows that nobody wrote, and all rows if there was no room,
-        may hold anything."""
-        if self.start is None and self.home is None:
-            return self.data.view(-1, self.width)[:num_rows]
-        if self.start is None:
-            there = self.data.view(-1, self.width)[:num_rows]
-            rows = there.new_empty(num_rows, self.width)
-            rows[: there.shape[0]] = there
-        else:
-            row = torch.arange(num_rows, device=self.data.device)
-            slab = self.slab or max(1, num_rows)
-            number = (row // slab).clamp(max=self.start.shape[0] - 1)
-            first = (self.start[number] + row % slab * self.width).clamp(min=0)
-            element = first[:, None] + torch.arange(self.width, device=row.device)
-            rows = self.data[element.clamp(max=max(0, self.data.numel() - 1))]
-        if self.home is not None:
-            rows[self.home_row : self.home_row + self.home.shape[0]] = self.home
-        return rows
 
 
 class _Held:

@@ -216,16 +216,16 @@ def _save(ctx: Any, what: tuple[Any, ...]) -> None:
     tensors: list[torch.Tensor | None] = []
     for item in what:
         tensors += (item.data, item.start, item.home) if isinstance(item, Rows) else (item,)
-    ctx.numbers = [(i.width, i.slab, i.home_row) if isinstance(i, Rows) else None for i in what]
+    ctx.numbers = [(i.width, i.slab, i.home_row, i.gaps) if isinstance(i, Rows) else None for i in what]
     ctx.save_for_backward(*tensors)
 
 
 def _saved(ctx: Any) -> tuple[Any, ...]:
     tensors = iter(ctx.saved_tensors)
 
-    def rows(width: int, slab: int, home_row: int) -> Rows:
+    def rows(width: int, slab: int, home_row: int, gaps: bool) -> Rows:
         data, start, home = (next(tensors) for _ in range(3))
-        return Rows(data, width, start, slab, home, home_row)
+        return Rows(data, width, start, slab, home, home_row, gaps)
 
     return tuple(next(tensors) if numbers is None else rows(*numbers) for numbers in ctx.numbers)
 
@@ -270,9 +270,9 @@ class _ModuleTrip:
     route: Any
     wanted_R1: torch.Tensor | None = None
 
-    def defined(self, rows: Rows) -> torch.Tensor:
+    def defined(self, rows: Rows, dtype: torch.dtype) -> torch.Tensor:
         """(R, H): the rows, out of the transport's buffer, zero where no expert reads them."""
-        rows_RH = rows.contiguous(self.route.num_rows)
+        rows_RH = rows.widened(dtype).contiguous(self.route.num_rows)
         return rows_RH if self.wanted_R1 is None else rows_RH.masked_fill(~self.wanted_R1, 0.0)
 
 
@@ -281,16 +281,15 @@ class _Dispatch(torch.autograd.Function):
     def forward(ctx: Any, x_TH: torch.Tensor, weight_TK: torch.Tensor, trip: _ModuleTrip) -> Any:
         coming = trip.transport.dispatch(x_TH, trip.route)
         handover()
-        arrivals = coming.wait().widened(x_TH.dtype)
+        arrivals = coming.wait()
         ctx.trip = trip
         ctx.mark_non_differentiable(arrivals.slot_RJ)
-        if not arrivals.sums_unwanted:
+        if arrivals.rows.gaps:
             # A module may well multiply rows that nobody wants by zero. The same for gradients.
             trip.wanted_R1 = (arrivals.slot_RJ >= 0).any(1, keepdim=True)
-            return trip.defined(arrivals.rows), arrivals.weight_RJ, arrivals.slot_RJ
         # Fresh handles, for autograd hangs its graph on what is returned: that must be neither the input itself (which
         # a single rank's arrivals may be) nor a tensor of the route, which the graph holds: neither would be freed.
-        return arrivals.x_RH.detach(), arrivals.weight_RJ.detach(), arrivals.slot_RJ
+        return trip.defined(arrivals.rows, x_TH.dtype).detach(), arrivals.weight_RJ.detach(), arrivals.slot_RJ
 
     @staticmethod
     @first_order
@@ -321,4 +320,4 @@ class _Combine(torch.autograd.Function):
         with trip.meter.span("dispatch", dy_TH.device, direction="backward"):
             coming = trip.transport.dispatch_gradients(dy_TH.contiguous(), trip.route)
             handover()
-            return trip.defined(coming.wait()), None
+            return trip.defined(coming.wait(), dy_TH.dtype), None

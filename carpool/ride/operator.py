@@ -29,7 +29,7 @@ import torch
 
 from carpool.experts.base import ExpertWeights
 from carpool.kernels.numbered import by_number
-from carpool.memory.arena import Rows
+from carpool.memory import Rows
 from carpool.ride.setup import RideSetup
 from carpool.transport.base import Route
 

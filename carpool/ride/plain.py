@@ -18,10 +18,9 @@ from carpool.experts import ExpertWeights, reads_packets
 from carpool.kernels.processors import reserved
 from carpool.memory import Rows
 from carpool.observe.meter import RideSpans
-from carpool.ride.keep import keep_rows
 from carpool.ride.order import Kept
 from carpool.ride.turns import handover
-from carpool.transport import Arrivals, Pending
+from carpool.transport import Pending
 
 if TYPE_CHECKING:
     from carpool.ride.setup import RideSetup
@@ -60,17 +59,16 @@ class PlainOrder:
         x_TH, route, coming, span = started
         transport, experts = setup.transport, setup.experts
         assert experts is not None
-        route.packets = reads_packets(experts)
         handover()
         with span("dispatch"):
-            arrivals = readable(coming.wait(), route.packets, x_TH.dtype)
+            arrivals = coming.wait().readable(reads_packets(experts), x_TH.dtype)
         with span("experts"):
             partial_RH = route.new_partial(x_TH.shape[1], x_TH.dtype, x_TH.device)
             saved = experts.forward(arrivals, weights, partial_RH, transport.arena, backward)
             kept = None
             if backward:
                 # Rows that will be sent again need nothing but what is sent.
-                x = Rows.of(x_TH) if transport.sends_again else keep_rows(arrivals, transport.arena)
+                x = Rows.of(x_TH) if transport.sends_again else arrivals.rows.kept(transport.arena)
                 kept = (Kept(route, x, saved),)
         with span("combine"):
             sums = transport.combine(route)
@@ -95,9 +93,10 @@ class PlainOrder:
             again, rows, gradients = start_backward(kept[0], dy_TH.contiguous(), transport)
         handover()
         with span("dispatch"):
+            packets = reads_packets(experts)
             if rows is not None:
-                x = readable(rows.wait(), route.packets, dy_TH.dtype).rows
-            dpartial = gradients.wait()
+                x = rows.wait().readable(packets, dy_TH.dtype).rows
+            dpartial = readable_gradients(gradients.wait(), packets, dy_TH.dtype)
         hooks.before_experts()
         with span("experts"):
             dx_RH = route.new_partial(dy_TH.shape[1], dy_TH.dtype, dy_TH.device)
@@ -142,6 +141,6 @@ def start_backward(kept: Kept, dy_TH: torch.Tensor, transport: Any) -> BackwardS
     return BackwardStarted(again, rows, transport.dispatch_gradients(dy_TH, kept.route))
 
 
-def readable(arrivals: Arrivals, packets: bool, dtype: torch.dtype) -> Arrivals:
-    """Arrivals as the experts read them: packets of FP8 if `packets`, else rows in `dtype`."""
-    return arrivals.packed() if packets else arrivals.widened(dtype)
+def readable_gradients(dpartial: Rows, packets: bool, dtype: torch.dtype) -> Rows:
+    """Gradients as the experts read them: as packets of FP8 only if they travelled so, else in `dtype`."""
+    return dpartial if packets else dpartial.widened(dtype)

@@ -36,9 +36,8 @@ from carpool.experts import ExpertWeights, reads_packets
 from carpool.kernels.processors import reserved
 from carpool.memory import Rows
 from carpool.observe.meter import RideSpans
-from carpool.ride.keep import keep_rows
 from carpool.ride.order import Kept
-from carpool.ride.plain import BackwardStarted, readable, start_backward
+from carpool.ride.plain import BackwardStarted, readable_gradients, start_backward
 from carpool.ride.setup import RideSetup
 from carpool.ride.turns import handover
 from carpool.transport import Pending, Transport
@@ -114,21 +113,21 @@ class ChunkedOrder:
         x_C, routes, coming, span = started
         transport, experts = setup.transport, setup.experts
         assert experts is not None
+        packets = reads_packets(experts)
         kept, sums = [], []
         for piece, (x_TH, route) in enumerate(zip(x_C, routes, strict=True)):
             if piece:
                 with span("dispatch", piece):
                     self._dispatch(started, piece, transport)
-            route.packets = reads_packets(experts)
             handover()
             with span("dispatch", piece):
-                arrivals = readable(coming.pop(piece).wait(), route.packets, x_TH.dtype)
+                arrivals = coming.pop(piece).wait().readable(packets, x_TH.dtype)
             with span("experts", piece), reserved(transport.processors):
                 partial_RH = route.new_partial(x_TH.shape[1], x_TH.dtype, x_TH.device)
                 saved = experts.forward(arrivals, weights, partial_RH, transport.arena, backward)
                 if backward:
                     # Rows that will be sent again need nothing but what is sent.
-                    x = Rows.of(x_TH) if transport.sends_again else keep_rows(arrivals, transport.arena)
+                    x = Rows.of(x_TH) if transport.sends_again else arrivals.rows.kept(transport.arena)
                     kept.append(Kept(route, x, saved))
             with span("combine", piece):
                 sums.append(transport.combine(route))
@@ -152,6 +151,7 @@ class ChunkedOrder:
         dweights: ExpertWeights | None = None
         sums: list[Pending] = []
         coming: dict[int, BackwardStarted] = {}
+        packets = reads_packets(experts)
         for piece in reversed(range(self.pieces)):
             route, x, saved = kept[piece]
             with span("dispatch", piece):
@@ -164,8 +164,8 @@ class ChunkedOrder:
             with span("dispatch", piece):
                 again, rows, gradients = coming.pop(piece)
                 if rows is not None:
-                    x = readable(rows.wait(), route.packets, dy_TH.dtype).rows
-                dpartial = gradients.wait()
+                    x = rows.wait().readable(packets, dy_TH.dtype).rows
+                dpartial = readable_gradients(gradients.wait(), packets, dy_TH.dtype)
             if piece == 0:
                 hooks.before_experts()
             with span("experts", piece), reserved(transport.processors):

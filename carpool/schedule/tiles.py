@@ -45,7 +45,6 @@ from carpool.experts.parts import Backward, Forward, why_no_parts
 from carpool.kernels.processors import reserved
 from carpool.memory import Rows
 from carpool.observe.meter import RideSpans
-from carpool.ride.keep import keep_rows
 from carpool.ride.order import Kept
 from carpool.ride.setup import RideSetup
 from carpool.ride.turns import handover
@@ -113,7 +112,7 @@ class TiledOrder:
             with span("experts", part), reserved(transport.processors):
                 if backward and part == self.parts - 1:
                     # Before the rows' buffer goes to others, and when combines have most to hide behind.
-                    kept = Rows.of(x_TH) if transport.sends_again else keep_rows(arrivals, transport.arena)
+                    kept = Rows.of(x_TH) if transport.sends_again else arrivals.rows.kept(transport.arena)
                 work.part(part)
             with span("combine", part):
                 sums.append(transport.combine(route, part))

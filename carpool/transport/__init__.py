@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from carpool.memory.arrivals import Arrivals
+from carpool.memory import Arrivals, Rows
 from carpool.plugins import Registry, unknown
 from carpool.transport.alltoall import AllToAll
 from carpool.transport.base import BufferOverflowError, Pending, RankMissingError, Route, Transport
@@ -37,6 +37,7 @@ __all__ = [
     "Pending",
     "RankMissingError",
     "Route",
+    "Rows",
     "Transport",
     "check_overflow",
     "check_transport",

@@ -4,7 +4,7 @@ The class says all that others must know of it (`Transport`, first half). An ins
 blocks the host for longer than it must; what is still under way has `wait()`.
 
     route    = transport.plan(slot_TK, weight_TK, traffic)     who gets which row
-    arrivals = transport.dispatch(x_TH, route)                 rows x_RH here, with their slots and weights
+    arrivals = transport.dispatch(x_TH, route)                 rows here, with their slots and weights
     ...experts write their weighted partial sums into route.partial_RH...
     y_TH     = transport.combine(route)                        sums over the ranks that a token visited
 
@@ -29,7 +29,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from carpool.memory.arena import Arena
+from carpool.memory import Arena
 from carpool.observe.traffic import VERBS, Traffic
 from carpool.transport.volume import Counts, Volume
 
@@ -73,7 +73,6 @@ class Route:
         choices_W: choices of this rank's tokens on each rank: what one row per (token, expert) would send. Empty where
             only the device knows.
         partial_RH: what the experts write and `combine` reads; set by `new_partial`.
-        packets: whether gradients that travel as FP8 are wanted as the packets that came; set by `ride`.
     """
 
     num_tokens: int
@@ -85,7 +84,6 @@ class Route:
     choices_W: tuple[int, ...] = ()
     backward: bool = False
     partial_RH: torch.Tensor | None = None
-    packets: bool = False
 
     def new_partial(self, hidden: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The (R, H) buffer for what goes back: partial sums in the forward, row gradients in the backward."""
@@ -287,7 +285,7 @@ class Transport(ABC):
 
     @abstractmethod
     def dispatch_gradients(self, dy_TH: torch.Tensor, route: Any) -> Pending:
-        """The backward of `combine`: rows only, their slots are known. `wait()` gives dpartial as `Rows`."""
+        """The backward of `combine`: rows only, their slots are known. `wait()` gives them as `Rows`."""
 
     @abstractmethod
     def combine_gradients(self, route: Any, dweight_RJ: torch.Tensor) -> Pending:

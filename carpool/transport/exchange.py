@@ -31,8 +31,7 @@ import torch
 import torch.distributed as dist
 
 from carpool.kernels.ordered_sum import ordered_sum
-from carpool.memory.arena import Rows
-from carpool.memory.arrivals import Arrivals
+from carpool.memory import Arrivals, Rows
 from carpool.observe.traffic import Traffic
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Pending, Route, Transport
 
@@ -233,7 +232,8 @@ class ExchangeTransport(Transport):
         def finish() -> Arrivals:
             slot_RJ, weight_bits_RJ = route.choices.take(route.number).split(route.choices_per_row, dim=1)
             weight_RJ = weight_bits_RJ.contiguous().view(torch.float32)
-            return Arrivals(rows.take(route.number), slot_RJ.contiguous(), weight_RJ, route.num_pairs)
+            x = Rows.of(rows.take(route.number))
+            return Arrivals(x, slot_RJ.contiguous(), weight_RJ, route.num_pairs)
 
         return Pending(finish)
 

@@ -21,8 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from carpool.kernels.ordered_sum import ordered_sum
-from carpool.memory.arena import Rows
-from carpool.memory.arrivals import Arrivals
+from carpool.memory import Arrivals, Rows
 from carpool.observe.traffic import Traffic
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Pending, Route, Transport
 from carpool.transport.volume import Counts, one_row_to_all
@@ -88,7 +87,7 @@ class Gather(Transport):
     def dispatch(self, x_TH: torch.Tensor, route: GatherRoute) -> Pending:
         x_RH = self._gather(F.pad(x_TH, (0, 0, 0, route.padded_tokens - route.num_tokens)))
         route.count("out", [route.padded_tokens] * self.num_ranks, x_TH, CHOICE_BYTES)
-        return Pending(lambda: Arrivals(x_RH, route.slot_RK, route.weight_RK, route.num_pairs))
+        return Pending(lambda: Arrivals(Rows.of(x_RH), route.slot_RK, route.weight_RK, route.num_pairs))
 
     def dispatch_gradients(self, dy_TH: torch.Tensor, route: GatherRoute) -> Pending:
         route.backward = True

@@ -41,7 +41,7 @@ from carpool.placement.volume import predict
 from carpool.train.config import Config
 from carpool.train.launch.start import local_ranks
 from carpool.train.launch.worker import find_entry
-from carpool.transport import Arrivals, Dedup, Pending, make_transport
+from carpool.transport import Arrivals, Dedup, Pending, Rows, make_transport
 from tests.ranks import Ranks, free_port
 
 ROOT = Path(__file__).parents[2]
@@ -287,12 +287,13 @@ class Quantised(Dedup):
 
         def finish() -> Arrivals:
             arrivals = pending.wait()
-            hidden = arrivals.x_RH.shape[1]
-            x_RGC = F.pad(arrivals.x_RH.float(), (0, -hidden % 128)).unflatten(1, (-1, 128))
+            x_RH = arrivals.rows.data
+            hidden = x_RH.shape[1]
+            x_RGC = F.pad(x_RH.float(), (0, -hidden % 128)).unflatten(1, (-1, 128))
             scale_RG1 = x_RGC.abs().amax(2, keepdim=True).clamp(min=1e-30) / 448
             code_RGC = (x_RGC / scale_RG1).to(torch.float8_e4m3fn).float()
             rows_RH = (code_RGC * scale_RG1).flatten(1)[:, :hidden]
-            return replace(arrivals, x_RH=rows_RH.to(arrivals.x_RH.dtype))
+            return replace(arrivals, rows=Rows.of(rows_RH.to(x_RH.dtype)))
 
         return Pending(finish)
 

@@ -35,12 +35,13 @@ PATTERNS = ("aaaabbbb", "ababbaba", "abbaabba", "aababbab")
 
 def rows_of(arrivals: Arrivals, dtype: torch.dtype) -> torch.Tensor:
     """(R, H) rows that came, those at home included, in the dtype of the layer if they came as FP8."""
-    return arrivals.widened(dtype).rows.contiguous(arrivals.slot_RJ.shape[0])
+    return arrivals.rows.widened(dtype).contiguous(arrivals.slot_RJ.shape[0])
 
 
-def gradient_rows(result: Any, num_rows: int) -> torch.Tensor:
-    """(R, H) rows that `dispatch_gradients` gave."""
-    return result.contiguous(num_rows)
+def gradient_rows(result: Any, num_rows: int, dtype: torch.dtype) -> torch.Tensor:
+    """(R, H) rows that `dispatch_gradients` gave, as `rows_of`."""
+    rows: torch.Tensor = result.widened(dtype).contiguous(num_rows)
+    return rows
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,7 @@ class Ride:
         sender_W = (torch.arange(self.shape.ranks, device=self.device) + self.rank + 1) % self.shape.ranks
         came_W = self.want_WT.sum(1)[sender_W]
         came_W[-1] = 0  # the own rows are at home
-        self.found.add("counts", arrivals.came_W != came_W)
+        self.found.add("counts", arrivals.rows.came_W != came_W)
         self._write_partial(rows_RH)
 
     def _combine(self) -> Pending:
@@ -209,7 +210,7 @@ class Ride:
         return self.transport.dispatch_gradients(self.dy_TH, self.route)
 
     def _gradients_arrived(self, pending: Pending) -> None:
-        rows_RH = gradient_rows(pending.wait(), self.num_rows)
+        rows_RH = gradient_rows(pending.wait(), self.num_rows, self.shape.dtype)
         self._check_rows("gradient rows", rows_RH, self.case.dy_WTH)
         self._write_partial(rows_RH)
         factor_RK = (self.slot_RK + 1 + self.shape.slots * self.rank).float()

@@ -139,7 +139,7 @@ def fp8() -> tuple[bool, str]:
         ride.route.new_partial(hidden, dtype, device).zero_()
         transport.combine(ride.route).wait()
         gradients = transport.dispatch_gradients(ride.dy_TH, ride.route).wait()
-        errors.append(step_error(ride, gradient_rows(gradients, ride.num_rows), case.dy_WTH))
+        errors.append(step_error(ride, gradient_rows(gradients, ride.num_rows, dtype), case.dy_WTH))
         ride.route.new_partial(hidden, dtype, device).zero_()
         transport.combine_gradients(ride.route, arrivals.weight_RJ).wait()
         worst = max(worst, *(error for error, _ in errors))

@@ -112,7 +112,7 @@ def test_what_is_kept(recompute: bool) -> None:
     with tiny_tiles():
         from carpool.transport import Arrivals
 
-        arrivals = Arrivals(problem.x_RH, problem.slot_RJ, problem.weight_RJ, 500)
+        arrivals = Arrivals(Rows.of(problem.x_RH), problem.slot_RJ, problem.weight_RJ, 500)
         experts = GroupedExperts(problem.function, Choices.all("wide"), recompute=recompute)
         saved = experts.forward(arrivals, problem.weights, torch.empty_like(problem.x_RH), arena)
     assert (saved[1] is None) == recompute

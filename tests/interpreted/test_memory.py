@@ -15,9 +15,8 @@ from carpool.experts.pair_kernels import gather_rows
 from carpool.experts.pairs import sort_pairs
 from carpool.memory import Arena, Rows
 from carpool.memory.arena_kernel import reserve
-from carpool.memory.keep_kernel import copy_slabs
-from carpool.ride.keep import keep_rows
-from carpool.transport import Arrivals
+from carpool.transport.nvlink.keep_kernel import copy_slabs
+from carpool.transport.nvlink.rows import LeasedRows
 
 CPU = torch.device("cpu")
 
@@ -46,20 +45,18 @@ def test_what_came_is_kept_and_found(width: int, room: int) -> None:
     valid = torch.tensor([*range(4), *range(12, 18), *range(18, 23)])
     slot_RJ = torch.full((24, 2), -1, dtype=torch.int32)
     slot_RJ[valid] = torch.randint(0, 3, (len(valid), 2), generator=generator, dtype=torch.int32)
-    arrivals = Arrivals(
-        x_RH, slot_RJ, torch.rand(24, 2, generator=generator), 99, leased=True, home_TH=home_TH, home_row=home_row,
-        came_W=came, slab=slab,
-    )  # fmt: skip
+    leased = LeasedRows(x_RH, width, home=home_TH, home_row=home_row, came_W=came, capacity=slab)
     want = torch.cat([x_RH, home_TH, torch.zeros(1, width)])
     arena = Arena(room, CPU) if room else None
     if arena is not None:
         arena.bytes.fill_(255)
-    kept = keep_rows(arrivals, arena)
+    kept = leased.kept(arena)
     by_kernel = replace(kept, data=torch.full_like(kept.data, torch.nan))
     copy_slabs(x_RH, came, slab, by_kernel)
     x_RH.fill_(torch.nan)  # the lease goes to others
     pairs = sort_pairs(slot_RJ, 3, 99)
     count = int(pairs.offsets_S[-1])
+    assert type(kept) is Rows and kept.gaps
     for rows in (kept, by_kernel):
         if room == 256:
             assert rows.start is not None and (rows.start == -1).all()

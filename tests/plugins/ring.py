@@ -15,9 +15,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from carpool.memory import Rows
 from carpool.observe.traffic import Traffic
-from carpool.transport import Arrivals, Pending, Route, Transport, register
+from carpool.transport import Arrivals, Pending, Route, Rows, Transport, register
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES
 from carpool.transport.volume import Counts, Volume
 
@@ -82,7 +81,7 @@ class Ring(Transport):
 
     def dispatch(self, x_TH: torch.Tensor, route: RingRoute) -> Pending:
         x_RH = self._rows(x_TH, route, CHOICE_BYTES)
-        return Pending(lambda: Arrivals(x_RH, route.slot_RK, route.weight_RK, route.num_pairs))
+        return Pending(lambda: Arrivals(Rows.of(x_RH), route.slot_RK, route.weight_RK, route.num_pairs))
 
     def dispatch_gradients(self, dy_TH: torch.Tensor, route: RingRoute) -> Pending:
         route.backward = True

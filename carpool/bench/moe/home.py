@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from carpool.memory.arena import Arena, Rows
+from carpool.memory import Arena, Rows
 from carpool.observe.traffic import Traffic
 from carpool.transport import Arrivals, Pending, Route, Transport
 from carpool.transport.volume import Counts, one_row_per_rank
@@ -47,8 +47,9 @@ class Home(Transport):
         )
 
     def dispatch(self, x_TH: torch.Tensor, route: HomeRoute) -> Pending:
-        arrivals = Arrivals(x_TH, route.slot_TK, route.weight_TK, route.num_pairs, sums_unwanted=False)
-        return Pending(lambda: arrivals)
+        # Every row is wanted, so no sum has to be made zero.
+        rows = Rows(x_TH, x_TH.shape[1], gaps=True)
+        return Pending(lambda: Arrivals(rows, route.slot_TK, route.weight_TK, route.num_pairs))
 
     def dispatch_gradients(self, dy_TH: torch.Tensor, route: HomeRoute) -> Pending:
         return Pending(lambda: Rows.of(dy_TH))

@@ -14,7 +14,7 @@ from carpool.bench.moe.answers import Case
 from carpool.bench.moe.modules import use
 from carpool.hf import CarpoolEP
 from carpool.hf.expert_parallel import buffers_of_rides
-from carpool.memory.arena import Arena
+from carpool.memory import Arena
 from carpool.transport import NVLinkOptions, check_overflow
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from carpool.memory.arena import Arena
+from carpool.memory import Arena
 
 
 def measure(

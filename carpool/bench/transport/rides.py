@@ -96,7 +96,7 @@ def forward_and_backward(
         dpartial = transport.dispatch_gradients(dy_TH, route).wait()
         multiply(
             arrivals,
-            dpartial.contiguous(route.num_rows),
+            dpartial.widened(dy_TH.dtype).contiguous(route.num_rows),
             case.factors(rank),
             route.new_partial(hidden, dy_TH.dtype, device),
         )
@@ -108,7 +108,7 @@ def forward_and_backward(
 def multiply(
     arrivals: Arrivals, gradient_RH: torch.Tensor | None, factor_S: torch.Tensor, out_RH: torch.Tensor
 ) -> None:
-    """The experts of the check, forward (of `arrivals.x_RH`) or backward (of `gradient_RH`).
+    """The experts of the check, forward (of `arrivals.rows`) or backward (of `gradient_RH`).
 
     out = row * (sum over its wanted slots of weight * f(slot)), and 0 where nobody wants a row.
     """
@@ -127,7 +127,7 @@ def multiply(
 
 def rows_of(arrivals: Arrivals, dtype: torch.dtype) -> torch.Tensor:
     """(R, H) all rows that came, those at home included."""
-    return arrivals.widened(dtype).rows.contiguous(arrivals.slot_RJ.shape[0])
+    return arrivals.rows.widened(dtype).contiguous(arrivals.slot_RJ.shape[0])
 
 
 def _factors_of(slot_RJ: torch.Tensor, factor_S: torch.Tensor) -> torch.Tensor:
@@ -216,7 +216,7 @@ def ride_once(transport: Transport, case: Case, traffic: Traffic, clock: Clock, 
     dweight_RJ = torch.rand_like(arrivals.weight_RJ)
     del arrivals
     with clock.section(label, "dispatch_gradients"):
-        dpartial = transport.dispatch_gradients(dy_TH, route).wait()
+        dpartial = transport.dispatch_gradients(dy_TH, route).wait().widened(dtype)
     fill(dpartial.contiguous(route.num_rows), route)
     with clock.section(label, "combine_gradients"):
         transport.combine_gradients(route, dweight_RJ).wait()

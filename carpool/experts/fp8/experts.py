@@ -53,9 +53,7 @@ from carpool.experts.fp8.stages import (
 )
 from carpool.experts.pairs import Pairs, count_pairs, slot_sums, sort_pairs, sum_pairs
 from carpool.experts.stages import grouped_outer
-from carpool.kernels.packing import pack
-from carpool.memory.arena import Arena, Rows
-from carpool.memory.arrivals import Arrivals
+from carpool.memory import Arena, Arrivals, Rows
 
 
 class _Held(NamedTuple):
@@ -118,18 +116,17 @@ class FP8Experts:
         arena: Arena | None = None,
         backward: bool = True,
     ) -> tuple[Any, ...]:
-        arrivals, weight_RJ = arrivals.packed(), arrivals.weight_RJ.contiguous()
+        x, weight_RJ = arrivals.rows.packed(), arrivals.weight_RJ.contiguous()
         hidden, dtype = partial_RH.shape[1], weights.up_SFH.dtype
         num_pairs = count_pairs(arrivals.slot_RJ, arrivals.num_pairs)
         pairs = sort_pairs(arrivals.slot_RJ, weights.up_SFH.shape[0], num_pairs)
         bias_SW = None if weights.up_bias_SF is None else self._columns(weights).spread(weights.up_bias_SF)
 
         up = self._straight("up", weights, backward)
-        a, h = up_and_activate(self.activation, arrivals.rows, hidden, up, bias_SW, pairs, dtype, arena)
+        a, h = up_and_activate(self.activation, x, hidden, up, bias_SW, pairs, dtype, arena)
         y_PH = product(a, self._straight("down", weights, backward), pairs, hidden, dtype)
-        sum_pairs(y_PH, pairs, partial_RH, arrivals.sums_unwanted, weight_RJ, weights.down_bias_SH)
-        # A flag of the host, in a tensor because that is what autograd saves.
-        return weight_RJ, h, torch.tensor(arrivals.sums_unwanted, device="cpu"), *pairs
+        sum_pairs(y_PH, pairs, partial_RH, not x.gaps, weight_RJ, weights.down_bias_SH)
+        return weight_RJ, h, *pairs
 
     def backward(
         self,
@@ -140,19 +137,19 @@ class FP8Experts:
         dx_RH: torch.Tensor,
         needs_dweights: bool,
     ) -> tuple[torch.Tensor, Callable[[], ExpertWeights] | None]:
-        weight_RJ, h, sums_unwanted, pairs = *saved[:3], Pairs._make(saved[3:])
+        weight_RJ, h, pairs = *saved[:2], Pairs._make(saved[2:])
         dtype, hidden = weights.up_SFH.dtype, dx_RH.shape[1]
         columns, biased = self._columns(weights), weights.down_bias_SH is not None
 
         down = self._turned("down", weights)
-        dA_PF = gathered_product(_packets(dpartial, len(weight_RJ)), hidden, down, pairs, columns.padded, dtype)
+        dA_PF = gathered_product(dpartial.packed(), hidden, down, pairs, columns.padded, dtype)
         dy_PH = gather_wide(dpartial, hidden, pairs, dtype) if needs_dweights or biased else None
         dh, dh_PW, scaled_PF, dweight_RJ = activate_backward(
             self.activation, columns, h, dA_PF, dy_PH, weights.down_bias_SH, weight_RJ, pairs, needs_dweights
         )
         del dA_PF
         dx_PH = product(dh, self._turned("up", weights), pairs, hidden, dtype)
-        sum_pairs(dx_PH, pairs, dx_RH, bool(sums_unwanted))
+        sum_pairs(dx_PH, pairs, dx_RH, not x.gaps)
         del dx_PH, dh
         if not needs_dweights:
             return dweight_RJ, None
@@ -204,13 +201,3 @@ class FP8Experts:
             if all_held is not None and state is not None:
                 all_held[which] = _Held(source.detach(), state, codes)
         return codes
-
-
-def _packets(rows: Rows, num_rows: int) -> Rows:
-    """Packets of gradients: those that came, or of the rows that came."""
-    if rows.data.dtype == torch.uint8:
-        return rows
-    if rows.start is not None:
-        rows = Rows.of(rows.contiguous(num_rows))
-    data, home = pack(rows.data.view(-1, rows.width)), None if rows.home is None else pack(rows.home)
-    return Rows(data, data.shape[1], home=home, home_row=rows.home_row)

@@ -41,7 +41,7 @@ from carpool.experts.base import Activation
 from carpool.kernels.packets import FP8, GROUP
 from carpool.kernels.processors import processors
 from carpool.kernels.quick import power_of_2, quick
-from carpool.memory.arena import Rows
+from carpool.memory import Rows
 
 
 class Tiling(NamedTuple):

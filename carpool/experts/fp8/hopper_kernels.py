@@ -47,7 +47,7 @@ from carpool.experts.activation_kernels import _value
 from carpool.kernels.packets import GROUP
 from carpool.kernels.processors import processors
 from carpool.kernels.quick import quick
-from carpool.memory.arena import Rows
+from carpool.memory import Rows
 
 ROWS = 128
 STAGES = 4

@@ -23,7 +23,7 @@ from carpool.experts.fp8.gemm_kernels import _write_group
 from carpool.experts.pair_kernels import programs
 from carpool.kernels.packets import FP8, GROUP, scales_at
 from carpool.kernels.quick import cdiv, power_of_2, quick
-from carpool.memory.arena import Rows
+from carpool.memory import Rows
 
 
 @quick

@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from carpool.memory.arrivals import Ready
+from carpool.memory import Ready
 from carpool.transport.base import VERB_OF, Route
 from carpool.transport.nvlink.buffers import Lease
 

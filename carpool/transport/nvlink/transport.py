@@ -30,13 +30,13 @@ import torch.distributed as dist
 from carpool.kernels.awaited import MAX_CTAS, Awaited
 from carpool.kernels.packets import packet_bytes
 from carpool.layout.uniform import uniform_copies
-from carpool.memory.arena import Arena, Rows
-from carpool.memory.arrivals import Arrivals, Ready
+from carpool.memory import Arena, Arrivals, Ready
 from carpool.observe.traffic import Traffic
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, BufferOverflowError, Pending, Transport
 from carpool.transport.nvlink.buffers import OWNERS, VERBS, Buffers, Regions, buffers_of
 from carpool.transport.nvlink.options import NVLinkOptions
 from carpool.transport.nvlink.route import NVLinkRoute
+from carpool.transport.nvlink.rows import LeasedRows
 from carpool.transport.nvlink.runner import VerbRunner
 from carpool.transport.nvlink.usable import why_not
 from carpool.transport.volume import Counts, one_row_per_rank
@@ -202,40 +202,19 @@ class NVLink(VerbRunner, Transport):
     def dispatch(self, x_TH: torch.Tensor, route: NVLinkRoute) -> Pending:
         slot_RJ = route.slot_TK.new_empty(route.num_rows, route.top_k)
         weight_RJ = route.weight_TK.new_empty(route.num_rows, route.top_k)
-        fp8 = self.options.forward_fp8
         if route.parts:
             return self._dispatch_parts(x_TH, route, slot_RJ, weight_RJ)
-        pending, packet_TB = self._dispatch(x_TH, route, CHOICE_BYTES, fp8, slot_RJ, weight_RJ)
-        most = self.buffers.most
-        return Pending(
-            lambda: Arrivals(
-                pending.wait(), slot_RJ, weight_RJ, route.num_pairs, leased=True, sums_unwanted=False,
-                home_TH=x_TH[:most], home_row=self.buffers.home_row, slab=self.buffers.capacity,
-                came_W=route.received_W, fp8_hidden=x_TH.shape[1] if fp8 else 0,
-                home_packet_TB=None if packet_TB is None else packet_TB[:most],
-            )
-        )  # fmt: skip
+        rows = self._dispatch(x_TH, route, CHOICE_BYTES, self.options.forward_fp8, slot_RJ, weight_RJ)
+        return Pending(lambda: Arrivals(rows.wait(), slot_RJ, weight_RJ, route.num_pairs))
 
     def dispatch_gradients(self, dy_TH: torch.Tensor, route: NVLinkRoute) -> Pending:
         route.backward = True
-        fp8 = self.options.backward_fp8
         if route.parts:
             self._after_rides()
-        pending, packet_TB = self._dispatch(dy_TH, route, 0, fp8)
+        rows = self._dispatch(dy_TH, route, 0, self.options.backward_fp8)
         if route.ready is not None:
             route.ready = replace(route.ready, awaited=self._awaited(route, "dispatch_gradients"))
-
-        def finish() -> Rows:
-            from carpool.kernels.packet_kernel import launch_dequantise
-
-            came, hidden, buffers = pending.wait(), dy_TH.shape[1], self.buffers
-            if packet_TB is not None and route.packets:
-                return Rows(came, came.shape[1], home=packet_TB[: buffers.most], home_row=buffers.home_row)
-            if fp8:
-                came = launch_dequantise(came, route.received_W, buffers.capacity, hidden, dy_TH.dtype)
-            return Rows(came, hidden, home=dy_TH[: buffers.most], home_row=buffers.home_row)
-
-        return Pending(finish)
+        return rows
 
     def combine(self, route: NVLinkRoute, part: int | None = None) -> Pending:
         """part: of a ride in parts. They come in order, and the last one's `wait()` gives all sums."""
@@ -273,8 +252,8 @@ class NVLink(VerbRunner, Transport):
         fp8: bool,
         slot_RJ: torch.Tensor | None = None,
         weight_RJ: torch.Tensor | None = None,
-    ) -> tuple[Pending, torch.Tensor | None]:
-        """The rows that come, and packets of the own ones if they travel as such."""
+    ) -> Pending:
+        """`wait()` gives the rows that come, as `LeasedRows`."""
         from carpool.kernels.packet_kernel import launch_quantise
         from carpool.transport.nvlink.launch import launch_dispatch
 
@@ -300,13 +279,18 @@ class NVLink(VerbRunner, Transport):
 
         finish = self._run(launch, sent)
 
-        def rows() -> torch.Tensor:
+        def rows() -> LeasedRows:
             # Rows in parts are waited for by those who read them, unless nobody can wait here.
             if not route.parts or self.options.split:
                 finish()
-            return lease.view(lease.regions.rows, (self.buffers.home_row, sent.shape[1]), sent.dtype)
+            buffers, width = self.buffers, sent.shape[1]
+            return LeasedRows(
+                lease.view(lease.regions.rows, (buffers.home_row, width), sent.dtype), width,
+                home=sent[: buffers.most], home_row=buffers.home_row, came_W=route.received_W,
+                capacity=buffers.capacity, wide_home=x_TH[: buffers.most] if fp8 else None,
+            )  # fmt: skip
 
-        return Pending(rows), sent if fp8 else None
+        return Pending(rows)
 
     def _dispatch_parts(
         self, x_TH: torch.Tensor, route: NVLinkRoute, slot_RJ: torch.Tensor, weight_RJ: torch.Tensor
@@ -315,7 +299,7 @@ class NVLink(VerbRunner, Transport):
         from carpool.transport.nvlink.launch import launch_choices
 
         self._after_rides()
-        rows, _ = self._dispatch(x_TH, route, CHOICE_BYTES, False)
+        rows = self._dispatch(x_TH, route, CHOICE_BYTES, False)
         lease = route.lease
         assert lease is not None
         group_RJ = torch.empty_like(slot_RJ)
@@ -332,11 +316,7 @@ class NVLink(VerbRunner, Transport):
 
         def finish() -> Arrivals:
             chosen()
-            return Arrivals(
-                rows.wait(), slot_RJ, weight_RJ, route.num_pairs, leased=True, sums_unwanted=False,
-                home_TH=x_TH[: self.buffers.most], home_row=self.buffers.home_row, slab=self.buffers.capacity,
-                came_W=route.received_W, ready=ready,
-            )  # fmt: skip
+            return Arrivals(rows.wait(), slot_RJ, weight_RJ, route.num_pairs, ready)
 
         return Pending(finish)
 

@@ -1,4 +1,4 @@
-"""The CUDA side of `keep_rows`: copy the rows that are in each slab, and nothing of the rest.
+"""The CUDA side of `LeasedRows.kept`: copy the rows that are in each slab, and nothing of the rest.
 
 A persistent grid walks tiles of ROWS x BLOCK over all slabs; a tile past its slab's count costs one read of that count.
 """
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from carpool.kernels.quick import power_of_2, quick
-from carpool.memory.arena import Rows
+from carpool.memory import Rows
 
 
 @quick
