@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import math
 import os
-import warnings
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,6 +34,8 @@ from carpool.hf.initial_weights import fill, set_tensor
 from carpool.hf.sizes import check_sizes, impossible_sizes
 from carpool.hf.tensor_parallel import check_tensor_parallel
 from carpool.hf.weight_files import check_weight_files, stored_shapes
+
+logger = logging.getLogger(__name__)
 
 
 def make_config(model_type: str, keys: dict[str, Any]) -> PreTrainedConfig:
@@ -66,10 +68,11 @@ def make_config(model_type: str, keys: dict[str, Any]) -> PreTrainedConfig:
         raise ValueError("\n".join(wrong))
     if inert:
         quantised = "; the model is not quantised" if "quantization_config" in inert else ""
-        warnings.warn(
-            f"these keys mean nothing to a {model_type} model from scratch and are ignored: {', '.join(inert)}"
-            f"{quantised}",
-            stacklevel=2,
+        logger.warning(
+            "these keys mean nothing to a %s model from scratch and are ignored: %s%s",
+            model_type,
+            ", ".join(inert),
+            quantised,
         )
     return config
 

@@ -1,7 +1,8 @@
-"""Sizes in a model's configuration that cannot be meant: refused before anything is built, with the key and the value.
+"""Sizes in a model's configuration: what cannot be meant, and the sizes of its heads.
 
-Transformers builds such models, or fails with a division by zero, a negative dimension or a shape that does not fit,
-depending on the model and often only in the first forward.
+What cannot be meant is refused before anything is built, with the key and the value. Transformers builds such models,
+or fails with a division by zero, a negative dimension or a shape that does not fit, depending on the model and often
+only in the first forward.
 """
 
 from __future__ import annotations
@@ -84,3 +85,18 @@ def first_key(text: Any, names: tuple[str, ...]) -> str | None:
         if isinstance(value, int) and not isinstance(value, bool):
             return name
     return None
+
+
+def head_sizes(text: Any) -> tuple[int, int]:
+    """The sizes of an attention head of a language model's configuration: (of queries and keys, of values). 0 if it has
+    no attention.
+
+    Example: Qwen3-30B-A3B says head_dim = 128, which is not its hidden_size / num_attention_heads = 64. The latent
+    attention of DeepSeek-V3 puts qk_nope_head_dim = 128 and qk_rope_head_dim = 64 beside each other; v_head_dim is 128.
+    """
+    heads = getattr(text, "num_attention_heads", 0)
+    if getattr(text, "qk_nope_head_dim", None):
+        query = int(text.qk_nope_head_dim + text.qk_rope_head_dim)
+    else:
+        query = int(getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else 0))
+    return query, int(getattr(text, "v_head_dim", None) or query)

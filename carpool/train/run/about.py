@@ -140,6 +140,8 @@ def say_hello(run: RunState, resume: Path | None) -> None:
         f"{info['model']['architecture']}: {run.size.total:,} parameters, {run.size.active:,} active per token, "
         f"{info['model']['num_experts']} experts, top-{run.top_k}"
     )
+    if run.config.model.path is not None and run.config.model.from_scratch:
+        say(f"from scratch: {run.config.model.path} has a config.json and no weights")
     say(f"{run.world} ranks ({info['parallelism']['backend']}): {run.degrees}")
     say(f"data: {info['data']['source']}, {len(run.corpus.train):,} tokens, {len(run.corpus.eval):,} held out")
     copies = info["predicted"]["copies_per_token_uniform"]

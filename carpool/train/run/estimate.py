@@ -5,8 +5,9 @@ these assumptions, which are where an estimate goes wrong:
 
     gathered      one layer's experts of a rank in full beside the shards, and the next layer's, which is prefetched;
                   the gradients of one layer's experts in full, before they are reduced
-    activations   a decoder layer keeps 16 tensors of T x H (norms, attention's inputs and outputs, residuals); its
-                  experts keep the received rows and the pre-activation; one layer's products and their gradients pass.
+    activations   a decoder layer keeps 8 tensors of T x H (norms, residuals) and 8 of T x heads * head size: 4 of
+                  queries and outputs, 4 of keys and values, which may have fewer heads; its experts keep the received
+                  rows and the pre-activation; one layer's products and their gradients pass.
                   With gradient checkpointing: one T x H per layer, and one layer that is recomputed
     logits        as the model gives them, and twice in float32: the softmax and its gradient
     transport     nvlink: one lease of buffers (schedules that overlap rides take more). Others: of one layer's ride,
@@ -28,6 +29,8 @@ import textwrap
 import torch
 from transformers import PreTrainedModel
 
+from carpool.hf.build import experts_modules
+from carpool.hf.sizes import head_sizes
 from carpool.parallel.degrees import Degrees
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import load_tokenizer
@@ -78,7 +81,8 @@ def estimate_memory(
     experts_own = math.ceil(size.experts / degrees.expert_shards)
     own = dense_own + experts_own
     layers = text.num_hidden_layers
-    layer_experts = math.ceil(size.experts / degrees.ep / layers)
+    moe_layers = len(experts_modules(model))
+    layer_experts = math.ceil(size.experts / degrees.ep / moe_layers)
     # Two layers' experts in full beside the shards, if FSDP shards or casts them at all.
     gathered = 0
     if degrees.efsdp > 1 or computed != stored:
@@ -92,12 +96,15 @@ def estimate_memory(
     rows, pairs = tokens * copies, tokens * top_k
     # Experts keep the rows and their pre-activations; products and gradients of a layer's pairs come and go.
     experts = rows * hidden + (0 if config.moe.recompute_experts else 2 * pairs * width)
-    passing, layer = pairs * (hidden + 3 * width), 16 * tokens * hidden
+    heads = getattr(text, "num_attention_heads", 0)
+    key_heads = getattr(text, "num_key_value_heads", None) or heads
+    attention = 4 * (heads + key_heads) * max(head_sizes(text))
+    passing, layer = pairs * (hidden + 3 * width), tokens * (8 * hidden + attention)
     if config.training.gradient_checkpointing:
-        kept_layers = layers if config.training.checkpoint_rides == "keep" else 1
+        kept_layers = moe_layers if config.training.checkpoint_rides == "keep" else 1
         kept = tokens * hidden * layers + layer + experts * kept_layers + passing
     else:
-        kept = (layer + experts) * layers + passing
+        kept = layer * layers + experts * moe_layers + passing
     logits = (computed + 2 * 4) * tokens * text.vocab_size
     rides = int(4 * rows * hidden * computed)
     if buffers := way.buffer_bytes(nvlink_options(config, degrees), degrees.ep, hidden, computed, top_k):

@@ -8,7 +8,8 @@ Definitions (PaLM, arXiv 2204.02311, appendix B):
     the forward twice).
 
 What counts: active parameters only (K of E experts; the input embedding is a table, not a product, the output head
-counts), and causal attention at half, since half of its score matrix is never needed.
+counts), and the part of the score matrix that is needed: half of it for causal attention, a band for sliding windows,
+and none of it where attention is linear, whose own states are not counted.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from carpool.hf.sizes import head_sizes
 from carpool.planner.hardware import hardware_of
 
 
@@ -30,7 +32,10 @@ class ModelSize:
         experts: those of routed experts.
         active: those that one token meets: all but the experts that it does not choose.
         multiplied: active without the input embedding.
-        attention: sum over attention layers of heads * head_dim, for the score products.
+        attention: sum over layers that see the whole sequence of heads * head size, for the score products; the mean of
+            the sizes of keys and values where they differ.
+        windowed: the same sum over layers that see `window` tokens.
+        window: tokens.
     """
 
     total: int
@@ -38,6 +43,13 @@ class ModelSize:
     active: int
     multiplied: int
     attention: int
+    windowed: int = 0
+    window: int = 0
+
+
+# Names in transformers' `layer_types` of layers without a score matrix, and of those that see a window of it.
+_WITHOUT_SCORES = ("linear_attention", "conv", "moe")
+_WINDOWED = ("sliding_attention", "hybrid_sliding")
 
 
 def model_size(model: nn.Module, expert_modules: dict[str, int], top_k: int) -> ModelSize:
@@ -58,25 +70,33 @@ def model_size(model: nn.Module, expert_modules: dict[str, int], top_k: int) -> 
     embedding = model.get_input_embeddings().weight  # type: ignore[operator]
     tied = model.get_output_embeddings() is None or model.get_output_embeddings().weight is embedding  # type: ignore[operator]
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    heads = getattr(config, "num_attention_heads", 0)
-    head_dim = getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else 0)
+    width = getattr(config, "num_attention_heads", 0) * sum(head_sizes(config)) // 2
+    window = getattr(config, "sliding_window", None) or 0
+    everywhere = "sliding_attention" if window else "full_attention"
+    kinds = getattr(config, "layer_types", None) or [everywhere] * config.num_hidden_layers
+    scoring = [kind for kind in kinds if kind not in _WITHOUT_SCORES]
+    windowed = sum(kind in _WINDOWED for kind in scoring) if window else 0
     return ModelSize(
         total=total,
         experts=experts,
         active=active,
         multiplied=active if tied else active - embedding.numel(),
-        attention=config.num_hidden_layers * heads * head_dim,
+        attention=(len(scoring) - windowed) * width,
+        windowed=windowed * width,
+        window=window,
     )
 
 
 def flops_per_token(size: ModelSize, sequence_length: int) -> int:
     """Operations of one token's forward and backward.
 
-    Example: 1000 parameters, 2 layers of 8 heads * 4, sequence 16: 6 * 1000 + 6 * 16 * 64 = 12,144. The scores and
-    their product with the values take 2 * L * heads * head_dim each per layer, half of that when causal, and twice
-    the forward in the backward.
+    Example: 1000 parameters, 2 layers of 8 heads * 4, sequence 16: 6 * 1000 + 12 * 64 * 8 = 12,144. The scores and
+    their product with the values take 2 * heads * head size each for a token that is seen, and twice that in the
+    backward; a token sees 8 others in the mean, or fewer through a window.
     """
-    return 6 * size.multiplied + 6 * sequence_length * size.attention
+    beyond = max(sequence_length - size.window, 0)
+    seen, seen_through_window = sequence_length / 2, (sequence_length**2 - beyond**2) / (2 * sequence_length)
+    return int(6 * size.multiplied + 12 * (size.attention * seen + size.windowed * seen_through_window))
 
 
 def peak_flops(device: torch.device, override: float | None) -> tuple[float | None, str]:
