@@ -20,7 +20,7 @@ STRESS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"hidden": 200, "top_k": 9, "slots": 40}, {"dispatch_ctas": 2, "combine_ctas": 1}),
     ({"hidden": 200, "top_k": 2, "slots": 7, "dtype": torch.float32}, {"side_stream": True}),
     ({"hidden": 64, "top_k": 1, "slots": 1}, {}),
-    ({"hidden": 1024, "top_k": 6, "slots": 2}, {"split": True}),
+    ({"hidden": 1024, "top_k": 6, "slots": 2}, {"side_stream": True}),
 ]
 BATCH = 64  # routings that are drawn at once
 SPARE = 2048  # rows beside those of a case: each case takes its rows from another place
@@ -89,9 +89,8 @@ class Stress:
         dist.barrier()
         torch.cuda.synchronize()
         begin = time.perf_counter()
-        in_parts = self.options.split or self.options.side_stream
         for pair in range(count // 2):
-            self._pair("together" if in_parts and pair % 2 else PATTERNS[pair % len(PATTERNS)])
+            self._pair("together" if self.options.side_stream and pair % 2 else PATTERNS[pair % len(PATTERNS)])
         torch.cuda.synchronize()
         seconds = time.perf_counter() - begin
         rows = self.traffic.rows

@@ -1,7 +1,7 @@
 """Several ranks in one process: `NVLink` transports whose buffers are tensors of this process.
 
 Triton's interpreter follows the int64 addresses between them as a GPU follows them over NVLink. Programs run one after
-the other, so a verb is sent on all ranks before any of them receives: `NVLinkOptions(split=True)`.
+the other, so a verb is sent on all ranks before any of them receives.
 """
 
 from __future__ import annotations
@@ -11,10 +11,33 @@ from typing import Any
 
 import torch
 
+from carpool.transport import Pending
 from carpool.transport.nvlink import Buffers, NVLink, NVLinkOptions
 from carpool.transport.nvlink.buffers import Lease, Regions
 
 CPU = torch.device("cpu")
+
+
+class Halves(NVLink):
+    """Sends at the verb, and receives at `Pending.wait`."""
+
+    def _run(self, launch: Any, *_: torch.Tensor) -> Any:
+        return self._run_here(launch)
+
+    def _run_here(self, launch: Any) -> Any:
+        launch(True, False)
+        return lambda: launch(False, True)
+
+    def _awaited_by_readers(self, finish: Any) -> Any:
+        return finish
+
+    def _released(self, lease: Lease, finish: Any, value: Any) -> Pending:
+        def wait() -> Any:
+            finish()
+            self.buffers.release(lease)
+            return value()
+
+        return Pending(wait)
 
 
 def emulate(
@@ -47,7 +70,7 @@ def emulate(
         for owner, part in zip(owners, parts, strict=True):
             owner._leases.append(Lease(part, addresses, bases, torch.zeros(2, dtype=torch.int32), regions))
     options = {"dispatch_ctas": 3, "combine_ctas": 2} | options
-    return [NVLink(None, slots_per_rank, NVLinkOptions(split=True, **options), owner) for owner in owners]
+    return [Halves(None, slots_per_rank, NVLinkOptions(**options), owner) for owner in owners]
 
 
 def verb(ranks: list[NVLink], call: Callable[[int, NVLink], Any]) -> list[Any]:

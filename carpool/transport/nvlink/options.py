@@ -36,7 +36,6 @@ class NVLinkOptions:
             they are sent a second time in the backward, which takes a second lease and no memory.
         arena_bytes: memory for what layers keep for their backward, which then follows the rows that came; if it does
             not suffice, `Buffers.arena_overflow` tells. 0: none, every layer allocates for the worst case.
-        split: send at the verb, wait for the others at `Pending.wait`: two kernels instead of one.
     """
 
     dispatch_ctas: int = 16
@@ -50,7 +49,6 @@ class NVLinkOptions:
     keep: Literal["copy", "again"] = "copy"
     arena_bytes: int = 0
     side_stream: bool = False
-    split: bool = False
 
     def __post_init__(self) -> None:
         for name in ("dispatch_ctas", "combine_ctas"):

@@ -1,12 +1,11 @@
 """On which stream a verb runs, and who waits for it. What it does to a row: `transport.py`.
 
-    options          launched                               the caller's stream waits
-    default          on the caller's stream                 as for any kernel before it
-    side_stream      on the stream of rides                 at `Pending.wait`, for an event
-    split            in two halves, on the caller's stream  for what the second half awaits: `Pending.wait` launches it
+    options          launched                    the caller's stream waits
+    default          on the caller's stream      as for any kernel before it
+    side_stream      on the stream of rides      at `Pending.wait`, for an event
 
-A verb that ends a ride gives its lease back as soon as it has been launched (with `split`, both halves): the next ride
-on it waits for the stream that used it (`Buffers`).
+A verb has two halves, `launch(send, receive)`, and one kernel runs both. Where ranks share a process, as in Triton's
+interpreter, all of them send before any receives (tests/interpreted/emulated.py).
 """
 
 from __future__ import annotations
@@ -18,6 +17,10 @@ import torch
 from carpool.transport.base import Pending
 from carpool.transport.nvlink.buffers import Buffers, Lease
 from carpool.transport.nvlink.options import NVLinkOptions
+
+
+def _nothing() -> None:
+    """What is left to do where a stream, or a kernel, waits."""
 
 
 class VerbRunner:
@@ -33,7 +36,7 @@ class VerbRunner:
 
     def _run(self, launch: Any, *tensors: torch.Tensor) -> Any:
         """Launch a verb; what is returned lets the current stream wait for it."""
-        if self.options.split or self.stream is None:
+        if self.stream is None:
             return self._run_here(launch)
         current = torch.cuda.current_stream()
         self.stream.wait_stream(current)
@@ -46,11 +49,12 @@ class VerbRunner:
 
     def _run_here(self, launch: Any) -> Any:
         """The same, on the current stream."""
-        if self.options.split:
-            launch(True, False)
-            return lambda: launch(False, True)
         launch(True, True)
-        return lambda: None
+        return _nothing
+
+    def _awaited_by_readers(self, finish: Any) -> Any:
+        """Instead of `finish`, where kernels that read the rows wait for them."""
+        return _nothing
 
     def _after_rides(self) -> None:
         """Let the current stream wait for the rides before: those who wait in kernels, and peers' choices, count on the
@@ -59,14 +63,12 @@ class VerbRunner:
             torch.cuda.current_stream().wait_stream(self.stream)
 
     def _released(self, lease: Lease, finish: Any, value: Any) -> Pending:
-        """What is pending after a verb that ends a ride: its lease is free once the verb has been launched."""
+        """What is pending after a verb that ends a ride. Its lease is free at once: the next ride on it waits for the
+        stream that used it (`Buffers`)."""
+        self.buffers.release(lease)
 
         def wait() -> Any:
             finish()
-            if self.options.split:
-                self.buffers.release(lease)
             return value()
 
-        if not self.options.split:
-            self.buffers.release(lease)
         return Pending(wait)

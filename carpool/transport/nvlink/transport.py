@@ -278,11 +278,11 @@ class NVLink(VerbRunner, Transport):
             )  # fmt: skip
 
         finish = self._run(launch, sent)
+        if route.parts:
+            finish = self._awaited_by_readers(finish)
 
         def rows() -> LeasedRows:
-            # Rows in parts are waited for by those who read them, unless nobody can wait here.
-            if not route.parts or self.options.split:
-                finish()
+            finish()
             buffers, width = self.buffers, sent.shape[1]
             return LeasedRows(
                 lease.view(lease.regions.rows, (buffers.home_row, width), sent.dtype), width,
