@@ -52,6 +52,12 @@ class TrainingSection(Section):
         default=None,
         description="Compute in bfloat16 (parameters keep model.dtype). none: true on GPUs, false on CPUs.",
     )
+    loss_chunk: int | None = Field(
+        default=None,
+        ge=0,
+        description="Tokens whose logits are in memory at once when the loss is computed. none: as many as make 1 GiB "
+        "of them in bfloat16. 0: all of a micro-batch, as the model itself makes them.",
+    )
     freeze: Literal["dense"] | None = Field(
         default=None,
         description="dense: only experts and routers are trained, as for fine-tuning with moe.limit_ranks. none: "

@@ -158,6 +158,8 @@ def say_hello(run: RunState, resume: Path | None) -> None:
         say("experts: these are the model's own, which have no stages; moe.expert_stages means nothing here")
     if run.schedule.answer.name != "none" or run.schedule.times:
         say(f"schedule {run.schedule.answer}: {run.schedule.why}")
+    if why := run.objective.cross_entropy.why_whole:
+        say(f"loss: logits of a whole micro-batch at once, because {why}")
     if run.layout_source != "contiguous":
         say(f"layout: {info['layout']['kind']}, {info['layout']['replicas']} replicas, from {run.layout_source}")
     if run.placement.on:

@@ -9,7 +9,8 @@ these assumptions, which are where an estimate goes wrong:
                   queries and outputs, 4 of keys and values, which may have fewer heads; its experts keep the received
                   rows and the pre-activation; one layer's products and their gradients pass.
                   With gradient checkpointing: one T x H per layer, and one layer that is recomputed
-    logits        as the model gives them, and twice in float32: the softmax and its gradient
+    logits        of the tokens that go at once (training.loss_chunk), and the gradient of the output layer's weight in
+                  float32; on a CPU their gradient in float32. Where all go at once: softmax and gradient in float32
     transport     nvlink: one lease of buffers (schedules that overlap rides take more). Others: of one layer's ride,
                   rows packed, arrived, summed and sent back
     process       on a CPU: 60 MiB of code, threads and buffers that every rank takes once it trains
@@ -30,7 +31,9 @@ import torch
 from transformers import PreTrainedModel
 
 from carpool.hf.build import experts_modules
+from carpool.hf.head import why_whole
 from carpool.hf.sizes import head_sizes
+from carpool.kernels.cross_entropy import piece_size
 from carpool.parallel.degrees import Degrees
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import load_tokenizer
@@ -105,7 +108,12 @@ def estimate_memory(
         kept = tokens * hidden * layers + layer + experts * kept_layers + passing
     else:
         kept = layer * layers + experts * moe_layers + passing
-    logits = (computed + 2 * 4) * tokens * text.vocab_size
+    words, chunk = text.vocab_size, config.training.loss_chunk
+    if chunk == 0 or degrees.tp > 1 or why_whole(model) is not None:
+        logits = (computed + 2 * 4) * tokens * words
+    else:
+        at_once = min(tokens, chunk or piece_size(tokens, words))
+        logits = (computed + (0 if cuda else 4)) * at_once * words + (4 + computed) * words * hidden
     rides = int(4 * rows * hidden * computed)
     if buffers := way.buffer_bytes(nvlink_options(config, degrees), degrees.ep, hidden, computed, top_k):
         rides = buffers

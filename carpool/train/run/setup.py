@@ -247,6 +247,7 @@ class Setup(RunState):
             balance_layers=moe.balance == "layer",
             two_batch=self.schedule.answer.name == "two-batch",
             rides_first=rides_first(self.model, moe, self.degrees.fsdp),
+            loss_chunk=training.loss_chunk,
         )
         self.optimizer = make_optimizer(self.model, training)
         self.metrics = RideMetrics(self.model)

@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from carpool.hf.balance import balance_loss
 from carpool.hf.expert_parallel import rides
+from carpool.hf.head import HeadLoss
 from carpool.schedule.priority import RidesFirst
 from carpool.schedule.two_batch import TwoBatch
 from carpool.train.config.schema import TrainingSection
@@ -52,6 +52,7 @@ class Objective:
         rides_first: what reductions wait for (`carpool.schedule.priority`).
         dp_size: ranks with distinct data.
         autocast: compute in this dtype by autocast; None where FSDP casts already or nothing is to be cast.
+        loss_chunk: as `training.loss_chunk`.
 
     Raises:
         ValueError: a balance loss for a model that does not return router logits.
@@ -68,6 +69,7 @@ class Objective:
         balance_layers: bool = False,
         two_batch: bool = False,
         rides_first: RidesFirst | None = None,
+        loss_chunk: int | None = None,
     ) -> None:
         takes = inspect.signature(model.forward).parameters
         if aux_coef and "output_router_logits" not in takes:
@@ -76,6 +78,7 @@ class Objective:
                 "so there is no balance loss to weigh; set moe.router_aux_loss_coef=0"
             )
         self.model, self.top_k, self.aux_coef, self.dp_size, self.autocast = model, top_k, aux_coef, dp_size, autocast
+        self.cross_entropy = HeadLoss(model, loss_chunk)
         self.balance_layers = balance_layers
         self.two_batch = TwoBatch(model) if two_batch else None
         self.rides_first = rides_first
@@ -86,9 +89,7 @@ class Objective:
         device = batch["input_ids"].device
         extra: dict[str, Any] = {"output_router_logits": True} if self.aux_coef else {}
         with self.cast(device):
-            out = self.model(input_ids=batch["input_ids"], use_cache=False, **extra)
-        logits = out.logits[:, :-1].float().flatten(0, 1)
-        ce = F.cross_entropy(logits, batch["labels"][:, 1:].flatten(), ignore_index=-100, reduction="sum")
+            ce, out = self.cross_entropy(batch["input_ids"], batch["labels"], use_cache=False, **extra)
         aux = None
         if self.aux_coef:
             aux = balance_loss(out.router_logits, self.top_k, per_layer=self.balance_layers)

@@ -1,0 +1,150 @@
+"""The loss of a transformers model without all of its logits: its output layer computes it.
+
+A model ends with `logits = self.lm_head(hidden_states)`, and hands the logits out. While a loss is asked for, the
+output layer gives back the loss in their place (`carpool.kernels.cross_entropy`):
+
+    loss = HeadLoss(model)
+    loss(input_ids, labels)         model(input_ids) -> lm_head(hidden_BLH), which knows the labels -> a scalar
+
+So the loss is computed inside the layer's call, where FSDP has gathered its weight, tied or not, and afterwards
+reduces its gradient. Nothing else of the model changes, and without labels the layer makes logits as ever.
+
+`why_whole` says when this cannot be: then logits are made as the model makes them, all at once.
+"""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from carpool.kernels.cross_entropy import IGNORED, linear_cross_entropy
+
+# Models of transformers that change their logits after the output layer. A test watches all models, and says which are
+# missing here.
+CHANGE_LOGITS = {
+    "BeamForCausalLM", "Cohere2MoeForCausalLM", "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration",
+    "GraniteMoeForCausalLM", "GraniteMoeHybridForCausalLM", "GraniteMoeSWAForCausalLM", "GraniteMoeSharedForCausalLM",
+    "Inkling2ForCausalLM", "Inkling2ForConditionalGeneration", "InklingForCausalLM", "InklingForConditionalGeneration",
+}  # fmt: skip
+
+
+class HeadLoss:
+    """The cross-entropy of a causal language model, summed over the tokens that it predicts.
+
+    Args:
+        model: of transformers.
+        tokens_at_once: tokens whose logits are in memory at once. None: as many as `carpool.kernels.cross_entropy`
+            finds right; 0: all, as the model makes them.
+
+    Attributes:
+        why_whole: why logits are made all at once; None: they are not.
+    """
+
+    def __init__(self, model: nn.Module, tokens_at_once: int | None = None) -> None:
+        self.model, self.tokens_at_once = model, tokens_at_once
+        self.why_whole = "that was asked for" if tokens_at_once == 0 else why_whole(model)
+        if self.why_whole is None:
+            head = output_layer(model)
+            if not isinstance(head.forward, _Head):
+                # An attribute of the instance, which nn.Module's call finds before the class's.
+                head.forward = _Head(head)
+
+    def __call__(self, input_ids: torch.Tensor, labels: torch.Tensor, **settings: Any) -> tuple[torch.Tensor, Any]:
+        """Run the model.
+
+        Args:
+            input_ids: (B, L).
+            labels: (B, L); position t predicts label t+1, -100: nothing.
+            settings: for the model's forward.
+
+        Returns:
+            The sum, a scalar of float32 or float64, and what the model returned, whose `logits` mean nothing.
+
+        Raises:
+            RuntimeError: the model changes its logits after its output layer, and is not in `CHANGE_LOGITS`."""
+        if self.why_whole is not None:
+            out = self.model(input_ids=input_ids, **settings)
+            logits = out.logits[:, :-1]
+            logits = logits if logits.dtype == torch.float64 else logits.float()
+            goals = labels[:, 1:].flatten()
+            return F.cross_entropy(logits.flatten(0, 1), goals, ignore_index=IGNORED, reduction="sum"), out
+        asked = _Asked(F.pad(labels[:, 1:], (0, 1), value=IGNORED), self.tokens_at_once)
+        token = _ASKED.set(asked)
+        try:
+            out = self.model(input_ids=input_ids, **settings)
+        finally:
+            _ASKED.reset(token)
+        if asked.loss is None or out.logits is not asked.loss:
+            raise RuntimeError(
+                f"{type(self.model).__name__} changes its logits after its output layer, so that layer cannot compute "
+                "the loss: set training.loss_chunk=0"
+            )
+        return asked.loss, out
+
+
+@dataclass
+class _Asked:
+    """A loss that is asked for: (B, L) targets, tokens of a piece, and, once it is there, the loss."""
+
+    target_BL: torch.Tensor
+    tokens_at_once: int | None
+    loss: torch.Tensor | None = None
+
+
+# Of this thread: two halves of a micro-batch are in the model at the same time (`carpool.schedule.two_batch`).
+_ASKED: ContextVar[_Asked | None] = ContextVar("asked", default=None)
+
+
+class _Head:
+    """Stands for the forward of an output layer."""
+
+    def __init__(self, head: Any) -> None:
+        self.head, self.own = head, head.forward
+
+    @torch._disable_dynamo
+    def __call__(self, hidden_BLH: torch.Tensor) -> torch.Tensor:
+        asked = _ASKED.get()
+        if asked is None:
+            logits: torch.Tensor = self.own(hidden_BLH)
+            return logits
+        if hidden_BLH.shape[:-1] != asked.target_BL.shape or asked.loss is not None:
+            raise RuntimeError(
+                f"the output layer was called more than once, or with rows of shape {tuple(hidden_BLH.shape)} for "
+                f"labels of shape {tuple(asked.target_BL.shape)}, so it cannot compute the loss: set "
+                "training.loss_chunk=0"
+            )
+        weight_VH, bias_V = self.head.weight, self.head.bias
+        x_TH, target_T = hidden_BLH.flatten(0, -2), asked.target_BL.flatten()
+        asked.loss = linear_cross_entropy(x_TH, weight_VH, bias_V, target_T, asked.tokens_at_once)
+        return asked.loss
+
+
+def output_layer(model: nn.Module) -> Any:
+    """The output layer of a model of transformers; None if it has none."""
+    find = getattr(model, "get_output_embeddings", None)
+    return None if find is None else find()
+
+
+def why_whole(model: nn.Module) -> str | None:
+    """Why the output layer of a model cannot compute the loss; None: it can."""
+    # FSDP and users derive classes from a model's; what counts is whose forward it runs.
+    name = next(cls for cls in type(model).__mro__ if "forward" in vars(cls)).__name__
+    if name in CHANGE_LOGITS:
+        return f"{name} changes its logits after its output layer"
+    head = output_layer(model)
+    if not isinstance(head, nn.Linear) or next(c for c in type(head).__mro__ if "forward" in vars(c)) is not nn.Linear:
+        return f"the output layer of {name} is no plain linear layer, but {type(head).__name__}"
+    if "forward" in vars(head) and not isinstance(head.forward, _Head):
+        return f"the forward of the output layer of {name} has been replaced"
+    weight = head.weight
+    if isinstance(weight, DTensor):
+        mesh = weight.device_mesh
+        if "tp" in (mesh.mesh_dim_names or ()) and mesh["tp"].size() > 1:
+            return "tensor parallelism shards the output layer over words"
+    return None

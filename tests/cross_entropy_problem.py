@@ -1,0 +1,63 @@
+"""Cases of the cross-entropy of a linear layer, and what it is in float64."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from carpool.kernels.cross_entropy import IGNORED, linear_cross_entropy
+
+
+class Case(NamedTuple):
+    tokens: int
+    hidden: int
+    words: int
+    at_once: int | None
+    dtype: torch.dtype = torch.float32
+    bias: bool = False
+    ignored: float = 0.0
+    """Share of the tokens without a target."""
+
+
+CASES = [
+    Case(37, 19, 199, None),
+    Case(37, 19, 199, 5, ignored=0.3),
+    Case(64, 32, 1024, 16, bias=True),
+    Case(33, 16, 515, 8, torch.bfloat16, bias=True, ignored=0.5),
+    Case(33, 16, 515, 8, torch.float16),
+    Case(24, 8, 20011, 7, ignored=0.2),
+    Case(5, 8, 7, 2, ignored=1.0),
+    Case(1, 4, 1, None),
+    Case(0, 4, 9, None),
+]
+
+
+def check(case: Case, device: str) -> None:
+    """Loss and all gradients against float64, to the rounding of the dtype."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(case.tokens, case.hidden, generator=generator).to(case.dtype)
+    weight = torch.randn(case.words, case.hidden, generator=generator).to(case.dtype)
+    bias = torch.randn(case.words, generator=generator).to(case.dtype) if case.bias else None
+    target = torch.randint(case.words, (case.tokens,), generator=generator)
+    target[torch.rand(case.tokens, generator=generator) < case.ignored] = IGNORED
+    given = [t.to(device).requires_grad_() for t in (x, weight, bias) if t is not None]
+    loss = linear_cross_entropy(*given[:2], given[2] if case.bias else None, target.to(device), case.at_once)
+    found = torch.autograd.grad(loss * 3, given)
+    exact = [t.detach().cpu().double().requires_grad_() for t in given]
+    logits = F.linear(*exact)
+    expected = F.cross_entropy(logits, target, ignore_index=IGNORED, reduction="sum")
+    assert loss.dtype == torch.float32
+    with torch.no_grad():
+        again = linear_cross_entropy(*given[:2], given[2] if case.bias else None, target.to(device), case.at_once)
+    assert torch.equal(again, loss)
+    unit = torch.finfo(case.dtype).eps
+    # Logits are rounded to the dtype, so each token's loss is off by that much of its largest logit.
+    scale = float(logits.detach().abs().max()) if case.tokens else 0.0
+    assert abs(float(loss.detach()) - float(expected.detach())) <= 4 * unit * scale * max(1, case.tokens) + 1e-6
+    for a, b, t in zip(found, torch.autograd.grad(expected * 3, exact), given, strict=True):
+        assert a.dtype == t.dtype and a.shape == t.shape
+        torch.testing.assert_close(
+            a.cpu().double(), b, rtol=0, atol=float(b.abs().max()) * 20 * unit if b.numel() else 0
+        )
