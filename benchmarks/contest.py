@@ -26,6 +26,7 @@ from carpool.hf.layouts import slots_kept
 from carpool.hf.trace import TraceRecorder
 from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
+from carpool.layout.topology import Topology
 from carpool.parallel.clip import clip_grad_norm
 from carpool.placement.solvers import solve
 from carpool.placement.trace import Trace
@@ -99,7 +100,7 @@ class Contest:
     def solve(self, solver: str, trace: Trace, **options: Any) -> Layouts:
         """What a solver finds for each layer by itself, layers divided among the ranks. `options`: of `solve`."""
         mine: dict[str, ExpertLayout] = {
-            name: solve(solver, trace.layer(name), self.world, seed=self.args.seed, **options)
+            name: solve(solver, trace.layer(name), Topology.even(self.world), seed=self.args.seed, **options)
             for name in trace.layers[self.rank :: self.world]
         }
         parts: list[dict[str, ExpertLayout]] = [{} for _ in range(self.world)]

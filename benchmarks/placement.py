@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from carpool.bench.script import make_parser, write_results
+from carpool.layout.topology import Topology
 from carpool.placement.forecast import compare
 from carpool.placement.solvers import default_solvers, solve
 from carpool.placement.table import place
@@ -84,7 +85,7 @@ def timing(seed: int = 0) -> dict[str, Any]:
     seconds = {}
     for name in ("occult", "search"):
         begin = time.perf_counter()
-        solve(name, trace, 8)
+        solve(name, trace, Topology.even(8))
         seconds[name] = time.perf_counter() - begin
     return seconds
 

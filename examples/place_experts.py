@@ -14,6 +14,7 @@ from transformers.distributed import DistributedConfig
 import carpool.hf
 from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
+from carpool.layout.topology import Topology
 from carpool.placement.objective import evaluate
 from carpool.placement.solvers import solve
 
@@ -34,7 +35,9 @@ def main() -> None:
     trace = recorder.trace()
 
     # 2. Solve, each layer by itself: experts that are chosen together go to one rank, none of which is overloaded.
-    layouts = Layouts({name: solve("search", trace.layer(name), ranks, load_limit=1.2) for name in trace.layers})
+    layouts = Layouts(
+        {name: solve("search", trace.layer(name), Topology.even(ranks), load_limit=1.2) for name in trace.layers}
+    )
 
     # 3. Move. The model computes the same as before, and fewer rows travel.
     carpool.hf.set_layout(model, layouts)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import carpool
 from carpool import ExpertLayout, Routing, assign
+from carpool.layout.topology import Topology
 from carpool.routing.limit import (
     LimitOptions,
     RoutingLimit,
@@ -78,13 +79,25 @@ LAYOUTS = {
     "replicated": ExpertLayout.contiguous(48, 4).with_replicas([(0, 1), (0, 2), (13, 0), (14, 0), (40, 1)]),
     "eight": ExpertLayout.contiguous(64, 8),
 }
+TWO_NODES = Topology.even(4, 2)
 OPTIONS = [
     *(LimitOptions(limit_ranks=d, limit_by=by) for d in (1, 2, 3) for by in ("score", "similarity", "groups")),
-    *(LimitOptions(limit_nodes=1, num_nodes=2, limit_by=by) for by in ("score", "similarity", "groups")),
-    LimitOptions(limit_nodes=1, limit_ranks=1, num_nodes=2),
-    LimitOptions(limit_nodes=1, limit_ranks=2, num_nodes=2, limit_by="groups"),
-    LimitOptions(limit_nodes=2, limit_ranks=3, num_nodes=4, limit_by="similarity"),
+    *(LimitOptions(limit_nodes=1, topology=TWO_NODES, limit_by=by) for by in ("score", "similarity", "groups")),
+    LimitOptions(limit_nodes=1, limit_ranks=1, topology=TWO_NODES),
+    LimitOptions(limit_nodes=1, limit_ranks=2, topology=TWO_NODES, limit_by="groups"),
+    LimitOptions(limit_nodes=2, limit_ranks=3, topology=Topology.even(4, 4), limit_by="similarity"),
 ]
+
+
+def name(options: LimitOptions) -> str:
+    """For the lists of tests."""
+    set_here = {key: value for key, value in vars(options).items() if value is not None and key != "topology"}
+    return " ".join([f"{key}={value}" for key, value in set_here.items()] + [f"{options.num_nodes} nodes"])
+
+
+def on(layout: Layout, options: LimitOptions) -> LimitOptions:
+    """The same number of nodes for the ranks of this layout."""
+    return replace(options, topology=Topology.even(layout.num_ranks, options.num_nodes))
 
 
 def draw(tokens: int, experts: int, seed: int = 0, masked: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,7 +111,7 @@ def draw(tokens: int, experts: int, seed: int = 0, masked: bool = False) -> tupl
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=name)
 def test_as_defined(options: LimitOptions, layout: str) -> None:
     where = LAYOUTS[layout]
     if options.limit_by == "groups" and layout == "replicated" and options.num_nodes > 1:
@@ -107,7 +120,7 @@ def test_as_defined(options: LimitOptions, layout: str) -> None:
     score_TE, share_TE = draw(137, experts)
     generator = torch.Generator().manual_seed(1)
     similarity_EE = router_similarity(torch.randn(experts, 16, generator=generator))
-    limit = RoutingLimit(options, where.num_ranks, 0, similarity_EE)
+    limit = RoutingLimit(on(where, options), where.num_ranks, 0, similarity_EE)
     expert_TK, serving_TW = limit.choose(score_TE, share_TE, top_k, where)
     for token in range(137):
         chosen, ranks = define(options, where, score_TE[token].tolist(), share_TE[token].tolist(), top_k, similarity_EE)
@@ -117,7 +130,7 @@ def test_as_defined(options: LimitOptions, layout: str) -> None:
     assert (own[:, :-1] >= own[:, 1:]).all(), "not best first"
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids=name)
 def test_whatever_the_scores(options: LimitOptions) -> None:
     """K different experts within the limit, also where the router wants fewer or none at all."""
     for layout, tokens, masked in itertools.product(LAYOUTS.values(), (0, 1, 64), (False, True)):
@@ -126,7 +139,7 @@ def test_whatever_the_scores(options: LimitOptions) -> None:
             score_TE[0] = -torch.inf
             share_TE[1 % tokens] = 0.0
         similarity_EE = torch.zeros(layout.num_experts, layout.num_experts)
-        limit = RoutingLimit(options, layout.num_ranks, 0, similarity_EE)
+        limit = RoutingLimit(on(layout, options), layout.num_ranks, 0, similarity_EE)
         expert_TK, serving_TW = limit.choose(score_TE, share_TE, 5, layout)
         assert (expert_TK.sort(1).values.diff(dim=1) > 0).all()
         slot_TK = assign(Routing(expert_TK.int(), None, serving_TW), layout, 0)
@@ -158,7 +171,7 @@ def test_who_is_within_the_limit_keeps_its_choices() -> None:
 @pytest.mark.parametrize("cap", [0.0, 0.14, 0.3])
 @pytest.mark.parametrize("rank", [0, 3])
 def test_topology_cap(cap: float, rank: int) -> None:
-    layout, options = LAYOUTS["permuted"], LimitOptions(topology_cap=cap, num_nodes=2)
+    layout, options = LAYOUTS["permuted"], LimitOptions(topology_cap=cap, topology=TWO_NODES)
     score_TE, share_TE = draw(199, layout.num_experts)
     expert_TK, _ = RoutingLimit(options, 4, rank).choose(score_TE, share_TE, 5, layout)
     inside = {e for r in range(4) if r // 2 == rank // 2 for e in layout.homes[r]}
@@ -182,7 +195,9 @@ def test_a_cap_serves_replicas_inside_the_node() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [LimitOptions(limit_ranks=2), LimitOptions(limit_nodes=1, num_nodes=2, limit_ranks=1)], ids=str
+    "options",
+    [LimitOptions(limit_ranks=2), LimitOptions(limit_nodes=1, topology=TWO_NODES, limit_ranks=1)],
+    ids=name,
 )
 def test_dropping_where_scores_are_unknown(options: LimitOptions) -> None:
     layout, generator = LAYOUTS["contiguous"], torch.Generator().manual_seed(0)
@@ -209,7 +224,7 @@ def test_dropping_beyond_a_cap() -> None:
     layout, generator = LAYOUTS["permuted"], torch.Generator().manual_seed(0)
     expert_TK = torch.rand(100, 37, generator=generator).argsort(1)[:, :4].int()
     weight_TK = torch.rand(100, 4, generator=generator)
-    options = LimitOptions(topology_cap=0.1, num_nodes=2)
+    options = LimitOptions(topology_cap=0.1, topology=TWO_NODES)
     kept_TK, scaled_TK, _ = drop_outside(RoutingLimit(options, 4, 0), expert_TK, weight_TK, layout)
     inside_E = torch.tensor([rank < 2 for rank, _ in layout.home_of])
     out_TK = ~inside_E[kept_TK.clamp(min=0).long()] & (kept_TK >= 0)
@@ -228,7 +243,7 @@ def test_similarities() -> None:
     assert similar_EE[0, 1] > 0.99 and similar_EE[0, 2] < 0.2
 
 
-@pytest.mark.parametrize("options", [*OPTIONS, LimitOptions(topology_cap=0.14, num_nodes=2)], ids=str)
+@pytest.mark.parametrize("options", [*OPTIONS, LimitOptions(topology_cap=0.14, topology=TWO_NODES)], ids=name)
 def test_nothing_is_read_from_the_device(options: LimitOptions) -> None:
     """The meta device has no values: whoever reads one fails."""
     layout = LAYOUTS["replicated"]
@@ -244,9 +259,10 @@ def test_errors_say_what_to_do() -> None:
     for options, message in [
         (LimitOptions(limit_by="best"), "limit_by='best' is not known"),  # type: ignore[arg-type]
         (LimitOptions(limit_ranks=0), "limit_ranks=0 must be at least 1"),
-        (LimitOptions(num_nodes=3), "num_nodes=3 must divide the 4 expert-parallel ranks"),
-        (LimitOptions(topology_cap=1.5, num_nodes=2), "topology_cap=1.5 is a share"),
-        (LimitOptions(topology_cap=0.1, limit_ranks=2, num_nodes=2), "contradict each other"),
+        (LimitOptions(topology=Topology.even(6, 3)), "the topology of the limit has 6 ranks, but the expert-parallel"),
+        (LimitOptions(limit_nodes=1, topology=Topology((0, 0, 0, 1), (0, 0, 0, 1))), "equally many consecutive ranks"),
+        (LimitOptions(topology_cap=1.5, topology=TWO_NODES), "topology_cap=1.5 is a share"),
+        (LimitOptions(topology_cap=0.1, limit_ranks=2, topology=TWO_NODES), "contradict each other"),
         (LimitOptions(limit_ranks=2, limit_by="similarity"), "needs a matrix of similarities"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -258,13 +274,14 @@ def test_errors_say_what_to_do() -> None:
 
 def test_what_it_says_of_itself() -> None:
     assert LimitOptions().lossy_reasons(4) == [] and not LimitOptions(limit_ranks=4).active(4)
-    assert not LimitOptions(topology_cap=0.14).active(4) and LimitOptions(topology_cap=0.14, num_nodes=2).active(4)
-    options = LimitOptions(limit_ranks=2, limit_nodes=1, num_nodes=2)
+    assert not LimitOptions(topology_cap=0.14).active(4)
+    assert LimitOptions(topology_cap=0.14, topology=TWO_NODES).active(4)
+    options = LimitOptions(limit_ranks=2, limit_nodes=1, topology=TWO_NODES)
     assert options.lossy_reasons(4) == [
         "each token's experts are limited to 1 node, by score",
         "each token's experts are limited to 2 ranks, by score",
     ]
-    assert LimitOptions(topology_cap=0.14, num_nodes=2).lossy_reasons(4) == [
+    assert LimitOptions(topology_cap=0.14, topology=TWO_NODES).lossy_reasons(4) == [
         "at most 14 % of the choices leave their node"
     ]
 
@@ -279,8 +296,8 @@ CASES = [
     (Case(top_k=5, normalize=False, balance="aux"), LimitOptions(limit_ranks=2, limit_by="similarity")),
     (Case(top_k=4, layout="replicated", tokens="empty_ranks"), LimitOptions(limit_ranks=3)),
     (Case(top_k=3, layout="replicated_permuted", selection="groups"), LimitOptions(limit_ranks=3)),
-    (Case(top_k=4, layout="permuted"), LimitOptions(limit_nodes=1, num_nodes=2)),
-    (Case(top_k=4, transport="alltoall"), LimitOptions(topology_cap=0.14, num_nodes=2)),
+    (Case(top_k=4, layout="permuted"), LimitOptions(limit_nodes=1, topology=TWO_NODES)),
+    (Case(top_k=4, transport="alltoall"), LimitOptions(topology_cap=0.14, topology=TWO_NODES)),
     (Case(top_k=2, tokens="no_tokens"), LimitOptions(limit_ranks=1)),
 ]  # fmt: skip
 
@@ -361,7 +378,10 @@ def test_four_ranks_as_one_process_with_the_same_choices(ranks: Ranks, number: i
 
 def test_a_limit_of_all_ranks_is_none_bit_by_bit(ranks: Ranks) -> None:
     case = Case(top_k=4, balance="aux+z")
-    for options in (LimitOptions(limit_ranks=4), LimitOptions(limit_ranks=9, limit_nodes=2, num_nodes=2)):
+    for options in (
+        LimitOptions(limit_ranks=4),
+        LimitOptions(limit_ranks=9, limit_nodes=2, topology=TWO_NODES),
+    ):
         for free, limited in zip(ranks(_step, case, None), ranks(_step, case, options), strict=True):
             assert limited["reasons"] == [] and (free["y"] == limited["y"]).all() and (free["x"] == limited["x"]).all()
             for name, gradient in free["gradients"].items():

@@ -7,28 +7,32 @@ from collections.abc import Sequence
 import numpy as np
 
 from carpool.layout import ExpertLayout
+from carpool.layout.topology import Topology
 from carpool.placement.trace import Array
 
 
-def aligned(found: ExpertLayout, current: ExpertLayout, num_nodes: int) -> ExpertLayout:
+def aligned(found: ExpertLayout, current: ExpertLayout, topology: Topology) -> ExpertLayout:
     """The layout `found` with its ranks renamed and its rows reordered, so that few homes move.
 
     Each rank of `found` becomes the rank that holds most of its experts already, nodes first. Experts that stay on
     their rank keep their rows, and slots begin with the homes.
 
     Args:
-        num_nodes: of equally many consecutive ranks. Which ranks share a node is kept.
+        topology: of the ranks. Ranks that share a node still share one.
 
     Example: found homes [[2, 3], [0, 1]], current [[0, 1], [3, 2]]  ->  [[0, 1], [3, 2]]
     """
-    per_node = found.num_ranks // num_nodes
     common_WW = np.array([[len(set(a) & set(b)) for b in current.homes] for a in found.homes])
-    common_NN = common_WW.reshape(num_nodes, per_node, num_nodes, per_node).sum((1, 3))
+    ranks_of = [np.flatnonzero(np.array(topology.node_of) == node) for node in range(topology.num_nodes)]
+    # Nodes with other numbers of ranks cannot take each other's places.
+    common_NN = np.array(
+        [[common_WW[np.ix_(a, b)].sum() if len(a) == len(b) else -1 for b in ranks_of] for a in ranks_of]
+    )
     target = [0] * found.num_ranks
     for node, other in enumerate(_pairs(common_NN)):
-        inside_RR = common_WW[node * per_node :, other * per_node :][:per_node, :per_node]
-        for rank, place in enumerate(_pairs(inside_RR)):
-            target[node * per_node + rank] = other * per_node + place
+        ranks, places = ranks_of[node], ranks_of[other]
+        for rank, place in enumerate(_pairs(common_WW[np.ix_(ranks, places)])):
+            target[ranks[rank]] = int(places[place])
     homes, slots = [()] * found.num_ranks, [()] * found.num_ranks  # type: list[tuple[int, ...]], list[tuple[int, ...]]
     for rank, place in enumerate(target):
         homes[place] = _in_rows(found.homes[rank], current.homes[place])
@@ -47,12 +51,12 @@ def _in_rows(experts: Sequence[int], rows: Sequence[int]) -> tuple[int, ...]:
 
 
 def _pairs(common_XX: Array) -> list[int]:
-    """For each row a column of its own, the largest numbers first."""
+    """For each row a column of its own, the largest numbers first; numbers below 0 are no pairs."""
     chosen = [-1] * len(common_XX)
     order = np.argsort(-common_XX, axis=None, kind="stable")
     taken: set[int] = set()
     for row, column in zip(*np.unravel_index(order, common_XX.shape), strict=True):
-        if chosen[row] == -1 and int(column) not in taken:
+        if chosen[row] == -1 and int(column) not in taken and common_XX[row, column] >= 0:
             chosen[row] = int(column)
             taken.add(int(column))
     return chosen

@@ -100,11 +100,12 @@ def evaluate(
     """Rows, loads and modelled time of a layout on a trace.
 
     Args:
-        topology: of the layout's ranks, equally many consecutive ones on each node. None: one node with NVLink.
+        topology: of the layout's ranks. None: one node with NVLink.
         cost: sizes of the layer, hardware and transport.
 
     Raises:
-        ValueError: the layout is of another number of experts or ranks, or nodes have unequally many ranks.
+        ValueError: the layout is of another number of experts or ranks, or rows are copied inside nodes that have
+            unequally many ranks.
     """
     if layout.num_experts != trace.num_experts:
         raise ValueError(
@@ -113,22 +114,22 @@ def evaluate(
     topology = topology or Topology.even(layout.num_ranks)
     if topology.num_ranks != layout.num_ranks:
         raise ValueError(f"the layout has {layout.num_ranks} ranks, but the topology {topology.num_ranks}")
-    num_nodes = topology.even_nodes()
-    per_node = layout.num_ranks // num_nodes
+    num_nodes, node_W = topology.num_nodes, np.array(topology.node_of)
     cost = cost or CostModel()
     num_tokens, num_ranks = trace.num_tokens, layout.num_ranks
     rank_TK, source_T = served_by(trace, layout), trace.source_T(num_ranks)
-    node_T = source_T // per_node
     visits_TW = np.zeros((num_tokens, num_ranks), dtype=bool)
     visits_TW[np.arange(num_tokens)[:, None], rank_TK] = True
-    visits_TN: Array = np.logical_or.reduce(visits_TW.reshape(num_tokens, num_nodes, per_node), axis=2)
+    visits_TN = np.zeros((num_tokens, num_nodes), dtype=bool)
+    visits_TN[np.arange(num_tokens)[:, None], node_W[rank_TK]] = True
     rows_WW = _sum_by(visits_TW, source_T, num_ranks)
-    rows_NN = _sum_by(visits_TN, node_T, num_nodes)
+    rows_NN = _sum_by(visits_TN, node_W[source_T], num_nodes)
     load_W = np.bincount(rank_TK.ravel(), minlength=num_ranks)
 
     scale = cost.tokens_per_rank * num_ranks / num_tokens
     sent_WW = rows_WW
     if cost.copies_per_node:
+        topology.even_nodes()
         sent_WW = _through_gates(rows_WW, _sum_by(visits_TN, source_T, num_ranks))
     elif not find_transport(cost.transport).one_row_per_rank:
         sent_WW = rows_sent(cost.transport, [rank_TK[source_T == rank] for rank in range(num_ranks)], num_ranks)
@@ -137,7 +138,7 @@ def evaluate(
         rows_WW=rows_WW,
         rows_NN=rows_NN,
         sent_WW=sent_WW,
-        rows_nodes=0 if num_nodes == 1 else int(sent_WW[np.not_equal.outer(topology.node_of, topology.node_of)].sum()),
+        rows_nodes=0 if num_nodes == 1 else int(sent_WW[np.not_equal.outer(node_W, node_W)].sum()),
         load_W=load_W,
         intra_share=_intra_share(rank_TK, num_ranks),
         ride_seconds=cost.ride_seconds(sent_WW * scale, topology),
@@ -154,8 +155,8 @@ def _sum_by(visits_TX: Array, source_T: Array, number: int) -> Array:
 
 
 def _through_gates(rows_WW: Array, rows_WN: Array) -> Array:
-    """(W, W) rows of a transport that copies rows inside nodes. A node's single copy goes to the rank there with the
-    sender's number in its own node, which passes it on."""
+    """(W, W) rows of a transport that copies rows inside nodes, each of equally many consecutive ranks. A node's single
+    copy goes to the rank there with the sender's number in its own node, which passes it on."""
     num_ranks, num_nodes = rows_WN.shape
     per_node = num_ranks // num_nodes
     node_W = np.arange(num_ranks) // per_node

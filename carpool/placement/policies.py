@@ -162,7 +162,7 @@ def eplb(load_E: Array, layout: ExpertLayout, extra_slots: int = 0, model: LoadM
     """What EPLB finds for the load, all extra slots filled, whether or not the model of time says that it pays."""
     room_W = np.array([len(home) for home in layout.homes])
     topology = model.topology if model is not None else None
-    return from_loads(load_E, room_W, 1 if topology is None else topology.even_nodes(), extra_slots)
+    return from_loads(load_E, room_W, topology or Topology.even(layout.num_ranks), extra_slots)
 
 
 def make_pool(history_NE: Array, num_ranks: int, size: int = 8) -> list[ExpertLayout]:

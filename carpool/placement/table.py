@@ -146,8 +146,7 @@ def place(
                 layout = solve(
                     name,
                     mine,
-                    ranks,
-                    nodes,
+                    topology,
                     seed=seed,
                     experts_per_rank=slots,
                     extra_slots=extra_slots,

@@ -23,6 +23,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from carpool.layout.topology import Topology
 from carpool.placement.trace import Trace
 from carpool.planner.cost import CostModel
 from carpool.recipes import Recipe, load, names, read
@@ -164,7 +165,7 @@ def compare(
             if on_layer is not None:
                 on_layer(name)
         means = {key: float(np.mean([one[key] for one in layers])) for key in NUMBERS}
-        lossy = LimitOptions(**way.limit, num_nodes=nodes).active(ranks)
+        lossy = LimitOptions(**way.limit, topology=Topology.even(ranks, nodes)).active(ranks)
         outcome = Outcome(name=name, lossy=lossy, **means)
         # Two transports may send the same rows; then they are one row here, too.
         twin = next((one for one in outcomes if axis == "transport" and one.same_as(outcome)), None)

@@ -73,11 +73,11 @@ class _Replay:
     def __init__(
         self, way: Way, trace: LayerTrace, ranks: int, nodes: int, parts: int, seed: int, cost: CostModel
     ) -> None:
-        self.way, self.ranks, self.nodes, self.seed = way, ranks, nodes, seed
+        self.way, self.ranks, self.seed = way, ranks, seed
         self.topology, self.cost = Topology.even(ranks, nodes), replace(cost, transport=way.transport)
         self.parts = list(_cut(trace, parts))
         self.layout = ExpertLayout.contiguous(trace.num_experts, ranks)
-        self.limit = LimitOptions(**way.limit, num_nodes=nodes)
+        self.limit = LimitOptions(**way.limit, topology=self.topology)
 
     def run(self) -> tuple[float, ...]:
         seconds, moved, found = 0.0, [], []
@@ -111,11 +111,11 @@ class _Replay:
         options = {"pool": make_pool(history_NE, self.ranks)} if section.policy == "pick" else {}
         model = LoadModel(self.cost, self.parts[0].top_k, self.topology)
         found = POLICIES[section.policy](load_E, self.layout, section.replicas, model, **options)
-        return aligned(found, self.layout, self.nodes)
+        return aligned(found, self.layout, self.topology)
 
     def _solved(self, number: int, section: PlacementSection, load_E: Array, replicas: int) -> ExpertLayout:
         return solve(
-            section.solver, self._seen(number, section.tokens), self.ranks, self.nodes, seed=self.seed,
+            section.solver, self._seen(number, section.tokens), self.topology, seed=self.seed,
             extra_slots=replicas, load_limit=section.load_limit, cost=self.cost, load_E=load_E,
         )  # fmt: skip
 
@@ -130,7 +130,7 @@ class _Replay:
     def _adopted(self, candidates: Sequence[ExpertLayout], number: int, section: PlacementSection) -> ExpertLayout:
         """The fastest candidate on the newest part, if `decide` would move to it; else the present layout."""
         last, left = self.parts[number - 1], len(self.parts) - number
-        layouts = [self.layout, *(aligned(one, self.layout, self.nodes) for one in candidates)]
+        layouts = [self.layout, *(aligned(one, self.layout, self.topology) for one in candidates)]
         now, *times = (evaluate(last, one, topology=self.topology, cost=self.cost).seconds for one in layouts)
         then = min(times)
         found = layouts[1 + times.index(then)]

@@ -77,7 +77,6 @@ _WHEN: Mapping[str, Callable[[Config], bool]] = MappingProxyType({
     "moe.chunks": lambda config: config.moe.schedule in ("chunks", "tiles"),
     "moe.backward_chunks": lambda config: config.moe.schedule == "chunks",
     "moe.limit_by": _limits,
-    "moe.num_nodes": _limits,
     "moe.first_choices_first": lambda config: config.moe.capacity_factor is not None,
     "placement": _solves,
     "placement.every": _moves,

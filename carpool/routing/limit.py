@@ -73,6 +73,7 @@ class RoutingLimit:
         if options.limit_by == "similarity" and similarity_EE is None:
             raise ValueError('limit_by="similarity" needs a matrix of similarities between experts')
         self.options, self.num_ranks, self.rank, self.similarity_EE = options, num_ranks, rank, similarity_EE
+        self.ranks_per_node = num_ranks // options.num_nodes
         self._tables: tuple[ExpertLayout, torch.device, Tables] | None = None
         self._fits: tuple[ExpertLayout, int] | None = None
 
@@ -112,7 +113,7 @@ class RoutingLimit:
         """(ranks of a group, how many groups a token may keep), the larger groups first."""
         options, stages = self.options, []
         if options.limit_nodes is not None and options.limit_nodes < options.num_nodes:
-            stages.append((self.num_ranks // options.num_nodes, options.limit_nodes))
+            stages.append((self.ranks_per_node, options.limit_nodes))
         if options.limit_ranks is not None and options.limit_ranks < self.num_ranks:
             stages.append((1, options.limit_ranks))
         return stages
@@ -166,7 +167,7 @@ class RoutingLimit:
         """The best choices that leave the node stay, up to the cap; inside the node tokens choose anew."""
         cap = self.options.topology_cap
         assert cap is not None
-        ranks = self.num_ranks // self.options.num_nodes
+        ranks = self.ranks_per_node
         own = slice(self.rank // ranks * ranks, self.rank // ranks * ranks + ranks)
         inside_E = self._of(layout, score_TE.device).present_WE[own].any(0)
         leaves_TK = ~inside_E[chosen_TK]
@@ -195,7 +196,7 @@ class RoutingLimit:
         """Raise ValueError if tokens could not have K experts within the limit."""
         if self._fits is not None and self._fits[0] is layout and self._fits[1] == top_k:
             return
-        options, ranks = self.options, self.num_ranks // self.options.num_nodes
+        options, ranks = self.options, self.ranks_per_node
         held = [sum(e >= 0 for e in rank) for rank in layout.slots]
         nodes = [sum(held[first : first + ranks]) for first in range(0, self.num_ranks, ranks)]
         limits = [("topology_cap", nodes, 1, "node")] if options.topology_cap is not None else []

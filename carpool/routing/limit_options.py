@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from carpool.layout.topology import Topology
+
 LimitBy = Literal["score", "similarity", "groups"]
 
 
@@ -13,21 +15,30 @@ class LimitOptions:
     """What the routing is limited to; see carpool/routing/limit.py. The defaults limit nothing.
 
     Args:
-        num_nodes: how many nodes the ranks of the expert-parallel group are on, equally many on each, in rank order.
+        topology: of the ranks of the expert-parallel group, for limits by node. None: all are on one node.
     """
 
     limit_ranks: int | None = None
     limit_nodes: int | None = None
     limit_by: LimitBy = "score"
     topology_cap: float | None = None
-    num_nodes: int = 1
+    topology: Topology | None = None
+
+    @property
+    def num_nodes(self) -> int:
+        return 1 if self.topology is None else self.topology.num_nodes
 
     def check(self, num_ranks: int) -> None:
         """Raise ValueError for what cannot be on `num_ranks` ranks."""
         if self.limit_by not in ("score", "similarity", "groups"):
             raise ValueError(f"limit_by={self.limit_by!r} is not known; use 'score', 'similarity' or 'groups'")
-        if not 1 <= self.num_nodes <= num_ranks or num_ranks % self.num_nodes:
-            raise ValueError(f"num_nodes={self.num_nodes} must divide the {num_ranks} expert-parallel ranks")
+        if self.topology is not None and self.topology.num_ranks != num_ranks:
+            raise ValueError(
+                f"the topology of the limit has {self.topology.num_ranks} ranks, but the expert-parallel group "
+                f"{num_ranks}: give the topology of the group (`Topology.of`)"
+            )
+        if self.topology is not None and (self.limit_nodes is not None or self.topology_cap is not None):
+            self.topology.even_nodes()
         for name, limit in (("limit_ranks", self.limit_ranks), ("limit_nodes", self.limit_nodes)):
             if limit is not None and limit < 1:
                 raise ValueError(f"{name}={limit} must be at least 1, or None for no limit")

@@ -16,6 +16,7 @@ from carpool.hf.build import experts_modules
 from carpool.hf.expert_parallel import ExpertRides
 from carpool.hf.limit import LayerLimit, find_router, limit_routing
 from carpool.layout import ExpertLayout
+from carpool.layout.topology import Topology
 from carpool.routing.limit import LimitOptions, RoutingLimit, drop_outside, router_similarity
 from tests.hf.parity import (
     EXCEPTIONS,
@@ -40,7 +41,7 @@ CASES = [
     ("olmoe", LimitOptions(limit_ranks=1, limit_by="similarity"), Mesh()),
     ("olmoe", ONE, Mesh(fsdp=2, tp=2, ep=4)),
     ("gpt_oss", ONE, Mesh()),
-    ("gpt_oss", LimitOptions(limit_nodes=1, num_nodes=2, limit_by="groups"), Mesh()),
+    ("gpt_oss", LimitOptions(limit_nodes=1, topology=Topology.even(4, 2), limit_by="groups"), Mesh()),
     ("deepseek_v3", LimitOptions(limit_ranks=1, limit_by="groups"), Mesh()),
     ("gemma4", ONE, Mesh()),
     ("deepseek_v4", ONE, Mesh()),
@@ -179,7 +180,7 @@ def _cap(path: str) -> list[float]:
 
     _save("olmoe", path)
     model = _model("olmoe", path)
-    limit_routing(model, LimitOptions(topology_cap=0.14, num_nodes=2))
+    limit_routing(model, LimitOptions(topology_cap=0.14, topology=Topology.even(4, 2)))
     model(**_own(model)).loss.backward()
     shares = []
     for ride in carpool.hf.rides(model).values():
@@ -202,5 +203,5 @@ def test_errors_come_before_anything_changes() -> None:
     # On one rank every limit is none.
     assert limit_routing(model, TWO) == []
     assert all(ride.limit is None for ride in carpool.hf.rides(model).values())
-    with pytest.raises(ValueError, match="num_nodes=2 must divide the 1 expert-parallel ranks"):
-        limit_routing(model, LimitOptions(limit_nodes=1, num_nodes=2))
+    with pytest.raises(ValueError, match="topology of the limit has 4 ranks, but the expert-parallel group 1"):
+        limit_routing(model, LimitOptions(limit_nodes=1, topology=Topology.even(4, 2)))

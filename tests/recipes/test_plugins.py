@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from carpool.layout import ExpertLayout
+from carpool.layout.topology import Topology
 from carpool.placement.solvers import SOLVERS, Problem, register, solve
 from carpool.recipes import FOLDERS, names, path_of, read
 from tests.placement.synthetic import layer, topics
@@ -111,7 +112,7 @@ def test_a_layout_that_does_not_fit_is_refused(layout: ExpertLayout, why: str, m
     monkeypatch.setattr(SOLVERS, "_things", {**SOLVERS._things})
     register(wrong)
     with pytest.raises(ValueError, match=f"solver 'wrong' .*{why}"):
-        solve("wrong", layer(16, 4, 64), 4)
+        solve("wrong", layer(16, 4, 64), Topology.even(4))
 
 
 def test_a_solver_must_be_a_function_of_a_usable_name() -> None:

@@ -49,9 +49,9 @@ def test_limits_of_the_configuration() -> None:
 
 def test_limits_by_node_need_even_nodes() -> None:
     uneven, cap = Topology((0, 0, 0, 1), (0, 0, 0, 1), "GROUP_RANK"), load_config(None, ["moe.topology_cap=0.14"]).moe
-    assert MoeSection(limit_ranks=1).limits(uneven).num_nodes == 1, "nobody asks for nodes"
+    MoeSection(limit_ranks=1).limits(uneven).check(4)  # nobody asks for nodes
     with pytest.raises(ValueError, match=r"by GROUP_RANK its nodes hold ranks 0, 1, 2; ranks 3: start equally many"):
-        cap.limits(uneven)
+        cap.limits(uneven).check(4)
     assert cap.limits(Topology.even(4, 2)).num_nodes == 2
 
 

@@ -28,6 +28,15 @@ def _moves(before: ExpertLayout, after: ExpertLayout) -> int:
     return sum(a[0] != b[0] for a, b in zip(before.home_of, after.home_of, strict=True))
 
 
+def test_ranks_of_a_node_stay_together_wherever_they_are() -> None:
+    """Ranks 0, 2, 4 are one node, 1 and 5 another, 3 a third: only ranks of one node may change places."""
+    topology, current = Topology((0, 1, 0, 2, 0, 1), (0, 1, 0, 2, 0, 1)), ExpertLayout.contiguous(12, 6)
+    found = ExpertLayout([current.homes[rank] for rank in (2, 5, 4, 3, 0, 1)])
+    assert aligned(found, current, topology) == current
+    over_nodes = ExpertLayout([current.homes[rank] for rank in (0, 3, 2, 1, 4, 5)])
+    assert aligned(over_nodes, current, topology) == over_nodes
+
+
 @pytest.mark.parametrize(("num_ranks", "num_nodes"), [(4, 1), (8, 2), (8, 4)])
 def test_ranks_are_named_so_that_few_experts_move(num_ranks: int, num_nodes: int) -> None:
     current = ExpertLayout.permuted([int(e) for e in np.random.default_rng(0).permutation(64)], num_ranks)
@@ -38,7 +47,7 @@ def test_ranks_are_named_so_that_few_experts_move(num_ranks: int, num_nodes: int
     homes[0][0], homes[1][0] = homes[1][0], homes[0][0]
     replicas = [(int(homes[0][3]), 1), (int(homes[2][1]), 0)]
     found = ExpertLayout(homes).with_replicas(replicas)
-    new = aligned(found, current, num_nodes)
+    new = aligned(found, current, Topology.even(num_ranks, num_nodes))
     assert _moves(current, new) == 2 <= _moves(current, found)
     parts = {frozenset(slots) for slots in found.slots}
     assert {frozenset(slots) for slots in new.slots} == parts and new.num_replicas == 2

@@ -28,6 +28,7 @@ import difflib
 from collections.abc import Callable, Sequence
 
 from carpool.layout import ExpertLayout
+from carpool.layout.topology import Topology
 from carpool.placement.solvers.eplb import eplb
 from carpool.placement.solvers.hypergraph import hypergraph
 from carpool.placement.solvers.lpt import lpt
@@ -83,8 +84,7 @@ def default_solvers() -> tuple[str, ...]:
 def solve(
     name: str,
     trace: LayerTrace,
-    num_ranks: int,
-    num_nodes: int = 1,
+    topology: Topology,
     *,
     seed: int = 0,
     experts_per_rank: Sequence[int] | None = None,
@@ -99,6 +99,7 @@ def solve(
 
     Args:
         name: one of `solver_names()`.
+        topology: of the ranks; `Topology.even(8, 2)` is two nodes of four.
         start: where "search" starts (its homes); else from what the solver before "+search" finds.
         others: see `Problem`.
 
@@ -108,16 +109,15 @@ def solve(
     """
     check_solver(name)
     problem = Problem(
-        trace, num_ranks, num_nodes, experts_per_rank, extra_slots, load_limit, expert_groups, seed,
-        cost or CostModel(), load_E,
+        trace, topology, experts_per_rank, extra_slots, load_limit, expert_groups, seed, cost or CostModel(), load_E,
     )  # fmt: skip
     if start is not None:
         if name != "search":
             raise ValueError(f"solver {name!r} takes no start; use 'search'")
-        if (start.num_ranks, start.num_experts) != (num_ranks, trace.num_experts):
+        if (start.num_ranks, start.num_experts) != (topology.num_ranks, trace.num_experts):
             raise ValueError(
                 f"start has {start.num_experts} experts on {start.num_ranks} ranks, not {trace.num_experts} on "
-                f"{num_ranks}"
+                f"{topology.num_ranks}"
             )
         if any(len(home) > room for home, room in zip(start.homes, problem.room_W, strict=True)):
             raise ValueError(f"start has more experts on a rank than {problem.room_W.tolist()} allow")

@@ -20,6 +20,7 @@ from __future__ import annotations
 import numpy as np
 
 from carpool.layout import ExpertLayout
+from carpool.layout.topology import Topology
 from carpool.placement.solvers.lpt import pack
 from carpool.placement.solvers.problem import Problem
 from carpool.placement.trace import Array
@@ -27,33 +28,34 @@ from carpool.placement.trace import Array
 
 def eplb(problem: Problem) -> ExpertLayout:
     """Loads packed into equal slots, hot experts in several."""
-    return from_loads(problem.expected_E, problem.room_W, problem.num_nodes, problem.extra_slots, problem.expert_groups)
+    return from_loads(problem.expected_E, problem.room_W, problem.topology, problem.extra_slots, problem.expert_groups)
 
 
 def from_loads(
-    load_E: Array, room_W: Array, num_nodes: int = 1, extra_slots: int = 0, expert_groups: int | None = None
+    load_E: Array, room_W: Array, topology: Topology, extra_slots: int = 0, expert_groups: int | None = None
 ) -> ExpertLayout:
     """The same from loads alone, which may be a prediction.
 
     Args:
         load_E: (E,) expected choices of each expert.
         room_W: (W,) experts that each rank owns; their sum is at least E.
-        num_nodes, extra_slots, expert_groups: see `Problem`.
+        topology, extra_slots, expert_groups: see `Problem`.
 
     Raises:
         ValueError: with `expert_groups`, nodes that own unequal numbers of experts."""
-    num_experts, per_node = len(load_E), len(room_W) // num_nodes
-    room_NW = room_W.reshape(num_nodes, per_node)
+    num_experts, num_nodes, node_W = len(load_E), topology.num_nodes, np.array(topology.node_of)
+    room_N = np.bincount(node_W, weights=room_W).astype(np.int64)
     groups = expert_groups or num_experts
     load_G = np.asarray(load_E, dtype=np.float64).reshape(groups, -1).sum(1)
     size = num_experts // groups
-    if size > 1 and (room_NW.sum(1) != num_experts // num_nodes).any():
+    if size > 1 and (room_N != num_experts // num_nodes).any():
         raise ValueError("EPLB with expert_groups needs equally many experts per node")
-    node_E = np.repeat(pack(load_G, room_NW.sum(1) // size), size)
-    slots: list[list[int]] = []
+    node_E = np.repeat(pack(load_G, room_N // size), size)
+    slots: list[list[int]] = [[]] * len(room_W)
     for node in range(num_nodes):
-        experts = np.flatnonzero(node_E == node)
-        slots += _fill_node(load_E, experts, room_NW[node] + extra_slots)
+        experts, ranks = np.flatnonzero(node_E == node), np.flatnonzero(node_W == node)
+        for rank, filled in zip(ranks, _fill_node(load_E, experts, room_W[ranks] + extra_slots), strict=True):
+            slots[rank] = filled
     return ExpertLayout(_choose_homes(slots, room_W), tuple(map(tuple, slots)))
 
 

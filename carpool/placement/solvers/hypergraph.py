@@ -24,14 +24,12 @@ from carpool.placement.trace import Array
 def hypergraph(problem: Problem) -> ExpertLayout:
     """Fewest rows for equal numbers of experts; on nodes first, then on ranks."""
     kahypar = _import()
-    per_node = problem.ranks_per_node
-    fill_NW = problem.fill_W.reshape(problem.num_nodes, per_node)
-    every = np.arange(problem.num_experts)
-    node_E = partition(kahypar, problem, every, fill_NW.sum(1))
+    fill_N = np.bincount(problem.node_W, weights=problem.fill_W).astype(np.int64)
+    node_E = partition(kahypar, problem, np.arange(problem.num_experts), fill_N)
     rank_E = np.empty(problem.num_experts, dtype=np.int64)
     for node in range(problem.num_nodes):
-        experts = np.flatnonzero(node_E == node)
-        rank_E[experts] = node * per_node + partition(kahypar, problem, experts, fill_NW[node])
+        experts, ranks = np.flatnonzero(node_E == node), np.flatnonzero(problem.node_W == node)
+        rank_E[experts] = ranks[partition(kahypar, problem, experts, problem.fill_W[ranks])]
     return problem.layout(rank_E)
 
 

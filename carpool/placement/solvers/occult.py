@@ -26,13 +26,12 @@ def occult(problem: Problem) -> ExpertLayout:
     """Ranks filled by collaboration."""
     together_EE = problem.trace.coactivation_EE.copy()
     np.fill_diagonal(together_EE, 0)
-    per_node = problem.ranks_per_node
-    fill_NW = problem.fill_W.reshape(problem.num_nodes, per_node)
-    node_E = gather_groups(together_EE, np.arange(problem.num_experts), fill_NW.sum(1))
+    fill_N = np.bincount(problem.node_W, weights=problem.fill_W).astype(np.int64)
+    node_E = gather_groups(together_EE, np.arange(problem.num_experts), fill_N)
     rank_E = np.empty(problem.num_experts, dtype=np.int64)
     for node in range(problem.num_nodes):
-        experts = np.flatnonzero(node_E == node)
-        rank_E[experts] = node * per_node + gather_groups(together_EE, experts, fill_NW[node])
+        experts, ranks = np.flatnonzero(node_E == node), np.flatnonzero(problem.node_W == node)
+        rank_E[experts] = ranks[gather_groups(together_EE, experts, problem.fill_W[ranks])]
     return problem.layout(rank_E)
 
 

@@ -1,4 +1,4 @@
-"""What every solver gets: a recorded routing, ranks and nodes, and what memory and balance allow."""
+"""What every solver gets: a recorded routing, ranks and their nodes, and what memory and balance allow."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Problem:
 
     Args:
         trace: the routing.
-        num_ranks, num_nodes: W, N; rank r is on node r // (W / N).
+        topology: of the ranks.
         experts_per_rank: how many experts each rank may own. None: equally many; if the ranks do not divide the
             experts, the first ranks own one more. If there is more room than experts, LPT, EPLB and the search use it
             where it helps; the other solvers leave every rank the same share of its room empty.
@@ -38,8 +38,7 @@ class Problem:
     """
 
     trace: LayerTrace
-    num_ranks: int
-    num_nodes: int = 1
+    topology: Topology
     experts_per_rank: Sequence[int] | None = None
     extra_slots: int = 0
     load_limit: float = 1.1
@@ -49,7 +48,6 @@ class Problem:
     load_E: Array | None = None
 
     def __post_init__(self) -> None:
-        assert self.topology.num_nodes == self.num_nodes
         ExpertLayout.contiguous(self.trace.num_experts, self.num_ranks)  # refuses fewer experts than ranks
         if self.experts_per_rank is not None:
             given = list(self.experts_per_rank)
@@ -76,13 +74,22 @@ class Problem:
         return self.trace.num_experts
 
     @property
+    def num_ranks(self) -> int:
+        return self.topology.num_ranks
+
+    @property
+    def num_nodes(self) -> int:
+        return self.topology.num_nodes
+
+    @cached_property
+    def node_W(self) -> Array:
+        """(W,) the node of each rank."""
+        return np.array(self.topology.node_of)
+
+    @property
     def expected_E(self) -> Array:
         """(E,) the loads to be balanced."""
         return self.trace.load_E if self.load_E is None else self.load_E
-
-    @property
-    def ranks_per_node(self) -> int:
-        return self.num_ranks // self.num_nodes
 
     @cached_property
     def room_W(self) -> Array:
@@ -100,10 +107,6 @@ class Problem:
         fill_W[np.argsort(fill_W - exact_W, kind="stable")[:missing]] += 1
         return fill_W
 
-    @cached_property
-    def topology(self) -> Topology:
-        return Topology.even(self.num_ranks, self.num_nodes)
-
     @property
     def network_weight(self) -> float:
         """What a row between nodes costs, in rows between ranks of one node."""
@@ -120,8 +123,9 @@ class Problem:
         """What one more rank for a token costs: a row inside a node, or the mean over all pairs of ranks."""
         if self.cost.copies_per_node or self.num_nodes == 1:
             return 1.0
-        inside = (self.ranks_per_node - 1) / (self.num_ranks - 1)
-        return inside + (1 - inside) * self.network_weight
+        pairs = self.num_ranks * (self.num_ranks - 1)
+        inside = (np.equal.outer(self.node_W, self.node_W).sum() - self.num_ranks) / pairs
+        return float(inside + (1 - inside) * self.network_weight)
 
     def layout(self, rank_E: Array) -> ExpertLayout:
         """The layout in which rank_E[e] is the home of expert e."""

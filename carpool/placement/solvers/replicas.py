@@ -72,10 +72,10 @@ def _value(problem: Problem, layout: ExpertLayout, allowed: float) -> Array:
     """(E, W) rows that a further replica saves, and overload that it relieves, estimated."""
     trace, ranks = problem.trace, problem.num_ranks
     rank_TK = served_by(trace, layout)
-    value_EW, moved_EW = _saved(problem, rank_TK, 1)
+    value_EW, moved_EW = _saved(problem, rank_TK, np.arange(ranks))
     value_EW *= problem.rank_weight
     if problem.node_weight:
-        value_EW += problem.node_weight * _saved(problem, rank_TK, problem.ranks_per_node)[0]
+        value_EW += problem.node_weight * _saved(problem, rank_TK, problem.node_W)[0]
     load_W = np.bincount(rank_TK.ravel(), minlength=ranks).astype(np.float64)
     # Load moves from where the expert is served now, in the shares in which it is.
     flat = trace.expert_TK.astype(np.int64) * ranks + rank_TK
@@ -94,15 +94,13 @@ def _upkeep(problem: Problem, home_E: Array) -> Array:
     cost, trace = problem.cost, problem.trace
     rows = (1 - cost.replicas_hidden) * 2 * cost.expert_bytes / (RIDES * cost.row_bytes)
     rows *= trace.num_tokens / (cost.tokens_per_rank * problem.num_ranks)
-    node_W = np.arange(problem.num_ranks) // problem.ranks_per_node
-    return rows * np.where(node_W[home_E][:, None] == node_W, 1.0, problem.network_weight)
+    return rows * np.where(problem.node_W[home_E][:, None] == problem.node_W, 1.0, problem.network_weight)
 
 
-def _saved(problem: Problem, rank_TK: Array, per_group: int) -> tuple[Array, Array]:
-    """(E, W) rows between groups of `per_group` ranks saved by a replica of e on w, and pairs that would go there."""
-    expert_TK, ranks, experts = problem.trace.expert_TK.astype(np.int64), problem.num_ranks, problem.num_experts
-    groups = ranks // per_group
-    group_TK = rank_TK // per_group
+def _saved(problem: Problem, rank_TK: Array, group_W: Array) -> tuple[Array, Array]:
+    """(E, W) rows between groups saved by a replica of e on w, and pairs that would go there. group_W: of each rank."""
+    expert_TK, experts = problem.trace.expert_TK.astype(np.int64), problem.num_experts
+    groups, group_TK = int(group_W.max()) + 1, group_W[rank_TK]
     tokens = np.arange(len(rank_TK))[:, None]
     count_TG = np.bincount((tokens * groups + group_TK).ravel(), minlength=len(rank_TK) * groups).reshape(-1, groups)
     alone_TK = np.take_along_axis(count_TG, group_TK, axis=1) == 1
@@ -112,7 +110,7 @@ def _saved(problem: Problem, rank_TK: Array, per_group: int) -> tuple[Array, Arr
     total_E1 = np.bincount(expert_TK.ravel(), minlength=experts)[:, None]
     saved_EG = alone_EG * (1 - 1 / groups) + (number_E1 - alone_EG) / groups
     moved_EG = alone_EG + others_EG / 2 + (total_E1 - alone_EG - others_EG) / groups
-    return np.repeat(saved_EG, per_group, axis=1), np.repeat(moved_EG, per_group, axis=1)
+    return saved_EG[:, group_W], moved_EG[:, group_W]
 
 
 def _sum_over(expert_TK: Array, mask_TK: Array, what_TG: Array, experts: int) -> Array:
@@ -156,8 +154,8 @@ def _cost(problem: Problem, layout: ExpertLayout, allowed: float) -> float:
     rows = problem.rank_weight * _remote(rank_TK, source_T, problem.num_ranks)
     rows += float(_upkeep(problem, home_E)[held_EW].sum())
     if problem.node_weight:
-        per_node = problem.ranks_per_node
-        rows += problem.node_weight * _remote(rank_TK // per_node, source_T // per_node, problem.num_nodes)
+        node_W = problem.node_W
+        rows += problem.node_weight * _remote(node_W[rank_TK], node_W[source_T], problem.num_nodes)
     load_W = np.bincount(rank_TK.ravel(), minlength=problem.num_ranks)
     return rows + OVERLOAD * (problem.rank_weight + problem.node_weight) * float(np.maximum(load_W - allowed, 0).sum())
 

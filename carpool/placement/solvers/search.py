@@ -143,14 +143,14 @@ class _State:
 
     def __init__(self, problem: Problem, rank_X: Array) -> None:
         self.expert_TK = problem.trace.expert_TK.astype(np.int64)
-        self.rank_X, self.num_ranks, self.per_node = rank_X.copy(), problem.num_ranks, problem.ranks_per_node
+        self.rank_X, self.num_ranks, self.node_W = rank_X.copy(), problem.num_ranks, problem.node_W
         self.load_X = np.zeros(len(rank_X))
         self.load_X[: problem.num_experts] = problem.trace.load_E
         self.allowed = aimed_load(problem)
         self.levels = [(problem.rank_weight, _Level(self.expert_TK, rank_X, problem.num_ranks))]
         if problem.node_weight:
-            node_X = rank_X // self.per_node
-            self.levels.append((problem.node_weight, _Level(self.expert_TK, node_X, problem.num_nodes)))
+            level = _Level(self.expert_TK, self.node_W[rank_X], problem.num_nodes)
+            self.levels.append((problem.node_weight, level))
         self.overload = OVERLOAD * sum(weight for weight, _ in self.levels)
         self.tokens_of = _tokens_of(self.expert_TK, len(rank_X))
 
@@ -174,7 +174,7 @@ class _State:
 
     def _follow(self, rows: Array) -> None:
         for number, (_, level) in enumerate(self.levels):
-            level.set_groups(self.rank_X // self.per_node if number else self.rank_X, rows)
+            level.set_groups(self.node_W[self.rank_X] if number else self.rank_X, rows)
 
     def descend(self, share: float = 1.0) -> None:
         """The best swap of all, while there is one that helps; overload counts by `share`."""

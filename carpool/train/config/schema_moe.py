@@ -226,17 +226,13 @@ class MoeSection(Section):
         return DropOptions(self.capacity_factor, self.first_choices_first, self.random_second)
 
     def limits(self, topology: Topology) -> LimitOptions:
-        """What the routing of an expert-parallel group is limited to. `topology`: of the group's ranks.
-
-        Raises:
-            ValueError: a limit by node, and nodes with unequally many ranks."""
-        by_node = self.limit_nodes is not None or self.topology_cap is not None
+        """What the routing of an expert-parallel group is limited to. `topology`: of the group's ranks."""
         return LimitOptions(
             limit_ranks=self.limit_ranks,
             limit_nodes=self.limit_nodes,
             limit_by=self.limit_by,
             topology_cap=self.topology_cap,
-            num_nodes=topology.even_nodes() if by_node else 1,
+            topology=topology,
         )
 
     @model_validator(mode="after")

@@ -57,11 +57,6 @@ class Facts:
         return cls(**{**settings, "topology": links, "hardware": rates})
 
     @property
-    def num_nodes(self) -> int:
-        """Nodes over which the group is spread, equally many consecutive ranks on each; ValueError if it is not so."""
-        return self.topology.even_nodes()
-
-    @property
     def cost(self) -> CostModel:
         """Of a layer and a micro-batch. F is that of experts with three matrices: those of two have as many elements
         with another F."""

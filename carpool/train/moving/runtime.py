@@ -66,7 +66,7 @@ class Placement:
         saved, files: of the checkpoint that is resumed: its state, and its folder.
 
     Raises:
-        ValueError: replicas for experts that run their own forward; nodes with unequally many ranks.
+        ValueError: replicas for experts that run their own forward.
     """
 
     def __init__(
@@ -91,8 +91,6 @@ class Placement:
         # With one rank there is nowhere to go.
         self.on = self.section.every is not None and next(iter(rides(model).values())).num_ranks > 1
         self.device = next(model.parameters()).device
-        if self.on:
-            facts.topology.even_nodes()  # what solvers ask for: better refused now than after the first steps
         self.recorder: TraceRecorder | None = None
         if self.on and self.section.replicas:
             for own in rides(model).values():
@@ -225,7 +223,7 @@ class Placement:
             load_E = predict(section.predictor, history_SE)
             pool = {"pool": make_pool(history_SE, layout.num_ranks)} if section.policy == "pick" else {}
             found = policy(load_E, layout, section.replicas, model, **pool)
-            found = padded(aligned(found, layout, self.facts.num_nodes), section.replicas)
+            found = padded(aligned(found, layout, self.facts.topology), section.replicas)
             before.append(load_ratio(load_E, layout))
             after.append(load_ratio(load_E, found))
             if found != layout:

@@ -200,8 +200,7 @@ def _candidates(question: Question, learn: LayerTrace, load_E: Array) -> Iterato
             found = solvers.solve(
                 section.solver,
                 learn,
-                current.num_ranks,
-                facts.num_nodes,
+                facts.topology,
                 seed=question.seed,
                 extra_slots=extra,
                 load_limit=section.load_limit,
@@ -209,7 +208,7 @@ def _candidates(question: Question, learn: LayerTrace, load_E: Array) -> Iterato
                 load_E=load_E,
                 start=start,
             )
-            yield aligned(found, current, facts.num_nodes)
+            yield aligned(found, current, facts.topology)
 
 
 def main() -> None:
