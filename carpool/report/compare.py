@@ -20,7 +20,6 @@ from carpool.report.headline import summarise
 from carpool.report.health import headline
 from carpool.report.lines import Chart, Line, draw
 from carpool.report.page import checks_of
-from carpool.report.panels import Panel
 from carpool.report.read import Run, read_run
 from carpool.report.schema import Summary
 from carpool.report.steps import STEP_TIME
@@ -90,7 +89,7 @@ def render(a: Side, b: Side) -> str:
         step_time=STEP_TIME,
         config=differences(_config(a.run), _config(b.run)),
         environment=differences(_about(a.run), _about(b.run)),
-        panels=_panels(a, b),
+        cards=_cards(a, b),
     )
 
 
@@ -259,7 +258,8 @@ def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, str]:
     return flat
 
 
-def _panels(a: Side, b: Side) -> list[Panel]:
+def _cards(a: Side, b: Side) -> list[tuple[str, str, str, str | None, str]]:
+    """Name, title, caption, picture, and what is said without one."""
     sides = (a, b)
     loss: list[Line] = []
     for side, role in zip(sides, ROLES, strict=True):
@@ -272,7 +272,7 @@ def _panels(a: Side, b: Side) -> list[Panel]:
     problem = _loss_problem(a, b)
     chart = Chart("Losses of both runs over steps", "nats per token", lambda v: plain_text(v, 4), zero=False)
     body = draw(chart, loss) if problem is None else None
-    made = [Panel("loss", "Loss", "Points: held-out text.", f"Not drawn: {problem}.", body)]
+    made = [("loss", "Loss", "Points: held-out text.", body, f"Not drawn: {problem}.")]
     for name, title, unit, key, text, low in (
         ("speed", "Time of each step", "milliseconds", "step_ms", ms_text, 0.0),
         ("copies", "Copies per token", "copies per token", "copies_per_token", plain_text, 0.0),
@@ -287,5 +287,5 @@ def _panels(a: Side, b: Side) -> list[Panel]:
         known = [float(np.nanmax(line.y)) for line in lines if np.isfinite(line.y).any()]
         top = top if top is not None and known and max(known) > top else None
         chart = Chart(title, unit, text, zero=low == 0.0, low=low, top=top)
-        made.append(Panel(name, title, "", "Neither run recorded it.", draw(chart, lines)))
+        made.append((name, title, "", draw(chart, lines), "Neither run recorded it."))
     return made

@@ -80,16 +80,17 @@ def experts_over_time(run: Run, layer: int) -> str | None:
     return _loads(load_XE, "step", steps, "expert", [str(e) for e in range(experts)], turned=True)
 
 
-def chosen_layers(run: Run, most: int = 4) -> list[int]:
-    """Layers whose experts are drawn over time: all, or of many the most uneven one and some spread over the model."""
+def chosen_layers(run: Run, most: int = 4) -> list[tuple[int, str]]:
+    """Layers (number, name) whose experts are drawn over time: all, or of many the most uneven one and some spread over
+    the model."""
     if not run.layer_samples or not run.layers or not run.layers[-1].imbalance_L:
         return []
     imbalance_L = np.nan_to_num(np.array(run.layers[-1].imbalance_L))
     layers = len(imbalance_L)
-    if layers <= most:
-        return list(range(layers))
     spread = np.linspace(0, layers - 1, most - 1).round().astype(int).tolist()
-    return sorted({int(imbalance_L.argmax()), *spread})
+    chosen = range(layers) if layers <= most else sorted({int(imbalance_L.argmax()), *spread})
+    names = layer_names(run, layers)
+    return [(layer, names[layer]) for layer in chosen]
 
 
 def ranks_over_time(run: Run, what: str) -> str | None:

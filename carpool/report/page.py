@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from carpool.report import panels
+from carpool.report import bars, curves, grids, homes
 from carpool.report.headline import as_text, facts, summarise, title, verdict
 from carpool.report.health import Check, headline, judge
 from carpool.report.placement import PLACEMENT_COLUMNS, placement_rows
 from carpool.report.profile import profile_summary
 from carpool.report.read import Run, read_run
 from carpool.report.schema import PARTS, Summary
+from carpool.report.steps import STEP_TIME
 from carpool.report.units import bytes_text, count_text, ms_text, plain_text
 from carpool.report.write import check_output, fill, write_page
 
@@ -74,12 +75,11 @@ def render(run: Run) -> str:
         again=shlex.join(
             ["carpool", "train", "--config", str(run.path / "config.toml"), f"training.output_dir={run.path}-again"]
         ),
-        learning=panels.learning(run),
-        times=panels.times(run, summary),
-        rides=panels.rides(run),
-        experts=panels.experts(run),
-        layouts=panels.layouts(run),
-        memory=panels.memory(run),
+        step_time=STEP_TIME,
+        layouts=homes.pictures(run),
+        bars=bars,
+        curves=curves,
+        grids=grids,
     )
 
 
