@@ -5,7 +5,6 @@ What was predicted is hollow with a dashed outline, what was measured is solid. 
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 
 import numpy as np
@@ -13,7 +12,7 @@ import numpy as np
 from carpool.report.grids import layer_names
 from carpool.report.read import Run
 from carpool.report.svg import MARGIN_EM, WIDTH, axis_text, colour, every, legend, svg, tag, ticks
-from carpool.report.units import bytes_text, plain_text
+from carpool.report.units import plain_text
 
 _TOP, _HEIGHT = 10.0, 150.0
 
@@ -72,34 +71,18 @@ def columns(value_L: np.ndarray, names: Sequence[str], predicted: float | None) 
     return key + '<p class="unit">copies per token</p>' + svg(parts, floor + 38, "Copies per token by layer", hover)
 
 
-def memory(run: Run) -> str | None:
-    """Bytes per rank: what was predicted, component by component, and the measured peak."""
-    pieces, peak = predicted_pieces(run), measured_peak(run)
-    if not pieces and peak is None:
-        return None
-    total = sum(size for _, size in pieces)
-    most = max(total, peak or 0.0, 1.0)
-    rows = [(name.replace("_", " "), size, "predicted") for name, size in pieces]
-    if len(pieces) > 1:
-        rows.append(("predicted in all", total, "predicted sum"))
-    if peak is not None:
-        rows.append(("measured peak", peak, "measured sum"))
-    lines = "".join(
-        f'<tr class="{kind}"><th scope="row">{html.escape(name)}</th><td>{bytes_text(size)}</td>'
-        f'<td class="track"><i style="width: {100 * size / most:.1f}%"></i></td></tr>'
-        for name, size, kind in rows
-    )
-    return f'<table class="bars"><tbody>{lines}</tbody></table>'
+def memory(run: Run) -> list[tuple[str, float, str, float]]:
+    """Bytes per rank, predicted component by component, and the measured peak: name, bytes, kind, share of the largest.
 
-
-def predicted_pieces(run: Run) -> list[tuple[str, float]]:
-    """The predicted components of one rank's memory, in bytes, without the total and without empty ones."""
+    Components that are empty are left out, and so is everything if nothing is known."""
     sizes = run.info.predicted.memory_per_rank_bytes
     pieces = [(name, size) for name, size in sizes.items() if name != "total" and size]
-    total = sizes.get("total")
-    return pieces or ([("total", total)] if total else [])
-
-
-def measured_peak(run: Run) -> float | None:
-    """The largest peak that any rank reported in any step, in bytes."""
-    return max((t.memory_peak_bytes for t in run.train if t.memory_peak_bytes is not None), default=None)
+    if not pieces and (total := sizes.get("total")):
+        pieces = [("total", total)]
+    rows = [(name.replace("_", " "), size, "predicted") for name, size in pieces]
+    if len(pieces) > 1:
+        rows.append(("predicted in all", sum(size for _, size in pieces), "predicted sum"))
+    if (peak := run.memory_peak) is not None:
+        rows.append(("measured peak", peak, "measured sum"))
+    most = max((size for _, size, _ in rows), default=1.0)
+    return [(*row, row[1] / max(most, 1.0)) for row in rows]

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from carpool.report.curves import series, smoothed, thinned, values_of
+from carpool.report.curves import held_out, series, smoothed, thinned, values_of
 from carpool.report.headline import summarise
 from carpool.report.health import headline
 from carpool.report.lines import Chart, Line, draw
@@ -45,10 +45,6 @@ class Side:
     def bytes_per_token(self) -> float | None:
         moved, tokens = self.summary.bytes_remote, self.summary.tokens
         return moved / tokens if moved is not None and tokens else None
-
-    @property
-    def memory(self) -> int | None:
-        return max((t.memory_peak_bytes for t in self.run.train if t.memory_peak_bytes is not None), default=None)
 
 
 def write_comparison(first: Path, second: Path, output: Path | None = None) -> Path:
@@ -109,16 +105,11 @@ def conclude(a: Side, b: Side) -> tuple[str, list[str]]:
             f"Times per step are not compared: a step of {a.name} has {count_text(a.tokens_per_step)} tokens, one of "
             f"{b.name} {count_text(b.tokens_per_step)}."
         )
-    problem = _loss_problem(a, b)
-    if problem is not None:
-        refused.append(f"Losses are not compared: {problem}.")
-    else:
-        said.append(_losses(a, b))
-    problem = _bytes_problem(a, b)
-    if problem is not None:
-        refused.append(f"Bytes are not compared: {problem}.")
-    else:
-        said.append(_bytes(a, b))
+    for what, problem, told in (("Losses", _loss_problem(a, b), _losses), ("Bytes", _bytes_problem(a, b), _bytes)):
+        if problem is not None:
+            refused.append(f"{what} are not compared: {problem}.")
+        else:
+            said.append(told(a, b))
     if not said:
         said.append(f"{a.name} and {b.name} have nothing in common that could be compared")
     return "; ".join(said) + ".", refused
@@ -210,7 +201,7 @@ def numbers(a: Side, b: Side) -> list[list[str]]:
         row("Copies per token", s.copies_per_token, t.copies_per_token, plain_text, moved),
         row("Training loss at the end", s.final_loss, t.final_loss, lambda v: plain_text(v, 4), losses),
         row("Held-out loss at the end", s.final_eval_loss, t.final_eval_loss, lambda v: plain_text(v, 4), losses),
-        row("Memory, measured peak of a rank", a.memory, b.memory, bytes_text),
+        row("Memory, measured peak of a rank", a.run.memory_peak, b.run.memory_peak, bytes_text),
     ]
     return [one for one in rows if one[1] != MISSING or one[2] != MISSING]
 
@@ -266,9 +257,7 @@ def _cards(a: Side, b: Side) -> list[tuple[str, str, str, str | None, str]]:
         steps = np.array([t.step for t in side.run.train], dtype=float)
         smooth, span = smoothed(values_of(side.run.train, lambda t: t.loss))
         loss.append(Line(f"{side.name}, mean of {span} steps", role, *thinned(steps, smooth)))
-        if held := [(e.step, e.loss) for e in side.run.evals if e.loss is not None and math.isfinite(e.loss)]:
-            at, losses = (np.array(part, dtype=float) for part in zip(*held, strict=True))
-            loss.append(Line(f"{side.name}, held out", role, at, losses, style="point"))
+        loss += held_out(side.run, f"{side.name}, held out", role)
     problem = _loss_problem(a, b)
     chart = Chart("Losses of both runs over steps", "nats per token", lambda v: plain_text(v, 4), zero=False)
     body = draw(chart, loss) if problem is None else None

@@ -84,11 +84,18 @@ def loss(run: Run) -> str | None:
     lines = [Line("training, each step", "raw", *thinned(steps, values), style="thin")]
     if np.isfinite(values).sum() > span:
         lines.append(Line(f"training, mean of {span} steps", "loss", *thinned(steps, smooth)))
-    if held := [(e.step, e.loss) for e in run.evals if e.loss is not None and math.isfinite(e.loss)]:
-        at, losses = (np.array(part, dtype=float) for part in zip(*held, strict=True))
-        lines.append(Line("held out", "heldout", at, losses, style="point"))
+    lines += held_out(run, "held out", "heldout")
     about = "Training loss and held-out loss over steps"
     return draw(Chart(about, "nats per token", lambda v: plain_text(v, 4), zero=False, marks=_marks(run)), lines)
+
+
+def held_out(run: Run, name: str, role: str) -> list[Line]:
+    """Held-out losses as points, if there are any."""
+    held = [(e.step, e.loss) for e in run.evals if e.loss is not None and math.isfinite(e.loss)]
+    if not held:
+        return []
+    steps, losses = np.array(held, dtype=float).T
+    return [Line(name, role, steps, losses, style="point")]
 
 
 def learning_rate(run: Run) -> str | None:

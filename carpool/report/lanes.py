@@ -10,10 +10,9 @@ of the page's style sheet; a rectangle's class is its kind.
 from __future__ import annotations
 
 import html
-import math
-from collections.abc import Iterator
 
 from carpool.profile.numbers import Profile
+from carpool.report.svg import ticks
 from carpool.report.units import ms_text
 
 NAMES = {
@@ -50,7 +49,7 @@ def lanes(profile: Profile, until_ms: float, name: str) -> str:
     marks = [
         f'<line x1="{_LEFT + at * scale:.2f}" x2="{_LEFT + at * scale:.2f}" y1="0" y2="{y}"/>'
         f'<text x="{_LEFT + at * scale:.2f}" y="{y + 14}" text-anchor="middle">{at:g}</text>'
-        for at in _ticks(until_ms)
+        for at in ticks(0, until_ms, 11)
     ]
     alt = html.escape(f"{name}: lanes of {len(profile.ranks)} ranks over {profile.mean().step:.1f} milliseconds")
     return (
@@ -58,13 +57,3 @@ def lanes(profile: Profile, until_ms: float, name: str) -> str:
         + "\n".join([*marks, *rows])
         + f'\n<text x="{_LEFT - 8}" y="{y + 14}" text-anchor="end">ms</text>\n</svg>'
     )
-
-
-def _ticks(until: float) -> Iterator[float]:
-    """Round numbers, about ten of them, from 0 to at most `until`."""
-    power = 10.0 ** math.floor(math.log10(until / 10))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor * 10 >= until)
-    number = 0
-    while number * step <= until:
-        yield round(number * step, 6)
-        number += 1

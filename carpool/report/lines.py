@@ -138,29 +138,18 @@ def _range(chart: Chart, lines: Sequence[Line]) -> tuple[float, float]:
 
 def _drawn(line: Line, x: np.ndarray, y: np.ndarray, upper: np.ndarray | None) -> list[str]:
     stroke = f"stroke: {colour(line.role)}"
-    if line.style == "point":
-        dots = [
-            tag("circle", class_="point", cx=float(a), cy=float(b), r=4, style=f"fill: {colour(line.role)}")
-            for a, b in zip(x, y, strict=True)
-            if math.isfinite(b)
-        ]
-        return [tag("path", class_="thin", d=_path(x, y), style=stroke), *dots]
-    parts = []
-    if upper is not None:
-        known = np.isfinite(y) & np.isfinite(upper)
-        if known.any():
-            there = " ".join(f"{num(a)} {num(b)}" for a, b in zip(x[known], upper[known], strict=True))
-            back = " ".join(f"{num(a)} {num(b)}" for a, b in zip(x[known][::-1], y[known][::-1], strict=True))
-            style = f"fill: {colour(line.role)}"
-            parts.append(tag("path", class_="band", d=f"M{there} L{back}Z", style=style))
-    parts.append(tag("path", class_=line.style, d=_path(x, y), style=stroke))
-    # A lone point between gaps would be invisible as a line.
+    fill = f"fill: {colour(line.role)}"
     known = np.isfinite(y)
-    if line.style != "dash" and known.sum() == 1:
-        parts += [
-            tag("circle", cx=float(a), cy=float(b), r=3, style=f"fill: {colour(line.role)}")
-            for a, b in zip(x[known], y[known], strict=True)
-        ]
+    parts = [tag("path", class_="thin" if line.style == "point" else line.style, d=_path(x, y), style=stroke)]
+    if upper is not None and (both := known & np.isfinite(upper)).any():
+        there = " ".join(f"{num(a)} {num(b)}" for a, b in zip(x[both], upper[both], strict=True))
+        back = " ".join(f"{num(a)} {num(b)}" for a, b in zip(x[both][::-1], y[both][::-1], strict=True))
+        parts.insert(0, tag("path", class_="band", d=f"M{there} L{back}Z", style=fill))
+    # A lone point between gaps would be invisible as a line.
+    if line.style == "point" or (line.style != "dash" and known.sum() == 1):
+        kind, r = ("point", 4) if line.style == "point" else (None, 3)
+        dots = zip(x[known], y[known], strict=True)
+        parts += [tag("circle", class_=kind, cx=float(a), cy=float(b), r=r, style=fill) for a, b in dots]
     return parts
 
 
@@ -184,12 +173,9 @@ def _triangle(x: float, role: str) -> str:
 def _hover(line: Line, x: np.ndarray, y: np.ndarray, text: Callable[[float], str]) -> dict[str, object]:
     """What the pointer shows of a line: places, and texts."""
     known = np.isfinite(y)
-    values = line.y[known] if line.upper is None else None
-    shown = (
-        [text(float(v)) for v in values]
-        if values is not None
-        else [f"{text(float(a))}, p99 {text(float(b))}" for a, b in zip(line.y[known], line.upper[known], strict=True)]  # type: ignore[index]
-    )
+    shown = [text(float(v)) for v in line.y[known]]
+    if line.upper is not None:
+        shown = [f"{a}, p99 {text(float(b))}" for a, b in zip(shown, line.upper[known], strict=True)]
     return {
         "name": line.name,
         "role": line.role,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from carpool.report.read import Run
 from carpool.report.schema import Outlook, Placement
 from carpool.report.units import bytes_text, count_text, ms_text, plain_text
@@ -25,28 +23,21 @@ PLACEMENT_COLUMNS = (
 def placement_rows(run: Run) -> list[list[str]]:
     """One row of texts for each look; empty if the run had none."""
     measured = {p.since: p.measured for p in run.placements if p.event == "measured"}
-    return [_row(p, measured.get(p.step, Outlook())) for p in run.placements if p.event in ("moved", "kept")]
+    looks = [p for p in run.placements if p.event in ("moved", "kept")]
+    return [_row(look, measured.get(look.step, Outlook())) for look in looks]
 
 
 def _row(look: Placement, measured: Outlook) -> list[str]:
-    moved = look.event == "moved"
-
-    def change(before: float | None, after: float | None, then: float | None, text: Callable[..., str]) -> str:
-        foretold = f"{text(before)} → {text(after)}" if moved else text(before)
-        return f"{foretold}, {text(then)}" if moved else foretold
-
-    def seconds(value: float | None) -> str:
-        return ms_text(None if value is None else 1000 * value)
-
+    foretold = []
+    for key, text in (("rows", plain_text), ("bytes", bytes_text), ("load", plain_text)):
+        before, after, then = (text(getattr(outlook, key)) for outlook in (look.before, look.predicted, measured))
+        foretold.append(f"{before} → {after}, {then}" if look.event == "moved" else before)
     return [
         str(look.step),
         f"{look.event}: {look.why}" if look.why else look.event,
         count_text(look.layers),
         count_text(look.experts),
         bytes_text(look.bytes),
-        seconds(look.seconds),
-        seconds(look.solve_seconds),
-        change(look.before.rows, look.predicted.rows, measured.rows, plain_text),
-        change(look.before.bytes, look.predicted.bytes, measured.bytes, bytes_text),
-        change(look.before.load, look.predicted.load, measured.load, plain_text),
+        *(ms_text(None if s is None else 1000 * s) for s in (look.seconds, look.solve_seconds)),
+        *foretold,
     ]

@@ -134,27 +134,20 @@ def _shown(times: Times) -> list[str]:
 
 
 def _layer(layer: LayerTimes, step: float) -> list[str]:
-    return [
-        layer.layer,
-        layer.direction,
-        ms_text(layer.ride),
-        ms_text(layer.exposed),
-        percent_text(layer.exposed / layer.ride) if layer.ride else MISSING,
-        percent_text(layer.exposed / step),
-        ms_text(layer.packing),
-        ms_text(layer.experts),
-    ]
+    of_rides = percent_text(layer.exposed / layer.ride if layer.ride else None)
+    shares = [of_rides, percent_text(layer.exposed / step)]
+    ride, exposed, *others = map(ms_text, (layer.ride, layer.exposed, layer.packing, layer.experts))
+    return [layer.layer, layer.direction, ride, exposed, *shares, *others]
 
 
 def _directions(layers: list[LayerTimes]) -> list[LayerTimes]:
     """Sums over layers, of each direction."""
-    ways = dict.fromkeys(layer.direction for layer in layers)
-    sums = []
-    for way in ways:
-        own = [layer.model_dump(exclude={"layer", "direction"}) for layer in layers if layer.direction == way]
-        total = {key: sum(one[key] for one in own) for key in own[0]}
-        sums.append(LayerTimes(layer="all layers", direction=way, **total))
-    return sums
+    sums: dict[str, dict[str, float]] = {}
+    for layer in layers:
+        total = sums.setdefault(layer.direction, {})
+        for key, value in layer.model_dump(exclude={"layer", "direction"}).items():
+            total[key] = total.get(key, 0.0) + value
+    return [LayerTimes(layer="all layers", direction=way, **total) for way, total in sums.items()]
 
 
 def _compared(pair: list[Profile]) -> dict[str, Any]:
@@ -166,19 +159,19 @@ def _compared(pair: list[Profile]) -> dict[str, Any]:
         difference = f"{100 * (shares[1] - shares[0]):+.1f} points"
         totals.append([text, *(percent_text(share) for share in shares), difference, MISSING])
     old, new = ({(layer.layer, layer.direction): layer for layer in profile.layers()} for profile in pair)
+    keys = dict.fromkeys([*old, *new])
     layers = [
-        _difference(list(key), old[key].exposed if key in old else None, new[key].exposed if key in new else None)
-        for key in dict.fromkeys([*old, *new])
+        _difference(list(key), *(side[key].exposed if key in side else None for side in (old, new))) for key in keys
     ]
     return {"totals": totals, "layers": layers}
 
 
 def _difference(names: list[str], before: float | None, after: float | None) -> list[str]:
-    if before is None or after is None:
-        return [*names, ms_text(before), ms_text(after), MISSING, MISSING]
-    sign = "+" if after > before else ""
-    ratio = f"{after / before:.2f}" if before else MISSING
-    return [*names, ms_text(before), ms_text(after), sign + ms_text(after - before), ratio]
+    change = ratio = MISSING
+    if before is not None and after is not None:
+        change = ("+" if after > before else "") + ms_text(after - before)
+        ratio = f"{after / before:.2f}" if before else MISSING
+    return [*names, ms_text(before), ms_text(after), change, ratio]
 
 
 def _is_shown(kind: str, profiles: list[Profile]) -> bool:

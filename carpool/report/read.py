@@ -75,9 +75,7 @@ class Run:
 
     path: Path
     info: RunInfo
-    info_raw: dict[str, Any]
     summary: Summary | None = None
-    summary_raw: dict[str, Any] | None = None
     config_text: str | None = None
     train: list[Train] = field(default_factory=list)
     layers: list[LayersDigest] = field(default_factory=list)
@@ -96,6 +94,11 @@ class Run:
     def starts(self) -> set[int]:
         """The first step of each process that worked on the run."""
         return {entry.from_step + 1 for entry in self.info.history} or {self.train[0].step}
+
+    @property
+    def memory_peak(self) -> int | None:
+        """The largest peak that any rank reported in any step, in bytes."""
+        return max((t.memory_peak_bytes for t in self.train if t.memory_peak_bytes is not None), default=None)
 
     def asked(self, key: str) -> int | None:
         """A number of the configuration's [training]; None if there is none."""
@@ -134,11 +137,9 @@ def read_run(run_dir: Path) -> Run:
             f"{run_dir} is not a run: it has no run.json, which `carpool train` writes when it starts"
             + (f"; did you mean one of {hint}?" if hint else "; give the output_dir of a run")
         )
-    info_raw = _read_json(run_dir / "run.json")
-    run = Run(run_dir, _validated(RunInfo, info_raw, str(run_dir / "run.json")), info_raw)
+    run = Run(run_dir, _read_json(RunInfo, run_dir / "run.json"))
     if (run_dir / "summary.json").is_file():
-        run.summary_raw = _read_json(run_dir / "summary.json")
-        run.summary = _validated(Summary, run.summary_raw, str(run_dir / "summary.json"))
+        run.summary = _read_json(Summary, run_dir / "summary.json")
     if (run_dir / "config.toml").is_file():
         run.config_text = (run_dir / "config.toml").read_text(encoding="utf-8", errors="replace")
     _read_metrics(run_dir / "metrics.jsonl", run)
@@ -146,11 +147,11 @@ def read_run(run_dir: Path) -> Run:
         run.notes.append(
             f"summary.json is of step {run.summary.steps}, before the last resume: its numbers are not used"
         )
-        run.summary = run.summary_raw = None
+        run.summary = None
     return run
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(model: type[R], path: Path) -> R:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -159,7 +160,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path} holds a {type(data).__name__} where an object is expected: is this file from Carpool?"
         )
-    return data
+    return _validated(model, data, str(path))
 
 
 def _validated(model: type[R], data: dict[str, Any], where: str) -> R:

@@ -99,7 +99,6 @@ class Timing(Record):
 
 class Train(Record):
     step: int
-    time: float | None = None
     loss: float | None = None
     aux_loss: float | None = None
     learning_rate: float | None = None
@@ -115,7 +114,6 @@ class Train(Record):
     rows_remote_per_token: float | None = None
     bytes_remote: int | None = None
     bytes_remote_alltoall: int | None = None
-    bytes_replicas: int | None = None
     load_max_over_mean: float | None = None
     rank_load_max_over_mean: float | None = None
     dead_experts: int | None = None
@@ -192,7 +190,6 @@ class Placement(Record):
     step: int
     event: str = ""
     why: str = ""
-    solver: str = ""
     solve_seconds: float | None = None
     layers: int | None = None
     experts: int | None = None

@@ -21,24 +21,9 @@ from typing import Any
 HEAT_LEVELS = 9
 
 ROLES = (
-    "ink",
-    "muted",
-    "grid",
-    "card",
-    "dispatch",
-    "experts",
-    "combine",
-    "rest",
-    "loss",
-    "raw",
-    "heldout",
-    "predicted",
-    "mark",
-    "other-run",
-    *(f"heat{i}" for i in range(HEAT_LEVELS)),
-    *(f"diverge{i}" for i in range(HEAT_LEVELS)),
-    "on-pale",
-    "on-strong",
+    *("ink", "muted", "grid", "card", "dispatch", "experts", "combine", "rest", "loss", "raw", "heldout"),
+    *("predicted", "mark", "other-run", "on-pale", "on-strong"),
+    *(f"{ramp}{level}" for ramp in ("heat", "diverge") for level in range(HEAT_LEVELS)),
 )
 """Every colour a picture may use; page.css defines each for both themes."""
 
