@@ -16,12 +16,17 @@ from pathlib import Path
 
 import transformers
 
+from carpool.hf.build import experts_modules
+from carpool.train.config.published import published_models
+from carpool.train.run.flops import model_size
+from carpool.train.run.model import meta_model, model_config, top_k_of
 from tests.hf import parity
 from tests.hf.tiny_models import MoEArchitecture, discover
 from tests.ranks import Ranks
 
 DOCS = Path(__file__).parents[1] / "docs" / "models.md"
 COLUMNS = ("architecture", "class", "experts", "EP plan of transformers", "computed by", "largest error", "remarks")
+PUBLISHED_COLUMNS = ("name", "architecture", "layers", "experts", "top-k", "parameters", "active per token")
 NOT_POSSIBLE = "not possible"
 
 INTRODUCTION = """\
@@ -42,6 +47,14 @@ Carpool computes them itself, whatever their layout. It calls the others as they
 Models that wrap one of these as their language model (through `AutoModel`) inherit its plan, and with it its row.
 
 {table}
+
+## Published configurations
+
+`model.config = "qwen3-30b-a3b"` trains a model of that shape from scratch; [train](train.md#a-published-model) has the
+other ways to name one. Parameters are those of the published weights, without the layers that predict further tokens,
+which Transformers leaves out. `deepseek-v3-cut` has the shapes of DeepSeek-V3 in 4 layers of 64 experts.
+
+{published}
 
 ## What people do with models
 
@@ -101,10 +114,21 @@ def main() -> int:
         version=transformers.__version__,
         measured=sum(row[5] != NOT_POSSIBLE for row in rows),
         total=len(rows),
-        table="\n".join(_line(cells) for cells in [COLUMNS, ["---"] * len(COLUMNS), *rows]),
+        table=_table(COLUMNS, rows),
+        published=_table(PUBLISHED_COLUMNS, [published_row(name) for name in published_models()]),
     )
     DOCS.write_text(text, encoding="utf-8")
     return 0
+
+
+def published_row(name: str) -> list[str]:
+    """What the page says of a published configuration, counted on the meta device."""
+    model = meta_model(model_config(name))
+    experts, top_k = experts_modules(model), top_k_of(model)
+    size = model_size(model, experts, top_k)
+    layers, most = model.config.num_hidden_layers, max(experts.values())
+    numbers = (str(layers), str(most), str(top_k), f"{size.total:,}", f"{size.active:,}")
+    return [name, type(model).__name__, *numbers]
 
 
 def read_rows() -> list[list[str]]:
@@ -123,6 +147,10 @@ def _row(ranks: Ranks, architecture: MoEArchitecture) -> tuple[list[str], float]
     remarks = "; ".join(text for text in (handling.cannot_load, handling.note) if text)
     error = f"< 1e{math.floor(math.log10(outcome.error)) + 1}"
     return [folder, class_name, outcome.experts, outcome.plan, outcome.computed_by, error, remarks], outcome.error
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(_line(cells) for cells in [columns, ["---"] * len(columns), *rows])
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -16,6 +16,7 @@ from carpool.train.config.published import published_models, read_keys
 from carpool.train.data.tokenizer import BytesTokenizer
 from carpool.train.run.estimate import dry_run
 from carpool.train.run.model import model_config, model_source
+from tools.models_table import DOCS, published_row
 
 # Of the weights that were published; without the layers that predict further tokens, which transformers leaves out.
 PARAMETERS = {
@@ -43,6 +44,7 @@ def test_all_parameters_are_there(name: str, caplog: pytest.LogCaptureFixture) -
     full, cut = model_config(name), model_config({"from": name, "num_hidden_layers": 2})
     assert not caplog.messages
     assert _parameters(full) == PARAMETERS.get(name, 11_587_427_328)
+    assert f"\n| {' | '.join(published_row(name))} |\n" in DOCS.read_text(encoding="utf-8")
     assert cut.num_hidden_layers == 2 and 0 < _parameters(cut) < _parameters(full) / 2
 
 
