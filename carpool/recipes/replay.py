@@ -32,7 +32,7 @@ from carpool.placement.align import aligned
 from carpool.placement.forecast import predict
 from carpool.placement.objective import evaluate
 from carpool.placement.policies import POLICIES, LoadModel, make_pool
-from carpool.placement.solvers import solve
+from carpool.placement.solvers import solve_both
 from carpool.placement.trace import Array, LayerTrace
 from carpool.planner.cost import CostModel
 from carpool.routing.limit import RoutingLimit, coactivation_similarity
@@ -99,25 +99,15 @@ class _Replay:
         history_NE = np.stack([part.load_E for part in self.parts[:number]])
         load_E = predict(section.predictor, history_NE)
         if section.policy in ("place", "migrate"):
-            found = self._solved(number, section, load_E, section.replicas)
-            if section.policy == "place":
-                return found
-            if not section.replicas:
-                return self._adopted([found], number, section)
-            # The search places homes before copies, so that its homes alone are what it finds without room for copies.
-            plain = section.solver.endswith("search")
-            without = ExpertLayout(found.homes) if plain else self._solved(number, section, load_E, 0)
-            return self._adopted([without, found], number, section)
+            found = solve_both(
+                section.solver, self._seen(number, section.tokens), self.topology, seed=self.seed,
+                extra_slots=section.replicas, load_limit=section.load_limit, cost=self.cost, load_E=load_E,
+            )  # fmt: skip
+            return found[-1] if section.policy == "place" else self._adopted(found, number, section)
         options = {"pool": make_pool(history_NE, self.ranks)} if section.policy == "pick" else {}
         model = LoadModel(self.cost, self.parts[0].top_k, self.topology)
-        found = POLICIES[section.policy](load_E, self.layout, section.replicas, model, **options)
-        return aligned(found, self.layout, self.topology)
-
-    def _solved(self, number: int, section: PlacementSection, load_E: Array, replicas: int) -> ExpertLayout:
-        return solve(
-            section.solver, self._seen(number, section.tokens), self.topology, seed=self.seed,
-            extra_slots=replicas, load_limit=section.load_limit, cost=self.cost, load_E=load_E,
-        )  # fmt: skip
+        moved = POLICIES[section.policy](load_E, self.layout, section.replicas, model, **options)
+        return aligned(moved, self.layout, self.topology)
 
     def _seen(self, number: int, tokens: int) -> LayerTrace:
         """The newest parts before a part, as many as hold so many tokens."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections.abc import Iterator
 
@@ -12,7 +13,7 @@ import pytest
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
 from carpool.placement.objective import evaluate, served_by
-from carpool.placement.solvers import SOLVERS, Problem, solve, solver_names
+from carpool.placement.solvers import SOLVERS, Problem, solve, solve_both, solver_names
 from carpool.placement.solvers.lpt import pack
 from carpool.placement.solvers.search import OVERLOAD, aimed_load, swap_search
 from carpool.placement.trace import LayerTrace
@@ -141,6 +142,22 @@ def test_the_search_saves_the_rows_that_the_transport_sends() -> None:
         for wrong in (False, True)
     )
     assert found.rows_remote < mistaken.rows_remote and found.ride_seconds < mistaken.ride_seconds
+
+
+@pytest.mark.parametrize("name", [*NAMES, "occult+search"])
+def test_with_and_without_replicas_the_search_runs_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problems: list[Problem] = []
+
+    def counted(problem: Problem, *starts_E: np.ndarray) -> np.ndarray:
+        problems.append(problem)
+        return swap_search(problem, *starts_E)
+
+    topology, options = Topology.even(4, 2), {"load_limit": 1.2, "cost": CostModel(hidden=8, expert_hidden=8)}
+    both = [solve(name, SMALL, topology, extra_slots=extra, **options) for extra in (0, 2)]
+    monkeypatch.setattr(sys.modules["carpool.placement.solvers.search"], "swap_search", counted)
+    found = solve_both(name, SMALL, topology, extra_slots=2, **options)
+    assert list(found) == (both if name in ("eplb", "search", "occult+search") else both[:1])
+    assert len(problems) == name.endswith("search")
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name in ("occult", "eplb", "hypergraph")])

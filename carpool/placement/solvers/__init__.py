@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
@@ -40,7 +41,17 @@ from carpool.placement.trace import Array, LayerTrace
 from carpool.planner.cost import CostModel
 from carpool.plugins import Registry
 
-__all__ = ["SOLVERS", "Problem", "Solver", "check_solver", "default_solvers", "register", "solve", "solver_names"]
+__all__ = [
+    "SOLVERS",
+    "Problem",
+    "Solver",
+    "check_solver",
+    "default_solvers",
+    "register",
+    "solve",
+    "solve_both",
+    "solver_names",
+]
 
 Solver = Callable[[Problem], ExpertLayout]
 
@@ -126,6 +137,21 @@ def solve(
     layout = SOLVERS[first](problem)
     _check_layout(first, layout, problem)
     return search(problem, layout) if then else layout
+
+
+def solve_both(
+    name: str, trace: LayerTrace, topology: Topology, *, extra_slots: int = 0, **options: Any
+) -> tuple[ExpertLayout, ...]:
+    """What `solve` finds without replicas and, if it puts any into the extra slots, with them.
+
+    Args:
+        options: others of `solve`."""
+    found = solve(name, trace, topology, extra_slots=extra_slots, **options)
+    if not found.num_replicas:
+        return (found,)
+    # The search places homes before replicas, so its homes alone are what it finds without room for replicas.
+    plain = name.endswith("search")
+    return ExpertLayout(found.homes) if plain else solve(name, trace, topology, **options), found
 
 
 def _check_layout(name: str, layout: ExpertLayout, problem: Problem) -> None:

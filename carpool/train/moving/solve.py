@@ -192,22 +192,21 @@ def explain(decisions: Sequence[Decision]) -> str:
 
 
 def _candidates(question: Question, learn: LayerTrace, load_E: Array) -> Iterator[ExpertLayout]:
-    """What the solver finds for a layer: without replicas, and, if there is room for them, with; "search" also from
-    where experts are now, which moves fewer of them."""
+    """What the solver finds for a layer, without replicas and with; "search" also from where experts are now, which
+    moves fewer of them."""
     section, facts, current = question.section, question.facts, question.layouts[learn.name]
-    for extra in sorted({0, section.replicas}):
-        for start in (None, current) if section.solver == "search" else (None,):
-            found = solvers.solve(
-                section.solver,
-                learn,
-                facts.topology,
-                seed=question.seed,
-                extra_slots=extra,
-                load_limit=section.load_limit,
-                cost=facts.cost,
-                load_E=load_E,
-                start=start,
-            )
+    for start in (None, current) if section.solver == "search" else (None,):
+        for found in solvers.solve_both(
+            section.solver,
+            learn,
+            facts.topology,
+            seed=question.seed,
+            extra_slots=section.replicas,
+            load_limit=section.load_limit,
+            cost=facts.cost,
+            load_E=load_E,
+            start=start,
+        ):
             yield aligned(found, current, facts.topology)
 
 
