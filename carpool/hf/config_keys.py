@@ -9,7 +9,8 @@ tree:
     self.head_dim = getattr(config, "head_dim", ...)                           the model reads head_dim
     self.scale = config.query_pre_attn_scalar                                  the model reads query_pre_attn_scalar
 
-A published config.json also has keys that only its authors' own code reads, or that are about the file: `INERT`.
+A published config.json also has keys that only its authors' own code reads, or that are about the file. These are
+listed by name.
 """
 
 from __future__ import annotations
@@ -31,19 +32,23 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "partial_rotary_factor")
 # About a file and its weights: where they are from, their dtype, their quantisation. A model from scratch has none.
 _FILE_KEYS = frozenset({
-    "_name_or_path", "architectures", "auto_map", "dtype", "quantization_config", "torch_dtype", "transformers_version",
+    "_name_or_path", "architectures", "auto_map", "dtype", "expert_dtype", "quantization_config", "torch_dtype",
+    "transformers_version",
 })  # fmt: skip
 # Published keys of mixtures of experts that some model of Transformers does not read: it computes their usual value
 # always, or what they speak of (prediction of further tokens, capacities, dropped losses) is not part of it.
 _AUTHORS_KEYS = frozenset({
-    "aux_loss_alpha", "ep_size", "experts_per_token", "first_k_dense_replace", "head_dim", "initial_context_length",
-    "max_window_layers", "mla_use_nope", "moe_capacity", "moe_gate", "moe_gate_act", "moe_layer_freq",
-    "moe_router_activation_func", "moe_use_aux_free", "mtp_transformer_layers", "multi_token_pred_lambda",
-    "num_mtp_modules", "num_nextn_predict_layers", "pretraining_tp", "qk_norm_type", "router_jitter_noise",
-    "scoring_func", "seq_aux", "shared_intermediate_size", "topk_method", "use_grouped_topk", "use_mtp", "use_qk_norm",
-    "use_routing_bias", "use_sliding_window", *_ROPE_KEYS,
+    "attn_output_gate", "attn_type_list", "aux_loss_alpha", "deepstack_visual_indexes", "ep_size", "experts_per_token",
+    "first_k_dense_replace", "head_dim", "index_share_for_mtp_iteration", "indexer_rope_interleave",
+    "initial_context_length", "mamba_ssm_dtype", "max_window_layers", "mla_use_nope", "mlp_only_layers", "moe_capacity",
+    "moe_gate", "moe_gate_act", "moe_layer_freq", "moe_router_activation_func", "moe_router_dtype", "moe_use_aux_free",
+    "mtp_num_hidden_layers", "mtp_transformer_layers", "mtp_use_dedicated_embeddings", "multi_token_pred_lambda",
+    "norm_eps", "num_mtp_modules", "num_nextn_predict_layers", "pretraining_tp", "qk_head_dim", "qk_norm_type",
+    "rope_interleave", "router_jitter_noise", "scoring_func", "seq_aux", "shared_intermediate_size", "topk_method",
+    "use_grouped_topk", "use_mtp", "use_qk_norm", "use_routing_bias", "use_sliding_window", *_ROPE_KEYS,
 })  # fmt: skip
-INERT = _FILE_KEYS | _AUTHORS_KEYS
+# What a model of Transformers may not have, and a file may say that it is off.
+_OFF_KEYS = frozenset({"qkv_bias", "shared_expert_intermediate_size"})
 
 
 def check_keys(
@@ -63,14 +68,15 @@ def check_keys(
     declared |= config_class.attribute_map.keys() | set(config_class.attribute_map.values())
     if "rope_parameters" in declared:
         declared.update(_ROPE_KEYS)
-    known = declared - _FILE_KEYS
+    known = declared - _FILE_KEYS | ({"model_type"} if "." in where else set())
     if not keys.keys() <= known:
         known |= keys_read(config_class)
     used: dict[str, Any] = {}
     inert: list[str] = []
     wrong: list[str] = []
     for key, value in keys.items():
-        if key in _FILE_KEYS or (key not in known and key in INERT):
+        means_nothing = key in _AUTHORS_KEYS or (key in _OFF_KEYS and not value)
+        if key in _FILE_KEYS or (key not in known and means_nothing):
             inert.append(key)
         elif key not in known:
             wrong.append(f"the configuration of {where} has no key {key!r}{nearest(key, known)}")
@@ -93,12 +99,17 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def keys_read(config_class: type[PreTrainedConfig]) -> set[str]:
     """The keys that the code of a configuration class and of its model reads, declared or not."""
-    found = set()
+    found = {"tie_word_embeddings"}  # transformers' base class of models reads it
     for cls in config_class.__mro__:
         if issubclass(cls, PreTrainedConfig) and cls is not PreTrainedConfig:
             found |= set(_read_from_kwargs(_parse(cls)))
+    # In a module of a model with a configuration for each part, `config.text_config.hidden_size` is the part's.
+    names = ("config",) if config_class.sub_configs else ("config", "text_config")
+    parts = [_sub_config(config_class, key) for key in config_class.sub_configs]
+    of_parts = {field.name for part in parts if part is not None for field in dataclasses.fields(part)}
     for source in _model_sources(config_class):
-        found |= set(_read_from_config(_parse(source)))
+        tree = _without_classes_of_others(_parse(source), {cls.__name__ for cls in config_class.__mro__})
+        found |= set(_read_from_config(tree, names)) - of_parts
     return {key for key in found if not key.startswith("_")}
 
 
@@ -134,7 +145,7 @@ def _model_sources(config_class: type[PreTrainedConfig]) -> Iterator[Any]:
             yield inspect.unwrap(value)
 
 
-def _parse(source: Any) -> ast.AST:
+def _parse(source: Any) -> ast.Module:
     return ast.parse(textwrap.dedent(inspect.getsource(source)))
 
 
@@ -153,18 +164,37 @@ def _read_from_kwargs(tree: ast.AST) -> Iterator[str]:
                 yield key
 
 
-def _read_from_config(tree: ast.AST) -> Iterator[str]:
+def _read_from_config(tree: ast.AST, names: tuple[str, ...]) -> Iterator[str]:
     """`config.key`, `self.config.key`, `getattr(config, "key", ...)`, `hasattr(config, "key")`."""
+
+    def is_config(node: ast.AST) -> bool:
+        return (isinstance(node, ast.Name) and node.id in names) or (
+            isinstance(node, ast.Attribute) and node.attr in names
+        )
+
     for node in ast.walk(tree):
         match node:
-            case ast.Attribute(value=value, attr=key, ctx=ast.Load()) if _is_config(value):
+            case ast.Attribute(value=value, attr=key, ctx=ast.Load()) if is_config(value):
                 yield key
             case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[value, ast.Constant(value=str(key)), *_]) if (
-                _is_config(value)
+                is_config(value)
             ):
                 yield key
 
 
-def _is_config(node: ast.AST) -> bool:
-    name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
-    return name == "config" or name.endswith("_config")
+def _without_classes_of_others(tree: ast.Module, ours: set[str]) -> ast.Module:
+    """The module without the classes whose constructors take another configuration, such as that of a vision tower."""
+
+    def takes_another(node: ast.stmt) -> bool:
+        return isinstance(node, ast.ClassDef) and any(
+            isinstance(arg.annotation, ast.Name)
+            and arg.annotation.id.endswith("Config")
+            and arg.annotation.id not in ours
+            for method in node.body
+            if isinstance(method, ast.FunctionDef) and method.name == "__init__"
+            for arg in method.args.args
+            if arg.arg == "config"
+        )
+
+    tree.body = [node for node in tree.body if not takes_another(node)]
+    return tree

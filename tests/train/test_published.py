@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 
 from carpool.hf.build import make_config
+from carpool.hf.config_keys import keys_read
 from carpool.train.config import load_config
 from carpool.train.config.published import published_models, read_keys
 from carpool.train.data.tokenizer import BytesTokenizer
@@ -92,6 +94,40 @@ def test_keys_that_only_the_code_reads(model_type: str, keys: dict[str, Any], at
     name, _, inner = attribute.partition(".")
     found = getattr(make_config(model_type, keys), name)
     assert (found[inner] if inner else found) == value
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "glm4_moe", "olmoe", "qwen3_next", "gpt_oss", "jamba", "zaya"])
+def test_every_read_of_a_model_is_found_in_its_code(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Held against the reads of a model that is built, but for those of transformers' base classes."""
+    config_class = CONFIG_MAPPING[model_type]
+    config, reads = config_class(), set()
+    ordinary = PreTrainedConfig.__getattribute__
+
+    def recorded(self: PreTrainedConfig, key: str) -> Any:
+        module = sys._getframe(1).f_globals["__name__"]
+        if module == f"transformers.models.{model_type}.modeling_{model_type}":
+            reads.add(key)
+        return ordinary(self, key)
+
+    monkeypatch.setattr(PreTrainedConfig, "__getattribute__", recorded)
+    with torch.device("meta"):
+        AutoModelForCausalLM.from_config(config)
+    assert "hidden_size" in reads
+    assert {key for key in reads if not key.startswith("_")} <= keys_read(config_class)
+
+
+def test_the_keys_of_a_part_are_not_those_of_the_whole() -> None:
+    part = {"hidden_size": 64, "full_attention_interval": 2, "head_dim": 32, "model_type": "qwen3_5_moe_text"}
+    config = make_config("qwen3_5_moe", {"text_config": part})
+    assert config.get_text_config().layer_types[:2] == ["linear_attention", "full_attention"]
+    with pytest.raises(ValueError, match="qwen3_5_moe has no key 'hidden_size'"):
+        make_config("qwen3_5_moe", part)
+    with pytest.raises(ValueError, match=r"qwen3_5_moe\.text_config has no key 'patch_sizes'"):
+        make_config("qwen3_5_moe", {"text_config": part | {"patch_sizes": 1}})
+    keys = load_config(None, ["model.model_type=qwen3_5_moe", "model.config.text_config.hidden_size=64"])
+    source = model_source(keys, BytesTokenizer())
+    assert isinstance(source, PreTrainedConfig)
+    assert (source.get_text_config().vocab_size, source.get_text_config().eos_token_id) == (320, 256)
 
 
 def test_all_problems_are_told_together() -> None:

@@ -59,7 +59,11 @@ def model_source(config: Config, tokenizer: Tokenizer) -> PreTrainedConfig | Pat
             return Path(model.path)
         keys = read_keys({FROM: model.path, **keys})
         model_type = keys.pop("model_type", None)
-    vocabulary = keys.setdefault("vocab_size", tokenizer.vocab_size)
+    # Of a model with several parts, these are keys of its language model.
+    language = keys
+    if isinstance(keys.get("text_config"), dict):
+        language = keys["text_config"] = dict(keys["text_config"])
+    vocabulary = language.setdefault("vocab_size", tokenizer.vocab_size)
     if isinstance(vocabulary, int) and vocabulary < tokenizer.vocab_size:
         raise ValueError(
             f"model.config.vocab_size = {vocabulary} is smaller than the tokenizer's vocabulary of "
@@ -67,9 +71,9 @@ def model_source(config: Config, tokenizer: Tokenizer) -> PreTrainedConfig | Pat
         )
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
         # The defaults of a configuration class mean tokens of another vocabulary.
-        keys.setdefault(key, tokenizer.eos_id if key == "eos_token_id" else None)
+        language.setdefault(key, tokenizer.eos_id if key == "eos_token_id" else None)
     if model.num_experts_per_tok is not None:
-        keys["num_experts_per_tok"] = model.num_experts_per_tok
+        language["num_experts_per_tok"] = model.num_experts_per_tok
     return make_config(model_type or _model_type(model.architecture or ""), keys)
 
 
