@@ -52,18 +52,18 @@ from carpool.transport import NVLinkOptions
 
 WARMUP = 2
 VOCABULARY = {"vocab_size": 512, "bos_token_id": None, "pad_token_id": None, "eos_token_id": 0}
-# Type, sizes, and what transformers' configuration reads but does not declare.
-MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+# Type and sizes.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("olmoe", {"hidden_size": 2048, "intermediate_size": 1024, "num_attention_heads": 16,
-                        "num_key_value_heads": 16, "num_experts": 64, "num_experts_per_tok": 8}, {}),
+                        "num_key_value_heads": 16, "num_experts": 64, "num_experts_per_tok": 8}),
     "qwen3": ("qwen3_moe", {"hidden_size": 2048, "moe_intermediate_size": 768, "intermediate_size": 6144,
                             "num_attention_heads": 32, "num_key_value_heads": 4, "num_experts": 128,
-                            "num_experts_per_tok": 8, "decoder_sparse_step": 1}, {"head_dim": 128}),
+                            "num_experts_per_tok": 8, "decoder_sparse_step": 1, "head_dim": 128}),
     "deepseek": ("qwen3_moe", {"hidden_size": 7168, "moe_intermediate_size": 2048, "intermediate_size": 18432,
                                "num_attention_heads": 56, "num_key_value_heads": 8, "num_experts": 32,
-                               "num_experts_per_tok": 8, "decoder_sparse_step": 1}, {"head_dim": 128}),
+                               "num_experts_per_tok": 8, "decoder_sparse_step": 1, "head_dim": 128}),
     "tiny": ("olmoe", {"hidden_size": 64, "intermediate_size": 32, "num_attention_heads": 4,
-                       "num_key_value_heads": 4, "num_experts": 8, "num_experts_per_tok": 2}, {}),
+                       "num_key_value_heads": 4, "num_experts": 8, "num_experts_per_tok": 2}),
 }  # fmt: skip
 
 
@@ -87,11 +87,9 @@ def make_stack(args: argparse.Namespace, device: torch.device, mixed: bool) -> t
         mixed: parameters and reductions in float32, as `carpool train` has them.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    kind, sizes, further = MODELS[args.model]
+    kind, sizes = MODELS[args.model]
     sizes = {**sizes, **VOCABULARY, "num_hidden_layers": args.layers, "max_position_embeddings": args.sequence}
     config = make_config(kind, sizes)
-    for name, value in further.items():
-        setattr(config, name, value)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     own = torch.float32 if mixed else dtype
     mesh = DistributedConfig(
