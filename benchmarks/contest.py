@@ -1,7 +1,7 @@
 """What benchmarks of one trained model on several ranks share: the model, its text, a timed step.
 
-A contest builds a model of benchmarks/train_traces.py once, FSDP x EP over all ranks, and gives it to its contenders in
-turn. They differ in a layout, a limit or the routing, so all see the same weights and the same batches.
+A contest builds a model that was trained on the text of benchmarks/texts.py, FSDP x EP over all ranks, and gives it to
+its contenders in turn. They differ in a layout, a limit or the routing, so all see the same weights and batches.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers.distributed import DistributedConfig
 
-from benchmarks.train_traces import KINDS, corpora, evaluate, held_out, to_device
+from benchmarks.texts import KINDS, corpora
 from carpool.hf import rides, set_transport
 from carpool.hf.build import build_model
 from carpool.hf.layouts import slots_kept
@@ -30,7 +30,7 @@ from carpool.layout.topology import Topology
 from carpool.parallel.clip import clip_grad_norm
 from carpool.placement.solvers import solve
 from carpool.placement.trace import Trace
-from carpool.train.data.loader import TrainLoader
+from carpool.train.data.loader import EvalLoader, TokenMean, TrainLoader, count_targets
 from carpool.train.run.model import top_k_of
 from carpool.train.run.step import Batch, Objective
 from carpool.transport import check_overflow
@@ -53,7 +53,7 @@ class Contest:
         self.stretch = min(STRETCH, args.length)
         self.share = {"dp_rank": self.rank, "dp_size": self.world}
         self.model = build_model(
-            args.work / "models" / args.name,
+            args.work / args.name / "model",
             distributed_config=DistributedConfig(
                 fsdp_size=self.world,
                 ep_size=self.world,
@@ -85,7 +85,7 @@ class Contest:
 
     def batches(self, loader: TrainLoader) -> list[Batch]:
         """This rank's part of the next step, on the device."""
-        return [to_device(batch, self.device) for batch in next(loader)]
+        return [self.on_device(batch) for batch in next(loader)]
 
     def record(self, loader: TrainLoader, data: str) -> Trace:
         """The routing of the model, as it is now, on the loader's next batches."""
@@ -125,19 +125,32 @@ class Contest:
 
     def held_out(self) -> dict[str, float]:
         """Mean loss per held-out token of each kind of text."""
-        result = {}
+        args, found = self.args, {}
+        self.model.eval()
         for kind in KINDS:
-            loader = held_out(
-                self.texts[kind], self.args.length, self.args.eval_sequences, self.args.batch, **self.share
-            )
-            result[kind] = evaluate(self.objective, loader, self.device, reduce=self.reduce)
-        return result
+            mean = TokenMean()
+            for batch in EvalLoader(
+                self.texts[kind].eval,
+                sequence_length=args.length,
+                batch_size=args.batch,
+                max_sequences=args.eval_sequences,
+                **self.share,
+            ):
+                targets = count_targets(batch["labels"])
+                with torch.no_grad():
+                    mean.add(self.objective.forward(self.on_device(batch))[0] / max(1, targets), targets)
+            found[kind] = mean.value(self.reduce)[0]
+        self.model.train()
+        return found
 
     def reduce(self, sums: torch.Tensor) -> None:
         """Sum a CPU tensor over the ranks."""
         total = sums.to(self.device)
         dist.all_reduce(total)
         sums.copy_(total)
+
+    def on_device(self, batch: Batch) -> Batch:
+        return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
 
     def reshard(self) -> None:
         """FSDP keeps what the last forward gathered for a backward that may not come; here it does not."""
@@ -163,8 +176,8 @@ def local(parameter: torch.Tensor) -> torch.Tensor:
 
 def add_arguments(parser: argparse.ArgumentParser, batch: int) -> None:
     """Those that a `Contest` looks at."""
-    parser.add_argument("--work", type=Path, required=True, help="folder of benchmarks/train_traces.py")
-    parser.add_argument("--name", default="e64", help="the model in it")
+    parser.add_argument("--work", type=Path, required=True, help="folder of benchmarks/texts.py")
+    parser.add_argument("--name", default="e64", help="a run of carpool train in it")
     parser.add_argument("--batch", type=int, default=batch, help="sequences of a rank and step")
     parser.add_argument("--length", type=int, default=512, help="tokens of a sequence")
     parser.add_argument("--transport", default="auto")

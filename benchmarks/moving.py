@@ -1,7 +1,7 @@
 """Placement while training, on a trained model: are losses those of a run that stays, and do forecasts come true?
 
-    python benchmarks/train_traces.py prepare --work /tmp/work
-    python benchmarks/train_traces.py train --work /tmp/work --name e64
+    python -m benchmarks.texts --work /tmp/work
+    carpool train --config /tmp/work/train.toml training.output_dir=/tmp/work/e64
     torchrun --nproc-per-node 4 -m benchmarks.moving --work /tmp/work --name e64 --out moving.json
 
 `carpool train` goes on with the model on one kind of text (`--text`), the same batches in every run:
@@ -43,7 +43,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from benchmarks.train_traces import EOS, KINDS, say
+from benchmarks.texts import KINDS, data_of, say
 from carpool.bench.script import join_group, make_parser, write_results
 from carpool.placement.solvers import solver_names
 from carpool.train.config import load_config
@@ -58,12 +58,9 @@ ROUNDING = {"float32": 1e-4, "bfloat16": 2e-2}
 def settings(args: argparse.Namespace) -> list[str]:
     """What all runs have in common, in the words of `carpool train`."""
     return [
-        f"model.path={args.work / 'models' / args.name}",
+        f"model.path={args.work / args.name / 'model'}",
         "training.full_determinism=true",
-        f"data.train={args.work / args.text}.jsonl",
-        f"data.tokenizer={args.work / 'tokenizer.json'}",
-        f"data.eos_token={EOS}",
-        f"data.cache_dir={args.work / 'tokens'}",
+        *(f"data.{key}={json.dumps(value)}" for key, value in data_of(args.work, args.text).items()),
         f"data.sequence_length={args.length}",
         f"training.per_device_train_batch_size={args.batch}",
         f"training.learning_rate={args.learning_rate}",
@@ -247,8 +244,8 @@ def decided(move: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     parser = make_parser(__doc__)
-    parser.add_argument("--work", type=Path, required=True, help="folder of benchmarks/train_traces.py")
-    parser.add_argument("--name", default="e64", help="the model in it")
+    parser.add_argument("--work", type=Path, required=True, help="folder of benchmarks/texts.py")
+    parser.add_argument("--name", default="e64", help="a run of carpool train in it")
     parser.add_argument("--text", choices=KINDS, default="prose", help="what to train on")
     parser.add_argument("--precision", choices=tuple(ROUNDING), default="float32")
     parser.add_argument("--steps", type=int, default=60)

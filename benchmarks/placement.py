@@ -14,6 +14,7 @@ Numbers are means over layers, the load the largest of them.
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any
@@ -60,12 +61,20 @@ def solvers(
     return rows
 
 
-def predictors(path: Path, ranks: int = 4) -> list[dict[str, Any]]:
-    """On the last steps of a run, mean over layers; every 8th step, from the 64 before it."""
+def loads_of(path: Path) -> np.ndarray[Any, Any]:
+    """(S, L, E) choices of each expert in the last steps of a run: from its folder, or a file NAME-loads.npz."""
+    if path.is_dir():
+        lines = map(json.loads, (path / "metrics.jsonl").read_text().splitlines())
+        return np.array([line["load"] for line in lines if line["kind"] == "layers"], dtype=np.float64)
     with np.load(path) as data:
         loads_SLE, step_S = data["load_SLE"].astype(np.float64), data["step_S"]
-    start = int(np.flatnonzero(np.diff(step_S) > 1)[-1]) + 1 if (np.diff(step_S) > 1).any() else 0
-    late_SLE = loads_SLE[start:]
+    gaps = np.flatnonzero(np.diff(step_S) > 1)
+    return loads_SLE[gaps[-1] + 1 if len(gaps) else 0 :]
+
+
+def predictors(path: Path, ranks: int = 4) -> list[dict[str, Any]]:
+    """On the last steps of a run, mean over layers; every 8th step, from the 64 before it."""
+    late_SLE = loads_of(path)[-256:]
     layers = [compare(late_SLE[:, layer], ranks, warmup=64, every=8) for layer in range(late_SLE.shape[1])]
     rows = []
     for same in zip(*layers, strict=True):
@@ -99,11 +108,12 @@ def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--traces", type=Path, default=TRACES)
     parser.add_argument("--names", nargs="+", default=None, help="files of the folder, without .npz; default: all")
+    parser.add_argument("--runs", type=Path, nargs="*", default=[], help="whose loads are foretold, too")
     args = parser.parse_args()
     files = [path for path in sorted(args.traces.glob("*.npz")) if not args.names or path.stem in args.names]
     found: dict[str, Any] = {"solvers": [], "replicas": [], "predictors": []}
-    for path in files:
-        if path.stem.endswith("-loads"):
+    for path in [*files, *args.runs]:
+        if path.is_dir() or path.stem.endswith("-loads"):
             found["predictors"] += (rows := predictors(path))
             show(rows)
             continue

@@ -1,7 +1,7 @@
 """What limiting tokens to few ranks costs and saves: the same fine-tune unlimited, and limited to 2 ranks and to 1.
 
-    python benchmarks/train_traces.py prepare --work /tmp/work
-    python benchmarks/train_traces.py train --work /tmp/work --name e64
+    python -m benchmarks.texts --work /tmp/work
+    carpool train --config /tmp/work/train.toml training.output_dir=/tmp/work/e64
     torchrun --nproc-per-node 4 -m benchmarks.prune_finetune --work /tmp/work --name e64 --out prune_finetune.json
 
 Occult's collaboration pruning (arXiv 2505.13345): experts are placed on the 4 ranks by `--solver`, from the model's own
@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.contest import Contest, add_arguments, local
-from benchmarks.train_traces import KINDS, say
+from benchmarks.texts import KINDS, say
 from carpool.bench.script import join_group, make_parser, write_results
 from carpool.hf import rides, set_layout
 from carpool.hf.freeze import freeze_dense

@@ -1,7 +1,7 @@
 """What learned routing costs against perfectly balanced routing, and how much of that placement gives back.
 
-    python benchmarks/train_traces.py prepare --work /tmp/work
-    python benchmarks/train_traces.py train --work /tmp/work --name e64
+    python -m benchmarks.texts --work /tmp/work
+    carpool train --config /tmp/work/train.toml training.output_dir=/tmp/work/e64
     torchrun --nproc-per-node 4 -m benchmarks.real_routing --work /tmp/work --name e64 --out real_routing.json
 
 One trained model, the same weights and the same batches for every contender. Its own routing loads some ranks more than
@@ -44,7 +44,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.contest import Contest, add_arguments
-from benchmarks.train_traces import KINDS, say
+from benchmarks.texts import KINDS, say
 from carpool.bench.script import join_group, make_parser, write_results
 from carpool.hf import rides, set_layout
 from carpool.hf.expert_parallel import ExpertRides
