@@ -32,7 +32,7 @@ from carpool.layout import ExpertLayout
 from carpool.routing import Router, Routing
 from carpool.routing.limit import LimitOptions
 from carpool.schedule import Schedule
-from carpool.transport import NVLinkOptions
+from carpool.transport import TransportOptions
 
 __all__ = ["MoE"]
 
@@ -54,7 +54,7 @@ class MoE(LayerModule):
         max_tokens: the most tokens that any rank will ever have. Given this, "auto" picks "nvlink" where it can be
             used; its buffers have a fixed size. If a rank gets more, outputs are NaN, and
             `carpool.transport.check_overflow` raises.
-        transport_options: of "nvlink".
+        transport_options: of the transport, such as `carpool.transport.NVLinkOptions`.
         schedule: what runs beside what (carpool/schedule): `Schedule("chunks", 2)` lets one half of the tokens travel
             while the experts compute on the other. The same sums; weight gradients to rounding. Default: in turn.
         experts: "auto", "grouped", "reference"; "fp8", which is LOSSY (carpool/experts/fp8/experts.py).
@@ -92,7 +92,7 @@ class MoE(LayerModule):
         layout: ExpertLayout | None = None,
         transport: str = "auto",
         max_tokens: int | None = None,
-        transport_options: NVLinkOptions | None = None,
+        transport_options: TransportOptions | None = None,
         schedule: Schedule | None = None,
         experts: str = "auto",
         recompute_experts: bool = False,
@@ -145,7 +145,7 @@ class MoE(LayerModule):
 
         self.core.set_experts(experts, expert_choices, recompute_experts)
         self.core.set_schedule(schedule or Schedule())
-        options = transport_options or NVLinkOptions()
+        options = transport_options or TransportOptions()
         self.set_transport(transport, options if max_tokens is None else replace(options, max_tokens=max_tokens))
         self.set_limit(limit)
 

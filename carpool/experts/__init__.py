@@ -59,8 +59,9 @@ EXPERTS: Registry[type[Any]] = Registry(
 
 
 def register(cls: type[Any]) -> type[Any]:
-    """Add an expert computation under its `name`; its instances are made of an `ExpertFunction`. Returns it, so it can
-    decorate a class.
+    """Add an expert computation under its `name`; its instances are made of an `ExpertFunction` and, as keyword
+    arguments, of the `options` that it names (`carpool train`: moe.expert_options). Returns it, so it can decorate a
+    class.
 
     Raises:
         ValueError: another one has the name, or it lacks a method."""
@@ -73,13 +74,14 @@ def exact_experts() -> tuple[str, ...]:
 
 
 def make_experts(
-    name: str, function: ExpertFunction, choices: Choices | None = None, recompute: bool = False
+    name: str, function: ExpertFunction, choices: Choices | None = None, recompute: bool = False, **others: Any
 ) -> Experts:
     """Construct the expert computation `name` ("auto" is "grouped").
 
     Args:
         choices, recompute: for classes that name them in `options` (`GroupedExperts`): the way of each stage; keep no
             pre-activation.
+        others: what else a class names there.
 
     Raises:
         ValueError: an unknown name, a function that these experts do not compute, or an option that they do not have.
@@ -90,9 +92,10 @@ def make_experts(
         raise ValueError(unknown(EXPERTS, name, "auto"))
     cls = EXPERTS[name]
     asked = {"choices": choices, "recompute": recompute or None}
-    given = {option: value for option, value in asked.items() if value is not None}
+    given = {option: value for option, value in asked.items() if value is not None} | others
     for option in given:
         if option not in getattr(cls, "options", ()):
-            raise ValueError(f"experts={name!r} has no option {option!r}: leave it out, or use experts='grouped'")
+            instead = ", or use experts='grouped'" if option in asked else ""
+            raise ValueError(f"experts={name!r} has no option {option!r}: leave it out{instead}")
     made: Experts = cls(function, **given)
     return made

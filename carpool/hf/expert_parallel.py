@@ -38,7 +38,7 @@ from carpool.hf.tensor_parallel import check_tensor_parallel_around
 from carpool.layer.core import LayerCore
 from carpool.layout import ExpertLayout
 from carpool.routing import Routing
-from carpool.transport import TRANSPORTS, NVLinkOptions, Transport
+from carpool.transport import TRANSPORTS, Transport, TransportOptions
 from carpool.transport.nvlink import Buffers
 
 # Where gpt-oss's own gate is defined, which is recognised without importing that model.
@@ -290,7 +290,7 @@ def required_rides(model: nn.Module) -> dict[str, ExpertRides]:
 
 
 def set_transport(
-    model: nn.Module, name: str, *, max_tokens: int | None = None, options: NVLinkOptions | None = None
+    model: nn.Module, name: str, *, max_tokens: int | None = None, options: TransportOptions | None = None
 ) -> None:
     """Change how rows travel in all MoE layers of a model. Call on all ranks, between steps.
 
@@ -299,22 +299,25 @@ def set_transport(
         max_tokens: the most tokens that any rank will ever have in a forward. Given this, "auto" picks "nvlink" where
             it can be used. Its buffers have a fixed size; without it, that of the first forward, rounded up to a power
             of two. Tokens beyond make the sums NaN, and `CarpoolCallback` then raises before the optimizer's step.
-        options: further ones of "nvlink". Neither given: as before.
+        options: of the transport, such as `carpool.transport.NVLinkOptions`. Neither given: as before.
     """
     layers = required_rides(model)
     if max_tokens is not None:
-        options = replace(options or NVLinkOptions(), max_tokens=max_tokens)
+        options = replace(options or TransportOptions(), max_tokens=max_tokens)
     for own in layers.values():
         own.set_transport(name, options)
 
 
-def set_experts(model: nn.Module, name: str, *, choices: Choices | None = None, recompute: bool = False) -> list[str]:
+def set_experts(
+    model: nn.Module, name: str, *, choices: Choices | None = None, recompute: bool = False, **others: Any
+) -> list[str]:
     """Change how the experts of all MoE layers of a model are computed: "auto", "grouped", "reference", or "fp8".
 
     Args:
         choices: of "grouped", the way of each stage (`carpool.experts.Choices`). None: by the shape. Layers that run
             the model's own forward have no stages.
         recompute: of "grouped", keep no pre-activation, and compute it again in the backward.
+        others: options of a plug-in's.
 
     Returns:
         What that changes of the model's function, for logs: nothing but for "fp8", which is LOSSY.
@@ -323,12 +326,12 @@ def set_experts(model: nn.Module, name: str, *, choices: Choices | None = None, 
         ValueError: an unknown name, experts that it cannot compute, or an option that they do not have."""
     layers = required_rides(model)
     for own in layers.values():
-        own.set_experts(name, choices, recompute)
+        own.set_experts(name, choices, recompute, **others)
     return list(dict.fromkeys(why for own in layers.values() for why in getattr(own.compute, "lossy_reasons", ())))
 
 
 @contextmanager
-def transport(model: nn.Module, name: str, options: NVLinkOptions | None = None) -> Iterator[None]:
+def transport(model: nn.Module, name: str, options: TransportOptions | None = None) -> Iterator[None]:
     """Use another transport inside a `with`, then go back to what was there."""
     before = {own: (own.requested, own.options) for own in rides(model).values()}
     set_transport(model, name, options=options)

@@ -31,8 +31,8 @@ from carpool.routing.limit import LimitOptions, RoutingLimit
 from carpool.schedule import Schedule
 from carpool.schedule.orders import order_of
 from carpool.transport import (
-    NVLinkOptions,
     Transport,
+    TransportOptions,
     check_transport,
     find_transport,
     make_transport,
@@ -90,7 +90,7 @@ class LayerCore:
         self.hooks: RideHooks = NO_HOOKS
         self._setup: RideSetup | None = None
         self.requested, self.why = "auto", ""
-        self.options: NVLinkOptions | None = None
+        self.options: TransportOptions | None = None
         self.transport: Transport | None = None
         self.compute: Experts | None = None
         self.limit: RoutingLimit | None = None
@@ -100,12 +100,12 @@ class LayerCore:
         self.routing: Routing | None = None
         # The rides of forwards whose graph is still there, as nodes of it.
         self._nodes: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._experts_asked: tuple[str, Choices | None, bool] = ("auto", None, False)
+        self._experts_asked: tuple[str, dict[str, Any]] = ("auto", {})
         self.set_experts("auto")
 
     # -- settings: all ranks together, between steps ---------------------------------------------------------------
 
-    def set_transport(self, name: str, options: NVLinkOptions | None = None) -> None:
+    def set_transport(self, name: str, options: TransportOptions | None = None) -> None:
         """Change how rows travel. `options`: as before, unless given.
 
         Raises ValueError for a name that is unknown, or that cannot be used here."""
@@ -117,17 +117,17 @@ class LayerCore:
         if schedule != self.schedule:
             self.schedule, self.transport = schedule, None
 
-    def set_experts(self, name: str, choices: Choices | None = None, recompute: bool = False) -> None:
+    def set_experts(self, name: str, choices: Choices | None = None, recompute: bool = False, **others: Any) -> None:
         """Change how experts are computed: "auto" or another name that `carpool.experts.make_experts` knows. "auto"
         leaves experts that Carpool does not know to their own forward; for others it is exact.
 
         Own forwards have no stages, so `choices`, which only concern speed, pass them by. `recompute` promises memory
-        that they would take all the same: so it is refused.
+        that they would take all the same: so it is refused. `others`: options of a plug-in's.
 
         Raises ValueError for a name that is unknown, or for anything that cannot be used here."""
-        self._experts_asked = name, choices, recompute
+        self._experts_asked = name, {"choices": choices, "recompute": recompute, **others}
         if self.function is not None:
-            self.compute = make_experts(name, self.function, choices, recompute)
+            self.compute = make_experts(name, self.function, choices, recompute, **others)
             return
         own = f"{self.name} runs its own forward"
         if name != "auto":
@@ -208,7 +208,9 @@ class LayerCore:
     def _make_transport(self, top_k: int, hidden: int, device: torch.device) -> Transport:
         own = self.function is None
         name, self.why = resolve_transport(self.requested, self.group, top_k, hidden, self.options, own_forward=own)
-        options = self.options if own else find_transport(name).options_under(self.options, self.schedule)
+        options = find_transport(name).own_options(self.options)
+        if options is not None and not own:
+            options = options.under(self.schedule)
         # Its buffers serve training too, even if the first forward is in inference mode.
         with torch.inference_mode(False):
             transport = make_transport(name, self.group, self.layout.slots_per_rank, options)
@@ -325,6 +327,7 @@ class LayerCore:
         return {name: getattr(self, name) for name in names} | {"experts": self._experts_asked}
 
     def _take(self, settings: dict[str, Any]) -> None:
-        self.set_experts(*settings["experts"])
+        name, options = settings["experts"]
+        self.set_experts(name, **options)
         for name in ("schedule", "requested", "options", "limit", "drops"):
             setattr(self, name, settings[name])

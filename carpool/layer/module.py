@@ -24,7 +24,7 @@ from carpool.routing import DropOptions, Router, Routing
 from carpool.routing.draw import draw_weight
 from carpool.routing.limit import LimitOptions, router_similarity
 from carpool.schedule import Schedule
-from carpool.transport import NVLinkOptions, Transport
+from carpool.transport import Transport, TransportOptions
 
 log = logging.getLogger("carpool")
 
@@ -49,7 +49,7 @@ class LayerModule(nn.Module):
 
     # -- settings: all ranks together, between steps ---------------------------------------------------------------
 
-    def set_transport(self, name: str, options: NVLinkOptions | None = None) -> None:
+    def set_transport(self, name: str, options: TransportOptions | None = None) -> None:
         """Change how rows travel. `options`: as before, unless given.
 
         Raises ValueError for a name that is unknown, or that cannot be used here."""

@@ -21,6 +21,9 @@ Modules in CARPOOL_PLUGINS are imported, in all processes, before the first look
 
 The registries: `carpool.transport.TRANSPORTS` ("carpool.transports"), `carpool.experts.EXPERTS` ("carpool.experts") and
 `carpool.placement.solvers.SOLVERS` ("carpool.solvers"). A room that takes plug-ins makes its own.
+
+`carpool train` gives a transport and an expert computation the options that they name, and refuses others:
+moe.transport_options and moe.expert_options.
 """
 
 from __future__ import annotations

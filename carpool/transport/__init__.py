@@ -8,7 +8,7 @@
 | `nvlink`   | one per rank that holds an expert    | GPUs of one host: kernels write into peers' memory    |
 
 The first three run over `torch.distributed`, on any device and backend. `nvlink` has buffers of a fixed size, so "auto"
-picks it only where somebody has said how many tokens a rank may have (`NVLinkOptions.max_tokens`). `base.py` has the
+picks it only where somebody has said how many tokens a rank may have (`TransportOptions.max_tokens`). `base.py` has the
 contract, and names what a new transport has to say of itself. `register` adds one from outside the package
 (`carpool.plugins`). `TRANSPORTS` is the only list: commands, configuration, estimates, benchmarks and recipes read it.
 """
@@ -16,7 +16,7 @@ contract, and names what a new transport has to say of itself. `register` adds o
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from carpool.transport.base import BufferOverflowError, Pending, RankMissingErro
 from carpool.transport.dedup import Dedup
 from carpool.transport.gather import Gather
 from carpool.transport.nvlink import NVLink, NVLinkOptions
+from carpool.transport.options import TransportOptions
 
 __all__ = [
     "TRANSPORTS",
@@ -39,6 +40,7 @@ __all__ = [
     "Route",
     "Rows",
     "Transport",
+    "TransportOptions",
     "check_overflow",
     "check_transport",
     "choose_transport",
@@ -118,7 +120,12 @@ def choose_transport(name: str, num_ranks: int, top_k: int, unfit: Mapping[str, 
 
 
 def unfit_transports(
-    group: dist.ProcessGroup | None, hidden: int, options: Any, *, own_forward: bool = False, element_size: int = 2
+    group: dist.ProcessGroup | None,
+    hidden: int,
+    options: TransportOptions | None,
+    *,
+    own_forward: bool = False,
+    element_size: int = 2,
 ) -> dict[str, str]:
     """Why "auto" does not pick each transport that it could. All ranks of the group together, with equal arguments.
 
@@ -131,14 +138,17 @@ def unfit_transports(
     for cls in (TRANSPORTS[name] for name in TRANSPORTS):
         if not cls.automatic or cls.anywhere:
             continue
-        given = options if cls.options_class is not None and isinstance(options, cls.options_class) else None
         if group is None:
             reason: str | None = "one rank has nobody to send to"
         elif own_forward and not cls.knows_rows:
             # Their own forward would see all rows that the buffers have, and most are empty.
             reason = "the experts run their own forward"
         else:
-            reason = cls.why_not_automatic(given) or cls.why_no_rows(hidden, element_size) or _why_not(cls, group)
+            reason = (
+                cls.why_not_automatic(cls.own_options(options))
+                or cls.why_no_rows(hidden, element_size)
+                or _why_not(cls, group)
+            )
         if reason:
             found[cls.name] = reason
     return found
@@ -156,7 +166,13 @@ def check_transport(name: str, group: dist.ProcessGroup | None) -> None:
 
 
 def resolve_transport(
-    name: str, group: dist.ProcessGroup | None, top_k: int, hidden: int, options: Any, *, own_forward: bool = False
+    name: str,
+    group: dist.ProcessGroup | None,
+    top_k: int,
+    hidden: int,
+    options: TransportOptions | None,
+    *,
+    own_forward: bool = False,
 ) -> tuple[str, str]:
     """`choose_transport` for the ranks of a group, which is looked at. All its ranks together, with equal arguments."""
     check_transport(name, group)
@@ -164,16 +180,14 @@ def resolve_transport(
     return choose_transport(name, dist.get_world_size(group) if group is not None else 1, top_k, unfit)
 
 
-def make_transport(name: str, group: dist.ProcessGroup | None, slots_per_rank: int, options: Any = None) -> Transport:
-    """Construct the transport `name` (a key of `TRANSPORTS`) for a process group. Options of another transport are left
-    out."""
+def make_transport(
+    name: str, group: dist.ProcessGroup | None, slots_per_rank: int, options: TransportOptions | None = None
+) -> Transport:
+    """Construct the transport `name` (a key of `TRANSPORTS`) for a process group, with its own of these options."""
     cls: type[Any] = find_transport(name)
-    made: Transport = cls(group, slots_per_rank, *_own(cls, options))
+    own = cls.own_options(options)
+    made: Transport = cls(group, slots_per_rank) if own is None else cls(group, slots_per_rank, own)
     return made
-
-
-def _own(cls: type[Transport], options: Any) -> Iterable[Any]:
-    return (options,) if cls.options_class is not None and isinstance(options, cls.options_class) else ()
 
 
 def check_overflow(transport: Transport | None) -> None:

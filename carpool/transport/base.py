@@ -23,7 +23,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -31,10 +31,8 @@ import torch.distributed as dist
 
 from carpool.memory import Arena
 from carpool.observe.traffic import VERBS, Traffic
+from carpool.transport.options import TransportOptions
 from carpool.transport.volume import Counts, Volume
-
-if TYPE_CHECKING:
-    from carpool.schedule import Schedule
 
 # What travels beside a row for each choice that it serves: an int32 slot and a float32 weight on the way out, the
 # weight's float32 gradient on the way back in the backward.
@@ -129,7 +127,7 @@ class Transport(ABC):
 
     Attributes of the class:
         name: what `transport=` selects.
-        options_class: of its options, if it has any.
+        options_class: of its options, if it has any; everything below that takes options gets one of these.
         automatic: whether "auto" may pick it.
         anywhere: whether any ranks can use it. If not, `why_not` looks at a group.
         one_row_per_rank: whether a token is sent once to each rank that serves it. Placement is solved for such rows.
@@ -140,7 +138,7 @@ class Transport(ABC):
     """
 
     name: ClassVar[str]
-    options_class: ClassVar[type[Any] | None] = None
+    options_class: ClassVar[type[TransportOptions] | None] = None
     automatic: ClassVar[bool] = False
     anywhere: ClassVar[bool] = True
     one_row_per_rank: ClassVar[bool] = False
@@ -149,6 +147,16 @@ class Transport(ABC):
     plan_bytes: ClassVar[int] = 0
 
     # -- what the class says: no device is needed, unless stated ---------------------------------------------------
+
+    @classmethod
+    def own_options(cls, options: TransportOptions | None) -> Any:
+        """Its own of the options that were given: they themselves, or of another transport's what means something to
+        any. None if it has none."""
+        if cls.options_class is None:
+            return None
+        if isinstance(options, cls.options_class):
+            return options
+        return cls.options_class(max_tokens=None if options is None else options.max_tokens)
 
     @classmethod
     @abstractmethod
@@ -213,19 +221,6 @@ class Transport(ABC):
     def why_not_automatic(cls, options: Any) -> str | None:
         """Why "auto" does not pick it with these options, or None if it may."""
         return None
-
-    @classmethod
-    def lossy_reasons(cls, options: Any) -> list[str]:
-        """What these options change of the model's function, for logs and reports."""
-        return []
-
-    @classmethod
-    def options_under(cls, options: Any, schedule: Schedule) -> Any:
-        """The options with what a schedule needs.
-
-        Raises:
-            ValueError: they do not go together."""
-        return options
 
     # -- of an instance -----------------------------------------------------------------------------------------------
 

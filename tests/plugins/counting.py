@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from carpool.experts import ReferenceExperts, register
+from carpool.experts import ExpertFunction, ReferenceExperts, register
 
 
 @register
 class Counting(ReferenceExperts):
     name = "counting"
+    options = ("label",)
     calls: ClassVar[list[str]] = []
 
+    def __init__(self, function: ExpertFunction, label: str = "") -> None:
+        super().__init__(function)
+        self.label = label
+
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        self.calls.append("forward")
+        self.calls.append(f"forward{self.label}")
         return super().forward(*args, **kwargs)
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,6 +1,6 @@
 """A transport outside the package, in one file: every row goes round a ring of ranks, and so do the sums.
 
-    rank 0 -> rank 1 -> ... -> rank W-1 -> rank 0
+    rank 0 -> rank 1 -> ... -> rank W-1 -> rank 0        the other way round with `reverse`
 
 Cost: (W - 1) times a rank's rows from each rank to the next one, whatever was chosen; nothing to any other.
 """
@@ -16,9 +16,14 @@ import torch
 import torch.distributed as dist
 
 from carpool.observe.traffic import Traffic
-from carpool.transport import Arrivals, Pending, Route, Rows, Transport, register
+from carpool.transport import Arrivals, Pending, Route, Rows, Transport, TransportOptions, register
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES
 from carpool.transport.volume import Counts, Volume
+
+
+@dataclass(frozen=True)
+class RingOptions(TransportOptions):
+    reverse: bool = False
 
 
 @dataclass(kw_only=True)
@@ -33,6 +38,7 @@ class Ring(Transport):
     """Rows of all ranks on every rank, in rank order, padded to the longest rank; J = K."""
 
     name = "ring"
+    options_class = RingOptions
     plan_bytes = 8
 
     @classmethod
@@ -50,14 +56,16 @@ class Ring(Transport):
     def volume(
         cls, rank_TK: Sequence[Counts], num_ranks: int, top_k: int, hidden: int, element_size: int, options: Any = None
     ) -> Volume:
+        there, reverse = super().volume(rank_TK, num_ranks, top_k, hidden, element_size, options), False
+        if options is not None:
+            reverse = options.reverse
         # Sums go on in the same direction, not back.
-        there = super().volume(rank_TK, num_ranks, top_k, hidden, element_size, options)
-        bytes_WW = {verb: size.T if verb in ("combine", "dispatch_backward") else size
+        bytes_WW = {verb: size.T if (verb in ("combine", "dispatch_backward")) != reverse else size
                     for verb, size in there.bytes_WW.items()}  # fmt: skip
-        return Volume(there.transport, there.tokens_W, there.rows_WW, bytes_WW)
+        return Volume(there.transport, there.tokens_W, there.rows_WW.T if reverse else there.rows_WW, bytes_WW)
 
-    def __init__(self, group: dist.ProcessGroup | None, slots_per_rank: int) -> None:
-        self.group, self.slots_per_rank = group, slots_per_rank
+    def __init__(self, group: dist.ProcessGroup | None, slots_per_rank: int, options: RingOptions) -> None:
+        self.group, self.slots_per_rank, self.ahead = group, slots_per_rank, -1 if options.reverse else 1
         self.num_ranks = dist.get_world_size(group) if group is not None else 1
         self.rank = dist.get_rank(group) if group is not None else 0
 
@@ -109,7 +117,7 @@ class Ring(Transport):
 
     def _counts(self, route: RingRoute) -> list[int]:
         counts = [0] * self.num_ranks
-        counts[(self.rank + 1) % self.num_ranks] += (self.num_ranks - 1) * route.length
+        counts[(self.rank + self.ahead) % self.num_ranks] += (self.num_ranks - 1) * route.length
         counts[self.rank] += route.length
         return counts
 
@@ -117,21 +125,21 @@ class Ring(Transport):
         """Everybody's, in rank order: W - 1 times, what came last goes on to the next rank."""
         parts = [mine] * self.num_ranks
         for step in range(1, self.num_ranks):
-            parts[(self.rank - step) % self.num_ranks] = mine = self._pass_on(mine)
+            parts[(self.rank - self.ahead * step) % self.num_ranks] = mine = self._pass_on(mine)
         return torch.cat(parts)
 
     def _home(self, partial_RH: torch.Tensor, route: RingRoute) -> torch.Tensor:
         """The sums of the own tokens: each block goes round once and collects what every rank has made of it."""
         blocks = list(partial_RH.float().split(route.length)) if route.length else [partial_RH.float()]
         blocks *= 1 if route.length else self.num_ranks
-        total = blocks[(self.rank - 1) % self.num_ranks]
+        total = blocks[(self.rank - self.ahead) % self.num_ranks]
         for step in range(2, self.num_ranks + 1):
-            total = self._pass_on(total) + blocks[(self.rank - step) % self.num_ranks]
+            total = self._pass_on(total) + blocks[(self.rank - self.ahead * step) % self.num_ranks]
         return total[: route.num_tokens]
 
     def _pass_on(self, rows: torch.Tensor) -> torch.Tensor:
         """Send rows to the next rank, get as many from the one before."""
         out, there, back = torch.empty_like(rows), [0] * self.num_ranks, [0] * self.num_ranks
-        there[(self.rank + 1) % self.num_ranks] = back[(self.rank - 1) % self.num_ranks] = len(rows)
+        there[(self.rank + self.ahead) % self.num_ranks] = back[(self.rank - self.ahead) % self.num_ranks] = len(rows)
         dist.all_to_all_single(out, rows.contiguous(), back, there, group=self.group)
         return out

@@ -14,19 +14,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from carpool.bench.transport import benchmark as bench
 from carpool.bench.transport.settings import Settings, Shape
 from carpool.experts import EXPERTS
 from carpool.layout import ExpertLayout
+from carpool.observe.traffic import Traffic
+from carpool.parallel.degrees import Degrees
 from carpool.placement.objective import evaluate
 from carpool.placement.trace import LayerTrace
 from carpool.placement.volume import predict
 from carpool.planner.cost import CostModel
 from carpool.train.config import load_config
 from carpool.train.run.estimate import dry_run
-from carpool.transport import TRANSPORTS, choose_transport
-from tests.ranks import Ranks
+from carpool.train.run.room import most_tokens, transport_options
+from carpool.transport import TRANSPORTS, NVLinkOptions, TransportOptions, choose_transport, make_transport
+from tests.ranks import Ranks, mesh
 from tests.train.test_loop import MODEL, losses, run, text
 
 __all__ = ["text"]  # a fixture
@@ -58,12 +62,12 @@ def counting() -> Iterator[Any]:
     remove()
 
 
-def trained(output: str, overrides: list[str]) -> tuple[str, int]:
-    """On a rank: train with both; the error, and how often experts computed."""
+def trained(output: str, overrides: list[str]) -> tuple[str, set[str]]:
+    """On a rank: train with both; the error, and what the experts did."""
     add("ring"), add("counting")
     calls = EXPERTS["counting"].calls
     try:
-        return run(output, overrides), len(calls)
+        return run(output, overrides), set(calls)
     finally:
         calls.clear()
         remove()
@@ -72,10 +76,11 @@ def trained(output: str, overrides: list[str]) -> tuple[str, int]:
 def test_a_run_rides_and_computes_as_with_the_packages_own(ranks: Ranks, tmp_path: Path, text: list[str]) -> None:
     settings = [*MODEL, *text, "training.max_steps=3", "training.logging_steps=1"]
     ours = ["moe.transport=ring", "moe.experts=counting"]
+    ours += ["moe.transport_options.reverse=true", "moe.expert_options.label=!"]
     for error, calls in ranks(trained, str(tmp_path / "ring"), [*settings, *ours]):
-        assert error == "" and calls > 0
+        assert error == "" and calls == {"forward!", "backward"}
     for error, calls in ranks(trained, str(tmp_path / "gather"), [*settings, "moe.transport=gather"]):
-        assert error == "" and calls == 0
+        assert error == "" and not calls
     got, want = losses(tmp_path / "ring"), losses(tmp_path / "gather")
     assert got.keys() == want.keys()
     for step in got:
@@ -97,6 +102,50 @@ def measured() -> dict[str, Any]:
 
 def test_the_benchmark_measures_it_and_finds_its_answers_and_bytes_right(ranks: Ranks) -> None:
     assert ranks(measured) == [{"ring": None, "dedup": None}] * 4
+
+
+def went(reverse: bool) -> list[int]:
+    """On a rank: rows of a dispatch to each rank, each of which has three tokens."""
+    ring = add("ring")
+    try:
+        group, traffic = mesh((4,), ("ep",)).get_group(), Traffic(4, dist.get_rank())
+        transport = make_transport("ring", group, 1, ring.RingOptions(reverse=reverse))
+        transport.dispatch(torch.ones(3, 2), transport.plan(torch.zeros(3, 1).int(), torch.ones(3, 1), traffic)).wait()
+        return list(traffic.rows["dispatch"])
+    finally:
+        remove()
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_it_is_made_with_its_options_and_says_what_they_send(ring: Any, reverse: bool, ranks: Ranks) -> None:
+    options, layout = ring.RingOptions(reverse=reverse), ExpertLayout.contiguous(4, 4)
+    said = predict("ring", [np.zeros((3, 1), int)] * 4, layout, hidden=2, element_size=4, options=options)
+    assert ranks(went, reverse) == said.rows_WW.tolist()
+
+
+def test_options_come_from_the_configuration(ring: Any, counting: Any) -> None:
+    chosen = ["moe.transport=ring", "moe.experts=counting"]
+    config = load_config(None, [*chosen, "moe.transport_options.reverse=true", "moe.expert_options.label=a"])
+    assert config.moe.expert_options == {"label": "a"}
+    degrees = Degrees(fsdp=4, ep=4)
+    tokens = most_tokens(config, degrees)
+    assert transport_options(config, degrees, "ring") == ring.RingOptions(tokens, reverse=True)
+    assert transport_options(config, degrees, "dedup") == TransportOptions(tokens)
+    # Of another transport's, what means something to any.
+    assert ring.Ring.own_options(NVLinkOptions(max_tokens=7)) == ring.RingOptions(7)
+    for settings, error in (
+        ([*chosen, "moe.transport_options.revers=true"], r"moe.transport_options.revers: did you mean .*\.reverse\?"),
+        ([*chosen, "moe.transport_options.x=1"], "moe.transport_options.x: transport 'ring' has the options reverse"),
+        ([*chosen, "moe.transport_options.max_tokens=1"], "unknown key moe.transport_options.max_tokens"),
+        ([*chosen, "moe.transport_options.reverse=7"], "moe.transport_options.reverse = 7: .*valid boolean"),
+        (["moe.transport_options.reverse=true"], "moe.transport = 'auto' may become any transport"),
+        (["moe.transport=nvlink", "moe.transport_options.keep=again"], r"are the section \[nvlink\]"),
+        (["moe.transport=dedup", "moe.transport_options.a=1"], "transport 'dedup' has no options"),
+        ([*chosen, "moe.expert_options.labl=a"], r"moe.expert_options.labl: did you mean moe.expert_options.label\?"),
+        (["moe.experts=grouped", "moe.expert_options.recompute=true"], "experts 'grouped' have no options of this"),
+    ):
+        with pytest.raises(ValueError, match=error):
+            load_config(None, settings)
 
 
 def test_volumes_objectives_and_estimates_know_it(ring: Any) -> None:

@@ -21,7 +21,7 @@ from carpool.train.config import Config, load_config
 from carpool.train.config import load as configuration
 from carpool.train.config.schema import NvlinkSection
 from carpool.train.run.loop import train
-from carpool.train.run.room import make_room, most_tokens, nvlink_options
+from carpool.train.run.room import make_room, most_tokens, transport_options
 from carpool.transport.nvlink import Buffers, NVLink, NVLinkOptions
 from tests.ranks import Ranks
 from tests.train.test_launch import clean_environment
@@ -45,13 +45,20 @@ def test_options_follow_the_configuration() -> None:
     degrees = Degrees(dp_replicate=1, fsdp=2, tp=2, ep=4)
     whole = load_config(None, [*settings, "nvlink.forward_fp8=true"])
     assert most_tokens(whole, degrees) == 50  # 99 tokens for two ranks
-    options = nvlink_options(whole, degrees)
+    options = transport_options(whole, degrees, "nvlink")
+    assert isinstance(options, NVLinkOptions)
     assert (options.max_tokens, options.timeout_seconds, options.forward_fp8, options.backward_fp8) == (50, 7, True, 0)
-    assert options.lossy_reasons == ["rows travel as FP8"] and nvlink_options(Config(), degrees).lossy_reasons == []
+    assert (
+        options.lossy_reasons == ["rows travel as FP8"]
+        and transport_options(Config(), degrees, "nvlink").lossy_reasons == []
+    )
     assert options.capacity is None
-    half = nvlink_options(load_config(None, [*settings, "nvlink.capacity=0.5"]), degrees)
+    half = transport_options(load_config(None, [*settings, "nvlink.capacity=0.5"]), degrees, "nvlink")
+    assert isinstance(half, NVLinkOptions)
     assert (half.max_tokens, half.capacity) == (50, 25)
-    assert nvlink_options(load_config(None, [*settings, "nvlink.capacity=0.01"]), degrees).capacity == 17, "a sample"
+    assert (
+        transport_options(load_config(None, [*settings, "nvlink.capacity=0.01"]), degrees, "nvlink").capacity == 17
+    ), "a sample"
     assert NVLink.buffer_bytes(half, 4, 64, 2, 4) < NVLink.buffer_bytes(options, 4, 64, 2, 4)
 
 

@@ -208,6 +208,12 @@ class Config(Section):
             )
         return self
 
+    def settings_of_transport(self, name: str) -> dict[str, Any]:
+        """What is said to a transport: to nvlink in its section, to another where moe.transport names it."""
+        if name == "nvlink":
+            return self.nvlink.model_dump()
+        return self.moe.transport_options if name == self.moe.transport else {}
+
     def to_toml(self, comments: bool = False) -> str:
         """Every key as TOML, which `load_config` reads back to an equal Config; with `comments`, each explained."""
         blocks = []

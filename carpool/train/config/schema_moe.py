@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, Self
+from dataclasses import fields
+from typing import Annotated, Any, Literal, Self, get_type_hints
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
 
 from carpool.experts.choices import STAGES, WAYS
 from carpool.layout.topology import Topology
@@ -63,6 +64,45 @@ def _known_experts(name: str) -> str:
     return _known("experts", name, ("auto", *EXPERTS))
 
 
+def _options_of_transport(name: str) -> tuple[str, dict[str, Any]]:
+    """What errors say of a transport, and the types of its own options by name."""
+    from carpool.transport import TRANSPORTS, TransportOptions
+
+    if name == "auto":
+        return "moe.transport = 'auto' may become any transport: name the one whose options these are", {}
+    if name == "nvlink":
+        return "the options of transport 'nvlink' are the section [nvlink]", {}
+    cls = TRANSPORTS[name].options_class
+    shared = {field.name for field in fields(TransportOptions)}
+    known = {} if cls is None else {key: kind for key, kind in get_type_hints(cls).items() if key not in shared}
+    return f"transport {name!r} has {_listed(known)}", known
+
+
+def _options_of_experts(name: str) -> tuple[str, dict[str, Any]]:
+    """The same of an expert computation. Two options have settings of their own."""
+    from carpool.experts import EXPERTS
+
+    names = getattr(EXPERTS.get(name), "options", ())
+    known = {key: Any for key in names if key not in ("choices", "recompute")}
+    return f"experts {name!r} have {_listed(known)}", known
+
+
+def _listed(options: Mapping[str, Any]) -> str:
+    return f"the options {', '.join(options)}" if options else "no options of this section"
+
+
+def _check_options(key: str, given: Mapping[str, Any], told: str, known: Mapping[str, Any]) -> None:
+    """Raise ValueError for a name that is not known, and for a value of another type."""
+    for name, value in given.items():
+        if name not in known:
+            close = nearest(name, list(known))
+            raise ValueError(f"unknown key {key}.{name}: {f'did you mean {key}.{close}?' if close else told}")
+        try:
+            TypeAdapter(known[name]).validate_python(value, strict=True)
+        except ValidationError as error:
+            raise ValueError(f"{key}.{name} = {value!r}: {error.errors()[0]['msg']}") from None
+
+
 TransportName = Annotated[str, AfterValidator(_known_transport)]
 ExpertsName = Annotated[str, AfterValidator(_known_experts)]
 
@@ -86,6 +126,11 @@ class MoeSection(Section):
         "any network. alltoall: one row per (token, expert). gather: every rank gets every token's "
         "row.",
     )
+    transport_options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Options of a transport from outside the package, which moe.transport names. Those of nvlink are "
+        "in the section [nvlink].",
+    )
     experts: ExpertsName = Field(
         default="auto",
         description="How experts are computed. auto: grouped matrix products, or the model's own forward where "
@@ -100,6 +145,10 @@ class MoeSection(Section):
         "measure: all ways are timed before the first step, on GPUs in bfloat16. A table such as {up "
         '= "flat"}: these, and the rest by the sizes. A resumed run keeps what run.json records, '
         "except for what a table names.",
+    )
+    expert_options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Options of an expert computation from outside the package, which moe.experts names.",
     )
     recompute_experts: bool = Field(
         default=False,
@@ -250,6 +299,8 @@ class MoeSection(Section):
                     "leave one of them out"
                 )
         self.asked_schedule()
+        _check_options("moe.transport_options", self.transport_options, *_options_of_transport(self.transport))
+        _check_options("moe.expert_options", self.expert_options, *_options_of_experts(self.experts))
         if self.fp8_hold_weights and self.experts != "fp8":
             raise ValueError(
                 f"moe.fp8_hold_weights is of FP8 experts, and moe.experts = {self.experts!r}: leave one of them out"

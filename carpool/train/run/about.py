@@ -30,9 +30,9 @@ def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any
     moe_layers = list(rides(run.model))
     assert layer.transport is not None
     name, size = layer.transport.name, 2 if run.bf16 else run.model.dtype.itemsize
-    options = layer.transport.options_under(run.options, run.schedule.answer)
+    options = run.options.under(run.schedule.answer)
     buffer_bytes = layer.transport.buffer_bytes(options, layer.num_ranks, config.hidden_size, size, run.top_k)
-    lossy = [*run.experts_lossy, *run.limits_lossy, *layer.transport.lossy_reasons(run.options)]
+    lossy = [*run.experts_lossy, *run.limits_lossy, *run.options.lossy_reasons]
     if run.schedule.answer.name == "two-batch" and run.objective.aux_coef:
         lossy.append("schedule two-batch: the balance loss is of each half of a micro-batch")
     history = _earlier_starts(run.folder) if resume is not None else []
@@ -148,9 +148,8 @@ def say_hello(run: RunState, resume: Path | None) -> None:
     say(f"transport {info['transport']['name']}: {info['transport']['why']}")
     say(f"a token visits {copies:.2f} of {run.degrees.ep} ranks, if its experts are chosen uniformly and stay in order")
     if size := info["transport"]["buffer_bytes"]:
-        options = run.options.under(run.schedule.answer)
-        rows, leases = options.max_tokens, options.num_leases
-        say(f"buffers: slabs of {rows:,} rows, {size / 1e6:,.1f} MB a lease on each rank, at most {leases} leases")
+        tokens = run.options.under(run.schedule.answer).max_tokens
+        say(f"buffers: {size / 1e6:,.1f} MB on each rank for a ride of {tokens:,} tokens")
     if run.stages is not None:
         ways = describe_ways(run.stages.answer)
         say(f"experts {info['experts']['name']}, stages {ways}: {run.stages.why}")

@@ -42,7 +42,7 @@ from carpool.train.launch.world import find_world
 from carpool.train.moving.layouts import check_layout_file
 from carpool.train.run.flops import ModelSize, flops_per_token, model_size
 from carpool.train.run.model import expert_counts, meta_model, model_source, top_k_of
-from carpool.train.run.room import nvlink_options
+from carpool.train.run.room import transport_options
 from carpool.transport import TRANSPORTS, check_transport, choose_transport, find_transport
 
 Memory = dict[str, int]
@@ -116,7 +116,7 @@ def estimate_memory(
         at_once = min(tokens, chunk or piece_size(tokens, words))
         logits = (computed + (0 if cuda else 4)) * at_once * words + (4 + computed) * words * hidden
     rides = int(4 * rows * hidden * computed)
-    if buffers := way.buffer_bytes(nvlink_options(config, degrees), degrees.ep, hidden, computed, top_k):
+    if buffers := way.buffer_bytes(transport_options(config, degrees, transport), degrees.ep, hidden, computed, top_k):
         rides = buffers
     memory = {
         "parameters": own * stored + gathered,
@@ -177,9 +177,11 @@ def _likely_transport(config: Config, degrees: Degrees, model: PreTrainedModel) 
     unfit: dict[str, str] | None = None
     if use_cuda(config) and degrees.ep > 1:
         several = "its ranks are on several hosts" if degrees.ep > torch.cuda.device_count() else None
-        options = nvlink_options(config, degrees)
         reasons = {
-            cls.name: several or cls.why_not_automatic(options) or cls.why_no_rows(hidden, 2) or cls.why_not(None)
+            cls.name: several
+            or cls.why_not_automatic(transport_options(config, degrees, cls.name))
+            or cls.why_no_rows(hidden, 2)
+            or cls.why_not(None)
             for cls in (TRANSPORTS[one] for one in TRANSPORTS)
             if cls.automatic and not cls.anywhere
         }

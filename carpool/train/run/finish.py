@@ -24,6 +24,7 @@ from carpool.train.launch.stopping import Stopped
 from carpool.train.run.evaluate import evaluate
 from carpool.train.run.files import SUMMARY, replace_text
 from carpool.train.run.probe import compare, summarise
+from carpool.train.run.room import transport_options
 from carpool.train.run.state import RunState
 
 
@@ -135,12 +136,11 @@ def _compare(run: RunState) -> dict[str, Any] | None:
     run.display.say(f"comparing {ours} with {run.compare_with} in interleaved probe steps")
     result = compare(
         run.model,
-        (ours, run.compare_with),
+        {name: transport_options(run.config, run.degrees, name) for name in (ours, run.compare_with)},
         lambda: run.objective.backward(batches),
         run.metrics,
         run.config.training.compare_repetitions,
         run.device,
-        run.options,
     )
     for name, values in result.items():
         run.recorder.write("probe", run.step, transport=name, **values)

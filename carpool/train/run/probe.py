@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,29 +17,28 @@ from torch import nn
 
 from carpool.hf import transport
 from carpool.hf.metrics import RideMetrics
-from carpool.transport import NVLinkOptions
+from carpool.transport import TransportOptions
 
 
 def compare(
     model: nn.Module,
-    names: tuple[str, str],
+    ways: Mapping[str, TransportOptions],
     step: Callable[[], Any],
     metrics: RideMetrics,
     repetitions: int,
     device: torch.device,
-    options: NVLinkOptions | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """Time `step` (a forward and backward) under both transports. All ranks call it together. `options`: of nvlink.
+    """Time `step` (a forward and backward) under two transports with their options. All ranks call it together.
 
     Returns:
         For each name: `step_ms`, milliseconds of each repetition on the slowest rank, and `bytes_remote` of one step.
     """
-    result: dict[str, dict[str, Any]] = {name: {"step_ms": [], "bytes_remote": 0} for name in names}
+    result: dict[str, dict[str, Any]] = {name: {"step_ms": [], "bytes_remote": 0} for name in ways}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         for repetition in range(-1, repetitions):
             # Whoever goes first in one round goes second in the next.
-            for name in names if repetition % 2 else reversed(names):
-                with transport(model, name, options):
+            for name in ways if repetition % 2 else reversed(tuple(ways)):
+                with transport(model, name, ways[name]):
                     metrics.reset()
                     milliseconds = _timed(step, device)
                     model.zero_grad(set_to_none=True)

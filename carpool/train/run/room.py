@@ -13,7 +13,6 @@ the size that this step would have taken, and a quarter more. The device is aske
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,11 +21,9 @@ import torch.distributed as dist
 
 from carpool.parallel.degrees import Degrees
 from carpool.train.config.schema import Config
-from carpool.transport import NVLinkOptions
+from carpool.transport import TransportOptions, find_transport
 from carpool.transport.nvlink import Buffers
 
-# To start with: what the first step needs is measured in it, and it is repeated.
-ARENA_BYTES = 64 * 2**20
 RandomState = tuple[torch.Tensor, torch.Tensor | None]
 
 
@@ -38,25 +35,19 @@ def most_tokens(config: Config, degrees: Degrees) -> int:
     return degrees.tokens_per_rank(sequences * config.data.sequence_length)
 
 
-def nvlink_options(config: Config, degrees: Degrees) -> NVLinkOptions:
-    """What the sections [nvlink] and [parallelism] say to the transport."""
-    chosen, most = config.nvlink, most_tokens(config, degrees)
-    capacity = None
-    if chosen.capacity is not None:
-        # Not less than one sequence: a sample of text cannot be drawn from NaN and repeated.
-        least = degrees.tokens_per_rank(config.data.sequence_length)
-        capacity = min(most, max(least, math.ceil(chosen.capacity * most)))
-    return NVLinkOptions(
-        dispatch_ctas=chosen.dispatch_ctas,
-        combine_ctas=chosen.combine_ctas,
-        num_leases=chosen.leases,
+def transport_options(config: Config, degrees: Degrees, name: str) -> TransportOptions:
+    """What the configuration says to the transport of that name.
+
+    Raises:
+        ValueError: values that cannot be."""
+    options_class, most = find_transport(name).options_class, most_tokens(config, degrees)
+    if options_class is None:
+        return TransportOptions(most)
+    return options_class.from_settings(
+        config.settings_of_transport(name),
         max_tokens=most,
-        capacity=capacity,
-        keep=chosen.keep,
-        arena_bytes=ARENA_BYTES,
+        sequence_tokens=degrees.tokens_per_rank(config.data.sequence_length),
         timeout_seconds=float(config.parallelism.timeout_seconds),
-        forward_fp8=chosen.forward_fp8,
-        backward_fp8=chosen.backward_fp8,
     )
 
 

@@ -38,6 +38,7 @@ from carpool.train.checkpoints.ranks import from_rank_0
 from carpool.train.config.schema_moe import MoeSection
 from carpool.train.run.files import read_record
 from carpool.train.run.room import make_room
+from carpool.transport import TransportOptions
 
 CANDIDATES = (Schedule(), *(Schedule("chunks", chunks) for chunks in (1, 2, 4, 8)))
 TILES = (Schedule("tiles", 2), Schedule("tiles", 4))
@@ -85,7 +86,7 @@ def choose_schedule(
         "ranks": ranks,
         "transport": None if transport is None else transport.name,
         "experts": None if own is None or own.compute is None else own.compute.name,
-        "fp8": options is not None and (options.forward_fp8 or options.backward_fp8),
+        "lossy": options is not None and bool(options.lossy_reasons),
     }
 
     def measure(fallback: Chosen[Schedule]) -> Chosen[Schedule]:
@@ -141,9 +142,11 @@ def decide(
 
 def tiles_of(own: ExpertRides, dtype: torch.dtype, device: torch.device) -> tuple[Schedule, ...]:
     """The schedules "tiles" that a layer can have."""
-    options = own.options
-    fp8 = options is not None and (options.forward_fp8 or options.backward_fp8)
-    if fp8 or own.compute is None or own.transport is None or not own.transport.rides_in_parts:
+    if own.compute is None or own.transport is None or not own.transport.rides_in_parts:
+        return ()
+    try:
+        (own.options or TransportOptions()).under(TILES[0])
+    except ValueError:
         return ()
     none = (_like(own, name, dtype, device, slots=0) for name in weight_names(own.experts))
     return () if why_no_parts(own.compute, ExpertWeights._make(none)) else TILES

@@ -48,14 +48,14 @@ from carpool.train.run.files import why_not_writable
 from carpool.train.run.flops import flops_per_token, model_size, peak_flops
 from carpool.train.run.model import distributed_config, expert_counts, meta_model, model_source, top_k_of
 from carpool.train.run.record import Recorder, check_trackers
-from carpool.train.run.room import most_tokens, nvlink_options
+from carpool.train.run.room import most_tokens, transport_options
 from carpool.train.run.schedules import choose_schedule, rides_first
 from carpool.train.run.stages import choose_stages
 from carpool.train.run.state import RunState
 from carpool.train.run.step import Objective, make_optimizer
 from carpool.train.run.topology import find_machine, ranks_of
 from carpool.train.run.transports import choose_way
-from carpool.transport import check_transport
+from carpool.transport import TransportOptions, check_transport
 
 # What a bias moves by in a step, if nobody says: DeepSeek-V3, arXiv 2412.19437, section 4.2.
 DEEPSEEK_RATE = 0.001
@@ -199,19 +199,21 @@ class Setup(RunState):
     def _set_rides(self, resume: Path | None) -> None:
         """How rows travel, how experts compute, and what runs beside what."""
         config, training, moe = self.config, self.config.training, self.config.moe
-        self.options, self.most_tokens = nvlink_options(config, self.degrees), most_tokens(config, self.degrees)
-        self.experts_lossy = set_experts(self.model, moe.experts, recompute=moe.recompute_experts)
+        self.most_tokens = most_tokens(config, self.degrees)
+        asked = {"recompute": moe.recompute_experts, **moe.expert_options}
+        self.experts_lossy = set_experts(self.model, moe.experts, **asked)
         self.top_k = top_k_of(self.model)
         self.rides = list(rides(self.model).values())
         name_layers(self.model)
-        if (asked := moe.asked_schedule()) is not None:
+        if (schedule := moe.asked_schedule()) is not None:
             # Before there are buffers: those of chunks are smaller.
             for own in self.rides:
-                own.set_schedule(asked)
+                own.set_schedule(schedule)
         hidden = self.model.config.get_text_config().hidden_size
         folders = [resume.parent.parent, self.folder] if resume is not None else []
-        layer, options, device = self.rides[0], self.options, self.device
+        layer, options, device = self.rides[0], TransportOptions(self.most_tokens), self.device
         self.transport_choice = choose_way(moe.transport, layer, self.top_k, hidden, options, device, folders)
+        self.options = transport_options(config, self.degrees, self.transport_choice.answer)
         set_transport(self.model, self.transport_choice.answer, options=self.options)
         for own in self.rides:
             own.prepare(self.top_k, hidden)
@@ -226,7 +228,7 @@ class Setup(RunState):
         }
         self.stages = choose_stages(moe.expert_stages, self.rides, **measured)
         if self.stages is not None:
-            set_experts(self.model, moe.experts, choices=self.stages.answer, recompute=moe.recompute_experts)
+            set_experts(self.model, moe.experts, choices=self.stages.answer, **asked)
         self.schedule = choose_schedule(moe.asked_schedule(), self.rides, hidden=hidden, **measured)
         compute_shared_beside(self.model, self.schedule.answer.name != "none")
         for own in self.rides:

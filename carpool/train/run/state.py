@@ -37,7 +37,7 @@ from carpool.train.run.flops import ModelSize
 from carpool.train.run.record import Recorder
 from carpool.train.run.room import make_room, random_state, restore_random_state
 from carpool.train.run.step import Batch, Objective
-from carpool.transport import NVLinkOptions
+from carpool.transport import TransportOptions
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class RunState:
         expert_counts: E of each experts module, by name.
         rides: the layers that ride.
         bias: moves the biases of routers; None: nothing does.
-        options, most_tokens: of transport nvlink; tokens of a rank in the largest forward.
+        options, most_tokens: of the transport; tokens of a rank in the largest forward.
         transport_choice, stages, schedule: what was chosen (`carpool.planner.chosen`); stages: None if there are none.
         experts_lossy, limits_lossy: how these change the model's function, for the log.
         layout_source: what says where experts live at the start.
@@ -91,7 +91,7 @@ class RunState:
     top_k: int
     bias: BiasBalance | None
     rides: list[ExpertRides]
-    options: NVLinkOptions
+    options: TransportOptions
     most_tokens: int
     transport_choice: Chosen[str]
     stages: Chosen[Choices] | None

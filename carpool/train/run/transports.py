@@ -18,7 +18,7 @@ from carpool.hf.expert_parallel import ExpertRides
 from carpool.planner.chosen import Chosen, Kind, choose
 from carpool.train.checkpoints.ranks import from_rank_0, gather
 from carpool.train.run.files import read_record
-from carpool.transport import NVLinkOptions, choose_transport, unfit_transports
+from carpool.transport import TransportOptions, choose_transport, unfit_transports
 
 TRANSPORT_KIND: Kind[str] = Kind("transport", lambda name: {"name": name}, lambda record: str(record["name"]))
 
@@ -28,7 +28,7 @@ def choose_way(
     layer: ExpertRides,
     top_k: int,
     hidden: int,
-    options: NVLinkOptions,
+    options: TransportOptions,
     device: torch.device,
     folders: Sequence[Path] = (),
 ) -> Chosen[str]:
@@ -38,6 +38,7 @@ def choose_way(
         wanted: `moe.transport`.
         layer: any of the run.
         hidden: H.
+        options: what means something to any transport.
         folders: of a run that is resumed; the first that has a record counts.
 
     Raises:

@@ -10,23 +10,29 @@ Values that cannot be are refused here, before any memory is taken.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from carpool.kernels.awaited import MAX_CTAS
+from carpool.transport.options import TransportOptions
 
 if TYPE_CHECKING:
     from carpool.schedule import Schedule
 
+# A run's arena to start with: what the first step needs is measured in it, and it is repeated.
+ARENA_BYTES = 64 * 2**20
+
 
 @dataclass(frozen=True)
-class NVLinkOptions:
+class NVLinkOptions(TransportOptions):
     """How the `nvlink` transport works; the defaults are exact and were measured (docs/measurements.md).
 
     Attributes:
         dispatch_ctas, combine_ctas: thread blocks of a verb: SMs that the ride takes from the computation.
         num_leases: dispatches that may be without their combine at one time.
-        max_tokens: tokens of the largest rank; None: agreed upon at the first forward, rounded up to a power of two.
+        max_tokens: None: agreed upon at the first forward, rounded up to a power of two.
         capacity: rows that a rank has room for from each other rank. None: `max_tokens`, which always suffices. If more
             come, sums are NaN and `Buffers.overflow` tells.
         timeout_seconds: how long a rank waits for another before it gives up and says which.
@@ -41,7 +47,6 @@ class NVLinkOptions:
     dispatch_ctas: int = 16
     combine_ctas: int = 16
     num_leases: int = 2
-    max_tokens: int | None = None
     capacity: int | None = None
     timeout_seconds: float = 300.0
     forward_fp8: bool = False
@@ -65,14 +70,25 @@ class NVLinkOptions:
         if self.timeout_seconds <= 0:
             raise ValueError(f"timeout_seconds={self.timeout_seconds} must be positive")
 
+    @classmethod
+    def from_settings(
+        cls, settings: Mapping[str, Any], *, max_tokens: int, sequence_tokens: int, timeout_seconds: float
+    ) -> Self:
+        """Of the section [nvlink], whose `capacity` is a share. There is room for one sequence in any case: a sample
+        of text cannot be drawn from NaN and repeated."""
+        share, capacity, others = settings["capacity"], None, dict(settings)
+        if share is not None:
+            capacity = min(max_tokens, max(sequence_tokens, math.ceil(share * max_tokens)))
+        others |= {"capacity": capacity, "num_leases": others.pop("leases")}
+        return cls(max_tokens=max_tokens, timeout_seconds=timeout_seconds, arena_bytes=ARENA_BYTES, **others)
+
     @property
     def lossy_reasons(self) -> list[str]:
-        """What changes the model's function, for logs and reports."""
         fp8 = {"rows travel as FP8": self.forward_fp8, "gradients of rows travel as FP8": self.backward_fp8}
         return [what for what, on in fp8.items() if on]
 
-    def under(self, schedule: Schedule) -> NVLinkOptions:
-        """These options with what a schedule needs: a stream of its own, buffers for a chunk, enough leases.
+    def under(self, schedule: Schedule) -> Self:
+        """A stream of its own, buffers for a chunk, enough leases.
 
         Raises:
             ValueError: tiles, and rows that travel as FP8."""

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -40,9 +39,6 @@ from carpool.transport.nvlink.rows import LeasedRows
 from carpool.transport.nvlink.runner import VerbRunner
 from carpool.transport.nvlink.usable import why_not
 from carpool.transport.volume import Counts, one_row_per_rank
-
-if TYPE_CHECKING:
-    from carpool.schedule import Schedule
 
 MAX_RANKS = 63  # one bit each in the plan
 PART_TOKENS = 16  # parts are multiples of it, so that ranges of tokens begin where the kernels like it
@@ -98,18 +94,8 @@ class NVLink(VerbRunner, Transport):
         return f"rows travel in pieces of 16 bytes, and {row} bytes ({hidden} elements) are none" if row % 16 else None
 
     @classmethod
-    def why_not_automatic(cls, options: NVLinkOptions | None) -> str | None:
-        if options is None or options.max_tokens is None:
-            return "nobody said how many tokens a rank may have (max_tokens)"
-        return None
-
-    @classmethod
-    def lossy_reasons(cls, options: NVLinkOptions | None) -> list[str]:
-        return [] if options is None else options.lossy_reasons
-
-    @classmethod
-    def options_under(cls, options: NVLinkOptions | None, schedule: Schedule) -> NVLinkOptions:
-        return (options or NVLinkOptions()).under(schedule)
+    def why_not_automatic(cls, options: NVLinkOptions) -> str | None:
+        return "nobody said how many tokens a rank may have (max_tokens)" if options.max_tokens is None else None
 
     def __init__(
         self,

@@ -1,0 +1,60 @@
+"""What one may choose about a transport. These mean something to any; a transport with more derives a class:
+
+@dataclass(frozen=True)
+class RelayOptions(TransportOptions):
+    hops: int = 2
+
+class Relay(Transport):
+    options_class = RelayOptions
+    def __init__(self, group, slots_per_rank, options: RelayOptions): ...
+
+MoE(..., transport="relay", transport_options=RelayOptions(hops=3))
+carpool train moe.transport=relay moe.transport_options.hops=3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Self
+
+if TYPE_CHECKING:
+    from carpool.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class TransportOptions:
+    """See the module's docstring.
+
+    Attributes:
+        max_tokens: tokens of the largest rank, for buffers of a fixed size; None: nobody has said.
+    """
+
+    max_tokens: int | None = None
+
+    @classmethod
+    def from_settings(
+        cls, settings: Mapping[str, Any], *, max_tokens: int, sequence_tokens: int, timeout_seconds: float
+    ) -> Self:
+        """Those of a training run.
+
+        Args:
+            settings: what the configuration says, by name.
+            sequence_tokens: a rank's share of one sequence. Buffers hold as many whatever the settings say.
+            timeout_seconds: how long a rank may wait for another.
+
+        Raises:
+            ValueError: values that cannot be."""
+        return cls(max_tokens=max_tokens, **settings)
+
+    @property
+    def lossy_reasons(self) -> list[str]:
+        """What these change of the model's function, for logs and reports."""
+        return []
+
+    def under(self, schedule: Schedule) -> Self:
+        """These, with what a schedule needs.
+
+        Raises:
+            ValueError: they do not go together."""
+        return self
