@@ -28,7 +28,8 @@ def balance_loss(
     """The load-balancing loss over all layers and all ranks of `group`.
 
     Args:
-        router_logits: one (T, E) tensor for each MoE layer, as models return with `output_router_logits=True`.
+        router_logits: one (T, E) tensor for each MoE layer, as models return with `output_router_logits=True`, or
+            `carpool.hf.router_logits` collects them.
         top_k: K of the router.
         group: all ranks that hold tokens of the batch; None: the whole world, if there is one.
         per_layer: the mean of the layers' losses; else the loss of all layers' tokens together, as in transformers.

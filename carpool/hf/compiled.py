@@ -4,23 +4,26 @@
     with eagerly(): ...                inside, layers run as if nobody had compiled them
 
 Layers of one kind share their graphs: one for training, one for evaluation, one more when sizes change. But what hangs
-hooks on the inside of a layer cuts its graph there: transformers, once it was asked for router logits, and FSDP on
-experts that it shards by themselves. What is then left of a ride's own preparation (a few operations on choices) is
-compiled for each layer anew, from the ninth on not at all, and PyTorch's log says so: `recompile_limit`. Rides
-themselves are the same everywhere.
+hooks on the inside of a layer may cut its graph there: transformers, once it was asked for router logits (the trainer
+does not ask: carpool/hf/router_logits.py), and FSDP on experts that it shards by themselves. What is then left of a
+ride's own preparation (a few operations on choices) is compiled for each layer anew, from the ninth on not at all, and
+PyTorch's log says so: `recompile_limit`. Rides themselves are the same everywhere.
 
 What grows with each call, like the prefix of a text that is sampled, or looks into layers by hooks, runs eagerly.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import nn
 
 from carpool.hf.expert_parallel import rides
 from carpool.hf.names import list_number
+from carpool.hf.router_logits import add_collected, traced_logits, with_logits
 
 
 def compile_layers(model: nn.Module, backend: str = "inductor") -> int:
@@ -39,8 +42,28 @@ def compile_layers(model: nn.Module, backend: str = "inductor") -> int:
     check_backend(backend)
     layers = decoder_layers(model)
     for layer in layers:
-        layer.forward = torch.compile(layer.forward, backend=backend)
+        layer.forward = _compiled(layer, backend)
     return len(layers)
+
+
+def _compiled(layer: nn.Module, backend: str) -> Callable[..., Any]:
+    """A layer's forward, compiled; its router logits go where they are collected."""
+    own: Any = layer.forward
+    # The class's function, which layers share. One that somebody put in its place is compiled for itself.
+    function = own.__func__ if getattr(own, "__self__", None) is layer else _without_layer(own)
+    run, traced = torch.compile(with_logits, backend=backend), traced_logits(layer)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        out, logits = run(function, layer, traced, args, kwargs)
+        if logits:
+            add_collected(logits)
+        return out
+
+    return forward
+
+
+def _without_layer(own: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda _, *args, **kwargs: own(*args, **kwargs)
 
 
 def check_backend(name: str) -> None:

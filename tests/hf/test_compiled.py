@@ -8,8 +8,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import carpool.hf
+from carpool.hf.balance import balance_loss
 from carpool.hf.build import build_model, make_config
 from carpool.hf.compiled import compile_layers, decoder_layers, eagerly
+from carpool.hf.router_logits import RouterLogits
 from carpool.parallel.degrees import Degrees
 from carpool.train.run.model import distributed_config
 from tests.ranks import WORLD_SIZE, Ranks
@@ -73,7 +75,9 @@ def count_graphs(layers: int) -> int:
     compile_layers(model, "aot_eager")
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     tokens = torch.arange(24).reshape(2, 12) % 64
-    model(input_ids=tokens, use_cache=False).logits.sum().backward()
+    with RouterLogits(model).collect() as router_logits:
+        out = model(input_ids=tokens, use_cache=False)
+    (out.logits.sum() + balance_loss(router_logits, 2)).backward()
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"] - before)
 
 

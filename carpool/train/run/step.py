@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from carpool.hf.balance import balance_loss
 from carpool.hf.expert_parallel import rides
 from carpool.hf.head import HeadLoss
+from carpool.hf.router_logits import RouterLogits
 from carpool.schedule.priority import RidesFirst
 from carpool.schedule.two_batch import TwoBatch
 from carpool.train.config.schema import TrainingSection
@@ -71,14 +72,17 @@ class Objective:
         rides_first: RidesFirst | None = None,
         loss_chunk: int | None = None,
     ) -> None:
-        takes = inspect.signature(model.forward).parameters
-        if aux_coef and "output_router_logits" not in takes:
+        returns_logits = "output_router_logits" in inspect.signature(model.forward).parameters
+        if aux_coef and not returns_logits:
             raise ValueError(
                 f"moe.router_aux_loss_coef = {aux_coef:g}, but {type(model).__name__} does not return router logits, "
                 "so there is no balance loss to weigh; set moe.router_aux_loss_coef=0"
             )
         self.model, self.top_k, self.aux_coef, self.dp_size, self.autocast = model, top_k, aux_coef, dp_size, autocast
         self.cross_entropy = HeadLoss(model, loss_chunk)
+        self.router_logits = RouterLogits(model) if aux_coef else None
+        # A configuration may ask for them, and for a balance loss of this rank's tokens.
+        self.settings = {"use_cache": False, **({"output_router_logits": False} if returns_logits else {})}
         self.balance_layers = balance_layers
         self.two_batch = TwoBatch(model) if two_batch else None
         self.rides_first = rides_first
@@ -87,13 +91,14 @@ class Objective:
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Cross-entropy summed over this rank's tokens, and the balance loss; both float32 scalars."""
         device = batch["input_ids"].device
-        extra: dict[str, Any] = {"output_router_logits": True} if self.aux_coef else {}
-        with self.cast(device):
-            ce, out = self.cross_entropy(batch["input_ids"], batch["labels"], use_cache=False, **extra)
-        aux = None
-        if self.aux_coef:
-            aux = balance_loss(out.router_logits, self.top_k, per_layer=self.balance_layers)
-        return ce, aux
+        collected: AbstractContextManager[Any] = nullcontext()
+        if self.router_logits is not None:
+            collected = self.router_logits.collect()
+        with self.cast(device), collected as logits:
+            ce, _ = self.cross_entropy(batch["input_ids"], batch["labels"], **self.settings)
+        if self.router_logits is None:
+            return ce, None
+        return ce, balance_loss(logits, self.top_k, per_layer=self.balance_layers)
 
     def cast(self, device: torch.device) -> AbstractContextManager[None]:
         """Inside, the model computes as it is trained."""
