@@ -20,7 +20,7 @@ hold the same element, `world / (product of the sizes of the mesh axes that shar
 the world adds the ranks. With one copy of everything, as in the first two rows, nothing is divided.
 
 Sums are in float32 (float64 for float64 gradients), in the order of the parameters; the same inputs give the same bits.
-Nothing is read back to the host: the norm stays a tensor on the device, and so does the coefficient.
+Nothing is read back to the host: the norm stays a tensor on the device, and so does the factor.
 """
 
 from __future__ import annotations
@@ -36,32 +36,72 @@ from torch.distributed.tensor import DTensor
 def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
     """Scales the gradients of `parameters` in place so that their global norm is at most `max_norm`.
 
+    An optimizer that takes a factor (`carpool.memory.optimizer.AdamW`) does without this second pass over the
+    gradients: give it `clip_factor(grad_norm(parameters), max_norm)`.
+
+    Args:
+        parameters: see `grad_norm`.
+        max_norm: see `clip_factor`.
+
+    Returns:
+        The norm before clipping. If it is not finite, the gradients are left as they are, so that whoever called can
+        look for the layer that broke.
+
+    Raises:
+        ValueError: if `max_norm` is not positive.
+    """
+    _check_max_norm(max_norm)
+    unique = _unique(parameters)
+    with torch.no_grad():
+        shards = _gradient_shards(unique)
+        norm = _sum_of_squares(shards, _accumulator(unique)).sqrt()
+        if math.isfinite(max_norm):
+            factor = clip_factor(norm, max_norm).nan_to_num(1.0)
+            for (device, _, _), local in shards.items():
+                torch._foreach_mul_(local, factor.to(device))
+    return norm
+
+
+@torch.no_grad()
+def grad_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+    """The norm of the gradient of `parameters`, over all ranks.
+
     Every rank of the world calls it, with its own parameters in the same order, also a rank whose shards are empty or
     whose parameters have no gradient: it adds zero, but it joins the all-reduce.
 
     Args:
         parameters: plain tensors (taken to be the same on every rank) and DTensors on any mesh of the world.
-        max_norm: the largest norm that is left as it is; `math.inf` only measures.
 
     Returns:
-        The norm before clipping, 0-dimensional, on the gradients' device; it is the same number on every rank. If it
-        is not finite, the gradients are left as they are, so that whoever called can look for the layer that broke.
+        0-dimensional, on the gradients' device; it is the same number on every rank.
+    """
+    unique = _unique(parameters)
+    return _sum_of_squares(_gradient_shards(unique), _accumulator(unique)).sqrt()
+
+
+@torch.no_grad()
+def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
+    """By what gradients of this norm are multiplied: 1 if it is at most `max_norm`, NaN if it is not finite.
+
+    Args:
+        max_norm: the largest norm that is left as it is; `math.inf` only measures.
 
     Raises:
         ValueError: if `max_norm` is not positive.
     """
+    _check_max_norm(max_norm)
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    return torch.where(torch.isfinite(norm), factor, math.nan)
+
+
+def _check_max_norm(max_norm: float) -> None:
+    """Raise a ValueError unless it is positive."""
     if math.isnan(max_norm) or max_norm <= 0:
         raise ValueError(f"max_norm is {max_norm}, but a norm to clip by is positive; use math.inf to only measure it")
-    unique = list({id(parameter): parameter for parameter in parameters}.values())
-    with torch.no_grad():
-        shards = _gradient_shards(unique)
-        norm = _sum_of_squares(shards, _accumulator(unique)).sqrt()
-        if math.isfinite(max_norm):
-            coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-            coefficient = torch.where(torch.isfinite(norm), coefficient, torch.ones_like(coefficient))
-            for (device, _, _), local in shards.items():
-                torch._foreach_mul_(local, coefficient.to(device))
-    return norm
+
+
+def _unique(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return list({id(parameter): parameter for parameter in parameters}.values())
 
 
 # Local gradient shards by device, dtype and number of ranks that hold the same elements: one fused kernel for each key.

@@ -1,10 +1,10 @@
 """Moving experts to other homes between two steps: their parameters, and all that the optimizer keeps of them.
 
 An expert's home holds one row of each stacked parameter and one of each optimizer state of that shape (both of Adam's
-moments, float32 masters where an optimizer has some). Training goes on as if nothing had happened only if all of them
-move together: moments that stay behind would steer other experts, and the loss curve would look normal. Every rank
-knows both layouts, so nothing is negotiated: rows that change their rank travel, each once, in one all-to-all per
-tensor, and rows that only change their place are copied.
+moments, the low bits of float32 masters, the scales of 8-bit moments). Training goes on as if nothing had happened only
+if all of them move together: moments that stay behind would steer other experts, and the loss curve would look normal.
+Every rank knows both layouts, so nothing is negotiated: rows that change their rank travel, each once, in one
+all-to-all per tensor, and rows that only change their place are copied.
 
     homes 0: [0, 1]  1: [2, 3]   ->   homes 0: [2, 0]  1: [1, 3]
     rank 0 sends row 1 (expert 1) and puts what comes (expert 2) first, its own row 0 second;  rank 1 the reverse
@@ -101,7 +101,9 @@ class RowMove:
             leaving, staying = source[index[0], part], source[index[2], part]
             if self.travelling:
                 came = leaving.new_empty(len(index[1]), leaving.shape[1])
-                dist.all_to_all_single(came, leaving, _lengths(self.receive), _lengths(self.send), group=group)
+                # As bytes: neither gloo nor NCCL knows int16.
+                to, of = came.view(torch.uint8), leaving.view(torch.uint8)
+                dist.all_to_all_single(to, of, _lengths(self.receive), _lengths(self.send), group=group)
                 target[index[1], part] = came
             target[index[3], part] = staying
         return out
@@ -181,14 +183,14 @@ def _tensors(
     parameter: nn.Parameter, optimizer: torch.optim.Optimizer | None
 ) -> Iterator[tuple[dict[str, Any] | None, str, torch.Tensor]]:
     """(whose entry, under which key, tensor) of all that has a row for each of the parameter's rows: the parameter
-    itself, which is nobody's entry, and its optimizer state."""
+    itself, which is nobody's entry, and its optimizer state. Scales of blocks differ in the last dimension alone."""
     found: list[tuple[dict[str, Any] | None, str, torch.Tensor]] = [(None, "", parameter.data)]
     state = optimizer.state.get(parameter, {}) if optimizer is not None else {}
     for key in sorted(state):
         value = state[key]
         if not isinstance(value, torch.Tensor):
             continue
-        if value.shape == parameter.shape:
+        if value.dim() == parameter.dim() > 0 and value.shape[:-1] == parameter.shape[:-1]:
             found.append((state, key, value))
         elif value.numel() != 1:
             raise ValueError(

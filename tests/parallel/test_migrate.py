@@ -13,8 +13,9 @@ import torch.distributed as dist
 
 import carpool
 from carpool.layout import ExpertLayout
+from carpool.memory.optimizer import AdamW
 from carpool.parallel import migrate
-from carpool.parallel.migrate import RowMove
+from carpool.parallel.migrate import RowMove, check_can_move, move_experts
 from tests.layouts import EXPERTS, layout_of
 from tests.ranks import WORLD_SIZE, Ranks, mesh
 
@@ -120,6 +121,41 @@ def test_training_goes_on_as_if_nobody_had_moved(ranks: Ranks) -> None:
 
 def test_moments_that_stay_behind_show(ranks: Ranks) -> None:
     assert all(loss_error > 1e-6 for loss_error, *_ in ranks(_both, True))
+
+
+def _states_move(moments: str, even: bool) -> list[str]:
+    """What differs, after steps before and after a move, from experts that all live in one parameter."""
+    rank, experts = dist.get_rank(), 9
+    before = [[0, 1, 2], [3, 4], [5, 6], [7, 8]]
+    after = [[8, 4, 0], [3, 1], [2, 7], [6, 5]] if even else [[8], [], [7, 3, 1, 0, 2], [4, 5, 6]]
+
+    def values(names: list[int], seed: int) -> torch.Tensor:
+        rows = [torch.randn(24, 300, generator=torch.Generator().manual_seed(seed * 100 + name)) for name in names]
+        return torch.stack(rows or [torch.empty(24, 300)])[: len(names)].bfloat16()
+
+    here = torch.nn.Parameter(values(before[rank], 0))
+    everywhere = torch.nn.Parameter(values(list(range(experts)), 0))
+    optimizers = [AdamW([p], lr=1e-2, moments=moments) for p in (here, everywhere)]
+    for step in range(1, 5):
+        if step == 3:
+            check_can_move([here], optimizers[0], None)
+            move_experts([here], RowMove(before, after, rank), optimizers[0], None, chunk_bytes=999)
+        for p, names, optimizer in zip(
+            (here, everywhere), ((before, after)[step > 2][rank], list(range(experts))), optimizers, strict=True
+        ):
+            p.grad = values(names, step)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    wrong = [] if torch.equal(here, everywhere[after[rank]]) else ["the parameter"]
+    for name, value in optimizers[1].state[everywhere].items():
+        ours = optimizers[0].state[here][name]
+        wrong += [] if torch.equal(ours, value[after[rank]] if value.dim() else value) else [name]
+    return wrong
+
+
+@pytest.mark.parametrize(("moments", "even"), [("int8", True), ("int8", False), ("float32", False)])
+def test_low_bits_and_scales_move_with_their_experts(ranks: Ranks, moments: str, even: bool) -> None:
+    assert ranks(_states_move, moments, even) == [[]] * WORLD_SIZE
 
 
 def _refusals() -> list[str]:

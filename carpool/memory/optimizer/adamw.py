@@ -1,0 +1,207 @@
+"""AdamW whose step is one pass over memory: one kernel for all parameters of equal dtypes on GPUs, plain PyTorch on
+CPUs.
+
+    optimizer = AdamW(model.parameters(), lr=3e-4, weight_decay=0.1)
+    loss.backward()
+    norm = grad_norm(model.parameters())
+    optimizer.step(factor=clip_factor(norm, 1.0), zero_grads=True)
+
+The same pass clips, updates and, if asked, zeroes the gradients. It is exact AdamW for float32 parameters. Those in
+bfloat16 have float32 masters, of which the optimizer keeps the other 16 bits (`masters`). Moments may be kept in fewer
+bits, which is lossy (`moments`). Bytes for each parameter, with its gradient:
+
+    parameters    moments      weight  gradient  low bits  moments   in all
+    float32       float32      4       4                   8         16
+    float32       int8         4       4                   2.03      10.03
+    bfloat16      float32      2       2         2         8         14
+    bfloat16      bfloat16     2       2         2         4         10
+    bfloat16      int8         2       2         2         2.03      8.03
+
+State of a parameter: `step`, `exp_avg` and `exp_avg_sq`, as those of `torch.optim.AdamW`; `low_bits` (int16) beside
+bfloat16; `exp_avg_scale` and `exp_avg_sq_scale` beside 8-bit codes. It exists from the start. All but `step` has one
+row for each row of the parameter, and is a DTensor where the parameter is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Literal
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from carpool.memory.optimizer.moments import DTYPES, ZERO_CODE, can_be_blocks, dequantise, quantise, scale_shape
+from carpool.memory.optimizer.update import State, Update, local
+
+Moments = Literal["float32", "bfloat16", "int8"]
+_SIGNED = {"exp_avg": True, "exp_avg_sq": False}
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW over plain tensors and DTensors alike: each rank updates what it holds.
+
+    Args:
+        params: contiguous float32 or bfloat16 tensors, or groups of them.
+        lr: a number, or a float32 scalar tensor, which a captured CUDA graph reads at each replay.
+        betas, eps, weight_decay: of AdamW.
+        moments: how both moments are kept. Other than float32 is lossy.
+
+    Raises:
+        ValueError: a parameter of another dtype, or not contiguous.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        moments: Moments = "float32",
+    ) -> None:
+        if moments not in DTYPES:
+            raise ValueError(f"moments={moments!r} is not known; it is one of {', '.join(DTYPES)}")
+        self.moments = moments
+        self._updates: list[Update] = []
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for parameter in self.param_groups[-1]["params"]:
+            if parameter.dtype not in (torch.float32, torch.bfloat16) or not local(parameter).is_contiguous():
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} is {parameter.dtype} with strides "
+                    f"{parameter.stride()}; this optimizer updates contiguous float32 and bfloat16 parameters, "
+                    "torch.optim.AdamW all others"
+                )
+            self.state[parameter] = self._new_state(parameter)
+        self._updates = []
+
+    def _new_state(self, parameter: torch.Tensor) -> State:
+        state: State = {"step": torch.zeros((), device=parameter.device)}
+        blocks = self.moments == "int8" and can_be_blocks(parameter.shape, _last_dim_shards(parameter))
+        # What cannot be in blocks is small, so that it stays exact.
+        dtype = DTYPES[self.moments] if blocks or self.moments != "int8" else torch.float32
+        for name, signed in _SIGNED.items():
+            state[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+            if blocks:
+                local(state[name]).fill_(ZERO_CODE[signed])
+                state[f"{name}_scale"] = _new_scale(parameter)
+        if parameter.dtype == torch.bfloat16:
+            state["low_bits"] = torch.zeros_like(parameter, dtype=torch.int16, requires_grad=False)
+        return state
+
+    @torch.no_grad()
+    def step(  # type: ignore[override]
+        self,
+        closure: Callable[[], Any] | None = None,
+        *,
+        factor: torch.Tensor | None = None,
+        zero_grads: bool = False,
+    ) -> Any:
+        """Update the parameters that have a gradient.
+
+        Args:
+            closure: computes the loss again, as PyTorch's optimizers take it.
+            factor: scalar float32 tensor on the parameters' device, by which gradients are multiplied (`clip_factor`).
+                Nothing waits for it. If it is NaN, nothing is updated and no step is counted.
+            zero_grads: gradients are zero afterwards, in the memory that they have.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._updates:
+            self._updates = self._new_updates()
+        settings, rates = [], {}
+        for i, group in enumerate(self.param_groups):
+            lr = group["lr"]
+            if isinstance(lr, torch.Tensor):
+                rates[i], lr = lr, 0.0
+            settings.append((lr, *group["betas"], group["eps"], group["weight_decay"]))
+        for update in self._updates:
+            by = factor if factor is None else factor.to(update.device, torch.float32)
+            update.step(settings, rates, by, zero_grads)
+        return loss
+
+    def _new_updates(self) -> list[Update]:
+        devices: dict[torch.device, list[tuple[torch.Tensor, int, State]]] = {}
+        for i, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                devices.setdefault(parameter.device, []).append((parameter, i, self.state[parameter]))
+        return [Update(*map(list, zip(*found, strict=True))) for found in devices.values()]
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy a state into the memory of this one. That of `torch.optim.AdamW` will do: masters are then the weights;
+        so will moments of other dtypes, which are converted.
+
+        Raises:
+            ValueError: other groups, other shapes, or 16 low bits for a parameter that has none.
+        """
+        theirs = state_dict["param_groups"]
+        if [len(group["params"]) for group in theirs] != [len(group["params"]) for group in self.param_groups]:
+            raise ValueError("the state is of an optimizer with other groups of parameters")
+        for group, other in zip(self.param_groups, theirs, strict=True):
+            for name in self.defaults:
+                group[name] = other.get(name, group[name])
+            for parameter, key in zip(group["params"], other["params"], strict=True):
+                _copy_state(self.state[parameter], state_dict["state"].get(key, {}), parameter)
+
+
+def _copy_state(ours: State, theirs: dict[str, Any], parameter: torch.Tensor) -> None:
+    shape = tuple(parameter.shape)
+    known = {"step", *_SIGNED, "low_bits", *(f"{name}_scale" for name in _SIGNED)}
+    if more := sorted(theirs.keys() - known) + (["low_bits"] if theirs.keys() - ours.keys() == {"low_bits"} else []):
+        raise ValueError(
+            f"a state has {', '.join(more)} of a {parameter.dtype} parameter of shape {shape}: not AdamW's"
+        )
+    ours["step"].copy_(torch.as_tensor(theirs.get("step", 0.0)))
+    if "low_bits" in ours:
+        _copy(ours["low_bits"], theirs.get("low_bits"), shape)
+    for name, signed in _SIGNED.items():
+        value, scale = theirs.get(name), theirs.get(f"{name}_scale")
+        if ours[name].dtype == torch.uint8 and (value is None or scale is None):
+            values = torch.zeros(local(ours[name]).shape) if value is None else local(value)
+            codes, made = quantise(values.to(ours[name].device), signed)
+            local(ours[name]).copy_(codes)
+            local(ours[f"{name}_scale"]).copy_(made)
+        elif ours[name].dtype != torch.uint8 and scale is not None:
+            assert value is not None
+            local(ours[name]).copy_(dequantise(local(value), local(scale), signed))
+        else:
+            _copy(ours[name], value, shape)
+            if scale is not None:
+                _copy(ours[f"{name}_scale"], scale, shape)
+
+
+def _copy(target: torch.Tensor, value: torch.Tensor | None, shape: tuple[int, ...]) -> None:
+    if value is None:
+        local(target).zero_()
+    elif local(value).shape != local(target).shape:
+        raise ValueError(f"a state of shape {tuple(value.shape)} does not fit a parameter of shape {shape}")
+    else:
+        local(target).copy_(local(value))
+
+
+def _new_scale(parameter: torch.Tensor) -> torch.Tensor:
+    scale = torch.zeros(scale_shape(local(parameter).shape), device=parameter.device)
+    if not isinstance(parameter, DTensor):
+        return scale
+    shape = torch.Size(scale_shape(parameter.shape))
+    strides = torch.empty(shape, device="meta").stride()
+    placed = DTensor.from_local(
+        scale, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=strides
+    )
+    return placed.to(parameter.device)
+
+
+def _last_dim_shards(parameter: torch.Tensor) -> int:
+    """In how many pieces the last dimension is divided among ranks."""
+    shards = 1
+    if isinstance(parameter, DTensor):
+        for size, placement in zip(parameter.device_mesh.shape, parameter.placements, strict=True):
+            if getattr(placement, "dim", None) == parameter.dim() - 1:
+                shards *= size
+    return shards

@@ -1,0 +1,238 @@
+"""The update of many parameters in one launch; `plain.update` defines what it computes.
+
+A table has one row of addresses and sizes for each parameter. A program updates one piece of one parameter:
+
+    table     row 0: embedding, 4 M elements    row 1: a norm, 2048    ...
+    pieces    (0, 0) (0, 64) (0, 128) ... (1, 0) ...          (row, first block of 256 elements)
+
+It reads the weight, its gradient and what is kept, once, and writes them once: 28 bytes for an element in float32. A
+block of 256 elements never crosses a row of the parameter's last dimension where moments are 8-bit codes.
+
+Addresses come out of memory, so the compiler knows nothing of them, and would move one element at a time. Where all
+addresses and the width are multiples of 16, the program says so and takes a way of its own through the same code.
+
+Multiplications and additions are not fused (`enable_fp_fusion=False`), and square roots and divisions are rounded to
+nearest, so that the results are those of plain PyTorch bit by bit. The kernel waits for memory, not for them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from carpool.kernels.quick import quick
+
+# Of a row of the table.
+COLUMNS = 10
+BLOCKS = 4  # of 256 elements, at once: 116 to 158 registers
+ROUNDS = 16  # of a program
+PIECE = BLOCKS * ROUNDS
+# How moments are kept.
+FLOAT32, BFLOAT16, INT8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+BLOCK = tl.constexpr(256)
+
+
+@triton.jit
+def _mix(x):  # type: ignore[no-untyped-def]
+    """`moments.mix` of uint32."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _widen(bits):  # type: ignore[no-untyped-def]
+    """float32 of a bfloat16's bits in int16."""
+    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _code(x, bounds, SIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`moments.quantise` of quotients: a guess from the logarithm, which is off by one at most, and two of the bounds.
+
+    A search among the bounds would read eight of them for each element, one after the other."""
+    magnitude = tl.abs(x)
+    exponent = tl.minimum(tl.maximum(tl.floor(tl.log2(tl.maximum(magnitude, 1e-30)) * 0.30102999566) + 7, 0), 6)
+    steps = tl.exp2(exponent)  # of this decade; twice as many without a sign
+    if SIGNED:
+        before = steps - 1
+    else:
+        before, steps = 2 * steps - 2, 2 * steps
+    part = (magnitude * tl.exp2((6 - exponent) * 3.32192809489) - 0.1) * (steps / 0.9)
+    place = (before + tl.floor(part)).to(tl.int32)
+    if SIGNED:
+        code = tl.where(x >= 0, 128 + place, 126 - place)
+    else:
+        code = 1 + place
+    code = tl.minimum(tl.maximum(code, 0), 255)
+    above = tl.load(bounds + tl.minimum(code, 254))
+    below = tl.load(bounds + tl.maximum(code - 1, 0))
+    return code + ((code < 255) & (x >= above)).to(tl.int32) - ((code > 0) & (x < below)).to(tl.int32)
+
+
+@triton.jit
+def _keep_codes(values, codes, scales, offset, inside, block, valid, bounds, SIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    magnitude = tl.abs(values)
+    scale = tl.max(magnitude, axis=1)
+    quotient = tl.div_rn(values, tl.where(scale > 0, scale, 1.0)[:, None] + tl.zeros_like(values))
+    code = _code(quotient, bounds, SIGNED)
+    if not SIGNED:
+        code = tl.where(values > 0, tl.maximum(code, 1), code)
+    tl.store(codes + offset, code.to(tl.uint8), mask=inside)
+    tl.store(scales + block, scale, mask=valid)
+
+
+@triton.jit
+def _piece(  # type: ignore[no-untyped-def]
+    at, gradient, first, coefficients, steps, factor, maps, BFLOAT16_WEIGHT: tl.constexpr,
+    BFLOAT16_GRAD: tl.constexpr, MOMENTS: tl.constexpr, ZERO_GRADS: tl.constexpr, ALIGNED: tl.constexpr,
+    BLOCKS: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
+    grad_type: tl.constexpr = tl.int16 if BFLOAT16_GRAD else tl.float32
+    weight_type: tl.constexpr = tl.int16 if BFLOAT16_WEIGHT else tl.float32
+    kept_type: tl.constexpr = tl.float32 if MOMENTS == FLOAT32 else tl.int16 if MOMENTS == BFLOAT16 else tl.uint8
+    weights, gradients = tl.load(at).to(tl.pointer_type(weight_type)), gradient.to(tl.pointer_type(grad_type))
+    firsts, seconds = tl.load(at + 1).to(tl.pointer_type(kept_type)), tl.load(at + 2).to(tl.pointer_type(kept_type))
+    lows, width = tl.load(at + 3).to(tl.pointer_type(tl.int16)), tl.load(at + 6)
+    if ALIGNED:
+        weights, gradients, lows = tl.multiple_of(weights, 16), tl.multiple_of(gradients, 16), tl.multiple_of(lows, 16)
+        firsts, seconds, width = tl.multiple_of(firsts, 16), tl.multiple_of(seconds, 16), tl.multiple_of(width, 16)
+    blocks, per_row, number = tl.load(at + 7).to(tl.int32), tl.load(at + 8).to(tl.int32), tl.load(at + 9)
+    ours = coefficients + number * 7
+    step_size, inverse_root, decay = tl.load(ours), tl.load(ours + 1), tl.load(ours + 2)
+    take1, keep2, take2, eps = tl.load(ours + 3), tl.load(ours + 4), tl.load(ours + 5), tl.load(ours + 6)
+    for i in range(ROUNDS):
+        block = first + i * BLOCKS + tl.arange(0, BLOCKS)
+        valid = block < blocks
+        row = block // per_row
+        part = (block - row * per_row) * BLOCK
+        column = part[:, None] + tl.arange(0, BLOCK)[None, :]
+        inside = valid[:, None] & (column < width)
+        offset = row.to(tl.int64)[:, None] * width + column
+
+        g = tl.load(gradients + offset, mask=inside, other=0)
+        if BFLOAT16_GRAD:
+            g = _widen(g)
+        g = g * factor
+        w = tl.load(weights + offset, mask=inside, other=0)
+        if BFLOAT16_WEIGHT:
+            low = tl.load(lows + offset, mask=inside, other=0)
+            w = ((w.to(tl.int32) << 16) + low.to(tl.int32)).to(tl.float32, bitcast=True)
+        m, v = tl.load(firsts + offset, mask=inside, other=0), tl.load(seconds + offset, mask=inside, other=0)
+        if MOMENTS == BFLOAT16:
+            m, v = _widen(m), _widen(v)
+        if MOMENTS == INT8:
+            m_scales = tl.load(at + 4).to(tl.pointer_type(tl.float32))
+            v_scales = tl.load(at + 5).to(tl.pointer_type(tl.float32))
+            m_scale, v_scale = (
+                tl.load(m_scales + block, mask=valid, other=0),
+                tl.load(v_scales + block, mask=valid, other=0),
+            )
+            m = tl.load(maps + m.to(tl.int32)) * m_scale[:, None]
+            v = tl.load(maps + 256 + v.to(tl.int32)) * v_scale[:, None]
+
+        m = m + (g - m) * take1
+        v = v * keep2 + g * g * take2
+        w = w - w * decay
+        w = w - tl.div_rn(m * step_size, tl.sqrt_rn(v) * inverse_root + eps)
+
+        if BFLOAT16_WEIGHT:
+            bits = tl.where(w == w, w.to(tl.int32, bitcast=True), 0x7FC00000)
+            upper = (bits + 0x8000) >> 16
+            tl.store(weights + offset, upper.to(tl.int16), mask=inside)
+            tl.store(lows + offset, (bits - (upper << 16)).to(tl.int16), mask=inside)
+        else:
+            tl.store(weights + offset, w, mask=inside)
+        if MOMENTS == INT8:
+            m, v = tl.where(inside, m, 0.0), tl.where(inside, v, 0.0)
+            _keep_codes(m, firsts, m_scales, offset, inside, block, valid, maps + 512, True)
+            _keep_codes(v, seconds, v_scales, offset, inside, block, valid, maps + 768, False)
+        elif MOMENTS == BFLOAT16:
+            bits = m.to(tl.int32, bitcast=True)
+            bits = bits + 0x7FFF + ((bits >> 16) & 1)
+            tl.store(firsts + offset, (bits >> 16).to(tl.int16), mask=inside)
+            step = tl.load(steps + number).to(tl.int32).to(tl.uint32)
+            key = _mix(step * 0x9E3779B9 + number.to(tl.uint32) * 0x85EBCA6B)
+            noise = (_mix(offset.to(tl.uint32) ^ key) & 0xFFFF).to(tl.int32)
+            tl.store(seconds + offset, ((v.to(tl.int32, bitcast=True) + noise) >> 16).to(tl.int16), mask=inside)
+        else:
+            tl.store(firsts + offset, m, mask=inside)
+            tl.store(seconds + offset, v, mask=inside)
+        if ZERO_GRADS:
+            tl.store(gradients + offset, tl.zeros_like(w).to(grad_type), mask=inside)
+
+
+@quick
+@triton.jit
+def _kernel(  # type: ignore[no-untyped-def]
+    table, gradients, pieces, coefficients, steps, factor, maps, BFLOAT16_WEIGHT: tl.constexpr,
+    BFLOAT16_GRAD: tl.constexpr, MOMENTS: tl.constexpr, ZERO_GRADS: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCKS: tl.constexpr, ROUNDS: tl.constexpr,
+):  # fmt: skip
+    piece = tl.program_id(0)
+    row, first = tl.load(pieces + 2 * piece), tl.load(pieces + 2 * piece + 1)
+    at, gradient, by = table + row * COLUMNS, tl.load(gradients + row), tl.load(factor)
+    # A parameter without a gradient stays as it is, and with a factor that is NaN all do.
+    if (gradient != 0) & (by == by):
+        address = gradient | tl.load(at) | tl.load(at + 1) | tl.load(at + 2) | tl.load(at + 3) | tl.load(at + 6)
+        if address % 16 == 0:
+            _piece(
+                at, gradient, first, coefficients, steps, by, maps,
+                BFLOAT16_WEIGHT, BFLOAT16_GRAD, MOMENTS, ZERO_GRADS, True, BLOCKS, ROUNDS,
+            )  # fmt: skip
+        else:
+            _piece(
+                at, gradient, first, coefficients, steps, by, maps,
+                BFLOAT16_WEIGHT, BFLOAT16_GRAD, MOMENTS, ZERO_GRADS, False, BLOCKS, ROUNDS,
+            )  # fmt: skip
+
+
+def launch(
+    table: torch.Tensor,
+    gradients: torch.Tensor,
+    pieces: torch.Tensor,
+    coefficients: torch.Tensor,
+    steps: torch.Tensor,
+    factor: torch.Tensor,
+    maps: torch.Tensor,
+    *,
+    bfloat16_weight: bool,
+    bfloat16_grad: bool,
+    moments: torch.dtype,
+    zero_grads: bool,
+) -> None:
+    """Update all parameters of a table.
+
+    Args:
+        table: `(parameters, COLUMNS)` int64: addresses of weight, exp_avg, exp_avg_sq, low bits and both scales (0:
+            none), elements of a row of blocks, blocks, blocks of a row, number of the parameter.
+        gradients: `(parameters,)` int64, their addresses; 0: the parameter has none.
+        pieces: `(n, 2)` int32, row of the table and first block.
+        coefficients: `(numbers, 7)` float32, `plain.Coefficients` by number.
+        steps: `(numbers,)` float32.
+        factor: one float32, for all gradients. NaN: nothing is updated.
+        maps: `(1024,)` float32: both maps of codes, and both lists of bounds.
+        moments: float32, bfloat16 or uint8.
+    """
+    if len(pieces) == 0:
+        return
+    how = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.uint8: INT8}[moments]
+    _kernel[(len(pieces),)](
+        table,
+        gradients,
+        pieces,
+        coefficients,
+        steps,
+        factor,
+        maps,
+        BFLOAT16_WEIGHT=bfloat16_weight,
+        BFLOAT16_GRAD=bfloat16_grad,
+        MOMENTS=how.value,
+        ZERO_GRADS=zero_grads,
+        COLUMNS=COLUMNS,
+        BLOCKS=BLOCKS,
+        ROUNDS=ROUNDS,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )

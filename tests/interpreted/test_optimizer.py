@@ -1,0 +1,64 @@
+"""The optimizer's kernel in Triton's interpreter against the plain version: state bit by bit, weights to the last bit
+of an update (PyTorch's square root on CPUs is not always rounded to nearest)."""
+
+from __future__ import annotations
+
+import os
+from unittest import mock
+
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
+
+import triton
+import triton.language as tl
+
+from carpool.memory.optimizer import AdamW, update
+from carpool.memory.optimizer.kernel import _code
+from carpool.memory.optimizer.moments import DTYPES, dynamic_map, midpoints
+from tests.optimizer_problem import groups, masters, parameters, train
+
+
+@pytest.mark.parametrize("moments", list(DTYPES))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernel_equals_plain_pytorch(dtype: torch.dtype, moments: str) -> None:
+    ended = []
+    for kernel in (False, True):
+        found = parameters(dtype)
+        optimizer = AdamW(groups(found), lr=1e-2, weight_decay=0.01, moments=moments)
+        with mock.patch.object(update, "on_gpu", lambda _, kernel=kernel: kernel):
+            train(optimizer, found, factor=torch.tensor(0.7), zero_grads=True)
+            before = [p.detach().clone() for p in found]
+            optimizer.step(factor=torch.tensor(torch.nan))
+        assert all(torch.equal(p, old) for p, old in zip(found, before, strict=True)), "NaN: nothing is updated"
+        assert all(p.grad is None or not p.grad.any() for p in found)
+        ended.append((masters(optimizer, found), [optimizer.state[p] for p in found]))
+    (plain, plain_state), (ours, state) = ended
+    assert not torch.equal(ours[0], parameters(dtype)[0].detach())
+    for p, q, one, other in zip(ours, plain, state, plain_state, strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-7, atol=3e-9)
+        assert one.keys() == other.keys()
+        for name in one.keys() - {"low_bits"}:
+            assert torch.equal(one[name], other[name]), name
+
+
+@triton.jit
+def _codes(values, bounds, out, SIGNED: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tl.store(out + at, _code(tl.load(values + at), bounds, SIGNED))
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_the_guess_of_a_code_is_mended_everywhere(signed: bool) -> None:
+    """At every bound, value and power of ten, just beside them, and between."""
+    special = torch.cat([midpoints(signed), dynamic_map(signed), 10.0 ** -torch.arange(12.0), torch.zeros(1)])
+    near = [special, special.nextafter(torch.tensor(2.0)), special.nextafter(torch.tensor(-2.0))]
+    values = torch.cat([*near, 10 ** (-9 * torch.rand(3000, generator=torch.Generator().manual_seed(0)))])
+    values = torch.cat([values, -values]).clamp(-1, 1) if signed else values.clamp(0, 1)
+    values = torch.nn.functional.pad(values, (0, -len(values) % 1024))
+    out = torch.zeros(len(values), dtype=torch.int32)
+    _codes[(len(values) // 1024,)](values, midpoints(signed), out, SIGNED=signed, SIZE=1024)
+    assert torch.equal(out, torch.bucketize(values, midpoints(signed), right=True).int())
+    assert len(out.unique()) == 256

@@ -1,0 +1,296 @@
+"""The optimizer in plain PyTorch: against PyTorch's own and float64; masters, moments in fewer bits, states."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from carpool.memory.optimizer import AdamW
+from carpool.memory.optimizer.masters import join, split
+from carpool.memory.optimizer.moments import dequantise, dynamic_map, midpoints, quantise, round_stochastically
+from carpool.parallel.clip import clip_factor, clip_grad_norm, grad_norm
+from tests.optimizer_problem import SHAPES, gradients, groups, masters, parameters, train
+from tests.ranks import WORLD_SIZE, Ranks, mesh
+
+STATE = ("exp_avg", "exp_avg_sq", "step")
+
+
+def _trained(cls: Any, dtype: torch.dtype, steps: int = 4, **how: Any) -> tuple[Any, list[torch.nn.Parameter]]:
+    found = parameters(dtype)
+    optimizer = cls(groups(found), lr=1e-2, weight_decay=0.01, **how)
+    train(optimizer, found, steps)
+    return optimizer, found
+
+
+def test_it_is_adamw() -> None:
+    exact, truth = _trained(torch.optim.AdamW, torch.float64, foreach=False)
+    ours, found = _trained(AdamW, torch.float32)
+    fused, theirs = _trained(torch.optim.AdamW, torch.float32, fused=True)
+    for p, q, right in zip(found, theirs, truth, strict=True):
+        torch.testing.assert_close(p.double(), right.double(), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+        for name in STATE:
+            torch.testing.assert_close(ours.state[p][name], fused.state[q][name], rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(
+                ours.state[p][name].double(), exact.state[right][name].double(), rtol=1e-6, atol=1e-7
+            )
+
+
+def test_a_bfloat16_weight_and_its_low_bits_are_any_float32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31, (100_003,), generator=generator).int()
+    ties = (torch.arange(-(2**15), 2**15, 37, dtype=torch.int32) << 16) + 0x8000
+    special = torch.tensor([0.0, -0.0, math.inf, -math.inf, 3.4e38, -3.4e38, 1e-45, 1.0]).view(torch.int32)
+    values = torch.cat([bits, ties, special]).view(torch.float32)
+    weight, low = split(values)
+    number = ~values.isnan()
+    assert torch.equal(join(weight, low)[number].view(torch.int32), values[number].view(torch.int32))
+    assert weight[~number].isnan().all() and join(weight, low)[~number].isnan().all()
+    tie = (values.view(torch.int32) & 0xFFFF) == 0x8000
+    assert tie.sum() > 1000 and torch.equal(weight[number & ~tie], values[number & ~tie].bfloat16())
+    distance = (weight.double() - values.double()).abs()
+    nearest = (values.bfloat16().double() - values.double()).abs()
+    at = number & tie & values.isfinite() & weight.isfinite() & values.bfloat16().isfinite()
+    assert torch.equal(distance[at], nearest[at])
+
+
+def test_masters_are_those_of_float32_training() -> None:
+    """With gradients that are bfloat16 either way, bfloat16 weights are the roundings of what float32 training
+    gives."""
+    ours, found = _trained(AdamW, torch.bfloat16)
+    exact = [torch.nn.Parameter(p.detach().float()) for p in parameters(torch.bfloat16)]
+    optimizer = AdamW(groups(exact), lr=1e-2, weight_decay=0.01)
+    for step in range(4):
+        for i, (p, grad) in enumerate(zip(exact, gradients(step), strict=True)):
+            p.grad = None if i == 2 and step == 1 else grad.bfloat16().float()
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.9
+        optimizer.step()
+    for p, q, master in zip(found, exact, masters(ours, found), strict=True):
+        assert torch.equal(master, q) and torch.equal(p, split(q.detach())[0])
+    plain, theirs = _trained(torch.optim.AdamW, torch.bfloat16, foreach=False)
+    wrong = [(p.float() - q).abs().max() for p, q in zip(theirs, exact, strict=True) if q.numel()]
+    assert plain and max(wrong) > 4e-3, "without masters the weights are others"
+
+
+def test_small_updates_add_up_in_masters_alone() -> None:
+    def after(cls: Any) -> float:
+        p = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+        optimizer = cls([p], lr=1e-4, weight_decay=0.0)
+        for _ in range(100):
+            p.grad = torch.ones_like(p)
+            optimizer.step()
+        return float(p.detach())
+
+    assert after(torch.optim.AdamW) == 1.0 and after(AdamW) == pytest.approx(0.99, abs=0.003)
+
+
+def test_the_maps_are_those_of_bitsandbytes() -> None:
+    signed, unsigned = dynamic_map(True), dynamic_map(False)
+    assert len(signed) == len(unsigned) == 256 and (signed.diff() > 0).all() and (unsigned.diff() > 0).all()
+    # The first and last few of `bitsandbytes.functional.create_dynamic_map`.
+    torch.testing.assert_close(signed[:2], torch.tensor([-0.9929687, -0.9789063]))
+    torch.testing.assert_close(signed[126:130], torch.tensor([-5.5e-7, 0.0, 5.5e-7, 3.25e-6]))
+    torch.testing.assert_close(unsigned[:4], torch.tensor([0.0, 3.25e-7, 7.75e-7, 2.125e-6]))
+    torch.testing.assert_close(unsigned[-2:], torch.tensor([0.9964844, 1.0]))
+
+
+@pytest.mark.parametrize("shape", [(3, 512), (5, 300), (2, 7, 255), (0, 256), (4, 1)])
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_code_is_the_nearest_and_blocks_stay_in_rows(shape: tuple[int, ...], signed: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(shape, generator=generator) * 10.0 ** torch.randint(-5, 5, shape, generator=generator)
+    values = values if signed else values.abs()
+    codes, scale = quantise(values, signed)
+    assert codes.shape == values.shape and scale.shape == (*shape[:-1], -(-shape[-1] // 256))
+    got = dequantise(codes, scale, signed)
+    each = scale.repeat_interleave(256, dim=-1)[..., : shape[-1]]
+    options = (dynamic_map(signed) * each.unsqueeze(-1) - values.unsqueeze(-1)).abs()
+    # The smallest positive value of the second moment is kept, and not the nearer 0.
+    nearest = options[..., 1:].amin(-1) if not signed else options.amin(-1)
+    torch.testing.assert_close(
+        (got - values).abs(), nearest, rtol=1e-4, atol=1e-7 * float(each.max() if each.numel() else 0)
+    )
+    assert signed or (got > 0).all()
+    for row in range(shape[0]):
+        alone, its_scale = quantise(values[row : row + 1], signed)
+        assert torch.equal(alone[0], codes[row]) and torch.equal(its_scale[0], scale[row])
+
+
+def test_a_block_of_zeros_stays_zero() -> None:
+    for signed in (True, False):
+        codes, scale = quantise(torch.zeros(2, 300), signed)
+        assert not dequantise(codes, scale, signed).any()
+    assert len(midpoints(True)) == 255
+
+
+def test_rounding_is_right_on_average() -> None:
+    from carpool.memory.optimizer.moments import noise
+
+    values = torch.full((200_000,), 1.0) + 0.3 * 2**-7
+    means = [
+        round_stochastically(values, noise(len(values), step, 3, values.device)).double().mean() for step in (1, 2)
+    ]
+    assert means[0] != means[1] and all(abs(m - values[0]) < 2e-5 for m in means)
+
+
+def test_a_second_moment_in_bfloat16_decays() -> None:
+    """Rounded to nearest it would stay: 0.999 of it is nearest to itself."""
+    p = torch.nn.Parameter(torch.ones(4096))
+    optimizer = AdamW([p], moments="bfloat16", lr=0.0)
+    for step in range(300):
+        p.grad = torch.ones_like(p) if step == 0 else torch.zeros_like(p)
+        optimizer.step()
+    v = optimizer.state[p]["exp_avg_sq"]
+    assert v.dtype == torch.bfloat16 and torch.tensor(0.999).bfloat16() * v[0] == v[0]
+    assert float(v.double().mean()) == pytest.approx(1e-3 * 0.999**299, rel=0.01)
+
+
+@pytest.mark.parametrize("moments", ["bfloat16", "int8"])
+def test_lossy_moments_are_near(moments: str) -> None:
+    _, right = _trained(AdamW, torch.float32)
+    ours, found = _trained(AdamW, torch.float32, moments=moments)
+    lossy = 0
+    for p, q, start in zip(found, right, parameters(torch.float32), strict=True):
+        dtype = ours.state[p]["exp_avg"].dtype
+        lossy += dtype != torch.float32
+        assert (moments == "bfloat16") == (dtype == torch.bfloat16) or p.numel() < 4096 or dtype == torch.uint8
+        moved = (q - start).abs()
+        assert p.numel() == 0 or (p - q).abs().median() <= 0.02 * moved.median()
+    assert lossy >= 4
+
+
+def test_a_factor_clips_as_a_pass_over_the_gradients_does() -> None:
+    ended = []
+    for in_step in (True, False):
+        found = parameters(torch.float32)
+        optimizer = AdamW(found)
+        for step in range(3):
+            for p, grad in zip(found, gradients(step), strict=True):
+                p.grad = grad * 40
+            if in_step:
+                norm = grad_norm(found)
+                optimizer.step(factor=clip_factor(norm, 1.0))
+            else:
+                norm = clip_grad_norm(found, 1.0)
+                optimizer.step()
+            assert norm > 100
+        ended.append(found)
+    assert all(torch.equal(p, q) for p, q in zip(*ended, strict=True))
+
+
+def test_a_norm_that_is_not_finite_updates_nothing() -> None:
+    optimizer, found = _trained(AdamW, torch.float32)
+    before = copy.deepcopy([(p.detach(), optimizer.state[p]) for p in found])
+    found[0].grad = torch.full_like(found[0], math.inf)
+    optimizer.step(factor=clip_factor(grad_norm(found), math.inf))
+    for p, (old, state) in zip(found, before, strict=True):
+        assert torch.equal(p, old) and all(torch.equal(optimizer.state[p][k], state[k]) for k in state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "int8"])
+def test_a_state_goes_on_bit_by_bit(moments: str, dtype: torch.dtype) -> None:
+    optimizer, found = _trained(AdamW, dtype, moments=moments)
+    other = [torch.nn.Parameter(p.detach().clone()) for p in found]
+    resumed = AdamW(groups(other), moments=moments)
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(optimizer, found, 2, first=4)
+    train(resumed, other, 2, first=4)
+    for p, q in zip(found, other, strict=True):
+        assert torch.equal(p, q)
+        for name, value in optimizer.state[p].items():
+            assert torch.equal(value, resumed.state[q][name]), name
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_state_of_torch_goes_on(dtype: torch.dtype, moments: str) -> None:
+    theirs, found = _trained(torch.optim.AdamW, dtype, fused=True)
+    other = [torch.nn.Parameter(p.detach().clone()) for p in found]
+    ours = AdamW(groups(other), moments=moments)
+    ours.load_state_dict(theirs.state_dict())
+    assert [g["lr"] for g in ours.param_groups] == [g["lr"] for g in theirs.param_groups]
+    train(theirs, found, 2, first=4)
+    train(ours, other, 2, first=4)
+    for p, q in zip(found, other, strict=True):
+        assert ours.state[q]["step"] == theirs.state[p]["step"]
+        bound = 1e-6 if dtype == torch.float32 and moments == "float32" else 0.05
+        torch.testing.assert_close(p, q, rtol=bound, atol=bound * 0.1)
+
+
+def test_states_convert() -> None:
+    for source in ("float32", "bfloat16", "int8"):
+        optimizer, found = _trained(AdamW, torch.float32, moments=source)
+        for target in ("float32", "bfloat16", "int8"):
+            other = [torch.nn.Parameter(p.detach().clone()) for p in found]
+            resumed = AdamW(groups(other), moments=target)
+            resumed.load_state_dict(optimizer.state_dict())
+            for p, q in zip(found, other, strict=True):
+                a, b = _moment(optimizer.state[p]), _moment(resumed.state[q])
+                torch.testing.assert_close(
+                    a, b, rtol=0.04 if source != target else 0, atol=0.01 * float(a.abs().max() if a.numel() else 0)
+                )
+
+
+def _moment(state: dict[str, torch.Tensor]) -> torch.Tensor:
+    m = state["exp_avg"]
+    return dequantise(m, state["exp_avg_scale"], True) if m.dtype == torch.uint8 else m.float()
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"float16 with strides .* torch.optim.AdamW"):
+        AdamW([torch.nn.Parameter(torch.ones(3, dtype=torch.float16))])
+    with pytest.raises(ValueError, match="contiguous"):
+        AdamW([torch.nn.Parameter(torch.ones(3, 4).T)])
+    with pytest.raises(ValueError, match="'int4' is not known"):
+        AdamW([torch.nn.Parameter(torch.ones(3))], moments="int4")
+    masters_of = AdamW([torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))])
+    ours = AdamW([torch.nn.Parameter(torch.ones(3))])
+    with pytest.raises(ValueError, match="low_bits"):
+        ours.load_state_dict(masters_of.state_dict())
+    with pytest.raises(ValueError, match="other groups"):
+        ours.load_state_dict(AdamW([torch.nn.Parameter(torch.ones(3)) for _ in range(2)]).state_dict())
+
+
+def _part(tensor: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """What this rank holds of a tensor that is the same everywhere."""
+    return distribute_tensor(tensor.detach(), like.device_mesh, like.placements, src_data_rank=None).to_local()
+
+
+def _sharded(dtype: torch.dtype, moments: str) -> list[str]:
+    """Where shards of DTensors differ from the parts of what is updated whole."""
+    whole, sharded = parameters(dtype), []
+    for p in whole:
+        placed = distribute_tensor(p.detach(), mesh((WORLD_SIZE,), ("fsdp",)), [Shard(0)], src_data_rank=None)
+        sharded.append(torch.nn.Parameter(placed))
+    ours, theirs = [AdamW(groups(found), lr=1e-2, moments=moments) for found in (sharded, whole)]
+    for step in range(3):
+        for p, q, grad in zip(whole, sharded, gradients(step), strict=True):
+            p.grad = grad.to(dtype)
+            q.grad = distribute_tensor(p.grad, q.device_mesh, q.placements, src_data_rank=None)
+        ours.step()
+        theirs.step()
+    wrong = []
+    for shape, p, q in zip(SHAPES, whole, sharded, strict=True):
+        if moments != "bfloat16":  # whose random bits are those of the place in the shard
+            wrong += [] if torch.equal(_part(p, q), q.to_local()) else [f"{shape}"]
+        for name, value in theirs.state[p].items():
+            other = ours.state[q][name]
+            same = other.shape == value.shape and other.dtype == value.dtype
+            if name == "step":
+                same = same and torch.equal(other, value)
+            elif moments != "bfloat16":
+                same = same and torch.equal(other.to_local(), _part(value, q))
+            wrong += [] if same else [f"{name} of {shape}"]
+    return wrong
+
+
+@pytest.mark.parametrize("moments", ["float32", "bfloat16", "int8"])
+def test_shards_are_updated_as_the_whole(ranks: Ranks, moments: str) -> None:
+    assert ranks(_sharded, torch.bfloat16, moments) == [[]] * WORLD_SIZE
