@@ -85,9 +85,13 @@ def test_errors_of_the_input_are_one_line(tmp_path):
         ("moe.layout={}/no.json", "moe.layout: the file {}/no.json does not exist"),
         ("training.resume_from_checkpoint={}/no", "training.resume_from_checkpoint: {}/no is no folder"),
         ("data.tokenizer={}", "data.tokenizer: {}/tokenizer.json does not exist"),
+        ("training.output_dir={}/run", "{}/run already holds a run: continue it with"),
     ],
 )
-def test_paths_are_checked_before_ranks_are_started(tmp_path, setting, message):
+def test_paths_are_checked_before_ranks_are_started(monkeypatch, tmp_path, setting, message):
+    monkeypatch.setattr("carpool.train.launch.start.run", pytest.fail)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "metrics.jsonl").touch()
     found = error_of("train", setting.format(tmp_path))
     assert found.startswith(f"error: {message.format(tmp_path)}")
     assert len(found.splitlines()) == 1

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from carpool.report.schema import explain
 from carpool.train.checkpoints.files import STATE_FILE, CheckpointError, read_state
 from carpool.train.checkpoints.manager import CheckpointManager
-from carpool.train.run.files import METRICS
+from carpool.train.run.files import check_no_run
 
 
 class _Strict(BaseModel):
@@ -101,9 +101,7 @@ def checkpoint_to_resume(wanted: str | None, folder: Path, checkpoints: Checkpoi
                 "training.output_dir, or leave training.resume_from_checkpoint out to begin with new weights"
             )
         return path
-    if wanted is None and (folder / METRICS).exists():
-        raise ValueError(
-            f"{folder} already holds a run: continue it with training.resume_from_checkpoint=last, or choose "
-            "another training.output_dir (or delete that folder)"
-        )
-    return None if wanted is None else Path(wanted)
+    if wanted is None:
+        check_no_run(folder)
+        return None
+    return Path(wanted)

@@ -37,6 +37,15 @@ def why_not_writable(folder: Path) -> str | None:
     return None
 
 
+def check_no_run(folder: Path) -> None:
+    """Raise ValueError if a run that starts from its beginning would write into another's folder."""
+    if (folder / METRICS).exists():
+        raise ValueError(
+            f"{folder} already holds a run: continue it with training.resume_from_checkpoint=last, or choose "
+            "another training.output_dir (or delete that folder)"
+        )
+
+
 def replace_text(path: Path, text: str) -> None:
     """Writes a file that a reader sees either as it was or whole, also after a power failure.
 
