@@ -3,6 +3,7 @@
     intervals.py   unions and differences of spans of time
     trace.py       one rank's Chrome trace: what ran when, on which stream, for which layer
     numbers.py     how much of it was exposed; what profile.json says
+    kinds.py       kernels by kind, of any model: where the time of a step went
     merge.py       the traces of all ranks as one file
 
 `carpool.train.run.profile` records the traces, `carpool.report.profile` makes a page of the numbers. Nothing here needs

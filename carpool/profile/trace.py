@@ -35,7 +35,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from carpool.profile.intervals import Span
 
@@ -50,6 +50,8 @@ KINDS = (*RIDES, *COMPUTATION, OTHER)
 OUR_RIDES = {"dispatch_kernel": "dispatch", "combine_kernel": "combine"}
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
+
+T = TypeVar("T")
 
 
 class Label(NamedTuple):
@@ -119,28 +121,28 @@ def read(trace: dict[str, Any]) -> Recorded:
     found = [event for event in events if event.get("cat") == "user_annotation" and event["name"] == STEP]
     if not found:
         raise ValueError(f"the trace has no range {STEP!r}: was a step recorded?")
-    step = _span(found[-1])
+    step = span_of(found[-1])
     ours: dict[Any, list[tuple[Span, Label]]] = {}
     shown: dict[Any, list[tuple[Span, Label]]] = {}
     for event in events:
         places = {"user_annotation": ours, "gpu_user_annotation": shown}.get(event.get("cat", ""))
         label = parse(event["name"]) if places is not None else None
         if places is not None and label is not None:
-            places.setdefault(_place(event), []).append((_span(event), label))
-    host, device = _Innermost(ours), _Innermost(shown)
+            places.setdefault(place_of(event), []).append((span_of(event), label))
+    host, device = Innermost(ours), Innermost(shown)
     work = [event for event in events if event.get("cat") in ON_DEVICE]
     if not work:
-        return Recorded(step, list(_of_host(host, step, _place(found[-1]))), on_device=False)
-    launches = {a: event for event in events if event.get("cat") in LAUNCHES if (a := _arg(event, "correlation"))}
-    operators = {a: event for event in events if event.get("cat") == "cpu_op" if (a := _arg(event, "External id"))}
+        return Recorded(step, list(_of_host(host, step, place_of(found[-1]))), on_device=False)
+    launches = {a: event for event in events if event.get("cat") in LAUNCHES if (a := argument(event, "correlation"))}
+    operators = {a: event for event in events if event.get("cat") == "cpu_op" if (a := argument(event, "External id"))}
     pieces = []
     for event in work:
-        start, end = _span(event)
-        causes = launches.get(_arg(event, "correlation")), operators.get(_arg(event, "External id"))
-        known = [host.at(_place(cause), _span(cause)[0]) for cause in causes if cause is not None]
-        label = next(filter(None, known), None) or device.at(_place(event), (start + end) // 2)
+        start, end = span_of(event)
+        causes = launches.get(argument(event, "correlation")), operators.get(argument(event, "External id"))
+        known = [host.at(place_of(cause), span_of(cause)[0]) for cause in causes if cause is not None]
+        label = next(filter(None, known), None) or device.at(place_of(event), (start + end) // 2)
         if end > step[0] and start < step[1]:
-            lane = f"stream {_arg(event, 'stream') if _arg(event, 'stream') is not None else event.get('tid')}"
+            lane = f"stream {argument(event, 'stream') if argument(event, 'stream') is not None else event.get('tid')}"
             pieces.append(Piece(max(start, step[0]), min(end, step[1]), lane, kind_of(event["name"], label), label))
     return Recorded(step, sorted(pieces, key=lambda piece: piece.start), on_device=True)
 
@@ -156,7 +158,7 @@ def kind_of(name: str, label: Label | None) -> str:
     return "packing" if piece in RIDES else "experts" if piece in EXPERTS else "computation"
 
 
-def _of_host(ranges: _Innermost, step: Span, own: Any) -> Iterable[Piece]:
+def _of_host(ranges: Innermost[Label], step: Span, own: Any) -> Iterable[Piece]:
     for number, place in enumerate(sorted(ranges.places, key=lambda place: (place != own, str(place)))):
         lane = "host" if place == own else f"host {number}"
         at = step[0]
@@ -173,14 +175,14 @@ def _of_host(ranges: _Innermost, step: Span, own: Any) -> Iterable[Piece]:
             yield Piece(at, step[1], lane, "computation", None)
 
 
-class _Innermost:
-    """Which range is the innermost at a moment. Ranges of one place (a thread, a stream) nest."""
+class Innermost(Generic[T]):
+    """What the innermost range of a moment stands for. Ranges of one place (a thread, a stream) nest."""
 
-    def __init__(self, ranges: dict[Any, list[tuple[Span, Label]]]) -> None:
+    def __init__(self, ranges: dict[Any, list[tuple[Span, T]]]) -> None:
         self.places = {place: _flat(found) for place, found in ranges.items()}
         self._starts = {place: [span[0] for span, _ in found] for place, found in self.places.items()}
 
-    def at(self, place: Any, moment: int) -> Label | None:
+    def at(self, place: Any, moment: int) -> T | None:
         if place not in self.places:
             return None
         index = bisect_right(self._starts[place], moment) - 1
@@ -190,10 +192,10 @@ class _Innermost:
         return label if moment < end else None
 
 
-def _flat(ranges: list[tuple[Span, Label]]) -> list[tuple[Span, Label]]:
+def _flat(ranges: list[tuple[Span, T]]) -> list[tuple[Span, T]]:
     """Nested ranges as a row of spans, each with its innermost label: 0-9 with 3-5 inside becomes 0-3, 3-5, 5-9."""
-    result: list[tuple[Span, Label]] = []
-    outer: list[tuple[int, Label]] = []  # (end, label) of the ranges that are open
+    result: list[tuple[Span, T]] = []
+    outer: list[tuple[int, T]] = []  # (end, label) of the ranges that are open
     at = 0
 
     def advance(moment: float) -> None:
@@ -216,14 +218,14 @@ def _flat(ranges: list[tuple[Span, Label]]) -> list[tuple[Span, Label]]:
     return result
 
 
-def _span(event: dict[str, Any]) -> Span:
+def span_of(event: dict[str, Any]) -> Span:
     start = round(1000 * event["ts"])
     return start, start + round(1000 * event.get("dur", 0))
 
 
-def _place(event: dict[str, Any]) -> tuple[Any, Any]:
+def place_of(event: dict[str, Any]) -> tuple[Any, Any]:
     return event.get("pid"), event.get("tid")
 
 
-def _arg(event: dict[str, Any], name: str) -> Any:
+def argument(event: dict[str, Any], name: str) -> Any:
     return (event.get("args") or {}).get(name)
