@@ -5,6 +5,7 @@
 | `transport` | how rows travel, all transports, beside the ceiling of plain copies               | `transport/` |
 | `experts`   | what experts compute on one device, Carpool's and transformers'                   | `moe/`       |
 | `layer`     | whole MoE layers over ranks, against transformers' expert parallelism             | `moe/`       |
+| `model`     | whole training steps of real configurations, and where their time goes            | `model/`     |
 
 They share how things are timed and who is next (`timing.py`), who chooses which expert (`routings.py`), what one can
 ask for (`options.py`), how ranks are started (`ranks.py`), and how a run becomes files (`results.py`, `plot.py`). The

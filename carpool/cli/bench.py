@@ -1,4 +1,4 @@
-"""`carpool bench`: transport, experts, layer."""
+"""`carpool bench`: transport, experts, layer, model."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import typer
 
 from carpool.cli.common import (
     BENCH_PACKAGES,
+    TRAIN_PACKAGES,
     Debug,
     Device,
     Dtype,
@@ -205,6 +206,85 @@ def bench_layer(
             zipf_exponent=zipf_exponent,
             repetitions=repetitions,
             iterations=iterations,
+            seed=seed,
+            out=str(out),
+            json_only=json_only,
+        )
+        benchmark(settings, debug=debug, command=command())
+
+
+@bench.command("model")
+def bench_model(
+    model: Annotated[
+        str,
+        typer.Option(
+            "--model",
+            help="qwen3-30b-a3b, olmoe-1b-7b, gpt-oss-20b, deepseek-v3-cut or another published configuration, or a "
+            "config.json.",
+        ),
+    ],
+    layers: Annotated[int | None, typer.Option("--layers", help="Only the first of its layers.")] = None,
+    ranks: Ranks = None,
+    sequence: Annotated[int, typer.Option("--sequence", help="Tokens in one sequence.")] = 4096,
+    batch: Annotated[int, typer.Option("--batch", help="Sequences of a rank in a micro-batch.")] = 2,
+    accumulation: Annotated[int, typer.Option("--accumulation", help="Micro-batches in a step.")] = 1,
+    routing: Annotated[
+        str,
+        typer.Option(
+            "--routing",
+            help="balanced (choices are forced, equally many for each expert), learned (the routers choose), or the "
+            ".npz file of a trace.",
+        ),
+    ] = "balanced",
+    contenders: Annotated[
+        str,
+        typer.Option(
+            "--contenders",
+            metavar="NAME,...",
+            help="Some of carpool, carpool-compiled, transformers, transformers-compiled.",
+        ),
+    ] = "carpool,carpool-compiled,transformers,transformers-compiled",
+    steps: Annotated[int, typer.Option("--steps", help="Steps back to back in a round.")] = 5,
+    rounds: Annotated[int, typer.Option("--rounds", help="Rounds, in which contenders take turns.")] = 3,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="SECTION.KEY=VALUE",
+            help="Any setting of `carpool train`, such as moe.schedule=chunks or model.dtype=float32; may be repeated.",
+        ),
+    ] = None,
+    seed: Seed = 0,
+    device: Device = "auto",
+    out: Annotated[
+        Path, typer.Option("--out", help="Folder for model.json and model.png, which are overwritten.")
+    ] = Path("runs/bench/model"),
+    json_only: JsonOnly = False,
+    debug: RanksDebug = False,
+) -> None:
+    """Time whole training steps of a real configuration with random weights, and see where their time goes.
+
+    It starts the ranks itself, unless torchrun or Slurm started it.
+    """
+    with errors(debug):
+        require(TRAIN_PACKAGES)
+        from carpool.bench.model.run import benchmark
+        from carpool.bench.model.settings import Settings
+        from carpool.bench.options import split
+
+        settings = Settings(
+            model=model,
+            layers=layers,
+            ranks=ranks,
+            device=device,
+            sequence=sequence,
+            batch=batch,
+            accumulation=accumulation,
+            routing=routing,
+            contenders=split(contenders),
+            steps=steps,
+            rounds=rounds,
+            overrides=tuple(overrides or ()),
             seed=seed,
             out=str(out),
             json_only=json_only,

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-# Distribution names of what `carpool train` and `carpool generate` cannot do without.
+# Distribution names of what `carpool train`, `generate` and `bench model` cannot do without.
 TRAIN_PACKAGES = ("transformers", "tokenizers", "safetensors")
 # And what `carpool bench experts` and `carpool bench layer` compare with.
 BENCH_PACKAGES = ("transformers",)

@@ -16,11 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
+from carpool.hf.build import experts_modules
 from carpool.hf.expert_parallel import rides
 from carpool.hf.names import list_number
 from carpool.hf.router_logits import add_collected, traced_logits, with_logits
@@ -74,12 +76,12 @@ def check_backend(name: str) -> None:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The members of every `ModuleList` that has layers with experts.
+    """The members of every `ModuleList` that has layers with experts, with Carpool's rides or without.
 
     Raises:
         ValueError: experts that are in no list."""
     lists: dict[str, nn.Module] = {}
-    for name in rides(model):
+    for name in rides(model) or experts_modules(cast(PreTrainedModel, model)):
         number = list_number(name)
         if number is None:
             raise ValueError(f"the experts {name!r} are in no list of layers, so there is no layer to compile")

@@ -70,10 +70,11 @@ class HeadLoss:
             RuntimeError: the model changes its logits after its output layer, and is not in `CHANGE_LOGITS`."""
         if self.why_whole is not None:
             out = self.model(input_ids=input_ids, **settings)
-            logits = out.logits[:, :-1]
-            logits = logits if logits.dtype == torch.float64 else logits.float()
-            goals = labels[:, 1:].flatten()
-            return F.cross_entropy(logits.flatten(0, 1), goals, ignore_index=IGNORED, reduction="sum"), out
+            with torch.profiler.record_function("carpool::loss"):
+                logits = out.logits[:, :-1]
+                logits = logits if logits.dtype == torch.float64 else logits.float()
+                goals = labels[:, 1:].flatten()
+                return F.cross_entropy(logits.flatten(0, 1), goals, ignore_index=IGNORED, reduction="sum"), out
         asked = _Asked(F.pad(labels[:, 1:], (0, 1), value=IGNORED), self.tokens_at_once)
         token = _ASKED.set(asked)
         try:
@@ -121,7 +122,8 @@ class _Head:
             )
         weight_VH, bias_V = self.head.weight, self.head.bias
         x_TH, target_T = hidden_BLH.flatten(0, -2), asked.target_BL.flatten()
-        asked.loss = linear_cross_entropy(x_TH, weight_VH, bias_V, target_T, asked.tokens_at_once)
+        with torch.profiler.record_function("carpool::loss"):
+            asked.loss = linear_cross_entropy(x_TH, weight_VH, bias_V, target_T, asked.tokens_at_once)
         return asked.loss
 
 

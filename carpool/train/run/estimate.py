@@ -149,7 +149,7 @@ def dry_run(config: Config) -> str:
     check_layout_file(config, model.config.model_type, counts, degrees.ep)
     size = model_size(model, counts, top_k_of(model))
     bf16 = use_cuda(config) if config.training.bf16 is None else config.training.bf16
-    transport, why = _likely_transport(config, degrees, model)
+    transport, why = likely_transport(config, degrees, model)
     memory = estimate_memory(size, degrees, config, model, max(counts.values()), bf16, transport, use_cuda(config))
     tokens = (
         config.training.per_device_train_batch_size
@@ -170,7 +170,7 @@ def dry_run(config: Config) -> str:
     return "\n".join(lines)
 
 
-def _likely_transport(config: Config, degrees: Degrees, model: PreTrainedModel) -> tuple[str, str]:
+def likely_transport(config: Config, degrees: Degrees, model: PreTrainedModel) -> tuple[str, str]:
     """What the ranks will choose, and why, as far as this process can tell without them."""
     name, hidden = config.moe.transport, model.config.get_text_config().hidden_size
     check_transport(name, None)

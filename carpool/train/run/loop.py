@@ -97,7 +97,8 @@ class Run(Setup):
         batches = [self.to_device(batch) for batch in next(self.loader)]
         losses = self.with_room(partial(self._gradients, batches))
         max_norm = self.config.training.max_grad_norm or math.inf
-        norm = clip_grad_norm(self.model.parameters(), max_norm).item()
+        with torch.profiler.record_function("carpool::optimizer"):
+            norm = clip_grad_norm(self.model.parameters(), max_norm).item()
         # The device has been waited for: a ride that lacked a rank is known now, and what it gave is worth nothing.
         self.check_rides()
         if not (math.isfinite(losses.loss) and math.isfinite(norm)):

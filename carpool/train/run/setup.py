@@ -33,7 +33,7 @@ from carpool.train.checkpoints.ranks import gather
 from carpool.train.checkpoints.reading import load
 from carpool.train.checkpoints.resume import checkpoint_to_resume, read_run_state
 from carpool.train.config.schema import Config
-from carpool.train.data.corpus import prepare
+from carpool.train.data.corpus import Corpus, prepare
 from carpool.train.data.loader import EvalLoader, TrainLoader
 from carpool.train.data.tokenizer import load_tokenizer
 from carpool.train.launch.stopping import StopRequest
@@ -133,9 +133,7 @@ class Setup(RunState):
 
     def _read_data(self) -> None:
         config, training = self.config, self.config.training
-        self.corpus = prepare(
-            config.data, self.tokenizer, build=int(os.environ.get("LOCAL_RANK", "0")) == 0, barrier=dist.barrier
-        )
+        self.corpus = self._make_corpus()
         share = {
             "sequence_length": config.data.sequence_length,
             "dp_size": self.degrees.dp,
@@ -155,6 +153,11 @@ class Setup(RunState):
             max_sequences=config.data.eval_max_sequences,
             pad_id=self.tokenizer.eos_id,
             **share,
+        )
+
+    def _make_corpus(self) -> Corpus:
+        return prepare(
+            self.config.data, self.tokenizer, build=int(os.environ.get("LOCAL_RANK", "0")) == 0, barrier=dist.barrier
         )
 
     def _build_model(self) -> None:

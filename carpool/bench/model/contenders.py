@@ -1,0 +1,256 @@
+"""Who takes a training step in `carpool bench model`: from the same weights, on the same tokens, to the same loss.
+
+    carpool                 the trainer itself (`carpool.train.run.loop.Run`), with a configuration as users write it
+    carpool-compiled        the same with training.torch_compile
+    transformers            transformers' own expert parallelism (`all_to_all`) with its grouped experts, FSDP2 through
+                            its `DistributedConfig`, its loss, and what its Trainer does then: the norm over all meshes,
+                            clipping, fused AdamW
+    transformers-compiled   the same with each decoder layer's forward compiled
+
+A step is data, forward, loss over the whole vocabulary (and the balance loss, if the configuration has one), backward,
+norm and clipping, AdamW. Tokens are drawn at random; what they are changes nothing about the time of a step, once
+choices of experts are given.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import inspect
+import math
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.profiler import record_function
+
+from carpool.bench.model.routing import route
+from carpool.hf.build import build_model, experts_modules
+from carpool.hf.compiled import decoder_layers
+from carpool.hf.expert_parallel import buffers_of_rides
+from carpool.profile.kinds import LOSS, OPTIMIZER
+from carpool.train.config import Config
+from carpool.train.data.corpus import Corpus
+from carpool.train.run.files import CONFIG, INFO, LAYOUT, METRICS
+from carpool.train.run.loop import Run
+from carpool.train.run.model import distributed_config, top_k_of
+from carpool.train.run.setup import Setup
+
+# Steps' worth of different tokens, which are then taken again.
+DIFFERENT_STEPS = 8
+
+
+class Contender(Protocol):
+    """One that takes steps."""
+
+    config: Config
+    model: Any
+    optimizer: torch.optim.Optimizer
+
+    def take_step(self) -> tuple[float, float]:
+        """(loss, norm of the gradient) of one step of all ranks."""
+
+    @property
+    def buffer_bytes(self) -> int:
+        """What it has allocated beside PyTorch's own memory."""
+
+    @property
+    def what(self) -> str:
+        """What it is, for people."""
+
+    def close(self) -> None:
+        """Let go of the model."""
+
+
+class _RandomText(Setup):
+    """A run whose tokens are drawn at random, from the whole vocabulary of the model."""
+
+    def _make_corpus(self) -> Corpus:
+        training, length = self.config.training, self.config.data.sequence_length
+        sequences = training.per_device_train_batch_size * training.gradient_accumulation_steps * self.degrees.dp
+        count = DIFFERENT_STEPS * sequences * (length - 1) + 1
+        assert not isinstance(self.source, str)
+        vocabulary = self.source.get_text_config().vocab_size  # type: ignore[union-attr]
+        tokens = np.random.default_rng(training.seed).integers(vocabulary, size=count, dtype=np.uint32)
+        return Corpus(tokens, tokens[:0], 1, 0, f"random-{training.seed}-{vocabulary}-{count}", "random tokens")
+
+    def _force(self, routing: str) -> None:
+        training = self.config.training
+        tokens = training.per_device_train_batch_size * self.config.data.sequence_length
+        route(self.model, self.expert_counts, self.top_k, tokens, routing, self.dp_rank, self.degrees.dp)
+
+
+class CarpoolContender(_RandomText, Run):
+    """The trainer, step by step.
+
+    Raises:
+        ValueError: a configuration that cannot be."""
+
+    def __init__(self, config: Config, routing: str, command: str) -> None:
+        super().__init__(config, None, command)
+        # Its progress bar; what it says goes on.
+        self.display.close()
+        self._force(routing)
+
+    def take_step(self) -> tuple[float, float]:
+        losses, norm = self.update()
+        self.metrics.collect(self.device)
+        self.metrics.reset()
+        return losses.loss, norm
+
+    @property
+    def buffer_bytes(self) -> int:
+        return sum(buffers.size for buffers in buffers_of_rides(self.rides))
+
+    @property
+    def what(self) -> str:
+        name, schedule = self.transport_choice.answer, self.schedule.answer
+        parts = [f"{self.degrees}", f"transport {name}", f"schedule {schedule}"]
+        return ", ".join([*parts, "layers compiled" if self.config.training.torch_compile else "eager"])
+
+
+class TransformersContender(_RandomText):
+    """Transformers by itself, in the places of the same run.
+
+    Raises:
+        ValueError: a configuration that cannot be."""
+
+    def __init__(self, config: Config, routing: str) -> None:
+        self.config, self.compare_with = config, None
+        self._find_place()
+        self._find_mesh()
+        self._read_data()
+        self._build_model()
+        self.top_k = top_k_of(self.model)
+        self._force(routing)
+        self.balance = self._balance()
+        # Its own loss, in a range by which a profile knows it.
+        self.model.loss_function = _InRange(self.model.loss_function)
+        if config.training.torch_compile:
+            for layer in decoder_layers(self.model):
+                layer.forward = torch.compile(layer.forward, backend=config.training.torch_compile_backend)
+        self.optimizer = _their_optimizer(self.model, config)
+
+    def _build_model(self) -> None:
+        config, training = self.config, self.config.training
+        self.model = build_model(
+            self.source,
+            distributed_config=dataclasses.replace(
+                distributed_config(self.degrees, self.bf16), ep_implementation="all_to_all"
+            ),
+            dtype=getattr(torch, config.model.dtype or "float32"),
+            seed=training.seed,
+            attn_implementation=config.model.attn_implementation,
+            experts_implementation=config.model.experts_implementation,
+        )
+        if training.gradient_checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def _balance(self) -> float:
+        """What the model's balance loss is weighed with; 0: it has none."""
+        coef = self.config.moe.router_aux_loss_coef
+        if coef is None:
+            coef = getattr(self.model.config, "router_aux_loss_coef", 0.0) or 0.0
+        if not coef or "output_router_logits" not in inspect.signature(self.model.forward).parameters:
+            return 0.0
+        self.model.router_aux_loss_coef = coef
+        return float(coef)
+
+    def take_step(self) -> tuple[float, float]:
+        training = self.config.training
+        batches = [self.to_device(batch) for batch in next(self.loader)]
+        extra = {"output_router_logits": True} if self.balance else {}
+        total = torch.zeros((), device=self.device)
+        for batch in batches:
+            out = self.model(input_ids=batch["input_ids"], labels=batch["labels"], use_cache=False, **extra)
+            (out.loss / len(batches)).backward()
+            loss = out.loss.detach() - self.balance * out.aux_loss.detach() if self.balance else out.loss.detach()
+            total += loss / len(batches)
+        with record_function(OPTIMIZER):
+            norm = _clip(self.model, training.max_grad_norm or math.inf)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        dist.all_reduce(total)
+        return float(total) / self.world, float(norm)
+
+    @property
+    def buffer_bytes(self) -> int:
+        return 0
+
+    @property
+    def what(self) -> str:
+        names = {type(self.model.get_submodule(name)).__name__ for name in experts_modules(self.model)}
+        experts = getattr(self.model.config, "_experts_implementation", None) or "eager"
+        parts = [f"{self.degrees}", "all_to_all", f"{experts} experts ({', '.join(sorted(names))})"]
+        return ", ".join([*parts, "layers compiled" if self.config.training.torch_compile else "eager"])
+
+    def close(self) -> None:
+        return
+
+
+def make_contender(name: str, config: Config, routing: str, command: str) -> Contender:
+    """Build it. Collective."""
+    if name.startswith("carpool"):
+        if dist.get_rank() == 0:
+            for file in (METRICS, INFO, CONFIG, LAYOUT):
+                # Of an earlier benchmark, which would be taken for a run to be kept.
+                (Path(config.training.output_dir) / file).unlink(missing_ok=True)
+        dist.barrier()
+        return CarpoolContender(config, routing, command)
+    return TransformersContender(config, routing)
+
+
+def free_memory(device: torch.device) -> None:
+    """After the last reference to a contender is gone: give back what it held."""
+    gc.collect()
+    torch.compiler.reset()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+class _InRange:
+    """A loss function, in the range of the loss."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with record_function(LOSS):
+            return self.function(*args, **kwargs)
+
+
+def _meshes(model: nn.Module) -> dict[Any, list[nn.Parameter]]:
+    """Parameters by mesh: neither one fused update nor one norm goes over several."""
+    groups: dict[Any, list[nn.Parameter]] = {}
+    for parameter in model.parameters():
+        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return groups
+
+
+def _their_optimizer(model: nn.Module, config: Config) -> torch.optim.Optimizer:
+    training = config.training
+    return torch.optim.AdamW(
+        [{"params": parameters} for parameters in _meshes(model).values()],
+        lr=training.learning_rate,
+        betas=(training.adam_beta1, training.adam_beta2),
+        eps=training.adam_epsilon,
+        weight_decay=training.weight_decay,
+        fused=True,
+    )
+
+
+def _clip(model: nn.Module, max_norm: float) -> torch.Tensor:
+    """The norm before clipping, as transformers' Trainer takes it over several meshes (`_mixed_mesh_grad_norm`)."""
+    groups = [[p for p in parameters if p.grad is not None] for parameters in _meshes(model).values()]
+    norms = [get_total_norm([p.grad for p in parameters if p.grad is not None]) for parameters in groups]
+    whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    total = torch.linalg.vector_norm(torch.stack(whole))
+    if max_norm != math.inf:
+        for parameters in groups:
+            clip_grads_with_norm_(parameters, max_norm, total)
+    return total

@@ -1,0 +1,214 @@
+"""What was measured of a model's training step, as plain values, and the tables that show it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from carpool.bench.results import Result, terminal
+from carpool.profile.kinds import IDLE, KINDS
+
+NAMES = {
+    "experts": "experts", "dense": "dense matrix products", "attention": "attention", "loss": "loss",
+    "optimizer": "optimizer, clipping", "elementwise": "elementwise, norms", "copies": "copies", "rides": "rides",
+    "communication": "other communication", IDLE: "idle",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds of a step of the slowest rank: of each round, and their median; the same of its host."""
+
+    rounds: list[float]
+    host_rounds: list[float]
+    ms: float
+    host_ms: float
+
+    @classmethod
+    def of(cls, rounds: Sequence[tuple[float, float]]) -> Times:
+        done, host = ([one[part] for one in rounds] for part in (0, 1))
+        return cls(done, host, statistics.median(done), statistics.median(host))
+
+
+@dataclass(frozen=True)
+class KindRow:
+    """Milliseconds of a kind of kernel in a step, mean over ranks: of the step divided among the kinds, and at all."""
+
+    kind: str
+    ms: float
+    busy_ms: float
+
+
+@dataclass
+class Row:
+    """One contender.
+
+    Attributes:
+        what: what it is, as it ran.
+        unavailable: why it could not run; then all else is empty.
+        loss, grad_norm: of the first step.
+        first_step_seconds: how long that took, compiling included.
+        peak_bytes: of the largest rank, in PyTorch's memory and in buffers. None on CPU.
+        ratio: how many times faster than the first contender that ran.
+        kinds: the time of a step by kind; profiled_ms: of that step, under the profiler; host_waits_ms: how long its
+            host waited for the device.
+    """
+
+    label: str
+    predicted_bytes: int
+    what: str = ""
+    unavailable: str | None = None
+    loss: float | None = None
+    grad_norm: float | None = None
+    first_step_seconds: float | None = None
+    times: Times | None = None
+    tokens_per_second: float | None = None
+    tflops: float | None = None
+    mfu: float | None = None
+    peak_bytes: int | None = None
+    ratio: float | None = None
+    kinds: list[KindRow] = field(default_factory=list)
+    profiled_ms: float | None = None
+    host_waits_ms: float | None = None
+    on_device: bool = False
+
+
+@dataclass
+class Case:
+    """All contenders.
+
+    Attributes:
+        tokens: of one rank in a step.
+        rooflines: the least milliseconds of each kind; None where a rate is not known.
+        groups: contenders that took turns with each other.
+        warnings: what was said before.
+        different: what of the first step differs between contenders, though it should not.
+    """
+
+    model: str
+    architecture: str
+    parameters: int
+    active: int
+    layers: int
+    num_ranks: int
+    tokens: int
+    sequence: int
+    routing: str
+    flops_per_token: int
+    peak_flops: float | None
+    peak_source: str
+    rooflines: dict[str, float | None]
+    groups: list[list[str]]
+    warnings: list[str] = field(default_factory=list)
+    different: list[str] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+
+    def compare(self) -> None:
+        """Fill in the ratios."""
+        times = [row.times.ms for row in self.rows if row.times is not None]
+        for row in self.rows:
+            if row.times is not None:
+                row.ratio = times[0] / row.times.ms
+
+
+def show(result: Result, console: Console | None = None) -> None:
+    """Print both tables."""
+    console = console or terminal(150)
+    case: Case = result.cases[0]
+    title = (
+        f"{case.model} ({case.architecture}, {case.layers} layers, {case.parameters / 1e9:.4g} B parameters, "
+        f"{case.active / 1e9:.4g} B active), {case.num_ranks} ranks, {case.tokens:,} tokens a rank and step in "
+        f"sequences of {case.sequence:,}, {case.routing} routing"
+    )
+    console.print(title, style="bold", highlight=False)
+    console.print(_speeds(case), highlight=False)
+    for row in case.rows:
+        text = f"is not available: {row.unavailable}" if row.unavailable else row.what
+        console.print(f"{row.label}: {text}", highlight=False, markup=False)
+    for text in case.different:
+        console.print(f"NOT THE SAME COMPUTATION: {text}", style="bold red", highlight=False, markup=False)
+    console.print("\n[bold]Where the time of a step goes[/]: milliseconds, share of the step, times its roofline")
+    console.print(_kinds(case), highlight=False)
+    console.print(_notes(result, case), highlight=False, markup=False)
+
+
+def _speeds(case: Case) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("contender", no_wrap=True)
+    for name in (
+        "tokens/s\nper rank", "step\nms", "host\nms", "MFU", "TFLOP/s", "peak\nGiB", "first\nstep s", "loss", "speed",
+    ):  # fmt: skip
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in case.rows:
+        if row.times is None:
+            table.add_row(escape(row.label), "not available")
+            continue
+        assert row.tokens_per_second is not None and row.tflops is not None and row.loss is not None
+        spread = f"{min(row.times.rounds):.4g}-{max(row.times.rounds):.4g}"
+        table.add_row(
+            escape(row.label),
+            f"{row.tokens_per_second:,.0f}",
+            f"{row.times.ms:.1f}\n[dim]{spread}[/]",
+            f"{row.times.host_ms:.1f}",
+            "-" if row.mfu is None else f"{row.mfu:.1%}",
+            f"{row.tflops:.3g}",
+            "-" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.1f}",
+            f"{row.first_step_seconds:.1f}",
+            f"{row.loss:.4f}",
+            f"{row.ratio:.2f}x",
+        )
+    return table
+
+
+def _kinds(case: Case) -> Table:
+    rows = [row for row in case.rows if row.kinds]
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("kind", no_wrap=True)
+    table.add_column("roofline\nms", justify="right", no_wrap=True)
+    for row in rows:
+        table.add_column(row.label, justify="right", no_wrap=True)
+    for kind in (*KINDS, IDLE):
+        least = case.rooflines.get(kind)
+        cells = []
+        for row in rows:
+            one = next(found for found in row.kinds if found.kind == kind)
+            assert row.profiled_ms is not None
+            times = "" if not least or not one.busy_ms else f"  {one.busy_ms / least:>5.1f}x"
+            cells.append(f"{one.ms:.1f}  {one.ms / row.profiled_ms:>4.0%}{times}")
+        table.add_row(NAMES[kind], "-" if least is None else f"{least:.1f}", *cells)
+    total = sum(least for least in case.rooflines.values() if least is not None)
+    table.add_section()
+    table.add_row("step", f"{total:.1f}" if total else "-", *(f"{row.profiled_ms:.1f}" for row in rows))
+    return table
+
+
+def _notes(result: Result, case: Case) -> str:
+    settings = result.settings
+    notes = [
+        f"ms: median of {settings['rounds']} rounds of {settings['steps']} steps back to back, smallest and largest; "
+        "host: until a step was launched, waiting for the device included."
+    ]
+    if len(case.groups) > 1:
+        told = "; then ".join(", ".join(group) for group in case.groups)
+        notes.append(f"NOT INTERLEAVED, because the models do not fit into memory together: {told}.")
+    if case.routing == "learned":
+        notes.append("Routing of random weights: skewed as it comes, no basis for a comparison with published speeds.")
+    elif case.routing == "balanced":
+        notes.append("Choices are forced: every expert serves equally many tokens; weights are the router's own.")
+    on_device = all(row.on_device for row in case.rows if row.kinds)
+    what = "kernels" if on_device else "operators of the host, on a CPU"
+    notes.append(
+        f"Kinds: of {what}, in one step under the profiler, mean over ranks. Each moment counts once, computation "
+        "before communication; times of the roofline are of all that ran, hidden or not. Rooflines are of the model's "
+        "operations and bytes, and of datasheets."
+    )
+    waits = [f"{row.label} {row.host_waits_ms:.1f} ms" for row in case.rows if row.host_waits_ms]
+    if waits:
+        notes.append(f"In that step the host waited for the device: {', '.join(waits)}.")
+    return "\n".join([*notes, result.where])

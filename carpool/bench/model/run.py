@@ -1,0 +1,305 @@
+"""`carpool bench model`: how fast a whole training step of a real configuration is, and where its time goes.
+
+    before        what each contender will take of memory is predicted; what cannot fit is refused
+    each group    contenders whose models fit into memory together: built, warmed up, and then timed in turns
+    each round    a contender takes some steps back to back, as training does; the order turns about
+    at the end    each contender takes one more step under PyTorch's profiler (`carpool.profile.kinds`)
+
+A round begins with all ranks together and nothing to do on the device, and ends when the device has done all; the time
+of a step is that of the slowest rank, divided by the number of steps. "host" is how long until the host has launched
+it, waiting for the device included where the contender has to.
+
+Files: DIR/model.json, every round and where it ran; DIR/model.png; DIR/CONTENDER/, what the trainer says of its run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from carpool.bench.model.contenders import Contender, free_memory, make_contender
+from carpool.bench.model.results import Case, KindRow, Row, Times, show
+from carpool.bench.model.room import check_room, find_memory, gib, groups_that_fit
+from carpool.bench.model.settings import Settings
+from carpool.bench.model.work import Sizes, roofline_ms, work_of
+from carpool.bench.moe.agreement import attempt_together
+from carpool.bench.ranks import rank_device, start_ranks
+from carpool.bench.results import Result, now, publish
+from carpool.bench.timing import rounds
+from carpool.profile.kinds import IDLE, KINDS, TimeByKind, time_by_kind
+from carpool.profile.trace import STEP, load
+from carpool.train.config import Config
+from carpool.train.data.tokenizer import load_tokenizer
+from carpool.train.run.determinism import determinism
+from carpool.train.run.estimate import Memory, estimate_memory, likely_transport
+from carpool.train.run.flops import flops_per_token, model_size, peak_flops
+from carpool.train.run.model import expert_counts, meta_model, model_source, top_k_of
+from carpool.train.run.topology import find_machine
+
+WARMUP = 2
+# Contenders take the same first step; losses and norms that differ by more are of different computations.
+ALIKE = 0.02
+PLOT = "carpool.bench.model.plot:write_plot"
+
+
+def benchmark(settings: Settings, *, debug: bool = False, command: str = "carpool bench model") -> None:
+    """Start the ranks (or be one, under torchrun or Slurm), measure, and show and write the results.
+
+    Raises:
+        ValueError: settings that do not fit this machine.
+        OSError: the folder cannot be written.
+        carpool.train.launch.failure.RankFailure: a rank failed.
+    """
+    start_ranks(settings, "carpool.bench.model.run:measure", debug=debug, command=command)
+
+
+def measure(config: Config, settings: dict[str, Any], command: str) -> None:
+    """One rank's part of the benchmark; the process group is there."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    started, device = now(), rank_device()
+    case = ModelBenchmark(Settings.from_json(settings), device, command).measure()
+    if dist.get_rank() == 0:
+        publish(Result.of(started, command, settings, device, dist.get_world_size(), [case]), "model", show, PLOT)
+
+
+@dataclass
+class _Running:
+    """A contender at work.
+
+    Attributes:
+        own_bytes: what it keeps between steps, in PyTorch's memory.
+        rounds: (milliseconds of a step, of the host for it) in each round.
+    """
+
+    contender: Contender
+    own_bytes: int
+    rounds: list[tuple[float, float]] = field(default_factory=list)
+    peak_bytes: int = 0
+
+
+class ModelBenchmark:
+    """Measures all contenders on the default process group; all ranks construct and call it alike."""
+
+    def __init__(self, settings: Settings, device: torch.device, command: str) -> None:
+        self.settings, self.device, self.command = settings, device, command
+        self.world, self.main = dist.get_world_size(), dist.get_rank() == 0
+        self.configs = {name: settings.config_of(name) for name in settings.contenders}
+        first = next(iter(self.configs.values()))
+        source = model_source(first, load_tokenizer(first.data.tokenizer, first.model.path, first.data.eos_token))
+        self.blueprint = meta_model(source)
+        self.counts, self.top_k = expert_counts(self.blueprint), top_k_of(self.blueprint)
+        self.degrees = first.parallelism.resolve(self.world, min(self.counts.values()))
+        self.size = model_size(self.blueprint, self.counts, self.top_k)
+        self.topology, self.hardware = find_machine(first.parallelism, device)
+        self.peak, self.peak_source = peak_flops(device, first.training.peak_flops)
+        self.bf16 = device.type == "cuda" if first.training.bf16 is None else first.training.bf16
+        training, self.length = first.training, first.data.sequence_length
+        sequences = training.per_device_train_batch_size * training.gradient_accumulation_steps
+        self.tokens = sequences * self.length * self.degrees.dp // self.world
+        self.training = training
+
+    def measure(self) -> Case:
+        """Everything."""
+        memory, estimates = find_memory(self.device), {name: self._estimate(name) for name in self.configs}
+        warnings = check_room(estimates, memory)
+        groups = groups_that_fit(estimates, memory)
+        case = self._case(groups, warnings, estimates)
+        for name, estimate in estimates.items():
+            self._say(f"{name}: {gib(estimate['total'])} of {gib(memory)} a rank are predicted")
+        for text in warnings:
+            self._say(f"warning: {text}")
+        with determinism(self.training.full_determinism):
+            for group in groups:
+                self._measure_group([row for row in case.rows if row.label in group], case)
+        case.compare()
+        case.different = _differences(case.rows)
+        return case
+
+    def _estimate(self, name: str) -> Memory:
+        cuda = self.device.type == "cuda"
+        way = "alltoall"
+        if name.startswith("carpool"):
+            way, _ = likely_transport(self.configs[name], self.degrees, self.blueprint)
+        experts = max(self.counts.values())
+        return estimate_memory(
+            self.size, self.degrees, self.configs[name], self.blueprint, experts, self.bf16, way, cuda
+        )
+
+    def _case(self, groups: list[list[str]], warnings: list[str], estimates: dict[str, Memory]) -> Case:
+        text = self.blueprint.config.get_text_config()
+        sizes = Sizes(
+            model=self.size,
+            degrees=self.degrees,
+            tokens=self.tokens,
+            sequence=self.length,
+            hidden=text.hidden_size,
+            vocabulary=text.vocab_size,
+            layers=text.num_hidden_layers,
+            moe_layers=len(self.counts),
+            num_experts=max(self.counts.values()),
+            top_k=self.top_k,
+            number_bytes=2 if self.bf16 else 4,
+            parameter_bytes={"bfloat16": 2, "float16": 2}.get(self.training_dtype, 4),
+        )
+        rooflines = {
+            kind: roofline_ms(work, self.hardware, self.topology, self.peak) for kind, work in work_of(sizes).items()
+        }
+        rows = [Row(label=name, predicted_bytes=estimates[name]["total"]) for name in self.configs]
+        return Case(
+            model=Path(self.settings.model).stem if Path(self.settings.model).is_file() else self.settings.model,
+            architecture=type(self.blueprint).__name__,
+            parameters=self.size.total,
+            active=self.size.active,
+            layers=sizes.layers,
+            num_ranks=self.world,
+            tokens=self.tokens,
+            sequence=self.length,
+            routing=self.settings.routing,
+            flops_per_token=flops_per_token(self.size, self.length),
+            peak_flops=self.peak,
+            peak_source=self.peak_source,
+            rooflines=rooflines,
+            groups=groups,
+            warnings=warnings,
+            rows=rows,
+        )
+
+    @property
+    def training_dtype(self) -> str:
+        """Of parameters."""
+        return next(iter(self.configs.values())).model.dtype or "float32"
+
+    def _measure_group(self, rows: list[Row], case: Case) -> None:
+        running: dict[str, _Running] = {}
+        try:
+            for row in rows:
+                self._say(f"{row.label}: building, and {WARMUP} steps to warm up")
+                theirs, start = row.label.startswith("transformers"), partial(self._start, row, running)
+                row.unavailable = attempt_together(start, dist.group.WORLD, self.device, theirs)
+                if row.unavailable:
+                    running.pop(row.label, None)
+                    self._say(f"{row.label} cannot run: {row.unavailable}")
+            for _, order in rounds(running, self.settings.rounds, 0):
+                for name in order:
+                    self._time(running[name])
+            for row in rows:
+                if row.label in running:
+                    self._note(row, running[row.label], case)
+        finally:
+            for one in running.values():
+                one.contender.close()
+            running.clear()
+            free_memory(self.device)
+
+    def _start(self, row: Row, running: dict[str, _Running]) -> None:
+        before = self._allocated()
+        contender = make_contender(row.label, self.configs[row.label], self.settings.routing, self.command)
+        running[row.label] = _Running(contender, 0)
+        row.what = contender.what
+        for number in range(WARMUP):
+            begin = time.perf_counter()
+            found = contender.take_step()
+            self._wait()
+            if number == 0:
+                row.loss, row.grad_norm = found
+                row.first_step_seconds = time.perf_counter() - begin
+        running[row.label].own_bytes = self._allocated() - before
+
+    def _time(self, one: _Running) -> None:
+        steps = self.settings.steps
+        dist.barrier()
+        self._wait()
+        before = self._allocated()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        begin = time.perf_counter()
+        for _ in range(steps):
+            one.contender.take_step()
+        launched = time.perf_counter()
+        self._wait()
+        seconds = [time.perf_counter() - begin, launched - begin]
+        slowest = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        done, host = (1e3 * slowest / steps).tolist()
+        one.rounds.append((done, host))
+        if self.device.type == "cuda":
+            other = before - one.own_bytes
+            peak = torch.cuda.max_memory_allocated(self.device) - other + one.contender.buffer_bytes
+            one.peak_bytes = max(one.peak_bytes, peak)
+
+    def _note(self, row: Row, one: _Running, case: Case) -> None:
+        """The numbers of a contender, and its profile. Collective."""
+        row.times = Times.of(one.rounds)
+        rate = 1e3 * self.tokens / row.times.ms
+        row.tokens_per_second = rate
+        row.tflops = rate * case.flops_per_token / 1e12
+        row.mfu = rate * case.flops_per_token / self.peak if self.peak else None
+        if self.device.type == "cuda":
+            peak = torch.tensor(one.peak_bytes, device=self.device)
+            dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+            row.peak_bytes = int(peak)
+        found = self._profile(one.contender)
+        everyone: list[Any] = [None] * self.world
+        dist.all_gather_object(everyone, found)
+        row.profiled_ms = sum(rank.step for rank in everyone) / self.world
+        row.host_waits_ms = sum(rank.host_waits for rank in everyone) / self.world
+        row.on_device = found.on_device
+        for kind in (*KINDS, IDLE):
+            share = sum(rank.share[kind] for rank in everyone) / self.world
+            busy = sum(rank.busy.get(kind, share) for rank in everyone) / self.world
+            row.kinds.append(KindRow(kind, share, busy))
+
+    def _profile(self, contender: Contender) -> TimeByKind:
+        """One step, recorded on this rank."""
+        activities = [ProfilerActivity.CPU]
+        if self.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        options: dict[str, Any] = {}
+        if contender.config.moe.schedule == "two-batch":
+            options["experimental_config"] = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "trace.json"
+            with profile(activities=activities, **options) as recorded:
+                contender.take_step()  # the profiler's own start takes time in the first
+                self._wait()
+                dist.barrier()
+                with record_function(STEP):
+                    contender.take_step()
+                    self._wait()
+            recorded.export_chrome_trace(str(path))
+            return time_by_kind(load(path))
+
+    def _allocated(self) -> int:
+        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _say(self, text: str) -> None:
+        if self.main and not self.settings.json_only:
+            print(text, flush=True)
+
+
+def _differences(rows: list[Row]) -> list[str]:
+    """What differs in the first step of contenders, which all have the same weights, tokens and choices."""
+    told = []
+    with contextlib.suppress(StopIteration):
+        base = next(row for row in rows if row.loss is not None)
+        for row in rows:
+            for what in ("loss", "grad_norm"):
+                one, other = getattr(base, what), getattr(row, what)
+                if other is not None and abs(one - other) > ALIKE * abs(one):
+                    told.append(f"{row.label}: {what} of the first step is {other:.5g}, and {one:.5g} of {base.label}")
+    return told

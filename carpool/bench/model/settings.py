@@ -1,0 +1,126 @@
+"""What `carpool bench model` can be asked, and the training configuration that it means for a contender."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from carpool.bench.options import one_of
+from carpool.train.config import Config, load_config, nearest
+from carpool.train.config.published import read_keys
+from carpool.train.config.schema_base import toml_value
+
+CONTENDERS = ("carpool", "carpool-compiled", "transformers", "transformers-compiled")
+ROUTINGS = ("balanced", "learned")
+# Nothing but steps, and as many as are asked for.
+STEPS_ALONE = (
+    "training.max_steps=1000000000",
+    "training.warmup_steps=0",
+    "training.learning_rate=1e-5",
+    "training.eval_on_start=false",
+    "training.eval_steps=none",
+    "training.save_steps=none",
+    "training.report_to=none",
+    "training.per_device_eval_batch_size=1",
+    "data.tokenizer=bytes",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """See the options of the command.
+
+    Raises:
+        ValueError: a model, routing or contender that is not known, or a number that cannot be.
+
+    Attributes:
+        ranks: None: one for each GPU.
+        overrides: `section.key=value` of the training configuration.
+        steps: that a contender takes back to back in a round.
+    """
+
+    model: str
+    layers: int | None = None
+    ranks: int | None = None
+    device: str = "auto"
+    sequence: int = 4096
+    batch: int = 2
+    accumulation: int = 1
+    routing: str = "balanced"
+    contenders: tuple[str, ...] = CONTENDERS
+    steps: int = 5
+    rounds: int = 3
+    overrides: tuple[str, ...] = ()
+    seed: int = 0
+    out: str = ""
+    json_only: bool = False
+
+    def __post_init__(self) -> None:
+        one_of("--device", self.device, ("auto", "cpu", "cuda"))
+        for name in self.contenders:
+            one_of("--contenders", name, CONTENDERS)
+        if not self.contenders:
+            raise ValueError(f"--contenders is empty; name some of {', '.join(CONTENDERS)}")
+        counts = {
+            "--layers": self.layers, "--sequence": self.sequence, "--batch": self.batch,
+            "--accumulation": self.accumulation, "--steps": self.steps, "--rounds": self.rounds,
+        }  # fmt: skip
+        for option, count in counts.items():
+            if count is not None and count < 1:
+                raise ValueError(f"{option} {count} must be at least 1")
+        read_keys(self.model)
+        if self.routing not in ROUTINGS and not Path(self.routing).is_file():
+            guess = nearest(self.routing, ROUTINGS)
+            hint = f"; did you mean {guess}?" if guess else ""
+            raise ValueError(f"--routing {self.routing} is no file of a trace, and not {' or '.join(ROUTINGS)}{hint}")
+        for key in (override.partition("=")[0].strip() for override in self.overrides):
+            if key.startswith("data.") and key != "data.sequence_length":
+                raise ValueError(f"--set {key}: tokens are drawn at random here, so leave it out")
+            if key == "training.resume_from_checkpoint":
+                raise ValueError(f"--set {key}: weights are random here, so leave it out")
+        for name in self.contenders:
+            self.config_of(name)
+
+    def resolve(self, *, cuda: bool, num_ranks: int) -> Settings:
+        return replace(self, ranks=num_ranks, device="cuda" if cuda else "cpu")
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Settings:
+        """What `to_json` gave."""
+        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list | tuple)}
+        return cls(**{**values, **lists})
+
+    def config_of(self, contender: str) -> Config:
+        """The training configuration of a contender.
+
+        Raises:
+            ValueError: a model, or an override, that cannot be.
+        """
+        own: list[str] = []
+        if contender.endswith("-compiled"):
+            own.append("training.torch_compile=true")
+        return load_config(None, [*self._base(), *self.overrides, *own, *self._place(contender)])
+
+    def _base(self) -> Iterable[str]:
+        yield from STEPS_ALONE
+        yield f"model.config={toml_value(self.model)}"
+        if self.layers is not None:
+            yield f"model.config.num_hidden_layers={self.layers}"
+        if self.device == "cuda":
+            yield "model.dtype=bfloat16"
+        yield f"data.sequence_length={self.sequence}"
+        yield f"training.per_device_train_batch_size={self.batch}"
+        yield f"training.gradient_accumulation_steps={self.accumulation}"
+        yield f"training.seed={self.seed}"
+
+    def _place(self, contender: str) -> Iterable[str]:
+        if self.ranks is not None:
+            yield f"parallelism.num_ranks={self.ranks}"
+        yield f"parallelism.device={self.device}"
+        yield f"training.output_dir={json.dumps(str(Path(self.out) / contender))}"

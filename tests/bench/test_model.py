@@ -1,0 +1,276 @@
+"""`carpool bench model`: contenders that do the same work on four gloo ranks, forced choices, room, and rooflines."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rich.console import Console
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from typer.testing import CliRunner
+
+from carpool import cli
+from carpool.bench.model.results import Case, KindRow, Row, Times, show
+from carpool.bench.model.room import check_room, groups_that_fit
+from carpool.bench.model.routing import recorded_choices, route
+from carpool.bench.model.run import ModelBenchmark
+from carpool.bench.model.settings import Settings
+from carpool.bench.model.work import Sizes, Work, roofline_ms, work_of
+from carpool.bench.results import Result
+from carpool.hf.forced import balanced_choices, force_choices
+from carpool.layout.topology import Topology
+from carpool.parallel.degrees import Degrees
+from carpool.placement.trace import Trace
+from carpool.planner.hardware import CPU, HARDWARE
+from carpool.profile.kinds import IDLE, KINDS
+from carpool.train.run.flops import ModelSize
+from carpool.train.run.model import model_config
+from tests.ranks import Ranks
+
+TINY = {
+    "model_type": "qwen3_moe", "hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16,
+    "num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "num_experts": 8,
+    "num_experts_per_tok": 3, "norm_topk_prob": True, "vocab_size": 331, "max_position_embeddings": 64,
+    "router_aux_loss_coef": 0.01,
+}  # fmt: skip
+MiB = 2**20
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model") / "config.json"
+    path.write_text(json.dumps(TINY))
+    return str(path)
+
+
+# -- choices -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(64, 8, 3), (37, 8, 3), (5, 8, 8), (199, 12, 5), (1, 4, 1)])
+def test_balanced_choices(tokens: int, experts: int, top_k: int):
+    expert_TK = balanced_choices(tokens, experts, top_k, seed=7)
+    assert expert_TK.shape == (tokens, top_k) and expert_TK.dtype == torch.int64
+    assert all(len(set(row)) == top_k for row in expert_TK.tolist())
+    counts = torch.bincount(expert_TK.flatten(), minlength=experts)
+    assert int(counts.max() - counts.min()) <= (0 if tokens * top_k % experts == 0 else 1)
+    assert torch.equal(expert_TK, balanced_choices(tokens, experts, top_k, seed=7))
+    if tokens > 1 and top_k < experts:
+        assert not torch.equal(expert_TK, balanced_choices(tokens, experts, top_k, seed=8))
+        assert len({tuple(sorted(row)) for row in expert_TK.tolist()}) > min(tokens, experts) // 2
+
+
+def test_balanced_choices_are_spread_over_ranks_like_random_ones():
+    # 8 of 64 experts on 4 ranks: 3.66 ranks for a token whose choices are uniform; consecutive experts would visit 1.3.
+    rank_TK = torch.cat([balanced_choices(4096, 64, 8, seed=layer) for layer in range(8)]) // 16
+    visited = (rank_TK[:, :, None] == torch.arange(4)).any(1).sum(1).float().mean()
+    assert float(visited) == pytest.approx(3.66, abs=0.04)
+
+
+def build(**changes: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(model_config({**TINY, **changes}))
+
+
+def test_forced_choices_have_the_routers_own_weights():
+    model, ids = build(), torch.arange(40).reshape(2, 20)
+    name = "model.layers.1.mlp.experts"
+    experts, seen = model.get_submodule(name), []
+    experts.register_forward_pre_hook(lambda _, args: seen.append(args))
+    model(ids)
+    forced_TK = balanced_choices(64, 8, 3, seed=0)
+    force_choices(model, {name: forced_TK}, 8)
+    model(ids).logits.sum().backward()
+    (x_TH, _, _), (same_TH, expert_TK, weight_TK) = seen
+    torch.testing.assert_close(same_TH, x_TH)  # nothing before that layer has changed
+    assert torch.equal(expert_TK, forced_TK[:40])
+    router = model.get_submodule("model.layers.1.mlp.gate")
+    probability_TE = (x_TH @ router.weight.T).softmax(-1)
+    want_TK = probability_TE.gather(1, forced_TK[:40])
+    torch.testing.assert_close(weight_TK, want_TK / want_TK.sum(-1, keepdim=True))
+    assert router.weight.grad is not None and bool(router.weight.grad.any())
+    assert "forced_TK" not in router.state_dict()
+
+
+def test_compiled_layers_with_forced_choices_share_one_graph():
+    model, ids, graphs = build(num_hidden_layers=12), torch.arange(40).reshape(2, 20), []
+    choices = {f"model.layers.{i}.mlp.experts": balanced_choices(40, 8, 3, seed=i) for i in range(12)}
+    force_choices(model, choices, 8)
+    eager = model(ids, use_cache=False).logits
+    torch.compiler.reset()
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    for layer in model.model.layers:
+        layer.forward = torch.compile(layer.forward, backend=backend)
+    compiled = model(ids, use_cache=False).logits
+    torch.testing.assert_close(compiled, eager)
+    assert len(graphs) == 1
+
+
+def test_what_cannot_be_forced():
+    model = build()
+    with pytest.raises(ValueError, match=r"router of model\.layers\.0\.self_attn\.q_proj is not known"):
+        force_choices(model, {"model.layers.0.self_attn.q_proj": torch.zeros(4, 3, dtype=torch.int64)}, 8)
+    counts = {f"model.layers.{i}.mlp.experts": 8 - i for i in range(3)}
+    with pytest.raises(ValueError, match="different numbers of experts; use learned"):
+        route(model, counts, 3, 16, "balanced", 0, 1)
+
+
+def make_trace(top_k: int = 3, sequences: int = 4) -> Trace:
+    expert_LTK = np.random.default_rng(0).permuted(np.tile(np.arange(8), (2, 5 * sequences, 1)), axis=-1)[..., :top_k]
+    return Trace(
+        expert_LTK.astype(np.uint8), np.repeat(np.arange(sequences), 5).astype(np.int32), ("a", "b"), {"num_experts": 8}
+    )
+
+
+def test_recorded_choices():
+    trace = make_trace()
+    # Rank 1 of 2 has the sequences 1 and 3, ten tokens; layer 2 of the model is the first of the trace again.
+    found = recorded_choices(trace, 2, 13, 8, 3, 1, 2)
+    want = torch.from_numpy(trace.expert_LTK[0].astype(np.int64))
+    assert torch.equal(found, torch.cat([want[5:10], want[15:20], want[5:8]]))
+    with pytest.raises(ValueError, match="chooses 3 of 8 experts, and the model 2 of 8"):
+        recorded_choices(trace, 0, 13, 8, 2, 0, 2)
+    with pytest.raises(ValueError, match=r"fewer sequences than there are ranks \(5\)"):
+        recorded_choices(trace, 0, 13, 8, 3, 4, 5)
+
+
+# -- room and roofline ---------------------------------------------------------------------------------------------
+
+
+def estimate(stays: int, passes: int) -> dict[str, int]:
+    parts = {"parameters": stays // 2, "optimizer": stays // 2, "gradients": passes // 2, "activations": passes // 2}
+    return {**parts, "transport": 0, "total": stays + passes}
+
+
+def test_contenders_that_fit_together_take_turns():
+    sizes = {"a": estimate(30, 20), "b": estimate(30, 10), "c": estimate(30, 20), "d": estimate(90, 20)}
+    assert groups_that_fit(sizes, 200) == [["a", "b", "c"], ["d"]]  # 3 * 30 + 20 of 184; with d 200
+    assert groups_that_fit(sizes, 90) == [["a", "b"], ["c"], ["d"]]
+    assert check_room({"a": estimate(30 * MiB, 20 * MiB)}, 60 * MiB) == []
+    (told,) = check_room({"a": estimate(30 * MiB, 20 * MiB)}, 50 * MiB)
+    assert "a may run out of memory" in told
+    with pytest.raises(ValueError, match=r"a does not fit: a rank would hold .* lower --layers"):
+        check_room({"a": estimate(30 * MiB, 20 * MiB)}, 39 * MiB)
+
+
+SIZES = Sizes(
+    model=ModelSize(total=1000, experts=800, active=400, multiplied=350, attention=64),
+    degrees=Degrees(fsdp=4, ep=4),
+    tokens=10, sequence=16, hidden=8, vocabulary=50, layers=3, moe_layers=2, num_experts=4, top_k=4,
+    number_bytes=2, parameter_bytes=4,
+)  # fmt: skip
+
+
+def test_a_roofline_is_what_the_configuration_needs():
+    work = work_of(SIZES)
+    assert work["experts"] == Work(flops=6 * 10 * 200)
+    assert work["dense"] == Work(flops=6 * 10 * 150)
+    assert work["attention"] == Work(flops=10 * 6 * 16 * 64)
+    assert work["loss"] == Work(memory_bytes=2 * 10 * 50 * 2)
+    assert work["optimizer"] == Work(memory_bytes=8 * (1000 / 4) * 4)
+    assert work["elementwise"] == Work(memory_bytes=16 * 10 * 8 * 2 * 3)
+    # All of 4 experts on 4 ranks: 3 rows leave for each token, in 2 layers, out and back, and again for gradients.
+    assert work["rides"].sent_bytes == pytest.approx(4 * 10 * 3 * 8 * 2 * 2)
+    assert work["communication"].sent_bytes == pytest.approx(2 * 200 * 3 / 4 * 4)
+    host, h100 = Topology.even(4), HARDWARE["H100"]
+    assert h100.memory is not None and h100.nvlink is not None
+    assert roofline_ms(Work(flops=2e12), h100, host, 1e15) == pytest.approx(2.0)
+    assert roofline_ms(Work(memory_bytes=h100.memory), h100, host, 1e15) == pytest.approx(1000.0)
+    sent = Work(sent_bytes=h100.network.bytes_per_second)
+    assert roofline_ms(sent, h100, Topology.even(4, 2), 1e15) == pytest.approx(1000.0)
+    assert roofline_ms(sent, h100, host, 1e15) == pytest.approx(1e3 * sent.sent_bytes / h100.nvlink.bytes_per_second)
+    assert roofline_ms(sent, CPU, host, None) is None
+
+
+def test_tables_say_what_is_slow_and_what_differs(tmp_path: Path):
+    def row(label: str, ms: float) -> Row:
+        kinds = [KindRow(kind, ms / 10, ms / 10) for kind in (*KINDS, IDLE)]
+        return Row(
+            label, 0, what="as it ran", loss=5.7, grad_norm=1.0, first_step_seconds=3.0, mfu=0.25,
+            times=Times.of([(ms, 2.0), (ms + 8, 4.0)]), tokens_per_second=1234.0, tflops=99.0, kinds=kinds,
+            profiled_ms=ms, host_waits_ms=1.5, on_device=True,
+        )  # fmt: skip
+
+    case = Case(
+        "tiny", "TinyForCausalLM", 1000, 400, 3, 4, 10, 16, "learned", 100, 1e15, "", {"experts": 2.0},
+        [["carpool"], ["transformers"]], rows=[row("carpool", 100.0), row("transformers", 200.0), Row("third", 0)],
+    )  # fmt: skip
+    case.rows[2].unavailable = "out of memory"
+    case.different = ["transformers: loss of the first step is 6, and 5.7 of carpool"]
+    case.compare()
+    assert case.rows[1].ratio == pytest.approx(104 / 204)
+    where = {"device_count": 4, "device": "H100", "torch": "2", "commit": "abc"}
+    result = Result("0", "now", "carpool bench model", {"rounds": 2, "steps": 5}, where, [case])
+    out = io.StringIO()
+    show(result, Console(file=out, width=200))
+    text = out.getvalue()
+    assert re.search(r"carpool +1,234 +104\.0 +3\.0 +25\.0% +99", text)
+    assert re.search(r"experts +2\.0 +10\.0 +10% +5\.0x +20\.0 +10% +10\.0x", text)
+    for said in (
+        "third: is not available: out of memory", "NOT THE SAME COMPUTATION: transformers: loss",
+        "NOT INTERLEAVED, because the models do not fit into memory together: carpool; then transformers",
+        "Routing of random weights: skewed", "the host waited for the device: carpool 1.5 ms",
+    ):  # fmt: skip
+        assert said in " ".join(text.split())
+
+
+# -- on ranks ------------------------------------------------------------------------------------------------------
+
+
+def _measure(settings: Settings) -> dict[str, Any]:
+    case = ModelBenchmark(settings.resolve(cuda=False, num_ranks=4), torch.device("cpu"), "test").measure()
+    return dataclasses.asdict(case)
+
+
+def test_contenders_do_the_same_work(ranks: Ranks, tiny: str, tmp_path: Path):
+    settings = Settings(
+        model=tiny, layers=2, device="cpu", sequence=16, batch=2, accumulation=2, steps=1, rounds=1,
+        contenders=("carpool", "transformers", "carpool-compiled"), out=str(tmp_path), json_only=True,
+        overrides=("training.torch_compile_backend=eager",),
+    )  # fmt: skip
+    (tmp_path / "carpool").mkdir()
+    (tmp_path / "carpool" / "metrics.jsonl").write_text("{}\n")  # of an earlier benchmark
+    case = ranks(_measure, settings)[0]
+    assert case["groups"] == [list(settings.contenders)] and case["different"] == [] and case["warnings"] == []
+    assert (case["layers"], case["tokens"], case["num_ranks"]) == (2, 64, 4)
+    ours, theirs, compiled = case["rows"]
+    for row in (ours, theirs, compiled):
+        assert row["unavailable"] is None and row["times"]["ms"] > 0
+        assert sum(kind["ms"] for kind in row["kinds"]) == pytest.approx(row["profiled_ms"])
+        assert {kind["kind"] for kind in row["kinds"] if kind["ms"] > 0} >= {
+            "dense", "attention", "loss", "optimizer", "elementwise", "rides", "communication",
+        }  # fmt: skip
+    assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-5)
+    assert theirs["grad_norm"] == pytest.approx(ours["grad_norm"], rel=1e-3)
+    assert compiled["loss"] == pytest.approx(ours["loss"], rel=1e-5)
+    assert "layers compiled" in compiled["what"] and "transport dedup" in ours["what"]
+    assert "all_to_all" in theirs["what"]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--model", "qwen3-30b"), "'qwen3-30b' is neither a config.json.*did you mean qwen3-30b-a3b"),
+        (("--model", "olmoe-1b-7b", "--routing", "balance"), "--routing balance is no file of a trace.*mean balanced"),
+        (("--model", "olmoe-1b-7b", "--contenders", "carpol"), "--contenders: 'carpol' is not known.*mean carpool"),
+        (("--model", "olmoe-1b-7b", "--layers", "0"), "--layers 0 must be at least 1"),
+        (("--model", "olmoe-1b-7b", "--set", "moe.transprt=dedup"), "unknown key moe.transprt.*mean moe.transport"),
+        (("--model", "olmoe-1b-7b", "--set", "data.tokenizer=x.json"), "tokens are drawn at random"),
+    ],
+)
+def test_errors_of_the_input_are_one_line(args: tuple[str, ...], message: str, tmp_path: Path):
+    done = CliRunner(env={"COLUMNS": "400"}).invoke(
+        cli.app, ["bench", "model", "--device", "cpu", "--out", str(tmp_path), *args]
+    )
+    assert done.exit_code == 1, done.output
+    assert re.fullmatch(f"error: .*{message}.*\n", done.stderr), done.stderr
