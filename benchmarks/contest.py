@@ -30,7 +30,7 @@ from carpool.layout.topology import Topology
 from carpool.parallel.clip import clip_grad_norm
 from carpool.placement.solvers import solve
 from carpool.placement.trace import Trace
-from carpool.train.data.loader import EvalLoader, TokenMean, TrainLoader, count_targets
+from carpool.train.data.loader import EvalLoader, TrainLoader, count_targets
 from carpool.train.run.model import top_k_of
 from carpool.train.run.step import Batch, Objective
 from carpool.transport import check_overflow
@@ -128,7 +128,7 @@ class Contest:
         args, found = self.args, {}
         self.model.eval()
         for kind in KINDS:
-            mean = TokenMean()
+            sums = torch.zeros(2, dtype=torch.float64, device=self.device)
             for batch in EvalLoader(
                 self.texts[kind].eval,
                 sequence_length=args.length,
@@ -136,18 +136,13 @@ class Contest:
                 max_sequences=args.eval_sequences,
                 **self.share,
             ):
-                targets = count_targets(batch["labels"])
+                sums[1] += count_targets(batch["labels"])
                 with torch.no_grad():
-                    mean.add(self.objective.forward(self.on_device(batch))[0] / max(1, targets), targets)
-            found[kind] = mean.value(self.reduce)[0]
+                    sums[0] += self.objective.forward(self.on_device(batch))[0]
+            dist.all_reduce(sums)
+            found[kind] = float(sums[0] / sums[1])
         self.model.train()
         return found
-
-    def reduce(self, sums: torch.Tensor) -> None:
-        """Sum a CPU tensor over the ranks."""
-        total = sums.to(self.device)
-        dist.all_reduce(total)
-        sums.copy_(total)
 
     def on_device(self, batch: Batch) -> Batch:
         return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}

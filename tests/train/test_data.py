@@ -20,7 +20,8 @@ import torch
 from carpool.train.config.schema import DataSection
 from carpool.train.data.corpus import Corpus, check_sources, default_cache_dir, prepare
 from carpool.train.data.documents import PIECE_BYTES, Source, describe_sources, find_sources, read_documents
-from carpool.train.data.loader import EvalLoader, TokenMean, TrainLoader, count_targets, permutation
+from carpool.train.data.loader import EvalLoader, TrainLoader, count_targets, permutation
+from carpool.train.data.prefetch import Prefetch
 from carpool.train.data.tokenizer import BytesTokenizer, FileTokenizer, load_tokenizer
 
 BYTES = BytesTokenizer()
@@ -474,6 +475,41 @@ def test_state_continues_exactly_also_on_other_ranks():
     assert halves[0].state_dict() == halves[1].state_dict() == resumed.state_dict()
 
 
+def test_batches_that_are_made_ahead_are_the_same_and_the_state_is_of_those_handed_out():
+    tokens = np.arange(4 * 31 + 1, dtype=np.uint32)
+    plain, ahead = train_loader(tokens, batch_size=6), Prefetch(train_loader(tokens, batch_size=6), pin=False)
+    assert ahead.state_dict() == plain.state_dict()
+    for _ in range(7):  # into the second epoch
+        assert rows(next(ahead)) == rows(next(plain))
+        assert ahead.state_dict() == plain.state_dict()
+    state = json.loads(json.dumps(ahead.state_dict()))
+    expected = [rows(next(plain)) for _ in range(3)]
+    assert [rows(next(ahead)) for _ in range(3)] == expected
+    ahead.load_state_dict(state)
+    assert [rows(next(ahead)) for _ in range(3)] == expected
+    ahead.close()
+
+
+def test_an_error_of_the_thread_that_makes_batches_ends_the_step():
+    tokens = np.arange(4 * 31 + 1, dtype=np.uint32)
+    loader = train_loader(tokens, batch_size=6)
+    ahead = Prefetch(loader, pin=False)
+    next(ahead)
+    ahead._next.result()
+    loader._tokens = None
+    next(ahead)
+    with pytest.raises(TypeError, match="not subscriptable"):
+        next(ahead)
+    ahead.close()
+
+
+def test_the_targets_of_a_step_are_known_before_it():
+    tokens = np.arange(4 * 31 + 1, dtype=np.uint32)
+    shares = [train_loader(tokens, batch_size=3, accumulation=2, dp_rank=rank, dp_size=2) for rank in range(2)]
+    counted = sum(count_targets(batch["labels"]) for loader in shares for batch in next(loader))
+    assert counted == shares[0].targets == shares[1].targets == 12 * (L - 1)
+
+
 def test_state_of_other_data_is_refused():
     tokens = np.arange(4 * 31 + 1, dtype=np.uint32)
     state = train_loader(tokens).state_dict()
@@ -525,20 +561,3 @@ def test_evaluation_can_be_limited_to_a_spread_of_sequences():
     first = [row[0] for batch in loader for row in batch["input_ids"].tolist()]
     assert first == [0, 20, 40, 60]
     assert EvalLoader(tokens, sequence_length=L, batch_size=2, max_sequences=99).num_sequences == 20
-
-
-def test_token_mean_is_exact_over_unequal_batches():
-    losses = torch.linspace(1, 2, 12, dtype=torch.float64)
-    parts = losses.split([5, 0, 1, 6])
-    mean = TokenMean()
-    for part in parts:
-        mean.add(part.mean(), len(part))
-    value, tokens = mean.value()
-    assert tokens == 12
-    assert value == pytest.approx(losses.mean().item(), abs=1e-15)
-    ours, theirs = TokenMean(), TokenMean()
-    ours.add(losses[:3].mean(), 3)
-    theirs.add(losses[3:].mean(), 9)
-    assert ours.value(lambda sums: sums.add_(theirs._sums))[0] == pytest.approx(value, abs=1e-15)
-    assert ours.value()[1] == 3, "the sums of one rank stay its own"
-    assert math.isnan(TokenMean().value()[0])

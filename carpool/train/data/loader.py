@@ -17,7 +17,7 @@ straddle two epochs; only tokens after the last whole sequence (fewer than L) ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -65,6 +65,8 @@ class TrainLoader:
         self._batch_size, self._accumulation, self._rank, self._ranks = batch_size, accumulation, dp_rank, dp_size
         self.num_sequences = max(0, (len(tokens) - 1) // (sequence_length - 1))
         self.global_batch_size = batch_size * accumulation * dp_size
+        # Predicted tokens of a step, over all ranks with distinct data: no sequence is padded.
+        self.targets = self.global_batch_size * (sequence_length - 1)
         self._position = 0
         self._order: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, dtype=np.int64))
         if self.num_sequences < self.global_batch_size:
@@ -193,33 +195,6 @@ class EvalLoader:
 def count_targets(labels_BL: Tensor) -> int:
     """How many predictions a causal model's loss is the mean of: all labels but -100, and but each row's first."""
     return int((labels_BL[:, 1:] != IGNORED).sum())
-
-
-class TokenMean:
-    """The exact mean over tokens of losses that come as means over batches of unequal size, on several ranks.
-
-    Sums are float64, and a batch without a single target (whose mean is not a number) counts nothing.
-    """
-
-    def __init__(self) -> None:
-        self._sums = torch.zeros(2, dtype=torch.float64)
-
-    def add(self, mean: Tensor | float, targets: int) -> None:
-        """One batch's mean loss over that many targets."""
-        if targets:
-            self._sums += torch.tensor([float(mean) * targets, targets], dtype=torch.float64)
-
-    def value(self, reduce: Callable[[Tensor], Any] | None = None) -> tuple[float, int]:
-        """`(mean, tokens)` over all that was added; NaN if nothing was.
-
-        Args:
-            reduce: Sums a float64 CPU tensor of shape (2,) in place over the ranks with distinct data. None: one rank.
-        """
-        sums = self._sums.clone()
-        if reduce is not None:
-            reduce(sums)
-        total, tokens = sums.tolist()
-        return (total / tokens if tokens else float("nan")), int(tokens)
 
 
 def permutation(size: int, seed: int, epoch: int) -> NDArray[np.int64]:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from carpool.hf.compiled import eagerly
-from carpool.train.data.loader import TokenMean, count_targets
+from carpool.train.data.loader import count_targets
 from carpool.train.run.sample import sample
 from carpool.train.run.state import RunState
 
@@ -38,21 +38,16 @@ def evaluate(run: RunState) -> None:
 
 def _held_out(run: RunState) -> tuple[float, int]:
     """The mean loss over all held-out tokens, and their number."""
-    mean = TokenMean()
+    sums = torch.zeros(2, dtype=torch.float64, device=run.device)
     run.model.eval()
     with torch.no_grad(), run.slots_kept():
         for batch in run.eval_loader:
-            batch = run.to_device(batch)
-            targets = count_targets(batch["labels"])
-            ce, _ = run.with_room(partial(run.objective.forward, batch))
-            mean.add(ce / max(1, targets), targets)
+            # Counted before it goes to the device, for which nobody waits until the end.
+            sums[1] += count_targets(batch["labels"])
+            ce, _ = run.with_room(partial(run.objective.forward, run.to_device(batch)))
+            sums[0] += ce
     run.model.train()
+    dist.all_reduce(sums)
+    total, tokens = sums.tolist()
     run.check_rides()
-
-    def sum_over_ranks(sums: torch.Tensor) -> None:
-        total = sums.to(run.device)
-        dist.all_reduce(total)
-        sums.copy_(total.cpu())
-
-    loss, tokens = mean.value(sum_over_ranks)
-    return loss, tokens // run.degrees.tp
+    return total / tokens, int(tokens) // run.degrees.tp

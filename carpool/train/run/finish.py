@@ -137,7 +137,7 @@ def _compare(run: RunState) -> dict[str, Any] | None:
     result = compare(
         run.model,
         {name: transport_options(run.config, run.degrees, name) for name in (ours, run.compare_with)},
-        lambda: run.objective.backward(batches),
+        lambda: run.objective.backward(batches, run.loader.targets),
         run.metrics,
         run.config.training.compare_repetitions,
         run.device,

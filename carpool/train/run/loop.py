@@ -116,7 +116,7 @@ class Run(Setup):
         if self.bias is not None:
             self.bias.forget()
         with self.slots_kept():
-            return self.objective.backward(batches)
+            return self.objective.backward(batches, self.loader.targets)
 
     def _stop_not_finite(self, loss: float, norm: float, batches: list[Batch]) -> None:
         def forward() -> None:

@@ -35,6 +35,7 @@ from carpool.train.checkpoints.resume import checkpoint_to_resume, read_run_stat
 from carpool.train.config.schema import Config
 from carpool.train.data.corpus import Corpus, prepare
 from carpool.train.data.loader import EvalLoader, TrainLoader
+from carpool.train.data.prefetch import Prefetch
 from carpool.train.data.tokenizer import load_tokenizer
 from carpool.train.launch.stopping import StopRequest
 from carpool.train.launch.watchdog import Watchdog
@@ -139,7 +140,7 @@ class Setup(RunState):
             "dp_size": self.degrees.dp,
             "dp_rank": self.dp_rank,
         }
-        self.loader = TrainLoader(
+        loader = TrainLoader(
             self.corpus.train,
             fingerprint=self.corpus.fingerprint,
             batch_size=training.per_device_train_batch_size,
@@ -147,6 +148,7 @@ class Setup(RunState):
             seed=training.seed,
             **share,
         )
+        self.loader = Prefetch(loader, pin=self.device.type == "cuda")
         self.eval_loader = EvalLoader(
             self.corpus.eval,
             batch_size=training.per_device_eval_batch_size,

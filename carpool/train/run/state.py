@@ -27,7 +27,8 @@ from carpool.schedule import Schedule
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.config.schema import Config
 from carpool.train.data.corpus import Corpus
-from carpool.train.data.loader import EvalLoader, TrainLoader
+from carpool.train.data.loader import EvalLoader
+from carpool.train.data.prefetch import Prefetch
 from carpool.train.data.tokenizer import Tokenizer
 from carpool.train.launch.stopping import StopRequest
 from carpool.train.launch.watchdog import Watchdog
@@ -85,7 +86,7 @@ class RunState:
     degrees: Degrees
     dp_rank: int
     corpus: Corpus
-    loader: TrainLoader
+    loader: Prefetch
     eval_loader: EvalLoader
     model: PreTrainedModel
     top_k: int
@@ -156,6 +157,7 @@ class RunState:
         return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
 
     def close(self) -> None:
+        self.loader.close()
         self.placement.close()
         self.watchdog.stop()
         self.recorder.close()

@@ -112,9 +112,15 @@ class Objective:
             dist.all_reduce(count)
         return int(count.item()) // self.ranks_per_copy
 
-    def backward(self, batches: Sequence[Batch]) -> Losses:
-        """Accumulate the gradients of one global batch, given in micro-batches. All ranks call it together."""
-        tokens = self.targets(batches)
+    def backward(self, batches: Sequence[Batch], tokens: int | None = None) -> Losses:
+        """Accumulate the gradients of one global batch, given in micro-batches. All ranks call it together.
+
+        Args:
+            tokens: that it predicts, over all ranks with distinct data. None: they are counted, which waits for the
+                device.
+        """
+        if tokens is None:
+            tokens = self.targets(batches)
         if tokens == 0:
             raise ValueError("a step's batch has no token to predict: all labels are -100")
         if self.two_batch is not None:
