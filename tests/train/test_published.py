@@ -213,6 +213,17 @@ def test_a_folder_with_a_configuration_alone_is_a_model_from_scratch(tmp_path: P
         model_source(config, BytesTokenizer())
 
 
+def test_tokens_beyond_a_smaller_vocabulary_are_the_tokenizer_s() -> None:
+    def tokens(*overrides: str) -> tuple[Any, Any, Any]:
+        source = model_source(load_config(None, ["model.config=glm-4.5-air", *overrides]), BytesTokenizer())
+        assert isinstance(source, PreTrainedConfig)
+        return source.bos_token_id, source.eos_token_id, source.pad_token_id
+
+    assert tokens() == (None, [151329, 151336, 151338], 151329)
+    assert tokens("model.config.vocab_size=151337") == (None, 256, 151329)
+    assert tokens("model.config.vocab_size=1000", "model.config.pad_token_id=7") == (None, 256, 7)
+
+
 def test_a_vocabulary_smaller_than_the_tokenizer_s_is_refused() -> None:
     with pytest.raises(ValueError, match=r"vocab_size = 300 is smaller than the tokenizer's vocabulary of 320"):
         _dry_run("model.config=olmoe-1b-7b", "model.config.vocab_size=300")

@@ -70,11 +70,19 @@ def model_source(config: Config, tokenizer: Tokenizer) -> PreTrainedConfig | Pat
             f"{tokenizer.vocab_size}; leave it out to have it taken from the tokenizer"
         )
     for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        # The defaults of a configuration class mean tokens of another vocabulary.
-        language.setdefault(key, tokenizer.eos_id if key == "eos_token_id" else None)
+        # The defaults of a configuration class mean tokens of another vocabulary, and so do those of a published one
+        # whose vocabulary was made smaller.
+        if key not in language or _is_beyond(language[key], vocabulary):
+            language[key] = tokenizer.eos_id if key == "eos_token_id" else None
     if model.num_experts_per_tok is not None:
         language["num_experts_per_tok"] = model.num_experts_per_tok
     return make_config(model_type or _model_type(model.architecture or ""), keys)
+
+
+def _is_beyond(token: Any, vocabulary: Any) -> bool:
+    """Is this id, or one of these, no token of a vocabulary of that size?"""
+    tokens = token if isinstance(token, list) else [token]
+    return isinstance(vocabulary, int) and any(isinstance(one, int) and one >= vocabulary for one in tokens)
 
 
 def _model_type(architecture: str) -> str:

@@ -23,6 +23,8 @@ _MOST_WAITING = 64 << 20
 def check_trackers(report_to: Sequence[str]) -> None:
     """Raise ValueError for a tracker that transformers does not know. On all ranks: one alone would leave the others
     waiting."""
+    if not report_to:
+        return  # transformers' trackers take a second to import
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
     if unknown := [name for name in report_to if name not in INTEGRATION_TO_CALLBACK]:
