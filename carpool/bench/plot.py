@@ -1,10 +1,11 @@
-"""What the figures of all benchmarks have in common: bar charts in a grid, shapes down and routings across.
+"""The figures of all benchmarks: horizontal bars in a grid of axes, shapes down and routings across.
 
 Needs matplotlib, which only figures do."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,17 @@ from carpool.bench.results import Result
 
 # Of Okabe and Ito, told apart by colour-blind readers.
 BLUE, ORANGE, SKY, YELLOW, GREEN, RED = "#0072B2", "#E69F00", "#56B4E9", "#F0E442", "#009E73", "#D55E00"
+
+
+@dataclass(frozen=True)
+class Bars:
+    """One bar for each label. `low` and `high`: where its whisker ends."""
+
+    legend: str
+    color: str
+    values: Sequence[float]
+    low: Sequence[float] | None = None
+    high: Sequence[float] | None = None
 
 
 def write_grid(
@@ -38,31 +50,21 @@ def write_grid(
     figure.savefig(path, dpi=130)
 
 
-def bars(
-    axes: Axes,
-    values: Sequence[float],
-    place: float,
-    of: int,
-    color: str,
-    legend: str,
-    errors: tuple[Sequence[float], Sequence[float]] | None = None,
-) -> list[float]:
-    """One horizontal bar for each label, number `place` of the `of` that share it; returns where they are.
-
-    Args:
-        errors: how far the whiskers reach, below and above.
-    """
-    height = 0.8 / of
-    at = [i - 0.4 + (place + 0.5) * height for i in range(len(values))]
-    axes.barh(at, values, height, color=color, label=legend, xerr=errors, ecolor="0.4", capsize=2)
-    return at
-
-
-def finish(axes: Axes, labels: Sequence[str], xlabel: str, title: str) -> None:
+def bars(axes: Axes, labels: Sequence[str], groups: Sequence[Bars], xlabel: str, title: str) -> list[list[float]]:
+    """A bar of each group for each label, one above the other; returns where those of each group are."""
+    height, places = 0.8 / max(1, len(groups)), []
+    for number, group in enumerate(groups):
+        places.append([i - 0.4 + (number + 0.5) * height for i in range(len(labels))])
+        whiskers = None
+        if group.low is not None and group.high is not None:
+            ends = zip(group.low, group.values, group.high, strict=True)
+            whiskers = list(zip(*((value - low, high - value) for low, value, high in ends), strict=True))
+        style: dict[str, Any] = {"color": group.color, "label": group.legend, "ecolor": "0.4", "capsize": 2}
+        axes.barh(places[-1], group.values, height, xerr=whiskers, **style)
     axes.set_yticks(range(len(labels)), labels)
     axes.invert_yaxis()
     axes.set_xlim(left=0)
     axes.set_xlabel(xlabel)
     axes.set_title(title, fontsize="medium", loc="left")
-    axes.legend(fontsize="small", loc="best")
     axes.spines[["top", "right"]].set_visible(False)
+    return places

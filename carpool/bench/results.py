@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich import box
 from rich.console import Console
+from rich.table import Table
 
 import carpool
 from carpool.train.run.environment import environment
@@ -68,6 +70,17 @@ def publish(result: Result, name: str, show: Callable[[Result], None], plot: str
             written.append(folder / f"{name}.png")
         show(result)
     print("wrote " + ", ".join(map(str, written)), flush=True)
+
+
+def print_table(console: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """The first column is text, the others are numbers. Cells may have rich's markup."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console.print(title, style="bold", highlight=False)
+    console.print(table, highlight=False)
 
 
 def terminal(width: int) -> Console:

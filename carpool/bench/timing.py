@@ -22,6 +22,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -141,17 +142,11 @@ class Clock:
         return statistics.median(self._host[label, name])
 
 
-def p99(times: list[float]) -> float:
+def p99(times: Sequence[float]) -> float:
     """The 99th percentile; of fewer than 100 values, the largest."""
-    if len(times) < 100:
-        return max(times)
-    return statistics.quantiles(times, n=100, method="inclusive")[-1]
+    return percentile(times, 99) if len(times) >= 100 else max(times)
 
 
-def percentile(times: list[float], percent: int) -> float:
+def percentile(times: Sequence[float], percent: int) -> float:
     """Between the two nearest values, in proportion: `percentile([1.0, 2.0], 10) == 1.1`."""
-    ordered = sorted(times)
-    place = (len(ordered) - 1) * percent / 100
-    below = ordered[int(place)]
-    above = ordered[min(int(place) + 1, len(ordered) - 1)]
-    return below + (above - below) * (place - int(place))
+    return float(np.percentile(times, percent))

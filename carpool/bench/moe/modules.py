@@ -8,51 +8,31 @@ that is written in the model's file. Carpool computes on the same parameters.
 from __future__ import annotations
 
 import importlib
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
+from transformers import CONFIG_MAPPING
 
 from carpool.bench.moe.shapes import Shape
+from carpool.hf.sizes import EXPERTS, first_key
 
 IMPLEMENTATIONS = ("grouped_mm", "eager")
 
 
-class Family(NamedTuple):
-    """Names in `transformers.models.NAME`: of the classes, and of the configuration's sizes."""
-
-    experts: str
-    config: str
-    inner: str
-    number: str
-    others: dict[str, Any] = {}  # noqa: RUF012  (never changed)
-
-
-FAMILIES = {
-    "olmoe": Family("OlmoeExperts", "OlmoeConfig", "intermediate_size", "num_experts"),
-    "qwen3_moe": Family("Qwen3MoeExperts", "Qwen3MoeConfig", "moe_intermediate_size", "num_experts"),
-    "mixtral": Family("MixtralExperts", "MixtralConfig", "intermediate_size", "num_local_experts"),
-    "deepseek_v3": Family("DeepseekV3Experts", "DeepseekV3Config", "moe_intermediate_size", "n_routed_experts"),
-    "gpt_oss": Family("GptOssExperts", "GptOssConfig", "intermediate_size", "num_local_experts"),
-    "nemotron_h": Family(
-        "NemotronHExperts",
-        "NemotronHConfig",
-        "moe_intermediate_size",
-        "n_routed_experts",
-        {"mlp_hidden_act": "relu2", "moe_latent_size": None},
-    ),
-}
+# What a family's configuration needs besides sizes.
+FURTHER = {"nemotron_h": {"mlp_hidden_act": "relu2", "moe_latent_size": None}}
 
 
 def make_module(shape: Shape, experts: int, device: torch.device, dtype: torch.dtype, seed: int) -> Any:
     """The experts module with `experts` experts, and random weights that keep the size of what they multiply."""
-    family = FAMILIES[shape.family]
-    package = f"transformers.models.{shape.family}"
-    config_class = getattr(importlib.import_module(f"{package}.configuration_{shape.family}"), family.config)
-    module_class = getattr(importlib.import_module(f"{package}.modeling_{shape.family}"), family.experts)
-    sizes = {"hidden_size": shape.hidden, family.inner: shape.inner, family.number: experts}
+    modeling = importlib.import_module(f"transformers.models.{shape.family}.modeling_{shape.family}")
+    (module_class,) = (thing for name, thing in vars(modeling).items() if name.endswith("Experts"))
+    config = CONFIG_MAPPING[shape.family](**FURTHER.get(shape.family, {}))
+    inner = "moe_intermediate_size" if hasattr(config, "moe_intermediate_size") else "intermediate_size"
+    config.update({"hidden_size": shape.hidden, inner: shape.inner, first_key(config, EXPERTS): experts})
     with torch.device("meta"):
-        module: nn.Module = module_class(config_class(**sizes, **family.others))
+        module: nn.Module = module_class(config)
     module = module.to(dtype).to_empty(device=device)
     generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
 from carpool.bench.moe.shapes import Shape
-from carpool.bench.results import Result, terminal
+from carpool.bench.results import Result, print_table, terminal
 from carpool.bench.timing import percentile
 
 # What a pass takes, in forwards.
@@ -131,19 +129,16 @@ def show(result: Result, console: Console | None = None) -> None:
 
 def _print(console: Console, result: Result, case: CaseResult) -> None:
     layer = any(row.transport for row in case.rows)
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("contender", no_wrap=True)
     sections = [name for name in PASSES if any(name in row.sections for row in case.rows)]
-    names = [f"{_HEADINGS[name]} ms" for name in sections]
     rates = [row.sections[name].tflops for row in case.rows for name in sections if row.sections]
     unit, prefix = next((u, p) for u, p in _UNITS if u * max(rates, default=1.0) >= 1 or p == "M")
-    names += [f"{prefix}FLOP/s\n" + " / ".join(_SHORT[name] for name in sections)]
-    names += ["of\npeak", "speed-\nup", "saved\nMiB", "peak\nMiB"] + (["MB\nsent"] if layer else []) + ["error"]
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
+    headings = ["contender", *(f"{_HEADINGS[name]} ms" for name in sections)]
+    headings += [f"{prefix}FLOP/s\n" + " / ".join(_SHORT[name] for name in sections)]
+    headings += ["of\npeak", "speed-\nup", "saved\nMiB", "peak\nMiB", *(["MB\nsent"] if layer else []), "error"]
+    rows = []
     for row in case.rows:
         if row.unavailable:
-            table.add_row(escape(row.label), "not available")
+            rows.append([escape(row.label), "not available"])
             continue
         times = [row.sections[name] for name in sections]
         cells = [f"{t.ms_median:.4g}\n[dim]{t.ms_p10:.3g}-{t.ms_p90:.3g}[/]" for t in times]
@@ -152,13 +147,11 @@ def _print(console: Console, result: Result, case: CaseResult) -> None:
         cells.append("-" if share is None else f"{share:.0%}")
         cells.append("-" if row.ratio is None else f"{row.ratio:.2f}x")
         cells += [_number(row.saved_bytes, 2**20), _number(row.peak_bytes, 2**20)]
-        if layer:
-            cells.append(_number(row.remote_bytes, 1e6))
-        table.add_row(escape(row.label), *cells, f"{row.error:.2f}")
+        cells += [_number(row.remote_bytes, 1e6)] if layer else []
+        rows.append([escape(row.label), *cells, f"{row.error:.2f}"])
     ranks = f", {case.num_ranks} ranks" if layer else ""
     title = f"{case.shape}, {result.settings['dtype']}, {case.routing} routing{ranks}"
-    console.print(title, style="bold", highlight=False)
-    console.print(table, highlight=False)
+    print_table(console, title, headings, rows)
     for row in case.rows:
         if row.unavailable:
             console.print(f"{row.label} is not available: {row.unavailable}\n", highlight=False, markup=False)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass, field
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from carpool.bench.results import Result, terminal
+from carpool.bench.results import Result, print_table, terminal
 from carpool.bench.timing import p99
 from carpool.bench.transport.settings import Shape
 
@@ -127,20 +125,14 @@ def _print(
     rates: tuple[str, str] | None,
 ) -> None:
     """One table. `rates`: the sections, out and back, whose bytes and GB/s are shown."""
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("transport", no_wrap=True)
-    table.add_column("CTAs", justify="right")
-    for name in sections:
-        table.add_column(f"{name}\nus / {last}", justify="right", no_wrap=True)
-    for name in ("MB", "GB/s", "share of\nceiling") if rates else ("how",):
-        table.add_column(name, justify="right", no_wrap=True)
-    missing = {}
+    headings = ["transport", "CTAs", *(f"{name}\nus / {last}" for name in sections)]
+    headings += ["MB", "GB/s", "share of\nceiling"] if rates else ["how"]
+    rows, missing = [], {}
     for row in case.rows:
-        ctas = "-" if row.ctas is None else str(row.ctas)
-        name = row.transport + (" fp8" if row.lossy else "")
+        begin = [row.transport + (" fp8" if row.lossy else ""), "-" if row.ctas is None else str(row.ctas)]
         if row.unavailable:
             missing[row.transport] = row.unavailable
-            table.add_row(name, ctas, "not available")
+            rows.append([*begin, "not available"])
             continue
         shown = [row.sections[section] for section in sections.values()]
         cells = [f"{times.us_median:.0f} / {times.us_p99:.0f}" for times in shown]
@@ -152,8 +144,7 @@ def _print(
             cells.append(" / ".join("-" if times.gb_per_s is None else f"{times.gb_per_s:.3g}" for times in both))
             shares = [times.share_of_ceiling for times in both]
             cells.append("-" if None in shares else " / ".join(f"{share:.0%}" for share in shares))
-        table.add_row(name, ctas, *cells)
-    console.print(title, style="bold", highlight=False)
-    console.print(table, highlight=False)
+        rows.append([*begin, *cells])
+    print_table(console, title, headings, rows)
     for name, why in missing.items():
         console.print(f"{name} is not available: {why}\n", highlight=False)
