@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from safetensors import safe_open
 from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
 from carpool.report import write_report
+from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.config import load_config
 from carpool.train.config.schema import TrainingSection
 from carpool.train.run.about import _earlier_starts
@@ -302,6 +305,28 @@ def test_rank_0_alone_reads_what_it_will_replace(ranks: Ranks, tmp_path: Path) -
     (tmp_path / "0" / "run.json").write_text(json.dumps({"history": {"started": 1}}))
     for message in ranks(_starts, str(tmp_path)):
         assert message.startswith(f"{tmp_path}/0/run.json is damaged (its history is no list of starts)")
+
+
+def _resume_of_what_each_sees(output: str, overrides: Sequence[str]) -> str:
+    """Train on, other ranks than 0 not seeing the newest checkpoint yet, as on a filesystem of several nodes."""
+    seen = CheckpointManager.list
+    with mock.patch.object(CheckpointManager, "list", lambda self: seen(self)[: None if dist.get_rank() == 0 else 1]):
+        return run(output, overrides)
+
+
+def test_all_ranks_go_on_from_the_same_checkpoint(
+    ranks: Ranks, reference: Path, text: list[str], tmp_path: Path
+) -> None:
+    shutil.copytree(reference, output := tmp_path / "run")
+    settings = [
+        *MODEL,
+        *text,
+        "training.resume_from_checkpoint=last",
+        "training.max_steps=7",
+        "training.eval_steps=none",
+    ]
+    assert ranks(_resume_of_what_each_sees, str(output), settings, timeout=60) == [""] * 4
+    assert json.loads((output / "run.json").read_text())["history"][-1]["from_step"] == 6
 
 
 def test_the_model_loads_in_plain_transformers(reference: Path) -> None:

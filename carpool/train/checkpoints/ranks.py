@@ -36,17 +36,22 @@ def gather(value: T) -> list[T]:
 
 
 def from_rank_0(make: Callable[[], T]) -> T:
-    """What `make` returns on rank 0, on every rank. It is not called on the others.
+    """What `make` returns on rank 0, on every rank: for what may change while ranks look at it. Collective.
 
     Raises:
         ValueError: what it raised, on every rank alike.
     """
-    found: list[Any] = [None]
-    with together(ValueError, ""):
-        if rank() == 0:
-            found[0] = make()
-    made: T = gather(found[0])[0]
-    return made
+    made: Any = None
+    error: Exception | None = None
+    if rank() == 0:
+        try:
+            made = make()
+        except Exception as failed:
+            error = failed
+    found, problem = gather((made, None if error is None else _describe(error)))[0]
+    if problem is not None:
+        raise ValueError(problem) from error
+    return found  # type: ignore[no-any-return]
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import carpool
 from carpool.hf import rides
 from carpool.hf.layouts import current_layouts
 from carpool.layout.layouts import Layouts
-from carpool.train.checkpoints.ranks import gather, rank
+from carpool.train.checkpoints.ranks import from_rank_0
 from carpool.train.run.environment import environment
 from carpool.train.run.estimate import estimate_memory
 from carpool.train.run.files import CONFIG, INFO, LAYOUT, read_info, replace_text
@@ -106,18 +106,14 @@ def write_files(run: RunState, info: dict[str, Any]) -> None:
 def _earlier_starts(folder: Path) -> list[dict[str, Any]]:
     """`history` of the run.json that a resumed run replaces. Rank 0 reads and tells the others, because it also writes
     that file, and may do so before they look."""
-    found: list[dict[str, Any]] | str = []
-    if rank() == 0:
-        try:
-            found = (read_info(folder) or {}).get("history", [])
-            if not isinstance(found, list) or not all(isinstance(one, dict) and "started" in one for one in found):
-                found = f"{folder / INFO} is damaged (its history is no list of starts); delete it to go on"
-        except ValueError as error:
-            found = str(error)
-    found = gather(found)[0]
-    if isinstance(found, str):
-        raise ValueError(found)
-    return found
+
+    def read() -> list[dict[str, Any]]:
+        found = (read_info(folder) or {}).get("history", [])
+        if not isinstance(found, list) or not all(isinstance(one, dict) and "started" in one for one in found):
+            raise ValueError(f"{folder / INFO} is damaged (its history is no list of starts); delete it to go on")
+        return found
+
+    return from_rank_0(read)
 
 
 def layout_record(layouts: Layouts, source: str) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from carpool.hf.names import name_layers
 from carpool.hf.shared import compute_shared_beside
 from carpool.memory.recompute import keep_rides
 from carpool.train.checkpoints.manager import CheckpointManager
-from carpool.train.checkpoints.ranks import gather
+from carpool.train.checkpoints.ranks import from_rank_0, gather
 from carpool.train.checkpoints.reading import load
 from carpool.train.checkpoints.resume import checkpoint_to_resume, read_run_state
 from carpool.train.config.schema import Config
@@ -76,8 +76,7 @@ class Setup(RunState):
     def __init__(self, config: Config, compare_with: str | None, command: str) -> None:
         self.config, self.compare_with = config, compare_with
         self._find_place()
-        resume = checkpoint_to_resume(config.training.resume_from_checkpoint, self.folder, self.checkpoints)
-        saved = read_run_state(resume) if resume is not None else {}
+        resume, saved = from_rank_0(self._find_checkpoint)
         self._find_mesh()
         self._read_data()
         self._build_model()
@@ -118,6 +117,11 @@ class Setup(RunState):
         for name in (moe.transport, self.compare_with or "auto"):
             check_transport(name, None)
         self.topology, self.hardware = find_machine(self.config.parallelism, self.device)
+
+    def _find_checkpoint(self) -> tuple[Path | None, dict[str, Any]]:
+        """The checkpoint to go on from, and what it says beside weights."""
+        found = checkpoint_to_resume(self.config.training.resume_from_checkpoint, self.folder, self.checkpoints)
+        return found, read_run_state(found) if found is not None else {}
 
     def _find_mesh(self) -> None:
         """What model it is, and over how many ranks each of its dimensions goes."""
