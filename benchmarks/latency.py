@@ -223,8 +223,8 @@ class Rides:
         transport, case = self.transports[name], self.case
         route = self.routes[name].again()
         timed(lambda: transport.dispatch(case.x_TH, route).wait(), "dispatch")
-        route.new_partial(case.shape.hidden, case.x_TH.dtype, case.x_TH.device).zero_()
-        timed(lambda: transport.combine(route).wait(), "combine")
+        partial_RH = route.new_partial(case.shape.hidden, case.x_TH.dtype, case.x_TH.device).zero_()
+        timed(lambda: transport.combine(route, partial_RH).wait(), "combine")
 
 
 def measure(shape: Shape, args: argparse.Namespace, device: torch.device, bench: OnGpu | OnCpu) -> list[dict[str, Any]]:

@@ -209,7 +209,7 @@ def arrivals_of(name: str, layout_name: str) -> dict[str, Any]:
     filled, x_RH = arrivals.slot_RJ >= 0, arrivals.rows.contiguous(route.num_rows)
     partial_RH = route.new_partial(3, torch.float32, x_TH.device)
     partial_RH.copy_(x_RH * filled.any(1, keepdim=True))
-    y_TH = transport.combine(route).wait()
+    y_TH = transport.combine(route, partial_RH).wait()
     visited = [len({s // layout.slots_per_rank for s in row if s >= 0}) for row in slot_TK.tolist()]
     per_row = torch.tensor([sum(s >= 0 for s in row) for row in slot_TK.tolist()] if name == "alltoall" else visited)
     assert torch.equal(y_TH, x_TH * per_row.unsqueeze(1)), "each row came back once for each place that it went to"

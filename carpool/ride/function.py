@@ -296,9 +296,8 @@ class _Dispatch(torch.autograd.Function):
     def backward(ctx: Any, dx_RH: torch.Tensor, dweight_RJ: torch.Tensor, _: Any) -> tuple[Any, ...]:
         trip: _ModuleTrip = ctx.trip
         trip.route.backward = True
-        trip.route.partial_RH = dx_RH
         with trip.meter.span("combine", dx_RH.device, direction="backward"):
-            sums = trip.transport.combine_gradients(trip.route, dweight_RJ)
+            sums = trip.transport.combine_gradients(trip.route, dx_RH, dweight_RJ)
             handover()
             dx_TH, dweight_TK = sums.wait()
         return dx_TH.to(dx_RH.dtype), dweight_TK, None
@@ -308,8 +307,7 @@ class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, partial_RH: torch.Tensor, trip: _ModuleTrip) -> torch.Tensor:
         ctx.trip = trip
-        trip.route.partial_RH = partial_RH
-        sums = trip.transport.combine(trip.route)
+        sums = trip.transport.combine(trip.route, partial_RH)
         handover()
         return sums.wait().to(partial_RH.dtype)
 

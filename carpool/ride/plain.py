@@ -71,7 +71,7 @@ class PlainOrder:
                 x = Rows.of(x_TH) if transport.sends_again else arrivals.rows.kept(transport.arena)
                 kept = (Kept(route, x, saved),)
         with span("combine"):
-            sums = transport.combine(route)
+            sums = transport.combine(route, partial_RH)
         handover()
         with span("combine"):
             y_TH = sums.wait()
@@ -106,7 +106,7 @@ class PlainOrder:
         with span("combine"):
             if again is not None:
                 transport.discard(again, kept[0].x.data).wait()
-            sums = transport.combine_gradients(route, dweight_RJ)
+            sums = transport.combine_gradients(route, dx_RH, dweight_RJ)
         if last is not None and again is None:
             with span("experts"), span.named("weight-gradients", 0), reserved(transport.processors):
                 dweights = last()

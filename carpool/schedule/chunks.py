@@ -130,7 +130,7 @@ class ChunkedOrder:
                     x = Rows.of(x_TH) if transport.sends_again else arrivals.rows.kept(transport.arena)
                     kept.append(Kept(route, x, saved))
             with span("combine", piece):
-                sums.append(transport.combine(route))
+                sums.append(transport.combine(route, partial_RH))
         handover()
         with span("combine"):
             y_TH = torch.cat([one.wait() for one in sums])
@@ -177,7 +177,7 @@ class ChunkedOrder:
             with span("combine", piece):
                 if again is not None:
                     transport.discard(again, kept[piece].x.data).wait()
-                sums.append(transport.combine_gradients(route, dweight_RJ))
+                sums.append(transport.combine_gradients(route, dx_RH, dweight_RJ))
             if last is not None:
                 with span("experts", piece), span.named("weight-gradients", piece), reserved(transport.processors):
                     dweights = _sum(dweights, last())

@@ -115,7 +115,7 @@ class TiledOrder:
                     kept = Rows.of(x_TH) if transport.sends_again else arrivals.rows.kept(transport.arena)
                 work.part(part)
             with span("combine", part):
-                sums.append(transport.combine(route, part))
+                sums.append(transport.combine(route, partial_RH, part))
         handover()
         with span("combine"):
             y_TH = [one.wait() for one in sums][-1]
@@ -157,7 +157,7 @@ class TiledOrder:
                     work.ddown()
                 work.part(part, dx_RH)
             with span("combine", part):
-                sums.append(transport.combine_gradients(route, work.dweight_RJ, part))
+                sums.append(transport.combine_gradients(route, dx_RH, work.dweight_RJ, part))
         with span("experts"), span.named("weight-gradients", self.parts - 1), reserved(transport.processors):
             if rows is not None:
                 x = rows.wait().rows

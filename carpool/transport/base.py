@@ -5,8 +5,8 @@ blocks the host for longer than it must; what is still under way has `wait()`.
 
     route    = transport.plan(slot_TK, weight_TK, traffic)     who gets which row
     arrivals = transport.dispatch(x_TH, route)                 rows here, with their slots and weights
-    ...experts write their weighted partial sums into route.partial_RH...
-    y_TH     = transport.combine(route)                        sums over the ranks that a token visited
+    ...experts write their weighted partial sums into partial_RH = route.new_partial(...)...
+    y_TH     = transport.combine(route, partial_RH)            sums over the ranks that a token visited
 
 The backward pass uses the same verbs on the same route: the backward of a dispatch is a combine of row gradients
 (with `dweight_RJ` beside them), the backward of a combine is a dispatch without weights.
@@ -70,7 +70,6 @@ class Route:
         traffic: where the verbs count what they send.
         choices_W: choices of this rank's tokens on each rank: what one row per (token, expert) would send. Empty where
             only the device knows.
-        partial_RH: what the experts write and `combine` reads; set by `new_partial`.
     """
 
     num_tokens: int
@@ -81,16 +80,14 @@ class Route:
     traffic: Traffic
     choices_W: tuple[int, ...] = ()
     backward: bool = False
-    partial_RH: torch.Tensor | None = None
 
     def new_partial(self, hidden: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The (R, H) buffer for what goes back: partial sums in the forward, row gradients in the backward."""
-        self.partial_RH = torch.empty(self.num_rows, hidden, dtype=dtype, device=device)
-        return self.partial_RH
+        return torch.empty(self.num_rows, hidden, dtype=dtype, device=device)
 
     def again(self) -> Self:
         """A route for one more dispatch along the same ways."""
-        return replace(self, partial_RH=None)
+        return replace(self)
 
     def count(self, way: Literal["out", "back"], rows_W: Sequence[int], row: torch.Tensor, choice_bytes: int) -> None:
         """Count rows that travel out to experts or back, in the forward or the backward, by their verb.
@@ -275,16 +272,16 @@ class Transport(ABC):
         """Send each row where the route says. `wait()` gives the `Arrivals`."""
 
     @abstractmethod
-    def combine(self, route: Any) -> Pending:
-        """Bring `route.partial_RH` back. `wait()` gives y_TH: the sums, accumulated in float32 in rank order."""
+    def combine(self, route: Any, partial_RH: torch.Tensor) -> Pending:
+        """Bring partial sums back. `wait()` gives y_TH: the sums, accumulated in float32 in rank order."""
 
     @abstractmethod
     def dispatch_gradients(self, dy_TH: torch.Tensor, route: Any) -> Pending:
         """The backward of `combine`: rows only, their slots are known. `wait()` gives them as `Rows`."""
 
     @abstractmethod
-    def combine_gradients(self, route: Any, dweight_RJ: torch.Tensor) -> Pending:
-        """The backward of `dispatch`. `wait()` gives (dx_TH, dweight_TK)."""
+    def combine_gradients(self, route: Any, dx_RH: torch.Tensor, dweight_RJ: torch.Tensor) -> Pending:
+        """The backward of `dispatch`: gradients of rows and weights come back. `wait()` gives (dx_TH, dweight_TK)."""
 
     def discard(self, route: Any, x_TH: torch.Tensor) -> Pending:
         """End a ride of x_TH whose rows have been read, when no combine will follow."""

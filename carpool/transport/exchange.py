@@ -244,19 +244,17 @@ class ExchangeTransport(Transport):
         route.count("out", route.send, dy_TH, 0)
         return Pending(lambda: Rows.of(rows.take(route.number)))
 
-    def combine(self, route: ExchangeRoute) -> Pending:
-        return self._combine(route, 0)
+    def combine(self, route: ExchangeRoute, partial_RH: torch.Tensor) -> Pending:
+        return self._combine(route, partial_RH, 0)
 
-    def _combine(self, route: ExchangeRoute, choice_bytes: int) -> Pending:
-        assert route.partial_RH is not None
-        partial_RH, route.partial_RH = route.partial_RH, None
+    def _combine(self, route: ExchangeRoute, partial_RH: torch.Tensor, choice_bytes: int) -> Pending:
         rows = route.rows[route.backward, "back"]
         rows.put(route.number, partial_RH)
         route.count("back", route.receive, partial_RH, choice_bytes)
         return Pending(lambda: ordered_sum(rows.take(route.number), route.token_N, route.num_tokens))
 
-    def combine_gradients(self, route: ExchangeRoute, dweight_RJ: torch.Tensor) -> Pending:
-        dx = self._combine(route, GRADIENT_BYTES)
+    def combine_gradients(self, route: ExchangeRoute, dx_RH: torch.Tensor, dweight_RJ: torch.Tensor) -> Pending:
+        dx = self._combine(route, dx_RH, GRADIENT_BYTES)
         route.gradients.put(route.number, dweight_RJ)
 
         def finish() -> tuple[torch.Tensor, torch.Tensor]:

@@ -95,17 +95,15 @@ class Gather(Transport):
         route.count("out", [route.padded_tokens] * self.num_ranks, dy_TH, 0)
         return Pending(lambda: Rows.of(dpartial_RH))
 
-    def combine(self, route: GatherRoute) -> Pending:
-        return self._combine(route, 0)
+    def combine(self, route: GatherRoute, partial_RH: torch.Tensor) -> Pending:
+        return self._combine(route, partial_RH, 0)
 
-    def _combine(self, route: GatherRoute, choice_bytes: int) -> Pending:
-        assert route.partial_RH is not None
-        partial_RH, route.partial_RH = route.partial_RH, None
+    def _combine(self, route: GatherRoute, partial_RH: torch.Tensor, choice_bytes: int) -> Pending:
         route.count("back", [route.padded_tokens] * self.num_ranks, partial_RH, choice_bytes)
         return Pending(lambda: self._sum_at_home(partial_RH, route))
 
-    def combine_gradients(self, route: GatherRoute, dweight_RJ: torch.Tensor) -> Pending:
-        dx = self._combine(route, GRADIENT_BYTES)
+    def combine_gradients(self, route: GatherRoute, dx_RH: torch.Tensor, dweight_RJ: torch.Tensor) -> Pending:
+        dx = self._combine(route, dx_RH, GRADIENT_BYTES)
         return Pending(lambda: (dx.wait(), self._sum_at_home(dweight_RJ, route)))
 
     def _gather(self, rows: torch.Tensor) -> torch.Tensor:

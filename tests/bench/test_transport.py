@@ -252,8 +252,8 @@ def test_settings_survive_the_way_to_the_ranks():
 class Louder(Dedup):
     """Sums that are 2 % too large."""
 
-    def combine(self, route: Any) -> Pending:
-        pending = super().combine(route)
+    def combine(self, route: Any, partial_RH: torch.Tensor) -> Pending:
+        pending = super().combine(route, partial_RH)
         return Pending(lambda: 1.02 * pending.wait())
 
 
@@ -267,16 +267,16 @@ class Astray(Dedup):
 class Lost(Dedup):
     """A row that is not a number."""
 
-    def combine(self, route: Any) -> Pending:
-        pending = super().combine(route)
+    def combine(self, route: Any, partial_RH: torch.Tensor) -> Pending:
+        pending = super().combine(route, partial_RH)
         return Pending(lambda: pending.wait().index_fill_(0, torch.tensor([0]), torch.nan))
 
 
 class Forgetful(Dedup):
     """Gradients of weights are lost."""
 
-    def combine_gradients(self, route: Any, dweight_RJ: torch.Tensor) -> Pending:
-        return super().combine_gradients(route, torch.zeros_like(dweight_RJ))
+    def combine_gradients(self, route: Any, dx_RH: torch.Tensor, dweight_RJ: torch.Tensor) -> Pending:
+        return super().combine_gradients(route, dx_RH, torch.zeros_like(dweight_RJ))
 
 
 class Quantised(Dedup):
@@ -301,9 +301,9 @@ class Quantised(Dedup):
 class Modest(Dedup):
     """Counts a row too few on its way back."""
 
-    def combine(self, route: Any) -> Pending:
+    def combine(self, route: Any, partial_RH: torch.Tensor) -> Pending:
         route.traffic.add("combine", [-1] * self.num_ranks, 1)
-        return super().combine(route)
+        return super().combine(route, partial_RH)
 
 
 def _errors(dtype: torch.dtype) -> dict[str, float | str]:

@@ -197,7 +197,7 @@ class Ride:
         self._write_partial(rows_RH)
 
     def _combine(self) -> Pending:
-        return self.transport.combine(self.route)
+        return self.transport.combine(self.route, self.partial_RH)
 
     def _summed(self, pending: Pending) -> None:
         self.y_TH = pending.wait()
@@ -218,7 +218,7 @@ class Ride:
         self.dweight_RK = torch.where(self.slot_RK < 0, torch.nan, rows_RH[:, :1].float() * factor_RK)
 
     def _combine_gradients(self) -> Pending:
-        return self.transport.combine_gradients(self.route, self.dweight_RK)
+        return self.transport.combine_gradients(self.route, self.partial_RH, self.dweight_RK)
 
     def _gradients_summed(self, pending: Pending) -> None:
         self.dx_TH, dweight_TK = pending.wait()
@@ -230,8 +230,8 @@ class Ride:
     # -- how ----------------------------------------------------------------------------------------------------
 
     def _write_partial(self, rows_RH: torch.Tensor) -> None:
-        partial_RH = self.route.new_partial(self.shape.hidden, self.shape.dtype, self.device)
-        scale_rows(rows_RH, self.slot_RK, self.weight_RK, self.rank, partial_RH)
+        self.partial_RH = self.route.new_partial(self.shape.hidden, self.shape.dtype, self.device)
+        scale_rows(rows_RH, self.slot_RK, self.weight_RK, self.rank, self.partial_RH)
 
     def _check_rows(self, kind: str, got_RH: torch.Tensor, want_WTH: torch.Tensor) -> None:
         got_WTH = got_RH[self.row_WT.clamp(max=self.num_rows - 1)]

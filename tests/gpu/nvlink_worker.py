@@ -91,7 +91,7 @@ def graph() -> tuple[bool, str]:
         arrivals = transport.dispatch(x_TH, route).wait()
         partial_RH = route.new_partial(shape.hidden, shape.dtype, device)
         scale_rows(rows_of(arrivals, shape.dtype), arrivals.slot_RJ, arrivals.weight_RJ, rank, partial_RH)
-        return transport.combine(route).wait()
+        return transport.combine(route, partial_RH).wait()
 
     for _ in range(3):
         ride()
@@ -136,12 +136,12 @@ def fp8() -> tuple[bool, str]:
         ride = Ride(transport, shape, case, traffic, found)
         arrivals = ride.start().wait()
         errors = [step_error(ride, rows_of(arrivals, dtype), case.x_WTH)]
-        ride.route.new_partial(hidden, dtype, device).zero_()
-        transport.combine(ride.route).wait()
+        partial_RH = ride.route.new_partial(hidden, dtype, device).zero_()
+        transport.combine(ride.route, partial_RH).wait()
         gradients = transport.dispatch_gradients(ride.dy_TH, ride.route).wait()
         errors.append(step_error(ride, gradient_rows(gradients, ride.num_rows, dtype), case.dy_WTH))
-        ride.route.new_partial(hidden, dtype, device).zero_()
-        transport.combine_gradients(ride.route, arrivals.weight_RJ).wait()
+        dx_RH = ride.route.new_partial(hidden, dtype, device).zero_()
+        transport.combine_gradients(ride.route, dx_RH, arrivals.weight_RJ).wait()
         worst = max(worst, *(error for error, _ in errors))
         rows, size_sent = sum(traffic.rows["combine_backward"]), sum(traffic.bytes["combine_backward"])
         share = size_sent / max(1, rows * hidden * dtype.itemsize)
@@ -225,7 +225,7 @@ def missing(how: str) -> tuple[bool, str]:
         arrivals = transport.dispatch(case.x_WTH[rank], route).wait()
         partial_RH = route.new_partial(shape.hidden, shape.dtype, device)
         scale_rows(rows_of(arrivals, shape.dtype), arrivals.slot_RJ, arrivals.weight_RJ, rank, partial_RH)
-        transport.combine(route).wait()
+        transport.combine(route, partial_RH).wait()
 
     ride(NVLink(group, shape.slots, NVLinkOptions(max_tokens=shape.tokens)))  # ranks may compile at different speeds
     torch.cuda.synchronize()

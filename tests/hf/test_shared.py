@@ -72,14 +72,14 @@ class _Watched(Dedup):
     def dispatch(self, x_TH: torch.Tensor, route: Any) -> Any:
         return self._watch("dispatch", super().dispatch(x_TH, route))
 
-    def combine(self, route: Any) -> Any:
-        return self._watch("combine", super().combine(route))
+    def combine(self, route: Any, partial_RH: torch.Tensor) -> Any:
+        return self._watch("combine", super().combine(route, partial_RH))
 
     def dispatch_gradients(self, dy_TH: torch.Tensor, route: Any) -> Any:
         return self._watch("dispatch gradients", super().dispatch_gradients(dy_TH, route))
 
-    def combine_gradients(self, route: Any, dweight_RJ: torch.Tensor) -> Any:
-        return self._watch("combine gradients", super().combine_gradients(route, dweight_RJ))
+    def combine_gradients(self, route: Any, *gradients: torch.Tensor) -> Any:
+        return self._watch("combine gradients", super().combine_gradients(route, *gradients))
 
     def _watch(self, what: str, pending: Any) -> Any:
         finish = pending.finish

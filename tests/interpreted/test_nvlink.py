@@ -150,19 +150,17 @@ def test_sums_come_home_and_so_do_gradients(setting: Setting) -> None:
     transports = setting.transports()
     routes, _ = plan(setting, transports)
 
-    def fill(rank: int) -> None:
+    def written(rank: int) -> torch.Tensor:
         partial = routes[rank].new_partial(setting.hidden, setting.dtype, torch.device("cpu"))
-        partial.copy_(setting.partial[rank])
+        return partial.copy_(setting.partial[rank])
 
     verb(transports, lambda r, t: t.dispatch(setting.x[r], routes[r]))
-    for rank in range(setting.ranks):
-        fill(rank)
-    sums = verb(transports, lambda r, t: t.combine(routes[r]))
+    partials = [written(rank) for rank in range(setting.ranks)]
+    sums = verb(transports, lambda r, t: t.combine(routes[r], partials[r]))
     pending = verb(transports, lambda r, t: t.dispatch_gradients(setting.x[r], routes[r]))
     gradients = [rows.contiguous(setting.all_rows) for rows in pending]
-    for rank in range(setting.ranks):
-        fill(rank)
-    back = verb(transports, lambda r, t: t.combine_gradients(routes[r], setting.dweight[r]))
+    partials = [written(rank) for rank in range(setting.ranks)]
+    back = verb(transports, lambda r, t: t.combine_gradients(routes[r], partials[r], setting.dweight[r]))
 
     for source in range(setting.ranks):
         want = torch.zeros(setting.tokens[source], setting.hidden)
@@ -205,9 +203,8 @@ def test_an_overflow_is_known_to_all_ranks_and_spoils_the_sums() -> None:
     routes, _ = plan(setting, transports)
     arrivals = verb(transports, lambda r, t: t.dispatch(setting.x[r], routes[r]))
     assert all((a.slot_RJ.shape[0]) == 2 * 4 + 9 for a in arrivals)
-    for route in routes:
-        route.new_partial(8, setting.dtype, torch.device("cpu")).fill_(1.0)
-    sums = verb(transports, lambda r, t: t.combine(routes[r]))
+    partials = [route.new_partial(8, setting.dtype, torch.device("cpu")).fill_(1.0) for route in routes]
+    sums = verb(transports, lambda r, t: t.combine(routes[r], partials[r]))
     most = max(int((setting.slot[0] // 2 == rank).any(1).sum()) for rank in (1, 2))
     for transport, y in zip(transports, sums, strict=True):
         assert transport.buffers.overflow() == most > 4
@@ -230,9 +227,8 @@ def test_rows_as_fp8_carry_codes_and_scales(hidden: int) -> None:
     routes, traffic = plan(setting, transports)
     arrivals = verb(transports, lambda r, t: t.dispatch(setting.x[r], routes[r]))
     got = [rows_of(a.readable(False, setting.dtype)) for a in arrivals]
-    for route in routes:
-        route.new_partial(hidden, setting.dtype, torch.device("cpu")).zero_()
-    verb(transports, lambda r, t: t.combine(routes[r]))
+    partials = [route.new_partial(hidden, setting.dtype, torch.device("cpu")).zero_() for route in routes]
+    verb(transports, lambda r, t: t.combine(routes[r], partials[r]))
     pending = verb(transports, lambda r, t: t.dispatch_gradients(setting.x[r], routes[r]))
     gradients = [rows.widened(setting.dtype).contiguous(setting.all_rows) for rows in pending]
     for source in range(setting.ranks):

@@ -96,12 +96,12 @@ class Ring(Transport):
         dpartial_RH = self._rows(dy_TH, route, 0)
         return Pending(lambda: Rows.of(dpartial_RH))
 
-    def combine(self, route: RingRoute) -> Pending:
-        y_TH = self._sums(route, 0)
+    def combine(self, route: RingRoute, partial_RH: torch.Tensor) -> Pending:
+        y_TH = self._sums(route, partial_RH, 0)
         return Pending(lambda: y_TH)
 
-    def combine_gradients(self, route: RingRoute, dweight_RJ: torch.Tensor) -> Pending:
-        dx_TH, dweight_TK = self._sums(route, GRADIENT_BYTES), self._home(dweight_RJ, route)
+    def combine_gradients(self, route: RingRoute, dx_RH: torch.Tensor, dweight_RJ: torch.Tensor) -> Pending:
+        dx_TH, dweight_TK = self._sums(route, dx_RH, GRADIENT_BYTES), self._home(dweight_RJ, route)
         return Pending(lambda: (dx_TH, dweight_TK))
 
     def _rows(self, x_TH: torch.Tensor, route: RingRoute, choice_bytes: int) -> torch.Tensor:
@@ -109,9 +109,7 @@ class Ring(Transport):
         route.count("out", self._counts(route), x_TH, choice_bytes)
         return self._around(padded)
 
-    def _sums(self, route: RingRoute, choice_bytes: int) -> torch.Tensor:
-        assert route.partial_RH is not None
-        partial_RH, route.partial_RH = route.partial_RH, None
+    def _sums(self, route: RingRoute, partial_RH: torch.Tensor, choice_bytes: int) -> torch.Tensor:
         route.count("back", self._counts(route), partial_RH, choice_bytes)
         return self._home(partial_RH, route)
 

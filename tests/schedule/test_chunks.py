@@ -45,13 +45,13 @@ class Watched(Dedup):
         self._asked("dispatch_gradients", route, 1)
         return super().dispatch_gradients(dy_TH, route)
 
-    def combine(self, route: Any) -> Pending:
+    def combine(self, route: Any, partial_RH: torch.Tensor) -> Pending:
         self._asked("combine", route, -1)
-        return super().combine(route)
+        return super().combine(route, partial_RH)
 
-    def combine_gradients(self, route: Any, dweight_RJ: torch.Tensor) -> Pending:
+    def combine_gradients(self, route: Any, *gradients: torch.Tensor) -> Pending:
         self._asked("combine_gradients", route, -1)
-        return super().combine_gradients(route, dweight_RJ)
+        return super().combine_gradients(route, *gradients)
 
 
 @pytest.mark.parametrize(("chunks", "backward_chunks"), PAIRS)

@@ -54,10 +54,8 @@ class Home(Transport):
     def dispatch_gradients(self, dy_TH: torch.Tensor, route: HomeRoute) -> Pending:
         return Pending(lambda: Rows.of(dy_TH))
 
-    def combine(self, route: HomeRoute) -> Pending:
-        partial_RH, route.partial_RH = route.partial_RH, None
+    def combine(self, route: HomeRoute, partial_RH: torch.Tensor) -> Pending:
         return Pending(lambda: partial_RH)
 
-    def combine_gradients(self, route: HomeRoute, dweight_RJ: torch.Tensor) -> Pending:
-        dx = self.combine(route)
-        return Pending(lambda: (dx.wait(), dweight_RJ))
+    def combine_gradients(self, route: HomeRoute, dx_RH: torch.Tensor, dweight_RJ: torch.Tensor) -> Pending:
+        return Pending(lambda: (dx_RH, dweight_RJ))

@@ -77,4 +77,4 @@ class Decoder:
         route = self.transport.plan(case.slot_TK, case.weight_TK, self.traffic)
         arrivals = self.transport.dispatch(case.x_TH, route).wait()
         partial_RH = route.new_partial(case.shape.hidden, case.x_TH.dtype, case.x_TH.device)
-        return arrivals, partial_RH, self.transport.combine(route).wait()
+        return arrivals, partial_RH, self.transport.combine(route, partial_RH).wait()

@@ -90,18 +90,15 @@ def forward_and_backward(
     hidden, device = case.shape.hidden, x_TH.device
     route = transport.plan(case.slot_TK, case.weight_TK, traffic)
     arrivals: Arrivals = transport.dispatch(x_TH, route).wait()
-    multiply(arrivals, None, case.factors(rank), route.new_partial(hidden, x_TH.dtype, device))
-    answers = Answers(transport.combine(route).wait())
+    partial_RH = route.new_partial(hidden, x_TH.dtype, device)
+    multiply(arrivals, None, case.factors(rank), partial_RH)
+    answers = Answers(transport.combine(route, partial_RH).wait())
     if backward:
-        dpartial = transport.dispatch_gradients(dy_TH, route).wait()
-        multiply(
-            arrivals,
-            dpartial.widened(dy_TH.dtype).contiguous(route.num_rows),
-            case.factors(rank),
-            route.new_partial(hidden, dy_TH.dtype, device),
-        )
+        dpartial = transport.dispatch_gradients(dy_TH, route).wait().widened(dy_TH.dtype)
+        dx_RH = route.new_partial(hidden, dy_TH.dtype, device)
+        multiply(arrivals, dpartial.contiguous(route.num_rows), case.factors(rank), dx_RH)
         dweight_RJ = _factors_of(arrivals.slot_RJ, case.factors(rank)).float()
-        answers.dx_TH, answers.dweight_TK = transport.combine_gradients(route, dweight_RJ).wait()
+        answers.dx_TH, answers.dweight_TK = transport.combine_gradients(route, dx_RH, dweight_RJ).wait()
     return answers
 
 
@@ -197,29 +194,29 @@ def ride_once(transport: Transport, case: Case, traffic: Traffic, clock: Clock, 
     x_TH, dy_TH = case.x_TH, case.dy_TH
     hidden, dtype, device = case.shape.hidden, x_TH.dtype, x_TH.device
 
-    def fill(rows_RH: torch.Tensor, route: Any) -> None:
-        route.new_partial(hidden, dtype, device).copy_(rows_RH)
+    def copied(rows_RH: torch.Tensor, route: Any) -> torch.Tensor:
+        partial_RH: torch.Tensor = route.new_partial(hidden, dtype, device)
+        return partial_RH.copy_(rows_RH)
 
     with clock.section(label, "plan_dispatch"):
         route = transport.plan(case.slot_TK, case.weight_TK, traffic)
         arrivals = transport.dispatch(x_TH, route).wait()
-    fill(rows_of(arrivals, dtype), route)
+    partial_RH = copied(rows_of(arrivals, dtype), route)
     with clock.section(label, "combine"):
-        transport.combine(route).wait()
-    del arrivals
+        transport.combine(route, partial_RH).wait()
+    del arrivals, partial_RH
     with clock.section(label, "dispatch"):
         arrivals = transport.dispatch(x_TH, route).wait()
-    fill(rows_of(arrivals, dtype), route)
-    transport.combine(route).wait()
+    transport.combine(route, copied(rows_of(arrivals, dtype), route)).wait()
     if not backward:
         return
     dweight_RJ = torch.rand_like(arrivals.weight_RJ)
     del arrivals
     with clock.section(label, "dispatch_gradients"):
         dpartial = transport.dispatch_gradients(dy_TH, route).wait().widened(dtype)
-    fill(dpartial.contiguous(route.num_rows), route)
+    dx_RH = copied(dpartial.contiguous(route.num_rows), route)
     with clock.section(label, "combine_gradients"):
-        transport.combine_gradients(route, dweight_RJ).wait()
+        transport.combine_gradients(route, dx_RH, dweight_RJ).wait()
 
 
 # Per section: the verb under which `Traffic` counts it.

@@ -44,15 +44,14 @@ class NVLinkRoute(Route):
     sums: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     def again(self) -> NVLinkRoute:
-        return replace(self, partial_RH=None, lease=None, parts=0, ready=None)
+        return replace(self, lease=None, parts=0, ready=None)
 
     def tokens_of(self, part: int) -> slice:
         return slice(*(min(self.num_tokens, n * self.part_length) for n in (part, part + 1)))
 
     def new_partial(self, hidden: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         assert self.lease is not None, "new_partial comes after dispatch"
-        self.partial_RH = self.lease.view(self.lease.regions.partial, (self.num_rows, hidden), dtype)
-        return self.partial_RH
+        return self.lease.view(self.lease.regions.partial, (self.num_rows, hidden), dtype)
 
     def tally(self, way: Literal["out", "back"], row_bytes: int, plain_bytes: int, choice_bytes: int) -> torch.Tensor:
         """Where the kernel counts: see `Route.count`, which does it for rows that the host knows."""

@@ -202,13 +202,15 @@ class NVLink(VerbRunner, Transport):
             route.ready = replace(route.ready, awaited=self._awaited(route, "dispatch_gradients"))
         return rows
 
-    def combine(self, route: NVLinkRoute, part: int | None = None) -> Pending:
+    def combine(self, route: NVLinkRoute, partial_RH: torch.Tensor, part: int | None = None) -> Pending:
         """part: of a ride in parts. They come in order, and the last one's `wait()` gives all sums."""
-        return self._combine(route, None, part)
+        return self._combine(route, partial_RH, None, part)
 
-    def combine_gradients(self, route: NVLinkRoute, dweight_RJ: torch.Tensor, part: int | None = None) -> Pending:
+    def combine_gradients(
+        self, route: NVLinkRoute, dx_RH: torch.Tensor, dweight_RJ: torch.Tensor, part: int | None = None
+    ) -> Pending:
         """part: as in `combine`; dweight_RJ is complete from the first on."""
-        return self._combine(route, dweight_RJ, part)
+        return self._combine(route, dx_RH, dweight_RJ, part)
 
     def discard(self, route: NVLinkRoute, x_TH: torch.Tensor) -> Pending:
         """A combine of no tokens: it tells the peers that the rows have been read, and hears the same of theirs."""
@@ -314,16 +316,18 @@ class NVLink(VerbRunner, Transport):
             int(1e9 * self.buffers.timeout_seconds), VERBS.index(verb), self.num_ranks, self.options.dispatch_ctas,
         )  # fmt: skip
 
-    def _combine(self, route: NVLinkRoute, dweight_RJ: torch.Tensor | None, part: int | None) -> Pending:
+    def _combine(
+        self, route: NVLinkRoute, partial_RH: torch.Tensor, dweight_RJ: torch.Tensor | None, part: int | None
+    ) -> Pending:
         from carpool.transport.nvlink.launch import launch_combine
 
         self.buffers.check()
-        lease, partial_RH = route.lease, route.partial_RH
-        assert lease is not None and partial_RH is not None
+        lease = route.lease
+        assert lease is not None
         assert (part is None) == (route.parts == 0), "rides in parts are combined part by part, others at once"
         last = part is None or part == route.parts - 1
         if last:
-            route.lease = route.partial_RH = None
+            route.lease = None
         hidden, dtype = partial_RH.shape[1], partial_RH.dtype
         own = lease.view(lease.regions.partial, (route.num_rows, hidden), dtype)
         if own.data_ptr() != partial_RH.data_ptr():
