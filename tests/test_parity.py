@@ -448,7 +448,9 @@ def forgotten_router_term(case: Case) -> Iterator[None]:
     cls = carpool.transport.TRANSPORTS[case.transport]
     right = cls.combine_gradients
     with mock.patch.object(
-        cls, "combine_gradients", lambda self, route, dweight_RJ: right(self, route, torch.zeros_like(dweight_RJ))
+        cls,
+        "combine_gradients",
+        lambda self, route, dx_RH, dweight_RJ: right(self, route, dx_RH, torch.zeros_like(dweight_RJ)),
     ):
         yield
 
