@@ -48,8 +48,8 @@ class Objective:
         top_k: K, for the balance loss.
         aux_coef: 0 turns the balance loss off.
         balance_layers: balance each layer by itself, not all of them together.
-        two_batch: cut each micro-batch into two halves that run half a layer apart (`carpool.schedule.two_batch`). What
-            is computed is that of two micro-batches: the balance loss is of each half.
+        two_batch: two micro-batches run half a layer apart (`carpool.schedule.two_batch`), and an odd last one by
+            itself. If there is only one, its halves do; the balance loss is then of each half.
         rides_first: what reductions wait for (`carpool.schedule.priority`).
         dp_size: ranks with distinct data.
         autocast: compute in this dtype by autocast; None where FSDP casts already or nothing is to be cast.
@@ -123,8 +123,8 @@ class Objective:
             tokens = self.targets(batches)
         if tokens == 0:
             raise ValueError("a step's batch has no token to predict: all labels are -100")
-        if self.two_batch is not None:
-            batches = [half for batch in batches for half in in_two(batch)]
+        if self.two_batch is not None and len(batches) == 1:
+            batches = in_two(batches[0])
         sums = torch.zeros(2, dtype=torch.float64, device=batches[0]["input_ids"].device)
 
         def loss_of(batch: Batch) -> torch.Tensor:
@@ -140,8 +140,10 @@ class Objective:
         with self.rides_first or nullcontext():
             if self.two_batch is not None:
                 processors = self._processors()
-                for first in range(0, len(losses), 2):
+                for first in range(0, len(losses) - 1, 2):
                     self.two_batch.backward(losses[first : first + 2], processors)
+                if len(losses) % 2:
+                    losses[-1]().backward()
             else:
                 for loss in losses:
                     loss().backward()
@@ -169,9 +171,9 @@ def in_two(batch: Batch) -> tuple[Batch, Batch]:
     sequences = batch["input_ids"].shape[0]
     if sequences < 2:
         raise ValueError(
-            "two batches at a time cut each rank's micro-batch in two, but it has only one sequence; set "
-            "training.per_device_train_batch_size to 2 or more (with fewer training.gradient_accumulation_steps the "
-            "global batch stays the same), or choose another schedule"
+            "two batches at a time cut each rank's only micro-batch in two, but it has only one sequence; set "
+            "training.gradient_accumulation_steps to 2 or more, whose micro-batches then run in pairs, or "
+            "training.per_device_train_batch_size to 2 or more, or choose another schedule"
         )
     middle = -(-sequences // 2)
     return {k: v[:middle] for k, v in batch.items()}, {k: v[middle:] for k, v in batch.items()}
