@@ -62,7 +62,8 @@ Each line is a test in `tests/hf/test_behaviours.py`, on tiny OLMoE, gpt-oss, De
 
 - **Gradient checkpointing**, reentrant or not: the same gradients, bitwise.
 - **Frozen** experts, or everything but the experts frozen: gradients as in one process.
-- **Tied embeddings**: gradients as in one process; they stay tied when saved.
+- **Tied embeddings**: gradients as in one process; they stay tied when saved. `carpool train` refuses to shard them
+  by FSDP2 over ranks that do not divide the vocabulary, because FSDP2 would then update one of two copies.
 - **LoRA** (peft) on attention: `get_peft_model(...)` or `model.add_adapter(...)`, and nothing else. FSDP does not
   know parameters that are added after it sharded the model, so Carpool makes them equal on all ranks and averages
   their gradients.

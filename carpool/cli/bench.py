@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -29,19 +28,6 @@ from carpool.cli.common import (
 bench = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 
 
-def fill(settings: type[Any], given: dict[str, Any], **parsed: Any) -> Any:
-    """Settings from a command's arguments of the same names; where a list is wanted, a text has it with commas."""
-    from carpool.bench.options import split
-
-    values = {**given, **parsed}
-    for field in dataclasses.fields(settings):
-        value = values[field.name]
-        if str(field.type).startswith("tuple"):
-            values[field.name] = split(value) if isinstance(value, str) else tuple(value or ())
-    values["out"] = str(given["out"])
-    return settings(**{field.name: values[field.name] for field in dataclasses.fields(settings)})
-
-
 @bench.command("transport")
 def bench_transport(
     ranks: Ranks = None,
@@ -55,7 +41,7 @@ def bench_transport(
         ),
     ] = None,
     transports: Transports = None,
-    routings: Annotated[str, typer.Option("--routing", help="uniform, zipf, skewed, or all.")] = "uniform",
+    routing: Annotated[str, typer.Option("--routing", help="uniform, zipf, skewed, or all.")] = "uniform",
     zipf_exponent: ZipfExponent = 1.0,
     dtype: Dtype = "bfloat16",
     ctas: Annotated[
@@ -80,12 +66,28 @@ def bench_transport(
 
     It starts the ranks itself, unless torchrun or Slurm started it.
     """
-    given = locals()
     with errors(debug):
+        from carpool.bench.options import split
         from carpool.bench.transport.benchmark import benchmark
         from carpool.bench.transport.settings import Settings, Shape
 
-        settings = fill(Settings, given, shapes=tuple(Shape.parse(text) for text in shape or ()))
+        settings = Settings(
+            ranks=ranks,
+            device=device,
+            shapes=tuple(Shape.parse(text) for text in shape or ()),
+            transports=split(transports),
+            dtype=dtype,
+            routings=split(routing),
+            zipf_exponent=zipf_exponent,
+            ctas=tuple(ctas or ()),
+            repetitions=repetitions,
+            seed=seed,
+            backward=backward,
+            decode=decode,
+            fp8=fp8,
+            out=str(out),
+            json_only=json_only,
+        )
         benchmark(settings, debug=debug, command=command())
 
 
@@ -126,7 +128,7 @@ def bench_experts(
         str | None,
         typer.Option("--against", metavar="NAME,...", help="Of transformers: grouped_mm, eager. Default: both."),
     ] = None,
-    routings: Annotated[str, _EXPERT_ROUTING] = "uniform",
+    routing: Annotated[str, _EXPERT_ROUTING] = "uniform",
     zipf_exponent: ZipfExponent = 1.0,
     dtype: Dtype = "bfloat16",
     repetitions: Repetitions = 15,
@@ -139,13 +141,25 @@ def bench_experts(
     debug: Debug = False,
 ) -> None:
     """Time what experts compute on one device, Carpool's beside transformers'; and see what they keep."""
-    given = locals()
     with errors(debug):
         require(BENCH_PACKAGES)
         from carpool.bench.moe.experts import benchmark
         from carpool.bench.moe.settings import Settings, list_shapes
+        from carpool.bench.options import split
 
-        settings = fill(Settings, given, shapes=list_shapes(shape or (), model or (), tokens, activation))
+        settings = Settings(
+            device=device,
+            shapes=list_shapes(shape or (), model or (), tokens, activation),
+            experts=split(experts),
+            against=split(against),
+            dtype=dtype,
+            routings=split(routing),
+            zipf_exponent=zipf_exponent,
+            repetitions=repetitions,
+            seed=seed,
+            out=str(out),
+            json_only=json_only,
+        )
         benchmark(settings, command=command())
 
 
@@ -158,7 +172,7 @@ def bench_layer(
     activation: Annotated[str | None, _ACTIVATION] = None,
     transports: Transports = None,
     experts: Annotated[str | None, _EXPERTS] = None,
-    routings: Annotated[str, _EXPERT_ROUTING] = "uniform",
+    routing: Annotated[str, _EXPERT_ROUTING] = "uniform",
     zipf_exponent: ZipfExponent = 1.0,
     dtype: Dtype = "bfloat16",
     repetitions: Repetitions = 15,
@@ -175,13 +189,27 @@ def bench_layer(
 
     It starts the ranks itself, unless torchrun or Slurm started it.
     """
-    given = locals()
     with errors(debug):
         require(BENCH_PACKAGES)
         from carpool.bench.moe.layer import benchmark
         from carpool.bench.moe.settings import LayerSettings, list_shapes
+        from carpool.bench.options import split
 
-        settings = fill(LayerSettings, given, shapes=list_shapes(shape or (), model or (), tokens, activation))
+        settings = LayerSettings(
+            ranks=ranks,
+            device=device,
+            shapes=list_shapes(shape or (), model or (), tokens, activation),
+            transports=split(transports),
+            experts=split(experts),
+            dtype=dtype,
+            routings=split(routing),
+            zipf_exponent=zipf_exponent,
+            repetitions=repetitions,
+            iterations=iterations,
+            seed=seed,
+            out=str(out),
+            json_only=json_only,
+        )
         benchmark(settings, debug=debug, command=command())
 
 
@@ -238,11 +266,27 @@ def bench_model(
 
     It starts the ranks itself, unless torchrun or Slurm started it.
     """
-    given = locals()
     with errors(debug):
         require(TRAIN_PACKAGES)
         from carpool.bench.model.run import benchmark
         from carpool.bench.model.settings import Settings
+        from carpool.bench.options import split
 
-        settings = fill(Settings, given)
+        settings = Settings(
+            model=model,
+            layers=layers,
+            ranks=ranks,
+            device=device,
+            sequence=sequence,
+            batch=batch,
+            accumulation=accumulation,
+            routing=routing,
+            contenders=split(contenders),
+            steps=steps,
+            rounds=rounds,
+            overrides=tuple(overrides or ()),
+            seed=seed,
+            out=str(out),
+            json_only=json_only,
+        )
         benchmark(settings, debug=debug, command=command())

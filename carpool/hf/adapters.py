@@ -39,6 +39,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_module_registration_hook
 
 from carpool.parallel import fsdp
+from carpool.parallel.replicated import replicated
 
 # What starts from random numbers alone. Every other way of peft's to start reads the base weights or the data.
 RANDOM_STARTS = (True, False, "gaussian", "orthogonal")
@@ -68,13 +69,19 @@ def _is_sharded(model: Any) -> bool:
     return (
         getattr(model, "_mesh_manager", None) is not None
         and any(hasattr(module, "_carpool_rides") for module in model.modules())
-        and (bool(fsdp.states(model)) or any(isinstance(parameter, DTensor) for parameter in model.parameters()))
+        and (
+            replicated(model) is not None
+            or bool(fsdp.states(model))
+            or any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        )
     )
 
 
 def _inject(tuner: Any, inject: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
     """peft's `inject_adapter` on a sharded model, with refusals around it and the synchronisation for later."""
     try:
+        if replicated(model) is not None:
+            raise ValueError("adapters need a model whose dense parameters FSDP shards: build it with dense='fsdp'")
         _check_config(tuner.peft_config[adapter_name])
     except ValueError:
         if not hasattr(model, "peft_config"):  # `model.add_adapter` has already said that there is an adapter
@@ -239,6 +246,9 @@ def check_adapters(experts: nn.Module) -> None:
     """
     states = list(fsdp.states_in_forward(experts))
     known = _known_to_fsdp(states)
+    for state in states:
+        for root in fsdp.root_modules(state):
+            known |= kept.places if (kept := replicated(root)) is not None else set()
     unknown = [
         f"{prefix}.{name}"
         for state in states

@@ -15,12 +15,15 @@ is equal on all ranks, because all add the same to it.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from carpool.hf.expert_parallel import ExpertRides, required_rides
+from carpool.parallel.replicated import sharded_parameters
 from carpool.routing.bias import update_biases
 
 # What transformers' models call the bias that only the selection of experts sees.
@@ -54,7 +57,7 @@ class BiasBalance:
     def __init__(self, model: nn.Module, rate: float) -> None:
         if rate <= 0:
             raise ValueError(f"the rate {rate:g} must be positive: it is what a bias moves by in a step")
-        self.rate, layers = rate, required_rides(model)
+        self.model, self.rate, layers = model, rate, required_rides(model)
         self.holders = find_biases(model)
         if not self.holders:
             raise ValueError(
@@ -71,16 +74,16 @@ class BiasBalance:
 
     def step(self) -> None:
         """Move all biases against the load since the last step, and forget it. Collective."""
-        biases, loads = [], []
-        for name, own in self.layers.items():
-            holder, attribute = self.holders[name]
-            biases.append(getattr(holder, attribute))
+        loads = []
+        for own in self.layers.values():
             assert own.load_E is not None
             loads.append(own.load_E)
         moves = [torch.zeros(load.shape, device=load.device) for load in loads]
         update_biases(moves, loads, self.rate, (None,) if dist.is_initialized() else ())
-        with torch.no_grad():
-            for bias, move_E in zip(biases, moves, strict=True):
+        parameters = any(attribute in holder._parameters for holder, attribute in self.holders.values())
+        with torch.no_grad(), sharded_parameters(self.model, write=True) if parameters else nullcontext():
+            for (holder, attribute), move_E in zip(self.holders.values(), moves, strict=True):
+                bias = getattr(holder, attribute)
                 _add(bias, move_E.view(bias.shape))
 
     def forget(self) -> None:

@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,6 +31,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from carpool.hf.config_keys import check_keys, nearest
 from carpool.hf.conversions import unshardable
+from carpool.hf.dense import without_fsdp
 from carpool.hf.initial_weights import fill, set_tensor
 from carpool.hf.sizes import check_sizes, impossible_sizes
 from carpool.hf.tensor_parallel import check_tensor_parallel
@@ -85,6 +87,7 @@ def build_model(
     seed: int,
     attn_implementation: str | None = None,
     experts_implementation: str | None = None,
+    dense: str = "fsdp",
 ) -> PreTrainedModel:
     """A mixture-of-experts language model in training mode, sharded as `distributed_config` says.
 
@@ -99,6 +102,8 @@ def build_model(
         dtype: of the parameters, but for those that the model itself insists on keeping in float32.
         seed: of the random weights; they are the same for any number of ranks.
         attn_implementation, experts_implementation: as in Transformers; None takes its default.
+        dense: "fsdp", or "replicate", which leaves FSDP's hooks away; `carpool.hf.dense.replicate_dense` then comes
+            before the first forward.
 
     Raises:
         ValueError: if the folder or the configuration is not usable, is no mixture of experts, or does not fit the
@@ -115,16 +120,19 @@ def build_model(
     if distributed_config is not None and _size(distributed_config, "tp") > 1 and distributed_config.tp_plan != {}:
         own = distributed_config.tp_plan if isinstance(distributed_config.tp_plan, dict) else {}
         check_tensor_parallel(blueprint, blueprint.tp_plan | own)
-    if path is not None:
-        _check_shardable(path, blueprint, distributed_config)
-        model = _load(path, blueprint, distributed_config, dtype, kwargs)
-    else:
-        model_class = type(blueprint)
-        distributed_config, _, mesh_manager = model_class.prepare_distribute_model(distributed_config)
-        model = _on_meta(config, dtype, kwargs)
-        model = model_class.maybe_distribute_model(model, distributed_config, mesh_manager)
-        offload = distributed_config is not None and distributed_config.fsdp_cpu_offload
-        fill(model, blueprint, seed, _device(), offload)
+    if dense == "fsdp":
+        _check_tied(blueprint, distributed_config)
+    with without_fsdp() if dense == "replicate" else nullcontext():
+        if path is not None:
+            _check_shardable(path, blueprint, distributed_config)
+            model = _load(path, blueprint, distributed_config, dtype, kwargs)
+        else:
+            model_class = type(blueprint)
+            distributed_config, _, mesh_manager = model_class.prepare_distribute_model(distributed_config)
+            model = _on_meta(config, dtype, kwargs)
+            model = model_class.maybe_distribute_model(model, distributed_config, mesh_manager)
+            offload = distributed_config is not None and distributed_config.fsdp_cpu_offload
+            fill(model, blueprint, seed, _device(), offload)
     return model.train()
 
 
@@ -207,6 +215,19 @@ def _check_experts(blueprint: PreTrainedModel, distributed_config: DistributedCo
             raise ValueError(
                 f"ep_size {ep_size} does not divide the {num_experts} experts of {name}'s {module}; "
                 f"it can be one of {', '.join(map(str, divisors))}"
+            )
+
+
+def _check_tied(blueprint: PreTrainedModel, distributed_config: DistributedConfig | None) -> None:
+    """Refuse what FSDP would train wrongly without an error: it pads uneven shards, and keeps two of a tied weight, of
+    which the optimizer updates one."""
+    ranks = _size(distributed_config, "fsdp")
+    for name in sorted(set((blueprint.all_tied_weights_keys or {}).values())):
+        if (rows := blueprint.get_parameter(name).shape[0]) % ranks:
+            raise ValueError(
+                f"{name} is tied, and FSDP cannot shard its {rows} rows evenly over {ranks} ranks: make the vocabulary "
+                f"a multiple of fsdp_size (model.config.vocab_size={-(-rows // ranks) * ranks}), do not tie "
+                "(model.config.tie_word_embeddings=false), or keep it whole (parallelism.dense=replicate)"
             )
 
 

@@ -31,6 +31,7 @@ from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
 from carpool.parallel import fsdp
 from carpool.parallel.migrate import Moved, RowMove, Stopwatch, check_can_move, move_experts
+from carpool.parallel.replicated import sharded_parameters
 from carpool.parallel.slot_steps import Home, Homes, keep_slots, local
 
 log = logging.getLogger("carpool")
@@ -55,16 +56,17 @@ def set_layout(model: nn.Module, layouts: LayoutsLike, optimizer: torch.optim.Op
     moving = {name: own for name, own in changed.items() if layouts[name].homes != own.layout.homes}
     moved = Moved(layers=len(changed))
     if moving:
-        experts = {name: list(own.experts.parameters()) for name, own in moving.items()}
-        everything = [parameter for parameters in experts.values() for parameter in parameters]
-        watch = Stopwatch(everything[0].device)
-        problem = next(filter(None, (own.why_not_move() for own in moving.values())), "")
-        check_can_move(everything, optimizer, None, problem)
-        for name, own in moving.items():
-            # FSDP shards all parameters of a module alike.
-            move = row_move(experts[name][0], places(own.layout), places(layouts[name]))
-            moved += Moved(0, move.travelling, move_experts(experts[name], move, optimizer, None))
-        moved += Moved(seconds=watch.seconds())
+        with sharded_parameters(model, write=True):
+            experts = {name: list(own.experts.parameters()) for name, own in moving.items()}
+            everything = [parameter for parameters in experts.values() for parameter in parameters]
+            watch = Stopwatch(everything[0].device)
+            problem = next(filter(None, (own.why_not_move() for own in moving.values())), "")
+            check_can_move(everything, optimizer, None, problem)
+            for name, own in moving.items():
+                # FSDP shards all parameters of a module alike.
+                move = row_move(experts[name][0], places(own.layout), places(layouts[name]))
+                moved += Moved(0, move.travelling, move_experts(experts[name], move, optimizer, None))
+            moved += Moved(seconds=watch.seconds())
     for name, own in changed.items():
         own.move_to(layouts[name])
         _keep_states_logical(own)

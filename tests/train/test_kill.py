@@ -19,11 +19,7 @@ from tests.train.test_loop import MODEL, losses, start, text
 
 __all__ = ["text"]  # a fixture
 
-pytestmark = pytest.mark.timeout(900)
 STEPS = 8
-# Seconds for a busy machine to start four ranks, or to end them. By themselves they end after 600
-# (parallelism.timeout_seconds).
-PATIENCE = 300
 LONG = ["training.max_steps=1000", "training.eval_steps=none", "training.sample_prompt=none"]
 
 
@@ -43,7 +39,9 @@ def test_kill_9_of_one_rank(ranks: Ranks, text: list[str], whole: dict[int, floa
     try:
         wait_for_step(output, 3, process)
         os.kill(pid_of_rank(process.pid, 2), signal.SIGKILL)
-        shown, _ = process.communicate(timeout=PATIENCE)
+        begin = time.monotonic()
+        shown, _ = process.communicate(timeout=60)
+        assert time.monotonic() - begin < 30
     finally:
         process.kill()
     assert process.returncode != 0
@@ -58,7 +56,7 @@ def test_sigterm_loses_no_step(ranks: Ranks, text: list[str], whole: dict[int, f
     try:
         wait_for_step(output, 2, process)
         process.send_signal(signal.SIGTERM)
-        shown, _ = process.communicate(timeout=PATIENCE)
+        shown, _ = process.communicate(timeout=120)
     finally:
         process.kill()
     assert process.returncode == EXIT_STOPPED, shown
@@ -91,7 +89,7 @@ def started(output: Path, settings: list[str]) -> subprocess.Popen[str]:
 
 
 def wait_for_step(output: Path, step: int, process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + 150
     while time.monotonic() < deadline:
         if (output / "metrics.jsonl").exists() and f'"step": {step},' in (output / "metrics.jsonl").read_text():
             return

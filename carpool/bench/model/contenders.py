@@ -110,7 +110,7 @@ class CarpoolContender(_RandomText, Run):
     @property
     def what(self) -> str:
         name, schedule = self.transport_choice.answer, self.schedule.answer
-        parts = [f"{self.degrees}", f"transport {name}", f"schedule {schedule}"]
+        parts = [f"{self.degrees}", f"dense {self.dense.answer}", f"transport {name}", f"schedule {schedule}"]
         return ", ".join([*parts, "layers compiled" if self.config.training.torch_compile else "eager"])
 
 
@@ -190,7 +190,7 @@ class TransformersContender(_RandomText):
         return ", ".join([*parts, "layers compiled" if self.config.training.torch_compile else "eager"])
 
     def close(self) -> None:
-        self.loader.close()
+        return
 
 
 def make_contender(name: str, config: Config, routing: str, command: str) -> Contender:

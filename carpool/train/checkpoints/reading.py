@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from carpool.parallel.replicated import sharded_parameters
 from carpool.train.checkpoints.files import (
     MODEL,
     OPTIMIZER,
@@ -83,8 +84,9 @@ def load(
         for part, tensors in parts.items():
             is_there = any(name.startswith(f"{part}/") for name in content["files"])
             _check_tensors(folder, part, stored_tensors(folder / part) if is_there else {}, tensors)
-    for part, tensors in parts.items():
-        _read(folder / part, tensors, from_logical)
+    with sharded_parameters(model, write=True):
+        for part, tensors in parts.items():
+            _read(folder / part, tensors, from_logical)
     if restore_rng:
         if content["world_size"] == world():
             set_rng_state(content["ranks"][rank()]["rng"])

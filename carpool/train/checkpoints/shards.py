@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from carpool.hf.layouts import as_they_lie
+from carpool.parallel.replicated import sharded_parameters
 
 Tensors = dict[str, torch.Tensor]
 # A change of a state dict between the layout of the model and logical expert order. See `CheckpointManager.save`.
@@ -47,7 +48,7 @@ def model_tensors(model: nn.Module) -> Tensors:
     """
     # First of all: this reshards. After a forward without a backward FSDP still shows whole parameters, which each
     # module has for itself, and a tied weight would count as two.
-    with as_they_lie():
+    with as_they_lie(), sharded_parameters(model):
         values = get_model_state_dict(model)
     once = {name for name, _ in model.named_parameters()}
     again = {name for name, _ in model.named_parameters(remove_duplicate=False)} - once
@@ -64,7 +65,9 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Ten
     _create_missing_state(optimizer)
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     tensors: Tensors = {}
-    for name, value in get_optimizer_state_dict(model, optimizer, options=options).items():
+    with sharded_parameters(model):
+        values = get_optimizer_state_dict(model, optimizer, options=options)
+    for name, value in values.items():
         if not name.startswith("state."):
             continue
         if not isinstance(value, torch.Tensor):

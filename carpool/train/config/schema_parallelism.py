@@ -46,6 +46,12 @@ class ParallelismSection(Section):
         description="Ranks over which a layer's experts are spread. none: the largest number that divides both "
         "the ranks of one copy and the number of experts.",
     )
+    dense: Literal["auto", "fsdp", "replicate"] = Field(
+        default="auto",
+        description="How parameters that are not experts' lie on the ranks. fsdp: sharded, and gathered for each "
+        "layer. replicate: whole on each rank, only the optimizer's state is sharded; gradients are reduced beside the "
+        "backward, and parameters gathered once after each step. auto: replicate, if the memory of a rank holds it.",
+    )
     ranks_per_node: int | None = Field(
         default=None,
         gt=0,
@@ -62,6 +68,11 @@ class ParallelismSection(Section):
         if self.ep_size is not None and self.ep_size > 1 and self.ep_size % self.tp_size:
             raise ValueError(
                 f"parallelism.ep_size = {self.ep_size} must be a multiple of parallelism.tp_size = {self.tp_size}"
+            )
+        if self.dense == "replicate" and self.tp_size > 1:
+            raise ValueError(
+                "parallelism.dense = 'replicate' keeps dense parameters whole, and parallelism.tp_size = "
+                f"{self.tp_size} divides them: use dense = 'fsdp' or tp_size = 1"
             )
         if self.num_ranks is not None:
             self.check_ranks(self.num_ranks)

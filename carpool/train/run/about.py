@@ -14,6 +14,7 @@ from carpool.hf import rides
 from carpool.hf.layouts import current_layouts
 from carpool.layout.layouts import Layouts
 from carpool.train.checkpoints.ranks import from_rank_0
+from carpool.train.run.dense import DENSE_KIND
 from carpool.train.run.environment import environment
 from carpool.train.run.estimate import estimate_memory
 from carpool.train.run.files import CONFIG, INFO, LAYOUT, read_info, replace_text
@@ -33,8 +34,7 @@ def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any
     options = run.options.under(run.schedule.answer)
     buffer_bytes = layer.transport.buffer_bytes(options, layer.num_ranks, config.hidden_size, size, run.top_k)
     lossy = [*run.experts_lossy, *run.limits_lossy, *run.options.lossy_reasons]
-    halves = run.schedule.answer.name == "two-batch" and run.config.training.gradient_accumulation_steps == 1
-    if halves and run.objective.aux_coef:
+    if run.schedule.answer.name == "two-batch" and run.objective.aux_coef:
         lossy.append("schedule two-batch: the balance loss is of each half of a micro-batch")
     history = _earlier_starts(run.folder) if resume is not None else []
     started = datetime.now(UTC).isoformat(timespec="seconds")
@@ -42,7 +42,9 @@ def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any
         {"started": started, "from_step": run.start, "resumed_from": str(resume) if resume is not None else None}
     )
     cuda = run.device.type == "cuda"
-    memory = estimate_memory(run.size, run.degrees, run.config, run.model, layer.num_experts, run.bf16, name, cuda)
+    memory = estimate_memory(
+        run.size, run.degrees, run.config, run.model, layer.num_experts, run.bf16, name, cuda, run.dense.answer
+    )
     info = {
         "carpool_version": carpool.__version__,
         "started": history[0]["started"],
@@ -62,6 +64,7 @@ def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any
         "topology": run.topology.to_dict(),
         "hardware": run.hardware.to_dict(),
         "parallelism": {**run.degrees.record(), "backend": dist.get_backend()},
+        "dense": DENSE_KIND.record(run.dense),
         "transport": {
             **TRANSPORT_KIND.record(run.transport_choice),
             "requested": run.config.moe.transport,
@@ -140,6 +143,8 @@ def say_hello(run: RunState, resume: Path | None) -> None:
     if run.config.model.path is not None and run.config.model.from_scratch:
         say(f"from scratch: {run.config.model.path} has a config.json and no weights")
     say(f"{run.world} ranks ({info['parallelism']['backend']}): {run.degrees}")
+    if run.degrees.dp > 1:
+        say(f"dense parameters: {run.dense.answer}: {run.dense.why}")
     say(f"data: {info['data']['source']}, {len(run.corpus.train):,} tokens, {len(run.corpus.eval):,} held out")
     copies = info["predicted"]["copies_per_token_uniform"]
     say(f"transport {info['transport']['name']}: {info['transport']['why']}")

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from carpool.parallel.replicated import sharded_parameters
+
 
 class NonFiniteError(ArithmeticError):
     """Training cannot go on: a loss or a gradient is NaN or infinite. The message says where it began."""
@@ -49,10 +51,11 @@ def first_nonfinite_module(model: nn.Module, forward: Callable[[], Any]) -> str 
 def nonfinite_parameters(model: nn.Module, gradients: bool) -> list[str]:
     """Names of parameters (or of those whose gradients) hold a non-finite number on any rank."""
     found = []
-    for name, parameter in model.named_parameters():
-        value = parameter.grad if gradients else parameter
-        if value is not None and _bad(value):
-            found.append(name)
+    with sharded_parameters(model):
+        for name, parameter in model.named_parameters():
+            value = parameter.grad if gradients else parameter
+            if value is not None and _bad(value):
+                found.append(name)
     names = set(_from_all_ranks(found))
     return [name for name, _ in model.named_parameters() if name in names]
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 import os
 import textwrap
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -40,6 +41,7 @@ from carpool.train.data.tokenizer import load_tokenizer
 from carpool.train.launch.start import local_ranks, use_cuda
 from carpool.train.launch.world import find_world
 from carpool.train.moving.layouts import check_layout_file
+from carpool.train.run.dense import decide_dense, rank_memory
 from carpool.train.run.flops import ModelSize, flops_per_token, model_size
 from carpool.train.run.model import expert_counts, meta_model, model_source, top_k_of
 from carpool.train.run.room import transport_options
@@ -66,6 +68,7 @@ def estimate_memory(
     bf16: bool,
     transport: str = "dedup",
     cuda: bool = False,
+    dense: str = "fsdp",
 ) -> Memory:
     """Predicted bytes of each component on one rank, and their total.
 
@@ -74,6 +77,7 @@ def estimate_memory(
         num_experts: E.
         transport: the one that is used, not "auto".
         cuda: on a GPU, where `NOT_COUNTED` comes on top.
+        dense: "fsdp" or "replicate", as `parallelism.dense`.
 
     Returns:
         parameters, gradients, optimizer, activations, logits, transport; on a CPU process and allocator; total.
@@ -84,6 +88,9 @@ def estimate_memory(
     dense_own = math.ceil((size.total - size.experts) / degrees.dense_shards)
     experts_own = math.ceil(size.experts / degrees.expert_shards)
     own = dense_own + experts_own
+    # Whole parameters and the sums of their gradients, beside the shards.
+    whole = 0 if dense == "fsdp" else size.total - (size.experts if degrees.ep > 1 else 0)
+    reduced = 4 if bf16 else stored
     layers = text.num_hidden_layers
     moe_layers = len(experts_modules(model))
     layer_experts = math.ceil(size.experts / degrees.ep / moe_layers)
@@ -109,9 +116,6 @@ def estimate_memory(
         kept = tokens * hidden * layers + layer + experts * kept_layers + passing
     else:
         kept = layer * layers + experts * moe_layers + passing
-    if config.moe.schedule == "two-batch" and config.training.gradient_accumulation_steps > 1:
-        # Two micro-batches are in the model at the same time.
-        kept = 2 * kept - passing
     words, chunk = text.vocab_size, config.training.loss_chunk
     if chunk == 0 or degrees.tp > 1 or why_whole(model) is not None:
         logits = (computed + 2 * 4) * tokens * words
@@ -122,8 +126,8 @@ def estimate_memory(
     if buffers := way.buffer_bytes(transport_options(config, degrees, transport), degrees.ep, hidden, computed, top_k):
         rides = buffers
     memory = {
-        "parameters": own * stored + gathered,
-        "gradients": own * stored + layer_experts * computed,
+        "parameters": own * stored + gathered + whole * computed,
+        "gradients": own * stored + layer_experts * computed + whole * reduced,
         "optimizer": 2 * own * stored,
         "activations": int(kept * computed),
         "logits": logits,
@@ -152,8 +156,12 @@ def dry_run(config: Config) -> str:
     check_layout_file(config, model.config.model_type, counts, degrees.ep)
     size = model_size(model, counts, top_k_of(model))
     bf16 = use_cuda(config) if config.training.bf16 is None else config.training.bf16
+    cuda = use_cuda(config)
     transport, why = likely_transport(config, degrees, model)
-    memory = estimate_memory(size, degrees, config, model, max(counts.values()), bf16, transport, use_cuda(config))
+    predict = partial(estimate_memory, size, degrees, config, model, max(counts.values()), bf16, transport, cuda)
+    room = rank_memory(cuda, ranks)
+    dense, why_dense = decide_dense(config, degrees, lambda one: predict(one)["total"], room)
+    memory = predict(dense)
     tokens = (
         config.training.per_device_train_batch_size
         * config.training.gradient_accumulation_steps
@@ -165,10 +173,11 @@ def dry_run(config: Config) -> str:
         f"# {type(model).__name__}: {size.total:,} parameters, {size.active:,} active per token",
         f"# {ranks} ranks: {degrees}",
         f"# {tokens:,} tokens per step, {flops_per_token(size, config.data.sequence_length):,} operations per token",
+        f"# dense parameters: {dense}: {why_dense}",
         f"# transport {transport}: {why}",
         "# predicted memory of one rank:",
         *(f"#   {name:<12} {_mib(value):>12}" for name, value in memory.items()),
-        *(f"#   {line}" for line in textwrap.wrap(f"not counted: {NOT_COUNTED[use_cuda(config)]}", 100)),
+        *(f"#   {line}" for line in textwrap.wrap(f"not counted: {NOT_COUNTED[cuda]}", 100)),
     ]
     return "\n".join(lines)
 

@@ -23,6 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from carpool.hf.compiled import eagerly
 from carpool.parallel.clip import clip_grad_norm
+from carpool.parallel.replicated import replicated
 from carpool.train.config.schema import Config
 from carpool.train.launch.stopping import Stopped
 from carpool.train.run.determinism import determinism
@@ -97,8 +98,11 @@ class Run(Setup):
         batches = [self.to_device(batch) for batch in next(self.loader)]
         losses = self.with_room(partial(self._gradients, batches))
         max_norm = self.config.training.max_grad_norm or math.inf
+        kept = replicated(self.model)
+        if kept is not None:
+            kept.finish()
         with torch.profiler.record_function("carpool::optimizer"):
-            norm = clip_grad_norm(self.model.parameters(), max_norm).item()
+            norm = clip_grad_norm(self.parameters, max_norm).item()
         # The device has been waited for: a ride that lacked a rank is known now, and what it gave is worth nothing.
         self.check_rides()
         if not (math.isfinite(losses.loss) and math.isfinite(norm)):
@@ -108,6 +112,8 @@ class Run(Setup):
             self.optimizer.zero_grad(set_to_none=True)
             if self.bias is not None:
                 self.bias.step()
+            if kept is not None:
+                kept.write()
         return losses, norm
 
     def _gradients(self, batches: Sequence[Batch]) -> Losses:

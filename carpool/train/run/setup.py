@@ -19,6 +19,7 @@ from carpool.hf import install, rides, set_experts, set_transport
 from carpool.hf.bias import BiasBalance, find_biases
 from carpool.hf.build import build_model
 from carpool.hf.compiled import check_backend, compile_layers
+from carpool.hf.dense import replicate_dense
 from carpool.hf.drops import drop_choices, route_in_float32
 from carpool.hf.expert_parallel import buffers_of_rides
 from carpool.hf.freeze import freeze_dense
@@ -28,6 +29,7 @@ from carpool.hf.metrics import RideMetrics
 from carpool.hf.names import name_layers
 from carpool.hf.shared import compute_shared_beside
 from carpool.memory.recompute import keep_rides
+from carpool.parallel.replicated import sharded_parameters
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.ranks import from_rank_0, gather
 from carpool.train.checkpoints.reading import load
@@ -43,8 +45,10 @@ from carpool.train.moving.cost import Facts
 from carpool.train.moving.layouts import check_layout_file, first_layouts
 from carpool.train.moving.runtime import Placement
 from carpool.train.run.about import say_hello, write_files, write_run
+from carpool.train.run.dense import choose_dense, rank_memory
 from carpool.train.run.display import Display
 from carpool.train.run.environment import peak_memory
+from carpool.train.run.estimate import estimate_memory, likely_transport
 from carpool.train.run.files import why_not_writable
 from carpool.train.run.flops import flops_per_token, model_size, peak_flops
 from carpool.train.run.model import distributed_config, expert_counts, meta_model, model_source, top_k_of
@@ -77,7 +81,7 @@ class Setup(RunState):
         self.config, self.compare_with = config, compare_with
         self._find_place()
         resume, saved = from_rank_0(self._find_checkpoint)
-        self._find_mesh()
+        self._find_mesh(resume)
         self._read_data()
         self._build_model()
         self._set_routing(saved)
@@ -123,8 +127,8 @@ class Setup(RunState):
         found = checkpoint_to_resume(self.config.training.resume_from_checkpoint, self.folder, self.checkpoints)
         return found, read_run_state(found) if found is not None else {}
 
-    def _find_mesh(self) -> None:
-        """What model it is, and over how many ranks each of its dimensions goes."""
+    def _find_mesh(self, resume: Path | None = None) -> None:
+        """What model it is, over how many ranks each of its dimensions goes, and how dense parameters lie on them."""
         config = self.config
         self.tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
         self.source = model_source(config, self.tokenizer)
@@ -135,6 +139,21 @@ class Setup(RunState):
         self.degrees = config.parallelism.resolve(self.world, min(self.expert_counts.values()))
         check_layout_file(config, blueprint.config.model_type, self.expert_counts, self.degrees.ep)
         self.dp_rank = self.degrees.dp_rank(self.rank)
+        self.top_k = top_k_of(blueprint)
+        self.size = model_size(blueprint, self.expert_counts, self.top_k)
+        experts, cuda = max(self.expert_counts.values()), self.device.type == "cuda"
+        transport, _ = likely_transport(config, self.degrees, blueprint)
+        predict = partial(
+            estimate_memory, self.size, self.degrees, config, blueprint, experts, self.bf16, transport, cuda
+        )
+        memory = rank_memory(cuda, self.world)
+        self.dense = choose_dense(
+            config, self.degrees, lambda dense: predict(dense)["total"], memory, self._folders(resume)
+        )
+
+    def _folders(self, resume: Path | None) -> list[Path]:
+        """Run directories whose records count."""
+        return [resume.parent.parent, self.folder] if resume is not None else []
 
     def _read_data(self) -> None:
         config, training = self.config, self.config.training
@@ -175,8 +194,13 @@ class Setup(RunState):
             seed=training.seed,
             attn_implementation=config.model.attn_implementation,
             experts_implementation=config.model.experts_implementation,
+            dense=self.dense.answer,
         )
         install(self.model)
+        if training.freeze == "dense":
+            freeze_dense(self.model)
+        if self.dense.answer == "replicate":
+            replicate_dense(self.model, self.bf16)
         if training.gradient_checkpointing:
             keep = {"context_fn": keep_rides} if training.checkpoint_rides == "keep" else {}
             self.model.gradient_checkpointing_enable({"use_reentrant": False, **keep})
@@ -193,8 +217,6 @@ class Setup(RunState):
         self.limits_lossy = limit_routing(self.model, moe.limits(self.ep_topology))
         self.limits_lossy += drop_choices(self.model, moe.drops, top_k_of(self.model))
         self.bias = self._bias_balance()
-        if self.config.training.freeze == "dense":
-            freeze_dense(self.model)
 
     def _bias_balance(self) -> BiasBalance | None:
         """What moves the biases of the model's routers; None if nothing does."""
@@ -211,7 +233,6 @@ class Setup(RunState):
         self.most_tokens = most_tokens(config, self.degrees)
         asked = {"recompute": moe.recompute_experts, **moe.expert_options}
         self.experts_lossy = set_experts(self.model, moe.experts, **asked)
-        self.top_k = top_k_of(self.model)
         self.rides = list(rides(self.model).values())
         name_layers(self.model)
         if (schedule := moe.asked_schedule()) is not None:
@@ -219,7 +240,7 @@ class Setup(RunState):
             for own in self.rides:
                 own.set_schedule(schedule)
         hidden = self.model.config.get_text_config().hidden_size
-        folders = [resume.parent.parent, self.folder] if resume is not None else []
+        folders = self._folders(resume)
         layer, options, device = self.rides[0], TransportOptions(self.most_tokens), self.device
         self.transport_choice = choose_way(moe.transport, layer, self.top_k, hidden, options, device, folders)
         self.options = transport_options(config, self.degrees, self.transport_choice.answer)
@@ -260,7 +281,9 @@ class Setup(RunState):
             rides_first=rides_first(self.model, moe, self.degrees.fsdp),
             loss_chunk=training.loss_chunk,
         )
-        self.optimizer = make_optimizer(self.model, training)
+        with sharded_parameters(self.model):
+            self.parameters = list(self.model.parameters())
+            self.optimizer = make_optimizer(self.model, training)
         self.metrics = RideMetrics(self.model)
         # Drop-out and the like differ between ranks with different data, and only between them.
         torch.manual_seed(training.seed + self.dp_rank)
@@ -304,7 +327,6 @@ class Setup(RunState):
     def _open_records(self, command: str, resume: Path | None) -> None:
         """From here on, files are written."""
         config, training = self.config, self.config.training
-        self.size = model_size(self.model, self.expert_counts, self.top_k)
         self.flops = flops_per_token(self.size, config.data.sequence_length)
         self.peak, self.peak_source = peak_flops(self.device, training.peak_flops)
         self.step_records = []

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from carpool.experts import Choices
@@ -54,9 +55,11 @@ class RunState:
         hardware: rates for the cost model.
         expert_counts: E of each experts module, by name.
         rides: the layers that ride.
+        parameters: what the optimizer and clipping see: this rank's shards, where the model is sharded.
         bias: moves the biases of routers; None: nothing does.
         options, most_tokens: of the transport; tokens of a rank in the largest forward.
-        transport_choice, stages, schedule: what was chosen (`carpool.planner.chosen`); stages: None if there are none.
+        dense, transport_choice, stages, schedule: what was chosen (`carpool.planner.chosen`); stages: None if there are
+            none.
         experts_lossy, limits_lossy: how these change the model's function, for the log.
         layout_source: what says where experts live at the start.
         step, start, saved_at, last_step: now, at the start, of the newest checkpoint, at the end.
@@ -91,9 +94,11 @@ class RunState:
     model: PreTrainedModel
     top_k: int
     bias: BiasBalance | None
+    parameters: list[nn.Parameter]
     rides: list[ExpertRides]
     options: TransportOptions
     most_tokens: int
+    dense: Chosen[str]
     transport_choice: Chosen[str]
     stages: Chosen[Choices] | None
     schedule: Chosen[Schedule]

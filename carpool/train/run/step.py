@@ -24,6 +24,7 @@ from carpool.hf.balance import balance_loss
 from carpool.hf.expert_parallel import rides
 from carpool.hf.head import HeadLoss
 from carpool.hf.router_logits import RouterLogits
+from carpool.parallel.replicated import replicated
 from carpool.schedule.priority import RidesFirst
 from carpool.schedule.two_batch import TwoBatch
 from carpool.train.config.schema import TrainingSection
@@ -48,8 +49,8 @@ class Objective:
         top_k: K, for the balance loss.
         aux_coef: 0 turns the balance loss off.
         balance_layers: balance each layer by itself, not all of them together.
-        two_batch: two micro-batches run half a layer apart (`carpool.schedule.two_batch`), and an odd last one by
-            itself. If there is only one, its halves do; the balance loss is then of each half.
+        two_batch: cut each micro-batch into two halves that run half a layer apart (`carpool.schedule.two_batch`). What
+            is computed is that of two micro-batches: the balance loss is of each half.
         rides_first: what reductions wait for (`carpool.schedule.priority`).
         dp_size: ranks with distinct data.
         autocast: compute in this dtype by autocast; None where FSDP casts already or nothing is to be cast.
@@ -86,6 +87,9 @@ class Objective:
         self.balance_layers = balance_layers
         self.two_batch = TwoBatch(model) if two_batch else None
         self.rides_first = rides_first
+        # Gradients of whole dense parameters are summed over ranks, those that FSDP shards are averaged.
+        self.kept = replicated(model)
+        self.share = 1.0 if self.kept is None else 1 / dp_size
         self.ranks_per_copy = (dist.get_world_size() if dist.is_initialized() else 1) // dp_size
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -123,30 +127,29 @@ class Objective:
             tokens = self.targets(batches)
         if tokens == 0:
             raise ValueError("a step's batch has no token to predict: all labels are -100")
-        if self.two_batch is not None and len(batches) == 1:
-            batches = in_two(batches[0])
+        if self.two_batch is not None:
+            batches = [half for batch in batches for half in in_two(batch)]
         sums = torch.zeros(2, dtype=torch.float64, device=batches[0]["input_ids"].device)
 
         def loss_of(batch: Batch) -> torch.Tensor:
             ce, aux = self.forward(batch)
-            loss = ce * (self.dp_size / tokens)
+            loss = ce * (self.share * self.dp_size / tokens)
             sums[0] += ce.detach()
             if aux is not None:
-                loss = loss + aux * (self.aux_coef / len(batches))
+                loss = loss + aux * (self.share * self.aux_coef / len(batches))
                 sums[1] += aux.detach() / len(batches)
             return loss
 
         losses = [partial(loss_of, batch) for batch in batches]
+        at_once = 1 if self.two_batch is None else 2
         with self.rides_first or nullcontext():
-            if self.two_batch is not None:
-                processors = self._processors()
-                for first in range(0, len(losses) - 1, 2):
-                    self.two_batch.backward(losses[first : first + 2], processors)
-                if len(losses) % 2:
-                    losses[-1]().backward()
-            else:
-                for loss in losses:
-                    loss().backward()
+            for first in range(0, len(losses), at_once):
+                if self.kept is not None:
+                    self.kept.begin(first == 0, first + at_once == len(losses), at_once)
+                if self.two_batch is not None:
+                    self.two_batch.backward(losses[first : first + 2], self._processors())
+                else:
+                    losses[first]().backward()
         if dist.is_initialized():
             dist.all_reduce(sums)
         ce_all, aux_all = sums.tolist()
@@ -171,9 +174,9 @@ def in_two(batch: Batch) -> tuple[Batch, Batch]:
     sequences = batch["input_ids"].shape[0]
     if sequences < 2:
         raise ValueError(
-            "two batches at a time cut each rank's only micro-batch in two, but it has only one sequence; set "
-            "training.gradient_accumulation_steps to 2 or more, whose micro-batches then run in pairs, or "
-            "training.per_device_train_batch_size to 2 or more, or choose another schedule"
+            "two batches at a time cut each rank's micro-batch in two, but it has only one sequence; set "
+            "training.per_device_train_batch_size to 2 or more (with fewer training.gradient_accumulation_steps the "
+            "global batch stays the same), or choose another schedule"
         )
     middle = -(-sequences // 2)
     return {k: v[:middle] for k, v in batch.items()}, {k: v[middle:] for k, v in batch.items()}

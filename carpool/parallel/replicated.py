@@ -1,0 +1,281 @@
+"""Dense parameters whole on every rank, with the optimizer's state sharded: no all-gather for each layer.
+
+FSDP2 gathers the parameters of each layer in the forward and again in the backward. Under expert parallelism over all
+ranks of a few hosts, few parameters are not experts' (Qwen3-30B-A3B: 1.5 of 30.5 billion), and gathering them costs
+more than the memory is worth. Here each rank keeps them whole. This is stage 1 of ZeRO (arXiv 1910.02054, section 5.1):
+
+    backward     the gradients of a bucket are there -> reduce-scatter, beside the rest of the backward
+    finish()     each rank has the gradients of its shards, summed over all ranks
+    optimizer    updates its shards; it keeps moments of these alone
+    write()      one all-gather per dtype writes all whole parameters, in place: addresses never change
+
+Shards are DTensors with the placement that FSDP2 gives (`carpool.parallel.flat`). So clipping, optimizers and
+checkpoints find what they find under FSDP2, and checkpoints are the same files.
+
+Worked example, one step of 2 micro-batches on W ranks, 3 buckets:
+
+    begin(last=False), backward        3 buckets are added to the gradients of this rank; nothing travels
+    begin(first=False), backward       bucket 0 is complete: added, its reduce-scatter begins; then buckets 1 and 2
+    finish()                           after 3 reduce-scatters
+    clip, optimizer.step(), write()    1 all-gather
+
+Cost. Parameters P, stored in s bytes, computed with in c, reduced in r:
+
+                       memory of a rank                      sent by a rank in a step of M micro-batches
+    FSDP2              P * 2s / W and two layers whole       P * (2c + r) * (W - 1) / W * M
+    here               P * (c + r) + P * (s + r) / W         P * (c + r) * (W - 1) / W
+
+Gradients are *summed* over ranks, not averaged: whoever makes the loss divides it by the number of ranks. So experts
+that no other rank has need no pass over their gradients; the optimizer takes them as the backward leaves them.
+
+Micro-batches are added in the dtype of the reduction. A bucket is added when all of its gradients are there, by few
+kernels, and buckets are reduced in one order, the same on all ranks. Nothing here waits for the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from carpool.parallel import fsdp
+from carpool.parallel.flat import Bucket, FlatBuffers, Place, like
+
+# Axes of the mesh of dense parameters: the last one shards, the one before copies.
+DENSE_AXES = {"dp_replicate", "fsdp"}
+BUCKET_BYTES = 100 * 2**20
+_ATTRIBUTE = "_carpool_replicated"
+
+
+class _Pass:
+    """The gradients of a bucket that have come and are not put into its buffer yet.
+
+    Attributes:
+        waiting: by parameter, in the order of micro-batches.
+        came: number of all those.
+        filled: whether the buffer holds gradients of this step.
+        done: whether all of this pass are in the buffer.
+        seen: whether a parameter has had a gradient in this step.
+    """
+
+    def __init__(self, buffers: FlatBuffers, bucket: Bucket) -> None:
+        self.buffers, self.bucket = buffers, bucket
+        self.forget()
+
+    def forget(self) -> None:
+        """A step begins."""
+        self.seen = [False] * len(self.bucket.places)
+        self.waiting: list[list[torch.Tensor]] = [[] for _ in self.bucket.places]
+        self.came, self.filled, self.done = 0, False, False
+
+    def put(self) -> None:
+        """All that has come goes into the buffer, micro-batch after micro-batch."""
+        for number in range(max(map(len, self.waiting))):
+            # A parameter that this micro-batch has not used has no gradient.
+            gradients = [
+                one[number] if number < len(one) else torch.zeros_like(place.whole)
+                for one, place in zip(self.waiting, self.bucket.places, strict=True)
+            ]
+            self.buffers.put(self.bucket, gradients, add=self.filled)
+            self.filled = True
+        self.seen = [seen or bool(one) for seen, one in zip(self.seen, self.waiting, strict=True)]
+        self.waiting = [[] for _ in self.waiting]
+        self.came, self.done = 0, True
+
+
+class Replicated:
+    """Takes over a model's dense parameters. All ranks construct and call it alike.
+
+    Args:
+        model: its dense parameters are DTensors, `Shard(0)` on a mesh of the axes `DENSE_AXES`, without hooks of FSDP;
+            experts may have these, or be DTensors on another mesh, of which modules then get this rank's part.
+            Afterwards modules have plain parameters. What is frozen is frozen before.
+        computed: the dtype of whole parameters; None: as they are stored. Gradients are added in float32 then.
+        bucket_bytes: gradients that are reduced together.
+
+    Raises:
+        ValueError: the model has no dense parameters that are sharded.
+    """
+
+    def __init__(self, model: nn.Module, computed: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES) -> None:
+        self._shown = 0
+        self._experts: list[Place] = []
+        kinds: dict[tuple[torch.dtype, bool], list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]] = {}
+        for parameter, owners in _sharded(model):
+            assert isinstance(parameter, DTensor)
+            if set(parameter.device_mesh.mesh_dim_names or ()) <= DENSE_AXES:
+                kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append((parameter, owners))
+            else:
+                whole = nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
+                self._experts.append(Place(owners, whole, parameter))
+        if not kinds:
+            raise ValueError("no dense parameter of this model is sharded, so there is nothing to keep whole")
+        self.buffers = [
+            FlatBuffers(parameters, computed or dtype, torch.float32 if computed else dtype, bucket_bytes)
+            for (dtype, _), parameters in kinds.items()
+        ]
+        self._trained = [buffers for buffers in self.buffers if buffers.trained]
+        self._passes = [_Pass(buffers, bucket) for buffers in self._trained for bucket in buffers.buckets]
+        self._places = [place for buffers in self.buffers for bucket in buffers.buckets for place in bucket.places]
+        self._places += self._experts
+        self._last, self._at_once, self._next = True, 0, 0
+        self._works: list[dist.Work] = []
+        for one in self._passes:
+            for index, place in enumerate(one.bucket.places):
+                place.whole.register_post_accumulate_grad_hook(partial(self._take, one, index))
+        self._set(shards=False)
+        for buffers in self.buffers:
+            buffers.gather()
+        object.__setattr__(model, _ATTRIBUTE, self)
+        # So that states always have what FSDP2's would have, under the same names.
+        model.register_state_dict_pre_hook(lambda *_: self._show())
+        model.register_state_dict_post_hook(lambda *_: self._hide())
+        model.register_load_state_dict_pre_hook(lambda *_: self._show())
+        model.register_load_state_dict_post_hook(lambda *_: self._hide(write=True))
+
+    @property
+    def places(self) -> set[tuple[int, str]]:
+        """The parameters that it has taken over: id of the module and name there."""
+        return {(id(module), name) for place in self._places for module, name in place.owners}
+
+    # -- a step ---------------------------------------------------------------------------------------------------
+
+    def begin(self, first: bool = True, last: bool = True, at_once: int = 1) -> None:
+        """Before each backward.
+
+        Args:
+            first: of the step. What an earlier step has left unfinished is forgotten.
+            last: of the step: gradients are reduced beside it.
+            at_once: micro-batches whose backwards run at the same time (`carpool.schedule.two_batch`).
+        """
+        if first:
+            self._wait()
+            for one in self._passes:
+                one.forget()
+        else:
+            self._end_pass()
+        self._last, self._at_once, self._next = last, at_once, 0
+        for one in self._passes:
+            one.done = False
+
+    def _take(self, one: _Pass, index: int, parameter: torch.Tensor) -> None:
+        """A gradient has come."""
+        assert self._at_once, "a backward without Replicated.begin"
+        assert parameter.grad is not None
+        one.waiting[index].append(parameter.grad)
+        parameter.grad = None
+        one.came += 1
+        if one.came == len(one.waiting) * self._at_once:
+            one.put()
+            self._reduce_complete()
+
+    def _reduce_complete(self) -> None:
+        """Begin to reduce what is complete, in order."""
+        while self._last and self._next < len(self._passes) and self._passes[self._next].done:
+            one = self._passes[self._next]
+            if work := one.buffers.reduce(one.bucket):
+                self._works.append(work)
+            self._next += 1
+
+    def _end_pass(self) -> None:
+        """What parameters without a gradient have held up."""
+        for one in self._passes:
+            if not one.done:
+                one.put()
+        self._reduce_complete()
+
+    def _wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """After the last backward, and whatever else adds to the gradients of experts: `.grad` of all shards is there.
+        Parameters that no backward of this step has used have None."""
+        self._end_pass()
+        self._wait()
+        for buffers in self._trained:
+            buffers.finish()
+        for one in self._passes:
+            for place, seen in zip(one.bucket.places, one.seen, strict=True):
+                place.shard.grad = place.gradient if seen else None
+        for place in self._experts:
+            grad, place.whole.grad = place.whole.grad, None
+            assert isinstance(place.shard, DTensor)
+            place.shard.grad = None if grad is None else like(grad, place.shard)
+        self._at_once = 0
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """After the optimizer's step: all whole parameters follow from the shards that are trained."""
+        for buffers in self._trained:
+            buffers.gather()
+
+    # -- shards in place of whole parameters ----------------------------------------------------------------------
+
+    @contextmanager
+    def shards(self, write: bool = False) -> Iterator[None]:
+        """Inside, the model's parameters are shards. `write`: they have changed, and whole parameters follow."""
+        self._show()
+        try:
+            yield
+        except BaseException:
+            # Other ranks may not be here: nothing that needs them.
+            self._hide()
+            raise
+        self._hide(write)
+
+    def _show(self) -> None:
+        self._shown += 1
+        if self._shown == 1:
+            self._set(shards=True)
+
+    @torch.no_grad()
+    def _hide(self, write: bool = False) -> None:
+        self._shown -= 1
+        if self._shown == 0:
+            self._set(shards=False)
+        if write:
+            for buffers in self.buffers:
+                buffers.gather()
+
+    def _set(self, shards: bool) -> None:
+        for place in self._places:
+            for module, name in place.owners:
+                module._parameters[name] = place.shard if shards else place.whole
+
+
+def replicated(model: nn.Module) -> Replicated | None:
+    """What keeps the dense parameters of a model whole; None: nothing does."""
+    found: Replicated | None = getattr(model, _ATTRIBUTE, None)
+    return found
+
+
+def sharded_parameters(model: nn.Module, write: bool = False) -> AbstractContextManager[None]:
+    """Inside, the parameters of a model are what its optimizer updates: DTensors, where it is sharded at all.
+
+    `write`: they are changed inside. All ranks together then."""
+    found = replicated(model)
+    return nullcontext() if found is None else found.shards(write)
+
+
+def _sharded(model: nn.Module) -> list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
+    """All DTensors among a model's parameters that FSDP has not taken, each once, with their owners."""
+    known = {
+        (id(module), name)
+        for state in fsdp.states(model)
+        for group in fsdp.groups(state)
+        for module, name in fsdp.parameters_of(group)
+    }
+    found: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, DTensor) and (id(module), name) not in known:
+                found.setdefault(id(parameter), (parameter, []))[1].append((module, name))
+    return list(found.values())

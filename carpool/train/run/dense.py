@@ -1,0 +1,103 @@
+"""How dense parameters lie on the ranks of a run (see `carpool.planner.chosen` for when it is chosen).
+
+    parallelism.dense   a run that starts                                        a run that is resumed
+    auto                replicate, if it fits into memory; otherwise fsdp        as recorded in run.json
+    any other           that one                                                 that one
+
+Checkpoints are the same files under both, so a run may change this when it is resumed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from carpool.parallel.degrees import Degrees
+from carpool.planner.chosen import Chosen, Kind, Record, choose
+from carpool.train.checkpoints.ranks import from_rank_0
+from carpool.train.config.schema import Config
+from carpool.train.run.files import read_record
+
+# Of a device's memory. The rest is for what the estimate does not count.
+ROOM = 0.8
+
+
+def _read(record: Record) -> str:
+    if record["name"] not in ("fsdp", "replicate"):
+        raise ValueError(f"dense = {record['name']!r} is not known")
+    return str(record["name"])
+
+
+DENSE_KIND: Kind[str] = Kind("dense", lambda name: {"name": name}, _read)
+
+
+def choose_dense(
+    config: Config, degrees: Degrees, predict: Callable[[str], int], memory: int, folders: Sequence[Path] = ()
+) -> Chosen[str]:
+    """Choose "fsdp" or "replicate". All ranks together.
+
+    Args:
+        predict: the bytes that a rank will need with one or the other.
+        memory: the bytes that it has.
+        folders: of a run that is resumed; the first that has a record counts.
+
+    Raises:
+        ValueError: what was asked for cannot be.
+    """
+    shape: Mapping[str, Any] = {
+        "requested": config.parallelism.dense,
+        **degrees.record(),
+        "memory": memory,
+        "priority": config.moe.priority,
+    }
+
+    def decide(kept: Chosen[str] | None, note: str) -> tuple[Chosen[str], bool]:
+        answer, why = decide_dense(config, degrees, predict, memory)
+        if config.parallelism.dense != "auto":
+            return Chosen(answer, shape, "given", why), False
+        return kept or Chosen(answer, shape, "default", why + note), False
+
+    return choose(
+        DENSE_KIND,
+        shape,
+        recorded=lambda: read_record(folders, DENSE_KIND.key),
+        decide=decide,
+        measure=lambda chosen: chosen,
+        from_rank_0=from_rank_0,
+    )
+
+
+def decide_dense(config: Config, degrees: Degrees, predict: Callable[[str], int], memory: int) -> tuple[str, str]:
+    """("fsdp" or "replicate", why), as `choose_dense`, in one process and without a record."""
+    wanted = config.parallelism.dense
+    if degrees.dp == 1:
+        return "fsdp", "one data-parallel rank has nothing to shard"
+    reason = None
+    if degrees.tp > 1:
+        reason = "tensor parallelism divides dense parameters"
+    elif config.moe.priority:
+        reason = "moe.priority holds back the reductions of FSDP"
+    if wanted == "replicate" and reason is not None:
+        raise ValueError(f"parallelism.dense = 'replicate' cannot be used here: {reason}; use 'fsdp' or 'auto'")
+    if wanted != "auto":
+        return wanted, "asked for"
+    if reason is not None:
+        return "fsdp", reason
+    needed = predict("replicate")
+    sizes = f"about {needed / 2**30:.1f} of {memory / 2**30:.1f} GiB of a rank would be used"
+    if needed > ROOM * memory:
+        return "fsdp", f"whole dense parameters do not fit: {sizes}"
+    return "replicate", f"whole dense parameters fit: {sizes}"
+
+
+def rank_memory(cuda: bool, ranks: int) -> int:
+    """Bytes that a rank may use: of its GPU, or its share of this machine's memory.
+
+    `ranks`: all; they are on this machine, if the launcher does not say how many are."""
+    if cuda:
+        return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))

@@ -1,0 +1,166 @@
+"""`parallelism.dense`: a run with whole dense parameters is the run that FSDP2 makes, and they continue each other."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from carpool.parallel.degrees import Degrees
+from carpool.train.config.schema import Config
+from carpool.train.run.dense import decide_dense
+from tests.ranks import Ranks
+from tests.train.test_loop import losses, run, text, weights  # noqa: F401  text is a fixture
+
+MODEL = [
+    "model.model_type=olmoe",
+    "model.config.hidden_size=32",
+    "model.config.intermediate_size=32",
+    "model.config.num_hidden_layers=2",
+    "model.config.num_attention_heads=4",
+    "model.config.num_key_value_heads=4",
+    "model.config.num_experts=8",
+    "model.config.num_experts_per_tok=3",
+    "model.config.router_aux_loss_coef=0.05",
+    "data.sequence_length=32",
+    "training.per_device_train_batch_size=2",
+    "training.gradient_accumulation_steps=2",
+    "training.max_steps=4",
+    "training.save_steps=2",
+    "training.eval_steps=2",
+    "training.warmup_steps=1",
+    "training.max_grad_norm=0.5",
+    "training.sample_tokens=3",
+    # A large one: no rounding decides a sign.
+    "training.adam_epsilon=1e-4",
+]
+
+
+def start(ranks: Ranks, output: Path, *overrides: str) -> Path:
+    assert ranks(run, str(output), [*MODEL, *overrides]) == [""] * 4
+    return output
+
+
+def near(ours: dict[Any, Any], theirs: dict[Any, Any], bound: float = 1e-5) -> bool:
+    assert ours.keys() == theirs.keys()
+    return all(ours[step] == pytest.approx(theirs[step], rel=bound) for step in theirs)
+
+
+@pytest.fixture(scope="module")
+def by_fsdp(ranks: Ranks, text: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+    return start(ranks, tmp_path_factory.mktemp("runs") / "fsdp", *text, "parallelism.dense=fsdp")
+
+
+@pytest.fixture(scope="module")
+def whole(ranks: Ranks, text: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+    return start(ranks, tmp_path_factory.mktemp("runs") / "whole", *text)
+
+
+def test_losses_checkpoints_and_exports_are_equal(by_fsdp: Path, whole: Path) -> None:
+    assert near(losses(whole), losses(by_fsdp))
+    ours, theirs = weights(whole, 4), weights(by_fsdp, 4)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.allclose(ours[name], value, rtol=1e-4, atol=1e-6) for name, value in theirs.items())
+    sizes = [
+        {
+            path.relative_to(folder): path.stat().st_size
+            for path in sorted((folder / "checkpoints").rglob("*.safetensors"))
+        }
+        for folder in (whole, by_fsdp)
+    ]
+    assert sizes[0] == sizes[1] and len(sizes[0]) == 2 * 4 * 2
+    exported = [load_file(folder / "model" / "model.safetensors") for folder in (whole, by_fsdp)]
+    assert exported[0].keys() == exported[1].keys()
+    assert all(torch.allclose(exported[0][name], value, rtol=1e-4, atol=1e-6) for name, value in exported[1].items())
+
+
+def test_the_record_says_which_and_why(by_fsdp: Path, whole: Path) -> None:
+    infos = [json.loads((folder / "run.json").read_text()) for folder in (whole, by_fsdp)]
+    assert [(info["dense"]["name"], info["dense"]["how"]) for info in infos] == [
+        ("replicate", "default"),
+        ("fsdp", "given"),
+    ]
+    assert "whole dense parameters fit: about" in infos[0]["dense"]["why"]
+    memory = [info["predicted"]["memory_per_rank_bytes"] for info in infos]
+    assert memory[0]["parameters"] > memory[1]["parameters"] and memory[0]["optimizer"] == memory[1]["optimizer"]
+
+
+def test_resumes_bit_by_bit(ranks: Ranks, text: list[str], whole: Path, tmp_path: Path) -> None:  # noqa: F811
+    again = start(
+        ranks, tmp_path / "again", *text, f"training.resume_from_checkpoint={whole}/checkpoints/step-00000002"
+    )
+    assert losses(again) == {step: value for step, value in losses(whole).items() if step > 2}
+    ours, theirs = weights(again, 4), weights(whole, 4)
+    assert all(torch.equal(ours[name], value) for name, value in theirs.items())
+    assert json.loads((again / "run.json").read_text())["dense"]["why"].startswith("as recorded")
+
+
+@pytest.mark.parametrize("dense", ["fsdp", "replicate"])
+def test_the_setting_may_change_at_a_resume(
+    ranks: Ranks,
+    text: list[str],  # noqa: F811
+    by_fsdp: Path,
+    whole: Path,
+    tmp_path: Path,
+    dense: str,
+) -> None:
+    before = whole if dense == "fsdp" else by_fsdp
+    resume = f"training.resume_from_checkpoint={before}/checkpoints/step-00000002"
+    again = start(ranks, tmp_path / "again", *text, resume, f"parallelism.dense={dense}")
+    assert near(losses(again), {step: value for step, value in losses(by_fsdp).items() if step > 2})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["moe.schedule=two-batch", "training.gradient_checkpointing=true"],
+        ["parallelism.ep_size=2", "training.freeze=dense"],
+        ["placement.policy=migrate", "placement.every=1", "placement.solver=search", "placement.replicas=1"],
+        ["parallelism.dp_replicate_size=2", "training.bf16=true"],
+    ],
+    ids=["two-batch", "efsdp", "placement", "hsdp"],
+)
+def test_equals_fsdp_with(ranks: Ranks, text: list[str], tmp_path: Path, settings: list[str]) -> None:  # noqa: F811
+    few = [
+        "training.max_steps=3",
+        "training.save_steps=none",
+        "training.save_pretrained=false",
+        "training.eval_steps=none",
+    ]
+    runs = [
+        start(
+            ranks, tmp_path / dense, *text, *few, *settings, f"parallelism.dense={dense}", "training.sample_prompt=none"
+        )
+        for dense in ("replicate", "fsdp")
+    ]
+    assert near(losses(runs[0]), losses(runs[1]), 3e-3 if "training.bf16=true" in settings else 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "degrees", "memory", "answer", "why"),
+    [
+        ({}, Degrees(fsdp=4, ep=4), 100, "replicate", "fit"),
+        ({}, Degrees(fsdp=4, ep=4), 99, "fsdp", "do not fit"),
+        ({}, Degrees(fsdp=1), 100, "fsdp", "nothing to shard"),
+        ({}, Degrees(fsdp=2, tp=2, ep=2), 100, "fsdp", "tensor parallelism"),
+        ({"moe": {"priority": True}}, Degrees(fsdp=4, ep=4), 100, "fsdp", "moe.priority"),
+        ({"parallelism": {"dense": "replicate"}}, Degrees(fsdp=4, ep=4), 1, "replicate", "asked for"),
+    ],
+)
+def test_auto_decides_by_memory(settings: dict[str, Any], degrees: Degrees, memory: int, answer: str, why: str) -> None:
+    config = Config.model_validate({"model": {"model_type": "olmoe"}, "data": {"train": "x"}, **settings})
+    found, reason = decide_dense(config, degrees, {"replicate": 80, "fsdp": 1}.__getitem__, memory)
+    assert found == answer and why in reason
+
+
+def test_what_cannot_be_whole_is_refused() -> None:
+    settings = {"model": {"model_type": "olmoe"}, "data": {"train": "x"}}
+    config = Config.model_validate({**settings, "moe": {"priority": True}, "parallelism": {"dense": "replicate"}})
+    with pytest.raises(ValueError, match=r"moe\.priority .*use 'fsdp' or 'auto'"):
+        decide_dense(config, Degrees(fsdp=4, ep=4), lambda _: 0, 1)
+    with pytest.raises(ValueError, match="tp_size = 2 divides them"):
+        Config.model_validate({**settings, "parallelism": {"dense": "replicate", "tp_size": 2}})
