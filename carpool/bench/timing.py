@@ -77,6 +77,39 @@ def timed_step(step: Callable[[], Any], device: torch.device) -> tuple[float, fl
     return done, host
 
 
+# What waits for the device, of PyTorch's Python interface.
+_WAITS = (
+    (torch.Tensor, "item"), (torch.Tensor, "tolist"), (torch.Tensor, "cpu"), (torch.cuda, "synchronize"),
+    (torch.cuda.Event, "synchronize"), (torch.cuda.Stream, "synchronize"),
+)  # fmt: skip
+
+
+@contextmanager
+def host_waits() -> Iterator[list[float]]:
+    """Inside, the seconds of each call that waits for the device are appended to the list. For the whole process; what
+    waits inside of an operator (`nonzero`) is not seen."""
+    seconds: list[float] = []
+
+    def timed(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                seconds.append(time.perf_counter() - begin)
+
+        return call
+
+    originals = [(owner, name, getattr(owner, name)) for owner, name in _WAITS]
+    for owner, name, original in originals:
+        setattr(owner, name, timed(original))
+    try:
+        yield seconds
+    finally:
+        for owner, name, original in originals:
+            setattr(owner, name, original)
+
+
 def slowest_medians(rows: Sequence[Sequence[float]], device: torch.device) -> list[float]:
     """Of each column the median over rows of the largest over ranks."""
     table = torch.tensor(rows, dtype=torch.float64, device=device)

@@ -76,14 +76,12 @@ class TimeByKind:
         on_device: what is counted are kernels; otherwise operators of the host.
         busy: how long there was something of each kind at all.
         share: the step divided among the kinds and `IDLE`; adds up to `step`.
-        host_waits: how long the host waited for the device in it.
     """
 
     step: float
     on_device: bool
     busy: dict[str, float]
     share: dict[str, float]
-    host_waits: float
 
 
 def kind_of_kernel(name: str, operator: str, section: str | None) -> str:
@@ -137,17 +135,11 @@ def time_by_kind(trace: dict[str, Any]) -> TimeByKind:
         share[kind] = length(subtract(busy[kind], taken)) / 1e6
         taken = union(taken + busy[kind])
     share[IDLE] = length(subtract([step], taken)) / 1e6
-    waits = [
-        span_of(event)
-        for event in events
-        if event.get("cat") in LAUNCHES and "Synchronize" in event["name"] and step[0] <= span_of(event)[0] < step[1]
-    ]
     return TimeByKind(
         step=length([step]) / 1e6,
         on_device=on_device,
         busy={kind: length(spans) / 1e6 for kind, spans in busy.items()},
         share=share,
-        host_waits=length(union(waits)) / 1e6,
     )
 
 

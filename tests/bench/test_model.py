@@ -6,6 +6,7 @@ import dataclasses
 import io
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from carpool.bench.model.run import ModelBenchmark
 from carpool.bench.model.settings import Settings
 from carpool.bench.model.work import Sizes, Work, roofline_ms, work_of
 from carpool.bench.results import Result
+from carpool.bench.timing import host_waits
 from carpool.hf.forced import balanced_choices, force_choices
 from carpool.layout.topology import Topology
 from carpool.parallel.degrees import Degrees
@@ -197,8 +199,8 @@ def test_tables_say_what_is_slow_and_what_differs(tmp_path: Path):
         kinds = [KindRow(kind, ms / 10, ms / 10) for kind in (*KINDS, IDLE)]
         return Row(
             label, 0, what="as it ran", loss=5.7, grad_norm=1.0, first_step_seconds=3.0, mfu=0.25,
-            times=Times.of([(ms, 2.0), (ms + 8, 4.0)]), tokens_per_second=1234.0, tflops=99.0, kinds=kinds,
-            profiled_ms=ms, host_waits_ms=1.5, on_device=True,
+            times=Times.of([(ms, 2.0, 70.0), (ms + 8, 4.0, 80.0)]), tokens_per_second=1234.0, tflops=99.0, kinds=kinds,
+            profiled_ms=ms, on_device=True,
         )  # fmt: skip
 
     case = Case(
@@ -214,14 +216,30 @@ def test_tables_say_what_is_slow_and_what_differs(tmp_path: Path):
     out = io.StringIO()
     show(result, Console(file=out, width=200))
     text = out.getvalue()
-    assert re.search(r"carpool +1,234 +104\.0 +3\.0 +25\.0% +99", text)
+    assert re.search(r"carpool +1,234 +104\.0 +3\.0 +75\.0 +25\.0% +99", text)
     assert re.search(r"experts +2\.0 +10\.0 +10% +5\.0x +20\.0 +10% +10\.0x", text)
     for said in (
         "third: is not available: out of memory", "NOT THE SAME COMPUTATION: transformers: loss",
         "NOT INTERLEAVED, because the models do not fit into memory together: carpool; then transformers",
-        "Routing of random weights: skewed", "the host waited for the device: carpool 1.5 ms",
+        "Routing of random weights: skewed",
     ):  # fmt: skip
         assert said in " ".join(text.split())
+
+
+def test_what_the_host_waits_is_known():
+    tensor, slow = torch.ones(2), 0.02
+    original = torch.cuda.synchronize
+    torch.cuda.synchronize = lambda *_: time.sleep(slow)  # type: ignore[assignment]
+    try:
+        with host_waits() as waits:
+            torch.cuda.synchronize()
+            assert tensor.tolist() == [1.0, 1.0] and tensor[0].item() == 1.0
+            with pytest.raises(RuntimeError):
+                tensor.item()  # two values
+    finally:
+        torch.cuda.synchronize = original
+    assert len(waits) == 4 and slow <= sum(waits) < 10 * slow
+    assert torch.Tensor.item is type(tensor).__base__.item  # and nothing is left behind
 
 
 # -- on ranks ------------------------------------------------------------------------------------------------------

@@ -6,12 +6,10 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from carpool.bench.results import Result, terminal
+from carpool.bench.results import Result, print_table, terminal
 from carpool.profile.kinds import IDLE, KINDS
 
 NAMES = {
@@ -23,17 +21,23 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds of a step of the slowest rank: of each round, and their median; the same of its host."""
+    """Milliseconds of a step, of the slowest rank.
+
+    Attributes:
+        rounds: of each round; `ms` is their median.
+        host_ms: how long the host took to launch it; host_waits_ms: and how long it waited for the device meanwhile.
+    """
 
     rounds: list[float]
-    host_rounds: list[float]
     ms: float
     host_ms: float
+    host_waits_ms: float
 
     @classmethod
-    def of(cls, rounds: Sequence[tuple[float, float]]) -> Times:
-        done, host = ([one[part] for one in rounds] for part in (0, 1))
-        return cls(done, host, statistics.median(done), statistics.median(host))
+    def of(cls, rounds: Sequence[tuple[float, float, float]]) -> Times:
+        """From (milliseconds of a step, those that its host is busy, those that it waits) of each round."""
+        done, busy, waits = ([one[part] for one in rounds] for part in range(3))
+        return cls(done, *(statistics.median(column) for column in (done, busy, waits)))
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,7 @@ class Row:
         first_step_seconds: how long that took, compiling included.
         peak_bytes: of the largest rank, in PyTorch's memory and in buffers. None on CPU.
         ratio: how many times faster than the first contender that ran.
-        kinds: the time of a step by kind; profiled_ms: of that step, under the profiler; host_waits_ms: how long its
-            host waited for the device.
+        kinds: the time of a step by kind; profiled_ms: of that step, under the profiler.
     """
 
     label: str
@@ -75,7 +78,6 @@ class Row:
     ratio: float | None = None
     kinds: list[KindRow] = field(default_factory=list)
     profiled_ms: float | None = None
-    host_waits_ms: float | None = None
     on_device: bool = False
 
 
@@ -126,73 +128,68 @@ def show(result: Result, console: Console | None = None) -> None:
         f"{case.active / 1e9:.4g} B active), {case.num_ranks} ranks, {case.tokens:,} tokens a rank and step in "
         f"sequences of {case.sequence:,}, {case.routing} routing"
     )
-    console.print(title, style="bold", highlight=False)
-    console.print(_speeds(case), highlight=False)
+    print_table(console, title, *_speeds(case))
     for row in case.rows:
         text = f"is not available: {row.unavailable}" if row.unavailable else row.what
         console.print(f"{row.label}: {text}", highlight=False, markup=False)
     for text in case.different:
         console.print(f"NOT THE SAME COMPUTATION: {text}", style="bold red", highlight=False, markup=False)
-    console.print("\n[bold]Where the time of a step goes[/]: milliseconds, share of the step, times its roofline")
-    console.print(_kinds(case), highlight=False)
+    console.print()
+    print_table(
+        console, "Where the time of a step goes: milliseconds, share of the step, times its roofline", *_kinds(case)
+    )
     console.print(_notes(result, case), highlight=False, markup=False)
 
 
-def _speeds(case: Case) -> Table:
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("contender", no_wrap=True)
-    for name in (
-        "tokens/s\nper rank", "step\nms", "host\nms", "MFU", "TFLOP/s", "peak\nGiB", "first\nstep s", "loss", "speed",
-    ):  # fmt: skip
-        table.add_column(name, justify="right", no_wrap=True)
+def _speeds(case: Case) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows."""
+    headings = [
+        "contender", "tokens/s\nper rank", "step\nms", "host\nms", "host\nwaits", "MFU", "TFLOP/s", "peak\nGiB",
+        "first\nstep s", "loss", "speed",
+    ]  # fmt: skip
+    rows = []
     for row in case.rows:
         if row.times is None:
-            table.add_row(escape(row.label), "not available")
+            rows.append([escape(row.label), "not available"])
             continue
-        assert row.tokens_per_second is not None and row.tflops is not None and row.loss is not None
-        spread = f"{min(row.times.rounds):.4g}-{max(row.times.rounds):.4g}"
-        table.add_row(
-            escape(row.label),
+        cells = [
             f"{row.tokens_per_second:,.0f}",
-            f"{row.times.ms:.1f}\n[dim]{spread}[/]",
+            f"{row.times.ms:.1f}\n[dim]{min(row.times.rounds):.4g}-{max(row.times.rounds):.4g}[/]",
             f"{row.times.host_ms:.1f}",
+            f"{row.times.host_waits_ms:.1f}",
             "-" if row.mfu is None else f"{row.mfu:.1%}",
             f"{row.tflops:.3g}",
             "-" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:.1f}",
             f"{row.first_step_seconds:.1f}",
             f"{row.loss:.4f}",
             f"{row.ratio:.2f}x",
-        )
-    return table
+        ]
+        rows.append([escape(row.label), *cells])
+    return headings, rows
 
 
-def _kinds(case: Case) -> Table:
-    rows = [row for row in case.rows if row.kinds]
-    table = Table(box=box.SIMPLE_HEAD)
-    table.add_column("kind", no_wrap=True)
-    table.add_column("roofline\nms", justify="right", no_wrap=True)
-    for row in rows:
-        table.add_column(row.label, justify="right", no_wrap=True)
+def _kinds(case: Case) -> tuple[list[str], list[list[str]]]:
+    """Headings and rows."""
+    measured = [row for row in case.rows if row.profiled_ms is not None]
+    rows = []
     for kind in (*KINDS, IDLE):
-        least = case.rooflines.get(kind)
-        cells = []
-        for row in rows:
+        least, cells = case.rooflines.get(kind), []
+        for row in measured:
             one = next(found for found in row.kinds if found.kind == kind)
             assert row.profiled_ms is not None
-            times = "" if not least or not one.busy_ms else f"  {one.busy_ms / least:>5.1f}x"
+            times = f"  {one.busy_ms / least:>5.1f}x" if least and one.busy_ms else ""
             cells.append(f"{one.ms:.1f}  {one.ms / row.profiled_ms:>4.0%}{times}")
-        table.add_row(NAMES[kind], "-" if least is None else f"{least:.1f}", *cells)
+        rows.append([NAMES[kind], "-" if least is None else f"{least:.1f}", *cells])
     total = sum(least for least in case.rooflines.values() if least is not None)
-    table.add_section()
-    table.add_row("step", f"{total:.1f}" if total else "-", *(f"{row.profiled_ms:.1f}" for row in rows))
-    return table
+    rows.append(["step", f"{total:.1f}" if total else "-", *(f"{row.profiled_ms:.1f}" for row in measured)])
+    return ["kind", "roofline\nms", *(row.label for row in measured)], rows
 
 
 def _notes(result: Result, case: Case) -> str:
     settings = result.settings
     notes = [
         f"ms: median of {settings['rounds']} rounds of {settings['steps']} steps back to back, smallest and largest; "
-        "host: until a step was launched, waiting for the device included."
+        "host: what it takes to launch a step, and what it waits for the device meanwhile."
     ]
     if len(case.groups) > 1:
         told = "; then ".join(", ".join(group) for group in case.groups)
@@ -208,7 +205,4 @@ def _notes(result: Result, case: Case) -> str:
         "before communication; times of the roofline are of all that ran, hidden or not. Rooflines are of the model's "
         "operations and bytes, and of datasheets."
     )
-    waits = [f"{row.label} {row.host_waits_ms:.1f} ms" for row in case.rows if row.host_waits_ms]
-    if waits:
-        notes.append(f"In that step the host waited for the device: {', '.join(waits)}.")
     return "\n".join([*notes, result.where])

@@ -6,8 +6,8 @@
     at the end    each contender takes one more step under PyTorch's profiler (`carpool.profile.kinds`)
 
 A round begins with all ranks together and nothing to do on the device, and ends when the device has done all; the time
-of a step is that of the slowest rank, divided by the number of steps. "host" is how long until the host has launched
-it, waiting for the device included where the contender has to.
+of a step is that of the slowest rank, divided by the number of steps. "host" is how long the host takes to launch it,
+without what it waits for the device (`carpool.bench.timing.host_waits`).
 
 Files: DIR/model.json, every round and where it ran; DIR/model.png; DIR/CONTENDER/, what the trainer says of its run.
 """
@@ -34,7 +34,7 @@ from carpool.bench.model.work import Sizes, roofline_ms, work_of
 from carpool.bench.moe.agreement import attempt_together
 from carpool.bench.ranks import rank_device, start_ranks
 from carpool.bench.results import Result, now, publish
-from carpool.bench.timing import rounds
+from carpool.bench.timing import host_waits, rounds
 from carpool.profile.kinds import IDLE, KINDS, TimeByKind, time_by_kind
 from carpool.profile.trace import STEP, load
 from carpool.train.config import Config
@@ -79,12 +79,12 @@ class _Running:
 
     Attributes:
         own_bytes: what it keeps between steps, in PyTorch's memory.
-        rounds: (milliseconds of a step, of the host for it) in each round.
+        rounds: (milliseconds of a step, those that its host is busy, those that it waits) in each round.
     """
 
     contender: Contender
     own_bytes: int
-    rounds: list[tuple[float, float]] = field(default_factory=list)
+    rounds: list[tuple[float, float, float]] = field(default_factory=list)
     peak_bytes: int = 0
 
 
@@ -188,7 +188,6 @@ class ModelBenchmark:
                 theirs, start = row.label.startswith("transformers"), partial(self._start, row, running)
                 row.unavailable = attempt_together(start, dist.group.WORLD, self.device, theirs)
                 if row.unavailable:
-                    running.pop(row.label, None)
                     self._say(f"{row.label} cannot run: {row.unavailable}")
             for _, order in rounds(running, self.settings.rounds, 0):
                 for name in order:
@@ -205,16 +204,19 @@ class ModelBenchmark:
     def _start(self, row: Row, running: dict[str, _Running]) -> None:
         before = self._allocated()
         contender = make_contender(row.label, self.configs[row.label], self.settings.routing, self.command)
-        running[row.label] = _Running(contender, 0)
-        row.what = contender.what
-        for number in range(WARMUP):
-            begin = time.perf_counter()
-            found = contender.take_step()
-            self._wait()
-            if number == 0:
-                row.loss, row.grad_norm = found
-                row.first_step_seconds = time.perf_counter() - begin
-        running[row.label].own_bytes = self._allocated() - before
+        try:
+            row.what = contender.what
+            for number in range(WARMUP):
+                begin = time.perf_counter()
+                found = contender.take_step()
+                self._wait()
+                if number == 0:
+                    row.loss, row.grad_norm = found
+                    row.first_step_seconds = time.perf_counter() - begin
+        except BaseException:
+            contender.close()
+            raise
+        running[row.label] = _Running(contender, self._allocated() - before)
 
     def _time(self, one: _Running) -> None:
         steps = self.settings.steps
@@ -224,15 +226,16 @@ class ModelBenchmark:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         begin = time.perf_counter()
-        for _ in range(steps):
-            one.contender.take_step()
+        with host_waits() as waits:
+            for _ in range(steps):
+                one.contender.take_step()
         launched = time.perf_counter()
         self._wait()
-        seconds = [time.perf_counter() - begin, launched - begin]
+        seconds = [time.perf_counter() - begin, launched - begin - sum(waits), sum(waits)]
         slowest = torch.tensor(seconds, dtype=torch.float64, device=self.device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        done, host = (1e3 * slowest / steps).tolist()
-        one.rounds.append((done, host))
+        done, host, waited = (1e3 * slowest / steps).tolist()
+        one.rounds.append((done, host, waited))
         if self.device.type == "cuda":
             other = before - one.own_bytes
             peak = torch.cuda.max_memory_allocated(self.device) - other + one.contender.buffer_bytes
@@ -253,7 +256,6 @@ class ModelBenchmark:
         everyone: list[Any] = [None] * self.world
         dist.all_gather_object(everyone, found)
         row.profiled_ms = sum(rank.step for rank in everyone) / self.world
-        row.host_waits_ms = sum(rank.host_waits for rank in everyone) / self.world
         row.on_device = found.on_device
         for kind in (*KINDS, IDLE):
             share = sum(rank.share[kind] for rank in everyone) / self.world
@@ -270,14 +272,19 @@ class ModelBenchmark:
             options["experimental_config"] = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
-            with profile(activities=activities, **options) as recorded:
-                contender.take_step()  # the profiler's own start takes time in the first
-                self._wait()
-                dist.barrier()
-                with record_function(STEP):
-                    contender.take_step()
-                    self._wait()
-            recorded.export_chrome_trace(str(path))
+            # The profiler's own start takes time, so the first of two steps is not recorded.
+            with profile(
+                activities=activities,
+                schedule=torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1),
+                on_trace_ready=lambda recorded: recorded.export_chrome_trace(str(path)),
+                **options,
+            ) as profiler:
+                for _ in range(2):
+                    dist.barrier()
+                    with record_function(STEP):
+                        contender.take_step()
+                        self._wait()
+                    profiler.step()
             return time_by_kind(load(path))
 
     def _allocated(self) -> int:

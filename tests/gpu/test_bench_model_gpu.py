@@ -1,0 +1,30 @@
+"""`carpool bench model` on a GPU: kernels of every kind are told apart, eager and compiled."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.gpu.ranks import needs, torchrun
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(560), needs(2)]
+
+
+def test_kinds_of_kernels(tmp_path: Path) -> None:
+    arguments = [
+        "bench", "model", "--model", "olmoe-1b-7b", "--layers", "2", "--sequence", "1024", "--batch", "2",
+        "--steps", "2", "--rounds", "2", "--out", str(tmp_path),
+    ]  # fmt: skip
+    torchrun(2, "carpool.cli", *arguments, seconds=480)
+    (case,) = json.loads((tmp_path / "model.json").read_text())["cases"]
+    assert case["different"] == []
+    for row in case["rows"]:
+        assert row["unavailable"] is None and row["on_device"] and row["peak_bytes"] > 0, row["label"]
+        busy = {kind["kind"]: kind["busy_ms"] for kind in row["kinds"]}
+        for kind in ("experts", "dense", "attention", "loss", "optimizer", "elementwise", "rides", "communication"):
+            assert busy[kind] > 0, f"{row['label']}: no {kind}"
+            # Nothing is faster than it can be; what is would be of another kind.
+            assert case["rooflines"][kind] is None or busy[kind] > 0.5 * case["rooflines"][kind], (row["label"], kind)
+        assert row["times"]["host_ms"] + row["times"]["host_waits_ms"] <= 1.25 * row["times"]["ms"]
