@@ -58,6 +58,10 @@ def train(
         settings = load_config(config, overrides or [])
         require(TRAIN_PACKAGES)
         check_paths(settings)
+        if settings.training.resume_from_checkpoint is None:
+            from carpool.train.run.files import check_no_run
+
+            check_no_run(Path(settings.training.output_dir))  # ranks take a while to start
         if dry_run:
             from carpool.train.run.estimate import dry_run as estimate
 
@@ -142,18 +146,15 @@ def _explain_config() -> None:
 
 
 def check_paths(config: Config) -> None:
-    """Refuses paths where nothing is, or a run already, before any rank is started: ranks take a while to start."""
+    """Refuses paths where nothing is, before any rank is started."""
     from carpool.train.data.corpus import check_sources
     from carpool.train.data.tokenizer import load_tokenizer
-    from carpool.train.run.files import check_no_run
 
     if config.model.path is not None and not (Path(config.model.path) / "config.json").is_file():
         raise ValueError(f"model.path: {config.model.path} is no checkpoint folder (it has no config.json)")
     if config.moe.layout != "contiguous" and not Path(config.moe.layout).is_file():
         raise ValueError(f'moe.layout: the file {config.moe.layout} does not exist; give "contiguous" or a JSON file')
     resume = config.training.resume_from_checkpoint
-    if resume is None:
-        check_no_run(Path(config.training.output_dir))
     if resume not in (None, "last") and not Path(str(resume)).is_dir():
         raise ValueError(
             f'training.resume_from_checkpoint: {resume} is no folder; give "last" or a folder such as '

@@ -97,6 +97,13 @@ def test_paths_are_checked_before_ranks_are_started(monkeypatch, tmp_path, setti
     assert len(found.splitlines()) == 1
 
 
+def test_a_folder_that_holds_a_run_is_profiled(monkeypatch, tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    monkeypatch.setattr("carpool.train.launch.start.run", lambda config, entry, **_: print("starts", entry))
+    done = carpool_command("profile", f"training.output_dir={tmp_path}")
+    assert (done.exit_code, done.stdout) == (0, "starts carpool.train.run.profile:profile\n")
+
+
 def test_reports_and_samples_need_a_run(tmp_path):
     assert error_of("report", str(tmp_path)).startswith("error: ")
     assert error_of("generate", str(tmp_path), "--prompt", "def ").startswith("error: ")
