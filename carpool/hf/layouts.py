@@ -26,7 +26,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from carpool.experts import ExpertWeights, FP8Experts
-from carpool.hf.expert_parallel import ExpertRides, rides, weight_names
+from carpool.hf.expert_function import weight_names
+from carpool.hf.expert_parallel import ExpertRides, rides
 from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
 from carpool.parallel import fsdp

@@ -11,8 +11,6 @@ and the balancing of routers by biases is written once, here.
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -22,11 +20,12 @@ import torch.distributed as dist
 from carpool.experts import Choices, ExpertFunction, Experts, ExpertWeights, make_experts
 from carpool.layer.recording import agree
 from carpool.layout import ExpertLayout, assign
-from carpool.observe.recompute import add_once, in_recompute, new_counter
+from carpool.observe.recompute import add_once, new_counter
 from carpool.observe.stats import LayerStats
 from carpool.parallel.slots import SlotFiller, fill_slots
-from carpool.ride import NO_HOOKS, RideHooks, RideSetup, backward_has_run, ride, ride_module
+from carpool.ride import NO_HOOKS, RideHooks, RideSetup, WaitingRides, ride, ride_module
 from carpool.routing import DropOptions, Routing
+from carpool.routing.bias import count_choices
 from carpool.routing.limit import LimitOptions, RoutingLimit
 from carpool.schedule import Schedule
 from carpool.schedule.orders import order_of
@@ -98,8 +97,7 @@ class LayerCore:
         self.dropped: torch.Tensor | None = None
         self.load_E: torch.Tensor | None = None
         self.routing: Routing | None = None
-        # The rides of forwards whose graph is still there, as nodes of it.
-        self._nodes: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._waiting = WaitingRides()
         self._experts_asked: tuple[str, dict[str, Any]] = ("auto", {})
         self.set_experts("auto")
 
@@ -180,12 +178,7 @@ class LayerCore:
         """Why experts cannot move now: a forward's backward has not run, and its gradients would go to the homes of
         before. "" if they can. Ranks may differ, so whoever moves tells all of them (`check_can_move`)."""
 
-        def due() -> int:
-            return sum(not backward_has_run(node) for node in self._nodes)
-
-        if due():
-            gc.collect()  # a graph that nobody can reach any more may lie in a reference cycle
-        if number := due():
+        if number := self._waiting.count():
             return (
                 f"{self.name}: {number} forward(s) wait for their backward, whose gradients would reach other experts; "
                 "change the layout after backward(), or let go of their outputs"
@@ -273,11 +266,7 @@ class LayerCore:
         assert routing.weight_TK is not None
         transport = self.prepare(routing.expert_TK.shape[1], x_TH.shape[1], x_TH.device)
         if self.load_E is not None and training:
-            with torch.no_grad():
-                there_TK, index_TK = routing.expert_TK >= 0, routing.expert_TK.clamp(min=0)
-                load_E = torch.zeros_like(self.load_E)
-                load_E.scatter_add_(0, index_TK.reshape(-1).long(), there_TK.reshape(-1).long())
-                add_once(self.load_E, load_E)
+            count_choices(self.load_E, routing.expert_TK)
         if self.drops is not None and not replayed:
             routing, dropped = self.drops.drop(routing, self.num_experts, training)
             if self.dropped is None:
@@ -292,8 +281,7 @@ class LayerCore:
         else:
             y_TH = ride_module(x_TH, routing, slot_TK, home, setup)
             made = None if beside is None else beside()
-        if y_TH.requires_grad and not torch.compiler.is_compiling() and not in_recompute():
-            self._nodes.add(y_TH.grad_fn)
+        self._waiting.add(y_TH)
         self.filler.start_next()
         return y_TH, made
 
@@ -303,7 +291,7 @@ class LayerCore:
         """A core with the same settings, in the same group, that has counted nothing."""
         twin = LayerCore(self.layout, self.group, self.function, name=self.name)
         memo[id(self)] = twin
-        twin._take(self.__getstate__() if self.group is None else self._settings())
+        twin._take(self._settings())
         return twin
 
     def __getstate__(self) -> dict[str, Any]:

@@ -12,16 +12,16 @@ that work's backward between them:
 `torch.compile` sees an operator with these two as its forward and backward: `carpool.ride.operator`. A checkpointed
 layer may be computed again without its rides: `carpool.memory.recompute`.
 
-`ride_module` does the same for an expert module that our kernels do not know (any `forward(rows, ids, weights)`):
-there dispatch and combine are two nodes, each the other's backward, and autograd differentiates what lies between.
+For an expert module that our kernels do not know see `module.py`.
 
 Gradients of gradients are refused: the nodes' backwards build no graph, so second-order terms would be missing.
 """
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -29,13 +29,12 @@ import torch
 from carpool.experts import ExpertWeights
 from carpool.memory import Rows
 from carpool.memory.recompute import kept_rides, taken_before
-from carpool.observe.meter import Meter
+from carpool.observe.recompute import in_recompute
 from carpool.ride.operator import ride_operator
 from carpool.ride.order import Kept
 from carpool.ride.setup import RideSetup
-from carpool.ride.turns import handover
 from carpool.routing import Routing
-from carpool.transport import Pending, Transport
+from carpool.transport import Pending
 
 Result = TypeVar("Result")
 
@@ -111,9 +110,25 @@ def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
-def backward_has_run(node: Any) -> bool:
-    """Whether the backward of a ride has begun. node: `grad_fn` of what `ride` or `ride_module` returned."""
-    return getattr(node, "has_run", False)
+class WaitingRides:
+    """The rides whose graph is there, and whose backward has not begun."""
+
+    def __init__(self) -> None:
+        self._nodes: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def add(self, y_TH: torch.Tensor) -> None:
+        """y_TH: what `ride` or `ride_module` returned."""
+        if y_TH.requires_grad and not torch.compiler.is_compiling() and not in_recompute():
+            self._nodes.add(y_TH.grad_fn)
+
+    def count(self) -> int:
+        """How many there are."""
+        if self._count():
+            gc.collect()  # a graph that nobody can reach any more may lie in a reference cycle
+        return self._count()
+
+    def _count(self) -> int:
+        return sum(not getattr(node, "has_run", False) for node in self._nodes)
 
 
 class _Trip:
@@ -228,94 +243,3 @@ def _saved(ctx: Any) -> tuple[Any, ...]:
         return Rows(data, width, start, slab, home, home_row, gaps)
 
     return tuple(next(tensors) if numbers is None else rows(*numbers) for numbers in ctx.numbers)
-
-
-# The module is whatever the model has: torch.compile compiles what is around it. (The same as `torch.compiler.disable`,
-# but that imports the compiler at once.)
-@torch._disable_dynamo
-def ride_module(
-    x_TH: torch.Tensor,
-    routing: Routing,
-    slot_TK: torch.Tensor,
-    module: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
-    setup: RideSetup,
-) -> torch.Tensor:
-    """As `ride`, with `module(x_RH, slot_RJ, weight_RJ) -> partial_RH` as the experts (-1 in slot_RJ: none).
-
-    The setup's experts, order and hooks are not used: such a ride is always plain."""
-    weight_TK, transport, stats = routing.weight_TK, setup.transport, setup.stats
-    assert weight_TK is not None
-    stats.count(routing.expert_TK, weight_TK)
-    stats.tokens_dispatched += x_TH.shape[0]
-    with stats.meter.span("dispatch", x_TH.device):
-        trip = _ModuleTrip(transport, stats.meter, transport.plan(slot_TK, weight_TK.detach(), stats.traffic))
-        x_RH, weight_RJ, slot_RJ = _Dispatch.apply(x_TH, weight_TK, trip)
-    with stats.meter.span("experts", x_TH.device):
-        partial_RH = module(x_RH, slot_RJ, weight_RJ)
-    with stats.meter.span("combine", x_TH.device):
-        return _Combine.apply(partial_RH.to(x_TH.dtype), trip)
-
-
-@dataclass
-class _ModuleTrip:
-    """What the two nodes of `ride_module` share.
-
-    Attributes:
-        wanted_R1: (R, 1) bool, True where at least one expert reads the row; other rows are uninitialised. None: every
-            row is defined.
-    """
-
-    transport: Transport
-    meter: Meter
-    route: Any
-    wanted_R1: torch.Tensor | None = None
-
-    def defined(self, rows: Rows, dtype: torch.dtype) -> torch.Tensor:
-        """(R, H): the rows, out of the transport's buffer, zero where no expert reads them."""
-        rows_RH = rows.widened(dtype).contiguous(self.route.num_rows)
-        return rows_RH if self.wanted_R1 is None else rows_RH.masked_fill(~self.wanted_R1, 0.0)
-
-
-class _Dispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x_TH: torch.Tensor, weight_TK: torch.Tensor, trip: _ModuleTrip) -> Any:
-        coming = trip.transport.dispatch(x_TH, trip.route)
-        handover()
-        arrivals = coming.wait()
-        ctx.trip = trip
-        ctx.mark_non_differentiable(arrivals.slot_RJ)
-        if arrivals.rows.gaps:
-            # A module may well multiply rows that nobody wants by zero. The same for gradients.
-            trip.wanted_R1 = (arrivals.slot_RJ >= 0).any(1, keepdim=True)
-        # Fresh handles, for autograd hangs its graph on what is returned: that must be neither the input itself (which
-        # a single rank's arrivals may be) nor a tensor of the route, which the graph holds: neither would be freed.
-        return trip.defined(arrivals.rows, x_TH.dtype).detach(), arrivals.weight_RJ.detach(), arrivals.slot_RJ
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, dx_RH: torch.Tensor, dweight_RJ: torch.Tensor, _: Any) -> tuple[Any, ...]:
-        trip: _ModuleTrip = ctx.trip
-        trip.route.backward = True
-        with trip.meter.span("combine", dx_RH.device, direction="backward"):
-            sums = trip.transport.combine_gradients(trip.route, dx_RH, dweight_RJ)
-            handover()
-            dx_TH, dweight_TK = sums.wait()
-        return dx_TH.to(dx_RH.dtype), dweight_TK, None
-
-
-class _Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, partial_RH: torch.Tensor, trip: _ModuleTrip) -> torch.Tensor:
-        ctx.trip = trip
-        sums = trip.transport.combine(trip.route, partial_RH)
-        handover()
-        return sums.wait().to(partial_RH.dtype)
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, dy_TH: torch.Tensor) -> tuple[Any, ...]:
-        trip: _ModuleTrip = ctx.trip
-        with trip.meter.span("dispatch", dy_TH.device, direction="backward"):
-            coming = trip.transport.dispatch_gradients(dy_TH.contiguous(), trip.route)
-            handover()
-            return trip.defined(coming.wait(), dy_TH.dtype), None

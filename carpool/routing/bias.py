@@ -17,7 +17,16 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from carpool.observe.recompute import add_once
 from carpool.routing.rule import sum_over
+
+
+@torch.no_grad()
+def count_choices(load_E: torch.Tensor, expert_TK: torch.Tensor) -> None:
+    """Add to (E,) int64 loads how often (T, K) choices, -1: none, name each expert; once under checkpointing."""
+    count_E = torch.zeros_like(load_E)
+    count_E.scatter_add_(0, expert_TK.clamp(min=0).reshape(-1).long(), (expert_TK >= 0).reshape(-1).long())
+    add_once(load_E, count_E)
 
 
 @torch.no_grad()

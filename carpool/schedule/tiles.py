@@ -36,7 +36,7 @@ too (`carpool.schedule.order_of`).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -44,8 +44,8 @@ from carpool.experts import Experts, ExpertWeights, GroupedExperts
 from carpool.experts.parts import Backward, Forward, why_no_parts
 from carpool.kernels.processors import reserved
 from carpool.memory import Rows
-from carpool.observe.meter import RideSpans
 from carpool.ride.order import Kept
+from carpool.ride.plain import Started
 from carpool.ride.setup import RideSetup
 from carpool.ride.turns import handover
 from carpool.transport import Pending
@@ -56,15 +56,6 @@ def require(experts: Experts | None, weights: ExpertWeights) -> None:
     assert experts is not None
     if reason := why_no_parts(experts, weights):
         raise ValueError(f"schedule='tiles' cannot be used here: {reason}; use schedule='chunks'")
-
-
-class Started(NamedTuple):
-    """A ride in parts whose rows are under way."""
-
-    x_TH: torch.Tensor
-    route: Any
-    coming: Pending
-    span: RideSpans
 
 
 @dataclass(frozen=True)

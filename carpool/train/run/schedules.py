@@ -26,7 +26,8 @@ from torch import nn
 
 from carpool.experts import ExpertWeights
 from carpool.experts.parts import why_no_parts
-from carpool.hf.expert_parallel import ExpertRides, buffers_of_rides, rides, weight_names
+from carpool.hf.expert_function import weight_names
+from carpool.hf.expert_parallel import ExpertRides, buffers_of_rides, rides
 from carpool.layout import assign
 from carpool.observe.stats import LayerStats
 from carpool.planner.chosen import Chosen, Kind, choose, fastest

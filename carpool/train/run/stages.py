@@ -25,7 +25,8 @@ import torch.distributed as dist
 from carpool.experts import Activation, Choices, GroupedExperts, measure_choices
 from carpool.experts.choices import LIBRARY, STAGES, WAYS, default_choices
 from carpool.experts.measure import Measured, pick
-from carpool.hf.expert_parallel import ExpertRides, weight_names
+from carpool.hf.expert_function import weight_names
+from carpool.hf.expert_parallel import ExpertRides
 from carpool.layout.uniform import uniform_copies
 from carpool.planner.chosen import Chosen, Kind, choose
 from carpool.train.checkpoints.ranks import from_rank_0
