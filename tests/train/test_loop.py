@@ -162,6 +162,25 @@ def test_resumes_as_if_nothing_had_happened(ranks: Ranks, reference: Path, text:
     assert [entry["from_step"] for entry in json.loads((output / "run.json").read_text())["history"]] == [0, 3]
 
 
+def test_masters_and_rounded_moments_resume_bit_by_bit(
+    ranks: Ranks, reference: Path, text: list[str], tmp_path: Path
+) -> None:
+    """bfloat16 weights learn almost as float32's do; random roundings and low bits come back."""
+    settings = [*text, "model.dtype=bfloat16", "training.optimizer_moments=bfloat16"]
+    assert start(ranks, tmp_path / "whole", settings) == [""] * 4
+    assert start(ranks, tmp_path / "parts", [*settings, "training.stop_at_step=3"]) == [""] * 4
+    assert start(ranks, tmp_path / "parts", [*settings, "training.resume_from_checkpoint=last"]) == [""] * 4
+    assert losses(tmp_path / "parts") == losses(tmp_path / "whole")
+    first, second = weights(tmp_path / "whole", 6), weights(tmp_path / "parts", 6)
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    assert any(name.endswith("low_bits") and value.any() for name, value in first.items())
+    info = json.loads((tmp_path / "whole" / "run.json").read_text())
+    assert info["optimizer"] == {"name": "one-pass", "masters": True, "moments": "bfloat16"}
+    assert info["lossy_reasons"] == ["the optimizer's moments are kept in bfloat16"]
+    ours, exact = losses(tmp_path / "whole"), losses(reference)
+    assert [loss for loss, _ in ours.values()] == pytest.approx([loss for loss, _ in exact.values()], rel=0.02)
+
+
 WAYS = ["ep_size=2", "alltoall", "replicated", "accumulate", "checkpointing", "rides first", "chunks"]
 # Ways that do not get in each other's way, several in one run.
 TOGETHER = ["ep_size=2 and alltoall and checkpointing", "replicated and rides first", "accumulate and chunks"]

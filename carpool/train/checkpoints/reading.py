@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -80,19 +81,50 @@ def load(
     parts = {MODEL: model_tensors(model)}
     if optimizer is not None:
         parts[OPTIMIZER] = optimizer_tensors(model, optimizer)
+    zero: Tensors = {}
     with together(CheckpointError, ""):
         for part, tensors in parts.items():
             is_there = any(name.startswith(f"{part}/") for name in content["files"])
-            _check_tensors(folder, part, stored_tensors(folder / part) if is_there else {}, tensors)
+            stored = stored_tensors(folder / part) if is_there else {}
+            if part == OPTIMIZER and stored:
+                zero = _low_bits_to_zero(folder, stored, tensors)
+                tensors = parts[part] = {name: tensor for name, tensor in tensors.items() if name not in zero}
+            _check_tensors(folder, part, stored, tensors)
     with sharded_parameters(model, write=True):
         for part, tensors in parts.items():
             _read(folder / part, tensors, from_logical)
+    for tensor in zero.values():
+        tensor.zero_()
     if restore_rng:
         if content["world_size"] == world():
             set_rng_state(content["ranks"][rank()]["rng"])
         elif rank() == 0:
             logger.info("%s is of %d ranks: random generators are not restored", folder, content["world_size"])
     return {**content["state"], "step": content["step"]}
+
+
+def _low_bits_to_zero(folder: Path, stored: dict[str, TensorStorageMetadata], wanted: Tensors) -> Tensors:
+    """The low bits of masters, if the checkpoint's bfloat16 parameters had no masters: these are then the weights.
+
+    Raises:
+        CheckpointError: masters that this run would lose, or 8-bit moments on one side only."""
+
+    def low_bits(names: Iterable[str]) -> set[str]:
+        return {name for name in names if name.endswith(".low_bits")}
+
+    if low_bits(stored) and not low_bits(wanted):
+        raise CheckpointError(
+            f"the checkpoint {folder} has float32 masters of bfloat16 parameters, which this run does not keep; set "
+            'model.dtype="bfloat16", and training.optimizer="auto" or "one-pass"'
+        )
+    codes = [any(name.endswith("_scale") for name in names) for names in (stored, wanted)]
+    if codes[0] != codes[1]:
+        has, lacks = ("the checkpoint", "this run") if codes[0] else ("this run", "the checkpoint")
+        raise CheckpointError(
+            f"{has} keeps the optimizer's moments in int8, and {lacks} does not ({folder}); give this run the "
+            "training.optimizer_moments of the checkpoint's"
+        )
+    return {name: wanted[name] for name in low_bits(wanted)} if not low_bits(stored) else {}
 
 
 def _check_tensors(folder: Path, part: str, stored: dict[str, TensorStorageMetadata], wanted: Tensors) -> None:

@@ -17,7 +17,7 @@ rectangles. They are redistributed, as Transformers does for all.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -130,7 +130,7 @@ def _as_rectangle(tensor: DTensor, meshes: dict[tuple[DeviceMesh, tuple[int, ...
     plain = tuple(Shard(p.dim) if isinstance(p, _StridedShard) else p for p in placements)
     order = _axis_order(mesh, placements)
     if order is None:
-        return tensor.redistribute(placements=plain)
+        return _redistributed(tensor, plain)
     if (mesh, order) not in meshes:
         names = mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(mesh.ndim))
         meshes[mesh, order] = DeviceMesh.from_group(
@@ -178,8 +178,15 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     placements = list(tensor.placements)
     for axis in reversed(range(len(placements))):
         placements[axis] = Replicate()
-        tensor = tensor.redistribute(placements=placements)
+        tensor = _redistributed(tensor, placements)
     return tensor.to_local()
+
+
+def _redistributed(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:
+    if tensor.dtype == torch.int16:  # which neither gloo nor NCCL knows
+        wide: DTensor = tensor.int()  # type: ignore[assignment]
+        return wide.redistribute(placements=placements).short()  # type: ignore[return-value]
+    return tensor.redistribute(placements=placements)
 
 
 @torch.no_grad()
@@ -190,7 +197,7 @@ def copy_back(rectangles: Tensors, tensors: Tensors) -> None:
         if rectangle is tensor or not isinstance(tensor, DTensor) or not isinstance(rectangle, DTensor):
             continue
         if _axis_order(tensor.device_mesh, tensor.placements) is None:
-            tensor.to_local().copy_(rectangle.redistribute(placements=tensor.placements).to_local())
+            tensor.to_local().copy_(_redistributed(rectangle, tensor.placements).to_local())
 
 
 @torch.no_grad()

@@ -43,6 +43,17 @@ class TrainingSection(Section):
     adam_beta1: float = Field(default=0.9, ge=0, lt=1, description="AdamW's decay of the first moment.")
     adam_beta2: float = Field(default=0.95, ge=0, lt=1, description="AdamW's decay of the second moment.")
     adam_epsilon: float = Field(default=1e-8, gt=0, description="AdamW's epsilon.")
+    optimizer: Literal["auto", "one-pass", "torch"] = Field(
+        default="auto",
+        description="one-pass: AdamW of carpool.memory.optimizer, one kernel on GPUs, with float32 masters of bfloat16 "
+        "parameters (16 more bits each). torch: torch.optim.AdamW, which updates bfloat16 parameters and moments in "
+        "bfloat16 (lossy). auto: torch for parameters and moments in float32, and for float16; else one-pass.",
+    )
+    optimizer_moments: Literal["float32", "bfloat16", "int8"] = Field(
+        default="float32",
+        description="How AdamW's moments are kept: 8, 4 or 2 bytes a parameter. bfloat16 and int8 (blocks of 256) are "
+        "lossy, and need the one-pass optimizer.",
+    )
     max_grad_norm: float = Field(
         default=1.0,
         ge=0,
@@ -132,8 +143,19 @@ class TrainingSection(Section):
             return int(self.warmup_steps)
         return -int(-self.max_steps * self.warmup_steps // 1)
 
+    def one_pass(self, dtype: str) -> bool:
+        """Whether parameters of this dtype are updated by the one-pass optimizer."""
+        if self.optimizer != "auto":
+            return self.optimizer == "one-pass"
+        return dtype == "bfloat16" or self.optimizer_moments != "float32"
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        if self.optimizer == "torch" and self.optimizer_moments != "float32":
+            raise ValueError(
+                f"training.optimizer_moments = {self.optimizer_moments!r} needs the one-pass optimizer, but "
+                'training.optimizer = "torch"; leave one of them out'
+            )
         if self.warmup() > self.max_steps:
             raise ValueError(
                 f"training.warmup_steps = {self.warmup_steps:g} is more than training.max_steps = {self.max_steps}: "

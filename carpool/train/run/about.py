@@ -21,6 +21,7 @@ from carpool.train.run.files import CONFIG, INFO, LAYOUT, read_info, replace_tex
 from carpool.train.run.schedules import SCHEDULE_KIND
 from carpool.train.run.stages import STAGES_KIND, describe_ways
 from carpool.train.run.state import RunState
+from carpool.train.run.step import describe_optimizer
 from carpool.train.run.transports import TRANSPORT_KIND
 
 
@@ -33,7 +34,8 @@ def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any
     name, size = layer.transport.name, 2 if run.bf16 else run.model.dtype.itemsize
     options = run.options.under(run.schedule.answer)
     buffer_bytes = layer.transport.buffer_bytes(options, layer.num_ranks, config.hidden_size, size, run.top_k)
-    lossy = [*run.experts_lossy, *run.limits_lossy, *run.options.lossy_reasons]
+    optimizer, optimizer_lossy = describe_optimizer(run.optimizer)
+    lossy = [*optimizer_lossy, *run.experts_lossy, *run.limits_lossy, *run.options.lossy_reasons]
     if run.schedule.answer.name == "two-batch" and run.objective.aux_coef:
         lossy.append("schedule two-batch: the balance loss is of each half of a micro-batch")
     history = _earlier_starts(run.folder) if resume is not None else []
@@ -75,6 +77,7 @@ def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any
             "recompute": run.config.moe.recompute_experts,
             **(STAGES_KIND.record(run.stages) if run.stages is not None else {}),
         },
+        "optimizer": optimizer,
         "schedule": SCHEDULE_KIND.record(run.schedule),
         "layout": layout_record(current_layouts(run.model), run.layout_source),
         "bias_update_rate": run.bias.rate if run.bias is not None else 0.0,
@@ -161,6 +164,9 @@ def say_hello(run: RunState, resume: Path | None) -> None:
         say(f"schedule {run.schedule.answer}: {run.schedule.why}")
     if why := run.objective.cross_entropy.why_whole:
         say(f"loss: logits of a whole micro-batch at once, because {why}")
+    if (optimizer := info["optimizer"])["name"] != "torch":
+        masters = "float32 masters of bfloat16 parameters, " if optimizer["masters"] else ""
+        say(f"optimizer {optimizer['name']}: {masters}moments in {optimizer['moments']}")
     if run.layout_source != "contiguous":
         say(f"layout: {info['layout']['kind']}, {info['layout']['replicas']} replicas, from {run.layout_source}")
     if run.placement.on:

@@ -1,7 +1,7 @@
 """What a run will need, before it runs: memory per rank, parameters, operations. All of it is predicted.
 
-Parameters, gradients and AdamW's two moments are exact sums of what each rank holds. The rest follows from shapes, with
-these assumptions, which are where an estimate goes wrong:
+Parameters, gradients and the optimizer's state are exact sums of what each rank holds. The rest follows from shapes,
+with these assumptions, which are where an estimate goes wrong:
 
     gathered      one layer's experts of a rank in full beside the shards, and the next layer's, which is prefetched;
                   the gradients of one layer's experts in full, before they are reduced
@@ -48,6 +48,7 @@ from carpool.train.run.room import transport_options
 from carpool.transport import TRANSPORTS, check_transport, choose_transport, find_transport
 
 Memory = dict[str, int]
+STORED = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Of a rank on a CPU; see above.
 PROCESS_BYTES, FREED_SHARE = 60 * 2**20, 0.6
 # Libraries: smaps_rollup of 1, 2 and 4 processes after the imports of a run (torch 2.13, transformers 5.23).
@@ -83,7 +84,7 @@ def estimate_memory(
         parameters, gradients, optimizer, activations, logits, transport; on a CPU process and allocator; total.
     """
     text = model.config.get_text_config()
-    stored = {"float32": 4, "bfloat16": 2, "float16": 2}[config.model.dtype or "float32"]
+    stored = STORED[config.model.dtype or "float32"]
     computed = 2 if bf16 else stored
     dense_own = math.ceil((size.total - size.experts) / degrees.dense_shards)
     experts_own = math.ceil(size.experts / degrees.expert_shards)
@@ -128,7 +129,7 @@ def estimate_memory(
     memory = {
         "parameters": own * stored + gathered + whole * computed,
         "gradients": own * stored + layer_experts * computed + whole * reduced,
-        "optimizer": 2 * own * stored,
+        "optimizer": int(own * state_bytes(config)),
         "activations": int(kept * computed),
         "logits": logits,
         # All layers share it.
@@ -138,6 +139,15 @@ def estimate_memory(
         freed = memory["gradients"] + memory["activations"] + logits + rides
         memory |= {"process": PROCESS_BYTES, "allocator": int(FREED_SHARE * freed)}
     return {**memory, "total": sum(memory.values())}
+
+
+def state_bytes(config: Config) -> float:
+    """What the optimizer keeps of a parameter; see `carpool.memory.optimizer.adamw`."""
+    dtype, training = config.model.dtype or "float32", config.training
+    if not training.one_pass(dtype):
+        return 2 * STORED[dtype]
+    moments = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / 256}[training.optimizer_moments]
+    return 2 * moments + (2 if dtype == "bfloat16" else 0)
 
 
 def dry_run(config: Config) -> str:

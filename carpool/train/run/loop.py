@@ -22,7 +22,8 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from carpool.hf.compiled import eagerly
-from carpool.parallel.clip import clip_grad_norm
+from carpool.memory.optimizer import AdamW
+from carpool.parallel.clip import clip_factor, clip_grad_norm, grad_norm
 from carpool.parallel.replicated import replicated
 from carpool.train.config.schema import Config
 from carpool.train.launch.stopping import Stopped
@@ -101,14 +102,20 @@ class Run(Setup):
         kept = replicated(self.model)
         if kept is not None:
             kept.finish()
+        # The one-pass optimizer clips in its step. PyTorch's needs a pass over the gradients before.
+        one_pass = self.optimizer if isinstance(self.optimizer, AdamW) else None
         with torch.profiler.record_function("carpool::optimizer"):
-            norm = clip_grad_norm(self.parameters, max_norm).item()
+            measured = grad_norm(self.parameters) if one_pass else clip_grad_norm(self.parameters, max_norm)
+            norm = measured.item()
         # The device has been waited for: a ride that lacked a rank is known now, and what it gave is worth nothing.
         self.check_rides()
         if not (math.isfinite(losses.loss) and math.isfinite(norm)):
             self._stop_not_finite(losses.loss, norm, batches)
         with torch.profiler.record_function("carpool::optimizer"):
-            self.optimizer.step()
+            if one_pass:
+                one_pass.step(factor=clip_factor(measured, max_norm))
+            else:
+                self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             if self.bias is not None:
                 self.bias.step()

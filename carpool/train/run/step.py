@@ -24,6 +24,7 @@ from carpool.hf.balance import balance_loss
 from carpool.hf.expert_parallel import rides
 from carpool.hf.head import HeadLoss
 from carpool.hf.router_logits import RouterLogits
+from carpool.memory.optimizer import AdamW
 from carpool.parallel.replicated import replicated
 from carpool.schedule.priority import RidesFirst
 from carpool.schedule.two_batch import TwoBatch
@@ -182,11 +183,11 @@ def in_two(batch: Batch) -> tuple[Batch, Batch]:
     return {k: v[:middle] for k, v in batch.items()}, {k: v[middle:] for k, v in batch.items()}
 
 
-def make_optimizer(model: nn.Module, training: TrainingSection) -> torch.optim.AdamW:
-    """AdamW; weight decay on matrices only, not on norms, biases and other vectors.
+def make_optimizer(model: nn.Module, training: TrainingSection) -> AdamW | torch.optim.AdamW:
+    """AdamW; weight decay on matrices only, not on norms, biases and other vectors. Whose: `training.optimizer`.
 
     Parameters on different meshes (dense on fsdp, experts on efsdp x ep) go into different groups, because one fused
-    update over DTensors of two meshes is refused by PyTorch.
+    update of PyTorch's over DTensors of two meshes is refused.
     """
     groups: dict[tuple[bool, Any], list[nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
@@ -195,14 +196,31 @@ def make_optimizer(model: nn.Module, training: TrainingSection) -> torch.optim.A
             decays = parameter.dim() >= 2 and not name.endswith("bias")
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             groups.setdefault((decays, mesh), []).append(parameter)
-    return torch.optim.AdamW(
-        [{"params": p, "weight_decay": training.weight_decay if decays else 0.0} for (decays, _), p in groups.items()],
-        lr=training.learning_rate,
-        betas=(training.adam_beta1, training.adam_beta2),
-        eps=training.adam_epsilon,
-        # On GPUs PyTorch's own choice (foreach); on CPUs that would be an operation after the other on DTensors.
-        fused=True if next(model.parameters()).device.type == "cpu" else None,
-    )
+    settings: dict[str, Any] = {
+        "lr": training.learning_rate,
+        "betas": (training.adam_beta1, training.adam_beta2),
+        "eps": training.adam_epsilon,
+    }
+    of_groups = [
+        {"params": p, "weight_decay": training.weight_decay if decays else 0.0} for (decays, _), p in groups.items()
+    ]
+    dtypes = {str(parameter.dtype).removeprefix("torch.") for found in groups.values() for parameter in found}
+    if any(training.one_pass(dtype) for dtype in dtypes):
+        return AdamW(of_groups, **settings, moments=training.optimizer_moments)
+    # On GPUs PyTorch's own choice (foreach); on CPUs that would be an operation after the other on DTensors.
+    fused = True if next(model.parameters()).device.type == "cpu" else None
+    return torch.optim.AdamW(of_groups, **settings, fused=fused)
+
+
+def describe_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], list[str]]:
+    """What run.json says of it, and how it is lossy."""
+    bf16 = any(p.dtype == torch.bfloat16 for group in optimizer.param_groups for p in group["params"])
+    if not isinstance(optimizer, AdamW):
+        lossy = ["bfloat16 parameters and their moments are updated in bfloat16, without masters"] if bf16 else []
+        return {"name": "torch", "masters": False, "moments": "bfloat16" if bf16 else "float32"}, lossy
+    moments = optimizer.moments
+    lossy = [f"the optimizer's moments are kept in {moments}"] if moments != "float32" else []
+    return {"name": "one-pass", "masters": bf16, "moments": moments}, lossy
 
 
 def learning_rate(step: int, training: TrainingSection) -> float:
