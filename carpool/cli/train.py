@@ -58,17 +58,16 @@ def train(
         settings = load_config(config, overrides or [])
         require(TRAIN_PACKAGES)
         check_paths(settings)
-        if settings.training.resume_from_checkpoint is None:
-            from carpool.train.run.files import check_no_run
-
-            check_no_run(Path(settings.training.output_dir))  # ranks take a while to start
         if dry_run:
             from carpool.train.run.estimate import dry_run as estimate
 
             typer.echo(estimate(settings))
             return
         from carpool.train.launch.start import run
+        from carpool.train.run.files import check_no_run
 
+        if settings.training.resume_from_checkpoint is None:
+            check_no_run(Path(settings.training.output_dir))  # ranks take a while to start
         if compare is not None:
             from carpool.transport import find_transport
 

@@ -70,7 +70,8 @@ def test_errors_of_the_input_are_one_line(tmp_path):
     assert error_of("train", "--config", str(tmp_path / "no.toml")) == (
         f"error: configuration file {tmp_path / 'no.toml'} does not exist\n"
     )
-    assert error_of("train", "parallelism.num_ranks=2", "parallelism.ep_size=4").startswith(
+    empty = f"training.output_dir={tmp_path / 'run'}"
+    assert error_of("train", empty, "parallelism.num_ranks=2", "parallelism.ep_size=4").startswith(
         "error: parallelism.ep_size = 4 is larger than the number of ranks, 2"
     )
     debug = carpool_command("train", "--debug", "training.max_step=3")
@@ -128,13 +129,13 @@ def failing(*, user_error: bool) -> RankFailure:
         (ConnectionResetError("a peer"), False, None, ""),
     ],
 )
-def test_how_failures_are_shown(monkeypatch, error, debug, code, shown):
+def test_how_failures_are_shown(monkeypatch, tmp_path, error, debug, code, shown):
     def failed(*args: object, **kwargs: object) -> None:
         raise error
 
     # What starts the ranks raises these (tests/train/test_launch.py has it raise them for real).
     monkeypatch.setattr("carpool.train.launch.start.run", failed)
-    result = carpool_command("train", *["--debug"] * debug)
+    result = carpool_command("train", f"training.output_dir={tmp_path}", *["--debug"] * debug)
     if code is None:
         assert result.exception is error, "a bug keeps its traceback"
     else:
