@@ -46,7 +46,7 @@ def make_config(model_type: str, keys: dict[str, Any]) -> PreTrainedConfig:
     Args:
         model_type: as in `config.json`, for example "olmoe" or "qwen3_moe".
         keys: values by the keys of a `config.json`, as published; those of a sub-configuration as a dictionary. Keys
-            that are known to mean nothing to Transformers are left out, with one warning that names them.
+            that are known to mean nothing to Transformers are taken as they are, and one warning names them.
 
     Raises:
         ValueError: for a model type that Transformers does not have, a key that nothing reads (with the nearest one

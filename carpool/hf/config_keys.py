@@ -62,7 +62,8 @@ def check_keys(
         where: the model type, for messages.
 
     Returns:
-        (the keys that mean something, the names of inert ones, what is wrong with others as sentences)
+        (the keys that the configuration takes, the names of those that nothing reads, what is wrong with others as
+        sentences). What only the authors' code reads is in both: a model that was trained may be served by that code.
     """
     declared = {field.name for field in dataclasses.fields(config_class)}
     declared |= config_class.attribute_map.keys() | set(config_class.attribute_map.values())
@@ -76,8 +77,11 @@ def check_keys(
     wrong: list[str] = []
     for key, value in keys.items():
         means_nothing = key in _AUTHORS_KEYS or (key in _OFF_KEYS and not value)
-        if key in _FILE_KEYS or (key not in known and means_nothing):
+        if key in _FILE_KEYS or (key == "rope_scaling" and key not in known):
             inert.append(key)
+        elif key not in known and means_nothing:
+            inert.append(key)
+            used[key] = value
         elif key not in known:
             wrong.append(f"the configuration of {where} has no key {key!r}{nearest(key, known)}")
         elif isinstance(value, dict) and (sub_config := _sub_config(config_class, key)) is not None:
