@@ -1,4 +1,7 @@
-"""Two halves of a micro-batch, half a layer apart: attention of one beside the ride of the other.
+"""Two micro-batches, half a layer apart: attention of one beside the ride of the other.
+
+With accumulation of gradients the two are micro-batches as they come. A step of only one micro-batch cuts it into
+halves, which costs: kernels are smaller, and there are twice as many. Here each of the two is called a half.
 
 No code of the model changes. Each half runs in a thread of its own, the whole forward and then the whole backward, and
 wherever a ride is under way it hands over to the other half (`carpool.ride.turns`):
@@ -19,7 +22,7 @@ What is computed: each half is a micro-batch. Losses, and gradients without FSDP
 micro-batches one after the other, because half 0 comes first wherever both add to the same gradient. Under FSDP the
 halves share gathers and reductions, and gradients are the same to rounding (`carpool.schedule.shared_shards`). Random
 numbers: half 1 has its own, seeded from half 0's, so with drop-out both differ from two micro-batches, but not from run
-to run. The balance loss is of each half.
+to run. The balance loss is of each half, as it is of each micro-batch.
 
 What was tried, on 4 gloo ranks:
   - Strict alternation holds in forward and backward, for layers of different sizes, dense layers, shared experts,
@@ -54,7 +57,7 @@ Loss = Callable[[], torch.Tensor]
 
 
 class TwoBatch:
-    """Runs two halves of a micro-batch through a model at the same time; see the module's docstring.
+    """Runs two halves of a step through a model at the same time; see the module's docstring.
 
     Args:
         model: plain, or sharded by FSDP2.

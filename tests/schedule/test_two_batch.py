@@ -264,31 +264,44 @@ def test_mixed_precision(ranks: Ranks) -> None:
 # -- the trainer's objective -----------------------------------------------------------------------------------------
 
 
-def _objective(aux_coef: float) -> tuple[bool, float, str]:
+def _objective(aux_coef: float, micro_batches: int) -> tuple[bool, float, list[int], str]:
     model = make_model()
     generator = torch.Generator().manual_seed(dist.get_rank())
-    ids = torch.randint(3, VOCAB_SIZE, (2, 2, LENGTH), generator=generator)
+    ids = torch.randint(3, VOCAB_SIZE, (micro_batches, 3, LENGTH), generator=generator)
     batches = [{"input_ids": one, "labels": one} for one in ids]
-    results = []
+    results, seen = [], []
+    model.register_forward_pre_hook(lambda *_: seen.append(-1 if HALF.get() is None else HALF.get().number))
     for two_batch in (False, True):
         objective = Objective(model, top_k=2, aux_coef=aux_coef, dp_size=4, autocast=None, two_batch=two_batch)
         model.zero_grad()
-        micro = batches if two_batch else [half for batch in batches for half in in_two(batch)]
+        seen.clear()
+        # Only the halves of a single micro-batch are other micro-batches than without.
+        micro = batches if two_batch or micro_batches > 1 else in_two(batches[0])
         results.append((objective.backward(micro), full_gradients(model)))
     (expected, theirs), (found, ours) = results
-    refused = ""
+    halves_of_forwards, refused = list(seen), ""
     try:
         objective.backward([{name: value[:1] for name, value in batches[0].items()}])
     except ValueError as reason:
         refused = str(reason)
-    return expected == found, error(ours, theirs), refused
+    return expected == found, error(ours, theirs), halves_of_forwards, refused
 
 
-@pytest.mark.parametrize("aux_coef", [pytest.param(0.0, marks=pytest.mark.slow), 0.1])
-def test_objective(ranks: Ranks, aux_coef: float) -> None:
-    for equal, gradients, refused in ranks(_objective, aux_coef):
+@pytest.mark.parametrize(
+    ("aux_coef", "micro_batches", "side_by_side"),
+    [
+        (0.1, 1, [0, 1]),
+        pytest.param(0.0, 2, [0, 1], marks=pytest.mark.slow),
+        # The last has no other beside it.
+        (0.1, 3, [0, 1, -1]),
+        pytest.param(0.1, 4, [0, 1, 0, 1], marks=pytest.mark.slow),
+    ],
+)
+def test_objective(ranks: Ranks, aux_coef: float, micro_batches: int, side_by_side: list[int]) -> None:
+    for equal, gradients, seen, refused in ranks(_objective, aux_coef, micro_batches):
         assert equal and gradients <= BOUND
-        assert "training.per_device_train_batch_size to 2" in refused
+        assert seen == side_by_side
+        assert "training.gradient_accumulation_steps to 2" in refused
 
 
 # -- on one rank, without FSDP ---------------------------------------------------------------------------------------

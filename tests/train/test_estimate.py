@@ -36,3 +36,11 @@ def test_a_rank_on_a_cpu_takes_about_what_is_predicted(hidden: int, batch: int, 
 def test_it_says_what_it_does_not_count() -> None:
     text = dry_run(load_config(None, ["parallelism.device=cpu"]))
     assert "not counted: libraries loaded before the run" in text
+
+
+def test_two_micro_batches_at_a_time_take_the_memory_of_both() -> None:
+    one = predicted("training.gradient_accumulation_steps=2")
+    two = predicted("training.gradient_accumulation_steps=2", "moe.schedule=two-batch")
+    halves = predicted("moe.schedule=two-batch")
+    assert 1.5 * one["activations"] < two["activations"] < 2 * one["activations"]
+    assert halves["activations"] == one["activations"]

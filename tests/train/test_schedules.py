@@ -164,21 +164,24 @@ def run_measured(output: str, overrides: list[str]) -> str:
         return run(output, overrides)
 
 
-@pytest.mark.parametrize("schedule", ["chunks", "two-batch"])
-def test_losses_of_a_schedule_are_those_without(ranks: Ranks, text: list[str], tmp_path: Path, schedule: str) -> None:
+@pytest.mark.parametrize(("schedule", "micro_batches"), [("chunks", 1), ("two-batch", 1), ("two-batch", 2)])
+def test_losses_of_a_schedule_are_those_without(
+    ranks: Ranks, text: list[str], tmp_path: Path, schedule: str, micro_batches: int
+) -> None:
     settings = [*text, "training.max_steps=3", "training.per_device_train_batch_size=2"]
+    settings.append(f"training.gradient_accumulation_steps={micro_batches}")
+    halves = (schedule, micro_batches) == ("two-batch", 1)
     for name in ("none", schedule):
         assert start(ranks, tmp_path / name, [*settings, f"moe.schedule={name}"]) == [""] * 4
     for (loss, norm), (wanted, wanted_norm) in zip(
         losses(tmp_path / schedule).values(), losses(tmp_path / "none").values(), strict=True
     ):
         # The balance loss is a product of means, of each half of a micro-batch by itself.
-        assert loss == pytest.approx(wanted, rel=1e-5 if schedule == "chunks" else 1e-3)
-        assert norm == pytest.approx(wanted_norm, rel=1e-5 if schedule == "chunks" else 3e-2)
+        assert loss == pytest.approx(wanted, rel=1e-3 if halves else 1e-5)
+        assert norm == pytest.approx(wanted_norm, rel=3e-2 if halves else 1e-5)
     assert info(tmp_path / schedule)["name"] == schedule
     said = json.loads((tmp_path / schedule / "run.json").read_text())["lossy_reasons"]
-    halves = ["schedule two-batch: the balance loss is of each half of a micro-batch"]
-    assert said == (halves if schedule == "two-batch" else [])
+    assert said == (["schedule two-batch: the balance loss is of each half of a micro-batch"] if halves else [])
 
 
 def test_what_is_measured_is_recorded_and_used_again(ranks: Ranks, text: list[str], tmp_path: Path) -> None:

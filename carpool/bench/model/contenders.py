@@ -190,7 +190,7 @@ class TransformersContender(_RandomText):
         return ", ".join([*parts, "layers compiled" if self.config.training.torch_compile else "eager"])
 
     def close(self) -> None:
-        return
+        self.loader.close()
 
 
 def make_contender(name: str, config: Config, routing: str, command: str) -> Contender:

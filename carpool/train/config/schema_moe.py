@@ -163,8 +163,8 @@ class MoeSection(Section):
     schedule: ScheduleName = Field(
         default="none",
         description="What runs at the same time. none: one thing after the other. chunks: tokens ride in chunks, "
-        "and experts compute on one chunk while another rides. two-batch: two halves of a micro-batch "
-        "run half a layer apart, so that one half's attention runs while the other half rides. tiles: "
+        "and experts compute on one chunk while another rides. two-batch: two micro-batches, or the "
+        "halves of a step's only one, run half a layer apart: one's attention beside the other's ride. tiles: "
         "with nvlink, experts begin on rows that have arrived while others still ride. auto: none, "
         "chunks or tiles, whichever is fastest when timed before the first step; run.json records it "
         "and a resumed run keeps it. On a CPU auto means none.",

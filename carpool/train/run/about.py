@@ -36,7 +36,8 @@ def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any
     buffer_bytes = layer.transport.buffer_bytes(options, layer.num_ranks, config.hidden_size, size, run.top_k)
     optimizer, optimizer_lossy = describe_optimizer(run.optimizer)
     lossy = [*optimizer_lossy, *run.experts_lossy, *run.limits_lossy, *run.options.lossy_reasons]
-    if run.schedule.answer.name == "two-batch" and run.objective.aux_coef:
+    halves = run.schedule.answer.name == "two-batch" and run.config.training.gradient_accumulation_steps == 1
+    if halves and run.objective.aux_coef:
         lossy.append("schedule two-batch: the balance loss is of each half of a micro-batch")
     history = _earlier_starts(run.folder) if resume is not None else []
     started = datetime.now(UTC).isoformat(timespec="seconds")

@@ -117,6 +117,9 @@ def estimate_memory(
         kept = tokens * hidden * layers + layer + experts * kept_layers + passing
     else:
         kept = layer * layers + experts * moe_layers + passing
+    if config.moe.schedule == "two-batch" and config.training.gradient_accumulation_steps > 1:
+        # Two micro-batches are in the model at the same time.
+        kept = 2 * kept - passing
     words, chunk = text.vocab_size, config.training.loss_chunk
     if chunk == 0 or degrees.tp > 1 or why_whole(model) is not None:
         logits = (computed + 2 * 4) * tokens * words

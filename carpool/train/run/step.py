@@ -50,8 +50,8 @@ class Objective:
         top_k: K, for the balance loss.
         aux_coef: 0 turns the balance loss off.
         balance_layers: balance each layer by itself, not all of them together.
-        two_batch: cut each micro-batch into two halves that run half a layer apart (`carpool.schedule.two_batch`). What
-            is computed is that of two micro-batches: the balance loss is of each half.
+        two_batch: two micro-batches run half a layer apart (`carpool.schedule.two_batch`), and an odd last one by
+            itself. If there is only one, its halves do; the balance loss is then of each half.
         rides_first: what reductions wait for (`carpool.schedule.priority`).
         dp_size: ranks with distinct data.
         autocast: compute in this dtype by autocast; None where FSDP casts already or nothing is to be cast.
@@ -128,8 +128,8 @@ class Objective:
             tokens = self.targets(batches)
         if tokens == 0:
             raise ValueError("a step's batch has no token to predict: all labels are -100")
-        if self.two_batch is not None:
-            batches = [half for batch in batches for half in in_two(batch)]
+        if self.two_batch is not None and len(batches) == 1:
+            batches = in_two(batches[0])
         sums = torch.zeros(2, dtype=torch.float64, device=batches[0]["input_ids"].device)
 
         def loss_of(batch: Batch) -> torch.Tensor:
@@ -145,12 +145,13 @@ class Objective:
         at_once = 1 if self.two_batch is None else 2
         with self.rides_first or nullcontext():
             for first in range(0, len(losses), at_once):
+                together = losses[first : first + at_once]
                 if self.kept is not None:
-                    self.kept.begin(first == 0, first + at_once == len(losses), at_once)
-                if self.two_batch is not None:
-                    self.two_batch.backward(losses[first : first + 2], self._processors())
+                    self.kept.begin(first == 0, first + at_once >= len(losses), len(together))
+                if self.two_batch is not None and len(together) == 2:
+                    self.two_batch.backward(together, self._processors())
                 else:
-                    losses[first]().backward()
+                    together[0]().backward()
         if dist.is_initialized():
             dist.all_reduce(sums)
         ce_all, aux_all = sums.tolist()
@@ -175,9 +176,9 @@ def in_two(batch: Batch) -> tuple[Batch, Batch]:
     sequences = batch["input_ids"].shape[0]
     if sequences < 2:
         raise ValueError(
-            "two batches at a time cut each rank's micro-batch in two, but it has only one sequence; set "
-            "training.per_device_train_batch_size to 2 or more (with fewer training.gradient_accumulation_steps the "
-            "global batch stays the same), or choose another schedule"
+            "two batches at a time cut each rank's only micro-batch in two, but it has only one sequence; set "
+            "training.gradient_accumulation_steps to 2 or more, whose micro-batches then run in pairs, or "
+            "training.per_device_train_batch_size to 2 or more, or choose another schedule"
         )
     middle = -(-sequences // 2)
     return {k: v[:middle] for k, v in batch.items()}, {k: v[middle:] for k, v in batch.items()}
