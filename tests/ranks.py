@@ -97,7 +97,7 @@ class Ranks:
             self._processes.append(process)
             self._pipes.append(ours)
 
-    def __call__(self, fn: Callable[..., Any], *args: Any, timeout: float = 180.0, **kwargs: Any) -> list[Any]:
+    def __call__(self, fn: Callable[..., Any], *args: Any, timeout: float = 240.0, **kwargs: Any) -> list[Any]:
         if not self._processes:
             self._start()
         for pipe in self._pipes:

@@ -306,7 +306,7 @@ def _loaded_lora(path: str) -> dict[str, float]:
 
 
 def test_loaded_adapters_train_without_a_call(ranks: Ranks, tmp_path: Path) -> None:
-    for errors in ranks(_loaded_lora, str(tmp_path), timeout=90):
+    for errors in ranks(_loaded_lora, str(tmp_path)):
         assert set(errors) == {"load_adapter", "low_cpu_mem_usage", "second adapter"}
         assert max(errors.values()) <= BOUND, errors
 
@@ -328,7 +328,7 @@ def _outside(path: str) -> list[str]:
 
 
 def test_adapters_outside_the_layers_are_refused(ranks: Ranks, tmp_path: Path) -> None:
-    for messages in ranks(_outside, str(tmp_path), timeout=90):
+    for messages in ranks(_outside, str(tmp_path)):
         for name, message in zip(OUTSIDE, messages, strict=True):
             assert message.startswith(name) and "outside the" in message and "LoRA of linear layers" in message
 
@@ -386,7 +386,7 @@ def _refused(path: str) -> tuple[list[str], list[str], float]:
 
 def test_adapters_of_sharded_weights_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     """What peft would compute from a whole weight ends in one sentence on all ranks, and none waits for another."""
-    for refusals, merges, loss in ranks(_refused, str(tmp_path), timeout=90):
+    for refusals, merges, loss in ranks(_refused, str(tmp_path)):
         assert [message.split(" cannot be used")[0] for message in refusals] == [name for name in REFUSED for _ in "ab"]
         assert all("init_lora_weights True" in message for message in refusals)
         assert all("merge them there" in message for message in merges) and len(merges) == 2
@@ -402,7 +402,7 @@ def _converted(path: str) -> str:
 
 def test_adapters_that_peft_makes_ones_of_experts_are_refused(ranks: Ranks, tmp_path: Path) -> None:
     """Names of Mixtral's former modules: peft turns them into adapters of the stacked weights."""
-    for message in ranks(_converted, str(tmp_path), timeout=90):
+    for message in ranks(_converted, str(tmp_path)):
         assert "adapts the experts' own weights" in message
 
 
@@ -430,7 +430,7 @@ def _added(path: str) -> tuple[float, float, str]:
 
 def test_an_added_adapter_is_saved(ranks: Ranks, tmp_path: Path) -> None:
     """`add_adapter`, training and `save_pretrained`: no rank waits, also where rank 0 cannot write."""
-    for difference, error, failure in ranks(_added, str(tmp_path), timeout=90):
+    for difference, error, failure in ranks(_added, str(tmp_path)):
         assert difference <= BOUND
         assert error <= BOUND
         assert "Not a directory" in failure

@@ -37,7 +37,7 @@ class Meeting:
     """A launch that sends, meets all other threads, and receives; one kernel at a time, as the interpreter wants."""
 
     def __init__(self) -> None:
-        self.lock, self.barrier = threading.Lock(), threading.Barrier(RANKS, timeout=60)
+        self.lock, self.barrier = threading.Lock(), threading.Barrier(RANKS, timeout=240)
 
     def __call__(self, launch: Callable[[bool, bool], None], *tensors: torch.Tensor) -> Callable[[], None]:
         with self.lock:

@@ -114,7 +114,7 @@ class Meeting:
     """Ranks in threads, of which one runs at a time: a launch that sends, meets all the others, and receives."""
 
     def __init__(self, ranks: int) -> None:
-        self.turn, self.barrier = threading.Lock(), threading.Barrier(ranks, timeout=120)
+        self.turn, self.barrier = threading.Lock(), threading.Barrier(ranks, timeout=240)
 
     def __call__(self, launch: Callable[[bool, bool], None], *_: torch.Tensor) -> Callable[[], None]:
         launch(True, False)

@@ -34,7 +34,7 @@ for command in {commands!r}:
     if code := app(command.split(), standalone_mode=False):
         sys.exit(code)
 """
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=folder)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, cwd=folder)
 
 
 @pytest.fixture(scope="module")

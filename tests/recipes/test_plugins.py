@@ -55,7 +55,7 @@ for command in {commands!r}:
         text=True,
         cwd=folder,
         env={**os.environ, **known, "PYTHONPATH": path},
-        timeout=120,
+        timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.split("=====\n")

@@ -153,7 +153,7 @@ atexit.register(lambda: print("heavy:", {{"torch", "numpy", "transformers"}} & s
 from carpool.cli import app
 app({asked.split()!r}, standalone_mode=False)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
     assert done.stdout.rstrip().endswith("heavy: set()"), done.stdout + done.stderr
 
 

@@ -482,7 +482,7 @@ def test_the_room_needs_neither_torch_nor_transformers(run: Path, tmp_path: Path
         "from carpool.report import write_report\n"
         f"write_report(pathlib.Path({str(run)!r}), pathlib.Path({str(tmp_path / 'r.html')!r}))\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "r.html").read_bytes() == (run / "report.html").read_bytes()
 

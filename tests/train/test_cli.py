@@ -149,7 +149,7 @@ def test_ranks_of_a_launcher_say_who_they_are(monkeypatch):
 
 def test_the_command_is_installed_and_returns_its_exit_code():
     command = [sys.executable, "-c", "from carpool.cli import main; main()", "train", "x=1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, env=dict(os.environ))
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=dict(os.environ))
     assert done.returncode == 1
     assert done.stderr.startswith("error: unknown key x on the command line")
 

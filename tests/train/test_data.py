@@ -350,7 +350,7 @@ def test_several_builders_at_once(tmp_path):
     for builder in builders:
         builder.start()
     start.set()
-    fingerprints = {results.get(timeout=60) for _ in builders}
+    fingerprints = {results.get(timeout=240) for _ in builders}
     for builder in builders:
         builder.join(timeout=60)
         assert builder.exitcode == 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 import unittest.mock
 from pathlib import Path
 from types import SimpleNamespace
@@ -158,27 +157,27 @@ def missing(grace):
     buffers.host_status.copy_(torch.tensor([1, 2]))
     return watchdog
 
-raises = missing(1.5)
+raises = missing(600)
 time.sleep(0.5)
 raises.stop()
-time.sleep(2.0)
+raises._thread.join(60)
+assert not raises._thread.is_alive()
 print("goes on", flush=True)
 hangs = missing(0.2)
-time.sleep(60)
+time.sleep(600)
 print("came to its end")
 """
 
 
 def test_the_watchdog_ends_a_process_that_cannot_and_no_other(tmp_path: Path) -> None:
-    begin = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-c", STUCK],
         env=clean_environment(TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json")),
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=240,
     )
-    assert (done.returncode, done.stdout) == (1, "goes on\n") and time.monotonic() - begin < 55
+    assert (done.returncode, done.stdout) == (1, "goes on\n")
     assert done.stderr.count("rank 0 did not arrive at combine within 300 s") == 1
     recorded = json.loads((tmp_path / "error.json").read_text())["carpool"]
     assert recorded["type"] == "RankMissingError" and not recorded["user_error"]

@@ -49,7 +49,7 @@ class Source:
 
     def signature(self) -> list[tuple[str, int, int]]:
         """`(absolute path, bytes, mtime in ns)` of each file it consists of: changes when the data does."""
-        files = [self.path] if self.kind != "dataset" else sorted(p for p in self.path.rglob("*") if p.is_file())
+        files = [self.path] if self.kind != "dataset" else _files_below(self.path)
         return [(str(f.absolute()), (stat := f.stat()).st_size, stat.st_mtime_ns) for f in files]
 
 

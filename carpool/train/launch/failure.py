@@ -110,7 +110,7 @@ def rank_failure(
     if user_error:
         lines = [error["text"]]
         # The run may have got far before it met the error (a full disk, a loss that is not a number).
-        if any(path.stat().st_mtime >= started for path in _checkpoints(config)):
+        if any(_changed(path) >= started for path in _checkpoints(config)):
             lines.append(_sentence(resume_hint(config)))
     else:
         stopped = {1: "", 2: "; the other rank was stopped"}.get(ranks, f"; the other {ranks - 1} ranks were stopped")
@@ -150,6 +150,14 @@ def resume_hint(config: Config) -> str:
 def _checkpoints(config: Config) -> list[Path]:
     folder = Path(config.training.output_dir) / "checkpoints"
     return sorted(path for path in folder.glob("step-*") if path.is_dir() and path.name.removeprefix("step-").isdigit())
+
+
+def _changed(path: Path) -> float:
+    """When a folder last changed, in seconds since the epoch; 0 if it is gone by now."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _sentence(text: str) -> str:
