@@ -33,7 +33,6 @@ NEW = Path(__file__).resolve().parents[1]
 # Device times decide; host times are shown, because a step can wait for the host.
 DEVICE_KEYS, HOST_KEYS = ("us_median", "ms_median", "ms"), ("host_us", "host_ms")
 IDENTITY = ("label", "contender", "name", "routing", "mode", "shape")
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
 def benchmark_commands(ranks: int, quick: bool, brief: bool = False) -> dict[str, list[str]]:
@@ -60,9 +59,9 @@ def benchmark_commands(ranks: int, quick: bool, brief: bool = False) -> dict[str
             *bench, "layer", "--ranks", str(ranks), "--transports", "nvlink,dedup", "--repetitions", "9",
             "--json-only", *(part for shape in layers for part in ("--shape", shape)),
         ],
-        "olmoe": [
-            *TORCHRUN, str(ranks), "-m", "benchmarks.train_olmoe", "--steps", "9", "--transports", "nvlink",
-            *([] if brief else ["--compile"]),
+        "model": [
+            *bench, "model", "--model", "olmoe-1b-7b", "--layers", "6", "--ranks", str(ranks), "--json-only",
+            *(["--contenders", "carpool,transformers"] if brief else []),
         ],
     }  # fmt: skip
 
@@ -76,7 +75,7 @@ def times_of(found: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str
         for key, value in found.items():
             if key in (*DEVICE_KEYS, *HOST_KEYS) and isinstance(value, int | float):
                 yield (*path, key), float(value)
-            elif isinstance(value, dict | list) and key not in ("settings", "environment", "shape"):
+            elif isinstance(value, dict | list) and key not in ("settings", "environment", "shape", "kinds"):
                 yield from times_of(value, (*path, key))
     elif isinstance(found, list):
         for number, value in enumerate(found):
@@ -98,10 +97,9 @@ def run_once(tree: Path, arguments: list[str], seconds: float) -> dict[tuple[str
     Raises:
         RuntimeError: it failed; with the end of what it said."""
     with tempfile.TemporaryDirectory() as folder:
-        out = [folder] if "carpool.cli" in arguments else [f"{folder}/result.json"]
         path = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
         done = subprocess.run(
-            [sys.executable, *arguments, "--out", *out], cwd=tree, env={**os.environ, "PYTHONPATH": path},
+            [sys.executable, *arguments, "--out", folder], cwd=tree, env={**os.environ, "PYTHONPATH": path},
             capture_output=True, text=True, timeout=seconds, check=False,
         )  # fmt: skip
         if done.returncode:
@@ -129,7 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--old", type=Path, required=True, help="a checkout of the other commit")
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--only", nargs="+", default=None, help="some of: transport, experts, layer, olmoe")
+    parser.add_argument("--only", nargs="+", default=None, help="some of: transport, experts, layer, model")
     parser.add_argument("--rounds", type=int, default=2, help="runs of each benchmark from each tree")
     parser.add_argument("--brief", action="store_true", help="one shape of each, and no compiled layers")
     parser.add_argument("--quick", action="store_true", help="one tiny benchmark on the CPU, to see that it works")

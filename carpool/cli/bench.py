@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -28,6 +29,19 @@ from carpool.cli.common import (
 bench = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
 
 
+def fill(settings: type[Any], given: dict[str, Any], **parsed: Any) -> Any:
+    """Settings from a command's arguments of the same names; where a list is wanted, a text has it with commas."""
+    from carpool.bench.options import split
+
+    values = {**given, **parsed}
+    for field in dataclasses.fields(settings):
+        value = values[field.name]
+        if str(field.type).startswith("tuple"):
+            values[field.name] = split(value) if isinstance(value, str) else tuple(value or ())
+    values["out"] = str(given["out"])
+    return settings(**{field.name: values[field.name] for field in dataclasses.fields(settings)})
+
+
 @bench.command("transport")
 def bench_transport(
     ranks: Ranks = None,
@@ -41,7 +55,7 @@ def bench_transport(
         ),
     ] = None,
     transports: Transports = None,
-    routing: Annotated[str, typer.Option("--routing", help="uniform, zipf, skewed, or all.")] = "uniform",
+    routings: Annotated[str, typer.Option("--routing", help="uniform, zipf, skewed, or all.")] = "uniform",
     zipf_exponent: ZipfExponent = 1.0,
     dtype: Dtype = "bfloat16",
     ctas: Annotated[
@@ -66,28 +80,12 @@ def bench_transport(
 
     It starts the ranks itself, unless torchrun or Slurm started it.
     """
+    given = locals()
     with errors(debug):
-        from carpool.bench.options import split
         from carpool.bench.transport.benchmark import benchmark
         from carpool.bench.transport.settings import Settings, Shape
 
-        settings = Settings(
-            ranks=ranks,
-            device=device,
-            shapes=tuple(Shape.parse(text) for text in shape or ()),
-            transports=split(transports),
-            dtype=dtype,
-            routings=split(routing),
-            zipf_exponent=zipf_exponent,
-            ctas=tuple(ctas or ()),
-            repetitions=repetitions,
-            seed=seed,
-            backward=backward,
-            decode=decode,
-            fp8=fp8,
-            out=str(out),
-            json_only=json_only,
-        )
+        settings = fill(Settings, given, shapes=tuple(Shape.parse(text) for text in shape or ()))
         benchmark(settings, debug=debug, command=command())
 
 
@@ -128,7 +126,7 @@ def bench_experts(
         str | None,
         typer.Option("--against", metavar="NAME,...", help="Of transformers: grouped_mm, eager. Default: both."),
     ] = None,
-    routing: Annotated[str, _EXPERT_ROUTING] = "uniform",
+    routings: Annotated[str, _EXPERT_ROUTING] = "uniform",
     zipf_exponent: ZipfExponent = 1.0,
     dtype: Dtype = "bfloat16",
     repetitions: Repetitions = 15,
@@ -141,25 +139,13 @@ def bench_experts(
     debug: Debug = False,
 ) -> None:
     """Time what experts compute on one device, Carpool's beside transformers'; and see what they keep."""
+    given = locals()
     with errors(debug):
         require(BENCH_PACKAGES)
         from carpool.bench.moe.experts import benchmark
         from carpool.bench.moe.settings import Settings, list_shapes
-        from carpool.bench.options import split
 
-        settings = Settings(
-            device=device,
-            shapes=list_shapes(shape or (), model or (), tokens, activation),
-            experts=split(experts),
-            against=split(against),
-            dtype=dtype,
-            routings=split(routing),
-            zipf_exponent=zipf_exponent,
-            repetitions=repetitions,
-            seed=seed,
-            out=str(out),
-            json_only=json_only,
-        )
+        settings = fill(Settings, given, shapes=list_shapes(shape or (), model or (), tokens, activation))
         benchmark(settings, command=command())
 
 
@@ -172,7 +158,7 @@ def bench_layer(
     activation: Annotated[str | None, _ACTIVATION] = None,
     transports: Transports = None,
     experts: Annotated[str | None, _EXPERTS] = None,
-    routing: Annotated[str, _EXPERT_ROUTING] = "uniform",
+    routings: Annotated[str, _EXPERT_ROUTING] = "uniform",
     zipf_exponent: ZipfExponent = 1.0,
     dtype: Dtype = "bfloat16",
     repetitions: Repetitions = 15,
@@ -189,27 +175,13 @@ def bench_layer(
 
     It starts the ranks itself, unless torchrun or Slurm started it.
     """
+    given = locals()
     with errors(debug):
         require(BENCH_PACKAGES)
         from carpool.bench.moe.layer import benchmark
         from carpool.bench.moe.settings import LayerSettings, list_shapes
-        from carpool.bench.options import split
 
-        settings = LayerSettings(
-            ranks=ranks,
-            device=device,
-            shapes=list_shapes(shape or (), model or (), tokens, activation),
-            transports=split(transports),
-            experts=split(experts),
-            dtype=dtype,
-            routings=split(routing),
-            zipf_exponent=zipf_exponent,
-            repetitions=repetitions,
-            iterations=iterations,
-            seed=seed,
-            out=str(out),
-            json_only=json_only,
-        )
+        settings = fill(LayerSettings, given, shapes=list_shapes(shape or (), model or (), tokens, activation))
         benchmark(settings, debug=debug, command=command())
 
 
@@ -266,27 +238,11 @@ def bench_model(
 
     It starts the ranks itself, unless torchrun or Slurm started it.
     """
+    given = locals()
     with errors(debug):
         require(TRAIN_PACKAGES)
         from carpool.bench.model.run import benchmark
         from carpool.bench.model.settings import Settings
-        from carpool.bench.options import split
 
-        settings = Settings(
-            model=model,
-            layers=layers,
-            ranks=ranks,
-            device=device,
-            sequence=sequence,
-            batch=batch,
-            accumulation=accumulation,
-            routing=routing,
-            contenders=split(contenders),
-            steps=steps,
-            rounds=rounds,
-            overrides=tuple(overrides or ()),
-            seed=seed,
-            out=str(out),
-            json_only=json_only,
-        )
+        settings = fill(Settings, given)
         benchmark(settings, debug=debug, command=command())

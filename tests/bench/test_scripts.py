@@ -45,11 +45,6 @@ def test_options_parse(script: str, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         ("overlap", "--model tiny --transport dedup --sequence 32 --layers 2 --steps 2 --chunks 2"),
         ("priority", "--model tiny --transport dedup --sequence 32 --layers 2 --steps 2"),
         ("latency", "--transports dedup --tokens 8 --hidden 16 --experts 8 --top-k 2 --verbs 3 --delays 1"),
-        (
-            "train_olmoe",
-            "--layers 1 --hidden 32 --intermediate 16 --experts 8 --top-k 2 --batch 1 --sequence 16 --vocab 64 "
-            "--steps 2",
-        ),
     ],
 )
 def test_a_tiny_run(script: str, options: str, tmp_path: Path) -> None:
