@@ -9,7 +9,7 @@ Compiled for sm_90 little spills: a few words for activations without a gate, an
 
     F 1024, of one pair     4 tiles of columns, so 4 shares: <dA, a> over columns 0-255, 256-511, 512-767, 768-1023
 
-The weight's gradient is <dA, a>: `table_kernels.sum_parts` adds the shares in order, and no atomics are needed.
+The weight's gradient is <dA, a>: `table_kernels.sum_shares` adds the shares in order, and no atomics are needed.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def down_backward(
     tiling: Tiling,
     parts: Parts | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """With dA = rows of dy @ down^T, which is never written: (dh_PF1, weight * a, parts_NP), where the sum of parts_NP
+    """With dA = rows of dy @ down^T, which is never written: (dh_PF1, weight * a, share_NP), where the sum of share_NP
     over the blocks of columns is <dA, a>. `weight * a` is empty unless wanted.
 
     Args:
@@ -190,13 +190,13 @@ def down_backward(
     pairs, bn, bk = address_P.shape[0], tiling.columns, tiling.depth
     dh_PF1 = down_weight.new_empty(pairs, h.width)
     scaled_PF = down_weight.new_empty(pairs if wants_scaled else 0, inner)
-    parts_NP = torch.empty(cdiv(inner, bn), pairs, dtype=torch.float32, device=address_P.device)
+    share_NP = torch.empty(cdiv(inner, bn), pairs, dtype=torch.float32, device=address_P.device)
     _dact[grid(dh_PF1, tiling)](
         address_P, describe(down_weight, down_weight.shape, (1, bn, bk) if transposed else (1, bk, bn)), weight_RJ,
-        order_P, h.data, tiles_M4 if h.start is None else h.start, dh_PF1, scaled_PF, parts_NP, tiles_M4, pairs,
+        order_P, h.data, tiles_M4 if h.start is None else h.start, dh_PF1, scaled_PF, share_NP, tiles_M4, pairs,
         *waits(parts, tiles_M4), H=hidden, F=inner, WIDTH=h.width, **constants(activation),
         HAS_START=h.start is not None, WANTS_SCALED=wants_scaled, K_FIRST=not transposed, BM=TILE_ROWS, BN=bn, BK=bk,
         BAND=BAND, FLATTEN=tiling.flatten, PIECE=16 if activation.interleaved else 32, **waits_for(parts),
         num_warps=tiling.warps, num_stages=tiling.stages,
     )  # fmt: skip
-    return dh_PF1, scaled_PF, parts_NP
+    return dh_PF1, scaled_PF, share_NP

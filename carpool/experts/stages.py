@@ -97,13 +97,13 @@ class Stages:
             from carpool.experts import dact_kernels, gemm_tiles, table_kernels
 
             rows = table_kernels.row_addresses(dpartial, *self._order)
-            dh_PF1, scaled_PF, parts_NP = dact_kernels.down_backward(
+            dh_PF1, scaled_PF, share_NP = dact_kernels.down_backward(
                 rows.address_P, weights.down_SHF, function.transposed, activation, h, weight_RJ,
                 pairs.order_P, self._tiles()[0], wants_scaled, gemm_tiles.TILINGS[way], self._parts(ready),
             )  # fmt: skip
             bias_SH = weights.down_bias_SH
             dy_PH = None if bias_SH is None else self.dy(dpartial)
-            dweight_RJ = table_kernels.sum_parts(parts_NP, pairs.position_RJ, pairs.slot_RJ, dy_PH, bias_SH)
+            dweight_RJ = table_kernels.sum_shares(share_NP, pairs.position_RJ, pairs.slot_RJ, dy_PH, bias_SH)
             return dh_PF1, scaled_PF, dweight_RJ
         dy_PH = self.dy(dpartial)
         dA_PF = grouped_mm(dy_PH, self._down_SFH.transpose(1, 2), pairs.offsets_S)

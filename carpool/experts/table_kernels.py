@@ -2,7 +2,7 @@
 
     row_addresses   where each pair's row begins: an int64 for each pair
     tile_table      which tiles of pairs there are, and the slots by size; `part_table`: for rows that come in parts
-    sum_parts       gradients of weights, from the shares that tiles beside each other found
+    sum_shares      gradients of weights, from the shares that tiles beside each other found
 
 Each runs once for the forward or the backward; the products (gemm_tiles.py) then read addresses and tiles, and ask the
 host nothing. How many pairs there are stands in device memory: see pair_kernels.py.
@@ -97,16 +97,16 @@ def _tile_table(  # type: ignore[no-untyped-def]
 
 @quick
 @triton.jit
-def _sum_parts(  # type: ignore[no-untyped-def]
-    parts, position, dy, bias, slot, out, entries, pairs, NUMBER: tl.constexpr, WIDTH: tl.constexpr,
+def _sum_shares(  # type: ignore[no-untyped-def]
+    shares, position, dy, bias, slot, out, entries, pairs, NUMBER: tl.constexpr, WIDTH: tl.constexpr,
     HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     entry = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     pair = tl.load(position + entry, mask=entry < entries, other=-1)
     present = pair >= 0
     total = tl.zeros((ROWS,), tl.float32)
-    for part in tl.static_range(NUMBER):
-        total += tl.load(parts + tl.full((), part, tl.int64) * pairs + pair, mask=present, other=0.0)
+    for share in tl.static_range(NUMBER):
+        total += tl.load(shares + tl.full((), share, tl.int64) * pairs + pair, mask=present, other=0.0)
     if HAS_BIAS:
         own = tl.load(slot + entry, mask=present, other=0).to(tl.int64)
         product = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -192,22 +192,22 @@ def part_table(
     return tiles_M4, ranked_S4, starts_N
 
 
-def sum_parts(
-    parts_NP: torch.Tensor,
+def sum_shares(
+    share_NP: torch.Tensor,
     position_RJ: torch.Tensor,
     slot_RJ: torch.Tensor,
     dy_PH: torch.Tensor | None,
     bias_SH: torch.Tensor | None,
 ) -> torch.Tensor:
-    """(R, J) float32: of each pair the sum of its parts, in order, + <dy, bias>; zero where there is no pair."""
+    """(R, J) float32: of each pair the sum of its shares, in order, + <dy, bias>; zero where there is no pair."""
     out_RJ = torch.empty(position_RJ.shape, dtype=torch.float32, device=position_RJ.device)
     width = 1 if dy_PH is None else dy_PH.shape[1]
     rows, block = (256, 1) if bias_SH is None else (8, min(256, power_of_2(width)))
     if out_RJ.numel():
-        _sum_parts[(cdiv(out_RJ.numel(), rows),)](
-            parts_NP, position_RJ, parts_NP if dy_PH is None else dy_PH,
-            parts_NP if bias_SH is None else bias_SH.contiguous(), slot_RJ, out_RJ, out_RJ.numel(), parts_NP.shape[1],
-            NUMBER=parts_NP.shape[0], WIDTH=width, HAS_BIAS=bias_SH is not None, ROWS=rows, BLOCK=block, num_warps=4,
+        _sum_shares[(cdiv(out_RJ.numel(), rows),)](
+            share_NP, position_RJ, share_NP if dy_PH is None else dy_PH,
+            share_NP if bias_SH is None else bias_SH.contiguous(), slot_RJ, out_RJ, out_RJ.numel(), share_NP.shape[1],
+            NUMBER=share_NP.shape[0], WIDTH=width, HAS_BIAS=bias_SH is not None, ROWS=rows, BLOCK=block, num_warps=4,
         )  # fmt: skip
     return out_RJ
 

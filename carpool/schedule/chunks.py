@@ -93,7 +93,7 @@ class ChunkedOrder:
         with span("dispatch", 0):
             # All plans first: where the host waits for one, it must not wait for a dispatch as well.
             given = slot_TK.tensor_split(self.pieces), weight_TK.tensor_split(self.pieces)
-            routes = transport.plan_parts(*given, stats.traffic, self.together)
+            routes = transport.plan_pieces(*given, stats.traffic, self.together)
             started = Started(x_TH.tensor_split(self.pieces), routes, {}, span)
             self._dispatch(started, 0, transport)
         return started

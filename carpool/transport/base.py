@@ -252,7 +252,7 @@ class Transport(ABC):
             traffic: counts of this layer.
         """
 
-    def plan_parts(
+    def plan_pieces(
         self,
         slot_C: Sequence[torch.Tensor],
         weight_C: Sequence[torch.Tensor],

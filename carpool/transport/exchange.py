@@ -13,11 +13,11 @@ The sizes have to be known on the host before an all-to-all, so `plan` exchanges
 host synchronisation per layer on CUDA. That is the price of NCCL; the transports that write into peers' memory
 do not pay it.
 
-Parts of one ride share what is small: one message has the counts of all of them, one their slots and weights, and in
-the backward one the weights' gradients. Rows of as many neighbouring parts as the schedule says share a message. To
-each rank, of four parts by two in the forward:
+Pieces of one ride share what is small: one message has the counts of all of them, one their slots and weights, and in
+the backward one the weights' gradients. Rows of as many neighbouring pieces as the schedule says share a message. To
+each rank, of four pieces by two in the forward:
 
-    counts [parts 0 1 2 3]     choices [of parts 0 1 2 3]     rows [of parts 0 1]     rows [of parts 2 3]
+    counts [pieces 0 1 2 3]     choices [of pieces 0 1 2 3]     rows [of pieces 0 1]     rows [of pieces 2 3]
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class ExchangeRoute(Route):
     """Attributes:
     token_N, choice_NJ: of `RowsToSend`.
     send, receive: rows to and from each rank.
-    number: which part of its ride it is; the first is dispatched first.
-    packed_CN2J: slots and weights of the rows that each part sends, seen as integers.
+    number: which piece of its ride it is; the first is dispatched first.
+    packed_CN2J: slots and weights of the rows that each piece sends, seen as integers.
     choices: the message of these.
     rows: messages of rows, out and back, in the forward and in the backward.
     gradients: the message of the weights' gradients.
@@ -78,18 +78,18 @@ class ExchangeRoute(Route):
     receive: tuple[int, ...]
     number: int
     packed_CN2J: list[torch.Tensor]
-    choices: Together
-    rows: dict[tuple[bool, Way], Together]
-    gradients: Together
+    choices: Message
+    rows: dict[tuple[bool, Way], Message]
+    gradients: Message
 
 
-class Together:
-    """A message that has the rows of several parts, sent when all of them are there.
+class Message:
+    """A message that has the rows of several pieces, sent when all of them are there.
 
     Args:
         start: starts an all-to-all and returns what waits for it, as `ExchangeTransport._start`.
-        send_CW, receive_CW: of each part, rows to and from each rank.
-        first: the number of the first part.
+        send_CW, receive_CW: of each piece, rows to and from each rank.
+        first: the number of the first piece.
     """
 
     def __init__(self, start: Any, send_CW: Sizes, receive_CW: Sizes, first: int = 0) -> None:
@@ -98,36 +98,36 @@ class Together:
         self._came: dict[int, torch.Tensor] = {}
         self._finish: Any = None
 
-    def put(self, part: int, rows: torch.Tensor) -> None:
-        """The rows of a part, sorted by the rank that they go to. With the last one the message leaves."""
-        self._given[part - self._first] = rows
+    def put(self, piece: int, rows: torch.Tensor) -> None:
+        """The rows of a piece, sorted by the rank that they go to. With the last one the message leaves."""
+        self._given[piece - self._first] = rows
         if len(self._given) == len(self._send_CW):
             given, self._given = self._given, {}
             self.send([given[number] for number in range(len(given))])
 
-    def send(self, parts: Sequence[torch.Tensor]) -> None:
-        """The message, of the rows of each part."""
+    def send(self, pieces: Sequence[torch.Tensor]) -> None:
+        """The message, of the rows of each piece."""
         sent, received = (
             tuple(map(sum, zip(*sizes_CW, strict=True))) for sizes_CW in (self._send_CW, self._receive_CW)
         )
-        self._finish, self._came = self._start(_by_rank(parts, self._send_CW), sent, received), {}
+        self._finish, self._came = self._start(_by_rank(pieces, self._send_CW), sent, received), {}
 
-    def take(self, part: int) -> torch.Tensor:
-        """What came for a part, sorted by the rank that it came from. Once for each part of a message."""
+    def take(self, piece: int) -> torch.Tensor:
+        """What came for a piece, sorted by the rank that it came from. Once for each piece of a message."""
         if not self._came:
             out, self._finish = self._finish(), None
-            parts = len(self._receive_CW)
-            pieces = out.split([count for counts in zip(*self._receive_CW, strict=True) for count in counts])
-            self._came = {n: out if parts == 1 else torch.cat(pieces[n::parts]) for n in range(parts)}
-        return self._came.pop(part - self._first)
+            number = len(self._receive_CW)
+            blocks = out.split([count for counts in zip(*self._receive_CW, strict=True) for count in counts])
+            self._came = {n: out if number == 1 else torch.cat(blocks[n::number]) for n in range(number)}
+        return self._came.pop(piece - self._first)
 
 
-def _by_rank(parts: Sequence[torch.Tensor], sizes_CW: Sizes) -> torch.Tensor:
-    """Rows of parts, each sorted by rank: all, sorted by rank, then by part."""
-    if len(parts) == 1:
-        return parts[0]
-    pieces = [part.split(list(sizes)) for part, sizes in zip(parts, sizes_CW, strict=True)]
-    return torch.cat([piece for of_rank in zip(*pieces, strict=True) for piece in of_rank])
+def _by_rank(pieces: Sequence[torch.Tensor], sizes_CW: Sizes) -> torch.Tensor:
+    """Rows of pieces, each sorted by rank: all, sorted by rank, then by piece."""
+    if len(pieces) == 1:
+        return pieces[0]
+    blocks = [piece.split(list(sizes)) for piece, sizes in zip(pieces, sizes_CW, strict=True)]
+    return torch.cat([block for of_rank in zip(*blocks, strict=True) for block in of_rank])
 
 
 class ExchangeTransport(Transport):
@@ -160,9 +160,9 @@ class ExchangeTransport(Transport):
         """Which rows go where; `num_rows` is the sum of what `count_rows` said."""
 
     def plan(self, slot_TK: torch.Tensor, weight_TK: torch.Tensor, traffic: Traffic) -> ExchangeRoute:
-        return self.plan_parts([slot_TK], [weight_TK], traffic)[0]
+        return self.plan_pieces([slot_TK], [weight_TK], traffic)[0]
 
-    def plan_parts(
+    def plan_pieces(
         self,
         slot_C: Sequence[torch.Tensor],
         weight_C: Sequence[torch.Tensor],
@@ -185,10 +185,10 @@ class ExchangeTransport(Transport):
             (sizes_NW[first : first + len(counts) : 2], sizes_NW[first + 1 : first + len(counts) : 2])
             for first in (0, len(counts))
         )
-        choices, gradients = Together(self._start, send_CW, receive_CW), Together(self._start, receive_CW, send_CW)
+        choices, gradients = Message(self._start, send_CW, receive_CW), Message(self._start, receive_CW, send_CW)
         packed_CN2J: list[torch.Tensor] = []
         routes: list[ExchangeRoute] = []
-        messages: dict[tuple[bool, Way], Together] = {}
+        messages: dict[tuple[bool, Way], Message] = {}
         for number, (slot_TK, weight_TK) in enumerate(zip(slot_C, weight_C, strict=True)):
             rows = self.list_rows(slot_TK, here_C[number], sum(send_CW[number]))
             # One place more than there are choices: the empty entries point at it.
@@ -198,8 +198,8 @@ class ExchangeTransport(Transport):
                 if number % size == 0:
                     those = slice(number, number + size)
                     there, here = send_CW[those], receive_CW[those]
-                    messages[bool(backward), "out"] = Together(self._start, there, here, number)
-                    messages[bool(backward), "back"] = Together(self._start, here, there, number)
+                    messages[bool(backward), "out"] = Message(self._start, there, here, number)
+                    messages[bool(backward), "back"] = Message(self._start, here, there, number)
             packed_CN2J.append(torch.cat([rows.slot_NJ, weight_NJ.view(torch.int32)], dim=1))
             route = ExchangeRoute(
                 num_tokens=slot_TK.shape[0],

@@ -55,7 +55,7 @@ class Watched(Dedup):
 
 
 @pytest.mark.parametrize(("chunks", "backward_chunks"), PAIRS)
-def test_each_part_travels_once_and_finds_a_lease(chunks: int, backward_chunks: int | None) -> None:
+def test_each_piece_travels_once_and_finds_a_lease(chunks: int, backward_chunks: int | None) -> None:
     generator = torch.Generator().manual_seed(0)
     schedule, transport = Schedule("chunks", chunks, backward_chunks), Watched()
     x_TH = torch.randn(TOKENS, HIDDEN, generator=generator).requires_grad_()

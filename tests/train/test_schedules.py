@@ -132,14 +132,14 @@ def test_buffers_are_for_a_chunk() -> None:
 
 def run_counted(output: str, overrides: list[str]) -> tuple[str, int]:
     """The error, if any, and how many dispatches were asked for in the forward."""
-    plan, plans = ExchangeTransport.plan_parts, []
+    plan, plans = ExchangeTransport.plan_pieces, []
 
     def counted(*args: Any) -> Any:
         routes = plan(*args)
         plans.extend(routes)
         return routes
 
-    with mock.patch.object(ExchangeTransport, "plan_parts", counted):
+    with mock.patch.object(ExchangeTransport, "plan_pieces", counted):
         return run(output, overrides), len(plans)
 
 
