@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from carpool.experts import Choices, ExpertFunction, make_activation
 from carpool.layer.core import LayerCore
 from carpool.layer.module import LayerModule, check_mesh, group_of
+from carpool.layer.replay_check import check_replay
 from carpool.layer.shared_expert import SharedExpert
 from carpool.layout import ExpertLayout
 from carpool.routing import Router, Routing
@@ -157,7 +158,7 @@ class MoE(LayerModule):
         x_TH = x.reshape(-1, x.shape[-1])
         replayed = routing is not None
         if routing is not None:
-            routing = self.core.checked(routing, x_TH.shape[0])
+            check_replay(routing, x_TH.shape[0], self.core.num_experts, self.core.group)
         if routing is None or routing.weight_TK is None:
             choose = None if self.core.limit is None else self.core.choose
             routing = self.router(x_TH, None if routing is None else routing.expert_TK, choose)

@@ -35,7 +35,7 @@ TRANSPORTS: dict[str, Callable[[], Any]] = {
     "gather": lambda: make_transport("gather", None, SLOTS),
     "dedup": lambda: make_transport("dedup", None, SLOTS),
     "alltoall": lambda: make_transport("alltoall", None, SLOTS),
-    "home": Home,  # whose arrivals are the very inputs
+    "home": lambda: Home(None, SLOTS),  # whose arrivals are the very inputs
 }
 
 

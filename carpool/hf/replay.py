@@ -24,7 +24,7 @@ from torch import nn
 from carpool.hf.expert_parallel import ExpertRides, required_rides
 from carpool.hf.limit import find_router
 from carpool.hf.topk import AnsweredRouter
-from carpool.layer.recording import agree
+from carpool.layer.replay_check import check_replay
 from carpool.routing import Routing
 
 
@@ -79,14 +79,14 @@ class _LayerReplay:
         self.own.replay = None
 
     def _choose(self, score_TE: torch.Tensor, share_TE: torch.Tensor, top_k: int) -> torch.Tensor:
-        agree(self.recording, score_TE.shape[0], self.own.num_experts, self.own.group)
+        check_replay(self.recording, score_TE.shape[0], self.own.num_experts, self.own.group)
         self._answered = True
         return self.recording.expert_TK.to(score_TE.device).long()
 
     def before_ride(self, routing: Routing) -> Routing:
         """What rides: the recording, or what the router has made of its choices."""
         if self.weights:
-            agree(self.recording, routing.expert_TK.shape[0], self.own.num_experts, self.own.group)
+            check_replay(self.recording, routing.expert_TK.shape[0], self.own.num_experts, self.own.group)
             return self.recording
         answered, self._answered = self._answered, False
         if not answered:

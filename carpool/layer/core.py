@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 from carpool.experts import Choices, ExpertFunction, Experts, ExpertWeights, make_experts
-from carpool.layer.recording import agree
 from carpool.layout import ExpertLayout, assign
 from carpool.observe.recompute import add_once, new_counter
 from carpool.observe.stats import LayerStats
@@ -231,14 +230,6 @@ class LayerCore:
         """A router's choices within the limit, and the ranks that may serve them: see `RoutingLimit.choose`."""
         assert self.limit is not None
         return self.limit.choose(score_TE, share_TE, top_k, self.layout)
-
-    def checked(self, recording: Routing, num_tokens: int) -> Routing:
-        """A recording that can be replayed on `num_tokens` tokens. Collective; waits for the device.
-
-        Raises:
-            ValueError: on all ranks, before anything is sent, if any rank's recording does not fit."""
-        agree(recording, num_tokens, self.num_experts, self.group)
-        return recording
 
     def __call__(
         self,

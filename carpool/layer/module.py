@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from carpool.experts import Experts, ExpertWeights
 from carpool.layer.core import LayerCore
-from carpool.layer.state import EXPERT_NAMES, ORDER, gather_homes, order_error, order_of
+from carpool.layer.state import EXPERT_NAMES, ORDER, gather_homes, home_order, order_error
 from carpool.layout import ExpertLayout
 from carpool.observe.stats import RideStats
 from carpool.parallel.migrate import Moved, RowMove, Stopwatch, check_can_move, move_experts
@@ -194,13 +194,13 @@ class LayerModule(nn.Module):
                 raise ValueError(
                     f"{name} in the state has {len(state[name])} experts, the layer has {self.layout.num_experts}"
                 )
-        mine, order = list(self.layout.homes[self.rank]), order_of(self.layout)
+        mine, order = list(self.layout.homes[self.rank]), home_order(self.layout)
         local = {k: v[mine] if k in EXPERT_NAMES else v for k, v in state.items()}
         self.load_state_dict(local | ({} if order is None else {ORDER: order}))
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if (order := order_of(self.layout)) is not None:
+        if (order := home_order(self.layout)) is not None:
             destination[prefix + ORDER] = order
 
     def _load_from_state_dict(

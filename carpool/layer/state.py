@@ -19,7 +19,7 @@ EXPERT_NAMES = ("up_proj", "down_proj", "up_bias", "down_bias")
 ORDER = "expert_order"
 
 
-def order_of(layout: ExpertLayout) -> torch.Tensor | None:
+def home_order(layout: ExpertLayout) -> torch.Tensor | None:
     """(2, E) int32: rank and row of each expert's home; None for the contiguous layout."""
     if layout.homes == ExpertLayout.contiguous(layout.num_experts, layout.num_ranks).homes:
         return None
@@ -28,7 +28,7 @@ def order_of(layout: ExpertLayout) -> torch.Tensor | None:
 
 def order_error(state: dict[str, Any], prefix: str, layout: ExpertLayout) -> str | None:
     """Why a plain state dict must not be loaded under `layout`; None if it may. Takes the order out of `state`."""
-    saved, own = state.pop(prefix + ORDER, None), order_of(layout)
+    saved, own = state.pop(prefix + ORDER, None), home_order(layout)
     if (saved is None and own is None) or (saved is not None and own is not None and torch.equal(saved.cpu(), own)):
         return None
     return (

@@ -28,7 +28,7 @@ class RideSetup(Numbered):
         transport: how rows travel.
         experts: what is computed on them; None for `ride_module`, which is given a module instead.
         stats: where the layer counts.
-        order: when each verb runs (`carpool.schedule.order_of` makes one of a `Schedule`).
+        order: when each verb runs (`carpool.schedule.orders.order_of` makes one of a `Schedule`).
         hooks: told where the backward is.
     """
 

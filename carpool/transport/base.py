@@ -119,8 +119,12 @@ class Transport(ABC):
     """One way for rows to travel: what the class says about itself, and the verbs of an instance.
 
     A subclass has a `name`, says which rows it sends (`rows_sent`), and implements the five verbs and `plan`. All else
-    has a default. Its instances are constructed with (group, slots_per_rank), or with (group, slots_per_rank, options)
-    where `options_class` is set. A transport reads its own kind of route, the one that its `plan` made; hence `Any`.
+    has a default. Where `options_class` is set, instances are constructed with options as a third argument. A transport
+    reads its own kind of route, the one that its `plan` made; hence `Any`.
+
+    Args:
+        group: the expert-parallel process group; None for one rank.
+        slots_per_rank: S of the layout, to tell rank and slot apart in a global slot id.
 
     Attributes of the class:
         name: what `transport=` selects.
@@ -220,6 +224,11 @@ class Transport(ABC):
         return None
 
     # -- of an instance -----------------------------------------------------------------------------------------------
+
+    def __init__(self, group: dist.ProcessGroup | None, slots_per_rank: int) -> None:
+        self.group, self.slots_per_rank = group, slots_per_rank
+        self.num_ranks = dist.get_world_size(group) if group is not None else 1
+        self.rank = dist.get_rank(group) if group is not None else 0
 
     @property
     def sends_again(self) -> bool:

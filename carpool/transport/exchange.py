@@ -131,21 +131,10 @@ def _by_rank(pieces: Sequence[torch.Tensor], sizes_CW: Sizes) -> torch.Tensor:
 
 
 class ExchangeTransport(Transport):
-    """Base of the transports that send lists of rows; see the module's docstring.
-
-    Args:
-        group: the expert-parallel process group, or None for a single rank.
-        slots_per_rank: S of the layout, to tell rank and slot apart in a global slot id.
-    """
+    """Base of the transports that send lists of rows; see the module's docstring."""
 
     automatic = True
     plan_bytes = COUNT_BYTES
-
-    def __init__(self, group: dist.ProcessGroup | None, slots_per_rank: int) -> None:
-        self.group = group
-        self.slots_per_rank = slots_per_rank
-        self.num_ranks = dist.get_world_size(group) if group is not None else 1
-        self.rank = dist.get_rank(group) if group is not None else 0
 
     @property
     def processors(self) -> int:

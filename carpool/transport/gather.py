@@ -37,7 +37,7 @@ class GatherRoute(Route):
 
 
 class Gather(Transport):
-    """All rows to all ranks; J = K. Arguments as for `ExchangeTransport`."""
+    """All rows to all ranks; J = K."""
 
     name = "gather"
     plan_bytes = COUNT_BYTES
@@ -49,12 +49,6 @@ class Gather(Transport):
     @classmethod
     def copies_per_token(cls, num_experts: int, top_k: int, num_ranks: int) -> float:
         return float(num_ranks)
-
-    def __init__(self, group: dist.ProcessGroup | None, slots_per_rank: int) -> None:
-        self.group = group
-        self.slots_per_rank = slots_per_rank
-        self.num_ranks = dist.get_world_size(group) if group is not None else 1
-        self.rank = dist.get_rank(group) if group is not None else 0
 
     def plan(self, slot_TK: torch.Tensor, weight_TK: torch.Tensor, traffic: Traffic) -> GatherRoute:
         num_tokens, top_k = slot_TK.shape

@@ -1,15 +1,20 @@
-"""What one may choose about a transport. These mean something to any; a transport with more derives a class:
+"""What one may choose about a transport. `TransportOptions` is for any. A transport that has more derives a class:
 
-@dataclass(frozen=True)
-class RelayOptions(TransportOptions):
-    hops: int = 2
+    @dataclass(frozen=True)
+    class RelayOptions(TransportOptions):
+        hops: int = 2
 
-class Relay(Transport):
-    options_class = RelayOptions
-    def __init__(self, group, slots_per_rank, options: RelayOptions): ...
+    @register
+    class Relay(Transport):
+        name = "relay"
+        options_class = RelayOptions
 
-MoE(..., transport="relay", transport_options=RelayOptions(hops=3))
-carpool train moe.transport=relay moe.transport_options.hops=3
+        def __init__(self, group, slots_per_rank, options: RelayOptions):
+            super().__init__(group, slots_per_rank)
+            self.hops = options.hops
+
+They are chosen by `MoE(..., transport="relay", transport_options=RelayOptions(hops=3))`, or by
+`carpool train moe.transport=relay moe.transport_options.hops=3`.
 """
 
 from __future__ import annotations

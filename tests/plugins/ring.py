@@ -65,9 +65,8 @@ class Ring(Transport):
         return Volume(there.transport, there.tokens_W, there.rows_WW.T if reverse else there.rows_WW, bytes_WW)
 
     def __init__(self, group: dist.ProcessGroup | None, slots_per_rank: int, options: RingOptions) -> None:
-        self.group, self.slots_per_rank, self.ahead = group, slots_per_rank, -1 if options.reverse else 1
-        self.num_ranks = dist.get_world_size(group) if group is not None else 1
-        self.rank = dist.get_rank(group) if group is not None else 0
+        super().__init__(group, slots_per_rank)
+        self.ahead = -1 if options.reverse else 1
 
     def plan(self, slot_TK: torch.Tensor, weight_TK: torch.Tensor, traffic: Traffic) -> RingRoute:
         longest = torch.tensor([len(slot_TK)])

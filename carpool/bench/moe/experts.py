@@ -112,7 +112,7 @@ def carpool_experts(name: str, case: Case, scope: ExitStack) -> Forward:
     function = expert_function(module)
     if function is None:
         raise ValueError(f"{type(module).__name__} computes what Carpool's experts do not know")
-    experts, transport = make_experts(name.removesuffix("-held"), function), Home()
+    experts, transport = make_experts(name.removesuffix("-held"), function), Home(None, module.num_experts)
     if name == HELD:
         assert isinstance(experts, FP8Experts)
         scope.enter_context(experts.weights_unchanged())

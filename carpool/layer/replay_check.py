@@ -12,7 +12,7 @@ import torch.distributed as dist
 from carpool.routing import Routing
 
 
-def agree(recording: Routing, num_tokens: int, num_experts: int, group: dist.ProcessGroup | None) -> None:
+def check_replay(recording: Routing, num_tokens: int, num_experts: int, group: dist.ProcessGroup | None) -> None:
     """Check a recording on all ranks of the group. Collective; waits for the device.
 
     Raises:
