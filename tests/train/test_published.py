@@ -171,6 +171,16 @@ def test_files_that_are_no_configuration(tmp_path: Path, text: str, says: str) -
         assert "\n" not in str(told.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "says"), [("{", "is not valid JSON"), ('{"hidden_size": 8}', "not say its model_type")]
+)
+def test_folders_whose_configuration_says_nothing(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match=says) as told:
+        _dry_run(f"model.path={tmp_path}")
+    assert str(tmp_path) in str(told.value) and "\n" not in str(told.value)
+
+
 def _dry_run(*overrides: str) -> str:
     return dry_run(load_config(None, ["parallelism.device=cpu", "parallelism.num_ranks=1", *overrides]))
 

@@ -32,11 +32,16 @@ def model_config(source: str | Mapping[str, Any]) -> PreTrainedConfig:
     Raises:
         ValueError: as `read_keys` and `make_config`, or nothing says its model_type.
     """
+    return make_config(*_type_and_keys(source))
+
+
+def _type_and_keys(source: str | Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     keys = read_keys(source)
     model_type = keys.pop("model_type", None)
     if not isinstance(model_type, str):
-        raise ValueError(f"{source if isinstance(source, str) else 'the configuration'} does not say its model_type")
-    return make_config(model_type, keys)
+        where = source if isinstance(source, str) else source.get(FROM, "the configuration")
+        raise ValueError(f"{where} does not say its model_type, hence not what model it is of")
+    return model_type, keys
 
 
 def model_source(config: Config, tokenizer: Tokenizer) -> PreTrainedConfig | Path:
@@ -57,8 +62,7 @@ def model_source(config: Config, tokenizer: Tokenizer) -> PreTrainedConfig | Pat
                     "config.json"
                 )
             return Path(model.path)
-        keys = read_keys({FROM: model.path, **keys})
-        model_type = keys.pop("model_type", None)
+        model_type, keys = _type_and_keys({FROM: model.path, **keys})
     # Of a model with several parts, these are keys of its language model.
     language = keys
     if isinstance(keys.get("text_config"), dict):
