@@ -38,9 +38,10 @@ from carpool.profile.trace import (
     ON_DEVICE,
     OUR_RIDES,
     RIDES,
-    STEP,
     Innermost,
     argument,
+    events_of,
+    kernels_of,
     parse,
     place_of,
     span_of,
@@ -118,11 +119,8 @@ def time_by_kind(trace: dict[str, Any]) -> TimeByKind:
 
     Raises:
         ValueError: there is no such range."""
-    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    steps = [event for event in events if event.get("cat") == "user_annotation" and event["name"] == STEP]
-    if not steps:
-        raise ValueError(f"the trace has no range {STEP!r}: was a step recorded?")
-    step = span_of(steps[-1])
+    events, range_of_step = events_of(trace)
+    step = span_of(range_of_step)
     found: dict[str, list[Span]] = {kind: [] for kind in KINDS}
     on_device = any(event.get("cat") in ON_DEVICE for event in events)
     sections = _Sections(events)
@@ -190,14 +188,8 @@ class _Sections:
 
 def _kernels(events: list[dict[str, Any]], sections: _Sections) -> Iterator[tuple[Span, str]]:
     """(when, kind) of all that ran on the device."""
-    launches = {a: event for event in events if event.get("cat") in LAUNCHES if (a := argument(event, "correlation"))}
-    operators = {a: event for event in events if event.get("cat") == "cpu_op" if (a := argument(event, "External id"))}
-    for event in events:
-        if event.get("cat") not in ON_DEVICE:
-            continue
-        operator = operators.get(argument(event, "External id"))
-        causes = (launches.get(argument(event, "correlation")), operator)
-        found = (sections.at(place_of(cause), span_of(cause)[0]) for cause in causes if cause is not None)
+    for event, launch, operator in kernels_of(events):
+        found = (sections.at(place_of(cause), span_of(cause)[0]) for cause in (launch, operator) if cause is not None)
         section = next((one for one in found if one is not None), None) or sections.on_stream(event)
         yield span_of(event), kind_of_kernel(event["name"], operator["name"] if operator is not None else "", section)
 

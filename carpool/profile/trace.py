@@ -32,7 +32,7 @@ import gzip
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -50,6 +50,7 @@ KINDS = (*RIDES, *COMPUTATION, OTHER)
 OUR_RIDES = {"dispatch_kernel": "dispatch", "combine_kernel": "combine"}
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
+Event = dict[str, Any]
 
 T = TypeVar("T")
 
@@ -117,11 +118,8 @@ def read(trace: dict[str, Any]) -> Recorded:
 
     Raises:
         ValueError: there is no such range."""
-    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    found = [event for event in events if event.get("cat") == "user_annotation" and event["name"] == STEP]
-    if not found:
-        raise ValueError(f"the trace has no range {STEP!r}: was a step recorded?")
-    step = span_of(found[-1])
+    events, range_of_step = events_of(trace)
+    step = span_of(range_of_step)
     ours: dict[Any, list[tuple[Span, Label]]] = {}
     shown: dict[Any, list[tuple[Span, Label]]] = {}
     for event in events:
@@ -130,21 +128,38 @@ def read(trace: dict[str, Any]) -> Recorded:
         if places is not None and label is not None:
             places.setdefault(place_of(event), []).append((span_of(event), label))
     host, device = Innermost(ours), Innermost(shown)
-    work = [event for event in events if event.get("cat") in ON_DEVICE]
-    if not work:
-        return Recorded(step, list(_of_host(host, step, place_of(found[-1]))), on_device=False)
-    launches = {a: event for event in events if event.get("cat") in LAUNCHES if (a := argument(event, "correlation"))}
-    operators = {a: event for event in events if event.get("cat") == "cpu_op" if (a := argument(event, "External id"))}
+    if not any(event.get("cat") in ON_DEVICE for event in events):
+        return Recorded(step, list(_of_host(host, step, place_of(range_of_step))), on_device=False)
     pieces = []
-    for event in work:
+    for event, launch, operator in kernels_of(events):
         start, end = span_of(event)
-        causes = launches.get(argument(event, "correlation")), operators.get(argument(event, "External id"))
-        known = [host.at(place_of(cause), span_of(cause)[0]) for cause in causes if cause is not None]
+        known = [host.at(place_of(cause), span_of(cause)[0]) for cause in (launch, operator) if cause is not None]
         label = next(filter(None, known), None) or device.at(place_of(event), (start + end) // 2)
         if end > step[0] and start < step[1]:
             lane = f"stream {argument(event, 'stream') if argument(event, 'stream') is not None else event.get('tid')}"
             pieces.append(Piece(max(start, step[0]), min(end, step[1]), lane, kind_of(event["name"], label), label))
     return Recorded(step, sorted(pieces, key=lambda piece: piece.start), on_device=True)
+
+
+def events_of(trace: dict[str, Any]) -> tuple[list[Event], Event]:
+    """All that took time, and the range of the last step among it.
+
+    Raises:
+        ValueError: there is no such range."""
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    steps = [event for event in events if event.get("cat") == "user_annotation" and event["name"] == STEP]
+    if not steps:
+        raise ValueError(f"the trace has no range {STEP!r}: was a step recorded?")
+    return events, steps[-1]
+
+
+def kernels_of(events: list[Event]) -> Iterator[tuple[Event, Event | None, Event | None]]:
+    """What ran on the device: the call that launched it, and the operator that did; None where that is not known."""
+    launches = {a: event for event in events if event.get("cat") in LAUNCHES if (a := argument(event, "correlation"))}
+    operators = {a: event for event in events if event.get("cat") == "cpu_op" if (a := argument(event, "External id"))}
+    for event in events:
+        if event.get("cat") in ON_DEVICE:
+            yield event, launches.get(argument(event, "correlation")), operators.get(argument(event, "External id"))
 
 
 def kind_of(name: str, label: Label | None) -> str:
