@@ -34,7 +34,6 @@ from typing import Any
 from carpool.profile.intervals import Span, length, subtract, union
 from carpool.profile.trace import (
     EXPERTS,
-    LAUNCHES,
     ON_DEVICE,
     OUR_RIDES,
     RIDES,

@@ -47,7 +47,7 @@ from carpool.bench.transport.contenders import (
 from carpool.bench.transport.decode import TOKENS as DECODE_TOKENS
 from carpool.bench.transport.decode import Decoder
 from carpool.bench.transport.results import CaseResult, ContenderResult, Times, show
-from carpool.bench.transport.rides import CALLS, VERB_OF_SECTION, Case, check, forward_and_backward, oracle, ride_once
+from carpool.bench.transport.rides import CALLS, VERB_OF_SECTION, Case, Rider, oracle
 from carpool.bench.transport.settings import Settings, Shape
 from carpool.layout import ExpertLayout
 from carpool.observe.traffic import Traffic
@@ -102,43 +102,41 @@ class TransportBenchmark:
     def measure_all(self) -> list[CaseResult]:
         """The results in the order of the settings."""
         settings = self.settings
-        results: dict[tuple[Shape, str, bool], CaseResult] = {}
-        # Buffers grow and never shrink: small shapes first, so that each is measured with buffers of its size.
-        for shape in sorted(settings.shapes, key=lambda shape: shape.tokens):
-            for kind in settings.routings:
-                results[shape, kind, False] = self._measure(shape, kind)
-        if settings.decode:
-            for shape in settings.shapes:
+        modes, results = ((False, True) if settings.decode else (False,)), {}
+        for decode in modes:
+            # Buffers grow and never shrink: small shapes first, so that each is measured with buffers of its size.
+            for shape in sorted(settings.shapes, key=lambda shape: shape.tokens):
                 for kind in settings.routings:
-                    results[shape, kind, True] = self._decode(replace(shape, tokens=DECODE_TOKENS), kind)
-        modes = (False, True) if settings.decode else (False,)
-        return [results[s, kind, mode] for mode in modes for s in settings.shapes for kind in settings.routings]
+                    results[decode, shape, kind] = self._measure(shape, kind, decode)
+        return [results[mode, shape, kind] for mode in modes for shape in settings.shapes for kind in settings.routings]
 
-    def _measure(self, shape: Shape, kind: str) -> CaseResult:
-        settings, group, rank = self.settings, self.group, self.rank
+    def _measure(self, shape: Shape, kind: str, decode: bool) -> CaseResult:
+        settings, group, rank = self.settings, self.decode_group if decode else self.group, self.rank
+        shape = replace(shape, tokens=DECODE_TOKENS) if decode else shape
         case = self._case(shape, kind)
-        expected = {c: self._expected(c, case) for c in [*self.contenders, Contender("dedup")]}
-        result = CaseResult(shape, kind, "train", self.num_ranks)
-        want = oracle(case, group, rank)
-        transports, traffics, reasons, errors = {}, {}, self._runnable(shape, group), {}
+        result = CaseResult(shape, kind, "decode" if decode else "train", self.num_ranks)
+        want, reasons = oracle(case, group, rank), self._runnable(shape, group)
+        running: dict[Contender, Rider] = {}
         for c in self.contenders:
-            if c.transport in reasons:
-                continue
-            transports[c] = build(c, group, case.layout, shape.tokens)
-            traffics[c] = Traffic(self.num_ranks, rank)
-            answers = forward_and_backward(transports[c], case, rank, traffics[c], backward=settings.backward)
-            errors[c] = check(c.label, answers, want, case, group, self.dtype, c.fp8)
+            if c.transport not in reasons:
+                transport, backward = build(c, group, case.layout, shape.tokens), settings.backward and not decode
+                make = Decoder if decode else Rider
+                running[c] = make(transport, case, rank, group, c.label, want, fp8=c.fp8, backward=backward)
+        for rider in running.values():
+            if isinstance(rider, Decoder):
+                rider.record(want)
         del want
-        clock = Clock(self.device, group)
-        ceiling_bytes, pushed = int(expected[Contender("dedup")]["dispatch"].sum()) // self.num_ranks, 0
-        ceiling = self._ceiling(ceiling_bytes)
-        for number, order in rounds(transports, settings.repetitions, WARMUP):
+        # The bytes of one row per (token, rank), the mean over ranks.
+        ceiling_bytes = int(self._expected(Contender("dedup"), case)["dispatch"].sum()) // self.num_ranks
+        clock, pushed = Clock(self.device, group), 0
+        ceiling = None if decode else self._ceiling(ceiling_bytes)
+        for number, order in rounds(running, settings.repetitions, WARMUP):
             clock.keep = number >= 0
             if number == 0:
-                for traffic in traffics.values():
-                    traffic.reset()
+                for rider in running.values():
+                    rider.traffic.reset()
             for c in order:
-                ride_once(transports[c], case, traffics[c], clock, c.label, backward=settings.backward)
+                running[c].once(clock)
             if ceiling is not None:
                 pushed = ceiling.push(ceiling_bytes, clock, "push")
         times = clock.slowest()
@@ -147,47 +145,21 @@ class TransportBenchmark:
             result.ceiling = Times.of(times[CEILING, "push"], pushed, None, clock.host_us(CEILING, "push"))
         ceiling_rate = None if result.ceiling is None else result.ceiling.gb_per_s
         for c in self.contenders:
-            row = self._row(c, reasons, errors)
+            lossy = ("rows travel as FP8",) if c.fp8 else ()
+            row = ContenderResult(c.label, c.transport, c.ctas, lossy, unavailable=reasons.get(c.transport))
             result.rows.append(row)
-            if c not in transports:
+            if (own := running.get(c)) is None:
                 continue
-            row.bytes_sent, row.bytes_predicted = self._check_bytes(c, traffics[c], expected[c])
-            for section, verb in VERB_OF_SECTION.items():
-                if (c.label, section) in times:
-                    host_us = clock.host_us(c.label, section)
-                    row.sections[section] = Times.of(
-                        times[c.label, section], busiest(expected[c][verb]), ceiling_rate, host_us
-                    )
-        return result
-
-    def _decode(self, shape: Shape, kind: str) -> CaseResult:
-        group, rank = self.decode_group, self.rank
-        case = self._case(shape, kind)
-        result = CaseResult(shape, kind, "decode", self.num_ranks)
-        want = oracle(case, group, rank)
-        reasons, errors = self._runnable(shape, group), {}
-        decoders = {}
-        for c in self.contenders:
-            if c.transport not in reasons:
-                transport = build(c, group, case.layout, shape.tokens)
-                decoders[c] = Decoder(transport, case, rank, group, c.label, want, fp8=c.fp8)
-        for c, decoder in decoders.items():
-            decoder.record()
-            errors[c] = decoder.error
-        clock = Clock(self.device, group)
-        for number, order in rounds(decoders, self.settings.repetitions, WARMUP):
-            clock.keep = number >= 0
-            for c in order:
-                decoders[c].once(clock)
-        times = clock.slowest()
-        for c in self.contenders:
-            row = self._row(c, reasons, errors)
-            result.rows.append(row)
-            if c in decoders:
-                row.graph = decoders[c].graph is not None
-                row.sections["decode"] = Times.of(
-                    times[c.label, "decode"], None, None, clock.host_us(c.label, "decode")
-                )
+            row.error = own.error
+            if isinstance(own, Decoder):
+                row.graph, expected = own.graph is not None, {}
+            else:
+                expected = self._expected(c, case)
+                row.bytes_sent, row.bytes_predicted = self._check_bytes(c, own.traffic, expected)
+            for section in (name for name in (*VERB_OF_SECTION, "decode") if (c.label, name) in times):
+                num_bytes = None if decode else busiest(expected[VERB_OF_SECTION[section]])
+                host_us = clock.host_us(c.label, section)
+                row.sections[section] = Times.of(times[c.label, section], num_bytes, ceiling_rate, host_us)
         return result
 
     def _case(self, shape: Shape, kind: str) -> Case:
@@ -222,12 +194,6 @@ class TransportBenchmark:
         if self.ceiling is None or self.ceiling.most_bytes < num_bytes:
             self.ceiling = Ceiling(self.group, self.device, num_bytes)
         return self.ceiling
-
-    def _row(self, c: Contender, reasons: dict[str, str], errors: dict[Contender, float]) -> ContenderResult:
-        lossy = ("rows travel as FP8",) if c.fp8 else ()
-        return ContenderResult(
-            c.label, c.transport, c.ctas, lossy, unavailable=reasons.get(c.transport), error=errors.get(c)
-        )
 
     def _check_bytes(
         self, contender: Contender, traffic: Traffic, expected: dict[str, np.ndarray]

@@ -9,44 +9,24 @@ right: one replay brings the rows, the multiplying experts of `rides.py` fill th
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from carpool.bench.timing import Clock
-from carpool.bench.transport.rides import Answers, Case, check, forward_and_backward, multiply
-from carpool.observe.traffic import Traffic
-from carpool.transport import Arrivals, Transport
+from carpool.bench.transport.rides import Answers, Rider, check, multiply
+from carpool.transport import Arrivals
 
 TOKENS = 128
 
 
-class Decoder:
-    """Runs plan, dispatch and combine of one contender: as a graph if it may, and eagerly otherwise.
+class Decoder(Rider):
+    """Runs plan, dispatch and combine of `TOKENS` tokens: as a graph if it may, and eagerly otherwise.
 
     All contenders are constructed, which makes the buffers that they share as large as any of them needs, before any
     of them is recorded, which fixes the buffers' addresses.
-
-    Args:
-        case: of `TOKENS` tokens.
-        label: the contender's name in messages.
-        want: the right answers.
-        fp8: its rows travel as FP8.
-
-    Raises:
-        RuntimeError: its answer is wrong.
     """
 
-    def __init__(
-        self, transport: Transport, case: Case, rank: int, group: dist.ProcessGroup | None, label: str, want: Answers,
-        *, fp8: bool,
-    ) -> None:  # fmt: skip
-        self.transport, self.case, self.label, self.fp8 = transport, case, label, fp8
-        self.rank, self.group, self.want = rank, group, want
-        self.traffic = Traffic(case.layout.num_ranks, rank)
-        self.graph: torch.cuda.CUDAGraph | None = None
-        answers = forward_and_backward(transport, case, rank, self.traffic, backward=False)
-        self.error = check(label, answers, want, case, group, case.x_TH.dtype, fp8)
+    graph: torch.cuda.CUDAGraph | None = None
 
-    def record(self) -> None:
+    def record(self, want: Answers) -> None:
         """Record the graph, if this transport has one, and check its answer. Collective."""
         case = self.case
         if case.x_TH.device.type != "cuda" or not getattr(self.transport, "graphable", False):
@@ -62,7 +42,7 @@ class Decoder:
         multiply(arrivals, None, case.factors(self.rank), partial_RH)
         self.graph.replay()
         label, dtype = f"{self.label} in a graph", case.x_TH.dtype
-        self.error = check(label, Answers(y_TH), self.want, case, self.group, dtype, self.fp8)
+        self.error = check(label, Answers(y_TH), want, case, self.group, dtype, self.fp8)
 
     def once(self, clock: Clock) -> None:
         """One timed repetition."""

@@ -189,34 +189,58 @@ def check(
     return float(worst)
 
 
-def ride_once(transport: Transport, case: Case, traffic: Traffic, clock: Clock, label: str, *, backward: bool) -> None:
-    """All verbs once, each timed as a section of `clock`. What experts would write is a copy of what came, untimed."""
-    x_TH, dy_TH = case.x_TH, case.dy_TH
-    hidden, dtype, device = case.shape.hidden, x_TH.dtype, x_TH.device
+class Rider:
+    """A contender at work: one training step of the multiplying experts is checked, then all verbs are timed.
 
-    def copied(rows_RH: torch.Tensor, route: Any) -> torch.Tensor:
-        partial_RH: torch.Tensor = route.new_partial(hidden, dtype, device)
-        return partial_RH.copy_(rows_RH)
+    Args:
+        label: the contender's name, here and on the clock.
+        want: the right answers.
+        fp8: its rows travel as FP8.
+        backward: also the verbs of the backward.
 
-    with clock.section(label, "plan_dispatch"):
-        route = transport.plan(case.slot_TK, case.weight_TK, traffic)
-        arrivals = transport.dispatch(x_TH, route).wait()
-    partial_RH = copied(rows_of(arrivals, dtype), route)
-    with clock.section(label, "combine"):
-        transport.combine(route, partial_RH).wait()
-    del arrivals, partial_RH
-    with clock.section(label, "dispatch"):
-        arrivals = transport.dispatch(x_TH, route).wait()
-    transport.combine(route, copied(rows_of(arrivals, dtype), route)).wait()
-    if not backward:
-        return
-    dweight_RJ = torch.rand_like(arrivals.weight_RJ)
-    del arrivals
-    with clock.section(label, "dispatch_gradients"):
-        dpartial = transport.dispatch_gradients(dy_TH, route).wait().widened(dtype)
-    dx_RH = copied(dpartial.contiguous(route.num_rows), route)
-    with clock.section(label, "combine_gradients"):
-        transport.combine_gradients(route, dx_RH, dweight_RJ).wait()
+    Raises:
+        RuntimeError: its answer is wrong.
+    """
+
+    def __init__(
+        self, transport: Transport, case: Case, rank: int, group: dist.ProcessGroup | None, label: str, want: Answers,
+        *, fp8: bool, backward: bool,
+    ) -> None:  # fmt: skip
+        self.transport, self.case, self.rank, self.group, self.label = transport, case, rank, group, label
+        self.fp8, self.backward = fp8, backward
+        self.traffic = Traffic(case.layout.num_ranks, rank)
+        answers = forward_and_backward(transport, case, rank, self.traffic, backward=backward)
+        self.error = check(label, answers, want, case, group, case.x_TH.dtype, fp8)
+
+    def once(self, clock: Clock) -> None:
+        """All verbs once, each a section of `clock`. What experts would write is a copy of what came, untimed."""
+        transport, case, label = self.transport, self.case, self.label
+        x_TH, dy_TH = case.x_TH, case.dy_TH
+        hidden, dtype, device = case.shape.hidden, x_TH.dtype, x_TH.device
+
+        def copied(rows_RH: torch.Tensor, route: Any) -> torch.Tensor:
+            partial_RH: torch.Tensor = route.new_partial(hidden, dtype, device)
+            return partial_RH.copy_(rows_RH)
+
+        with clock.section(label, "plan_dispatch"):
+            route = transport.plan(case.slot_TK, case.weight_TK, self.traffic)
+            arrivals = transport.dispatch(x_TH, route).wait()
+        partial_RH = copied(rows_of(arrivals, dtype), route)
+        with clock.section(label, "combine"):
+            transport.combine(route, partial_RH).wait()
+        del arrivals, partial_RH
+        with clock.section(label, "dispatch"):
+            arrivals = transport.dispatch(x_TH, route).wait()
+        transport.combine(route, copied(rows_of(arrivals, dtype), route)).wait()
+        if not self.backward:
+            return
+        dweight_RJ = torch.rand_like(arrivals.weight_RJ)
+        del arrivals
+        with clock.section(label, "dispatch_gradients"):
+            dpartial = transport.dispatch_gradients(dy_TH, route).wait().widened(dtype)
+        dx_RH = copied(dpartial.contiguous(route.num_rows), route)
+        with clock.section(label, "combine_gradients"):
+            transport.combine_gradients(route, dx_RH, dweight_RJ).wait()
 
 
 # Per section: the verb under which `Traffic` counts it.
@@ -227,5 +251,5 @@ VERB_OF_SECTION = {
     "dispatch_gradients": "combine_backward",
     "combine_gradients": "dispatch_backward",
 }
-# How often `ride_once` does each verb.
+# How often `Rider.once` does each verb.
 CALLS = {"dispatch": 2, "combine": 2, "combine_backward": 1, "dispatch_backward": 1}
