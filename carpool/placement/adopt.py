@@ -13,7 +13,7 @@ Without hysteresis and a least gain, two layouts of nearly equal worth would tak
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -47,9 +47,6 @@ class Decision:
     cost_seconds: float
     moved_experts: int
     moved_bytes: int
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def moved_bytes(before: ExpertLayout, after: ExpertLayout, cost: CostModel) -> tuple[np.ndarray[Any, Any], int]:

@@ -22,7 +22,6 @@ import torch
 from carpool.layout import ExpertLayout, assign
 from carpool.layout.topology import Topology
 from carpool.placement.trace import Array, LayerTrace
-from carpool.placement.volume import rows_sent
 from carpool.planner.cost import CostModel
 from carpool.routing import Routing
 from carpool.transport import find_transport
@@ -39,7 +38,7 @@ class Objective:
         rows_nodes: of these, the rows to other nodes.
         load_W: pairs computed by each rank.
         intra_share: of the pairs of experts that a token chose together, those served by one rank (Occult's
-            intra-collaboration; the rest is inter-collaboration).
+            intra-collaboration).
         ride_seconds, compute_seconds, replica_seconds: of one layer, forward and backward.
     """
 
@@ -68,10 +67,6 @@ class Objective:
     def load_ratio(self) -> float:
         """Load of the fullest rank by the mean."""
         return float(self.load_W.max() / max(self.load_W.mean(), 1e-9))
-
-    @property
-    def inter_share(self) -> float:
-        return 1.0 - self.intra_share
 
     @property
     def seconds(self) -> float:
@@ -131,8 +126,8 @@ def evaluate(
     if cost.copies_per_node:
         topology.even_nodes()
         sent_WW = _through_gates(rows_WW, _sum_by(visits_TN, source_T, num_ranks))
-    elif not find_transport(cost.transport).one_row_per_rank:
-        sent_WW = rows_sent(cost.transport, [rank_TK[source_T == rank] for rank in range(num_ranks)], num_ranks)
+    elif not (way := find_transport(cost.transport)).one_row_per_rank:
+        sent_WW = way.rows_sent([rank_TK[source_T == rank] for rank in range(num_ranks)], num_ranks)
     return Objective(
         tokens=num_tokens,
         rows_WW=rows_WW,

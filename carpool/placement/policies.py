@@ -33,7 +33,7 @@ from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
 from carpool.placement.solvers.eplb import from_loads
 from carpool.placement.solvers.lpt import pack
-from carpool.placement.solvers.problem import homes_of
+from carpool.placement.solvers.problem import held, homes_of
 from carpool.placement.trace import Array
 from carpool.planner.cost import RIDES, CostModel
 
@@ -140,7 +140,7 @@ def lpt_cv(
     homes = [np.flatnonzero(rank_E == rank).tolist() for rank in range(layout.num_ranks)]
     found = ExpertLayout(tuple(map(tuple, homes)))
     model = model or LoadModel()
-    before, after = (_variation(model.rank_loads(load_E, _held(one))) for one in (layout, found))
+    before, after = (_variation(model.rank_loads(load_E, held(one))) for one in (layout, found))
     return found if before - after >= fall else layout
 
 
@@ -154,7 +154,7 @@ def pick(
     """The fastest of the pool and `layout`, which stays if equal."""
     model = model or LoadModel()
     choices = [layout, *pool]
-    times = [model.seconds(load_E, _held(one), homes_of(one)) for one in choices]
+    times = [model.seconds(load_E, held(one), homes_of(one)) for one in choices]
     return choices[int(np.argmin(times))]
 
 
@@ -223,19 +223,12 @@ def _best(
 
 
 def _start(layout: ExpertLayout, model: LoadModel | None, *, keep: bool) -> tuple[LoadModel, Array, Array]:
-    return model or LoadModel(), homes_of(layout), _held(layout if keep else ExpertLayout(layout.homes))
+    return model or LoadModel(), homes_of(layout), held(layout if keep else ExpertLayout(layout.homes))
 
 
 def _fits(held_EW: Array, home_E: Array, extra_slots: int) -> bool:
     own_W = np.bincount(home_E, minlength=held_EW.shape[1])
     return bool((held_EW.sum(0) <= own_W + extra_slots).all())
-
-
-def _held(layout: ExpertLayout) -> Array:
-    held_EW = np.zeros((layout.num_experts, layout.num_ranks), dtype=bool)
-    for rank, experts in enumerate(layout.slots):
-        held_EW[[e for e in experts if e != -1], rank] = True
-    return held_EW
 
 
 def _layout(layout: ExpertLayout, held_EW: Array) -> ExpertLayout:

@@ -53,7 +53,7 @@ from carpool.transport import TRANSPORTS, find_transport
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES
 from carpool.transport.volume import Counts, Volume
 
-__all__ = ["CHOICE_BYTES", "GRADIENT_BYTES", "TRANSPORTS", "VERBS", "Counts", "Volume", "predict", "rows_sent"]
+__all__ = ["CHOICE_BYTES", "GRADIENT_BYTES", "TRANSPORTS", "VERBS", "Counts", "Volume", "predict"]
 
 
 def predict(
@@ -86,18 +86,6 @@ def predict(
     top_k = _check(chosen, layout)
     rank_TK = [_ranks_visited(expert_TK, layout, source) for source, expert_TK in enumerate(chosen)]
     return way.volume(rank_TK, layout.num_ranks, top_k, hidden, element_size, options)
-
-
-def rows_sent(transport: str, rank_TK: Sequence[Counts], num_ranks: int) -> Counts:
-    """(W, W) rows that a transport dispatches from rank [i] to rank [j].
-
-    Args:
-        rank_TK: for each source rank, (T, K) the rank that serves each choice, -1: none.
-
-    Raises:
-        ValueError: an unknown transport.
-    """
-    return find_transport(transport).rows_sent(rank_TK, num_ranks)
 
 
 def _ranks_visited(expert_TK: torch.Tensor, layout: ExpertLayout, source: int) -> Counts:

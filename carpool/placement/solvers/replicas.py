@@ -19,7 +19,7 @@ import numpy as np
 
 from carpool.layout import ExpertLayout
 from carpool.placement.objective import served_by
-from carpool.placement.solvers.problem import OVERLOAD, Problem
+from carpool.placement.solvers.problem import OVERLOAD, Problem, held, homes_of
 from carpool.placement.trace import Array
 from carpool.planner.cost import RIDES
 
@@ -48,9 +48,9 @@ def _fill(
 ) -> ExpertLayout:
     """Steps 1 to 3. What `not_again` had and `layout` has not is not added in the first round."""
     full_W = np.array([len(home) for home in layout.homes]) + problem.extra_slots
-    banned_EW = _held(not_again) & ~_held(layout) if not_again is not None else None
+    banned_EW = held(not_again) & ~held(layout) if not_again is not None else None
     for _ in range(problem.extra_slots * problem.num_ranks):
-        held_EW = _held(layout)
+        held_EW = held(layout)
         free_W = full_W - held_EW.sum(0)
         value_EW = _value(problem, layout, allowed)
         value_EW[held_EW | (free_W <= 0)] = 0
@@ -82,7 +82,7 @@ def _value(problem: Problem, layout: ExpertLayout, allowed: float) -> Array:
     served_EW = np.bincount(flat.ravel(), minlength=problem.num_experts * ranks).reshape(-1, ranks)
     share_EW = served_EW / np.maximum(served_EW.sum(1, keepdims=True), 1)
     over_W = np.maximum(load_W - allowed, 0)
-    upkeep_EW = _upkeep(problem, np.array([rank for rank, _ in layout.home_of]))
+    upkeep_EW = _upkeep(problem, homes_of(layout))
     less_EWW = np.maximum(load_W - moved_EW[:, :, None] * share_EW[:, None, :] - allowed, 0) - over_W
     more_EW = np.maximum(load_W + moved_EW - allowed, 0) - over_W
     return value_EW - upkeep_EW - OVERLOAD * (problem.rank_weight + problem.node_weight) * (less_EWW.sum(2) + more_EW)
@@ -125,31 +125,23 @@ def _drop_least(problem: Problem, layout: ExpertLayout, allowed: float) -> Exper
     """Without the replicas that serve the fewest tokens for whom the home's rank would be a further ride."""
     rank_TK = served_by(problem.trace, layout)
     expert_TK = problem.trace.expert_TK.astype(np.int64)
-    home_E = np.array([rank for rank, _ in layout.home_of])
+    home_E = homes_of(layout)
     visits_TW = np.zeros((len(rank_TK), problem.num_ranks), dtype=bool)
     visits_TW[np.arange(len(rank_TK))[:, None], rank_TK] = True
     home_TK = home_E[expert_TK]
     needed_TK = (rank_TK != home_TK) & ~np.take_along_axis(visits_TW, home_TK, axis=1)
     flat = (expert_TK * problem.num_ranks + rank_TK)[needed_TK]
     use_EW = np.bincount(flat, minlength=problem.num_experts * problem.num_ranks).reshape(-1, problem.num_ranks)
-    replicas = [(e, w) for e, w in np.argwhere(_held(layout)).tolist() if home_E[e] != w]
+    replicas = [(e, w) for e, w in np.argwhere(held(layout)).tolist() if home_E[e] != w]
     replicas.sort(key=lambda one: (int(use_EW[one[0], one[1]]), one))
     keep = replicas[max(1, round(DROPPED * len(replicas))) :]
     return ExpertLayout(layout.homes).with_replicas(keep)
 
 
-def _held(layout: ExpertLayout) -> Array:
-    """(E, W) bool: which ranks hold an expert."""
-    held_EW = np.zeros((layout.num_experts, layout.num_ranks), dtype=bool)
-    for rank, experts in enumerate(layout.slots):
-        held_EW[[e for e in experts if e != -1], rank] = True
-    return held_EW
-
-
 def _cost(problem: Problem, layout: ExpertLayout, allowed: float) -> float:
     """What the search minimises, with the trace's own sources."""
     rank_TK, source_T = served_by(problem.trace, layout), problem.trace.source_T(problem.num_ranks)
-    held_EW, home_E = _held(layout), np.array([rank for rank, _ in layout.home_of])
+    held_EW, home_E = held(layout), homes_of(layout)
     held_EW[np.arange(len(home_E)), home_E] = False
     rows = problem.rank_weight * _remote(rank_TK, source_T, problem.num_ranks)
     rows += float(_upkeep(problem, home_E)[held_EW].sum())

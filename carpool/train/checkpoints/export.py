@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from carpool.train.checkpoints.files import CheckpointWriteError, flush_file, flush_folder
+from carpool.train.checkpoints.files import CheckpointWriteError, flush_file, flush_folder, put_in_place
 from carpool.train.checkpoints.ranks import rank, together
 from carpool.train.checkpoints.shards import Hook, Tensors, full_tensor, model_tensors
 
@@ -54,9 +54,4 @@ def _export(model: Any, full: Tensors, temporary: Path, final: Path) -> None:
     for file in temporary.iterdir():
         flush_file(file)
     flush_folder(temporary)
-    replaced = final.with_name(f".old-{final.name}-{secrets.token_hex(4)}")
-    if final.exists():
-        final.rename(replaced)
-    temporary.rename(final)
-    flush_folder(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+    put_in_place(temporary, final)

@@ -19,6 +19,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
+import shutil
 from collections.abc import Iterable
 from pathlib import Path, PurePath
 from typing import Any
@@ -95,14 +97,9 @@ def write_state(folder: Path, content: dict[str, Any]) -> None:
     """Writes `state.json`, with the format mark and a checksum of itself, and flushes it to the disk."""
     # As it will be read: JSON turns keys into text and tuples into lists, and the checksum must not see a difference.
     content = json.loads(json.dumps({"format": FORMAT, **content}))
-    write_text(folder / STATE_FILE, json.dumps({**content, "sha256": _digest(content)}, indent=1))
-
-
-def write_text(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
+    path = folder / STATE_FILE
+    path.write_text(json.dumps({**content, "sha256": _digest(content)}, indent=1), encoding="utf-8")
+    flush_file(path)
 
 
 def flush_file(path: Path) -> None:
@@ -118,6 +115,16 @@ def flush_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def put_in_place(temporary: Path, final: Path) -> None:
+    """Gives a whole folder its name. One that has it already makes way first, and goes when the new one is there."""
+    replaced = final.with_name(f".old-{final.name}-{secrets.token_hex(4)}")
+    if final.exists():
+        final.rename(replaced)
+    temporary.rename(final)
+    flush_folder(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def read_state(folder: Path) -> dict[str, Any]:

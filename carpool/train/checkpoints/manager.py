@@ -48,6 +48,7 @@ from carpool.train.checkpoints.files import (
     file_record,
     flush_file,
     flush_folder,
+    put_in_place,
     read_state,
     write_state,
 )
@@ -216,12 +217,7 @@ class CheckpointManager:
         for folder in (temporary / MODEL, temporary / OPTIMIZER, temporary):
             if folder.is_dir():
                 flush_folder(folder)
-        replaced = self.folder / f".old-{final.name}-{secrets.token_hex(4)}"
-        if final.exists():
-            final.rename(replaced)
-        temporary.rename(final)
-        flush_folder(self.folder)
-        shutil.rmtree(replaced, ignore_errors=True)
+        put_in_place(temporary, final)
 
     def _clean_up(self) -> None:
         """Removes what killed writers left."""
