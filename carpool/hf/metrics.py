@@ -1,13 +1,19 @@
 """The numbers of a model's MoE layers over one or more steps and all ranks: from each layer's counters to one record.
 
 Each rank has counted its own tokens (carpool.observe.stats). Two reductions make one record of them: sums (rows, bytes,
-load) and maxima (milliseconds: the slowest rank decides). The device is read three times, whatever the number of
-layers: for what kernels counted, for the sums, for the maxima.
+load) and maxima (milliseconds: the slowest rank decides).
+
+    later = metrics.start(device)       counters are summed, sent to the host, and set to zero, behind what is computed
+    ...                                 the next step is under way
+    later.read()                        a `RideRecord`
+
+Times of rides are read from events, so `start` waits until the last ride is over, and for nothing that comes after it.
 """
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +23,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from carpool.hf.expert_parallel import ExpertRides, rides
+from carpool.layout import ExpertLayout
+from carpool.observe.to_host import ToHost, to_device
 from carpool.observe.traffic import Traffic
 
 SPANS = ("dispatch", "experts", "combine")
@@ -35,6 +43,7 @@ class RideRecord:
         traffic_WW: rows dispatched from rank i to rank j of an expert-parallel group, over layers.
         rank_load_W: choices that each rank of an expert-parallel group computes, over layers.
         rank_ms: for "experts" and "rides" (dispatch and combine), milliseconds per step on each rank of the job.
+        most: of the numbers that `RideMetrics.start` was given beside, the largest over ranks.
     """
 
     record: dict[str, Any]
@@ -43,6 +52,7 @@ class RideRecord:
     traffic_WW: list[list[int]]
     rank_load_W: list[int]
     rank_ms: dict[str, list[float]]
+    most: list[float]
 
 
 class RideMetrics:
@@ -58,8 +68,8 @@ class RideMetrics:
         self.forget_current()
 
     def set_aside(self, device: torch.device) -> None:
-        """Keep what was counted so far for the next `collect`, whatever is counted and forgotten until then. Waits for
-        the device; not collective."""
+        """Keep what was counted so far for the next `collect`, whatever is counted and forgotten until then. Not
+        collective."""
         self._aside.append(self._counts(device))
         self.forget_current()
 
@@ -69,7 +79,15 @@ class RideMetrics:
             own.reset_counts()
 
     def collect(self, device: torch.device, steps: int = 1) -> RideRecord:
-        """Everything counted since the last reset, over all ranks, and reset."""
+        """Everything counted since the last reset, over all ranks, and reset. Waits for the device."""
+        return self.start(device, steps).read()
+
+    def start(self, device: torch.device, steps: int = 1, beside: Sequence[float] = ()) -> LaterRecord:
+        """As `collect`, but the record is read later.
+
+        Args:
+            beside: numbers of this rank; their maxima over ranks come with the record.
+        """
         parts = [*self._aside, self._counts(device)]
         total = torch.stack([counts for counts, _ in parts]).sum(0) if self._aside else parts[0][0]
         maxima = []
@@ -81,58 +99,56 @@ class RideMetrics:
         rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         own_ms = [0.0] * (2 * world)
         own_ms[rank], own_ms[world + rank] = experts_ms, dispatch + combine
-        slowest = torch.tensor([*maxima, *own_ms], dtype=torch.float64, device=device)
+        slowest = to_device([*maxima, *own_ms, *beside], device)
         if dist.is_initialized():
             dist.all_reduce(total)
             dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         self.reset()
-        experts = max(own.num_experts for own in self.layers)
-        return self._record(total.cpu(), slowest.tolist(), experts, self.layers[0].num_ranks)
+        return LaterRecord(self, ToHost(total), ToHost(slowest), len(own_ms))
 
     def _counts(self, device: torch.device) -> Counts:
         """What this rank has counted: a row per layer, to be summed over ranks, and each layer's milliseconds."""
-        ranks = self.layers[0].num_ranks
-        experts = max(own.num_experts for own in self.layers)
-        traffics = Traffic.read_all([own.stats.traffic for own in self.layers])
-        counted = []
-        for own, (rows, sizes, baseline) in zip(self.layers, traffics, strict=True):
-            stats, traffic = own.stats, own.stats.traffic
-            rows_WW = [[0] * ranks for _ in range(ranks)]
-            rows_WW[own.rank] = rows["dispatch"]
-            numbers = [
-                stats.tokens,
-                stats.tokens_dispatched,
-                traffic.remote(rows, "dispatch"),
-                traffic.remote(sizes),
-                sum(baseline.values()) + traffic.remote(sizes, "plan"),
-                own.filler.bytes_filled + own.filler.bytes_summed,
-            ]
-            counted.append([n for row in rows_WW for n in row] + numbers)
-        # Load and entropy stay on the device until they are summed.
-        loads = [
-            F.pad(own.stats.load_E.to(device, torch.float64), (0, experts - own.num_experts)) for own in self.layers
+        layers, ranks, rank = self.layers, self.layers[0].num_ranks, self.layers[0].rank
+        experts = max(own.num_experts for own in layers)
+        traffic = Traffic.totals([own.stats.traffic for own in layers], device)
+        rows_LWW = torch.zeros(len(layers), ranks, ranks, dtype=torch.float64, device=device)
+        rows_LWW[:, rank] = traffic[:, :ranks]
+        tokens, filled = [], []
+        for own in layers:
+            tokens.append((own.stats.tokens, own.stats.tokens_dispatched))
+            filled.append((own.filler.bytes_filled + own.filler.bytes_summed,))
+        loads = [own.stats.load_E.to(device) for own in layers]
+        if any(own.num_experts != experts for own in layers):
+            loads = [F.pad(load_E, (0, experts - len(load_E))) for load_E in loads]
+        served_W, none = rows_LWW.new_zeros(ranks), torch.zeros((), dtype=torch.int64, device=device)
+        columns = [
+            torch.stack(loads).double(),
+            torch.stack([_served_by_replicas(own, served_W) for own in layers]),
+            rows_LWW.flatten(1),
+            to_device(tokens, device),
+            traffic[:, ranks:],
+            to_device(filled, device),
+            torch.stack([own.stats.entropy.to(device) for own in layers]).unsqueeze(1),
+            torch.stack([none if own.dropped is None else own.dropped for own in layers]).double().unsqueeze(1),
         ]
-        entropies = torch.stack([own.stats.entropy.to(device) for own in self.layers])
-        none = torch.zeros((), dtype=torch.int64)
-        dropped = torch.stack(
-            [(none if own.dropped is None else own.dropped).to(device).double() for own in self.layers]
-        )
-        served = [_served_by_replicas(own, device) for own in self.layers]
-        host = torch.tensor(counted, dtype=torch.float64).to(device)
-        total = torch.cat(
-            [torch.stack(loads), torch.stack(served), host, entropies.unsqueeze(1), dropped.unsqueeze(1)], dim=1
-        )
-        return total, [own.stats.meter.milliseconds() for own in self.layers]
+        return torch.cat(columns, 1), [own.stats.meter.milliseconds() for own in layers]
 
-    def _record(self, total: torch.Tensor, slowest: list[float], experts: int, ranks: int) -> RideRecord:
-        own_ms = slowest[3 * len(SPANS) :]
-        world = len(own_ms) // 2
+    def record(
+        self,
+        total: torch.Tensor,
+        slowest: list[float],
+        own_ms: list[float],
+        most: list[float],
+        layouts: Sequence[ExpertLayout],
+    ) -> RideRecord:
+        """From what `start` has reduced."""
+        experts, ranks, world = max(own.num_experts for own in self.layers), self.layers[0].num_ranks, len(own_ms) // 2
         load_LE, replicas_LW, rows_LWW, numbers = total.split([experts, ranks, ranks * ranks, 8], dim=1)
         tokens_L, dispatched_L, rows_L, bytes_L, baseline_L, slots_L, entropy_L, dropped_L = numbers.unbind(1)
         copies_L = (rows_LWW.sum(1) / dispatched_L.clamp(min=1)).tolist()
         loads = [row[: own.num_experts] for row, own in zip(load_LE, self.layers, strict=True)]
-        parts = zip(self.layers, loads, replicas_LW, strict=True)
-        served_LW = torch.stack([_served(own, load_E, replicas_W) for own, load_E, replicas_W in parts])
+        parts = zip(layouts, loads, replicas_LW, strict=True)
+        served_LW = torch.stack([_served(layout, load_E, replicas_W) for layout, load_E, replicas_W in parts])
         record = {
             "copies_per_token": statistics.fmean(copies_L),
             "rows_remote": int(rows_L.sum()),
@@ -152,27 +168,45 @@ class RideMetrics:
         }
         return RideRecord(
             record=record,
-            load_LE=[[int(n) for n in load] for load in loads],
+            load_LE=[load.long().tolist() for load in loads],
             copies_L=copies_L,
             traffic_WW=rows_LWW.sum(0).view(ranks, ranks).long().tolist(),
             rank_load_W=served_LW.sum(0).long().tolist(),
             rank_ms={"experts": own_ms[:world], "rides": own_ms[world:]},
+            most=most,
         )
 
 
-def _served_by_replicas(own: ExpertRides, device: torch.device) -> torch.Tensor:
+class LaterRecord:
+    """A `RideRecord` whose numbers are on their way to the host."""
+
+    def __init__(self, metrics: RideMetrics, total: ToHost, slowest: ToHost, times: int) -> None:
+        self._metrics, self._total, self._slowest, self._times = metrics, total, slowest, times
+        # As they were when it was counted: experts may have moved since.
+        self._layouts = [own.layout for own in metrics.layers]
+
+    def arrived(self) -> bool:
+        """Whether `read` would not wait."""
+        return self._total.arrived() and self._slowest.arrived()
+
+    def read(self) -> RideRecord:
+        """The record. Waits until its numbers are there."""
+        spans, slowest = 3 * len(SPANS), self._slowest.read().tolist()
+        own_ms, most = slowest[spans : spans + self._times], slowest[spans + self._times :]
+        return self._metrics.record(self._total.read(), slowest[:spans], own_ms, most, self._layouts)
+
+
+def _served_by_replicas(own: ExpertRides, none_W: torch.Tensor) -> torch.Tensor:
     """(W,) float64: choices of this rank's tokens that each rank computes, where the experts' load does not tell."""
     counted = own.filler.load_P
-    if counted is None:
-        return torch.zeros(own.num_ranks, dtype=torch.float64, device=device)
-    return counted[:-1].view(own.num_ranks, -1).sum(1).to(device, torch.float64)
+    return none_W if counted is None else counted[:-1].view(own.num_ranks, -1).sum(1).to(none_W)
 
 
-def _served(own: ExpertRides, load_E: torch.Tensor, replicas_W: torch.Tensor) -> torch.Tensor:
+def _served(layout: ExpertLayout, load_E: torch.Tensor, replicas_W: torch.Tensor) -> torch.Tensor:
     """(W,) choices that each rank computes, over all ranks' tokens."""
-    if own.layout.num_replicas:
+    if layout.num_replicas:
         return replicas_W
-    return torch.stack([load_E[[e for e in rank if e != -1]].sum() for rank in own.layout.slots])
+    return torch.stack([load_E[[e for e in rank if e != -1]].sum() for rank in layout.slots])
 
 
 def percentile(values: list[float], share: float) -> float:

@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import torch
 
+from carpool.observe.to_host import to_device
+
 VERBS = ("plan", "dispatch", "combine", "dispatch_backward", "combine_backward")
 
 
@@ -67,21 +69,42 @@ class Traffic:
 
     def _read(self) -> Traffic:
         """Move what the kernels counted into the host's counters. Waits for the device."""
-        self.read_all([self])
+        for (verb, row_bytes, baseline_bytes), tally in self._tallies.items():
+            rows, choices = tally.tolist()
+            self.add(verb, rows, row_bytes)
+            self.add_baseline(verb, choices, baseline_bytes)
+            tally.zero_()
         return self
 
     @staticmethod
-    def read_all(layers: Sequence[Traffic]) -> list[tuple[dict[str, list[int]], dict[str, list[int]], dict[str, int]]]:
-        """(rows, bytes, baseline) of several layers. Reads the device once for all that their kernels counted."""
-        places = [(traffic, key) for traffic in layers for key in traffic._tallies]
-        if places:
-            tallies = [traffic._tallies[key] for traffic, key in places]
-            counted = torch.stack(tallies).tolist()
-            for (traffic, (verb, row_bytes, baseline_bytes)), (rows, choices) in zip(places, counted, strict=True):
-                traffic.add(verb, rows, row_bytes)
-                traffic.add_baseline(verb, choices, baseline_bytes)
-            torch._foreach_zero_(tallies)
-        return [(traffic._rows, traffic._bytes, traffic._baseline) for traffic in layers]
+    def totals(layers: Sequence[Traffic], device: torch.device) -> torch.Tensor:
+        """What several layers counted, without waiting for the device.
+
+        Returns:
+            (L, W + 3) float64: rows dispatched to each rank; and to other ranks rows dispatched, bytes, and the bytes
+            that one row per (token, expert) would have taken, plans included."""
+        on_host = []
+        for one in layers:
+            plan = one.remote(one._bytes, "plan")
+            baseline = sum(one._baseline.values()) + plan
+            on_host.append(
+                [*one._rows["dispatch"], one.remote(one._rows, "dispatch"), one.remote(one._bytes), baseline]
+            )
+        total = to_device(on_host, device)
+        places = [(number, one.rank, key) for number, one in enumerate(layers) for key in one._tallies]
+        if not places:
+            return total
+        about = [
+            (layer, rank, verb == "dispatch", verb == "plan", row_bytes, baseline_bytes)
+            for layer, rank, (verb, row_bytes, baseline_bytes) in places
+        ]
+        layer_N, rank_N, dispatch_N, plan_N, row_N, baseline_N = to_device(about, device).unbind(1)
+        counted_N2W = torch.stack([layers[number]._tallies[key] for number, _, key in places]).double()
+        own_N2 = counted_N2W.gather(2, rank_N.long().view(-1, 1, 1).expand(-1, 2, 1)).squeeze(2)
+        rows_N, choices_N = (counted_N2W.sum(2) - own_N2).unbind(1)
+        rest = [rows_N * dispatch_N, rows_N * row_N, choices_N * baseline_N + rows_N * row_N * plan_N]
+        rows_NW = counted_N2W[:, 0] * dispatch_N.unsqueeze(1)
+        return total.index_add_(0, layer_N.long(), torch.cat([rows_NW, torch.stack(rest, 1)], 1))
 
     def remote(self, what: dict[str, list[int]], *verbs: str) -> int:
         return sum(sum(what[v]) - what[v][self.rank] for v in verbs or VERBS)

@@ -98,7 +98,7 @@ class CarpoolContender(_RandomText, Run):
         self._force(routing)
 
     def take_step(self) -> tuple[float, float]:
-        losses, norm = self.update()
+        losses, norm, _ = self.update()
         self.metrics.collect(self.device)
         self.metrics.reset()
         return losses.loss, norm

@@ -108,14 +108,26 @@ class Placement:
         self.moved = False
         self._restore(saved.get("placement") or {}, files)
 
-    def after_step(self, step: int, rode: RideRecord) -> None:
-        """After the optimizer's step, gradients gone: measure, use an answer that is due, ask when it is time."""
+    def count(self, rode: RideRecord) -> None:
+        """The rides of a step, once they are known: before `after_step` of the same step if that `decides`, else at any
+        time before the next that does."""
+        if self.on:
+            widest = max(map(len, rode.load_LE))
+            self.loads.append(np.array([load + [0] * (widest - len(load)) for load in rode.load_LE], dtype=np.float64))
+            self._measure(rode)
+
+    def decides(self, step: int) -> bool:
+        """Whether `after_step` looks at the rides of all steps up to this one."""
+        if not self.on or self.section.every is None:
+            return False
+        due = self.pending is not None and step >= self.pending["asked"] + self.section.lag
+        return due or step % self.section.every == 0
+
+    def after_step(self, step: int) -> None:
+        """After the optimizer's step, gradients gone: use an answer that is due, ask when it is time."""
         if not self.on or self.section.every is None:
             return
         self.fresh = False
-        widest = max(map(len, rode.load_LE))
-        self.loads.append(np.array([load + [0] * (widest - len(load)) for load in rode.load_LE], dtype=np.float64))
-        self._measure(rode)
         if self.section.policy != "migrate":
             if step % self.section.every == 0 and step < self.last_step:
                 self._react(step)

@@ -1,8 +1,8 @@
 """The main job: a `Config` in, a run directory out. Runs in every rank, inside an initialised process group.
 
     setup        data -> model (FSDP x EP) -> optimizer -> resume                        carpool/train/run/setup.py
-    each step    batch -> loss and gradients -> all rows had a place? -> global norm     here
-                 -> finite? -> AdamW -> numbers -> was anybody asked to stop?
+    each step    batch -> loss, gradients, their norm -> all rows had a place?           here
+                 -> finite? -> AdamW -> numbers of the step before -> was anybody asked to stop?
     now and then held-out loss and a sample; a checkpoint                                evaluate.py, finish.py
     at the end   held-out loss, checkpoint, comparison with another transport, summary   finish.py
 
@@ -26,12 +26,12 @@ from carpool.memory.optimizer import AdamW
 from carpool.parallel.clip import clip_factor, clip_grad_norm, grad_norm
 from carpool.parallel.replicated import replicated
 from carpool.train.config.schema import Config
-from carpool.train.launch.stopping import Stopped
+from carpool.train.launch.stopping import STOP_SIGNALS, Stopped
 from carpool.train.run.determinism import determinism
 from carpool.train.run.diagnose import NonFiniteError, explain
 from carpool.train.run.evaluate import evaluate
 from carpool.train.run.finish import finish, leave, save
-from carpool.train.run.numbers import record_step
+from carpool.train.run.numbers import StepNumbers, record_step, start_numbers
 from carpool.train.run.setup import Setup
 from carpool.train.run.step import Batch, Losses, learning_rate
 
@@ -60,6 +60,7 @@ def train(config: Config, *, compare: str | None = None, command: str = "carpool
                 run.loop()
                 finish(run)
         except Exception as error:
+            run.record(wait=False)
             # Why the run ends here, for its report.
             asked = error.signal if isinstance(error, Stopped) else None
             run.recorder.write("stopped", run.step, why=str(error) or type(error).__name__, signal=asked)
@@ -69,7 +70,13 @@ def train(config: Config, *, compare: str | None = None, command: str = "carpool
 
 
 class Run(Setup):
-    """The steps of a run."""
+    """The steps of a run.
+
+    Attributes:
+        unrecorded: the step whose numbers are on their way to the host; None: all are recorded.
+    """
+
+    unrecorded: StepNumbers | None = None
 
     def loop(self) -> None:
         training = self.config.training
@@ -81,55 +88,79 @@ class Run(Setup):
             self.step += 1
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(self.step, training)
-            losses, norm = self.update()
-            rode = self.metrics.collect(self.device)
-            signum = record_step(self, losses, norm, rode, 1e3 * (time.perf_counter() - begin))
-            self.placement.after_step(self.step, rode)
-            if signum and self.step < self.last_step:
-                leave(self, signum)
-            if training.eval_steps and self.step % training.eval_steps == 0 and self.step < self.last_step:
-                evaluate(self)
-            if training.save_steps and self.step % training.save_steps == 0:
-                save(self)
-            self.metrics.reset()
+            losses, norm, signum = self.update()
+            numbers = start_numbers(self, losses, norm, begin)
             begin = time.perf_counter()
+            # The device has work: time for the numbers of the step before.
+            self.record()
+            self.unrecorded = numbers
+            last = self.step == self.last_step
+            evaluates = training.eval_steps is not None and self.step % training.eval_steps == 0 and not last
+            saves = training.save_steps is not None and self.step % training.save_steps == 0
+            pauses = signum or evaluates or saves or self.placement.decides(self.step)
+            if pauses or last:
+                self.record()
+            self.placement.after_step(self.step)
+            if signum and not last:
+                leave(self, signum)
+            if evaluates:
+                evaluate(self)
+            if saves:
+                save(self)
+            if pauses:
+                self.metrics.reset()
+                begin = time.perf_counter()
 
-    def update(self) -> tuple[Losses, float]:
-        """The optimizer's step on the next batches: their losses, and the norm of the gradient."""
+    def record(self, wait: bool = True) -> None:
+        """Record the step whose numbers are on their way, if there is one. `wait`: until they are there."""
+        numbers, self.unrecorded = self.unrecorded, None
+        if numbers is not None and (wait or numbers.rode.arrived()):
+            record_step(self, numbers)
+
+    def update(self) -> tuple[Losses, float, int]:
+        """The optimizer's step on the next batches: their losses, the norm of the gradient, and the signal that asked a
+        rank to stop, 0 if none did. The same on all ranks."""
         batches = [self.to_device(batch) for batch in next(self.loader)]
-        losses = self.with_room(partial(self._gradients, batches))
-        max_norm = self.config.training.max_grad_norm or math.inf
-        kept = replicated(self.model)
-        if kept is not None:
-            kept.finish()
-        # The one-pass optimizer clips in its step. PyTorch's needs a pass over the gradients before.
-        one_pass = self.optimizer if isinstance(self.optimizer, AdamW) else None
-        with torch.profiler.record_function("carpool::optimizer"):
-            measured = grad_norm(self.parameters) if one_pass else clip_grad_norm(self.parameters, max_norm)
-            norm = measured.item()
-        # The device has been waited for: a ride that lacked a rank is known now, and what it gave is worth nothing.
+        means, measured = self.with_room(partial(self._gradients, batches))
+        # Here alone the host waits for the device, and what follows depends on it.
+        *found, norm = torch.cat([means, measured.to(means).view(1)]).tolist()
+        losses, asked = self.objective.losses(found, self.loader.targets), found[2:]
+        # A ride that lacked a rank is known now, and what it gave is worth nothing.
         self.check_rides()
         if not (math.isfinite(losses.loss) and math.isfinite(norm)):
             self._stop_not_finite(losses.loss, norm, batches)
         with torch.profiler.record_function("carpool::optimizer"):
-            if one_pass:
-                one_pass.step(factor=clip_factor(measured, max_norm))
+            if isinstance(self.optimizer, AdamW):
+                self.optimizer.step(factor=clip_factor(measured, self._max_norm()))
             else:
                 self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             if self.bias is not None:
                 self.bias.step()
-            if kept is not None:
+            if (kept := replicated(self.model)) is not None:
                 kept.write()
-        return losses, norm
+        signum = max((signum for signum, ranks in zip(STOP_SIGNALS, asked, strict=True) if ranks), default=0)
+        return losses, norm, signum
 
-    def _gradients(self, batches: Sequence[Batch]) -> Losses:
-        """Of one step. Slots are kept inside of what may be repeated: no gradient outlives a repetition, and no load is
-        counted twice."""
+    def _gradients(self, batches: Sequence[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of one step: means of the losses with the number of ranks that each signal asked to stop, and the norm; on the
+        device. Slots are kept inside of what may be repeated: no gradient outlives a repetition, and no load is counted
+        twice."""
         if self.bias is not None:
             self.bias.forget()
+        asked = [float(self.stop.signum == signum) for signum in STOP_SIGNALS]
         with self.slots_kept():
-            return self.objective.backward(batches, self.loader.targets)
+            means = self.objective.accumulate(batches, self.loader.targets, asked)
+        if (kept := replicated(self.model)) is not None:
+            kept.finish()
+        with torch.profiler.record_function("carpool::optimizer"):
+            # The one-pass optimizer clips in its step. PyTorch's needs a pass over the gradients before.
+            if isinstance(self.optimizer, AdamW):
+                return means, grad_norm(self.parameters)
+            return means, clip_grad_norm(self.parameters, self._max_norm())
+
+    def _max_norm(self) -> float:
+        return self.config.training.max_grad_norm or math.inf
 
     def _stop_not_finite(self, loss: float, norm: float, batches: list[Batch]) -> None:
         def forward() -> None:

@@ -1,34 +1,50 @@
-"""The numbers of a step: for metrics.jsonl, for the terminal, and for the summary at the end."""
+"""The numbers of a step: for metrics.jsonl, for the terminal, and for the summary at the end.
+
+Those of step n are recorded while step n+1 computes, so that nothing waits for them.
+"""
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
+from typing import NamedTuple
 
-import torch
-import torch.distributed as dist
-
-from carpool.hf.metrics import RideRecord
+from carpool.hf.metrics import LaterRecord
 from carpool.train.run.environment import peak_memory
 from carpool.train.run.state import RunState
 from carpool.train.run.step import Losses, learning_rate
 
 
-def record_step(run: RunState, losses: Losses, norm: float, rode: RideRecord, step_ms: float) -> int:
-    """Record the step that has just been done. Collective.
+class StepNumbers(NamedTuple):
+    """Of a step that was done, while those of its rides are on their way to the host."""
 
-    Returns:
-        The signal that asked a rank to stop, the same on all ranks; 0 if none did.
-    """
-    training = run.config.training
+    step: int
+    losses: Losses
+    norm: float
+    rode: LaterRecord
+    step_ms: float
+
+
+def start_numbers(run: RunState, losses: Losses, norm: float, begin: float) -> StepNumbers:
+    """The numbers of the step that was just done, which began at `begin` (`time.perf_counter`). Collective; waits for
+    the end of its rides."""
+    rode = run.metrics.start(run.device, beside=(peak_memory(run.device) - run.memory_before,))
+    return StepNumbers(run.step, losses, norm, rode, 1e3 * (time.perf_counter() - begin))
+
+
+def record_step(run: RunState, numbers: StepNumbers) -> None:
+    """Record them. Waits until they are there."""
+    training, (step, losses, norm, later, step_ms) = run.config.training, numbers
+    rode = later.read()
+    run.placement.count(rode)
     per_second = losses.tokens / step_ms * 1e3
     used = run.flops * per_second / run.world / run.peak if run.peak else None
-    memory, signum = _most_over_ranks(peak_memory(run.device) - run.memory_before, run.stop.signum, run.device)
     run.totals["tokens"] += losses.tokens
     for key in ("bytes_remote", "bytes_remote_alltoall"):
         run.totals[key] += rode.record[key]
     record = {
         **asdict(losses),
-        "learning_rate": learning_rate(run.step, training),
+        "learning_rate": learning_rate(step, training),
         "grad_norm": norm,
         "tokens_seen": run.totals["tokens"],
         "step_ms": step_ms,
@@ -36,23 +52,22 @@ def record_step(run: RunState, losses: Losses, norm: float, rode: RideRecord, st
         "mfu": used,
         "hfu": used * _computed_again(run) if used is not None else None,
         **rode.record,
-        "memory_peak_bytes": memory,
+        "memory_peak_bytes": int(rode.most[0]),
     }
     run.losses["final_loss"] = losses.loss
-    run.step_records.append({"step": run.step, **record})
-    if run.step % training.logging_steps == 0 or run.step in (run.start + 1, run.last_step):
-        run.recorder.write("train", run.step, **record)
+    run.step_records.append({"step": step, **record})
+    if step % training.logging_steps == 0 or step in (run.start + 1, run.last_step):
+        run.recorder.write("train", step, **record)
         run.recorder.write(
             "layers",
-            run.step,
+            step,
             load=rode.load_LE,
             copies=rode.copies_L,
             traffic_rows=rode.traffic_WW,
             rank_load=rode.rank_load_W,
             rank_ms=rode.rank_ms,
         )
-        run.display.step(run.step, record)
-    return signum
+        run.display.step(step, record)
 
 
 def _computed_again(run: RunState) -> float:
@@ -62,11 +77,3 @@ def _computed_again(run: RunState) -> float:
         return 1.0
     rest = run.size.active - (run.size.total - run.size.experts)
     return 1 + (1 - rest / run.size.active if training.checkpoint_rides == "keep" else 1) / 3
-
-
-def _most_over_ranks(memory: int, signum: int, device: torch.device) -> tuple[int, int]:
-    """The maximum of each over ranks. Asking all ranks whether one shall stop thus costs no reduction of its own."""
-    most = torch.tensor([memory, signum], dtype=torch.float64, device=device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    memory, signum = most.long().tolist()
-    return memory, signum

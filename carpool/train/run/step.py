@@ -24,6 +24,7 @@ from carpool.hf.balance import balance_loss
 from carpool.hf.expert_parallel import rides
 from carpool.hf.head import HeadLoss
 from carpool.hf.router_logits import RouterLogits
+from carpool.hf.unpacked import unpacked
 from carpool.memory.optimizer import AdamW
 from carpool.parallel.replicated import replicated
 from carpool.schedule.priority import RidesFirst
@@ -99,7 +100,7 @@ class Objective:
         collected: AbstractContextManager[Any] = nullcontext()
         if self.router_logits is not None:
             collected = self.router_logits.collect()
-        with self.cast(device), collected as logits:
+        with self.cast(device), unpacked(), collected as logits:
             ce, _ = self.cross_entropy(batch["input_ids"], batch["labels"], **self.settings)
         if self.router_logits is None:
             return ce, None
@@ -118,19 +119,38 @@ class Objective:
         return int(count.item()) // self.ranks_per_copy
 
     def backward(self, batches: Sequence[Batch], tokens: int | None = None) -> Losses:
-        """Accumulate the gradients of one global batch, given in micro-batches. All ranks call it together.
+        """Accumulate the gradients of one global batch, given in micro-batches. All ranks call it together. Waits for
+        the device.
 
         Args:
-            tokens: that it predicts, over all ranks with distinct data. None: they are counted, which waits for the
-                device.
+            tokens: that it predicts, over all ranks with distinct data. None: they are counted.
         """
         if tokens is None:
             tokens = self.targets(batches)
+        return self.losses(self.accumulate(batches, tokens).tolist(), tokens)
+
+    def losses(self, means: Sequence[float], tokens: int) -> Losses:
+        """What `accumulate` has returned, on the host."""
+        return Losses(loss=means[0], aux_loss=means[1] if self.aux_coef else None, tokens=tokens)
+
+    def accumulate(self, batches: Sequence[Batch], tokens: int, beside: Sequence[float] = ()) -> torch.Tensor:
+        """As `backward`, without waiting for the device.
+
+        Args:
+            beside: numbers of this rank, to be summed over ranks.
+
+        Returns:
+            (2 + n,) float64 on the device, over all ranks: mean cross-entropy per token, mean balance loss, and sums of
+            what is beside.
+        """
         if tokens == 0:
             raise ValueError("a step's batch has no token to predict: all labels are -100")
         if self.two_batch is not None and len(batches) == 1:
             batches = in_two(batches[0])
-        sums = torch.zeros(2, dtype=torch.float64, device=batches[0]["input_ids"].device)
+        sums = torch.zeros(2 + len(beside), dtype=torch.float64, device=batches[0]["input_ids"].device)
+        for place, number in enumerate(beside, 2):
+            if number:
+                sums[place] = number
 
         def loss_of(batch: Batch) -> torch.Tensor:
             ce, aux = self.forward(batch)
@@ -154,13 +174,10 @@ class Objective:
                     together[0]().backward()
         if dist.is_initialized():
             dist.all_reduce(sums)
-        ce_all, aux_all = sums.tolist()
-        world = self.dp_size * self.ranks_per_copy
-        return Losses(
-            loss=ce_all / self.ranks_per_copy / tokens,
-            aux_loss=aux_all / world if self.aux_coef else None,
-            tokens=tokens,
-        )
+        sums[0] /= self.ranks_per_copy
+        sums[0] /= tokens
+        sums[1] /= self.dp_size * self.ranks_per_copy
+        return sums
 
     def _processors(self) -> int:
         """Multiprocessors that the model's rides take."""
