@@ -105,17 +105,16 @@ def _train(output: str, settings: list[str], what: str) -> str:
     """On a rank: train, while rank 0 does something to the folder; the error's text if it ends in one."""
     folder = Path(output)
 
-    def after(run: Any, *args: Any) -> int:
-        signum = record_step(run, *args)
-        if run.main and run.step == 2:
+    def after(run: Any, numbers: Any) -> None:
+        record_step(run, numbers)
+        if run.main and numbers.step == 2:
             if what == "delete":
                 shutil.rmtree(folder)
             else:
                 (folder / "checkpoints").write_text("in the way")
-        if run.main and run.step == 4 and what == "for a while":
+        if run.main and numbers.step == 4 and what == "for a while":
             (folder / "checkpoints").unlink()
         dist.barrier()
-        return signum
 
     try:
         with unittest.mock.patch.object(loop, "record_step", after):

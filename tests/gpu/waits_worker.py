@@ -1,0 +1,50 @@
+"""What tests/gpu/test_waits_gpu.py runs on every GPU: where the steps of a run wait for the device.
+
+waits OUTPUT SETTINGS...     `carpool train`'s own steps; the line that rank 0 prints names the places
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+import carpool
+from carpool.train.config import load_config
+from carpool.train.run.loop import Run
+from tests.gpu.ranks import run_mode
+
+PACKAGE = str(Path(carpool.__file__).parent)
+# Buffers and compiled kernels are made in the first steps.
+FIRST, STEPS = 6, 10
+# Where a step may wait: for its losses, and for whether all rows had a place.
+ALLOWED = {"train/run/loop.py", "transport/nvlink/buffers.py", "train/run/room.py"}
+
+
+class Steps(Run):
+    """Counts the places once the run is warm."""
+
+    def update(self):  # type: ignore[no-untyped-def]
+        torch.cuda.set_sync_debug_mode("warn" if self.step > FIRST else "default")
+        return super().update()
+
+
+def waits(output: str, *settings: str) -> tuple[bool, str]:
+    run = Steps(load_config(None, [f"training.output_dir={output}", *settings]), None, "test")
+    with warnings.catch_warnings(record=True) as caught, run.stop:
+        warnings.simplefilter("always")
+        run.loop()
+    torch.cuda.set_sync_debug_mode("default")
+    run.close()
+    places: Counter[str] = Counter()
+    for warning in caught:
+        if "synchronizing CUDA operation" in str(warning.message):
+            name = warning.filename
+            places[str(Path(name).relative_to(PACKAGE)) if name.startswith(PACKAGE) else name] += 1
+    return set(places) <= ALLOWED, ", ".join(f"{place} {count}" for place, count in sorted(places.items()))
+
+
+if __name__ == "__main__":
+    run_mode({"waits": waits})
