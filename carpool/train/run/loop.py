@@ -143,8 +143,8 @@ class Run(Setup):
         return losses, norm, signum
 
     def _gradients(self, batches: Sequence[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of one step: means of the losses with the number of ranks that each signal asked to stop, and the norm; on the
-        device. Slots are kept inside of what may be repeated: no gradient outlives a repetition, and no load is counted
+        """Of one step, on the device: means of the losses with how many ranks each signal asked to stop, and the norm.
+        Slots are kept inside of what may be repeated: no gradient outlives a repetition, and no load is counted
         twice."""
         if self.bias is not None:
             self.bias.forget()
