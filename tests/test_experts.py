@@ -324,7 +324,6 @@ def test_choices_survive_being_recorded() -> None:
     choices = Choices(up="flat", ddown="square")
     assert Choices.from_dict(choices.to_dict()) == choices and list(choices.to_dict()) == list(STAGES)
     assert Choices.from_dict({"dx": "wide"}) == Choices(dx="wide")
-    assert Choices.all("wide").any_fused and not Choices().any_fused
 
 
 def test_choices_that_do_not_exist_are_refused() -> None:

@@ -72,10 +72,6 @@ class Choices:
     def to_dict(self) -> dict[str, str]:
         return asdict(self)
 
-    @property
-    def any_fused(self) -> bool:
-        return any(way != LIBRARY for way in asdict(self).values())
-
 
 STAGES = tuple(field.name for field in fields(Choices))
 

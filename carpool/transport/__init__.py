@@ -161,8 +161,9 @@ def check_transport(name: str, group: dist.ProcessGroup | None) -> None:
         return
     cls = find_transport(name)
     if reason := _why_not(cls, group):
-        others = " or ".join(repr(one) for one in ("auto", *_anywhere()))
-        raise ValueError(f"transport {name!r} cannot be used here: {reason}; use {others}")
+        # What "auto" picks where nothing is known.
+        anywhere, _ = choose_transport("auto", 2, 2)
+        raise ValueError(f"transport {name!r} cannot be used here: {reason}; use 'auto' or {anywhere!r}")
 
 
 def resolve_transport(
@@ -208,8 +209,3 @@ def _why_not(cls: type[Transport], group: dist.ProcessGroup | None) -> str | Non
     if cls.name not in found:
         found[cls.name] = cls.why_not(group)
     return found[cls.name]
-
-
-def _anywhere() -> list[str]:
-    """What to use instead, for errors: the transport that "auto" picks where nothing is known."""
-    return [choose_transport("auto", 2, 2)[0]]

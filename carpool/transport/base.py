@@ -38,7 +38,6 @@ from carpool.transport.volume import Counts, Volume
 # weight's float32 gradient on the way back in the backward.
 CHOICE_BYTES = 8
 GRADIENT_BYTES = 4
-VERB_OF = {"out": "dispatch", "back": "combine"}
 
 
 class RankMissingError(RuntimeError):
@@ -89,17 +88,22 @@ class Route:
         """A route for one more dispatch along the same ways."""
         return replace(self)
 
-    def count(self, way: Literal["out", "back"], rows_W: Sequence[int], row: torch.Tensor, choice_bytes: int) -> None:
-        """Count rows that travel out to experts or back, in the forward or the backward, by their verb.
+    def verb(self, way: Literal["out", "back"]) -> str:
+        """What rows that travel out to experts, or back, are counted as: a dispatch of gradients is the backward of a
+        combine, and the other way round."""
+        if self.backward:
+            return "combine_backward" if way == "out" else "dispatch_backward"
+        return "dispatch" if way == "out" else "combine"
 
-        A dispatch of gradients is the backward of a combine, and the other way round.
+    def count(self, way: Literal["out", "back"], rows_W: Sequence[int], row: torch.Tensor, choice_bytes: int) -> None:
+        """Count rows that travel out to experts or back, by their verb.
 
         Args:
             rows_W: rows sent to each rank.
             row: any matrix of such rows, for the size of one.
             choice_bytes: what travels beside a row for each choice that it serves.
         """
-        verb = ("combine_backward" if way == "out" else "dispatch_backward") if self.backward else VERB_OF[way]
+        verb = self.verb(way)
         row_bytes = row.shape[1] * row.element_size()
         self.traffic.add(verb, rows_W, row_bytes + self.choices_per_row * choice_bytes)
         self.traffic.add_baseline(verb, self.choices_W, row_bytes + choice_bytes)

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from carpool.memory import Ready
-from carpool.transport.base import VERB_OF, Route
+from carpool.transport.base import Route
 from carpool.transport.nvlink.buffers import Lease
 
 
@@ -55,6 +55,5 @@ class NVLinkRoute(Route):
 
     def tally(self, way: Literal["out", "back"], row_bytes: int, plain_bytes: int, choice_bytes: int) -> torch.Tensor:
         """Where the kernel counts: see `Route.count`, which does it for rows that the host knows."""
-        verb = ("combine_backward" if way == "out" else "dispatch_backward") if self.backward else VERB_OF[way]
         sent = row_bytes + self.top_k * choice_bytes
-        return self.traffic.tally(verb, sent, plain_bytes + choice_bytes, self.row_WT.device)
+        return self.traffic.tally(self.verb(way), sent, plain_bytes + choice_bytes, self.row_WT.device)
