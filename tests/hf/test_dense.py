@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
@@ -138,6 +139,26 @@ def test_save_pretrained_writes_whole_weights(ranks: Ranks, tmp_path: Path) -> N
     whole = ranks(_saved, str(tmp_path))[0]
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert all(torch.equal(parameter, whole[name]) for name, parameter in plain.named_parameters())
+
+
+def _adapted() -> str:
+    reuse_meshes()
+    config = DistributedConfig(fsdp_size=4, ep_size=4, ep_implementation="carpool")
+    model: Any = build_model(
+        make_config("olmoe", TINY | MODELS["olmoe"]),
+        distributed_config=config,
+        dtype=torch.float32,
+        seed=0,
+        dense="replicate",
+    )
+    replicate_dense(model, bfloat16=False)
+    with pytest.raises(ValueError) as error:
+        get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    return str(error.value)
+
+
+def test_adapters_are_refused(ranks: Ranks) -> None:
+    assert "build it with dense='fsdp'" in ranks(_adapted)[0]
 
 
 def _refused(rows: int, **settings: Any) -> str:

@@ -38,12 +38,12 @@ class Net(nn.Module):
         return (x + self.rare if rare else x).square().sum()
 
 
-def _net(dtype: torch.dtype = torch.float64) -> Net:
+def make_net(dtype: torch.dtype = torch.float64) -> Net:
     torch.manual_seed(3)
     return Net().to(dtype)
 
 
-def _shard(net: Net, copies: int = 1) -> Net:
+def shard_net(net: Net, copies: int = 1) -> Net:
     """As transformers gives parameters to FSDP2."""
     world = dist.get_world_size()
     names = ("fsdp",) if copies == 1 else ("dp_replicate", "fsdp")
@@ -67,7 +67,7 @@ def _batch(step: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _reference(steps: int = 3) -> dict[str, torch.Tensor]:
-    net, found = _net(), {}
+    net, found = make_net(), {}
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
     for step in range(steps):
         for micro, batch in enumerate(_batch(step, torch.float64)):
@@ -85,7 +85,7 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 def _train(
     copies: int = 1, broken: str = "", steps: int = 3, bucket_bytes: int = 4 * 8 * 60
 ) -> dict[str, torch.Tensor]:
-    net = _shard(_net(), copies)
+    net = shard_net(make_net(), copies)
     kept = Replicated(net, bucket_bytes=bucket_bytes)
     assert replicated(net) is kept and not any(isinstance(p, DTensor) for p in net.parameters())
     if broken == "rank":
@@ -137,7 +137,7 @@ def test_a_broken_reduction_is_seen(ranks: Ranks, broken: str) -> None:
 
 
 def _count() -> tuple[list[dict[str, int]], int]:
-    net = _shard(_net())
+    net = shard_net(make_net())
     kept = Replicated(net, bucket_bytes=4 * 8 * 30)
     phases = []
     for step in range(2):
@@ -175,7 +175,7 @@ def test_collectives_are_counted(ranks: Ranks) -> None:
 
 
 def _states() -> None:
-    net = _shard(_net())
+    net = shard_net(make_net())
     kept = Replicated(net)
     names = [name for name, _ in net.named_parameters(remove_duplicate=False)]
     state = net.state_dict()
@@ -198,7 +198,7 @@ def test_states_have_shards_under_the_models_names(ranks: Ranks) -> None:
 
 def _mixed() -> tuple[list[torch.dtype], float]:
     """float32 shards, bfloat16 parameters; a micro-batch is added in float32."""
-    net = _shard(_net(torch.float32))
+    net = shard_net(make_net(torch.float32))
     kept = Replicated(net, torch.bfloat16)
     dtypes = [net.twice.dtype]
     with sharded_parameters(net):
@@ -221,7 +221,7 @@ def test_bfloat16_parameters_have_float32_shards_and_sums(ranks: Ranks) -> None:
 
 def _nothing() -> str:
     with pytest.raises(ValueError, match="nothing to keep whole") as error:
-        Replicated(_net())
+        Replicated(make_net())
     return str(error.value)
 
 
