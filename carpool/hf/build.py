@@ -68,7 +68,7 @@ def make_config(model_type: str, keys: dict[str, Any]) -> PreTrainedConfig:
         wrong.append(f"the {model_type} configuration refuses {used}: {error}")
     if wrong:
         raise ValueError("\n".join(wrong))
-    if inert:
+    if inert and not (dist.is_initialized() and dist.get_rank()):
         quantised = "; the model is not quantised" if "quantization_config" in inert else ""
         logger.warning(
             "these keys mean nothing to a %s model from scratch and are ignored: %s%s",
