@@ -11,7 +11,7 @@ import numpy as np
 
 from carpool.report.grids import layer_names
 from carpool.report.read import Run
-from carpool.report.svg import MARGIN_EM, WIDTH, axis_text, colour, every, legend, svg, tag, ticks
+from carpool.report.svg import MARGIN_EM, WIDTH, axis_text, colour, every, hover_cells, legend, svg, tag, ticks
 from carpool.report.units import plain_text
 
 _TOP, _HEIGHT = 10.0, 150.0
@@ -59,15 +59,9 @@ def columns(value_L: np.ndarray, names: Sequence[str], predicted: float | None) 
         d = f"M{left:.1f} {y(predicted):.1f}H{WIDTH - 4}"
         parts.append(tag("path", class_="dash", d=d, style=f"stroke: {colour('predicted')}"))
         key = legend([("measured", "dispatch", "area"), (f"predicted (uniform): {predicted:.2f}", "predicted", "dash")])
-    hover = {
-        "x": [round(left + i * w, 1) for i in range(len(value_L))],
-        "w": round(w, 1),
-        "y": _TOP,
-        "h": _HEIGHT,
-        "rows": ["copies per token"],
-        "columns": [f"layer {name}" for name in names],
-        "text": [plain_text(float(v), 3) for v in value_L],
-    }
+    texts = [plain_text(float(v), 3) for v in value_L]
+    lefts = [left + i * w for i in range(len(value_L))]
+    hover = hover_cells(lefts, w, _TOP, _HEIGHT, ["copies per token"], [f"layer {name}" for name in names], texts)
     return key + '<p class="unit">copies per token</p>' + svg(parts, floor + 38, "Copies per token by layer", hover)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from carpool.report.svg import HEAT_LEVELS, MARGIN_EM, WIDTH, colour, every, num, svg, tag
+from carpool.report.svg import HEAT_LEVELS, MARGIN_EM, WIDTH, colour, every, hover_cells, num, svg, tag
 
 
 @dataclass(frozen=True)
@@ -80,16 +80,10 @@ def draw(grid: Grid, level_YX: np.ndarray, ramp: str, tallest: float = 26.0) -> 
                 text = grid.written[i][j]
                 parts.append(tag("text", text, class_="cell", x=x[j] + w / 2, y=y, text_anchor="middle", style=style))
     parts += _names(grid, x, w, h, left, top, floor)
-    hover = {
-        "x": [round(v, 1) for v in x],
-        "w": round(w, 1),
-        "y": top,
-        "h": round(h, 2),
-        "rows": [f"{grid.row} {name}" for name in grid.rows],
-        "columns": [f"{grid.column} {name}" for name in grid.columns],
-        "text": [text for row in grid.text_YX for text in row],
-        "suffix": grid.suffix,
-    }
+    rows = [f"{grid.row} {name}" for name in grid.rows]
+    columns = [f"{grid.column} {name}" for name in grid.columns]
+    texts = [text for row in grid.text_YX for text in row]
+    hover = hover_cells(x, w, top, h, rows, columns, texts, grid.suffix)
     return f'<p class="unit">{html.escape(grid.row)}</p>{svg(parts, floor + 38, grid.alt, hover)}'
 
 

@@ -69,11 +69,9 @@ def _marks(run: Run) -> list[tuple[float, str]]:
     return resumed + [(float(p.step), "mark") for p in run.placements if p.event == "moved"]
 
 
-def _simple(
-    run: Run, value: Callable[[Train], float | None], unit: str, text: Callable[[float], str], role: str = "loss"
-) -> str | None:
-    """One line of what each step recorded, from zero."""
-    return draw(Chart(unit, unit, text), [Line("", role, *series(run.train, value))])
+def _simple(run: Run, chart: Chart, key: str, role: str) -> str | None:
+    """One line of what each step recorded."""
+    return draw(chart, [Line("", role, *series(run.train, lambda t: getattr(t, key)))])
 
 
 def loss(run: Run) -> str | None:
@@ -100,13 +98,13 @@ def held_out(run: Run, name: str, role: str) -> list[Line]:
 
 def learning_rate(run: Run) -> str | None:
     """The learning rate of each step."""
-    return _simple(run, lambda t: t.learning_rate, "learning rate", lambda v: f"{v:.3g}", "experts")
+    return _simple(run, Chart("learning rate", "learning rate", lambda v: f"{v:.3g}"), "learning_rate", "experts")
 
 
 def balance_loss(run: Run) -> str | None:
     """The auxiliary loss, before it is weighed."""
     chart = Chart("Balance loss over steps", "balance loss, unweighed", lambda v: plain_text(v, 4), zero=False)
-    return draw(chart, [Line("", "combine", *series(run.train, lambda t: t.aux_loss))])
+    return _simple(run, chart, "aux_loss", "combine")
 
 
 def gradient_norm(run: Run) -> str | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from carpool.report.grids import layer_names
 from carpool.report.read import Run
 from carpool.report.schema import LayerLayout, Layout
-from carpool.report.svg import MARGIN_EM, WIDTH, colour, every, legend, num, svg, tag
+from carpool.report.svg import MARGIN_EM, WIDTH, colour, every, hover_cells, legend, num, svg, tag
 
 PICTURES = 4
 """At most so many layouts are drawn: the first, and the last ones."""
@@ -105,15 +105,9 @@ def draw(run: Run, layers: list[LayerLayout], origin: list[dict[int, int]], wide
     shapes = [
         tag("path", class_=kind, d="".join(found), style=f"{_STYLE[kind]}") for kind, found in paths.items() if found
     ]
-    hover = {
-        "x": [round(starts[rank] + i * w, 1) for rank in range(ranks) for i in range(widest[rank])],
-        "w": round(w, 1),
-        "y": _HEAD,
-        "h": round(h, 2),
-        "rows": [f"layer {name}" for name in names],
-        "columns": [f"rank {rank}" for rank in range(ranks) for _ in range(widest[rank])],
-        "text": texts,
-    }
+    places = [(rank, starts[rank] + i * w) for rank in range(ranks) for i in range(widest[rank])]
+    columns = [f"rank {rank}" for rank, _ in places]
+    hover = hover_cells([at for _, at in places], w, _HEAD, h, [f"layer {name}" for name in names], columns, texts)
     picture = svg([*shapes, *parts], _HEAD + h * len(layers) + 6, "Experts by layer and rank", hover)
     entries = [(text, role, form) for kind, (text, role, form) in _LEGEND.items() if paths[kind]]
     return legend(entries) + '<p class="unit">layer</p>' + picture

@@ -75,6 +75,6 @@
     const text = data.text[row * data.x.length + column];
     if (text === null) return null;
     const mark = make("rect", { class: "guide", x: data.x[column], y: data.y + row * data.h, width: data.w, height: data.h });
-    return { marks: [mark], texts: [[`${data.rows[row]}, ${data.columns[column]}`], [text + (data.suffix || "")]] };
+    return { marks: [mark], texts: [[`${data.rows[row]}, ${data.columns[column]}`], [text + data.suffix]] };
   }
 })();

@@ -64,6 +64,15 @@ def svg(parts: Sequence[str], height: float, alt: str, hover: Any = None) -> str
     return f'{head} aria-label="{html.escape(alt, quote=True)}"{data}>' + "\n".join(["", *parts, "</svg>"])
 
 
+def hover_cells(
+    x: Sequence[float], w: float, y: float, h: float, rows: Sequence[str], columns: Sequence[str],
+    text: Sequence[str | None], suffix: str = "",
+) -> dict[str, Any]:  # fmt: skip
+    """What page.js shows of a grid of cells: left edges, width, upper edge, height, names, and a text for each cell."""
+    size = {"x": [round(left, 1) for left in x], "w": round(w, 1), "y": y, "h": round(h, 2)}
+    return {**size, "rows": rows, "columns": columns, "text": text, "suffix": suffix}
+
+
 def legend(entries: Sequence[tuple[str, str, str]]) -> str:
     """Names beside samples of their colour: (name, role, kind), kind one of line, thin, dash, point, area."""
     items = "".join(
