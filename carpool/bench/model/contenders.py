@@ -33,6 +33,7 @@ from carpool.bench.model.routing import route
 from carpool.hf.build import build_model, experts_modules
 from carpool.hf.compiled import decoder_layers
 from carpool.hf.expert_parallel import buffers_of_rides
+from carpool.hf.metrics import LaterRecord
 from carpool.profile.kinds import LOSS, OPTIMIZER
 from carpool.train.config import Config
 from carpool.train.data.corpus import Corpus
@@ -93,14 +94,17 @@ class CarpoolContender(_RandomText, Run):
 
     def __init__(self, config: Config, routing: str, command: str) -> None:
         super().__init__(config, None, command)
+        self._rode: LaterRecord | None = None
         # Its progress bar; what it says goes on.
         self.display.close()
         self._force(routing)
 
     def take_step(self) -> tuple[float, float]:
         losses, norm, _ = self.update()
-        self.metrics.collect(self.device)
-        self.metrics.reset()
+        # As the trainer does: what rode in a step is read in the next one.
+        before, self._rode = self._rode, self.metrics.start(self.device)
+        if before is not None:
+            before.read()
         return losses.loss, norm
 
     @property

@@ -1,0 +1,49 @@
+"""Sums over layers that nobody waits for: equal to what each layer says of itself."""
+
+from __future__ import annotations
+
+import torch
+
+from carpool.observe.to_host import ToHost, to_device
+from carpool.observe.traffic import Traffic
+
+RANKS, RANK = 3, 1
+CPU = torch.device("cpu")
+
+
+def layers() -> list[Traffic]:
+    """What the host and kernels have counted, in one layer the host alone, in one nothing."""
+    generator = torch.Generator().manual_seed(0)
+    found = [Traffic(RANKS, RANK) for _ in range(4)]
+    for number, one in enumerate(found[:3]):
+        one.add("dispatch", [5, 7 + number, 11], 64)
+        one.add("plan", [1, 2, 3], 4)
+        one.add_baseline("combine", [9, 8, 7], 128)
+        for verb in ("dispatch", "combine", "plan") if number != 1 else ():
+            for row_bytes in (32, 48):
+                tally = one.tally(verb, row_bytes, row_bytes + 8, CPU)
+                tally += torch.randint(100, tally.shape, generator=generator)
+    return found
+
+
+def test_totals_are_those_of_each_layer() -> None:
+    totals_LC = Traffic.totals(layers(), CPU)
+    assert totals_LC.shape == (4, RANKS + 3) and totals_LC.dtype == torch.float64
+    for one, (*rows, remote, sent, baseline) in zip(layers(), totals_LC.tolist(), strict=True):
+        # These move what kernels counted to the host, so they come second.
+        assert rows == one.rows["dispatch"]
+        assert remote == one.remote(one.rows, "dispatch") and sent == one.remote(one.bytes)
+        assert baseline == sum(one.baseline.values()) + one.remote(one.bytes, "plan")
+
+
+def test_totals_of_the_host_alone() -> None:
+    one = Traffic(RANKS, RANK)
+    one.add("combine", [1, 2, 3], 10)
+    assert Traffic.totals([one], CPU).tolist() == [[0, 0, 0, 0, 40, 0]]
+
+
+def test_numbers_that_travel() -> None:
+    there = to_device([[1, True], [2.5, 2**40]], CPU)
+    assert there.dtype == torch.float64
+    back = ToHost(there)
+    assert back.arrived() and back.read().tolist() == [[1.0, 1.0], [2.5, float(2**40)]]
