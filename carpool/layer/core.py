@@ -176,7 +176,6 @@ class LayerCore:
     def why_not_move(self) -> str:
         """Why experts cannot move now: a forward's backward has not run, and its gradients would go to the homes of
         before. "" if they can. Ranks may differ, so whoever moves tells all of them (`check_can_move`)."""
-
         if number := self._waiting.count():
             return (
                 f"{self.name}: {number} forward(s) wait for their backward, whose gradients would reach other experts; "
