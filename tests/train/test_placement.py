@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -174,6 +176,18 @@ def test_eplb_keeps_its_copies(ranks: Ranks, stayed: Path, text: list[str], tmp_
 def test_bad_input_is_refused(ranks: Ranks, text: list[str], tmp_path: Path, change: list[str], message: str) -> None:
     errors = ranks(run, str(tmp_path / "run"), [*MODEL, *text, "placement.every=3", *change])
     assert all(message in error for error in errors), errors
+
+
+def _without_a_solver(output: str, overrides: list[str]) -> str:
+    with mock.patch.object(sys, "executable", "/bin/false"):
+        return run(output, overrides)
+
+
+def test_a_solver_that_fails_ends_the_run_on_all_ranks_alike(ranks: Ranks, tmp_path: Path) -> None:
+    settings = [*MODEL, *PLACED, "placement.background=true"]
+    errors = ranks(_without_a_solver, str(tmp_path / "run"), settings)
+    assert len(set(errors)) == 1
+    assert "placement could not be solved: the solver ended with exit code 1" in errors[0]
 
 
 LAYERS = tuple(f"model.layers.{number}.mlp.experts" for number in range(2))

@@ -43,6 +43,7 @@ from carpool.placement.forecast import predict
 from carpool.placement.policies import POLICIES, make_pool
 from carpool.placement.trace import Trace, concatenate
 from carpool.report.units import bytes_text
+from carpool.train.checkpoints.ranks import from_rank_0
 from carpool.train.config.schema import Config
 from carpool.train.config.schema_placement import PlacementSection
 from carpool.train.moving.cost import Array, Facts
@@ -90,7 +91,6 @@ class Placement:
         self.main = dist.get_rank() == 0
         # With one rank there is nowhere to go.
         self.on = self.section.every is not None and next(iter(rides(model).values())).num_ranks > 1
-        self.device = next(model.parameters()).device
         self.recorder: TraceRecorder | None = None
         if self.on and self.section.replicas:
             for own in rides(model).values():
@@ -198,20 +198,17 @@ class Placement:
 
     def _answer(self) -> dict[str, Any]:
         """Of the question that is under way, on all ranks. Waits."""
-        found: list[Any] = [None]
-        if self.main:
+
+        def answer() -> dict[str, Any]:
             assert self.solving is not None
-            try:
-                found = [self.solving.answer()]
-            except ValueError as error:
-                found = [str(error)]
-            self.solving = None
-        if dist.is_initialized():
-            dist.broadcast_object_list(found, src=0, device=self.device)
-        if isinstance(found[0], str):
-            raise ValueError(f"placement could not be solved: {found[0]}")
-        answer: dict[str, Any] = found[0]
-        return answer
+            return self.solving.answer()
+
+        try:
+            found = from_rank_0(answer)
+        except ValueError as error:
+            raise ValueError(f"placement could not be solved: {error}") from error
+        self.solving = None
+        return found
 
     def _use(self, step: int, pending: dict[str, Any]) -> None:
         answer = pending["answer"] if "answer" in pending else self._answer()
