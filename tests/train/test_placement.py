@@ -179,15 +179,21 @@ def test_bad_input_is_refused(ranks: Ranks, text: list[str], tmp_path: Path, cha
 
 
 def _without_a_solver(output: str, overrides: list[str]) -> str:
-    with mock.patch.object(sys, "executable", "/bin/false"):
+    with (
+        mock.patch.object(sys, "executable", "/bin/false"),
+        mock.patch("carpool.placement.solvers.solve_both", side_effect=ValueError("no way")),
+    ):
         return run(output, overrides)
 
 
-def test_a_solver_that_fails_ends_the_run_on_all_ranks_alike(ranks: Ranks, tmp_path: Path) -> None:
-    settings = [*MODEL, *PLACED, "placement.background=true"]
-    errors = ranks(_without_a_solver, str(tmp_path / "run"), settings)
+@pytest.mark.parametrize(("background", "reason"), [("true", "the solver ended with exit code 1"), ("false", "no way")])
+def test_a_solver_that_fails_ends_the_run_on_all_ranks_alike(
+    ranks: Ranks, tmp_path: Path, background: str, reason: str
+) -> None:
+    settings = [*MODEL, *PLACED, f"placement.background={background}"]
+    errors = ranks(_without_a_solver, str(tmp_path / "run"), settings, timeout=90)
     assert len(set(errors)) == 1
-    assert "placement could not be solved: the solver ended with exit code 1" in errors[0]
+    assert f"placement could not be solved: {reason}" in errors[0]
 
 
 LAYERS = tuple(f"model.layers.{number}.mlp.experts" for number in range(2))

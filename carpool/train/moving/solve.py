@@ -87,14 +87,13 @@ class Solving:
     """A question that is being answered.
 
     Args:
-        folder: where a process finds the question and leaves the answer; it goes away with that. None: answer at once.
+        folder: where a process finds the question and leaves the answer; it goes away with that. None: `answer` solves.
     """
 
     def __init__(self, question: Question, folder: Path | None) -> None:
-        self.folder = folder
+        self.question, self.folder = question, folder
         self._process: subprocess.Popen[bytes] | None = None
         if folder is None:
-            self._found = solve(question)
             return
         question.save(folder)
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -108,7 +107,7 @@ class Solving:
         Raises:
             ValueError: there is none, and why."""
         if self._process is None or self.folder is None:
-            return self._found
+            return solve(self.question)
         code = self._process.wait()
         path = self.folder / "answer.json"
         if code or not path.is_file():
