@@ -24,6 +24,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from carpool.parallel.fsdp import dtensor_like
+
 # PyTorch 2.13 renames them, and warns of the names that 2.11 has.
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -112,13 +114,13 @@ class FlatBuffers:
         assert isinstance(parameter, DTensor)
         start, local = self.buckets[-1].stop, parameter.to_local()
         mine = slice(start, start + local.numel())
-        shard = like(self._shards[mine].view(local.shape).copy_(local.detach()), parameter)
+        shard = dtensor_like(self._shards[mine].view(local.shape).copy_(local.detach()), parameter)
         whole = self._whole[offset : offset + parameter.numel()].view(parameter.shape)
         return Place(
             owners,
             nn.Parameter(whole, requires_grad=self.trained),
             nn.Parameter(shard, requires_grad=self.trained),
-            like(self._gradients[mine].view(local.shape), parameter) if self.trained else None,
+            dtensor_like(self._gradients[mine].view(local.shape), parameter) if self.trained else None,
         )
 
     def put(self, bucket: Bucket, gradients: Sequence[torch.Tensor], add: bool) -> None:
@@ -159,10 +161,3 @@ class FlatBuffers:
 
     def _bucket(self, bucket: Bucket) -> torch.Tensor:
         return self._by_rank[self.ranks * bucket.start : self.ranks * bucket.stop]
-
-
-def like(local: torch.Tensor, tensor: DTensor) -> DTensor:
-    """A DTensor that is sharded as `tensor` is, and holds `local`."""
-    return DTensor.from_local(
-        local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )

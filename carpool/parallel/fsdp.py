@@ -21,7 +21,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState, _from_local_no_grad
+from torch.distributed.tensor import DTensor
 
 __all__ = ["FINAL_CALLBACK", "REGISTER_FINAL_CALLBACK", "Replaced"]
 
@@ -99,6 +100,12 @@ def reduce_later(group: Any, reduce: Any) -> None:
         reduce()
     finally:
         group.reduce_grads, group.reshard_after_backward = before
+
+
+def dtensor_like(local: torch.Tensor, tensor: DTensor) -> DTensor:
+    """A DTensor that is sharded as `tensor` is, and holds `local`: FSDP's way to make one, which takes the host a
+    twentieth of the time of `DTensor.from_local`."""
+    return _from_local_no_grad(local, tensor._spec)
 
 
 class Replaced:

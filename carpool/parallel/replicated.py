@@ -44,7 +44,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from carpool.parallel import fsdp
-from carpool.parallel.flat import Bucket, FlatBuffers, Place, like
+from carpool.parallel.flat import Bucket, FlatBuffers, Place
 
 # Axes of the mesh of dense parameters: the last one shards, the one before copies.
 DENSE_AXES = {"dp_replicate", "fsdp"}
@@ -208,7 +208,7 @@ class Replicated:
         for place in self._experts:
             grad, place.whole.grad = place.whole.grad, None
             assert isinstance(place.shard, DTensor)
-            place.shard.grad = None if grad is None else like(grad, place.shard)
+            place.shard.grad = None if grad is None else fsdp.dtensor_like(grad, place.shard)
         self._at_once = 0
 
     @torch.no_grad()

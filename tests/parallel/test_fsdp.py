@@ -119,3 +119,11 @@ def test_dtypes_and_divisors(alone: Any, param_dtype: torch.dtype | None, reduce
     assert fsdp.divisor_of(group, torch.float32) == (None if reduce_dtype == torch.float16 else 1.0)
     model[0].set_gradient_divide_factor(8.0)
     assert fsdp.divisor_of(group, torch.float32) in (8.0, None)
+
+
+def test_a_dtensor_like_another(alone: Any) -> None:
+    weight = sharded(alone)[0].weight  # type: ignore[index]
+    local = torch.randn(4, 4)
+    made = fsdp.dtensor_like(local, weight.data)
+    assert (made.placements, made.device_mesh, made.shape) == (weight.placements, weight.device_mesh, weight.shape)
+    assert made.to_local().data_ptr() == local.data_ptr() and not made.requires_grad
