@@ -54,6 +54,15 @@ LOSS, OPTIMIZER = "carpool::loss", "carpool::optimizer"
 """Names of ranges, beside those of a ride's pieces."""
 SECTIONS = {LOSS: "loss", OPTIMIZER: "optimizer"}
 
+# Kernels of ours by their names alone, as a replayed graph shows them.
+OUR_EXPERTS = frozenset({
+    "_up", "_up_tiles", "_plain", "_dact", "_dact_tiles", "_dact_pieces", "_outer", "_gather_rows", "_gather_wide",
+    "_sum_pairs", "_sum_part", "_sum_shares", "_slot_sums", "_count", "_scan", "_scatter", "_row_addresses",
+    "_tile_table", "_quantise_weight", "_activate_backward",
+})  # fmt: skip
+OUR_PACKING = frozenset({
+    "plan_kernel", "choices_kernel", "quantise_kernel", "dequantise_kernel", "_assign", "_reserve", "_copy_slabs",
+})  # fmt: skip
 _ATTENTION = re.compile(r"flash|fmha|attention|sdpa", re.I)
 _GROUPED = re.compile(r"grouped|GroupProblem", re.I)
 _PRODUCT = re.compile(r"gemm|gemv|nvjet|cutlass|cublas|splitK|aten::(mm|bmm|addmm|baddbmm|mv|dot|linear|matmul)$", re.I)
@@ -94,12 +103,14 @@ def kind_of_kernel(name: str, operator: str, section: str | None) -> str:
     Example: kind_of_kernel("nvjet_hsh_256x128", "aten::mm", None) == "dense"
     """
     both = f"{operator} {name}"
-    if any(name.startswith(ride) for ride in OUR_RIDES):
+    if any(name.startswith(ride) for ride in OUR_RIDES) or name in OUR_PACKING:
         return "rides"
     if _COMMUNICATION.search(name) or _COMMUNICATION.search(operator):
         return "rides" if section == "rides" or _RIDE.search(both) else "communication"
     if section in ("optimizer", "experts", "rides"):
         return section
+    if name in OUR_EXPERTS:
+        return "experts"
     if _ATTENTION.search(both):
         return "attention"
     if _GROUPED.search(both):

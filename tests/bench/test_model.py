@@ -254,7 +254,7 @@ def test_contenders_do_the_same_work(ranks: Ranks, tiny: str, tmp_path: Path):
     settings = Settings(
         model=tiny, layers=2, device="cpu", sequence=16, batch=2, accumulation=2, steps=1, rounds=1,
         contenders=("carpool", "transformers", "carpool-compiled"), out=str(tmp_path), json_only=True,
-        overrides=("training.torch_compile_backend=eager",),
+        overrides=("training.torch_compile_backend=eager", "moe.schedule=two-batch"),
     )  # fmt: skip
     (tmp_path / "carpool").mkdir()
     (tmp_path / "carpool" / "metrics.jsonl").write_text("{}\n")  # of an earlier benchmark
@@ -270,6 +270,8 @@ def test_contenders_do_the_same_work(ranks: Ranks, tiny: str, tmp_path: Path):
         }  # fmt: skip
     assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-5)
     assert theirs["grad_norm"] == pytest.approx(ours["grad_norm"], rel=1e-3)
+    # 2 micro-batches of 32 tokens with 3 of 8 experts: 24 for each.
+    assert ours["load"] == 1.0 and theirs["load"] is None
     assert compiled["loss"] == pytest.approx(ours["loss"], rel=1e-5)
     assert "layers compiled" in compiled["what"] and "transport dedup" in ours["what"]
     assert "all_to_all" in theirs["what"]

@@ -10,7 +10,17 @@ import torch
 import torch.nn.functional as F
 from torch.profiler import ProfilerActivity, record_function
 
-from carpool.profile.kinds import IDLE, KINDS, LOSS, OPTIMIZER, kind_of_kernel, time_by_kind
+import carpool
+from carpool.profile.kinds import (
+    IDLE,
+    KINDS,
+    LOSS,
+    OPTIMIZER,
+    OUR_EXPERTS,
+    OUR_PACKING,
+    kind_of_kernel,
+    time_by_kind,
+)
 from carpool.profile.trace import STEP, load
 from tests.profile.traces import BACKWARD, FORWARD, HOST, kernel, span, two_streams
 
@@ -41,11 +51,21 @@ ELEMENTWISE = "void at::native::vectorized_elementwise_kernel<4, at::native::Add
         ("Memcpy DtoD (Device -> Device)", "aten::copy_", None, "copies"),
         ("void at::native::elementwise_kernel<direct_copy_kernel_cuda>", "aten::copy_", None, "copies"),
         (TRITON, "", None, "elementwise"),
+        ("_dact", "", None, "experts"),
+        ("_sum_pairs", "", "rides", "rides"),
+        ("choices_kernel", "", None, "rides"),
         (ELEMENTWISE, "aten::add", None, "elementwise"),
     ],
 )
 def test_kinds_of_kernels(name: str, operator: str, section: str | None, kind: str):
     assert kind_of_kernel(name, operator, section) == kind
+
+
+def test_kernels_that_are_named_exist():
+    package = Path(carpool.__file__).parent
+    sources = "".join(path.read_text() for path in package.rglob("*kernel*.py"))
+    sources += "".join(path.read_text() for path in (package / "experts").rglob("*.py"))
+    assert not [name for name in OUR_EXPERTS | OUR_PACKING if f"def {name}(" not in sources]
 
 
 def test_a_step_is_divided_among_the_kinds():

@@ -18,6 +18,7 @@ import dataclasses
 import gc
 import inspect
 import math
+import time
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -33,13 +34,13 @@ from carpool.bench.model.routing import route
 from carpool.hf.build import build_model, experts_modules
 from carpool.hf.compiled import decoder_layers
 from carpool.hf.expert_parallel import buffers_of_rides
-from carpool.hf.metrics import LaterRecord
 from carpool.profile.kinds import LOSS, OPTIMIZER
 from carpool.train.config import Config
 from carpool.train.data.corpus import Corpus
 from carpool.train.run.files import CONFIG, INFO, LAYOUT, METRICS
 from carpool.train.run.loop import Run
 from carpool.train.run.model import distributed_config, top_k_of
+from carpool.train.run.numbers import start_numbers
 from carpool.train.run.setup import Setup
 
 # Steps' worth of different tokens, which are then taken again.
@@ -50,8 +51,10 @@ class Contender(Protocol):
     """One that takes steps."""
 
     config: Config
-    model: Any
-    optimizer: torch.optim.Optimizer
+
+    @property
+    def load(self) -> float | None:
+        """Of the fullest expert of a layer, over the mean, in the latest step; None if nobody counts."""
 
     def take_step(self) -> tuple[float, float]:
         """(loss, norm of the gradient) of one step of all ranks."""
@@ -94,18 +97,25 @@ class CarpoolContender(_RandomText, Run):
 
     def __init__(self, config: Config, routing: str, command: str) -> None:
         super().__init__(config, None, command)
-        self._rode: LaterRecord | None = None
-        # Its progress bar; what it says goes on.
+        # What it says of its steps; the benchmark says more.
         self.display.close()
+        self.display.console.quiet = True
         self._force(routing)
 
     def take_step(self) -> tuple[float, float]:
+        """As the trainer's loop takes it, its record included."""
+        begin = time.perf_counter()
+        self.step += 1
         losses, norm, _ = self.update()
-        # As the trainer does: what rode in a step is read in the next one.
-        before, self._rode = self._rode, self.metrics.start(self.device)
-        if before is not None:
-            before.read()
+        numbers = start_numbers(self, losses, norm, begin)
+        self.record()
+        self.unrecorded = numbers
         return losses.loss, norm
+
+    @property
+    def load(self) -> float | None:
+        self.record()
+        return float(self.step_records[-1]["load_max_over_mean"])
 
     @property
     def buffer_bytes(self) -> int:
@@ -123,6 +133,8 @@ class TransformersContender(_RandomText):
 
     Raises:
         ValueError: a configuration that cannot be."""
+
+    load: float | None = None
 
     def __init__(self, config: Config, routing: str) -> None:
         self.config, self.compare_with = config, None

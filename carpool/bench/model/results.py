@@ -57,6 +57,7 @@ class Row:
         what: what it is, as it ran.
         unavailable: why it could not run; then all else is empty.
         loss, grad_norm: of the first step.
+        load: of the fullest expert of a layer, over the mean; None if nobody counted.
         first_step_seconds: how long that took, compiling included.
         peak_bytes: of the largest rank, in PyTorch's memory and in buffers. None on CPU.
         ratio: how many times faster than the first contender that ran.
@@ -69,6 +70,7 @@ class Row:
     unavailable: str | None = None
     loss: float | None = None
     grad_norm: float | None = None
+    load: float | None = None
     first_step_seconds: float | None = None
     times: Times | None = None
     tokens_per_second: float | None = None
@@ -198,6 +200,9 @@ def _notes(result: Result, case: Case) -> str:
         notes.append("Routing of random weights: skewed as it comes, no basis for a comparison with published speeds.")
     elif case.routing == "balanced":
         notes.append("Choices are forced: every expert serves equally many tokens; weights are the router's own.")
+    loads = [f"{row.load:.2f} times the mean ({row.label})" for row in case.rows if row.load is not None]
+    if loads:
+        notes.append(f"The fullest expert of a layer served {', '.join(loads)}.")
     on_device = all(row.on_device for row in case.rows if row.kinds)
     what = "kernels" if on_device else "operators of the host, on a CPU"
     notes.append(

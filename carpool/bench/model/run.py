@@ -210,6 +210,7 @@ class ModelBenchmark:
                 begin = time.perf_counter()
                 found = contender.take_step()
                 self._wait()
+                row.load = contender.load
                 if number == 0:
                     row.loss, row.grad_norm = found
                     row.first_step_seconds = time.perf_counter() - begin
