@@ -477,7 +477,7 @@ def test_state_continues_exactly_also_on_other_ranks():
 
 def test_batches_that_are_made_ahead_are_the_same_and_the_state_is_of_those_handed_out():
     tokens = np.arange(4 * 31 + 1, dtype=np.uint32)
-    plain, ahead = train_loader(tokens, batch_size=6), Prefetch(train_loader(tokens, batch_size=6), pin=False)
+    plain, ahead = train_loader(tokens, batch_size=6), Prefetch(train_loader(tokens, batch_size=6), torch.device("cpu"))
     assert ahead.state_dict() == plain.state_dict()
     for _ in range(7):  # into the second epoch
         assert rows(next(ahead)) == rows(next(plain))
@@ -493,7 +493,7 @@ def test_batches_that_are_made_ahead_are_the_same_and_the_state_is_of_those_hand
 def test_an_error_of_the_thread_that_makes_batches_ends_the_step():
     tokens = np.arange(4 * 31 + 1, dtype=np.uint32)
     loader = train_loader(tokens, batch_size=6)
-    ahead = Prefetch(loader, pin=False)
+    ahead = Prefetch(loader, torch.device("cpu"))
     next(ahead)
     ahead._next.result()
     loader._tokens = None

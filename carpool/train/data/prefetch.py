@@ -1,6 +1,6 @@
 """The next step's batches are made while this one computes.
 
-    loader = Prefetch(TrainLoader(...), pin=True)       the same batches in the same order
+    loader = Prefetch(TrainLoader(...), device)      the same batches in the same order
 
 A thread makes them, one step ahead, in pinned memory, from which they go to a GPU without the host waiting. The state
 is of what was handed out: what is ready but was not asked for is made again after a resume.
@@ -9,7 +9,10 @@ is of what was handed out: what is ready but was not asked for is made again aft
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
+
+import torch
 
 from carpool.train.data.loader import Batch, TrainLoader
 
@@ -22,12 +25,14 @@ class Prefetch:
 
     Args:
         loader: makes the batches.
-        pin: in pinned memory; needs a GPU.
+        device: where they will go; for a GPU they are in pinned memory.
     """
 
-    def __init__(self, loader: TrainLoader, pin: bool) -> None:
-        self._loader, self._pin, self._state = loader, pin, loader.state_dict()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="carpool-data")
+    def __init__(self, loader: TrainLoader, device: torch.device) -> None:
+        self._loader, self._pin, self._state = loader, device.type == "cuda", loader.state_dict()
+        # A thread begins on device 0, where other ranks are.
+        begin = partial(torch.cuda.set_device, device) if self._pin else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="carpool-data", initializer=begin)
         self._next: Future[Ready] | None = None
         self.targets = loader.targets
 

@@ -171,7 +171,7 @@ class Setup(RunState):
             seed=training.seed,
             **share,
         )
-        self.loader = Prefetch(loader, pin=self.device.type == "cuda")
+        self.loader = Prefetch(loader, self.device)
         self.eval_loader = EvalLoader(
             self.corpus.eval,
             batch_size=training.per_device_eval_batch_size,
