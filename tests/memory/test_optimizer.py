@@ -224,6 +224,24 @@ def test_a_state_of_torch_goes_on(dtype: torch.dtype, moments: str) -> None:
         torch.testing.assert_close(p, q, rtol=bound, atol=bound * 0.1)
 
 
+def test_a_learning_rate_in_a_tensor_stays_in_it() -> None:
+    found = parameters(torch.float32)
+    rate = torch.tensor(1e-2)
+    ours = AdamW(found, lr=rate)
+    other, plain = parameters(torch.float32), 1e-2
+    theirs = AdamW(other, lr=plain)
+    for step in range(3):
+        for p, q, grad in zip(found, other, gradients(step), strict=True):
+            p.grad, q.grad = grad, grad
+        rate.mul_(0.5)
+        theirs.param_groups[0]["lr"] = float(rate)
+        ours.step()
+        theirs.step()
+    assert all(torch.equal(p, q) for p, q in zip(found, other, strict=True))
+    ours.load_state_dict(AdamW(found, lr=7.0).state_dict())
+    assert ours.param_groups[0]["lr"] is rate and rate == 7
+
+
 def test_states_convert() -> None:
     for source in ("float32", "bfloat16", "int8"):
         optimizer, found = _trained(AdamW, torch.float32, moments=source)

@@ -114,6 +114,8 @@ class Settings:
             yield f"model.config.num_hidden_layers={self.layers}"
         if self.device == "cuda":
             yield "model.dtype=bfloat16"
+            # As transformers' contenders do: all update alike. With masters a parameter takes 6 bytes more.
+            yield "training.optimizer=torch"
         yield f"data.sequence_length={self.sequence}"
         yield f"training.per_device_train_batch_size={self.batch}"
         yield f"training.gradient_accumulation_steps={self.accumulation}"

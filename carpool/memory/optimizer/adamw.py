@@ -145,7 +145,10 @@ class AdamW(torch.optim.Optimizer):
             raise ValueError("the state is of an optimizer with other groups of parameters")
         for group, other in zip(self.param_groups, theirs, strict=True):
             for name in self.defaults:
-                group[name] = other.get(name, group[name])
+                if isinstance(group[name], torch.Tensor):  # a captured graph reads this memory
+                    group[name].copy_(torch.as_tensor(other.get(name, group[name])))
+                else:
+                    group[name] = other.get(name, group[name])
             for parameter, key in zip(group["params"], other["params"], strict=True):
                 _copy_state(self.state[parameter], state_dict["state"].get(key, {}), parameter)
 
