@@ -207,7 +207,8 @@ def _notes(result: Result, case: Case) -> str:
     what = "kernels" if on_device else "operators of the host, on a CPU"
     notes.append(
         f"Kinds: of {what}, in one step under the profiler, mean over ranks. Each moment counts once, computation "
-        "before communication; times of the roofline are of all that ran, hidden or not. Rooflines are of the model's "
+        "before communication; times of the roofline are of all that ran, hidden or not. Activations and permutations "
+        "are experts in Carpool's, elementwise and copies in transformers'. Rooflines are of the model's "
         "operations and bytes, and of datasheets."
     )
     return "\n".join([*notes, result.where])
