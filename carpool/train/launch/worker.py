@@ -9,6 +9,7 @@ reason to a file and not to the terminal, where the other ranks write as well; t
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import datetime
@@ -54,6 +55,12 @@ def main() -> None:
         sys.stderr.flush()
         # Not sys.exit: it waits for threads, and one that is stuck in a collective would keep this rank alive.
         os._exit(error.exit_code if isinstance(error, Stopped) else 1)
+    # The same for a run that went well: while Python is taken down, a library's thread now and then aborts the process,
+    # and the agent would call the run failed. What asked to be called at the end is called.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def run_rank(config: Config, entry: Callable[..., None], kwargs: dict[str, Any]) -> None:
