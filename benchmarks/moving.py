@@ -1,8 +1,8 @@
 """Placement while training, on a trained model: are losses those of a run that stays, and do forecasts come true?
 
-    python -m benchmarks.texts --work /tmp/work
-    carpool train --config /tmp/work/train.toml training.output_dir=/tmp/work/e64
-    torchrun --nproc-per-node 4 -m benchmarks.moving --work /tmp/work --name e64 --out moving.json
+    python -m benchmarks.texts --work work
+    carpool train --config work/train.toml training.output_dir=work/e64
+    torchrun --nproc-per-node 4 -m benchmarks.moving --work work --name e64 --out moving.json
 
 `carpool train` goes on with the model on one kind of text (`--text`), the same batches in every run:
 

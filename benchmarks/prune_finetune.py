@@ -1,8 +1,8 @@
 """What limiting tokens to few ranks costs and saves: the same fine-tune unlimited, and limited to 2 ranks and to 1.
 
-    python -m benchmarks.texts --work /tmp/work
-    carpool train --config /tmp/work/train.toml training.output_dir=/tmp/work/e64
-    torchrun --nproc-per-node 4 -m benchmarks.prune_finetune --work /tmp/work --name e64 --out prune_finetune.json
+    python -m benchmarks.texts --work work
+    carpool train --config work/train.toml training.output_dir=work/e64
+    torchrun --nproc-per-node 4 -m benchmarks.prune_finetune --work work --name e64 --out prune_finetune.json
 
 Occult's collaboration pruning (arXiv 2505.13345): experts are placed on the 4 ranks by `--solver`, from the model's own
 routing on training text; then every contender starts from the same weights, trains on one kind of text (`--text`), the

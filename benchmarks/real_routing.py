@@ -1,8 +1,8 @@
 """What learned routing costs against perfectly balanced routing, and how much of that placement gives back.
 
-    python -m benchmarks.texts --work /tmp/work
-    carpool train --config /tmp/work/train.toml training.output_dir=/tmp/work/e64
-    torchrun --nproc-per-node 4 -m benchmarks.real_routing --work /tmp/work --name e64 --out real_routing.json
+    python -m benchmarks.texts --work work
+    carpool train --config work/train.toml training.output_dir=work/e64
+    torchrun --nproc-per-node 4 -m benchmarks.real_routing --work work --name e64 --out real_routing.json
 
 One trained model, the same weights and the same batches for every contender. Its own routing loads some ranks more than
 others, and every layer waits for the fullest; balanced routing, which no trained model has, is what one would like:

@@ -29,7 +29,7 @@ from transformers.distributed.checkpoint import is_sharded_checkpoint
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from carpool.hf.config_keys import check_keys, nearest
+from carpool.hf.config_keys import check_keys, suggestion
 from carpool.hf.conversions import unshardable
 from carpool.hf.dense import without_fsdp
 from carpool.hf.initial_weights import fill, set_tensor
@@ -57,7 +57,7 @@ def make_config(model_type: str, keys: dict[str, Any]) -> PreTrainedConfig:
         known = sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in CONFIG_MAPPING)
         code = " Its file brings its own code (auto_map), which Carpool never runs." if "auto_map" in keys else ""
         raise ValueError(
-            f"Transformers has no causal language model of type {model_type!r}{nearest(model_type, known)}{code}"
+            f"Transformers has no causal language model of type {model_type!r}{suggestion(model_type, known)}{code}"
         )
     config_class = CONFIG_MAPPING[model_type]
     used, inert, wrong = check_keys(config_class, keys, model_type)
@@ -168,7 +168,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
         code = " It brings its own code (auto_map), which Carpool never runs." if "auto_map" in raw else ""
         raise ValueError(
             f"{folder / 'config.json'} has model_type {model_type!r}, which the installed Transformers does not have"
-            f"{nearest(str(model_type), CONFIG_MAPPING)}.{code}"
+            f"{suggestion(str(model_type), CONFIG_MAPPING)}.{code}"
         )
     if raw.get("quantization_config"):
         method = raw["quantization_config"].get("quant_method", "unknown method")

@@ -83,7 +83,7 @@ def check_keys(
             inert.append(key)
             used[key] = value
         elif key not in known:
-            wrong.append(f"the configuration of {where} has no key {key!r}{nearest(key, known)}")
+            wrong.append(f"the configuration of {where} has no key {key!r}{suggestion(key, known)}")
         elif isinstance(value, dict) and (sub_config := _sub_config(config_class, key)) is not None:
             used[key], more, faults = check_keys(sub_config, value, f"{where}.{key}")
             inert += [f"{key}.{name}" for name in more]
@@ -95,7 +95,7 @@ def check_keys(
     return used, inert, wrong
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def suggestion(name: str, known: Iterable[str]) -> str:
     """A question for the end of a refusal, or nothing if no known name is near."""
     matches = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(repr(match) for match in matches)}?" if matches else ""

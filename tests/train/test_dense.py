@@ -14,27 +14,20 @@ from carpool.parallel.degrees import Degrees
 from carpool.train.config.schema import Config
 from carpool.train.run.dense import decide_dense
 from tests.ranks import Ranks
+from tests.train import test_loop
 from tests.train.test_loop import losses, run, text, weights  # noqa: F401  text is a fixture
 
 MODEL = [
-    "model.model_type=olmoe",
-    "model.config.hidden_size=32",
-    "model.config.intermediate_size=32",
-    "model.config.num_hidden_layers=2",
-    "model.config.num_attention_heads=4",
-    "model.config.num_key_value_heads=4",
-    "model.config.num_experts=8",
-    "model.config.num_experts_per_tok=3",
-    "model.config.router_aux_loss_coef=0.05",
-    "data.sequence_length=32",
-    "training.per_device_train_batch_size=2",
+    *test_loop.MODEL,
     "training.gradient_accumulation_steps=2",
     "training.max_steps=4",
     "training.save_steps=2",
     "training.eval_steps=2",
     "training.warmup_steps=1",
     "training.max_grad_norm=0.5",
+    'training.sample_prompt="def "',
     "training.sample_tokens=3",
+    "training.save_pretrained=true",
     # A large one: no rounding decides a sign.
     "training.adam_epsilon=1e-4",
 ]
