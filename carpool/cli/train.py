@@ -51,17 +51,18 @@ def train(
         return
     with errors(debug):
         from carpool.recipes import names, path_of
-        from carpool.train.config import load_config
+        from carpool.train.config import resolve_config
 
         if config is not None and not config.exists() and str(config) in names():
             config = path_of(str(config))
-        settings = load_config(config, overrides or [])
+        resolved = resolve_config(config, overrides or [])
+        settings = resolved.config
         require(TRAIN_PACKAGES)
         check_paths(settings)
         if dry_run:
             from carpool.train.run.estimate import dry_run as estimate
 
-            typer.echo(estimate(settings))
+            typer.echo(estimate(settings, resolved.sources))
             return
         from carpool.train.launch.start import run
         from carpool.train.run.files import check_no_run

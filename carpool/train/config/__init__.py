@@ -1,7 +1,7 @@
 """A run's settings: the schema, and how TOML files and overrides become a `Config`."""
 
-from carpool.train.config.load import describe, load_config
+from carpool.train.config.load import describe, load_config, resolve_config
 from carpool.train.config.schema import Config, ParallelismSection, TrainingSection
 from carpool.train.config.schema_base import nearest
 
-__all__ = ["Config", "ParallelismSection", "TrainingSection", "describe", "load_config", "nearest"]
+__all__ = ["Config", "ParallelismSection", "TrainingSection", "describe", "load_config", "nearest", "resolve_config"]

@@ -8,7 +8,7 @@ text (`training.output_dir=runs/a`). The word none (or null) means "not set".
 
 The demo's model holds only until another is named: a `[model]` with `path`, `architecture`, `model_type` or a published
 configuration (`model.config=qwen3-30b-a3b`) starts from nothing, while `model.config.num_experts=32` alone changes the
-demo's.
+demo's. For a `path` with weights, other defaults hold (`carpool.train.config.fine_tuning`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from __future__ import annotations
 import tomllib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from carpool.train.config.fine_tuning import FROM_DEMO, defaults, source_of_default
 from carpool.train.config.published import FROM
 from carpool.train.config.schema import (
     DEMO_MODEL,
@@ -44,10 +46,12 @@ __all__ = [
     "NvlinkSection",
     "ParallelismSection",
     "PlacementSection",
+    "Resolved",
     "TrainingSection",
     "describe",
     "load_config",
     "nearest",
+    "resolve_config",
 ]
 
 # Keys of the [model] section that name a model; any of them displaces the demo's.
@@ -67,12 +71,30 @@ _EXPECTED = {
 }
 
 
+@dataclass(frozen=True)
+class Resolved:
+    """A configuration.
+
+    Attributes:
+        sources: where each value is from that the user has not set, by (section, key).
+    """
+
+    config: Config
+    sources: Mapping[tuple[str, str], str]
+
+
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of `resolve_config`."""
+    return resolve_config(path, overrides).config
+
+
+def resolve_config(path: Path | None, overrides: Sequence[str] = ()) -> Resolved:
     """The configuration of a run: defaults, then the TOML file at `path`, then `overrides` (`section.key=value`).
 
     Raises:
         ValueError: a missing or malformed file, an unknown key (with the nearest known one), a value of the wrong
-            type or range (with key, value, place and what was expected), or values that contradict each other.
+            type or range (with key, value, place and what was expected), values that contradict each other, or a
+            checkpoint without data to train it on.
     """
     settings: dict[str, Any] = {}
     places: dict[tuple[str, ...], str] = {}
@@ -81,11 +103,20 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     for override in overrides:
         _merge(settings, _parse_override(override), (), _COMMAND_LINE, places)
     _check_keys(settings, places)
+    _prefer_later_length(settings.get("training", {}), places)
+    sources = {(name, key): source_of_default((name, key)) for name, _, key in keys() if (name, key) not in places}
+    for (name, key), (value, source) in defaults(settings).items():
+        settings.setdefault(name, {})[key] = value
+        sources[name, key] = source
+    if settings.get("training", {}).get("num_train_epochs") is not None:
+        # It is none because of the epochs.
+        sources.pop(("training", "max_steps"), None)
     model = settings.setdefault("model", {})
     if not _names_a_model(model):
         settings["model"] = _merged(DEMO_MODEL, model)
+        sources |= {("model", key): FROM_DEMO for key in DEMO_MODEL if ("model", key) in sources}
     try:
-        return Config.model_validate(settings)
+        return Resolved(Config.model_validate(settings), sources)
     except ValidationError as error:
         lines = list(dict.fromkeys(_explain(detail, places) for detail in error.errors()))
         raise ValueError("\n".join(lines)) from None
@@ -155,6 +186,16 @@ def _merge(into: dict[str, Any], new: Mapping[str, Any], at: tuple[str, ...], pl
             _merge(into[key], value, here, place, places)
         else:
             into[key] = None if _is_none(value) and not _takes_texts(here) else value
+
+
+def _prefer_later_length(training: Any, places: Mapping[tuple[str, ...], str]) -> None:
+    """A number of steps on the command line displaces a file's number of epochs, and the other way round."""
+    lengths = ("max_steps", "num_train_epochs")
+    given = [key for key in lengths if isinstance(training, dict) and training.get(key) is not None]
+    if len(given) == 2 and len({places["training", key] for key in given}) == 2:
+        for key in given:
+            if places["training", key] != _COMMAND_LINE:
+                training[key] = None
 
 
 def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

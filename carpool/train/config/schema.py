@@ -20,7 +20,7 @@ command line it is written as the word "none".
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -214,8 +214,13 @@ class Config(Section):
             return self.nvlink.model_dump()
         return self.moe.transport_options if name == self.moe.transport else {}
 
-    def to_toml(self, comments: bool = False) -> str:
-        """Every key as TOML, which `load_config` reads back to an equal Config; with `comments`, each explained."""
+    def to_toml(self, comments: bool = False, sources: Mapping[tuple[str, str], str] | None = None) -> str:
+        """Every key as TOML, which `load_config` reads back to an equal Config.
+
+        Args:
+            comments: each key is explained.
+            sources: what is said at the end of a key's line, by (section, key).
+        """
         blocks = []
         for name, field in type(self).model_fields.items():
             section = getattr(self, name)
@@ -225,13 +230,14 @@ class Config(Section):
             for key, about in type(section).model_fields.items():
                 value = getattr(section, key)
                 into = tables if isinstance(value, dict) else lines
+                source = f"  # {sources[name, key]}" if sources and (name, key) in sources else ""
                 if comments:
                     into.append(f"# {about.description}")
                 if isinstance(value, dict):
-                    into.append(f"[{name}.{key}]")
+                    into.append(f"[{name}.{key}]{source}")
                     into.extend(f"{toml_value(k, as_key=True)} = {toml_value(v)}" for k, v in value.items())
                 else:
-                    into.append(f"{key} = {toml_value(value)}")
+                    into.append(f"{key} = {toml_value(value)}{source}")
             blocks.append("\n".join([*lines, *([""] if tables else []), *tables]))
         return "\n\n".join(blocks) + "\n"
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+import math
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -15,7 +16,18 @@ class TrainingSection(Section):
     output_dir: str = Field(
         default="runs/demo", description="Folder of this run: metrics, checkpoints, resolved configuration, report."
     )
-    max_steps: int = Field(default=180, gt=0, description="Optimizer steps of the whole run, resumed parts included.")
+    max_steps: int | None = Field(
+        default=180,
+        gt=0,
+        description="Optimizer steps of the whole run, resumed parts included. Either this or num_train_epochs; the "
+        "other is none.",
+    )
+    num_train_epochs: float | None = Field(
+        default=None,
+        gt=0,
+        description="How often the whole run goes through data.train; 0.5: through half of it. The run records the "
+        "steps that this takes as max_steps, rounded up.",
+    )
     stop_at_step: int | None = Field(
         default=None,
         gt=0,
@@ -137,11 +149,27 @@ class TrainingSection(Section):
         "this GPU is known.",
     )
 
+    @property
+    def steps(self) -> int:
+        """`max_steps` of a run whose data have been read: a number of epochs is known as steps then."""
+        assert self.max_steps is not None
+        return self.max_steps
+
+    def in_steps(self, steps_per_epoch: float) -> TrainingSection:
+        """The same, with a number of steps in place of a number of epochs.
+
+        Raises:
+            ValueError: warm-up would take more steps than there are."""
+        if self.num_train_epochs is None:
+            return self
+        steps = max(1, math.ceil(self.num_train_epochs * steps_per_epoch))
+        return self.model_validate({**self.model_dump(), "max_steps": steps, "num_train_epochs": None})
+
     def warmup(self) -> int:
         """Steps of warm-up: `warmup_steps` itself, or that share of `max_steps`, rounded up, if it is below 1."""
         if self.warmup_steps >= 1:
             return int(self.warmup_steps)
-        return -int(-self.max_steps * self.warmup_steps // 1)
+        return -int(-self.steps * self.warmup_steps // 1)
 
     def one_pass(self, dtype: str) -> bool:
         """Whether parameters of this dtype are updated by the one-pass optimizer."""
@@ -149,14 +177,28 @@ class TrainingSection(Section):
             return self.optimizer == "one-pass"
         return dtype == "bfloat16" or self.optimizer_moments != "float32"
 
+    @model_validator(mode="before")
+    @classmethod
+    def _epochs_for_steps(cls, data: Any) -> Any:
+        """Who says a number of epochs need not take back the default number of steps."""
+        if isinstance(data, dict) and data.get("num_train_epochs") is not None and "max_steps" not in data:
+            return {**data, "max_steps": None}
+        return data
+
     @model_validator(mode="after")
     def _fits(self) -> Self:
+        if (self.max_steps is None) == (self.num_train_epochs is None):
+            both = "both are given" if self.max_steps is not None else "neither is given"
+            raise ValueError(
+                f"training.max_steps and training.num_train_epochs each say how long the run is, but {both}: set one "
+                "of them, such as training.num_train_epochs=2"
+            )
         if self.optimizer == "torch" and self.optimizer_moments != "float32":
             raise ValueError(
                 f"training.optimizer_moments = {self.optimizer_moments!r} needs the one-pass optimizer, but "
                 'training.optimizer = "torch"; leave one of them out'
             )
-        if self.warmup() > self.max_steps:
+        if self.max_steps is not None and self.warmup() > self.max_steps:
             raise ValueError(
                 f"training.warmup_steps = {self.warmup_steps:g} is more than training.max_steps = {self.max_steps}: "
                 "warm-up would never end; lower the first or raise the second"

@@ -87,7 +87,7 @@ class Placement:
         self.model, self.optimizer, self.facts = model, optimizer, facts
         self.folder, self.say, self.record = folder / "placement", say, record
         # Also of a run that leaves off before: it will go on.
-        self.last_step = config.training.max_steps
+        self.last_step = config.training.steps
         self.main = dist.get_rank() == 0
         # With one rank there is nowhere to go.
         self.on = self.section.every is not None and next(iter(rides(model).values())).num_ranks > 1

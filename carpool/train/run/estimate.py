@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 import os
 import textwrap
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -153,8 +154,11 @@ def state_bytes(config: Config) -> float:
     return 2 * moments + (2 if dtype == "bfloat16" else 0)
 
 
-def dry_run(config: Config) -> str:
+def dry_run(config: Config, sources: Mapping[tuple[str, str], str] | None = None) -> str:
     """The resolved configuration and what it will need, as text. Reads no data and no weights, starts no ranks.
+
+    Args:
+        sources: as `carpool.train.config.load.Resolved` has them.
 
     Raises:
         ValueError: whatever would stop the run before its first step, as far as this machine can tell.
@@ -182,7 +186,7 @@ def dry_run(config: Config) -> str:
         * config.data.sequence_length
     )
     lines = [
-        config.to_toml(),
+        config.to_toml(sources=sources),
         f"# {type(model).__name__}: {size.total:,} parameters, {size.active:,} active per token",
         f"# {ranks} ranks: {degrees}",
         f"# {tokens:,} tokens per step, {flops_per_token(size, config.data.sequence_length):,} operations per token",

@@ -75,7 +75,7 @@ def leave(run: RunState, signum: int) -> None:
     check_written(run)
     run.display.close()
     raise Stopped(
-        f"stopped by {name} after step {run.step} of {run.config.training.max_steps}; continue from {path} with the "
+        f"stopped by {name} after step {run.step} of {run.config.training.steps}; continue from {path} with the "
         "same command and training.resume_from_checkpoint=last",
         name,
     )
@@ -92,7 +92,7 @@ def finish(run: RunState) -> None:
     evaluate(run)
     if run.saved_at != run.step:
         save(run)
-    if training.save_pretrained and run.step == training.max_steps:
+    if training.save_pretrained and run.step == training.steps:
         _export(run)
     comparison = _compare(run)
     run.display.close()

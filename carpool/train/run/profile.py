@@ -97,9 +97,11 @@ def _as_profiled(config: Config, folder: Path, recorded: Path) -> Config:
         "learning_rate": 0.0,
         "report_to": (),
         "stop_at_step": None,
-        # A run that has ended may be profiled, too.
-        "max_steps": training.max_steps + 1 if resume is not None else training.max_steps,
     }
+    if resume is not None:
+        # A run that has ended may be profiled, too.
+        length = "max_steps" if training.max_steps is not None else "num_train_epochs"
+        changed[length] = getattr(training, length) + 1
     return config.model_copy(update={"training": training.model_copy(update=changed)})
 
 

@@ -171,6 +171,8 @@ class Setup(RunState):
             seed=training.seed,
             **share,
         )
+        steps_per_epoch = loader.num_sequences / loader.global_batch_size
+        self.config = config.model_copy(update={"training": training.in_steps(steps_per_epoch)})
         self.loader = Prefetch(loader, self.device)
         self.eval_loader = EvalLoader(
             self.corpus.eval,
@@ -301,7 +303,7 @@ class Setup(RunState):
             self.step, self.totals, self.losses = state["step"], state["totals"], state["losses"]
             self.loader.load_state_dict(state["loader"])
         self.start = self.saved_at = self.step
-        self.last_step = min(training.max_steps, training.stop_at_step or training.max_steps)
+        self.last_step = min(training.steps, training.stop_at_step or training.steps)
         if self.step >= self.last_step:
             raise ValueError(
                 f"{resume} is at step {self.step} already, and this run ends at step {self.last_step}: nothing to do; "
@@ -343,7 +345,7 @@ class Setup(RunState):
             self.main,
             training.report_to,
             settings,
-            training.max_steps,
+            training.steps,
             say=lambda text: self.display.say(text),
             restore=lambda: write_files(self, self.info),
         )

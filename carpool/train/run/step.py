@@ -252,6 +252,6 @@ def learning_rate(step: int, training: TrainingSection) -> float:
         return training.learning_rate * step / warmup
     if training.lr_scheduler_type == "constant":
         return training.learning_rate
-    done = (step - warmup) / max(1, training.max_steps - warmup)
+    done = (step - warmup) / max(1, training.steps - warmup)
     left = 1 - done if training.lr_scheduler_type == "linear" else 0.5 * (1 + math.cos(math.pi * done))
     return training.learning_rate * (training.min_lr_ratio + (1 - training.min_lr_ratio) * left)

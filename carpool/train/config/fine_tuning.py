@@ -1,0 +1,114 @@
+"""What a run is by default, and why: a checkpoint is fine-tuned, any other model is trained as the demo is.
+
+    carpool train model.path=OLMoE-1B-7B data.train=chats.jsonl        what is not said suits fine-tuning
+    carpool train model.config=qwen3-30b-a3b                           what is not said is the demo's
+
+The demo trains a tiny model from random weights in two minutes, so its learning rate is large and its sequences are
+short. A published model needs neither. Rates: 1e-5 for all parameters, as instruction tuning of models of this size
+uses (Tulu 3, arXiv 2411.15124, and the models' own reports have 5e-6 to 2e-5), and ten times that for adapters
+("LoRA Without Regret", Thinking Machines, 2025).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from carpool.train.config.published import is_configuration_alone
+
+Key = tuple[str, str]  # (section, key)
+
+FROM_DEMO, FOR_FINE_TUNING, FROM_CHECKPOINT = "from the demo", "default for fine-tuning", "from the checkpoint"
+# Longer sequences than this are asked for.
+SEQUENCE_LENGTH = 4096
+# Of one micro-batch, where sequences are shorter than that.
+MICRO_BATCH_TOKENS = 4096
+RATE, ADAPTER_RATE = 1e-5, 1e-4
+
+_FINE_TUNING: Mapping[Key, Any] = {
+    ("data", "eval_fraction"): 0.05,
+    ("data", "eval_max_sequences"): 170,
+    ("training", "num_train_epochs"): 1.0,
+    ("training", "gradient_accumulation_steps"): 4,
+    ("training", "lr_scheduler_type"): "cosine",
+    ("training", "min_lr_ratio"): 0.1,
+    ("training", "warmup_steps"): 0.03,
+    ("training", "weight_decay"): 0.0,
+    ("training", "adam_beta2"): 0.999,
+    ("training", "max_grad_norm"): 1.0,
+    ("training", "eval_steps"): 100,
+    ("training", "save_steps"): 200,
+    ("training", "sample_prompt"): None,
+}
+# What the demo says for itself: these values suit no other model.
+_DEMO = {
+    *_FINE_TUNING, ("data", "train"), ("data", "sequence_length"), ("training", "output_dir"),
+    ("training", "max_steps"), ("training", "learning_rate"), ("training", "per_device_train_batch_size"),
+    ("training", "per_device_eval_batch_size"),
+} - {("training", "num_train_epochs")}  # fmt: skip
+
+
+def defaults(settings: Mapping[str, Any]) -> dict[Key, tuple[Any, str]]:
+    """Values for keys that the user has not set, by key, each with where it is from.
+
+    Args:
+        settings: what the user has set, by section.
+
+    Returns:
+        Nothing for a model from scratch, whose defaults stand in the schema.
+
+    Raises:
+        ValueError: a checkpoint without data to train it on.
+    """
+    model, data = _table(settings, "model"), _table(settings, "data")
+    path = model.get("path")
+    if not isinstance(path, str) or not Path(path, "config.json").is_file() or is_configuration_alone(Path(path)):
+        return {}
+    if not data.get("train"):
+        raise ValueError(
+            f"model.path = {path} is a checkpoint, so this run fine-tunes it, but nothing says on which data: set "
+            f"data.train to your files, such as\n    carpool train model.path={path} data.train=my-data.jsonl"
+        )
+    training = _table(settings, "training")
+    checkpoint = _read(Path(path))
+    found = {key: (value, FOR_FINE_TUNING) for key, value in _FINE_TUNING.items()}
+    if training.get("max_steps") is not None:
+        del found["training", "num_train_epochs"]
+    length, why = SEQUENCE_LENGTH, FOR_FINE_TUNING
+    longest = checkpoint.get("max_position_embeddings")
+    if isinstance(longest, int) and 2 <= longest < length:
+        length, why = longest, FROM_CHECKPOINT
+    found["data", "sequence_length"] = length, why
+    length = data.get("sequence_length", length)
+    sequences = max(1, MICRO_BATCH_TOKENS // length) if isinstance(length, int) and length > 0 else 1
+    found["training", "per_device_train_batch_size"] = sequences, FOR_FINE_TUNING
+    found["training", "per_device_eval_batch_size"] = sequences, FOR_FINE_TUNING
+    found["training", "learning_rate"] = ADAPTER_RATE if _table(settings, "adapter") else RATE, FOR_FINE_TUNING
+    found["training", "output_dir"] = f"runs/{Path(path).resolve().name}", FOR_FINE_TUNING
+    if (checkpoint.get("dtype") or checkpoint.get("torch_dtype")) == "bfloat16":
+        found["model", "dtype"] = "bfloat16", FROM_CHECKPOINT
+    return {key: value for key, value in found.items() if key[1] not in _table(settings, key[0])}
+
+
+def source_of_default(key: Key) -> str:
+    """Where the schema's value of a key is from."""
+    return FROM_DEMO if key in _DEMO else "default"
+
+
+def _table(settings: Mapping[str, Any], section: str) -> Mapping[str, Any]:
+    table = settings.get(section)
+    return table if isinstance(table, Mapping) else {}
+
+
+def _read(folder: Path) -> dict[str, Any]:
+    """A checkpoint's configuration, and over it that of its language model. What is damaged is refused later."""
+    try:
+        keys = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(keys, dict):
+        return {}
+    text = keys.get("text_config")
+    return {**keys, **{k: v for k, v in text.items() if v is not None}} if isinstance(text, dict) else keys
