@@ -24,6 +24,7 @@ def balance_loss(
     group: dist.ProcessGroup | None = None,
     *,
     per_layer: bool = False,
+    padding_T: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The load-balancing loss over all layers and all ranks of `group`.
 
@@ -33,6 +34,7 @@ def balance_loss(
         top_k: K of the router.
         group: all ranks that hold tokens of the batch; None: the whole world, if there is one.
         per_layer: the mean of the layers' losses; else the loss of all layers' tokens together, as in transformers.
+        padding_T: true where there is no token but padding, which counts nothing. None: there is none.
 
     Returns:
         Scalar float32, the same value on every rank. Its gradient is this rank's share times the number of ranks, so
@@ -40,12 +42,17 @@ def balance_loss(
     """
     num_experts = router_logits[0].shape[-1]
     probs, totals = [], []
+    counts_T1 = None if padding_T is None else (~padding_T).float().unsqueeze(1)
     for logits_TE in router_logits:
         prob_TE = logits_TE.float().softmax(-1)
-        chosen = prob_TE.detach().topk(top_k, dim=-1).indices.reshape(-1)
-        count_E = prob_TE.new_zeros(num_experts).scatter_add(0, chosen, torch.ones_like(chosen, dtype=torch.float32))
+        chosen_TK = prob_TE.detach().topk(top_k, dim=-1).indices
+        if counts_T1 is None:
+            one_TK = torch.ones_like(chosen_TK, dtype=torch.float32)
+            tokens = prob_TE.new_tensor([float(logits_TE.shape[0])])
+        else:
+            prob_TE, one_TK, tokens = prob_TE * counts_T1, counts_T1.expand_as(chosen_TK), counts_T1.sum().view(1)
+        count_E = prob_TE.new_zeros(num_experts).scatter_add(0, chosen_TK.reshape(-1), one_TK.reshape(-1))
         probs.append(prob_TE.sum(0))
-        tokens = count_E.new_tensor([float(logits_TE.shape[0])])
         totals.append(torch.cat([count_E, probs[-1].detach(), tokens]))
     # G: what is balanced by itself, each layer or all of them.
     prob_GE, total_G = torch.stack(probs), torch.stack(totals)

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from carpool.hf.balance import balance_loss
 from carpool.hf.expert_parallel import rides
 from carpool.hf.head import HeadLoss
+from carpool.hf.packed import one_row_only, packed, packed_settings, unpacked
 from carpool.hf.router_logits import RouterLogits
-from carpool.hf.unpacked import unpacked
 from carpool.memory.optimizer import AdamW
 from carpool.parallel.replicated import replicated
 from carpool.schedule.priority import RidesFirst
@@ -98,14 +98,21 @@ class Objective:
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Cross-entropy summed over this rank's tokens, and the balance loss; both float32 scalars."""
         device = batch["input_ids"].device
+        settings, padding_T = self.settings, None
+        if is_packed := "position_ids" in batch:
+            if one_row_only(self.model):
+                # No label of a row's first token counts, so rows may follow each other.
+                batch = {name: value.view(1, -1) for name, value in batch.items()}
+            settings, padding_T = self.settings | packed_settings(self.model, batch["position_ids"]), batch["padding"]
         collected: AbstractContextManager[Any] = nullcontext()
         if self.router_logits is not None:
             collected = self.router_logits.collect()
-        with self.cast(device), unpacked(), collected as logits:
-            ce, _ = self.cross_entropy(batch["input_ids"], batch["labels"], **self.settings)
+        with self.cast(device), packed() if is_packed else unpacked(), collected as logits:
+            ce, _ = self.cross_entropy(batch["input_ids"], batch["labels"], **settings)
         if self.router_logits is None:
             return ce, None
-        return ce, balance_loss(logits, self.top_k, per_layer=self.balance_layers)
+        padding_T = None if padding_T is None else padding_T.flatten()
+        return ce, balance_loss(logits, self.top_k, per_layer=self.balance_layers, padding_T=padding_T)
 
     def cast(self, device: torch.device) -> AbstractContextManager[None]:
         """Inside, the model computes as it is trained."""
