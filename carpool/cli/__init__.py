@@ -1,4 +1,4 @@
-"""What you type: `carpool train`, `profile`, `report`, `generate`, `doctor`, `trace`, `place`, `recipes`, `bench`.
+"""What you type: `carpool train`, `profile`, `report`, `generate`, `export`, `doctor`, `trace`, `place`, and so on.
 
 Each command imports what it needs when it runs, so that a report can be written where there is no transformers, and
 each says on one line what is wrong when the input is: `error: ...`, exit code 1. A failed rank's traceback is shown
@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 
 from carpool.cli.bench import bench
+from carpool.cli.export import export
 from carpool.cli.placement import place, recipes, trace
 from carpool.cli.profile import profile
 from carpool.cli.train import doctor, generate, report, train
@@ -23,7 +24,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for function in (train, profile, report, generate, trace, place, doctor):
+for function in (train, profile, report, generate, export, trace, place, doctor):
     app.command()(function)
 app.add_typer(bench, name="bench")
 app.add_typer(recipes, name="recipes")

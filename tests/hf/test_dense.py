@@ -17,7 +17,7 @@ from carpool.hf.build import build_model, make_config
 from carpool.hf.dense import replicate_dense
 from carpool.parallel.clip import clip_grad_norm
 from carpool.parallel.replicated import sharded_parameters
-from carpool.train.checkpoints.shards import full_tensor
+from tests.full_tensor import full_tensor
 from tests.hf.meshes import reuse_meshes
 from tests.ranks import Ranks
 

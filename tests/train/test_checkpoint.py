@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from carpool.hf.build import build_model, make_config
-from carpool.train.checkpoints.export import export_pretrained
+from carpool.train.checkpoints.export import export_checkpoint
 from carpool.train.checkpoints.files import (
     STATE_FILE,
     CheckpointError,
@@ -37,7 +37,9 @@ from carpool.train.checkpoints.files import (
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import load
 from carpool.train.checkpoints.resume import read_run_state
-from carpool.train.checkpoints.shards import as_rectangles, full_tensor, model_tensors, optimizer_tensors
+from carpool.train.checkpoints.shards import as_rectangles, model_tensors, optimizer_tensors
+from carpool.train.checkpoints.source import keep_source
+from tests.full_tensor import full_tensor
 from tests.hf.meshes import reuse_meshes
 from tests.ranks import Ranks
 
@@ -332,7 +334,6 @@ def _save_permuted(output_dir: str, layout: Layout) -> dict[str, torch.Tensor]:
     model, optimizer = _build(layout)
     _train(model, optimizer, range(1), dropout=False)
     CheckpointManager(output_dir).save(1, model, optimizer, {}, to_logical=to_logical)
-    export_pretrained(model, Path(output_dir) / "export", to_logical=to_logical)
     return _full(model, optimizer)
 
 
@@ -357,7 +358,9 @@ def test_a_permuted_layout_is_saved_in_logical_order(ranks: Ranks, tmp_path: Pat
         assert tensor.equal(expected), name
     for loaded in ranks(_load_permuted, str(path), EP4):
         _assert_same(loaded, physical)
-    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "export")
+    keep_source(tmp_path, None, "bytes")
+    assert path is not None
+    exported = AutoModelForCausalLM.from_pretrained(export_checkpoint(tmp_path, path, tmp_path / "export").folder)
     assert all(logical[name].equal(tensor) for name, tensor in exported.state_dict().items())
 
 
@@ -758,12 +761,17 @@ def test_another_dtype_is_converted_and_said(small: Any, caplog: pytest.LogCaptu
 # ----------------------------------------------------------------------------------------------------- for everybody
 
 
-def _export(path: str, layout: Layout) -> torch.Tensor:
+def _export(run: str, layout: Layout) -> torch.Tensor:
     model, optimizer = _build(layout, tie_word_embeddings=layout == EP2)
     _train(model, optimizer, range(1))
+    folder = Path(run)
+    if dist.get_rank() == 0:
+        keep_source(folder, None, "bytes")
+    dist.barrier()
     for _ in range(2):  # the second replaces the first
         _evaluate(model)
-        export_pretrained(model, path)
+        saved = CheckpointManager(run).save(1, model, optimizer, {})
+        export_checkpoint(folder, saved.path, folder / "model", replace=True)
     assert model.config.distributed_config is not None
     model.eval()
     with torch.no_grad():
@@ -773,8 +781,8 @@ def _export(path: str, layout: Layout) -> torch.Tensor:
 
 @pytest.mark.parametrize("layout", [EP4, EP2, HSDP | {"ep_size": 2}], ids=["ep4", "ep2-tied", "hsdp"])
 def test_an_export_loads_in_plain_transformers(ranks: Ranks, tmp_path: Path, layout: Layout) -> None:
-    out = tmp_path / "exported"
-    logits = ranks(_export, str(out), layout)
+    logits = ranks(_export, str(tmp_path), layout)
+    out = tmp_path / "model"
     loaded: Any = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
     model, info = loaded
     assert not info["missing_keys"] and not info["unexpected_keys"]
@@ -784,14 +792,12 @@ def test_an_export_loads_in_plain_transformers(ranks: Ranks, tmp_path: Path, lay
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
     assert {p.suffix for p in out.iterdir()} == {".json", ".safetensors"}
     assert "distributed_config" not in json.loads((out / "config.json").read_text())
-    assert [p.name for p in tmp_path.iterdir()] == ["exported"]
-
-
-def test_an_export_replaces_nothing_else(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(CheckpointWriteError, match="something else"):
-        export_pretrained(_build(None)[0], tmp_path)
-    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+    config = json.loads((out / "config.json").read_text())
+    assert config["architectures"] == ["OlmoeForCausalLM"] and config["dtype"] == "float32"
+    assert {p.name for p in tmp_path.iterdir()} == {"checkpoints", "model", "source"}
+    again = export_checkpoint(tmp_path, tmp_path / "checkpoints" / "step-00000001", tmp_path / "again").folder
+    for path in out.iterdir():
+        assert path.read_bytes() == (again / path.name).read_bytes(), path.name
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

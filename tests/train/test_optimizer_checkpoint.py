@@ -16,7 +16,8 @@ from carpool.memory.optimizer import AdamW
 from carpool.train.checkpoints.files import CheckpointError
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import load
-from carpool.train.checkpoints.shards import full_tensor, model_tensors, optimizer_tensors
+from carpool.train.checkpoints.shards import model_tensors, optimizer_tensors
+from tests.full_tensor import full_tensor
 from tests.hf.meshes import reuse_meshes
 from tests.ranks import Ranks
 from tests.train.test_checkpoint import EP2, TINY, Layout

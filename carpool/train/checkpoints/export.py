@@ -1,57 +1,198 @@
-"""A trained model for everybody else: a folder that plain Transformers loads."""
+"""A checkpoint of a run for everybody else: a folder that plain Transformers loads, as published checkpoints are.
+
+Every file of weights is written by one rank, from the files of the checkpoint, whatever ranks wrote those. So one
+process can export what eight GPUs trained, and holds no more than one layer's experts (`carpool.hf.original_layout`).
+"""
 
 from __future__ import annotations
 
 import errno
-import os
+import json
 import secrets
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from carpool.train.checkpoints.files import CheckpointWriteError, flush_file, flush_folder, put_in_place
-from carpool.train.checkpoints.ranks import rank, together
-from carpool.train.checkpoints.shards import Hook, Tensors, full_tensor, model_tensors
+import torch
+from rich.filesize import decimal
+from safetensors import safe_open
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from carpool.hf.original_layout import OriginalLayout
+from carpool.hf.tensor_file import Entry
+from carpool.train.checkpoints.files import (
+    MODEL,
+    CheckpointError,
+    CheckpointWriteError,
+    check_files,
+    flush_file,
+    flush_folder,
+    put_in_place,
+    read_state,
+    stored_parts,
+)
+from carpool.train.checkpoints.manager import CheckpointManager
+from carpool.train.checkpoints.ranks import gather, rank, together, world
+from carpool.train.checkpoints.source import Source, copy_source, read_source
+from carpool.train.run.model import meta_model
+
+Parts = dict[str, tuple[TensorStorageMetadata, list[Path]]]
 
 
-def export_pretrained(model: Any, path: str | os.PathLike[str], *, to_logical: Hook | None = None) -> Path:
-    """Writes a plain Transformers checkpoint: `AutoModelForCausalLM.from_pretrained(path)` loads it on one process.
+class Exported(NamedTuple):
+    """Where the model is, the bytes of its weights, and names of weights that the source has and the model has not."""
 
-    Every rank calls it. Rank 0 gathers the model in its memory, one tensor after the other, and writes it; the folder
-    appears when it is complete. An earlier export under that path is replaced, anything else is not.
+    folder: Path
+    bytes: int
+    left_out: list[str]
+
+    def __str__(self) -> str:
+        text = f"{self.folder} ({decimal(self.bytes)} of weights)"
+        if self.left_out:
+            more = ", ..." if len(self.left_out) > 3 else ""
+            text += (
+                f"; {len(self.left_out)} weights of the source are not in it, because Transformers does not load them: "
+                f"{', '.join(self.left_out[:3])}{more}"
+            )
+        return text
+
+
+def find_checkpoint(run: Path, step: int | None) -> Path:
+    """The checkpoint of a run after a step; None: its newest whole one.
 
     Raises:
-        CheckpointWriteError: on all ranks, if rank 0 could not write.
+        ValueError: there is none.
     """
-    final = Path(path)
-    tensors = model_tensors(model)
-    full: Tensors = {}
-    for name, tensor in (tensors if to_logical is None else to_logical(tensors)).items():
-        whole = full_tensor(tensor)
-        if rank() == 0:
-            full[name] = whole.detach().cpu()
-    temporary = final.with_name(f".tmp-{final.name}-{secrets.token_hex(4)}")
-    with together(CheckpointWriteError, f"{final} was not written: "):
-        if rank() == 0:
-            try:
-                _export(model, full, temporary, final)
-            finally:
-                shutil.rmtree(temporary, ignore_errors=True)
-    return final
+    checkpoints = CheckpointManager(run)
+    if step is None:
+        if (latest := checkpoints.latest()) is None:
+            raise ValueError(f"{run} has no whole checkpoint: let it train on, or lower training.save_steps")
+        return latest
+    steps = {int(path.name.removeprefix("step-")): path for path in sorted(checkpoints.folder.glob("step-[0-9]*"))}
+    if step not in steps:
+        known = f"it has {', '.join(map(str, steps))}" if steps else "it has none"
+        raise ValueError(f"{run} has no checkpoint of step {step}: {known}")
+    return steps[step]
 
 
-def _export(model: Any, full: Tensors, temporary: Path, final: Path) -> None:
-    if final.exists() and (not final.is_dir() or (any(final.iterdir()) and not (final / "config.json").is_file())):
-        raise FileExistsError(errno.EEXIST, "there is something else than an exported model", str(final))
-    temporary.mkdir(parents=True)
-    # With its distributed configuration in sight, save_pretrained would gather again, on all ranks.
-    distributed_config = model.config.__dict__.pop("distributed_config", None)
+def export_checkpoint(
+    run: Path,
+    checkpoint: Path,
+    target: Path,
+    *,
+    replace: bool = False,
+    begin: Callable[[str, int], None] = lambda _, __: None,
+    advance: Callable[[int], None] = lambda _: None,
+) -> Exported:
+    """Writes a checkpoint of a run as a model folder. Every rank calls it, or one process alone.
+
+    The folder appears when it is complete.
+
+    Args:
+        run: the run's folder, for what is kept of the source.
+        checkpoint: the folder of one checkpoint.
+        target: the new folder.
+        replace: an earlier export under that path is replaced. Otherwise it must be empty, or not be there.
+        begin: told what is done next, and of how many bytes on this rank.
+        advance: told of bytes that are done.
+
+    Raises:
+        CheckpointError: a checkpoint that is incomplete, damaged, or of no model that can be built.
+        CheckpointWriteError: the target is in use, or too small.
+    """
+    target = target.absolute()
+    with together(CheckpointWriteError, ""):
+        _check_target(target, replace)
+    with together(CheckpointError, ""):
+        source, layout, parts = _plan(run, checkpoint, begin, advance)
+    mine = list(layout.files)[rank() :: world()]
+    with together(CheckpointWriteError, f"{target} was not written: "):
+        _check_space(target, layout.bytes)
+    temporary = target.with_name(f".tmp-{target.name}-{gather(secrets.token_hex(4))[0]}")
     try:
-        model.save_pretrained(temporary, state_dict=full)
+        with together(CheckpointWriteError, f"{target} was not written: "):
+            if rank() == 0:
+                temporary.mkdir(parents=True)
+        with together(CheckpointWriteError, f"{target} was not written: "):
+            begin("writing", sum(entry.bytes for file in mine for entry in layout.files[file].values()))
+            layout.write(temporary, lambda name: _read(parts, name), mine, advance)
+            for file in mine:
+                flush_file(temporary / file)
+        with together(CheckpointWriteError, f"{target} was not written: "):
+            if rank() == 0:
+                layout.write_index(temporary)
+                _write_rest(source, checkpoint, layout, temporary)
+                for path in temporary.rglob("*.*"):
+                    if path.suffix != ".safetensors":
+                        flush_file(path)
+                flush_folder(temporary)
+                put_in_place(temporary, target)
     finally:
-        if distributed_config is not None:
-            model.config.distributed_config = distributed_config
-    for file in temporary.iterdir():
-        flush_file(file)
-    flush_folder(temporary)
-    put_in_place(temporary, final)
+        if rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+    return Exported(target, layout.bytes, layout.left_out)
+
+
+def _plan(
+    run: Path, checkpoint: Path, begin: Callable[[str, int], None], advance: Callable[[int], None]
+) -> tuple[Source, OriginalLayout, Parts]:
+    source = read_source(run)
+    records = read_state(checkpoint)["files"]
+    mine = sorted(name for name in records if name.startswith(f"{MODEL}/"))[rank() :: world()]
+    begin("checking", sum(records[name]["bytes"] for name in mine))
+    check_files(checkpoint, records, mine, advance)
+    model = meta_model(checkpoint / MODEL)
+    parts = stored_parts(checkpoint / MODEL)
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    tied = model.all_tied_weights_keys or {}
+    if missing := sorted(expected.keys() - parts.keys() - tied.keys() - set(tied.values())):
+        raise CheckpointError(
+            f"{checkpoint} lacks {len(missing)} of the weights of {type(model).__name__}: {', '.join(missing[:3])}"
+        )
+    if wrong := sorted(name for name in parts if expected.get(name) != tuple(parts[name][0].size)):
+        raise CheckpointError(
+            f"{checkpoint} is not of the model that its {MODEL}/config.json describes: {wrong[0]} is "
+            f"{tuple(parts[wrong[0]][0].size)} there, and {expected.get(wrong[0], 'unknown')} in {type(model).__name__}"
+        )
+    tensors = {name: Entry(parts[name][0].properties.dtype, expected[name]) for name in expected if name in parts}
+    return source, OriginalLayout(model, tensors, source.weights), parts
+
+
+def _read(parts: Parts, name: str) -> torch.Tensor:
+    """A whole tensor, from the parts that ranks have written."""
+    stored, files = parts[name]
+    whole = torch.empty(stored.size, dtype=stored.properties.dtype)
+    for chunk, path in zip(stored.chunks, files, strict=True):
+        place = tuple(slice(start, start + size) for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+        with safe_open(path, framework="pt") as file:
+            whole[place].copy_(file.get_tensor(name))
+    return whole
+
+
+def _check_target(target: Path, replace: bool) -> None:
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return
+    if not replace:
+        raise FileExistsError(errno.EEXIST, "the folder is not empty; choose a new one", str(target))
+    if not (target / "config.json").is_file():
+        raise FileExistsError(errno.EEXIST, "there is something else than an exported model", str(target))
+
+
+def _check_space(target: Path, needed: int) -> None:
+    place = next(path for path in target.parents if path.exists())
+    if (free := shutil.disk_usage(place).free) < needed:
+        raise OSError(errno.ENOSPC, f"the model needs {decimal(needed)}, and {decimal(free)} are free", str(place))
+
+
+def _write_rest(source: Source, checkpoint: Path, layout: OriginalLayout, folder: Path) -> None:
+    """Configurations and the tokenizer."""
+    if not source.weights:
+        for path in (checkpoint / MODEL).glob("*.json"):
+            shutil.copyfile(path, folder / path.name)
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        # vLLM and others look for the class here; a model from scratch has never said it.
+        config["architectures"] = [layout.architecture]
+        config["dtype"] = layout.dtype
+        (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    copy_source(source, folder)

@@ -21,13 +21,13 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePath
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from carpool.report.schema import explain
 
@@ -141,17 +141,17 @@ def read_state(folder: Path) -> dict[str, Any]:
         found = content.pop("sha256", None)
         mark = content.get("format")
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}); resume from an older checkpoint") from error
+        raise CheckpointError(f"{path} is damaged ({error}); use an older checkpoint") from error
     if mark != FORMAT:
         if str(mark).startswith(FORMAT.rstrip("0123456789")):
             raise CheckpointError(f"{folder} has format {mark}, this version of Carpool reads {FORMAT}; update Carpool")
         raise CheckpointError(f"{path} does not have the mark {FORMAT!r}: {folder} is not a Carpool checkpoint")
     if found != _digest(content):
-        raise CheckpointError(f"{path} is damaged (wrong checksum); resume from an older checkpoint")
+        raise CheckpointError(f"{path} is damaged (wrong checksum); use an older checkpoint")
     try:
         State.model_validate(content)
     except ValidationError as error:
-        raise CheckpointError(f"{path} is damaged ({explain(error)}); resume from an older checkpoint") from error
+        raise CheckpointError(f"{path} is damaged ({explain(error)}); use an older checkpoint") from error
     return dict(content)
 
 
@@ -179,8 +179,14 @@ def _why_no_checkpoint(folder: Path) -> str:
     return f"{folder} is not a Carpool checkpoint: it has no {STATE_FILE}"
 
 
-def check_files(folder: Path, records: dict[str, dict[str, Any]], mine: Iterable[str]) -> None:
+def check_files(
+    folder: Path,
+    records: dict[str, dict[str, Any]],
+    mine: Iterable[str],
+    checked: Callable[[int], None] = lambda _: None,
+) -> None:
     """Checks that the files of a checkpoint are those in `records` and intact. Of the content, only files in `mine`.
+    `checked` is told the bytes of each of these.
 
     Raises:
         CheckpointError: naming the file, and how it is wrong.
@@ -188,18 +194,19 @@ def check_files(folder: Path, records: dict[str, dict[str, Any]], mine: Iterable
     for name, record in records.items():
         path = folder / name
         if not path.is_file():
-            raise CheckpointError(f"{folder} is incomplete: {name} is missing; resume from an older checkpoint")
+            raise CheckpointError(f"{folder} is incomplete: {name} is missing; use an older checkpoint")
         if (size := path.stat().st_size) != record["bytes"]:
             wrong = "truncated" if size < record["bytes"] else "damaged"
             raise CheckpointError(
-                f"{path} is {wrong}: it has {size} bytes instead of {record['bytes']}; resume from an older checkpoint"
+                f"{path} is {wrong}: it has {size} bytes instead of {record['bytes']}; use an older checkpoint"
             )
     strangers = {str(p.relative_to(folder)) for p in folder.rglob("*.safetensors")} - records.keys()
     if strangers:
         raise CheckpointError(f"{folder} holds files that Carpool did not write there: {', '.join(sorted(strangers))}")
     for name in mine:
         if file_record(folder / name)["sha256"] != records[name]["sha256"]:
-            raise CheckpointError(f"{folder / name} is damaged (wrong checksum); resume from an older checkpoint")
+            raise CheckpointError(f"{folder / name} is damaged (wrong checksum); use an older checkpoint")
+        checked(records[name]["bytes"])
 
 
 def stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
@@ -208,14 +215,24 @@ def stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
     Raises:
         CheckpointError: a header that is no safetensors header, or tensors of which parts are missing.
     """
+    return {name: tensor for name, (tensor, _) in stored_parts(folder).items()}
+
+
+def stored_parts(folder: Path) -> dict[str, tuple[TensorStorageMetadata, list[Path]]]:
+    """`stored_tensors`, and the file of each of a tensor's chunks.
+
+    Raises:
+        CheckpointError: as `stored_tensors`.
+    """
     try:
-        metadata = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+        metadata = HuggingFaceStorageReader(str(folder)).read_metadata()
     except Exception as error:  # safetensors raises its own, and whatever a wrong header leads to
         raise CheckpointError(f"{folder} holds a file that is not intact safetensors: {error}") from error
-    tensors: dict[str, TensorStorageMetadata] = {}
-    for name, stored in metadata.items():
+    tensors: dict[str, tuple[TensorStorageMetadata, list[Path]]] = {}
+    for name, stored in metadata.state_dict_metadata.items():
         assert isinstance(stored, TensorStorageMetadata)
         if sum(chunk.sizes.numel() for chunk in stored.chunks) != stored.size.numel():
             raise CheckpointError(f"{folder} holds only parts of {name}")
-        tensors[name] = stored
+        places = [metadata.storage_data[MetadataIndex(name, chunk.offsets)] for chunk in stored.chunks]
+        tensors[name] = stored, [Path(place.relative_path) for place in places]
     return tensors

@@ -151,7 +151,7 @@ class CheckpointManager:
         """
         started = time.perf_counter()
         self._check_state(state)
-        final = self.folder / f"step-{step:08d}"
+        final = self.folder / checkpoint_name(step)
         temporary = self.folder / f".tmp-{final.name}-{gather(secrets.token_hex(4))[0]}"
         doing = f"checkpoint {final} was not written, earlier ones are untouched: "
         try:
@@ -240,6 +240,11 @@ class CheckpointManager:
                 shutil.rmtree(path)
             except OSError as error:
                 logger.warning("an old checkpoint could not be removed: %s", error)
+
+
+def checkpoint_name(step: int) -> str:
+    """Of the folder of a checkpoint."""
+    return f"step-{step:08d}"
 
 
 def _name(path: Path) -> str:

@@ -77,7 +77,7 @@ def load(
             try:
                 check_rng_state(content["ranks"][rank()]["rng"])
             except ValueError as error:
-                raise CheckpointError(f"{folder / STATE_FILE}: {error}; resume from an older checkpoint") from error
+                raise CheckpointError(f"{folder / STATE_FILE}: {error}; use an older checkpoint") from error
     parts = {MODEL: model_tensors(model)}
     if optimizer is not None:
         parts[OPTIMIZER] = optimizer_tensors(model, optimizer)

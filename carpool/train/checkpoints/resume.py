@@ -84,7 +84,7 @@ def read_run_state(checkpoint: Path) -> dict[str, Any]:
         RunState.model_validate(state)
     except ValidationError as error:
         raise CheckpointError(
-            f"{checkpoint / STATE_FILE} is damaged (state.{explain(error)}); resume from an older checkpoint"
+            f"{checkpoint / STATE_FILE} is damaged (state.{explain(error)}); use an older checkpoint"
         ) from error
     return state
 

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from carpool.hf.layouts import as_they_lie
@@ -168,18 +168,6 @@ def _axis_order(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[in
             order.remove(axis)
             order.insert(max(order.index(other) for other in later) + 1, axis)
     return tuple(order)
-
-
-def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole tensor on every rank. Axis by axis, so that no rank needs more than the result while it gathers."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    tensor = _as_rectangle(tensor, {})
-    placements = list(tensor.placements)
-    for axis in reversed(range(len(placements))):
-        placements[axis] = Replicate()
-        tensor = _redistributed(tensor, placements)
-    return tensor.to_local()
 
 
 def _redistributed(tensor: DTensor, placements: Sequence[Placement]) -> DTensor:

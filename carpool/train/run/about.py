@@ -14,6 +14,7 @@ from carpool.hf import rides
 from carpool.hf.layouts import current_layouts
 from carpool.layout.layouts import Layouts
 from carpool.train.checkpoints.ranks import from_rank_0
+from carpool.train.checkpoints.source import keep_source
 from carpool.train.run.dense import DENSE_KIND
 from carpool.train.run.environment import environment
 from carpool.train.run.estimate import estimate_memory
@@ -109,6 +110,8 @@ def write_files(run: RunState, info: dict[str, Any]) -> None:
     replace_text(run.folder / INFO, json.dumps(info, indent=1) + "\n")
     replace_text(run.folder / CONFIG, run.config.to_toml())
     replace_text(run.folder / LAYOUT, json.dumps(current_layouts(run.model).to_dict()) + "\n")
+    path = None if run.config.model.from_scratch else run.config.model.path
+    keep_source(run.folder, None if path is None else Path(path), run.tokenizer.name)
 
 
 def _earlier_starts(folder: Path) -> list[dict[str, Any]]:

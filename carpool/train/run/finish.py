@@ -17,8 +17,9 @@ from carpool.hf.layouts import is_logical, logical_order
 from carpool.report import text_block
 from carpool.report.schema import Train
 from carpool.report.steps import summarise_steps
-from carpool.train.checkpoints.export import export_pretrained
-from carpool.train.checkpoints.files import CheckpointWriteError
+from carpool.train.checkpoints.export import export_checkpoint
+from carpool.train.checkpoints.files import CheckpointError, CheckpointWriteError
+from carpool.train.checkpoints.manager import checkpoint_name
 from carpool.train.checkpoints.ranks import gather
 from carpool.train.launch.stopping import Stopped
 from carpool.train.run.evaluate import evaluate
@@ -116,10 +117,13 @@ def check_written(run: RunState) -> None:
 
 
 def _export(run: RunState) -> None:
-    to_logical = None if is_logical(run.model) else partial(logical_order, run.model)
+    target = run.folder / "model"
     try:
-        exported = export_pretrained(run.model, run.folder / "model", to_logical=to_logical)
-    except CheckpointWriteError as error:
+        if run.saved_at != run.step:
+            raise CheckpointWriteError(f"{target} was not written: there is no checkpoint of step {run.step}")
+        checkpoint = run.checkpoints.folder / checkpoint_name(run.step)
+        exported = export_checkpoint(run.folder, checkpoint, target, replace=True)
+    except (CheckpointError, CheckpointWriteError) as error:
         run.unwritten["model"] = str(error)
         run.display.say(f"warning: {error}")
         return

@@ -1,0 +1,40 @@
+"""`carpool export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from carpool.cli.common import TRAIN_PACKAGES, Debug, errors, require
+
+
+def export(
+    run: Annotated[Path, typer.Argument(help="The run's folder (training.output_dir).")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write; new or empty.")],
+    step: Annotated[int | None, typer.Option("--step", min=0, help="Of this step. Default: the newest.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Write a checkpoint of a run as a model folder: weights, configuration, tokenizer, as Transformers and vLLM load.
+
+    The run may have ended in any way. One process does it, whatever number of ranks trained.
+    """
+    with errors(debug):
+        require(TRAIN_PACKAGES)
+        from carpool.train.checkpoints.export import export_checkpoint, find_checkpoint
+
+        checkpoint = find_checkpoint(run, step)
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as progress:
+            task = progress.add_task("", total=None)
+            exported = export_checkpoint(
+                run,
+                checkpoint,
+                out,
+                begin=lambda what, total: progress.reset(task, description=what, total=total),
+                advance=lambda size: progress.advance(task, size),
+            )
+        typer.echo(f"model of {checkpoint}: {exported}")

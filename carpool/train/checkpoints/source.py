@@ -1,0 +1,116 @@
+"""What an export needs of the folder that a run began from, kept in the run: `RUN/source/`.
+
+    source.json                 the names of the folder's weights, each with its file and its dtype
+    config.json, generation_config.json, tokenizer files, chat template, license: as they are there
+
+The folder itself may be gone when the run is exported: Slurm jobs copy a checkpoint to a node's own disk. A run from
+scratch keeps its tokenizer here, and names no weights.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+from safetensors import safe_open
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from carpool.hf.original_layout import Stored
+from carpool.hf.tensor_file import DTYPES
+from carpool.train.data.tokenizer import BytesTokenizer
+from carpool.train.run.files import replace_text
+
+SOURCE, _RECORD = "source", "source.json"
+# Of the text model's tokenizer, of the processors of others, and what must travel with weights. Never code.
+_TOKENIZER = (
+    "tokenizer*.json", "tokenizer*.model", "*.tiktoken", "vocab.*", "merges.txt", "special_tokens_map.json",
+    "added_tokens.json", "chat_template.*", "additional_chat_templates/*.jinja",
+)  # fmt: skip
+_MODEL = (
+    "config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json",
+    "video_preprocessor_config.json", "LICENSE*", "NOTICE*",
+)  # fmt: skip
+
+
+class Source(NamedTuple):
+    """`folder`: RUN/source. `weights`: those of the folder that the run began from; none of a run from scratch."""
+
+    folder: Path
+    weights: dict[str, Stored]
+
+
+def keep_source(run: Path, model: Path | None, tokenizer: str | None) -> None:
+    """Writes RUN/source.
+
+    Args:
+        run: the run's folder.
+        model: the folder with the weights that it began from; None: it began from scratch.
+        tokenizer: the path of its tokenizer's folder or `tokenizer.json`, or "bytes".
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    folder = run / SOURCE
+    folder.mkdir(parents=True, exist_ok=True)
+    if model is not None:
+        _copy(model, folder, _MODEL)
+    if tokenizer == "bytes":
+        _bytes_tokenizer().save_pretrained(folder)
+    elif tokenizer is not None:
+        place = Path(tokenizer)
+        _copy(place if place.is_dir() else place.parent, folder, _TOKENIZER)
+        if place.is_file() and place.name != "tokenizer.json":
+            shutil.copyfile(place, folder / "tokenizer.json")
+    files = sorted(model.glob("*.safetensors")) if model is not None else []
+    if model is not None and not files:
+        raise FileNotFoundError(errno.ENOENT, "the checkpoint that the run began from is gone", str(model))
+    names: dict[str, tuple[str, str]] = {}
+    for path in files:
+        with safe_open(path, framework="pt") as file:
+            names |= {name: (path.name, file.get_slice(name).get_dtype()) for name in file.offset_keys()}
+    replace_text(folder / _RECORD, json.dumps({"weights": names}) + "\n")
+
+
+def read_source(run: Path) -> Source:
+    """What `keep_source` wrote.
+
+    Raises:
+        ValueError: it is not there, or damaged.
+    """
+    path = run / SOURCE / _RECORD
+    try:
+        weights = json.loads(path.read_text(encoding="utf-8"))["weights"]
+        return Source(path.parent, {name: Stored(file, DTYPES[dtype]) for name, (file, dtype) in weights.items()})
+    except FileNotFoundError:
+        raise ValueError(f"{run} is not a run directory that can be exported: it has no {SOURCE}/{_RECORD}") from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is damaged ({error!r}); copy the run's folder again") from error
+
+
+def copy_source(source: Source, folder: Path) -> None:
+    """Copies what is kept of the source, but for its record, into an export."""
+    _copy(source.folder, folder, (*_MODEL, *_TOKENIZER))
+
+
+def _copy(source: Path, target: Path, patterns: tuple[str, ...]) -> None:
+    for pattern in patterns:
+        for path in source.glob(pattern):
+            to = target / path.relative_to(source)
+            to.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, to)
+
+
+def _bytes_tokenizer() -> PreTrainedTokenizerFast:
+    """`carpool.train.data.tokenizer.BytesTokenizer`, as Transformers has tokenizers: token b is byte b."""
+    tokenizer = Tokenizer(models.BPE(vocab={text: byte for byte, text in bytes_to_unicode().items()}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = {"eos_token": "<|endoftext|>", "bos_token": "<|startoftext|>"}
+    tokenizer.add_special_tokens([AddedToken(text) for text in special.values()])
+    assert [tokenizer.token_to_id(text) for text in special.values()] == [BytesTokenizer.eos_id, BytesTokenizer.bos_id]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)

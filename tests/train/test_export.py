@@ -1,0 +1,252 @@
+"""`carpool export`: a checkpoint of a run as the folder that its run began from, with other values."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from carpool.hf.build import build_model
+from carpool.hf.initial_weights import set_tensor
+from carpool.hf.tensor_file import Entry, split_by_size, write_tensor_file
+from carpool.train.checkpoints import export as exporting
+from carpool.train.checkpoints.export import export_checkpoint, find_checkpoint
+from carpool.train.checkpoints.files import CheckpointError, CheckpointWriteError
+from carpool.train.checkpoints.manager import CheckpointManager
+from carpool.train.checkpoints.source import keep_source
+from carpool.train.data.tokenizer import BytesTokenizer
+from tests.hf.tiny_models import discover, tiny_model
+from tests.train.test_cli import carpool_command, error_of
+
+IDS = torch.arange(3, 27).reshape(2, 12)
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+def _stored(folder: Path) -> dict[str, tuple[str, str, list[int]]]:
+    """File, dtype and shape of every weight."""
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                part = file.get_slice(name)
+                found[name] = (path.name, part.get_dtype(), part.get_shape())
+    return found
+
+
+def _run(folder: Path, family: str, dtype: torch.dtype = torch.float32, step: int = 3) -> tuple[Path, Path, Any]:
+    """A published checkpoint, the run directory of a fine-tuning of it with one checkpoint, and the trained model."""
+    source, run = folder / "published", folder / "run"
+    published = tiny_model(discover()[family]).to(dtype)
+    for name, buffer in published.named_buffers():
+        if name.endswith("correction_bias"):  # in float32, as in published checkpoints of DeepSeek-V3
+            set_tensor(published, name, buffer.float())
+    published.save_pretrained(source, max_shard_size="60KB")
+    (source / "tokenizer.json").write_text("{}")
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    (source / "modeling_own.py").write_text("raise SystemExit")
+    model: Any = build_model(source, distributed_config=None, dtype=dtype, seed=0)
+    keep_source(run, source, str(source))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += (0.1 * torch.randn(parameter.shape, generator=generator)).to(dtype)
+    CheckpointManager(run).save(step, model, torch.optim.SGD(model.parameters()), {})
+    return source, run, model.eval()
+
+
+def _logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(input_ids=IDS).logits
+    return logits
+
+
+# mixtral's and minimax_m2's names are changed as well; kimi_linear's convolutions are joined; phimoe has biases.
+@pytest.mark.parametrize(
+    "family",
+    ["olmoe", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "glm4_moe", "minimax_m2", "kimi_linear", "phimoe"],
+)
+def test_plain_transformers_gives_the_trained_models_logits(family: str, tmp_path: Path) -> None:
+    source, run, model = _run(tmp_path, family)
+    source = source.rename(tmp_path / "elsewhere")  # the run does not need it again
+    exported = export_checkpoint(run, find_checkpoint(run, None), tmp_path / "out")
+    loaded: Any = AutoModelForCausalLM.from_pretrained(exported.folder, output_loading_info=True)
+    again, info = loaded
+    assert not info["missing_keys"] and not info["unexpected_keys"] and exported.left_out == []
+    assert torch.equal(_logits(again), _logits(model))
+    assert not torch.equal(_logits(AutoModelForCausalLM.from_pretrained(source)), _logits(model))
+    assert _stored(exported.folder) == _stored(source) and len({file for file, _, _ in _stored(source).values()}) > 1
+    index = "model.safetensors.index.json"
+    weight_maps = [json.loads((folder / index).read_text())["weight_map"] for folder in (source, exported.folder)]
+    assert weight_maps[0] == weight_maps[1]
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja"):
+        assert (exported.folder / name).read_bytes() == (source / name).read_bytes()
+    assert not (exported.folder / "modeling_own.py").exists()
+
+
+def test_each_weight_has_the_sources_dtype(tmp_path: Path) -> None:
+    """What was trained in float32 is rounded once; what the source keeps in float32 stays so."""
+    source, run, model = _run(tmp_path, "deepseek_v3", torch.bfloat16)
+    kept = {name for name, (_, dtype, _) in _stored(source).items() if dtype == "F32"}
+    assert 0 < len(kept) < len(_stored(source))
+    model.float()
+    for parameter in model.parameters():
+        parameter.data += 1e-4
+    CheckpointManager(run).save(4, model, torch.optim.SGD(model.parameters()), {})
+    out = export_checkpoint(run, find_checkpoint(run, 4), tmp_path / "out").folder
+    assert _stored(out) == _stored(source)
+    rounded = model.state_dict()
+    for name, tensor in AutoModelForCausalLM.from_pretrained(out, dtype="auto").state_dict().items():
+        assert torch.equal(tensor, rounded[name].to(tensor.dtype)), name
+
+
+def test_weights_that_transformers_does_not_load_are_left_out(tmp_path: Path) -> None:
+    """Such as the layers for multi-token prediction behind the last layer of published models."""
+    source, run, model = _run(tmp_path, "deepseek_v3")
+    extra = {"model.layers.2.eh_proj.weight": torch.zeros(2, 2)}
+    save_file(extra, source / "model-extra.safetensors")
+    keep_source(run, source, str(source))
+    exported = export_checkpoint(run, find_checkpoint(run, 3), tmp_path / "out")
+    assert exported.left_out == [*extra] and "1 weights of the source are not in it" in str(exported)
+    assert not _stored(exported.folder).keys() & extra.keys()
+    assert torch.equal(_logits(AutoModelForCausalLM.from_pretrained(exported.folder)), _logits(model))
+
+
+def test_a_model_from_scratch_gets_its_tokenizer(tmp_path: Path) -> None:
+    model: Any = tiny_model(discover()["qwen3_moe"], tie_word_embeddings=True)
+    CheckpointManager(tmp_path).save(1, model, torch.optim.SGD(model.parameters()), {})
+    keep_source(tmp_path, None, "bytes")
+    out = export_checkpoint(tmp_path, find_checkpoint(tmp_path, None), tmp_path / "model").folder
+    assert [path.name for path in out.glob("*.safetensors")] == ["model.safetensors"]
+    assert torch.equal(_logits(AutoModelForCausalLM.from_pretrained(out)), _logits(model.eval()))
+    tokenizer, ours = AutoTokenizer.from_pretrained(out), BytesTokenizer()
+    text = "hello world\n\x00 k\u00e9 \u4e16 <|im_end|>"
+    assert (
+        tokenizer(text).input_ids == ours.encode(text).tolist() and tokenizer.decode(tokenizer(text).input_ids) == text
+    )
+    assert (tokenizer.eos_token_id, tokenizer.bos_token_id) == (ours.eos_id, ours.bos_id)
+
+
+def test_memory_is_for_the_largest_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, run, model = _run(tmp_path, "qwen3_moe")
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most: list[int] = []
+    read = exporting._read
+
+    def counted(parts: Any, name: str) -> torch.Tensor:
+        tensor = read(parts, name)
+        alive.append(weakref.ref(tensor))
+        most.append(sum(one.nbytes for ref in alive if (one := ref()) is not None))
+        return tensor
+
+    monkeypatch.setattr(exporting, "_read", counted)
+    export_checkpoint(run, find_checkpoint(run, 3), tmp_path / "out")
+    sizes = {tensor.nbytes for tensor in model.state_dict().values()}
+    # The group before goes when the next has been read.
+    assert max(most) <= 2 * max(sizes) < sum(tensor.nbytes for tensor in model.state_dict().values()) / 2
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return _run(tmp_path_factory.mktemp("finished"), "olmoe")[1]
+
+
+def test_a_step_that_is_not_there(finished: Path, tmp_path: Path) -> None:
+    assert find_checkpoint(finished, None) == find_checkpoint(finished, 3)
+    with pytest.raises(ValueError, match="has no checkpoint of step 4: it has 3"):
+        find_checkpoint(finished, 4)
+    with pytest.raises(ValueError, match="has no whole checkpoint"):
+        find_checkpoint(tmp_path, None)
+
+
+@pytest.mark.parametrize("damage", ["no state", "no shard", "truncated", "changed", "no source", "bad source", "lacks"])
+def test_what_is_not_whole_is_refused(damage: str, finished: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    checkpoint = find_checkpoint(run, 3)
+    shard = next((checkpoint / "model").glob("*.safetensors"))
+    if damage == "no state":
+        (checkpoint / "state.json").unlink()
+    elif damage == "no shard":
+        shard.unlink()
+    elif damage == "truncated":
+        shard.write_bytes(shard.read_bytes()[:-1])
+    elif damage == "changed":
+        content = shard.read_bytes()
+        shard.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    elif damage == "no source":
+        shutil.rmtree(run / "source")
+    elif damage == "bad source":
+        (run / "source" / "source.json").write_text('{"weights": {"lm_head.weight": 1}}')
+    elif damage == "lacks":
+        model = tiny_model(discover()["olmoe"])
+        del model.lm_head.weight
+        CheckpointManager(run).save(3, model, torch.optim.SGD(model.parameters()), {})
+    expected = {
+        "no state": "it has no state.json",
+        "no shard": f"incomplete: model/{shard.name} is missing",
+        "truncated": f"{shard.name} is truncated",
+        "changed": f"{shard.name} is damaged",
+        "no source": "has no source/source.json",
+        "bad source": "source.json is damaged",
+        "lacks": "lacks 1 of the weights of OlmoeForCausalLM: lm_head.weight",
+    }
+    with pytest.raises(CheckpointError, match=expected[damage]):
+        export_checkpoint(run, checkpoint, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_target_that_cannot_be_used(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = find_checkpoint(finished, 3)
+    used = tmp_path / "used"
+    used.mkdir()
+    (used / "thesis.tex").write_text("years of work")
+    with pytest.raises(CheckpointWriteError, match="not empty"):
+        export_checkpoint(finished, checkpoint, used)
+    with pytest.raises(CheckpointWriteError, match="something else"):
+        export_checkpoint(finished, checkpoint, used, replace=True)
+    assert [path.name for path in used.iterdir()] == ["thesis.tex"]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=100_000))
+    with pytest.raises(CheckpointWriteError, match=r"needs .* kB, and 100.0 kB are free"):
+        export_checkpoint(finished, checkpoint, tmp_path / "deep" / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["used"]
+
+
+def test_the_command(finished: Path, tmp_path: Path) -> None:
+    result = carpool_command("export", str(finished), "--step", "3", "--out", str(tmp_path / "out"))
+    assert result.exit_code == 0, result.output
+    assert "step-00000003" in result.stdout and str(tmp_path / "out") in result.stdout
+    assert "is not empty" in error_of("export", str(finished), "--out", str(tmp_path / "out"))
+
+
+def test_tensor_files_are_written_in_order(tmp_path: Path) -> None:
+    one, two = torch.randn(3, 5), torch.arange(7, dtype=torch.int64)
+    entries = {
+        "one": Entry(torch.bfloat16, (3, 5)),
+        "two": Entry(torch.int64, (7,)),
+        "none": Entry(torch.float32, (0, 2)),
+    }
+    values = [("one", one), ("two", two), ("none", torch.empty(0, 2))]
+    path, sizes = tmp_path / "a.safetensors", []
+    write_tensor_file(path, entries, values, sizes.append)
+    read = load_file(path)
+    assert torch.equal(read["one"], one.bfloat16()) and torch.equal(read["two"], two) and read["none"].shape == (0, 2)
+    assert sizes == [30, 56, 0]
+    for wrong in (values[:2], values[::-1], [("one", one.T), *values[1:]], [*values, ("four", one)]):
+        with pytest.raises(ValueError, match=r"is next|no values came"):
+            write_tensor_file(path, entries, wrong)
+
+
+def test_files_of_a_size() -> None:
+    entries = {name: Entry(torch.uint8, (size,)) for name, size in zip("abcdef", (4, 4, 20, 3, 3, 4), strict=True)}
+    files = [list(file) for file in split_by_size(entries, 10).values()]
+    assert files == [["a", "b"], ["c"], ["d", "e", "f"]]
+    assert [*split_by_size(entries, 38)] == ["model.safetensors"]
