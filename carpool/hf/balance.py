@@ -48,7 +48,8 @@ def balance_loss(
         chosen_TK = prob_TE.detach().topk(top_k, dim=-1).indices
         if counts_T1 is None:
             one_TK = torch.ones_like(chosen_TK, dtype=torch.float32)
-            tokens = prob_TE.new_tensor([float(logits_TE.shape[0])])
+            # Not `new_tensor`, which waits for the device.
+            tokens = prob_TE.new_full((1,), float(logits_TE.shape[0]))
         else:
             prob_TE, one_TK, tokens = prob_TE * counts_T1, counts_T1.expand_as(chosen_TK), counts_T1.sum().view(1)
         count_E = prob_TE.new_zeros(num_experts).scatter_add(0, chosen_TK.reshape(-1), one_TK.reshape(-1))

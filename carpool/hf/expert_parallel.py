@@ -157,7 +157,8 @@ class ExpertRides(LayerCore):
         names = weight_names(self.experts) if self.compute is not None else ()
         if self.compute is None or any(name and name not in self.experts._parameters for name in names):
             return self._own_forward
-        return ExpertWeights._make(self.experts._parameters[name] if name else None for name in names)
+        # A list: torch 2.11 cannot compile what comes after a graph break in a generator.
+        return ExpertWeights._make([self.experts._parameters[name] if name else None for name in names])
 
     def _own_forward(self, x_RH: torch.Tensor, slot_RJ: torch.Tensor, weight_RJ: torch.Tensor) -> torch.Tensor:
         """The model's own experts on the rows that arrived; "no expert" is the number of local experts there."""

@@ -98,6 +98,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     _add_product(dweight_VH, slope_CV.t(), x_CH)
                 if dbias_V is not None:
                     dbias_V += slope_CV.sum(0, dtype=wide)
+                # Else it would be there beside the next piece.
+                del slope_CV
         ctx.save_for_backward(dx_TH, dweight_VH, dbias_V)
         ctx.dtypes = [None if given is None else given.dtype for given in (x_TH, weight_VH, bias_V)]
         return loss_T.sum()

@@ -258,7 +258,7 @@ class Transfer:
 def fill_slots(home: ExpertWeights, filler: SlotFiller) -> ExpertWeights:
     """The weights of this rank's slots from those of its homes, differentiable. Collective unless slots are homes."""
     parts = zip(ExpertWeights._fields, home, strict=True)
-    return ExpertWeights._make(None if rows is None else filler.fill(rows, name) for name, rows in parts)
+    return ExpertWeights._make([None if rows is None else filler.fill(rows, name) for name, rows in parts])
 
 
 class _Fill(torch.autograd.Function):

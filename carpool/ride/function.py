@@ -75,7 +75,7 @@ def ride(
     # The dtypes are those of the arguments: autocast would change them in the forward and not in the backward.
     with torch.autocast(device, enabled=False):
         x_TH = x_TH.to(dtype)
-        weights = ExpertWeights._make(None if w is None else w.to(dtype) for w in weights)
+        weights = ExpertWeights._make([None if w is None else w.to(dtype) for w in weights])
         if beside is not None and not compiling and not taken_before():
             trip = _Trip()
             x_TH, weight_TK = _Start.apply(x_TH, weight_TK, slot_TK, weights, trip, setup)
