@@ -82,6 +82,17 @@ class Arena:
         weakref.finalize(start.untyped_storage(), held.release).atexit = False
         return Rows(self.bytes.view(dtype), width, start, slab)
 
+    def restart(self) -> None:
+        """The next reservation begins at 0, whatever was there before. What a CUDA graph reserves must not depend on
+        where an earlier step has left off, nor a later step on what a graph has reserved.
+
+        Raises:
+            RuntimeError: somebody still holds a reservation."""
+        if any(held.alive for _, held in self._stack):
+            raise RuntimeError("the arena cannot begin anew: a layer still keeps rows for a backward that has not run")
+        self._stack.clear()
+        self.pointer.zero_()
+
     @property
     def needed(self) -> torch.Tensor:
         """(1,) int64 on the device: the most bytes that were wanted at one time; more than `capacity`: repeat."""

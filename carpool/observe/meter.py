@@ -44,6 +44,8 @@ def shown(name: str) -> AbstractContextManager[Any]:
 
 # Calls whose times are kept: nobody may ever ask, and a run has millions.
 KEPT_SPANS = 1024
+# By name: calls, each in pieces.
+Spans = dict[str, deque[list[Any]]]
 
 
 class Meter:
@@ -58,7 +60,7 @@ class Meter:
 
     def __init__(self, layer: str = "moe") -> None:
         self.layer = layer
-        self._spans: dict[str, deque[list[Any]]] = {}
+        self._spans: Spans = {}
 
     def ride(self, device: torch.device, direction: str, chunks: int = 1) -> RideSpans:
         """`span` for one ride."""
@@ -89,7 +91,9 @@ class Meter:
         """
         with self.named(name, direction, chunk):
             if device.type == "cuda":
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                # In a CUDA graph, an event that each replay records again.
+                inside = torch.cuda.is_current_stream_capturing()
+                start, end = (torch.cuda.Event(enable_timing=True, external=inside) for _ in range(2))
                 start.record()
                 yield
                 end.record()
@@ -105,6 +109,16 @@ class Meter:
             calls[-1].append(piece)
         else:
             calls.append([piece])
+
+    def exchange(self, spans: Spans) -> Spans:
+        """Put `spans` in the place of those since the last reset, which are returned."""
+        before, self._spans = self._spans, spans
+        return before
+
+    def add(self, spans: Spans) -> None:
+        """Calls that a CUDA graph repeats."""
+        for name, calls in spans.items():
+            self._spans.setdefault(name, deque(maxlen=KEPT_SPANS)).extend(calls)
 
     def milliseconds(self, reset: bool = True) -> dict[str, list[float]]:
         """Milliseconds of each call since the last reset, per span. Waits for the device if it must."""

@@ -9,9 +9,18 @@ from dataclasses import dataclass, field
 
 import torch
 
-from carpool.observe.meter import Meter
+from carpool.observe.meter import Meter, Spans
 from carpool.observe.recompute import in_recompute, new_counter
 from carpool.observe.traffic import VERBS, Traffic
+
+
+@dataclass(frozen=True)
+class HostCounts:
+    """What a layer counts on the host: see `LayerStats`, and `Meter` for the spans."""
+
+    tokens: int = 0
+    tokens_dispatched: int = 0
+    spans: Spans = field(default_factory=dict)
 
 
 class LayerStats:
@@ -56,6 +65,18 @@ class LayerStats:
         """Sum over this rank's tokens of the entropy of their K weights, in nats: 0 if one expert has all of the
         weight, ln K if all have the same."""
         return torch.zeros((), dtype=torch.float64) if self._entropy is None else self._entropy
+
+    def exchange(self, counts: HostCounts) -> HostCounts:
+        """Put `counts` in the place of what was counted on the host since the last reset, which is returned."""
+        before = HostCounts(self.tokens, self.tokens_dispatched, self.meter.exchange(counts.spans))
+        self.tokens, self.tokens_dispatched = counts.tokens, counts.tokens_dispatched
+        return before
+
+    def add(self, counts: HostCounts) -> None:
+        """Count on the host what a CUDA graph repeats: what it counts on the device it counts by itself."""
+        self.tokens += counts.tokens
+        self.tokens_dispatched += counts.tokens_dispatched
+        self.meter.add(counts.spans)
 
     def summary(self) -> RideStats:
         traffic = self.traffic

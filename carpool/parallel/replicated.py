@@ -194,12 +194,20 @@ class Replicated:
             work.wait()
         self._works.clear()
 
+    def drain(self) -> None:
+        """After a backward that is captured into a CUDA graph, inside the capture: nothing of it is left for later."""
+        self._end_pass()
+        self._wait()
+
+    def abandon(self) -> None:
+        """Forget what a capture that has failed has begun."""
+        self._works.clear()
+
     @torch.no_grad()
     def finish(self) -> None:
         """After the last backward, and whatever else adds to the gradients of experts: `.grad` of all shards is there.
         Parameters that no backward of this step has used have None."""
-        self._end_pass()
-        self._wait()
+        self.drain()
         for buffers in self._trained:
             buffers.finish()
         for one in self._passes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -84,3 +85,13 @@ def test_autograd_and_checkpointing_hold_the_place_just_as_long_as_they_need_it(
     assert not any(held.alive for _, held in arena._stack), "what is recomputed is not kept"
     y.sum().backward()
     assert used == [1, 1]
+
+
+def test_it_begins_anew_only_when_nobody_holds_anything() -> None:
+    arena = Arena(4096, torch.device("cpu"))
+    rows = arena.reserve(4, torch.float32, torch.tensor([3]))
+    with pytest.raises(RuntimeError, match="still keeps rows"):
+        arena.restart()
+    del rows
+    arena.restart()
+    assert arena.reserve(4, torch.float32, torch.tensor([3])).start.tolist() == [0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from carpool.observe.stats import HostCounts, LayerStats
 from carpool.observe.to_host import ToHost, to_device
 from carpool.observe.traffic import Traffic
 
@@ -47,3 +48,19 @@ def test_numbers_that_travel() -> None:
     assert there.dtype == torch.float64
     back = ToHost(there)
     assert back.arrived() and back.read().tolist() == [[1.0, 1.0], [2.5, float(2**40)]]
+
+
+def test_what_the_host_counts_can_be_counted_once_more() -> None:
+    stats, expert_TK = LayerStats(4, 1, 0), torch.tensor([[0, 1], [2, 3], [0, 3]])
+    weight_TK = torch.full((3, 2), 0.5)
+    stats.count(expert_TK, weight_TK)
+    before = stats.exchange(HostCounts())
+    stats.count(expert_TK, weight_TK)
+    with stats.meter.span("dispatch", CPU):
+        pass
+    captured = stats.exchange(before)
+    assert (stats.tokens, captured.tokens) == (3, 3)
+    for _ in range(2):
+        stats.add(captured)
+    assert stats.tokens == 9
+    assert len(stats.meter.milliseconds()["dispatch"]) == 2

@@ -119,13 +119,15 @@ class CarpoolContender(_RandomText, Run):
 
     @property
     def buffer_bytes(self) -> int:
-        return sum(buffers.size for buffers in buffers_of_rides(self.rides))
+        graphs = 0 if self.objective.graphs is None else self.objective.graphs.bytes
+        return sum(buffers.size for buffers in buffers_of_rides(self.rides)) + graphs
 
     @property
     def what(self) -> str:
         name, schedule = self.transport_choice.answer, self.schedule.answer
         parts = [f"{self.degrees}", f"dense {self.dense.answer}", f"transport {name}", f"schedule {schedule}"]
-        return ", ".join([*parts, "layers compiled" if self.config.training.torch_compile else "eager"])
+        graphs = "no graphs" if self.objective.graphs is None else "CUDA graphs"
+        return ", ".join([*parts, "layers compiled" if self.config.training.torch_compile else "eager", graphs])
 
 
 class TransformersContender(_RandomText):

@@ -45,7 +45,8 @@ from carpool.train.run.flops import flops_per_token, model_size, peak_flops
 from carpool.train.run.model import expert_counts, meta_model, model_source, top_k_of
 from carpool.train.run.topology import find_machine
 
-WARMUP = 2
+# More than the eager steps before a capture (`carpool.train.run.graphs`).
+WARMUP = 4
 # Contenders take the same first step; losses and norms that differ by more are of different computations.
 ALIKE = 0.02
 PLOT = "carpool.bench.model.plot:write_plot"

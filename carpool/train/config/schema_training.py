@@ -100,6 +100,11 @@ class TrainingSection(Section):
         description="Compile each decoder layer with torch.compile. It takes about a minute at the start; then "
         "steps are shorter, most where the GPU waits for the host.",
     )
+    cuda_graphs: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="Capture forward and backward as CUDA graphs, which the host launches at once. auto: where that is "
+        "possible; the run says why where it is not. on: an error where it is not.",
+    )
     torch_compile_backend: str = Field(default="inductor", description="Backend of torch.compile.")
     seed: int = Field(
         default=0, ge=0, lt=2**63, description="Seed of the initial weights and of the order of the data."

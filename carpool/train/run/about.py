@@ -80,6 +80,7 @@ def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any
             **(STAGES_KIND.record(run.stages) if run.stages is not None else {}),
         },
         "optimizer": optimizer,
+        "cuda_graphs": {"used": run.no_graphs is None, "why_not": run.no_graphs},
         "schedule": SCHEDULE_KIND.record(run.schedule),
         "layout": layout_record(current_layouts(run.model), run.layout_source),
         "bias_update_rate": run.bias.rate if run.bias is not None else 0.0,
@@ -166,6 +167,8 @@ def say_hello(run: RunState, resume: Path | None) -> None:
         say("experts: these are the model's own, which have no stages; moe.expert_stages means nothing here")
     if run.schedule.answer.name != "none" or run.schedule.times:
         say(f"schedule {run.schedule.answer}: {run.schedule.why}")
+    if run.device.type == "cuda":
+        say(f"CUDA graphs: {'forward and backward' if run.no_graphs is None else f'none, because {run.no_graphs}'}")
     if why := run.objective.cross_entropy.why_whole:
         say(f"loss: logits of a whole micro-batch at once, because {why}")
     if (optimizer := info["optimizer"])["name"] != "torch":

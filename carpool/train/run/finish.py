@@ -137,6 +137,8 @@ def _compare(run: RunState) -> dict[str, Any] | None:
     layer = run.rides[0]
     ours = layer.transport.name if layer.transport is not None else layer.requested
     batches = [run.to_device(batch) for batch in next(run.loader)]
+    # Graphs hold this run's transport.
+    run.objective.graphs = None
     run.display.say(f"comparing {ours} with {run.compare_with} in interleaved probe steps")
     result = compare(
         run.model,

@@ -13,7 +13,7 @@ the size that this step would have taken, and a quarter more. The device is aske
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -58,7 +58,9 @@ class Room(NamedTuple):
     arena_bytes: int
 
 
-def make_room(buffers: Sequence[Buffers], most: int, device: torch.device) -> Room | None:
+def make_room(
+    buffers: Sequence[Buffers], most: int, device: torch.device, before: Callable[[], None] = lambda: None
+) -> Room | None:
     """If rows had no place since the last call, enlarge the slabs, or the arena, of all ranks.
 
     Collective over all ranks of the run: they decide alike, also where only one of several expert-parallel groups
@@ -66,6 +68,7 @@ def make_room(buffers: Sequence[Buffers], most: int, device: torch.device) -> Ro
 
     Args:
         most: rows that suffice in any case.
+        before: is called before anything grows.
 
     Returns:
         The new sizes: what was computed since the last call is void. None: all rows had a place.
@@ -80,6 +83,7 @@ def make_room(buffers: Sequence[Buffers], most: int, device: torch.device) -> Ro
         needed, arena_needed = anybody.tolist()
     if not needed and not arena_needed:
         return None
+    before()
     for one in buffers:
         if needed:
             # Powers of two: few repetitions until it fits.

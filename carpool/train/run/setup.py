@@ -51,6 +51,7 @@ from carpool.train.run.environment import peak_memory
 from carpool.train.run.estimate import estimate_memory, likely_transport
 from carpool.train.run.files import why_not_writable
 from carpool.train.run.flops import flops_per_token, model_size, peak_flops
+from carpool.train.run.graphs import StepGraphs, why_no_graphs
 from carpool.train.run.model import distributed_config, expert_counts, meta_model, model_source, top_k_of
 from carpool.train.run.record import Recorder, check_trackers
 from carpool.train.run.room import most_tokens, transport_options
@@ -287,8 +288,21 @@ class Setup(RunState):
             self.parameters = list(self.model.parameters())
             self.optimizer = make_optimizer(self.model, training)
         self.metrics = RideMetrics(self.model)
+        self._set_graphs()
         # Drop-out and the like differ between ranks with different data, and only between them.
         torch.manual_seed(training.seed + self.dp_rank)
+
+    def _set_graphs(self) -> None:
+        asked, self.no_graphs = self.config.training.cuda_graphs, "training.cuda_graphs = 'off'"
+        if asked == "off":
+            return
+        self.no_graphs = why_no_graphs(self.config, self.model, self.rides, self.schedule.answer.name)
+        if self.no_graphs is None:
+            self.objective.graphs = StepGraphs(
+                self.model, self.rides, self.objective.micro_batch, lambda text: self.display.say(text), asked == "on"
+            )
+        elif asked == "on":
+            raise ValueError(f"training.cuda_graphs = 'on', but steps cannot be captured: {self.no_graphs}; use 'auto'")
 
     def _resume(self, resume: Path | None) -> None:
         """What changes from step to step: from the start, or as the checkpoint has it."""

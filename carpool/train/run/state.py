@@ -56,6 +56,7 @@ class RunState:
         expert_counts: E of each experts module, by name.
         rides: the layers that ride.
         parameters: what the optimizer and clipping see: this rank's shards, where the model is sharded.
+        no_graphs: why steps are not captured as CUDA graphs; None: they are.
         bias: moves the biases of routers; None: nothing does.
         options, most_tokens: of the transport; tokens of a rank in the largest forward.
         dense, transport_choice, stages, schedule: what was chosen (`carpool.planner.chosen`); stages: None if there are
@@ -95,6 +96,7 @@ class RunState:
     top_k: int
     bias: BiasBalance | None
     parameters: list[nn.Parameter]
+    no_graphs: str | None
     rides: list[ExpertRides]
     options: TransportOptions
     most_tokens: int
@@ -140,7 +142,7 @@ class RunState:
         before, mark = random_state(self.device), self.placement.mark()
         while True:
             result = compute()
-            room = make_room(buffers, self.most_tokens, self.device)
+            room = make_room(buffers, self.most_tokens, self.device, self._forget_graphs)
             if room is None:
                 return result
             self.model.zero_grad(set_to_none=True)
@@ -152,6 +154,10 @@ class RunState:
             self.display.say(
                 f"step {self.step}: more rows than buffers hold: now {room.capacity:,} a slab{kept}, and once more"
             )
+
+    def _forget_graphs(self) -> None:
+        if self.objective.graphs is not None:
+            self.objective.graphs.forget()
 
     def check_rides(self) -> None:
         """Raise RankMissingError if a ride since the last call lacked a rank. Looks at host memory."""

@@ -31,8 +31,7 @@ from carpool.parallel.replicated import replicated
 from carpool.schedule.priority import RidesFirst
 from carpool.schedule.two_batch import TwoBatch
 from carpool.train.config.schema import TrainingSection
-
-Batch = dict[str, torch.Tensor]
+from carpool.train.run.graphs import Batch, StepGraphs
 
 
 @dataclass(frozen=True)
@@ -93,6 +92,8 @@ class Objective:
         # Gradients of whole dense parameters are summed over ranks, those that FSDP shards are averaged.
         self.kept = replicated(model)
         self.share = 1.0 if self.kept is None else 1 / dp_size
+        # Computes steps without the host, once there is something to capture.
+        self.graphs: StepGraphs | None = None
         self.ranks_per_copy = (dist.get_world_size() if dist.is_initialized() else 1) // dp_size
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -160,32 +161,52 @@ class Objective:
             if number:
                 sums[place] = number
 
-        def loss_of(batch: Batch) -> torch.Tensor:
-            ce, aux = self.forward(batch)
-            loss = ce * (self.share * self.dp_size / tokens)
-            sums[0] += ce.detach()
-            if aux is not None:
-                loss = loss + aux * (self.share * self.aux_coef / len(batches))
-                sums[1] += aux.detach() / len(batches)
-            return loss
-
-        losses = [partial(loss_of, batch) for batch in batches]
-        at_once = 1 if self.two_batch is None else 2
-        with self.rides_first or nullcontext():
-            for first in range(0, len(losses), at_once):
-                together = losses[first : first + at_once]
-                if self.kept is not None:
-                    self.kept.begin(first == 0, first + at_once >= len(losses), len(together))
-                if self.two_batch is not None and len(together) == 2:
-                    self.two_batch.backward(together, self._processors())
-                else:
-                    together[0]().backward()
+        factor = self.share * self.dp_size / tokens
+        if self.graphs is not None and (captured := self.graphs.run(batches, factor)) is not None:
+            sums[:2] += captured
+        else:
+            self._accumulate(batches, factor, sums)
         if dist.is_initialized():
             dist.all_reduce(sums)
         sums[0] /= self.ranks_per_copy
         sums[0] /= tokens
         sums[1] /= self.dp_size * self.ranks_per_copy
         return sums
+
+    def _accumulate(self, batches: Sequence[Batch], factor: float, sums: torch.Tensor) -> None:
+        """Eagerly: the gradients of micro-batches, and the sums of their losses in `sums`."""
+        at_once = 1 if self.two_batch is None else 2
+        with self.rides_first or nullcontext():
+            for first in range(0, len(batches), at_once):
+                last = first + at_once >= len(batches)
+                together = [
+                    partial(self._loss, batch, factor, len(batches), sums) for batch in batches[first : first + at_once]
+                ]
+                if self.kept is not None:
+                    self.kept.begin(first == 0, last, len(together))
+                if self.two_batch is not None and len(together) == 2:
+                    self.two_batch.backward(together, self._processors())
+                else:
+                    together[0]().backward()
+
+    def micro_batch(
+        self, batch: Batch, factor: torch.Tensor, number: int, sums: torch.Tensor, first: bool, last: bool
+    ) -> None:
+        """The gradients of one of a step's `number` micro-batches, and its losses added to `sums`, without a word from
+        the host: so it can be captured."""
+        if self.kept is not None:
+            self.kept.begin(first, last)
+        self._loss(batch, factor, number, sums).backward()
+
+    def _loss(self, batch: Batch, factor: float | torch.Tensor, number: int, sums: torch.Tensor) -> torch.Tensor:
+        """What a micro-batch differentiates. `factor`: of its cross-entropy."""
+        ce, aux = self.forward(batch)
+        loss = ce * (factor.to(ce.dtype) if isinstance(factor, torch.Tensor) else factor)
+        sums[0] += ce.detach()
+        if aux is not None:
+            loss = loss + aux * (self.share * self.aux_coef / number)
+            sums[1] += aux.detach() / number
+        return loss
 
     def _processors(self) -> int:
         """Multiprocessors that the model's rides take."""

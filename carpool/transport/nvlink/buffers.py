@@ -242,6 +242,11 @@ class Buffers:
         capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         lease.stream = None if self.device.type != "cuda" or capturing else torch.cuda.current_stream(self.device)
 
+    def abandon(self) -> None:
+        """What was begun is never combined: the capture of a graph that has failed."""
+        for lease in self._leases:
+            lease.busy = False
+
     def _after_last_use(self, lease: Lease) -> None:
         """Let the current stream wait for the stream that used the lease before."""
         if lease.stream is not None and not torch.cuda.is_current_stream_capturing():

@@ -43,9 +43,19 @@ class VerbRunner:
         with torch.cuda.stream(self.stream):
             launch(True, True)
             done = self.stream.record_event()
-        for tensor in tensors:
-            tensor.record_stream(self.stream)
-        return lambda: torch.cuda.current_stream().wait_event(done)
+        if torch.cuda.is_current_stream_capturing():
+            # The allocator gives nothing back that another stream has used as long as a graph is captured.
+            held = list(tensors)
+        else:
+            held = []
+            for tensor in tensors:
+                tensor.record_stream(self.stream)
+
+        def finish() -> None:
+            torch.cuda.current_stream().wait_event(done)
+            held.clear()
+
+        return finish
 
     def _run_here(self, launch: Any) -> Any:
         """The same, on the current stream."""

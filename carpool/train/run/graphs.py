@@ -1,0 +1,205 @@
+"""The forward and backward of a micro-batch as a CUDA graph: the host launches one thing instead of ten thousand.
+
+A step of Qwen3-30B-A3B has 48 layers of some 200 kernels, each of which costs the host about 5 us to launch, and more
+in autograd. A captured graph is launched at once:
+
+    steps 1, 2       eager: kernels are compiled, buffers and counters made
+    step 3           captured, then replayed
+    further steps    batch into the graph's own tensors, replay, gradients are where they were before
+
+A graph is all of a micro-batch: embedding, layers with their rides, loss, backward, reductions of gradients. With
+several micro-batches in a step there are up to three graphs, because the first one makes the gradients to which the
+others add, and the last one reduces them. All share one pool of memory. Whatever a layer counts on the device it counts
+in a replay too; what it counts on the host is counted once more by hand (`LayerStats.add`).
+
+What a graph holds may not move: if buffers grow (`room.py`), the step is repeated eagerly and captured anew. Steps that
+a profiler watches run eagerly, because a graph has no names of layers.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from carpool.hf.expert_parallel import ExpertRides, buffers_of_rides
+from carpool.observe.meter import watched
+from carpool.observe.stats import HostCounts
+from carpool.parallel import fsdp
+from carpool.parallel.replicated import replicated
+from carpool.train.config.schema import Config
+
+Batch = dict[str, torch.Tensor]
+# As `Objective.micro_batch`.
+MicroBatch = Callable[[Batch, torch.Tensor, int, torch.Tensor, bool, bool], None]
+# Steps before the capture, of which the first may be repeated with larger buffers.
+EAGER_STEPS = 2
+
+
+def why_no_graphs(config: Config, model: nn.Module, layers: Sequence[ExpertRides], schedule: str) -> str | None:
+    """Why the steps of a run cannot be captured; None: they can."""
+    transport = layers[0].transport
+    name = None if transport is None else transport.name
+    if next(model.parameters()).device.type != "cuda":
+        return "there is no GPU"
+    if not getattr(transport, "graphable", False):
+        return f"transport {name} waits for the host"
+    if any(own.compute is None for own in layers):
+        return "experts run the model's own forward, which may wait for the host"
+    if fsdp.states(model):
+        return "FSDP gathers parameters layer by layer from the host (parallelism.dense)"
+    if schedule == "two-batch":
+        return "two batches run in two threads"
+    if config.placement.every is not None or any(own.layout.num_replicas for own in layers):
+        return "experts move or have copies"
+    if config.training.gradient_checkpointing:
+        return "gradient checkpointing asks for the state of random numbers"
+    return None
+
+
+class StepGraphs:
+    """The graphs of one run. All ranks construct and call it alike.
+
+    Args:
+        model: may be captured (`why_no_graphs`).
+        layers: its rides.
+        compute: a micro-batch, eagerly.
+        say: a line for the terminal.
+        required: raise if the capture fails; else go on eagerly, and say so.
+
+    Attributes:
+        bytes: that the graphs hold for what layers keep; the allocator counts them as reserved, not as allocated.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[ExpertRides],
+        compute: MicroBatch,
+        say: Callable[[str], None],
+        required: bool = False,
+    ) -> None:
+        self.model, self.layers, self.compute, self.say, self.required = model, layers, compute, say, required
+        device = next(model.parameters()).device
+        self._factor = torch.zeros((), dtype=torch.float64, device=device)
+        self._sums = torch.zeros(2, dtype=torch.float64, device=device)
+        self._failed = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Give the graphs and their memory back: what they hold is about to move. New ones come after two steps."""
+        self._eager = 0
+        self._inputs: Batch = {}
+        self._shapes: tuple[object, ...] = ()
+        self._graphs: dict[tuple[bool, bool], torch.cuda.CUDAGraph] = {}
+        self._counted: dict[tuple[bool, bool], list[HostCounts]] = {}
+        self._gradients: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self.bytes = 0
+
+    def run(self, batches: Sequence[Batch], factor: float) -> torch.Tensor | None:
+        """Compute the micro-batches of a step by graphs.
+
+        Args:
+            factor: of the loss of each micro-batch.
+
+        Returns:
+            (2,) float64 on the device: sums of losses, as `compute` adds them, valid until the next call. None: this
+            step is to be computed eagerly.
+
+        Raises:
+            RuntimeError: the capture has failed, and graphs are required.
+        """
+        if self._failed:
+            return None
+        if watched():
+            # Both would need memory for what layers keep.
+            self.forget()
+            return None
+        shapes = (len(batches), *((name, tuple(x.shape), x.dtype) for name, x in batches[0].items()))
+        if any(one[name].shape != x.shape for one in batches for name, x in batches[0].items()):
+            return None
+        if shapes != self._shapes:
+            self.forget()
+            self._shapes = shapes
+        if not self._graphs:
+            self._eager += 1
+            if self._eager <= EAGER_STEPS or not self._capture(batches):
+                return None
+        self._factor.fill_(factor)
+        self._sums.zero_()
+        for number, batch in enumerate(batches):
+            place = number == 0, number == len(batches) - 1
+            for name, value in batch.items():
+                self._inputs[name].copy_(value)
+            self._graphs[place].replay()
+            for own, counted in zip(self.layers, self._counted[place], strict=True):
+                own.stats.add(counted)
+        self._restart_arenas()
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        return self._sums
+
+    def _capture(self, batches: Sequence[Batch]) -> bool:
+        """Whether all ranks have captured all graphs of a step."""
+        self._inputs = {name: value.clone() for name, value in batches[0].items()}
+        places = dict.fromkeys((number == 0, number == len(batches) - 1) for number in range(len(batches)))
+        pool, problem = torch.cuda.graph_pool_handle(), None
+        torch.cuda.empty_cache()
+        reserved = torch.cuda.memory_reserved(self._sums.device)
+        try:
+            for place in places:
+                self._graphs[place] = torch.cuda.CUDAGraph()
+                self._capture_one(place, len(batches), pool)
+        except Exception as error:
+            problem = error
+        failed = torch.tensor([float(problem is not None)], device=self._sums.device)
+        if dist.is_initialized():
+            dist.all_reduce(failed)
+        if failed.item():
+            self._abandon(problem)
+            return False
+        self.bytes = torch.cuda.memory_reserved(self._sums.device) - reserved
+        self._gradients = [(p, p.grad) for p in self.model.parameters() if p.grad is not None]
+        return True
+
+    def _capture_one(self, place: tuple[bool, bool], number: int, pool: Any) -> None:
+        kept = replicated(self.model)
+        before = [own.stats.exchange(HostCounts()) for own in self.layers]
+        try:
+            # Another thread puts batches into pinned memory meanwhile.
+            with torch.cuda.graph(self._graphs[place], pool=pool, capture_error_mode="thread_local"):
+                self._restart_arenas()
+                self.compute(self._inputs, self._factor, number, self._sums, *place)
+                if kept is not None:
+                    kept.drain()
+        finally:
+            self._counted[place] = [own.stats.exchange(counts) for own, counts in zip(self.layers, before, strict=True)]
+        self._restart_arenas()
+
+    def _restart_arenas(self) -> None:
+        for buffers in buffers_of_rides(self.layers):
+            if buffers.arena is not None:
+                buffers.arena.restart()
+
+    def _abandon(self, problem: Exception | None) -> None:
+        """Some rank's capture has failed: what was begun on this one is void, and steps stay eager."""
+        self._failed = True
+        self.forget()
+        self.model.zero_grad(set_to_none=True)
+        if (kept := replicated(self.model)) is not None:
+            kept.abandon()
+        for buffers in buffers_of_rides(self.layers):
+            buffers.abandon()
+        why = "another rank could not" if problem is None else f"{type(problem).__name__}: {problem}".split("\n")[0]
+        if self.required:
+            raise RuntimeError(
+                f"a step could not be captured as a CUDA graph ({why}); set training.cuda_graphs=auto"
+            ) from problem
+        del problem
+        gc.collect()
+        self._restart_arenas()
+        self.say(f"steps are not captured as CUDA graphs: {why}")
