@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from carpool.layer.record import record
     from carpool.layout import ExpertLayout, assign
     from carpool.layout.layouts import Layouts
+    from carpool.memory.policies import KeptPolicies
     from carpool.memory.recompute import keep_rides
     from carpool.moe import MoE
     from carpool.routing import Router, Routing
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ExpertLayout",
+    "KeptPolicies",
     "Layouts",
     "MoE",
     "Router",
@@ -34,6 +36,7 @@ __all__ = [
 ]
 _PLACES = {
     "ExpertLayout": "layout",
+    "KeptPolicies": "memory.policies",
     "Layouts": "layout.layouts",
     "MoE": "moe",
     "Router": "routing",

@@ -30,6 +30,7 @@ from carpool.layer.module import LayerModule, check_mesh, group_of
 from carpool.layer.replay_check import check_replay
 from carpool.layer.shared_expert import SharedExpert
 from carpool.layout import ExpertLayout
+from carpool.memory import KEEP, KeptPolicies
 from carpool.routing import Router, Routing
 from carpool.routing.limit import LimitOptions
 from carpool.schedule import Schedule
@@ -59,8 +60,8 @@ class MoE(LayerModule):
         schedule: what runs beside what (carpool/schedule): `Schedule("chunks", 2)` lets one half of the tokens travel
             while the experts compute on the other. The same sums; weight gradients to rounding. Default: in turn.
         experts: "auto", "grouped", "reference"; "fp8", which is LOSSY (carpool/experts/fp8/experts.py).
-        recompute_experts: "grouped" keeps no pre-activation and computes it again in the backward: of what experts
-            keep, only the rows that arrived are left, for one more product. The same bits.
+        kept: what is done about the rows and the pre-activations that the backward needs (carpool/memory/policies.py):
+            they are kept, computed or sent again, or offloaded to host memory. The same bits.
         expert_choices: of "grouped", the way of each stage (carpool/experts/choices.py). Default: by the shape;
             `carpool.experts.measure_choices` finds the fastest.
         activation, gated, bias: of the experts: silu, gelu, gelu_tanh, relu, relu2; SwiGLU-like or plain.
@@ -96,7 +97,7 @@ class MoE(LayerModule):
         transport_options: TransportOptions | None = None,
         schedule: Schedule | None = None,
         experts: str = "auto",
-        recompute_experts: bool = False,
+        kept: KeptPolicies = KEEP,
         expert_choices: Choices | None = None,
         activation: str = "silu",
         gated: bool = True,
@@ -144,7 +145,8 @@ class MoE(LayerModule):
         self.reset_parameters()
         self._make_equal(edp_group)
 
-        self.core.set_experts(experts, expert_choices, recompute_experts)
+        self.core.set_experts(experts, expert_choices)
+        self.core.set_kept(kept)
         self.core.set_schedule(schedule or Schedule())
         options = transport_options or TransportOptions()
         self.set_transport(transport, options if max_tokens is None else replace(options, max_tokens=max_tokens))

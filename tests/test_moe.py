@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import carpool
-from carpool import ExpertLayout, Routing
+from carpool import ExpertLayout, KeptPolicies, Routing
 from carpool.experts import Choices, GroupedExperts
 from carpool.layer.state import gather_homes
 from carpool.memory.recompute import KeptRides
@@ -634,7 +634,9 @@ def test_torch_compile_compiles_around_the_ride() -> None:
 def gradients_of(recompute: bool, transport: str, dtype: torch.dtype) -> list[torch.Tensor]:
     """This rank's output, and the gradients of its input and all its parameters."""
     torch.manual_seed(0)
-    moe = build(transport=transport, bias=True, recompute_experts=recompute, dtype=dtype)
+    moe = build(
+        transport=transport, bias=True, kept=KeptPolicies(hidden="recompute" if recompute else "keep"), dtype=dtype
+    )
     assert isinstance(moe.experts, GroupedExperts) and moe.experts.recompute is recompute
     x = tokens().to(dtype).requires_grad_()
     y = moe(x)
@@ -664,6 +666,9 @@ def test_options_of_experts() -> None:
     expected = moe(x)
     torch.manual_seed(0)
     assert torch.equal(carpool.MoE(H, F, EXPERTS, K)(x), expected), "on a CPU there is one way"
-    for name, options in (("reference", {"recompute_experts": True}), ("fp8", {"expert_choices": choices})):
+    for name, options in (
+        ("reference", {"kept": KeptPolicies(hidden="recompute")}),
+        ("fp8", {"expert_choices": choices}),
+    ):
         with pytest.raises(ValueError, match=f"experts='{name}' has no option"):
             carpool.MoE(H, F, EXPERTS, K, experts=name, **options)

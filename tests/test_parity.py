@@ -23,7 +23,7 @@ import pytest
 import torch
 
 import carpool
-from carpool import Routing
+from carpool import KeptPolicies, Routing
 from carpool.schedule import Schedule
 from tests.layouts import EXPERTS, LAYOUTS, layout_of
 from tests.pairwise import all_pairs, feasible_pairs
@@ -59,9 +59,13 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "selection": ("plain", "groups", "bias"),
     "scaling": (1.0, 2.5),
     "schedule": ("none", "chunks 2", "chunks 5", "chunks 2 3", "chunks 4 1", "tiles 3"),
+    "rows": ("keep", "resend", "offload"),
+    "hidden": ("keep", "recompute", "offload"),
 }
 # A rank holds an expert at most once, so a single rank has no replicas.
 FORBIDDEN = [{"layout": name, "ep": 1} for name in ("replicated", "replicated_permuted")]
+# Which keep nothing that could be computed again.
+FORBIDDEN += [{"experts": "reference", "hidden": "recompute"}]
 FORBIDDEN += [{"tokens": name, "routing": "router"} for name in REPLAYED]
 PRODUCT = [
     {"transport": t, "layout": layout, "ep": ep}
@@ -92,6 +96,8 @@ class Case:
     selection: str = "plain"
     scaling: float = 1.0
     schedule: str = "none"
+    rows: str = "keep"
+    hidden: str = "keep"
     dtype: torch.dtype = torch.float32
 
     def __str__(self) -> str:
@@ -207,6 +213,7 @@ def build(case: Case) -> carpool.MoE:
         max_tokens=MAX_TOKENS,
         schedule=schedule_of(case),
         experts=case.experts,
+        kept=KeptPolicies(case.rows, case.hidden),  # type: ignore[arg-type]
         activation=spec.activation,
         gated=spec.gated,
         bias=spec.bias,

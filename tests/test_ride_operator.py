@@ -23,7 +23,7 @@ from carpool.experts import (
     reference_experts,
 )
 from carpool.kernels.numbered import by_number
-from carpool.memory import Arena
+from carpool.memory import Arena, KeptPolicies
 from carpool.observe.stats import LayerStats
 from carpool.ride import RideSetup, ride, ride_module
 from carpool.ride import operator as ride_operator
@@ -349,13 +349,11 @@ def test_opcheck(transport: str, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("again", [False, True])
 @pytest.mark.parametrize("transport", list(TRANSPORTS))
-def test_inputs_may_be_overwritten_as_soon_as_the_operator_has_returned(
-    transport: str, again: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inputs_may_be_overwritten_as_soon_as_the_operator_has_returned(transport: str, again: bool) -> None:
     """A compiler that was told that an operator is functional uses its inputs' memory for others."""
     case = Case(transport)
     if again:
-        monkeypatch.setattr(type(case.transport), "sends_again", True)
+        case.setup = replace(case.setup, policies=KeptPolicies(rows="resend"))
     _, *want = case.train(case.ride)
     x, weight, slot, *rest = arguments(case)
     inputs = [tensor.clone() for tensor in (x, weight, slot)]

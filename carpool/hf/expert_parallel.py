@@ -36,6 +36,7 @@ from carpool.hf.expert_function import check_not_quantised, expert_function, wei
 from carpool.hf.tensor_parallel import check_tensor_parallel_around
 from carpool.layer.core import LayerCore
 from carpool.layout import ExpertLayout
+from carpool.memory import KeptPolicies, Offloader
 from carpool.routing import Routing
 from carpool.transport import TRANSPORTS, Transport, TransportOptions
 from carpool.transport.nvlink import Buffers
@@ -248,15 +249,23 @@ def set_transport(
         own.set_transport(name, options)
 
 
-def set_experts(
-    model: nn.Module, name: str, *, choices: Choices | None = None, recompute: bool = False, **others: Any
-) -> list[str]:
+def set_kept(model: nn.Module, policies: KeptPolicies) -> None:
+    """Change what is done about the rows and the pre-activations that the backwards of all MoE layers of a model need
+    (carpool/memory/policies.py). Call on all ranks, between steps.
+
+    Raises:
+        ValueError: the experts cannot."""
+    offloader = Offloader() if policies.offloads else None
+    for own in required_rides(model).values():
+        own.set_kept(policies, offloader)
+
+
+def set_experts(model: nn.Module, name: str, *, choices: Choices | None = None, **others: Any) -> list[str]:
     """Change how the experts of all MoE layers of a model are computed: "auto", "grouped", "reference", or "fp8".
 
     Args:
         choices: of "grouped", the way of each stage (`carpool.experts.Choices`). None: by the shape. Layers that run
             the model's own forward have no stages.
-        recompute: of "grouped", keep no pre-activation, and compute it again in the backward.
         others: options of a plug-in's.
 
     Returns:
@@ -266,7 +275,7 @@ def set_experts(
         ValueError: an unknown name, experts that it cannot compute, or an option that they do not have."""
     layers = required_rides(model)
     for own in layers.values():
-        own.set_experts(name, choices, recompute, **others)
+        own.set_experts(name, choices, **others)
     return list(dict.fromkeys(why for own in layers.values() for why in getattr(own.compute, "lossy_reasons", ())))
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from carpool.experts import Choices, ExpertFunction, Experts, ExpertWeights, make_experts
 from carpool.layout import ExpertLayout, assign
+from carpool.memory import KEEP, KeptPolicies, Offloader
 from carpool.observe.recompute import add_once, new_counter
 from carpool.observe.stats import LayerStats
 from carpool.parallel.slots import SlotFiller, fill_slots
@@ -59,6 +60,7 @@ class LayerCore:
         requested, options, why: the transport that was asked for, with which options, and why it became what it is.
         schedule: what runs beside what. An own forward rides in one piece.
         compute: the expert computation; None where the owner's forward computes.
+        policies, offloader: see `set_kept`.
         limit: what limits the routing to few ranks, LOSSY; None: nothing. Routers ask `choose`.
         drops: which choices are dropped on their way from the router to the ride, LOSSY; None: none.
         dropped: how many were, since `reset_counts`: a scalar on the device; None before the first.
@@ -97,6 +99,8 @@ class LayerCore:
         self.load_E: torch.Tensor | None = None
         self.routing: Routing | None = None
         self._waiting = WaitingRides()
+        self.policies = KEEP
+        self.offloader: Offloader | None = None
         self._experts_asked: tuple[str, dict[str, Any]] = ("auto", {})
         self.set_experts("auto")
 
@@ -114,23 +118,43 @@ class LayerCore:
         if schedule != self.schedule:
             self.schedule, self.transport = schedule, None
 
-    def set_experts(self, name: str, choices: Choices | None = None, recompute: bool = False, **others: Any) -> None:
+    def set_kept(self, policies: KeptPolicies, offloader: Offloader | None = None) -> None:
+        """Change what rides keep for their backward. Rides under way keep what they kept.
+
+        Args:
+            offloader: shared by the layers of a model. None: this layer's own, if it takes one.
+
+        Raises ValueError for what the experts cannot do."""
+        if self.function is None and policies != KEEP:
+            raise ValueError(
+                f"{self.name} runs its own forward, which keeps what it needs: keep rows and hidden, or use activation "
+                "checkpointing"
+            )
+        before, self.policies = self.policies, policies
+        try:
+            self.set_experts(self._experts_asked[0], **self._experts_asked[1])
+        except ValueError:
+            self.policies = before
+            raise
+        self.offloader = (offloader or self.offloader or Offloader()) if policies.offloads else None
+        if policies.rows != before.rows:
+            self.transport = None
+        self._setup = None
+
+    def set_experts(self, name: str, choices: Choices | None = None, **others: Any) -> None:
         """Change how experts are computed: "auto" or another name that `carpool.experts.make_experts` knows. "auto"
         leaves experts that Carpool does not know to their own forward; for others it is exact.
 
-        Own forwards have no stages, so `choices`, which only concern speed, pass them by. `recompute` promises memory
-        that they would take all the same: so it is refused. `others`: options of a plug-in's.
+        Own forwards have no stages, so `choices`, which only concern speed, pass them by. `others`: options of a
+        plug-in's.
 
         Raises ValueError for a name that is unknown, or for anything that cannot be used here."""
-        self._experts_asked = name, {"choices": choices, "recompute": recompute, **others}
+        self._experts_asked = name, {"choices": choices, **others}
         if self.function is not None:
+            recompute = self.policies.hidden == "recompute"
             self.compute = make_experts(name, self.function, choices, recompute, **others)
-            return
-        own = f"{self.name} runs its own forward"
-        if name != "auto":
-            raise ValueError(f"{own}: experts={name!r} cannot replace it")
-        if recompute:
-            raise ValueError(f"{own}, which keeps what it needs: leave recompute out, or use gradient checkpointing")
+        elif name != "auto":
+            raise ValueError(f"{self.name} runs its own forward: experts={name!r} cannot replace it")
 
     def set_limit(self, options: LimitOptions | None, similarity_EE: torch.Tensor | None = None) -> list[str]:
         """Limit the routing to few ranks or nodes per token (LOSSY; carpool/routing/limit.py), or no longer.
@@ -201,7 +225,7 @@ class LayerCore:
         name, self.why = resolve_transport(self.requested, self.group, top_k, hidden, self.options, own_forward=own)
         options = find_transport(name).own_options(self.options)
         if options is not None and not own:
-            options = options.under(self.schedule)
+            options = options.under(self.schedule, self.policies.rows == "resend")
         # Its buffers serve training too, even if the first forward is in inference mode.
         with torch.inference_mode(False):
             transport = make_transport(name, self.group, self.layout.slots_per_rank, options)
@@ -213,7 +237,7 @@ class LayerCore:
     def _make_setup(self, transport: Transport, device: torch.device) -> RideSetup:
         schedule = self.schedule if self.function is not None else Schedule()
         order = order_of(schedule, transport, device)
-        self._setup = RideSetup(transport, self.compute, self.stats, order, self.hooks)
+        self._setup = RideSetup(transport, self.compute, self.stats, order, self.hooks, self.policies, self.offloader)
         return self._setup
 
     def ride_setup(self, transport: Transport, device: torch.device) -> RideSetup:
@@ -301,11 +325,12 @@ class LayerCore:
         self._take(state)
 
     def _settings(self) -> dict[str, Any]:
-        names = ("layout", "function", "name", "schedule", "requested", "options", "limit", "drops")
+        names = ("layout", "function", "name", "schedule", "requested", "options", "limit", "drops", "policies")
         return {name: getattr(self, name) for name in names} | {"experts": self._experts_asked}
 
     def _take(self, settings: dict[str, Any]) -> None:
         name, options = settings["experts"]
         self.set_experts(name, **options)
+        self.set_kept(settings["policies"])
         for name in ("schedule", "requested", "options", "limit", "drops"):
             setattr(self, name, settings[name])

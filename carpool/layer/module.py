@@ -18,6 +18,7 @@ from carpool.experts import Experts, ExpertWeights
 from carpool.layer.core import LayerCore
 from carpool.layer.state import EXPERT_NAMES, ORDER, gather_homes, home_order, order_error
 from carpool.layout import ExpertLayout
+from carpool.memory import KeptPolicies, Offloader
 from carpool.observe.stats import RideStats
 from carpool.parallel.migrate import Moved, RowMove, Stopwatch, check_can_move, move_experts
 from carpool.routing import DropOptions, Router, Routing
@@ -59,6 +60,15 @@ class LayerModule(nn.Module):
     def set_schedule(self, schedule: Schedule) -> None:
         """Change what runs beside what."""
         self.core.set_schedule(schedule)
+        self._prepare()
+
+    def set_kept(self, policies: KeptPolicies, offloader: Offloader | None = None) -> None:
+        """Change what is done about what the backward needs (carpool/memory/policies.py).
+
+        Args:
+            offloader: shared by the layers of a model, which run one after the other, so that what one of them has
+                offloaded comes back while the next one's backward computes. None: this layer's own."""
+        self.core.set_kept(policies, offloader)
         self._prepare()
 
     def set_limit(self, options: LimitOptions | None, similarity_EE: torch.Tensor | None = None) -> list[str]:

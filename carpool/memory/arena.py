@@ -14,6 +14,7 @@ released out of order is given back as soon as everything above it is.
 
 When the rows do not fit, the reservation's start is -1: nothing may be written or read there, what the step computes is
 worthless, and `needed` says how many bytes it would have taken. Somebody has to look, once per step, and repeat it.
+Other arenas that serve the same layers are *companions* of the first: whoever looks after it looks after them, too.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 from carpool.memory.rows import Rows
 
 ALIGNMENT = 256  # bytes; also what an allocation of torch is aligned to
+COMPANION_BYTES = 64 * 2**20  # of a companion to start with; what the first step needs is measured in it
 
 
 class _Held:
@@ -42,16 +44,44 @@ class Arena:
     Args:
         capacity: bytes.
         device: where. On the CPU the same arithmetic runs in PyTorch.
+        host: the bytes are in pinned host memory, which kernels of the device read and write; the pointer is on the
+            device.
+
+    Attributes:
+        companions: other arenas that serve the same layers.
     """
 
-    def __init__(self, capacity: int, device: torch.device) -> None:
-        self.capacity = capacity // ALIGNMENT * ALIGNMENT
-        self.bytes = torch.empty(self.capacity, dtype=torch.uint8, device=device)
+    def __init__(self, capacity: int, device: torch.device, host: bool = False) -> None:
+        self.device, self.host = device, host
+        self.companions: list[Arena] = []
+        self._allocate(capacity)
         # Where the next reservation starts, and the furthest that any has reached since `reset_peak`; in bytes.
         self.pointer = torch.zeros(1, dtype=torch.int64, device=device)
         self.peak = torch.zeros(1, dtype=torch.int64, device=device)
         # In order of reservation: where it began, and whether somebody holds it.
         self._stack: list[tuple[torch.Tensor, _Held]] = []
+        # Where the starts of reservations that somebody holds lie in memory.
+        self._starts: set[int] = set()
+
+    def _allocate(self, capacity: int) -> None:
+        self.capacity = capacity // ALIGNMENT * ALIGNMENT
+        if self.host and self.device.type == "cuda":
+            self.bytes = torch.empty(self.capacity, dtype=torch.uint8, pin_memory=True)
+        else:
+            self.bytes = torch.empty(self.capacity, dtype=torch.uint8, device=self.device)
+
+    def companion(self, host: bool = False) -> Arena:
+        """One more arena for the same layers, which grows with what steps need."""
+        self.companions.append(Arena(min(self.capacity, COMPANION_BYTES), self.device, host))
+        return self.companions[-1]
+
+    def grow(self, capacity: int) -> None:
+        """Take so many bytes instead, once nobody holds anything here: between steps."""
+        del self.bytes  # first give back, then ask
+        self._allocate(capacity)
+        self.pointer.zero_()
+        self.peak.zero_()
+        self._stack.clear()
 
     def reserve(self, width: int, dtype: torch.dtype, count: torch.Tensor, slab: int = 0) -> Rows:
         """Room for rows; written by whoever asked.
@@ -63,7 +93,7 @@ class Arena:
         """
         element, row_bytes = dtype.itemsize, width * dtype.itemsize
         count, from_here = count.reshape(-1), self._drop_released()
-        if self.bytes.is_cuda:
+        if self.device.type == "cuda":
             from carpool.memory.arena_kernel import reserve
 
             begin, start = reserve(
@@ -76,11 +106,21 @@ class Arena:
             self.pointer.copy_(ends[-1:])
             torch.maximum(self.peak, self.pointer, out=self.peak)
             start = torch.where(self.pointer > self.capacity, -1, (ends - size) // element)
-        held = _Held()
+        held, where = _Held(), start.data_ptr()
         self._stack.append((begin, held))
+        self._starts.add(where)
+
+        def release() -> None:
+            held.release()
+            self._starts.discard(where)
+
         # On the storage: tensors that autograd and checkpointing hand back share it, but are not the same object.
-        weakref.finalize(start.untyped_storage(), held.release).atexit = False
-        return Rows(self.bytes.view(dtype), width, start, slab)
+        weakref.finalize(start.untyped_storage(), release).atexit = False
+        return Rows(self.bytes.view(dtype), width, start, slab, count=count, arena=self)
+
+    def holds(self, start: torch.Tensor) -> bool:
+        """Whether it is the start of a reservation that is still held. A copy of one holds nothing."""
+        return start.data_ptr() in self._starts
 
     def restart(self) -> None:
         """The next reservation begins at 0, whatever was there before. What a CUDA graph reserves must not depend on

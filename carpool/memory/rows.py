@@ -34,6 +34,8 @@ class Rows:
         home_row: the number of the first of them.
         gaps: True: a row that no slot wants is uninitialised, and nobody reads its sum. False: all rows are defined,
             and the sum of a row that no slot wants must be zero.
+        count: (slabs,) integers on the device, how many rows there are in each slab; of rows in an arena.
+        arena: in which they are, if `data` is its memory.
     """
 
     data: torch.Tensor
@@ -43,6 +45,8 @@ class Rows:
     home: torch.Tensor | None = None
     home_row: int = 0
     gaps: bool = False
+    count: torch.Tensor | None = None
+    arena: Arena | None = None
 
     @classmethod
     def of(cls, rows: torch.Tensor) -> Rows:
@@ -84,3 +88,21 @@ class Rows:
         if self.home is not None:
             rows[self.home_row : self.home_row + self.home.shape[0]] = self.home
         return rows
+
+
+def copy_rows(rows: Rows, arena: Arena) -> Rows:
+    """The rows of one arena in another one: those that there are, and nothing else. On the current stream."""
+    assert rows.start is not None and rows.count is not None
+    kept = arena.reserve(rows.width, rows.data.dtype, rows.count, rows.slab)
+    assert kept.start is not None
+    if arena.device.type == "cuda":
+        from carpool.memory.copy_kernel import copy_slabs
+
+        copy_slabs(rows, kept)
+    else:
+        for source, target, count in zip(rows.start.tolist(), kept.start.tolist(), rows.count.tolist(), strict=True):
+            if min(source, target) >= 0:
+                # `.data`: what other layers keep in the arena must not look modified to autograd.
+                size = count * rows.width
+                kept.data.data[target : target + size] = rows.data[source : source + size]
+    return replace(rows, data=kept.data, start=kept.start, arena=arena)

@@ -27,11 +27,11 @@ from typing import Any, TypeVar
 import torch
 
 from carpool.experts import ExpertWeights
-from carpool.memory import Rows
+from carpool.memory import Arena, Away, Rows
 from carpool.memory.recompute import kept_rides, taken_before
 from carpool.observe.recompute import in_recompute
+from carpool.ride.kept import Kept, bring_back, put_away
 from carpool.ride.operator import ride_operator
-from carpool.ride.order import Kept
 from carpool.ride.setup import RideSetup
 from carpool.routing import Routing
 from carpool.transport import Pending
@@ -190,7 +190,8 @@ class _Ride(torch.autograd.Function):
                 started = setup.order.start(x_TH, weight_TK, slot_TK, weights, setup)
             else:
                 started, trip.started = trip.started, None
-            return setup.order.forward(started, weights, setup, backward)
+            y_TH, kept = setup.order.forward(started, weights, setup, backward)
+            return y_TH, None if kept is None else put_away(kept, setup)
 
         # Not `any(ctx.needs_input_grad)`, which is of the inputs alone: under no_grad it may be True too.
         region = kept_rides() if backward else None
@@ -211,6 +212,7 @@ class _Ride(torch.autograd.Function):
             Kept(route, rest[i * size], rest[i * size + 1 : (i + 1) * size]) for i, route in enumerate(ctx.routes)
         )
         setup: RideSetup = ctx.setup
+        kept = bring_back(kept, setup)
         needs_dweights = any(ctx.needs_input_grad[6:])
         coming, dweights = setup.order.backward(dy_TH, weights, kept, setup, needs_dweights)
         dx_TH = dweight_TK = None
@@ -227,19 +229,43 @@ def _reaches(functions: Any) -> bool:
 
 
 def _save(ctx: Any, what: tuple[Any, ...]) -> None:
-    """Save tensors, `Rows` and Nones through autograd, which lets checkpointing and offloading see them."""
+    """Save tensors, `Rows` and Nones through autograd, which lets checkpointing and offloading see them.
+
+    Of rows in an arena they see where these begin. Its memory is all layers': a hook would copy it for each of them."""
     tensors: list[torch.Tensor | None] = []
+    others: list[tuple[Any, ...] | None] = []
     for item in what:
-        tensors += (item.data, item.start, item.home) if isinstance(item, Rows) else (item,)
-    ctx.numbers = [(i.width, i.slab, i.home_row, i.gaps) if isinstance(i, Rows) else None for i in what]
+        if isinstance(item, Rows):
+            data, tensor = (item.data, None) if item.arena is not None else (None, item.data)
+            tensors += (tensor, item.start, item.home, item.count)
+            index = item.index if isinstance(item, Away) else None
+            others.append((data, item.width, item.slab, item.home_row, item.gaps, item.arena, index))
+        else:
+            tensors.append(item)
+            others.append(None)
+    ctx.others = others
     ctx.save_for_backward(*tensors)
 
 
 def _saved(ctx: Any) -> tuple[Any, ...]:
+    """What `_save` was given.
+
+    Raises:
+        RuntimeError: a hook has put a copy in the place of where rows in an arena begin."""
     tensors = iter(ctx.saved_tensors)
 
-    def rows(width: int, slab: int, home_row: int, gaps: bool) -> Rows:
-        data, start, home = (next(tensors) for _ in range(3))
-        return Rows(data, width, start, slab, home, home_row, gaps)
+    def rows(
+        data: Any, width: int, slab: int, home_row: int, gaps: bool, arena: Arena | None, index: int | None
+    ) -> Rows:
+        tensor, start, home, count = (next(tensors) for _ in range(4))
+        if index is not None:
+            return Away(tensor, width, start, slab, home, home_row, gaps, count, index=index)
+        if arena is not None and not arena.holds(start):
+            raise RuntimeError(
+                "rows in an arena were let go before their backward: a hook on saved tensors (save_on_cpu, offloading) "
+                "put a copy in the place of where they begin; leave out that hook, and offload them by "
+                "carpool.KeptPolicies (carpool train: memory.rows and memory.hidden)"
+            )
+        return Rows(tensor if arena is None else data, width, start, slab, home, home_row, gaps, count, arena)
 
-    return tuple(next(tensors) if numbers is None else rows(*numbers) for numbers in ctx.numbers)
+    return tuple(next(tensors) if one is None else rows(*one) for one in ctx.others)

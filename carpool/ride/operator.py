@@ -30,6 +30,7 @@ import torch
 from carpool.experts.base import ExpertWeights
 from carpool.kernels.numbered import by_number
 from carpool.memory import Rows
+from carpool.ride.kept import bring_back, put_away
 from carpool.ride.setup import RideSetup
 from carpool.transport.base import Route
 
@@ -60,6 +61,7 @@ def ride_operator(
     with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.no_grad():
         started = found.order.start(x_TH, weight_TK, slot_TK, weights, found)
         y_TH, kept = found.order.forward(started, weights, found, backward)
+        kept = None if kept is None else put_away(kept, found)
     number = next(_tickets)
     ticket = torch.tensor([number], device="cpu")
     if kept is not None:
@@ -102,7 +104,7 @@ def ride_backward_operator(
     kept, setup = _swap(found[0], lambda held: _take_back(held, inputs)), found[1]
     weights = ExpertWeights(up, down, up_bias, down_bias)
     with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.no_grad():
-        coming, dweights = setup.order.backward(dy_TH, weights, kept, setup, needs_dweights)
+        coming, dweights = setup.order.backward(dy_TH, weights, bring_back(kept, setup), setup, needs_dweights)
         dx_TH, dweight_TK = coming.wait()
     gradients = [dx_TH, dweight_TK.to(weight_TK.dtype), *(w for w in dweights or () if w is not None)]
     return [gradient.contiguous() for gradient in gradients]

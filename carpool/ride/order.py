@@ -9,30 +9,16 @@ An order never changes what is computed. `plain.py` is the order without a sched
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from carpool.experts import ExpertWeights
-from carpool.memory import Rows
+from carpool.ride.kept import Kept
 from carpool.transport import Pending
 
 if TYPE_CHECKING:
     from carpool.ride.setup import RideSetup
-
-
-class Kept(NamedTuple):
-    """What the forward of a ride, or of one chunk of it, keeps for its backward besides the parameters.
-
-    Attributes:
-        route: as planned.
-        x: the rows that arrived; the rows that were sent, if they will be sent again.
-        saved: what the experts keep: tensors, `Rows` and Nones.
-    """
-
-    route: Any
-    x: Rows
-    saved: tuple[Any, ...]
 
 
 class Order(Protocol):

@@ -16,9 +16,9 @@ import torch
 
 from carpool.experts import ExpertWeights, reads_packets
 from carpool.kernels.processors import reserved
-from carpool.memory import Rows
+from carpool.memory import Arrivals, Rows
 from carpool.observe.meter import RideSpans
-from carpool.ride.order import Kept
+from carpool.ride.kept import Kept, arena_for
 from carpool.ride.turns import handover
 from carpool.transport import Pending
 
@@ -64,12 +64,11 @@ class PlainOrder:
             arrivals = coming.wait().readable(reads_packets(experts), x_TH.dtype)
         with span("experts"):
             partial_RH = route.new_partial(x_TH.shape[1], x_TH.dtype, x_TH.device)
-            saved = experts.forward(arrivals, weights, partial_RH, transport.arena, backward)
+            arena = arena_for("hidden", setup, backward)
+            saved = experts.forward(arrivals, weights, partial_RH, arena, backward)
             kept = None
             if backward:
-                # Rows that will be sent again need nothing but what is sent.
-                x = Rows.of(x_TH) if transport.sends_again else arrivals.rows.kept(transport.arena)
-                kept = (Kept(route, x, saved),)
+                kept = (Kept(route, kept_rows(x_TH, arrivals, setup), saved),)
         with span("combine"):
             sums = transport.combine(route, partial_RH)
         handover()
@@ -90,12 +89,12 @@ class PlainOrder:
         assert experts is not None
         span = setup.stats.meter.ride(dy_TH.device, "backward")
         with span("dispatch"):
-            again, rows, gradients = start_backward(kept[0], dy_TH.contiguous(), transport)
+            again, rows, gradients = start_backward(kept[0], dy_TH.contiguous(), setup)
         handover()
         with span("dispatch"):
             packets = reads_packets(experts)
             if rows is not None:
-                x = rows.wait().readable(packets, dy_TH.dtype).rows
+                x = readable(rows.wait(), packets, dy_TH.dtype)
             dpartial = readable_gradients(gradients.wait(), packets, dy_TH.dtype)
         hooks.before_experts()
         with span("experts"):
@@ -132,13 +131,26 @@ class BackwardStarted(NamedTuple):
     gradients: Pending
 
 
-def start_backward(kept: Kept, dy_TH: torch.Tensor, transport: Any) -> BackwardStarted:
-    """Send the gradients to the experts, and the rows once more if the transport does not keep them."""
+def kept_rows(x_TH: torch.Tensor, arrivals: Arrivals, setup: RideSetup) -> Rows:
+    """The rows that a ride keeps: those that arrived; of rows that will be sent again, those that are sent."""
+    if setup.policies.rows == "resend":
+        return Rows.of(x_TH)
+    return arrivals.rows.kept(arena_for("rows", setup))
+
+
+def start_backward(kept: Kept, dy_TH: torch.Tensor, setup: RideSetup) -> BackwardStarted:
+    """Send the gradients to the experts, and the rows once more if they are not kept."""
     again = rows = None
-    if transport.sends_again:
+    transport = setup.transport
+    if setup.policies.rows == "resend":
         again = kept.route.again()
-        rows = transport.dispatch(kept.x.data, again)
+        rows = transport.dispatch_again(kept.x.data, again)
     return BackwardStarted(again, rows, transport.dispatch_gradients(dy_TH, kept.route))
+
+
+def readable(rows: Rows, packets: bool, dtype: torch.dtype) -> Rows:
+    """Rows as the experts read them."""
+    return rows.packed() if packets else rows.widened(dtype)
 
 
 def readable_gradients(dpartial: Rows, packets: bool, dtype: torch.dtype) -> Rows:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from carpool.experts import Experts
 from carpool.kernels.numbered import Numbered
+from carpool.memory import KEEP, KeptPolicies, Offloader
 from carpool.observe.stats import LayerStats
 from carpool.ride.hooks import NO_HOOKS, RideHooks
 from carpool.ride.order import Order
@@ -30,6 +31,8 @@ class RideSetup(Numbered):
         stats: where the layer counts.
         order: when each verb runs (`carpool.schedule.orders.order_of` makes one of a `Schedule`).
         hooks: told where the backward is.
+        policies: of what rides keep.
+        offloader: where it goes, if a policy is "offload".
     """
 
     transport: Transport
@@ -37,3 +40,5 @@ class RideSetup(Numbered):
     stats: LayerStats
     order: Order = PLAIN
     hooks: RideHooks = NO_HOOKS
+    policies: KeptPolicies = KEEP
+    offloader: Offloader | None = None

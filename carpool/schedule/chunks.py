@@ -34,10 +34,9 @@ import torch
 
 from carpool.experts import ExpertWeights, reads_packets
 from carpool.kernels.processors import reserved
-from carpool.memory import Rows
 from carpool.observe.meter import RideSpans
-from carpool.ride.order import Kept
-from carpool.ride.plain import BackwardStarted, readable_gradients, start_backward
+from carpool.ride.kept import Kept, arena_for
+from carpool.ride.plain import BackwardStarted, kept_rows, readable, readable_gradients, start_backward
 from carpool.ride.setup import RideSetup
 from carpool.ride.turns import handover
 from carpool.transport import Pending, Transport
@@ -124,11 +123,10 @@ class ChunkedOrder:
                 arrivals = coming.pop(piece).wait().readable(packets, x_TH.dtype)
             with span("experts", piece), reserved(transport.processors):
                 partial_RH = route.new_partial(x_TH.shape[1], x_TH.dtype, x_TH.device)
-                saved = experts.forward(arrivals, weights, partial_RH, transport.arena, backward)
+                arena = arena_for("hidden", setup, backward)
+                saved = experts.forward(arrivals, weights, partial_RH, arena, backward)
                 if backward:
-                    # Rows that will be sent again need nothing but what is sent.
-                    x = Rows.of(x_TH) if transport.sends_again else arrivals.rows.kept(transport.arena)
-                    kept.append(Kept(route, x, saved))
+                    kept.append(Kept(route, kept_rows(x_TH, arrivals, setup), saved))
             with span("combine", piece):
                 sums.append(transport.combine(route, partial_RH))
         handover()
@@ -159,12 +157,12 @@ class ChunkedOrder:
                 for other in range(piece, max(piece - piece % together - together, 0) - 1, -1):
                     if other not in coming:
                         with span.named("dispatch", other):
-                            coming[other] = start_backward(kept[other], dy_C[other], transport)
+                            coming[other] = start_backward(kept[other], dy_C[other], setup)
             handover()
             with span("dispatch", piece):
                 again, rows, gradients = coming.pop(piece)
                 if rows is not None:
-                    x = rows.wait().readable(packets, dy_TH.dtype).rows
+                    x = readable(rows.wait(), packets, dy_TH.dtype)
                 dpartial = readable_gradients(gradients.wait(), packets, dy_TH.dtype)
             if piece == 0:
                 hooks.before_experts()

@@ -44,8 +44,8 @@ from carpool.experts import Experts, ExpertWeights, GroupedExperts
 from carpool.experts.parts import Backward, Forward, why_no_parts
 from carpool.kernels.processors import reserved
 from carpool.memory import Rows
-from carpool.ride.order import Kept
-from carpool.ride.plain import Started
+from carpool.ride.kept import Kept, arena_for
+from carpool.ride.plain import Started, kept_rows
 from carpool.ride.setup import RideSetup
 from carpool.ride.turns import handover
 from carpool.transport import Pending
@@ -98,12 +98,12 @@ class TiledOrder:
             arrivals = coming.wait()
         with span("experts"), reserved(transport.processors):
             partial_RH = route.new_partial(x_TH.shape[1], x_TH.dtype, x_TH.device)
-            work = Forward(experts, arrivals, weights, partial_RH, transport.arena, backward)
+            work = Forward(experts, arrivals, weights, partial_RH, arena_for("hidden", setup, backward), backward)
         for part in range(self.parts):
             with span("experts", part), reserved(transport.processors):
                 if backward and part == self.parts - 1:
                     # Before the rows' buffer goes to others, and when combines have most to hide behind.
-                    kept = Rows.of(x_TH) if transport.sends_again else arrivals.rows.kept(transport.arena)
+                    kept = kept_rows(x_TH, arrivals, setup)
                 work.part(part)
             with span("combine", part):
                 sums.append(transport.combine(route, partial_RH, part))
@@ -125,19 +125,19 @@ class TiledOrder:
         experts, hooks = setup.experts, setup.hooks
         assert isinstance(experts, GroupedExperts)
         span = setup.stats.meter.ride(dy_TH.device, "backward", self.parts)
-        again, rows = route.again() if transport.sends_again else None, None
+        again, rows = route.again() if setup.policies.rows == "resend" else None, None
         sums: list[Pending] = []
         with span("dispatch"):
             coming = transport.dispatch_gradients(dy_TH.contiguous(), route)
             if again is not None:
-                rows = transport.dispatch(x.data, again)
+                rows = transport.dispatch_again(x.data, again)
         handover()
         with span("dispatch"):
             dpartial = coming.wait()
         with span("experts"), reserved(transport.processors):
             if rows is not None and experts.recompute:
                 # The pre-activation is computed again from them.
-                x, rows = rows.wait().rows, None
+                x, rows = rows.wait(), None
             dx_RH = route.new_partial(dy_TH.shape[1], dy_TH.dtype, dy_TH.device)
             work = Backward(experts, saved, x, weights, dpartial, route.ready, needs_dweights)
         hooks.before_experts()
@@ -151,7 +151,7 @@ class TiledOrder:
                 sums.append(transport.combine_gradients(route, dx_RH, work.dweight_RJ, part))
         with span("experts"), span.named("weight-gradients", self.parts - 1), reserved(transport.processors):
             if rows is not None:
-                x = rows.wait().rows
+                x = rows.wait()
             dweights = work.dweights(x)
         if again is not None:
             with span("combine"):

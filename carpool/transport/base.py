@@ -235,11 +235,6 @@ class Transport(ABC):
         self.rank = dist.get_rank(group) if group is not None else 0
 
     @property
-    def sends_again(self) -> bool:
-        """Whether rows are not kept for the backward, but sent a second time (`Route.again`, `discard`)."""
-        return False
-
-    @property
     def processors(self) -> int:
         """Multiprocessors that its verbs take while a computation runs beside them; 0: none, or nothing does."""
         return 0
@@ -295,6 +290,15 @@ class Transport(ABC):
     @abstractmethod
     def combine_gradients(self, route: Any, dx_RH: torch.Tensor, dweight_RJ: torch.Tensor) -> Pending:
         """The backward of `dispatch`: gradients of rows and weights come back. `wait()` gives (dx_TH, dweight_TK)."""
+
+    def dispatch_again(self, x_TH: torch.Tensor, route: Any) -> Pending:
+        """Send the rows of a forward a second time, for its backward. Their slots and weights are known. `wait()` gives
+        them as `Rows`; once they have been read, `discard` ends the ride.
+
+        Args:
+            route: of the forward, `again()`. Pieces come in the order of the backward."""
+        coming = self.dispatch(x_TH, route)
+        return Pending(lambda: coming.wait().rows)
 
     def discard(self, route: Any, x_TH: torch.Tensor) -> Pending:
         """End a ride of x_TH whose rows have been read, when no combine will follow."""

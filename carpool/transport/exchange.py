@@ -41,7 +41,7 @@ COUNT_BYTES = 16
 NCCL_PROCESSORS = 16
 
 
-Way = Literal["out", "back"]
+Way = Literal["out", "back", "again"]
 Sizes = Sequence[Sequence[int]]
 
 
@@ -68,7 +68,7 @@ class ExchangeRoute(Route):
     number: which piece of its ride it is; the first is dispatched first.
     packed_CN2J: slots and weights of the rows that each piece sends, seen as integers.
     choices: the message of these.
-    rows: messages of rows, out and back, in the forward and in the backward.
+    rows: messages of rows, out and back, in the forward and in the backward; there also those that go out again.
     gradients: the message of the weights' gradients.
     """
 
@@ -189,6 +189,8 @@ class ExchangeTransport(Transport):
                     there, here = send_CW[those], receive_CW[those]
                     messages[bool(backward), "out"] = Message(self._start, there, here, number)
                     messages[bool(backward), "back"] = Message(self._start, here, there, number)
+                    if backward:
+                        messages[True, "again"] = Message(self._start, there, here, number)
             packed_CN2J.append(torch.cat([rows.slot_NJ, weight_NJ.view(torch.int32)], dim=1))
             route = ExchangeRoute(
                 num_tokens=slot_TK.shape[0],
@@ -225,6 +227,12 @@ class ExchangeTransport(Transport):
             return Arrivals(x, slot_RJ.contiguous(), weight_RJ, route.num_pairs)
 
         return Pending(finish)
+
+    def dispatch_again(self, x_TH: torch.Tensor, route: ExchangeRoute) -> Pending:
+        rows = route.rows[True, "again"]
+        rows.put(route.number, x_TH[route.token_N])
+        route.count("out", route.send, x_TH, 0)
+        return Pending(lambda: Rows.of(rows.take(route.number)))
 
     def dispatch_gradients(self, dy_TH: torch.Tensor, route: ExchangeRoute) -> Pending:
         route.backward = True

@@ -57,8 +57,8 @@ class TransportOptions:
         """What these change of the model's function, for logs and reports."""
         return []
 
-    def under(self, schedule: Schedule) -> Self:
-        """These, with what a schedule needs.
+    def under(self, schedule: Schedule, resend: bool = False) -> Self:
+        """These, with what a schedule needs. `resend`: rows are sent again in the backward.
 
         Raises:
             ValueError: they do not go together."""

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
 from carpool.experts.choices import Choices
+from carpool.memory import KeptPolicies
 from carpool.observe.stats import LayerStats
 from carpool.ride import RideSetup, ride
 from carpool.routing import Routing
@@ -41,11 +42,12 @@ LATE_CYCLES = 5_000_000  # some milliseconds
 class Problem:
     """One layer, and a way to ride for each schedule, all over the group's buffers."""
 
-    def __init__(self, seed: int = 0, **options: Any) -> None:
+    def __init__(self, seed: int = 0, resend: bool = False, **options: Any) -> None:
         self.ranks, self.rank, self.device, group = world()
+        self.policies = KeptPolicies(rows="resend" if resend else "keep")
         common = NVLinkOptions(max_tokens=TOKENS, arena_bytes=1 << 28, num_leases=4, **options)
         ways = [Schedule(), Schedule("chunks", 3), *(Schedule("tiles", parts) for parts in PARTS)]
-        self.transports = {str(way): (NVLink(group, SLOTS, common.under(way)), way) for way in ways}
+        self.transports = {str(way): (NVLink(group, SLOTS, common.under(way, resend)), way) for way in ways}
         # The same kernels for all: others round elsewhere.
         choices = Choices(up="flat", down="flat", dact="flat", dx="flat", dup="wide", ddown="square")
         self.experts = GroupedExperts(ExpertFunction(make_activation("silu", True)), choices)
@@ -82,7 +84,7 @@ class Problem:
         own = ExpertWeights(*(w.clone().requires_grad_() for w in self.weights if w is not None))
         transport, way = self.transports[schedule]
         stats = LayerStats(self.ranks * SLOTS, self.ranks, self.rank)
-        setup = RideSetup(transport, self.experts, stats, order_of(way, transport, self.device))
+        setup = RideSetup(transport, self.experts, stats, order_of(way, transport, self.device), policies=self.policies)
         y, _ = ride(x, Routing(slot_TK, weight), slot_TK, own, setup)
         y.backward(dy)
         named = {"y": y.detach(), "dx": x.grad, "dweight": weight.grad, "up": own[0].grad, "down": own[1].grad}
@@ -119,7 +121,7 @@ def compare(problem: Problem, rides: int, late: bool) -> tuple[bool, str]:
 
 def equal(rides: str) -> tuple[bool, str]:
     right, text = compare(Problem(), int(rides), late=False)
-    again, more = compare(Problem(1, keep="again", dispatch_ctas=5, combine_ctas=3), int(rides) // 4, late=False)
+    again, more = compare(Problem(1, resend=True, dispatch_ctas=5, combine_ctas=3), int(rides) // 4, late=False)
     return right and again, f"{text}; sent again: {more}"
 
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from carpool import KeptPolicies
 from carpool.experts import Choices
-from carpool.hf import install, rides, set_experts
+from carpool.hf import install, rides, set_experts, set_kept
 from tests.hf.parity import quiet
 from tests.hf.tiny_models import discover, tiny_batch, tiny_model
 
@@ -40,7 +41,7 @@ def test_recompute_gives_the_same_bits_from_less_memory(folder: str) -> None:
     install(model)
     batch = tiny_batch(model)
     kept, size = gradients(model, batch), saved_bytes(model, batch)
-    assert set_experts(model, "auto", recompute=True) == []
+    set_kept(model, KeptPolicies(hidden="recompute"))
     assert all(own.compute.recompute for own in rides(model).values())  # type: ignore[union-attr]
     again = gradients(model, batch)
     assert list(again) == list(kept) and any("experts" in name for name in kept)
@@ -59,9 +60,12 @@ def test_choices_reach_every_layer() -> None:
     choices = Choices(up="flat", ddown="square")
     set_experts(model, "grouped", choices=choices)
     assert [own.compute.choices for own in rides(model).values()] == [choices] * len(rides(model))  # type: ignore[union-attr]
-    for name, options in (("reference", {"recompute": True}), ("fp8", {"choices": choices})):
-        with pytest.raises(ValueError, match=f"experts='{name}' has no option '{next(iter(options))}'"):
-            set_experts(model, name, **options)
+    with pytest.raises(ValueError, match="experts='fp8' has no option 'choices'"):
+        set_experts(model, "fp8", choices=choices)
+    set_experts(model, "reference")
+    with pytest.raises(ValueError, match="experts='reference' has no option 'recompute'"):
+        set_kept(model, KeptPolicies(hidden="recompute"))
+    assert all(own.policies == KeptPolicies() for own in rides(model).values())
 
 
 def test_own_forwards_have_no_stages_and_cannot_recompute() -> None:
@@ -71,5 +75,5 @@ def test_own_forwards_have_no_stages_and_cannot_recompute() -> None:
     own.function = own.compute = None  # as of experts that only their own forward knows
     own.set_experts("auto", Choices.all("flat"))
     assert own.compute is None
-    with pytest.raises(ValueError, match="runs its own forward, which keeps what it needs: leave recompute out"):
-        own.set_experts("auto", recompute=True)
+    with pytest.raises(ValueError, match="runs its own forward, which keeps what it needs: keep rows and hidden"):
+        own.set_kept(KeptPolicies(hidden="recompute"))

@@ -13,7 +13,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
 
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
-from carpool.memory import Arena
+from carpool.memory import Arena, KeptPolicies, Offloader
 from carpool.observe.stats import LayerStats
 from carpool.ride import RideSetup, ride
 from carpool.ride import operator as ride_operator
@@ -23,7 +23,7 @@ from tests.interpreted.emulated import emulate
 TOKENS, TOP_K, SLOTS, HIDDEN, INNER = 11, 3, 4, 16, 12
 
 
-@pytest.mark.parametrize("kept", ["copy", "arena", "again"])
+@pytest.mark.parametrize("kept", ["copy", "arena", "resend", "arena offload"])
 def test_compiled_equals_eager_and_keeps_no_input(kept: str) -> None:
     generator = torch.Generator().manual_seed(0)
 
@@ -34,13 +34,14 @@ def test_compiled_equals_eager_and_keeps_no_input(kept: str) -> None:
     weights = draw(SLOTS, 2 * INNER, HIDDEN), draw(SLOTS, HIDDEN, INNER)
     slot = torch.rand(TOKENS, SLOTS, generator=generator).argsort(1)[:, :TOP_K].int()
     slot[::4, 1] = -1
-    options = {"keep": "again"} if kept == "again" else {}
-    (transport,) = emulate(1, SLOTS, capacity=16, row_bytes=4 * HIDDEN, top_k=TOP_K, **options)
+    (transport,) = emulate(1, SLOTS, capacity=16, row_bytes=4 * HIDDEN, top_k=TOP_K)
     arena = Arena(1 << 16, torch.device("cpu"))
-    if kept == "arena":
+    if "arena" in kept:
         transport.buffers.arena = arena
     experts = GroupedExperts(ExpertFunction(make_activation("silu", gated=True)))
-    setup = RideSetup(transport, experts, LayerStats(SLOTS, 1, 0))
+    offload = "offload" if "offload" in kept else "keep"
+    policies = KeptPolicies("resend" if kept == "resend" else offload, offload)  # type: ignore[arg-type]
+    setup = RideSetup(transport, experts, LayerStats(SLOTS, 1, 0), policies=policies, offloader=Offloader())
 
     def call(x_TH: torch.Tensor, weight_TK: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         return ride(x_TH, Routing(slot, weight_TK), slot, ExpertWeights(*tensors), setup)[0]
@@ -68,5 +69,6 @@ def test_compiled_equals_eager_and_keeps_no_input(kept: str) -> None:
     del ticket
     gc.collect()
     assert not ride_operator._KEPT and not transport.buffers.busy
-    if kept == "arena":
-        assert int(arena.needed) and all(not held.alive for _, held in arena._stack)
+    if "arena" in kept:
+        assert int(transport.buffers.arenas[-1].needed)
+        assert not any(held.alive for one in transport.buffers.arenas for _, held in one._stack)

@@ -13,7 +13,7 @@ import torch
 
 from carpool.experts import ExpertWeights, FP8Experts
 from carpool.kernels.packets import packet_bytes
-from carpool.memory import Arena
+from carpool.memory import Arena, KeptPolicies
 from carpool.observe.stats import LayerStats
 from carpool.ride import RideSetup, ride
 from carpool.routing import Routing
@@ -38,7 +38,7 @@ def rounding() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("kept", "forward_fp8", "backward_fp8"),
-    [("copy", True, True), ("arena", True, False), ("again", True, True), ("arena", False, True)],
+    [("copy", True, True), ("arena", True, False), ("resend", True, True), ("arena", False, True)],
 )
 def test_output_and_gradients_are_those_of_one_rank(kept: str, forward_fp8: bool, backward_fp8: bool) -> None:
     generator = torch.Generator().manual_seed(0)
@@ -63,17 +63,17 @@ def test_output_and_gradients_are_those_of_one_rank(kept: str, forward_fp8: bool
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-            setup = RideSetup(transport, FP8Experts(FUNCTION), stats)
+            policies = KeptPolicies(rows="resend" if kept == "resend" else "keep")
+            setup = RideSetup(transport, FP8Experts(FUNCTION), stats, policies=policies)
             y, _ = ride(leaves[0], routing, slot[mine], weights, setup)
-        assert kept_widths == (set() if kept == "again" and transport.name == "nvlink" else {packet_bytes(HIDDEN)})
+        assert kept_widths == (set() if kept == "resend" else {packet_bytes(HIDDEN)})
         y.backward(dy[mine])
         return [y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
     every = slice(None)
     want = forward_and_backward(make_transport("dedup", None, experts), every, every, LayerStats(experts, 1, 0))
 
-    options: dict[str, Any] = {"keep": "again"} if kept == "again" else {}
-    options |= {"forward_fp8": forward_fp8, "backward_fp8": backward_fp8}
+    options = {"forward_fp8": forward_fp8, "backward_fp8": backward_fp8}
     transports = emulate(RANKS, SLOTS, capacity=max(TOKENS), row_bytes=4 * HIDDEN, top_k=TOP_K, **options)
     meeting = Meeting()
     for transport in transports:

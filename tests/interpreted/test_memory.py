@@ -15,6 +15,8 @@ from carpool.experts.pair_kernels import gather_rows
 from carpool.experts.pairs import sort_pairs
 from carpool.memory import Arena, Rows
 from carpool.memory.arena_kernel import reserve
+from carpool.memory.copy_kernel import copy_slabs as copy_arenas
+from carpool.memory.rows import copy_rows
 from carpool.transport.nvlink.keep_kernel import copy_slabs
 from carpool.transport.nvlink.rows import LeasedRows
 
@@ -66,6 +68,26 @@ def test_what_came_is_kept_and_found(width: int, room: int) -> None:
         assert torch.equal(got[:count], want[pairs.row_P[:count].long()])
     if room == 256:
         assert arena is not None and (arena.bytes == 255).all(), "nothing was written where there was no room"
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype"), [(8, torch.bfloat16), (37, torch.float32), (33, torch.uint8), (2049, torch.float16)]
+)
+def test_rows_are_copied_to_another_arena(width: int, dtype: torch.dtype) -> None:
+    count = torch.tensor([5, 0, 19, 1], dtype=torch.int32)
+    first, second = Arena(1 << 20, CPU), Arena(1 << 20, CPU)
+    first.reserve(3, torch.float32, torch.tensor([1]))
+    rows = first.reserve(width, dtype, count, slab=32)
+    first.bytes.random_(generator=torch.Generator().manual_seed(width))
+    kept = copy_rows(rows, second)
+    second.bytes.fill_(7)
+    copy_arenas(rows, kept)
+    valid = torch.tensor([*range(5), *range(64, 83), 96])
+    assert torch.equal(*(one.contiguous(128)[valid].view(torch.uint8) for one in (rows, kept)))
+    assert kept.start is not None and (second.bytes[int(second.pointer) :] == 7).all()
+    second.bytes.fill_(7)
+    copy_arenas(rows, replace(kept, start=torch.full_like(kept.start, -1)))
+    assert (second.bytes == 7).all(), "nothing is written where there was no room"
 
 
 def test_rows_of_a_tensor_with_others_at_home() -> None:

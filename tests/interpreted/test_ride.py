@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
-from carpool.memory import Arena
+from carpool.memory import Arena, KeptPolicies, Offloader
 from carpool.observe.stats import LayerStats
-from carpool.ride import RideSetup, ride, ride_module
+from carpool.ride import NO_HOOKS, RideSetup, ride, ride_module
 from carpool.ride.plain import PLAIN
 from carpool.routing import Routing
 from carpool.schedule.chunks import ChunkedOrder
@@ -84,13 +84,17 @@ def on_threads(work: Callable[[int], Any]) -> list[Any]:
 @pytest.mark.parametrize(
     ("kept", "own_forward", "chunks"),
     [
-        *[("copy", False, 1), ("arena", False, 1), ("again", False, 1), ("copy", True, 1)],
-        *[("copy", False, 3), ("arena", False, 3), ("again", False, 2)],
+        *[("copy", False, 1), ("arena", False, 1), ("resend", False, 1), ("copy", True, 1)],
+        *[("copy", False, 3), ("arena", False, 3), ("resend", False, 2)],
+        *[("offload", False, 1), ("arena offload", False, 2), ("arena offload recompute", False, 1)],
     ],
 )
 def test_output_and_gradients_are_those_of_one_rank(kept: str, own_forward: bool, chunks: int) -> None:
     generator = torch.Generator().manual_seed(0)
     experts = RANKS * SLOTS
+    rows = next((policy for policy in ("offload", "resend") if policy in kept), "keep")
+    hidden = "recompute" if "recompute" in kept else "keep" if rows == "resend" else rows
+    policies = KeptPolicies(rows, hidden)  # type: ignore[arg-type]
 
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator)
@@ -117,7 +121,8 @@ def test_output_and_gradients_are_those_of_one_rank(kept: str, own_forward: bool
             y = ride_module(leaves[0], routing, slot[mine], module, RideSetup(transport, None, stats))
         else:
             order = PLAIN if chunks == 1 else ChunkedOrder(chunks, chunks)
-            setup = RideSetup(transport, GroupedExperts(FUNCTION), stats, order)
+            experts_made = GroupedExperts(FUNCTION, recompute=policies.hidden == "recompute")
+            setup = RideSetup(transport, experts_made, stats, order, NO_HOOKS, policies, Offloader())
             y, _ = ride(leaves[0], routing, slot[mine], weights, setup)
         y.backward(dy[mine])
         return [y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
@@ -125,7 +130,7 @@ def test_output_and_gradients_are_those_of_one_rank(kept: str, own_forward: bool
     every = slice(None)
     want = forward_and_backward(make_transport("dedup", None, experts), every, every, LayerStats(experts, 1, 0))
 
-    options: dict[str, Any] = {"keep": "again"} if kept == "again" else {}
+    options: dict[str, Any] = {}
     # Sent and received by two launches, a combine gives its lease back only when it is waited for.
     options["num_leases"] = 2 * max(2, chunks)
     transports = emulate(RANKS, SLOTS, capacity=max(TOKENS), row_bytes=4 * HIDDEN, top_k=TOP_K, **options)
@@ -135,7 +140,7 @@ def test_output_and_gradients_are_those_of_one_rank(kept: str, own_forward: bool
         transport.plan = meeting.locked(transport.plan)  # type: ignore[method-assign]
         for lease in transport.buffers._leases:
             lease.bytes[lease.regions.rows :] = 0xFF  # NaN, in every place that nobody writes
-        if kept == "arena":
+        if "arena" in kept:
             transport.buffers.arena = Arena(1 << 16, torch.device("cpu"))
             transport.buffers.arena.bytes.fill_(0xFF)
     starts = [sum(TOKENS[:rank]) for rank in range(RANKS)]
@@ -150,5 +155,8 @@ def test_output_and_gradients_are_those_of_one_rank(kept: str, own_forward: bool
         together = torch.cat([result[number] for result in got])
         torch.testing.assert_close(together, want[number], rtol=1e-4, atol=1e-4)
     assert not any(transport.buffers.busy for transport in transports)
-    if kept == "arena":
-        assert all(int(t.buffers.arena.needed) > 0 for t in transports if t.buffers.arena)
+    for arenas in (transport.buffers.arenas for transport in transports):
+        used = [int(arena.needed) > 0 for arena in arenas]
+        # Offloaded rows go through one of the staging arenas to the host's, and never into the layers' own.
+        assert used == ([] if "arena" not in kept else [True] if kept == "arena" else [False, True, False, True])
+        assert not any(held.alive for arena in arenas for _, held in arena._stack)

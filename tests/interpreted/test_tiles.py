@@ -20,7 +20,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 from carpool.experts import Activation, ExpertFunction, ExpertWeights, GroupedExperts, make_activation, table_kernels
 from carpool.experts.choices import Choices
 from carpool.experts.parts import Forward, fused
-from carpool.memory import Arena
+from carpool.memory import Arena, KeptPolicies, Offloader
 from carpool.observe.stats import LayerStats
 from carpool.observe.traffic import Traffic
 from carpool.ride import RideSetup, ride
@@ -168,9 +168,13 @@ class Layer:
         recompute: bool = False,
         arena: bool = False,
         transposed: bool = False,
+        rows: str = "keep",
+        hidden: str = "keep",
         **options: Any,
     ) -> None:
         self.tokens, self.slots, self.ranks = tokens, slots, len(tokens)
+        self.policies = KeptPolicies(rows, hidden)  # type: ignore[arg-type]
+        self.offloaders = [Offloader() for _ in tokens]
         self.hidden, inner, experts = 16, 8, slots * len(tokens)
         activation = activation or make_activation("silu", True)
         self.experts = GroupedExperts(ExpertFunction(activation, transposed), Choices.all("flat"), recompute)
@@ -213,7 +217,10 @@ class Layer:
             )
             x, weight = (t[rank].clone().requires_grad_() for t in (self.x, self.weight))
             stats = LayerStats(self.ranks * self.slots, self.ranks, rank)
-            setup = RideSetup(transport, self.experts, stats, TiledOrder(parts) if parts else PLAIN)
+            order = TiledOrder(parts) if parts else PLAIN
+            setup = RideSetup(
+                transport, self.experts, stats, order, policies=self.policies, offloader=self.offloaders[rank]
+            )
             y, _ = ride(x, Routing(self.slot[rank], weight), self.slot[rank], own, setup)
             y.backward(self.dy[rank])
             rows = {verb: list(stats.traffic.rows[verb]) for verb in stats.traffic.rows}
@@ -247,15 +254,16 @@ def _small() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("tokens", "parts", "options"),
     [
-        ((40, 17), (2,), {"keep": "again", "bias": True}),
+        ((40, 17), (2,), {"rows": "resend", "bias": True}),
         ((33,), (2,), {"recompute": True}),
+        ((29, 12), (2,), {"rows": "offload", "hidden": "offload", "arena": True}),
         (
             (20, 30),
             (2,),
             {"activation": Activation("silu", gated=True, interleaved=True, limit=7.0), "transposed": True},
         ),
         ((0, 0), (3,), {}),
-        ((0, 20), (5,), {"slots": 1, "keep": "again", "recompute": True}),
+        ((0, 20), (5,), {"slots": 1, "rows": "resend", "recompute": True}),
     ],
     ids=str,
 )

@@ -106,9 +106,6 @@ class Cramped:
         self.asked += 1
         return self.capacity + 1 if dist.get_rank() == 2 and self.asked in (2, 3, 6) else 0
 
-    def arena_overflow(self) -> int:
-        return 0
-
     def grow(self, capacity: int) -> None:
         self.capacity = capacity
 

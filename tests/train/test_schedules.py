@@ -123,7 +123,7 @@ def test_buffers_are_for_a_chunk() -> None:
     options = NVLinkOptions(max_tokens=100, capacity=50, num_leases=1).under(Schedule("chunks", 3))
     assert options.side_stream
     assert (options.max_tokens, options.capacity, options.num_leases) == (34, 34, 2)
-    again = NVLinkOptions(max_tokens=100, keep="again").under(Schedule("chunks", 2))
+    again = NVLinkOptions(max_tokens=100).under(Schedule("chunks", 2), resend=True)
     assert again.num_leases == 4
     apart = NVLinkOptions(max_tokens=100).under(Schedule("chunks", 2, 6))
     assert (apart.max_tokens, apart.num_leases) == (17, 6), "two chunks of three parts under way"

@@ -38,7 +38,7 @@ MIXED = Choices(up="flat", dact="wide", ddown="square")
 
 
 def test_a_word_or_a_table() -> None:
-    assert load_config(None).moe.expert_stages == "default" and not load_config(None).moe.recompute_experts
+    assert load_config(None).moe.expert_stages == "default"
     assert load_config(None, ["moe.expert_stages=measure"]).moe.expert_stages == "measure"
     both = ['moe.expert_stages={up = "flat", dup = "library"}', "moe.expert_stages.up=wide"]
     assert load_config(None, both).moe.expert_stages == {"up": "wide", "dup": "library"}
@@ -49,7 +49,7 @@ def test_a_word_or_a_table() -> None:
 @pytest.mark.parametrize("comments", [False, True])
 @pytest.mark.parametrize("value", ["measure", '{up = "flat", dup = "library"}'])
 def test_round_trip(tmp_path: Path, value: str, comments: bool) -> None:
-    config = load_config(None, [f"moe.expert_stages={value}", "moe.recompute_experts=true"])
+    config = load_config(None, [f"moe.expert_stages={value}", "memory.hidden=recompute"])
     (tmp_path / "config.toml").write_text(config.to_toml(comments))
     assert load_config(tmp_path / "config.toml") == config
 
@@ -68,7 +68,7 @@ def test_round_trip(tmp_path: Path, value: str, comments: bool) -> None:
         (["moe.expert_stages.up=[1]"], "moe.expert_stages.up = [1]"),
         (["moe.expert_stage=measure"], "did you mean moe.expert_stages?"),
         (["moe.experts=fp8", "moe.expert_stages=measure"], "moe.expert_stages is of grouped experts, and moe.experts"),
-        (["moe.experts=reference", "moe.recompute_experts=true"], "moe.recompute_experts is of grouped experts"),
+        (["moe.experts=reference", "memory.hidden=recompute"], "memory.hidden = 'recompute' is of grouped experts"),
     ],
 )  # fmt: skip
 def test_errors(overrides: list[str], message: str) -> None:
@@ -237,14 +237,14 @@ def test_recorded_and_used_again(ranks: Ranks, text: list[str], tmp_path: Path) 
         "inner": 24,
     }
     assert info(whole) == {
-        "name": "grouped", "recompute": False, "stages": Choices().to_dict(), "how": "default", "why": "by the shape",
+        "name": "grouped", "stages": Choices().to_dict(), "how": "default", "why": "by the shape",
         "shape": shape,
     }  # fmt: skip
 
-    stop = ["moe.expert_stages=measure", "moe.recompute_experts=true", "training.stop_at_step=2"]
+    stop = ["moe.expert_stages=measure", "memory.hidden=recompute", "training.stop_at_step=2"]
     assert ranks(run, str(output), [*text, *stop]) == [[(Choices(), True)] * 2] * 4
     first = info(output)
-    assert first["how"] == "default" and first["recompute"] and "nothing was measured" in first["why"]
+    assert first["how"] == "default" and "nothing was measured" in first["why"]
     # As if that run had measured: what it chose is used again, though the default is another.
     path = output / "run.json"
     written = json.loads(path.read_text())
@@ -253,7 +253,7 @@ def test_recorded_and_used_again(ranks: Ranks, text: list[str], tmp_path: Path) 
     resume = ["training.resume_from_checkpoint=last"]
     assert ranks(run, str(output), [*text, *resume, "moe.expert_stages=measure"]) == [[(MIXED, False)] * 2] * 4
     again = info(output)
-    assert again["stages"] == MIXED.to_dict() and again["how"] == "measured" and not again["recompute"]
+    assert again["stages"] == MIXED.to_dict() and again["how"] == "measured"
     assert again["microseconds"] == written["experts"]["microseconds"]
     assert losses(output) == losses(whole), "bitwise, with and without what recompute drops"
 
@@ -301,4 +301,4 @@ def name_of(output: str, overrides: Sequence[str]) -> None:
 
 def test_experts_without_stages_are_recorded_by_name(ranks: Ranks, text: list[str], tmp_path: Path) -> None:
     ranks(name_of, str(tmp_path / "run"), [*text, "moe.experts=reference"])
-    assert info(tmp_path / "run") == {"name": "reference", "recompute": False}
+    assert info(tmp_path / "run") == {"name": "reference"}

@@ -1,4 +1,4 @@
-"""What a run of `carpool train` is made of: seven frozen sections, every key with its type, limits and meaning.
+"""What a run of `carpool train` is made of: eight frozen sections, every key with its type, limits and meaning.
 
     [model]        which transformers MoE model: a checkpoint folder, or an architecture trained from scratch
     [data]         which text, how it is tokenized, how long a sequence is
@@ -6,6 +6,7 @@
     [parallelism]  how many ranks, and how FSDP, tensor and expert parallelism divide them
     [moe]          how tokens ride to their experts
     [nvlink]       how the transport of that name works
+    [memory]       what is kept for the backward, and where
     [placement]    where experts live while a run goes on
 
 Names are transformers' own wherever transformers has one. `Config()` without arguments is the demo: a small
@@ -28,6 +29,7 @@ from pydantic import Field, model_validator
 
 from carpool.train.config.published import is_configuration_alone, read_keys
 from carpool.train.config.schema_base import Section, Texts, toml_value
+from carpool.train.config.schema_memory import MemorySection
 from carpool.train.config.schema_moe import MoeSection, NvlinkSection
 from carpool.train.config.schema_parallelism import ParallelismSection
 from carpool.train.config.schema_placement import PlacementSection
@@ -195,9 +197,21 @@ class Config(Section):
     parallelism: ParallelismSection = Field(default_factory=ParallelismSection, description="How ranks are divided.")
     moe: MoeSection = Field(default_factory=MoeSection, description="How tokens ride to their experts.")
     nvlink: NvlinkSection = Field(default_factory=NvlinkSection, description="How the transport nvlink works.")
+    memory: MemorySection = Field(
+        default_factory=MemorySection, description="What is kept for the backward, and where."
+    )
     placement: PlacementSection = Field(
         default_factory=PlacementSection, description="Where experts live while the run goes on. Off by default."
     )
+
+    @model_validator(mode="after")
+    def _keeps_what_experts_can(self) -> Self:
+        if self.memory.hidden == "recompute" and self.moe.experts not in ("auto", "grouped"):
+            raise ValueError(
+                f"memory.hidden = 'recompute' is of grouped experts, and moe.experts = {self.moe.experts!r}: leave one "
+                "of them out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _is_placed(self) -> Self:

@@ -150,11 +150,6 @@ class MoeSection(Section):
         default_factory=dict,
         description="Options of an expert computation from outside the package, which moe.experts names.",
     )
-    recompute_experts: bool = Field(
-        default=False,
-        description="Grouped experts do not keep their pre-activation and compute it again in the backward: less "
-        "memory, one more matrix product, the same bits. Set it when activations do not fit.",
-    )
     fp8_hold_weights: bool = Field(
         default=False,
         description="For experts = fp8: weights are quantised once per step instead of in every pass of every "
@@ -305,12 +300,10 @@ class MoeSection(Section):
             raise ValueError(
                 f"moe.fp8_hold_weights is of FP8 experts, and moe.experts = {self.experts!r}: leave one of them out"
             )
-        if self.experts not in ("auto", "grouped"):
-            for key, unset in (("expert_stages", "default"), ("recompute_experts", False)):
-                if getattr(self, key) != unset:
-                    raise ValueError(
-                        f"moe.{key} is of grouped experts, and moe.experts = {self.experts!r}: leave one of them out"
-                    )
+        if self.experts not in ("auto", "grouped") and self.expert_stages != "default":
+            raise ValueError(
+                f"moe.expert_stages is of grouped experts, and moe.experts = {self.experts!r}: leave one of them out"
+            )
         return self
 
 
@@ -338,12 +331,6 @@ class NvlinkSection(Section):
         description="LOSSY. Rows travel to experts as FP8 with one scale for 128 columns: half the bytes.",
     )
     backward_fp8: bool = Field(default=False, description="LOSSY. The same for the gradients of the experts' outputs.")
-    keep: Literal["copy", "again"] = Field(
-        default="copy",
-        description="What a layer's backward does about the rows that arrived. copy: they are kept. again: they "
-        "are sent a second time, which saves their memory and takes time on the links and a second "
-        "buffer.",
-    )
     leases: int = Field(
         default=2,
         gt=0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any
     moe_layers = list(rides(run.model))
     assert layer.transport is not None
     name, size = layer.transport.name, 2 if run.bf16 else run.model.dtype.itemsize
-    options = run.options.under(run.schedule.answer)
+    kept = run.config.memory.kept
+    options = run.options.under(run.schedule.answer, kept.rows == "resend")
     buffer_bytes = layer.transport.buffer_bytes(options, layer.num_ranks, config.hidden_size, size, run.top_k)
     optimizer, optimizer_lossy = describe_optimizer(run.optimizer)
     lossy = [*optimizer_lossy, *run.experts_lossy, *run.limits_lossy, *run.options.lossy_reasons]
@@ -76,9 +78,9 @@ def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any
         },
         "experts": {
             "name": layer.compute.name if layer.compute is not None else "the model's own",
-            "recompute": run.config.moe.recompute_experts,
             **(STAGES_KIND.record(run.stages) if run.stages is not None else {}),
         },
+        "memory": asdict(kept),
         "optimizer": optimizer,
         "cuda_graphs": {"used": run.no_graphs is None, "why_not": run.no_graphs},
         "schedule": SCHEDULE_KIND.record(run.schedule),
@@ -158,7 +160,7 @@ def say_hello(run: RunState, resume: Path | None) -> None:
     say(f"transport {info['transport']['name']}: {info['transport']['why']}")
     say(f"a token visits {copies:.2f} of {run.degrees.ep} ranks, if its experts are chosen uniformly and stay in order")
     if size := info["transport"]["buffer_bytes"]:
-        tokens = run.options.under(run.schedule.answer).max_tokens
+        tokens = run.options.under(run.schedule.answer, run.config.memory.rows == "resend").max_tokens
         say(f"buffers: {size / 1e6:,.1f} MB on each rank for a ride of {tokens:,} tokens")
     if run.stages is not None:
         ways = describe_ways(run.stages.answer)

@@ -8,7 +8,7 @@ with these assumptions, which are where an estimate goes wrong:
     activations   a decoder layer keeps 8 tensors of T x H (norms, residuals) and 8 of T x heads * head size: 4 of
                   queries and outputs, 4 of keys and values, which may have fewer heads; its experts keep the received
                   rows and the pre-activation; one layer's products and their gradients pass.
-                  With gradient checkpointing: one T x H per layer, and one layer that is recomputed
+                  Policies of [memory] change what is kept (`carpool.planner.kept`)
     logits        of the tokens that go at once (training.loss_chunk), and the gradient of the output layer's weight in
                   float32; on a CPU their gradient in float32. Where all go at once: softmax and gradient in float32
     transport     nvlink: one lease of buffers (schedules that overlap rides take more). Others: of one layer's ride,
@@ -37,6 +37,7 @@ from carpool.hf.head import why_whole
 from carpool.hf.sizes import head_sizes
 from carpool.kernels.cross_entropy import piece_size
 from carpool.parallel.degrees import Degrees
+from carpool.planner.kept import LayerSizes, kept_bytes
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import load_tokenizer
 from carpool.train.launch.start import local_ranks, use_cuda
@@ -93,7 +94,6 @@ def estimate_memory(
     # Whole parameters and the sums of their gradients, beside the shards.
     whole = 0 if dense == "fsdp" else size.total - (size.experts if degrees.ep > 1 else 0)
     reduced = 4 if bf16 else stored
-    layers = text.num_hidden_layers
     moe_layers = len(experts_modules(model))
     layer_experts = math.ceil(size.experts / degrees.ep / moe_layers)
     # Two layers' experts in full beside the shards, if FSDP shards or casts them at all.
@@ -107,20 +107,19 @@ def estimate_memory(
     way = find_transport(transport)
     copies = way.copies_per_token(num_experts, top_k, degrees.ep)
     rows, pairs = tokens * copies, tokens * top_k
-    # Experts keep the rows and their pre-activations; products and gradients of a layer's pairs come and go.
-    experts = rows * hidden + (0 if config.moe.recompute_experts else 2 * pairs * width)
     heads = getattr(text, "num_attention_heads", 0)
     key_heads = getattr(text, "num_key_value_heads", None) or heads
-    attention = 4 * (heads + key_heads) * max(head_sizes(text))
-    passing, layer = pairs * (hidden + 3 * width), tokens * (8 * hidden + attention)
-    if config.training.gradient_checkpointing:
-        kept_layers = moe_layers if config.training.checkpoint_rides == "keep" else 1
-        kept = tokens * hidden * layers + layer + experts * kept_layers + passing
-    else:
-        kept = layer * layers + experts * moe_layers + passing
+    sizes = LayerSizes(
+        text.num_hidden_layers, moe_layers, hidden, width, top_k, heads, key_heads, max(head_sizes(text)), computed,
+        copies,
+    )  # fmt: skip
+    # Products and gradients of a layer's pairs come and go.
+    passing = pairs * (hidden + 3 * width) * computed
+    kept = kept_bytes(sizes, tokens, policies_of(config))
+    activations = sum(size for item, size in kept.items() if item != "host") + passing
     if config.moe.schedule == "two-batch" and config.training.gradient_accumulation_steps > 1:
         # Two micro-batches are in the model at the same time.
-        kept = 2 * kept - passing
+        activations = 2 * activations - passing
     words, chunk = text.vocab_size, config.training.loss_chunk
     if chunk == 0 or degrees.tp > 1 or why_whole(model) is not None:
         logits = (computed + 2 * 4) * tokens * words
@@ -134,7 +133,7 @@ def estimate_memory(
         "parameters": own * stored + gathered + whole * computed,
         "gradients": own * stored + layer_experts * computed + whole * reduced,
         "optimizer": int(own * state_bytes(config)),
-        "activations": int(kept * computed),
+        "activations": activations,
         "logits": logits,
         # All layers share it.
         "transport": rides,
@@ -143,6 +142,17 @@ def estimate_memory(
         freed = memory["gradients"] + memory["activations"] + logits + rides
         memory |= {"process": PROCESS_BYTES, "allocator": int(FREED_SHARE * freed)}
     return {**memory, "total": sum(memory.values())}
+
+
+def policies_of(config: Config) -> dict[str, str]:
+    """The policy of each item of `carpool.planner.kept`."""
+    training, memory = config.training, config.memory
+    return {
+        "rows": memory.rows,
+        "hidden": memory.hidden,
+        "dense": "recompute" if training.gradient_checkpointing else "keep",
+        "sums": "recompute" if training.checkpoint_rides == "repeat" else "keep",
+    }
 
 
 def state_bytes(config: Config) -> float:

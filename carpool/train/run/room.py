@@ -52,7 +52,7 @@ def transport_options(config: Config, degrees: Degrees, name: str) -> TransportO
 
 
 class Room(NamedTuple):
-    """What buffers hold after they have grown: rows of a slab, and bytes of the arena."""
+    """What buffers hold after they have grown: rows of a slab, and bytes of the largest arena that has grown."""
 
     capacity: int
     arena_bytes: int
@@ -75,23 +75,30 @@ def make_room(
     """
     if min(one.capacity for one in buffers) >= most and not any(one.arena for one in buffers):
         return None
-    needed, arena_needed = max(one.overflow() for one in buffers), max(one.arena_overflow() for one in buffers)
+    # Arenas serve the same layers on all ranks, so there are equally many.
+    arenas = [arena for one in buffers if one.arena for arena in one.arenas]
+    needs = [
+        max(one.overflow() for one in buffers),
+        *(n for one in buffers if one.arena for n in one.arena_overflows()),
+    ]
     if dist.is_initialized():
         # Afterwards all ranks have come here, so nobody reads any more what is about to be freed.
-        anybody = torch.tensor([needed, arena_needed], device=device)
+        anybody = torch.tensor(needs, device=device)
         dist.all_reduce(anybody, op=dist.ReduceOp.MAX)
-        needed, arena_needed = anybody.tolist()
-    if not needed and not arena_needed:
+        needs = anybody.tolist()
+    needed, arena_needs = needs[0], needs[1:]
+    if not any(needs):
         return None
     before()
     for one in buffers:
         if needed:
             # Powers of two: few repetitions until it fits.
             one.grow(max(needed, min(most, 1 << (needed - 1).bit_length())))
-        if arena_needed:
+    for arena, size in zip(arenas, arena_needs, strict=True):
+        if size:
             # Loads change from step to step.
-            one.grow_arena(int(1.25 * arena_needed))
-    return Room(buffers[0].capacity, int(1.25 * arena_needed))
+            arena.grow(int(1.25 * size))
+    return Room(buffers[0].capacity, int(1.25 * max(arena_needs, default=0)))
 
 
 def random_state(device: torch.device) -> RandomState:

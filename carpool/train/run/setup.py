@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from carpool.hf import install, rides, set_experts, set_transport
+from carpool.hf import install, rides, set_experts, set_kept, set_transport
 from carpool.hf.bias import BiasBalance, find_biases
 from carpool.hf.build import build_model
 from carpool.hf.compiled import check_backend, compile_layers
@@ -234,8 +234,8 @@ class Setup(RunState):
         """How rows travel, how experts compute, and what runs beside what."""
         config, training, moe = self.config, self.config.training, self.config.moe
         self.most_tokens = most_tokens(config, self.degrees)
-        asked = {"recompute": moe.recompute_experts, **moe.expert_options}
-        self.experts_lossy = set_experts(self.model, moe.experts, **asked)
+        self.experts_lossy = set_experts(self.model, moe.experts, **moe.expert_options)
+        set_kept(self.model, config.memory.kept)
         self.rides = list(rides(self.model).values())
         name_layers(self.model)
         if (schedule := moe.asked_schedule()) is not None:
@@ -261,7 +261,7 @@ class Setup(RunState):
         }
         self.stages = choose_stages(moe.expert_stages, self.rides, **measured)
         if self.stages is not None:
-            set_experts(self.model, moe.experts, choices=self.stages.answer, **asked)
+            set_experts(self.model, moe.experts, choices=self.stages.answer, **moe.expert_options)
         self.schedule = choose_schedule(moe.asked_schedule(), self.rides, hidden=hidden, **measured)
         compute_shared_beside(self.model, self.schedule.answer.name != "none")
         for own in self.rides:

@@ -150,8 +150,9 @@ class Buffers:
 
     @property
     def size(self) -> int:
-        """Bytes of this rank's leases that exist, and of the arena."""
-        return sum(lease.regions.total for lease in self._leases) + (self.arena.capacity if self.arena else 0)
+        """Bytes on the device of this rank's leases that exist, and of the arenas."""
+        arenas = sum(one.capacity for one in self.arenas if not one.host)
+        return sum(lease.regions.total for lease in self._leases) + arenas
 
     @property
     def stream(self) -> torch.cuda.Stream:
@@ -189,18 +190,22 @@ class Buffers:
         needed = int(self.needed.item())
         return needed if needed > self.capacity else 0
 
-    def arena_overflow(self) -> int:
-        """Bytes that the arena would have needed, if it was too small since it was made, else 0. Each rank has its own
-        answer. Waits for the device."""
-        if self.arena is None:
-            return 0
-        needed = int(self.arena.needed.item())
-        return needed if needed > self.arena.capacity else 0
+    @property
+    def arenas(self) -> list[Arena]:
+        """The arena and its companions."""
+        return [] if self.arena is None else [self.arena, *self.arena.companions]
 
-    def grow_arena(self, num_bytes: int) -> None:
-        """A new arena, once nobody holds anything in the old one: between steps."""
-        self.arena = None  # first give back, then ask
-        self.arena = Arena(num_bytes, self.device)
+    def arena_overflows(self) -> list[int]:
+        """Of each arena, the bytes that it would have needed, if it was too small since it was made, else 0. Each rank
+        has its own answer. Waits for the device."""
+        if not self.arenas:
+            return []
+        needed = torch.cat([one.needed for one in self.arenas]).tolist()
+        return [size if size > one.capacity else 0 for size, one in zip(needed, self.arenas, strict=True)]
+
+    def arena_overflow(self) -> int:
+        """The largest of `arena_overflows`."""
+        return max(self.arena_overflows(), default=0)
 
     @property
     def busy(self) -> bool:
@@ -327,6 +332,8 @@ def buffers_of(group: dist.ProcessGroup | None, device: torch.device, **options:
     if (options.get("max_tokens") or 0) > buffers.most:
         buffers.grow(options["max_tokens"])
     buffers.num_leases = max(buffers.num_leases, options.get("num_leases", 0))
-    if options.get("arena_bytes", 0) > (buffers.arena.capacity if buffers.arena else 0):
-        buffers.grow_arena(options["arena_bytes"])
+    if buffers.arena is None and options.get("arena_bytes", 0):
+        buffers.arena = Arena(options["arena_bytes"], device)
+    elif buffers.arena is not None and options.get("arena_bytes", 0) > buffers.arena.capacity:
+        buffers.arena.grow(options["arena_bytes"])
     return buffers

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from carpool.kernels.awaited import MAX_CTAS
 from carpool.transport.options import TransportOptions
@@ -38,8 +38,6 @@ class NVLinkOptions(TransportOptions):
         timeout_seconds: how long a rank waits for another before it gives up and says which.
         forward_fp8, backward_fp8: rows (gradients) travel out as e4m3 with a scale for 128 columns. LOSSY.
         side_stream: run on a stream of its own; `Pending.wait` lets the caller's stream wait.
-        keep: what a layer does about the rows that arrived, which its backward needs. "copy": it keeps a copy. "again":
-            they are sent a second time in the backward, which takes a second lease and no memory.
         arena_bytes: memory for what layers keep for their backward, which then follows the rows that came; if it does
             not suffice, `Buffers.arena_overflow` tells. 0: none, every layer allocates for the worst case.
     """
@@ -51,7 +49,6 @@ class NVLinkOptions(TransportOptions):
     timeout_seconds: float = 300.0
     forward_fp8: bool = False
     backward_fp8: bool = False
-    keep: Literal["copy", "again"] = "copy"
     arena_bytes: int = 0
     side_stream: bool = False
 
@@ -59,10 +56,6 @@ class NVLinkOptions(TransportOptions):
         for name in ("dispatch_ctas", "combine_ctas"):
             if not 1 <= getattr(self, name) <= MAX_CTAS:
                 raise ValueError(f"{name}={getattr(self, name)} must be 1..{MAX_CTAS}")
-        if self.keep not in ("copy", "again"):
-            raise ValueError(f"keep={self.keep!r} must be 'copy' or 'again'")
-        if self.keep == "again" and self.num_leases < 2:
-            raise ValueError("keep='again' takes two leases at a time; set num_leases to 2 or more")
         if self.capacity is not None and not 1 <= self.capacity <= (self.max_tokens or 0):
             raise ValueError(f"capacity={self.capacity} must be between 1 and max_tokens={self.max_tokens}")
         if self.num_leases < 1:
@@ -87,22 +80,22 @@ class NVLinkOptions(TransportOptions):
         fp8 = {"rows travel as FP8": self.forward_fp8, "gradients of rows travel as FP8": self.backward_fp8}
         return [what for what, on in fp8.items() if on]
 
-    def under(self, schedule: Schedule) -> Self:
+    def under(self, schedule: Schedule, resend: bool = False) -> Self:
         """A stream of its own, buffers for a chunk, enough leases.
 
         Raises:
             ValueError: tiles, and rows that travel as FP8."""
+        # Rows that are sent again take a lease of their own.
+        leases = max(self.num_leases, schedule.rides_under_way * (2 if resend else 1))
         if schedule.name == "none":
-            return self
+            return replace(self, num_leases=leases)
         if schedule.name == "tiles":
             if self.forward_fp8 or self.backward_fp8:
                 raise ValueError(
                     "rows that travel as FP8 do not ride in parts (schedule 'tiles'); use schedule 'chunks', or leave "
                     "out forward_fp8 and backward_fp8"
                 )
-            return replace(self, side_stream=True)
+            return replace(self, side_stream=True, num_leases=leases)
         most = None if self.max_tokens is None else -(-self.max_tokens // schedule.pieces)
         capacity = None if self.capacity is None else min(self.capacity, most or self.capacity)
-        # Rows that are sent again take a lease of their own.
-        leases = max(self.num_leases, schedule.rides_under_way * (2 if self.keep == "again" else 1))
         return replace(self, side_stream=True, max_tokens=most, capacity=capacity, num_leases=leases)

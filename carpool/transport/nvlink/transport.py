@@ -145,10 +145,6 @@ class NVLink(VerbRunner, Transport):
             )
 
     @property
-    def sends_again(self) -> bool:
-        return self.options.keep == "again"
-
-    @property
     def processors(self) -> int:
         return max(self.options.dispatch_ctas, self.options.combine_ctas) if self.options.side_stream else 0
 

@@ -1,0 +1,47 @@
+"""What a ride keeps for its backward, item by item, and what is done about each.
+
+    rows      the rows that arrived                                 keep, resend, offload
+    hidden    the experts' pre-activations, one for each pair       keep, recompute, offload
+
+    keep        they stay in the memory of the device
+    recompute   the up projection is computed again, from the rows
+    resend      the rows are dispatched again in the backward (MPipeMoE's re-communication, IPDPS 2023)
+    offload     they are copied to host memory beside the computation, and come back ahead of the layer's backward
+
+All of them give the same bits. The activated rows are no item: experts compute them again from the pre-activations in
+any case (`carpool.experts.grouped`). Routes, orders of pairs and routing weights are small, and are always kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+RowsPolicy = Literal["keep", "resend", "offload"]
+HiddenPolicy = Literal["keep", "recompute", "offload"]
+
+
+@dataclass(frozen=True)
+class KeptPolicies:
+    """See the module's docstring.
+
+    Raises:
+        ValueError: a policy that the item does not have.
+
+    Example: KeptPolicies(rows="resend", hidden="recompute")
+    """
+
+    rows: RowsPolicy = "keep"
+    hidden: HiddenPolicy = "keep"
+
+    def __post_init__(self) -> None:
+        for name, policies in (("rows", RowsPolicy), ("hidden", HiddenPolicy)):
+            if (policy := getattr(self, name)) not in get_args(policies):
+                raise ValueError(f"{name}={policy!r} is not known; use one of {', '.join(get_args(policies))}")
+
+    @property
+    def offloads(self) -> bool:
+        return "offload" in (self.rows, self.hidden)
+
+
+KEEP = KeptPolicies()

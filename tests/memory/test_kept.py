@@ -1,0 +1,242 @@
+"""What rides keep: every policy of every item gives the same bits, and keeps what it says."""
+
+from __future__ import annotations
+
+import gc
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+import carpool
+from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
+from carpool.memory import KEEP, Arena, KeptPolicies, Offloader
+from carpool.observe.stats import LayerStats
+from carpool.planner.kept import LayerSizes, kept_bytes
+from carpool.ride import RideSetup, ride
+from carpool.routing import Routing
+from carpool.schedule import Schedule
+from carpool.transport import make_transport
+from tests.ranks import Ranks, mesh
+
+CPU = torch.device("cpu")
+EVERY = [
+    KeptPolicies(rows, hidden)
+    for rows, hidden in product(("keep", "resend", "offload"), ("keep", "recompute", "offload"))
+]
+SIZES = (7, 0, 12, 5)
+H, F, E, K = 24, 20, 8, 3
+SCHEDULES = {"gather": Schedule("chunks", 3), "alltoall": Schedule("chunks", 4, 2), "dedup": Schedule("chunks", 2, 4)}
+
+
+def layers(transport: str, schedule: Schedule, grid: Any) -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        *(carpool.MoE(H, F, E, K, ep_mesh=grid, transport=transport, schedule=schedule, bias=True) for _ in range(4))
+    )
+
+
+def train(net: torch.nn.Sequential, policies: KeptPolicies) -> list[torch.Tensor]:
+    """Output and gradients of two micro-batches, on this rank."""
+    offloader = Offloader() if policies.offloads else None
+    for layer in net:
+        layer.set_kept(policies, offloader)  # type: ignore[operator]
+    net.zero_grad()
+    found = []
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(sum(SIZES), H, generator=generator).split(SIZES)[torch.distributed.get_rank()]
+        x = x.clone().requires_grad_()
+        y = net(x)
+        y.square().sum().backward()
+        assert x.grad is not None
+        found += [y.detach(), x.grad]
+    if offloader is not None:
+        assert offloader._lanes[0].number == 8 and not offloader._parcels, "each ride has offloaded, and nothing stays"
+    return found + [p.grad.clone() for p in net.parameters() if p.grad is not None]
+
+
+def differing(transport: str, ep: int) -> list[str]:
+    wrong = []
+    for schedule in (Schedule(), SCHEDULES[transport]):
+        net = layers(transport, schedule, mesh((4 // ep, ep), ("edp", "ep"))["ep"])
+        want = train(net, KEEP)
+        for policies in EVERY[1:]:
+            got = train(net, policies)
+            if len(got) != len(want) or not all(map(torch.equal, got, want)):
+                wrong.append(f"{schedule} {policies}")
+    return wrong
+
+
+@pytest.mark.parametrize("transport", ["gather", "alltoall", "dedup"])
+def test_every_policy_gives_the_same_bits(ranks: Ranks, transport: str) -> None:
+    assert ranks(differing, transport, 2) == [[]] * 4
+
+
+# -- what is kept -----------------------------------------------------------------------------------------------------
+
+
+class Layer:
+    """One ride on one rank, with an arena or without."""
+
+    def __init__(self, policies: KeptPolicies, arena: Arena | None = None, tokens: int = 11) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.leaves = [
+            torch.randn(*shape, generator=generator).mul_(0.3).requires_grad_()
+            for shape in ((tokens, H), (tokens, K), (E, 2 * F, H), (E, H, F))
+        ]
+        self.slot = torch.rand(tokens, E, generator=generator).argsort(1)[:, :K].int()
+        experts = GroupedExperts(
+            ExpertFunction(make_activation("silu", gated=True)), recompute=policies.hidden == "recompute"
+        )
+        self.offloader = Offloader()
+        transport = make_transport("dedup", None, E)
+        if arena is not None:
+            transport = WithArena(None, E)
+            transport.own = arena
+        self.setup = RideSetup(transport, experts, LayerStats(E, 1, 0), policies=policies, offloader=self.offloader)
+
+    def __call__(self, x: torch.Tensor | None = None) -> torch.Tensor:
+        x_TH, weight, *weights = self.leaves
+        routing = Routing(self.slot, weight)
+        return ride(x_TH if x is None else x, routing, self.slot, ExpertWeights(*weights), self.setup)[0]
+
+
+class WithArena(type(make_transport("dedup", None, 1))):  # type: ignore[misc]
+    own: Arena
+
+    @property
+    def arena(self) -> Arena:
+        return self.own
+
+
+def saved_bytes(policies: KeptPolicies) -> int:
+    """Of tensors that autograd saves, besides the leaves."""
+    layer, found = Layer(policies), {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        found[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer()
+    leaves = {leaf.untyped_storage().data_ptr() for leaf in layer.leaves}
+    return sum(t.untyped_storage().nbytes() for where, t in found.items() if where not in leaves)
+
+
+def test_what_is_not_kept_is_not_saved() -> None:
+    kept = {policies: saved_bytes(policies) for policies in EVERY}
+    rows, hidden = 11 * H * 4, 11 * K * 2 * F * 4
+    for policies, size in kept.items():
+        gone = (policies.rows != "keep") * rows + (policies.hidden != "keep") * hidden
+        ticket = 8 if policies.offloads else 0
+        assert kept[KEEP] - size == gone - ticket, policies
+
+
+def test_hooks_never_see_an_arena() -> None:
+    arena, seen = Arena(1 << 20, CPU), []
+    layer = Layer(KEEP, arena)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: seen.append(t.untyped_storage().nbytes()) or t, lambda t: t
+    ):
+        y = layer()
+    assert int(arena.needed) > 0 and max(seen) < arena.capacity
+    y.sum().backward()
+    want = [leaf.grad.clone() for leaf in layer.leaves if leaf.grad is not None]
+    plain = Layer(KEEP)
+    plain().sum().backward()
+    assert all(map(torch.equal, want, [leaf.grad for leaf in plain.leaves]))
+
+
+@pytest.mark.parametrize("policy", ["keep", "offload"])
+def test_a_copy_in_the_place_of_a_handle_is_refused(policy: Any) -> None:
+    layer = Layer(KeptPolicies(rows=policy, hidden=policy), Arena(1 << 20, CPU))
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
+        y = layer()
+    with pytest.raises(RuntimeError, match=r"let go before .* backward: a hook on saved tensors"):
+        y.sum().backward()
+
+
+def test_offloaded_rows_come_back_ahead_and_in_reverse() -> None:
+    arena = Arena(1 << 20, CPU)
+    layer, asked = Layer(KeptPolicies("offload", "offload"), arena), []
+    fetch, lane = layer.offloader._fetch, None
+
+    def watched(parcel: Any) -> None:
+        asked.append((parcel.number, sorted(lane.here)))  # type: ignore[union-attr]
+        fetch(parcel)
+
+    layer.offloader._fetch = watched  # type: ignore[method-assign]
+    x = layer.leaves[0]
+    for _ in range(6):
+        x = layer(x)
+        lane = layer.offloader._lanes[0]
+    assert sorted(lane.here) == [4, 5], "two rides' items are on the device"
+    staging, host = arena.companions[:2], arena.companions[2]
+    ride_bytes = int(staging[0].needed)
+    assert int(arena.needed) == 0 and int(host.needed) == 6 * ride_bytes
+    x.square().sum().backward()
+    assert [number for number, _ in asked] == [3, 2, 1, 0]
+    # Ride 3 is asked for while ride 4 is in use, and so on: never more than two are on the device.
+    assert all(int(one.needed) == ride_bytes for one in staging) and not lane.here
+    del x
+    gc.collect()
+    assert not any(held.alive for one in (*staging, host) for _, held in one._stack)
+
+
+def test_a_host_arena_that_is_too_small_is_noticed() -> None:
+    layer = Layer(KeptPolicies("offload", "offload"), Arena(1 << 12, CPU))
+    layer(layer(layer()))
+    host = layer.setup.transport.arena.companions[2]  # type: ignore[union-attr]
+    assert int(host.needed) > host.capacity
+    host.grow(int(host.needed))
+    assert int(host.needed) == 0
+
+
+def test_a_graph_that_is_retained_has_its_rows_again() -> None:
+    layer = Layer(KeptPolicies("offload", "offload"), Arena(1 << 20, CPU))
+    y = layer(layer(layer(layer())))
+    first = torch.autograd.grad(y.square().sum(), layer.leaves, retain_graph=True)
+    again = torch.autograd.grad(y.square().sum(), layer.leaves)
+    assert all(map(torch.equal, first, again))
+
+
+def test_policies_that_are_none() -> None:
+    with pytest.raises(ValueError, match="rows='recompute' is not known; use one of keep, resend, offload"):
+        KeptPolicies(rows="recompute")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="experts='reference' has no option 'recompute'"):
+        carpool.MoE(H, F, E, K, experts="reference").set_kept(KeptPolicies(hidden="recompute"))
+
+
+# -- how many bytes that is -------------------------------------------------------------------------------------------
+
+
+def test_predicted_bytes_are_those_that_are_saved() -> None:
+    sizes = LayerSizes(1, 1, H, F, K, 0, 0, 0, 4, copies=1.0)
+    for policies in EVERY:
+        now, kept = (kept_bytes(sizes, 11, {"rows": p.rows, "hidden": p.hidden}) for p in (policies, KEEP))
+        if not policies.offloads:
+            saved = saved_bytes(KEEP) - saved_bytes(policies)
+            assert sum(kept.values()) - sum(now.values()) == saved, policies
+
+
+def test_predicted_bytes_of_a_model() -> None:
+    sizes = LayerSizes(48, 47, 2048, 768, 8, 32, 4, 128, 2, copies=3.6)
+    kept = kept_bytes(sizes, 1000)
+    assert kept["rows"] == int(47 * 3.6 * 1000 * 2048 * 2) and kept["hidden"] == 47 * 8000 * 2 * 768 * 2
+    assert kept["dense"] == 48 * 1000 * 2 * (8 * 2048 + 4 * 36 * 128) and kept["sums"] == kept["host"] == 0
+    away = kept_bytes(sizes, 1000, {"rows": "offload", "hidden": "recompute", "dense": "offload"})
+    assert away["hidden"] == 0 and away["rows"] == 2 * kept["rows"] // 47 and away["dense"] == 2 * kept["dense"] // 48
+    assert away["host"] == kept["rows"] + kept["dense"]
+    again = kept_bytes(sizes, 1000, {"dense": "recompute", "rows": "resend", "hidden": "recompute"})
+    row = 1000 * 2048 * 2
+    assert again == {
+        "dense": 48 * row + kept["dense"] // 48,
+        "rows": 47 * row,
+        "hidden": 0,
+        "sums": 47 * row,
+        "host": 0,
+    }
+    repeated = kept_bytes(sizes, 1000, {"dense": "recompute", "sums": "recompute", "rows": "resend"})
+    assert repeated["rows"] == int(3.6 * row) and repeated["sums"] == 0 and repeated["hidden"] == kept["hidden"] // 47
