@@ -56,6 +56,8 @@ def why_no_graphs(config: Config, model: nn.Module, layers: Sequence[ExpertRides
         return "two batches run in two threads"
     if config.placement.every is not None or any(own.layout.num_replicas for own in layers):
         return "experts move or have copies"
+    if config.memory.kept.offloads:
+        return "what layers keep goes to host memory"
     if config.training.gradient_checkpointing:
         return "gradient checkpointing asks for the state of random numbers"
     return None
