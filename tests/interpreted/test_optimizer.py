@@ -15,7 +15,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 import triton
 import triton.language as tl
 
-from carpool.memory.optimizer import AdamW, update
+from carpool.memory.optimizer import AdamW, streamed, update
 from carpool.memory.optimizer.kernel import _code
 from carpool.memory.optimizer.moments import DTYPES, dynamic_map, midpoints
 from tests.optimizer_problem import groups, masters, parameters, train
@@ -62,3 +62,20 @@ def test_the_guess_of_a_code_is_mended_everywhere(signed: bool) -> None:
     _codes[(len(values) // 1024,)](values, midpoints(signed), out, SIGNED=signed, SIZE=1024)
     assert torch.equal(out, torch.bucketize(values, midpoints(signed), right=True).int())
     assert len(out.unique()) == 256
+
+
+@pytest.mark.parametrize("moments", ["bfloat16", "int8"])
+def test_tiles_have_the_bits_of_the_whole(moments: str) -> None:
+    """The kernel is told of a buffer as if it held the whole state."""
+    ended = []
+    on_gpu = [mock.patch.object(module, "on_gpu", lambda _: True) for module in (update, streamed)]
+    with on_gpu[0], on_gpu[1], mock.patch.object(streamed, "TILE_BYTES", 20_000):
+        for offload in (True, False):
+            found = parameters(torch.bfloat16)
+            optimizer = AdamW(groups(found), lr=1e-2, moments=moments, offload=offload)
+            train(optimizer, found, 2)
+            ended.append((found, [optimizer.state[p] for p in found]))
+    (ours, state), (whole, whole_state) = ended
+    for p, q, one, other in zip(ours, whole, state, whole_state, strict=True):
+        assert torch.equal(p, q) and one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)

@@ -17,6 +17,15 @@ bits, which is lossy (`moments`). Bytes for each parameter, with its gradient:
     bfloat16      bfloat16     2       2         2         4         10
     bfloat16      int8         2       2         2         2.03      8.03
 
+With `offload=True` low bits and moments are in host memory, and go through the device in tiles (`streamed`): the same
+kernel, the same bits.
+
+Where nothing waits for the norm of all gradients, each may be used and freed as soon as it is there:
+
+    optimizer.begin(factor)          steps are counted, of all parameters that require a gradient
+    optimizer.update([parameter])    in the backward, where its gradient is
+    optimizer.finish(factor)         what had no gradient has taken no step
+
 State of a parameter: `step`, `exp_avg` and `exp_avg_sq`, as those of `torch.optim.AdamW`; `low_bits` (int16) beside
 bfloat16; `exp_avg_scale` and `exp_avg_sq_scale` beside 8-bit codes. It exists from the start. All but `step` has one
 row for each row of the parameter, and is a DTensor where the parameter is one.
@@ -29,8 +38,11 @@ from typing import Any, Literal
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from carpool.memory.optimizer.moments import DTYPES, ZERO_CODE, can_be_blocks, dequantise, quantise, scale_shape
+from carpool.memory.optimizer.streamed import StreamedUpdate
+from carpool.memory.optimizer.tiles import Slab
 from carpool.memory.optimizer.update import State, Update, local
 
 Moments = Literal["float32", "bfloat16", "int8"]
@@ -45,6 +57,7 @@ class AdamW(torch.optim.Optimizer):
         lr: a number, or a float32 scalar tensor, which a captured CUDA graph reads at each replay.
         betas, eps, weight_decay: of AdamW.
         moments: how both moments are kept. Other than float32 is lossy.
+        offload: low bits and moments are in host memory.
 
     Raises:
         ValueError: a parameter of another dtype, or not contiguous.
@@ -59,11 +72,14 @@ class AdamW(torch.optim.Optimizer):
         weight_decay: float = 1e-2,
         *,
         moments: Moments = "float32",
+        offload: bool = False,
     ) -> None:
         if moments not in DTYPES:
             raise ValueError(f"moments={moments!r} is not known; it is one of {', '.join(DTYPES)}")
-        self.moments = moments
+        self.moments, self.offload = moments, offload
         self._updates: list[Update] = []
+        self._slabs: dict[torch.Tensor, tuple[Slab, int]] = {}
+        self._early: set[torch.Tensor] = set()
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -75,22 +91,46 @@ class AdamW(torch.optim.Optimizer):
                     f"{parameter.stride()}; this optimizer updates contiguous float32 and bfloat16 parameters, "
                     "torch.optim.AdamW all others"
                 )
-            self.state[parameter] = self._new_state(parameter)
         self._updates = []
+        if self.offload:
+            self._new_slabs(self.param_groups[-1]["params"])
+        for parameter in self.param_groups[-1]["params"]:
+            self.state[parameter] = self._new_state(parameter)
+
+    def _new_slabs(self, parameters: list[torch.Tensor]) -> None:
+        alike: dict[tuple[torch.dtype, torch.dtype, torch.device], list[torch.Tensor]] = {}
+        for parameter in parameters:
+            key = parameter.dtype, self._moments_dtype(parameter), parameter.device
+            alike.setdefault(key, []).append(parameter)
+        for (dtype, moments, device), found in alike.items():
+            slab = Slab([local(p).shape for p in found], dtype == torch.bfloat16, moments, device)
+            self._slabs |= {parameter: (slab, i) for i, parameter in enumerate(found)}
+
+    def _moments_dtype(self, parameter: torch.Tensor) -> torch.dtype:
+        # What cannot be in blocks is small, so that it stays exact.
+        blocks = self.moments != "int8" or can_be_blocks(parameter.shape, _last_dim_shards(parameter))
+        return DTYPES[self.moments] if blocks else torch.float32
 
     def _new_state(self, parameter: torch.Tensor) -> State:
-        state: State = {"step": torch.zeros((), device=parameter.device)}
-        blocks = self.moments == "int8" and can_be_blocks(parameter.shape, _last_dim_shards(parameter))
-        # What cannot be in blocks is small, so that it stays exact.
-        dtype = DTYPES[self.moments] if blocks or self.moments != "int8" else torch.float32
-        for name, signed in _SIGNED.items():
-            state[name] = torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-            if blocks:
-                local(state[name]).fill_(ZERO_CODE[signed])
-                state[f"{name}_scale"] = _new_scale(parameter)
-        if parameter.dtype == torch.bfloat16:
-            state["low_bits"] = torch.zeros_like(parameter, dtype=torch.int16, requires_grad=False)
-        return state
+        part, dtype = local(parameter), self._moments_dtype(parameter)
+        if self.offload:
+            slab, place = self._slabs[parameter]
+            found = slab.state(place)
+        else:
+            found = {name: torch.zeros_like(part, dtype=dtype) for name in _SIGNED}
+            if parameter.dtype == torch.bfloat16:
+                found["low_bits"] = torch.zeros_like(part, dtype=torch.int16)
+            if dtype == torch.uint8:
+                found |= {
+                    f"{name}_scale": part.new_zeros(scale_shape(part.shape), dtype=torch.float32) for name in _SIGNED
+                }
+        if dtype == torch.uint8:
+            for name, signed in _SIGNED.items():
+                found[name].fill_(ZERO_CODE[signed])
+        return {
+            "step": torch.zeros((), device=parameter.device),
+            **{name: _placed(value, name, parameter) for name, value in found.items()},
+        }
 
     @torch.no_grad()
     def step(  # type: ignore[override]
@@ -112,6 +152,13 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        settings, rates = self._settings()
+        for update in self._updates:
+            update.step(settings, rates, _on(update, factor), zero_grads)
+        return loss
+
+    def _settings(self) -> tuple[list[tuple[float, ...]], dict[int, torch.Tensor]]:
+        """Numbers of each group, and the learning rates that are tensors, by group."""
         if not self._updates:
             self._updates = self._new_updates()
         settings, rates = [], {}
@@ -120,17 +167,63 @@ class AdamW(torch.optim.Optimizer):
             if isinstance(lr, torch.Tensor):
                 rates[i], lr = lr, 0.0
             settings.append((lr, *group["betas"], group["eps"], group["weight_decay"]))
-        for update in self._updates:
-            by = factor if factor is None else factor.to(update.device, torch.float32)
-            update.step(settings, rates, by, zero_grads)
-        return loss
+        return settings, rates
 
     def _new_updates(self) -> list[Update]:
         devices: dict[torch.device, list[tuple[torch.Tensor, int, State]]] = {}
         for i, group in enumerate(self.param_groups):
             for parameter in group["params"]:
                 devices.setdefault(parameter.device, []).append((parameter, i, self.state[parameter]))
-        return [Update(*map(list, zip(*found, strict=True))) for found in devices.values()]
+        made: list[Update] = []
+        for device, found in devices.items():
+            parameters, groups, states = map(list, zip(*found, strict=True))
+            if self.offload:
+                slabs = [self._slabs[parameter] for parameter in parameters]
+                made.append(StreamedUpdate(parameters, groups, states, slabs, device))
+            else:
+                made.append(Update(parameters, groups, states, device))
+        return made
+
+    # -- a step in parts -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def begin(self, factor: torch.Tensor | None = None) -> None:
+        """Begin a step whose gradients come one after the other. All parameters that require one count as updated."""
+        settings, rates = self._settings()
+        self._early = set()
+        for update in self._updates:
+            update.count(settings, rates, [p.requires_grad for p in update.parameters], _on(update, factor))
+
+    @torch.no_grad()
+    def update(self, parameters: Iterable[torch.Tensor], factor: torch.Tensor | None = None) -> None:
+        """Update parameters whose gradient is there: each once between `begin` and `finish`."""
+        wanted = set(parameters)
+        assert not wanted & self._early, "a parameter is updated twice in a step"
+        self._early |= wanted
+        for update in self._updates:
+            numbers = [i for i, parameter in enumerate(update.parameters) if parameter in wanted]
+            if numbers:
+                update.apply(numbers, _on(update, factor))
+
+    @torch.no_grad()
+    def finish(self, factor: torch.Tensor | None = None) -> None:
+        """End such a step. `factor`: as in `begin`."""
+        for update in self._updates:
+            late = [i for i, p in enumerate(update.parameters) if p.requires_grad and p not in self._early]
+            update.uncount(late, _on(update, factor))
+
+    # -- its state -------------------------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Wait until the state in host memory is that of the last step."""
+        for update in self._updates:
+            if isinstance(update, StreamedUpdate):
+                update.synchronize()
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of PyTorch's optimizers: its own memory."""
+        self.synchronize()
+        return super().state_dict()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -140,6 +233,7 @@ class AdamW(torch.optim.Optimizer):
         Raises:
             ValueError: other groups, other shapes, or 16 low bits for a parameter that has none.
         """
+        self.synchronize()
         theirs = state_dict["param_groups"]
         if [len(group["params"]) for group in theirs] != [len(group["params"]) for group in self.param_groups]:
             raise ValueError("the state is of an optimizer with other groups of parameters")
@@ -188,16 +282,18 @@ def _copy(target: torch.Tensor, value: torch.Tensor | None, shape: tuple[int, ..
         local(target).copy_(local(value))
 
 
-def _new_scale(parameter: torch.Tensor) -> torch.Tensor:
-    scale = torch.zeros(scale_shape(local(parameter).shape), device=parameter.device)
+def _on(update: Update, factor: torch.Tensor | None) -> torch.Tensor | None:
+    return factor if factor is None else factor.to(update.device, torch.float32)
+
+
+def _placed(value: torch.Tensor, name: str, parameter: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a state, sharded as the parameter is. It may be in other memory than the parameter."""
     if not isinstance(parameter, DTensor):
-        return scale
-    shape = torch.Size(scale_shape(parameter.shape))
+        return value
+    shape = torch.Size(scale_shape(parameter.shape)) if name.endswith("_scale") else parameter.shape
     strides = torch.empty(shape, device="meta").stride()
-    placed = DTensor.from_local(
-        scale, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=strides
-    )
-    return placed.to(parameter.device)
+    spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=TensorMeta(shape, strides, value.dtype))
+    return DTensor(value, spec, requires_grad=False)
 
 
 def _last_dim_shards(parameter: torch.Tensor) -> int:

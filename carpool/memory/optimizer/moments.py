@@ -93,14 +93,15 @@ def mix(x: torch.Tensor | int) -> torch.Tensor | int:
     return x ^ (x >> 16)
 
 
-def noise(numel: int, step: int, number: int, device: torch.device) -> torch.Tensor:
-    """16 random bits for each element of a parameter in a step. int32, `(numel,)`.
+def noise(numel: int, step: int, number: int, device: torch.device, first: int = 0) -> torch.Tensor:
+    """16 random bits for each of some elements of a parameter in a step. int32, `(numel,)`.
 
     Args:
         number: of the parameter among the optimizer's.
+        first: of the elements.
     """
     key = mix((step * 0x9E3779B9 + number * 0x85EBCA6B) & _WORD)
-    element = torch.arange(numel, device=device) & _WORD
+    element = torch.arange(first, first + numel, device=device) & _WORD
     mixed = mix(element ^ key)
     assert isinstance(mixed, torch.Tensor)
     return (mixed & 0xFFFF).int()

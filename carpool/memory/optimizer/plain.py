@@ -40,8 +40,9 @@ def update(
     factor: float,
     step: int,
     number: int,
+    first: int = 0,
 ) -> None:
-    """Update a parameter and its state in place. Local, contiguous tensors.
+    """Update a parameter, or a part of it, and its state in place. Local, contiguous tensors.
 
     Args:
         weight: float32 or bfloat16.
@@ -50,6 +51,7 @@ def update(
         factor: for the gradient.
         step: of this update, from 1. With `number`, of the parameter among the optimizer's, it seeds stochastic
         rounding.
+        first: element of the parameter with which the part begins.
     """
     c = coefficients
     masters = "low_bits" in state
@@ -77,4 +79,4 @@ def update(
             state[f"{name}_scale"].copy_(scale)
     elif kept_m.dtype == torch.bfloat16:
         kept_m.copy_(m)
-        kept_v.copy_(round_stochastically(v, noise(v.numel(), step, number, v.device)))
+        kept_v.copy_(round_stochastically(v, noise(v.numel(), step, number, v.device, first)))

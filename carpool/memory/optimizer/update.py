@@ -3,11 +3,13 @@
 Addresses and sizes are worked out once, and again where a parameter got other memory. The addresses of gradients are
 compared at each step, and uploaded where they have changed. The step counts lie side by side in one tensor, so that a
 few operations on vectors count and correct for all parameters. Nothing waits for the device.
+
+A step is `count`, for all parameters, and then `apply`, of all at once or of some as their gradients come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +21,8 @@ from carpool.memory.optimizer import plain
 from carpool.memory.optimizer.moments import BLOCK, dynamic_map, midpoints
 
 State = dict[str, torch.Tensor]
+# What a row of the kernel's table has addresses of, after the weight.
+KINDS = ("exp_avg", "exp_avg_sq", "low_bits", "exp_avg_scale", "exp_avg_sq_scale")
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -45,11 +49,13 @@ class Update:
         parameters: with their places here they seed stochastic rounding, so the order matters.
         groups: of each parameter, its group's place in `step`'s `settings`.
         states: of each parameter. Their "step" becomes a part of one tensor here.
+        device: that computes.
     """
 
-    def __init__(self, parameters: Sequence[torch.Tensor], groups: Sequence[int], states: Sequence[State]) -> None:
-        self.parameters, self.states = list(parameters), list(states)
-        self.device = parameters[0].device
+    def __init__(
+        self, parameters: Sequence[torch.Tensor], groups: Sequence[int], states: Sequence[State], device: torch.device
+    ) -> None:
+        self.parameters, self.states, self.device = list(parameters), list(states), device
         self.steps = torch.stack([state["step"] for state in states])
         for state, step in zip(states, self.steps, strict=True):
             state["step"] = step
@@ -57,9 +63,8 @@ class Update:
         self._groups = torch.tensor(groups, device=self.device)
         self._settings: list[tuple[float, ...]] = []
         self._has_grad: list[bool] = []
-        self._tables: list[_Table] = []
-        self._memory: list[Any] = []
-        self._grad_dtypes: list[torch.dtype] = []
+        # By the numbers of the parameters: their memory and the dtypes of their gradients, and the tables for these.
+        self._tables: dict[tuple[int, ...], tuple[Any, list[_Table]]] = {}
         self._maps: torch.Tensor | None = None
         self._one = torch.ones((), device=self.device)
 
@@ -77,29 +82,34 @@ class Update:
             rates: learning rates that are tensors, by group.
             factor: float32 scalar on this device, for the gradients. NaN: nothing changes.
         """
-        theirs = [None if p.grad is None else local(p.grad) for p in self.parameters]
-        grads = [None if grad is None else grad.contiguous() for grad in theirs]
-        self._count(settings, rates, [grad is not None for grad in grads], factor)
+        self.count(settings, rates, [p.grad is not None for p in self.parameters], factor)
+        self.apply(range(len(self.parameters)), factor, zero_grads)
+
+    def apply(self, numbers: Iterable[int], factor: torch.Tensor | None, zero_grads: bool = False) -> None:
+        """Update those of these parameters that have a gradient, with the steps and coefficients of `count`."""
+        numbers = tuple(numbers)
+        theirs = {i: local(grad) for i in numbers if (grad := self.parameters[i].grad) is not None}
+        grads = {i: grad.contiguous() for i, grad in theirs.items()}
         if on_gpu(self.coefficients):
-            self._launch(grads, factor, zero_grads)
+            self._launch(numbers, grads, factor, zero_grads)
         else:
             self._plainly(grads, factor, zero_grads)
         if zero_grads:
-            for grad, ours in zip(theirs, grads, strict=True):
-                if grad is not None and grad is not ours:
+            for i, grad in theirs.items():
+                if grad is not grads[i]:
                     grad.zero_()
         # The kernel's writes are unknown to PyTorch, whose checks of saved tensors look at versions.
-        written = [p for p, grad in zip(self.parameters, grads, strict=True) if grad is not None]
+        written = [self.parameters[i] for i in grads]
         torch.autograd.graph.increment_version(written + [local(p) for p in written if isinstance(p, DTensor)])
 
-    def _count(
+    def count(
         self,
         settings: list[tuple[float, ...]],
         rates: dict[int, torch.Tensor],
         has_grad: list[bool],
         factor: torch.Tensor | None,
     ) -> None:
-        """Steps and coefficients of this step."""
+        """Steps and coefficients of this step, for those that have, or will have, a gradient."""
         if settings != self._settings:
             self._hyper = upload(settings, torch.float64, self.device)
             self._settings = settings
@@ -115,13 +125,19 @@ class Update:
         columns = (lr / kept1, kept2.rsqrt(), lr * decay, 1 - beta1, beta2, 1 - beta2, eps)
         self.coefficients.copy_(torch.stack(columns, dim=1))
 
-    def _plainly(self, grads: list[torch.Tensor | None], factor: torch.Tensor | None, zero_grads: bool) -> None:
+    def uncount(self, numbers: Sequence[int], factor: torch.Tensor | None) -> None:
+        """Take back the step of parameters that had no gradient after all."""
+        if numbers:
+            one = torch.ones((), device=self.device) if factor is None else (factor == factor).float()
+            self.steps[list(numbers)] -= one
+
+    def _plainly(self, grads: dict[int, torch.Tensor], factor: torch.Tensor | None, zero_grads: bool) -> None:
         by = 1.0 if factor is None else float(factor)
         if by != by:
             return
         steps, coefficients = self.steps.tolist(), self.coefficients.tolist()
-        for i, grad in enumerate(grads):
-            if grad is None or grad.numel() == 0:
+        for i, grad in grads.items():
+            if grad.numel() == 0:
                 continue
             state = {name: local(value) for name, value in self.states[i].items()}
             numbers = plain.Coefficients(*coefficients[i])
@@ -129,14 +145,23 @@ class Update:
             if zero_grads:
                 grad.zero_()
 
-    def _launch(self, grads: list[torch.Tensor | None], factor: torch.Tensor | None, zero_grads: bool) -> None:
+    def _launch(
+        self, numbers: tuple[int, ...], grads: dict[int, torch.Tensor], factor: torch.Tensor | None, zero_grads: bool
+    ) -> None:
+        dtypes = [self.parameters[i].dtype if (grad := grads.get(i)) is None else grad.dtype for i in numbers]
+        memory = [_memory(self.parameters[i], self.states[i]) for i in numbers], dtypes
+        known, tables = self._tables.get(numbers, (None, []))
+        if memory != known:
+            tables = self._make_tables(numbers, dtypes)
+            self._tables[numbers] = memory, tables
+        for table in tables:
+            self._launch_table(table, grads, factor, zero_grads)
+
+    def _launch_table(
+        self, table: _Table, grads: dict[int, torch.Tensor], factor: torch.Tensor | None, zero_grads: bool
+    ) -> None:
         from carpool.memory.optimizer.kernel import launch
 
-        memory = [_memory(p, state) for p, state in zip(self.parameters, self.states, strict=True)]
-        dtypes = [p.dtype if grad is None else grad.dtype for p, grad in zip(self.parameters, grads, strict=True)]
-        if memory != self._memory or dtypes != self._grad_dtypes:
-            self._tables = self._make_tables(dtypes)
-            self._memory, self._grad_dtypes = memory, dtypes
         if self._maps is None:
             maps = [
                 dynamic_map(True),
@@ -147,55 +172,72 @@ class Update:
                 torch.zeros(1),
             ]
             self._maps = torch.cat(maps).to(self.device)
-        for table in self._tables:
-            addresses = [0 if (grad := grads[i]) is None else grad.data_ptr() for i in table.numbers]
-            if addresses != table.addresses:
-                table.gradients, table.addresses = upload(addresses, torch.int64, self.device), addresses
-            launch(
-                table.rows,
-                table.gradients,
-                table.pieces,
-                self.coefficients,
-                self.steps,
-                self._one if factor is None else factor,
-                self._maps,
-                zero_grads=zero_grads,
-                **table.how,
-            )
+        addresses = [0 if (grad := grads.get(i)) is None else grad.data_ptr() for i in table.numbers]
+        if addresses != table.addresses:
+            table.gradients, table.addresses = upload(addresses, torch.int64, self.device), addresses
+        launch(
+            table.rows,
+            table.gradients,
+            table.pieces,
+            self.coefficients,
+            self.steps,
+            self._one if factor is None else factor,
+            self._maps,
+            zero_grads=zero_grads,
+            **table.how,
+        )
 
-    def _make_tables(self, grad_dtypes: list[torch.dtype]) -> list[_Table]:
+    def _make_tables(self, numbers: Sequence[int], grad_dtypes: list[torch.dtype]) -> list[_Table]:
         alike: dict[tuple[torch.dtype, torch.dtype, torch.dtype], list[int]] = {}
-        for i, (parameter, dtype) in enumerate(zip(self.parameters, grad_dtypes, strict=True)):
-            alike.setdefault((parameter.dtype, dtype, self.states[i]["exp_avg"].dtype), []).append(i)
-        return [self._table(*dtypes, numbers) for dtypes, numbers in alike.items()]
+        for i, dtype in zip(numbers, grad_dtypes, strict=True):
+            alike.setdefault((self.parameters[i].dtype, dtype, self.states[i]["exp_avg"].dtype), []).append(i)
+        return [self._table(*dtypes, found) for dtypes, found in alike.items()]
 
     def _table(self, weight: torch.dtype, grad: torch.dtype, moments: torch.dtype, numbers: list[int]) -> _Table:
-        from carpool.memory.optimizer.kernel import PIECE
-
-        rows, pieces = [], []
-        for place, i in enumerate(numbers):
+        rows = []
+        for i in numbers:
             parameter, state = local(self.parameters[i]), {k: local(v) for k, v in self.states[i].items()}
             elements = parameter.numel()
             width = parameter.shape[-1] if moments == torch.uint8 else elements
             per_row = -(-width // BLOCK)
             blocks = per_row * (elements // width) if elements else 0
             addresses = [parameter.data_ptr()]
-            for name in ("exp_avg", "exp_avg_sq", "low_bits", "exp_avg_scale", "exp_avg_sq_scale"):
-                addresses.append(state[name].data_ptr() if name in state else 0)
-            rows.append([*addresses, width, blocks, per_row, i])
-            pieces.append(torch.stack([torch.full((-(-blocks // PIECE),), place), torch.arange(0, blocks, PIECE)], 1))
-        how = {
-            "bfloat16_weight": weight == torch.bfloat16,
-            "bfloat16_grad": grad == torch.bfloat16,
-            "moments": moments,
-        }
-        return _Table(
-            numbers,
-            upload(rows, torch.int64, self.device),
-            torch.cat(pieces).int().to(self.device),
-            torch.zeros(len(rows), dtype=torch.int64, device=self.device),
-            how,
-        )
+            addresses += [state[name].data_ptr() if name in state else 0 for name in KINDS]
+            rows.append(([*addresses, width, blocks, per_row, i], 0))
+        return make_table(rows, weight, grad, moments, self.device)
+
+
+def make_table(
+    rows: Sequence[tuple[list[int], int]],
+    weight: torch.dtype,
+    grad: torch.dtype,
+    moments: torch.dtype,
+    device: torch.device,
+) -> _Table:
+    """The table of parameters, or parts of them, of equal dtypes.
+
+    Args:
+        rows: of each: its row of `kernel.launch`'s table, and the first block that is updated; the row's number of
+            blocks says where that ends.
+    """
+    from carpool.memory.optimizer.kernel import PIECE
+
+    pieces = []
+    for place, (row, first) in enumerate(rows):
+        begins = torch.arange(first, row[7], PIECE)
+        pieces.append(torch.stack([torch.full_like(begins, place), begins], 1))
+    how = {
+        "bfloat16_weight": weight == torch.bfloat16,
+        "bfloat16_grad": grad == torch.bfloat16,
+        "moments": moments,
+    }
+    return _Table(
+        [row[-1] for row, _ in rows],
+        upload([row for row, _ in rows], torch.int64, device),
+        torch.cat(pieces).int().to(device),
+        torch.zeros(len(rows), dtype=torch.int64, device=device),
+        how,
+    )
 
 
 def _memory(parameter: torch.Tensor, state: State) -> Any:

@@ -1,0 +1,79 @@
+"""Host memory that a device copies from and to by itself: page-locked, of exactly the size that is asked for.
+
+PyTorch's own pinned allocator rounds sizes up to a power of two, which for the state of a large model may double it.
+Here plain memory is allocated and then registered with CUDA. On a CPU device it stays plain memory.
+
+What a run wants there is added up before anything is allocated (`check_host_memory`): a machine that runs out of host
+memory ends processes without a message.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+# Of what is free. The rest is for data, checkpoints on their way to disk, and other processes.
+SHARE = 0.95
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def host_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros in host memory, which `device` copies from and to beside its computation.
+
+    Raises:
+        RuntimeError: CUDA cannot lock that much; says how much.
+    """
+    memory = torch.zeros(*shape, dtype=dtype)
+    if device.type != "cuda" or memory.numel() == 0:
+        return memory
+    address, size, cuda = memory.data_ptr(), memory.nbytes, torch.cuda.cudart()
+    if error := int(cuda.cudaHostRegister(address, size, 0)):
+        raise RuntimeError(
+            f"CUDA cannot lock {size / 2**30:.1f} GiB of host memory (error {error}): raise the limit of locked memory "
+            "(ulimit -l unlimited; in a container --ulimit memlock=-1), or keep less there"
+        )
+    weakref.finalize(memory.untyped_storage(), cuda.cudaHostUnregister, address)
+    return memory
+
+
+def free_host_memory() -> int | None:
+    """Bytes that processes may still take on this machine, or in this container if it is given less; None: unknown."""
+    try:
+        lines = _MEMINFO.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+    try:
+        limit = (_CGROUP / "memory.max").read_text(encoding="ascii").strip()
+        used = int((_CGROUP / "memory.current").read_text(encoding="ascii"))
+        caches = (_CGROUP / "memory.stat").read_text(encoding="ascii").splitlines()
+    except (OSError, ValueError):
+        return free
+    if limit != "max":
+        # File caches count as used, and go when memory is asked for.
+        used -= next((int(line.split()[1]) for line in caches if line.startswith("inactive_file ")), 0)
+        left = max(0, int(limit) - used)
+        free = left if free is None else min(free, left)
+    return free
+
+
+def check_host_memory(needed: int, what: str, ranks: int = 1, free: int | None = None) -> None:
+    """Raise ValueError if the ranks of this machine cannot all take so much host memory.
+
+    Args:
+        needed: bytes of one rank.
+        what: is kept there, for the message.
+        ranks: of this machine.
+        free: bytes of this machine; None: what is free now.
+    """
+    free = free_host_memory() if free is None else free
+    if free is not None and needed * ranks > SHARE * free:
+        raise ValueError(
+            f"{what} of {ranks} ranks of this machine need {needed * ranks / 2**30:.1f} GiB of host memory, and "
+            f"{free / 2**30:.1f} GiB are free. Keep the moments in fewer bits (training.optimizer_moments = 'int8'), "
+            "use more machines, or keep them on the device"
+        )

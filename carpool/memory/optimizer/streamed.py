@@ -1,0 +1,222 @@
+"""The update of parameters whose state is in host memory: it goes through the device in tiles, double-buffered.
+
+    copies in     tile 0 | tile 1 |        tile 2 |        tile 3 | ...      a stream of its own
+    update                 tile 0 | tile 1 |        tile 2 | ...             the stream of the caller
+    copies out                      tile 0 | tile 1 |        tile 2 | ...    a stream of its own
+
+Two buffers of the device take turns. While one is copied out the other is copied in, so that both directions of the
+link are busy; the update itself takes a hundredth of that. A buffer is filled again when its tile has gone out.
+
+The kernel is that of state on the device, and knows nothing of tiles: addresses in its table point so far before the
+buffer that the tile's first element is where it should be. No arithmetic is done on the CPU. On a CPU device tiles are
+copied to buffers and back by plain copies.
+
+Weights and gradients that are in host memory themselves go the same way.
+
+What is in host memory is valid on the host after `synchronize`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from carpool.kernels.device import on_gpu
+from carpool.memory.optimizer import plain
+from carpool.memory.optimizer.tiles import SCALES, Segment, Slab, Tile, cut
+from carpool.memory.optimizer.update import KINDS, State, Update, _Table, local, make_table
+
+# Of state in a buffer: at 50 GB/s more than a millisecond each way, which the host's work for a tile is hidden behind.
+TILE_BYTES = 64 * 2**20
+_ROUND = 256
+
+
+class StreamedUpdate(Update):
+    """As `Update`, of parameters whose state is in slabs.
+
+    Args:
+        slabs: of each parameter: its slab, and its place there.
+        device: that computes.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        groups: Sequence[int],
+        states: Sequence[State],
+        slabs: Sequence[tuple[Slab, int]],
+        device: torch.device,
+    ) -> None:
+        super().__init__(parameters, groups, states, device)
+        self._slabs, self._tile_bytes = list(slabs), TILE_BYTES
+        self._tiles: dict[tuple[int, ...], list[Tile]] = {}
+        self._buffers: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._turn = 0
+        self._of_tiles: dict[tuple[Tile, int], tuple[Any, list[_Table]]] = {}
+        cuda = device.type == "cuda"
+        self._into, self._out = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if cuda else (None, None)
+        self._free: list[Any] = [None, None]
+
+    def count(self, *args: Any) -> None:
+        super().count(*args)
+        if self._into is not None:
+            # What the step before has sent out is what this one takes in.
+            self._into.wait_stream(self._out)
+
+    def synchronize(self) -> None:
+        """Wait until host memory has what the last update has made."""
+        if self._out is not None:
+            self._out.synchronize()
+
+    def _launch(
+        self, numbers: tuple[int, ...], grads: dict[int, torch.Tensor], factor: torch.Tensor | None, zero_grads: bool
+    ) -> None:
+        for tile in self._tiles_of(numbers):
+            self._stream(tile, grads, factor, zero_grads)
+
+    def _plainly(self, grads: dict[int, torch.Tensor], factor: torch.Tensor | None, zero_grads: bool) -> None:
+        for tile in self._tiles_of(tuple(grads)):
+            self._stream(tile, grads, factor, zero_grads)
+
+    def _tiles_of(self, numbers: tuple[int, ...]) -> list[Tile]:
+        if numbers not in self._tiles:
+            self._tiles[numbers] = list(cut(self._slabs, numbers, self._tile_bytes))
+        return self._tiles[numbers]
+
+    def _stream(
+        self, tile: Tile, grads: dict[int, torch.Tensor], factor: torch.Tensor | None, zero_grads: bool
+    ) -> None:
+        """One tile in, updated, and out."""
+        if not any(segment.number in grads for segment in tile.segments):
+            return
+        turn, self._turn = self._turn, 1 - self._turn
+        views = self._views(tile, turn)
+        hosts = {name: tile.slab.memory[name][slice(*tile.range_of(name))] for name in views}
+        with self._on(self._into, self._free[turn]):
+            for name, view in views.items():
+                view.copy_(hosts[name], non_blocking=True)
+        self._after(self._into)
+        if on_gpu(self.coefficients):
+            for table in self._tables_of(tile, turn, views, grads):
+                self._launch_table(table, grads, factor, zero_grads)
+        else:
+            self._update_plainly(tile, views, grads, factor, zero_grads)
+        with self._on(self._out, self._now()):
+            for name, view in views.items():
+                hosts[name].copy_(view, non_blocking=True)
+            self._free[turn] = self._now()
+
+    # -- streams: nothing on a CPU ---------------------------------------------------------------------------------
+
+    def _now(self) -> Any:
+        """What the current stream has been asked for so far."""
+        return None if self._into is None else torch.cuda.current_stream(self.device).record_event()
+
+    def _on(self, stream: Any, after: Any) -> AbstractContextManager[Any]:
+        """Inside, a stream does what is asked for, after `after`."""
+        if stream is None:
+            return nullcontext()
+        if after is not None:
+            stream.wait_event(after)
+        return torch.cuda.stream(stream)
+
+    def _after(self, stream: Any) -> None:
+        """The current stream goes on when another has done what it was asked for."""
+        if stream is not None:
+            torch.cuda.current_stream(self.device).wait_stream(stream)
+
+    # -- buffers ---------------------------------------------------------------------------------------------------
+
+    def _views(self, tile: Tile, turn: int) -> dict[str, torch.Tensor]:
+        """Where a tile's state is in a buffer, by kind."""
+        memory, starts, size = tile.slab.memory, {}, 0
+        for name in KINDS:
+            if name in memory:
+                begin, end = tile.range_of(name)
+                starts[name] = size, end - begin
+                size += -(-(end - begin) * memory[name].itemsize // _ROUND) * _ROUND
+        if self._buffers[turn].numel() < size:
+            self._make_buffers(max(size, self._tile_bytes + len(KINDS) * _ROUND))
+        buffer = self._buffers[turn]
+        return {
+            name: buffer[start : start + numel * memory[name].itemsize].view(memory[name].dtype)
+            for name, (start, numel) in starts.items()
+        }
+
+    def _make_buffers(self, size: int) -> None:
+        if self._into is not None:
+            # Copies on other streams may still use those of before.
+            torch.cuda.synchronize(self.device)
+        self._buffers = [torch.empty(size, dtype=torch.uint8, device=self.device) for _ in self._buffers]
+        self._of_tiles.clear()
+
+    # -- what updates ----------------------------------------------------------------------------------------------
+
+    def _tables_of(
+        self, tile: Tile, turn: int, views: dict[str, torch.Tensor], grads: dict[int, torch.Tensor]
+    ) -> list[_Table]:
+        weights = [local(self.parameters[segment.number]) for segment in tile.segments]
+        dtypes = [
+            weight.dtype if (grad := grads.get(segment.number)) is None else grad.dtype
+            for segment, weight in zip(tile.segments, weights, strict=True)
+        ]
+        memory = [weight.data_ptr() for weight in weights], dtypes
+        known, tables = self._of_tiles.get((tile, turn), (None, []))
+        if memory != known:
+            moments = tile.slab.memory["exp_avg"].dtype
+            alike: dict[tuple[torch.dtype, torch.dtype], list[tuple[list[int], int]]] = {}
+            for segment, weight, dtype in zip(tile.segments, weights, dtypes, strict=True):
+                row = self._row(tile, segment, weight, views)
+                alike.setdefault((weight.dtype, dtype), []).append((row, segment.first))
+            tables = [make_table(rows, *both, moments, self.device) for both, rows in alike.items()]
+            self._of_tiles[tile, turn] = memory, tables
+        return tables
+
+    def _row(self, tile: Tile, segment: Segment, weight: torch.Tensor, views: dict[str, torch.Tensor]) -> list[int]:
+        """Of the kernel's table: addresses as if the buffer held the state of the whole parameter."""
+        place, row = segment.place, [weight.data_ptr()]
+        for name in KINDS:
+            if (view := views.get(name)) is None:
+                row.append(0)
+                continue
+            start = place.scale_start if name in SCALES else place.start
+            row.append(view.data_ptr() + (start - tile.range_of(name)[0]) * view.itemsize)
+        return [*row, place.width, segment.stop, place.blocks_per_row, segment.number]
+
+    def _update_plainly(
+        self,
+        tile: Tile,
+        views: dict[str, torch.Tensor],
+        grads: dict[int, torch.Tensor],
+        factor: torch.Tensor | None,
+        zero_grads: bool,
+    ) -> None:
+        by = 1.0 if factor is None else float(factor)
+        if by != by:
+            return
+        steps, coefficients = self.steps.tolist(), self.coefficients.tolist()
+        for segment in tile.segments:
+            number, place = segment.number, segment.place
+            if (grad := grads.get(number)) is None:
+                continue
+            state = {}
+            for name, view in views.items():
+                scales = name in SCALES
+                begin = tile.range_of(name)[0]
+                first = place.scale_start + segment.first if scales else place.start + segment.start
+                length = segment.stop - segment.first if scales else segment.end - segment.start
+                part = view[first - begin : first - begin + length]
+                state[name] = part.view(-1, place.blocks_per_row) if scales else self._rows(part, tile, place.width)
+            weight = self._rows(local(self.parameters[number]).view(-1)[segment.start : segment.end], tile, place.width)
+            part = self._rows(grad.view(-1)[segment.start : segment.end], tile, place.width)
+            numbers = plain.Coefficients(*coefficients[number])
+            plain.update(weight, part, state, numbers, by, int(steps[number]), number, segment.start)
+            if zero_grads:
+                part.zero_()
+
+    @staticmethod
+    def _rows(part: torch.Tensor, tile: Tile, width: int) -> torch.Tensor:
+        return part.view(-1, width) if SCALES[0] in tile.slab.memory else part

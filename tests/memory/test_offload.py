@@ -1,0 +1,136 @@
+"""The optimizer's state in host memory, in tiles: the bits of state on the device, in one step and in parts."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from carpool.memory import host
+from carpool.memory.optimizer import AdamW, streamed
+from carpool.memory.optimizer.tiles import Slab, cut
+from tests.optimizer_problem import SHAPES, gradients, groups, masters, parameters, train
+
+DTYPES = [torch.float32, torch.bfloat16]
+MOMENTS = ["float32", "bfloat16", "int8"]
+
+
+def assert_same(ours: AdamW, found: list[torch.nn.Parameter], theirs: AdamW, right: list[torch.nn.Parameter]) -> None:
+    for p, q in zip(found, right, strict=True):
+        assert torch.equal(p, q)
+        assert ours.state[p].keys() == theirs.state[q].keys()
+        for name, value in ours.state[p].items():
+            assert torch.equal(value, theirs.state[q][name]), name
+
+
+@pytest.mark.parametrize("tile_bytes", [3000, 40_000, 2**26])
+@pytest.mark.parametrize("moments", MOMENTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tiles_have_the_bits_of_the_whole(dtype: torch.dtype, moments: str, tile_bytes: int) -> None:
+    ended = []
+    with mock.patch.object(streamed, "TILE_BYTES", tile_bytes):
+        for offload in (True, False):
+            found = parameters(dtype)
+            optimizer = AdamW(groups(found), lr=1e-2, weight_decay=0.01, moments=moments, offload=offload)
+            train(optimizer, found, factor=torch.tensor(0.7), zero_grads=True)
+            assert all(p.grad is None or not p.grad.any() for p in found)
+            before = copy.deepcopy(masters(optimizer, found))
+            optimizer.step(factor=torch.tensor(torch.nan))
+            assert all(torch.equal(p, q) for p, q in zip(masters(optimizer, found), before, strict=True))
+            ended.append((optimizer, found))
+    (ours, found), (theirs, right) = ended
+    assert_same(ours, found, theirs, right)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_step_in_parts_is_a_step(offload: bool) -> None:
+    """In the order of a backward; a parameter without a gradient has taken no step."""
+    right = parameters(torch.bfloat16)
+    theirs = AdamW(groups(right), lr=1e-2, moments="bfloat16")
+    train(theirs, right, 3)
+    found = parameters(torch.bfloat16)
+    ours = AdamW(groups(found), lr=1e-2, moments="bfloat16", offload=offload)
+    factor = torch.tensor(1.0)
+    for step in range(3):
+        for group in ours.param_groups:
+            group["lr"] *= 0.9
+        ours.begin(factor)
+        for i in reversed(range(len(found))):
+            if i == 2 and step == 1:
+                continue
+            found[i].grad = gradients(step)[i].to(torch.bfloat16)
+            ours.update([found[i]], factor)
+            found[i].grad = None
+        ours.finish(factor)
+    assert_same(ours, found, theirs, right)
+    assert ours.state[found[2]]["step"] == 2 and ours.state[found[0]]["step"] == 3
+
+
+def test_a_step_in_parts_whose_factor_is_nan_is_none() -> None:
+    found = parameters(torch.float32)
+    optimizer = AdamW(found, offload=True)
+    nothing = torch.tensor(torch.nan)
+    optimizer.begin(nothing)
+    found[0].grad = torch.ones_like(found[0])
+    optimizer.update([found[0]], nothing)
+    optimizer.finish(nothing)
+    assert torch.equal(found[0], parameters(torch.float32)[0])
+    assert all(optimizer.state[p]["step"] == 0 for p in found)
+
+
+@pytest.mark.parametrize("moments", MOMENTS)
+def test_a_state_goes_from_the_device_to_the_host_and_back(moments: str) -> None:
+    found = parameters(torch.bfloat16)
+    optimizer = AdamW(groups(found), lr=1e-2, moments=moments)
+    train(optimizer, found, 2)
+    for offload in (True, False):
+        other = [torch.nn.Parameter(p.detach().clone()) for p in found]
+        moved = AdamW(groups(other), moments=moments, offload=offload)
+        moved.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        train(optimizer, found, 1, first=2)
+        train(moved, other, 1, first=2)
+        assert_same(moved, other, optimizer, found)
+        optimizer, found = moved, other
+
+
+@pytest.mark.parametrize("moments", [torch.float32, torch.uint8])
+@pytest.mark.parametrize("tile_bytes", [1, 5000, 10**9])
+def test_tiles_cover_each_block_once(moments: torch.dtype, tile_bytes: int) -> None:
+    shapes = [torch.Size(shape) for shape in SHAPES if moments == torch.float32 or len(shape) > 1]
+    slab = Slab(shapes, True, moments, torch.device("cpu"))
+    tiles = list(cut([(slab, i) for i in range(len(shapes))], range(len(shapes)), tile_bytes))
+    seen: dict[int, list[int]] = {}
+    for tile in tiles:
+        for segment in tile.segments:
+            seen.setdefault(segment.number, []).extend(range(segment.start, segment.end))
+            assert segment.start % (segment.place.width if moments == torch.uint8 else 256) == 0
+            size = (segment.end - segment.start) * slab.bytes_per_element
+            assert len(tile.segments) == 1 or size <= tile_bytes
+    assert {i: list(range(shape.numel())) for i, shape in enumerate(shapes) if shape.numel()} == seen
+    assert (len(tiles) == 1) == (tile_bytes == 10**9)
+
+
+def test_host_memory_that_does_not_suffice_is_refused() -> None:
+    host.check_host_memory(10 * 2**30, "moments", ranks=4, free=50 * 2**30)
+    with pytest.raises(ValueError, match=r"moments of 5 ranks .* need 50.0 GiB of host memory, and 50.0 GiB are free"):
+        host.check_host_memory(10 * 2**30, "moments", ranks=5, free=50 * 2**30)
+
+
+def test_a_container_may_have_less_than_its_machine(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 100 kB\nMemAvailable:     8000 kB\n")
+    for name, text in {
+        "memory.max": "3000000",
+        "memory.current": "1500000",
+        "memory.stat": "inactive_file 500000",
+    }.items():
+        (tmp_path / name).write_text(text)
+    with mock.patch.object(host, "_MEMINFO", tmp_path / "meminfo"):
+        with mock.patch.object(host, "_CGROUP", tmp_path):
+            assert host.free_host_memory() == 2_000_000
+        with mock.patch.object(host, "_CGROUP", tmp_path / "none"):
+            assert host.free_host_memory() == 8_192_000
+    with mock.patch.object(host, "_MEMINFO", tmp_path / "none"), mock.patch.object(host, "_CGROUP", tmp_path / "none"):
+        assert host.free_host_memory() is None
