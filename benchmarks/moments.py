@@ -36,11 +36,12 @@ CONTENDERS = {
 
 
 def losses(folder: Path, settings: list[str], steps: int) -> tuple[list[float], float]:
-    """Of each step, and held out after the last one."""
+    """Of each step, and held out after the last one. A run that is there already is read."""
     command = [sys.executable, "-m", "carpool", "train", *settings, f"training.output_dir={folder}"]
     command += [f"training.max_steps={steps}", "parallelism.num_ranks=1", "training.save_pretrained=false"]
     command += ["training.save_steps=none", "training.eval_steps=none"]
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    if not (folder / "summary.json").exists():
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     train = [line["loss"] for line in lines if line["kind"] == "train"]
     return train, [line["loss"] for line in lines if line["kind"] == "eval"][-1]

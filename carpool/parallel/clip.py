@@ -80,6 +80,13 @@ def grad_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
 
 
 @torch.no_grad()
+def add_squares(parameters: Iterable[torch.Tensor], total: torch.Tensor) -> None:
+    """Add the squares of what this rank holds of the gradients to `total`, which is summed over all ranks afterwards:
+    then it is the square of `grad_norm`."""
+    _add_squares(_gradient_shards(_unique(parameters)), total)
+
+
+@torch.no_grad()
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     """By what gradients of this norm are multiplied: 1 if it is at most `max_norm`, NaN if it is not finite.
 
@@ -150,9 +157,13 @@ def _accumulator(parameters: list[torch.Tensor]) -> torch.Tensor:
 
 def _sum_of_squares(shards: Shards, total: torch.Tensor) -> torch.Tensor:
     """The sum over all ranks of the squares of all gradients, each element counted once."""
-    for (_, _, copies), local in shards.items():
-        norms = torch.stack(torch._foreach_norm(local, 2, dtype=total.dtype))
-        total += (norms.square().sum() / copies).to(total.device)
+    _add_squares(shards, total)
     if dist.is_initialized():
         dist.all_reduce(total)
     return total
+
+
+def _add_squares(shards: Shards, total: torch.Tensor) -> None:
+    for (_, _, copies), local in shards.items():
+        norms = torch.stack(torch._foreach_norm(local, 2, dtype=total.dtype))
+        total += (norms.square().sum() / copies).to(total.device)

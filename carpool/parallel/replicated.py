@@ -34,7 +34,7 @@ kernels, and buckets are reduced in one order, the same on all ranks. Nothing he
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 
@@ -139,6 +139,24 @@ class Replicated:
         model.register_load_state_dict_post_hook(lambda *_: self._hide(write=True))
 
     @property
+    def shard_parameters(self) -> list[nn.Parameter]:
+        """What the optimizer updates of all that it has taken over."""
+        return [place.shard for place in self._places]
+
+    def on_expert_gradient(self, take: Callable[[nn.Parameter], None]) -> None:
+        """From now on, call `take` with an expert parameter's shard whenever a backward has made its gradient."""
+
+        def came(place: Place, whole: torch.Tensor) -> None:
+            grad, whole.grad = whole.grad, None
+            assert grad is not None and isinstance(place.shard, DTensor)
+            place.shard.grad = fsdp.dtensor_like(grad, place.shard)
+            take(place.shard)
+
+        for place in self._experts:
+            if place.whole.requires_grad:
+                place.whole.register_post_accumulate_grad_hook(partial(came, place))
+
+    @property
     def places(self) -> set[tuple[int, str]]:
         """The parameters that it has taken over: id of the module and name there."""
         return {(id(module), name) for place in self._places for module, name in place.owners}
@@ -157,6 +175,8 @@ class Replicated:
             self._wait()
             for one in self._passes:
                 one.forget()
+            for place in self._experts:
+                place.shard.grad = None
         else:
             self._end_pass()
         self._last, self._at_once, self._next = last, at_once, 0
@@ -216,7 +236,8 @@ class Replicated:
         for place in self._experts:
             grad, place.whole.grad = place.whole.grad, None
             assert isinstance(place.shard, DTensor)
-            place.shard.grad = None if grad is None else fsdp.dtensor_like(grad, place.shard)
+            if grad is not None:
+                place.shard.grad = fsdp.dtensor_like(grad, place.shard)
         self._at_once = 0
 
     @torch.no_grad()

@@ -56,8 +56,8 @@ class StreamedUpdate(Update):
         self._buffers: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
         self._turn = 0
         self._of_tiles: dict[tuple[Tile, int], tuple[Any, list[_Table]]] = {}
-        cuda = device.type == "cuda"
-        self._into, self._out = (torch.cuda.Stream(device), torch.cuda.Stream(device)) if cuda else (None, None)
+        streams: list[Any] = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2)]
+        self._into, self._out = streams
         self._free: list[Any] = [None, None]
 
     def count(self, *args: Any) -> None:

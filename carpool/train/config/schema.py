@@ -222,6 +222,21 @@ class Config(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _experts_stay(self) -> Self:
+        moves, training = self.placement.every is not None, self.training
+        if moves and training.optimizer_state == "host":
+            raise ValueError(
+                'training.optimizer_state = "host" keeps state where it is, but placement.every moves experts with '
+                "theirs between GPUs: leave one of them out"
+            )
+        if moves and self.placement.replicas and training.gradients == "consumed":
+            raise ValueError(
+                'training.gradients = "consumed" uses each gradient once it is there, but replicas of experts '
+                "(placement.replicas) add several to one: leave one of them out"
+            )
+        return self
+
     def settings_of_transport(self, name: str) -> dict[str, Any]:
         """What is said to a transport: to nvlink in its section, to another where moe.transport names it."""
         if name == "nvlink":

@@ -66,6 +66,17 @@ class TrainingSection(Section):
         description="How AdamW's moments are kept: 8, 4 or 2 bytes a parameter. bfloat16 and int8 (blocks of 256) are "
         "lossy, and need the one-pass optimizer.",
     )
+    optimizer_state: Literal["device", "host"] = Field(
+        default="device",
+        description="host: moments, and the 16 bits that make a bfloat16 parameter a float32 master, are in host "
+        "memory, and go through the GPU in each step; the results are the same bit by bit. Needs the one-pass "
+        "optimizer.",
+    )
+    gradients: Literal["kept", "consumed"] = Field(
+        default="kept",
+        description="consumed: each gradient is used for its update inside the backward, and freed. Needs the one-pass "
+        "optimizer, no clipping (training.max_grad_norm = 0) and one micro-batch in a step.",
+    )
     max_grad_norm: float = Field(
         default=1.0,
         ge=0,
@@ -180,7 +191,12 @@ class TrainingSection(Section):
         """Whether parameters of this dtype are updated by the one-pass optimizer."""
         if self.optimizer != "auto":
             return self.optimizer == "one-pass"
-        return dtype == "bfloat16" or self.optimizer_moments != "float32"
+        return (
+            dtype == "bfloat16"
+            or self.optimizer_moments != "float32"
+            or self.optimizer_state == "host"
+            or self.gradients == "consumed"
+        )
 
     @model_validator(mode="before")
     @classmethod
@@ -198,10 +214,25 @@ class TrainingSection(Section):
                 f"training.max_steps and training.num_train_epochs each say how long the run is, but {both}: set one "
                 "of them, such as training.num_train_epochs=2"
             )
-        if self.optimizer == "torch" and self.optimizer_moments != "float32":
+        one_pass = {"optimizer_moments": "float32", "optimizer_state": "device", "gradients": "kept"}
+        for name, plain in one_pass.items():
+            if self.optimizer == "torch" and (value := getattr(self, name)) != plain:
+                raise ValueError(
+                    f'training.{name} = {value!r} needs the one-pass optimizer, but training.optimizer = "torch"; '
+                    "leave one of them out"
+                )
+        if self.gradients == "consumed" and self.gradient_accumulation_steps > 1:
             raise ValueError(
-                f"training.optimizer_moments = {self.optimizer_moments!r} needs the one-pass optimizer, but "
-                'training.optimizer = "torch"; leave one of them out'
+                'training.gradients = "consumed" uses each gradient for an update as soon as it is there, but '
+                f"training.gradient_accumulation_steps = {self.gradient_accumulation_steps} adds gradients of several "
+                "micro-batches before the update; set it to 1, with a larger training.per_device_train_batch_size, or "
+                'keep gradients (training.gradients = "kept")'
+            )
+        if self.gradients == "consumed" and self.max_grad_norm:
+            raise ValueError(
+                'training.gradients = "consumed" uses each gradient for an update as soon as it is there, but clipping '
+                f"to training.max_grad_norm = {self.max_grad_norm:g} waits for the norm of all of them; set "
+                'training.max_grad_norm=0, or keep gradients (training.gradients = "kept")'
             )
         if self.max_steps is not None and self.warmup() > self.max_steps:
             raise ValueError(

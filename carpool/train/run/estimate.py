@@ -36,6 +36,7 @@ from carpool.hf.build import experts_modules
 from carpool.hf.head import why_whole
 from carpool.hf.sizes import head_sizes
 from carpool.kernels.cross_entropy import piece_size
+from carpool.memory.optimizer.streamed import TILE_BYTES
 from carpool.parallel.degrees import Degrees
 from carpool.planner.kept import LayerSizes, kept_bytes
 from carpool.train.config.schema import Config
@@ -126,13 +127,16 @@ def estimate_memory(
     else:
         at_once = min(tokens, chunk or piece_size(tokens, words))
         logits = (computed + (0 if cuda else 4)) * at_once * words + (4 + computed) * words * hidden
+    # Where gradients are consumed, those of experts go layer by layer.
+    kept_gradients = own if config.training.gradients == "kept" else dense_own
+    state = int(own * state_bytes(config))
     rides = int(4 * rows * hidden * computed)
     if buffers := way.buffer_bytes(transport_options(config, degrees, transport), degrees.ep, hidden, computed, top_k):
         rides = buffers
     memory = {
         "parameters": own * stored + gathered + whole * computed,
-        "gradients": own * stored + layer_experts * computed + whole * reduced,
-        "optimizer": int(own * state_bytes(config)),
+        "gradients": kept_gradients * stored + layer_experts * computed + whole * reduced,
+        "optimizer": state if config.training.optimizer_state == "device" else min(state, 2 * TILE_BYTES),
         "activations": activations,
         "logits": logits,
         # All layers share it.
@@ -153,6 +157,14 @@ def policies_of(config: Config) -> dict[str, str]:
         "dense": "recompute" if training.gradient_checkpointing else "keep",
         "sums": "recompute" if training.checkpoint_rides == "repeat" else "keep",
     }
+
+
+def host_bytes(size: ModelSize, degrees: Degrees, config: Config) -> int:
+    """What a rank keeps in host memory."""
+    if config.training.optimizer_state == "device":
+        return 0
+    dense_own = math.ceil((size.total - size.experts) / degrees.dense_shards)
+    return int((dense_own + math.ceil(size.experts / degrees.expert_shards)) * state_bytes(config))
 
 
 def state_bytes(config: Config) -> float:

@@ -22,6 +22,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from carpool.hf.compiled import eagerly
+from carpool.hf.expert_parallel import buffers_of_rides
 from carpool.memory.optimizer import AdamW
 from carpool.parallel.clip import clip_factor, clip_grad_norm, grad_norm
 from carpool.parallel.replicated import replicated
@@ -130,7 +131,9 @@ class Run(Setup):
         if not (math.isfinite(losses.loss) and math.isfinite(norm)):
             self._stop_not_finite(losses.loss, norm, batches)
         with torch.profiler.record_function("carpool::optimizer"):
-            if isinstance(self.optimizer, AdamW):
+            if self.consumed is not None:
+                pass  # updated in the backward
+            elif isinstance(self.optimizer, AdamW):
                 self.optimizer.step(factor=clip_factor(measured, self._max_norm()))
             else:
                 self.optimizer.step()
@@ -149,15 +152,26 @@ class Run(Setup):
         if self.bias is not None:
             self.bias.forget()
         asked = [float(self.stop.signum == signum) for signum in STOP_SIGNALS]
+        consume = None if self.consumed is None else self._consume
         with self.slots_kept():
-            means = self.objective.accumulate(batches, self.loader.targets, asked)
+            means = self.objective.accumulate(batches, self.loader.targets, asked, consume)
         if (kept := replicated(self.model)) is not None:
             kept.finish()
         with torch.profiler.record_function("carpool::optimizer"):
+            if self.consumed is not None:
+                return means, self.consumed.finish()
             # The one-pass optimizer clips in its step. PyTorch's needs a pass over the gradients before.
             if isinstance(self.optimizer, AdamW):
                 return means, grad_norm(self.parameters)
             return means, clip_grad_norm(self.parameters, self._max_norm())
+
+    def _consume(self, loss: torch.Tensor) -> None:
+        """Gradients that come from now on are used at once, unless rows had no place or the loss is not finite."""
+        assert self.consumed is not None
+        fine = torch.isfinite(loss)
+        for buffers in buffers_of_rides(self.rides):
+            fine &= ~buffers.overflowed()
+        self.consumed.begin(fine)
 
     def _max_norm(self) -> float:
         return self.config.training.max_grad_norm or math.inf
@@ -170,8 +184,11 @@ class Run(Setup):
         with eagerly():
             where = explain(self.model, forward)
         latest = self.checkpoints.latest()
+        made = "No update was made"
+        if self.consumed is not None and math.isfinite(loss):
+            made = "Gradients were consumed, so that parameters of this step may be wrong"
         good = f"the last good checkpoint is {latest}" if latest else "there is no checkpoint yet"
         raise NonFiniteError(
-            f"step {self.step}: loss {loss:g}, gradient norm {norm:g}: {where}. No update was made; {good}. "
+            f"step {self.step}: loss {loss:g}, gradient norm {norm:g}: {where}. {made}; {good}. "
             "Lower training.learning_rate or training.max_grad_norm, or look at that layer's input"
         )

@@ -21,6 +21,7 @@ from carpool.hf.expert_parallel import ExpertRides, buffers_of_rides
 from carpool.hf.layouts import slots_kept
 from carpool.hf.metrics import RideMetrics
 from carpool.layout.topology import Topology
+from carpool.parallel.consumed import ConsumedGradients
 from carpool.parallel.degrees import Degrees
 from carpool.planner.chosen import Chosen
 from carpool.planner.hardware import Hardware
@@ -64,6 +65,7 @@ class RunState:
         experts_lossy, limits_lossy: how these change the model's function, for the log.
         layout_source: what says where experts live at the start.
         step, start, saved_at, last_step: now, at the start, of the newest checkpoint, at the end.
+        consumed: uses gradients in the backward; None: they are kept until the optimizer's step.
         totals, losses: of the whole run, resumed parts included.
         flops, peak, peak_source: operations per token; the device's peak and where that number is from.
         unwritten: what could not be written so far, by name.
@@ -110,6 +112,7 @@ class RunState:
     watchdog: Watchdog
     objective: Objective
     optimizer: torch.optim.Optimizer
+    consumed: ConsumedGradients | None
     metrics: RideMetrics
     placement: Placement
     step: int

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -142,11 +142,18 @@ class Objective:
         """What `accumulate` has returned, on the host."""
         return Losses(loss=means[0], aux_loss=means[1] if self.aux_coef else None, tokens=tokens)
 
-    def accumulate(self, batches: Sequence[Batch], tokens: int, beside: Sequence[float] = ()) -> torch.Tensor:
+    def accumulate(
+        self,
+        batches: Sequence[Batch],
+        tokens: int,
+        beside: Sequence[float] = (),
+        before_backward: Callable[[torch.Tensor], None] | None = None,
+    ) -> torch.Tensor:
         """As `backward`, without waiting for the device.
 
         Args:
             beside: numbers of this rank, to be summed over ranks.
+            before_backward: of a single batch, is called with its loss between forward and backward.
 
         Returns:
             (2 + n,) float64 on the device, over all ranks: mean cross-entropy per token, mean balance loss, and sums of
@@ -165,7 +172,7 @@ class Objective:
         if self.graphs is not None and (captured := self.graphs.run(batches, factor)) is not None:
             sums[:2] += captured
         else:
-            self._accumulate(batches, factor, sums)
+            self._accumulate(batches, factor, sums, before_backward)
         if dist.is_initialized():
             dist.all_reduce(sums)
         sums[0] /= self.ranks_per_copy
@@ -173,7 +180,13 @@ class Objective:
         sums[1] /= self.dp_size * self.ranks_per_copy
         return sums
 
-    def _accumulate(self, batches: Sequence[Batch], factor: float, sums: torch.Tensor) -> None:
+    def _accumulate(
+        self,
+        batches: Sequence[Batch],
+        factor: float,
+        sums: torch.Tensor,
+        before_backward: Callable[[torch.Tensor], None] | None,
+    ) -> None:
         """Eagerly: the gradients of micro-batches, and the sums of their losses in `sums`."""
         at_once = 1 if self.two_batch is None else 2
         with self.rides_first or nullcontext():
@@ -187,7 +200,10 @@ class Objective:
                 if self.two_batch is not None and len(together) == 2:
                     self.two_batch.backward(together, self._processors())
                 else:
-                    together[0]().backward()
+                    loss = together[0]()
+                    if before_backward is not None:
+                        before_backward(loss.detach())
+                    loss.backward()
 
     def micro_batch(
         self, batch: Batch, factor: torch.Tensor, number: int, sums: torch.Tensor, first: bool, last: bool
@@ -253,7 +269,8 @@ def make_optimizer(model: nn.Module, training: TrainingSection) -> AdamW | torch
     ]
     dtypes = {str(parameter.dtype).removeprefix("torch.") for found in groups.values() for parameter in found}
     if any(training.one_pass(dtype) for dtype in dtypes):
-        return AdamW(of_groups, **settings, moments=training.optimizer_moments)
+        offload = training.optimizer_state == "host"
+        return AdamW(of_groups, **settings, moments=training.optimizer_moments, offload=offload)
     # On GPUs PyTorch's own choice (foreach); on CPUs that would be an operation after the other on DTensors.
     fused = True if next(model.parameters()).device.type == "cpu" else None
     return torch.optim.AdamW(of_groups, **settings, fused=fused)
@@ -264,10 +281,16 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any]
     bf16 = any(p.dtype == torch.bfloat16 for group in optimizer.param_groups for p in group["params"])
     if not isinstance(optimizer, AdamW):
         lossy = ["bfloat16 parameters and their moments are updated in bfloat16, without masters"] if bf16 else []
-        return {"name": "torch", "masters": False, "moments": "bfloat16" if bf16 else "float32"}, lossy
+        return {
+            "name": "torch",
+            "masters": False,
+            "moments": "bfloat16" if bf16 else "float32",
+            "state": "device",
+        }, lossy
     moments = optimizer.moments
     lossy = [f"the optimizer's moments are kept in {moments}"] if moments != "float32" else []
-    return {"name": "one-pass", "masters": bf16, "moments": moments}, lossy
+    state = "host" if optimizer.offload else "device"
+    return {"name": "one-pass", "masters": bf16, "moments": moments, "state": state}, lossy
 
 
 def learning_rate(step: int, training: TrainingSection) -> float:

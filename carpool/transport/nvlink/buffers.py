@@ -207,6 +207,13 @@ class Buffers:
         """The largest of `arena_overflows`."""
         return max(self.arena_overflows(), default=0)
 
+    def overflowed(self) -> torch.Tensor:
+        """Whether rows had no place so far in slabs or arenas: a bool on the device. Nothing waits for it."""
+        found = self.needed.max() > self.capacity
+        for one in self.arenas:
+            found |= one.needed.max() > one.capacity
+        return found
+
     @property
     def busy(self) -> bool:
         return any(lease.busy for lease in self._leases)

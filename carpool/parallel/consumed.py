@@ -1,0 +1,125 @@
+"""Gradients that are used inside the backward and freed: no rank holds those of more than a layer or two.
+
+By default all gradients are there before the first parameter is updated, because clipping wants the norm of all of
+them. Without clipping each parameter may be updated as soon as its own gradient is there:
+
+    backward of layer 2    gradient of its experts -> update -> freed
+    backward of layer 1                 gradient of its experts -> update -> freed
+
+A bfloat16 parameter then takes 6 bytes in place of 8 (8-bit moments): weight 2, low bits 2, moments 2. And what its
+update brings from host memory travels beside the backward of the layers below.
+
+    parameters                            their gradient is final                   updated
+    of one process, or sharded by FSDP2   when autograd or FSDP2 has it             then
+    experts beside whole dense ones       when autograd has it                      then
+    whole dense ones (`replicated`)       after the reduce-scatters                 in `finish`
+
+What a regular step looks at before its update is looked at between forward and backward: a factor that all ranks agree
+on, and that is NaN if the loss of a rank is not finite or rows of a ride had no place. Then nothing is updated, and the
+step can be repeated. The norm is known after the backward, as a number to show. If it is not finite although the loss
+was, parameters of this step have been updated, and the run cannot go on.
+
+Every parameter has one gradient in a step: no micro-batches are added, and no replicas.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from carpool.memory.optimizer import AdamW
+from carpool.memory.optimizer.update import local
+from carpool.parallel.clip import add_squares
+from carpool.parallel.replicated import replicated
+
+# Gradients wait until there are so many elements, and go in one launch.
+LEAST_ELEMENTS = 2**20
+
+
+class ConsumedGradients:
+    """Updates parameters in the backward. All ranks construct and call it alike.
+
+    Args:
+        model: its parameters have been given to the optimizer.
+        optimizer: whose `step` is not called any more.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: AdamW) -> None:
+        self.optimizer = optimizer
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        self._waiting: list[torch.Tensor] = []
+        self._events: list[Any] = []
+        self._begun = False
+        device = self._parameters[0].device
+        self._squares, self._factor = torch.zeros((), device=device), torch.ones((), device=device)
+        shards: set[torch.Tensor] = set()
+        if (kept := replicated(model)) is not None:
+            shards = set(kept.shard_parameters)
+            kept.on_expert_gradient(self._take)
+        for parameter in self._parameters:
+            if parameter not in shards:
+                parameter.register_post_accumulate_grad_hook(self._take)
+
+    @torch.no_grad()
+    def begin(self, fine: torch.Tensor) -> None:
+        """Between forward and backward.
+
+        Args:
+            fine: bool scalar on the device: whether this rank's loss may be learned from.
+        """
+        fine = fine.float()
+        if dist.is_initialized():
+            dist.all_reduce(fine, op=dist.ReduceOp.MIN)
+        self._factor = torch.where(fine > 0, 1.0, torch.nan)
+        self._squares.zero_()
+        self._waiting.clear()
+        self.optimizer.begin(self._factor)
+        self._begun = True
+
+    @torch.no_grad()
+    def finish(self) -> torch.Tensor:
+        """After the backward, and after `Replicated.finish`: update what is left.
+
+        Returns:
+            The norm of the gradient over all ranks: 0-dimensional, on the device.
+        """
+        waiting = set(self._waiting)
+        self._waiting += [p for p in self._parameters if p.grad is not None and p not in waiting]
+        self._flush()
+        for event in self._events:
+            torch.cuda.current_stream().wait_event(event)
+        self._events.clear()
+        self.optimizer.finish(self._factor)
+        self._begun = False
+        if dist.is_initialized():
+            dist.all_reduce(self._squares)
+        return self._squares.sqrt()
+
+    @torch.no_grad()
+    def _take(self, parameter: torch.Tensor) -> None:
+        """A gradient has come."""
+        if not self._begun:  # somebody else's backward: a probe, a profile
+            return
+        self._waiting.append(parameter)
+        if parameter.is_cuda:
+            self._events.append(torch.cuda.current_stream().record_event())
+        if sum(p.numel() for p in self._waiting) >= LEAST_ELEMENTS:
+            self._flush()
+
+    def _flush(self) -> None:
+        """Update what waits, and free its gradients."""
+        cuda = bool(self._events)
+        for event in self._events:
+            torch.cuda.current_stream().wait_event(event)
+        add_squares(self._waiting, self._squares)
+        self.optimizer.update(self._waiting, self._factor)
+        for parameter in self._waiting:
+            if cuda and parameter.grad is not None:
+                # It may have been made on another stream, which must not get its memory back too early.
+                local(parameter.grad).record_stream(torch.cuda.current_stream())
+            parameter.grad = None
+        self._waiting.clear()
+        self._events = [torch.cuda.current_stream().record_event()] if cuda else []

@@ -1,0 +1,103 @@
+"""Optimizer state in host memory and gradients consumed in the backward: runs are the same, and say what they do."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from carpool.memory import host
+from carpool.memory.optimizer import streamed
+from carpool.parallel import consumed
+from carpool.parallel.consumed import ConsumedGradients
+from carpool.train.config import load_config
+from tests.ranks import Ranks
+from tests.train import test_loop
+from tests.train.test_loop import losses, run, text, weights  # noqa: F401  text is a fixture
+
+MODEL = [
+    *test_loop.MODEL,
+    "model.dtype=bfloat16",
+    "training.max_steps=3",
+    "training.save_steps=none",
+    "training.eval_steps=none",
+    "training.eval_on_start=false",
+    "training.max_grad_norm=0",
+    "training.optimizer_moments=int8",
+]
+BOTH = ["training.optimizer_state=host", "training.gradients=consumed"]
+
+
+def _run_in_small_parts(output: str, overrides: list[str]) -> str:
+    """Many tiles, and each gradient by itself; all experts are updated before the backward ends."""
+    early: list[int] = []
+    finish = ConsumedGradients.finish
+
+    def count(gradients: ConsumedGradients) -> torch.Tensor:
+        early.append(len(gradients.optimizer._early))
+        return finish(gradients)
+
+    small = mock.patch.object(consumed, "LEAST_ELEMENTS", 1), mock.patch.object(streamed, "TILE_BYTES", 9000)
+    with small[0], small[1], mock.patch.object(ConsumedGradients, "finish", count):
+        problem = run(output, overrides)
+    return problem or f"{min(early) >= 2 * 2}"
+
+
+@pytest.mark.parametrize("dense", ["replicate", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_streaming_and_consuming_change_nothing(
+    ranks: Ranks,
+    text: list[str],  # noqa: F811
+    tmp_path: Path,
+    dense: str,
+) -> None:
+    folders = []
+    for name, overrides in {"kept": [], "consumed": BOTH}.items():
+        folder = tmp_path / name
+        settings = [*MODEL, *text, f"parallelism.dense={dense}", *overrides]
+        assert ranks(_run_in_small_parts if overrides else run, str(folder), settings) == ["True" * bool(overrides)] * 4
+        folders.append(folder)
+    kept, ours = (losses(folder) for folder in folders)
+    assert len(kept) == 3 and [loss for loss, _ in kept.values()] == [loss for loss, _ in ours.values()]
+    # The norm is added up in another order.
+    assert [norm for _, norm in ours.values()] == pytest.approx([norm for _, norm in kept.values()], rel=1e-6)
+    one, other = (weights(folder, 3) for folder in folders)
+    assert one.keys() == other.keys() and all((one[name] == value).all() for name, value in other.items())
+    states = [json.loads((folder / "run.json").read_text())["optimizer"]["state"] for folder in folders]
+    assert states == ["device", "host"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["gradient_accumulation_steps=2", "max_grad_norm=0"], "gradient_accumulation_steps = 2 adds gradients"),
+        (["max_grad_norm=1.0"], "training.max_grad_norm = 1 waits for the norm"),
+        (["max_grad_norm=0", "optimizer=torch"], "training.gradients = 'consumed' needs the one-pass optimizer"),
+    ],
+)
+def test_gradients_that_cannot_be_consumed(overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_config(None, ["training.gradients=consumed", *(f"training.{one}" for one in overrides)])
+
+
+def test_experts_that_move_keep_their_state_on_the_device() -> None:
+    with pytest.raises(ValueError, match=r"placement.every moves experts with theirs between GPUs"):
+        load_config(None, ["training.optimizer_state=host", "placement.every=2"])
+
+
+def _short(output: str, overrides: list[str]) -> str:
+    with mock.patch.object(host, "free_host_memory", lambda: 10_000):
+        return run(output, overrides)
+
+
+def test_too_little_host_memory_is_said_before_training(
+    ranks: Ranks,
+    text: list[str],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    found = ranks(_short, str(tmp_path / "run"), [*MODEL, *text, "training.optimizer_state=host"])
+    assert len(set(found)) == 1 and "GiB of host memory, and 0.0 GiB are free" in found[0]
+    assert not (tmp_path / "run").exists()
