@@ -1,7 +1,8 @@
 """Host memory that a device copies from and to by itself: page-locked, of exactly the size that is asked for.
 
 PyTorch's own pinned allocator rounds sizes up to a power of two, which for the state of a large model may double it.
-Here plain memory is allocated and then registered with CUDA. On a CPU device it stays plain memory.
+Here memory is mapped, which the kernel fills with zeros, and then registered with CUDA. On a CPU device it stays plain
+memory.
 
 What a run wants there is added up before anything is allocated (`check_host_memory`): a machine that runs out of host
 memory ends processes without a message.
@@ -9,6 +10,8 @@ memory ends processes without a message.
 
 from __future__ import annotations
 
+import math
+import mmap
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,17 +30,23 @@ def host_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
     Raises:
         RuntimeError: CUDA cannot lock that much; says how much.
     """
-    memory = torch.zeros(*shape, dtype=dtype)
-    if device.type != "cuda" or memory.numel() == 0:
-        return memory
-    address, size, cuda = memory.data_ptr(), memory.nbytes, torch.cuda.cudart()
-    if error := int(cuda.cudaHostRegister(address, size, 0)):
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cuda" or size == 0:
+        return torch.zeros(*shape, dtype=dtype)
+    mapping = _Mapping(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping.madvise(mmap.MADV_HUGEPAGE)
+    memory, cuda = torch.frombuffer(mapping, dtype=dtype), torch.cuda.cudart()
+    if error := int(cuda.cudaHostRegister(memory.data_ptr(), size, 0)):
         raise RuntimeError(
             f"CUDA cannot lock {size / 2**30:.1f} GiB of host memory (error {error}): raise the limit of locked memory "
             "(ulimit -l unlimited; in a container --ulimit memlock=-1), or keep less there"
         )
-    weakref.finalize(memory.untyped_storage(), cuda.cudaHostUnregister, address)
-    return memory
+    weakref.finalize(mapping, cuda.cudaHostUnregister, memory.data_ptr()).atexit = False
+    return memory.view(*shape)
+
+
+class _Mapping(mmap.mmap):
+    """Memory that is told of its end before it is given back; `mmap` itself is told afterwards."""
 
 
 def free_host_memory() -> int | None:

@@ -10,8 +10,9 @@ from unittest import mock
 import pytest
 import torch
 
-from carpool.memory.optimizer import AdamW, update
+from carpool.memory.optimizer import AdamW, streamed, update
 from carpool.memory.optimizer.moments import DTYPES
+from carpool.parallel import consumed
 from tests.optimizer_problem import gradients, groups, masters, parameters, train
 
 pytestmark = pytest.mark.gpu
@@ -130,3 +131,74 @@ def test_as_fast_as_torch_fused() -> None:
     ours, fused = median_ms(AdamW), median_ms(lambda found: torch.optim.AdamW(found, fused=True))
     print(f"one pass {ours:.2f} ms, torch fused {fused:.2f} ms")
     assert ours <= 1.1 * fused
+
+
+@pytest.mark.parametrize("moments", list(DTYPES))
+def test_state_in_host_memory_has_the_same_bits(moments: str) -> None:
+    """Through small tiles, so that buffers are used again and again."""
+    ended = []
+    with mock.patch.object(streamed, "TILE_BYTES", 40_000):
+        for offload in (True, False):
+            found = parameters(torch.bfloat16, "cuda")
+            optimizer = AdamW(groups(found), lr=1e-2, moments=moments, offload=offload)
+            train(optimizer, found, 6)
+            optimizer.synchronize()
+            state = [{name: value.cpu() for name, value in optimizer.state[p].items()} for p in found]
+            assert all(optimizer.state[p]["exp_avg"].is_pinned() for p in found if offload and p.numel())
+            ended.append((found, state))
+    (ours, state), (right, whole) = ended
+    for p, q, one, other in zip(ours, right, state, whole, strict=True):
+        assert torch.equal(p, q) and all(torch.equal(one[name], other[name]) for name in other)
+
+
+def test_copies_in_and_out_overlap() -> None:
+    """64 M parameters: streaming takes little longer than its copies in one direction, and the host is not waited
+    for."""
+    p = torch.nn.Parameter(torch.randn(64, 2**20, device="cuda", dtype=torch.bfloat16))
+    optimizer = AdamW([p], offload=True)
+    p.grad = torch.randn_like(p)
+    size = sum(value.nbytes for name, value in optimizer.state[p].items() if name != "step")
+    memory = torch.empty(size, dtype=torch.uint8, pin_memory=True), torch.empty(size, dtype=torch.uint8, device="cuda")
+
+    def milliseconds(work: Callable[[], object]) -> float:
+        times = []
+        for _ in range(6):
+            torch.cuda.synchronize()
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            events[0].record()
+            work()
+            optimizer.synchronize()
+            events[1].record()
+            torch.cuda.synchronize()
+            times.append(events[0].elapsed_time(events[1]))
+        return statistics.median(times[2:])
+
+    one_way = milliseconds(lambda: memory[1].copy_(memory[0], non_blocking=True))
+    both = milliseconds(optimizer.step)
+    print(f"{size / 1e9:.2f} GB: in alone {one_way:.1f} ms, in, update and out {both:.1f} ms")
+    assert both < 1.7 * one_way
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_gradients_consumed_in_a_backward(offload: bool) -> None:
+    """The bits of a regular step; autograd's own streams do not get in the way."""
+    ended = []
+    for consume in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(12))).bfloat16().cuda()
+        optimizer = AdamW(model.parameters(), lr=1e-2, moments="int8", offload=offload and consume)
+        with mock.patch.object(consumed, "LEAST_ELEMENTS", 1):
+            gradients = consumed.ConsumedGradients(model, optimizer) if consume else None
+            for step in range(4):
+                x = torch.randn(256, 1024, generator=torch.Generator().manual_seed(step)).bfloat16().cuda()
+                loss = model(x).square().mean()
+                if gradients is not None:
+                    gradients.begin(torch.isfinite(loss))
+                loss.backward()
+                if gradients is not None:
+                    gradients.finish()
+                else:
+                    optimizer.step(factor=torch.ones((), device="cuda"))
+                    optimizer.zero_grad()
+        ended.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(p, q) for p, q in zip(*ended, strict=True))
