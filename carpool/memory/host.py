@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import math
 import mmap
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -41,12 +41,18 @@ def host_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
             f"CUDA cannot lock {size / 2**30:.1f} GiB of host memory (error {error}): raise the limit of locked memory "
             "(ulimit -l unlimited; in a container --ulimit memlock=-1), or keep less there"
         )
-    weakref.finalize(mapping, cuda.cudaHostUnregister, memory.data_ptr()).atexit = False
+    mapping.unregister = partial(cuda.cudaHostUnregister, memory.data_ptr())
     return memory.view(*shape)
 
 
 class _Mapping(mmap.mmap):
-    """Memory that is told of its end before it is given back; `mmap` itself is told afterwards."""
+    """Memory that CUDA forgets before it is given back."""
+
+    unregister: Callable[[], object] | None = None
+
+    def __del__(self) -> None:
+        if self.unregister is not None:
+            self.unregister()
 
 
 def free_host_memory() -> int | None:

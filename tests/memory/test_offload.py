@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import gc
 from pathlib import Path
 from unittest import mock
 
@@ -111,6 +113,37 @@ def test_tiles_cover_each_block_once(moments: torch.dtype, tile_bytes: int) -> N
             assert len(tile.segments) == 1 or size <= tile_bytes
     assert {i: list(range(shape.numel())) for i, shape in enumerate(shapes) if shape.numel()} == seen
     assert (len(tiles) == 1) == (tile_bytes == 10**9)
+
+
+def test_memory_is_registered_at_its_size_and_forgotten_before_it_goes() -> None:
+    calls = []
+
+    class Cuda:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+            calls.append((address, size))
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> None:
+            calls.append((address, ctypes.string_at(address + 10, 2)))
+
+    with mock.patch.object(torch.cuda, "cudart", Cuda):
+        memory = host.host_zeros((100, 1001), torch.bfloat16, torch.device("cuda"))
+    assert memory.shape == (100, 1001) and not memory.any()
+    address = memory.data_ptr()
+    part = memory.view(-1)[5:7].fill_(1)
+    del memory
+    gc.collect()
+    assert calls == [(address, 200_200)]
+    del part
+    gc.collect()
+    assert calls[1:] == [(address, b"\x80\x3f")]
+
+
+def test_host_memory_that_cannot_be_locked_is_said() -> None:
+    refusing = mock.Mock(return_value=mock.Mock(cudaHostRegister=lambda *_: 2))
+    message = r"CUDA cannot lock 0.0 GiB of host memory \(error 2\): raise the limit"
+    with mock.patch.object(torch.cuda, "cudart", refusing), pytest.raises(RuntimeError, match=message):
+        host.host_zeros((10,), torch.float32, torch.device("cuda"))
 
 
 def test_host_memory_that_does_not_suffice_is_refused() -> None:
