@@ -274,14 +274,14 @@ class ModelBenchmark:
             options["experimental_config"] = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
-            # The profiler's own start takes time, so the first of two steps is not recorded.
+            # The profiler's own start takes time, and so does the first step without a graph's memory.
             with profile(
                 activities=activities,
-                schedule=torch.profiler.schedule(wait=0, warmup=1, active=1, repeat=1),
+                schedule=torch.profiler.schedule(wait=0, warmup=2, active=1, repeat=1),
                 on_trace_ready=lambda recorded: recorded.export_chrome_trace(str(path)),
                 **options,
             ) as profiler:
-                for _ in range(2):
+                for _ in range(3):
                     dist.barrier()
                     with record_function(STEP):
                         contender.take_step()

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from carpool.hf.attention import fastest_attention
 from carpool.hf.balance import balance_loss
 from carpool.hf.expert_parallel import rides
 from carpool.hf.head import HeadLoss
@@ -108,7 +109,8 @@ class Objective:
         collected: AbstractContextManager[Any] = nullcontext()
         if self.router_logits is not None:
             collected = self.router_logits.collect()
-        with self.cast(device), packed() if is_packed else unpacked(), collected as logits:
+        modes = self.cast(device), fastest_attention(device), packed() if is_packed else unpacked()
+        with modes[0], modes[1], modes[2], collected as logits:
             ce, _ = self.cross_entropy(batch["input_ids"], batch["labels"], **settings)
         if self.router_logits is None:
             return ce, None
@@ -271,9 +273,7 @@ def make_optimizer(model: nn.Module, training: TrainingSection) -> AdamW | torch
     if any(training.one_pass(dtype) for dtype in dtypes):
         offload = training.optimizer_state == "host"
         return AdamW(of_groups, **settings, moments=training.optimizer_moments, offload=offload)
-    # On GPUs PyTorch's own choice (foreach); on CPUs that would be an operation after the other on DTensors.
-    fused = True if next(model.parameters()).device.type == "cpu" else None
-    return torch.optim.AdamW(of_groups, **settings, fused=fused)
+    return torch.optim.AdamW(of_groups, **settings, fused=True)
 
 
 def describe_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], list[str]]:
