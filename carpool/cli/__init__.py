@@ -15,7 +15,8 @@ from carpool.cli.bench import bench
 from carpool.cli.export import export
 from carpool.cli.placement import place, recipes, trace
 from carpool.cli.profile import profile
-from carpool.cli.train import doctor, generate, report, train
+from carpool.cli.serve import chat, evaluate, generate
+from carpool.cli.train import doctor, report, train
 
 app = typer.Typer(
     name="carpool",
@@ -24,8 +25,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for function in (train, profile, report, generate, export, trace, place, doctor):
+for function in (train, profile, report, generate, chat, export, trace, place, doctor):
     app.command()(function)
+app.command("eval")(evaluate)
 app.add_typer(bench, name="bench")
 app.add_typer(recipes, name="recipes")
 

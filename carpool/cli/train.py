@@ -1,4 +1,4 @@
-"""`carpool train`, `generate`, `report` and `doctor`."""
+"""`carpool train`, `report` and `doctor`."""
 
 from __future__ import annotations
 
@@ -99,23 +99,6 @@ def report(
 
             if not webbrowser.open(written.absolute().as_uri()):
                 typer.echo(f"no browser found here; open {written.absolute().as_uri()} yourself", err=True)
-
-
-def generate(
-    run: Annotated[Path, typer.Argument(help="The run's folder (training.output_dir).")],
-    prompt: Annotated[str, typer.Option("--prompt", help="Text to continue.")],
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="Tokens to add at most.")] = 200,
-    temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0: always the likeliest.")] = 0.8,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the choice.")] = 0,
-    debug: Debug = False,
-) -> None:
-    """Continue a text with the newest checkpoint of a run."""
-    with errors(debug):
-        require(TRAIN_PACKAGES)
-        from carpool.train.run.generate import generate as continue_text
-
-        text = continue_text(run, prompt=prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed)
-        typer.echo(text)
 
 
 def doctor() -> None:

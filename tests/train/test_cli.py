@@ -41,8 +41,8 @@ def test_version():
 
 def test_only_commands_that_exist_are_offered():
     shown = carpool_command("--help").stdout
-    offered = {command.callback.__name__ for command in cli.app.registered_commands if command.callback}
-    assert offered == {"train", "profile", "report", "generate", "export", "trace", "place", "doctor"}
+    offered = {command.name or command.callback.__name__ for command in cli.app.registered_commands if command.callback}
+    assert offered == {"train", "profile", "report", "generate", "chat", "eval", "export", "trace", "place", "doctor"}
     for name in offered:
         assert re.search(rf"\b{name}\b", shown)
         assert carpool_command(name, "--help").exit_code == 0

@@ -14,7 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
+from typer.testing import CliRunner
 
+from carpool import cli
 from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
 from carpool.report import write_report
@@ -23,8 +25,9 @@ from carpool.train.config import load_config
 from carpool.train.config.schema import TrainingSection
 from carpool.train.run.about import _earlier_starts
 from carpool.train.run.files import why_not_writable
-from carpool.train.run.generate import generate
+from carpool.train.run.load_run import load_run
 from carpool.train.run.loop import train
+from carpool.train.run.sample import sample
 from carpool.train.run.step import learning_rate
 from tests.ranks import Ranks
 
@@ -358,10 +361,13 @@ def test_the_model_loads_in_plain_transformers(reference: Path) -> None:
 
 
 def test_generates_from_the_newest_checkpoint(reference: Path) -> None:
-    first = generate(reference, "def f", max_new_tokens=12, seed=1)
-    assert first.startswith("def f") and first == generate(reference, "def f", max_new_tokens=12, seed=1)
+    model, tokenizer, _ = load_run(reference)
+    want = sample(model, tokenizer, "def f", max_new_tokens=12, temperature=0.8, seed=1)
+    command = ["generate", str(reference), "--prompt", "def f", "--max-new-tokens", "12", "--seed", "1"]
+    result = CliRunner().invoke(cli.app, command)
+    assert result.exit_code == 0 and result.stdout == f"{want}\n" and want.startswith("def f")
     with pytest.raises(ValueError, match="is not a run directory"):
-        generate(reference / "checkpoints", "x")
+        load_run(reference / "checkpoints")
 
 
 def test_learning_rate_warms_up_and_falls() -> None:

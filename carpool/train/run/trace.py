@@ -22,7 +22,7 @@ from carpool.placement.trace import Trace
 from carpool.train.config.schema import DataSection
 from carpool.train.data.corpus import prepare
 from carpool.train.data.tokenizer import Tokenizer, load_tokenizer
-from carpool.train.run.generate import load_run
+from carpool.train.run.load_run import load_run
 
 
 def record(

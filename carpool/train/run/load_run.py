@@ -1,4 +1,4 @@
-"""A run's newest checkpoint in this one process, on whatever device it has; `carpool generate RUN`: text from it."""
+"""A run's newest checkpoint in this one process, on whatever device it has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from carpool.train.config import load_config
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import Tokenizer, load_tokenizer
 from carpool.train.run.model import model_source
-from carpool.train.run.sample import sample
 
 
 def load_run(run: Path) -> tuple[PreTrainedModel, Tokenizer, Config]:
@@ -43,21 +42,3 @@ def load_run(run: Path) -> tuple[PreTrainedModel, Tokenizer, Config]:
     install(model)
     load(latest, model, restore_rng=False)
     return model, tokenizer, config
-
-
-def generate(run: Path, prompt: str, *, max_new_tokens: int = 200, temperature: float = 0.8, seed: int = 0) -> str:
-    """Continue `prompt` with the model of a run.
-
-    Raises:
-        ValueError: as `load_run`.
-    """
-    model, tokenizer, config = load_run(run)
-    return sample(
-        model,
-        tokenizer,
-        prompt,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        seed=seed,
-        context=config.data.sequence_length,
-    )

@@ -1,0 +1,188 @@
+"""`carpool generate`, `chat` and `eval`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from carpool.cli.common import TRAIN_PACKAGES, RanksDebug, errors, require
+
+_Model = Annotated[
+    Path, typer.Argument(help="A checkpoint's folder (config.json, safetensors, a tokenizer), or a run's.")
+]
+_Ranks = Annotated[
+    int | None,
+    typer.Option(
+        "--ranks", min=1, help="Ranks on this machine, which must divide the experts. Default: one per GPU; 1 on a CPU."
+    ),
+]
+_Dtype = Annotated[
+    str | None, typer.Option("--dtype", help="Of the weights: bfloat16, float16 or float32. Default: as stored.")
+]
+_MaxNewTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--max-new-tokens",
+        min=1,
+        help="Tokens to add at most. Default: 200, in a chat 1024, or fewer where the model's context ends.",
+    ),
+]
+_Temperature = Annotated[
+    float | None,
+    typer.Option(
+        "--temperature",
+        min=0.0,
+        help="0: always the likeliest token. Default: as generation_config.json says, otherwise 0.8.",
+    ),
+]
+_TopK = Annotated[int | None, typer.Option("--top-k", min=1, help="Only the k likeliest tokens.")]
+_TopP = Annotated[
+    float | None, typer.Option("--top-p", min=0.0, max=1.0, help="Only the likeliest tokens that sum up to this share.")
+]
+_Seed = Annotated[int, typer.Option("--seed", min=0, help="Of the choice. The same text on any number of ranks.")]
+
+
+def generate(
+    model: _Model,
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", help="Text to continue; may be repeated.")] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option("--prompts", help='JSON lines: {"prompt": "text"} or {"messages": [...]}, for the chat template.'),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="JSON lines to write: prompts with their texts. Default: the terminal."),
+    ] = None,
+    max_new_tokens: _MaxNewTokens = None,
+    temperature: _Temperature = None,
+    top_k: _TopK = None,
+    top_p: _TopP = None,
+    seed: _Seed = 0,
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Prompts of a rank at a time, at most.")] = 64,
+    ranks: _Ranks = None,
+    dtype: _Dtype = None,
+    debug: RanksDebug = False,
+) -> None:
+    """Continue texts, or answer conversations, with a checkpoint or the newest checkpoint of a run.
+
+    Each rank continues prompts of its own, and experts are spread over all ranks.
+    """
+    with errors(debug):
+        require(TRAIN_PACKAGES)
+        if (prompt is None) == (prompts is None):
+            raise ValueError("give --prompt TEXT, or --prompts FILE.jsonl")
+        from carpool.serve.prompts import read_prompts
+        from carpool.serve.start import start
+
+        start(
+            "carpool.serve.generate:run_rank",
+            ranks,
+            debug=debug,
+            model=str(model),
+            prompts=[{"prompt": one} for one in prompt or ()] if prompts is None else read_prompts(prompts),
+            options=_options(max_new_tokens, temperature, top_k, top_p, seed),
+            batch_size=batch_size,
+            dtype=_known(dtype),
+            out=None if out is None else str(out),
+            as_json=prompts is not None,
+        )
+
+
+def _options(
+    max_new_tokens: int | None, temperature: float | None, top_k: int | None, top_p: float | None, seed: int
+) -> dict[str, float | None]:
+    """Of `carpool.hf.generation.Sampling`; None: as the checkpoint says."""
+    return {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "seed": seed,
+    }
+
+
+def _known(dtype: str | None) -> str | None:
+    from carpool.bench.options import DTYPES, one_of
+
+    if dtype is not None:
+        one_of("--dtype", dtype, DTYPES)
+    return dtype
+
+
+def chat(
+    model: _Model,
+    system: Annotated[str | None, typer.Option("--system", help="The system prompt.")] = None,
+    max_new_tokens: _MaxNewTokens = None,
+    temperature: _Temperature = None,
+    top_k: _TopK = None,
+    top_p: _TopP = None,
+    seed: _Seed = 0,
+    ranks: _Ranks = None,
+    dtype: _Dtype = None,
+    debug: RanksDebug = False,
+) -> None:
+    """Talk with a model in the words of its chat template; /reset forgets, /exit ends. Works in a pipe, too."""
+    with errors(debug):
+        require(TRAIN_PACKAGES)
+        from carpool.serve.start import start
+
+        options = _options(max_new_tokens, temperature, top_k, top_p, seed)
+        settings = {"model": str(model), "system": system, "options": options, "dtype": _known(dtype)}
+        start("carpool.serve.chat:run_rank", ranks, debug=debug, **settings)
+
+
+def evaluate(
+    model: _Model,
+    data: Annotated[
+        list[Path] | None,
+        typer.Option("--data", help="Text, or JSON lines (.jsonl), to measure perplexity on; may be repeated."),
+    ] = None,
+    text_field: Annotated[str, typer.Option("--text-field", help="Of JSON lines.")] = "text",
+    tasks: Annotated[
+        str | None,
+        typer.Option("--tasks", metavar="NAME,...", help="Of lm-evaluation-harness, where lm_eval is installed."),
+    ] = None,
+    limit: Annotated[int | None, typer.Option("--limit", min=1, help="Examples of each task, at most.")] = None,
+    window: Annotated[
+        int | None,
+        typer.Option("--window", min=2, help="Tokens of a window. Default: what the model sees, at most 2048."),
+    ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option("--stride", min=1, help="How much further the next window begins. Default: half a window."),
+    ] = None,
+    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Windows of a rank at a time.")] = 8,
+    ranks: _Ranks = None,
+    dtype: _Dtype = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    debug: RanksDebug = False,
+) -> None:
+    """Measure a checkpoint, or the newest checkpoint of a run: perplexity on a text, tasks, or both."""
+    with errors(debug):
+        require(TRAIN_PACKAGES)
+        if not data and tasks is None:
+            raise ValueError("give --data FILE for perplexity, or --tasks NAME,...")
+        from carpool.bench.options import split
+        from carpool.serve.start import start
+
+        if tasks is not None:
+            from carpool.serve.harness import check_installed
+
+            check_installed()
+        start(
+            "carpool.serve.evaluate:run_rank",
+            ranks,
+            debug=debug,
+            model=str(model),
+            files=[str(file) for file in data or ()],
+            field=text_field,
+            tasks=list(split(tasks)),
+            limit=limit,
+            window=window,
+            stride=stride,
+            batch_size=batch_size,
+            dtype=_known(dtype),
+            as_json=as_json,
+        )

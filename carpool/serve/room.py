@@ -1,0 +1,65 @@
+"""Memory of a rank: what weights and the cache need, compared with what there is, before anything is read.
+
+weights     dense parameters whole, and E / W of the experts
+cache       keys and values of each layer: tokens x heads x (size of a key + size of a value)
+rows        what rides of the largest forward hold: tokens x hidden size, for some buffers of it
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from carpool.hf.build import experts_modules
+from carpool.hf.sizes import head_sizes
+from carpool.train.run.dense import rank_memory
+from carpool.train.run.model import meta_model
+
+# Rows that travel are held where they leave, where they arrive, and as sums on both sides; and so are a layer's own.
+_COPIES = 8
+
+
+def check_room(
+    source: Path | PreTrainedConfig, dtype: torch.dtype, ranks: int, max_tokens: int, cached_tokens: int
+) -> None:
+    """Compare what a rank will need with what it has.
+
+    Raises:
+        ValueError: it does not suffice; the message has the sizes."""
+    needed = needed_bytes(source, dtype, ranks, max_tokens, cached_tokens)
+    cuda = torch.cuda.is_available()
+    memory = rank_memory(cuda, ranks)
+    if (total := sum(needed.values())) > memory:
+        parts = ", ".join(f"{name} {size / 2**30:.1f}" for name, size in needed.items())
+        raise ValueError(
+            f"a rank needs about {total / 2**30:.1f} GiB ({parts}), and has {memory / 2**30:.1f} GiB of "
+            f"{'GPU' if cuda else 'host'} memory: use more ranks, a smaller --batch-size or fewer tokens, or "
+            "--dtype bfloat16"
+        )
+
+
+def needed_bytes(
+    source: Path | PreTrainedConfig, dtype: torch.dtype, ranks: int, max_tokens: int, cached_tokens: int
+) -> dict[str, int]:
+    """Bytes of a rank, by what they hold."""
+    model = meta_model(source)
+    experts = sum(
+        parameter.numel() for name in experts_modules(model) for parameter in model.get_submodule(name).parameters()
+    )
+    dense = sum(parameter.numel() for parameter in model.parameters()) - experts
+    config: Any = model.config.get_text_config(decoder=True)
+    return {
+        "weights": (dense + experts // ranks) * dtype.itemsize,
+        "cache": cached_tokens * _cached_elements(config) * dtype.itemsize,
+        "rows": max_tokens * config.hidden_size * _COPIES * dtype.itemsize,
+    }
+
+
+def _cached_elements(config: Any) -> int:
+    """Elements of keys and values of one token, in all layers."""
+    key, value = head_sizes(config)
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", 0)
+    return int(config.num_hidden_layers * heads * (key + value))

@@ -1,0 +1,127 @@
+"""What is asked: a checkpoint folder of Transformers, or the folder of a run; and its model on this rank.
+
+    a checkpoint      config.json, safetensors, a tokenizer             as it is
+    a run             config.toml, checkpoints/step-00000100/, ...      its newest checkpoint; without one, model/,
+                                                                        which it exported
+
+Over several ranks each keeps the dense parameters whole, for prompts of its own, and E / W of the experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.distributed import DistributedConfig
+
+from carpool.hf import install, set_transport
+from carpool.hf.build import build_model, read_config
+from carpool.hf.dense import replicate_dense
+from carpool.serve.room import check_room
+from carpool.serve.text import FolderText, RunText, Text, has_tokenizer
+from carpool.train.checkpoints.manager import CheckpointManager
+from carpool.train.checkpoints.reading import load
+from carpool.train.config import load_config
+from carpool.train.config.schema import Config
+from carpool.train.data.tokenizer import load_tokenizer
+from carpool.train.run.model import model_source
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a path names.
+
+    Attributes:
+        path: as it was given.
+        build: what the model is built from: a checkpoint folder, or a configuration.
+        checkpoint: of a run, whose weights are then read; None: those in `build`.
+        run: the configuration of a run; None: a checkpoint.
+        text: its tokenizer.
+    """
+
+    path: Path
+    build: Path | PreTrainedConfig
+    checkpoint: Path | None
+    run: Config | None
+    text: Text
+
+    @property
+    def config(self) -> Any:
+        """Of the language model."""
+        config = read_config(self.build) if isinstance(self.build, Path) else self.build
+        return config.get_text_config(decoder=True)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which the weights are stored."""
+        if self.run is not None:
+            return getattr(torch, self.run.model.dtype or "float32")  # type: ignore[no-any-return]
+        return self.config.dtype or torch.float32
+
+
+def find_source(path: Path) -> Source:
+    """What `path` names.
+
+    Raises:
+        ValueError: neither a checkpoint nor a run, a run without weights, or no tokenizer."""
+    if not path.is_dir():
+        raise ValueError(f"there is no folder {path}; name a checkpoint's folder, or a run's (training.output_dir)")
+    if not (path / "config.toml").is_file():
+        read_config(path)  # says what the folder lacks
+        return Source(path, path, None, None, FolderText(path))
+    config = load_config(path / "config.toml")
+    text = _text_of(config)
+    # Not training.output_dir: the run may have been moved since.
+    if (latest := CheckpointManager(path).latest()) is not None:
+        tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
+        return Source(path, model_source(config, tokenizer), latest, config, text)
+    if (path / "model" / "config.json").is_file():
+        return Source(path, path / "model", None, config, text)
+    raise ValueError(f"{path} has no checkpoint yet: let it train on, or lower training.save_steps")
+
+
+def _text_of(config: Config) -> Text:
+    folder = config.data.tokenizer or config.model.path
+    if folder is not None and has_tokenizer(Path(folder)):
+        return FolderText(Path(folder))
+    return RunText(load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token))
+
+
+def open_model(source: Source, *, dtype: str | None = None, max_tokens: int, cached_tokens: int = 0) -> PreTrainedModel:
+    """The model on this rank, in evaluation mode. All ranks together.
+
+    Args:
+        dtype: of the weights; None: as they are stored.
+        max_tokens: the most tokens that a rank has in a forward.
+        cached_tokens: the most whose keys and values a rank keeps.
+
+    Raises:
+        ValueError: weights that do not fit the configuration, ranks that do not divide the experts, or too little
+            memory, which is told before anything is read.
+    """
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    kind = source.dtype if dtype is None else getattr(torch, dtype)
+    check_room(source.build, kind, ranks, max_tokens, cached_tokens)
+    spread = DistributedConfig(fsdp_size=ranks, ep_size=ranks, ep_implementation="carpool") if ranks > 1 else None
+    of_run = source.run.model if source.run is not None else None
+    model = build_model(
+        source.build,
+        distributed_config=spread,
+        dtype=kind,
+        seed=0,
+        attn_implementation=of_run.attn_implementation if of_run else None,
+        experts_implementation=of_run.experts_implementation if of_run else None,
+        dense="replicate" if ranks > 1 else "fsdp",
+    )
+    install(model)
+    model.requires_grad_(False)
+    if ranks > 1:
+        replicate_dense(model, bfloat16=False)
+    if source.checkpoint is not None:
+        load(source.checkpoint, model, restore_rng=False)
+    set_transport(model, "auto", max_tokens=max_tokens)
+    return model.eval()

@@ -1,0 +1,117 @@
+"""`carpool eval`: perplexity against a token-by-token reference, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from carpool.cli import app
+from carpool.serve.evaluate import Perplexity, Window, perplexity, windows
+from carpool.serve.source import find_source, open_model
+from tests.hf.meshes import reuse_meshes
+from tests.ranks import Ranks
+from tests.serve.checkpoints import save, tokenizer
+
+RANKS_IMPORT = ("carpool.serve.evaluate",)
+TEXTS = ["The first document is a little longer than one window.", "Short.", "x", "Another one, of some length."]
+
+
+def test_windows_predict_each_token_once() -> None:
+    assert list(windows([0, 1, 2, 3, 4, 5], 4, 2)) == [Window([0, 1, 2, 3], 1), Window([2, 3, 4, 5], 2)]
+    for length in range(1, 20):
+        seen = []
+        for start, one in enumerate(windows(range(length), 7, 3)):
+            assert len(one.tokens) <= 7 and (start == 0 or one.first >= 7 - 3)
+            seen += one.tokens[one.first :]
+        assert seen == list(range(1, length))
+
+
+@torch.no_grad()
+def _reference(folder: Path, length: int, stride: int) -> tuple[float, int]:
+    """The negative log-likelihood of all tokens, one forward for each, and their number."""
+    model, text = save(folder, "qwen3_moe"), tokenizer()
+    total, count = 0.0, 0
+    for one in TEXTS:
+        tokens = text(one)["input_ids"]
+        for place in range(1, len(tokens)):
+            start = 0 if place < length else stride * -(-(place + 1 - length) // stride)
+            logits = model(torch.tensor([tokens[start:place]])).logits[0, -1]
+            total -= float(logits.double().log_softmax(-1)[tokens[place]])
+            count += 1
+    return total, count
+
+
+def _perplexity(folder: str, length: int, stride: int) -> Perplexity:
+    reuse_meshes()
+    source = find_source(Path(folder))
+    model = open_model(source, max_tokens=64)
+    return perplexity(model, source.text, TEXTS, length=length, stride=stride, batch_size=2)
+
+
+def test_perplexity_is_that_of_single_forwards(ranks: Ranks, tmp_path: Path) -> None:
+    total, count = _reference(tmp_path, 17, 5)
+    for found in (_perplexity(str(tmp_path), 17, 5), *ranks(_perplexity, str(tmp_path), 17, 5)):
+        assert (found.tokens, found.documents) == (count, len(TEXTS))
+        assert found.bytes == sum(map(len, TEXTS)) - len(TEXTS)
+        assert found.loss == pytest.approx(total / count, rel=1e-5)
+        assert found.perplexity == pytest.approx(math.exp(total / count), rel=1e-4)
+        # A token is a byte here.
+        assert 2**found.bits_per_byte == pytest.approx(found.perplexity, rel=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------- the command itself
+
+
+def _run(*arguments: object) -> Result:
+    return CliRunner(env={"COLUMNS": "1000", "NO_COLOR": "1"}).invoke(app, ["eval", *map(str, arguments)])
+
+
+def test_the_command(tmp_path: Path) -> None:
+    total, count = _reference(tmp_path / "model", 16, 8)
+    lines, plain = tmp_path / "text.jsonl", tmp_path / "plain.txt"
+    lines.write_text("".join(json.dumps({"body": text}) + "\n\n" for text in TEXTS[1:]))
+    plain.write_text(TEXTS[0])
+    data = ("--data", lines, "--data", plain, "--text-field", "body", "--window", 16)
+    found = json.loads(_run(tmp_path / "model", *data, "--json").stdout)["perplexity"]
+    assert (found["tokens"], found["window"], found["stride"]) == (count, 16, 8)
+    assert found["loss"] == pytest.approx(total / count, rel=1e-5)
+    shown = _run(tmp_path / "model", *data).stdout
+    assert (
+        f"perplexity {found['perplexity']:.4f} per token" in shown and "windows of 16 tokens, each 8 further" in shown
+    )
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    save(tmp_path / "model", "qwen3_moe")
+    model, file = tmp_path / "model", tmp_path / "text.jsonl"
+
+    def error(*arguments: object) -> str:
+        result = _run(model, *arguments)
+        assert result.exit_code == 1 and "Traceback" not in result.stderr, result.output
+        return result.stderr
+
+    assert "give --data FILE for perplexity, or --tasks" in error()
+    assert "there is no file" in error("--data", file)
+    for bad, says in (("{", "is not JSON"), ('{"txt": "x"}', "has no text in the field 'text'")):
+        file.write_text(f'{{"text": "fine"}}\n{bad}\n')
+        assert f"line 2 of {file} {says}" in error("--data", file)
+    file.write_text("")
+    assert "there is no text in" in error("--data", file)
+    file.write_text('{"text": "x"}')
+    assert "no document has two tokens" in error("--data", file)
+    assert "--window 65 is more than the 64 tokens that the model sees" in error("--data", file, "--window", 65)
+    assert "--stride 8 must be at least 1 and less than the window of 8" in error(
+        "--data", file, "--window", 8, "--stride", 8
+    )
+
+
+def test_tasks_without_the_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, "qwen3_moe")
+    monkeypatch.setattr("carpool.serve.harness.find_spec", lambda _: None)
+    result = _run(tmp_path, "--tasks", "hellaswag")
+    assert result.exit_code == 1 and "pip install lm_eval" in result.stderr

@@ -1,0 +1,193 @@
+"""`carpool generate`: the same tokens as Transformers in one process, whatever the ranks and batches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+from typer.testing import CliRunner, Result
+
+from carpool.cli import app
+from carpool.hf import decode_graph
+from carpool.hf.decode_graph import DecodeGraphs
+from carpool.hf.generation import Sampling, generate
+from carpool.serve import room, source
+from carpool.serve.generate import answer
+from carpool.serve.prompts import deal
+from carpool.serve.source import find_source, open_model
+from tests.hf.meshes import reuse_meshes
+from tests.ranks import Ranks
+from tests.serve.checkpoints import greedy, save, tokenizer
+
+RANKS_IMPORT = ("carpool.serve.source",)
+LENGTHS = (5, 1, 11, 3, 8, 2)
+
+
+def _prompts(count: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 96, (length,), generator=generator).tolist() for length in LENGTHS[:count]]
+
+
+def _answers(folder: str, counts: list[int], sampling: Sampling, end: int = 2) -> list[list[list[int]]]:
+    """On each rank: the tokens of the first prompts, for each count."""
+    reuse_meshes()
+    found = find_source(Path(folder))
+    found.text.end = (end,)  # type: ignore[misc]
+    model = open_model(found, max_tokens=64)
+    return [answer(model, found.text, _prompts(count), sampling, batch_size=2)[0] for count in counts]
+
+
+@pytest.mark.parametrize(
+    "architecture", ["qwen3_moe", "olmoe", "deepseek_v3", pytest.param("gpt_oss", marks=pytest.mark.slow)]
+)
+def test_greedy_over_ranks_is_transformers_in_one_process(ranks: Ranks, tmp_path: Path, architecture: str) -> None:
+    """Six prompts on four ranks, which is more than one for some; three, which leaves a rank with none. One ends early,
+    and its rank goes on for the others."""
+    model = save(tmp_path, architecture)
+    end = greedy(model, _prompts(1)[0], 3)[2]
+    want = [greedy(model, prompt, 7, end) for prompt in _prompts(6)]
+    assert min(map(len, want)) < 7 == max(map(len, want))
+    for six, three in ranks(_answers, str(tmp_path), [6, 3], Sampling(max_new_tokens=7), end):
+        assert six == want
+        assert three == want[:3]
+
+
+def test_a_drawn_text_is_the_same_on_any_number_of_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    save(tmp_path, "qwen3_moe")
+    sampling = Sampling(max_new_tokens=6, temperature=1.5, top_k=40, top_p=0.95, seed=3)
+    found = find_source(tmp_path)
+    model = open_model(found, max_tokens=64)
+    alone = answer(model, found.text, _prompts(5), sampling, batch_size=5)[0]
+    assert alone != answer(model, found.text, _prompts(5), Sampling(max_new_tokens=6), batch_size=5)[0]
+    assert ranks(_answers, str(tmp_path), [5], sampling) == [[alone]] * 4
+
+
+def test_draws_follow_the_probabilities(tmp_path: Path) -> None:
+    """4,000 draws of a first token, against the model's own softmax: no share is off by more than chance allows."""
+    model = save(tmp_path, "olmoe")
+    prompt = [[7, 9, 11]]
+    share = model(torch.tensor(prompt)).logits[0, -1].float().softmax(-1)
+    sampling = Sampling(max_new_tokens=1, temperature=1.0)
+    drawn = generate(model, prompt * 4000, sampling, end=(), numbers=range(4000)).tokens
+    counts = torch.bincount(torch.tensor(drawn).flatten(), minlength=len(share))
+    spread = (share * (1 - share) / 4000).sqrt()
+    assert ((counts / 4000 - share).abs() < 4.5 * spread + 1e-3).all()
+    top = generate(model, prompt * 200, Sampling(max_new_tokens=1, temperature=1.0, top_k=2), end=()).tokens
+    assert {one[0] for one in top} == set(share.topk(2).indices.tolist())
+
+
+def test_decode_steps_through_fixed_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same tokens where steps read the tensors of a capture, for prompts of other lengths after one another.
+
+    A function stands for the CUDA graph. A capture runs nothing; a replay gives what it makes in the same object."""
+    model = save(tmp_path, "qwen3_moe")
+    captures = []
+
+    def capture(forward: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
+        output = MoeCausalLMOutputWithPast()
+        captures.append(forward)
+        return lambda: [setattr(output, name, value) for name, value in forward().items()] and None, output
+
+    batches = [_prompts(3), _prompts(6)[3:], _prompts(2)]
+    want = [[greedy(model, prompt, 7) for prompt in batch] for batch in batches]
+    monkeypatch.setattr(decode_graph, "why_not", lambda _: None)
+    monkeypatch.setattr(type(model), "_valid_auto_compile_criteria", lambda *_: True)
+    graphs, sampling = DecodeGraphs(capture), Sampling(max_new_tokens=7)
+    assert [generate(model, batch, sampling, end=(2,), graphs=graphs).tokens for batch in batches] == want
+    assert len(captures) == 2, "one for each batch size"
+    assert "get_compiled_call" not in vars(model)
+
+
+def test_what_cannot_be_a_graph_says_why(tmp_path: Path) -> None:
+    olmoe, windowed = save(tmp_path / "a", "olmoe"), save(tmp_path / "b", "gpt_oss")
+    assert decode_graph.why_not(olmoe) == "there is no GPU"
+    assert decode_graph.why_no_static_cache(olmoe) is None
+    assert "StaticSlidingWindowLayer" in str(decode_graph.why_no_static_cache(windowed))
+
+    def capture(forward: Callable[[], Any]) -> Any:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    graphs = DecodeGraphs(capture)
+    assert graphs.capture(lambda: None) is None
+    assert graphs.why_not == "the step cannot be captured: operation not permitted when stream is capturing"
+
+
+def test_prompts_are_dealt_by_length() -> None:
+    assert deal([5, 9, 3], 2, 1) == [([[1], [0]],), ([[2], []],)]
+    rounds = deal([*LENGTHS, *LENGTHS], 4, 2)
+    assert len(rounds) == 2 and sorted(n for one in rounds for rank in one.of_rank for n in rank) == list(range(12))
+
+
+# ------------------------------------------------------------------------------------------------- the command itself
+
+
+def _run(*arguments: object) -> Result:
+    return CliRunner(env={"COLUMNS": "1000", "NO_COLOR": "1"}).invoke(app, ["generate", *map(str, arguments)])
+
+
+def _error(*arguments: object) -> str:
+    result = _run(*arguments)
+    assert result.exit_code == 1 and "Traceback" not in result.stderr, result.output
+    return result.stderr
+
+
+def test_the_command(tmp_path: Path) -> None:
+    model = save(tmp_path / "model", "olmoe")
+    file, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    file.write_text('{"prompt": "hello"}\n\n{"messages": [{"role": "user", "content": "hi"}]}\n')
+    options = ("--prompts", file, "--out", out, "--max-new-tokens", 5, "--temperature", 0)
+    result = _run(tmp_path / "model", *options)
+    assert result.exit_code == 0, result.output
+    assert "prefill" in result.stderr and "tokens/s (decode steps are eager: there is no GPU)" in result.stderr
+    text = tokenizer()
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    for line, prompt in zip(lines, ("hello", "u:hi\na:"), strict=True):
+        assert line["text"] == text.decode(greedy(model, text(prompt)["input_ids"], 5), skip_special_tokens=True)
+    assert lines[0]["prompt_tokens"] == 5 and lines[1]["messages"][0]["content"] == "hi"
+    shown = _run(tmp_path / "model", "--prompt", "hello", "--max-new-tokens", 5, "--temperature", 0)
+    assert shown.stdout == f"hello{lines[0]['text']}\n"
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    save(tmp_path / "model", "olmoe", template=None)
+    model, file = tmp_path / "model", tmp_path / "prompts.jsonl"
+    assert "give --prompt TEXT, or --prompts FILE.jsonl" in _error(model)
+    assert "there is no folder" in _error(tmp_path / "no", "--prompt", "x")
+    assert "has no config.json" in _error(tmp_path, "--prompt", "x")
+    for bad, says in (
+        ("hello", "Expecting value"),
+        ('{"promt": "x"}', '{"prompt": "text"}'),
+        ('{"messages": []}', "must be a list of"),
+        ('{"prompt": 3}', "must be a text"),
+    ):
+        file.write_text('{"prompt": "fine"}\n' + bad)
+        assert f"line 2 of {file} is no prompt: " in _error(model, "--prompts", file)
+        assert says in _error(model, "--prompts", file)
+    file.write_text('{"messages": [{"role": "user", "content": "hi"}]}')
+    assert "has no chat template" in _error(model, "--prompts", file)
+    assert "the prompt has 60 tokens, and 10 more were asked for, but the model sees 64" in _error(
+        model, "--prompt", "x" * 60, "--max-new-tokens", 10
+    )
+    assert "--dtype: 'float23' is not known; use bfloat16, float16 or float32" in _error(
+        model, "--prompt", "x", "--dtype", "float23"
+    )
+    (model / "tokenizer.json").unlink()
+    assert "has no tokenizer (none of tokenizer.json" in _error(model, "--prompt", "x")
+
+
+def test_too_little_memory_is_told_before_weights_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = save(tmp_path, "qwen3_moe")
+    size = 4 * sum(parameter.numel() for parameter in model.parameters())
+    needed = room.needed_bytes(tmp_path, torch.float32, 1, 10, 20)
+    # 2 layers of 4 heads with keys and values of 8 each.
+    assert needed == {"weights": size, "cache": 20 * 2 * 4 * 16 * 4, "rows": 10 * 32 * 8 * 4}
+    experts = 2 * 8 * (2 * 16 * 32 + 32 * 16) * 4
+    assert room.needed_bytes(tmp_path, torch.float32, 4, 10, 20)["weights"] == size - experts * 3 // 4
+    monkeypatch.setattr(room, "rank_memory", lambda *_: size)
+    monkeypatch.setattr(source, "build_model", None)
+    assert "GiB of host memory: use more ranks" in _error(tmp_path, "--prompt", "x")
