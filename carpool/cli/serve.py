@@ -147,7 +147,11 @@ def evaluate(
     limit: Annotated[int | None, typer.Option("--limit", min=1, help="Examples of each task, at most.")] = None,
     window: Annotated[
         int | None,
-        typer.Option("--window", min=2, help="Tokens of a window. Default: what the model sees, at most 2048."),
+        typer.Option(
+            "--window",
+            min=2,
+            help="Tokens of a window. Default: a run's sequence length, or what a model sees, at most 2048.",
+        ),
     ] = None,
     stride: Annotated[
         int | None,

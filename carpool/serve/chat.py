@@ -22,7 +22,7 @@ from carpool.hf.generation import Generated, generate
 from carpool.serve.generate import Speed, context_of, sampling_of
 from carpool.serve.prompts import check_length
 from carpool.serve.source import find_source, open_model
-from carpool.serve.text import FolderText, Text
+from carpool.serve.text import Text
 from carpool.train.config.schema import Config
 
 HELP = "/reset forgets the conversation, /exit ends it"
@@ -89,7 +89,6 @@ def run_rank(config: Config, model: str, system: str | None, options: dict[str, 
             reply([])
         return
     speed = Speed()
-    assert isinstance(source.text, FolderText), "nothing else has a chat template"
     streamer: Any = TextStreamer(source.text.tokenizer, skip_prompt=True, skip_special_tokens=True)
     try:
         for words, tokens in _turns(talk):

@@ -137,7 +137,8 @@ def run_rank(
     disable_progress_bar()
     source = find_source(Path(model))
     context = context_of(source)
-    length = min(context or MOST_WINDOW, MOST_WINDOW) if window is None else window
+    usual = min(context or MOST_WINDOW, MOST_WINDOW) if source.run is None else source.run.data.sequence_length
+    length = usual if window is None else window
     if context is not None and length > context:
         raise ValueError(f"--window {length} is more than the {context} tokens that the model sees")
     step = max(length // 2, 1) if stride is None else stride

@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from carpool.serve.text import FolderText, Text
+from carpool.serve.text import Text
 
 
 def check_installed() -> None:
@@ -31,11 +31,8 @@ def run_tasks(
         context: the most tokens that the model sees.
 
     Raises:
-        ValueError: lm-evaluation-harness is not installed, a task that it does not have, or a tokenizer of a run's
-            own, which it cannot use."""
+        ValueError: lm-evaluation-harness is not installed, or a task that it does not have."""
     check_installed()
-    if not isinstance(text, FolderText):
-        raise ValueError("--tasks needs a tokenizer of Transformers; this run was trained with one of Carpool's own")
     import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager

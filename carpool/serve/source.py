@@ -22,9 +22,10 @@ from carpool.hf import install, set_transport
 from carpool.hf.build import build_model, read_config
 from carpool.hf.dense import replicate_dense
 from carpool.serve.room import check_room
-from carpool.serve.text import FolderText, RunText, Text, has_tokenizer
+from carpool.serve.text import Text
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import load
+from carpool.train.checkpoints.source import SOURCE
 from carpool.train.config import load_config
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import load_tokenizer
@@ -72,9 +73,9 @@ def find_source(path: Path) -> Source:
         raise ValueError(f"there is no folder {path}; name a checkpoint's folder, or a run's (training.output_dir)")
     if not (path / "config.toml").is_file():
         read_config(path)  # says what the folder lacks
-        return Source(path, path, None, None, FolderText(path))
+        return Source(path, path, None, None, Text(path))
     config = load_config(path / "config.toml")
-    text = _text_of(config)
+    text = Text(path / SOURCE)
     # Not training.output_dir: the run may have been moved since.
     if (latest := CheckpointManager(path).latest()) is not None:
         tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
@@ -82,13 +83,6 @@ def find_source(path: Path) -> Source:
     if (path / "model" / "config.json").is_file():
         return Source(path, path / "model", None, config, text)
     raise ValueError(f"{path} has no checkpoint yet: let it train on, or lower training.save_steps")
-
-
-def _text_of(config: Config) -> Text:
-    folder = config.data.tokenizer or config.model.path
-    if folder is not None and has_tokenizer(Path(folder)):
-        return FolderText(Path(folder))
-    return RunText(load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token))
 
 
 def open_model(source: Source, *, dtype: str | None = None, max_tokens: int, cached_tokens: int = 0) -> PreTrainedModel:

@@ -1,14 +1,12 @@
-"""From text to tokens and back: a tokenizer of Transformers, or one that a run was trained with."""
+"""From text to tokens and back, by the tokenizer in a folder and its chat template."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from transformers import AutoTokenizer
-
-from carpool.train.data.tokenizer import Tokenizer
+from transformers import AutoTokenizer, GenerationConfig
 
 # One of these is in every folder that holds a tokenizer. Transformers makes an empty one where there is none.
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -16,37 +14,22 @@ _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiec
 Messages = Sequence[dict[str, Any]]
 
 
-class Text(Protocol):
-    """What is asked of a tokenizer."""
+class Text:
+    """A tokenizer of Transformers.
 
-    @property
-    def end(self) -> tuple[int, ...]:
-        """Tokens that end a text."""
+    Args:
+        folder: of a checkpoint, or what a run keeps of one.
 
-    @property
-    def vocabulary(self) -> int | None:
-        """Tokens from here on mean nothing; None: nobody knows."""
-
-    def encode(self, text: str) -> list[int]:
-        """Tokens of a text that is to be continued, at least one."""
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without special ones."""
-
-    def chat(self, messages: Messages) -> list[int]:
-        """Tokens of a conversation whose next message is the model's. Raises ValueError: there is no template."""
-
-
-class FolderText:
-    """The tokenizer in a checkpoint's folder, with its chat template.
+    Attributes:
+        tokenizer: of Transformers.
+        end: tokens that end a text: what generation_config.json names, which may be more than the tokenizer does.
+        vocabulary: tokens from here on mean nothing: a model's vocabulary may be padded to a round size.
 
     Raises:
-        ValueError: there is none, or Transformers cannot read it."""
-
-    vocabulary = None
+        ValueError: there is no tokenizer in the folder, or Transformers cannot read it."""
 
     def __init__(self, folder: Path) -> None:
-        if not has_tokenizer(folder):
+        if not any((folder / name).is_file() for name in _FILES):
             raise ValueError(
                 f"{folder} has no tokenizer (none of {', '.join(_FILES)}): copy those of the model that it was made "
                 "from into it"
@@ -56,17 +39,27 @@ class FolderText:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # each tokenizer fails in its own way
             raise ValueError(f"Transformers cannot read the tokenizer in {folder}: {error}") from error
-        self.end = tuple(_ends(folder)) or tuple(_as_list(self.tokenizer.eos_token_id))
+        own = None
+        if (folder / "generation_config.json").is_file():
+            own = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+        self.end = tuple(_as_list(self.tokenizer.eos_token_id if own is None else own))
+        self.vocabulary = 1 + max(self.tokenizer.get_vocab().values())
 
     def encode(self, text: str) -> list[int]:
+        """Tokens of a text that is to be continued, at least one."""
         tokens: list[int] = self.tokenizer(text)["input_ids"]
         begin = self.tokenizer.bos_token_id
         return tokens or _as_list(self.tokenizer.eos_token_id if begin is None else begin)
 
     def decode(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without special ones."""
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def chat(self, messages: Messages) -> list[int]:
+        """Tokens of a conversation whose next message is the model's.
+
+        Raises:
+            ValueError: there is no template, or it refuses the conversation."""
         if self.tokenizer.chat_template is None:
             raise ValueError(
                 f"the tokenizer in {self.folder} has no chat template: give a text to continue (carpool generate "
@@ -77,41 +70,8 @@ class FolderText:
                 list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
             )
         except Exception as error:  # templates raise what they like
-            raise ValueError(f"the chat template of {self.folder} refuses the conversation: {error}") from error
+            raise ValueError(f"the chat template in {self.folder} refuses the conversation: {error}") from error
         return made
-
-
-class RunText:
-    """A run's own tokenizer, such as bytes. It has no chat template."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self.tokenizer, self.end, self.vocabulary = tokenizer, (tokenizer.eos_id,), tokenizer.vocab_size
-
-    def encode(self, text: str) -> list[int]:
-        return [int(token) for token in self.tokenizer.encode(text)] or [self.tokenizer.eos_id]
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return self.tokenizer.decode(tokens)
-
-    def chat(self, messages: Messages) -> list[int]:
-        raise ValueError(
-            f"the tokenizer {self.tokenizer.name} has no chat template: give a text to continue (carpool generate "
-            "--prompt)"
-        )
-
-
-def has_tokenizer(folder: Path) -> bool:
-    """Does the folder hold the files of a tokenizer?"""
-    return any((folder / name).is_file() for name in _FILES)
-
-
-def _ends(folder: Path) -> list[int]:
-    """What generation_config.json names, which may be more than the tokenizer does (the end of an answer)."""
-    from transformers import GenerationConfig
-
-    if not (folder / "generation_config.json").is_file():
-        return []
-    return _as_list(GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id)
 
 
 def _as_list(token: Any) -> list[int]:

@@ -37,7 +37,7 @@ def _answers(folder: str, counts: list[int], sampling: Sampling, end: int = 2) -
     """On each rank: the tokens of the first prompts, for each count."""
     reuse_meshes()
     found = find_source(Path(folder))
-    found.text.end = (end,)  # type: ignore[misc]
+    found.text.end = (end,)
     model = open_model(found, max_tokens=64)
     return [answer(model, found.text, _prompts(count), sampling, batch_size=2)[0] for count in counts]
 
