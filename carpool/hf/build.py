@@ -33,9 +33,10 @@ from carpool.hf.config_keys import check_keys, suggestion
 from carpool.hf.conversions import unshardable
 from carpool.hf.dense import without_fsdp
 from carpool.hf.initial_weights import fill, set_tensor
+from carpool.hf.original_layout import OriginalLayout
 from carpool.hf.sizes import check_sizes, impossible_sizes
 from carpool.hf.tensor_parallel import check_tensor_parallel
-from carpool.hf.weight_files import check_weight_files, stored_shapes
+from carpool.hf.weight_files import check_weight_files, stored_weights
 
 logger = logging.getLogger(__name__)
 
@@ -279,14 +280,24 @@ def _load(
 
 
 def _misfit(folder: Path, blueprint: PreTrainedModel, why: str) -> str:
-    """How weights do not fit, by a name that the files and the model share if there is one; otherwise `why`. Shapes are
-    those of the files: of a sharded model, Transformers knows a rank's."""
-    stored = stored_shapes(folder)
-    model = {name: tuple(tensor.shape) for name, tensor in blueprint.state_dict().items()}
-    if wrong := sorted(name for name, shape in stored.items() if model.get(name, shape) != shape):
-        more = f"; so have {len(wrong) - 1} others" if len(wrong) > 1 else ""
-        why = f"{wrong[0]} has {stored[wrong[0]]}, and the configuration asks for {model[wrong[0]]}{more}"
+    """How weights do not fit, by name, shape and file of the first that is wrong or is not there; otherwise `why`.
+    Shapes are those of the files: of a sharded model, Transformers knows a rank's."""
+    stored = stored_weights(folder)
+    layout = OriginalLayout(blueprint, None, stored)
+    expected = {name: entry.shape for file in layout.files.values() for name, entry in file.items()}
+    if missing := sorted(expected.keys() - stored.keys()):
+        why = f"{missing[0]} is in none of the files{_and_others(missing)}"
+    if wrong := [name for name, one in stored.items() if expected.get(name, one.shape) != one.shape]:
+        one = stored[wrong[0]]
+        why = (
+            f"{wrong[0]} in {one.file} has shape {one.shape}, and the configuration asks for {expected[wrong[0]]}"
+            f"{_and_others(wrong)}"
+        )
     return f"the weights in {folder} do not fit its config.json: {why}"
+
+
+def _and_others(names: list[str]) -> str:
+    return f"; nor are {len(names) - 1} others right" if len(names) > 1 else ""
 
 
 # ------------------------------------------------------------------------------------------- from a configuration

@@ -29,16 +29,7 @@ from transformers.core_model_loading import (
 )
 
 from carpool.hf.tensor_file import Entry, split_by_size, write_index, write_tensor_file
-
-# Of a model that was never in files. Published checkpoints have about this.
-SHARD_BYTES = 5 * 10**9
-
-
-class Stored(NamedTuple):
-    """Where a weight lies in a checkpoint folder, and its dtype there."""
-
-    file: str
-    dtype: torch.dtype
+from carpool.hf.weight_files import Stored
 
 
 class Group(NamedTuple):
@@ -53,19 +44,33 @@ class OriginalLayout:
 
     Args:
         model: on the meta device.
-        tensors: names in the model, dtypes and shapes of what is to be written. A tied weight comes once.
+        tensors: names in the model, dtypes and shapes of what is to be written. A tied weight comes once. None: all of
+            the model's.
         source: the weights of the checkpoint that the model was loaded from, by their names there: names, files and
-            dtypes will be the same. Empty: names as Transformers publishes them, dtypes as in `tensors`, files of
-            `SHARD_BYTES`.
+            dtypes will be the same. Empty: names as Transformers publishes them, dtypes as in `tensors`.
+        shard_bytes: the most that a file holds, if not all names are in `source`.
 
     Attributes:
         files: names, dtypes and shapes of what each file holds.
+        tensors: names in the model, dtypes and shapes.
         left_out: names in `source` that the model does not have.
         architecture, dtype: the model's class, and what most bytes are of, as a config.json has them.
     """
 
-    def __init__(self, model: PreTrainedModel, tensors: Mapping[str, Entry], source: Mapping[str, Stored]) -> None:
-        self._model = model
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tensors: Mapping[str, Entry] | None,
+        source: Mapping[str, Stored],
+        shard_bytes: int = 5 * 10**9,
+    ) -> None:
+        if tensors is None:
+            # Of a tied weight the first name, as in `named_parameters`.
+            tied = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+            tied -= {name for name, _ in model.named_parameters()}
+            state = {name: value for name, value in model.state_dict().items() if name not in tied}
+            tensors = {name: Entry(value.dtype, tuple(value.shape)) for name, value in state.items()}
+        self._model, self.tensors = model, dict(tensors)
         if source:
             # As `from_pretrained` does it: the conversions that the names in the files call for.
             model._weight_conversions = _conversions(model, source)
@@ -90,7 +95,7 @@ class OriginalLayout:
                 self.files.setdefault(source[name].file, {})[name] = entry
             self.files = dict(sorted(self.files.items()))
         else:
-            self.files = split_by_size(entries, SHARD_BYTES)
+            self.files = split_by_size(entries, shard_bytes)
 
     @property
     def bytes(self) -> int:

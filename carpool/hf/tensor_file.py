@@ -18,22 +18,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from safetensors.torch import _TYPES
 
-# https://huggingface.co/docs/safetensors#format
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
+# By their names in headers: https://huggingface.co/docs/safetensors#format
+DTYPES: dict[str, torch.dtype] = {name: dtype for name, dtype in _TYPES.items() if dtype is not None}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 

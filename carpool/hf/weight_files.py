@@ -14,9 +14,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from safetensors import safe_open
+
+from carpool.hf.tensor_file import DTYPES
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _NEVER = "which can run code when they are loaded, and Carpool never unpickles"
@@ -86,10 +89,20 @@ def _check_header(path: Path) -> None:
         ) from error
 
 
-def stored_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shapes of all tensors in a checkpoint folder that was checked."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in folder.glob("*.safetensors"):
+class Stored(NamedTuple):
+    """Where a weight lies in a checkpoint folder, and what it is there."""
+
+    file: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def stored_weights(folder: Path) -> dict[str, Stored]:
+    """All tensors in a checkpoint folder that was checked, by name, in the order in which they lie there."""
+    found: dict[str, Stored] = {}
+    for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    return shapes
+            parts = {name: file.get_slice(name) for name in file.offset_keys()}
+        for name, part in parts.items():
+            found[name] = Stored(path.name, DTYPES[part.get_dtype()], tuple(part.get_shape()))
+    return found

@@ -343,9 +343,15 @@ def _refusals(path: str) -> str:
 @pytest.mark.parametrize(
     ("change", "shapes"),
     [
-        ({"num_experts": 16}, "model.layers.0.mlp.gate.weight has (8, 32), and the configuration asks for (16, 32)"),
+        (
+            {"num_experts": 16},
+            "model.layers.0.mlp.gate.weight in model.safetensors has shape (8, 32), and the configuration asks for (16, 32)",
+        ),
         ({"hidden_size": 64}, "(64"),
-        ({"vocab_size": 32}, "lm_head.weight has (64, 32), and the configuration asks for (32, 32)"),
+        (
+            {"vocab_size": 32},
+            "lm_head.weight in model.safetensors has shape (64, 32), and the configuration asks for (32, 32)",
+        ),
     ],
 )
 def test_weights_of_other_shapes_are_refused(

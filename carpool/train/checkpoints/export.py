@@ -108,7 +108,7 @@ def export_checkpoint(
         source, layout, parts = _plan(run, checkpoint, begin, advance)
     mine = list(layout.files)[rank() :: world()]
     with together(CheckpointWriteError, f"{target} was not written: "):
-        _check_space(target, layout.bytes)
+        check_space(target, layout.bytes)
     temporary = target.with_name(f".tmp-{target.name}-{gather(secrets.token_hex(4))[0]}")
     try:
         with together(CheckpointWriteError, f"{target} was not written: "):
@@ -179,8 +179,9 @@ def _check_target(target: Path, replace: bool) -> None:
         raise FileExistsError(errno.EEXIST, "there is something else than an exported model", str(target))
 
 
-def _check_space(target: Path, needed: int) -> None:
-    place = next(path for path in target.parents if path.exists())
+def check_space(target: Path, needed: int) -> None:
+    """Raises OSError if `needed` bytes of weights do not fit on the disk of a folder that may not exist yet."""
+    place = next(path for path in target.absolute().parents if path.exists())
     if (free := shutil.disk_usage(place).free) < needed:
         raise OSError(errno.ENOSPC, f"the model needs {decimal(needed)}, and {decimal(free)} are free", str(place))
 

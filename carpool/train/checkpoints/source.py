@@ -1,6 +1,6 @@
 """What an export needs of the folder that a run began from, kept in the run: `RUN/source/`.
 
-    source.json                 the names of the folder's weights, each with its file and its dtype
+    source.json                 the names of the folder's weights, each with its file, dtype and shape
     config.json, generation_config.json, tokenizer files, chat template, license: as they are there
 
 The folder itself may be gone when the run is exported: Slurm jobs copy a checkpoint to a node's own disk. A run from
@@ -15,13 +15,12 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
-from safetensors import safe_open
+import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from carpool.hf.original_layout import Stored
-from carpool.hf.tensor_file import DTYPES
+from carpool.hf.weight_files import Stored, stored_weights
 from carpool.train.data.tokenizer import BytesTokenizer
 from carpool.train.run.files import replace_text
 
@@ -66,14 +65,11 @@ def keep_source(run: Path, model: Path | None, tokenizer: str | None) -> None:
         _copy(place if place.is_dir() else place.parent, folder, _TOKENIZER)
         if place.is_file() and place.name != "tokenizer.json":
             shutil.copyfile(place, folder / "tokenizer.json")
-    files = sorted(model.glob("*.safetensors")) if model is not None else []
-    if model is not None and not files:
+    if model is not None and not any(model.glob("*.safetensors")):
         raise FileNotFoundError(errno.ENOENT, "the checkpoint that the run began from is gone", str(model))
-    names: dict[str, tuple[str, str]] = {}
-    for path in files:
-        with safe_open(path, framework="pt") as file:
-            names |= {name: (path.name, file.get_slice(name).get_dtype()) for name in file.offset_keys()}
-    replace_text(folder / _RECORD, json.dumps({"weights": names}) + "\n")
+    weights = stored_weights(model) if model is not None else {}
+    record = {name: (one.file, str(one.dtype).removeprefix("torch."), one.shape) for name, one in weights.items()}
+    replace_text(folder / _RECORD, json.dumps({"weights": record}) + "\n")
 
 
 def read_source(run: Path) -> Source:
@@ -84,8 +80,9 @@ def read_source(run: Path) -> Source:
     """
     path = run / SOURCE / _RECORD
     try:
-        weights = json.loads(path.read_text(encoding="utf-8"))["weights"]
-        return Source(path.parent, {name: Stored(file, DTYPES[dtype]) for name, (file, dtype) in weights.items()})
+        record = json.loads(path.read_text(encoding="utf-8"))["weights"].items()
+        weights = {name: Stored(file, getattr(torch, dtype), tuple(shape)) for name, (file, dtype, shape) in record}
+        return Source(path.parent, weights)
     except FileNotFoundError:
         raise ValueError(f"{run} is not a run directory that can be exported: it has no {SOURCE}/{_RECORD}") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
