@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import unittest.mock
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
+from transformers.distributed.sharding_utils import DtensorShardOperation
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.olmoe.modeling_olmoe import OlmoePreTrainedModel
 
@@ -345,7 +347,7 @@ def _refusals(path: str) -> str:
     [
         (
             {"num_experts": 16},
-            "model.layers.0.mlp.gate.weight in model.safetensors has shape (8, 32), and the configuration asks for (16, 32)",
+            "mlp.gate.weight in model.safetensors has shape (8, 32), and the configuration asks for (16, 32)",
         ),
         ({"hidden_size": 64}, "(64"),
         (
@@ -370,6 +372,47 @@ def test_missing_weights_are_refused_and_not_made_up(folder: Path, tmp_path: Pat
     del tensors["model.norm.weight"]
     save_file(tensors, lacking / "model.safetensors", metadata={"format": "pt"})
     assert "lacks 1 of the weights of OlmoeForCausalLM: model.norm.weight" in _refusal(lacking)
+
+
+@pytest.mark.parametrize("change", ["cut", "lacking"])
+def test_one_expert_that_does_not_fit_is_named(folder: Path, tmp_path: Path, change: str) -> None:
+    from safetensors.torch import load_file, save_file
+
+    other = _copy(folder, tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    tensor = tensors.pop(name)
+    if change == "cut":
+        tensors[name] = tensor[:-1].contiguous()
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    expected = {
+        "cut": f"{name} in model.safetensors has shape (15, 32), and the configuration asks for (16, 32)",
+        "lacking": f"{name} is in none of the files",
+    }
+    assert expected[change] in _refusal(other)
+
+
+def _bytes_read(path: str, layout: Layout) -> tuple[int, int]:
+    """Bytes that this rank takes from the files, and bytes of its parameters."""
+    taken: list[int] = []
+    shard = DtensorShardOperation.shard_tensor
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        part = shard(self, *args, **kwargs)
+        taken.append(0 if part is None else part.nbytes)
+        return part
+
+    with unittest.mock.patch.object(DtensorShardOperation, "shard_tensor", counted):
+        model = build_model(path, distributed_config=_distributed(layout), dtype=torch.float32, seed=0)
+    own = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return sum(taken), sum(p.nbytes for p in own)
+
+
+@pytest.mark.parametrize("layout", [{"fsdp_size": 4, "ep_size": 4}, {"fsdp_size": 4, "ep_size": 2}], ids=["ep4", "ep2"])
+def test_a_rank_reads_its_own_part_only(ranks: Ranks, folder: Path, layout: Layout) -> None:
+    found = ranks(_bytes_read, str(folder), layout)
+    assert all(read == own for read, own in found)
+    assert sum(read for read, _ in found) == sum(p.nbytes for p in _build().parameters())
 
 
 # --------------------------------------------------------------------------------------------------------- refusals

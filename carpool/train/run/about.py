@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from rich.filesize import decimal
 
 import carpool
 from carpool.hf import rides
@@ -156,6 +157,10 @@ def say_hello(run: RunState, resume: Path | None) -> None:
     if run.degrees.dp > 1:
         say(f"dense parameters: {run.dense.answer}: {run.dense.why}")
     say(f"data: {info['data']['source']}, {len(run.corpus.train):,} tokens, {len(run.corpus.eval):,} held out")
+    if isinstance(run.source, Path):
+        size = sum(path.stat().st_size for path in run.source.glob("*.safetensors"))
+        rate = decimal(int(size / run.load_seconds))
+        say(f"weights: {decimal(size)} loaded in {run.load_seconds:.1f} s by all ranks together, {rate}/s")
     copies = info["predicted"]["copies_per_token_uniform"]
     say(f"transport {info['transport']['name']}: {info['transport']['why']}")
     say(f"a token visits {copies:.2f} of {run.degrees.ep} ranks, if its experts are chosen uniformly and stay in order")

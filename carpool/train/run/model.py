@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from carpool.hf.build import experts_modules, make_config, read_config
 from carpool.hf.sizes import TOP_K, check_sizes, first_key
@@ -132,6 +135,19 @@ def distributed_config(degrees: Degrees, bf16: bool) -> DistributedConfig:
         ep_implementation="carpool",
         fsdp_mixed_precision=bf16,
     )
+
+
+@contextmanager
+def loading_shown(main: bool) -> Iterator[None]:
+    """Inside, rank 0 of a terminal shows Transformers' progress bar of loading weights."""
+    if not (main and sys.stderr.isatty()):
+        yield
+        return
+    enable_progress_bar()
+    try:
+        yield
+    finally:
+        disable_progress_bar()
 
 
 def top_k_of(model: nn.Module) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,14 @@ from carpool.train.run.estimate import estimate_memory, host_bytes, likely_trans
 from carpool.train.run.files import why_not_writable
 from carpool.train.run.flops import flops_per_token, model_size, peak_flops
 from carpool.train.run.graphs import StepGraphs, why_no_graphs
-from carpool.train.run.model import distributed_config, expert_counts, meta_model, model_source, top_k_of
+from carpool.train.run.model import (
+    distributed_config,
+    expert_counts,
+    loading_shown,
+    meta_model,
+    model_source,
+    top_k_of,
+)
 from carpool.train.run.record import Recorder, check_trackers
 from carpool.train.run.room import most_tokens, transport_options
 from carpool.train.run.schedules import choose_schedule, rides_first
@@ -207,15 +215,19 @@ class Setup(RunState):
 
     def _build_model(self) -> None:
         config, training = self.config, self.config.training
-        self.model = build_model(
-            self.source,
-            distributed_config=distributed_config(self.degrees, self.bf16),
-            dtype=getattr(torch, config.model.dtype or "float32"),
-            seed=training.seed,
-            attn_implementation=config.model.attn_implementation,
-            experts_implementation=config.model.experts_implementation,
-            dense=self.dense.answer,
-        )
+        with loading_shown(self.main):
+            began = time.perf_counter()
+            self.model = build_model(
+                self.source,
+                distributed_config=distributed_config(self.degrees, self.bf16),
+                dtype=getattr(torch, config.model.dtype or "float32"),
+                seed=training.seed,
+                attn_implementation=config.model.attn_implementation,
+                experts_implementation=config.model.experts_implementation,
+                dense=self.dense.answer,
+            )
+            dist.barrier()
+            self.load_seconds = time.perf_counter() - began
         install(self.model)
         if training.freeze == "dense":
             freeze_dense(self.model)

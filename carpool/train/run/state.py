@@ -56,6 +56,7 @@ class RunState:
         hardware: rates for the cost model.
         expert_counts: E of each experts module, by name.
         rides: the layers that ride.
+        load_seconds: until all ranks had the model.
         parameters: what the optimizer and clipping see: this rank's shards, where the model is sharded.
         no_graphs: why steps are not captured as CUDA graphs; None: they are.
         bias: moves the biases of routers; None: nothing does.
@@ -97,6 +98,7 @@ class RunState:
     model: PreTrainedModel
     top_k: int
     bias: BiasBalance | None
+    load_seconds: float
     parameters: list[nn.Parameter]
     no_graphs: str | None
     rides: list[ExpertRides]
