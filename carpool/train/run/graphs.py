@@ -152,6 +152,7 @@ class StepGraphs:
         self._inputs = {name: value.clone() for name, value in batches[0].items()}
         places = dict.fromkeys((number == 0, number == len(batches) - 1) for number in range(len(batches)))
         pool, problem = torch.cuda.graph_pool_handle(), None
+        stream = torch.cuda.current_stream()
         torch.cuda.empty_cache()
         reserved = torch.cuda.memory_reserved(self._sums.device)
         try:
@@ -160,6 +161,8 @@ class StepGraphs:
                 self._capture_one(place, len(batches), pool)
         except Exception as error:
             problem = error
+            # `torch.cuda.graph` does not leave its stream, if the end of a capture fails too.
+            torch.cuda.set_stream(stream)
         failed = torch.tensor([float(problem is not None)], device=self._sums.device)
         if dist.is_initialized():
             dist.all_reduce(failed)
