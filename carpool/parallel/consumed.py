@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from carpool.memory.host_experts import HostExperts
 from carpool.memory.optimizer import AdamW
 from carpool.memory.optimizer.update import local
 from carpool.parallel.clip import add_squares
@@ -45,10 +46,11 @@ class ConsumedGradients:
     Args:
         model: its parameters have been given to the optimizer.
         optimizer: whose `step` is not called any more.
+        away: what keeps experts in host memory.
     """
 
-    def __init__(self, model: nn.Module, optimizer: AdamW) -> None:
-        self.optimizer = optimizer
+    def __init__(self, model: nn.Module, optimizer: AdamW, away: HostExperts | None = None) -> None:
+        self.optimizer, self._away = optimizer, away
         self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         self._waiting: list[torch.Tensor] = []
         self._events: list[Any] = []
@@ -77,7 +79,7 @@ class ConsumedGradients:
         self._squares.zero_()
         self._waiting.clear()
         self.optimizer.begin(self._factor)
-        self._begun = True
+        self._begin(True)
 
     @torch.no_grad()
     def finish(self) -> torch.Tensor:
@@ -93,10 +95,15 @@ class ConsumedGradients:
             torch.cuda.current_stream().wait_event(event)
         self._events.clear()
         self.optimizer.finish(self._factor)
-        self._begun = False
+        self._begin(False)
         if dist.is_initialized():
             dist.all_reduce(self._squares)
         return self._squares.sqrt()
+
+    def _begin(self, begun: bool) -> None:
+        self._begun = begun
+        if self._away is not None:
+            self._away.consuming = begun
 
     @torch.no_grad()
     def _take(self, parameter: torch.Tensor) -> None:
@@ -116,6 +123,8 @@ class ConsumedGradients:
             torch.cuda.current_stream().wait_event(event)
         add_squares(self._waiting, self._squares)
         self.optimizer.update(self._waiting, self._factor)
+        if self._away is not None:
+            self._away.updated(self._waiting)
         for parameter in self._waiting:
             if cuda and parameter.grad is not None:
                 # It may have been made on another stream, which must not get its memory back too early.

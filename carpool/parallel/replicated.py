@@ -35,7 +35,7 @@ kernels, and buckets are reduced in one order, the same on all ranks. Nothing he
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -43,6 +43,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from carpool.memory.host_experts import host_experts
 from carpool.parallel import fsdp
 from carpool.parallel.flat import Bucket, FlatBuffers, Place
 
@@ -142,6 +143,11 @@ class Replicated:
     def shard_parameters(self) -> list[nn.Parameter]:
         """What the optimizer updates of all that it has taken over."""
         return [place.shard for place in self._places]
+
+    @property
+    def expert_shards(self) -> list[nn.Parameter]:
+        """Those of experts, which are in the memory that modules compute with."""
+        return [place.shard for place in self._experts]
 
     def on_expert_gradient(self, take: Callable[[nn.Parameter], None]) -> None:
         """From now on, call `take` with an expert parameter's shard whenever a backward has made its gradient."""
@@ -286,12 +292,15 @@ def replicated(model: nn.Module) -> Replicated | None:
     return found
 
 
-def sharded_parameters(model: nn.Module, write: bool = False) -> AbstractContextManager[None]:
-    """Inside, the parameters of a model are what its optimizer updates: DTensors, where it is sharded at all.
+@contextmanager
+def sharded_parameters(model: nn.Module, write: bool = False) -> Iterator[None]:
+    """Inside, the parameters of a model are what its optimizer updates: DTensors, where it is sharded at all; those of
+    experts that live in host memory are there.
 
     `write`: they are changed inside. All ranks together then."""
-    found = replicated(model)
-    return nullcontext() if found is None else found.shards(write)
+    found, away = replicated(model), host_experts(model)
+    with nullcontext() if found is None else found.shards(write), nullcontext() if away is None else away.shown():
+        yield
 
 
 def _sharded(model: nn.Module) -> list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:

@@ -55,7 +55,9 @@ def test_streaming_and_consuming_change_nothing(
     dense: str,
 ) -> None:
     folders = []
-    for name, overrides in {"kept": [], "consumed": BOTH}.items():
+    # FSDP moves experts by itself.
+    away = [*BOTH, "memory.experts=host"] if dense == "replicate" else BOTH
+    for name, overrides in {"kept": [], "consumed": away}.items():
         folder = tmp_path / name
         settings = [*MODEL, *text, f"parallelism.dense={dense}", *overrides]
         assert ranks(_run_in_small_parts if overrides else run, str(folder), settings) == ["True" * bool(overrides)] * 4
@@ -86,6 +88,26 @@ def test_gradients_that_cannot_be_consumed(overrides: list[str], message: str) -
 def test_experts_that_move_keep_their_state_on_the_device() -> None:
     with pytest.raises(ValueError, match=r"placement.every moves experts with theirs between GPUs"):
         load_config(None, ["training.optimizer_state=host", "placement.every=2"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], "they are trained, and their gradients would be on the device all together"),
+        (["training.gradients=consumed", "parallelism.dense=fsdp"], "FSDP shards or casts these experts"),
+        (["training.gradients=consumed", "training.bf16=true", "model.dtype=float32"], "stored in torch.float32"),
+    ],
+)
+def test_experts_that_cannot_be_away(
+    ranks: Ranks,
+    text: list[str],  # noqa: F811
+    tmp_path: Path,
+    overrides: list[str],
+    message: str,
+) -> None:
+    found = ranks(run, str(tmp_path / "run"), [*MODEL, *text, "memory.experts=host", *overrides])
+    assert len(set(found)) == 1 and message in found[0]
+    assert not (tmp_path / "run").exists()
 
 
 def _short(output: str, overrides: list[str]) -> str:

@@ -1,4 +1,4 @@
-"""The section [memory]: what is kept for the backward, and where."""
+"""The section [memory]: what is kept for the backward, and where; where experts are."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from carpool.train.config.schema_base import Section
 
 
 class MemorySection(Section):
-    """What is kept for the backward, item by item. Every policy gives the same bits."""
+    """What is kept for the backward, item by item, and where experts are. Every policy gives the same bits."""
 
     rows: Literal["keep", "resend", "offload"] = Field(
         default="keep",
@@ -23,6 +23,12 @@ class MemorySection(Section):
         default="keep",
         description="The pre-activations of grouped experts, one for each choice of a token. recompute: the backward "
         "computes them again from the rows, one more matrix product. keep, offload: as for rows.",
+    )
+
+    experts: Literal["device", "host"] = Field(
+        default="device",
+        description="host: experts' parameters are in host memory, and come to the GPU layer by layer, ahead of use, "
+        'in forward and backward. To train them takes training.gradients = "consumed".',
     )
 
     @property

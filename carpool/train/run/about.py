@@ -183,6 +183,8 @@ def say_hello(run: RunState, resume: Path | None) -> None:
         where = ", in host memory" if optimizer["state"] == "host" else ""
         when = "; gradients are consumed in the backward" if run.consumed is not None else ""
         say(f"optimizer {optimizer['name']}: {masters}moments in {optimizer['moments']}{where}{when}")
+    if run.away is not None:
+        say("experts are in host memory, and come to the device layer by layer")
     if run.layout_source != "contiguous":
         say(f"layout: {info['layout']['kind']}, {info['layout']['replicas']} replicas, from {run.layout_source}")
     if run.placement.on:

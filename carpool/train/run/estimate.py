@@ -133,8 +133,10 @@ def estimate_memory(
     rides = int(4 * rows * hidden * computed)
     if buffers := way.buffer_bytes(transport_options(config, degrees, transport), degrees.ep, hidden, computed, top_k):
         rides = buffers
+    # Of experts in host memory, three layers' are here at most.
+    stored_own = own if config.memory.experts == "device" else dense_own + min(experts_own, 3 * layer_experts)
     memory = {
-        "parameters": own * stored + gathered + whole * computed,
+        "parameters": stored_own * stored + gathered + whole * computed,
         "gradients": kept_gradients * stored + layer_experts * computed + whole * reduced,
         "optimizer": state if config.training.optimizer_state == "device" else min(state, 2 * TILE_BYTES),
         "activations": activations,
@@ -160,11 +162,15 @@ def policies_of(config: Config) -> dict[str, str]:
 
 
 def host_bytes(size: ModelSize, degrees: Degrees, config: Config) -> int:
-    """What a rank keeps in host memory."""
-    if config.training.optimizer_state == "device":
-        return 0
+    """What a rank keeps in host memory, but for activations."""
     dense_own = math.ceil((size.total - size.experts) / degrees.dense_shards)
-    return int((dense_own + math.ceil(size.experts / degrees.expert_shards)) * state_bytes(config))
+    experts_own = math.ceil(size.experts / degrees.expert_shards)
+    found = 0.0
+    if config.training.optimizer_state == "host":
+        found += (dense_own + experts_own) * state_bytes(config)
+    if config.memory.experts == "host":
+        found += experts_own * STORED[config.model.dtype or "float32"]
+    return int(found)
 
 
 def state_bytes(config: Config) -> float:

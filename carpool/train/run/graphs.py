@@ -58,6 +58,8 @@ def why_no_graphs(config: Config, model: nn.Module, layers: Sequence[ExpertRides
         return "experts move or have copies"
     if config.memory.kept.offloads:
         return "what layers keep goes to host memory"
+    if config.memory.experts == "host":
+        return "experts come from host memory"
     if config.training.gradients == "consumed":
         return "gradients are consumed in the backward"
     if config.training.gradient_checkpointing:

@@ -29,10 +29,7 @@ from carpool.hf.limit import limit_routing
 from carpool.hf.metrics import RideMetrics
 from carpool.hf.names import name_layers
 from carpool.hf.shared import compute_shared_beside
-from carpool.memory.host import check_host_memory
-from carpool.memory.optimizer import AdamW
 from carpool.memory.recompute import keep_rides
-from carpool.parallel.consumed import ConsumedGradients
 from carpool.parallel.replicated import sharded_parameters
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.ranks import from_rank_0, gather
@@ -52,7 +49,7 @@ from carpool.train.run.about import say_hello, write_files, write_run
 from carpool.train.run.dense import choose_dense, rank_memory
 from carpool.train.run.display import Display
 from carpool.train.run.environment import peak_memory
-from carpool.train.run.estimate import estimate_memory, host_bytes, likely_transport
+from carpool.train.run.estimate import estimate_memory, likely_transport
 from carpool.train.run.files import why_not_writable
 from carpool.train.run.flops import flops_per_token, model_size, peak_flops
 from carpool.train.run.graphs import StepGraphs, why_no_graphs
@@ -70,6 +67,7 @@ from carpool.train.run.schedules import choose_schedule, rides_first
 from carpool.train.run.stages import choose_stages
 from carpool.train.run.state import RunState
 from carpool.train.run.step import Objective, make_optimizer
+from carpool.train.run.tiers import check_host_memory_of_ranks, make_tiers
 from carpool.train.run.topology import find_machine, ranks_of
 from carpool.train.run.transports import choose_way
 from carpool.transport import TransportOptions, check_transport
@@ -159,23 +157,10 @@ class Setup(RunState):
             estimate_memory, self.size, self.degrees, config, blueprint, experts, self.bf16, transport, cuda
         )
         memory = rank_memory(cuda, self.world)
-        self._check_host_memory()
+        check_host_memory_of_ranks(self)
         self.dense = choose_dense(
             config, self.degrees, lambda dense: predict(dense)["total"], memory, self._folders(resume)
         )
-
-    def _check_host_memory(self) -> None:
-        """Raise ValueError, on all ranks, if a machine has not the host memory that its ranks will keep."""
-        needed = host_bytes(self.size, self.degrees, self.config)
-        problem = None
-        if needed:
-            try:
-                ranks = int(os.environ.get("LOCAL_WORLD_SIZE", self.world))
-                check_host_memory(needed, 'training.optimizer_state = "host": the state', ranks)
-            except ValueError as error:
-                problem = f"rank {self.rank}: {error}"
-        if found := [text for text in gather(problem) if text]:
-            raise ValueError(found[0])
 
     def _folders(self, resume: Path | None) -> list[Path]:
         """Run directories whose records count."""
@@ -316,21 +301,7 @@ class Setup(RunState):
         with sharded_parameters(self.model):
             self.parameters = list(self.model.parameters())
             self.optimizer = make_optimizer(self.model, training)
-        self.consumed = None
-        if training.gradients == "consumed":
-            assert isinstance(self.optimizer, AdamW)
-            if self.objective.two_batch is not None or any(not own.layout.slot_is_home for own in self.rides):
-                raise ValueError(
-                    'training.gradients = "consumed" uses each gradient once it is there, but two batches at a time '
-                    "(moe.schedule) and replicas of experts (moe.layout) add several to one: choose another schedule "
-                    'or layout, or keep gradients (training.gradients = "kept")'
-                )
-            self.consumed = ConsumedGradients(self.model, self.optimizer)
-        if training.optimizer_state == "host" and not is_logical(self.model):
-            raise ValueError(
-                'training.optimizer_state = "host" cannot be used with experts in another order (moe.layout): their '
-                'state in checkpoints would travel between GPUs. Use moe.layout="contiguous"'
-            )
+        self.consumed, self.away = make_tiers(self)
         self.metrics = RideMetrics(self.model)
         self._set_graphs()
         # Drop-out and the like differ between ranks with different data, and only between them.

@@ -21,6 +21,7 @@ from carpool.hf.expert_parallel import ExpertRides, buffers_of_rides
 from carpool.hf.layouts import slots_kept
 from carpool.hf.metrics import RideMetrics
 from carpool.layout.topology import Topology
+from carpool.memory.host_experts import HostExperts
 from carpool.parallel.consumed import ConsumedGradients
 from carpool.parallel.degrees import Degrees
 from carpool.planner.chosen import Chosen
@@ -67,6 +68,7 @@ class RunState:
         layout_source: what says where experts live at the start.
         step, start, saved_at, last_step: now, at the start, of the newest checkpoint, at the end.
         consumed: uses gradients in the backward; None: they are kept until the optimizer's step.
+        away: keeps experts in host memory; None: they are on the device.
         totals, losses: of the whole run, resumed parts included.
         flops, peak, peak_source: operations per token; the device's peak and where that number is from.
         unwritten: what could not be written so far, by name.
@@ -115,6 +117,7 @@ class RunState:
     objective: Objective
     optimizer: torch.optim.Optimizer
     consumed: ConsumedGradients | None
+    away: HostExperts | None
     metrics: RideMetrics
     placement: Placement
     step: int

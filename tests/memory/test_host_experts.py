@@ -1,0 +1,139 @@
+"""Experts in host memory: the bits of experts on the device, two layers of them at a time, and honest bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from carpool.hf import install
+from carpool.hf.build import build_model, make_config
+from carpool.hf.expert_parallel import rides
+from carpool.hf.host_experts import keep_experts_in_host_memory
+from carpool.memory.host_experts import HostExperts, host_experts
+from carpool.memory.optimizer import AdamW
+from carpool.parallel.consumed import ConsumedGradients
+from carpool.parallel.replicated import sharded_parameters
+
+LAYERS = 4
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "vocab_size": 50,
+}
+
+
+class Watched(HostExperts):
+    """Counts the layers that are on the device."""
+
+    most = 0
+
+    def _fetch(self, number: int) -> None:
+        super()._fetch(number)
+        held = sum(bool(layer.weights[0].device.untyped_storage().nbytes()) for layer in self._layers)
+        assert [layer.here for layer in self._layers].count(True) == held
+        self.most = max(self.most, held)
+
+
+def model_of(checkpointing: bool = False) -> Any:
+    model = build_model(make_config("olmoe", SIZES), distributed_config=None, dtype=torch.bfloat16, seed=0)
+    install(model)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def batch(step: int) -> torch.Tensor:
+    return torch.randint(0, 50, (2, 9), generator=torch.Generator().manual_seed(step))
+
+
+def loss_of(model: Any, step: int) -> torch.Tensor:
+    found: torch.Tensor = model(input_ids=batch(step), labels=batch(step)).loss
+    return found
+
+
+def values(model: Any) -> dict[str, torch.Tensor]:
+    with sharded_parameters(model):
+        return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_training_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, checkpointing: bool) -> None:
+    monkeypatch.setattr("carpool.hf.host_experts.HostExperts", Watched)
+    monkeypatch.setattr("carpool.parallel.consumed.LEAST_ELEMENTS", 1)
+    ended = []
+    for host in (False, True):
+        model = model_of(checkpointing)
+        optimizer = AdamW(model.parameters(), lr=1e-2, offload=host)
+        away = keep_experts_in_host_memory(model) if host else None
+        consumed = ConsumedGradients(model, optimizer, away)
+        losses = []
+        for step in range(3):
+            loss = loss_of(model, step)
+            consumed.begin(torch.isfinite(loss))
+            loss.backward()
+            consumed.finish()
+            losses.append(loss.item())
+        with torch.no_grad():
+            losses.append(loss_of(model, 9).item())
+        ended.append((losses, values(model)))
+    assert ended[0][0] == ended[1][0]
+    assert all(torch.equal(value, ended[1][1][name]) for name, value in ended[0][1].items())
+    assert isinstance(away, Watched) and away.most == 2
+    # Of three steps and an evaluation: each layer in twice, but the last one, and the first one, once; out once.
+    layer = sum(p.numel() * 2 for p in next(iter(rides(model).values())).experts.parameters())
+    assert away.bytes_out == 3 * LAYERS * layer
+    first, others, evaluation = (LAYERS + LAYERS - 1) * layer, 2 * (2 * LAYERS - 2) * layer, (LAYERS - 1) * layer
+    assert away.bytes_in == first + others + evaluation
+
+
+def test_other_backwards_leave_gradients_and_free_experts() -> None:
+    right, model = model_of(), model_of()
+    loss_of(right, 0).backward()
+    away = keep_experts_in_host_memory(model)
+    loss_of(model, 0).backward()
+    for (name, p), q in zip(model.named_parameters(), right.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad), name
+    assert [layer.here for layer in away._layers] == [True] + [False] * (LAYERS - 1)
+
+
+def test_values_can_be_read_and_changed() -> None:
+    right, model = model_of(), model_of()
+    away = keep_experts_in_host_memory(model)
+    assert host_experts(model) is away
+    before = {name: p.detach().clone() for name, p in right.named_parameters()}
+    shown = values(model)
+    assert all(torch.equal(shown[name], value) for name, value in before.items())
+    loss_of(model, 0).backward()
+    model.zero_grad()
+    for changed in (right, model):
+        with sharded_parameters(changed, write=True), sharded_parameters(changed), torch.no_grad():
+            for p in changed.parameters():
+                p.mul_(1.5)
+    with torch.no_grad():
+        assert torch.equal(loss_of(model, 1), loss_of(right, 1))
+
+
+def test_a_generation_brings_each_layer_in_once_a_token() -> None:
+    right, model = model_of(), model_of()
+    away = keep_experts_in_host_memory(model)
+    with torch.no_grad():
+        first = model.eval().generate(batch(0)[:1], max_new_tokens=5, do_sample=False, pad_token_id=0)
+        other = right.eval().generate(batch(0)[:1], max_new_tokens=5, do_sample=False, pad_token_id=0)
+    assert torch.equal(first, other)
+    layer = sum(p.numel() * 2 for p in next(iter(rides(model).values())).experts.parameters())
+    assert away.bytes_in == 5 * LAYERS * layer and away.bytes_out == 0
+
+
+def test_experts_that_share_memory_are_refused() -> None:
+    model = model_of()
+    first, second = list(rides(model).values())[:2]
+    second.experts.down_proj = first.experts.down_proj
+    with pytest.raises(ValueError, match=r"experts of two layers share memory"):
+        keep_experts_in_host_memory(model)
