@@ -49,27 +49,34 @@ def now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def publish(result: Result, name: str, show: Callable[[Result], None], plot: str) -> None:
+def publish(result: Result, name: str, show: Callable[[Result], None], plot: str | None) -> None:
     """Write the files into the folder of the settings, and print the table; with `json_only` the JSON alone.
 
     Args:
-        plot: "module:function" that writes the figure, imported only now, because it needs matplotlib.
+        plot: "module:function" that writes the figure, imported only now, because it needs matplotlib. None: there is
+            no figure.
     """
     folder, json_only = Path(result.settings["out"]), result.settings["json_only"]
     written = [folder / f"{name}.json"]
     written[0].write_text(json.dumps(asdict(result), indent=1) + "\n")
     if not json_only:
-        try:
-            module, _, function = plot.partition(":")
-            getattr(importlib.import_module(module), function)(result, folder / f"{name}.png")
-        except ImportError as error:
-            if (error.name or "").split(".")[0] != "matplotlib":
-                raise
-            print("no figure: it needs matplotlib (pip install matplotlib)")
-        else:
+        if plot is not None and _draw(result, plot, folder / f"{name}.png"):
             written.append(folder / f"{name}.png")
         show(result)
     print("wrote " + ", ".join(map(str, written)), flush=True)
+
+
+def _draw(result: Result, plot: str, path: Path) -> bool:
+    """Write the figure; False, and it is said, where matplotlib is missing."""
+    module, _, function = plot.partition(":")
+    try:
+        getattr(importlib.import_module(module), function)(result, path)
+    except ImportError as error:
+        if (error.name or "").split(".")[0] != "matplotlib":
+            raise
+        print("no figure: it needs matplotlib (pip install matplotlib)")
+        return False
+    return True
 
 
 def print_table(console: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -1,4 +1,4 @@
-"""`carpool bench`: transport, experts, layer, model."""
+"""`carpool bench`: transport, experts, layer, model, generate."""
 
 from __future__ import annotations
 
@@ -243,6 +243,50 @@ def bench_model(
         require(TRAIN_PACKAGES)
         from carpool.bench.model.run import benchmark
         from carpool.bench.model.settings import Settings
+
+        settings = fill(Settings, given)
+        benchmark(settings, debug=debug, command=command())
+
+
+@bench.command("generate")
+def bench_generate(
+    model: Annotated[
+        str, typer.Option("--model", help="qwen3-30b-a3b, olmoe-1b-7b or another published one, or a config.json.")
+    ],
+    layers: Annotated[int | None, typer.Option("--layers", help="Only the first of its layers.")] = None,
+    ranks: Ranks = None,
+    batch: Annotated[
+        int | None, typer.Option("--batch", min=1, help="Prompts of a rank. Default: 64 on GPUs, 4 on a CPU.")
+    ] = None,
+    prompt: Annotated[
+        int | None, typer.Option("--prompt", min=1, help="Tokens of a prompt. Default: 256 on GPUs, 32 on a CPU.")
+    ] = None,
+    new_tokens: Annotated[int, typer.Option("--new-tokens", help="Tokens to add to each prompt.")] = 32,
+    routing: Annotated[
+        str,
+        typer.Option("--routing", help="balanced (choices are forced) or learned (routers of random weights choose)."),
+    ] = "balanced",
+    contenders: Annotated[
+        str, typer.Option("--contenders", metavar="NAME,...", help="Some of carpool, carpool-eager, transformers.")
+    ] = "carpool,carpool-eager,transformers",
+    dtype: Annotated[str | None, typer.Option("--dtype", help="Default: bfloat16 on GPUs, float32 on a CPU.")] = None,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds, in which contenders take turns.")] = 3,
+    seed: Seed = 0,
+    device: Device = "auto",
+    out: Annotated[Path, typer.Option("--out", help="Folder for generate.json, which is overwritten.")] = Path(
+        "runs/bench/generate"
+    ),
+    json_only: JsonOnly = False,
+    debug: RanksDebug = False,
+) -> None:
+    """Time prefill and decoding of a real configuration with random weights, beside Transformers' generate.
+
+    It starts the ranks itself, unless torchrun or Slurm started it.
+    """
+    given = locals()
+    with errors(debug):
+        require(TRAIN_PACKAGES)
+        from carpool.bench.generate import Settings, benchmark
 
         settings = fill(Settings, given)
         benchmark(settings, debug=debug, command=command())

@@ -153,8 +153,13 @@ def _tensors(given: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def _capture(forward: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-    graph = torch.cuda.CUDAGraph()
-    # Other threads (NCCL's watchdog) may look at events meanwhile.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        output = forward()
+    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    try:
+        # Other threads (NCCL's watchdog) may look at events meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            output = forward()
+    except RuntimeError:
+        # It does not leave its stream, if the end of a capture fails too.
+        torch.cuda.set_stream(stream)
+        raise
     return graph.replay, output

@@ -97,25 +97,38 @@ def open_model(source: Source, *, dtype: str | None = None, max_tokens: int, cac
         ValueError: weights that do not fit the configuration, ranks that do not divide the experts, or too little
             memory, which is told before anything is read.
     """
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
     kind = source.dtype if dtype is None else getattr(torch, dtype)
-    check_room(source.build, kind, ranks, max_tokens, cached_tokens)
+    check_room(source.build, kind, _ranks(), max_tokens, cached_tokens)
+    kwargs = {}
+    if source.run is not None:
+        kwargs["attn_implementation"] = source.run.model.attn_implementation
+        kwargs["experts_implementation"] = source.run.model.experts_implementation
+    model = spread_model(source.build, kind, max_tokens, **kwargs)
+    if source.checkpoint is not None:
+        load(source.checkpoint, model, restore_rng=False)
+    return model
+
+
+def spread_model(
+    build: Path | PreTrainedConfig, dtype: torch.dtype, max_tokens: int, **implementations: str | None
+) -> PreTrainedModel:
+    """A model for inference: dense parameters whole on each rank, experts spread over all. All ranks together.
+
+    Args:
+        build: as `carpool.hf.build.build_model`; a configuration gets random weights.
+        max_tokens: the most tokens that a rank has in a forward.
+        implementations: as `build_model`."""
+    ranks = _ranks()
     spread = DistributedConfig(fsdp_size=ranks, ep_size=ranks, ep_implementation="carpool") if ranks > 1 else None
-    of_run = source.run.model if source.run is not None else None
-    model = build_model(
-        source.build,
-        distributed_config=spread,
-        dtype=kind,
-        seed=0,
-        attn_implementation=of_run.attn_implementation if of_run else None,
-        experts_implementation=of_run.experts_implementation if of_run else None,
-        dense="replicate" if ranks > 1 else "fsdp",
-    )
+    dense = "replicate" if ranks > 1 else "fsdp"
+    model = build_model(build, distributed_config=spread, dtype=dtype, seed=0, dense=dense, **implementations)
     install(model)
     model.requires_grad_(False)
     if ranks > 1:
         replicate_dense(model, bfloat16=False)
-    if source.checkpoint is not None:
-        load(source.checkpoint, model, restore_rng=False)
     set_transport(model, "auto", max_tokens=max_tokens)
     return model.eval()
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1

@@ -47,7 +47,7 @@ def test_only_commands_that_exist_are_offered():
         assert re.search(rf"\b{name}\b", shown)
         assert carpool_command(name, "--help").exit_code == 0
     measured = {command.name for command in cli.bench.registered_commands}
-    assert measured == {"transport", "experts", "layer", "model"}
+    assert measured == {"transport", "experts", "layer", "model", "generate"}
     recipes = {command.name for command in cli.recipes.registered_commands}
     assert recipes == {"list", "show", "compare"}
     for group, names in (("bench", measured), ("recipes", recipes)):

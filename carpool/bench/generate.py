@@ -1,0 +1,252 @@
+"""`carpool bench generate`: how fast a model reads prompts and writes tokens, over the ranks of a machine.
+
+    carpool         dense parameters whole on each rank, experts spread (`carpool.serve`), and decode steps in a CUDA
+                    graph where that is possible
+    carpool-eager   the same without graphs
+    transformers    Transformers' own `generate`: over ranks its expert parallelism (`all_to_all`) and FSDP2 for dense
+                    parameters; on one rank the plain model, with its own experts
+
+All read the same random prompts, and choose greedily, as many tokens as were asked for. Rounds begin with all ranks
+together, and contenders take turns. Prefill is the time to the first token of each sequence, decoding the time for the
+others; the slowest rank counts.
+
+Files: DIR/generate.json, every round and where it ran.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.distributed import DistributedConfig
+from transformers.utils.logging import disable_progress_bar
+
+from carpool.bench.model.routing import route
+from carpool.bench.options import DTYPES, one_of
+from carpool.bench.ranks import rank_device, start_ranks
+from carpool.bench.results import Result, now, print_table, publish, terminal
+from carpool.bench.timing import rounds
+from carpool.hf.build import build_model
+from carpool.hf.decode_graph import DecodeGraphs
+from carpool.hf.generation import Generated, Sampling, generate
+from carpool.hf.sizes import TOP_K, first_key
+from carpool.serve.source import spread_model
+from carpool.train.config import Config
+from carpool.train.config.published import read_keys
+from carpool.train.run.model import expert_counts, meta_model, model_config
+
+CONTENDERS = ("carpool", "carpool-eager", "transformers")
+WARMUP = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """See the options of the command. `batch` and `prompt`: None: 64 and 256 on GPUs, 4 and 32 on a CPU.
+
+    Raises:
+        ValueError: a model or contender that is not known, or a number that cannot be."""
+
+    model: str
+    layers: int | None = None
+    ranks: int | None = None
+    device: str = "auto"
+    batch: int | None = None
+    prompt: int | None = None
+    new_tokens: int = 32
+    routing: str = "balanced"
+    contenders: tuple[str, ...] = CONTENDERS
+    dtype: str | None = None
+    rounds: int = 3
+    seed: int = 0
+    out: str = ""
+    json_only: bool = False
+
+    def __post_init__(self) -> None:
+        one_of("--device", self.device, ("auto", "cpu", "cuda"))
+        one_of("--routing", self.routing, ("balanced", "learned"))
+        for name in self.contenders:
+            one_of("--contenders", name, CONTENDERS)
+        if not self.contenders:
+            raise ValueError(f"--contenders is empty; name some of {', '.join(CONTENDERS)}")
+        if self.dtype is not None:
+            one_of("--dtype", self.dtype, DTYPES)
+        if self.new_tokens < 2:
+            raise ValueError(f"--new-tokens {self.new_tokens} must be at least 2: the first is of the prefill")
+        read_keys(self.model)
+
+    def resolve(self, *, cuda: bool, num_ranks: int) -> Settings:
+        return replace(
+            self,
+            ranks=num_ranks,
+            device="cuda" if cuda else "cpu",
+            batch=self.batch or (64 if cuda else 4),
+            prompt=self.prompt or (256 if cuda else 32),
+            dtype=self.dtype or ("bfloat16" if cuda else "float32"),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Settings:
+        """What `to_json` gave."""
+        return cls(**{**values, "contenders": tuple(values["contenders"])})
+
+
+@dataclass
+class Row:
+    """A contender.
+
+    Attributes:
+        decoding: "CUDA graph", or "eager" and why.
+        prefill_ms, decode_ms: of each round; a decode step is one of all sequences.
+        same_tokens: the share of all tokens that are the first contender's."""
+
+    label: str
+    decoding: str = ""
+    prefill_ms: list[float] = field(default_factory=list)
+    decode_ms: list[float] = field(default_factory=list)
+    same_tokens: float = 1.0
+
+
+@dataclass
+class Case:
+    """The sizes, of a rank and at all, and the rows."""
+
+    architecture: str
+    parameters: int
+    num_ranks: int
+    batch: int
+    prompt: int
+    new_tokens: int
+    rows: list[Row]
+
+    def prefill_rate(self, row: Row) -> float:
+        """Tokens of all ranks per second, at the median."""
+        return 1e3 * self.num_ranks * self.batch * self.prompt / statistics.median(row.prefill_ms)
+
+    def decode_rate(self, row: Row) -> float:
+        """The same of decoding."""
+        return 1e3 * self.num_ranks * self.batch / statistics.median(row.decode_ms)
+
+
+def benchmark(settings: Settings, *, debug: bool = False, command: str = "carpool bench generate") -> None:
+    """Start the ranks (or be one, under torchrun or Slurm), measure, and show and write the results.
+
+    Raises:
+        ValueError: settings that do not fit this machine.
+        OSError: the folder cannot be written.
+        carpool.train.launch.failure.RankFailure: a rank failed.
+    """
+    start_ranks(settings, "carpool.bench.generate:measure", debug=debug, command=command)
+
+
+def measure(config: Config, settings: dict[str, Any], command: str) -> None:
+    """One rank's part of the benchmark; the process group is there."""
+    disable_progress_bar()
+    started, device = now(), rank_device()
+    case = _measure(Settings.from_json(settings), device)
+    if dist.get_rank() == 0:
+        publish(Result.of(started, command, settings, device, dist.get_world_size(), [case]), "generate", show, None)
+
+
+def _measure(settings: Settings, device: torch.device) -> Case:
+    assert settings.batch is not None and settings.prompt is not None and settings.dtype is not None
+    keys: dict[str, Any] = {"from": settings.model}
+    if settings.layers is not None:
+        keys["num_hidden_layers"] = settings.layers
+    config = model_config(keys)
+    blueprint = meta_model(config)
+    counts = expert_counts(blueprint)
+    text: Any = config.get_text_config()
+    generator = torch.Generator().manual_seed(settings.seed + dist.get_rank())
+    prompts = torch.randint(text.vocab_size, (settings.batch, settings.prompt), generator=generator).tolist()
+    tokens = settings.batch * settings.prompt
+    top_k = int(getattr(text, first_key(text, TOP_K) or ""))
+    case = Case(
+        type(blueprint).__name__,
+        sum(parameter.numel() for parameter in blueprint.parameters()),
+        dist.get_world_size(),
+        settings.batch,
+        settings.prompt,
+        settings.new_tokens,
+        [Row(name) for name in settings.contenders],
+    )
+    models: dict[str, PreTrainedModel] = {}
+    run: dict[str, Callable[[], Generated]] = {}
+    graphs: dict[str, DecodeGraphs | None] = {}
+    for name in settings.contenders:
+        # Eagerly and in a graph: one model.
+        kind = name.partition("-")[0]
+        if kind not in models:
+            models[kind] = _build(kind, config, getattr(torch, settings.dtype), tokens)
+            route(models[kind], counts, top_k, tokens, settings.routing, dist.get_rank(), dist.get_world_size())
+        graphs[name] = DecodeGraphs() if name == "carpool" else None
+        run[name] = _run(models[kind], prompts, Sampling(max_new_tokens=settings.new_tokens), graphs[name])
+    first: list[list[int]] = []
+    for number, order in rounds(case.rows, settings.rounds, WARMUP):
+        for row in order:
+            made = run[row.label]()
+            slowest = torch.tensor([made.prefill_seconds, made.decode_seconds], dtype=torch.float64, device=device)
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+            if number >= 0:
+                row.prefill_ms.append(1e3 * slowest[0].item())
+                row.decode_ms.append(1e3 * slowest[1].item() / (settings.new_tokens - 1))
+            first = first or made.tokens
+            row.same_tokens = _share_of_equal(made.tokens, first, device)
+    for row in case.rows:
+        own = graphs[row.label]
+        row.decoding = "eager" if own is None else "CUDA graph" if own.why_not is None else f"eager: {own.why_not}"
+    return case
+
+
+def _build(kind: str, config: PreTrainedConfig, dtype: torch.dtype, tokens: int) -> PreTrainedModel:
+    if kind == "carpool":
+        return spread_model(config, dtype, tokens)
+    ranks = dist.get_world_size()
+    spread = DistributedConfig(fsdp_size=ranks, ep_size=ranks, ep_implementation="all_to_all") if ranks > 1 else None
+    return build_model(config, distributed_config=spread, dtype=dtype, seed=0).eval()
+
+
+def _run(
+    model: PreTrainedModel, prompts: list[list[int]], sampling: Sampling, graphs: DecodeGraphs | None
+) -> Callable[[], Generated]:
+    return lambda: generate(model, prompts, sampling, end=(), graphs=graphs)
+
+
+def _share_of_equal(tokens: list[list[int]], others: list[list[int]], device: torch.device) -> float:
+    """Over all ranks."""
+    same = torch.tensor(tokens) == torch.tensor(others)
+    counts = torch.tensor([int(same.sum()), same.numel()], dtype=torch.float64, device=device)
+    dist.all_reduce(counts)
+    return float(counts[0] / counts[1])
+
+
+def show(result: Result) -> None:
+    """The table."""
+    console: Console = terminal(140)
+    for case in result.cases:
+        title = (
+            f"{case.architecture}, {case.parameters / 1e9:.2f} B parameters, {case.num_ranks} ranks, each "
+            f"{case.batch} prompts of {case.prompt} tokens, {case.new_tokens} new tokens; {result.where}"
+        )
+        headings = ("", "prefill ms", "tokens/s", "decode step ms", "tokens/s", "same tokens", "decode steps")
+        cells = [
+            (
+                row.label,
+                f"{statistics.median(row.prefill_ms):,.1f}",
+                f"{case.prefill_rate(row):,.0f}",
+                f"{statistics.median(row.decode_ms):,.2f}",
+                f"{case.decode_rate(row):,.0f}",
+                f"{100 * row.same_tokens:.1f} %",
+                row.decoding,
+            )
+            for row in case.rows
+        ]
+        print_table(console, title, headings, cells)

@@ -1,0 +1,60 @@
+"""`carpool bench generate` on gloo ranks: all contenders make the same tokens, and all are timed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from carpool import cli
+from carpool.bench import generate
+from carpool.train.config import load_config
+from tests.hf.meshes import reuse_meshes
+from tests.hf.tiny_models import discover, tiny_config
+from tests.ranks import Ranks
+
+
+def _measure(folder: str) -> None:
+    reuse_meshes()
+    settings = generate.Settings(
+        model=f"{folder}/config.json", batch=3, prompt=5, new_tokens=4, rounds=2, out=folder
+    ).resolve(cuda=False, num_ranks=4)
+    generate.measure(load_config(None, []), json.loads(json.dumps(settings.to_json())), "carpool bench generate")
+
+
+def test_all_contenders_make_the_same_tokens(ranks: Ranks, tmp_path: Path) -> None:
+    tiny_config(discover()["qwen3_moe"]).save_pretrained(tmp_path)
+    ranks(_measure, str(tmp_path))
+    (case,) = json.loads((tmp_path / "generate.json").read_text())["cases"]
+    assert (case["num_ranks"], case["batch"], case["prompt"], case["new_tokens"]) == (4, 3, 5, 4)
+    rows: dict[str, Any] = {row["label"]: row for row in case["rows"]}
+    assert list(rows) == list(generate.CONTENDERS)
+    for row in rows.values():
+        assert row["same_tokens"] == 1.0
+        assert len(row["prefill_ms"]) == len(row["decode_ms"]) == 2 and min(row["prefill_ms"] + row["decode_ms"]) > 0
+    assert rows["carpool"]["decoding"] == "eager: there is no GPU"
+
+
+def test_rates_are_of_all_ranks() -> None:
+    row = generate.Row("carpool", "eager", [50.0, 100.0, 200.0], [2.0, 4.0, 8.0])
+    case = generate.Case("A", 1, 4, 8, 16, 3, [row])
+    assert case.prefill_rate(row) == 4 * 8 * 16 / 0.1
+    assert case.decode_rate(row) == 4 * 8 / 0.004
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--contenders", "carpol"], "did you mean carpool?"),
+        (["--new-tokens", "1"], "must be at least 2"),
+        (["--routing", "random"], "use balanced or learned"),
+        (["--dtype", "int8"], "use bfloat16, float16 or float32"),
+    ],
+)
+def test_bad_input(arguments: list[str], says: str) -> None:
+    command = ["bench", "generate", "--model", "olmoe-1b-7b", *arguments]
+    result = CliRunner(env={"COLUMNS": "1000"}).invoke(cli.app, command)
+    assert result.exit_code == 1 and says in result.stderr

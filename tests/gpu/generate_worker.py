@@ -1,0 +1,52 @@
+"""One rank of the tests of generation on GPUs: `python -m tests.gpu.generate_worker MODE FOLDER`, under torchrun."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from carpool.hf.decode_graph import DecodeGraphs
+from carpool.hf.generation import Sampling, generate
+from carpool.serve.generate import answer
+from carpool.serve.source import find_source, open_model
+from tests.gpu.ranks import run_mode
+from tests.serve.checkpoints import greedy, save
+
+LENGTHS = (5, 1, 11, 3, 8, 2)
+COUNT = 12
+
+
+def prompts() -> list[list[int]]:
+    """Six, of other lengths."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 96, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+def over_ranks(folder: str) -> tuple[bool, str]:
+    """Twice as many prompts as fit into a round and twice the same, so that caches and graphs are used again."""
+    source = find_source(Path(folder))
+    source.text.end = (2,)
+    model = open_model(source, dtype="float32", max_tokens=64)
+    graphs, sampling = DecodeGraphs(), Sampling(max_new_tokens=COUNT)
+    own = {way: answer(model, source.text, prompts(), sampling, batch_size=1, graphs=way)[0] for way in (graphs, None)}
+    again = answer(model, source.text, prompts(), sampling, batch_size=1, graphs=graphs)[0]
+    right = own[graphs] == own[None] == again and graphs.why_not is None
+    return right, f"graphs: {graphs.why_not or 'yes'}; {own[graphs]}"
+
+
+def one_gpu(folder: str) -> tuple[bool, str]:
+    """Three batches of two sizes, in graphs, against Transformers on the CPU."""
+    plain = save(Path(folder), "qwen3_moe")
+    want = [greedy(plain, prompt, COUNT) for prompt in prompts()]
+    model = open_model(find_source(Path(folder)), dtype="float32", max_tokens=64)
+    graphs, sampling = DecodeGraphs(), Sampling(max_new_tokens=COUNT)
+    batches = (slice(0, 3), slice(3, 6), slice(0, 2))
+    right = all(
+        generate(model, prompts()[batch], sampling, end=(2,), graphs=graphs).tokens == want[batch] for batch in batches
+    )
+    return right and graphs.why_not is None, f"graphs: {graphs.why_not or 'yes'}"
+
+
+if __name__ == "__main__":
+    run_mode({"over_ranks": over_ranks})

@@ -1,0 +1,27 @@
+"""Decode steps in CUDA graphs: the same tokens as eagerly, on one GPU and over ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.generate_worker import one_gpu
+from tests.gpu.ranks import RANKS, needs, torchrun
+from tests.serve.checkpoints import save
+
+pytestmark = pytest.mark.gpu
+
+
+def test_on_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products in full float32, or another way to sum may choose another token."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    right, text = one_gpu(str(tmp_path))
+    assert right, text
+
+
+@needs(2)
+def test_over_ranks(tmp_path: Path) -> None:
+    save(tmp_path, "qwen3_moe")
+    assert "graphs: yes" in torchrun(RANKS, "tests.gpu.generate_worker", "over_ranks", str(tmp_path), seconds=240)
