@@ -31,7 +31,7 @@ ACTIVATIONS = {
 }
 
 
-NAMES = ("partial", "dx", "dweight", "dup", "ddown", "dup_bias", "ddown_bias")
+NAMES = ("partial", "dx", "dweight", "dup", "ddown", "dup_bias", "ddown_bias", "dup_a", "dup_b", "ddown_a", "ddown_b")
 
 
 def draw_slots(pattern: str, generator: torch.Generator) -> tuple[torch.Tensor, int]:
@@ -66,7 +66,7 @@ PATTERNS = ("random", "full", "one column", "one slot", "idle slots", "no pairs"
 
 class ExpertProblem:
     """Inputs of one computation, drawn in float64 and rounded to `dtype`; slots by one of `PATTERNS`, or as they are
-    given."""
+    given. With `ranks`, up and down have adapters of these (0: none), and what they adapt is frozen if `frozen`."""
 
     def __init__(
         self,
@@ -77,6 +77,8 @@ class ExpertProblem:
         bias: bool,
         dtype: torch.dtype,
         transposed: bool = False,
+        ranks: tuple[int, int] = (0, 0),
+        frozen: bool = False,
     ) -> None:
         generator = torch.Generator().manual_seed(0)
         self.slot_RJ, slots = draw_slots(pattern, generator) if isinstance(pattern, str) else pattern
@@ -99,7 +101,14 @@ class ExpertProblem:
         if transposed:
             up, down = up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
         biases = (draw(slots, width), draw(slots, hidden)) if bias else (None, None)
-        self.weights = ExpertWeights(up, down, *biases)
+        factors = [draw(slots, rank, i, scale=i**-0.5) for rank, i in zip(ranks, (hidden, inner), strict=True)]
+        factors_b = [draw(slots, o, rank, scale=0.5) for rank, o in zip(ranks, (width, hidden), strict=True)]
+        of_up, of_down = zip(factors, factors_b, strict=True)
+        none = (None, None)
+        self.weights = ExpertWeights(
+            up, down, *biases, *(of_up if ranks[0] else none), *(of_down if ranks[1] else none)
+        )
+        self.frozen = frozen
 
     def run(
         self,
@@ -135,7 +144,7 @@ class ExpertProblem:
         with no_host_synchronisation(device == "cuda" and not may_wait):
             saved = experts.forward(arrivals, weights, partial, arena)
             x_RH.fill_(torch.nan)  # it was leased
-            dweight, finish = experts.backward(saved, x, weights, Rows.of(dpartial_RH), dx, True)
+            dweight, finish = experts.backward(saved, x, weights, Rows.of(dpartial_RH), dx, not self.frozen)
             assert finish is not None
             dpartial_RH.fill_(torch.nan)  # it was leased too
             gradients = finish()

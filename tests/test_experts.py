@@ -69,7 +69,7 @@ class Setting:
         stored = {n: w.to(device) for n, w in self.weights.items()}
         if transposed:
             stored |= {n: stored[n].transpose(1, 2).contiguous() for n in ("up_proj", "down_proj")}
-        weights = ExpertWeights._make(stored.get(n) for n in ("up_proj", "down_proj", "up_bias", "down_bias"))
+        weights = ExpertWeights.of(stored.get(n) for n in ("up_proj", "down_proj", "up_bias", "down_bias"))
         pairs = int((self.slot_RJ >= 0).sum())
         arrivals = Arrivals(Rows.of(self.x.to(device)), self.slot_RJ.to(device), self.weight.to(device), pairs)
         # What is not written stays garbage, and is found.
@@ -156,7 +156,7 @@ def test_bf16_is_no_worse_than_a_path_that_nobody_fused(name: str, sizes: tuple[
 def test_gradients_of_weights_only_where_asked(name: str) -> None:
     setting = Setting("random", Spec(hidden=20, inner=12, bias=True), torch.float32)
     experts = make_experts(name, functions(False, setting.spec))
-    weights = ExpertWeights._make(setting.weights.values())
+    weights = ExpertWeights(*setting.weights.values())
     arrivals = Arrivals(Rows.of(setting.x), setting.slot_RJ, setting.weight, int((setting.slot_RJ >= 0).sum()))
     saved = experts.forward(arrivals, weights, torch.empty_like(setting.x))
     dx = torch.empty_like(setting.x)
@@ -203,6 +203,58 @@ def test_several_layers_in_one_arena_look_unmodified_to_autograd() -> None:
     assert h.data._version == version
 
 
+ADAPTED = [(3, 5), (8, 8), (4, 0), (0, 2)]
+
+
+@pytest.mark.parametrize("ranks", ADAPTED, ids=str)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_adapters_of_frozen_and_of_trained_experts(pattern: str, ranks: tuple[int, int]) -> None:
+    for i, activation in enumerate(list(DESCRIBED.values())[::4]):
+        hidden, inner = [(37, 19), (32, 24), (5, 1)][i % 3]
+        dtype, tolerance = list(TOLERANCE.items())[i % 2]
+        problem = ExpertProblem(
+            pattern, hidden, inner, activation, i % 2 == 0, dtype, i % 2 == 1, ranks=ranks, frozen=i % 3 < 2
+        )
+        got = problem.run(make_experts("grouped", problem.function, recompute=i == 2), i != 1, all_rows=True)
+        assert ("dup" in got) != problem.frozen
+        assert [name in got for name in ("dup_a", "dup_b", "ddown_a", "ddown_b")] == [
+            ranks[j // 2] > 0 for j in range(4)
+        ]
+        problem.check(got, tolerance, all_rows=True)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_an_adapter_adds_b_a_to_the_weights(transposed: bool) -> None:
+    """The definition itself, against weights to which the products were added."""
+    problem = ExpertProblem(
+        "random", 37, 19, make_activation("silu", True), True, torch.float64, transposed, ranks=(3, 5), frozen=True
+    )
+    got, weights = problem.run(make_experts("reference", problem.function), False, all_rows=True), problem.weights
+    deltas = [b @ a for a, b in ((weights.up_a_SQH, weights.up_b_SFQ), (weights.down_a_SQF, weights.down_b_SHQ))]
+    up, down = (
+        w + (delta.transpose(1, 2) if transposed else delta) for w, delta in zip(weights[:2], deltas, strict=True)
+    )
+    problem.weights, problem.frozen = ExpertWeights(up, down, *weights[2:4]), False
+    merged = problem.run(make_experts("reference", problem.function), False, all_rows=True)
+    for name in ("partial", "dx", "dweight"):
+        torch.testing.assert_close(got[name], merged[name], rtol=1e-12, atol=1e-12)
+    for a, b, da, db, dw in (
+        (weights.up_a_SQH, weights.up_b_SFQ, got["dup_a"], got["dup_b"], merged["dup"]),
+        (weights.down_a_SQF, weights.down_b_SHQ, got["ddown_a"], got["ddown_b"], merged["ddown"]),
+    ):
+        dw = dw.transpose(1, 2) if transposed else dw
+        torch.testing.assert_close(da, b.transpose(1, 2) @ dw, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(db, dw @ a.transpose(1, 2), rtol=1e-12, atol=1e-12)
+
+
+def test_experts_that_have_no_adapters_refuse_them() -> None:
+    problem = ExpertProblem("full", 16, 8, make_activation("silu", True), False, torch.float32, ranks=(2, 2))
+    way, experts = make_transport("dedup", None, 5), make_experts("fp8", problem.function)
+    setup, routing = RideSetup(way, experts, LayerStats(5, 1, 0)), Routing(problem.slot_RJ, problem.weight_RJ)
+    with pytest.raises(ValueError, match="experts='fp8' cannot compute adapters"):
+        ride(problem.x_RH, routing, problem.slot_RJ, problem.weights, setup)
+
+
 @pytest.mark.parametrize("transport", [name for name in TRANSPORTS if name != "nvlink"])
 @pytest.mark.parametrize("name", exact_experts())
 def test_finite_differences_agree(name: str, transport: str) -> None:
@@ -212,7 +264,8 @@ def test_finite_differences_agree(name: str, transport: str) -> None:
     def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
 
-    inputs = [draw(5, 6), draw(3, 8, 6), draw(3, 6, 4), draw(3, 8), draw(3, 6)]
+    adapters = [draw(3, 2, 6), draw(3, 8, 2), draw(3, 2, 4), draw(3, 6, 2)]
+    inputs = [draw(5, 6), draw(3, 8, 6), draw(3, 6, 4), draw(3, 8), draw(3, 6), *adapters]
     slot_TK = torch.tensor([[0, 1], [2, -1], [1, 0], [-1, -1], [1, 2]], dtype=torch.int32)
     weight_TK = torch.rand(5, 2, generator=generator)
     function = ExpertFunction(make_activation("silu", True))
@@ -220,7 +273,7 @@ def test_finite_differences_agree(name: str, transport: str) -> None:
     def layer(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         way, experts = make_transport(transport, None, 3), make_experts(name, function)
         setup = RideSetup(way, experts, LayerStats(3, 1, 0))
-        return ride(x, Routing(slot_TK, weight_TK), slot_TK, ExpertWeights._make(weights), setup)[0]
+        return ride(x, Routing(slot_TK, weight_TK), slot_TK, ExpertWeights(*weights), setup)[0]
 
     assert gradcheck(layer, inputs)
 

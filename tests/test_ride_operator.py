@@ -91,6 +91,9 @@ class Case:
         return [y.detach(), *gradients]
 
 
+NUM_WEIGHTS = len(ExpertWeights._fields)
+
+
 def assert_same(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
     for ours, theirs in zip(got, want, strict=True):
         assert ours.dtype == theirs.dtype and torch.equal(ours, theirs)
@@ -110,6 +113,18 @@ def test_compiled_equals_eager(transport: str, experts: str) -> None:
     case = Case(transport, experts, bias=experts == "grouped")
     want = case.train(case.ride)
     assert_same(case.train(case.compiled()), want)
+
+
+def test_compiled_adapters_of_frozen_experts_equal_eager() -> None:
+    case, generator = Case(bias=True), torch.Generator().manual_seed(1)
+    shapes = (SLOTS, 4, HIDDEN), (SLOTS, 2 * INNER, 4), (SLOTS, 4, INNER), (SLOTS, HIDDEN, 4)
+    frozen = case.leaves[2:]
+    case.leaves[2:] = [torch.randn(*shape, generator=generator) for shape in shapes]
+
+    def train(call: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        return case.train(lambda x, weight, *adapters: call(x, weight, *frozen, *adapters))
+
+    assert_same(train(case.compiled()), train(case.ride))
 
 
 @pytest.mark.parametrize(("transport", "experts"), pairs(["gather", "dedup"]))
@@ -331,7 +346,7 @@ def test_the_transport_may_be_replaced_between_forward_and_backward() -> None:
 
 def arguments(case: Case) -> tuple[Any, ...]:
     x, weight, *weights = case.leaves
-    return x, weight, case.slot, *weights, *(None,) * (4 - len(weights)), case.slot, case.setup.number, True
+    return x, weight, case.slot, *weights, *(None,) * (NUM_WEIGHTS - len(weights)), case.slot, case.setup.number, True
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -343,7 +358,7 @@ def test_opcheck(transport: str, dtype: torch.dtype) -> None:
     torch.library.opcheck(ride_operator.ride_operator, arguments(case), test_utils=utilities)
     for needs_dweights in (False, True):
         _, ticket = ride_operator.ride_operator(*arguments(case))
-        given = case.dy, ticket, *arguments(case)[:7], needs_dweights
+        given = case.dy, ticket, *arguments(case)[: 3 + NUM_WEIGHTS], needs_dweights
         torch.library.opcheck(ride_operator.ride_backward_operator, given, test_utils=utilities)
 
 
@@ -361,7 +376,7 @@ def test_inputs_may_be_overwritten_as_soon_as_the_operator_has_returned(transpor
     for tensor in inputs:
         tensor.fill_(-1)
     elsewhere = [tensor.clone() for tensor in (x, weight, slot)]
-    got = ride_operator.ride_backward_operator(case.dy, ticket, *elsewhere, *rest[:4], True)
+    got = ride_operator.ride_backward_operator(case.dy, ticket, *elsewhere, *rest[:NUM_WEIGHTS], True)
     assert_same(got, want)
 
 
@@ -371,7 +386,7 @@ def test_a_backward_without_its_ticket_is_refused() -> None:
     copied = ticket.clone()
     del ticket
     with pytest.raises(RuntimeError, match="what its forward kept was let go"):
-        ride_operator.ride_backward_operator(case.dy, copied, *arguments(case)[:7], True)
+        ride_operator.ride_backward_operator(case.dy, copied, *arguments(case)[: 3 + NUM_WEIGHTS], True)
 
 
 def test_a_default_device_is_not_the_tickets() -> None:

@@ -1,4 +1,4 @@
-"""What you type: `carpool train`, `profile`, `report`, `generate`, `export`, `doctor`, `trace`, `place`, and so on.
+"""What you type: `carpool train`, `profile`, `report`, `generate`, `export`, `merge`, `doctor`, `trace`, and so on.
 
 Each command imports what it needs when it runs, so that a report can be written where there is no transformers, and
 each says on one line what is wrong when the input is: `error: ...`, exit code 1. A failed rank's traceback is shown
@@ -13,6 +13,7 @@ import typer
 
 from carpool.cli.bench import bench
 from carpool.cli.export import export
+from carpool.cli.merge import merge
 from carpool.cli.placement import place, recipes, trace
 from carpool.cli.profile import profile
 from carpool.cli.serve import chat, evaluate, generate
@@ -25,7 +26,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for function in (train, profile, report, generate, chat, export, trace, place, doctor):
+for function in (train, profile, report, generate, chat, export, merge, trace, place, doctor):
     app.command()(function)
 app.command("eval")(evaluate)
 app.add_typer(bench, name="bench")

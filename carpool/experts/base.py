@@ -4,11 +4,14 @@
 
 accumulated in float32 and rounded once to the dtype of `partial_RH`. The routing weight is applied where the
 expert is, so that one row per (token, rank) can go back.
+
+Experts may have adapters of low rank (LoRA: Hu et al., arXiv 2106.09685): `up_s` is then `up_s + b_s @ a_s`, and
+`down_s` likewise. The sum is never made: a row is multiplied by a, and that by b.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -19,20 +22,40 @@ from carpool.memory import Arena, Arrivals, Rows
 
 
 class ExpertWeights(NamedTuple):
-    """Weights of this rank's slots. F1 is 2F for gated experts ([gate; up]), else F.
+    """Weights of this rank's slots. F1 is 2F for gated experts ([gate; up]), else F. Q is the rank of an adapter.
 
     Attributes:
         up_SFH: (S, F1, H), or (S, H, F1) if the function is `transposed`.
         down_SHF: (S, H, F), or (S, F, H) if `transposed`.
         up_bias_SF: (S, F1) or None.
         down_bias_SH: (S, H) or None.
+        up_a_SQH, up_b_SFQ: the adapter of up, (S, Q, H) and (S, F1, Q) whether `transposed` or not; or None.
+        down_a_SQF, down_b_SHQ: the adapter of down, (S, Q, F) and (S, H, Q); or None.
     """
 
     up_SFH: torch.Tensor
     down_SHF: torch.Tensor
     up_bias_SF: torch.Tensor | None = None
     down_bias_SH: torch.Tensor | None = None
+    up_a_SQH: torch.Tensor | None = None
+    up_b_SFQ: torch.Tensor | None = None
+    down_a_SQF: torch.Tensor | None = None
+    down_b_SHQ: torch.Tensor | None = None
 
+    @classmethod
+    def of(cls, tensors: Iterable[torch.Tensor | None]) -> ExpertWeights:
+        """The first ones, in order; those that are not given are None."""
+        given = tuple(tensors)
+        return cls._make(given + (None,) * (len(cls._fields) - len(given)))
+
+    @property
+    def adapted(self) -> bool:
+        """Whether there is an adapter."""
+        return self.up_a_SQH is not None or self.down_a_SQF is not None
+
+
+# Of `ExpertWeights`, those that are not adapters.
+NUM_BASE = 4
 
 ActivationFunction = Callable[[torch.Tensor], torch.Tensor]
 
@@ -126,7 +149,8 @@ class Experts(Protocol):
     """Computes partial sums of arrived rows, forward and backward, without autograd.
 
     Whoever calls keeps the arrived rows x for the backward; the experts keep the rest. Experts with an attribute
-    `reads_packets` that is True get rows and gradients as packets of FP8, whenever there are any."""
+    `reads_packets` that is True get rows and gradients as packets of FP8, whenever there are any. Only those whose
+    `computes_adapters` is True get weights with adapters."""
 
     name: str
 
@@ -156,14 +180,15 @@ class Experts(Protocol):
         needs_dweights: bool,
     ) -> tuple[torch.Tensor, Callable[[], ExpertWeights] | None]:
         """Write the rows' gradients into `dx_RH`; return dweight_RJ (float32), and what computes the gradients of the
-        weights: None if they are not needed.
+        weights: None if there are none to compute. Those of adapters are always computed, where there are adapters.
 
         So the rows' gradients can leave first. What comes later may still read x, but dpartial no more.
 
         Args:
             saved: what `forward` returned: tensors, `Rows`, or None.
             x: the rows that arrived in the forward, kept by the caller.
-            dpartial: gradients of the partial sums, in the order of x."""
+            dpartial: gradients of the partial sums, in the order of x.
+            needs_dweights: whether those of the weights that are not adapters are needed."""
         ...
 
 

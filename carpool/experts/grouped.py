@@ -19,6 +19,10 @@ The work is in six stages (`carpool.experts.stages`), each with two implementati
 The library's side of a stage is PyTorch's grouped product between kernels that gather, activate and so on; the fused
 side is one kernel that does all of it and reads rows where they lie.
 
+Adapters (`carpool.experts.base`) are two thin grouped products over the same sorted rows, beside each of the four that
+rows go through. What a stage fuses to its product comes after the adapter's share is added, so up and dact take the
+library's side then. Gradients of adapters are four thin grouped products; those of frozen weights are not computed.
+
 Only the device may know how many pairs there are. `arrivals.num_pairs` is then a bound: temporary tensors have that
 many rows, but only those that are there are read or written, h goes into an arena, and the host does not wait. With one
 exception on CUDA: products of dtypes or sizes that `torch.nn.functional.grouped_mm` does not take there (anything but
@@ -32,7 +36,7 @@ from typing import Any
 
 import torch
 
-from carpool.experts.base import ExpertFunction, ExpertWeights
+from carpool.experts.base import NUM_BASE, ExpertFunction, ExpertWeights
 from carpool.experts.choices import Choices
 from carpool.experts.pairs import Pairs, count_pairs, slot_sums, sort_pairs, sum_pairs
 from carpool.experts.stages import Stages
@@ -48,6 +52,7 @@ class GroupedExperts:
     """
 
     name = "grouped"
+    computes_adapters = True
     options = ("choices", "recompute")
 
     def __init__(self, function: ExpertFunction, choices: Choices | None = None, recompute: bool = False) -> None:
@@ -87,17 +92,24 @@ class GroupedExperts:
 
         if h is None:
             _, h = stages.up(x, None, keep=True, wants_a=False)
-        dh_PF1, scaled_a_PF, dweight_RJ = stages.dact(h, dpartial, weight_RJ, needs_dweights)
+        needs_any = needs_dweights or weights.adapted
+        dh_PF1, scaled_a_PF, dweight_RJ = stages.dact(h, dpartial, weight_RJ, needs_any)
         del h
         sum_pairs(stages.dx(dh_PF1), pairs, dx_RH, not x.gaps)
-        if not needs_dweights:
+        if not needs_any:
             return dweight_RJ, None
 
-        ddown = stages.ddown(dpartial, scaled_a_PF)
-        ddown_bias = None if weights.down_bias_SH is None else slot_sums(stages.dy(dpartial), pairs, weight_RJ)
+        of_down = stages.down_adapter_gradients(dpartial, scaled_a_PF)
+        ddown = ddown_bias = None
+        if needs_dweights:
+            ddown = stages.ddown(dpartial, scaled_a_PF)
+            ddown_bias = None if weights.down_bias_SH is None else slot_sums(stages.dy(dpartial), pairs, weight_RJ)
 
         def finish() -> ExpertWeights:
+            of_up = stages.up_adapter_gradients(dh_PF1, x)
+            if not needs_dweights:
+                return ExpertWeights._make((None,) * NUM_BASE + of_up + of_down)
             dup_bias = None if weights.up_bias_SF is None else slot_sums(dh_PF1, pairs)
-            return ExpertWeights(stages.dup(dh_PF1, x), ddown, dup_bias, ddown_bias)
+            return ExpertWeights._make((stages.dup(dh_PF1, x), ddown, dup_bias, ddown_bias, *of_up, *of_down))
 
         return dweight_RJ, finish

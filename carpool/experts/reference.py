@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from carpool.experts.base import ExpertFunction, ExpertWeights
+from carpool.experts.base import NUM_BASE, ExpertFunction, ExpertWeights
 from carpool.memory import Arena, Arrivals, Rows
 
 
@@ -32,8 +32,14 @@ def reference_experts(
             up_FH, down_HF = up_FH.t(), down_HF.t()
         up_bias_F = None if weights.up_bias_SF is None else weights.up_bias_SF[slot]
         down_bias_H = None if weights.down_bias_SH is None else weights.down_bias_SH[slot]
-        h_pF = F.linear(x_RH[row_p], up_FH, up_bias_F)
-        y_pH = F.linear(function.activation(h_pF), down_HF, down_bias_H)
+        x_pH = x_RH[row_p]
+        h_pF = F.linear(x_pH, up_FH, up_bias_F)
+        if weights.up_a_SQH is not None and weights.up_b_SFQ is not None:
+            h_pF = h_pF + F.linear(F.linear(x_pH, weights.up_a_SQH[slot]), weights.up_b_SFQ[slot])
+        a_pF = function.activation(h_pF)
+        y_pH = F.linear(a_pF, down_HF, down_bias_H)
+        if weights.down_a_SQF is not None and weights.down_b_SHQ is not None:
+            y_pH = y_pH + F.linear(F.linear(a_pF, weights.down_a_SQF[slot]), weights.down_b_SHQ[slot])
         scaled_pH = y_pH.to(accumulate) * weight_RJ[row_p, column_p].to(accumulate).unsqueeze(1)
         partial_RH = partial_RH.index_add(0, row_p, scaled_pH)
     return partial_RH
@@ -43,6 +49,7 @@ class ReferenceExperts:
     """`reference_experts` behind the contract of `Experts`."""
 
     name = "reference"
+    computes_adapters = True
 
     def __init__(self, function: ExpertFunction) -> None:
         self.function = function
@@ -72,18 +79,20 @@ class ReferenceExperts:
         x_RH, dpartial_RH = x.contiguous(slot_RJ.shape[0]), dpartial.contiguous(slot_RJ.shape[0])
         with torch.enable_grad():
             x_RH, weight_RJ = x_RH.detach().requires_grad_(), weight_RJ.detach().requires_grad_()
-            leaves = [None if w is None else w.detach().requires_grad_() for w in weights]
-            given = [w for w in leaves if w is not None]
+            leaves = [None if w is None else w.detach() for w in weights]
+            wanted = [w is not None and (needs_dweights or i >= NUM_BASE) for i, w in enumerate(leaves)]
+            given = [w.requires_grad_() for w, want in zip(leaves, wanted, strict=True) if w is not None and want]
             partial_RH = reference_experts(x_RH, slot_RJ, weight_RJ, ExpertWeights._make(leaves), self.function)
             if not partial_RH.requires_grad:
                 # A rank without slots computed nothing; it still answers, because the others wait for its rows.
                 dx_RH.zero_()
-                zeros = ExpertWeights._make(None if w is None else torch.zeros_like(w) for w in weights)
-                return torch.zeros_like(weight_RJ), lambda: zeros
+                zeros = iter([torch.zeros_like(w) for w in given])
+                none = ExpertWeights._make(next(zeros) if want else None for want in wanted)
+                return torch.zeros_like(weight_RJ), lambda: none
             dx, dweight_RJ, *dgiven = torch.autograd.grad(
                 partial_RH, [x_RH, weight_RJ, *given], dpartial_RH.to(partial_RH.dtype), materialize_grads=True
             )
         dx_RH.copy_(dx)
         gradients = iter(dgiven)
-        dweights = ExpertWeights._make(None if w is None else next(gradients) for w in leaves)
+        dweights = ExpertWeights._make(next(gradients) if want else None for want in wanted)
         return dweight_RJ, lambda: dweights

@@ -8,8 +8,9 @@
     ddown    gather(dy)^T @ (weight * a)
 
 "library" is PyTorch's grouped product between kernels that gather, activate and so on, and what the fused kernels do
-not take falls back to it. The fused side is one kernel a stage: `up_kernels.py`, `product_kernels.py` (down and dx),
-`dact_kernels.py`, `outer_kernels.py` (dup and ddown); `gemm_tiles.py` is what they share.
+not take falls back to it, as do up and dact of experts with adapters. The fused side is one kernel a stage:
+`up_kernels.py`, `product_kernels.py` (down and dx), `dact_kernels.py`, `outer_kernels.py` (dup and ddown);
+`gemm_tiles.py` is what they share.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from carpool.experts.base import Activation, ExpertFunction, ExpertWeights
 from carpool.experts.choices import LIBRARY, Choices, default_choices
 from carpool.experts.pairs import Pairs, activate, activate_backward, gather_rows
 from carpool.memory import Arena, Ready, Rows
+
+# The gradients of an adapter's a and b.
+OfAdapter = tuple[torch.Tensor | None, torch.Tensor | None]
 
 if TYPE_CHECKING:
     from carpool.experts.gemm_tiles import Parts
@@ -51,6 +55,9 @@ class Stages:
         self.choices = choices or default_choices(weights.up_SFH.device, hidden, inner)
         self.dtype = weights.up_SFH.dtype
         self._dy_PH: torch.Tensor | None = None
+        # Gradients of the adapters' inner rows, from the stage that makes them to the one that needs them again.
+        self._du_up_PQ: torch.Tensor | None = None
+        self._du_down_PQ: torch.Tensor | None = None
 
     def up(
         self, x: Rows, arena: Arena | None, keep: bool, wants_a: bool = True, ready: Ready | None = None
@@ -58,7 +65,8 @@ class Stages:
         """(a_PF = activation(h), h = x @ up + bias), h in the arena if there is one. Only fused: h is not written
         unless it is to be kept, a is empty unless wanted, and rows that are under way are waited for (`ready`)."""
         function, weights, pairs, activation = self.function, self.weights, self.pairs, self.function.activation
-        if isinstance(activation, Activation) and (way := self._fused(self.choices.up, x)):
+        plain = weights.up_a_SQH is None
+        if plain and isinstance(activation, Activation) and (way := self._fused(self.choices.up, x)):
             from carpool.experts import gemm_tiles, table_kernels, up_kernels
 
             width = weights.up_SFH.shape[2 if function.transposed else 1]
@@ -74,13 +82,20 @@ class Stages:
                 h if keep else None, self._tiles()[0], wants_a, gemm_tiles.TILINGS[way], self._parts(ready),
             )  # fmt: skip
             return a_PF, h
-        h_PF = grouped_mm(gather_rows(x, pairs, self.dtype), self._up_SHF, pairs.offsets_S)
+        x_PH = gather_rows(x, pairs, self.dtype)
+        h_PF = grouped_mm(x_PH, self._up_SHF, pairs.offsets_S)
+        if weights.up_a_SQH is not None and weights.up_b_SFQ is not None:
+            h_PF += self._thin(self._thin(x_PH, weights.up_a_SQH, turned=True), weights.up_b_SFQ, turned=True)
         return activate(activation, h_PF, weights.up_bias_SF, pairs, arena if keep else None)
 
     def down(self, a_PF: torch.Tensor, part: int | None = None, out_PH: torch.Tensor | None = None) -> torch.Tensor:
         """(P, H) = a @ down; of one part's pairs, into `out_PH`."""
         down_SHF, transposed = self.weights.down_SHF, self.function.transposed
-        return self._product(self.choices.down, a_PF, down_SHF, transposed, self._down_SFH, part, out_PH)
+        y_PH = self._product(self.choices.down, a_PF, down_SHF, transposed, self._down_SFH, part, out_PH)
+        down_a_SQF, down_b_SHQ = self.weights.down_a_SQF, self.weights.down_b_SHQ
+        if down_a_SQF is not None and down_b_SHQ is not None:
+            y_PH += self._thin(self._thin(a_PF, down_a_SQF, turned=True), down_b_SHQ, turned=True)
+        return y_PH
 
     def dy(self, dpartial: Rows) -> torch.Tensor:
         """(P, H), each pair's row of the gradients; gathered once."""
@@ -93,7 +108,9 @@ class Stages:
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """(dh_PF1, weight * a, dweight_RJ), as `pairs.activate_backward`, of dA = dy @ down^T."""
         function, weights, pairs, activation = self.function, self.weights, self.pairs, self.function.activation
-        if isinstance(activation, Activation) and (way := self._fused(self.choices.dact, dpartial)):
+        down_a_SQF, down_b_SHQ = weights.down_a_SQF, weights.down_b_SHQ
+        plain = down_a_SQF is None
+        if plain and isinstance(activation, Activation) and (way := self._fused(self.choices.dact, dpartial)):
             from carpool.experts import dact_kernels, gemm_tiles, table_kernels
 
             rows = table_kernels.row_addresses(dpartial, *self._order)
@@ -107,13 +124,44 @@ class Stages:
             return dh_PF1, scaled_PF, dweight_RJ
         dy_PH = self.dy(dpartial)
         dA_PF = grouped_mm(dy_PH, self._down_SFH.transpose(1, 2), pairs.offsets_S)
+        if down_a_SQF is not None and down_b_SHQ is not None:
+            self._du_down_PQ = self._thin(dy_PH, down_b_SHQ)
+            dA_PF += self._thin(self._du_down_PQ, down_a_SQF)
         return activate_backward(activation, h, dA_PF, dy_PH, weights.down_bias_SH, weight_RJ, pairs, wants_scaled)
 
     def dx(self, dh_PF1: torch.Tensor, part: int | None = None, out_PH: torch.Tensor | None = None) -> torch.Tensor:
         """(P, H) = dh @ up^T; as `down`."""
         up_SFH, transposed = self.weights.up_SFH, self.function.transposed
         weight_SKN = self._up_SHF.transpose(1, 2)
-        return self._product(self.choices.dx, dh_PF1, up_SFH, not transposed, weight_SKN, part, out_PH)
+        dx_PH = self._product(self.choices.dx, dh_PF1, up_SFH, not transposed, weight_SKN, part, out_PH)
+        if self.weights.up_a_SQH is not None and self.weights.up_b_SFQ is not None:
+            self._du_up_PQ = self._thin(dh_PF1, self.weights.up_b_SFQ)
+            dx_PH += self._thin(self._du_up_PQ, self.weights.up_a_SQH)
+        return dx_PH
+
+    def up_adapter_gradients(self, dh_PF1: torch.Tensor, x: Rows) -> OfAdapter:
+        """Of up's adapter, in the shapes of a and b, after `dx`; Nones without an adapter."""
+        if self.weights.up_a_SQH is None:
+            return None, None
+        assert self._du_up_PQ is not None
+        x_PH = gather_rows(x, self.pairs, self.dtype)
+        u_PQ = self._thin(x_PH, self.weights.up_a_SQH, turned=True)
+        offsets_S = self.pairs.offsets_S
+        return grouped_outer(self._du_up_PQ, x_PH, offsets_S), grouped_outer(dh_PF1, u_PQ, offsets_S)
+
+    def down_adapter_gradients(self, dpartial: Rows, scaled_a_PF: torch.Tensor) -> OfAdapter:
+        """Of down's adapter, in the shapes of a and b, after `dact`; Nones without an adapter."""
+        if self.weights.down_a_SQF is None:
+            return None, None
+        assert self._du_down_PQ is not None
+        u_PQ = self._thin(scaled_a_PF, self.weights.down_a_SQF, turned=True)
+        offsets_S = self.pairs.offsets_S
+        da = grouped_outer(self._du_down_PQ, scaled_a_PF, offsets_S)
+        return da, grouped_outer(self.dy(dpartial), u_PQ, offsets_S)
+
+    def _thin(self, rows_PI: torch.Tensor, factor: torch.Tensor, turned: bool = False) -> torch.Tensor:
+        """Rows times an adapter's factor: (S, I, O), or if `turned` (S, O, I)."""
+        return grouped_mm(rows_PI, factor.transpose(1, 2) if turned else factor, self.pairs.offsets_S)
 
     def dup(self, dh_PF1: torch.Tensor, x: Rows) -> torch.Tensor:
         """The gradient of up, in its shape."""

@@ -9,8 +9,8 @@ then gathered the rank's experts, and shards and divides their gradients afterwa
 Two ways through the layer:
   - Expert classes that carry transformers' experts decorator have two stacked weights, an activation or a gate
     function, maybe biases. Carpool computes those itself (`carpool.ride.function.ride`), whatever their memory layout.
-  - Any other class, or one whose weights are no plain parameters any more (LoRA on experts, parametrisations,
-    quantised weights), is called as it is on the rows that arrived (`carpool.ride.module.ride_module`). Its own
+  - Any other class, or one whose weights are no plain parameters any more (parametrisations, quantised weights), is
+    called as it is on the rows that arrived (`carpool.ride.module.ride_module`). Its own
     `forward(rows, local ids, weights)` already means "the weighted sum over this row's local experts".
 """
 
@@ -32,6 +32,7 @@ from transformers.distributed.expert_parallel import EPImplementation, EPImpleme
 
 from carpool.experts import Choices, ExpertWeights
 from carpool.hf.adapters import check_adapters
+from carpool.hf.expert_adapters import ExpertAdapters
 from carpool.hf.expert_function import check_not_quantised, expert_function, weight_names
 from carpool.hf.tensor_parallel import check_tensor_parallel_around
 from carpool.layer.core import LayerCore
@@ -82,6 +83,7 @@ class ExpertRides(LayerCore):
 
     Attributes, beside those of the core:
         experts: the module.
+        adapters: those of the experts; None: there are none.
         shared: the block's shared experts, if they compute beside the ride (`carpool.hf.shared`).
         replay: what replays recorded choices (`carpool.hf.replay`); None: nothing.
         router_limit: what applies `limit` to the model's own router (`carpool.hf.limit.limit_routing`).
@@ -101,6 +103,7 @@ class ExpertRides(LayerCore):
         super().__init__(layout, group, expert_function(experts), name=type(experts).__name__)
         self.experts, self.experts_forward = experts, experts_forward
         self.num_local_experts: int = experts.num_experts
+        self.adapters: ExpertAdapters | None = None
         self.shared: EarlyWork | None = None
         self.replay: BeforeRide | None = None
         self.router_limit: RouterLimit | None = None
@@ -159,7 +162,12 @@ class ExpertRides(LayerCore):
         if self.compute is None or any(name and name not in self.experts._parameters for name in names):
             return self._own_forward
         # A list: torch 2.11 cannot compile what comes after a graph break in a generator.
-        return ExpertWeights._make([self.experts._parameters[name] if name else None for name in names])
+        weights = [self.experts._parameters[name] if name else None for name in names]
+        return ExpertWeights.of(weights if self.adapters is None else [*weights, *self.adapters.factors()])
+
+    def adapter_parameters(self) -> list[nn.Parameter]:
+        """The parameters of the experts' adapters; each has a row for each expert."""
+        return [] if self.adapters is None else list(self.adapters.parameters())
 
     def _own_forward(self, x_RH: torch.Tensor, slot_RJ: torch.Tensor, weight_RJ: torch.Tensor) -> torch.Tensor:
         """The model's own experts on the rows that arrived; "no expert" is the number of local experts there."""
@@ -218,9 +226,10 @@ def _local_forward(own: ExpertRides) -> Forward:
 
 
 def rides(model: nn.Module) -> dict[str, ExpertRides]:
-    """The Carpool layers of a model by module name, such as "model.layers.0.mlp.experts"."""
+    """The Carpool layers of a model by module name, such as "model.layers.0.mlp.experts", with adapters around them or
+    without."""
     found = ((name, getattr(module, "_carpool_rides", None)) for name, module in model.named_modules())
-    return {name: own for name, own in found if own is not None}
+    return {name.replace(".base_layer", ""): own for name, own in found if own is not None}
 
 
 def required_rides(model: nn.Module) -> dict[str, ExpertRides]:

@@ -17,7 +17,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 from carpool.experts import ExpertWeights, FP8Experts
 from carpool.hf.expert_function import weight_names
 from carpool.hf.expert_parallel import ExpertRides, rides
+from carpool.hf.states import states_lie
 from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
 from carpool.parallel import fsdp
@@ -58,15 +58,17 @@ def set_layout(model: nn.Module, layouts: LayoutsLike, optimizer: torch.optim.Op
     moved = Moved(layers=len(changed))
     if moving:
         with sharded_parameters(model, write=True):
-            experts = {name: list(own.experts.parameters()) for name, own in moving.items()}
-            everything = [parameter for parameters in experts.values() for parameter in parameters]
+            # FSDP shards all parameters of a module alike, and adapters are sharded alike.
+            alike = {name: [list(own.experts.parameters()), own.adapter_parameters()] for name, own in moving.items()}
+            everything = [parameter for both in alike.values() for one in both for parameter in one]
             watch = Stopwatch(everything[0].device)
             problem = next(filter(None, (own.why_not_move() for own in moving.values())), "")
             check_can_move(everything, optimizer, None, problem)
             for name, own in moving.items():
-                # FSDP shards all parameters of a module alike.
-                move = row_move(experts[name][0], places(own.layout), places(layouts[name]))
-                moved += Moved(0, move.travelling, move_experts(experts[name], move, optimizer, None))
+                for parameters in filter(None, alike[name]):
+                    move = row_move(parameters[0], places(own.layout), places(layouts[name]))
+                    experts = move.travelling if parameters is alike[name][0] else 0
+                    moved += Moved(0, experts, move_experts(parameters, move, optimizer, None))
             moved += Moved(seconds=watch.seconds())
     for name, own in changed.items():
         own.move_to(layouts[name])
@@ -135,7 +137,7 @@ def homes(own: ExpertRides) -> Homes | None:
         return None
     group = next(iter(fsdp.groups_of(own.experts)), None)
     found: dict[str, Home] = {}
-    for field, name in zip(ExpertWeights._fields, weight_names(own.experts), strict=True):
+    for field, name in zip(ExpertWeights._fields, weight_names(own.experts), strict=False):
         if name is None:
             continue
         parameter = own.experts._parameters.get(name)
@@ -179,23 +181,6 @@ def _reorder(model: nn.Module, state: dict[str, torch.Tensor], to_logical: bool)
     return result
 
 
-# Inside `as_they_lie`, states have experts in the order of the layout.
-_AS_THEY_LIE: ContextVar[bool] = ContextVar("carpool_as_they_lie", default=False)
-
-
-@contextmanager
-def as_they_lie() -> Iterator[None]:
-    """Inside, `state_dict()` and `load_state_dict()` of a model whose experts have moved take rows as they lie.
-
-    Outside, both are in logical order, so that `save_pretrained` writes what any process reads; and both are then
-    collective: `state_dict()` is a copy of these experts, whose rows travel."""
-    token = _AS_THEY_LIE.set(True)
-    try:
-        yield
-    finally:
-        _AS_THEY_LIE.reset(token)
-
-
 def _keep_states_logical(own: ExpertRides) -> None:
     """Let the module's states be in logical order from now on, whatever its layout becomes."""
     if own.states_logical:
@@ -204,7 +189,7 @@ def _keep_states_logical(own: ExpertRides) -> None:
 
     def reorder(state: dict[str, Any], prefix: str, to_logical: bool) -> None:
         order = places(own.layout)
-        if order == sorted(order) or _AS_THEY_LIE.get():
+        if order == sorted(order) or states_lie():
             return
         index = inverse(order) if to_logical else order
         for key, tensor in state.items():

@@ -80,7 +80,8 @@ def limit_routing(
 def find_router(model: nn.Module, experts: str) -> nn.Module | None:
     """The router of an experts module: its sibling whose class says that it is one, or None."""
     parent = model.get_submodule(experts.rpartition(".")[0])
-    found = [child for child in parent.children() if _ROUTER.search(type(child).__name__.removeprefix("FSDP"))]
+    children = [getattr(child, "get_base_layer", lambda child=child: child)() for child in parent.children()]
+    found = [child for child in children if _ROUTER.search(type(child).__name__.removeprefix("FSDP"))]
     return found[0] if len(found) == 1 else None
 
 

@@ -243,6 +243,7 @@ class Replicated:
             grad, place.whole.grad = place.whole.grad, None
             assert isinstance(place.shard, DTensor)
             if grad is not None:
+                _sum_over_copies(grad, place.shard)
                 place.shard.grad = fsdp.dtensor_like(grad, place.shard)
         self._at_once = 0
 
@@ -301,6 +302,14 @@ def sharded_parameters(model: nn.Module, write: bool = False) -> Iterator[None]:
     found, away = replicated(model), host_experts(model)
     with nullcontext() if found is None else found.shards(write), nullcontext() if away is None else away.shown():
         yield
+
+
+def _sum_over_copies(grad: torch.Tensor, shard: DTensor) -> None:
+    """Add up what the ranks that hold a copy of a shard have: of adapters of experts, which FSDP does not know."""
+    mesh = shard.device_mesh
+    for axis, placement in enumerate(shard.placements):
+        if placement.is_replicate() and mesh.size(axis) > 1:
+            dist.all_reduce(grad, group=mesh.get_group(axis))
 
 
 def _sharded(model: nn.Module) -> list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 import torch
 
 from carpool.experts import ExpertWeights
+from carpool.experts.base import NUM_BASE
 from carpool.memory import Arena, Away, Rows
 from carpool.memory.recompute import kept_rides, taken_before
 from carpool.observe.recompute import in_recompute
@@ -67,6 +68,10 @@ def ride(
         ValueError: the order cannot be used with these experts or weights.
         RuntimeError: in a backward with create_graph=True.
     """
+    if weights.adapted and not getattr(setup.experts, "computes_adapters", False):
+        raise ValueError(
+            f"experts={getattr(setup.experts, 'name', None)!r} cannot compute adapters of experts: use 'grouped'"
+        )
     expert_TK, weight_TK = routing.expert_TK, routing.weight_TK
     assert weight_TK is not None
     device = x_TH.device.type
@@ -206,21 +211,22 @@ class _Ride(torch.autograd.Function):
     def backward(ctx: Any, dy_TH: torch.Tensor) -> tuple[Any, ...]:
         # Read once: with checkpointing each reading would run the forward again, and torch refuses the second.
         saved = _saved(ctx)
-        weights, rest = ExpertWeights._make(saved[:4]), saved[4:]
+        number = len(ExpertWeights._fields)
+        weights, rest = ExpertWeights._make(saved[:number]), saved[number:]
         size = len(rest) // len(ctx.routes)
         kept = tuple(
             Kept(route, rest[i * size], rest[i * size + 1 : (i + 1) * size]) for i, route in enumerate(ctx.routes)
         )
         setup: RideSetup = ctx.setup
         kept = bring_back(kept, setup)
-        needs_dweights = any(ctx.needs_input_grad[6:])
+        needs_dweights = any(ctx.needs_input_grad[6 : 6 + NUM_BASE])
         coming, dweights = setup.order.backward(dy_TH, weights, kept, setup, needs_dweights)
         dx_TH = dweight_TK = None
         if ctx.trip is not None and ctx.trip.apart and _reaches(ctx.next_functions[:2]):
             ctx.trip.coming = coming
         else:
             dx_TH, dweight_TK = coming.wait()
-        return dx_TH, dweight_TK, None, None, None, None, *(dweights or (None,) * 4)
+        return dx_TH, dweight_TK, None, None, None, None, *(dweights or (None,) * number)
 
 
 def _reaches(functions: Any) -> bool:

@@ -21,13 +21,13 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 
-from carpool.experts.base import ExpertWeights
+from carpool.experts.base import NUM_BASE, ExpertWeights
 from carpool.kernels.numbered import by_number
 from carpool.memory import Rows
 from carpool.ride.kept import bring_back, put_away
@@ -50,12 +50,16 @@ def ride_operator(
     down: torch.Tensor,
     up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
+    up_a: torch.Tensor | None,
+    up_b: torch.Tensor | None,
+    down_a: torch.Tensor | None,
+    down_b: torch.Tensor | None,
     expert_TK: torch.Tensor,
     setup: torch.Tensor,
     backward: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(y_TH, ticket): see `carpool.ride.function.ride`. `backward`: whether one will follow."""
-    weights = ExpertWeights(up, down, up_bias, down_bias)
+    weights = ExpertWeights(up, down, up_bias, down_bias, up_a, up_b, down_a, down_b)
     found: RideSetup = by_number(setup)
     found.stats.count(expert_TK, weight_TK)
     with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.no_grad():
@@ -90,6 +94,10 @@ def ride_backward_operator(
     down: torch.Tensor,
     up_bias: torch.Tensor | None,
     down_bias: torch.Tensor | None,
+    up_a: torch.Tensor | None,
+    up_b: torch.Tensor | None,
+    down_a: torch.Tensor | None,
+    down_b: torch.Tensor | None,
     needs_dweights: bool,
 ) -> list[torch.Tensor]:
     """[dx_TH, dweight_TK, and if wanted the gradients of the parameters that there are]."""
@@ -102,7 +110,7 @@ def ride_backward_operator(
         )
     inputs = [tensor.contiguous() for tensor in (x_TH, weight_TK, slot_TK)]
     kept, setup = _swap(found[0], lambda held: _take_back(held, inputs)), found[1]
-    weights = ExpertWeights(up, down, up_bias, down_bias)
+    weights = ExpertWeights(up, down, up_bias, down_bias, up_a, up_b, down_a, down_b)
     with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.no_grad():
         coming, dweights = setup.order.backward(dy_TH, weights, bring_back(kept, setup), setup, needs_dweights)
         dx_TH, dweight_TK = coming.wait()
@@ -113,21 +121,27 @@ def ride_backward_operator(
 @ride_backward_operator.register_fake
 def _(dy_TH: torch.Tensor, _ticket: Any, _x_TH: Any, weight_TK: torch.Tensor, _slot_TK: Any, *rest: Any) -> Any:
     *weights, needs_dweights = rest
-    like = [dy_TH, weight_TK, *(w for w in weights if needs_dweights and w is not None)]
+    wanted = zip(weights, _with_gradient(weights, needs_dweights), strict=True)
+    like = [dy_TH, weight_TK, *(w for w, want in wanted if want)]
     return [torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) for tensor in like]
 
 
+def _with_gradient(weights: Sequence[torch.Tensor | None], needs_dweights: bool) -> list[bool]:
+    """Which of the weights get a gradient in a backward: see `carpool.experts.base.Experts`."""
+    return [w is not None and (needs_dweights or place >= NUM_BASE) for place, w in enumerate(weights)]
+
+
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    ctx.save_for_backward(output[1], *inputs[:7])
+    ctx.save_for_backward(output[1], *inputs[: 3 + len(ExpertWeights._fields)])
 
 
 def _backward(ctx: Any, dy_TH: torch.Tensor, _: Any) -> tuple[Any, ...]:
     ticket, *inputs = ctx.saved_tensors
     weights = inputs[3:]
-    needs_dweights = any(ctx.needs_input_grad[3:7])
+    needs_dweights = any(ctx.needs_input_grad[3 : 3 + NUM_BASE])
     dx_TH, dweight_TK, *rest = ride_backward_operator(dy_TH.contiguous(), ticket, *inputs, needs_dweights)
     gradients = iter(rest)
-    dweights = [next(gradients) if needs_dweights and w is not None else None for w in weights]
+    dweights = [next(gradients) if want else None for want in _with_gradient(weights, needs_dweights)]
     return dx_TH, dweight_TK, None, *dweights, None, None, None
 
 

@@ -358,10 +358,9 @@ def test_parameters_added_by_hand_must_be_synchronised(ranks: Ranks, tmp_path: P
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "use_dora=True": {"use_dora": True},
     "init_lora_weights='pissa'": {"init_lora_weights": "pissa"},
     "modules_to_save=['lm_head']": {"modules_to_save": ["lm_head"]},
-    "target_parameters=['mlp.experts.down_proj']": {"target_parameters": ["mlp.experts.down_proj"]},
+    "layer_replication=[[0, 1], [0, 1]]": {"layer_replication": [[0, 1], [0, 1]]},
 }
 
 
@@ -391,19 +390,6 @@ def test_adapters_of_sharded_weights_are_refused(ranks: Ranks, tmp_path: Path) -
         assert all("init_lora_weights True" in message for message in refusals)
         assert all("merge them there" in message for message in merges) and len(merges) == 2
         assert 0 < loss < 100
-
-
-def _converted(path: str) -> str:
-    _save("mixtral", path)
-    with pytest.raises(ValueError) as refusal:
-        get_peft_model(_model("mixtral", path), LoraConfig(r=4, target_modules=["q_proj", "w1", "w2", "w3"]))
-    return str(refusal.value)
-
-
-def test_adapters_that_peft_makes_ones_of_experts_are_refused(ranks: Ranks, tmp_path: Path) -> None:
-    """Names of Mixtral's former modules: peft turns them into adapters of the stacked weights."""
-    for message in ranks(_converted, str(tmp_path)):
-        assert "adapts the experts' own weights" in message
 
 
 def _added(path: str) -> tuple[float, float, str]:

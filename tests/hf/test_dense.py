@@ -157,8 +157,8 @@ def _adapted() -> str:
     return str(error.value)
 
 
-def test_adapters_are_refused(ranks: Ranks) -> None:
-    assert "build it with dense='fsdp'" in ranks(_adapted)[0]
+def test_adapters_that_come_too_late_are_refused(ranks: Ranks) -> None:
+    assert "before dense parameters are made whole" in ranks(_adapted)[0]
 
 
 def _refused(rows: int, **settings: Any) -> str:

@@ -81,6 +81,16 @@ def test_one_fused_stage_among_the_librarys(stage: str) -> None:
     problem.check(got, 5e-6, all_rows=False)
 
 
+@pytest.mark.parametrize("ranks", [(8, 4), (0, 8), (8, 0)])
+def test_adapters(ranks: tuple[int, int]) -> None:
+    """Beside fused down and dx; up and dact take the library's side, whatever was chosen for them."""
+    function, transposed = ACTIVATIONS["gpt-oss"], ranks[0] == 0
+    problem = ExpertProblem(few_rows("random", 3), 24, 40, function, True, torch.float32, transposed, ranks, True)
+    with tiny_tiles():
+        got = problem.run(GroupedExperts(problem.function, Choices.all("flat")), True, False)
+    problem.check(got, 5e-6, all_rows=False)
+
+
 @pytest.mark.parametrize("name", ["SwiGLU", "gpt-oss"])
 def test_half_precision_is_no_worse_than_pytorchs_operations(name: str) -> None:
     """In float16, for the interpreter does not multiply bf16."""

@@ -117,7 +117,7 @@ def carpool_experts(name: str, case: Case, scope: ExitStack) -> Forward:
         assert isinstance(experts, FP8Experts)
         scope.enter_context(experts.weights_unchanged())
     setup = RideSetup(transport, experts, LayerStats(module.num_experts, 1, 0))
-    weights = ExpertWeights._make(getattr(module, n) if n else None for n in weight_names(module))
+    weights = ExpertWeights.of(getattr(module, n) if n else None for n in weight_names(module))
 
     def forward() -> torch.Tensor:
         routing = Routing(case.index_TK.int(), case.weight_TK.float())

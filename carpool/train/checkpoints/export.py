@@ -35,6 +35,7 @@ from carpool.train.checkpoints.files import (
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.ranks import gather, rank, together, world
 from carpool.train.checkpoints.source import Source, copy_source, read_source
+from carpool.train.run.files import ADAPTER
 from carpool.train.run.model import meta_model
 
 Parts = dict[str, tuple[TensorStorageMetadata, list[Path]]]
@@ -103,9 +104,31 @@ def export_checkpoint(
     """
     target = target.absolute()
     with together(CheckpointWriteError, ""):
-        _check_target(target, replace)
+        check_target(target, replace)
     with together(CheckpointError, ""):
         source, layout, parts = _plan(run, checkpoint, begin, advance)
+    return write_model(
+        target, source, layout, lambda name: _read(parts, name), checkpoint / MODEL, begin=begin, advance=advance
+    )
+
+
+def write_model(
+    target: Path,
+    source: Source,
+    layout: OriginalLayout,
+    read: Callable[[str], torch.Tensor],
+    configs: Path,
+    *,
+    begin: Callable[[str, int], None],
+    advance: Callable[[int], None],
+) -> Exported:
+    """Writes a model folder, as `export_checkpoint` does.
+
+    Args:
+        source: what is copied of the folder that the run began from.
+        read: the values of a tensor, whole, by its name in the model.
+        configs: where the configuration files of a run from scratch are.
+    """
     mine = list(layout.files)[rank() :: world()]
     with together(CheckpointWriteError, f"{target} was not written: "):
         check_space(target, layout.bytes)
@@ -116,13 +139,13 @@ def export_checkpoint(
                 temporary.mkdir(parents=True)
         with together(CheckpointWriteError, f"{target} was not written: "):
             begin("writing", sum(entry.bytes for file in mine for entry in layout.files[file].values()))
-            layout.write(temporary, lambda name: _read(parts, name), mine, advance)
+            layout.write(temporary, read, mine, advance)
             for file in mine:
                 flush_file(temporary / file)
         with together(CheckpointWriteError, f"{target} was not written: "):
             if rank() == 0:
                 layout.write_index(temporary)
-                _write_rest(source, checkpoint, layout, temporary)
+                _write_rest(source, configs, layout, temporary)
                 for path in temporary.rglob("*.*"):
                     if path.suffix != ".safetensors":
                         flush_file(path)
@@ -137,6 +160,11 @@ def export_checkpoint(
 def _plan(
     run: Path, checkpoint: Path, begin: Callable[[str, int], None], advance: Callable[[int], None]
 ) -> tuple[Source, OriginalLayout, Parts]:
+    if (run / ADAPTER).is_dir():
+        raise CheckpointError(
+            f"{run} has trained an adapter ({run / ADAPTER}), not a model; `carpool merge {run} --out DIR` makes a "
+            "model of the two"
+        )
     source = read_source(run)
     records = read_state(checkpoint)["files"]
     mine = sorted(name for name in records if name.startswith(f"{MODEL}/"))[rank() :: world()]
@@ -170,7 +198,8 @@ def _read(parts: Parts, name: str) -> torch.Tensor:
     return whole
 
 
-def _check_target(target: Path, replace: bool) -> None:
+def check_target(target: Path, replace: bool) -> None:
+    """Raise OSError unless a model can be written there."""
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if not replace:
@@ -186,10 +215,10 @@ def check_space(target: Path, needed: int) -> None:
         raise OSError(errno.ENOSPC, f"the model needs {decimal(needed)}, and {decimal(free)} are free", str(place))
 
 
-def _write_rest(source: Source, checkpoint: Path, layout: OriginalLayout, folder: Path) -> None:
+def _write_rest(source: Source, configs: Path, layout: OriginalLayout, folder: Path) -> None:
     """Configurations and the tokenizer."""
     if not source.weights:
-        for path in (checkpoint / MODEL).glob("*.json"):
+        for path in configs.glob("*.json"):
             shutil.copyfile(path, folder / path.name)
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         # vLLM and others look for the class here; a model from scratch has never said it.

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from carpool.hf.layouts import as_they_lie
+from carpool.hf.states import as_they_lie
 from carpool.parallel.replicated import sharded_parameters
 
 Tensors = dict[str, torch.Tensor]
@@ -42,7 +42,8 @@ _ZERO_AT_START = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
 
 
 def model_tensors(model: nn.Module) -> Tensors:
-    """Parameters and persistent buffers by name: the model's own memory, DTensors where it is sharded.
+    """Parameters and persistent buffers by name: the model's own memory, DTensors where it is sharded. Of a model with
+    adapters, without what is frozen.
 
     A tied weight comes once, under its first name; safetensors files do not hold two names for one tensor.
     """
@@ -52,6 +53,8 @@ def model_tensors(model: nn.Module) -> Tensors:
         values = get_model_state_dict(model)
     once = {name for name, _ in model.named_parameters()}
     again = {name for name, _ in model.named_parameters(remove_duplicate=False)} - once
+    if hasattr(model, "peft_config"):
+        again |= {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
     return {name: value for name, value in values.items() if isinstance(value, torch.Tensor) and name not in again}
 
 

@@ -34,11 +34,13 @@ from carpool.train.config.schema import (
     TrainingSection,
     keys,
 )
+from carpool.train.config.schema_adapter import AdapterSection
 from carpool.train.config.schema_base import NONE_WORDS, nearest, toml_value
 from carpool.train.config.schema_moe import MoeSection, NvlinkSection
 from carpool.train.config.schema_placement import PlacementSection
 
 __all__ = [
+    "AdapterSection",
     "Config",
     "DataSection",
     "ModelSection",

@@ -2,6 +2,7 @@
 
     [model]        which transformers MoE model: a checkpoint folder, or an architecture trained from scratch
     [data]         which text, how it is tokenized, how long a sequence is
+    [adapter]      adapters of low rank, trained in the place of the model
     [training]     optimizer, schedule, steps, and where the run is written
     [parallelism]  how many ranks, and how FSDP, tensor and expert parallelism divide them
     [moe]          how tokens ride to their experts
@@ -28,6 +29,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, model_validator
 
 from carpool.train.config.published import is_configuration_alone, read_keys
+from carpool.train.config.schema_adapter import AdapterSection
 from carpool.train.config.schema_base import Section, Texts, toml_value
 from carpool.train.config.schema_memory import MemorySection
 from carpool.train.config.schema_moe import MoeSection, NvlinkSection
@@ -193,6 +195,9 @@ class Config(Section):
         default_factory=lambda: ModelSection(**DEMO_MODEL), description="Which transformers MoE model."
     )
     data: DataSection = Field(default_factory=DataSection, description="Which text, and how it becomes sequences.")
+    adapter: AdapterSection = Field(
+        default_factory=AdapterSection, description="Adapters of low rank beside the frozen model. Off by default."
+    )
     training: TrainingSection = Field(default_factory=TrainingSection, description="Optimizer, schedule, steps.")
     parallelism: ParallelismSection = Field(default_factory=ParallelismSection, description="How ranks are divided.")
     moe: MoeSection = Field(default_factory=MoeSection, description="How tokens ride to their experts.")
@@ -235,6 +240,21 @@ class Config(Section):
                 'training.gradients = "consumed" uses each gradient once it is there, but replicas of experts '
                 "(placement.replicas) add several to one: leave one of them out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _can_adapt(self) -> Self:
+        if self.adapter.kind is None:
+            return self
+        if self.model.from_scratch:
+            raise ValueError("adapter.kind needs a model to adapt: name a checkpoint's folder in model.path")
+        if self.training.freeze is not None:
+            raise ValueError("training.freeze and adapter.kind contradict each other: adapters freeze all of the model")
+        if {"experts", "all-linear"} & set(self.adapter.targets):
+            if self.moe.experts == "fp8":
+                raise ValueError("moe.experts = 'fp8' has no adapters: use 'grouped', or other adapter.targets")
+            if self.moe.schedule == "tiles":
+                raise ValueError("moe.schedule = 'tiles' has no adapters: use 'chunks', or other adapter.targets")
         return self
 
     def settings_of_transport(self, name: str) -> dict[str, Any]:

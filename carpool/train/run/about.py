@@ -156,6 +156,12 @@ def say_hello(run: RunState, resume: Path | None) -> None:
     say(f"{run.world} ranks ({info['parallelism']['backend']}): {run.degrees}")
     if run.degrees.dp > 1:
         say(f"dense parameters: {run.dense.answer}: {run.dense.why}")
+    if run.adapted:
+        adapter = run.config.adapter
+        say(
+            f"adapter: {adapter.kind} of rank {adapter.rank} on {', '.join(adapter.targets)}: trains {run.adapted:,} "
+            f"parameters, {run.adapted / run.size.total:.2%} of the model's"
+        )
     say(f"data: {info['data']['source']}, {len(run.corpus.train):,} tokens, {len(run.corpus.eval):,} held out")
     if isinstance(run.source, Path):
         size = sum(path.stat().st_size for path in run.source.glob("*.safetensors"))

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 METRICS, INFO, CONFIG, LAYOUT, SUMMARY = "metrics.jsonl", "run.json", "config.toml", "layout.json", "summary.json"
+# A folder as peft has them, of a run that trains an adapter.
+ADAPTER = "adapter"
 
 
 def why_not_writable(folder: Path) -> str | None:

@@ -22,8 +22,9 @@ from carpool.train.checkpoints.files import CheckpointError, CheckpointWriteErro
 from carpool.train.checkpoints.manager import checkpoint_name
 from carpool.train.checkpoints.ranks import gather
 from carpool.train.launch.stopping import Stopped
+from carpool.train.run.adapter import save_adapter
 from carpool.train.run.evaluate import evaluate
-from carpool.train.run.files import SUMMARY, replace_text
+from carpool.train.run.files import ADAPTER, SUMMARY, replace_text
 from carpool.train.run.probe import compare, summarise
 from carpool.train.run.room import transport_options
 from carpool.train.run.state import RunState
@@ -55,6 +56,8 @@ def save(run: RunState) -> Path | None:
         run.unwritten["checkpoint"] = str(error)
         run.display.say(f"warning: step {run.step}: {error}")
         return None
+    if run.adapted:
+        _save_adapter(run)
     run.unwritten.pop("checkpoint", None)
     run.saved_at = run.step
     path = str(saved.path.relative_to(run.folder))
@@ -93,7 +96,7 @@ def finish(run: RunState) -> None:
     evaluate(run)
     if run.saved_at != run.step:
         save(run)
-    if training.save_pretrained and run.step == training.steps:
+    if training.save_pretrained and not run.adapted and run.step == training.steps:
         _export(run)
     comparison = _compare(run)
     run.display.close()
@@ -106,6 +109,8 @@ def finish(run: RunState) -> None:
         run.display.say("")
         run.display.say(text_block(summary, run.info, run.step_records))
     check_written(run)
+    if run.adapted:
+        run.display.say(f"adapter for peft: {run.folder / ADAPTER}   merged: carpool merge {run.folder} --out DIR")
     run.display.say(f"\nrun directory: {run.folder}   report: carpool report {run.folder}")
 
 
@@ -114,6 +119,17 @@ def check_written(run: RunState) -> None:
     missing = gather([*run.unwritten.values(), *run.recorder.lost()])[0]
     if missing:
         raise UnwrittenError(f"the run came to step {run.step}, but not all of it was written: {'; '.join(missing)}")
+
+
+def _save_adapter(run: RunState) -> None:
+    """The adapter as it is now, in peft's format."""
+    try:
+        save_adapter(run.model, run.folder / ADAPTER)
+    except CheckpointWriteError as error:
+        run.unwritten["adapter"] = str(error)
+        run.display.say(f"warning: {error}")
+        return
+    run.unwritten.pop("adapter", None)
 
 
 def _export(run: RunState) -> None:

@@ -112,7 +112,8 @@ def choose_schedule(
     if chosen.answer.name == "tiles" and device.type == "cuda" and own is not None and own.compute is not None:
         # Before anything is written.
         none = (_like(own, name, dtype, device, slots=0) for name in weight_names(own.experts))
-        if reason := why_no_parts(own.compute, ExpertWeights._make(none)):
+        reason = why_no_parts(own.compute, ExpertWeights.of(none)) or (own.adapters and "experts have adapters")
+        if reason:
             raise ValueError(f"moe.schedule = 'tiles' cannot be used here: {reason}; use 'chunks' or 'auto'")
     for one in layers:
         one.set_schedule(chosen.answer)
@@ -143,14 +144,14 @@ def decide(
 
 def tiles_of(own: ExpertRides, dtype: torch.dtype, device: torch.device) -> tuple[Schedule, ...]:
     """The schedules "tiles" that a layer can have."""
-    if own.compute is None or own.transport is None or not own.transport.rides_in_parts:
+    if own.compute is None or own.transport is None or not own.transport.rides_in_parts or own.adapters is not None:
         return ()
     try:
         (own.options or TransportOptions()).under(TILES[0])
     except ValueError:
         return ()
     none = (_like(own, name, dtype, device, slots=0) for name in weight_names(own.experts))
-    return () if why_no_parts(own.compute, ExpertWeights._make(none)) else TILES
+    return () if why_no_parts(own.compute, ExpertWeights.of(none)) else TILES
 
 
 def neighbours(best: Schedule) -> tuple[Schedule, ...]:
@@ -198,7 +199,7 @@ def _milliseconds(
     routing = Routing(score_TE.topk(top_k).indices.int(), weight_TK.requires_grad_())
     slot_TK = assign(routing, own.layout, own.rank)
     x_TH = torch.randn(tokens, hidden, generator=generator, device=device).to(dtype).requires_grad_()
-    weights = ExpertWeights._make(_like(own, name, dtype, device) for name in weight_names(own.experts))
+    weights = ExpertWeights.of(_like(own, name, dtype, device) for name in weight_names(own.experts))
     times, buffers = [], buffers_of_rides([own])
     most = max(tokens, own.options.max_tokens or 0) if own.options is not None else tokens
     for number in range(WARM_UP + REPETITIONS):

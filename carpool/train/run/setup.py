@@ -46,6 +46,7 @@ from carpool.train.moving.cost import Facts
 from carpool.train.moving.layouts import check_layout_file, first_layouts
 from carpool.train.moving.runtime import Placement
 from carpool.train.run.about import say_hello, write_files, write_run
+from carpool.train.run.adapter import add_adapter
 from carpool.train.run.dense import choose_dense, rank_memory
 from carpool.train.run.display import Display
 from carpool.train.run.environment import peak_memory
@@ -216,6 +217,9 @@ class Setup(RunState):
         install(self.model)
         if training.freeze == "dense":
             freeze_dense(self.model)
+        self.adapted = 0
+        if config.adapter.kind is not None:
+            self.adapted = add_adapter(self.model, config.adapter, training.seed, self.dense.answer == "replicate")
         if self.dense.answer == "replicate":
             replicate_dense(self.model, self.bf16)
         if training.gradient_checkpointing:

@@ -61,6 +61,7 @@ class RunState:
         parameters: what the optimizer and clipping see: this rank's shards, where the model is sharded.
         no_graphs: why steps are not captured as CUDA graphs; None: they are.
         bias: moves the biases of routers; None: nothing does.
+        adapted: parameters of the adapter; 0: the model itself is trained.
         options, most_tokens: of the transport; tokens of a rank in the largest forward.
         dense, transport_choice, stages, schedule: what was chosen (`carpool.planner.chosen`); stages: None if there are
             none.
@@ -101,6 +102,7 @@ class RunState:
     top_k: int
     bias: BiasBalance | None
     load_seconds: float
+    adapted: int
     parameters: list[nn.Parameter]
     no_graphs: str | None
     rides: list[ExpertRides]

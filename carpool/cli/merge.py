@@ -1,0 +1,29 @@
+"""`carpool merge`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from carpool.cli.common import TRAIN_PACKAGES, Debug, errors, require
+
+
+def merge(
+    run: Annotated[Path, typer.Argument(help="The folder of a run with [adapter] (training.output_dir).")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder to write; new or empty.")],
+    base: Annotated[
+        Path | None, typer.Option("--base", metavar="DIR", help="The adapted model, if it is no longer where it was.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """Merge a run's adapter into its model, and write that as a model folder with the model's own names and dtypes.
+
+    One process does it, in host memory that holds the whole model.
+    """
+    with errors(debug):
+        require((*TRAIN_PACKAGES, "peft"))
+        from carpool.train.checkpoints.merge import merge_adapter
+
+        typer.echo(f"merged model of {run}: {merge_adapter(run, out, base=base)}")

@@ -1,0 +1,57 @@
+"""The section [adapter]: train adapters of low rank beside a frozen model (peft's)."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from carpool.train.config.schema_base import Section, Texts
+
+# Names of several modules at once; every other target is the name of modules, or the end of one.
+GROUPS = ("attention", "shared", "experts", "router", "all-linear")
+
+
+class AdapterSection(Section):
+    """Which adapters are trained beside the frozen model. Written in peft's format, to the run's folder `adapter`."""
+
+    kind: Literal["lora", "rslora", "dora"] | None = Field(
+        default=None,
+        description="lora (arXiv 2106.09685), rslora (2312.03732: alpha / the root of the rank) or dora (2402.09353; "
+        "not of experts and routers, for which peft has none). none: the model itself is trained.",
+    )
+    rank: int = Field(default=16, gt=0, description="Rank of each adapter, and of each expert's.")
+    alpha: int = Field(default=32, gt=0, description="What an adapter adds is multiplied by alpha / rank.")
+    dropout: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Drop-out of what goes into adapters; peft has none for those of experts and routers.",
+    )
+    targets: Texts = Field(
+        default=("attention", "experts"),
+        description="What is adapted: attention, shared (dense and shared feed-forward layers), experts, router, "
+        "all-linear (all of these), or names of modules as peft's target_modules.",
+    )
+    modules_to_save: Texts = Field(
+        default=(),
+        description="Modules that are trained themselves, and saved with the adapter, such as lm_head. On several "
+        "ranks this needs parallelism.dense = replicate.",
+    )
+
+    @model_validator(mode="after")
+    def _has_targets(self) -> Self:
+        if not self.targets:
+            raise ValueError(f"adapter.targets is empty: name some of {', '.join(GROUPS)}, or modules")
+        parameters = {"experts", "router", "all-linear"} & set(self.targets)
+        if parameters and self.kind == "dora":
+            raise ValueError(
+                f"adapter.kind = 'dora' has no adapters of {', '.join(sorted(parameters))} in peft: use 'lora' or "
+                "'rslora', or other adapter.targets"
+            )
+        if parameters and self.kind is not None and self.dropout:
+            raise ValueError(
+                f"adapter.dropout: peft has none for adapters of {', '.join(sorted(parameters))}: set it to 0, or "
+                "choose other adapter.targets"
+            )
+        return self

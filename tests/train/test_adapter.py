@@ -1,0 +1,168 @@
+"""`[adapter]` end to end on four ranks: what is trained, kept, resumed, written for peft, and merged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from carpool.cli import app
+from carpool.train.config import load_config
+from carpool.train.run.adapter import resolve_targets
+from tests.hf.tiny_models import discover, tiny_model
+from tests.ranks import Ranks
+from tests.train.test_loop import run, text
+
+__all__ = ["text"]  # a fixture
+
+LORA = ["adapter.kind=lora", "adapter.rank=4", "adapter.targets=all-linear"]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    tiny_model(discover()["deepseek_v3"], vocab_size=259).save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"].bfloat16()  # each weight keeps its own dtype
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def start(ranks: Ranks, base: Path, output: Path, text: list[str], overrides: Sequence[str] = ()) -> list[str]:
+    settings = [
+        f"model.path={base}", "data.tokenizer=bytes", "data.sequence_length=24", "data.max_bytes=4000",
+        "training.per_device_train_batch_size=1", "training.gradient_accumulation_steps=2", "training.max_steps=4",
+        "training.learning_rate=1e-2", "training.save_steps=2", "model.dtype=float32", "training.sample_prompt=none",
+    ]  # fmt: skip
+    return ranks(run, str(output), [*settings, *text, *LORA, *overrides])
+
+
+def adapter(output: Path) -> dict[str, torch.Tensor]:
+    return load_file(output / "adapter" / "adapter_model.safetensors")
+
+
+def errors(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    assert ours.keys() == theirs.keys()
+    return max(float((ours[name] - value).abs().max()) for name, value in theirs.items())
+
+
+@pytest.fixture(scope="module")
+def reference(ranks: Ranks, base: Path, text: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("adapter") / "run"
+    assert start(ranks, base, output, text) == [""] * 4
+    return output
+
+
+def test_only_the_adapter_is_trained_and_kept(reference: Path) -> None:
+    found = adapter(reference)
+    assert any("experts.lora_B" in name and value.abs().max() > 1e-3 for name, value in found.items())
+    assert {value.dtype for value in found.values()} == {torch.float32}
+    for part in ("model", "optimizer"):
+        for file in (reference / "checkpoints" / "step-00000004" / part).glob("*.safetensors"):
+            kept = load_file(file)
+                assert kept and all(".lora_" in name or "e_score_correction_bias" in name for name in kept)
+    config = json.loads((reference / "adapter" / "adapter_config.json").read_text())
+    assert config["target_parameters"] == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj", "mlp.gate.weight"]
+    assert {"q_b_proj", "o_proj", "gate_proj", "down_proj"} <= set(config["target_modules"])
+    assert "lm_head" not in config["target_modules"]
+
+
+def test_resumes_as_if_nothing_had_happened(
+    ranks: Ranks, base: Path, reference: Path, text: list[str], tmp_path: Path
+) -> None:
+    settings = [f"training.resume_from_checkpoint={reference}/checkpoints/step-00000002"]
+    assert start(ranks, base, tmp_path / "run", text, settings) == [""] * 4
+    assert errors(adapter(tmp_path / "run"), adapter(reference)) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [["parallelism.dense=fsdp"], ["parallelism.ep_size=2"], ["parallelism.ep_size=2", "parallelism.dense=fsdp"],
+     ["parallelism.ep_size=1"], ["parallelism.dp_replicate_size=2", "parallelism.ep_size=2"],
+     ["moe.transport=alltoall", "training.gradient_checkpointing=true"], ["moe.schedule=chunks", "moe.chunks=2"],
+     ["moe.recompute_experts=true"], ["moe.experts=reference"]],
+    ids=str,
+)  # fmt: skip
+def test_the_same_adapter_on_other_meshes(
+    ranks: Ranks, base: Path, reference: Path, text: list[str], tmp_path: Path, changes: list[str]
+) -> None:
+    assert start(ranks, base, tmp_path / "run", text, changes) == [""] * 4
+    assert errors(adapter(tmp_path / "run"), adapter(reference)) < 2e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [["adapter.kind=dora", "adapter.targets=attention"],
+     ["adapter.kind=rslora", "adapter.targets=['experts','router']"],
+     ["adapter.modules_to_save=lm_head", "adapter.targets=q_b_proj"],
+     ["adapter.targets=attention", "adapter.dropout=0.1"]],
+    ids=str,
+)  # fmt: skip
+def test_other_adapters_merge(ranks: Ranks, base: Path, text: list[str], tmp_path: Path, changes: list[str]) -> None:
+    assert start(ranks, base, tmp_path / "run", text, changes) == [""] * 4
+    check_merged(base, tmp_path / "run", tmp_path / "merged")
+
+
+def check_merged(base: Path, output: Path, merged: Path) -> None:
+    """The merged model is that of plain transformers and peft, with the base's names and dtypes."""
+    result = CliRunner().invoke(app, ["merge", str(output), "--out", str(merged)])
+    assert result.exit_code == 0, result.output
+    ours, theirs = (load_file(folder / "model.safetensors") for folder in (merged, base))
+    assert {name: t.dtype for name, t in ours.items()} == {name: t.dtype for name, t in theirs.items()}
+    assert (merged / "tokenizer.json").is_file() and (merged / "config.json").is_file()
+    ids = torch.arange(34).view(2, 17) * 7 % 256
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    with torch.no_grad():
+        adapted = PeftModel.from_pretrained(load(base, dtype=torch.float32), output / "adapter")
+        logits, plain = adapted(ids).logits, load(base, dtype=torch.float32)(ids).logits
+        found = load(merged, dtype=torch.float32)(ids).logits
+    torch.testing.assert_close(found, logits, rtol=1e-4, atol=1e-4)
+    assert (plain - logits).abs().max() > 0.1
+
+
+def test_merges_into_a_model_for_plain_transformers(base: Path, reference: Path, tmp_path: Path) -> None:
+    check_merged(base, reference, tmp_path / "merged")
+    again = CliRunner().invoke(app, ["merge", str(reference), "--out", str(tmp_path / "merged")])
+    assert again.exit_code == 1 and "not empty" in again.output
+    gone = CliRunner().invoke(app, ["merge", str(tmp_path), "--out", str(tmp_path / "other")])
+    assert gone.exit_code == 1 and "has no adapter" in gone.output
+    export = CliRunner().invoke(app, ["export", str(reference), "--out", str(tmp_path / "other")])
+    assert export.exit_code == 1 and "carpool merge" in export.output
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["adapter.kind=dora"], "no adapters of experts"),
+        (["adapter.kind=lora", "adapter.dropout=0.1"], "peft has none"),
+        (["adapter.kind=lora", "training.freeze=dense"], "contradict each other"),
+        (["adapter.kind=lora", "moe.experts=fp8"], "has no adapters"),
+        (["adapter.kind=lora", "adapter.targets=[]"], "adapter.targets is empty"),
+    ],
+)
+def test_settings_that_make_no_sense(base: Path, overrides: list[str], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        load_config(None, [f"model.path={base}", "data.train=a.txt", *overrides])
+
+
+def test_an_adapter_needs_a_model() -> None:
+    with pytest.raises(ValueError, match="needs a model to adapt"):
+        load_config(None, ["adapter.kind=lora"])
+
+
+def test_targets_that_the_model_does_not_have() -> None:
+    model = tiny_model(discover()["olmoe"])
+    with pytest.raises(ValueError, match="no linear layer 'q_prj'; give the end of a name, such as"):
+        resolve_targets(model, ("q_prj",))
+    assert resolve_targets(model, ("q_proj", "attention"))[0] == ["k_proj", "o_proj", "q_proj", "v_proj"]
+    with pytest.raises(ValueError, match="nothing of that to adapt"):
+        resolve_targets(model, ("shared",))
