@@ -64,15 +64,15 @@ Each line is a test in `tests/hf/test_behaviours.py`, on tiny OLMoE, gpt-oss, De
 - **Frozen** experts, or everything but the experts frozen: gradients as in one process.
 - **Tied embeddings**: gradients as in one process; they stay tied when saved. `carpool train` refuses to shard them
   by FSDP2 over ranks that do not divide the vocabulary, because FSDP2 would then update one of two copies.
-- **LoRA** (peft) on attention: `get_peft_model(...)` or `model.add_adapter(...)`, and nothing else. FSDP does not
-  know parameters that are added after it sharded the model, so Carpool makes them equal on all ranks and averages
-  their gradients.
+- **LoRA** (peft) on attention, routers and experts, also `all-linear`, rsLoRA and, but for experts and routers, DoRA:
+  `get_peft_model(...)` or `model.add_adapter(...)`, and nothing else. FSDP does not know parameters that are added
+  after it sharded the model, so Carpool makes them equal on all ranks and averages their gradients. Adapters of experts
+  (`target_parameters`) lie with their experts ([fine-tune](finetune.md#adapters)).
   `save_pretrained` on all ranks writes the adapter. Loaded adapters that train on (`load_adapter`, peft's
   `low_cpu_mem_usage=True`) need nothing more either. Parameters of your own need
   `carpool.hf.synchronize_adapters(model)`; without it the first forward is refused.
-- **What peft computes from whole weights** is refused on all ranks before anything is computed: DoRA, PiSSA and other
-  starts from the weights, `modules_to_save`, `target_parameters` (LoRA on the experts' own weights), prompt and prefix
-  tuning, and `merge_and_unload`. Save the adapter, and merge it into a model that one process has loaded.
+- **What peft computes from whole weights** is refused on all ranks before anything is computed: PiSSA and other starts
+  from the weights, `modules_to_save`, prompt and prefix tuning, and `merge_and_unload`. Save the adapter, and merge it into a model that one process has loaded.
 - **Tensor parallelism** (`tp_size` > 1) of attention is Transformers' own. Norms of queries and keys over all heads
   (OLMoE, FlexOlmo, MiniMax-M2) have right gradients, and so have most of those per head (Qwen3-MoE). Where a model's
   plan forgets to add up the gradients of a norm per head, the first training forward is refused: GLM-4.5 with

@@ -214,6 +214,15 @@ def _save_alone(model: Any, *args: Any, **kwargs: Any) -> None:
         model.config.distributed_config = sharded
 
 
+def names_of_former_experts(model: Any) -> set[str]:
+    """Names of modules that peft, asked to adapt them in this model, takes for names of its experts or routers in former
+    releases of Transformers: it adapts these then, and no module of that name (gate_proj of shared experts)."""
+    from peft.utils import transformers_weight_conversion as conversion
+
+    kind = conversion._MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type)
+    return set(conversion._MOE_TARGET_MODULE_MAPPING.get(kind, ()))
+
+
 def share_adapters(model: Any) -> None:
     """Shard the adapters of a model that was built `without_fsdp` as its dense parameters are, so that
     `replicate_dense` makes them whole with the others. All ranks together."""

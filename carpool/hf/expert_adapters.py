@@ -140,7 +140,8 @@ def take_over(model: nn.Module, adapter: str) -> None:
 
     Raises:
         ValueError: an adapter that cannot be computed here."""
-    for wrapper in list(model.modules()):
+    for module in list(model.modules()):
+        wrapper: Any = module
         if not hasattr(wrapper, "parameter_name") or adapter not in getattr(wrapper, "lora_A", ()):
             continue
         own: ExpertRides | None = getattr(wrapper.get_base_layer(), "_carpool_rides", None)

@@ -67,11 +67,16 @@ def test_only_the_adapter_is_trained_and_kept(reference: Path) -> None:
     for part in ("model", "optimizer"):
         for file in (reference / "checkpoints" / "step-00000004" / part).glob("*.safetensors"):
             kept = load_file(file)
-                assert kept and all(".lora_" in name or "e_score_correction_bias" in name for name in kept)
+            assert kept and all(".lora_" in name or "e_score_correction_bias" in name for name in kept)
     config = json.loads((reference / "adapter" / "adapter_config.json").read_text())
-    assert config["target_parameters"] == ["mlp.experts.down_proj", "mlp.experts.gate_up_proj", "mlp.gate.weight"]
-    assert {"q_b_proj", "o_proj", "gate_proj", "down_proj"} <= set(config["target_modules"])
-    assert "lm_head" not in config["target_modules"]
+    assert sorted(config["target_parameters"]) == [
+        "mlp.experts.down_proj",
+        "mlp.experts.gate_up_proj",
+        "mlp.gate.weight",
+    ]
+    # Of DeepSeek's, peft takes gate_proj of shared experts for a part of gate_up_proj.
+    assert set(config["target_modules"]) == {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"}
+    assert config["rank_pattern"] == {}
 
 
 def test_resumes_as_if_nothing_had_happened(
@@ -165,4 +170,9 @@ def test_targets_that_the_model_does_not_have() -> None:
         resolve_targets(model, ("q_prj",))
     assert resolve_targets(model, ("q_proj", "attention"))[0] == ["k_proj", "o_proj", "q_proj", "v_proj"]
     with pytest.raises(ValueError, match="nothing of that to adapt"):
+        resolve_targets(model, ("shared",))
+    model = tiny_model(discover()["deepseek_v3"])
+    with pytest.raises(ValueError, match="peft takes 'gate_proj' for a part of the routed experts"):
+        resolve_targets(model, ("gate_proj",))
+    with pytest.raises(ValueError, match=r"\(peft takes .*down_proj.* for parts of the routed experts\)"):
         resolve_targets(model, ("shared",))

@@ -42,7 +42,19 @@ def test_version():
 def test_only_commands_that_exist_are_offered():
     shown = carpool_command("--help").stdout
     offered = {command.name or command.callback.__name__ for command in cli.app.registered_commands if command.callback}
-    assert offered == {"train", "profile", "report", "generate", "chat", "eval", "export", "trace", "place", "doctor"}
+    assert offered == {
+        "train",
+        "profile",
+        "report",
+        "generate",
+        "chat",
+        "eval",
+        "export",
+        "merge",
+        "trace",
+        "place",
+        "doctor",
+    }
     for name in offered:
         assert re.search(rf"\b{name}\b", shown)
         assert carpool_command(name, "--help").exit_code == 0

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from carpool.hf.adapters import adapter_tensors, share_adapters
+from carpool.hf.adapters import adapter_tensors, names_of_former_experts, share_adapters
 from carpool.hf.expert_function import weight_names
 from carpool.hf.expert_parallel import ExpertRides, rides
 from carpool.hf.limit import find_router
@@ -73,6 +73,9 @@ def resolve_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> tuple[l
     head = model.get_output_embeddings()
     layers = rides(model)
     routers = {name: router for name in layers if (router := find_router(model, name)) is not None}
+    # peft takes these names for experts' of former releases of Transformers, also where it loads the adapter again.
+    renamed = names_of_former_experts(model)
+    linear = {name for name in linear if name.rpartition(".")[2] not in renamed}
     names = {id(module): name for name, module in model.named_modules()}
     modules: set[str] = set()
     parameters: set[str] = set()
@@ -102,6 +105,11 @@ def resolve_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> tuple[l
                         found |= {one for one in linear if one.startswith(f"{name}.")}
             else:
                 found |= {name for name in linear if name == group or name.endswith(f".{group}")}
+        if not found and target.rpartition(".")[2] in renamed:
+            raise ValueError(
+                f"adapter.targets: of this model, peft takes {target!r} for a part of the routed experts; adapt these by "
+                "'experts'"
+            )
         if not found and target not in GROUPS:
             raise ValueError(
                 f"adapter.targets: this model has no linear layer {target!r}; give the end of a name, such as "
@@ -109,7 +117,10 @@ def resolve_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> tuple[l
             )
         modules |= found
     if not modules and not parameters:
-        raise ValueError(f"adapter.targets = {', '.join(targets)}: this model has nothing of that to adapt")
+        raise ValueError(
+            f"adapter.targets = {', '.join(targets)}: this model has nothing of that to adapt"
+            + (f" (peft takes {', '.join(sorted(renamed))} for parts of the routed experts)" if renamed else "")
+        )
     everything = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     return _short(modules, linear, 1), _short(parameters, everything, 3)
 
