@@ -72,7 +72,8 @@ Each line is a test in `tests/hf/test_behaviours.py`, on tiny OLMoE, gpt-oss, De
   `low_cpu_mem_usage=True`) need nothing more either. Parameters of your own need
   `carpool.hf.synchronize_adapters(model)`; without it the first forward is refused.
 - **What peft computes from whole weights** is refused on all ranks before anything is computed: PiSSA and other starts
-  from the weights, `modules_to_save`, prompt and prefix tuning, and `merge_and_unload`. Save the adapter, and merge it into a model that one process has loaded.
+  from the weights, `modules_to_save`, prompt and prefix tuning, and `merge_and_unload`. Save the adapter, and merge it
+  into a model that one process has loaded.
 - **Tensor parallelism** (`tp_size` > 1) of attention is Transformers' own. Norms of queries and keys over all heads
   (OLMoE, FlexOlmo, MiniMax-M2) have right gradients, and so have most of those per head (Qwen3-MoE). Where a model's
   plan forgets to add up the gradients of a norm per head, the first training forward is refused: GLM-4.5 with

@@ -215,7 +215,7 @@ def _save_alone(model: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def names_of_former_experts(model: Any) -> set[str]:
-    """Names of modules that peft, asked to adapt them in this model, takes for names of its experts or routers in former
+    """Names of modules that peft, asked to adapt them in this model, takes for those of its experts or routers in former
     releases of Transformers: it adapts these then, and no module of that name (gate_proj of shared experts)."""
     from peft.utils import transformers_weight_conversion as conversion
 

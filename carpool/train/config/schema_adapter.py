@@ -30,8 +30,8 @@ class AdapterSection(Section):
     )
     targets: Texts = Field(
         default=("attention", "experts"),
-        description="What is adapted: attention, shared (dense and shared feed-forward layers, where peft can tell them "
-        "from experts), experts, router, all-linear (all of these), or names of modules as peft's target_modules.",
+        description="What is adapted: attention, shared (dense and shared feed-forward layers, where peft can tell "
+        "them from experts), experts, router, all-linear (all of these), or names of modules as peft's target_modules.",
     )
     modules_to_save: Texts = Field(
         default=(),

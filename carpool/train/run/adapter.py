@@ -107,8 +107,8 @@ def resolve_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> tuple[l
                 found |= {name for name in linear if name == group or name.endswith(f".{group}")}
         if not found and target.rpartition(".")[2] in renamed:
             raise ValueError(
-                f"adapter.targets: of this model, peft takes {target!r} for a part of the routed experts; adapt these by "
-                "'experts'"
+                f"adapter.targets: of this model, peft takes {target!r} for a part of the routed experts; adapt these "
+                "by 'experts'"
             )
         if not found and target not in GROUPS:
             raise ValueError(
