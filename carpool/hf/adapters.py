@@ -215,8 +215,8 @@ def _save_alone(model: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def names_of_former_experts(model: Any) -> set[str]:
-    """Names of modules that peft, asked to adapt them in this model, takes for those of its experts or routers in former
-    releases of Transformers: it adapts these then, and no module of that name (gate_proj of shared experts)."""
+    """Names of modules that peft, asked to adapt them in this model, takes for those of its experts or routers in
+    former releases of Transformers: it adapts these then, and no module of that name (gate_proj of shared experts)."""
     from peft.utils import transformers_weight_conversion as conversion
 
     kind = conversion._MODEL_TO_CONVERSION_PATTERN.get(model.config.model_type)
