@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 FOLDERS = "CARPOOL_RECIPES"
-Kind = Literal["placement", "routing", "schedule"]
+Kind = Literal["placement", "routing", "schedule", "memory"]
 
 
 @dataclass(frozen=True)

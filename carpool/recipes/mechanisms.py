@@ -103,6 +103,11 @@ SWITCHES: Mapping[str, Mechanism] = MappingProxyType({
     "beside:shared-experts": Mechanism("", code="carpool.ride.function:_Start"),
     "priority:rides": Mechanism("moe.priority", code="carpool.schedule.priority:RidesFirst"),
     "split:multiprocessors": Mechanism("nvlink.dispatch_ctas", 16, _positive, "carpool.kernels.processors:reserved"),
+    "host:optimizer-state": Mechanism("training.optimizer_state", "host", code="carpool.memory.optimizer:AdamW"),
+    "host:experts": Mechanism("memory.experts", "host", code="carpool.memory.host_experts:HostExperts"),
+    "gradients:consumed": Mechanism(
+        "training.gradients", "consumed", code="carpool.parallel.consumed:ConsumedGradients"
+    ),
     "kernels:triton": Mechanism("", code="carpool.transport.nvlink.dispatch_kernel"),
 })  # fmt: skip
 

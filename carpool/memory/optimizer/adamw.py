@@ -220,6 +220,12 @@ class AdamW(torch.optim.Optimizer):
             if isinstance(update, StreamedUpdate):
                 update.synchronize()
 
+    @property
+    def streamed_bytes(self) -> tuple[int, int]:
+        """What has come from host memory so far, and what has gone there."""
+        found = [update for update in self._updates if isinstance(update, StreamedUpdate)]
+        return sum(update.bytes_in for update in found), sum(update.bytes_out for update in found)
+
     def state_dict(self) -> dict[str, Any]:
         """As of PyTorch's optimizers: its own memory."""
         self.synchronize()

@@ -40,6 +40,9 @@ class StreamedUpdate(Update):
     Args:
         slabs: of each parameter: its slab, and its place there.
         device: that computes.
+
+    Attributes:
+        bytes_in, bytes_out: that have travelled so far.
     """
 
     def __init__(
@@ -54,7 +57,7 @@ class StreamedUpdate(Update):
         self._slabs, self._tile_bytes = list(slabs), TILE_BYTES
         self._tiles: dict[tuple[int, ...], list[Tile]] = {}
         self._buffers: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
-        self._turn = 0
+        self._turn = self.bytes_in = self.bytes_out = 0
         self._of_tiles: dict[tuple[Tile, int], tuple[Any, list[_Table]]] = {}
         streams: list[Any] = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2)]
         self._into, self._out = streams
@@ -98,6 +101,7 @@ class StreamedUpdate(Update):
         with self._on(self._into, self._free[turn]):
             for name, view in views.items():
                 view.copy_(hosts[name], non_blocking=True)
+                self.bytes_in += view.nbytes
         self._after(self._into)
         if on_gpu(self.coefficients):
             for table in self._tables_of(tile, turn, views, grads):
@@ -107,6 +111,7 @@ class StreamedUpdate(Update):
         with self._on(self._out, self._now()):
             for name, view in views.items():
                 hosts[name].copy_(view, non_blocking=True)
+                self.bytes_out += view.nbytes
             self._free[turn] = self._now()
 
     # -- streams: nothing on a CPU ---------------------------------------------------------------------------------
