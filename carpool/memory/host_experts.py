@@ -12,8 +12,8 @@ a third, on its way out.)
 
 Copies run on streams of their own. Each parameter is updated while it is on the device: as soon as its gradient is
 there (`carpool.parallel.consumed`), with optimizer state that may come from host memory in the same way. So gradients
-never leave the device, and a step moves each parameter in twice and out once. ZeRO-Infinity (arXiv 2104.07857) and ES-MoE
-(ICML 2024) send gradients out and update on the CPU.
+never leave the device, and a step moves each parameter in twice and out once. ZeRO-Infinity (arXiv 2104.07857) and
+ES-MoE (ICML 2024) send gradients out and update on the CPU.
 
 The memory of a parameter on the device is given back and taken again under the same tensor, as FSDP2 does it. So
 whoever holds the parameter, or saved it for a backward, finds its values there when it is the layer's turn. The last
