@@ -39,6 +39,10 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the resolved settings and the memory per rank; train nothing.")
     ] = False,
+    gpu: Annotated[
+        str | None,
+        typer.Option("--gpu", help="With --dry-run: the GPU that the run is meant for (h100, h200, a100, b200, ...)."),
+    ] = None,
     help_config: Annotated[bool, typer.Option("--help-config", help="Explain every setting.")] = False,
     debug: RanksDebug = False,
 ) -> None:
@@ -60,10 +64,12 @@ def train(
         require(TRAIN_PACKAGES)
         check_paths(settings)
         if dry_run:
-            from carpool.train.run.estimate import dry_run as estimate
+            from carpool.train.run.dry_run import dry_run as describe
 
-            typer.echo(estimate(settings, resolved.sources))
+            typer.echo(describe(settings, resolved.sources, gpu))
             return
+        if gpu is not None:
+            raise ValueError("--gpu says for which GPUs --dry-run predicts; give both, or neither")
         from carpool.train.launch.start import run
         from carpool.train.run.files import check_no_run
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from torch import nn
 
 from carpool.hf.expert_parallel import required_rides
@@ -17,12 +19,16 @@ def freeze_dense(model: nn.Module) -> int:
     Raises:
         ValueError: a model without Carpool's layers, of which nothing would be left to train.
     """
-    layers = required_rides(model)
+    return freeze_all_but_experts(model, list(required_rides(model)))
+
+
+def freeze_all_but_experts(model: nn.Module, experts: Iterable[str]) -> int:
+    """As `freeze_dense`, of a model whose experts modules have these names; it need not have Carpool's layers."""
     trained: set[int] = set()
-    for name, own in layers.items():
-        router = find_router(model, name)
-        for module in (own.experts, router) if router is not None else (own.experts,):
-            trained |= {id(parameter) for parameter in module.parameters()}
+    for name in experts:
+        for module in (model.get_submodule(name), find_router(model, name)):
+            if module is not None:
+                trained |= {id(parameter) for parameter in module.parameters()}
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in trained and parameter.requires_grad)
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

@@ -54,6 +54,7 @@ class Hardware:
         peak_flops: dense bfloat16 without sparsity, from the datasheet; None if there is none.
         source: where the rates are from, for people.
         memory: bytes per second between the device and its memory, from the datasheet; None if that is not known.
+        capacity: bytes of that memory as the device is sold; None if that is not known. Drivers show up to 6 % more.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Hardware:
     peak_flops: float | None
     source: str
     memory: float | None = None
+    capacity: float | None = None
 
     def rate(self, link: str) -> LinkRate:
         """Of a kind of link (`carpool.layout.topology.Link`)."""
@@ -82,9 +84,15 @@ class Hardware:
 
 
 def _datasheet(
-    name: str, peak: float, memory: float, nvlink: float | None, pcie: float, network: float = 50 * GB
+    name: str,
+    peak: float,
+    memory: float,
+    capacity: float,
+    nvlink: float | None,
+    pcie: float,
+    network: float = 50 * GB,
 ) -> Hardware:
-    """`peak`: dense bfloat16; the others: bytes per second, of links in one direction."""
+    """`peak`: dense bfloat16; `capacity`: bytes; the others: bytes per second, of links in one direction."""
     return Hardware(
         name=name,
         flops=REACHED_FLOPS * peak,
@@ -94,6 +102,7 @@ def _datasheet(
         peak_flops=peak,
         source=f"datasheet of {name}, times what an H200 reaches of its own; network assumed",
         memory=memory,
+        capacity=capacity,
     )
 
 
@@ -106,6 +115,7 @@ _H200 = Hardware(
     peak_flops=989e12,
     source="measured (docs/measurements.md); network assumed",
     memory=4800 * GB,
+    capacity=141 * GB,
 )
 # By a pattern of the device's name; the first that fits counts. Vendors give both directions of NVLink and PCIe
 # together, so half of it stands here. The figures (dense TFLOP/s; GB/s), and who quotes them from the vendor's page:
@@ -117,18 +127,19 @@ _H200 = Hardware(
 #   L40S             362, PCIe 64, no NVLink     datasheet 28413; torchtitan, itcreations.com
 #   MI300X           1,300                       amd.com/en/products/accelerators/instinct/mi300/mi300x.html; torchtitan
 #                    7 links of 128, PCIe 128    emergentmind.com/topics/amd-mi300x-gpu, MLPerf's system descriptions
+#   capacity         GB in the names of the products; A100 80 (there are 40, too), B200 180, MI300X 192
 #   memory           H100 3,350, H200 4,800, B200 8,000, A100 2,039, L40S 864, MI300X 5,300: llmbook.apartsin.com (G.1),
 #                    modal.com/gpu-glossary; H100 PCIe 2,000, NVL 3,900, A100 PCIe 1,935: the vendor's datasheets
 _PROFILES: tuple[tuple[str, Hardware], ...] = (
     (r"\bH200\b", _H200),
-    (r"\bH100 PCIe", _datasheet("H100 PCIe", 756e12, 2000 * GB, None, 64 * GB)),
-    (r"\bH100 NVL", _datasheet("H100 NVL", 835e12, 3900 * GB, None, 64 * GB)),
-    (r"\bH100\b", _datasheet("H100", 989e12, 3350 * GB, 450 * GB, 64 * GB)),
-    (r"\bB200\b", _datasheet("B200", 2250e12, 8000 * GB, 900 * GB, 64 * GB)),
-    (r"\bA100.*PCIe", _datasheet("A100 PCIe", 312e12, 1935 * GB, None, 32 * GB, 25 * GB)),
-    (r"\bA100\b", _datasheet("A100", 312e12, 2039 * GB, 300 * GB, 32 * GB, 25 * GB)),
-    (r"\bL40S\b", _datasheet("L40S", 362e12, 864 * GB, None, 32 * GB, 25 * GB)),
-    (r"\bMI300X\b", _datasheet("MI300X", 1300e12, 5300 * GB, 448 * GB, 64 * GB)),
+    (r"\bH100 PCIe", _datasheet("H100 PCIe", 756e12, 2000 * GB, 80 * GB, None, 64 * GB)),
+    (r"\bH100 NVL", _datasheet("H100 NVL", 835e12, 3900 * GB, 94 * GB, None, 64 * GB)),
+    (r"\bH100\b", _datasheet("H100", 989e12, 3350 * GB, 80 * GB, 450 * GB, 64 * GB)),
+    (r"\bB200\b", _datasheet("B200", 2250e12, 8000 * GB, 180 * GB, 900 * GB, 64 * GB)),
+    (r"\bA100.*PCIe", _datasheet("A100 PCIe", 312e12, 1935 * GB, 80 * GB, None, 32 * GB, 25 * GB)),
+    (r"\bA100\b", _datasheet("A100", 312e12, 2039 * GB, 80 * GB, 300 * GB, 32 * GB, 25 * GB)),
+    (r"\bL40S\b", _datasheet("L40S", 362e12, 864 * GB, 48 * GB, None, 32 * GB, 25 * GB)),
+    (r"\bMI300X\b", _datasheet("MI300X", 1300e12, 5300 * GB, 192 * GB, 448 * GB, 64 * GB)),
 )
 # Of a few cores, where ranks are processes of one thread that talk over gloo.
 CPU = Hardware("cpu", 5e9, None, LinkRate(1e9, 2e-5), LinkRate(1e8, 1e-4), None, "assumed: no rates are kept for CPUs")

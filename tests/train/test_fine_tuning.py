@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from carpool.train.config import Config, TrainingSection, load_config, resolve_config
 from carpool.train.config.fine_tuning import defaults
-from carpool.train.run.estimate import dry_run
+from carpool.train.run.dry_run import dry_run
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from carpool.hf.config_keys import keys_read
 from carpool.train.config import load_config
 from carpool.train.config.published import published_models, read_keys
 from carpool.train.data.tokenizer import BytesTokenizer
-from carpool.train.run.estimate import dry_run
+from carpool.train.run.dry_run import dry_run
 from carpool.train.run.model import model_config, model_source
 from tools.models_table import DOCS, published_row
 

@@ -40,10 +40,11 @@ from carpool.profile.trace import STEP, load
 from carpool.train.config import Config
 from carpool.train.data.tokenizer import load_tokenizer
 from carpool.train.run.determinism import determinism
-from carpool.train.run.estimate import Memory, estimate_memory, likely_transport
+from carpool.train.run.estimate import Memory, MemoryEstimate
 from carpool.train.run.flops import flops_per_token, model_size, peak_flops
 from carpool.train.run.model import expert_counts, meta_model, model_source, top_k_of
 from carpool.train.run.topology import find_machine
+from carpool.train.run.transports import likely_transport
 
 # More than the eager steps before a capture (`carpool.train.run.graphs`).
 WARMUP = 4
@@ -131,11 +132,9 @@ class ModelBenchmark:
         cuda = self.device.type == "cuda"
         way = "alltoall"
         if name.startswith("carpool"):
-            way, _ = likely_transport(self.configs[name], self.degrees, self.blueprint)
-        experts = max(self.counts.values())
-        return estimate_memory(
-            self.size, self.degrees, self.configs[name], self.blueprint, experts, self.bf16, way, cuda
-        )
+            hidden = self.blueprint.config.get_text_config().hidden_size
+            way, _ = likely_transport(self.configs[name], self.degrees, hidden, self.top_k, cuda)
+        return MemoryEstimate(self.configs[name], self.degrees, self.blueprint, self.bf16, cuda)(way, "fsdp")
 
     def _case(self, groups: list[list[str]], warnings: list[str], estimates: dict[str, Memory]) -> Case:
         text = self.blueprint.config.get_text_config()

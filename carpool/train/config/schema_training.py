@@ -120,6 +120,11 @@ class TrainingSection(Section):
     seed: int = Field(
         default=0, ge=0, lt=2**63, description="Seed of the initial weights and of the order of the data."
     )
+    check_memory: bool = Field(
+        default=True,
+        description="Refuse, before anything is loaded, a run that is predicted to need clearly more memory than a "
+        "rank has. false: try it.",
+    )
     full_determinism: bool = Field(
         default=False,
         description="Two runs on GPUs are bitwise equal, by PyTorch's deterministic algorithms; the backward of "

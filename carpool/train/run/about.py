@@ -19,7 +19,6 @@ from carpool.train.checkpoints.ranks import from_rank_0
 from carpool.train.checkpoints.source import keep_source
 from carpool.train.run.dense import DENSE_KIND
 from carpool.train.run.environment import environment
-from carpool.train.run.estimate import estimate_memory
 from carpool.train.run.files import CONFIG, INFO, LAYOUT, read_info, replace_text
 from carpool.train.run.schedules import SCHEDULE_KIND
 from carpool.train.run.stages import STAGES_KIND, describe_ways
@@ -47,10 +46,6 @@ def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any
     started = datetime.now(UTC).isoformat(timespec="seconds")
     history.append(
         {"started": started, "from_step": run.start, "resumed_from": str(resume) if resume is not None else None}
-    )
-    cuda = run.device.type == "cuda"
-    memory = estimate_memory(
-        run.size, run.degrees, run.config, run.model, layer.num_experts, run.bf16, name, cuda, run.dense.answer
     )
     info = {
         "carpool_version": carpool.__version__,
@@ -90,7 +85,7 @@ def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any
         "exact": not lossy,
         "lossy_reasons": lossy,
         "predicted": {
-            "memory_per_rank_bytes": memory,
+            "memory_per_rank_bytes": run.estimate(name, run.dense.answer),
             "copies_per_token_uniform": layer.transport.copies_per_token(layer.num_experts, run.top_k, layer.num_ranks),
             "flops_per_token": run.flops,
         },

@@ -1,153 +1,311 @@
-"""What a run will need, before it runs: memory per rank, parameters, operations. All of it is predicted.
+"""The memory that a rank will need, before anything is built. All of it is predicted.
 
-Parameters, gradients and the optimizer's state are exact sums of what each rank holds. The rest follows from shapes,
-with these assumptions, which are where an estimate goes wrong:
+Parameters, optimizer state and the gradients of shards are exact sums of what each rank holds, and what decoder layers
+keep is measured by the model's own forward without memory (`carpool.hf.activations`). The rest follows from shapes. A
+step has four moments at which memory can be highest, and the estimate is of the highest:
 
-    gathered      one layer's experts of a rank in full beside the shards, and the next layer's, which is prefetched;
-                  the gradients of one layer's experts in full, before they are reduced
-    activations   a decoder layer keeps 8 tensors of T x H (norms, residuals) and 8 of T x heads * head size: 4 of
-                  queries and outputs, 4 of keys and values, which may have fewer heads; its experts keep the received
-                  rows and the pre-activation; one layer's products and their gradients pass.
-                  Policies of [memory] change what is kept (`carpool.planner.kept`)
-    logits        of the tokens that go at once (training.loss_chunk), and the gradient of the output layer's weight in
-                  float32; on a CPU their gradient in float32. Where all go at once: softmax and gradient in float32
-    transport     nvlink: one lease of buffers (schedules that overlap rides take more). Others: of one layer's ride,
-                  rows packed, arrived, summed and sent back
-    process       on a CPU: 60 MiB of code, threads and buffers that every rank takes once it trains
-    allocator     on a CPU: 0.6 of what a step takes and frees (gradients, activations, logits, transport), which the C
-                  library keeps in pieces of the wrong sizes
+    loss              all layers' activations; logits, or a piece of them and what stays of their gradients
+    backward begins   all layers' activations; the gradients of the output layer; the work of one layer
+    backward ends     one layer's activations; all gradients; the work of one layer
+    update            all gradients; the optimizer's temporaries
 
-The last two were measured with models of 2 to 28 M parameters on 1 and 2 ranks, whose peaks are then predicted within
-20 %. They are for CPUs, where `memory_peak_bytes` is the resident set; on GPUs it is PyTorch's own count.
+Assumptions, which are where an estimate goes wrong:
+
+    balance       each rank gets the mean number of rows, each expert the mean number of tokens. Not temporaries of
+                  transport nvlink, which are for the worst case, nor its arena, which has a quarter more than was kept
+    one layer     of rides, backward: products, their gradients, rows, and the gradients of one layer's experts.
+                  Under FSDP: a layer in full and the next one, which is gathered ahead; a layer's gradients as they are
+                  computed and as they are reduced. With gradient checkpointing: the layer that is computed again
+    transport     nvlink: one lease (schedules that overlap rides take more). Others: rows packed, arrived, summed, sent
+    context       on GPUs: 0.5 GiB of CUDA context and kernels; NCCL: 0.3 GiB, and 0.2 for each further kind of group
+    fragments     on GPUs: 3 % of what PyTorch's tensors take, which its allocator cannot use
+    process       on CPUs: 60 MiB of code, threads and buffers that every rank takes once it trains
+    allocator     on CPUs: 0.35 of what a step takes and frees, which the C library keeps in pieces of the wrong sizes
+
+`memory_peak_bytes` of a run is PyTorch's own count on GPUs, hence without context, NCCL and fragments (`tensors_of`),
+and the growth of the resident set on CPUs.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-import os
-import textwrap
-from collections.abc import Mapping
-from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
+from carpool.hf.activations import Activations, measure_activations
 from carpool.hf.build import experts_modules
-from carpool.hf.head import why_whole
-from carpool.hf.sizes import head_sizes
+from carpool.hf.freeze import freeze_all_but_experts
+from carpool.hf.head import output_layer, why_whole
 from carpool.kernels.cross_entropy import piece_size
 from carpool.memory.optimizer.streamed import TILE_BYTES
 from carpool.parallel.degrees import Degrees
+from carpool.parallel.replicated import BUCKET_BYTES
 from carpool.planner.kept import LayerSizes, kept_bytes
 from carpool.train.config.schema import Config
-from carpool.train.data.tokenizer import load_tokenizer
-from carpool.train.launch.start import local_ranks, use_cuda
-from carpool.train.launch.world import find_world
-from carpool.train.moving.layouts import check_layout_file
-from carpool.train.run.dense import decide_dense, rank_memory
-from carpool.train.run.flops import ModelSize, flops_per_token, model_size
-from carpool.train.run.model import expert_counts, meta_model, model_source, top_k_of
+from carpool.train.run.model import top_k_of
 from carpool.train.run.room import transport_options
-from carpool.transport import TRANSPORTS, check_transport, choose_transport, find_transport
+from carpool.transport import find_transport
 
 Memory = dict[str, int]
+MiB, GiB = 2**20, 2**30
 STORED = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Of a rank on a CPU; see above.
-PROCESS_BYTES, FREED_SHARE = 60 * 2**20, 0.6
-# Libraries: smaps_rollup of 1, 2 and 4 processes after the imports of a run (torch 2.13, transformers 5.23).
-NOT_COUNTED = {
-    True: "the CUDA context, NCCL's buffers and compiled kernels (assumed: 1 to 2 GB a GPU), what PyTorch's allocator "
-    "reserves beyond its tensors, evaluation with larger batches than training",
-    False: "libraries loaded before the run (measured: 270 MiB a rank, and 150 MiB that the ranks of a machine share), "
-    "the corpus in memory, evaluation with larger batches than training",
-}
+# Beside PyTorch's tensors; see above.
+CONTEXT_BYTES, NCCL_BYTES, NCCL_GROUP_BYTES, FRAGMENTS = GiB // 2, int(0.3 * GiB), int(0.2 * GiB), 0.03
+PROCESS_BYTES, FREED_SHARE = 60 * MiB, 0.35
+# After an arena was too small, it gets this much of what was needed (`carpool.train.run.room`).
+ARENA_ROOM = 1.25
+# Small tensors of int32 or float32 that a ride keeps for each row and choice: slots, weights, positions and orders.
+INDEX_BYTES = 5 * 4
+BESIDE_TENSORS = ("context", "nccl", "fragments", "process", "allocator")
 
 
-def estimate_memory(
-    size: ModelSize,
-    degrees: Degrees,
-    config: Config,
-    model: PreTrainedModel,
-    num_experts: int,
-    bf16: bool,
-    transport: str = "dedup",
-    cuda: bool = False,
-    dense: str = "fsdp",
-) -> Memory:
-    """Predicted bytes of each component on one rank, and their total.
+class _Moment(NamedTuple):
+    """Bytes that are there at one moment of a step besides what always is."""
+
+    gradients: float
+    activations: float
+    logits: float
+    optimizer: float = 0.0
+
+
+class MemoryEstimate:
+    """Predicts the memory of one rank of a run.
 
     Args:
-        model: for its shapes only; may be on the meta device.
-        num_experts: E.
-        transport: the one that is used, not "auto".
-        cuda: on a GPU, where `NOT_COUNTED` comes on top.
-        dense: "fsdp" or "replicate", as `parallelism.dense`.
-
-    Returns:
-        parameters, gradients, optimizer, activations, logits, transport; on a CPU process and allocator; total.
+        config: the micro-batch, dtypes, optimizer and policies count.
+        degrees: of parallelism.
+        model: on the meta device.
+        bf16: compute in bfloat16.
+        cuda: on GPUs.
     """
-    text = model.config.get_text_config()
-    stored = STORED[config.model.dtype or "float32"]
-    computed = 2 if bf16 else stored
-    dense_own = math.ceil((size.total - size.experts) / degrees.dense_shards)
-    experts_own = math.ceil(size.experts / degrees.expert_shards)
-    own = dense_own + experts_own
-    # Whole parameters and the sums of their gradients, beside the shards.
-    whole = 0 if dense == "fsdp" else size.total - (size.experts if degrees.ep > 1 else 0)
-    reduced = 4 if bf16 else stored
-    moe_layers = len(experts_modules(model))
-    layer_experts = math.ceil(size.experts / degrees.ep / moe_layers)
-    # Two layers' experts in full beside the shards, if FSDP shards or casts them at all.
-    gathered = 0
-    if degrees.efsdp > 1 or computed != stored:
-        gathered = 2 * layer_experts * computed
 
-    tokens = config.training.per_device_train_batch_size * config.data.sequence_length
-    hidden, top_k = text.hidden_size, top_k_of(model)
-    width = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
-    way = find_transport(transport)
-    copies = way.copies_per_token(num_experts, top_k, degrees.ep)
-    rows, pairs = tokens * copies, tokens * top_k
-    heads = getattr(text, "num_attention_heads", 0)
-    key_heads = getattr(text, "num_key_value_heads", None) or heads
-    sizes = LayerSizes(
-        text.num_hidden_layers, moe_layers, hidden, width, top_k, heads, key_heads, max(head_sizes(text)), computed,
-        copies,
-    )  # fmt: skip
-    # Products and gradients of a layer's pairs come and go.
-    passing = pairs * (hidden + 3 * width) * computed
-    kept = kept_bytes(sizes, tokens, policies_of(config))
-    activations = sum(size for item, size in kept.items() if item != "host") + passing
-    if config.moe.schedule == "two-batch" and config.training.gradient_accumulation_steps > 1:
-        # Two micro-batches are in the model at the same time.
-        activations = 2 * activations - passing
-    words, chunk = text.vocab_size, config.training.loss_chunk
-    if chunk == 0 or degrees.tp > 1 or why_whole(model) is not None:
-        logits = (computed + 2 * 4) * tokens * words
-    else:
-        at_once = min(tokens, chunk or piece_size(tokens, words))
-        logits = (computed + (0 if cuda else 4)) * at_once * words + (4 + computed) * words * hidden
-    # Where gradients are consumed, those of experts go layer by layer.
-    kept_gradients = own if config.training.gradients == "kept" else dense_own
-    state = int(own * state_bytes(config))
-    rides = int(4 * rows * hidden * computed)
-    if buffers := way.buffer_bytes(transport_options(config, degrees, transport), degrees.ep, hidden, computed, top_k):
-        rides = buffers
-    # Of experts in host memory, three layers' are here at most.
-    stored_own = own if config.memory.experts == "device" else dense_own + min(experts_own, 3 * layer_experts)
-    memory = {
-        "parameters": stored_own * stored + gathered + whole * computed,
-        "gradients": kept_gradients * stored + layer_experts * computed + whole * reduced,
-        "optimizer": state if config.training.optimizer_state == "device" else min(state, 2 * TILE_BYTES),
-        "activations": activations,
-        "logits": logits,
-        # All layers share it.
-        "transport": rides,
-    }
-    if not cuda:
-        freed = memory["gradients"] + memory["activations"] + logits + rides
-        memory |= {"process": PROCESS_BYTES, "allocator": int(FREED_SHARE * freed)}
-    return {**memory, "total": sum(memory.values())}
+    def __init__(self, config: Config, degrees: Degrees, model: PreTrainedModel, bf16: bool, cuda: bool) -> None:
+        self.config, self.degrees, self.model, self.bf16, self.cuda = config, degrees, model, bf16, cuda
+        training = config.training
+        if training.freeze == "dense":
+            model = copy.deepcopy(model)
+            freeze_all_but_experts(model, list(experts_modules(model)))
+        self.stored = STORED[config.model.dtype or "float32"]
+        self.computed = 2 if bf16 else self.stored
+        # Of gradients as they are added up over ranks.
+        self.reduced = 4 if bf16 else self.stored
+        dtype = torch.bfloat16 if bf16 and degrees.dp > 1 else getattr(torch, config.model.dtype or "float32")
+        autocast = torch.bfloat16 if bf16 and degrees.dp == 1 and dtype != torch.bfloat16 else None
+        batch, length = training.per_device_train_batch_size, config.data.sequence_length
+        self.tokens = batch * length
+        self.kept: Activations = measure_activations(model, batch, length, dtype, autocast)
+
+        text = model.config.get_text_config()
+        self.hidden, self.top_k = text.hidden_size, top_k_of(model)
+        self.width = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
+        self.words = text.vocab_size
+        counts = experts_modules(model)
+        self.num_experts, self.moe_layers = max(counts.values()), len(counts)
+        theirs = {id(p) for name in counts for p in model.get_submodule(name).parameters()}
+        self.experts = _Parameters.of([p for p in model.parameters() if id(p) in theirs])
+        self.dense = _Parameters.of([p for p in model.parameters() if id(p) not in theirs])
+        head: Any = output_layer(model)
+        self.head_trains = head is not None and head.weight.requires_grad
+        self.whole_logits = training.loss_chunk == 0 or degrees.tp > 1 or why_whole(model) is not None
+
+        self.trained = math.ceil(self.dense.trained / degrees.dense_shards)
+        self.trained += math.ceil(self.experts.trained / degrees.expert_shards)
+
+    def changed(self, config: Config) -> MemoryEstimate:
+        """The same of a run with other settings, on the same ranks."""
+        return MemoryEstimate(config, self.degrees, self.model, self.bf16, self.cuda)
+
+    def __call__(self, transport: str, dense: str) -> Memory:
+        """Predicted bytes of each component on one rank when memory is highest, and their total.
+
+        Args:
+            transport: the one that is used, not "auto".
+            dense: "fsdp" or "replicate", as `parallelism.dense`.
+
+        Returns:
+            parameters, gradients, optimizer, activations, logits, transport; on GPUs context, nccl and fragments, on
+            CPUs process and allocator; total.
+        """
+        degrees, training = self.degrees, self.config.training
+        dense_own = math.ceil(self.dense.total / degrees.dense_shards)
+        experts_own = math.ceil(self.experts.total / degrees.expert_shards)
+        dense_trained = math.ceil(self.dense.trained / degrees.dense_shards)
+        experts_trained = math.ceil(self.experts.trained / degrees.expert_shards)
+        replicated = dense == "replicate" and degrees.dp > 1
+        # With ep = 1 experts lie as dense parameters do.
+        whole = (self.dense.total + (self.experts.total if degrees.ep == 1 else 0)) if replicated else 0
+        whole_trained = (self.dense.trained + (self.experts.trained if degrees.ep == 1 else 0)) if replicated else 0
+
+        gathered, reducing = self._in_full(replicated)
+        reducing += min(BUCKET_BYTES, whole_trained * self.reduced)
+        # Of experts in host memory, three layers' are here at most.
+        here = experts_own
+        if self.config.memory.experts == "host":
+            here = min(here, 3 * math.ceil(self.experts.total / degrees.ep / self.moe_layers))
+        own = dense_trained * (self.reduced if replicated else self.stored)
+        if training.gradients == "kept":
+            own += experts_trained * self.stored
+        state = int(self.trained * state_bytes(self.config))
+        if training.optimizer_state == "host":
+            state = min(state, 2 * TILE_BYTES)
+        rides = self._rides(transport)
+        layer = rides.work + reducing
+        kept, last_kept = self._kept(rides)
+        logits, after_loss = self._logits()
+        # Those of earlier micro-batches are there.
+        before = own if training.gradient_accumulation_steps > 1 else 0
+        highest = max(
+            _Moment(before, kept, logits),
+            _Moment(before, kept + layer, after_loss),
+            _Moment(own, last_kept + layer, 0),
+            _Moment(own, 0, 0, self._update_bytes()),
+            key=sum,
+        )
+        memory = {
+            "parameters": (dense_own + here) * self.stored + whole * self.computed + gathered,
+            "gradients": int(highest.gradients) + whole_trained * self.reduced,
+            "optimizer": int(state + highest.optimizer),
+            "activations": int(highest.activations),
+            "logits": int(highest.logits),
+            "transport": rides.buffers,
+        }
+        tensors = sum(memory.values())
+        if self.cuda:
+            groups = (degrees.dp > 1) + (degrees.ep > 1) + (degrees.tp > 1) + (degrees.efsdp not in (1, degrees.dp))
+            memory |= {
+                "context": CONTEXT_BYTES,
+                "nccl": NCCL_BYTES + NCCL_GROUP_BYTES * max(0, groups - 1) if degrees.world_size > 1 else 0,
+                "fragments": int(FRAGMENTS * tensors),
+            }
+        else:
+            freed = int(sum(highest)) + (0 if _has_buffers(transport) else rides.buffers)
+            memory |= {"process": PROCESS_BYTES, "allocator": int(FREED_SHARE * freed)}
+        return {**memory, "total": sum(memory.values())}
+
+    def host_bytes(self, transport: str) -> int:
+        """What a rank keeps in host memory: state of the optimizer, experts, and activations that are offloaded."""
+        state = self.trained * state_bytes(self.config) if self.config.training.optimizer_state == "host" else 0
+        dense = sum(self.kept.layers) if policies_of(self.config)["dense"] == "offload" else 0
+        experts = 0
+        if self.config.memory.experts == "host":
+            experts = math.ceil(self.experts.total / self.degrees.expert_shards) * self.stored
+        return int(state) + experts + dense + self._rides(transport).host
+
+    def _in_full(self, replicated: bool) -> tuple[int, int]:
+        """Bytes of parameters that are gathered besides the shards, and of gradients on their way to the shards."""
+        degrees, casts = self.degrees, self.computed != self.stored
+        layers = len(self.kept.layers)
+        head = self.words * self.hidden
+        gathered = reducing = 0
+        if (degrees.efsdp > 1 or casts) and not (replicated and degrees.ep == 1) and degrees.dp > 1:
+            one = math.ceil(self.experts.total / degrees.ep / self.moe_layers)
+            gathered += 2 * one * self.computed
+            reducing += one * self.reduced if self.experts.trained else 0
+        if degrees.dp > 1 and not replicated:
+            one = math.ceil(max(0, self.dense.total - head) / degrees.tp / layers)
+            # The output layer is not given back between forward and backward.
+            gathered += (2 * one + head) * self.computed
+            reducing += one * (self.computed + self.reduced) if self.dense.trained else 0
+        return gathered, reducing
+
+    def _rides(self, transport: str) -> _Rides:
+        config, degrees = self.config, self.degrees
+        way = find_transport(transport)
+        copies = way.copies_per_token(self.num_experts, self.top_k, degrees.ep)
+        tokens = degrees.tokens_per_rank(self.tokens)
+        pairs, choices = tokens * self.top_k, min(self.top_k, max(1, self.num_experts // degrees.ep))
+        options = transport_options(config, degrees, transport)
+        buffers = way.buffer_bytes(options, degrees.ep, self.hidden, self.computed, self.top_k)
+        in_buffers = buffers > 0 and degrees.ep > 1
+        # Rows at home are the layer's input, which is kept anyway.
+        away = 0.0 if degrees.ep == 1 else copies * ((degrees.ep - 1) / degrees.ep if in_buffers else 1)
+        kept_of, host = [], 0
+        for layers in (1, self.moe_layers):
+            sizes = LayerSizes(layers, layers, self.hidden, self.width, self.top_k, 0, 0, 0, self.computed, copies=away)
+            found = kept_bytes(sizes, tokens, policies_of(config))
+            rows = (found["rows"] + found["hidden"]) * (ARENA_ROOM if in_buffers else 1)
+            kept_of.append(rows + found["sums"] + layers * tokens * copies * choices * INDEX_BYTES)
+            host = found["host"]
+        # Backward: gradients of pre-activations and of activations, activations, and then dx in place of the second.
+        most = tokens * degrees.ep * choices if in_buffers else pairs
+        products = most * (3 * self.width + max(self.width, self.hidden)) * self.computed
+        if not self.cuda:
+            # Gradients are gathered, and each step of the activation's backward makes a tensor.
+            products = pairs * (7 * self.width + self.hidden) * self.computed
+        if config.memory.hidden == "recompute":
+            products += 2 * pairs * self.width * self.computed
+        experts = math.ceil(self.experts.trained / degrees.ep / self.moe_layers) * self.computed
+        if buffers and config.memory.rows == "resend":
+            buffers *= 2
+        exchanged = 0 if buffers else int((2 if degrees.ep > 1 else 1) * tokens * copies * self.hidden * self.computed)
+        return _Rides(kept_of[1], kept_of[0], products + experts, buffers or exchanged, host)
+
+    def _kept(self, rides: _Rides) -> tuple[float, float]:
+        """Bytes that are kept when the backward begins, and when only one layer is left."""
+        policy, one = policies_of(self.config)["dense"], max(self.kept.layers)
+        dense = sum(self.kept.layers)
+        if policy == "recompute":
+            dense = self.kept.layer_input * len(self.kept.layers) + one
+        elif policy == "offload":
+            dense = min(dense, 2 * one)
+        kept, last = dense + rides.kept, one + rides.kept_by_one
+        if self.config.moe.schedule == "two-batch" and self.config.training.gradient_accumulation_steps > 1:
+            # Two micro-batches are in the model at the same time.
+            kept, last = 2 * kept, 2 * last
+        return kept + self.kept.rest, last + self.kept.rest
+
+    def _logits(self) -> tuple[float, float]:
+        """Bytes that the loss needs, and those that stay when the backward begins."""
+        tokens, words = self.tokens, self.words
+        if self.whole_logits:
+            # Log-softmax, its gradient and that of the loss; all in float32.
+            return 12 * tokens * words, 12 * tokens * words
+        at_once = min(tokens, self.config.training.loss_chunk or piece_size(tokens, words))
+        dweight = 4 * words * self.hidden if self.head_trains else 0
+        stays = dweight + tokens * self.hidden * self.computed
+        piece = (self.computed + (0 if self.cuda else 4)) * at_once * words
+        # The gradient of the weight is narrowed for who reduces it.
+        return stays + piece, stays + (self.computed * words * self.hidden if self.computed < 4 else 0)
+
+    def _update_bytes(self) -> int:
+        """Of temporaries while parameters are updated."""
+        training = self.config.training
+        if training.one_pass(self.config.model.dtype or "float32") or not self.cuda:
+            return 0
+        # PyTorch's AdamW over lists of tensors: the root of the second moments.
+        return self.trained * self.stored
+
+
+class _Parameters(NamedTuple):
+    total: int
+    trained: int
+
+    @staticmethod
+    def of(parameters: list[torch.nn.Parameter]) -> _Parameters:
+        return _Parameters(sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad))
+
+
+class _Rides(NamedTuple):
+    """Bytes that the rides of all MoE layers keep, and of one; that the backward of one works with; of buffers that all
+    share; and that all keep in host memory."""
+
+    kept: float
+    kept_by_one: float
+    work: float
+    buffers: int
+    host: int
+
+
+def _has_buffers(transport: str) -> bool:
+    return find_transport(transport).options_class is not None
+
+
+def tensors_of(memory: Memory) -> int:
+    """Of an estimate: the bytes of PyTorch's tensors, as `torch.cuda.max_memory_allocated` counts them."""
+    return sum(size for name, size in memory.items() if name not in (*BESIDE_TENSORS, "total"))
 
 
 def policies_of(config: Config) -> dict[str, str]:
@@ -161,18 +319,6 @@ def policies_of(config: Config) -> dict[str, str]:
     }
 
 
-def host_bytes(size: ModelSize, degrees: Degrees, config: Config) -> int:
-    """What a rank keeps in host memory, but for activations."""
-    dense_own = math.ceil((size.total - size.experts) / degrees.dense_shards)
-    experts_own = math.ceil(size.experts / degrees.expert_shards)
-    found = 0.0
-    if config.training.optimizer_state == "host":
-        found += (dense_own + experts_own) * state_bytes(config)
-    if config.memory.experts == "host":
-        found += experts_own * STORED[config.model.dtype or "float32"]
-    return int(found)
-
-
 def state_bytes(config: Config) -> float:
     """What the optimizer keeps of a parameter; see `carpool.memory.optimizer.adamw`."""
     dtype, training = config.model.dtype or "float32", config.training
@@ -180,71 +326,3 @@ def state_bytes(config: Config) -> float:
         return 2 * STORED[dtype]
     moments = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / 256}[training.optimizer_moments]
     return 2 * moments + (2 if dtype == "bfloat16" else 0)
-
-
-def dry_run(config: Config, sources: Mapping[tuple[str, str], str] | None = None) -> str:
-    """The resolved configuration and what it will need, as text. Reads no data and no weights, starts no ranks.
-
-    Args:
-        sources: as `carpool.train.config.load.Resolved` has them.
-
-    Raises:
-        ValueError: whatever would stop the run before its first step, as far as this machine can tell.
-    """
-    world = find_world(os.environ)
-    ranks = world.world_size if world is not None else local_ranks(config)
-    tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
-    source = model_source(config, tokenizer)
-    model = meta_model(source)
-    counts = expert_counts(model)
-    degrees = config.parallelism.resolve(ranks, min(counts.values()))
-    check_layout_file(config, model.config.model_type, counts, degrees.ep)
-    size = model_size(model, counts, top_k_of(model))
-    bf16 = use_cuda(config) if config.training.bf16 is None else config.training.bf16
-    cuda = use_cuda(config)
-    transport, why = likely_transport(config, degrees, model)
-    predict = partial(estimate_memory, size, degrees, config, model, max(counts.values()), bf16, transport, cuda)
-    room = rank_memory(cuda, ranks)
-    dense, why_dense = decide_dense(config, degrees, lambda one: predict(one)["total"], room)
-    memory = predict(dense)
-    tokens = (
-        config.training.per_device_train_batch_size
-        * config.training.gradient_accumulation_steps
-        * degrees.dp
-        * config.data.sequence_length
-    )
-    lines = [
-        config.to_toml(sources=sources),
-        f"# {type(model).__name__}: {size.total:,} parameters, {size.active:,} active per token",
-        f"# {ranks} ranks: {degrees}",
-        f"# {tokens:,} tokens per step, {flops_per_token(size, config.data.sequence_length):,} operations per token",
-        f"# dense parameters: {dense}: {why_dense}",
-        f"# transport {transport}: {why}",
-        "# predicted memory of one rank:",
-        *(f"#   {name:<12} {_mib(value):>12}" for name, value in memory.items()),
-        *(f"#   {line}" for line in textwrap.wrap(f"not counted: {NOT_COUNTED[cuda]}", 100)),
-    ]
-    return "\n".join(lines)
-
-
-def likely_transport(config: Config, degrees: Degrees, model: PreTrainedModel) -> tuple[str, str]:
-    """What the ranks will choose, and why, as far as this process can tell without them."""
-    name, hidden = config.moe.transport, model.config.get_text_config().hidden_size
-    check_transport(name, None)
-    unfit: dict[str, str] | None = None
-    if use_cuda(config) and degrees.ep > 1:
-        several = "its ranks are on several hosts" if degrees.ep > torch.cuda.device_count() else None
-        reasons = {
-            cls.name: several
-            or cls.why_not_automatic(transport_options(config, degrees, cls.name))
-            or cls.why_no_rows(hidden, 2)
-            or cls.why_not(None)
-            for cls in (TRANSPORTS[one] for one in TRANSPORTS)
-            if cls.automatic and not cls.anywhere
-        }
-        unfit = {one: reason for one, reason in reasons.items() if reason is not None}
-    return choose_transport(name, degrees.ep, top_k_of(model), unfit)
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:,.1f} MiB"

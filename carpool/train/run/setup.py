@@ -50,7 +50,8 @@ from carpool.train.run.adapter import add_adapter
 from carpool.train.run.dense import choose_dense, rank_memory
 from carpool.train.run.display import Display
 from carpool.train.run.environment import peak_memory
-from carpool.train.run.estimate import estimate_memory, likely_transport
+from carpool.train.run.estimate import MemoryEstimate
+from carpool.train.run.fit import check_fits
 from carpool.train.run.files import why_not_writable
 from carpool.train.run.flops import flops_per_token, model_size, peak_flops
 from carpool.train.run.graphs import StepGraphs, why_no_graphs
@@ -70,7 +71,7 @@ from carpool.train.run.state import RunState
 from carpool.train.run.step import Objective, make_optimizer
 from carpool.train.run.tiers import check_host_memory_of_ranks, make_tiers
 from carpool.train.run.topology import find_machine, ranks_of
-from carpool.train.run.transports import choose_way
+from carpool.train.run.transports import choose_way, likely_transport
 from carpool.transport import TransportOptions, check_transport
 
 # What a bias moves by in a step, if nobody says: DeepSeek-V3, arXiv 2412.19437, section 4.2.
@@ -152,16 +153,20 @@ class Setup(RunState):
         self.dp_rank = self.degrees.dp_rank(self.rank)
         self.top_k = top_k_of(blueprint)
         self.size = model_size(blueprint, self.expert_counts, self.top_k)
-        experts, cuda = max(self.expert_counts.values()), self.device.type == "cuda"
-        transport, _ = likely_transport(config, self.degrees, blueprint)
-        predict = partial(
-            estimate_memory, self.size, self.degrees, config, blueprint, experts, self.bf16, transport, cuda
-        )
+        cuda, hidden = self.device.type == "cuda", blueprint.config.get_text_config().hidden_size
+        transport, _ = likely_transport(config, self.degrees, hidden, self.top_k, cuda)
+        self.estimate = MemoryEstimate(config, self.degrees, blueprint, self.bf16, cuda)
         memory = rank_memory(cuda, self.world)
-        check_host_memory_of_ranks(self)
+        check_host_memory_of_ranks(self, self.estimate.host_bytes(transport))
         self.dense = choose_dense(
-            config, self.degrees, lambda dense: predict(dense)["total"], memory, self._folders(resume)
+            config,
+            self.degrees,
+            lambda dense: self.estimate(transport, dense)["total"],
+            memory,
+            self._folders(resume),
         )
+        # Advice takes a while, and the answer is the same.
+        from_rank_0(lambda: check_fits(self.estimate, transport, self.dense.answer, memory))
 
     def _folders(self, resume: Path | None) -> list[Path]:
         """Run directories whose records count."""

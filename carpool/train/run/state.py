@@ -37,6 +37,7 @@ from carpool.train.launch.stopping import StopRequest
 from carpool.train.launch.watchdog import Watchdog
 from carpool.train.moving.runtime import Placement
 from carpool.train.run.display import Display
+from carpool.train.run.estimate import MemoryEstimate
 from carpool.train.run.flops import ModelSize
 from carpool.train.run.record import Recorder
 from carpool.train.run.room import make_room, random_state, restore_random_state
@@ -109,6 +110,7 @@ class RunState:
     options: TransportOptions
     most_tokens: int
     dense: Chosen[str]
+    estimate: MemoryEstimate
     transport_choice: Chosen[str]
     stages: Chosen[Choices] | None
     schedule: Chosen[Schedule]

@@ -18,18 +18,19 @@ from carpool.memory.host_experts import HostExperts
 from carpool.memory.optimizer import AdamW
 from carpool.parallel.consumed import ConsumedGradients
 from carpool.train.checkpoints.ranks import gather
-from carpool.train.run.estimate import host_bytes
 from carpool.train.run.state import RunState
 
 
-def check_host_memory_of_ranks(run: RunState) -> None:
-    """Raise ValueError, on all ranks, if a machine has not the host memory that its ranks will keep. Collective."""
-    needed = host_bytes(run.size, run.degrees, run.config)
+def check_host_memory_of_ranks(run: RunState, needed: int) -> None:
+    """Raise ValueError, on all ranks, if a machine has not the host memory that its ranks will keep. Collective.
+
+    Args:
+        needed: bytes of each rank."""
     if not needed:
         return
     problem = None
     try:
-        what = "what this run keeps there (training.optimizer_state, memory.experts)"
+        what = "what this run keeps there (training.optimizer_state, [memory])"
         check_host_memory(needed, what, int(os.environ.get("LOCAL_WORLD_SIZE", run.world)))
     except ValueError as error:
         problem = f"rank {run.rank}: {error}"

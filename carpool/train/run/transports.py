@@ -15,10 +15,13 @@ from typing import Any
 import torch
 
 from carpool.hf.expert_parallel import ExpertRides
+from carpool.parallel.degrees import Degrees
 from carpool.planner.chosen import Chosen, Kind, choose
 from carpool.train.checkpoints.ranks import from_rank_0, gather
+from carpool.train.config.schema import Config
 from carpool.train.run.files import read_record
-from carpool.transport import TransportOptions, choose_transport, unfit_transports
+from carpool.train.run.room import transport_options
+from carpool.transport import TRANSPORTS, TransportOptions, check_transport, choose_transport, unfit_transports
 
 TRANSPORT_KIND: Kind[str] = Kind("transport", lambda name: {"name": name}, lambda record: str(record["name"]))
 
@@ -70,3 +73,30 @@ def choose_way(
     return choose(
         TRANSPORT_KIND, shape, recorded=recorded, decide=decide, measure=lambda one: one, from_rank_0=from_rank_0
     )
+
+
+def likely_transport(
+    config: Config, degrees: Degrees, hidden: int, top_k: int, cuda: bool, node: int | None = None
+) -> tuple[str, str]:
+    """What the ranks will choose, and why, as far as this process can tell without them.
+
+    Args:
+        hidden, top_k: H and K.
+        cuda: on GPUs.
+        node: GPUs of a host that reach each other's memory; None: those of this machine, which are asked.
+    """
+    here = node is None
+    check_transport(config.moe.transport, None) if here else TRANSPORTS.get(config.moe.transport)
+    unfit: dict[str, str] | None = None
+    if cuda and degrees.ep > 1:
+        several = degrees.ep > (torch.cuda.device_count() if node is None else node)
+        reasons = {
+            cls.name: ("its ranks are on several hosts" if several else None)
+            or cls.why_not_automatic(transport_options(config, degrees, cls.name))
+            or cls.why_no_rows(hidden, 2)
+            or (cls.why_not(None) if here else None)
+            for cls in (TRANSPORTS[one] for one in TRANSPORTS)
+            if cls.automatic and not cls.anywhere
+        }
+        unfit = {one: reason for one, reason in reasons.items() if reason is not None}
+    return choose_transport(config.moe.transport, degrees.ep, top_k, unfit)

@@ -1,0 +1,125 @@
+"""`carpool train --dry-run`: what a run will be and what it will need, as text that is a configuration file, too.
+
+On this machine, or for the GPUs of another one, of which nothing need be here:
+
+    carpool train --config sft.toml parallelism.num_ranks=64 --dry-run --gpu h100
+"""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Mapping
+
+import torch
+
+from carpool.parallel.degrees import Degrees
+from carpool.planner.hardware import HARDWARE, Hardware, hardware_of
+from carpool.planner.streaming import break_even_tokens
+from carpool.train.config import nearest
+from carpool.train.config.schema import Config
+from carpool.train.data.tokenizer import load_tokenizer
+from carpool.train.launch.start import local_ranks, use_cuda
+from carpool.train.launch.world import find_world
+from carpool.train.moving.layouts import check_layout_file
+from carpool.train.run.dense import decide_dense, rank_memory
+from carpool.train.run.estimate import MemoryEstimate, state_bytes
+from carpool.train.run.fit import describe_fit
+from carpool.train.run.flops import flops_per_token, model_size
+from carpool.train.run.model import expert_counts, meta_model, model_source, top_k_of
+from carpool.train.run.transports import likely_transport
+
+# GPUs of a node, where nobody says how many there are.
+NODE = 8
+NOT_COUNTED = {
+    True: "evaluation with larger batches than training",
+    False: "libraries loaded before the run (measured: 270 MiB a rank, and 150 MiB that the ranks of a machine share), "
+    "the corpus in memory, evaluation with larger batches than training",
+}
+
+
+def dry_run(config: Config, sources: Mapping[tuple[str, str], str] | None = None, gpu: str | None = None) -> str:
+    """The resolved configuration and what it will need, as text. Reads no data and no weights, starts no ranks.
+
+    Args:
+        sources: as `carpool.train.config.load.Resolved` has them.
+        gpu: the name of a GPU for which the run is meant; None: it is meant for this machine.
+
+    Raises:
+        ValueError: whatever would stop the run before its first step, as far as this machine can tell.
+    """
+    hardware = find_gpu(gpu) if gpu is not None else None
+    cuda = hardware is not None or use_cuda(config)
+    ranks = _ranks(config, hardware)
+    tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
+    model = meta_model(model_source(config, tokenizer))
+    counts = expert_counts(model)
+    degrees = config.parallelism.resolve(ranks, min(counts.values()))
+    check_layout_file(config, model.config.model_type, counts, degrees.ep)
+    size = model_size(model, counts, top_k_of(model))
+    bf16 = cuda if config.training.bf16 is None else config.training.bf16
+    node = None
+    if hardware is not None:
+        node = 1 if hardware.nvlink is None else config.parallelism.ranks_per_node or NODE
+    hidden = model.config.get_text_config().hidden_size
+    transport, why = likely_transport(config, degrees, hidden, top_k_of(model), cuda, node)
+    estimate = MemoryEstimate(config, degrees, model, bf16, cuda)
+    room = rank_memory(cuda, ranks) if hardware is None else int(hardware.capacity or 0)
+    dense, why_dense = decide_dense(config, degrees, lambda one: estimate(transport, one)["total"], room)
+    memory = estimate(transport, dense)
+    training = config.training
+    sequences = training.per_device_train_batch_size * training.gradient_accumulation_steps
+    tokens = sequences * degrees.dp * config.data.sequence_length
+    flops = flops_per_token(size, config.data.sequence_length)
+    lines = [
+        f"{type(model).__name__}: {size.total:,} parameters, {size.active:,} active per token",
+        f"{ranks} ranks{f' on {hardware.name}' if hardware is not None else ''}: {degrees}",
+        f"{tokens:,} tokens per step, {flops:,} operations per token",
+        f"dense parameters: {dense}: {why_dense}",
+        f"transport {transport}: {why}",
+        "predicted memory of one rank:",
+        *(f"  {name:<12} {_mib(value):>12}" for name, value in memory.items()),
+        *(f"  {line}" for line in textwrap.wrap(f"not counted: {NOT_COUNTED[cuda]}", 100)),
+    ]
+    if host := estimate.host_bytes(transport):
+        lines.append(f"host memory of one rank: {_mib(host)}")
+    if cuda:
+        lines += _streaming(config, degrees, estimate, flops, hardware or hardware_of(torch.cuda.get_device_name()))
+    name = f"{room / 1e9:,.0f} GB" if cuda else f"{room / 1e9:,.1f} GB, a rank's share of this machine"
+    lines += describe_fit(estimate, transport, dense, room, name)
+    return config.to_toml(sources=sources) + "\n" + "\n".join(f"# {line}" for line in lines)
+
+
+def find_gpu(name: str) -> Hardware:
+    """The profile of a GPU by its name, such as "h100" or "A100 PCIe".
+
+    Raises:
+        ValueError: none has this name, or its memory is not known."""
+    known = {one.lower(): profile for one, profile in HARDWARE.items() if profile.capacity is not None}
+    if name.lower() not in known:
+        close = nearest(name.lower(), list(known))
+        raise ValueError(
+            f"--gpu {name} is not known{f'; did you mean {close}?' if close else ''}; known are {', '.join(known)}"
+        )
+    return known[name.lower()]
+
+
+def _ranks(config: Config, hardware: Hardware | None) -> int:
+    if hardware is not None:
+        return config.parallelism.num_ranks or NODE
+    world = find_world(os.environ)
+    return world.world_size if world is not None else local_ranks(config)
+
+
+def _streaming(config: Config, degrees: Degrees, estimate: MemoryEstimate, flops: int, hardware: Hardware) -> list[str]:
+    """From how many tokens the optimizer's state may lie in host memory for nothing."""
+    state = estimate.trained * state_bytes(config)
+    tokens = break_even_tokens(state, flops, hardware, "in the backward")
+    return [
+        f"optimizer state of {state / 1e9:,.1f} GB in host memory would cost no time from {tokens:,.0f} tokens of a "
+        "rank and step, if parameters are updated in the backward (modelled)"
+    ]
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.1f} MiB"

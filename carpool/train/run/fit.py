@@ -1,0 +1,137 @@
+"""Whether a run fits into the memory of its devices, and what to change if it does not, cheapest first.
+
+    free              the loss in pieces
+    lossy, no time    parameters in bfloat16 (with float32 masters); moments of the optimizer in fewer bits
+    little time       pre-activations of experts are computed again; then attention and norms
+    smaller products  smaller micro-batches, more of them
+    copies            the optimizer's state in host memory
+    much time         rides and experts again
+    other results     shorter sequences
+
+Each line of advice counts all those before it. What saves less than 1 % is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from carpool.train.config.schema import Config
+from carpool.train.run.estimate import MemoryEstimate
+
+GB = 1e9
+# A run is refused if it would need this much more than there is: estimates are wrong by less.
+CLEARLY = 1.15
+LEAST_SAVING = 0.01
+
+
+@dataclass(frozen=True)
+class Change:
+    """Settings that need less memory: as the user writes them, the bytes at the peak with them, and their price."""
+
+    settings: str
+    total: int
+    price: str
+
+
+def describe_fit(estimate: MemoryEstimate, transport: str, dense: str, memory: int, name: str) -> list[str]:
+    """A verdict, and advice if it is a bad one: lines of text.
+
+    Args:
+        transport, dense: as `MemoryEstimate.__call__` takes them.
+        memory: bytes of a rank.
+        name: of that memory, such as "80 GB".
+    """
+    needed = estimate(transport, dense)["total"]
+    if needed <= memory:
+        return [f"fits in {name} ({needed / GB:,.1f} GB at the peak)"]
+    lines = [f"does not fit in {name}: {needed / GB:,.1f} GB at the peak. In the order of what it costs:"]
+    for change in advise(estimate, transport, dense, memory):
+        verdict = "fits" if change.total <= memory else "not enough"
+        lines.append(f"  {change.settings:<58} {change.total / GB:8,.1f} GB, {verdict}: {change.price}")
+    if len(lines) == 1:
+        lines.append("  a smaller model, or more ranks")
+    return lines
+
+
+def check_fits(estimate: MemoryEstimate, transport: str, dense: str, memory: int) -> None:
+    """Refuse a run that clearly does not fit. Before anything is loaded.
+
+    Raises:
+        ValueError: unless `training.check_memory` is false."""
+    if not estimate.config.training.check_memory or estimate(transport, dense)["total"] <= CLEARLY * memory:
+        return
+    lines = describe_fit(estimate, transport, dense, memory, f"the {memory / GB:,.1f} GB of a rank")
+    raise ValueError(
+        "\n".join(["this run " + lines[0], *lines[1:], "to try it all the same: training.check_memory=false"])
+    )
+
+
+def advise(estimate: MemoryEstimate, transport: str, dense: str, memory: int) -> Iterator[Change]:
+    """Changes, each on top of those before it, until it fits."""
+    total = estimate(transport, dense)["total"]
+    for settings, changed, price in _changes(estimate.config):
+        smaller = estimate.changed(changed(estimate.config))
+        now = smaller(transport, dense)["total"]
+        if now > (1 - LEAST_SAVING) * total:
+            continue
+        estimate, total = smaller, now
+        yield Change(settings, total, price)
+        if total <= memory:
+            return
+    if total > memory and estimate.config.training.per_device_train_batch_size == 1:
+        yield from _shorter(estimate, transport, dense, memory)
+
+
+def _changes(config: Config) -> Iterator[tuple[str, Any, str]]:
+    """(as the user writes it, what makes it, its price)."""
+    training, memory = config.training, config.memory
+    if training.loss_chunk is not None:
+        yield _one("training", "loss_chunk", None, "nothing")
+    if (config.model.dtype or "float32") == "float32":
+        yield _one("model", "dtype", "bfloat16", "gradients are rounded; masters stay float32")
+    if training.optimizer != "torch" and training.optimizer_state == "device":
+        for moments in ("bfloat16", "int8"):
+            if training.optimizer_moments in ("float32", "bfloat16") and moments != training.optimizer_moments:
+                yield _one("training", "optimizer_moments", moments, "lossy, no time")
+    if memory.hidden == "keep":
+        yield _one("memory", "hidden", "recompute", "one of the experts' products again")
+    if not training.gradient_checkpointing:
+        yield _one("training", "gradient_checkpointing", True, "attention and norms again")
+    size, steps = training.per_device_train_batch_size, training.gradient_accumulation_steps
+    while size > 1 and training.gradients == "kept":
+        size, steps = -(-size // 2), steps * 2
+        yield (
+            f"training.per_device_train_batch_size={size} training.gradient_accumulation_steps={steps}",
+            _setter("training", per_device_train_batch_size=size, gradient_accumulation_steps=steps),
+            "smaller products",
+        )
+    if training.optimizer != "torch" and training.optimizer_state == "device":
+        yield _one("training", "optimizer_state", "host", "copies, hidden in steps of many tokens; host memory")
+    if training.checkpoint_rides == "keep":
+        yield _one("training", "checkpoint_rides", "repeat", "rides and experts again")
+
+
+def _shorter(estimate: MemoryEstimate, transport: str, dense: str, memory: int) -> Iterator[Change]:
+    length = estimate.config.data.sequence_length
+    while length > 1024:
+        length //= 2
+        smaller = estimate.changed(_setter("data", sequence_length=length)(estimate.config))
+        total = smaller(transport, dense)["total"]
+        if total <= memory:
+            yield Change(f"data.sequence_length={length}", total, "longer texts are cut")
+            return
+    yield Change("parallelism.num_ranks=...", estimate(transport, dense)["total"], "more GPUs, or a smaller model")
+
+
+def _one(section: str, key: str, value: Any, price: str) -> tuple[str, Any, str]:
+    shown = "none" if value is None else str(value).lower()
+    return f"{section}.{key}={shown}", _setter(section, **{key: value}), price
+
+
+def _setter(section: str, **values: Any) -> Any:
+    def changed(config: Config) -> Config:
+        return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
+
+    return changed
