@@ -29,7 +29,7 @@ from transformers import PreTrainedModel
 from carpool.hf.build import experts_modules
 from carpool.hf.compiled import decoder_layers
 from carpool.hf.head import output_layer
-from carpool.hf.unpacked import unpacked
+from carpool.hf.packed import unpacked
 
 
 @dataclass(frozen=True)

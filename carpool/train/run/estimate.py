@@ -2,12 +2,11 @@
 
 Parameters, optimizer state and the gradients of shards are exact sums of what each rank holds, and what decoder layers
 keep is measured by the model's own forward without memory (`carpool.hf.activations`). The rest follows from shapes. A
-step has four moments at which memory can be highest, and the estimate is of the highest:
+step has three moments at which memory can be highest, and the estimate is of the highest:
 
     loss              all layers' activations; logits, or a piece of them and what stays of their gradients
     backward begins   all layers' activations; the gradients of the output layer; the work of one layer
     backward ends     one layer's activations; all gradients; the work of one layer
-    update            all gradients; the optimizer's temporaries
 
 Assumptions, which are where an estimate goes wrong:
 
@@ -68,7 +67,6 @@ class _Moment(NamedTuple):
     gradients: float
     activations: float
     logits: float
-    optimizer: float = 0.0
 
 
 class MemoryEstimate:
@@ -80,9 +78,18 @@ class MemoryEstimate:
         model: on the meta device.
         bf16: compute in bfloat16.
         cuda: on GPUs.
+        like: an estimate of the same model; what its layers keep is not measured again if it is the same.
     """
 
-    def __init__(self, config: Config, degrees: Degrees, model: PreTrainedModel, bf16: bool, cuda: bool) -> None:
+    def __init__(
+        self,
+        config: Config,
+        degrees: Degrees,
+        model: PreTrainedModel,
+        bf16: bool,
+        cuda: bool,
+        like: MemoryEstimate | None = None,
+    ) -> None:
         self.config, self.degrees, self.model, self.bf16, self.cuda = config, degrees, model, bf16, cuda
         training = config.training
         if training.freeze == "dense":
@@ -96,7 +103,12 @@ class MemoryEstimate:
         autocast = torch.bfloat16 if bf16 and degrees.dp == 1 and dtype != torch.bfloat16 else None
         batch, length = training.per_device_train_batch_size, config.data.sequence_length
         self.tokens = batch * length
-        self.kept: Activations = measure_activations(model, batch, length, dtype, autocast)
+        self.measured = (batch, length, dtype, autocast, training.freeze)
+        self.kept: Activations
+        if like is not None and like.measured == self.measured:
+            self.kept = like.kept
+        else:
+            self.kept = measure_activations(model, batch, length, dtype, autocast)
 
         text = model.config.get_text_config()
         self.hidden, self.top_k = text.hidden_size, top_k_of(model)
@@ -116,7 +128,7 @@ class MemoryEstimate:
 
     def changed(self, config: Config) -> MemoryEstimate:
         """The same of a run with other settings, on the same ranks."""
-        return MemoryEstimate(config, self.degrees, self.model, self.bf16, self.cuda)
+        return MemoryEstimate(config, self.degrees, self.model, self.bf16, self.cuda, self)
 
     def __call__(self, transport: str, dense: str) -> Memory:
         """Predicted bytes of each component on one rank when memory is highest, and their total.
@@ -161,13 +173,12 @@ class MemoryEstimate:
             _Moment(before, kept, logits),
             _Moment(before, kept + layer, after_loss),
             _Moment(own, last_kept + layer, 0),
-            _Moment(own, 0, 0, self._update_bytes()),
             key=sum,
         )
         memory = {
             "parameters": (dense_own + here) * self.stored + whole * self.computed + gathered,
             "gradients": int(highest.gradients) + whole_trained * self.reduced,
-            "optimizer": int(state + highest.optimizer),
+            "optimizer": state,
             "activations": int(highest.activations),
             "logits": int(highest.logits),
             "transport": rides.buffers,
@@ -269,14 +280,6 @@ class MemoryEstimate:
         piece = (self.computed + (0 if self.cuda else 4)) * at_once * words
         # The gradient of the weight is narrowed for who reduces it.
         return stays + piece, stays + (self.computed * words * self.hidden if self.computed < 4 else 0)
-
-    def _update_bytes(self) -> int:
-        """Of temporaries while parameters are updated."""
-        training = self.config.training
-        if training.one_pass(self.config.model.dtype or "float32") or not self.cuda:
-            return 0
-        # PyTorch's AdamW over lists of tensors: the root of the second moments.
-        return self.trained * self.stored
 
 
 class _Parameters(NamedTuple):

@@ -1,0 +1,173 @@
+"""The predicted peak of a step against the bytes that PyTorch's allocator really gave out, on four ranks; and what a
+run that does not fit is told."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._C._profiler import _EventType
+from torch.profiler import ProfilerActivity, profile
+from typer.testing import CliRunner
+
+from carpool.cli import app
+from carpool.hf import rides
+from carpool.hf.forced import balanced_choices, force_choices
+from carpool.planner.streaming import break_even_tokens
+from carpool.train.config import load_config
+from carpool.train.run.dry_run import dry_run, find_gpu
+from carpool.train.run.estimate import tensors_of
+from carpool.train.run.loop import Run
+from tests.ranks import Ranks
+
+SHAPE = [
+    "model.config.hidden_size=128", "model.config.intermediate_size=128", "model.config.num_hidden_layers=3",
+    "model.config.max_position_embeddings=256", "data.sequence_length=256", "data.max_bytes=200000",
+    "training.per_device_train_batch_size=6", "training.eval_on_start=false", "training.save_steps=none",
+    "training.max_steps=9",
+]  # fmt: skip
+WORDS = "model.config.vocab_size=12000"
+SETTINGS = {
+    "replicate": [],
+    "fsdp and checkpointing": ["parallelism.dense=fsdp", "training.gradient_checkpointing=true"],
+}
+MORE = {
+    "fsdp": ["parallelism.dense=fsdp"],
+    "rides repeated": ["training.gradient_checkpointing=true", "training.checkpoint_rides=repeat"],
+    "many words, logits whole": [WORDS, "training.loss_chunk=0"],
+    "many words, pieces": [WORDS, "training.loss_chunk=256"],
+    "bfloat16, moments of 8 bits": ["model.dtype=bfloat16", "training.optimizer_moments=int8"],
+    "computed in bfloat16": ["training.bf16=true", "parallelism.dense=fsdp", "memory.hidden=recompute"],
+    "gather": ["moe.transport=gather"],
+    "alltoall, two micro-batches": ["moe.transport=alltoall", "training.gradient_accumulation_steps=2"],
+    "two groups of experts": ["parallelism.ep_size=2"],
+    "experts alone are trained": ["training.freeze=dense"],
+    "rows sent again": ["memory.rows=resend"],
+}
+
+
+def peak(output: str, overrides: list[str]) -> tuple[int, int]:
+    """On a rank: (bytes of tensors at the peak of a step with balanced routing, the same predicted)."""
+    before = live_bytes()
+    run = Run(load_config(None, [f"training.output_dir={output}", *SHAPE, *overrides]), None, "test")
+    try:
+        tokens = run.config.training.per_device_train_batch_size * run.config.data.sequence_length
+        experts = run.rides[0].num_experts
+        choices = {name: balanced_choices(tokens, experts, run.top_k, n) for n, name in enumerate(rides(run.model))}
+        force_choices(run.model, choices, experts)
+        run.update()
+        start = live_bytes() - before
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            run.update()
+        sizes: list[tuple[int, int]] = []
+        for event in recorded.profiler.kineto_results.experimental_event_tree():
+            collect(event, sizes)
+        now = most = 0
+        for _, size in sorted(sizes, key=lambda one: one[0]):
+            now += size
+            most = max(most, now)
+        return start + most, tensors_of(run.info["predicted"]["memory_per_rank_bytes"])
+    finally:
+        run.close()
+
+
+def live_bytes() -> int:
+    """Of all tensors that Python sees, each storage once; not of the data, which other tensors share."""
+    gc.collect()
+    found: dict[int, int] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for one in gc.get_objects():
+            if isinstance(one, torch.Tensor) and one.device.type == "cpu":
+                storage = getattr(one, "_local_tensor", one).untyped_storage()
+                found[storage._cdata] = storage.nbytes()
+    return sum(found.values())
+
+
+def collect(event: Any, sizes: list[tuple[int, int]]) -> None:
+    if event.tag == _EventType.Allocation:
+        sizes.append((event.start_time_ns, event.extra_fields.alloc_size))
+    for child in event.children:
+        collect(child, sizes)
+
+
+def check(ranks: Ranks, output: Path, overrides: list[str]) -> None:
+    for measured, predicted in ranks(peak, str(output / "run"), overrides):
+        assert predicted == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize("overrides", SETTINGS.values(), ids=SETTINGS.keys())
+def test_a_step_takes_what_is_predicted(ranks: Ranks, tmp_path: Path, overrides: list[str]) -> None:
+    check(ranks, tmp_path, overrides)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overrides", MORE.values(), ids=MORE.keys())
+def test_a_step_takes_what_is_predicted_with_other_settings(ranks: Ranks, tmp_path: Path, overrides: list[str]) -> None:
+    check(ranks, tmp_path, overrides)
+
+
+QWEN = [
+    "model.config=qwen3-30b-a3b", "model.dtype=bfloat16", "data.sequence_length=4096",
+    "training.per_device_train_batch_size=2", "data.tokenizer=bytes",
+]  # fmt: skip
+
+
+def test_a_known_measurement() -> None:
+    """112 GB were measured on each of 4 H200, with logits as a whole and an AdamW without masters."""
+    then = ["training.optimizer=torch", "training.loss_chunk=0", "parallelism.dense=fsdp", "parallelism.num_ranks=4"]
+    text = dry_run(load_config(None, [*QWEN, *then]), gpu="h200")
+    sizes = {
+        line.split()[1]: float(line.split()[2].replace(",", "")) for line in text.splitlines() if line.endswith(" MiB")
+    }
+    beside = sizes["context"] + sizes["nccl"] + sizes["fragments"]
+    assert (sizes["total"] - beside) * 2**20 == pytest.approx(112e9, rel=0.1)
+
+
+def test_a_dry_run_for_a_cluster_that_is_not_here() -> None:
+    text = dry_run(load_config(None, [*QWEN, "parallelism.num_ranks=64"]), gpu="h100")
+    assert "# 64 ranks on H100: fsdp 64 x tp 1, experts ep 64 x efsdp 1, copies 1" in text
+    assert "several hosts" in text and "# transport dedup" in text
+    (verdict,) = (line for line in text.splitlines() if " in 80 GB" in line)
+    assert verdict.startswith("# fits in 80 GB (") and verdict.endswith(" GB at the peak)")
+    state = 30_532_122_624 / 64 * 10
+    tokens = break_even_tokens(state, 23_083_044_864, find_gpu("h100"), "in the backward")
+    assert f"would cost no time from {tokens:,.0f} tokens" in text
+
+
+def test_what_does_not_fit_is_told_what_to_change_cheapest_first() -> None:
+    settings = [*QWEN, "parallelism.num_ranks=4"]
+    advice = dry_run(load_config(None, settings), gpu="h100").partition("# does not fit in 80 GB: ")[2].splitlines()[1:]
+    changes = [line.removeprefix("#").split()[0] for line in advice]
+    assert changes[0] == "training.optimizer_moments=bfloat16" and "training.gradient_checkpointing=true" in changes
+    assert all("not enough" in line for line in advice[:-1]) and " fits: " in advice[-1]
+    # Whoever follows the advice fits.
+    kept = [one for one in changes if not one.startswith("training.optimizer_moments=bf")]
+    assert "# fits in 80 GB" in dry_run(load_config(None, [*settings, *kept]), gpu="h100")
+
+
+def test_names_of_gpus() -> None:
+    assert find_gpu("H100").capacity == 80e9 and find_gpu("b200").name == "B200"
+    with pytest.raises(ValueError, match=r"--gpu h101 is not known; did you mean h10.*; known are h200"):
+        find_gpu("h101")
+    refused = CliRunner().invoke(app, ["train", "--gpu", "h100"])
+    assert refused.exit_code == 1 and "--gpu says for which GPUs --dry-run predicts" in refused.output
+
+
+def start(output: str, overrides: list[str]) -> str:
+    try:
+        Run(load_config(None, [f"training.output_dir={output}", *overrides]), None, "test").close()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_run_that_clearly_does_not_fit_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    huge = ["model.config=qwen3-30b-a3b", "model.config.num_hidden_layers=12", "data.max_bytes=100000"]
+    errors = ranks(start, str(tmp_path / "run"), huge)
+    assert all("does not fit in the" in error and "training.check_memory=false" in error for error in errors), errors
+    assert not (tmp_path / "run").exists()
