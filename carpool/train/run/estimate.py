@@ -273,7 +273,7 @@ class MemoryEstimate:
         tokens, words = self.tokens, self.words
         if self.whole_logits:
             # Log-softmax, its gradient and that of the loss; all in float32.
-            return 12 * tokens * words, 12 * tokens * words
+            return 12 * tokens * words, 0
         at_once = min(tokens, self.config.training.loss_chunk or piece_size(tokens, words))
         dweight = 4 * words * self.hidden if self.head_trains else 0
         stays = dweight + tokens * self.hidden * self.computed
