@@ -51,8 +51,8 @@ from carpool.train.run.dense import choose_dense, rank_memory
 from carpool.train.run.display import Display
 from carpool.train.run.environment import peak_memory
 from carpool.train.run.estimate import MemoryEstimate
-from carpool.train.run.fit import check_fits
 from carpool.train.run.files import why_not_writable
+from carpool.train.run.fit import check_fits
 from carpool.train.run.flops import flops_per_token, model_size, peak_flops
 from carpool.train.run.graphs import StepGraphs, why_no_graphs
 from carpool.train.run.model import (
