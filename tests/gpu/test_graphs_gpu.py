@@ -15,6 +15,7 @@ SETTINGS = [
     "training.max_steps=9", "training.eval_steps=5", "training.save_pretrained=false", "training.save_steps=none",
     "training.sample_tokens=4", "parallelism.num_ranks=2", "parallelism.dense=replicate",
     "training.full_determinism=true", "model.dtype=bfloat16", "parallelism.timeout_seconds=120",
+    "data.eval_max_sequences=16",
 ]  # fmt: skip
 COUNTED = ("loss", "grad_norm", "bytes_remote", "copies_per_token", "load_max_over_mean", "router_entropy")
 

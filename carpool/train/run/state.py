@@ -180,6 +180,8 @@ class RunState:
         return {name: value.to(self.device, non_blocking=True) for name, value in batch.items()}
 
     def close(self) -> None:
+        # NCCL waits for graphs that hold its operations when a process group is destroyed.
+        self._forget_graphs()
         self.loader.close()
         self.placement.close()
         self.watchdog.stop()
