@@ -31,6 +31,7 @@ from carpool.parallel.clip import clip_grad_norm
 from carpool.placement.solvers import solve
 from carpool.placement.trace import Trace
 from carpool.train.data.loader import EvalLoader, TrainLoader, count_targets
+from carpool.train.data.sequences import Stream
 from carpool.train.run.model import top_k_of
 from carpool.train.run.step import Batch, Objective
 from carpool.transport import check_overflow
@@ -75,9 +76,7 @@ class Contest:
 
     def loader(self, tokens: np.ndarray[Any, Any], fingerprint: str) -> TrainLoader:
         return TrainLoader(
-            tokens,
-            fingerprint=fingerprint,
-            sequence_length=self.args.length,
+            Stream(tokens, self.args.length, fingerprint),
             batch_size=self.args.batch,
             seed=self.args.seed,
             **self.share,
@@ -130,8 +129,7 @@ class Contest:
         for kind in KINDS:
             sums = torch.zeros(2, dtype=torch.float64, device=self.device)
             for batch in EvalLoader(
-                self.texts[kind].eval,
-                sequence_length=args.length,
+                Stream(self.texts[kind].eval, args.length, partial=True),
                 batch_size=args.batch,
                 max_sequences=args.eval_sequences,
                 **self.share,

@@ -25,8 +25,7 @@ _MINIMUM = {"torch": "2.11", "transformers": "5.23"}
 _PYTHON = (3, 11)
 _OPTIONAL = {
     "triton": "kernels on GPUs",
-    "pyarrow": "Parquet files",
-    "datasets": "Hugging Face dataset folders",
+    "datasets": "Parquet files and Hugging Face dataset folders",
     "tensorboard": "report_to = tensorboard",
     "matplotlib": "carpool report",
     "jinja2": "carpool report",
@@ -150,7 +149,7 @@ def _available_memory() -> float | None:
 
 
 def _embedded_data() -> Check:
-    from carpool.train.data.documents import STDLIB, describe_sources, find_sources
+    from carpool.train.data.sources import STDLIB, describe_sources, find_sources
 
     try:
         sources = find_sources([STDLIB], "data.train")

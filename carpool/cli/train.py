@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -43,6 +44,15 @@ def train(
         str | None,
         typer.Option("--gpu", help="With --dry-run: the GPU that the run is meant for (h100, h200, a100, b200, ...)."),
     ] = None,
+    show_examples: Annotated[
+        int,
+        typer.Option(
+            "--show-examples",
+            metavar="N",
+            min=0,
+            help="Print the tokens of N training examples, those that are learned in green, and train nothing.",
+        ),
+    ] = 0,
     help_config: Annotated[bool, typer.Option("--help-config", help="Explain every setting.")] = False,
     debug: RanksDebug = False,
 ) -> None:
@@ -70,7 +80,12 @@ def train(
             return
         if gpu is not None:
             raise ValueError("--gpu says for which GPUs --dry-run predicts; give both, or neither")
-        from carpool.train.launch.start import run
+        if show_examples:
+            from carpool.train.data.show import show
+
+            show(settings, show_examples, Console())
+            return
+        from carpool.train.launch.start import find_world, run
         from carpool.train.run.files import check_no_run
 
         if settings.training.resume_from_checkpoint is None:
@@ -79,6 +94,8 @@ def train(
             from carpool.transport import find_transport
 
             find_transport(compare)
+        if find_world(os.environ) is None:
+            read_data(settings)  # once, with its errors, while there are no ranks
         run(settings, "carpool.train.run.loop:train", debug=debug, compare=compare, command=command())
 
 
@@ -132,6 +149,18 @@ def _explain_config() -> None:
             console.print(f"\n[bold]{escape(f'[{section}]')}[/]")
         console.print(f"  [bold]{name}[/] = {escape(default)}  [dim]({escape(kind)})[/]", highlight=False)
         console.print(f"      {escape(description)}", highlight=False)
+
+
+def read_data(config: Config) -> None:
+    """Tokenizes the data of a run, unless that has been done, and refuses what cannot be used."""
+    from carpool.train.data.corpus import prepare
+    from carpool.train.data.sequences import eval_sequences, train_sequences
+    from carpool.train.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
+    corpus = prepare(config.data, tokenizer, config.model.path)
+    train_sequences(corpus, config.data)
+    eval_sequences(corpus, config.data)
 
 
 def check_paths(config: Config) -> None:

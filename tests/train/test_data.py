@@ -19,9 +19,12 @@ import torch
 
 from carpool.train.config.schema import DataSection
 from carpool.train.data.corpus import Corpus, check_sources, default_cache_dir, prepare
-from carpool.train.data.documents import PIECE_BYTES, Source, describe_sources, find_sources, read_documents
+from carpool.train.data.formats import fields_of
 from carpool.train.data.loader import EvalLoader, TrainLoader, count_targets, permutation
 from carpool.train.data.prefetch import Prefetch
+from carpool.train.data.rows import PIECE_BYTES, read_rows
+from carpool.train.data.sequences import Stream
+from carpool.train.data.sources import Source, describe_sources, find_sources
 from carpool.train.data.tokenizer import BytesTokenizer, FileTokenizer, load_tokenizer
 
 BYTES = BytesTokenizer()
@@ -179,7 +182,8 @@ def test_long_text_files_are_cut_at_line_ends(tmp_path):
     lines = [f"{i} " + "ü" * 40 for i in range(5000)]
     path = tmp_path / "long.txt"
     path.write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
-    pieces = list(read_documents([Source("text", path)], "text", ()))
+    rows = read_rows([Source("text", path)], fields_of(DataSection(), "text"), ())
+    pieces = [row.fields["text"] for row in rows]
     assert "".join(pieces) == "\n".join(lines), "nothing lost, no mark at the beginning, plain line ends"
     assert len(pieces) == math.ceil(path.stat().st_size / (PIECE_BYTES + 50))
     assert all(piece.endswith("\n") for piece in pieces[:-1])
@@ -389,9 +393,8 @@ def test_large_vocabularies_take_32_bits(tmp_path):
 L = 5
 
 
-def train_loader(tokens, **settings: Any) -> TrainLoader:
-    defaults: dict[str, Any] = {"fingerprint": "f", "sequence_length": L, "batch_size": 2, "seed": 3}
-    return TrainLoader(tokens, **(defaults | settings))
+def train_loader(tokens, fingerprint: str = "f", length: int = L, **settings: Any) -> TrainLoader:
+    return TrainLoader(Stream(tokens, length, fingerprint), **({"batch_size": 2, "seed": 3} | settings))
 
 
 def rows(step) -> list[tuple[int, ...]]:
@@ -496,18 +499,18 @@ def test_an_error_of_the_thread_that_makes_batches_ends_the_step():
     ahead = Prefetch(loader, torch.device("cpu"))
     next(ahead)
     ahead._next.result()
-    loader._tokens = None
+    loader.sequences._array = None
     next(ahead)
-    with pytest.raises(TypeError, match="not subscriptable"):
+    with pytest.raises(TypeError, match="NoneType"):
         next(ahead)
     ahead.close()
 
 
-def test_the_targets_of_a_step_are_known_before_it():
+def test_the_targets_of_a_step_are_known_without_the_other_ranks():
     tokens = np.arange(4 * 31 + 1, dtype=np.uint32)
     shares = [train_loader(tokens, batch_size=3, accumulation=2, dp_rank=rank, dp_size=2) for rank in range(2)]
     counted = sum(count_targets(batch["labels"]) for loader in shares for batch in next(loader))
-    assert counted == shares[0].targets == shares[1].targets == 12 * (L - 1)
+    assert counted == shares[0].targets == shares[1].targets == shares[0].tokens == 12 * (L - 1)
 
 
 def test_state_of_other_data_is_refused():
@@ -516,7 +519,7 @@ def test_state_of_other_data_is_refused():
     with pytest.raises(ValueError, match="trained on other data"):
         train_loader(tokens, fingerprint="g").load_state_dict(state)
     with pytest.raises(ValueError, match=r"data\.sequence_length = 5, now it is 4.*set data\.sequence_length=5"):
-        train_loader(tokens, sequence_length=4).load_state_dict(state)
+        train_loader(tokens, length=4).load_state_dict(state)
     with pytest.raises(ValueError, match=r"set training\.seed=3"):
         train_loader(tokens, seed=4).load_state_dict(state)
 
@@ -535,7 +538,7 @@ def test_too_little_data_for_one_step():
 def test_evaluation_sees_each_target_once_on_any_number_of_ranks(size, ranks):
     tokens = np.arange(100, 100 + size, dtype=np.uint16)
     loaders = [
-        EvalLoader(tokens, sequence_length=L, batch_size=2, dp_rank=rank, dp_size=ranks, pad_id=9)
+        EvalLoader(Stream(tokens, L, partial=True), batch_size=2, dp_rank=rank, dp_size=ranks, pad_id=9)
         for rank in range(ranks)
     ]
     assert len({len(loader) for loader in loaders}) == 1
@@ -557,7 +560,8 @@ def test_evaluation_sees_each_target_once_on_any_number_of_ranks(size, ranks):
 
 def test_evaluation_can_be_limited_to_a_spread_of_sequences():
     tokens = np.arange(4 * 20 + 1, dtype=np.uint16)
-    loader = EvalLoader(tokens, sequence_length=L, batch_size=2, max_sequences=4)
+    sequences = Stream(tokens, L, partial=True)
+    loader = EvalLoader(sequences, batch_size=2, max_sequences=4)
     first = [row[0] for batch in loader for row in batch["input_ids"].tolist()]
     assert first == [0, 20, 40, 60]
-    assert EvalLoader(tokens, sequence_length=L, batch_size=2, max_sequences=99).num_sequences == 20
+    assert EvalLoader(sequences, batch_size=2, max_sequences=99).num_sequences == 20

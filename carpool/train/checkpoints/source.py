@@ -43,13 +43,14 @@ class Source(NamedTuple):
     weights: dict[str, Stored]
 
 
-def keep_source(run: Path, model: Path | None, tokenizer: str | None) -> None:
+def keep_source(run: Path, model: Path | None, tokenizer: str | None, chat_template: str | None = None) -> None:
     """Writes RUN/source.
 
     Args:
         run: the run's folder.
         model: the folder with the weights that it began from; None: it began from scratch.
         tokenizer: the path of its tokenizer's folder or `tokenizer.json`, or "bytes".
+        chat_template: a Jinja file that stands in for the tokenizer's own template.
 
     Raises:
         OSError: it cannot be written.
@@ -65,6 +66,8 @@ def keep_source(run: Path, model: Path | None, tokenizer: str | None) -> None:
         _copy(place if place.is_dir() else place.parent, folder, _TOKENIZER)
         if place.is_file() and place.name != "tokenizer.json":
             shutil.copyfile(place, folder / "tokenizer.json")
+    if chat_template is not None:
+        shutil.copyfile(Path(chat_template).expanduser(), folder / "chat_template.jinja")
     if model is not None and not any(model.glob("*.safetensors")):
         raise FileNotFoundError(errno.ENOENT, "the checkpoint that the run began from is gone", str(model))
     weights = stored_weights(model) if model is not None else {}

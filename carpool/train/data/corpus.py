@@ -1,14 +1,15 @@
-"""From documents to tokens on disk, once: every rank of every run maps the same two files.
+"""From rows to tokens on disk, once: every rank of every run maps the same files.
 
-    documents  ->  tokenize, put EOS after each  ->  train.bin, eval.bin, meta.json  ->  numpy memmaps
+    rows  ->  documents, an EOS after each  ->  train.bin, eval.bin, meta.json                  ->  numpy memmaps
+          ->  examples, what is learned     ->  also train.learned, train.ends, and so for eval
 
 A cache entry is a folder named after a hash of all that it depends on: the files (paths, sizes, times of change),
 the tokenizer, and the settings of `[data]` that matter. It is written beside its place and renamed into it, so that
 it is there whole or not at all, even if several jobs build it at once. Tokens are 16-bit where the vocabulary
 allows, otherwise 32-bit.
 
-Held-out data is made of whole documents, so that no text is seen in part: with `eval_fraction` 0.05, every 20th
-document, counted over all files, and never none (the last one, if there are fewer than 20).
+Held-out data is made of whole rows, so that no text is seen in part: with `eval_fraction` 0.05, every 20th row, counted
+over all files, and never none (the last one, if there are fewer than 20).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,14 +29,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from carpool.train.config.schema import DataSection
-from carpool.train.data.documents import describe_sources, find_sources, read_documents
+from carpool.train.data.examples import Encoder, make_encoder
+from carpool.train.data.formats import EVAL_SPLITS, TRAIN_SPLITS, Format, fields_of, find_format
+from carpool.train.data.rows import Row, read_rows
+from carpool.train.data.sources import Source, describe_sources, find_sources
 from carpool.train.data.tokenizer import Tokenizer
 
 # Part of every cache key: raised when the meaning of the files changes.
-_FORMAT = 1
+_FORMAT = 2
 _BATCH_CHARACTERS = 1 << 20
-_TRAIN_SPLITS = ("train",)
-_EVAL_SPLITS = ("validation", "eval", "test")
+# What a row is, for people.
+_ROW = {"text": "document", "messages": "conversation", "prompt": "prompt"}
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,22 @@ class _Meta:
     train_documents: int
     eval_documents: int
     fingerprint: str
+    # Examples; None: one stream of tokens.
+    train_examples: int | None
+    eval_examples: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class Marks:
+    """Where examples end in an array of tokens, and which of these are learned.
+
+    Attributes:
+        learned: (tokens,) bool.
+        ends: (examples,) int64, rising: example i is the tokens from ends[i - 1], or 0, to before ends[i].
+    """
+
+    learned: NDArray[np.bool_]
+    ends: NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,10 +75,12 @@ class Corpus:
     """Tokens of a run, mapped from disk.
 
     Attributes:
-        train: All training documents, an EOS after each; uint16 or uint32, one dimension.
-        eval: The held-out documents in the same form; empty if there are none.
-        fingerprint: A hash of the training tokens themselves: the same data has it on any machine.
+        train: All training documents or examples, one after the other; uint16 or uint32, one dimension.
+        eval: What is held out, in the same form; empty if nothing is.
+        train_documents: How many documents, conversations or prompts.
+        fingerprint: A hash of the training tokens and marks themselves: the same data has it on any machine.
         source: For people: where the data comes from.
+        train_marks: Of examples; None: the tokens are one stream, an EOS after each document.
     """
 
     train: NDArray[Any]
@@ -66,10 +89,17 @@ class Corpus:
     eval_documents: int
     fingerprint: str
     source: str
+    train_marks: Marks | None = None
+    eval_marks: Marks | None = None
 
 
 def prepare(
-    data: DataSection, tokenizer: Tokenizer, *, build: bool = True, barrier: Callable[[], None] | None = None
+    data: DataSection,
+    tokenizer: Tokenizer,
+    model_path: str | None = None,
+    *,
+    build: bool = True,
+    barrier: Callable[[], None] | None = None,
 ) -> Corpus:
     """The tokens of `[data]`: from the cache, or else built and put there.
 
@@ -78,19 +108,23 @@ def prepare(
 
     Args:
         data: What to read.
-        tokenizer: How to tokenize it.
+        tokenizer: How to tokenize documents.
+        model_path: `model.path`, whose folder has the tokenizer and the chat template of conversations.
         build: May this process build the entry? The others find what a builder made.
         barrier: Called once by every process, after the builders have built.
 
     Raises:
-        ValueError: no data, unreadable data (see `documents.py`), nothing to hold out, or a cache folder
+        ValueError: no data, unreadable data (see `rows.py`, `chat.py`), nothing to hold out, or a cache folder
             that cannot be written.
     """
     root = Path(data.cache_dir).expanduser() if data.cache_dir else default_cache_dir()
-    entry = root / _key(data, tokenizer)
+    sources = find_sources(data.train, "data.train")
+    form = find_format(data, sources)
+    encoder = make_encoder(data, form, tokenizer, model_path)
+    entry = root / _key(data, form, encoder, sources)
     if build and _load_meta(entry) is None:
         try:
-            _build(entry, data, tokenizer)
+            _build(entry, data, form, encoder, "uint16" if encoder.vocab_size <= 1 << 16 else "uint32")
         except OSError as error:
             raise ValueError(
                 f"cannot keep tokens in {root}: {error}; make room, or set data.cache_dir to another folder"
@@ -110,6 +144,8 @@ def prepare(
         eval_documents=meta.eval_documents,
         fingerprint=meta.fingerprint,
         source=describe_sources(data.train),
+        train_marks=_map_marks(entry, "train", meta.train_tokens, meta.train_examples),
+        eval_marks=_map_marks(entry, "eval", meta.eval_tokens, meta.eval_examples),
     )
 
 
@@ -126,14 +162,15 @@ def default_cache_dir() -> Path:
     return (Path(home) if home else Path.home() / ".cache") / "carpool"
 
 
-def _key(data: DataSection, tokenizer: Tokenizer) -> str:
+def _key(data: DataSection, form: Format, encoder: Encoder, sources: list[Source]) -> str:
     evals = find_sources(data.eval, "data.eval") if data.eval is not None else None
     parts = {
         "format": _FORMAT,
-        "train": [source.signature() for source in find_sources(data.train, "data.train")],
+        "train": [source.signature() for source in sources],
         "eval": data.eval_fraction if evals is None else [source.signature() for source in evals],
-        "tokenizer": [tokenizer.fingerprint, tokenizer.eos_id, tokenizer.vocab_size],
-        "text_field": data.text_field,
+        "fields": [form, *fields_of(data, form).required],
+        "encoder": encoder.fingerprint,
+        "marks": encoder.marks,
         "max_bytes": data.max_bytes,
     }
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
@@ -144,63 +181,89 @@ def _load_meta(entry: Path) -> _Meta | None:
     try:
         meta = _Meta(**json.loads((entry / "meta.json").read_text()))
         width = np.dtype(meta.dtype).itemsize
-        sizes = [(entry / name).stat().st_size for name in ("train.bin", "eval.bin")]
+        for name in ("train", "eval"):
+            tokens, examples = getattr(meta, f"{name}_tokens"), getattr(meta, f"{name}_examples")
+            sizes = {".bin": tokens * width}
+            if examples is not None:
+                sizes |= {".learned": tokens, ".ends": 8 * examples}
+            if any((entry / f"{name}{ending}").stat().st_size != size for ending, size in sizes.items()):
+                return None
     except (OSError, ValueError, TypeError):
         return None
-    return meta if sizes == [meta.train_tokens * width, meta.eval_tokens * width] else None
+    return meta
 
 
 def _map(path: Path, dtype: str, size: int) -> NDArray[Any]:
     return np.memmap(path, dtype=dtype, mode="r") if size else np.empty(0, dtype=dtype)
 
 
-class _Writer:
-    """Appends tokenized documents to a file, in batches, because tokenizers are faster so."""
+def _map_marks(entry: Path, name: str, tokens: int, examples: int | None) -> Marks | None:
+    if examples is None:
+        return None
+    learned, ends = (
+        _map(entry / f"{name}.learned", "bool", tokens),
+        _map(entry / f"{name}.ends", "int64", examples),
+    )
+    return Marks(learned, ends)
 
-    def __init__(self, file: BinaryIO, dtype: str, tokenizer: Tokenizer) -> None:
-        self._file, self._dtype, self._tokenizer = file, dtype, tokenizer
-        self._texts: list[str] = []
+
+class _Writer:
+    """Appends what rows become to files, in batches, because tokenizers are faster so."""
+
+    def __init__(self, folder: Path, name: str, dtype: str, encoder: Encoder, files: ExitStack) -> None:
+        def open_file(ending: str) -> BinaryIO:
+            return files.enter_context(open(folder / f"{name}{ending}", "wb"))
+
+        self._dtype, self._encoder = dtype, encoder
+        self._tokens = open_file(".bin")
+        self._marks = (open_file(".learned"), open_file(".ends")) if encoder.marks else None
+        self._rows: list[Row] = []
         self._characters = 0
         self._hash = hashlib.sha256(dtype.encode())
-        self.documents = 0
-        self.tokens = 0
+        self.documents = self.tokens = self.examples = 0
 
-    def add(self, text: str) -> None:
-        self._texts.append(text)
-        self._characters += len(text)
+    def add(self, row: Row) -> None:
+        self._rows.append(row)
+        self._characters += self._encoder.size(row)
         if self._characters >= _BATCH_CHARACTERS:
             self.flush()
 
     def flush(self) -> None:
-        eos = np.array([self._tokenizer.eos_id], dtype=self._dtype)
-        for tokens in self._tokenizer.encode_batch(self._texts):
-            raw = np.concatenate([tokens.astype(self._dtype), eos]).tobytes()
+        for ids, learned in self._encoder.encode(self._rows):
+            raw = ids.astype(self._dtype).tobytes()
             self._hash.update(raw)
-            self._file.write(raw)
-            self.tokens += len(tokens) + 1
-            self.documents += 1
-        self._texts, self._characters = [], 0
+            self._tokens.write(raw)
+            self.tokens += len(ids)
+            self.examples += 1
+            if self._marks is not None:
+                marks = (np.ones(len(ids), dtype=bool) if learned is None else learned).tobytes()
+                self._hash.update(marks)
+                self._marks[0].write(marks)
+                self._marks[1].write(np.int64(self.tokens).tobytes())
+        self.documents += len(self._rows)
+        self._rows, self._characters = [], 0
 
     def close(self) -> str:
         """Writes what is pending, through to the disk; returns the hash of all."""
         self.flush()
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        for file in (self._tokens, *(self._marks or ())):
+            file.flush()
+            os.fsync(file.fileno())
         return self._hash.hexdigest()
 
 
-def _build(entry: Path, data: DataSection, tokenizer: Tokenizer) -> None:
+def _build(entry: Path, data: DataSection, form: Format, encoder: Encoder, dtype: str) -> None:
     entry.parent.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix=f"{entry.name}.", dir=entry.parent))
     try:
-        dtype = "uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32"
-        with open(folder / "train.bin", "wb") as train_file, open(folder / "eval.bin", "wb") as eval_file:
-            train, held = _Writer(train_file, dtype, tokenizer), _Writer(eval_file, dtype, tokenizer)
-            for text, is_held in _split(data):
-                (held if is_held else train).add(text)
+        with ExitStack() as files:
+            train, held = (_Writer(folder, name, dtype, encoder, files) for name in ("train", "eval"))
+            for row, is_held in _split(data, form, encoder):
+                (held if is_held else train).add(row)
             fingerprint = train.close()
             held.close()
-        meta = _Meta(dtype, train.tokens, held.tokens, train.documents, held.documents, fingerprint)
+        examples = (train.examples, held.examples) if encoder.marks else (None, None)
+        meta = _Meta(dtype, train.tokens, held.tokens, train.documents, held.documents, fingerprint, *examples)
         (folder / "meta.json").write_text(json.dumps(asdict(meta), indent=1))
         if entry.exists():
             if _load_meta(entry) is not None:
@@ -215,59 +278,65 @@ def _build(entry: Path, data: DataSection, tokenizer: Tokenizer) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _split(data: DataSection) -> Iterator[tuple[str, bool]]:
-    """Every document and whether it is held out.
+def _split(data: DataSection, form: Format, encoder: Encoder) -> Iterator[tuple[Row, bool]]:
+    """Every row and whether it is held out.
 
-    Worked example: eval_fraction 0.4, documents 0..6: 2, 4 are held out, because floor(0.4 i) rises after them.
+    Worked example: eval_fraction 0.4, rows 0..6: 2, 4 are held out, because floor(0.4 i) rises after them.
     """
-    train = _limited(read_documents(find_sources(data.train, "data.train"), data.text_field, _TRAIN_SPLITS), data)
+
+    def rows(key: str, named: tuple[str, ...], splits: tuple[str, ...]) -> Iterator[Row]:
+        found = read_rows(find_sources(named, key), fields_of(data, form), splits)
+        return (row for row in found if encoder.size(row))
+
+    train = _limited(rows("data.train", data.train, TRAIN_SPLITS), data, encoder)
     if data.eval is not None:
         some = False
-        for text in train:
+        for row in train:
             some = True
-            yield text, False
+            yield row, False
         if not some:
             raise ValueError(_no_text("data.train", data.train))
         some = False
-        for text in read_documents(find_sources(data.eval, "data.eval"), data.text_field, _EVAL_SPLITS):
+        for row in rows("data.eval", data.eval, EVAL_SPLITS):
             some = True
-            yield text, True
+            yield row, True
         if not some:
             raise ValueError(_no_text("data.eval", data.eval))
         return
     share = data.eval_fraction
     held = 0
     index = -1
-    last: str | None = None
-    # One document is kept back, because only at the end is it known whether the last one must be held out.
-    for index, text in enumerate(train):
+    last: Row | None = None
+    # One row is kept back, because only at the end is it known whether the last one must be held out.
+    for index, row in enumerate(train):
         if last is not None:
             yield last, False
             last = None
         if int((index + 1) * share) > int(index * share):
             held += 1
-            yield text, True
+            yield row, True
         else:
-            last = text
+            last = row
     if index < 0:
         raise ValueError(_no_text("data.train", data.train))
     if last is not None:
         must_hold = share > 0 and held == 0
         if must_hold and index == 0:
             raise ValueError(
-                f"data.train ({describe_sources(data.train)}) has a single document, so none can be held out; name "
+                f"data.train ({describe_sources(data.train)}) has a single {_ROW[form]}, so none can be held out; name "
                 "held-out files with data.eval, or set data.eval_fraction=0 to train without"
             )
         yield last, must_hold
 
 
-def _limited(documents: Iterator[str], data: DataSection) -> Iterator[str]:
+def _limited(rows: Iterator[Row], data: DataSection, encoder: Encoder) -> Iterator[Row]:
     total = 0
-    for text in documents:
-        yield text
-        total += len(text.encode("utf-8", errors="replace"))
-        if data.max_bytes is not None and total >= data.max_bytes:
-            return
+    for row in rows:
+        yield row
+        if data.max_bytes is not None:
+            total += encoder.size(row)
+            if total >= data.max_bytes:
+                return
 
 
 def _no_text(key: str, named: tuple[str, ...]) -> str:

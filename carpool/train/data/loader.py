@@ -1,23 +1,19 @@
-"""From one long array of tokens to batches, in an order that depends on the seed and on nothing else.
-
-Sequences. Documents lie end to end in the array, an EOS after each, and sequence i of length L is tokens
-`i(L-1) .. i(L-1)+L-1`: neighbours share one token. `input_ids` and `labels` are both those L tokens, because
-transformers' models shift the labels themselves (position t is trained to predict label t+1, and the last position
-nothing). Thanks to the shared token every token of the array but the first is predicted exactly once per epoch:
-
-    tokens 0 1 2 3 4 5 6, L = 4:   [0 1 2 3]  predicts 1 2 3
-                                   [3 4 5 6]  predicts 4 5 6
+"""From sequences to batches, in an order that depends on the seed and on nothing else.
 
 Order. Epoch e visits all sequences in a permutation made from (seed, e). The stream of all epochs is endless, and
 optimizer step s takes G = micro-batch x accumulation x data-parallel ranks sequences of it, sG .. sG+G-1; of these
 rank r of W takes r, r+W, r+2W, ... So the set of sequences in a step is the same for any W with the same G, the
 position in the stream is one number, and a checkpoint of it can be continued on another number of ranks. A batch may
-straddle two epochs; only tokens after the last whole sequence (fewer than L) are never trained on.
+straddle two epochs; of a stream of tokens, only those after the last whole sequence are never trained on.
+
+A batch is a dictionary of (B, L) tensors on the CPU: `input_ids` and `labels`, int64; of packed sequences also
+`position_ids`, int64, and `padding`, bool, true where there is no token of an example. Padding is a document by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Sequence as Listed
 from typing import Any
 
 import numpy as np
@@ -25,25 +21,27 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from carpool.train.data.sequences import IGNORED, Sequence, Sequences
+
 Batch = dict[str, Tensor]
-IGNORED = -100
 
 
 class TrainLoader:
     """Endless iterator over optimizer steps: each item is the list of this rank's micro-batches.
 
     Args:
-        tokens: All training tokens (`Corpus.train`).
-        fingerprint: `Corpus.fingerprint`: what a saved position belongs to.
-        sequence_length: L.
+        sequences: What to train on.
         batch_size: B, sequences of one micro-batch.
         accumulation: Micro-batches of one step.
         dp_rank: This rank among those that see distinct data, 0 .. dp_size-1. Ranks that share their data (tensor
             parallelism) give the same.
         dp_size: The number of those.
         seed: Seed of the order.
+        pad_id: Any token.
 
-    A micro-batch is `{"input_ids": BL, "labels": BL}`, int64, on the CPU.
+    Attributes:
+        targets: tokens that the step handed out last predicts, over all ranks with distinct data.
+        tokens: tokens that it has, over the same.
 
     Raises:
         ValueError: there are fewer sequences than one step takes.
@@ -51,28 +49,25 @@ class TrainLoader:
 
     def __init__(
         self,
-        tokens: NDArray[Any],
+        sequences: Sequences,
         *,
-        fingerprint: str,
-        sequence_length: int,
         batch_size: int,
         accumulation: int = 1,
         dp_rank: int = 0,
         dp_size: int = 1,
         seed: int = 0,
+        pad_id: int = 0,
     ) -> None:
-        self._tokens, self._fingerprint, self._length, self._seed = tokens, fingerprint, sequence_length, seed
-        self._batch_size, self._accumulation, self._rank, self._ranks = batch_size, accumulation, dp_rank, dp_size
-        self.num_sequences = max(0, (len(tokens) - 1) // (sequence_length - 1))
+        self.sequences, self._seed, self._pad_id = sequences, seed, pad_id
+        self._batch_size, self._rank, self._ranks = batch_size, dp_rank, dp_size
+        self.num_sequences = len(sequences)
         self.global_batch_size = batch_size * accumulation * dp_size
-        # Predicted tokens of a step, over all ranks with distinct data: no sequence is padded.
-        self.targets = self.global_batch_size * (sequence_length - 1)
+        self.targets = self.tokens = 0
         self._position = 0
         self._order: tuple[int, NDArray[np.int64]] = (-1, np.empty(0, dtype=np.int64))
         if self.num_sequences < self.global_batch_size:
             raise ValueError(
-                f"data.train has {len(tokens)} tokens, {self.num_sequences} sequences of data.sequence_length = "
-                f"{sequence_length}, but one step takes {self.global_batch_size} sequences "
+                f"data.train has {sequences.describe()}, but one step takes {self.global_batch_size} sequences "
                 f"(per_device_train_batch_size {batch_size} * gradient_accumulation_steps {accumulation} * {dp_size} "
                 "ranks): give more data, or lower one of these"
             )
@@ -86,15 +81,13 @@ class TrainLoader:
         return self
 
     def __next__(self) -> list[Batch]:
-        first = self._position + self._rank
-        places = range(first, self._position + self.global_batch_size, self._ranks)
-        rows_BL = [self._sequence(self._at(place)) for place in places]
+        places = range(self._position, self._position + self.global_batch_size)
+        indices = np.array([self._at(place) for place in places], dtype=np.int64)
         self._position += self.global_batch_size
-        batches = []
-        for start in range(0, len(rows_BL), self._batch_size):
-            ids_BL = torch.from_numpy(np.stack(rows_BL[start : start + self._batch_size]))
-            batches.append({"input_ids": ids_BL, "labels": ids_BL.clone()})
-        return batches
+        self.targets, self.tokens = self.sequences.targets(indices), self.sequences.tokens(indices)
+        mine = [self.sequences[int(index)] for index in indices[self._rank :: self._ranks]]
+        size = self._batch_size
+        return [make_batch(self.sequences, mine[i : i + size], size, self._pad_id) for i in range(0, len(mine), size)]
 
     def state_dict(self) -> dict[str, Any]:
         """The position, equal on all ranks: plain numbers and text."""
@@ -102,9 +95,9 @@ class TrainLoader:
             "position": self._position,
             "epoch": self._position // self.num_sequences,
             "num_sequences": self.num_sequences,
-            "sequence_length": self._length,
+            "sequence_length": self.sequences.length,
             "seed": self._seed,
-            "fingerprint": self._fingerprint,
+            "fingerprint": self.sequences.fingerprint,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -113,13 +106,14 @@ class TrainLoader:
         Raises:
             ValueError: the data, sequence length or seed are not those of the saved position.
         """
-        if state.get("fingerprint") != self._fingerprint:
+        if state.get("fingerprint") != self.sequences.fingerprint:
             raise ValueError(
-                "the checkpoint was trained on other data than data.train is now (the tokens differ), so its position "
-                "means nothing here; restore the data and tokenizer, or start a new run from the checkpoint's weights"
+                "the checkpoint was trained on other data than data.train is now (the tokens differ, or how they are "
+                "packed), so its position means nothing here; restore the data, the tokenizer and [data], or start a "
+                "new run from the checkpoint's weights"
             )
         for name, key, now in (
-            ("sequence_length", "data.sequence_length", self._length),
+            ("sequence_length", "data.sequence_length", self.sequences.length),
             ("seed", "training.seed", self._seed),
         ):
             if state.get(name) != now:
@@ -136,21 +130,16 @@ class TrainLoader:
             self._order = (epoch, permutation(self.num_sequences, self._seed, epoch))
         return int(self._order[1][index])
 
-    def _sequence(self, index: int) -> NDArray[np.int64]:
-        start = index * (self._length - 1)
-        return self._tokens[start : start + self._length].astype(np.int64)
-
 
 class EvalLoader:
     """Held-out sequences in a fixed order, the same number of batches on every rank.
 
-    The last sequence is filled up with `pad_id` in `input_ids` and -100 in `labels`. Whole sequences of that kind
+    What a sequence lacks is filled up with `pad_id` in `input_ids` and -100 in `labels`. Whole sequences of that kind
     are added until the ranks have equally many: each of them must take part in each exchange of tokens, and a rank
     without a batch would leave the others waiting.
 
     Args:
-        tokens: All held-out tokens (`Corpus.eval`).
-        sequence_length: L.
+        sequences: What is held out.
         batch_size: B, sequences of one batch.
         dp_rank: As for `TrainLoader`.
         dp_size: As for `TrainLoader`.
@@ -160,18 +149,17 @@ class EvalLoader:
 
     def __init__(
         self,
-        tokens: NDArray[Any],
+        sequences: Sequences,
         *,
-        sequence_length: int,
         batch_size: int,
         dp_rank: int = 0,
         dp_size: int = 1,
         max_sequences: int | None = None,
         pad_id: int = 0,
     ) -> None:
-        self._tokens, self._length, self._batch_size, self._pad_id = tokens, sequence_length, batch_size, pad_id
+        self._sequences, self._batch_size, self._pad_id = sequences, batch_size, pad_id
         self._rank, self._ranks = dp_rank, dp_size
-        available = -(-(len(tokens) - 1) // (sequence_length - 1)) if len(tokens) > 1 else 0
+        available = len(sequences)
         self.num_sequences = available if max_sequences is None else min(available, max_sequences)
         self._chosen = [i * available // self.num_sequences for i in range(self.num_sequences)]
 
@@ -182,14 +170,27 @@ class EvalLoader:
     def __iter__(self) -> Iterator[Batch]:
         for index in range(len(self)):
             first = (index * self._ranks + self._rank) * self._batch_size
-            ids_BL = torch.full((self._batch_size, self._length), self._pad_id, dtype=torch.int64)
-            labels_BL = torch.full_like(ids_BL, IGNORED)
-            for row, chosen in enumerate(self._chosen[first : first + self._batch_size]):
-                start = chosen * (self._length - 1)
-                tokens_L = torch.from_numpy(self._tokens[start : start + self._length].astype(np.int64))
-                ids_BL[row, : len(tokens_L)] = tokens_L
-                labels_BL[row, : len(tokens_L)] = tokens_L
-            yield {"input_ids": ids_BL, "labels": labels_BL}
+            rows = [self._sequences[chosen] for chosen in self._chosen[first : first + self._batch_size]]
+            yield make_batch(self._sequences, rows, self._batch_size, self._pad_id)
+
+
+def make_batch(sequences: Sequences, rows: Listed[Sequence], batch_size: int, pad_id: int) -> Batch:
+    """A batch of these rows, filled up where they lack tokens, and with empty rows where there are fewer."""
+    ids_BL = np.full((batch_size, sequences.length), pad_id, dtype=np.int64)
+    labels_BL = np.full_like(ids_BL, IGNORED)
+    # Padding is numbered from 0, so that it is a document.
+    positions_BL = np.broadcast_to(np.arange(sequences.length), ids_BL.shape).copy() if sequences.packed else None
+    padding_BL = np.ones(ids_BL.shape, dtype=bool) if sequences.packed else None
+    for place, (ids, labels, positions) in enumerate(rows):
+        size = len(ids)
+        ids_BL[place, :size], labels_BL[place, :size] = ids, labels
+        if positions_BL is not None and padding_BL is not None and positions is not None:
+            positions_BL[place, :size], padding_BL[place, :size] = positions, False
+            positions_BL[place, size:] = np.arange(sequences.length - size)
+    batch = {"input_ids": torch.from_numpy(ids_BL), "labels": torch.from_numpy(labels_BL)}
+    if positions_BL is not None and padding_BL is not None:
+        batch |= {"position_ids": torch.from_numpy(positions_BL), "padding": torch.from_numpy(padding_BL)}
+    return batch
 
 
 def count_targets(labels_BL: Tensor) -> int:

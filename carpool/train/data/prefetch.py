@@ -16,8 +16,8 @@ import torch
 
 from carpool.train.data.loader import Batch, TrainLoader
 
-# The batches of a step, and the loader's state once they are handed out.
-Ready = tuple[list[Batch], dict[str, Any]]
+# The batches of a step, the loader's state once they are handed out, and the step's targets and tokens.
+Ready = tuple[list[Batch], dict[str, Any], int, int]
 
 
 class Prefetch:
@@ -26,6 +26,9 @@ class Prefetch:
     Args:
         loader: makes the batches.
         device: where they will go; for a GPU they are in pinned memory.
+
+    Attributes:
+        targets, tokens: as `TrainLoader`'s, of the step handed out last.
     """
 
     def __init__(self, loader: TrainLoader, device: torch.device) -> None:
@@ -34,7 +37,7 @@ class Prefetch:
         begin = partial(torch.cuda.set_device, device) if self._pin else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="carpool-data", initializer=begin)
         self._next: Future[Ready] | None = None
-        self.targets = loader.targets
+        self.targets = self.tokens = 0
 
     def __iter__(self) -> Prefetch:
         return self
@@ -42,7 +45,7 @@ class Prefetch:
     def __next__(self) -> list[Batch]:
         if self._next is None:
             self._next = self._thread.submit(self._make)
-        batches, self._state = self._next.result()
+        batches, self._state, self.targets, self.tokens = self._next.result()
         self._next = self._thread.submit(self._make)
         return batches
 
@@ -71,4 +74,4 @@ class Prefetch:
         batches = next(self._loader)
         if self._pin:
             batches = [{name: value.pin_memory() for name, value in batch.items()} for batch in batches]
-        return batches, self._loader.state_dict()
+        return batches, self._loader.state_dict(), self._loader.targets, self._loader.tokens

@@ -97,6 +97,7 @@ def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any
             "train_tokens": len(run.corpus.train),
             "eval_tokens": len(run.corpus.eval),
             "tokenizer": run.tokenizer.name,
+            **run.sequences.numbers(),
         },
     }
     if run.main:
@@ -110,7 +111,7 @@ def write_files(run: RunState, info: dict[str, Any]) -> None:
     replace_text(run.folder / CONFIG, run.config.to_toml())
     replace_text(run.folder / LAYOUT, json.dumps(current_layouts(run.model).to_dict()) + "\n")
     path = None if run.config.model.from_scratch else run.config.model.path
-    keep_source(run.folder, None if path is None else Path(path), run.tokenizer.name)
+    keep_source(run.folder, None if path is None else Path(path), run.tokenizer.name, run.config.data.chat_template)
 
 
 def _earlier_starts(folder: Path) -> list[dict[str, Any]]:
@@ -157,7 +158,7 @@ def say_hello(run: RunState, resume: Path | None) -> None:
             f"adapter: {adapter.kind} of rank {adapter.rank} on {', '.join(adapter.targets)}: trains {run.adapted:,} "
             f"parameters, {run.adapted / run.size.total:.2%} of the model's"
         )
-    say(f"data: {info['data']['source']}, {len(run.corpus.train):,} tokens, {len(run.corpus.eval):,} held out")
+    say(f"data: {info['data']['source']}, {run.sequences.describe()}; {len(run.corpus.eval):,} tokens held out")
     if isinstance(run.source, Path):
         size = sum(path.stat().st_size for path in run.source.glob("*.safetensors"))
         rate = decimal(int(size / run.load_seconds))

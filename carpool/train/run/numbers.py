@@ -16,9 +16,11 @@ from carpool.train.run.step import Losses, learning_rate
 
 
 class StepNumbers(NamedTuple):
-    """Of a step that was done, while those of its rides are on their way to the host."""
+    """Of a step that was done, while those of its rides are on their way to the host. `tokens`: that it has, of which
+    it may predict fewer."""
 
     step: int
+    tokens: int
     losses: Losses
     norm: float
     rode: LaterRecord
@@ -29,15 +31,15 @@ def start_numbers(run: RunState, losses: Losses, norm: float, begin: float) -> S
     """The numbers of the step that was just done, which began at `begin` (`time.perf_counter`). Collective; waits for
     the end of its rides."""
     rode = run.metrics.start(run.device, beside=(peak_memory(run.device) - run.memory_before,))
-    return StepNumbers(run.step, losses, norm, rode, 1e3 * (time.perf_counter() - begin))
+    return StepNumbers(run.step, run.loader.tokens, losses, norm, rode, 1e3 * (time.perf_counter() - begin))
 
 
 def record_step(run: RunState, numbers: StepNumbers) -> None:
     """Record them. Waits until they are there."""
-    training, (step, losses, norm, later, step_ms) = run.config.training, numbers
+    training, (step, tokens, losses, norm, later, step_ms) = run.config.training, numbers
     rode = later.read()
     run.placement.count(rode)
-    per_second = losses.tokens / step_ms * 1e3
+    per_second = tokens / step_ms * 1e3
     used = run.flops * per_second / run.world / run.peak if run.peak else None
     run.totals["tokens"] += losses.tokens
     for key in ("bytes_remote", "bytes_remote_alltoall"):

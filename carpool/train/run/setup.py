@@ -28,6 +28,7 @@ from carpool.hf.layouts import current_layouts, is_logical, physical_order, set_
 from carpool.hf.limit import limit_routing
 from carpool.hf.metrics import RideMetrics
 from carpool.hf.names import name_layers
+from carpool.hf.packed import why_not_packed
 from carpool.hf.shared import compute_shared_beside
 from carpool.memory.recompute import keep_rides
 from carpool.parallel.replicated import sharded_parameters
@@ -39,6 +40,7 @@ from carpool.train.config.schema import Config
 from carpool.train.data.corpus import Corpus, prepare
 from carpool.train.data.loader import EvalLoader, TrainLoader
 from carpool.train.data.prefetch import Prefetch
+from carpool.train.data.sequences import eval_sequences, train_sequences
 from carpool.train.data.tokenizer import load_tokenizer
 from carpool.train.launch.stopping import StopRequest
 from carpool.train.launch.watchdog import Watchdog
@@ -101,7 +103,7 @@ class Setup(RunState):
         self._set_objective()
         self._resume(resume)
         self.placement = Placement(
-            config,
+            self.config,
             self.model,
             self.optimizer,
             self._facts(),
@@ -148,6 +150,8 @@ class Setup(RunState):
         # Not the sharded model's class, which FSDP renames.
         self.architecture = type(blueprint).__name__
         self.expert_counts = expert_counts(blueprint)
+        self.why_not_packed = why_not_packed(blueprint)
+        self.vocab_size = blueprint.config.get_text_config().vocab_size
         self.degrees = config.parallelism.resolve(self.world, min(self.expert_counts.values()))
         check_layout_file(config, blueprint.config.model_type, self.expert_counts, self.degrees.ep)
         self.dp_rank = self.degrees.dp_rank(self.rank)
@@ -175,14 +179,16 @@ class Setup(RunState):
     def _read_data(self) -> None:
         config, training = self.config, self.config.training
         self.corpus = self._make_corpus()
-        share = {
-            "sequence_length": config.data.sequence_length,
-            "dp_size": self.degrees.dp,
-            "dp_rank": self.dp_rank,
-        }
+        self._check_vocabulary()
+        train, held_out = train_sequences(self.corpus, config.data), eval_sequences(self.corpus, config.data)
+        if train.packed and self.why_not_packed is not None:
+            raise ValueError(
+                f'{self.why_not_packed}, so examples cannot be packed: set data.packing="off" (one in a sequence)'
+            )
+        self.sequences = train
+        share = {"dp_size": self.degrees.dp, "dp_rank": self.dp_rank, "pad_id": self.tokenizer.eos_id}
         loader = TrainLoader(
-            self.corpus.train,
-            fingerprint=self.corpus.fingerprint,
+            train,
             batch_size=training.per_device_train_batch_size,
             accumulation=training.gradient_accumulation_steps,
             seed=training.seed,
@@ -192,16 +198,31 @@ class Setup(RunState):
         self.config = config.model_copy(update={"training": training.in_steps(steps_per_epoch)})
         self.loader = Prefetch(loader, self.device)
         self.eval_loader = EvalLoader(
-            self.corpus.eval,
+            held_out,
             batch_size=training.per_device_eval_batch_size,
             max_sequences=config.data.eval_max_sequences,
-            pad_id=self.tokenizer.eos_id,
             **share,
         )
 
+    def _check_vocabulary(self) -> None:
+        """Chat templates may write tokens that were added to a tokenizer, and not to the model."""
+        if self.corpus.train_marks is None:
+            return
+        largest = max(int(tokens.max()) for tokens in (self.corpus.train, self.corpus.eval) if len(tokens))
+        if largest >= self.vocab_size:
+            raise ValueError(
+                f"the tokenizer makes token {largest} of data.train, but the model has {self.vocab_size} tokens; take "
+                "the model's own tokenizer and chat template"
+            )
+
     def _make_corpus(self) -> Corpus:
+        config = self.config
         return prepare(
-            self.config.data, self.tokenizer, build=int(os.environ.get("LOCAL_RANK", "0")) == 0, barrier=dist.barrier
+            config.data,
+            self.tokenizer,
+            config.model.path,
+            build=int(os.environ.get("LOCAL_RANK", "0")) == 0,
+            barrier=dist.barrier,
         )
 
     def _build_model(self) -> None:

@@ -32,6 +32,7 @@ from carpool.train.config.schema import Config
 from carpool.train.data.corpus import Corpus
 from carpool.train.data.loader import EvalLoader
 from carpool.train.data.prefetch import Prefetch
+from carpool.train.data.sequences import Sequences
 from carpool.train.data.tokenizer import Tokenizer
 from carpool.train.launch.stopping import StopRequest
 from carpool.train.launch.watchdog import Watchdog
@@ -97,6 +98,9 @@ class RunState:
     degrees: Degrees
     dp_rank: int
     corpus: Corpus
+    sequences: Sequences
+    why_not_packed: str | None
+    vocab_size: int
     loader: Prefetch
     eval_loader: EvalLoader
     model: PreTrainedModel

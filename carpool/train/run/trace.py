@@ -59,11 +59,13 @@ def record(
         ValueError: a model, text or tokenizer that cannot be used, or less text than one sequence.
     """
     path = Path(model)
-    settings: dict[str, Any] = {"eval_fraction": 0.0, "max_bytes": max_bytes, "cache_dir": cache_dir}
+    settings: dict[str, Any] = {"eval": None, "eval_fraction": 0.0, "max_bytes": max_bytes, "cache_dir": cache_dir}
     own: Tokenizer
+    folder: str | None = str(path)
     if (path / "config.toml").is_file():
         loaded, own, config = load_run(path)
-        settings |= {"train": tuple(data) or config.data.train, "text_field": config.data.text_field}
+        settings = config.data.model_dump() | settings | ({"train": tuple(data)} if data else {})
+        folder = config.model.path
         sequence_length = sequence_length or config.data.sequence_length
         if tokenizer is not None:
             raise ValueError(f"{path} is a run, which has its own tokenizer; leave the tokenizer out")
@@ -78,7 +80,7 @@ def record(
             f"the tokenizer ({own.name}) has {own.vocab_size} tokens, but {path} was trained with {vocabulary}; name "
             "its own tokenizer"
         )
-    corpus = prepare(DataSection(**settings), own)
+    corpus = prepare(DataSection(**settings), own, folder)
     rows_NL = sequences(corpus.train, length, -(-tokens // length))
     device = next(loaded.parameters()).device
     recorder = TraceRecorder(

@@ -1,0 +1,211 @@
+"""Conversations become tokens by the checkpoint's own chat template, and what the assistant says is found in them.
+
+A template writes a conversation as one text. Which tokens of it are answers is known in one of two ways.
+
+Marks. A template with `{% generation %} ... {% endgeneration %}` around its answers says so itself, and transformers
+hands out the mask.
+
+Prefixes. Otherwise the template is asked what it writes before and after each answer, as a server asks it:
+
+    before    <user>Hi<end><assistant>                          up to the answer, with a generation prompt
+    after     <user>Hi<end><assistant>Hello<end>                up to the answer and with it
+    all       <user>Hi<end><assistant>Hello<end><user>Bye<end>...
+
+The answer is the tokens of `after` that `before` has not. That is right only if the tokens of `before` begin those of
+`after`, and these begin those of the whole, which is checked for each answer. Templates that leave out earlier
+thinking (Qwen3's) write an answer otherwise once another follows; with `data.turns = "apart"` each answer is then an
+example of its own, with the conversation up to it, which is what the model sees when it gives that answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from carpool.train.config.schema import DataSection
+from carpool.train.data.pretrained import fingerprint_of
+
+Messages = list[dict[str, Any]]
+ANSWERS = "assistant"
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_SHAREGPT = {"from", "value"}
+
+
+def check_messages(messages: Any, field: str, where: str) -> Messages:
+    """These messages.
+
+    Raises:
+        ValueError: they are none, or one of them is not of the form that templates take.
+    """
+    if not isinstance(messages, list) or not messages:
+        what = "is empty" if isinstance(messages, list) else f"holds {type(messages).__name__}"
+        raise ValueError(f"{where}: the field {field!r} {what}; a list of messages is needed")
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict):
+            raise ValueError(
+                f"{where}: message {number} of {field!r} is {type(message).__name__}; an object with role and content "
+                "is needed"
+            )
+        if not isinstance(message.get("role"), str):
+            hint = ""
+            if set(message) >= _SHAREGPT:
+                hint = '; rename "from" to "role" (human: user, gpt: assistant) and "value" to "content"'
+            raise ValueError(f"{where}: message {number} of {field!r} has no role, but {', '.join(message)}{hint}")
+    return messages
+
+
+class Chat:
+    """Turns conversations into tokens and marks of what is learned.
+
+    Args:
+        data: `chat_template`, `chat_template_kwargs`, `loss` and `turns` count.
+        pretrained: a tokenizer of transformers.
+
+    Raises:
+        ValueError: there is no chat template.
+    """
+
+    def __init__(self, data: DataSection, pretrained: Any) -> None:
+        self._tokenizer, self._loss, self._apart = pretrained, data.loss, data.turns == "apart"
+        self._options = dict(data.chat_template_kwargs)
+        self._template = read_template(data)
+        self._name = data.chat_template or getattr(pretrained, "name_or_path", "the tokenizer")
+        template = self._template or pretrained.chat_template
+        if not template:
+            raise ValueError(
+                f"the tokenizer of {self._name} has no chat template, so it does not say how a conversation is "
+                "written: take a checkpoint that has one (those that were trained to chat), or set data.chat_template "
+                "to a Jinja file"
+            )
+        # A tokenizer may have several templates by name, of which one is for tools.
+        texts = template.values() if isinstance(template, dict) else [template]
+        self._marked = all(_MARKS.search(text) for text in texts)
+        settings = json.dumps([template, self._options, data.loss, data.turns], sort_keys=True)
+        self.fingerprint = fingerprint_of(pretrained) + hashlib.sha256(settings.encode()).hexdigest()
+
+    def encode(
+        self, messages: Messages, tools: list[Any] | None, where: str, first: int = 0
+    ) -> Iterator[tuple[list[int], list[bool]]]:
+        """(tokens, which are learned) of a conversation; with `data.turns = "apart"`, of each of its answers.
+
+        Args:
+            first: answers before this message are not learned.
+
+        Raises:
+            ValueError: there is no answer, the template cannot write this conversation, or answers cannot be found.
+        """
+        answers = [i for i, message in enumerate(messages) if message["role"] == ANSWERS and i >= first]
+        if not answers:
+            roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+            raise ValueError(
+                f'{where}: the conversation has no answer (no message of the role "{ANSWERS}", but {roles}), so there '
+                "is nothing to learn; add one, or leave the conversation out"
+            )
+        if self._apart:
+            for answer in answers:
+                yield self._encode(messages[: answer + 1], tools, where, [answer], answer)
+        else:
+            yield self._encode(messages, tools, where, answers, first)
+
+    def _encode(
+        self, messages: Messages, tools: list[Any] | None, where: str, answers: list[int], first: int
+    ) -> tuple[list[int], list[bool]]:
+        if self._loss == "all":
+            (ids,) = self._tokens([self._write(messages, tools, where)])
+            return ids, [True] * len(ids)
+        if self._marked:
+            ids, learned = self._marks(messages, tools, where)
+            if first:
+                before = self._write(messages[:first], tools, where, prompt=True)
+                (prompt,) = self._tokens([before])
+                self._check_prefix(prompt, ids, where, first, before, self._write(messages, tools, where))
+                learned = [mark and place >= len(prompt) for place, mark in enumerate(learned)]
+            if not any(learned):
+                raise ValueError(f"{where}: the {{% generation %}} marks of the chat template enclose no token")
+            return ids, learned
+        if answers[0] == 0:
+            raise ValueError(f"{where}: the first message is an answer, before which nothing is asked; leave it out")
+        texts = [self._write(messages, tools, where)]
+        for answer in answers:
+            texts.append(self._write(messages[:answer], tools, where, prompt=True))
+            is_last = answer == len(messages) - 1
+            texts.append(texts[0] if is_last else self._write(messages[: answer + 1], tools, where))
+        ids, *parts = self._tokens(texts)
+        learned = [False] * len(ids)
+        for place, answer in enumerate(answers):
+            before_ids, after_ids = parts[2 * place], parts[2 * place + 1]
+            before, after = texts[1 + 2 * place], texts[2 + 2 * place]
+            self._check_prefix(before_ids, after_ids, where, answer, before, after)
+            if after_ids != ids[: len(after_ids)]:
+                raise ValueError(
+                    f"{where}: the chat template of {self._name} writes message {answer + 1}, an answer, otherwise "
+                    f"once others follow {_difference(after, texts[0])}, as those do that leave out earlier thinking; "
+                    'set data.turns="apart", which makes each answer an example with the conversation before it, or '
+                    "data.chat_template to a template with {% generation %} marks"
+                )
+            if len(after_ids) == len(before_ids):
+                raise ValueError(f"{where}: message {answer + 1} is an answer without a token")
+            learned[len(before_ids) : len(after_ids)] = [True] * (len(after_ids) - len(before_ids))
+        return ids, learned
+
+    def _check_prefix(
+        self, before_ids: list[int], after_ids: list[int], where: str, answer: int, before: str, after: str
+    ) -> None:
+        if after_ids[: len(before_ids)] == before_ids:
+            return
+        if after.startswith(before):
+            how = f"the answer shares a token with what is before it, {before[-16:]!r}"
+        else:
+            how = f"what it writes before the answer is not how the answer begins {_difference(before, after)}"
+        raise ValueError(
+            f"{where}: with the chat template of {self._name} it cannot be told where message {answer + 1}, an answer, "
+            f"begins: {how}; set data.chat_template to a template with {{% generation %}} marks"
+        )
+
+    def _write(self, messages: Messages, tools: list[Any] | None, where: str, prompt: bool = False) -> str:
+        """What the template makes of these messages."""
+        return self._apply(messages, tools, where, add_generation_prompt=prompt, tokenize=False)  # type: ignore[no-any-return]
+
+    def _marks(self, messages: Messages, tools: list[Any] | None, where: str) -> tuple[list[int], list[bool]]:
+        found = self._apply(messages, tools, where, return_dict=True, return_assistant_tokens_mask=True)
+        return list(found["input_ids"]), [bool(mark) for mark in found["assistant_masks"]]
+
+    def _apply(self, messages: Messages, tools: list[Any] | None, where: str, **how: Any) -> Any:
+        import jinja2
+
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages, tools=tools, chat_template=self._template, **self._options, **how
+            )
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"the chat template of {self._name} is wrong in line {error.lineno}: {error}") from None
+        except Exception as error:  # a template may do anything with a message
+            raise ValueError(
+                f"{where}: the chat template of {self._name} does not take this conversation: "
+                f"{type(error).__name__}: {error}"
+            ) from None
+
+    def _tokens(self, texts: list[str]) -> list[list[int]]:
+        found: list[list[int]] = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return found
+
+
+def read_template(data: DataSection) -> str | None:
+    """The chat template that `[data]` names in place of the tokenizer's own."""
+    if data.chat_template is None:
+        return None
+    try:
+        return Path(data.chat_template).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"data.chat_template: {data.chat_template} cannot be read: {error}") from None
+
+
+def _difference(one: str, other: str) -> str:
+    """Where two texts part, for people."""
+    place = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    start = max(0, place - 12)
+    return f"({one[start : place + 20]!r}, then {other[start : place + 20]!r})"

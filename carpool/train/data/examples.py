@@ -1,0 +1,194 @@
+"""From rows to examples: tokens, and which of them are learned.
+
+An example is what a model sees at once: a conversation as the chat template writes it, a prompt with its completion, or
+a document. `learned` is true for the tokens that the loss is of. With `data.loss = "answers"` these are what an
+assistant says, to the token that ends it; with "all", and in documents, all of them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from carpool.train.config.schema import DataSection
+from carpool.train.data.chat import Chat, check_messages
+from carpool.train.data.formats import TOOLS, Format
+from carpool.train.data.pretrained import fingerprint_of, load_pretrained
+from carpool.train.data.rows import Row
+from carpool.train.data.tokenizer import Tokenizer
+
+
+class Example(NamedTuple):
+    """Token ids, and which are learned; both of one dimension and equally long. None: all are."""
+
+    ids: NDArray[np.uint32]
+    learned: NDArray[np.bool_] | None = None
+
+
+class Encoder(Protocol):
+    """Makes examples of rows.
+
+    Attributes:
+        fingerprint: equal for two encoders only if they make the same of every row.
+        vocab_size: all tokens are below this.
+        marks: do examples stay apart, with marks of what is learned? Otherwise they are one stream of tokens.
+    """
+
+    fingerprint: str
+    vocab_size: int
+    marks: bool
+
+    def encode(self, rows: Sequence[Row]) -> Iterator[Example]:
+        """The examples of these rows, in order; a row may give several. ValueError for a row that cannot be used."""
+
+    def size(self, row: Row) -> int:
+        """Bytes of text in a row, or about as many; 0: there is nothing in it, and it is passed over."""
+
+
+def make_encoder(data: DataSection, form: Format, tokenizer: Tokenizer, model_path: str | None) -> Encoder:
+    """The encoder of a format.
+
+    Args:
+        tokenizer: for documents. Conversations and prompts take the one of transformers in the same folder.
+        model_path: `model.path`.
+
+    Raises:
+        ValueError: no tokenizer of transformers, no chat template, or settings that this format has no use for.
+    """
+    if form == "text":
+        return Documents(data, tokenizer)
+    if data.packing == "stream":
+        raise ValueError(
+            f'data.packing = "stream" lays documents end to end, but data.train has {form} rows: leave it out, or give '
+            '"examples" or "off"'
+        )
+    pretrained = load_pretrained(data, model_path)
+    return Conversations(data, pretrained) if form == "messages" else Prompts(data, pretrained)
+
+
+class Documents:
+    """Plain text: an end-of-document token after each."""
+
+    def __init__(self, data: DataSection, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._field = tokenizer, data.text_field
+        self.marks, self.vocab_size = data.packing not in (None, "stream"), tokenizer.vocab_size
+        self.fingerprint = f"{tokenizer.fingerprint} {tokenizer.eos_id} {tokenizer.vocab_size}"
+
+    def encode(self, rows: Sequence[Row]) -> Iterator[Example]:
+        eos = np.array([self._tokenizer.eos_id], dtype=np.uint32)
+        for ids in self._tokenizer.encode_batch([row.fields[self._field] for row in rows]):
+            yield Example(np.concatenate([ids, eos]))
+
+    def size(self, row: Row) -> int:
+        text = row.fields[self._field]
+        if text is None:
+            return 0
+        if not isinstance(text, str):
+            raise ValueError(f"{row.where}: the field {self._field!r} holds {type(text).__name__}, not text")
+        return 0 if text.isspace() else len(text.encode("utf-8", errors="replace"))
+
+
+class Conversations:
+    """Messages, as the chat template writes them."""
+
+    marks = True
+
+    def __init__(self, data: DataSection, pretrained: Any) -> None:
+        self._chat, self._field = Chat(data, pretrained), data.messages_field
+        self.fingerprint, self.vocab_size = self._chat.fingerprint, len(pretrained)
+
+    def encode(self, rows: Sequence[Row]) -> Iterator[Example]:
+        for row in rows:
+            messages = check_messages(row.fields[self._field], self._field, row.where)
+            for ids, learned in self._chat.encode(messages, _tools(row), row.where):
+                yield _example(ids, learned)
+
+    def size(self, row: Row) -> int:
+        return len(str(row.fields[self._field])) + 1
+
+
+class Prompts:
+    """Prompts with completions: two texts, or two lists of messages."""
+
+    marks = True
+
+    def __init__(self, data: DataSection, pretrained: Any) -> None:
+        self._data, self._pretrained, self.vocab_size = data, pretrained, len(pretrained)
+        self._prompt, self._completion = data.prompt_field, data.completion_field
+        self._chat: Chat | None = None
+        end = data.eos_token or pretrained.eos_token
+        self._end = pretrained.convert_tokens_to_ids(end) if end else None
+        if self._end is None or self._end == pretrained.unk_token_id != pretrained.eos_token_id:
+            raise ValueError(
+                f"the tokenizer has no token {end!r} that ends a text: set data.eos_token to one of its tokens"
+            )
+        self._begin = _begin(pretrained)
+        # Lists of messages need a template, texts do not.
+        if data.chat_template is not None or pretrained.chat_template:
+            self._chat = Chat(data, pretrained)
+        of_chat = "" if self._chat is None else self._chat.fingerprint
+        self.fingerprint = f"{fingerprint_of(pretrained)} {self._end} {data.loss} {of_chat}"
+
+    def encode(self, rows: Sequence[Row]) -> Iterator[Example]:
+        for row in rows:
+            prompt, completion = row.fields[self._prompt], row.fields[self._completion]
+            if isinstance(prompt, str) and isinstance(completion, str):
+                yield self._texts(prompt, completion, row.where)
+            elif isinstance(prompt, list) and isinstance(completion, list):
+                before = check_messages(prompt, self._prompt, row.where)
+                messages = [*before, *check_messages(completion, self._completion, row.where)]
+                self._chat = self._chat or Chat(self._data, self._pretrained)
+                for ids, learned in self._chat.encode(messages, _tools(row), row.where, len(before)):
+                    yield _example(ids, learned)
+            else:
+                raise ValueError(
+                    f"{row.where}: {self._prompt!r} holds {type(prompt).__name__} and {self._completion!r} "
+                    f"{type(completion).__name__}; both must be text, or both lists of messages"
+                )
+
+    def _texts(self, prompt: str, completion: str, where: str) -> Example:
+        if not completion:
+            raise ValueError(f"{where}: the field {self._completion!r} is empty, so there is nothing to learn")
+        before, together = self._pretrained([prompt, prompt + completion], add_special_tokens=False)["input_ids"]
+        if together[: len(before)] != before:
+            raise ValueError(
+                f"{where}: the prompt ends inside a token: {prompt[-16:]!r} and {completion[:16]!r} have a token in "
+                "common, so the model would not be asked what it has learned; end prompts at the end of a word, and "
+                "begin completions with the white space that separates them"
+            )
+        ids = [*self._begin, *together, self._end]
+        learned = np.ones(len(ids), dtype=bool)
+        if self._data.loss == "answers":
+            learned[: len(self._begin) + len(before)] = False
+        return Example(np.asarray(ids, dtype=np.uint32), learned)
+
+    def size(self, row: Row) -> int:
+        return len(str(row.fields[self._prompt])) + len(str(row.fields[self._completion])) + 1
+
+
+def _begin(pretrained: Any) -> list[int]:
+    """What the tokenizer puts before every text."""
+    bare, whole = (pretrained("a", add_special_tokens=special)["input_ids"] for special in (False, True))
+    starts = (k for k in range(len(whole) - len(bare) + 1) if whole[k : k + len(bare)] == bare)
+    return whole[: next(starts, 0)]  # type: ignore[no-any-return]
+
+
+def _example(ids: list[int], learned: list[bool]) -> Example:
+    return Example(np.asarray(ids, dtype=np.uint32), np.asarray(learned, dtype=bool))
+
+
+def _tools(row: Row) -> list[Any] | None:
+    """Tools that a row offers: JSON schemas, or a text of them."""
+    tools = row.fields.get(TOOLS)
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{row.where}: the text in the field {TOOLS!r} is not JSON: {error}") from None
+    if tools is not None and not isinstance(tools, list):
+        raise ValueError(f"{row.where}: the field {TOOLS!r} holds {type(tools).__name__}, not a list of JSON schemas")
+    return tools or None

@@ -1,0 +1,203 @@
+"""What loaders draw from: sequences of a fixed length, by number.
+
+A stream. Documents lie end to end in the array, an EOS after each, and sequence i of length L is tokens
+`i(L-1) .. i(L-1)+L-1`: neighbours share one token. `labels` are those L tokens too, because transformers' models shift
+labels themselves (position t is trained to predict label t+1, and the last position nothing). Thanks to the shared
+token every token of the array but the first is predicted exactly once per epoch:
+
+    tokens 0 1 2 3 4 5 6, L = 4:   [0 1 2 3]  predicts 1 2 3
+                                   [3 4 5 6]  predicts 4 5 6
+
+Packed examples. A sequence holds whole examples (`carpool.train.data.packing`), each with positions of its own, by
+which attention keeps them apart. Labels are -100 where nothing is learned, and at the first token of each:
+
+    input_ids      a b c d e | f g h | . .        "." is padding
+    labels         . . . d e | . g h | . .        learned: d e g h
+    position_ids   0 1 2 3 4 | 0 1 2 | 0 1
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from carpool.train.config.schema import DataSection
+from carpool.train.data.corpus import Corpus
+from carpool.train.data.packing import best_fit, cut
+
+IGNORED = -100
+Ids = NDArray[np.int64]
+
+
+class Sequence(NamedTuple):
+    """At most L tokens, their labels, and their positions in their documents; None: there is one document."""
+
+    ids: Ids
+    labels: Ids
+    positions: Ids | None
+
+
+class Sequences(Protocol):
+    """Sequences by number, the same on every rank.
+
+    Attributes:
+        length: L; a sequence may have fewer tokens.
+        packed: do sequences have positions?
+        fingerprint: equal for equal sequences.
+    """
+
+    length: int
+    packed: bool
+    fingerprint: str
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Sequence: ...
+
+    def targets(self, indices: Ids) -> int:
+        """How many tokens these sequences predict."""
+
+    def tokens(self, indices: Ids) -> int:
+        """How many tokens these sequences have; of a stream, that are not those of another too."""
+
+    def describe(self) -> str:
+        """How many there are, for people."""
+
+    def numbers(self) -> dict[str, Any]:
+        """The same for programs."""
+
+
+class Stream:
+    """Sequences of one array of tokens.
+
+    Args:
+        tokens: one dimension.
+        length: L.
+        fingerprint: of the tokens.
+        partial: is a last sequence of fewer than L tokens one too?
+    """
+
+    packed = False
+
+    def __init__(self, tokens: NDArray[Any], length: int, fingerprint: str = "", *, partial: bool = False) -> None:
+        self._array, self.length, self.fingerprint = tokens, length, fingerprint
+        predicted = max(0, len(tokens) - 1)
+        self._count = -(-predicted // (length - 1)) if partial else predicted // (length - 1)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Sequence:
+        start = index * (self.length - 1)
+        ids = self._array[start : start + self.length].astype(np.int64)
+        return Sequence(ids, ids, None)
+
+    def targets(self, indices: Ids) -> int:
+        starts = indices * (self.length - 1)
+        return int(np.minimum(self.length - 1, len(self._array) - 1 - starts).sum())
+
+    def tokens(self, indices: Ids) -> int:
+        return self.targets(indices)
+
+    def describe(self) -> str:
+        return f"{len(self._array):,} tokens, {self._count:,} sequences of data.sequence_length = {self.length}"
+
+    def numbers(self) -> dict[str, Any]:
+        return {"sequences": self._count}
+
+
+class Examples:
+    """Sequences of whole examples.
+
+    Args:
+        corpus: with marks.
+        data: `sequence_length`, `packing` and `too_long` count.
+        held_out: of the held-out examples, else of those to train on.
+
+    Raises:
+        ValueError: as `carpool.train.data.packing.cut`.
+    """
+
+    def __init__(self, corpus: Corpus, data: DataSection, *, held_out: bool = False) -> None:
+        self._array, marks = (corpus.eval, corpus.eval_marks) if held_out else (corpus.train, corpus.train_marks)
+        assert marks is not None
+        self._learned, self.length = marks.learned, data.sequence_length
+        key = "data.train" if not held_out or data.eval is None else "data.eval"
+        self._too_long = data.too_long
+        self._pieces = pieces = cut(marks, self.length, data.too_long, key)
+        self.packed = data.packing != "off"
+        if self.packed:
+            groups = best_fit(pieces.length, self.length)
+        else:
+            groups = [[piece] for piece in range(len(pieces.length))]
+        # Sequence i has the pieces of _order from _first[i] to before _first[i + 1].
+        self._order = np.array([piece for group in groups for piece in group], dtype=np.int64)
+        self._first = np.cumsum([0, *map(len, groups)])
+        self._targets = np.add.reduceat(pieces.targets[self._order], self._first[:-1])
+        self._tokens = np.add.reduceat(pieces.length[self._order], self._first[:-1])
+        self.fingerprint = f"{corpus.fingerprint}-{data.packing or 'examples'}-{data.too_long}"
+
+    def __len__(self) -> int:
+        return len(self._targets)
+
+    def __getitem__(self, index: int) -> Sequence:
+        ids, labels, positions = [], [], []
+        for piece in self._order[self._first[index] : self._first[index + 1]]:
+            place = slice(self._pieces.start[piece], self._pieces.start[piece] + self._pieces.length[piece])
+            tokens = self._array[place].astype(np.int64)
+            goals = np.where(self._learned[place], tokens, IGNORED)
+            goals[0] = IGNORED
+            ids.append(tokens)
+            labels.append(goals)
+            positions.append(np.arange(len(tokens)))
+        return Sequence(np.concatenate(ids), np.concatenate(labels), np.concatenate(positions) if self.packed else None)
+
+    def targets(self, indices: Ids) -> int:
+        return int(self._targets[indices].sum())
+
+    def tokens(self, indices: Ids) -> int:
+        return int(self._tokens[indices].sum())
+
+    def describe(self) -> str:
+        pieces, tokens = self._pieces, int(self._tokens.sum())
+        parts = [
+            f"{pieces.examples:,} examples, {tokens:,} tokens, {int(self._targets.sum()):,} of them learned",
+            f"{len(self):,} sequences of data.sequence_length = {self.length}, "
+            f"{tokens / len(self) / self.length:.0%} full",
+        ]
+        if pieces.too_long:
+            done = "truncated" if self._too_long == "truncate" else "split"
+            lost = f" ({pieces.cut_tokens:,} tokens that were to be learned are lost)" if pieces.cut_tokens else ""
+            parts.append(f"{pieces.too_long:,} examples were too long and {done}{lost}")
+        if pieces.without:
+            what = "parts of examples" if self._too_long == "split" else "examples"
+            parts.append(f"{pieces.without:,} {what} without a token to learn were left out")
+        return "; ".join(parts)
+
+    def numbers(self) -> dict[str, Any]:
+        pieces = self._pieces
+        return {
+            "sequences": len(self),
+            "examples": pieces.examples,
+            "tokens": int(self._tokens.sum()),
+            "learned_tokens": int(self._targets.sum()),
+            "too_long": pieces.too_long,
+            "learned_tokens_lost": pieces.cut_tokens,
+            "left_out": pieces.without,
+        }
+
+
+def train_sequences(corpus: Corpus, data: DataSection) -> Sequences:
+    """What a run trains on. ValueError: as `Examples`."""
+    if corpus.train_marks is not None:
+        return Examples(corpus, data)
+    return Stream(corpus.train, data.sequence_length, corpus.fingerprint)
+
+
+def eval_sequences(corpus: Corpus, data: DataSection) -> Sequences:
+    """What is held out. ValueError: as `Examples`."""
+    if corpus.eval_marks is not None and len(corpus.eval_marks.ends):
+        return Examples(corpus, data, held_out=True)
+    return Stream(corpus.eval, data.sequence_length, partial=True)

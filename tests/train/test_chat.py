@@ -1,0 +1,270 @@
+"""Conversations and prompts: the template's own tokens, exactly the answers learned, and errors that say where."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from carpool.cli.train import read_data
+from carpool.train.config import load_config
+from carpool.train.config.schema import DataSection
+from carpool.train.data.chat import Chat
+from carpool.train.data.corpus import Corpus, prepare
+from carpool.train.data.show import show
+from carpool.train.data.tokenizer import BytesTokenizer
+from examples.tiny_chat_model import CONVERSATIONS, TEMPLATE, make_tokenizer
+
+ROWS = [json.loads(line) for line in CONVERSATIONS.read_text(encoding="utf-8").splitlines()]
+USER, HI, BYE = ({"role": "user", "content": text} for text in ("Hello?", "What now?", "Bye."))
+ONE, TWO = ({"role": "assistant", "content": text} for text in ("Hi! 😬", "Nothing."))
+MARKED = TEMPLATE.replace(
+    "        {{- '<|im_start|>' + message.role + '\\n' + message.content }}",
+    "        {{- '<|im_start|>' + message.role + '\\n' }}{% if message.role == 'assistant' %}{% generation %}"
+    "{{- message.content + '<|im_end|>' }}{% endgeneration %}{{- '\\n' }}{% continue %}{% endif %}"
+    "{{- message.content }}",
+)
+# As Qwen3's: what the assistant thought is left out once more is asked.
+THINKING = """\
+{%- set asked = namespace(last=-1) %}
+{%- for m in messages %}{%- if m.role == 'user' %}{%- set asked.last = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for m in messages %}
+    {{- '<|im_start|>' + m.role + '\\n' }}
+    {%- if m.role == 'assistant' and loop.index0 > asked.last %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+    {{- m.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer().save_pretrained(path)
+    return path
+
+
+def encode(messages: list[dict[str, Any]], template: str = TEMPLATE, tools: Any = None, **data: Any) -> list[list[str]]:
+    """The stretches of text that are learned, of each example."""
+    pretrained = make_tokenizer(template)
+    found = []
+    for ids, learned in Chat(DataSection(**data), pretrained).encode(messages, tools, "here"):
+        assert len(ids) == len(learned)
+        stretches: list[list[int]] = []
+        for place, (token, mark) in enumerate(zip(ids, learned, strict=True)):
+            if mark:
+                if place == 0 or not learned[place - 1]:
+                    stretches.append([])
+                stretches[-1].append(token)
+        found.append([pretrained.decode(stretch) for stretch in stretches])
+        if data.get("turns") != "apart":
+            assert ids == pretrained.apply_chat_template(messages, tools=tools)["input_ids"]
+    return found
+
+
+def test_answers_alone_are_learned_to_the_token_that_ends_them() -> None:
+    system = {"role": "system", "content": "Be <|brief|>."}
+    assert encode([system, USER, ONE, HI, TWO, BYE]) == [["Hi! 😬<|im_end|>\n", "Nothing.<|im_end|>\n"]]
+    assert encode([USER, ONE], loss="all") == [
+        ["<|im_start|>user\nHello?<|im_end|>\n<|im_start|>assistant\nHi! 😬<|im_end|>\n"]
+    ]
+    with_tools = next(row for row in ROWS if "tools" in row)
+    (call, answer) = encode(with_tools["messages"], tools=with_tools["tools"])[0]
+    assert call == (
+        '<tool_call>\n{"name": "find_book", "arguments": {"title": "Middlemarch"}}\n</tool_call><|im_end|>\n'
+    )
+    assert answer == "Yes. It is on shelf E 14, and nobody has it.<|im_end|>\n"
+
+
+def test_a_template_that_marks_its_answers_is_believed() -> None:
+    assert encode([USER, ONE, HI, TWO], MARKED) == [["Hi! 😬<|im_end|>", "Nothing.<|im_end|>"]]
+
+
+def test_a_template_that_rewrites_answers_is_refused_unless_they_are_apart() -> None:
+    thought = "<think>\n\n</think>\n\n"
+    assert encode([USER, ONE], THINKING) == [[f"{thought}Hi! 😬<|im_end|>\n"]]
+    with pytest.raises(ValueError, match=r'here: .* writes message 2, an answer, otherwise .*set data\.turns="apart"'):
+        encode([USER, ONE, HI, TWO], THINKING)
+    both = [[f"{thought}Hi! 😬<|im_end|>\n"], [f"{thought}Nothing.<|im_end|>\n"]]
+    assert encode([USER, ONE, HI, TWO], THINKING, turns="apart") == both
+    assert encode([USER, ONE, HI, TWO], MARKED, turns="apart") == [["Hi! 😬<|im_end|>"], ["Nothing.<|im_end|>"]]
+    other = TEMPLATE.replace(
+        "{{- '<|im_start|>assistant\\n' }}{%- endif %}", "{{- '<|im_start|>Answer:' }}{%- endif %}"
+    )
+    assert other != TEMPLATE
+    with pytest.raises(ValueError, match=r"where message 2, an answer, begins: what it writes before .*Answer:"):
+        encode([USER, ONE], other)
+    # Without a token of its own between question and answer.
+    joined = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    with pytest.raises(ValueError, match=r"shares a token with what is before it, ' th'"):
+        encode([{"role": "user", "content": " th"}, {"role": "assistant", "content": "e book"}], joined)
+
+
+def corpus(folder: Path, path: Path, **data: Any) -> Corpus:
+    settings = {"train": (str(path),), "eval_fraction": 0.0, "cache_dir": str(path.parent / "cache")}
+    return prepare(DataSection(**(settings | data)), BytesTokenizer(), str(folder))
+
+
+def lines(path: Path, *rows: Any) -> Path:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def examples(found: Corpus) -> list[tuple[list[int], list[bool]]]:
+    marks = found.train_marks
+    assert marks is not None
+    starts = [0, *marks.ends[:-1].tolist()]
+    places = [slice(start, end) for start, end in zip(starts, marks.ends.tolist(), strict=True)]
+    return [(found.train[place].tolist(), marks.learned[place].tolist()) for place in places]
+
+
+def test_lines_tables_and_datasets_give_the_same_examples(folder: Path, tmp_path: Path) -> None:
+    import datasets
+
+    jsonl = lines(tmp_path / "a.jsonl", *ROWS)
+    # Tables give all calls the same arguments; what a call has not is null, and tools are often kept as text.
+    rows = [row | {"tools": json.dumps(row["tools"]) if "tools" in row else None} for row in ROWS]
+    table = datasets.Dataset.from_list(rows)
+    table.to_parquet(str(tmp_path / "b.parquet"))
+    datasets.DatasetDict({"train": table, "test": table.select([0])}).save_to_disk(str(tmp_path / "c"))
+    found = corpus(folder, jsonl)
+    assert found.train_documents == len(examples(found)) == len(ROWS)
+    pretrained = make_tokenizer()
+    first = ROWS[0]["messages"]
+    assert examples(found)[0][0] == pretrained.apply_chat_template(first)["input_ids"]
+    for other in (tmp_path / "b.parquet", tmp_path / "c"):
+        assert examples(corpus(folder, other)) == examples(found), other
+    held = corpus(folder, jsonl, eval=(str(tmp_path / "c"),))
+    assert held.eval_documents == 1 and held.eval.tolist() == examples(found)[0][0]
+    assert corpus(folder, jsonl, eval_fraction=0.1).eval_documents == 2
+    apart = corpus(folder, jsonl, turns="apart")
+    answers = sum(message["role"] == "assistant" for row in ROWS for message in row["messages"])
+    assert len(examples(apart)) == answers > len(ROWS) == apart.train_documents
+
+
+def test_prompts_are_texts_or_messages(folder: Path, tmp_path: Path) -> None:
+    pretrained = make_tokenizer()
+    rows = [{"prompt": "Question:", "completion": " works 😬"}, {"prompt": [USER, ONE, HI], "completion": [TWO]}]
+    (text, text_learned), (chat, chat_learned) = examples(corpus(folder, lines(tmp_path / "a.jsonl", *rows)))
+    assert pretrained.decode(text) == "Question: works 😬<|im_end|>"
+    assert pretrained.decode([i for i, mark in zip(text, text_learned, strict=True) if mark]) == " works 😬<|im_end|>"
+    assert chat == pretrained.apply_chat_template([USER, ONE, HI, TWO])["input_ids"]
+    assert pretrained.decode([i for i, mark in zip(chat, chat_learned, strict=True) if mark]) == "Nothing.<|im_end|>\n"
+    ((_, learned), _) = examples(corpus(folder, tmp_path / "a.jsonl", loss="all"))
+    assert all(learned)
+    for row, message in [
+        ({"prompt": " th", "completion": "e book"}, r"line 1: the prompt ends inside a token: ' th' and 'e book'"),
+        ({"prompt": "a", "completion": ""}, "'completion' is empty"),
+        ({"prompt": "a", "completion": [TWO]}, "'prompt' holds str and 'completion' list"),
+        ({"prompt": [ONE], "completion": [USER]}, "has no answer"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            corpus(folder, lines(tmp_path / "b.jsonl", row))
+
+
+@pytest.mark.parametrize(
+    ("content", "settings", "message"),
+    [
+        ([{"messages": [USER, ONE]}, {"messages": [USER]}], {}, r"a\.jsonl, line 2: the conversation has no answer"),
+        ('{"messages": []}\n{"messages": \n', {}, r"line 2 is not JSON"),
+        (
+            [{"messages": [USER, ONE]}, {"text": "a"}],
+            {},
+            r"line 2 has no field 'messages'; it has text: set data\.mess",
+        ),
+        ([{"chat": [USER, ONE]}], {"format": "messages"}, "has no field 'messages'; it has chat"),
+        ([{"messages": []}], {}, "line 1: the field 'messages' is empty"),
+        ([{"messages": "hi"}], {}, "'messages' holds str; a list of messages"),
+        ([{"messages": ["hi"]}], {}, "message 1 of 'messages' is str; an object"),
+        (
+            [{"messages": [{"from": "human", "value": "hi"}]}],
+            {},
+            'has no role, but from, value; rename "from" to "role"',
+        ),
+        ([{"messages": [ONE, USER]}], {}, "the first message is an answer"),
+        (
+            [{"messages": [{"role": "critic", "content": "x"}, ONE]}],
+            {},
+            "line 1: .* TemplateError: unexpected role critic",
+        ),
+        ([{"messages": [USER, ONE], "tools": "{"}], {}, "the text in the field 'tools' is not JSON"),
+        ([{"messages": [USER, ONE], "tools": 3}], {}, "'tools' holds int, not a list"),
+        ([{"messages": [USER, ONE], "text": "a"}], {}, r"several formats \(text, messages\): set data\.format"),
+        ([{"messages": [USER, ONE]}], {"packing": "stream"}, 'data.packing = "stream" lays documents end to end'),
+        ([{"messages": [USER, ONE]}], {"chat_template": "no.jinja"}, r"data\.chat_template: no\.jinja cannot be read"),
+        ([{"messages": [USER, ONE]}], {"eval": ("EMPTY.jsonl",)}, r"data\.eval \(.*\) has no text"),
+        ([{"messages": [USER, ONE]}], {"tokenizer": "bytes"}, "need a folder with a tokenizer of transformers"),
+        ("", {}, r"data\.train \(.*\) has no text: every file"),
+        ("plain\n", {"format": "text", "train": ("TEXT",), "eval": None}, None),
+    ],
+)
+def test_bad_data(folder: Path, tmp_path: Path, content: Any, settings: Any, message: str | None) -> None:
+    path = tmp_path / "a.jsonl"
+    if isinstance(content, str):
+        path.write_text(content)
+    else:
+        lines(path, *content)
+    (tmp_path / "TEXT").write_text("plain")
+    (tmp_path / "EMPTY.jsonl").write_text("")
+    named = {
+        key: tuple(str(tmp_path / one) for one in value)
+        for key, value in settings.items()
+        if key in ("train", "eval") and value
+    }
+    if message is None:
+        assert corpus(folder, path, **(settings | named)).train_marks is None
+        return
+    with pytest.raises(ValueError, match=message):
+        corpus(folder, path, **(settings | named))
+    assert not list((tmp_path / "cache").glob("*"))
+
+
+def test_bad_templates(folder: Path, tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", {"messages": [USER, ONE]})
+    with pytest.raises(ValueError, match=r"TEXT is a text file, which has no field messages"):
+        (tmp_path / "TEXT").write_text("plain")
+        corpus(folder, path, train=(str(path), str(tmp_path / "TEXT")))
+    (tmp_path / "wrong.jinja").write_text("\n{% for m in messages %}")
+    with pytest.raises(ValueError, match=r"template of .*wrong\.jinja is wrong in line 2"):
+        corpus(folder, path, chat_template=str(tmp_path / "wrong.jinja"))
+    make_tokenizer(None).save_pretrained(tmp_path / "base")
+    with pytest.raises(ValueError, match=r"has no chat template, .* or set data\.chat_template to a Jinja file"):
+        corpus(tmp_path / "base", path)
+    (tmp_path / "own.jinja").write_text(THINKING)
+    found = corpus(tmp_path / "base", path, chat_template=str(tmp_path / "own.jinja"))
+    assert make_tokenizer().decode(examples(found)[0][0]).endswith("</think>\n\nHi! 😬<|im_end|>\n")
+    with pytest.raises(ValueError, match="has no tokenizer that transformers can read"):
+        corpus(tmp_path, path)
+    with pytest.raises(ValueError, match=r'data\.turns = "apart" makes an example of each answer'):
+        DataSection(turns="apart", loss="all")
+
+
+def test_what_is_learned_is_shown_and_data_is_read_before_ranks_start(folder: Path, tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", *[{"messages": [USER, ONE, HI, TWO]}] * 3)
+    named = [
+        f"data.train={path}",
+        f"data.tokenizer={folder}",
+        f"data.cache_dir={tmp_path}/cache",
+        "data.eval_fraction=0",
+    ]
+    config = load_config(None, [*named, "data.sequence_length=96"])
+    with Console(
+        record=True, width=200, force_terminal=True, color_system="truecolor", file=open("/dev/null", "w")
+    ) as out:
+        show(config, 2, out)
+    colored = out.export_text(styles=True, clear=False)
+    text = out.export_text()
+    assert text.count("assistant\n»Hi! 😬<|im_end|>\n«") == 2 and "example 2: " in text and "example 3" not in text
+    assert "3 examples, " in text and "\x1b[" in colored
+    read_data(config)
+    with pytest.raises(ValueError, match=r"3 of 3 examples are longer than data\.sequence_length = 16; the longest"):
+        read_data(load_config(None, [*named, "data.sequence_length=16"]))
+    stream = load_config(
+        None, [f"data.train={tmp_path}/a.txt", "data.sequence_length=8", f"data.cache_dir={tmp_path}/c"]
+    )
+    (tmp_path / "a.txt").write_text("wörter 😬")
+    with pytest.raises(ValueError, match="a single document"):
+        show(stream, 1, out)

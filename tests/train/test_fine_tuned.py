@@ -1,0 +1,135 @@
+"""Fine-tuning on packed conversations equals a plain loop of transformers on the conversations one by one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
+
+from carpool.train.config import load_config
+from carpool.train.data.corpus import prepare
+from carpool.train.data.loader import TrainLoader
+from carpool.train.data.sequences import train_sequences
+from carpool.train.data.tokenizer import load_tokenizer
+from carpool.train.run.step import learning_rate
+from examples.tiny_chat_model import CONVERSATIONS, write
+from tests.ranks import Ranks
+from tests.train.test_loop import records, run
+
+RANKS, STEPS = 4, 4
+AUX, RATE, DECAY, CLIP = 0.02, 2e-3, 0.1, 0.5
+SETTINGS = [
+    "data.eval_fraction=0.1",
+    "data.sequence_length=176",
+    "training.per_device_train_batch_size=1",
+    "training.per_device_eval_batch_size=1",
+    "training.gradient_accumulation_steps=2",
+    f"training.max_steps={STEPS}",
+    f"training.learning_rate={RATE}",
+    f"training.weight_decay={DECAY}",
+    f"training.max_grad_norm={CLIP}",
+    "training.eval_steps=none",
+    "training.save_steps=none",
+    "training.save_pretrained=false",
+    f"moe.router_aux_loss_coef={AUX}",
+]
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Of runs on the conversations without tools, which are short, and on their beginnings."""
+    folder = tmp_path_factory.mktemp("chat")
+    write(folder / "tiny")
+    rows = [json.loads(line) for line in CONVERSATIONS.read_text(encoding="utf-8").splitlines()]
+    with open(folder / "chats.jsonl", "w", encoding="utf-8") as file:
+        for messages in (row["messages"] for row in rows if "tools" not in row):
+            for end in range(len(messages), 1, -2):
+                file.write(json.dumps({"messages": messages[:end]}) + "\n")
+    named = [f"model.path={folder}/tiny", f"data.train={folder}/chats.jsonl", f"data.cache_dir={folder}/cache"]
+    return [*named, *SETTINGS]
+
+
+def answers(ids: list[int], tokenizer: Any) -> list[bool]:
+    """Which tokens are an assistant's, by the tokens around them."""
+    begin = tokenizer("<|im_start|>assistant\n")["input_ids"]
+    end = tokenizer("<|im_end|>\n")["input_ids"]
+    found, place = [False] * len(ids), 0
+    while place < len(ids):
+        if ids[place : place + len(begin)] != begin:
+            place += 1
+            continue
+        place += len(begin)
+        while ids[place : place + len(end)] != end:
+            found[place] = True
+            place += 1
+        found[place : place + len(end)] = [True] * len(end)
+    return found
+
+
+def plain_steps(settings: list[str]) -> Iterator[tuple[float, float, float]]:
+    """(loss, balance loss, norm of the gradient) of each step, in one process, one conversation after the other."""
+    config = load_config(None, settings)
+    path = str(config.model.path)
+    pretrained = AutoTokenizer.from_pretrained(path)
+    with open(config.data.train[0], encoding="utf-8") as file:
+        rows = [json.loads(line)["messages"] for line in file]
+    known = {tuple(pretrained.apply_chat_template(messages)["input_ids"]) for messages in rows}
+    corpus = prepare(config.data, load_tokenizer(None, path), path)
+    loader = TrainLoader(train_sequences(corpus, config.data), batch_size=RANKS, accumulation=2, seed=0)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, experts_implementation="eager")
+    decays = [p for n, p in model.named_parameters() if p.dim() >= 2]
+    others = [p for n, p in model.named_parameters() if p.dim() < 2]
+    groups = [{"params": decays, "weight_decay": DECAY}, {"params": others, "weight_decay": 0.0}]
+    training = config.training
+    optimizer = torch.optim.AdamW(groups, betas=(training.adam_beta1, training.adam_beta2), eps=training.adam_epsilon)
+    for step in range(1, STEPS + 1):
+        documents = [list(split(batch)) for batch in next(loader)]
+        assert {ids for batch in documents for ids in batch} <= known, "whole conversations, as the template has them"
+        total = sum(sum(answers(list(ids), pretrained)) for batch in documents for ids in batch)
+        ce, aux = torch.zeros(()), torch.zeros(())
+        for batch in documents:
+            logits_L: list[list[torch.Tensor]] = [[] for _ in range(model.config.num_hidden_layers)]
+            for ids in batch:
+                out = model(input_ids=torch.tensor([ids]), use_cache=False, output_router_logits=True)
+                for layer, logits in zip(logits_L, out.router_logits, strict=True):
+                    layer.append(logits)
+                learned = torch.tensor(answers(list(ids), pretrained))[1:]
+                ce = ce + F.cross_entropy(out.logits[0, :-1][learned], torch.tensor(ids[1:])[learned], reduction="sum")
+            layers = tuple(torch.cat(layer) for layer in logits_L)
+            aux = aux + load_balancing_loss_func(layers, model.config.num_experts, 2) / len(documents)
+        optimizer.zero_grad()
+        (ce / total + AUX * aux).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, training)
+        optimizer.step()
+        yield (ce / total).item(), aux.item(), norm.item()
+
+
+def split(batch: dict[str, torch.Tensor]) -> Iterator[tuple[int, ...]]:
+    """The documents of a packed batch."""
+    for ids, positions, padding in zip(batch["input_ids"], batch["position_ids"], batch["padding"], strict=True):
+        size = int((~padding).sum())
+        starts = [i for i in range(size) if positions[i] == 0]
+        for start, end in zip(starts, [*starts[1:], size], strict=True):
+            yield tuple(ids[start:end].tolist())
+
+
+def test_packed_on_ranks_equals_one_by_one_in_plain_transformers(
+    ranks: Ranks, settings: list[str], tmp_path: Path
+) -> None:
+    assert ranks(run, str(tmp_path / "a"), settings) == [""] * RANKS
+    steps = list(records(tmp_path / "a").values())
+    found = [(line["loss"], line["aux_loss"], line["grad_norm"]) for line in steps]
+    expected = list(plain_steps(settings))
+    torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=2e-5, atol=0)
+    assert found[-1][0] < found[0][0] - 0.1, "it learns"
+    evals = records(tmp_path / "a", "eval")
+    assert evals[STEPS]["loss"] < evals[0]["loss"]

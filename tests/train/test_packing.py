@@ -1,0 +1,147 @@
+"""Packing: every example whole and once, what is too long said, and every learned token predicted exactly once."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from carpool.train.config.schema import DataSection
+from carpool.train.data.corpus import Corpus, Marks
+from carpool.train.data.loader import EvalLoader, TrainLoader, count_targets
+from carpool.train.data.packing import best_fit, cut
+from carpool.train.data.sequences import Examples, eval_sequences, train_sequences
+
+SIZES = [5, 1, 9, 3, 2, 4, 17, 8, 2, 6]
+
+
+def make_corpus(sizes: list[int] = SIZES, seed: int = 0) -> Corpus:
+    """Tokens 100, 101, ...; about half are learned, of each example the last."""
+    tokens = np.arange(100, 100 + sum(sizes), dtype=np.uint16)
+    ends = np.cumsum(sizes)
+    learned = np.random.default_rng(seed).random(len(tokens)) < 0.5
+    learned[ends - 1] = True
+    marks = Marks(learned, ends)
+    return Corpus(tokens, tokens[:20], len(sizes), 2, "f", "here", marks, Marks(learned[:20], np.array([9, 20])))
+
+
+def section(**data: Any) -> DataSection:
+    return DataSection(**({"sequence_length": 9, "too_long": "split"} | data))
+
+
+def predicted(corpus: Corpus) -> set[int]:
+    """Learned tokens that another token of their example stands before."""
+    marks = corpus.train_marks
+    assert marks is not None
+    starts = {0, *marks.ends.tolist()}
+    return {100 + place for place in np.flatnonzero(marks.learned).tolist() if place not in starts}
+
+
+@pytest.mark.parametrize("size", [20, 37, 128])
+def test_best_fit_puts_each_piece_somewhere(size: int) -> None:
+    rng = np.random.default_rng(size)
+    lengths = rng.integers(2, size + 1, 501)
+    found = best_fit(lengths, size)
+    assert sorted(piece for sequence in found for piece in sequence) == list(range(501))
+    sums = [sum(lengths[piece] for piece in sequence) for sequence in found]
+    # Half of the pieces are longer than half a sequence, and no two of these fit into one.
+    assert max(sums) <= size and len(found) <= max(1.03 * lengths.sum() / size + 1, (lengths > size / 2).sum() + 2)
+    assert best_fit(np.array([5, 9, 3, 2, 4]), 9) == [[1], [0, 4], [2, 3]]
+    assert best_fit(lengths, size) == found
+
+
+def test_pieces_of_examples_that_are_too_long() -> None:
+    corpus = make_corpus()
+    marks = corpus.train_marks
+    assert marks is not None
+    with pytest.raises(
+        ValueError, match=r"^data\.train: 1 of 10 examples are longer .* = 9; the longest has 17 tokens"
+    ):
+        cut(marks, 9, "refuse", "data.train")
+    split = cut(marks, 9, "split", "data.train")
+    assert split.too_long == 1 and split.cut_tokens == 0 and split.targets.sum() == len(predicted(corpus))
+    # 17 tokens are 16 predictions: two parts of 9, which share a token.
+    where = split.start.tolist().index(24)
+    assert split.length.tolist()[where : where + 1] == [9]
+    truncated = cut(marks, 9, "truncate", "data.train")
+    assert truncated.too_long == 1 and truncated.targets.sum() + truncated.cut_tokens == split.targets.sum()
+    assert truncated.without >= 1, "an example of one token has nothing to learn"
+    with pytest.raises(ValueError, match="none of its 1 examples has a token to learn"):
+        cut(Marks(np.zeros(5, dtype=bool), np.array([5])), 9, "refuse", "data.train")
+    exact = cut(Marks(np.ones(9, dtype=bool), np.array([9])), 9, "refuse", "data.train")
+    assert exact.length.tolist() == [9] and exact.targets.tolist() == [8]
+
+
+@pytest.mark.parametrize("packing", ["examples", "off"])
+@pytest.mark.parametrize("length", [4, 9, 40])
+def test_each_learned_token_is_predicted_once_from_its_own_example(length: int, packing: str) -> None:
+    corpus = make_corpus()
+    sequences = train_sequences(corpus, section(sequence_length=length, packing=packing))
+    assert isinstance(sequences, Examples) and sequences.packed == (packing == "examples")
+    seen: Counter[int] = Counter()
+    for index in range(len(sequences)):
+        ids, labels, positions = sequences[index]
+        assert len(ids) <= length
+        assert sequences.targets(np.array([index])) == (labels[1:] != -100).sum() and labels[0] == -100
+        if positions is None:
+            positions = np.arange(len(ids))
+        for place in np.flatnonzero(labels != -100):
+            assert labels[place] == ids[place] and positions[place] == positions[place - 1] + 1
+            assert ids[place] == ids[place - 1] + 1, "the token before it is of the same example"
+            seen[int(labels[place])] += 1
+    assert set(seen) == predicted(corpus) and max(seen.values()) == 1
+    told = sequences.numbers()
+    assert told["examples"] == len(SIZES) and told["learned_tokens"] == len(seen)
+    text = sequences.describe()
+    assert f"{sum(size > length for size in SIZES):,} examples were too long and split" in text or length == 40
+
+
+def test_batches_are_padded_by_a_document_of_padding() -> None:
+    loader = TrainLoader(train_sequences(make_corpus(), section(sequence_length=12)), batch_size=3, pad_id=7)
+    (batch,) = next(loader)
+    assert {name: value.dtype.is_floating_point for name, value in batch.items()} == dict.fromkeys(
+        ("input_ids", "labels", "position_ids", "padding"), False
+    )
+    for ids, labels, positions, padding in zip(*(batch[name].tolist() for name in batch), strict=True):
+        size = padding.index(True) if True in padding else 12
+        assert ids[size:] == [7] * (12 - size) and labels[size:] == [-100] * (12 - size)
+        assert positions[size:] == list(range(12 - size)) and not any(padding[:size])
+    assert loader.targets == count_targets(batch["labels"]) and loader.tokens == int((~batch["padding"]).sum())
+
+
+def test_ranks_share_a_step_of_unequal_parts_and_go_on_in_the_middle_of_an_epoch() -> None:
+    sequences = train_sequences(make_corpus(SIZES * 3), section())
+    assert len(sequences) > 8
+
+    def loaders(**settings: Any) -> list[TrainLoader]:
+        return [TrainLoader(sequences, batch_size=2, dp_rank=r, dp_size=2, seed=5, **settings) for r in range(2)]
+
+    both = loaders()
+    for _ in range(6):
+        steps = [next(loader) for loader in both]
+        counts = [sum(count_targets(batch["labels"]) for batch in step) for step in steps]
+        assert sum(counts) == both[0].targets == both[1].targets
+    state = json.loads(json.dumps(both[0].state_dict()))
+    expected = [[batch["input_ids"].tolist() for batch in next(loader)] for loader in both]
+    resumed = loaders()
+    for loader in resumed:
+        loader.load_state_dict(state)
+    assert [[batch["input_ids"].tolist() for batch in next(loader)] for loader in resumed] == expected
+    for other in (section(packing="off"), section(too_long="truncate")):
+        with pytest.raises(ValueError, match="or how they are packed"):
+            TrainLoader(train_sequences(make_corpus(SIZES * 3), other), batch_size=1).load_state_dict(state)
+
+
+def test_held_out_examples_are_evaluated_whole() -> None:
+    corpus = make_corpus()
+    held = eval_sequences(corpus, section(sequence_length=11))
+    loaders = [EvalLoader(held, batch_size=1, dp_rank=rank, dp_size=3) for rank in range(3)]
+    assert [len(loader) for loader in loaders] == [1, 1, 1]
+    batches = [batch for loader in loaders for batch in loader]
+    assert sum(count_targets(batch["labels"]) for batch in batches) == held.targets(np.arange(len(held)))
+    assert batches[2]["padding"].all() and len(held) == 2
+    with pytest.raises(ValueError, match=r"^data\.eval: 1 of 2 examples"):
+        eval_sequences(corpus, section(sequence_length=10, too_long="refuse", eval=("x",)))
