@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 from carpool.hf.expert_parallel import ExpertRides, buffers_of_rides
+from carpool.hf.packed import one_row_only
 from carpool.observe.meter import watched
 from carpool.observe.stats import HostCounts
 from carpool.parallel import fsdp
@@ -56,6 +58,8 @@ def why_no_graphs(config: Config, model: nn.Module, layers: Sequence[ExpertRides
         return "two batches run in two threads"
     if config.placement.every is not None or any(own.layout.num_replicas for own in layers):
         return "experts move or have copies"
+    if one_row_only(model):
+        return "this attention reads the lengths of documents on the host (model.attn_implementation)"
     if config.memory.kept.offloads:
         return "what layers keep goes to host memory"
     if config.memory.experts == "host":
@@ -163,8 +167,10 @@ class StepGraphs:
                 self._capture_one(place, len(batches), pool)
         except Exception as error:
             problem = error
-            # `torch.cuda.graph` does not leave its stream, if the end of a capture fails too.
+            # What `torch.cuda.graph` leaves undone, if the end of a capture fails too.
             torch.cuda.set_stream(stream)
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self._sums.device.index, pool)
         failed = torch.tensor([float(problem is not None)], device=self._sums.device)
         if dist.is_initialized():
             dist.all_reduce(failed)
