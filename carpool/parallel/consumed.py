@@ -16,14 +16,19 @@ update brings from host memory travels beside the backward of the layers below.
 
 What a regular step looks at before its update is looked at between forward and backward: a factor that all ranks agree
 on, and that is NaN if the loss of a rank is not finite or rows of a ride had no place. Then nothing is updated, and the
-step can be repeated. The norm is known after the backward, as a number to show. If it is not finite although the loss
-was, parameters of this step have been updated, and the run cannot go on.
+step can be repeated. The norm is known after the backward. If it is not finite although the loss was, parameters of
+this step have been updated, and the run cannot go on.
+
+Clipping needs a norm before the first update, and there is one: that of the step before. With `max_norm` gradients are
+multiplied by what that norm would have been clipped by, which is LOSSY: a gradient that suddenly grows is clipped one
+step late. The first step is not clipped.
 
 Every parameter has one gradient in a step: no micro-batches are added, and no replicas.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -33,7 +38,7 @@ from torch import nn
 from carpool.memory.host_experts import HostExperts
 from carpool.memory.optimizer import AdamW
 from carpool.memory.optimizer.update import local
-from carpool.parallel.clip import add_squares
+from carpool.parallel.clip import add_squares, clip_factor
 from carpool.parallel.replicated import replicated
 
 # Gradients wait until there are so many elements, and go in one launch.
@@ -47,16 +52,23 @@ class ConsumedGradients:
         model: its parameters have been given to the optimizer.
         optimizer: whose `step` is not called any more.
         away: what keeps experts in host memory.
+        max_norm: gradients are clipped to it, by the norm of the step before.
+
+    Attributes:
+        norm: of the last step that updated anything, float32 on the device; 0 before the first.
     """
 
-    def __init__(self, model: nn.Module, optimizer: AdamW, away: HostExperts | None = None) -> None:
-        self.optimizer, self._away = optimizer, away
+    def __init__(
+        self, model: nn.Module, optimizer: AdamW, away: HostExperts | None = None, max_norm: float = math.inf
+    ) -> None:
+        self.optimizer, self._away, self._max_norm = optimizer, away, max_norm
         self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         self._waiting: list[torch.Tensor] = []
         self._events: list[Any] = []
         self._begun = False
         device = self._parameters[0].device
         self._squares, self._factor = torch.zeros((), device=device), torch.ones((), device=device)
+        self.norm = torch.zeros((), device=device)
         shards: set[torch.Tensor] = set()
         if (kept := replicated(model)) is not None:
             shards = set(kept.shard_parameters)
@@ -75,7 +87,7 @@ class ConsumedGradients:
         fine = fine.float()
         if dist.is_initialized():
             dist.all_reduce(fine, op=dist.ReduceOp.MIN)
-        self._factor = torch.where(fine > 0, 1.0, torch.nan)
+        self._factor = torch.where(fine > 0, clip_factor(self.norm, self._max_norm), torch.nan)
         self._squares.zero_()
         self._waiting.clear()
         self.optimizer.begin(self._factor)
@@ -98,7 +110,9 @@ class ConsumedGradients:
         self._begin(False)
         if dist.is_initialized():
             dist.all_reduce(self._squares)
-        return self._squares.sqrt()
+        norm = self._squares.sqrt()
+        self.norm = torch.where(torch.isfinite(self._factor), norm, self.norm)
+        return norm
 
     def _begin(self, begun: bool) -> None:
         self._begun = begun

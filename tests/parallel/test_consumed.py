@@ -10,7 +10,7 @@ from torch import nn
 
 from carpool.memory.optimizer import AdamW
 from carpool.parallel import consumed
-from carpool.parallel.clip import grad_norm
+from carpool.parallel.clip import clip_factor, grad_norm
 from carpool.parallel.consumed import ConsumedGradients
 
 
@@ -60,6 +60,27 @@ def test_it_is_a_regular_step(least: int, offload: bool) -> None:
     for p, q in zip(found.parameters(), right.parameters(), strict=True):
         assert all(torch.equal(ours.state[p][name], value) for name, value in theirs.state[q].items())
     assert right.most == 6 and found.most == (0 if least == 1 else 6)
+
+
+def test_it_clips_by_the_norm_of_the_step_before() -> None:
+    right, found = _Layers(), _Layers()
+    theirs, ours = AdamW(right.parameters(), lr=1e-2), AdamW(found.parameters(), lr=1e-2)
+    gradients, norm, clipped = ConsumedGradients(found, ours, max_norm=0.01), torch.zeros(()), 0
+    for step in range(4):
+        right(_data(step)).backward()
+        factor = clip_factor(norm, 0.01)
+        clipped += bool(factor < 1)
+        norm = grad_norm(right.parameters())
+        theirs.step(factor=factor)
+        theirs.zero_grad()
+        # The second one is void, and its norm counts for nothing.
+        for fine in (True, False):
+            loss = found(_data(step))
+            gradients.begin(torch.tensor(fine))
+            loss.backward()
+            gradients.finish()
+    assert clipped == 3
+    assert all(torch.equal(p, q) for p, q in zip(found.parameters(), right.parameters(), strict=True))
 
 
 def test_what_may_not_be_learned_from_changes_nothing_and_can_be_repeated() -> None:

@@ -77,6 +77,7 @@ def test_streaming_and_consuming_change_nothing(
     [
         (["gradient_accumulation_steps=2", "max_grad_norm=0"], "gradient_accumulation_steps = 2 adds gradients"),
         (["max_grad_norm=1.0"], "training.max_grad_norm = 1 waits for the norm"),
+        (["gradients=kept", "clip_by=previous"], 'training.clip_by = "previous" is for gradients that are used'),
         (["max_grad_norm=0", "optimizer=torch"], "training.gradients = 'consumed' needs the one-pass optimizer"),
     ],
 )
@@ -88,6 +89,25 @@ def test_gradients_that_cannot_be_consumed(overrides: list[str], message: str) -
 def test_experts_that_move_keep_their_state_on_the_device() -> None:
     with pytest.raises(ValueError, match=r"placement.every moves experts with theirs between GPUs"):
         load_config(None, ["training.optimizer_state=host", "placement.every=2"])
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_host_memory_bit_by_bit(
+    ranks: Ranks,
+    text: list[str],  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """The norm of the step before is in the checkpoint, and so are state and experts of host memory."""
+    settings = [*MODEL, *text, *BOTH, "memory.experts=host", "training.clip_by=previous", "training.max_grad_norm=0.5"]
+    settings += ["training.max_steps=4", "training.save_steps=2"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    assert ranks(run, str(whole), settings) == [""] * 4
+    assert ranks(run, str(parts), [*settings, "training.stop_at_step=2"]) == [""] * 4
+    assert ranks(run, str(parts), [*settings, "training.resume_from_checkpoint=last"]) == [""] * 4
+    assert losses(whole) == losses(parts)
+    one, other = weights(whole, 4), weights(parts, 4)
+    assert all((one[name] == value).all() for name, value in other.items())
+    assert "gradients are clipped by the norm of the step before" in (whole / "run.json").read_text()
 
 
 @pytest.mark.parametrize(

@@ -75,7 +75,13 @@ class TrainingSection(Section):
     gradients: Literal["kept", "consumed"] = Field(
         default="kept",
         description="consumed: each gradient is used for its update inside the backward, and freed. Needs the one-pass "
-        "optimizer, no clipping (training.max_grad_norm = 0) and one micro-batch in a step.",
+        "optimizer, one micro-batch in a step, and no clipping (training.max_grad_norm = 0) or training.clip_by = "
+        '"previous".',
+    )
+    clip_by: Literal["norm", "previous"] = Field(
+        default="norm",
+        description="previous: of gradients that are consumed, the norm that training.max_grad_norm limits is that of "
+        "the step before, which is lossy. norm: it is that of the step itself.",
     )
     max_grad_norm: float = Field(
         default=1.0,
@@ -233,11 +239,17 @@ class TrainingSection(Section):
                 "micro-batches before the update; set it to 1, with a larger training.per_device_train_batch_size, or "
                 'keep gradients (training.gradients = "kept")'
             )
-        if self.gradients == "consumed" and self.max_grad_norm:
+        if self.gradients == "kept" and self.clip_by == "previous":
+            raise ValueError(
+                'training.clip_by = "previous" is for gradients that are used before their norm is known; set '
+                'training.gradients="consumed", or leave it out'
+            )
+        if self.gradients == "consumed" and self.max_grad_norm and self.clip_by == "norm":
             raise ValueError(
                 'training.gradients = "consumed" uses each gradient for an update as soon as it is there, but clipping '
                 f"to training.max_grad_norm = {self.max_grad_norm:g} waits for the norm of all of them; set "
-                'training.max_grad_norm=0, or keep gradients (training.gradients = "kept")'
+                'training.max_grad_norm=0 or training.clip_by="previous", or keep gradients '
+                '(training.gradients = "kept")'
             )
         if self.max_steps is not None and self.warmup() > self.max_steps:
             raise ValueError(

@@ -42,6 +42,8 @@ def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any
     halves = run.schedule.answer.name == "two-batch" and run.config.training.gradient_accumulation_steps == 1
     if halves and run.objective.aux_coef:
         lossy.append("schedule two-batch: the balance loss is of each half of a micro-batch")
+    if run.config.training.clip_by == "previous" and run.config.training.max_grad_norm:
+        lossy.append("gradients are clipped by the norm of the step before")
     history = _earlier_starts(run.folder) if resume is not None else []
     started = datetime.now(UTC).isoformat(timespec="seconds")
     history.append(

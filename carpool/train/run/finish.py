@@ -41,6 +41,7 @@ def save(run: RunState) -> Path | None:
         "losses": run.losses,
         "loader": run.loader.state_dict(),
         "placement": run.placement.state(),
+        "norm": None if run.consumed is None else run.consumed.norm.item(),
     }
     to_logical = None if is_logical(run.model) else partial(logical_order, run.model)
     try:

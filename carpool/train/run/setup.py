@@ -361,6 +361,8 @@ class Setup(RunState):
             state = load(resume, self.model, self.optimizer, from_logical=from_logical)
             self.step, self.totals, self.losses = state["step"], state["totals"], state["losses"]
             self.loader.load_state_dict(state["loader"])
+            if self.consumed is not None and state.get("norm") is not None:
+                self.consumed.norm.fill_(state["norm"])
         self.start = self.saved_at = self.step
         self.last_step = min(training.steps, training.stop_at_step or training.steps)
         if self.step >= self.last_step:

@@ -7,6 +7,7 @@ memory.experts = "host"               experts' parameters                 carpoo
 
 from __future__ import annotations
 
+import math
 import os
 
 import torch
@@ -63,7 +64,7 @@ def make_tiers(run: RunState) -> tuple[ConsumedGradients | None, HostExperts | N
     if training.gradients == "kept":
         return None, away
     assert isinstance(run.optimizer, AdamW)
-    return ConsumedGradients(run.model, run.optimizer, away), away
+    return ConsumedGradients(run.model, run.optimizer, away, training.max_grad_norm or math.inf), away
 
 
 def _check_experts_can_be_away(run: RunState, halves: bool) -> None:
@@ -74,7 +75,7 @@ def _check_experts_can_be_away(run: RunState, halves: bool) -> None:
     if run.config.training.gradients == "kept" and any(parameter.requires_grad for parameter in experts):
         why = (
             "they are trained, and their gradients would be on the device all together; set "
-            'training.gradients="consumed" and training.max_grad_norm=0'
+            'training.gradients="consumed" and training.max_grad_norm=0 (or training.clip_by="previous")'
         )
     elif any(parameter.dtype != computed for parameter in experts):
         why = f"they are stored in {experts[0].dtype} and computed in {computed}; set model.dtype to the latter"
