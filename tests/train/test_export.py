@@ -42,7 +42,7 @@ def _stored(folder: Path) -> dict[str, tuple[str, str, list[int]]]:
     return found
 
 
-def _run(folder: Path, family: str, dtype: torch.dtype = torch.float32, step: int = 3) -> tuple[Path, Path, Any]:
+def trained_run(folder: Path, family: str, dtype: torch.dtype = torch.float32, step: int = 3) -> tuple[Path, Path, Any]:
     """A published checkpoint, the run directory of a fine-tuning of it with one checkpoint, and the trained model."""
     source, run = folder / "published", folder / "run"
     published = tiny_model(discover()[family]).to(dtype)
@@ -75,7 +75,7 @@ def _logits(model: Any) -> torch.Tensor:
     ["olmoe", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "glm4_moe", "minimax_m2", "kimi_linear", "phimoe"],
 )
 def test_plain_transformers_gives_the_trained_models_logits(family: str, tmp_path: Path) -> None:
-    source, run, model = _run(tmp_path, family)
+    source, run, model = trained_run(tmp_path, family)
     source = source.rename(tmp_path / "elsewhere")  # the run does not need it again
     exported = export_checkpoint(run, find_checkpoint(run, None), tmp_path / "out")
     loaded: Any = AutoModelForCausalLM.from_pretrained(exported.folder, output_loading_info=True)
@@ -94,7 +94,7 @@ def test_plain_transformers_gives_the_trained_models_logits(family: str, tmp_pat
 
 def test_each_weight_has_the_sources_dtype(tmp_path: Path) -> None:
     """What was trained in float32 is rounded once; what the source keeps in float32 stays so."""
-    source, run, model = _run(tmp_path, "deepseek_v3", torch.bfloat16)
+    source, run, model = trained_run(tmp_path, "deepseek_v3", torch.bfloat16)
     kept = {name for name, (_, dtype, _) in _stored(source).items() if dtype == "F32"}
     assert 0 < len(kept) < len(_stored(source))
     model.float()
@@ -110,7 +110,7 @@ def test_each_weight_has_the_sources_dtype(tmp_path: Path) -> None:
 
 def test_weights_that_transformers_does_not_load_are_left_out(tmp_path: Path) -> None:
     """Such as the layers for multi-token prediction behind the last layer of published models."""
-    source, run, model = _run(tmp_path, "deepseek_v3")
+    source, run, model = trained_run(tmp_path, "deepseek_v3")
     extra = {"model.layers.2.eh_proj.weight": torch.zeros(2, 2)}
     save_file(extra, source / "model-extra.safetensors")
     keep_source(run, source, str(source))
@@ -136,7 +136,7 @@ def test_a_model_from_scratch_gets_its_tokenizer(tmp_path: Path) -> None:
 
 
 def test_memory_is_for_the_largest_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, run, model = _run(tmp_path, "qwen3_moe")
+    _, run, model = trained_run(tmp_path, "qwen3_moe")
     alive: list[weakref.ref[torch.Tensor]] = []
     most: list[int] = []
     read = exporting._read
@@ -156,7 +156,7 @@ def test_memory_is_for_the_largest_group(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _run(tmp_path_factory.mktemp("finished"), "olmoe")[1]
+    return trained_run(tmp_path_factory.mktemp("finished"), "olmoe")[1]
 
 
 def test_a_step_that_is_not_there(finished: Path, tmp_path: Path) -> None:
