@@ -48,17 +48,28 @@ class Activations:
 
 
 def measure_activations(
-    model: PreTrainedModel, batch: int, length: int, dtype: torch.dtype, autocast: torch.dtype | None = None
+    model: PreTrainedModel,
+    batch: int,
+    length: int,
+    dtype: torch.dtype,
+    autocast: torch.dtype | None = None,
+    expert_adapters: bool = False,
 ) -> Activations:
     """Run a forward on fake tensors.
 
     Args:
-        model: on the meta device; is not changed. Parameters that need no gradient count as such.
+        model: on the meta device; is not changed. Parameters that need no gradient count as such. Adapters of peft are
+            in float32.
         batch, length: sequences of a micro-batch and their tokens.
         dtype: of the parameters that compute.
         autocast: the dtype of `torch.autocast`, if it is used.
+        expert_adapters: experts have adapters, which this model lacks: what they return needs a gradient.
     """
-    model = copy.deepcopy(model).to(dtype)
+    model = copy.deepcopy(model)
+    adapters = [name for name, parameter in model.named_parameters() if parameter.requires_grad and "lora_" in name]
+    model.to(dtype)
+    for name in adapters:
+        model.get_parameter(name).data = model.get_parameter(name).data.float()
     layers = decoder_layers(model)
     kept: dict[int, tuple[torch.UntypedStorage, int]] = {}
     now = len(layers)  # the layer whose forward runs; len(layers): none
@@ -87,7 +98,7 @@ def measure_activations(
         layer.register_forward_hook(leave)
     for name in experts_modules(model):
         experts = model.get_submodule(name)
-        experts.forward = partial(_experts, experts)  # type: ignore[assignment]
+        experts.forward = partial(_experts, experts, expert_adapters)  # type: ignore[assignment]
     if (head := output_layer(model)) is not None:
         head.forward = _no_logits
     with FakeTensorMode(), unpacked():
@@ -132,9 +143,10 @@ class _FusedAttention(TorchFunctionMode):
         return out.transpose(1, 2)
 
 
-def _experts(experts: nn.Module, hidden_TH: torch.Tensor, *_: Any, **__: Any) -> Any:
+def _experts(experts: nn.Module, adapters: bool, hidden_TH: torch.Tensor, *_: Any, **__: Any) -> Any:
     # With parameters, which may need gradients where the rows do not.
-    return _Saves.apply(tuple(hidden_TH.shape), False, hidden_TH, *experts.parameters())
+    adapter = hidden_TH.new_empty(0, requires_grad=adapters)
+    return _Saves.apply(tuple(hidden_TH.shape), False, hidden_TH, adapter, *experts.parameters())
 
 
 def _not_needed(_: Any) -> Any:

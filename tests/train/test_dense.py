@@ -79,7 +79,9 @@ def test_the_record_says_which_and_why(by_fsdp: Path, whole: Path) -> None:
     ]
     assert "whole dense parameters fit: about" in infos[0]["dense"]["why"]
     memory = [info["predicted"]["memory_per_rank_bytes"] for info in infos]
-    assert memory[0]["parameters"] > memory[1]["parameters"] and memory[0]["optimizer"] == memory[1]["optimizer"]
+    # Of two layers, FSDP has both in full at a time.
+    assert memory[0]["parameters"] == memory[1]["parameters"] and memory[0]["optimizer"] == memory[1]["optimizer"]
+    assert memory[0]["gradients"] > memory[1]["gradients"]
 
 
 def test_resumes_bit_by_bit(ranks: Ranks, text: list[str], whole: Path, tmp_path: Path) -> None:  # noqa: F811

@@ -61,7 +61,7 @@ def test_a_long_context_is_not_taken_whole_and_parts_of_a_model_are_looked_into(
 def test_adapters_learn_faster(checkpoint: Path) -> None:
     settings = {"model": {"path": str(checkpoint)}, "data": {"train": ["a"]}}
     rate = "training", "learning_rate"
-    full, adapter = (defaults({**settings, **more})[rate][0] for more in ({}, {"adapter": {"r": 8}}))
+    full, adapter = (defaults({**settings, **more})[rate][0] for more in ({}, {"adapter": {"kind": "lora"}}))
     assert adapter == pytest.approx(10 * full)
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 from carpool.cli import app
@@ -50,10 +51,12 @@ MORE = {
 }
 
 
-def peak(output: str, overrides: list[str]) -> tuple[int, int]:
-    """On a rank: (bytes of tensors at the peak of a step with balanced routing, the same predicted)."""
+def peak(output: str, overrides: list[str], alone: bool = False) -> tuple[int, int]:
+    """On a rank: (bytes of tensors at the peak of a step with balanced routing, the same predicted). alone: without the
+    settings of `SHAPE`."""
     before = live_bytes()
-    run = Run(load_config(None, [f"training.output_dir={output}", *SHAPE, *overrides]), None, "test")
+    shape = [] if alone else SHAPE
+    run = Run(load_config(None, [f"training.output_dir={output}", *shape, *overrides]), None, "test")
     try:
         tokens = run.config.training.per_device_train_batch_size * run.config.data.sequence_length
         experts = run.rides[0].num_experts
@@ -109,6 +112,23 @@ def test_a_step_takes_what_is_predicted(ranks: Ranks, tmp_path: Path, overrides:
 @pytest.mark.parametrize("overrides", MORE.values(), ids=MORE.keys())
 def test_a_step_takes_what_is_predicted_with_other_settings(ranks: Ranks, tmp_path: Path, overrides: list[str]) -> None:
     check(ranks, tmp_path, overrides)
+
+
+@pytest.mark.slow
+def test_a_step_with_adapters_takes_what_is_predicted(ranks: Ranks, tmp_path: Path) -> None:
+    config = AutoConfig.for_model(
+        "qwen3_moe", hidden_size=128, moe_intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, num_experts=16, num_experts_per_tok=4, vocab_size=257, bos_token_id=None,
+        eos_token_id=256,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    changed = [one for one in SHAPE if not one.startswith("model.")]
+    given = [f"model.path={tmp_path}/base", "data.train=stdlib", "training.gradient_accumulation_steps=1"]
+    for targets in ("attention,experts", "experts"):
+        chosen = f"adapter.targets=[{','.join(repr(one) for one in targets.split(','))}]"
+        found = ranks(peak, str(tmp_path / targets), [*changed, *given, "adapter.kind=lora", chosen], True)
+        for measured, predicted in found:
+            assert predicted == pytest.approx(measured, rel=0.1), targets
 
 
 QWEN = [

@@ -85,7 +85,8 @@ def defaults(settings: Mapping[str, Any]) -> dict[Key, tuple[Any, str]]:
     sequences = max(1, MICRO_BATCH_TOKENS // length) if isinstance(length, int) and length > 0 else 1
     found["training", "per_device_train_batch_size"] = sequences, FOR_FINE_TUNING
     found["training", "per_device_eval_batch_size"] = sequences, FOR_FINE_TUNING
-    found["training", "learning_rate"] = ADAPTER_RATE if _table(settings, "adapter") else RATE, FOR_FINE_TUNING
+    adapter = _table(settings, "adapter").get("kind")
+    found["training", "learning_rate"] = ADAPTER_RATE if adapter else RATE, FOR_FINE_TUNING
     found["training", "output_dir"] = f"runs/{Path(path).resolve().name}", FOR_FINE_TUNING
     if (checkpoint.get("dtype") or checkpoint.get("torch_dtype")) == "bfloat16":
         found["model", "dtype"] = "bfloat16", FROM_CHECKPOINT

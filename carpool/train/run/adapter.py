@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from carpool.hf.adapters import adapter_tensors, names_of_former_experts, share_adapters
+from carpool.hf.build import experts_modules
 from carpool.hf.expert_function import weight_names
 from carpool.hf.expert_parallel import ExpertRides, rides
 from carpool.hf.limit import find_router
@@ -62,6 +63,29 @@ def add_adapter(model: PreTrainedModel, section: AdapterSection, seed: int, repl
     if replicate:
         share_adapters(model)
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def outline_adapter(model: PreTrainedModel, section: AdapterSection) -> int:
+    """Freeze a model on the meta device and give it the adapters of its dense layers, for estimates.
+
+    Returns:
+        Parameters of one expert's adapters, which the model does not get; 0 if experts have none.
+
+    Raises:
+        ValueError: as `add_adapter`."""
+    from peft import LoraConfig
+
+    model.requires_grad_(False)
+    dense = tuple(target for target in section.targets if target not in ("experts", "router"))
+    if dense:
+        modules, _ = resolve_targets(model, dense)
+        saved = list(section.modules_to_save) or None
+        model.add_adapter(LoraConfig(r=section.rank, target_modules=modules, modules_to_save=saved))
+    if not {"experts", "all-linear"} & set(section.targets):
+        return 0
+    experts = model.get_submodule(next(iter(experts_modules(model))))
+    weights = [weight for weight in experts.parameters() if weight.dim() == 3]
+    return sum(section.rank * sum(weight.shape[1:]) for weight in weights)
 
 
 def resolve_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> tuple[list[str], list[str]]:

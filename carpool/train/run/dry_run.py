@@ -114,6 +114,8 @@ def _ranks(config: Config, hardware: Hardware | None) -> int:
 def _streaming(config: Config, degrees: Degrees, estimate: MemoryEstimate, flops: int, hardware: Hardware) -> list[str]:
     """From how many tokens the optimizer's state may lie in host memory for nothing."""
     state = estimate.trained * state_bytes(config)
+    if not state:
+        return []
     tokens = break_even_tokens(state, flops, hardware, "in the backward")
     return [
         f"optimizer state of {state / 1e9:,.1f} GB in host memory would cost no time from {tokens:,.0f} tokens of a "

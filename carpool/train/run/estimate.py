@@ -44,6 +44,7 @@ from carpool.parallel.degrees import Degrees
 from carpool.parallel.replicated import BUCKET_BYTES
 from carpool.planner.kept import LayerSizes, kept_bytes
 from carpool.train.config.schema import Config
+from carpool.train.run.adapter import outline_adapter
 from carpool.train.run.model import top_k_of
 from carpool.train.run.room import transport_options
 from carpool.transport import find_transport
@@ -92,9 +93,16 @@ class MemoryEstimate:
     ) -> None:
         self.config, self.degrees, self.model, self.bf16, self.cuda = config, degrees, model, bf16, cuda
         training = config.training
-        if training.freeze == "dense":
+        counts = experts_modules(model)
+        self.num_experts, self.moe_layers = max(counts.values()), len(counts)
+        self.expert_adapters = 0
+        if training.freeze == "dense" or config.adapter.kind is not None:
             model = copy.deepcopy(model)
-            freeze_all_but_experts(model, list(experts_modules(model)))
+        if training.freeze == "dense":
+            freeze_all_but_experts(model, list(counts))
+        if config.adapter.kind is not None:
+            one = outline_adapter(model, config.adapter)
+            self.expert_adapters = one * math.ceil(self.num_experts / degrees.ep) * self.moe_layers
         self.stored = STORED[config.model.dtype or "float32"]
         self.computed = 2 if bf16 else self.stored
         # Of gradients as they are added up over ranks.
@@ -103,22 +111,22 @@ class MemoryEstimate:
         autocast = torch.bfloat16 if bf16 and degrees.dp == 1 and dtype != torch.bfloat16 else None
         batch, length = training.per_device_train_batch_size, config.data.sequence_length
         self.tokens = batch * length
-        self.measured = (batch, length, dtype, autocast, training.freeze)
+        self.measured = (batch, length, dtype, autocast, training.freeze, config.adapter)
         self.kept: Activations
         if like is not None and like.measured == self.measured:
             self.kept = like.kept
         else:
-            self.kept = measure_activations(model, batch, length, dtype, autocast)
+            self.kept = measure_activations(model, batch, length, dtype, autocast, self.expert_adapters > 0)
 
         text = model.config.get_text_config()
         self.hidden, self.top_k = text.hidden_size, top_k_of(model)
         self.width = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
         self.words = text.vocab_size
-        counts = experts_modules(model)
-        self.num_experts, self.moe_layers = max(counts.values()), len(counts)
         theirs = {id(p) for name in counts for p in model.get_submodule(name).parameters()}
         self.experts = _Parameters.of([p for p in model.parameters() if id(p) in theirs])
-        self.dense = _Parameters.of([p for p in model.parameters() if id(p) not in theirs])
+        added = {id(p) for name, p in model.named_parameters() if "lora_" in name}
+        self.dense = _Parameters.of([p for p in model.parameters() if id(p) not in theirs | added])
+        self.adapters = sum(p.numel() for p in model.parameters() if id(p) in added)
         head: Any = output_layer(model)
         self.head_trains = head is not None and head.weight.requires_grad
         self.whole_logits = training.loss_chunk == 0 or degrees.tp > 1 or why_whole(model) is not None
@@ -160,6 +168,9 @@ class MemoryEstimate:
         own = dense_trained * (self.reduced if replicated else self.stored)
         if training.gradients == "kept":
             own += experts_trained * self.stored
+        # In float32, whole on each rank or with their experts: value, gradient and two moments.
+        adapters = self.adapters + self.expert_adapters
+        own += 4 * adapters
         state = int(self.trained * state_bytes(self.config))
         if training.optimizer_state == "host":
             state = min(state, 2 * TILE_BYTES)
@@ -176,9 +187,9 @@ class MemoryEstimate:
             key=sum,
         )
         memory = {
-            "parameters": (dense_own + here) * self.stored + whole * self.computed + gathered,
+            "parameters": 4 * adapters + (dense_own + here) * self.stored + whole * self.computed + gathered,
             "gradients": int(highest.gradients) + whole_trained * self.reduced,
-            "optimizer": state,
+            "optimizer": state + 8 * adapters,
             "activations": int(highest.activations),
             "logits": int(highest.logits),
             "transport": rides.buffers,
