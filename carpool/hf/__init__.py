@@ -41,6 +41,7 @@ from carpool.hf.expert_parallel import (
 from carpool.hf.freeze import freeze_dense
 from carpool.hf.layouts import set_layout
 from carpool.hf.limit import limit_routing
+from carpool.hf.offload import offload_layers
 from carpool.hf.replay import replay
 from carpool.hf.shared import set_schedule
 from carpool.hf.trace import TraceRecorder
@@ -60,6 +61,7 @@ __all__ = [
     "freeze_dense",
     "install",
     "limit_routing",
+    "offload_layers",
     "replay",
     "rides",
     "route_in_float32",

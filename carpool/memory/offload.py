@@ -1,4 +1,4 @@
-"""What layers keep, in host memory: copied there beside the computation, and back ahead of each layer's backward.
+"""What rides keep, in host memory: copied there beside the computation, and back ahead of each ride's backward.
 
     computation   ride 0 | ride 1 | ride 2 | ride 3 || backward 3 | backward 2 | backward 1      | backward 0
     copies               | 0 out  | 1 out  | 2 out  |             |            | 1 in, from here | 0 in
@@ -164,13 +164,14 @@ class Offloader:
         if item.start is not None:
             assert self._host is not None, "a ride asks for its staging arena before it writes"
             return copy_rows(item, self._host)
-        host = torch.empty(item.data.shape, dtype=item.data.dtype, pin_memory=item.data.is_cuda)
-        return replace(item, data=host.copy_(item.data, non_blocking=True))
+        data = item.data
+        host = torch.empty_strided(data.shape, data.stride(), dtype=data.dtype, pin_memory=data.is_cuda)
+        return replace(item, data=host.copy_(data, non_blocking=True))
 
     def _fetch(self, parcel: _Parcel) -> None:
         """Let its items come back."""
         # Memory that the computation takes, and gives back when it has used it.
-        tensors = [torch.empty_like(i.data, device=parcel.device) if i.start is None else None for i in parcel.host]
+        tensors = [_empty(i.data, parcel.device) if i.start is None else None for i in parcel.host]
         back = []
         # After what is enqueued so far, which may still read the memory that the items will lie in.
         with self._copying(parcel.device):
@@ -200,6 +201,10 @@ class Offloader:
             self._stream = torch.cuda.Stream(device)
         self._stream.wait_stream(torch.cuda.current_stream(device))
         return torch.cuda.stream(self._stream)
+
+
+def _empty(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
 
 
 def _event(device: torch.device) -> torch.cuda.Event | None:

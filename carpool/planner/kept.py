@@ -7,7 +7,7 @@
 
 `carpool.memory.policies` says what the policies do. What is offloaded is on the device for two layers at a time. With
 dense = "recompute" a layer keeps its input, and one layer at a time keeps all. If sums = "recompute", too, its ride is
-repeated, and one layer at a time keeps rows and pre-activations, whatever their policies.
+repeated, and one layer at a time keeps rows and pre-activations.
 
     kept_bytes(LayerSizes(48, 48, 2048, 768, 8, 32, 4, 128, 2, 3.6), 8192, {"rows": "resend", "hidden": "offload"})
 """
@@ -71,7 +71,6 @@ def kept_bytes(sizes: LayerSizes, tokens: int, policies: Mapping[str, str] | Non
     count = {"dense": sizes.layers, "rows": sizes.moe_layers, "hidden": sizes.moe_layers}
     if again and policy["sums"] == "recompute":
         count |= {"rows": 1, "hidden": 1}
-        policy |= {"rows": "keep", "hidden": "keep"}
     found = {"dense": 0.0, "rows": 0.0, "hidden": 0.0, "sums": 0.0, "host": 0.0}
     for item, size in layer.items():
         if policy[item] == "keep":
@@ -83,7 +82,7 @@ def kept_bytes(sizes: LayerSizes, tokens: int, policies: Mapping[str, str] | Non
         found["dense"] = sizes.layers * row + layer["dense"]
         if policy["rows"] == "resend":
             # What is sent again is not computed again.
-            found["rows"] = sizes.moe_layers * row
+            found["rows"] = count["rows"] * row
         if policy["sums"] == "keep":
             found["sums"] = sizes.moe_layers * row
     return {item: int(size) for item, size in found.items()}

@@ -29,6 +29,7 @@ import torch
 from carpool.experts import ExpertWeights
 from carpool.experts.base import NUM_BASE
 from carpool.memory import Arena, Away, Rows
+from carpool.memory.activations import stay_on_device
 from carpool.memory.recompute import kept_rides, taken_before
 from carpool.observe.recompute import in_recompute
 from carpool.ride.kept import Kept, bring_back, put_away
@@ -202,6 +203,7 @@ class _Ride(torch.autograd.Function):
         region = kept_rides() if backward else None
         y_TH, kept = take() if region is None else region.ride(take)
         if kept is not None:
+            stay_on_device(weights)
             _save(ctx, (*weights, *(item for one in kept for item in (one.x, *one.saved))))
             ctx.routes, ctx.setup, ctx.trip = [one.route for one in kept], setup, trip
         return y_TH
@@ -242,6 +244,7 @@ def _save(ctx: Any, what: tuple[Any, ...]) -> None:
     others: list[tuple[Any, ...] | None] = []
     for item in what:
         if isinstance(item, Rows):
+            stay_on_device((item.start, item.data if isinstance(item, Away) else None))
             data, tensor = (item.data, None) if item.arena is not None else (None, item.data)
             tensors += (tensor, item.start, item.home, item.count)
             index = item.index if isinstance(item, Away) else None

@@ -12,7 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from carpool.memory import Arena, Away, Rows
-from carpool.ride.turns import HALF
+from carpool.memory.activations import stay_on_device
+from carpool.ride.turns import half_number
 
 if TYPE_CHECKING:
     from carpool.ride.setup import RideSetup
@@ -37,20 +38,24 @@ def arena_for(item: Literal["rows", "hidden"], setup: RideSetup, backward: bool 
     if not backward or getattr(setup.policies, item) != "offload":
         return setup.transport.arena
     assert setup.offloader is not None
-    return setup.offloader.staging(setup.transport.arena, _lane())
+    return setup.offloader.staging(setup.transport.arena, half_number())
 
 
 def put_away(kept: tuple[Kept, ...], setup: RideSetup) -> tuple[Kept, ...]:
     """The same, with `Away` in the place of what is offloaded."""
+    policies = setup.policies
+    if policies.rows == "keep":
+        stay_on_device(one.x.data for one in kept)
+    if policies.hidden == "keep":
+        stay_on_device(item.data for one in kept for item in one.saved if isinstance(item, Rows))
     if setup.offloader is None:
         return kept
-    policies = setup.policies
     items = [one.x for one in kept if policies.rows == "offload"]
     if policies.hidden == "offload":
         items += [item for one in kept for item in one.saved if isinstance(item, Rows)]
     if not items:
         return kept
-    away = dict(zip(map(id, items), setup.offloader.put(items, _lane()), strict=True))
+    away = dict(zip(map(id, items), setup.offloader.put(items, half_number()), strict=True))
     return tuple(_replaced(one, lambda item: away.get(id(item), item)) for one in kept)
 
 
@@ -66,9 +71,3 @@ def bring_back(kept: tuple[Kept, ...], setup: RideSetup) -> tuple[Kept, ...]:
 
 def _replaced(one: Kept, change: Any) -> Kept:
     return Kept(one.route, change(one.x), tuple(map(change, one.saved)))
-
-
-def _lane() -> int:
-    """Halves of a batch take turns: the rides of each follow each other."""
-    half = HALF.get()
-    return 0 if half is None else half.number

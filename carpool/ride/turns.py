@@ -100,6 +100,12 @@ class Half(NamedTuple):
 HALF: ContextVar[Half | None] = ContextVar("carpool_half", default=None)
 
 
+def half_number() -> int:
+    """The half that this thread computes; 0 if there are no halves."""
+    half = HALF.get()
+    return 0 if half is None else half.number
+
+
 def handover() -> None:
     """Something is under way that takes a while: let the other half compute meanwhile. Does nothing unless this thread
     computes one of two halves (`carpool.schedule.two_batch`)."""

@@ -130,7 +130,7 @@ def test_a_run_moves_its_biases_as_one_process_does(ranks: Ranks, text: list[str
     """On four ranks, in several micro-batches, with layers computed again; and resumed."""
     four, one, still, again = (tmp_path / name for name in ("four", "one", "still", "again"))
     rate = [*text, *MODEL, "moe.bias_update_rate=0.01"]
-    assert ranks(run, str(four), [*rate, *FOUR, "training.gradient_checkpointing=true"]) == [""] * 4
+    assert ranks(run, str(four), [*rate, *FOUR, "memory.dense=recompute"]) == [""] * 4
     assert _alone(one, [*rate, *ONE]) == ""
     assert ranks(run, str(still), [*text, *MODEL, *FOUR, "moe.bias_update_rate=0"]) == [""] * 4
     for step in (3, 6):
@@ -142,7 +142,7 @@ def test_a_run_moves_its_biases_as_one_process_does(ranks: Ranks, text: list[str
     uneven, even = (records(output)[6]["load_max_over_mean"] for output in (still, four))
     assert even < 0.9 * uneven, (even, uneven)
     resumed = [*rate, *FOUR, f"training.resume_from_checkpoint={four}/checkpoints/step-00000003"]
-    assert ranks(run, str(again), [*resumed, "training.gradient_checkpointing=true"]) == [""] * 4
+    assert ranks(run, str(again), [*resumed, "memory.dense=recompute"]) == [""] * 4
     assert all(torch.equal(bias, _biases(again, 6)[name]) for name, bias in _biases(four, 6).items())
 
 

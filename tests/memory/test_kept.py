@@ -17,6 +17,7 @@ from carpool.planner.kept import LayerSizes, kept_bytes
 from carpool.ride import RideSetup, ride
 from carpool.routing import Routing
 from carpool.schedule import Schedule
+from carpool.train.config import load_config
 from carpool.transport import make_transport
 from tests.ranks import Ranks, mesh
 
@@ -239,4 +240,30 @@ def test_predicted_bytes_of_a_model() -> None:
         "host": 0,
     }
     repeated = kept_bytes(sizes, 1000, {"dense": "recompute", "sums": "recompute", "rows": "resend"})
-    assert repeated["rows"] == int(3.6 * row) and repeated["sums"] == 0 and repeated["hidden"] == kept["hidden"] // 47
+    assert repeated["rows"] == row and repeated["sums"] == 0 and repeated["hidden"] == kept["hidden"] // 47
+
+
+# -- the settings -----------------------------------------------------------------------------------------------------
+
+
+def test_what_is_none_is_kept() -> None:
+    memory = load_config(None, ["memory.rows=resend"]).memory
+    assert memory.policies == {"rows": "resend", "hidden": "keep", "dense": "keep", "sums": "keep"}
+    assert memory.kept == KeptPolicies(rows="resend")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["memory.rows=recompute"], "memory.rows = 'recompute'.*expected one of 'keep', 'resend' or 'offload'"),
+        (["memory.sums=recompute"], "memory.sums = 'recompute' is of layers that are computed again"),
+        (
+            ["memory.dense=recompute", "memory.sums=recompute", "memory.rows=offload"],
+            "repeats whole rides, and memory.rows = 'offload'",
+        ),
+        (["memory.hidden=recompute", "moe.experts=fp8"], "memory.hidden = 'recompute' is of grouped experts"),
+    ],
+)
+def test_settings_that_are_refused(overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_config(None, overrides)

@@ -112,7 +112,7 @@ def test_the_setting_may_change_at_a_resume(
 @pytest.mark.parametrize(
     "settings",
     [
-        ["moe.schedule=two-batch", "training.gradient_checkpointing=true"],
+        ["moe.schedule=two-batch", "memory.dense=recompute"],
         ["parallelism.ep_size=2", "training.freeze=dense"],
         ["placement.policy=migrate", "placement.every=1", "placement.solver=search", "placement.replicas=1"],
         ["parallelism.dp_replicate_size=2", "training.bf16=true"],

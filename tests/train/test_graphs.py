@@ -47,7 +47,7 @@ def layer(graphable: bool = True, replicas: int = 0, own: bool = False) -> Any:
         (OnGpu(), layer(replicas=2), [], "none", "copies"),
         (OnGpu(), layer(), ["placement.every=10"], "none", "move"),
         (OnGpu("flash_attention_2"), layer(), [], "none", "lengths of documents"),
-        (OnGpu(), layer(), ["training.gradient_checkpointing=true"], "none", "random numbers"),
+        (OnGpu(), layer(), ["memory.dense=recompute"], "none", "random numbers"),
         (OnGpu(), layer(), ["memory.experts=host"], "none", "host memory"),
     ],
 )

@@ -184,9 +184,13 @@ def test_masters_and_rounded_moments_resume_bit_by_bit(
     assert [loss for loss, _ in ours.values()] == pytest.approx([loss for loss, _ in exact.values()], rel=0.02)
 
 
-WAYS = ["ep_size=2", "alltoall", "replicated", "accumulate", "checkpointing", "rides first", "chunks"]
+WAYS = ["ep_size=2", "alltoall", "replicated", "accumulate", "checkpointing", "rides first", "chunks", "offload"]
 # Ways that do not get in each other's way, several in one run.
-TOGETHER = ["ep_size=2 and alltoall and checkpointing", "replicated and rides first", "accumulate and chunks"]
+TOGETHER = [
+    "ep_size=2 and alltoall and checkpointing",
+    "replicated and rides first and offload",
+    "accumulate and chunks",
+]
 
 
 @pytest.mark.parametrize("other", [*TOGETHER, *(pytest.param(way, marks=pytest.mark.slow) for way in WAYS)])
@@ -204,8 +208,9 @@ def test_another_way_to_compute_it_gives_the_same_losses(
         "alltoall": ["moe.transport=alltoall"],
         "replicated": [f"moe.layout={tmp_path}/layout.json"],
         "accumulate": ["training.per_device_train_batch_size=1", "training.gradient_accumulation_steps=2"],
-        "checkpointing": ["training.gradient_checkpointing=true"],
+        "checkpointing": ["memory.dense=recompute", "memory.hidden=offload"],
         "rides first": ["moe.priority=true"],
+        "offload": ["memory.dense=offload", "memory.rows=offload", "memory.hidden=offload"],
         "chunks": ["moe.schedule=chunks", "moe.chunks=3", "moe.backward_chunks=2"],
     }
     change = [setting for way in ways for setting in changes[way]]

@@ -34,11 +34,11 @@ SHAPE = [
 WORDS = "model.config.vocab_size=12000"
 SETTINGS = {
     "replicate": [],
-    "fsdp and checkpointing": ["parallelism.dense=fsdp", "training.gradient_checkpointing=true"],
+    "fsdp and checkpointing": ["parallelism.dense=fsdp", "memory.dense=recompute"],
 }
 MORE = {
     "fsdp": ["parallelism.dense=fsdp"],
-    "rides repeated": ["training.gradient_checkpointing=true", "training.checkpoint_rides=repeat"],
+    "rides repeated": ["memory.dense=recompute", "memory.sums=recompute"],
     "many words, logits whole": [WORDS, "training.loss_chunk=0"],
     "many words, pieces": [WORDS, "training.loss_chunk=256"],
     "bfloat16, moments of 8 bits": ["model.dtype=bfloat16", "training.optimizer_moments=int8"],
@@ -163,7 +163,7 @@ def test_what_does_not_fit_is_told_what_to_change_cheapest_first() -> None:
     settings = [*QWEN, "parallelism.num_ranks=4"]
     advice = dry_run(load_config(None, settings), gpu="h100").partition("# does not fit in 80 GB: ")[2].splitlines()[1:]
     changes = [line.removeprefix("#").split()[0] for line in advice]
-    assert changes[0] == "training.optimizer_moments=bfloat16" and "training.gradient_checkpointing=true" in changes
+    assert changes[0] == "training.optimizer_moments=bfloat16" and "memory.dense=recompute" in changes
     assert all("not enough" in line for line in advice[:-1]) and " fits: " in advice[-1]
     # Whoever follows the advice fits.
     kept = [one for one in changes if not one.startswith("training.optimizer_moments=bf")]

@@ -46,7 +46,7 @@ def test_profile_of_two_schedules(ranks: Ranks, text: list[str], tmp_path: Path)
     # An existing run in the folder is left as it is.
     after.mkdir()
     (after / "metrics.jsonl").write_text("")
-    two = ["moe.schedule=two-batch", "training.gradient_checkpointing=true", "training.checkpoint_rides=repeat"]
+    two = ["moe.schedule=two-batch", "memory.dense=recompute", "memory.sums=recompute"]
     assert ranks(record, str(after), [*text, *two], 4, str(before)) == [""] * 4
     assert sorted(path.name for path in after.iterdir()) == ["metrics.jsonl", "profile", "profile.html"]
 

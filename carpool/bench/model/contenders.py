@@ -166,7 +166,7 @@ class TransformersContender(_RandomText):
             attn_implementation=config.model.attn_implementation,
             experts_implementation=config.model.experts_implementation,
         )
-        if training.gradient_checkpointing:
+        if config.memory.dense == "recompute":
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
 
     def _balance(self) -> float:

@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from carpool.memory.policies import KeptPolicies
+from carpool.planner.kept import POLICIES
 from carpool.train.config.schema_base import Section
 
 
 class MemorySection(Section):
     """What is kept for the backward, item by item, and where experts are. Every policy gives the same bits."""
 
-    rows: Literal["keep", "resend", "offload"] = Field(
-        default="keep",
+    rows: Literal["keep", "resend", "offload"] | None = Field(
+        default=None,
         description="The rows that arrived at a rank's experts. keep: in the memory of the device. resend: they travel "
         "a second time in the backward, which takes time on the links and a second buffer of nvlink. offload: they are "
         "copied to host memory beside the computation, and come back ahead of their layer's backward.",
     )
-    hidden: Literal["keep", "recompute", "offload"] = Field(
-        default="keep",
+    hidden: Literal["keep", "recompute", "offload"] | None = Field(
+        default=None,
         description="The pre-activations of grouped experts, one for each choice of a token. recompute: the backward "
         "computes them again from the rows, one more matrix product. keep, offload: as for rows.",
+    )
+    dense: Literal["keep", "recompute", "offload"] | None = Field(
+        default=None,
+        description="What decoder layers keep besides their rides: attention, norms, residuals. recompute: each layer "
+        "is computed again in the backward, but for its ride (gradient checkpointing). keep, offload: as for rows.",
+    )
+    sums: Literal["keep", "recompute"] | None = Field(
+        default=None,
+        description="With dense = recompute, what rides return. keep: rides are not repeated. recompute: they are, "
+        "with their layer, and nothing of them is kept until then.",
     )
 
     experts: Literal["device", "host"] = Field(
@@ -32,6 +43,27 @@ class MemorySection(Section):
     )
 
     @property
+    def policies(self) -> dict[str, str]:
+        """Of each item of `carpool.planner.kept`; what is none is kept."""
+        return {item: getattr(self, item) or "keep" for item in POLICIES}
+
+    @property
     def kept(self) -> KeptPolicies:
         """What rides do."""
-        return KeptPolicies(self.rows, self.hidden)
+        return KeptPolicies(self.rows or "keep", self.hidden or "keep")
+
+    @model_validator(mode="after")
+    def _means_something(self) -> Self:
+        if self.sums == "recompute":
+            if self.dense != "recompute":
+                raise ValueError(
+                    "memory.sums = 'recompute' is of layers that are computed again: set memory.dense=recompute, or "
+                    "leave it out"
+                )
+            for item in ("rows", "hidden"):
+                if getattr(self, item) == "offload":
+                    raise ValueError(
+                        f"memory.sums = 'recompute' repeats whole rides, and memory.{item} = 'offload' is about what "
+                        "they keep until then: leave one of them out"
+                    )
+        return self

@@ -103,15 +103,6 @@ class TrainingSection(Section):
         description="dense: only experts and routers are trained, as for fine-tuning with moe.limit_ranks. none: "
         "everything is.",
     )
-    gradient_checkpointing: bool = Field(
-        default=False,
-        description="Activations are not kept but computed again in the backward, which saves memory and takes time.",
-    )
-    checkpoint_rides: Literal["keep", "repeat"] = Field(
-        default="keep",
-        description="With gradient_checkpointing. keep: rows do not travel again and experts do not compute "
-        "again; what they need stays in memory. repeat: they do, and nothing of them is kept.",
-    )
     torch_compile: bool = Field(
         default=False,
         description="Compile each decoder layer with torch.compile. It takes about a minute at the start; then "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -78,7 +77,7 @@ def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any
             "name": layer.compute.name if layer.compute is not None else "the model's own",
             **(STAGES_KIND.record(run.stages) if run.stages is not None else {}),
         },
-        "memory": asdict(kept),
+        "memory": run.config.memory.policies,
         "optimizer": optimizer,
         "cuda_graphs": {"used": run.no_graphs is None, "why_not": run.no_graphs},
         "schedule": SCHEDULE_KIND.record(run.schedule),
@@ -169,7 +168,7 @@ def say_hello(run: RunState, resume: Path | None) -> None:
     say(f"transport {info['transport']['name']}: {info['transport']['why']}")
     say(f"a token visits {copies:.2f} of {run.degrees.ep} ranks, if its experts are chosen uniformly and stay in order")
     if size := info["transport"]["buffer_bytes"]:
-        tokens = run.options.under(run.schedule.answer, run.config.memory.rows == "resend").max_tokens
+        tokens = run.options.under(run.schedule.answer, run.config.memory.kept.rows == "resend").max_tokens
         say(f"buffers: {size / 1e6:,.1f} MB on each rank for a ride of {tokens:,} tokens")
     if run.stages is not None:
         ways = describe_ways(run.stages.answer)

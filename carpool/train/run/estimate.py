@@ -210,7 +210,7 @@ class MemoryEstimate:
     def host_bytes(self, transport: str) -> int:
         """What a rank keeps in host memory: state of the optimizer, experts, and activations that are offloaded."""
         state = self.trained * state_bytes(self.config) if self.config.training.optimizer_state == "host" else 0
-        dense = sum(self.kept.layers) if policies_of(self.config)["dense"] == "offload" else 0
+        dense = sum(self.kept.layers) if self.config.memory.policies["dense"] == "offload" else 0
         experts = 0
         if self.config.memory.experts == "host":
             experts = math.ceil(self.experts.total / self.degrees.expert_shards) * self.stored
@@ -247,7 +247,7 @@ class MemoryEstimate:
         kept_of, host = [], 0
         for layers in (1, self.moe_layers):
             sizes = LayerSizes(layers, layers, self.hidden, self.width, self.top_k, 0, 0, 0, self.computed, copies=away)
-            found = kept_bytes(sizes, tokens, policies_of(config))
+            found = kept_bytes(sizes, tokens, config.memory.policies)
             rows = (found["rows"] + found["hidden"]) * (ARENA_ROOM if in_buffers else 1)
             kept_of.append(rows + found["sums"] + layers * tokens * copies * choices * INDEX_BYTES)
             host = found["host"]
@@ -267,7 +267,7 @@ class MemoryEstimate:
 
     def _kept(self, rides: _Rides) -> tuple[float, float]:
         """Bytes that are kept when the backward begins, and when only one layer is left."""
-        policy, one = policies_of(self.config)["dense"], max(self.kept.layers)
+        policy, one = self.config.memory.policies["dense"], max(self.kept.layers)
         dense = sum(self.kept.layers)
         if policy == "recompute":
             dense = self.kept.layer_input * len(self.kept.layers) + one
@@ -320,17 +320,6 @@ def _has_buffers(transport: str) -> bool:
 def tensors_of(memory: Memory) -> int:
     """Of an estimate: the bytes of PyTorch's tensors, as `torch.cuda.max_memory_allocated` counts them."""
     return sum(size for name, size in memory.items() if name not in (*BESIDE_TENSORS, "total"))
-
-
-def policies_of(config: Config) -> dict[str, str]:
-    """The policy of each item of `carpool.planner.kept`."""
-    training, memory = config.training, config.memory
-    return {
-        "rows": memory.rows,
-        "hidden": memory.hidden,
-        "dense": "recompute" if training.gradient_checkpointing else "keep",
-        "sums": "recompute" if training.checkpoint_rides == "repeat" else "keep",
-    }
 
 
 def state_bytes(config: Config) -> float:

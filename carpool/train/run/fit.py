@@ -95,10 +95,10 @@ def _changes(config: Config) -> Iterator[tuple[str, Any, str]]:
         for moments in ("bfloat16", "int8"):
             if training.optimizer_moments in ("float32", "bfloat16") and moments != training.optimizer_moments:
                 yield _one("training", "optimizer_moments", moments, "lossy, no time")
-    if memory.hidden == "keep":
+    if memory.policies["hidden"] == "keep":
         yield _one("memory", "hidden", "recompute", "one of the experts' products again")
-    if not training.gradient_checkpointing:
-        yield _one("training", "gradient_checkpointing", True, "attention and norms again")
+    if memory.dense != "recompute":
+        yield _one("memory", "dense", "recompute", "attention and norms again")
     size, steps = training.per_device_train_batch_size, training.gradient_accumulation_steps
     while size > 1 and training.gradients == "kept":
         size, steps = -(-size // 2), steps * 2
@@ -109,8 +109,8 @@ def _changes(config: Config) -> Iterator[tuple[str, Any, str]]:
         )
     if training.optimizer != "torch" and training.optimizer_state == "device":
         yield _one("training", "optimizer_state", "host", "copies, hidden in steps of many tokens; host memory")
-    if training.checkpoint_rides == "keep":
-        yield _one("training", "checkpoint_rides", "repeat", "rides and experts again")
+    if memory.sums != "recompute" and "offload" not in (memory.rows, memory.hidden):
+        yield _one("memory", "sums", "recompute", "rides and experts again")
 
 
 def _shorter(estimate: MemoryEstimate, transport: str, dense: str, memory: int) -> Iterator[Change]:

@@ -60,13 +60,13 @@ def why_no_graphs(config: Config, model: nn.Module, layers: Sequence[ExpertRides
         return "experts move or have copies"
     if one_row_only(model):
         return "this attention reads the lengths of documents on the host (model.attn_implementation)"
-    if config.memory.kept.offloads:
+    if "offload" in config.memory.policies.values():
         return "what layers keep goes to host memory"
     if config.memory.experts == "host":
         return "experts come from host memory"
     if config.training.gradients == "consumed":
         return "gradients are consumed in the backward"
-    if config.training.gradient_checkpointing:
+    if config.memory.dense == "recompute":
         return "gradient checkpointing asks for the state of random numbers"
     return None
 

@@ -74,8 +74,8 @@ def record_step(run: RunState, numbers: StepNumbers) -> None:
 
 def _computed_again(run: RunState) -> float:
     """What is computed, recomputation included, over what a step needs: a forward is a third of it."""
-    training = run.config.training
-    if not training.gradient_checkpointing:
+    memory = run.config.memory
+    if memory.dense != "recompute":
         return 1.0
     rest = run.size.active - (run.size.total - run.size.experts)
-    return 1 + (1 - rest / run.size.active if training.checkpoint_rides == "keep" else 1) / 3
+    return 1 + (1 - rest / run.size.active if memory.sums != "recompute" else 1) / 3

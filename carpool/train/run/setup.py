@@ -28,6 +28,7 @@ from carpool.hf.layouts import current_layouts, is_logical, physical_order, set_
 from carpool.hf.limit import limit_routing
 from carpool.hf.metrics import RideMetrics
 from carpool.hf.names import name_layers
+from carpool.hf.offload import offload_layers
 from carpool.hf.packed import why_not_packed
 from carpool.hf.shared import compute_shared_beside
 from carpool.memory.recompute import keep_rides
@@ -248,8 +249,8 @@ class Setup(RunState):
             self.adapted = add_adapter(self.model, config.adapter, training.seed, self.dense.answer == "replicate")
         if self.dense.answer == "replicate":
             replicate_dense(self.model, self.bf16)
-        if training.gradient_checkpointing:
-            keep = {"context_fn": keep_rides} if training.checkpoint_rides == "keep" else {}
+        if config.memory.dense == "recompute":
+            keep = {} if config.memory.sums == "recompute" else {"context_fn": keep_rides}
             self.model.gradient_checkpointing_enable({"use_reentrant": False, **keep})
 
     def _set_routing(self, saved: dict[str, Any]) -> None:
@@ -312,6 +313,8 @@ class Setup(RunState):
             own.prepare(self.top_k, hidden)
         if training.torch_compile:
             compile_layers(self.model, training.torch_compile_backend)
+        if config.memory.dense == "offload":
+            offload_layers(self.model)
         self.watchdog = Watchdog(lambda: buffers_of_rides(self.rides))
 
     def _set_objective(self) -> None:

@@ -1,0 +1,144 @@
+"""What autograd saves inside a layer of a model, in host memory: attention, norms, residuals.
+
+    offload = ActivationOffload()
+    with offload.layer(x.device):
+        y = layer(x)
+
+Hooks on saved tensors (`torch.autograd.graph.saved_tensors_hooks`) collect what the layer's operations save. At the end
+of the layer all of it goes to host memory together, each tensor once, however many operations have saved it. The first
+that the backward wants brings all of them back, and those of the layer before it are then under way: see
+`carpool.memory.offload`, which does both.
+
+What stays: parameters and their copies in another dtype, tensors of fewer than `LEAST_BYTES`, tensors with gaps between
+their elements, and what a ride keeps by a policy of its own (`carpool.memory.policies`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+
+from carpool.memory.offload import Away, Offloader
+from carpool.memory.rows import Rows
+
+# By the kind of device. On a GPU each copy costs some microseconds.
+LEAST_BYTES = {"cuda": 64 * 1024, "cpu": 256}
+
+
+class _Packed(NamedTuple):
+    """What autograd holds of a tensor."""
+
+    layer: _Layer
+    number: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+class _Layer:
+    """The tensors of one layer, in one forward.
+
+    Attributes:
+        device: whose tensors are offloaded.
+        stays: where the memory of tensors begins that stay there.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.stays: set[int] = set()
+        self.tensors: list[torch.Tensor] = []
+        self.numbers: dict[Any, int] = {}
+        self.away: list[Away] = []
+        self.back: list[Rows] = []
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor | _Packed:
+        if self._stays(tensor):
+            # Not itself: it may be the output of the operation that saves it, which would then hold itself.
+            return tensor.detach()
+        # Views of the same range of memory are one. It is held, so no other tensor can come to lie there.
+        key = tensor.data_ptr(), tensor.numel(), tensor.dtype, tensor._version
+        if key not in self.numbers:
+            self.numbers[key] = len(self.tensors)
+            self.tensors.append(tensor.detach().as_strided((tensor.numel(),), (1,)))
+        return _Packed(self, self.numbers[key], tensor.shape, tensor.stride())
+
+    def _stays(self, tensor: torch.Tensor) -> bool:
+        if type(tensor) is not torch.Tensor or tensor.device != self.device:
+            return True
+        if tensor.nbytes < LEAST_BYTES[self.device.type] or tensor.untyped_storage().data_ptr() in self.stays:
+            return True
+        return not _without_gaps(tensor) or _is_parameter(tensor)
+
+
+class ActivationOffload:
+    """See the module's docstring. All layers of a model share one."""
+
+    def __init__(self) -> None:
+        self.offloader = Offloader()
+
+    @contextmanager
+    def layer(self, device: torch.device, lane_number: int = 0) -> Iterator[None]:
+        """Around the forward of one layer.
+
+        Args:
+            device: of the layer.
+            lane_number: which layers follow each other, as of `Offloader.put`."""
+        if not torch.is_grad_enabled():
+            yield
+            return
+        self.offloader.staging(None, lane_number)
+        layer = _Layer(device)
+        token = _inside.set(layer)
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(layer.pack, self._unpack):
+                yield
+        finally:
+            _inside.reset(token)
+        if layer.tensors:
+            layer.away = self.offloader.put([Rows(tensor, 0) for tensor in layer.tensors], lane_number)
+            layer.tensors, layer.numbers = [], {}
+
+    def _unpack(self, packed: torch.Tensor | _Packed) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        layer = packed.layer
+        if layer.away and not layer.back:
+            layer.back = self.offloader.get(layer.away)
+        # Else it is a backward inside the forward.
+        flat = layer.back[packed.number].data if layer.away else layer.tensors[packed.number]
+        return flat.as_strided(packed.shape, packed.stride)
+
+
+_inside: ContextVar[_Layer | None] = ContextVar("carpool_offloaded_layer", default=None)
+
+
+def stay_on_device(tensors: Iterable[torch.Tensor | None]) -> None:
+    """In a layer whose activations are offloaded: these are not, if autograd saves them."""
+    layer = _inside.get()
+    if layer is not None:
+        layer.stays.update(tensor.untyped_storage().data_ptr() for tensor in tensors if tensor is not None)
+
+
+def _without_gaps(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill a range of memory, in any order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    """Whether it is a parameter, as it is or in autocast's dtype, or a view of one. What FSDP has gathered is one."""
+    base = tensor if tensor._base is None else tensor._base
+    if isinstance(base, torch.nn.Parameter):
+        return True
+    function = base.grad_fn
+    if function is None or function.name() != "ToCopyBackward0":
+        return False
+    return hasattr(function.next_functions[0][0], "variable")
