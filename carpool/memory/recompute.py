@@ -13,8 +13,9 @@ experts kept then.
     again       attention   router   y, kept
     backward    of the ride, of the router, of attention
 
-It costs memory for y, rows and pre-activations; `recompute_experts` makes that y and the rows. Losses and gradients are
-the same, bit by bit. Experts that run a model's own forward are autograd's, not ours: they ride and compute again.
+It costs memory for y, rows and pre-activations; `KeptPolicies(hidden="recompute")` makes that y and rows. Losses and
+gradients are the same, bit by bit. Experts that run a model's own forward are autograd's, not ours: they ride and
+compute again.
 
 PyTorch's selective checkpointing would do it too, but watches every operation of the layer, at some 10 us each, and
 refuses layers that FSDP2 shards, whose second forward has other profiler ranges than the first (torch 2.13).

@@ -93,7 +93,7 @@ def test_resumes_as_if_nothing_had_happened(
     [["parallelism.dense=fsdp"], ["parallelism.ep_size=2"], ["parallelism.ep_size=2", "parallelism.dense=fsdp"],
      ["parallelism.ep_size=1"], ["parallelism.dp_replicate_size=2", "parallelism.ep_size=2"],
      ["moe.transport=alltoall", "memory.dense=recompute"], ["moe.schedule=chunks", "moe.chunks=2"],
-     ["moe.recompute_experts=true"], ["moe.experts=reference"]],
+     ["memory.hidden=recompute"], ["moe.experts=reference"]],
     ids=str,
 )  # fmt: skip
 def test_the_same_adapter_on_other_meshes(
