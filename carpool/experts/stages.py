@@ -85,7 +85,7 @@ class Stages:
         x_PH = gather_rows(x, pairs, self.dtype)
         h_PF = grouped_mm(x_PH, self._up_SHF, pairs.offsets_S)
         if weights.up_a_SQH is not None and weights.up_b_SFQ is not None:
-            h_PF += self._thin(self._thin(x_PH, weights.up_a_SQH, turned=True), weights.up_b_SFQ, turned=True)
+            self._add_thin(h_PF, self._thin(x_PH, weights.up_a_SQH, turned=True), weights.up_b_SFQ, turned=True)
         return activate(activation, h_PF, weights.up_bias_SF, pairs, arena if keep else None)
 
     def down(self, a_PF: torch.Tensor, part: int | None = None, out_PH: torch.Tensor | None = None) -> torch.Tensor:
@@ -94,7 +94,7 @@ class Stages:
         y_PH = self._product(self.choices.down, a_PF, down_SHF, transposed, self._down_SFH, part, out_PH)
         down_a_SQF, down_b_SHQ = self.weights.down_a_SQF, self.weights.down_b_SHQ
         if down_a_SQF is not None and down_b_SHQ is not None:
-            y_PH += self._thin(self._thin(a_PF, down_a_SQF, turned=True), down_b_SHQ, turned=True)
+            self._add_thin(y_PH, self._thin(a_PF, down_a_SQF, turned=True), down_b_SHQ, turned=True)
         return y_PH
 
     def dy(self, dpartial: Rows) -> torch.Tensor:
@@ -126,7 +126,7 @@ class Stages:
         dA_PF = grouped_mm(dy_PH, self._down_SFH.transpose(1, 2), pairs.offsets_S)
         if down_a_SQF is not None and down_b_SHQ is not None:
             self._du_down_PQ = self._thin(dy_PH, down_b_SHQ)
-            dA_PF += self._thin(self._du_down_PQ, down_a_SQF)
+            self._add_thin(dA_PF, self._du_down_PQ, down_a_SQF)
         return activate_backward(activation, h, dA_PF, dy_PH, weights.down_bias_SH, weight_RJ, pairs, wants_scaled)
 
     def dx(self, dh_PF1: torch.Tensor, part: int | None = None, out_PH: torch.Tensor | None = None) -> torch.Tensor:
@@ -136,7 +136,7 @@ class Stages:
         dx_PH = self._product(self.choices.dx, dh_PF1, up_SFH, not transposed, weight_SKN, part, out_PH)
         if self.weights.up_a_SQH is not None and self.weights.up_b_SFQ is not None:
             self._du_up_PQ = self._thin(dh_PF1, self.weights.up_b_SFQ)
-            dx_PH += self._thin(self._du_up_PQ, self.weights.up_a_SQH)
+            self._add_thin(dx_PH, self._du_up_PQ, self.weights.up_a_SQH)
         return dx_PH
 
     def up_adapter_gradients(self, dh_PF1: torch.Tensor, x: Rows) -> OfAdapter:
@@ -176,6 +176,18 @@ class Stages:
             return self._outer(way, dpartial, scaled_a_PF, not self.function.transposed)
         ddown = grouped_outer(self.dy(dpartial), scaled_a_PF, self.pairs.offsets_S)
         return ddown.transpose(1, 2) if self.function.transposed else ddown
+
+    def _add_thin(
+        self, out_PO: torch.Tensor, rows_PQ: torch.Tensor, factor: torch.Tensor, turned: bool = False
+    ) -> None:
+        """Add what `_thin` gives. On GPUs in one pass over the rows that are there."""
+        pairs = self.pairs
+        if sides.on_gpu(out_PO) and out_PO.dtype != torch.float64 and pairs.order_P.numel() and pairs.offsets_S.numel():
+            from carpool.experts import adapter_kernels
+
+            adapter_kernels.add_thin(out_PO, rows_PQ, factor, turned, self._tiles()[0])
+        else:
+            out_PO += self._thin(rows_PQ, factor, turned)
 
     def _product(
         self,

@@ -115,11 +115,13 @@ def _inject(tuner: Any, inject: Any, model: Any, adapter_name: str, *args: Any, 
 @contextmanager
 def _whole_weights() -> Iterator[None]:
     """Inside, adapters of sharded weights are as large as those of whole ones (peft takes copies of a sharded model for
-    tensor parallelism), and DoRA starts from norms of whole weights. All ranks together."""
+    tensor parallelism), DoRA starts from norms of whole weights, and sharded modules can be copied (PyTorch's own way
+    copies the memory of a DTensor, which has none). All ranks together."""
     from peft.tuners import lora
 
     dora: Any = lora.dora
     layer: Any = lora.layer
+    sharded: Any = DTensor
     read, sizes = dora.dequantize_module_weight, layer._get_in_out_features
 
     def whole(module: nn.Module) -> torch.Tensor:
@@ -129,11 +131,17 @@ def _whole_weights() -> Iterator[None]:
     def whole_sizes(module: nn.Module) -> Any:
         return (module.in_features, module.out_features) if isinstance(module, nn.Linear) else sizes(module)
 
+    def copied(tensor: Any, memo: dict[int, Any]) -> Any:
+        memo[id(tensor)] = nn.Parameter(tensor.detach().clone(), requires_grad=tensor.requires_grad)
+        return memo[id(tensor)]
+
     dora.dequantize_module_weight, layer._get_in_out_features = whole, whole_sizes
+    sharded.__deepcopy__ = copied
     try:
         yield
     finally:
         dora.dequantize_module_weight, layer._get_in_out_features = read, sizes
+        del sharded.__deepcopy__
 
 
 def _adapter_parameters(model: nn.Module) -> list[dict[str, nn.Parameter | None]]:

@@ -75,6 +75,10 @@ def find_source(path: Path) -> Source:
         read_config(path)  # says what the folder lacks
         return Source(path, path, None, None, Text(path))
     config = load_config(path / "config.toml")
+    if config.adapter.kind is not None:
+        raise ValueError(
+            f"{path} has trained an adapter, not a model: ask what `carpool merge {path} --out DIR` writes"
+        )
     text = Text(path / SOURCE)
     # Not training.output_dir: the run may have been moved since.
     if (latest := CheckpointManager(path).latest()) is not None:

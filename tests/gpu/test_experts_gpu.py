@@ -123,6 +123,16 @@ def test_sizes_of_a_real_layer(skewed: bool, way: str) -> None:
     check(problem, 3e-2, choices=Choices.all(way))
 
 
+@pytest.mark.parametrize("way", ["library", "flat"])
+@pytest.mark.parametrize("ranks", [(16, 16), (8, 0), (0, 64)])
+def test_adapters_of_frozen_experts(ranks: tuple[int, int], way: str) -> None:
+    for sizes, activation in (((256, 136), "SwiGLU"), ((64, 40), "gelu")):
+        problem = ExpertProblem(
+            routed(2000, 4, 7), *sizes, ACTIVATIONS[activation], True, torch.bfloat16, way == "flat", ranks, True
+        )
+        check(problem, 3e-2, choices=Choices.all(way))
+
+
 def test_choices_are_measured_and_give_the_same_answer() -> None:
     problem = ExpertProblem(routed(2000, 4, 7), 256, 136, ACTIVATIONS["SwiGLU"], False, torch.bfloat16)
     measured = measure_choices(2000, 256, 136, 7, 4, problem.function, torch.device("cuda"), repeats=2)

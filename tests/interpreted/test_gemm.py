@@ -23,7 +23,15 @@ from tests.experts_problem import ACTIVATIONS, PATTERNS, ExpertProblem, draw_slo
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
 
-from carpool.experts import dact_kernels, gemm_tiles, outer_kernels, product_kernels, table_kernels, up_kernels
+from carpool.experts import (
+    adapter_kernels,
+    dact_kernels,
+    gemm_tiles,
+    outer_kernels,
+    product_kernels,
+    table_kernels,
+    up_kernels,
+)
 from carpool.experts.gemm_tiles import Tiling
 from tests.interpreted.test_experts import close, kernels, nan_in_fresh_memory  # noqa: F401
 
@@ -34,7 +42,7 @@ TINY = Tiling(columns=32, warps=4, stages=2, depth=16)
 def tiny_tiles() -> Iterator[None]:
     with ExitStack() as patches:
         patches.enter_context(kernels())
-        for module in (gemm_tiles, up_kernels, product_kernels, dact_kernels, outer_kernels):
+        for module in (gemm_tiles, up_kernels, product_kernels, dact_kernels, outer_kernels, adapter_kernels):
             patches.enter_context(mock.patch.multiple(module, TILE_ROWS=16, BAND=2))
         patches.enter_context(mock.patch.dict(gemm_tiles.TILINGS, {"wide": TINY, "flat": TINY, "square": TINY}))
         yield
@@ -81,7 +89,7 @@ def test_one_fused_stage_among_the_librarys(stage: str) -> None:
     problem.check(got, 5e-6, all_rows=False)
 
 
-@pytest.mark.parametrize("ranks", [(8, 4), (0, 8), (8, 0)])
+@pytest.mark.parametrize("ranks", [(8, 4), (0, 19), (8, 0)])
 def test_adapters(ranks: tuple[int, int]) -> None:
     """Beside fused down and dx; up and dact take the library's side, whatever was chosen for them."""
     function, transposed = ACTIVATIONS["gpt-oss"], ranks[0] == 0

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from carpool.cli import app
+from carpool.serve.source import find_source
 from carpool.train.config import load_config
 from carpool.train.run.adapter import resolve_targets
 from tests.hf.tiny_models import discover, tiny_model
@@ -93,7 +94,7 @@ def test_resumes_as_if_nothing_had_happened(
     [["parallelism.dense=fsdp"], ["parallelism.ep_size=2"], ["parallelism.ep_size=2", "parallelism.dense=fsdp"],
      ["parallelism.ep_size=1"], ["parallelism.dp_replicate_size=2", "parallelism.ep_size=2"],
      ["moe.transport=alltoall", "memory.dense=recompute"], ["moe.schedule=chunks", "moe.chunks=2"],
-     ["memory.hidden=recompute"], ["moe.experts=reference"]],
+     ["memory.hidden=recompute", "memory.experts=host"], ["moe.experts=reference"]],
     ids=str,
 )  # fmt: skip
 def test_the_same_adapter_on_other_meshes(
@@ -142,6 +143,8 @@ def test_merges_into_a_model_for_plain_transformers(base: Path, reference: Path,
     assert gone.exit_code == 1 and "has no adapter" in gone.output
     export = CliRunner().invoke(app, ["export", str(reference), "--out", str(tmp_path / "other")])
     assert export.exit_code == 1 and "carpool merge" in export.output
+    with pytest.raises(ValueError, match="carpool merge"):
+        find_source(reference)
 
 
 @pytest.mark.parametrize(
