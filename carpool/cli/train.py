@@ -95,7 +95,8 @@ def train(
 
             find_transport(compare)
         if find_world(os.environ) is None:
-            read_data(settings)  # once, with its errors, while there are no ranks
+            with Console(stderr=True).status("reading data"):
+                read_data(settings)  # once, with its errors, while there are no ranks
         run(settings, "carpool.train.run.loop:train", debug=debug, compare=compare, command=command())
 
 

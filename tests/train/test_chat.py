@@ -12,7 +12,7 @@ from rich.console import Console
 from carpool.cli.train import read_data
 from carpool.train.config import load_config
 from carpool.train.config.schema import DataSection
-from carpool.train.data.chat import Chat
+from carpool.train.data.chat import Chat, Conversation
 from carpool.train.data.corpus import Corpus, prepare
 from carpool.train.data.show import show
 from carpool.train.data.tokenizer import BytesTokenizer
@@ -51,7 +51,7 @@ def encode(messages: list[dict[str, Any]], template: str = TEMPLATE, tools: Any 
     """The stretches of text that are learned, of each example."""
     pretrained = make_tokenizer(template)
     found = []
-    for ids, learned in Chat(DataSection(**data), pretrained).encode(messages, tools, "here"):
+    for ids, learned in Chat(DataSection(**data), pretrained).encode([Conversation(messages, tools, "here")]):
         assert len(ids) == len(learned)
         stretches: list[list[int]] = []
         for place, (token, mark) in enumerate(zip(ids, learned, strict=True)):
@@ -143,6 +143,13 @@ def test_lines_tables_and_datasets_give_the_same_examples(folder: Path, tmp_path
     apart = corpus(folder, jsonl, turns="apart")
     answers = sum(message["role"] == "assistant" for row in ROWS for message in row["messages"])
     assert len(examples(apart)) == answers > len(ROWS) == apart.train_documents
+
+
+def test_documents_may_be_examples_too(folder: Path, tmp_path: Path) -> None:
+    path = lines(tmp_path / "a.jsonl", {"text": "ab"}, {"text": " "}, {"text": "cde"})
+    found = corpus(folder, path, packing="examples")
+    assert examples(found) == [([97, 98, 256], [True] * 3), ([99, 100, 101, 256], [True] * 4)]
+    assert corpus(folder, path).train_marks is None
 
 
 def test_prompts_are_texts_or_messages(folder: Path, tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from carpool.train.config.schema import DataSection
 from carpool.train.data.pretrained import fingerprint_of
@@ -58,6 +58,23 @@ def check_messages(messages: Any, field: str, where: str) -> Messages:
     return messages
 
 
+class Conversation(NamedTuple):
+    """Messages, tools that they may call, and where they stand. Answers before message `first` are not learned."""
+
+    messages: Messages
+    tools: list[Any] | None
+    where: str
+    first: int = 0
+
+
+class _Example(NamedTuple):
+    """What is known of an example before there are tokens: which messages are learned, and texts to be tokenized."""
+
+    conversation: Conversation
+    answers: list[int]
+    texts: list[str]
+
+
 class Chat:
     """Turns conversations into tokens and marks of what is learned.
 
@@ -87,17 +104,24 @@ class Chat:
         settings = json.dumps([template, self._options, data.loss, data.turns], sort_keys=True)
         self.fingerprint = fingerprint_of(pretrained) + hashlib.sha256(settings.encode()).hexdigest()
 
-    def encode(
-        self, messages: Messages, tools: list[Any] | None, where: str, first: int = 0
-    ) -> Iterator[tuple[list[int], list[bool]]]:
-        """(tokens, which are learned) of a conversation; with `data.turns = "apart"`, of each of its answers.
+    def encode(self, conversations: Iterable[Conversation]) -> Iterator[tuple[list[int], list[bool]]]:
+        """(tokens, which are learned) of each conversation; with `data.turns = "apart"`, of each of its answers.
 
-        Args:
-            first: answers before this message are not learned.
+        Texts of many conversations go to the tokenizer at once, because it then uses all cores.
 
         Raises:
-            ValueError: there is no answer, the template cannot write this conversation, or answers cannot be found.
+            ValueError: there is no answer, the template cannot write a conversation, or answers cannot be found.
         """
+        examples = [example for conversation in conversations for example in self._examples(conversation)]
+        ids = iter(self._tokens([text for example in examples for text in example.texts]))
+        for example in examples:
+            if self._marked and self._loss == "answers":
+                yield self._by_marks(example, [next(ids) for _ in example.texts])
+            else:
+                yield self._by_prefixes(example, [next(ids) for _ in example.texts])
+
+    def _examples(self, conversation: Conversation) -> Iterator[_Example]:
+        messages, tools, where, first = conversation
         answers = [i for i, message in enumerate(messages) if message["role"] == ANSWERS and i >= first]
         if not answers:
             roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
@@ -107,36 +131,43 @@ class Chat:
             )
         if self._apart:
             for answer in answers:
-                yield self._encode(messages[: answer + 1], tools, where, [answer], answer)
+                yield self._example(Conversation(messages[: answer + 1], tools, where, answer), [answer])
         else:
-            yield self._encode(messages, tools, where, answers, first)
+            yield self._example(conversation, answers)
 
-    def _encode(
-        self, messages: Messages, tools: list[Any] | None, where: str, answers: list[int], first: int
-    ) -> tuple[list[int], list[bool]]:
+    def _example(self, conversation: Conversation, answers: list[int]) -> _Example:
+        """What the template writes of the whole, and, where that is needed, before and after each answer."""
+        messages, tools, where, first = conversation
+        texts = [self._write(messages, tools, where)]
         if self._loss == "all":
-            (ids,) = self._tokens([self._write(messages, tools, where)])
-            return ids, [True] * len(ids)
+            return _Example(conversation, [], texts)
         if self._marked:
-            ids, learned = self._marks(messages, tools, where)
-            if first:
-                before = self._write(messages[:first], tools, where, prompt=True)
-                (prompt,) = self._tokens([before])
-                self._check_prefix(prompt, ids, where, first, before, self._write(messages, tools, where))
-                learned = [mark and place >= len(prompt) for place, mark in enumerate(learned)]
-            if not any(learned):
-                raise ValueError(f"{where}: the {{% generation %}} marks of the chat template enclose no token")
-            return ids, learned
+            before = [self._write(messages[:first], tools, where, prompt=True)] if first else []
+            return _Example(conversation, answers, texts + before)
         if answers[0] == 0:
             raise ValueError(f"{where}: the first message is an answer, before which nothing is asked; leave it out")
-        texts = [self._write(messages, tools, where)]
         for answer in answers:
             texts.append(self._write(messages[:answer], tools, where, prompt=True))
             is_last = answer == len(messages) - 1
             texts.append(texts[0] if is_last else self._write(messages[: answer + 1], tools, where))
-        ids, *parts = self._tokens(texts)
-        learned = [False] * len(ids)
-        for place, answer in enumerate(answers):
+        return _Example(conversation, answers, texts)
+
+    def _by_marks(self, example: _Example, tokens: list[list[int]]) -> tuple[list[int], list[bool]]:
+        messages, tools, where, first = example.conversation
+        found = self._apply(messages, tools, where, return_dict=True, return_assistant_tokens_mask=True)
+        ids, learned = list(found["input_ids"]), [bool(mark) for mark in found["assistant_masks"]]
+        if first:
+            self._check_prefix(tokens[1], ids, where, first, example.texts[1], example.texts[0])
+            learned = [mark and place >= len(tokens[1]) for place, mark in enumerate(learned)]
+        if not any(learned):
+            raise ValueError(f"{where}: the {{% generation %}} marks of the chat template enclose no token")
+        return ids, learned
+
+    def _by_prefixes(self, example: _Example, tokens: list[list[int]]) -> tuple[list[int], list[bool]]:
+        where, texts = example.conversation.where, example.texts
+        ids, *parts = tokens
+        learned = [self._loss == "all"] * len(ids)
+        for place, answer in enumerate(example.answers):
             before_ids, after_ids = parts[2 * place], parts[2 * place + 1]
             before, after = texts[1 + 2 * place], texts[2 + 2 * place]
             self._check_prefix(before_ids, after_ids, where, answer, before, after)
@@ -170,10 +201,6 @@ class Chat:
         """What the template makes of these messages."""
         return self._apply(messages, tools, where, add_generation_prompt=prompt, tokenize=False)  # type: ignore[no-any-return]
 
-    def _marks(self, messages: Messages, tools: list[Any] | None, where: str) -> tuple[list[int], list[bool]]:
-        found = self._apply(messages, tools, where, return_dict=True, return_assistant_tokens_mask=True)
-        return list(found["input_ids"]), [bool(mark) for mark in found["assistant_masks"]]
-
     def _apply(self, messages: Messages, tools: list[Any] | None, where: str, **how: Any) -> Any:
         import jinja2
 
@@ -190,6 +217,8 @@ class Chat:
             ) from None
 
     def _tokens(self, texts: list[str]) -> list[list[int]]:
+        if not texts:
+            return []
         found: list[list[int]] = self._tokenizer(texts, add_special_tokens=False)["input_ids"]
         return found
 

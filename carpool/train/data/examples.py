@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from carpool.train.config.schema import DataSection
-from carpool.train.data.chat import Chat, check_messages
+from carpool.train.data.chat import Chat, Conversation, check_messages
 from carpool.train.data.formats import TOOLS, Format
 from carpool.train.data.pretrained import fingerprint_of, load_pretrained
 from carpool.train.data.rows import Row
@@ -102,10 +102,12 @@ class Conversations:
         self.fingerprint, self.vocab_size = self._chat.fingerprint, len(pretrained)
 
     def encode(self, rows: Sequence[Row]) -> Iterator[Example]:
-        for row in rows:
-            messages = check_messages(row.fields[self._field], self._field, row.where)
-            for ids, learned in self._chat.encode(messages, _tools(row), row.where):
-                yield _example(ids, learned)
+        conversations = (
+            Conversation(check_messages(row.fields[self._field], self._field, row.where), _tools(row), row.where)
+            for row in rows
+        )
+        for ids, learned in self._chat.encode(conversations):
+            yield _example(ids, learned)
 
     def size(self, row: Row) -> int:
         return len(str(row.fields[self._field])) + 1
@@ -142,7 +144,8 @@ class Prompts:
                 before = check_messages(prompt, self._prompt, row.where)
                 messages = [*before, *check_messages(completion, self._completion, row.where)]
                 self._chat = self._chat or Chat(self._data, self._pretrained)
-                for ids, learned in self._chat.encode(messages, _tools(row), row.where, len(before)):
+                conversation = Conversation(messages, _tools(row), row.where, len(before))
+                for ids, learned in self._chat.encode([conversation]):
                     yield _example(ids, learned)
             else:
                 raise ValueError(
