@@ -1,0 +1,75 @@
+"""Packed documents on a GPU: as if each were alone, in the attention that the trainer takes, and in captured steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from carpool.hf.packed import one_row_only
+from carpool.train.data.sequences import IGNORED
+from carpool.train.run.step import Objective
+from examples.tiny_chat_model import CONVERSATIONS, write
+from tests.gpu.ranks import needs
+from tests.gpu.test_graphs_gpu import lines
+from tests.hf.tiny_models import VOCAB_SIZE, discover, tiny_model
+
+# Of two rows of 64.
+LENGTHS = [37, 3, 24, 47, 17]
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("attention", ["sdpa", "flash_attention_2"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "olmoe", "mixtral"])
+def test_the_loss_of_packed_documents_is_the_sum_of_theirs(name: str, attention: str) -> None:
+    if attention != "sdpa":
+        pytest.importorskip("flash_attn")
+    model = tiny_model(discover()[name], max_position_embeddings=128, sliding_window=None).to("cuda", torch.bfloat16)
+    model.set_attn_implementation(attention)
+    assert one_row_only(model) == (attention != "sdpa")
+    objective = Objective(model, top_k=2, aux_coef=0.0, dp_size=1, autocast=None)
+    generator = torch.Generator().manual_seed(0)
+    documents = [torch.randint(3, VOCAB_SIZE, (length,), generator=generator) for length in LENGTHS]
+    ids_BL = torch.cat(documents).view(2, 64).cuda()
+    positions_BL = torch.cat([torch.arange(length) for length in LENGTHS]).view(2, 64).cuda()
+    labels_BL = ids_BL.masked_fill(positions_BL == 0, IGNORED)
+    packed_batch = {
+        "input_ids": ids_BL,
+        "labels": labels_BL,
+        "position_ids": positions_BL,
+        "padding": torch.zeros_like(ids_BL, dtype=torch.bool),
+    }
+    with torch.no_grad():
+        together = objective.forward(packed_batch)[0].item()
+        alone = [objective.forward({"input_ids": one, "labels": one})[0].item() for one in rows(documents)]
+        wrong = objective.forward({"input_ids": ids_BL, "labels": labels_BL})[0].item()
+    assert together == pytest.approx(sum(alone), rel=5e-3)
+    assert wrong != pytest.approx(sum(alone), rel=5e-3)
+
+
+def rows(documents: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [document[None].cuda() for document in documents]
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(560)
+@needs(2)
+def test_captured_steps_on_conversations_are_eager_ones(tmp_path: Path) -> None:
+    write(tmp_path / "tiny")
+    settings = (
+        f"model.path={tmp_path}/tiny",
+        f"data.train={CONVERSATIONS}",
+        f"data.cache_dir={tmp_path}/cache",
+        "data.sequence_length=512",
+        "training.per_device_train_batch_size=1",
+        "training.per_device_eval_batch_size=1",
+        "training.gradient_accumulation_steps=2",
+        "training.learning_rate=1e-3",
+        "moe.router_aux_loss_coef=0.02",
+    )
+    eager = lines(tmp_path / "eager", *settings, "training.cuda_graphs=off")
+    captured = lines(tmp_path / "captured", *settings, "training.cuda_graphs=on")
+    losses = [[line["loss"] for line in found if line["kind"] == "train"] for found in (eager, captured)]
+    assert losses[0] == losses[1] and losses[0][-1] < losses[0][0]
