@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self
 
-from carpool.train.config import nearest
+from carpool.plugins.nearest import nearest
 
 DTYPES = ("bfloat16", "float16", "float32")
 

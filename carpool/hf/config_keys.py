@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import difflib
 import inspect
 import sys
 import textwrap
@@ -27,6 +26,8 @@ from typing import Any
 import transformers
 from transformers import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from carpool.plugins.nearest import nearest_names
 
 # Spellings of rotary settings that Transformers still takes and folds into `rope_parameters`.
 _ROPE_KEYS = ("rope_theta", "rope_scaling", "partial_rotary_factor")
@@ -97,7 +98,7 @@ def check_keys(
 
 def suggestion(name: str, known: Iterable[str]) -> str:
     """A question for the end of a refusal, or nothing if no known name is near."""
-    matches = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+    matches = nearest_names(name, known, cutoff=0.5)
     return f"; did you mean {' or '.join(repr(match) for match in matches)}?" if matches else ""
 
 

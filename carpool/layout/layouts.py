@@ -11,13 +11,13 @@ or, for all layers alike, what `ExpertLayout.save` writes: `{"homes": ..., "slot
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from carpool.layout.expert_layout import ExpertLayout
+from carpool.plugins.nearest import nearest
 
 
 class Layouts(Mapping[str, ExpertLayout]):
@@ -60,10 +60,10 @@ class Layouts(Mapping[str, ExpertLayout]):
             return self.same
         if layer in self._layers:
             return self._layers[layer]
-        near = difflib.get_close_matches(layer, self._layers, n=1, cutoff=0)
+        near = nearest(layer, self._layers, cutoff=0)
         raise ValueError(
             f"{self._prefix}no layout for layer {layer!r}; there are {len(self._layers)} layers"
-            + (f", the nearest name is {near[0]!r}" if near else "")
+            + (f", the nearest name is {near!r}" if near else "")
         )
 
     def __contains__(self, layer: object) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
+
+from carpool.plugins.nearest import nearest
 
 FOLDERS = "CARPOOL_RECIPES"
 Kind = Literal["placement", "routing", "schedule", "memory"]
@@ -64,8 +65,8 @@ def path_of(name: str) -> Path:
         return known[name]
     if path.suffix == ".toml" and path.is_file():
         return path
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    near = nearest(name, known, cutoff=0.4)
+    hint = f"; did you mean {near!r}?" if near else ""
     raise ValueError(
         f"there is no recipe {name!r}{hint} Recipes: {', '.join(sorted(known))}; or give the path of a .toml"
     )

@@ -14,7 +14,6 @@ A mechanism that is not there may stand in a recipe's `missing` alone, and one t
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterable, Mapping
@@ -26,6 +25,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from carpool.experts import EXPERTS
 from carpool.placement.solvers import solver_names
+from carpool.plugins.nearest import nearest
 from carpool.recipes.files import Recipe
 from carpool.recipes.resolve import in_effect, resolve
 from carpool.train.config.schema import keys
@@ -154,9 +154,9 @@ def check(recipe: Recipe) -> None:
 
 
 def _hint(mechanism: str) -> str:
-    near = difflib.get_close_matches(mechanism, SWITCHES, n=1)
+    near = nearest(mechanism, SWITCHES)
     known = (*SWITCHES, *(f"{kind}:NAME" for kind in KINDS))
-    return f"did you mean {near[0]}?" if near else f"known are {', '.join(known)}"
+    return f"did you mean {near}?" if near else f"known are {', '.join(known)}"
 
 
 def _found(settings: Mapping[str, Any], setting: str) -> Any:
@@ -187,8 +187,8 @@ def _refused(setting: str, value: Any) -> str | None:
             return None
     except ValidationError:
         pass
-    near = difflib.get_close_matches(str(value), [one for one in known if isinstance(one, str)], n=1)
-    return f"{section}.{key} takes no {value!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+    near = nearest(str(value), [one for one in known if isinstance(one, str)])
+    return f"{section}.{key} takes no {value!r}" + (f"; did you mean {near!r}?" if near else "")
 
 
 def _lost(code: str) -> str | None:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from carpool.bench.options import one_of
-from carpool.train.config import Config, load_config, nearest
+from carpool.plugins.nearest import nearest
+from carpool.train.config import Config, load_config
 from carpool.train.config.published import read_keys
 from carpool.train.config.schema_base import toml_value
 

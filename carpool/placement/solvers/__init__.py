@@ -24,7 +24,6 @@ A solver is a function from a `Problem` to an `ExpertLayout`, the same for the s
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -40,6 +39,7 @@ from carpool.placement.solvers.search import search
 from carpool.placement.trace import Array, LayerTrace
 from carpool.planner.cost import CostModel
 from carpool.plugins import Registry
+from carpool.plugins.nearest import nearest
 
 __all__ = [
     "SOLVERS",
@@ -175,6 +175,6 @@ def check_solver(name: str) -> None:
     """Raise ValueError, with the nearest name, if there is no such solver."""
     known = solver_names()
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        near = nearest(name, known, cutoff=0.4)
+        hint = f"; did you mean {near!r}?" if near else ""
         raise ValueError(f"there is no solver {name!r}{hint}. Solvers: {', '.join(SOLVERS)}, or NAME+search")

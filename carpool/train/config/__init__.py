@@ -2,6 +2,5 @@
 
 from carpool.train.config.load import describe, load_config, resolve_config
 from carpool.train.config.schema import Config, ParallelismSection, TrainingSection
-from carpool.train.config.schema_base import nearest
 
-__all__ = ["Config", "ParallelismSection", "TrainingSection", "describe", "load_config", "nearest", "resolve_config"]
+__all__ = ["Config", "ParallelismSection", "TrainingSection", "describe", "load_config", "resolve_config"]

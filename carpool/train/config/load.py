@@ -23,6 +23,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from carpool.plugins.nearest import nearest
 from carpool.train.config.fine_tuning import FROM_DEMO, defaults, source_of_default
 from carpool.train.config.published import FROM
 from carpool.train.config.schema import (
@@ -35,7 +36,7 @@ from carpool.train.config.schema import (
     keys,
 )
 from carpool.train.config.schema_adapter import AdapterSection
-from carpool.train.config.schema_base import NONE_WORDS, nearest, toml_value
+from carpool.train.config.schema_base import NONE_WORDS, toml_value
 from carpool.train.config.schema_moe import MoeSection, NvlinkSection
 from carpool.train.config.schema_placement import PlacementSection
 
@@ -52,7 +53,6 @@ __all__ = [
     "TrainingSection",
     "describe",
     "load_config",
-    "nearest",
     "resolve_config",
 ]
 

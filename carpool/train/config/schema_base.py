@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Sequence
 from typing import Annotated, Any
 
 import tomli_w
@@ -17,11 +15,6 @@ def _texts(value: Any) -> Any:
     if isinstance(value, str):
         return () if value.lower() in NONE_WORDS else (value,)
     return tuple(value) if isinstance(value, list) else value
-
-
-def nearest(word: str, known: Sequence[str]) -> str | None:
-    """The known word closest to this one, or None if none is close."""
-    return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=0.6)), None)
 
 
 Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]

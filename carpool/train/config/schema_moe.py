@@ -10,10 +10,11 @@ from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, Valida
 
 from carpool.experts.choices import STAGES, WAYS
 from carpool.layout.topology import Topology
+from carpool.plugins.nearest import nearest
 from carpool.routing import DropOptions
 from carpool.routing.limit import LimitOptions
 from carpool.schedule import MAX_CHUNKS, Schedule
-from carpool.train.config.schema_base import Section, nearest
+from carpool.train.config.schema_base import Section
 
 
 def _stages(value: Any) -> Any:

@@ -7,7 +7,8 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from carpool.placement.solvers import solver_names
-from carpool.train.config.schema_base import Section, nearest
+from carpool.plugins.nearest import nearest
+from carpool.train.config.schema_base import Section
 
 
 class PlacementSection(Section):

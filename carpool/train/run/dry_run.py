@@ -16,7 +16,7 @@ import torch
 from carpool.parallel.degrees import Degrees
 from carpool.planner.hardware import HARDWARE, Hardware, hardware_of
 from carpool.planner.streaming import break_even_tokens
-from carpool.train.config import nearest
+from carpool.plugins.nearest import nearest
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import load_tokenizer
 from carpool.train.launch.start import local_ranks, use_cuda

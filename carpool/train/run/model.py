@@ -19,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 from carpool.hf.build import experts_modules, make_config, read_config
 from carpool.hf.sizes import TOP_K, check_sizes, first_key
 from carpool.parallel.degrees import Degrees
-from carpool.train.config import nearest
+from carpool.plugins.nearest import nearest
 from carpool.train.config.published import FROM, read_keys
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import Tokenizer

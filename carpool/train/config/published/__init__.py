@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from carpool.train.config.schema_base import nearest
+from carpool.plugins.nearest import nearest
 
 # The key under which a table of keys names what it changes.
 FROM = "from"
