@@ -43,6 +43,7 @@ from carpool.hf.layouts import set_layout
 from carpool.hf.limit import limit_routing
 from carpool.hf.offload import offload_layers
 from carpool.hf.replay import replay
+from carpool.hf.rollout import record_rollout
 from carpool.hf.shared import set_schedule
 from carpool.hf.trace import TraceRecorder
 
@@ -62,6 +63,7 @@ __all__ = [
     "install",
     "limit_routing",
     "offload_layers",
+    "record_rollout",
     "replay",
     "rides",
     "route_in_float32",

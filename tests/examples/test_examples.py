@@ -20,6 +20,7 @@ from tests.ranks import Ranks
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 SCRIPTS = ("layer", "transformers_trainer", "place_experts")
+WITH_TRL = ("trl_sft", "trl_dpo", "trl_grpo")
 RANKS_IMPORT = ("tests.hf.meshes", "carpool.hf", "transformers")
 
 
@@ -44,9 +45,9 @@ def _main(name: str) -> str:
 
 
 def _check(name: str, text: str) -> None:
-    """The loss falls; placement leaves fewer copies per token."""
+    """The loss falls; placement leaves fewer copies per token; what is rewarded becomes more."""
     pattern = r"copies per token ([0-9.]+) -> ([0-9.]+)" if name == "place_experts" else r"loss ([0-9.]+)"
-    found = re.findall(pattern, text)
+    found = re.findall(r"reward ([0-9.]+)", text)[::-1] if name == "trl_grpo" else re.findall(pattern, text)
     assert len(found) >= 2, text
     pairs = found if name == "place_experts" else [(found[0], found[-1])]
     assert all(float(after) < float(before) for before, after in pairs), text
@@ -58,8 +59,10 @@ def test_example(name: str, ranks: Ranks) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", [*SCRIPTS, *WITH_TRL])
 def test_example_under_torchrun(name: str) -> None:
+    if name in WITH_TRL:
+        pytest.importorskip("trl")
     text = (EXAMPLES / f"{name}.py").read_text()
     command = re.search(r"torchrun (.*)", text)
     assert command is not None
