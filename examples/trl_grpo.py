@@ -2,14 +2,15 @@
 
     torchrun --nproc-per-node 2 examples/trl_grpo.py
 
-Put the folder of your own checkpoint where `write_tiny_chat` stands. Needs trl: pip install 'carpool[rl]'.
+Put the folder of your own checkpoint where `on_rank_0(write)` stands. Needs trl: pip install 'carpool[rl]'.
 """
 
 import os
 
 import torch.distributed as dist
 from datasets import Dataset
-from tiny_chat import write_tiny_chat
+from tiny_chat_model import write
+from tiny_model import on_rank_0
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.distributed import DistributedConfig
 from trl import GRPOConfig, GRPOTrainer
@@ -36,7 +37,7 @@ class ReplayingGRPOTrainer(GRPOTrainer):
 
 
 dist.init_process_group("gloo")  # with GPUs: "nccl"
-ranks, folder = dist.get_world_size(), write_tiny_chat()
+ranks, folder = dist.get_world_size(), on_rank_0(write)
 spread = DistributedConfig(fsdp_size=ranks, ep_size=ranks, ep_implementation="carpool")
 arguments = GRPOConfig(
     output_dir=f"{folder}/out", max_steps=STEPS, per_device_train_batch_size=8, num_generations=8, beta=0.0,

@@ -2,14 +2,15 @@
 
     torchrun --nproc-per-node 2 examples/trl_sft.py
 
-Put the folder of your own checkpoint where `write_tiny_chat` stands. Needs trl: pip install 'carpool[rl]'.
+Put the folder of your own checkpoint where `on_rank_0(write)` stands. Needs trl: pip install 'carpool[rl]'.
 """
 
 import os
 
 import torch.distributed as dist
 from datasets import Dataset
-from tiny_chat import write_tiny_chat
+from tiny_chat_model import write
+from tiny_model import on_rank_0
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.distributed import DistributedConfig
 from trl import SFTConfig, SFTTrainer
@@ -21,7 +22,7 @@ STEPS = int(os.environ.get("STEPS", "10"))
 
 def main() -> None:
     dist.init_process_group("gloo")  # with GPUs: "nccl"
-    ranks, folder = dist.get_world_size(), write_tiny_chat()
+    ranks, folder = dist.get_world_size(), on_rank_0(write)
     model = AutoModelForCausalLM.from_pretrained(
         folder, distributed_config=DistributedConfig(fsdp_size=ranks, ep_size=ranks, ep_implementation="carpool")
     )
