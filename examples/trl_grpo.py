@@ -46,8 +46,10 @@ arguments = GRPOConfig(
 )  # fmt: skip
 trainer = ReplayingGRPOTrainer(
     AutoModelForCausalLM.from_pretrained(folder, distributed_config=spread),
-    # The share of characters that are digits.
-    lambda completions, **_: [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions],
+    # The share of characters that are letters.
+    lambda completions, **_: [
+        sum(c.isalpha() and c.isascii() for c in text) / max(len(text), 1) for text in completions
+    ],
     arguments,
     train_dataset=Dataset.from_dict({"prompt": [f"count from {n % 8}: " for n in range(128)]}),
     processing_class=AutoTokenizer.from_pretrained(folder),
