@@ -105,10 +105,14 @@ def test_batches_are_padded_by_a_document_of_padding() -> None:
     assert {name: value.dtype.is_floating_point for name, value in batch.items()} == dict.fromkeys(
         ("input_ids", "labels", "position_ids", "padding"), False
     )
-    for ids, labels, positions, padding in zip(*(batch[name].tolist() for name in batch), strict=True):
+    names = ("input_ids", "labels", "position_ids", "padding")
+    for ids, labels, positions, padding in zip(*(batch[name].tolist() for name in names), strict=True):
         size = padding.index(True) if True in padding else 12
         assert ids[size:] == [7] * (12 - size) and labels[size:] == [-100] * (12 - size)
         assert positions[size:] == list(range(12 - size)) and not any(padding[:size])
+    apart = train_sequences(make_corpus(), section(sequence_length=12, packing="off"))
+    (single,) = next(TrainLoader(apart, batch_size=3))
+    assert set(single) == {"input_ids", "labels", "padding"} and single["padding"].any()
     assert loader.targets == count_targets(batch["labels"]) and loader.tokens == int((~batch["padding"]).sum())
 
 

@@ -6,8 +6,8 @@ rank r of W takes r, r+W, r+2W, ... So the set of sequences in a step is the sam
 position in the stream is one number, and a checkpoint of it can be continued on another number of ranks. A batch may
 straddle two epochs; of a stream of tokens, only those after the last whole sequence are never trained on.
 
-A batch is a dictionary of (B, L) tensors on the CPU: `input_ids` and `labels`, int64; of packed sequences also
-`position_ids`, int64, and `padding`, bool, true where there is no token of an example. Padding is a document by itself.
+A batch is a dictionary of (B, L) tensors on the CPU: `input_ids` and `labels`, int64; of examples also `padding`, bool,
+true where there is no token of one; of packed ones also `position_ids`, int64. Padding is a document by itself.
 """
 
 from __future__ import annotations
@@ -178,18 +178,19 @@ def make_batch(sequences: Sequences, rows: Listed[Sequence], batch_size: int, pa
     """A batch of these rows, filled up where they lack tokens, and with empty rows where there are fewer."""
     ids_BL = np.full((batch_size, sequences.length), pad_id, dtype=np.int64)
     labels_BL = np.full_like(ids_BL, IGNORED)
+    padding_BL = np.ones(ids_BL.shape, dtype=bool)
     # Padding is numbered from 0, so that it is a document.
-    positions_BL = np.broadcast_to(np.arange(sequences.length), ids_BL.shape).copy() if sequences.packed else None
-    padding_BL = np.ones(ids_BL.shape, dtype=bool) if sequences.packed else None
+    positions_BL = np.broadcast_to(np.arange(sequences.length), ids_BL.shape).copy()
     for place, (ids, labels, positions) in enumerate(rows):
         size = len(ids)
-        ids_BL[place, :size], labels_BL[place, :size] = ids, labels
-        if positions_BL is not None and padding_BL is not None and positions is not None:
-            positions_BL[place, :size], padding_BL[place, :size] = positions, False
-            positions_BL[place, size:] = np.arange(sequences.length - size)
+        ids_BL[place, :size], labels_BL[place, :size], padding_BL[place, :size] = ids, labels, False
+        if positions is not None:
+            positions_BL[place, :size], positions_BL[place, size:] = positions, np.arange(sequences.length - size)
     batch = {"input_ids": torch.from_numpy(ids_BL), "labels": torch.from_numpy(labels_BL)}
-    if positions_BL is not None and padding_BL is not None:
-        batch |= {"position_ids": torch.from_numpy(positions_BL), "padding": torch.from_numpy(padding_BL)}
+    if sequences.padded:
+        batch["padding"] = torch.from_numpy(padding_BL)
+    if sequences.packed:
+        batch["position_ids"] = torch.from_numpy(positions_BL)
     return batch
 
 

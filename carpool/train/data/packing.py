@@ -66,8 +66,7 @@ def cut(marks: Marks, length: int, too_long: TooLong, key: str) -> Pieces:
             f"longest has {int(sizes.max()):,} tokens: raise data.sequence_length, or set data.too_long to truncate "
             "(their end is not learned) or split (their parts do not see each other)"
         )
-    before = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(marks.learned, dtype=np.int64)])
-    all_targets = _targets(before, start, sizes).sum()
+    all_targets = _targets(marks.learned, start, sizes).sum()
     if too_long == "split":
         step = length - 1
         # Pieces of an example: as many as its predictions need.
@@ -77,7 +76,7 @@ def cut(marks: Marks, length: int, too_long: TooLong, key: str) -> Pieces:
         start = np.repeat(start, counts) + number * step
         sizes = end - start
     sizes = np.minimum(sizes, length)
-    targets = _targets(before, start, sizes)
+    targets = _targets(marks.learned, start, sizes)
     learns = targets > 0
     if not learns.any():
         raise ValueError(
@@ -95,9 +94,15 @@ def cut(marks: Marks, length: int, too_long: TooLong, key: str) -> Pieces:
     )
 
 
-def _targets(before: NDArray[np.int64], start: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Learned tokens of each stretch, but its first, which nothing predicts. `before[i]`: learned ones before i."""
-    return before[start + sizes] - before[np.minimum(start + 1, start + sizes)]
+def _targets(learned: NDArray[np.bool_], start: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Learned tokens of each stretch but its first token, which nothing predicts."""
+    if not len(start):
+        return sizes
+    several = sizes > 1
+    # Sums from each place to the next, of which every other one is wanted; the last one goes to the end.
+    places = np.stack([start + several, start + sizes], axis=1).ravel()
+    sums = np.add.reduceat(learned, places[:-1] if places[-1] == len(learned) else places, dtype=np.int64)
+    return np.where(several, sums[::2], 0)
 
 
 def best_fit(lengths: NDArray[np.int64], size: int) -> list[list[int]]:

@@ -45,11 +45,13 @@ class Sequences(Protocol):
     Attributes:
         length: L; a sequence may have fewer tokens.
         packed: do sequences have positions?
+        padded: do they lack tokens in training too?
         fingerprint: equal for equal sequences.
     """
 
     length: int
     packed: bool
+    padded: bool
     fingerprint: str
 
     def __len__(self) -> int: ...
@@ -79,7 +81,7 @@ class Stream:
         partial: is a last sequence of fewer than L tokens one too?
     """
 
-    packed = False
+    packed = padded = False
 
     def __init__(self, tokens: NDArray[Any], length: int, fingerprint: str = "", *, partial: bool = False) -> None:
         self._array, self.length, self.fingerprint = tokens, length, fingerprint
@@ -119,6 +121,8 @@ class Examples:
     Raises:
         ValueError: as `carpool.train.data.packing.cut`.
     """
+
+    padded = True
 
     def __init__(self, corpus: Corpus, data: DataSection, *, held_out: bool = False) -> None:
         self._array, marks = (corpus.eval, corpus.eval_marks) if held_out else (corpus.train, corpus.train_marks)

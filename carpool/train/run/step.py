@@ -100,12 +100,12 @@ class Objective:
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Cross-entropy summed over this rank's tokens, and the balance loss; both float32 scalars."""
         device = batch["input_ids"].device
-        settings, padding_T = self.settings, None
+        settings, padding_BL = self.settings, batch.get("padding")
         if is_packed := "position_ids" in batch:
             if one_row_only(self.model):
                 # No label of a row's first token counts, so rows may follow each other.
                 batch = {name: value.view(1, -1) for name, value in batch.items()}
-            settings, padding_T = self.settings | packed_settings(self.model, batch["position_ids"]), batch["padding"]
+            settings = self.settings | packed_settings(self.model, batch["position_ids"])
         collected: AbstractContextManager[Any] = nullcontext()
         if self.router_logits is not None:
             collected = self.router_logits.collect()
@@ -114,7 +114,7 @@ class Objective:
             ce, _ = self.cross_entropy(batch["input_ids"], batch["labels"], **settings)
         if self.router_logits is None:
             return ce, None
-        padding_T = None if padding_T is None else padding_T.flatten()
+        padding_T = None if padding_BL is None else padding_BL.flatten()
         return ce, balance_loss(logits, self.top_k, per_layer=self.balance_layers, padding_T=padding_T)
 
     def cast(self, device: torch.device) -> AbstractContextManager[None]:
