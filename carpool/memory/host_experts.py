@@ -19,6 +19,11 @@ The memory of a parameter on the device is given back and taken again under the 
 whoever holds the parameter, or saved it for a backward, finds its values there when it is the layer's turn. The last
 layer of a forward stays for its backward, and the first layer of a backward for the next forward.
 
+A forward without a backward need not bring in experts that nobody chose. In generation a token chooses 8 of 128, say.
+With `chosen_only` a layer brings in those that its router has chosen, and while it computes, those of the next layer
+that are likely by what was chosen so far (`carpool.memory.next_experts`). A wrong guess costs time alone. Where tokens
+choose most of a layer's experts, as in a prompt, the layer comes whole.
+
 On a CPU the same code copies at once.
 """
 
@@ -34,12 +39,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from carpool.memory.host import host_zeros
+from carpool.memory.next_experts import NextExperts
 
 _ATTRIBUTE = "_carpool_host_experts"
 
 
 class _Weight:
-    """One parameter.
+    """One parameter, which moves to `device` if it is not there.
 
     Attributes:
         device: its memory on the device; without any while the parameter is away.
@@ -47,9 +53,10 @@ class _Weight:
         shard: the DTensor of the same memory, if the model is sharded.
     """
 
-    def __init__(self, whole: nn.Parameter, shard: nn.Parameter | None) -> None:
+    def __init__(self, whole: nn.Parameter, shard: nn.Parameter | None, device: torch.device) -> None:
         self.whole, self.shard = whole, shard
-        self.device: torch.Tensor = whole.detach()
+        self.device: torch.Tensor = whole.detach().to(device)
+        whole.data = self.device
         self.host = host_zeros(self.device.shape, self.device.dtype, self.device.device).copy_(self.device)
         self.size = self.device.untyped_storage().nbytes()
 
@@ -65,11 +72,13 @@ class _Layer:
         here: whether they are on the device, or on their way to it.
         ready: when they have come; None: the device has waited for that.
         gone: when their newest values are in host memory.
+        rows: experts that are here; None: all of them.
     """
 
     def __init__(self, weights: Sequence[_Weight]) -> None:
         self.weights = list(weights)
         self.here = True
+        self.rows: set[int] | None = None
         self.ready: Any = None
         self.gone: Any = None
 
@@ -81,9 +90,13 @@ class HostExperts:
         model: it is found again by `host_experts(model)`.
         modules: the experts modules, in the order of the forward, with the parameters that each of them has.
         shards: of parameters that are sharded: the DTensor by `storage_key`.
+        device: where they are computed with; None: where they are.
+        chosen_only: forwards without a backward bring in what is chosen. The modules are called with rows, choices and
+            weights, and choices are numbers of their own experts.
 
     Attributes:
         bytes_in, bytes_out: that have travelled so far.
+        predictor: with `chosen_only`, of the experts of the next layer.
         consuming: whether a backward's gradients are used for updates, so that parameters stay until `updated`.
 
     Raises:
@@ -91,27 +104,33 @@ class HostExperts:
     """
 
     def __init__(
-        self, model: nn.Module, modules: Sequence[nn.Module], shards: dict[int, nn.Parameter] | None = None
+        self,
+        model: nn.Module,
+        modules: Sequence[nn.Module],
+        shards: dict[int, nn.Parameter] | None = None,
+        device: torch.device | None = None,
+        chosen_only: bool = False,
     ) -> None:
         self.bytes_in = self.bytes_out = 0
         self.consuming = False
         shards = shards or {}
-        self._layers = [
-            _Layer([_Weight(p, shards.get(storage_key(p))) for p in module.parameters()]) for module in modules
-        ]
-        self._of: dict[int, int] = {}
-        for number, layer in enumerate(self._layers):
-            for weight in layer.weights:
-                if weight.size != weight.device.nbytes or weight.key in self._of:
-                    raise ValueError(
-                        "experts of two layers share memory, so they cannot come from host memory layer by layer "
-                        "(memory.experts)"
-                    )
-                self._of[weight.key] = number
-        device = self._layers[0].weights[0].device.device
+        device = device or next(modules[0].parameters()).device
         streams: list[Any] = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2)]
         self._into, self._out = streams
+        self.predictor = NextExperts() if chosen_only else None
+        self._layers: list[_Layer] = []
+        self._of: dict[int, int] = {}
+        parameters = [p for module in modules for p in module.parameters()]
+        sizes = {storage_key(p): p.untyped_storage().nbytes() for p in parameters}
+        if len(sizes) < len(parameters) or any(sizes[storage_key(p)] != p.nbytes for p in parameters):
+            raise ValueError(
+                "experts of two layers share memory, so they cannot come from host memory layer by layer "
+                "(memory.experts)"
+            )
         for number, module in enumerate(modules):
+            layer = _Layer([_Weight(p, shards.get(storage_key(p)), device) for p in module.parameters()])
+            self._layers.append(layer)
+            self._of |= {weight.key: number for weight in layer.weights}
             self._leave(number)
             module.register_forward_pre_hook(partial(self._before_forward, number))
             module.register_forward_hook(partial(self._after_forward, number))
@@ -119,9 +138,12 @@ class HostExperts:
 
     # -- the turn of a layer ---------------------------------------------------------------------------------------
 
-    def _before_forward(self, number: int, *_: Any) -> None:
-        # Activation checkpointing runs forwards in the backward.
-        self._enter(number, -1 if _in_backward() else 1)
+    def _before_forward(self, number: int, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self.predictor is not None and not torch.is_grad_enabled():
+            self._enter_chosen(number, args[1])
+        else:
+            # Activation checkpointing runs forwards in the backward.
+            self._enter(number, -1 if _in_backward() else 1)
 
     def _after_forward(self, number: int, _module: nn.Module, _args: Any, y_TH: torch.Tensor) -> None:
         if y_TH.requires_grad:
@@ -136,16 +158,35 @@ class HostExperts:
     def _enter(self, number: int, direction: int) -> None:
         """It is a layer's turn: it is here, and the next one is on its way. Those that were before it leave."""
         following = number + direction
+        self._leave_others(number, following)
+        self._fetch(number)
+        self._wait_for(number)
+        if 0 <= following < len(self._layers):
+            self._fetch(following)
+
+    @torch.no_grad()
+    def _enter_chosen(self, number: int, expert_TK: torch.Tensor) -> None:
+        """As `_enter`, of the experts that are chosen. The host waits for the router."""
+        assert self.predictor is not None
+        experts = self._layers[number].weights[0].whole.shape[0]
+        chosen = [expert for expert in expert_TK.unique().tolist() if 0 <= expert < experts]
+        self.predictor.saw(number, chosen)
+        self._leave_others(number, number + 1)
+        self._fetch(number, None if 2 * len(chosen) > experts else chosen)
+        self._wait_for(number)
+        if number + 1 < len(self._layers) and (likely := self.predictor.likely(number, chosen)):
+            self._fetch(number + 1, likely)
+
+    def _leave_others(self, number: int, following: int) -> None:
         for other, layer in enumerate(self._layers):
             if layer.here and other not in (number, following) and not self._waits(layer):
                 self._leave(other)
-        self._fetch(number)
+
+    def _wait_for(self, number: int) -> None:
         layer = self._layers[number]
         if layer.ready is not None:
             torch.cuda.current_stream().wait_event(layer.ready)
             layer.ready = None
-        if 0 <= following < len(self._layers):
-            self._fetch(following)
 
     def _waits(self, layer: _Layer) -> bool:
         """Whether a gradient has come that is still to be used."""
@@ -153,20 +194,28 @@ class HostExperts:
             p.grad is not None for weight in layer.weights for p in (weight.whole, weight.shard) if p is not None
         )
 
-    def _fetch(self, number: int) -> None:
-        """Begin to bring a layer in."""
+    def _fetch(self, number: int, rows: Iterable[int] | None = None) -> None:
+        """Begin to bring in of a layer what is not here. `rows`: these experts; None: all."""
         layer = self._layers[number]
-        if layer.here:
+        if not layer.here:
+            layer.here, layer.rows = True, set()
+            for weight in layer.weights:
+                weight.device.untyped_storage().resize_(weight.size)
+        if layer.rows is None:
             return
-        layer.here = True
-        for weight in layer.weights:
-            weight.device.untyped_storage().resize_(weight.size)
+        missing = None if rows is None else sorted(set(rows) - layer.rows)
+        layer.rows = None if missing is None else layer.rows.union(missing)
+        if missing == []:
+            return
         # The memory was somebody's until what has been asked for so far is done.
         with self._beside(self._into, layer.gone):
             for weight in layer.weights:
                 with torch.autograd._unsafe_preserve_version_counter(weight.device):
-                    weight.device.copy_(weight.host, non_blocking=True)
-                self.bytes_in += weight.size
+                    if missing is None:
+                        weight.device.copy_(weight.host, non_blocking=True)
+                    for row in missing or ():
+                        weight.device[row].copy_(weight.host[row], non_blocking=True)
+                self.bytes_in += weight.size if missing is None else len(missing) * weight.host[0].nbytes
             layer.ready = self._now()
 
     def _leave(self, number: int) -> None:

@@ -12,6 +12,7 @@ from carpool.hf.build import build_model, make_config
 from carpool.hf.expert_parallel import rides
 from carpool.hf.host_experts import keep_experts_in_host_memory
 from carpool.memory.host_experts import HostExperts, host_experts
+from carpool.memory.next_experts import NextExperts
 from carpool.memory.optimizer import AdamW
 from carpool.parallel.consumed import ConsumedGradients
 from carpool.parallel.replicated import sharded_parameters
@@ -34,8 +35,13 @@ class Watched(HostExperts):
 
     most = 0
 
-    def _fetch(self, number: int) -> None:
-        super()._fetch(number)
+    def _fetch(self, number: int, rows: Any = None) -> None:
+        here = self._layers[number].here
+        super()._fetch(number, rows)
+        if not here and rows is not None:  # what was not asked for is never read
+            for weight in self._layers[number].weights:
+                for row in set(range(SIZES["num_experts"])) - set(rows):
+                    weight.device[row].fill_(torch.nan)
         held = sum(bool(layer.weights[0].device.untyped_storage().nbytes()) for layer in self._layers)
         assert [layer.here for layer in self._layers].count(True) == held
         self.most = max(self.most, held)
@@ -129,6 +135,35 @@ def test_a_generation_brings_each_layer_in_once_a_token() -> None:
     assert torch.equal(first, other)
     layer = sum(p.numel() * 2 for p in next(iter(rides(model).values())).experts.parameters())
     assert away.bytes_in == 5 * LAYERS * layer and away.bytes_out == 0
+
+
+def test_a_generation_brings_in_what_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("carpool.hf.host_experts.HostExperts", Watched)
+    right, model = model_of(), model_of()
+    away = keep_experts_in_host_memory(model, chosen_only=True)
+    for prompt in (0, 1):
+        with torch.no_grad():
+            first = model.eval().generate(batch(prompt)[:1], max_new_tokens=12, do_sample=False, pad_token_id=0)
+            other = right.eval().generate(batch(prompt)[:1], max_new_tokens=12, do_sample=False, pad_token_id=0)
+        assert torch.equal(first, other)
+    layer = sum(p.numel() * 2 for p in next(iter(rides(model).values())).experts.parameters())
+    # A token chooses 2 of 6 experts, and at most as many are brought in for nothing.
+    assert 2 * 11 * LAYERS * layer / 3 <= away.bytes_in < 2 * (LAYERS + 11 * LAYERS * 2 / 3) * layer
+    assert isinstance(away, Watched) and away.most <= 2 and away.predictor is not None
+    assert 0.4 * away.predictor.asked < away.predictor.right < away.predictor.asked
+
+
+def test_likely_experts_are_those_that_went_together() -> None:
+    seen = NextExperts()
+    assert seen.likely(0, [3]) == []
+    for first, second in (([3, 5], [1, 4]), ([3, 6], [1, 2])):
+        seen.saw(0, first)
+        seen.saw(1, second)
+    assert seen.likely(0, [3, 6]) == [1, 2] and seen.likely(0, [5]) == [1] and seen.likely(1, [1]) == []
+    seen.saw(0, [3, 6])
+    seen.likely(0, [3, 6])
+    seen.saw(1, [2, 9])
+    assert (seen.asked, seen.right) == (2, 1)
 
 
 def test_experts_that_share_memory_are_refused() -> None:
