@@ -63,6 +63,13 @@ def generate(
     batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Prompts of a rank at a time, at most.")] = 64,
     ranks: _Ranks = None,
     dtype: _Dtype = None,
+    experts: Annotated[
+        str,
+        typer.Option(
+            "--experts",
+            help="Where they are: device, or host, from where they come when they are chosen (one rank; slower).",
+        ),
+    ] = "device",
     debug: RanksDebug = False,
 ) -> None:
     """Continue texts, or answer conversations, with a checkpoint or the newest checkpoint of a run.
@@ -73,9 +80,11 @@ def generate(
         require(TRAIN_PACKAGES)
         if (prompt is None) == (prompts is None):
             raise ValueError("give --prompt TEXT, or --prompts FILE.jsonl")
+        from carpool.bench.options import one_of
         from carpool.serve.prompts import read_prompts
         from carpool.serve.start import start
 
+        one_of("--experts", experts, ("device", "host"))
         start(
             "carpool.serve.generate:run_rank",
             ranks,
@@ -87,6 +96,7 @@ def generate(
             dtype=_known(dtype),
             out=None if out is None else str(out),
             as_json=prompts is not None,
+            host_experts=experts == "host",
         )
 
 

@@ -89,6 +89,7 @@ def build_model(
     attn_implementation: str | None = None,
     experts_implementation: str | None = None,
     dense: str = "fsdp",
+    device: torch.device | None = None,
 ) -> PreTrainedModel:
     """A mixture-of-experts language model in training mode, sharded as `distributed_config` says.
 
@@ -105,6 +106,7 @@ def build_model(
         attn_implementation, experts_implementation: as in Transformers; None takes its default.
         dense: "fsdp", or "replicate", which leaves FSDP's hooks away; `carpool.hf.dense.replicate_dense` then comes
             before the first forward.
+        device: of a model on one process; None: its accelerator.
 
     Raises:
         ValueError: if the folder or the configuration is not usable, is no mixture of experts, or does not fit the
@@ -126,14 +128,14 @@ def build_model(
     with without_fsdp() if dense == "replicate" else nullcontext():
         if path is not None:
             _check_shardable(path, blueprint, distributed_config)
-            model = _load(path, blueprint, distributed_config, dtype, kwargs)
+            model = _load(path, blueprint, distributed_config, dtype, device or _device(), kwargs)
         else:
             model_class = type(blueprint)
             distributed_config, _, mesh_manager = model_class.prepare_distribute_model(distributed_config)
             model = _on_meta(config, dtype, kwargs)
             model = model_class.maybe_distribute_model(model, distributed_config, mesh_manager)
             offload = distributed_config is not None and distributed_config.fsdp_cpu_offload
-            fill(model, blueprint, seed, _device(), offload)
+            fill(model, blueprint, seed, device or _device(), offload)
     return model.train()
 
 
@@ -251,6 +253,7 @@ def _load(
     blueprint: PreTrainedModel,
     distributed_config: DistributedConfig | None,
     dtype: torch.dtype,
+    device: torch.device,
     kwargs: dict[str, str],
 ) -> PreTrainedModel:
     sharded = any(_size(distributed_config, axis) > 1 for axis in ("pp", "dp_replicate", "fsdp", "tp"))
@@ -259,7 +262,7 @@ def _load(
             folder,
             dtype=dtype,
             distributed_config=distributed_config,
-            device_map=None if sharded or _device().type == "cpu" else {"": _device()},
+            device_map=None if sharded or device.type == "cpu" else {"": device},
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,

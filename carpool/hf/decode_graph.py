@@ -32,6 +32,7 @@ from transformers import StaticCache
 from transformers.cache_utils import StaticLayer
 
 from carpool.hf.expert_parallel import rides
+from carpool.memory.host_experts import host_experts
 
 log = logging.getLogger("carpool")
 
@@ -88,6 +89,8 @@ def why_not(model: Any) -> str | None:
     it."""
     if model.device.type != "cuda":
         return "there is no GPU"
+    if host_experts(model) is not None:
+        return "experts come from host memory"
     for own in rides(model).values():
         if own.compute is None:
             return f"{own.name} runs its own forward"

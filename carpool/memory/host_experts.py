@@ -55,9 +55,15 @@ class _Weight:
 
     def __init__(self, whole: nn.Parameter, shard: nn.Parameter | None, device: torch.device) -> None:
         self.whole, self.shard = whole, shard
-        self.device: torch.Tensor = whole.detach().to(device)
-        whole.data = self.device
-        self.host = host_zeros(self.device.shape, self.device.dtype, self.device.device).copy_(self.device)
+        values: torch.Tensor = whole.detach()
+        self.host = host_zeros(values.shape, values.dtype, device).copy_(values)
+        if values.device != device:
+            values = torch.empty_like(values, device=device)
+        elif values.untyped_storage().nbytes() != values.nbytes or not values.untyped_storage().resizable():
+            values = values.clone()  # it was a part of a file that is mapped, say
+        self.device = whole.data = values
+        if isinstance(shard, DTensor):
+            shard._local_tensor = values
         self.size = self.device.untyped_storage().nbytes()
 
     @property
@@ -121,8 +127,7 @@ class HostExperts:
         self._layers: list[_Layer] = []
         self._of: dict[int, int] = {}
         parameters = [p for module in modules for p in module.parameters()]
-        sizes = {storage_key(p): p.untyped_storage().nbytes() for p in parameters}
-        if len(sizes) < len(parameters) or any(sizes[storage_key(p)] != p.nbytes for p in parameters):
+        if len({p.data_ptr() for p in parameters if p.numel()}) < len([p for p in parameters if p.numel()]):
             raise ValueError(
                 "experts of two layers share memory, so they cannot come from host memory layer by layer "
                 "(memory.experts)"

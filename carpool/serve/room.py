@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from carpool.hf.build import experts_modules
 from carpool.hf.sizes import head_sizes
+from carpool.memory.host import check_host_memory
 from carpool.train.run.dense import rank_memory
 from carpool.train.run.model import meta_model
 
@@ -23,13 +24,23 @@ _COPIES = 8
 
 
 def check_room(
-    source: Path | PreTrainedConfig, dtype: torch.dtype, ranks: int, max_tokens: int, cached_tokens: int
+    source: Path | PreTrainedConfig,
+    dtype: torch.dtype,
+    ranks: int,
+    max_tokens: int,
+    cached_tokens: int,
+    host_experts: bool = False,
 ) -> None:
-    """Compare what a rank will need with what it has.
+    """Compare what a rank will need with what it has. `host_experts`: experts are in host memory.
 
     Raises:
         ValueError: it does not suffice; the message has the sizes."""
     needed = needed_bytes(source, dtype, ranks, max_tokens, cached_tokens)
+    if host_experts:
+        whole, layers = expert_elements(source)
+        check_host_memory(whole * dtype.itemsize, "the experts (--experts host)")
+        # Two layers' are on the GPU.
+        needed["weights"] -= whole * dtype.itemsize * max(0, layers - 2) // layers
     cuda = torch.cuda.is_available()
     memory = rank_memory(cuda, ranks)
     if (total := sum(needed.values())) > memory:
@@ -37,7 +48,7 @@ def check_room(
         raise ValueError(
             f"a rank needs about {total / 2**30:.1f} GiB ({parts}), and has {memory / 2**30:.1f} GiB of "
             f"{'GPU' if cuda else 'host'} memory: use more ranks, a smaller --batch-size or fewer tokens, or "
-            "--dtype bfloat16"
+            "--dtype bfloat16" + ("" if host_experts else ", or on one rank --experts host")
         )
 
 
@@ -46,9 +57,7 @@ def needed_bytes(
 ) -> dict[str, int]:
     """Bytes of a rank, by what they hold."""
     model = meta_model(source)
-    experts = sum(
-        parameter.numel() for name in experts_modules(model) for parameter in model.get_submodule(name).parameters()
-    )
+    experts, _ = _expert_elements(model)
     dense = sum(parameter.numel() for parameter in model.parameters()) - experts
     config: Any = model.config.get_text_config(decoder=True)
     return {
@@ -56,6 +65,16 @@ def needed_bytes(
         "cache": cached_tokens * _cached_elements(config) * dtype.itemsize,
         "rows": max_tokens * config.hidden_size * _COPIES * dtype.itemsize,
     }
+
+
+def expert_elements(source: Path | PreTrainedConfig) -> tuple[int, int]:
+    """Elements of all experts, and how many layers have any."""
+    return _expert_elements(meta_model(source))
+
+
+def _expert_elements(model: PreTrainedModel) -> tuple[int, int]:
+    names = experts_modules(model)
+    return sum(one.numel() for name in names for one in model.get_submodule(name).parameters()), len(names)
 
 
 def _cached_elements(config: Any) -> int:

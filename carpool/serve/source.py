@@ -21,6 +21,7 @@ from transformers.distributed import DistributedConfig
 from carpool.hf import install, set_transport
 from carpool.hf.build import build_model, read_config
 from carpool.hf.dense import replicate_dense
+from carpool.hf.host_experts import keep_experts_in_host_memory
 from carpool.serve.room import check_room
 from carpool.serve.text import Text
 from carpool.train.checkpoints.manager import CheckpointManager
@@ -89,45 +90,68 @@ def find_source(path: Path) -> Source:
     raise ValueError(f"{path} has no checkpoint yet: let it train on, or lower training.save_steps")
 
 
-def open_model(source: Source, *, dtype: str | None = None, max_tokens: int, cached_tokens: int = 0) -> PreTrainedModel:
+def open_model(
+    source: Source,
+    *,
+    dtype: str | None = None,
+    max_tokens: int,
+    cached_tokens: int = 0,
+    host_experts: bool = False,
+) -> PreTrainedModel:
     """The model on this rank, in evaluation mode. All ranks together.
 
     Args:
         dtype: of the weights; None: as they are stored.
         max_tokens: the most tokens that a rank has in a forward.
         cached_tokens: the most whose keys and values a rank keeps.
+        host_experts: of one rank, experts are in host memory, and come when they are chosen.
 
     Raises:
         ValueError: weights that do not fit the configuration, ranks that do not divide the experts, or too little
             memory, which is told before anything is read.
     """
     kind = source.dtype if dtype is None else getattr(torch, dtype)
-    check_room(source.build, kind, _ranks(), max_tokens, cached_tokens)
+    if host_experts and _ranks() > 1:
+        raise ValueError("--experts host: experts come from host memory on one rank alone; use --ranks 1")
+    check_room(source.build, kind, _ranks(), max_tokens, cached_tokens, host_experts)
     kwargs = {}
     if source.run is not None:
         kwargs["attn_implementation"] = source.run.model.attn_implementation
         kwargs["experts_implementation"] = source.run.model.experts_implementation
-    model = spread_model(source.build, kind, max_tokens, **kwargs)
+    model = spread_model(source.build, kind, max_tokens, host_experts, **kwargs)
     if source.checkpoint is not None:
         load(source.checkpoint, model, restore_rng=False)
     return model
 
 
 def spread_model(
-    build: Path | PreTrainedConfig, dtype: torch.dtype, max_tokens: int, **implementations: str | None
+    build: Path | PreTrainedConfig,
+    dtype: torch.dtype,
+    max_tokens: int,
+    host_experts: bool = False,
+    **implementations: str | None,
 ) -> PreTrainedModel:
     """A model for inference: dense parameters whole on each rank, experts spread over all. All ranks together.
 
     Args:
         build: as `carpool.hf.build.build_model`; a configuration gets random weights.
         max_tokens: the most tokens that a rank has in a forward.
+        host_experts: as `open_model`. The model is read into host memory, and all but the experts moves from there.
         implementations: as `build_model`."""
     ranks = _ranks()
     spread = DistributedConfig(fsdp_size=ranks, ep_size=ranks, ep_implementation="carpool") if ranks > 1 else None
     dense = "replicate" if ranks > 1 else "fsdp"
-    model = build_model(build, distributed_config=spread, dtype=dtype, seed=0, dense=dense, **implementations)
+    device = torch.device("cpu") if host_experts else None
+    model = build_model(
+        build, distributed_config=spread, dtype=dtype, seed=0, dense=dense, device=device, **implementations
+    )
     install(model)
     model.requires_grad_(False)
+    if host_experts:
+        cuda = torch.cuda.is_available()
+        device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+        keep_experts_in_host_memory(model, device, chosen_only=True)
+        model.to(device)  # type: ignore[arg-type]
     if ranks > 1:
         replicate_dense(model, bfloat16=False)
     set_transport(model, "auto", max_tokens=max_tokens)
