@@ -19,6 +19,7 @@ from torch import nn
 import carpool.hf
 from carpool.hf import rides, set_layout
 from carpool.hf.expert_adapters import Stack
+from carpool.hf.layouts import slots_kept
 from carpool.layout import ExpertLayout
 from tests.hf.parity import BOUND, relative_error
 from tests.hf.test_behaviours import _alone, _model, _own, _save
@@ -166,26 +167,30 @@ def test_dora_starts_from_norms_of_whole_weights(ranks: Ranks, tmp_path: Path) -
     assert max(ranks(_dora, str(tmp_path))) <= BOUND
 
 
-def _moved(path: str) -> tuple[float, float, bool]:
-    """Adapters, with what the optimizer keeps of them, go with their experts; states stay in logical order."""
+def _moved(path: str, sizes: dict[str, int]) -> tuple[float, float, bool]:
+    """Adapters, with what the optimizer keeps of them, go with their experts; replicas have theirs, and their gradients
+    reach the home; states stay in logical order."""
     _save("olmoe", path)
     found = []
     for moves in (False, True):
         torch.manual_seed(0)
-        base = _model("olmoe", path, sizes=EP2)
+        base = _model("olmoe", path, sizes=sizes)
         model = get_peft_model(base, config())
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02, foreach=False)
-        losses = []
+        losses, ranks = [], next(iter(rides(base).values())).num_ranks
         for step in range(4):
-            loss = model(**_own(base)).loss
-            loss.backward()
+            with slots_kept(base):
+                for _ in range(2):
+                    loss = model(**_own(base)).loss
+                    loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.detach())
-            if moves and step in (0, 2):
-                order = [3, 0, 6, 1, 7, 2, 5, 4] if step == 0 else [5, 1, 2, 3, 4, 7, 0, 6]
-                moved = set_layout(base, ExpertLayout.permuted(order, 2), optimizer)
-                assert moved.experts > 0
+            if moves and step == 0:
+                assert set_layout(base, ExpertLayout.permuted([3, 0, 6, 1, 7, 2, 5, 4], ranks), optimizer).experts > 0
+            if moves and step == 1:
+                layout = ExpertLayout.permuted([5, 1, 2, 3, 4, 7, 0, 6], ranks)
+                set_layout(base, layout.with_replicas([(0, 0), (5, ranks - 1), (4, 0)]), optimizer)
         found.append((torch.stack(losses), adapter(model)))
     (losses, plain), (others, after) = found
     different = max(relative_error(after[name], tensor) for name, tensor in plain.items())
@@ -193,8 +198,11 @@ def _moved(path: str) -> tuple[float, float, bool]:
     return relative_error(others, losses), different, named
 
 
-def test_adapters_move_with_their_experts(ranks: Ranks, tmp_path: Path) -> None:
-    for losses, adapters, named in ranks(_moved, str(tmp_path)):
+@pytest.mark.parametrize("sizes", [{}, pytest.param(EP2, marks=pytest.mark.slow)], ids=str)
+def test_adapters_move_with_their_experts_and_are_replicated(
+    ranks: Ranks, tmp_path: Path, sizes: dict[str, int]
+) -> None:
+    for losses, adapters, named in ranks(_moved, str(tmp_path), sizes):
         assert losses <= BOUND and adapters <= 10 * BOUND and named
 
 
