@@ -56,3 +56,20 @@ def test_a_tiny_run(script: str, options: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["results"] and found["environment"]["torch"] and "out" not in found["settings"]
+
+
+@pytest.mark.slow
+def test_a_tiny_run_of_adapters(tmp_path: Path) -> None:
+    """On one process. Both contenders begin with the same model."""
+    keys = {
+        "hidden_size": 32, "num_experts": 8, "moe_intermediate_size": 16, "num_attention_heads": 2,
+        "num_key_value_heads": 1, "head_dim": 16, "vocab_size": 64,
+    }  # fmt: skip
+    command = [sys.executable, "-m", "benchmarks.adapters", "--layers", "1", "--tokens", "32", "--repetitions", "1"]
+    command += ["--warmup", "0", "--keys", json.dumps(keys), "--out", str(tmp_path / "out.json")]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    carpool, peft = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert carpool["loss"] == pytest.approx(peft["loss"], rel=1e-4) and carpool["trained"] == peft["trained"]

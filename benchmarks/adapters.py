@@ -1,0 +1,130 @@
+"""Steps of LoRA on attention and all experts: Carpool's experts beside peft on Transformers' own, on one device.
+
+    python -m benchmarks.adapters --layers 8 --tokens 4096 --out adapters.json
+    python -m benchmarks.adapters --layers 1 --tokens 64 --repetitions 2 --keys '{"hidden_size": 64, "num_experts": 8,
+        "moe_intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}'    # on a CPU
+
+Both models have the same random weights, and both are peft models of the same configuration. A step is forward,
+backward and AdamW of the adapters. peft's own forward adds b a to all weights of a layer's experts; Carpool multiplies
+rows by a, then by b (`carpool.experts.adapter_kernels`). The contenders take turns.
+
+    ms         median of a step
+    tokens/s   of the layers that were built, embedding and output layer included
+    GiB        peak of a step, beyond the two models and the optimizers' state
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import statistics
+import time
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from rich.console import Console
+from transformers import PreTrainedConfig
+
+from carpool.bench.results import print_table
+from carpool.bench.script import make_parser, write_results
+from carpool.bench.timing import rounds
+from carpool.hf import install
+from carpool.hf.build import build_model
+from carpool.train.run.model import model_config
+
+CONTENDERS = ("carpool", "peft")
+
+
+class Trained:
+    """A model with adapters, and what trains them."""
+
+    def __init__(self, name: str, config: PreTrainedConfig, args: Any, device: torch.device) -> None:
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        own = None if name == "carpool" else args.experts_implementation
+        model = build_model(config, distributed_config=None, dtype=dtype, seed=0, experts_implementation=own)
+        if name == "carpool":
+            install(model)
+        torch.manual_seed(0)
+        lora = LoraConfig(
+            r=args.rank,
+            target_modules=["q_proj", "k_proj", "v_proj", "o_proj"],
+            target_parameters=["experts.gate_up_proj", "experts.down_proj"],
+        )
+        self.model: Any = get_peft_model(model, lora)
+        if args.checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self.parameters = sum(parameter.numel() for parameter in trained)
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-4)
+        self.device = device
+
+    def step(self, ids: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def measured(self, ids: torch.Tensor) -> tuple[float, float, float]:
+        """Of a step: its milliseconds, GiB at its peak, and loss."""
+        cuda = self.device.type == "cuda"
+        if cuda:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated() if cuda else 0
+        begin = time.perf_counter()
+        loss = self.step(ids)
+        if cuda:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - begin
+        peak = (torch.cuda.max_memory_allocated() - before) / 2**30 if cuda else float("nan")
+        return 1e3 * seconds, peak, float(loss)
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--model", default="qwen3-30b-a3b", help="a published configuration")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--keys", default="{}", help="keys of the configuration, as JSON")
+    parser.add_argument("--tokens", type=int, default=4096, help="in a step, one sequence")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--experts-implementation", default="grouped_mm", help="Transformers', for peft")
+    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--repetitions", type=int, default=10)
+    parser.add_argument("--warmup", type=int, default=3)
+    args = parser.parse_args()
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    keys = {"from": args.model, "num_hidden_layers": args.layers, **json.loads(args.keys)}
+    models = {name: Trained(name, model_config(keys), args, device) for name in CONTENDERS}
+    gc.collect()
+    vocabulary = models["peft"].model.config.vocab_size
+    ids = torch.randint(0, vocabulary, (1, args.tokens), device=device)
+    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in CONTENDERS}
+    for number, order in rounds(CONTENDERS, args.repetitions, args.warmup):
+        for name in order:
+            one = models[name].measured(ids)
+            if number >= 0:
+                found[name].append(one)
+    results = [
+        {
+            "contender": name,
+            "ms": statistics.median(ms for ms, _, _ in steps),
+            "tokens_per_second": 1e3 * args.tokens / statistics.median(ms for ms, _, _ in steps),
+            "peak_gib": max(peak for _, peak, _ in steps),
+            "loss": steps[-1][2],
+            "trained": models[name].parameters,
+        }
+        for name, steps in found.items()
+    ]
+    rows = [
+        [str(r["contender"]), *(f"{r[key]:,.4g}" for key in ("ms", "tokens_per_second", "peak_gib", "loss"))]
+        for r in results
+    ]
+    title = f"LoRA of rank {args.rank}, {args.layers} layers of {args.model}, {args.tokens:,} tokens"
+    print_table(Console(), title, ["", "ms", "tokens/s", "GiB", "loss"], rows)
+    write_results(args, device, results=results)
+
+
+if __name__ == "__main__":
+    main()
