@@ -2,6 +2,7 @@
 
     hardware.py   rates of links and of matrix products, by the device's name
     kept.py       bytes that are kept for the backward, under which policies
+    policies.py   the policies that fit into a budget and cost least
     cost.py       how long rides, matrix products and replicas take on that hardware
     streaming.py  when copies of optimizer state in host memory are hidden
     chosen.py     decide or measure once, record it, take it again on resume

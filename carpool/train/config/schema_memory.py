@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -10,10 +11,18 @@ from carpool.memory.policies import KeptPolicies
 from carpool.planner.kept import POLICIES
 from carpool.train.config.schema_base import Section
 
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
 
 class MemorySection(Section):
     """What is kept for the backward, item by item, and where experts are. Every policy gives the same bits."""
 
+    budget: str | None = Field(
+        default=None,
+        description='What a rank may use of its device, such as "70GiB". The policies that are none are then chosen: '
+        "those that fit and cost least time, by the rates of the hardware, of which a GPU measures some. run.json "
+        "records them and a resumed run keeps them. none: what is none is kept.",
+    )
     rows: Literal["keep", "resend", "offload"] | None = Field(
         default=None,
         description="The rows that arrived at a rank's experts. keep: in the memory of the device. resend: they travel "
@@ -48,14 +57,21 @@ class MemorySection(Section):
         return {item: getattr(self, item) or "keep" for item in POLICIES}
 
     @property
+    def budget_bytes(self) -> int | None:
+        """None: there is no budget."""
+        return None if self.budget is None else size_of(self.budget)
+
+    @property
     def kept(self) -> KeptPolicies:
         """What rides do."""
         return KeptPolicies(self.rows or "keep", self.hidden or "keep")
 
     @model_validator(mode="after")
     def _means_something(self) -> Self:
+        if self.budget is not None:
+            size_of(self.budget)
         if self.sums == "recompute":
-            if self.dense != "recompute":
+            if self.dense != "recompute" and (self.dense is not None or self.budget is None):
                 raise ValueError(
                     "memory.sums = 'recompute' is of layers that are computed again: set memory.dense=recompute, or "
                     "leave it out"
@@ -67,3 +83,15 @@ class MemorySection(Section):
                         "they keep until then: leave one of them out"
                     )
         return self
+
+
+def size_of(text: str) -> int:
+    """Bytes of a size with its unit, such as "70GiB".
+
+    Raises:
+        ValueError: it is none."""
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*", text)
+    units = {unit.lower(): factor for unit, factor in UNITS.items()}
+    if found is None or found[2].lower() not in units or float(found[1]) == 0:
+        raise ValueError(f"memory.budget = {text!r}: expected a size with its unit ({', '.join(UNITS)}), such as 70GiB")
+    return int(float(found[1]) * units[found[2].lower()])

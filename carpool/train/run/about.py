@@ -19,6 +19,7 @@ from carpool.train.checkpoints.source import keep_source
 from carpool.train.run.dense import DENSE_KIND
 from carpool.train.run.environment import environment
 from carpool.train.run.files import CONFIG, INFO, LAYOUT, read_info, replace_text
+from carpool.train.run.memory import MEMORY_KIND
 from carpool.train.run.schedules import SCHEDULE_KIND
 from carpool.train.run.stages import STAGES_KIND, describe_ways
 from carpool.train.run.state import RunState
@@ -77,7 +78,7 @@ def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any
             "name": layer.compute.name if layer.compute is not None else "the model's own",
             **(STAGES_KIND.record(run.stages) if run.stages is not None else {}),
         },
-        "memory": run.config.memory.policies,
+        "memory": MEMORY_KIND.record(run.kept),
         "optimizer": optimizer,
         "cuda_graphs": {"used": run.no_graphs is None, "why_not": run.no_graphs},
         "schedule": SCHEDULE_KIND.record(run.schedule),
@@ -170,6 +171,9 @@ def say_hello(run: RunState, resume: Path | None) -> None:
     if size := info["transport"]["buffer_bytes"]:
         tokens = run.options.under(run.schedule.answer, run.config.memory.kept.rows == "resend").max_tokens
         say(f"buffers: {size / 1e6:,.1f} MB on each rank for a ride of {tokens:,} tokens")
+    if run.config.memory.budget is not None:
+        policies = ", ".join(f"{item} {policy}" for item, policy in run.kept.answer.items())
+        say(f"memory: {policies}: {run.kept.why}")
     if run.stages is not None:
         ways = describe_ways(run.stages.answer)
         say(f"experts {info['experts']['name']}, stages {ways}: {run.stages.why}")

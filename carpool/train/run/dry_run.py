@@ -26,6 +26,7 @@ from carpool.train.run.dense import decide_dense, rank_memory
 from carpool.train.run.estimate import MemoryEstimate, state_bytes
 from carpool.train.run.fit import describe_fit
 from carpool.train.run.flops import flops_per_token, model_size
+from carpool.train.run.memory import decide_memory, with_policies
 from carpool.train.run.model import expert_counts, meta_model, model_source, top_k_of
 from carpool.train.run.transports import likely_transport
 
@@ -65,6 +66,10 @@ def dry_run(config: Config, sources: Mapping[tuple[str, str], str] | None = None
     transport, why = likely_transport(config, degrees, hidden, top_k_of(model), cuda, node)
     estimate = MemoryEstimate(config, degrees, model, bf16, cuda)
     room = rank_memory(cuda, ranks) if hardware is None else int(hardware.capacity or 0)
+    rates = hardware or hardware_of(torch.cuda.get_device_name() if cuda else "cpu")
+    policies, why_policies = decide_memory(estimate, transport, rates)
+    estimate = estimate.changed(with_policies(config, policies))
+    room = min(room, config.memory.budget_bytes or room)
     dense, why_dense = decide_dense(config, degrees, lambda one: estimate(transport, one)["total"], room)
     memory = estimate(transport, dense)
     training = config.training
@@ -77,6 +82,7 @@ def dry_run(config: Config, sources: Mapping[tuple[str, str], str] | None = None
         f"{tokens:,} tokens per step, {flops:,} operations per token",
         f"dense parameters: {dense}: {why_dense}",
         f"transport {transport}: {why}",
+        f"memory: {', '.join(f'{item} {policy}' for item, policy in policies.items())}: {why_policies}",
         "predicted memory of one rank:",
         *(f"  {name:<12} {_mib(value):>12}" for name, value in memory.items()),
         *(f"  {line}" for line in textwrap.wrap(f"not counted: {NOT_COUNTED[cuda]}", 100)),

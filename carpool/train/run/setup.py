@@ -58,6 +58,7 @@ from carpool.train.run.files import why_not_writable
 from carpool.train.run.fit import check_fits
 from carpool.train.run.flops import flops_per_token, model_size, peak_flops
 from carpool.train.run.graphs import StepGraphs, why_no_graphs
+from carpool.train.run.memory import choose_memory, with_policies
 from carpool.train.run.model import (
     distributed_config,
     expert_counts,
@@ -161,7 +162,13 @@ class Setup(RunState):
         cuda, hidden = self.device.type == "cuda", blueprint.config.get_text_config().hidden_size
         transport, _ = likely_transport(config, self.degrees, hidden, self.top_k, cuda)
         self.estimate = MemoryEstimate(config, self.degrees, blueprint, self.bf16, cuda)
+        self.kept = choose_memory(self.estimate, transport, self.hardware, self.device, self._folders(resume))
         memory = rank_memory(cuda, self.world)
+        if (budget := config.memory.budget_bytes) is not None:
+            # All that follows reads one configuration.
+            config = self.config = with_policies(config, self.kept.answer)
+            self.estimate = self.estimate.changed(config)
+            memory = min(memory, budget)
         check_host_memory_of_ranks(self, self.estimate.host_bytes(transport))
         self.dense = choose_dense(
             config,

@@ -26,6 +26,7 @@ from carpool.parallel.consumed import ConsumedGradients
 from carpool.parallel.degrees import Degrees
 from carpool.planner.chosen import Chosen
 from carpool.planner.hardware import Hardware
+from carpool.planner.policies import Policies
 from carpool.schedule import Schedule
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.config.schema import Config
@@ -65,8 +66,8 @@ class RunState:
         bias: moves the biases of routers; None: nothing does.
         adapted: parameters of the adapter; 0: the model itself is trained.
         options, most_tokens: of the transport; tokens of a rank in the largest forward.
-        dense, transport_choice, stages, schedule: what was chosen (`carpool.planner.chosen`); stages: None if there are
-            none.
+        kept, dense, transport_choice, stages, schedule: what was chosen (`carpool.planner.chosen`); stages: None if
+            there are none.
         experts_lossy, limits_lossy: how these change the model's function, for the log.
         layout_source: what says where experts live at the start.
         step, start, saved_at, last_step: now, at the start, of the newest checkpoint, at the end.
@@ -113,6 +114,7 @@ class RunState:
     rides: list[ExpertRides]
     options: TransportOptions
     most_tokens: int
+    kept: Chosen[Policies]
     dense: Chosen[str]
     estimate: MemoryEstimate
     transport_choice: Chosen[str]

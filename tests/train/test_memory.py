@@ -1,0 +1,95 @@
+"""`memory.budget`: what a run takes, records and takes again; what a dry run says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from carpool.planner.hardware import CPU
+from carpool.train.config import load_config
+from carpool.train.config.schema_memory import size_of
+from carpool.train.data.tokenizer import load_tokenizer
+from carpool.train.run.dry_run import dry_run
+from carpool.train.run.estimate import MemoryEstimate
+from carpool.train.run.loop import Run
+from carpool.train.run.memory import MEMORY_KIND, choose_memory
+from carpool.train.run.model import expert_counts, meta_model, model_source
+from tests.ranks import Ranks
+from tests.train.test_loop import MODEL, losses, start, text
+
+__all__ = ["text"]
+
+
+@pytest.mark.parametrize(
+    ("size", "number"), [("70GiB", 70 * 2**30), ("1.5 GB", 1_500_000_000), ("300mib", 300 * 2**20), ("7B", 7)]
+)
+def test_sizes(size: str, number: int) -> None:
+    assert size_of(size) == number
+
+
+@pytest.mark.parametrize("size", ["70", "0GiB", "GiB", "70 gigabytes", "-1GiB", "7e9B"])
+def test_sizes_that_are_none(size: str) -> None:
+    with pytest.raises(ValueError, match=r"memory\.budget = .*expected a size with its unit"):
+        load_config(None, [f'memory.budget="{size}"'])
+
+
+def run(output: str, settings: list[str]) -> dict[str, Any]:
+    """What run.json says of a run that has begun."""
+    config = load_config(None, [*MODEL, *settings, f"training.output_dir={output}"])
+    one = Run(config, None, "test")
+    one.close()
+    kept = {own.policies for own in one.rides}
+    assert len(kept) == 1 and kept.pop() == one.config.memory.kept
+    info: dict[str, Any] = json.loads((Path(output) / "run.json").read_text()) if one.main else {}
+    return info
+
+
+def test_a_run_takes_what_fits(ranks: Ranks, text: list[str], tmp_path: Path) -> None:
+    settings = [*text, "parallelism.dense=fsdp"]
+    total = _estimate(settings, 4)("dedup", "fsdp")["total"]
+    found = ranks(run, str(tmp_path / "run"), [*settings, f"memory.budget={total // 2**10 - 20}KiB"])[0]
+    assert found["memory"]["how"] == "default" and "(modelled)" in found["memory"]["why"]
+    assert found["predicted"]["memory_per_rank_bytes"]["total"] <= total - 20 * 2**10
+    assert [found["memory"][item] for item in ("rows", "hidden", "dense", "sums")] != ["keep"] * 4
+    with pytest.raises(ValueError, match=r"memory.budget = 1 MiB is not enough.*memory.budget=\d+MiB, which takes"):
+        choose_memory(_estimate([*settings, "memory.budget=1MiB"]), "dedup", CPU, torch.device("cpu"))
+
+
+def test_a_resumed_run_takes_what_it_recorded(tmp_path: Path) -> None:
+    estimate = _estimate(["memory.budget=10GiB", "memory.hidden=recompute"])
+    first = choose_memory(estimate, "dedup", CPU, torch.device("cpu"))
+    assert first.answer == {"rows": "keep", "hidden": "recompute", "dense": "keep", "sums": "keep"}
+    # As if that run had measured.
+    record = MEMORY_KIND.record(first) | {"rows": "offload", "how": "measured", "rates": {"flops": 1.0}}
+    (tmp_path / "run.json").write_text(json.dumps({"memory": record}))
+    again = choose_memory(estimate, "dedup", CPU, torch.device("cpu"), [tmp_path])
+    assert again.answer["rows"] == "offload" and again.why == "as recorded in this run (measured)"
+    assert again.times == {"flops": 1.0}
+    larger = choose_memory(_estimate(["memory.budget=11GiB"]), "dedup", CPU, torch.device("cpu"), [tmp_path])
+    assert larger.answer["rows"] == "keep" and "budget was 10GiB, is 11GiB" in larger.why
+
+
+def _estimate(settings: list[str], num_ranks: int = 1) -> Any:
+    config = load_config(None, [*MODEL, *settings])
+    model = meta_model(model_source(config, load_tokenizer("bytes", None, None)))
+    degrees = config.parallelism.resolve(num_ranks, min(expert_counts(model).values()))
+    return MemoryEstimate(config, degrees, model, bf16=False, cuda=False)
+
+
+def test_a_dry_run_shows_what_was_chosen_and_what_it_costs() -> None:
+    shown = dry_run(load_config(None, [*MODEL, "memory.budget=70GB", "memory.hidden=offload"]), gpu="h100")
+    line = next(line for line in shown.splitlines() if line.startswith("# memory: "))
+    assert "hidden offload, dense keep" in line and "of 66,757 MiB, for " in line and "ms more in a micro" in line
+    assert "# host memory of one rank" in shown and "# fits in 70 GB" in shown
+
+
+@pytest.mark.slow
+def test_losses_do_not_depend_on_policies(ranks: Ranks, text: list[str], tmp_path: Path) -> None:
+    assert start(ranks, tmp_path / "plain", [*text, "training.max_steps=2"]) == [""] * 4
+    away = ["memory.rows=resend", "memory.hidden=recompute", "memory.dense=offload"]
+    assert start(ranks, tmp_path / "away", [*text, "training.max_steps=2", *away]) == [""] * 4
+    assert losses(tmp_path / "plain") == losses(tmp_path / "away"), "bit by bit"
