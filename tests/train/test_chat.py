@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
+from carpool.cli import app
 from carpool.cli.train import read_data
 from carpool.train.config import load_config
 from carpool.train.config.schema import DataSection
@@ -249,7 +251,9 @@ def test_bad_templates(folder: Path, tmp_path: Path) -> None:
         DataSection(turns="apart", loss="all")
 
 
-def test_what_is_learned_is_shown_and_data_is_read_before_ranks_start(folder: Path, tmp_path: Path) -> None:
+def test_what_is_learned_is_shown_and_data_is_read_before_ranks_start(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = lines(tmp_path / "a.jsonl", *[{"messages": [USER, ONE, HI, TWO]}] * 3)
     named = [
         f"data.train={path}",
@@ -269,6 +273,12 @@ def test_what_is_learned_is_shown_and_data_is_read_before_ranks_start(folder: Pa
     read_data(config)
     with pytest.raises(ValueError, match=r"3 of 3 examples are longer than data\.sequence_length = 16; the longest"):
         read_data(load_config(None, [*named, "data.sequence_length=16"]))
+    bad = lines(tmp_path / "bad.jsonl", {"messages": [USER]})
+    monkeypatch.setattr("carpool.train.launch.start.run", lambda *_, **__: pytest.fail("ranks were started"))
+    for argument in ([], ["--show-examples", "2"]):
+        overrides = [*named, f"data.train={bad}", f"training.output_dir={tmp_path}/run"]
+        done = CliRunner().invoke(app, ["train", *overrides, *argument])
+        assert done.exit_code == 1 and "bad.jsonl, line 1: the conversation has no answer" in done.output
     stream = load_config(
         None, [f"data.train={tmp_path}/a.txt", "data.sequence_length=8", f"data.cache_dir={tmp_path}/c"]
     )
