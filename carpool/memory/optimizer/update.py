@@ -234,7 +234,7 @@ def make_table(
     return _Table(
         [row[-1] for row, _ in rows],
         upload([row for row, _ in rows], torch.int64, device),
-        torch.cat(pieces).int().to(device),
+        upload(torch.cat(pieces), torch.int32, device),
         torch.zeros(len(rows), dtype=torch.int64, device=device),
         how,
     )
@@ -251,11 +251,11 @@ def _memory(parameter: torch.Tensor, state: State) -> Any:
 def upload(values: Any, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Numbers on a device, without waiting for it."""
     if device.type != "cuda":
-        return torch.tensor(values, dtype=dtype, device=device)
+        return torch.as_tensor(values, dtype=dtype, device=device)
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "the optimizer's step is captured in a CUDA graph, but addresses of gradients or settings have changed "
             "since the step before: take a step before the capture, keep the gradients' memory (zero_grads=True, or "
             "zero_grad(set_to_none=False)), and give the learning rate as a tensor"
         )
-    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
+    return torch.as_tensor(values, dtype=dtype).pin_memory().to(device, non_blocking=True)
