@@ -19,6 +19,8 @@ class Case(NamedTuple):
     bias: bool = False
     ignored: float = 0.0
     """Share of the tokens without a target."""
+    scale: float = 1.0
+    softcap: float | None = None
 
 
 CASES = [
@@ -31,6 +33,9 @@ CASES = [
     Case(5, 8, 7, 2, ignored=1.0),
     Case(1, 4, 1, None),
     Case(0, 4, 9, None),
+    Case(37, 19, 199, 5, scale=0.3, ignored=0.3),
+    Case(33, 16, 515, 8, bias=True, softcap=3.0),
+    Case(33, 16, 515, 8, torch.bfloat16, scale=0.5, softcap=4.0),
 ]
 
 
@@ -43,14 +48,17 @@ def check(case: Case, device: str) -> None:
     target = torch.randint(case.words, (case.tokens,), generator=generator)
     target[torch.rand(case.tokens, generator=generator) < case.ignored] = IGNORED
     given = [t.to(device).requires_grad_() for t in (x, weight, bias) if t is not None]
-    loss = linear_cross_entropy(*given[:2], given[2] if case.bias else None, target.to(device), case.at_once)
+    settings = (given[2] if case.bias else None, target.to(device), case.at_once, case.scale, case.softcap)
+    loss = linear_cross_entropy(*given[:2], *settings)
     found = torch.autograd.grad(loss * 3, given)
     exact = [t.detach().cpu().double().requires_grad_() for t in given]
-    logits = F.linear(*exact)
+    logits = F.linear(*exact) * case.scale
+    if case.softcap is not None:
+        logits = case.softcap * torch.tanh(logits / case.softcap)
     expected = F.cross_entropy(logits, target, ignore_index=IGNORED, reduction="sum")
     assert loss.dtype == torch.float32
     with torch.no_grad():
-        again = linear_cross_entropy(*given[:2], given[2] if case.bias else None, target.to(device), case.at_once)
+        again = linear_cross_entropy(*given[:2], *settings)
     assert torch.equal(again, loss)
     unit = torch.finfo(case.dtype).eps
     # Logits are rounded to the dtype, so each token's loss is off by that much of its largest logit.

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,12 +25,17 @@ from torch.distributed.tensor import DTensor
 
 from carpool.kernels.cross_entropy import IGNORED, linear_cross_entropy
 
-# Models of transformers that change their logits after the output layer. A test watches all models, and says which are
-# missing here.
-CHANGE_LOGITS = {
-    "BeamForCausalLM", "Cohere2MoeForCausalLM", "Gemma4ForCausalLM", "Gemma4ForConditionalGeneration",
+# Models of transformers that change their logits after the output layer, and how the loss knows it: they are scaled, or
+# capped. A test watches all models, and says which are missing here.
+_DIVIDE = {
     "GraniteMoeForCausalLM", "GraniteMoeHybridForCausalLM", "GraniteMoeSWAForCausalLM", "GraniteMoeSharedForCausalLM",
-    "Inkling2ForCausalLM", "Inkling2ForConditionalGeneration", "InklingForCausalLM", "InklingForConditionalGeneration",
+}  # fmt: skip
+_MULTIPLY = {"Cohere2MoeForCausalLM"}
+_CAP = {"Gemma4ForCausalLM", "Gemma4ForConditionalGeneration"}
+# The same of those whose logits are made as they make them: in float32, or cut off.
+CHANGE_LOGITS = {
+    "BeamForCausalLM", "Inkling2ForCausalLM", "Inkling2ForConditionalGeneration", "InklingForCausalLM",
+    "InklingForConditionalGeneration",
 }  # fmt: skip
 
 
@@ -49,6 +54,7 @@ class HeadLoss:
     def __init__(self, model: nn.Module, tokens_at_once: int | None = None) -> None:
         self.model, self.tokens_at_once = model, tokens_at_once
         self.why_whole = "that was asked for" if tokens_at_once == 0 else why_whole(model)
+        self.change = logit_change(model)
         if self.why_whole is None:
             head = output_layer(model)
             if not isinstance(head.forward, _Head):
@@ -75,13 +81,14 @@ class HeadLoss:
                 logits = logits if logits.dtype == torch.float64 else logits.float()
                 goals = labels[:, 1:].flatten()
                 return F.cross_entropy(logits.flatten(0, 1), goals, ignore_index=IGNORED, reduction="sum"), out
-        asked = _Asked(F.pad(labels[:, 1:], (0, 1), value=IGNORED), self.tokens_at_once)
+        asked = _Asked(F.pad(labels[:, 1:], (0, 1), value=IGNORED), self.tokens_at_once, self.change or LogitChange())
         token = _ASKED.set(asked)
         try:
             out = self.model(input_ids=input_ids, **settings)
         finally:
             _ASKED.reset(token)
-        if asked.loss is None or out.logits is not asked.loss:
+        # Where the change is known, the model does to the loss what it does to logits, and nobody looks at it.
+        if asked.loss is None or (self.change is None and out.logits is not asked.loss):
             raise RuntimeError(
                 f"{type(self.model).__name__} changes its logits after its output layer, so that layer cannot compute "
                 "the loss: set training.loss_chunk=0"
@@ -89,12 +96,20 @@ class HeadLoss:
         return asked.loss, out
 
 
+class LogitChange(NamedTuple):
+    """What a model does to its logits: as `linear_cross_entropy` takes it."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+
 @dataclass
 class _Asked:
-    """A loss that is asked for: (B, L) targets, tokens of a piece, and, once it is there, the loss."""
+    """A loss that is asked for: (B, L) targets, tokens of a piece, what the model does to logits; and the loss."""
 
     target_BL: torch.Tensor
     tokens_at_once: int | None
+    change: LogitChange
     loss: torch.Tensor | None = None
 
 
@@ -123,7 +138,9 @@ class _Head:
         weight_VH, bias_V = self.head.weight, self.head.bias
         x_TH, target_T = hidden_BLH.flatten(0, -2), asked.target_BL.flatten()
         with torch.profiler.record_function("carpool::loss"):
-            asked.loss = linear_cross_entropy(x_TH, weight_VH, bias_V, target_T, asked.tokens_at_once)
+            asked.loss = linear_cross_entropy(
+                x_TH, weight_VH, bias_V, target_T, asked.tokens_at_once, asked.change.scale, asked.change.softcap
+            )
         return asked.loss
 
 
@@ -133,10 +150,26 @@ def output_layer(model: nn.Module) -> Any:
     return None if find is None else find()
 
 
+def _forward_of(model: nn.Module) -> str:
+    """The class whose forward a model runs: FSDP and users derive classes from it."""
+    return next(cls for cls in type(model).__mro__ if "forward" in vars(cls)).__name__
+
+
+def logit_change(model: nn.Module) -> LogitChange | None:
+    """What a model does to its logits after its output layer, if it is known to do something."""
+    name, config = _forward_of(model), getattr(model, "config", None)
+    if config is None:
+        return None
+    if name in _DIVIDE:
+        return LogitChange(scale=1 / config.logits_scaling)
+    if name in _MULTIPLY:
+        return LogitChange(scale=config.logit_scale)
+    return LogitChange(softcap=config.get_text_config().final_logit_softcapping) if name in _CAP else None
+
+
 def why_whole(model: nn.Module) -> str | None:
     """Why the output layer of a model cannot compute the loss; None: it can."""
-    # FSDP and users derive classes from a model's; what counts is whose forward it runs.
-    name = next(cls for cls in type(model).__mro__ if "forward" in vars(cls)).__name__
+    name = _forward_of(model)
     if name in CHANGE_LOGITS:
         return f"{name} changes its logits after its output layer"
     head = output_layer(model)

@@ -38,6 +38,8 @@ def linear_cross_entropy(
     bias_V: torch.Tensor | None,
     target_T: torch.Tensor,
     tokens_at_once: int | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """The sum over tokens of the cross-entropy of `x_TH @ weight_VH.T + bias_V`.
 
@@ -47,6 +49,8 @@ def linear_cross_entropy(
         target_T: int64; `IGNORED`: this token counts nothing. Any other label outside of 0 .. V-1 is an error on the
             CPU; on a GPU the result is NaN.
         tokens_at_once: C, the tokens of a piece. None: as many as make `LOGITS` logits.
+        scale: logits are multiplied by it (Granite), in the dtype of the products.
+        softcap: c; logits l are then c * tanh(l / c) (Gemma), which takes two more tensors of a piece's size.
 
     Returns:
         A scalar, float32 or float64. Only first derivatives exist.
@@ -56,7 +60,7 @@ def linear_cross_entropy(
     if tokens_at_once is None:
         tokens_at_once = piece_size(len(x_TH), len(weight_VH))
     loss: torch.Tensor = _LinearCrossEntropy.apply(
-        x_TH, weight_VH, bias_V, target_T, tokens_at_once, dtype, torch.is_grad_enabled()
+        x_TH, weight_VH, bias_V, target_T, tokens_at_once, dtype, torch.is_grad_enabled(), scale, softcap
     )
     return loss
 
@@ -78,6 +82,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         tokens_at_once: int,
         dtype: torch.dtype,
         gradients: bool,
+        scale: float,
+        softcap: float | None,
     ) -> torch.Tensor:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         for_x, for_weight, for_bias = (gradients and needed for needed in ctx.needs_input_grad[:3])
@@ -91,7 +97,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 piece = slice(start, start + tokens_at_once)
                 x_CH = x_TH[piece].to(dtype)
                 slope_CV = F.linear(x_CH, weight, bias)
+                slope_of_change = _change_(slope_CV, scale, softcap)
                 loss_T[piece] = cross_entropy_(slope_CV, target_T[piece], for_x or for_weight or for_bias)
+                if slope_of_change is not None:
+                    slope_CV *= slope_of_change
                 if dx_TH is not None:
                     dx_TH[piece] = slope_CV @ weight
                 if dweight_VH is not None:
@@ -114,7 +123,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 out = slope if slope.dtype == dtype else torch.empty_like(slope, dtype=dtype)
                 slope = torch.mul(slope, dloss, out=out)
             scaled.append(slope)
-        return *scaled, None, None, None, None
+        return *scaled, *(None,) * 6
+
+
+def _change_(logits_CV: torch.Tensor, scale: float, softcap: float | None) -> torch.Tensor | float | None:
+    """Scale and cap logits in place. Returns the derivative of what that does; None: it does nothing."""
+    if scale != 1:
+        logits_CV *= scale
+    if softcap is None:
+        return None if scale == 1 else scale
+    slope_CV = logits_CV.div_(softcap).tanh_().square().neg_().add_(1).mul_(scale)
+    logits_CV *= softcap
+    return slope_CV
 
 
 def cross_entropy_(logits_CV: torch.Tensor, target_C: torch.Tensor, gradient: bool) -> torch.Tensor:

@@ -58,10 +58,21 @@ def test_every_model_is_known(folder: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_model_that_changes_its_logits_is_noticed() -> None:
     model = make("granitemoe", logits_scaling=2.0)
-    assert "GraniteMoeForCausalLM changes its logits" in (HeadLoss(model).why_whole or "")
     model.__class__ = type("Later", (type(model),), {"forward": lambda self, **given: _scaled(model, **given)})
     with pytest.raises(RuntimeError, match=r"Later changes its logits .* set training.loss_chunk=0"):
         HeadLoss(model)(*batch(), use_cache=False)
+
+
+def test_logits_that_are_scaled_or_capped_go_in_pieces() -> None:
+    granite = make("granitemoe", logits_scaling=3.0)
+    gemma = tiny_model(discover()["gemma4"])
+    gemma.config.get_text_config().final_logit_softcapping = 0.5
+    for model in (granite, gemma):
+        assert HeadLoss(model, 5).why_whole is None
+        (loss, found), (plain, expected) = (gradients(model, HeadLoss(model, size)) for size in (5, 0))
+        assert loss == pytest.approx(plain, rel=1e-5) and found.keys() == expected.keys()
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6, msg=name)
 
 
 def _scaled(model: Any, **given: Any) -> Any:
