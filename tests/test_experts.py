@@ -223,6 +223,12 @@ def test_adapters_of_frozen_and_of_trained_experts(pattern: str, ranks: tuple[in
         problem.check(got, tolerance, all_rows=True)
 
 
+def test_adapters_in_bf16() -> None:
+    for ranks in ((8, 16), (8, 3)):
+        problem = ExpertProblem("random", 64, 40, DESCRIBED["SwiGLU"], True, torch.bfloat16, ranks=ranks, frozen=True)
+        problem.check(problem.run(make_experts("grouped", problem.function), True, True), 3e-2, all_rows=True)
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_an_adapter_adds_b_a_to_the_weights(transposed: bool) -> None:
     """The definition itself, against weights to which the products were added."""
