@@ -108,6 +108,13 @@ SWITCHES: Mapping[str, Mechanism] = MappingProxyType({
     "gradients:consumed": Mechanism(
         "training.gradients", "consumed", code="carpool.parallel.consumed:ConsumedGradients"
     ),
+    "kept:rows-resent": Mechanism("memory.rows", "resend", code="carpool.ride.plain:start_backward"),
+    "kept:hidden-recomputed": Mechanism("memory.hidden", "recompute", code="carpool.experts:GroupedExperts"),
+    "kept:hidden-offloaded": Mechanism("memory.hidden", "offload", code="carpool.memory:Offloader"),
+    "kept:dense-recomputed": Mechanism("memory.dense", "recompute", code="carpool.memory.recompute:keep_rides"),
+    "kept:activation-recomputed": Mechanism("", code="carpool.experts.pairs:activate_backward"),
+    "moments:bfloat16": Mechanism("training.optimizer_moments", "bfloat16", code="carpool.memory.optimizer:AdamW"),
+    "dispatch:fp8": Mechanism("nvlink.forward_fp8", code="carpool.transport.nvlink:NVLinkOptions"),
     "kernels:triton": Mechanism("", code="carpool.transport.nvlink.dispatch_kernel"),
 })  # fmt: skip
 
