@@ -85,8 +85,8 @@ class DecodeGraphs:
 
 
 def why_not(model: Any) -> str | None:
-    """Why decode steps of this model cannot be captured, as far as can be told before; None if nothing speaks against
-    it."""
+    """Why decode steps of this model, whose transports have been made, cannot be captured, as far as can be told before;
+    None if nothing speaks against it."""
     if model.device.type != "cuda":
         return "there is no GPU"
     if host_experts(model) is not None:
@@ -94,7 +94,7 @@ def why_not(model: Any) -> str | None:
     for own in rides(model).values():
         if own.compute is None:
             return f"{own.name} runs its own forward"
-        if own.transport is None or (own.num_ranks > 1 and not getattr(own.transport, "graphable", False)):
+        if not getattr(own.transport, "graphable", False):
             name = own.requested if own.transport is None else own.transport.name
             return f"the transport {name} asks the host how many rows travel"
     return why_no_static_cache(model)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 
-from carpool.hf import install, set_transport
+from carpool.hf import install, rides, set_transport
 from carpool.hf.build import build_model, read_config
 from carpool.hf.dense import replicate_dense
 from carpool.hf.host_experts import keep_experts_in_host_memory
@@ -30,7 +30,7 @@ from carpool.train.checkpoints.source import SOURCE
 from carpool.train.config import load_config
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import load_tokenizer
-from carpool.train.run.model import model_source
+from carpool.train.run.model import model_source, top_k_of
 
 
 @dataclass(frozen=True)
@@ -155,6 +155,10 @@ def spread_model(
     if ranks > 1:
         replicate_dense(model, bfloat16=False)
     set_transport(model, "auto", max_tokens=max_tokens)
+    top_k, hidden = top_k_of(model), model.config.get_text_config(decoder=True).hidden_size
+    for own in rides(model).values():
+        # Now, and not in the first forward: whether decode steps can be graphs depends on what it becomes.
+        own.prepare(top_k, hidden)
     return model.eval()
 
 

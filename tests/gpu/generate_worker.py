@@ -36,7 +36,7 @@ def over_ranks(folder: str) -> tuple[bool, str]:
 
 
 def one_gpu(folder: str) -> tuple[bool, str]:
-    """Three batches of two sizes, in graphs, against Transformers on the CPU."""
+    """Three batches of two sizes against Transformers on the CPU. A rank alone has no transport that fits into a graph."""
     plain = save(Path(folder), "qwen3_moe")
     want = [greedy(plain, prompt, COUNT) for prompt in prompts()]
     model = open_model(find_source(Path(folder)), dtype="float32", max_tokens=64)
@@ -45,7 +45,7 @@ def one_gpu(folder: str) -> tuple[bool, str]:
     right = all(
         generate(model, prompts()[batch], sampling, end=(2,), graphs=graphs).tokens == want[batch] for batch in batches
     )
-    return right and graphs.why_not is None, f"graphs: {graphs.why_not or 'yes'}"
+    return right and "asks the host" in str(graphs.why_not), f"graphs: {graphs.why_not or 'yes'}"
 
 
 if __name__ == "__main__":

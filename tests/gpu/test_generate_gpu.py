@@ -1,4 +1,4 @@
-"""Decode steps in CUDA graphs: the same tokens as eagerly, on one GPU and over ranks."""
+"""Generation on GPUs: decode steps in CUDA graphs over ranks, and eagerly on one."""
 
 from __future__ import annotations
 
