@@ -85,8 +85,8 @@ class DecodeGraphs:
 
 
 def why_not(model: Any) -> str | None:
-    """Why decode steps of this model, whose transports have been made, cannot be captured, as far as can be told before;
-    None if nothing speaks against it."""
+    """Why decode steps of this model cannot be captured, as far as can be told before; None: nothing speaks against it.
+    Its transports have been made."""
     if model.device.type != "cuda":
         return "there is no GPU"
     if host_experts(model) is not None:

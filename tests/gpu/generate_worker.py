@@ -36,7 +36,7 @@ def over_ranks(folder: str) -> tuple[bool, str]:
 
 
 def one_gpu(folder: str) -> tuple[bool, str]:
-    """Three batches of two sizes against Transformers on the CPU. A rank alone has no transport that fits into a graph."""
+    """Three batches against Transformers on the CPU. A rank alone has no transport that fits into a graph."""
     plain = save(Path(folder), "qwen3_moe")
     want = [greedy(plain, prompt, COUNT) for prompt in prompts()]
     model = open_model(find_source(Path(folder)), dtype="float32", max_tokens=64)
