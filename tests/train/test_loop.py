@@ -178,7 +178,7 @@ def test_masters_and_rounded_moments_resume_bit_by_bit(
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
     assert any(name.endswith("low_bits") and value.any() for name, value in first.items())
     info = json.loads((tmp_path / "whole" / "run.json").read_text())
-    assert info["optimizer"] == {"name": "one-pass", "masters": True, "moments": "bfloat16"}
+    assert info["optimizer"] == {"name": "one-pass", "masters": True, "moments": "bfloat16", "state": "device"}
     assert info["lossy_reasons"] == ["the optimizer's moments are kept in bfloat16"]
     ours, exact = losses(tmp_path / "whole"), losses(reference)
     assert [loss for loss, _ in ours.values()] == pytest.approx([loss for loss, _ in exact.values()], rel=0.02)
