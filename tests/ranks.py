@@ -36,14 +36,22 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from carpool.layout.topology import Topology
+from carpool.transport import set_topology
+
 WORLD_SIZE = 4
 
 
 @functools.cache
 def mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
-    """A device mesh over the ranks; each rank builds a given mesh once, because its groups are costly."""
+    """A device mesh over the ranks; each rank builds a given mesh once, because its groups are costly.
+
+    For transports that need nodes, the ranks of a dimension "ep" lie on two of them."""
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    return init_device_mesh(device, shape, mesh_dim_names=names)
+    made = init_device_mesh(device, shape, mesh_dim_names=names)
+    if "ep" in names and made["ep"].size() % 2 == 0:
+        set_topology(made["ep"].get_group(), Topology.even(made["ep"].size(), 2))
+    return made
 
 
 def free_port() -> int:

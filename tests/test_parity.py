@@ -41,7 +41,7 @@ FLOOR_CANCELLED = 0.2
 
 REPLAYED = ("one_expert", "unchosen", "holes", "no_pairs")  # what only a recorded routing can promise
 FACTORS: dict[str, tuple[Any, ...]] = {
-    "transport": ("gather", "alltoall", "dedup"),
+    "transport": ("gather", "alltoall", "dedup", "hierarchical"),
     "layout": LAYOUTS,
     "ep": (4, 2, 1),
     "top_k": (1, 2, 3, 4, 5, 6, 7, 8),
@@ -152,6 +152,8 @@ BF16 = [
         ("alltoall", "uneven", 2, 8, True, 20),
         ("dedup", "contiguous", 1, 2, False, 20),
         ("dedup", "replicated", 4, 8, False, 0),
+        ("hierarchical", "replicated", 4, 8, True, 0),
+        ("hierarchical", "uneven", 2, 4, False, 20),
         ("dedup", "replicated_permuted", 2, 4, True, 20),
     ]
 ]
@@ -516,6 +518,7 @@ AUX_NAMES = {f"aux {r}" for r in range(WORLD_SIZE)}
         ("skipped_replica", replace(TWO_COPIES, ep=4, layout="replicated_permuted"), EXPERT_NAMES),
         ("forgotten_router_term", TWO_COPIES, {"router.weight"} | X_NAMES),
         ("forgotten_router_term", replace(TWO_COPIES, ep=4, transport="gather"), {"router.weight"} | X_NAMES),
+        ("forgotten_router_term", replace(TWO_COPIES, ep=4, transport="hierarchical"), {"router.weight"} | X_NAMES),
         ("local_statistics", TWO_COPIES, {"router.weight"} | X_NAMES | AUX_NAMES),
         ("statistics_of_one_copy", TWO_COPIES, {"router.weight"} | X_NAMES | AUX_NAMES),
     ],

@@ -24,6 +24,7 @@ from carpool.experts import (
     reference_experts,
 )
 from carpool.kernels.ordered_sum import ordered_sum
+from carpool.layout.topology import Topology
 from carpool.observe.stats import LayerStats
 from carpool.observe.traffic import Traffic
 from carpool.placement import VERBS, predict
@@ -39,6 +40,7 @@ from carpool.transport import (
     check_transport,
     choose_transport,
     make_transport,
+    set_topology,
     unfit_transports,
 )
 from carpool.transport.nvlink import Buffers, NVLink
@@ -49,6 +51,11 @@ from tests.ranks import WORLD_SIZE, Ranks, mesh
 
 NAMES = tuple(name for name in TRANSPORTS if name != "nvlink")  # that one runs on GPUs: tests/gpu, tests/interpreted
 H, F = 20, 12
+
+
+def nodes_of(ep: int) -> Topology:
+    """As `tests.ranks.mesh` has it."""
+    return Topology.even(ep, 2 if ep > 1 else 1)
 
 
 def draw_routings(sizes: tuple[int, ...], top_k: int, holes: float, seed: int) -> list[torch.Tensor]:
@@ -116,7 +123,7 @@ def test_counted_rows_and_bytes_equal_the_predicted_ones(ranks: Ranks) -> None:
         for first in range(0, WORLD_SIZE, ep):  # every copy of the expert group on its own
             group = range(first, first + ep)
             shape = {"hidden": H, "element_size": dtype.itemsize}
-            volume = predict(name, [routings[r] for r in group], layout_of(layout, ep), **shape)
+            volume = predict(name, [routings[r] for r in group], layout_of(layout, ep), **shape, topology=nodes_of(ep))
             seen = [counted[r][number] for r in group]
             np.testing.assert_array_equal([s["rows"]["dispatch"] for s in seen], volume.rows_WW, err_msg=str(case))
             for verb in VERBS:
@@ -154,6 +161,53 @@ def test_predicted_rows_of_the_docstring() -> None:
     assert placed.bytes_remote("combine") == 32 and placed.bytes_remote("plan") == 32
 
 
+@pytest.mark.parametrize(("ep", "nodes"), [(4, 2), (6, 3), (4, 1)])
+def test_hierarchical_sends_a_token_once_to_each_other_node(ep: int, nodes: int) -> None:
+    """Against a loop over tokens. 2 nodes on 4 ranks are what `VOLUME_CASES` count."""
+    routings, layout = draw_routings((9, 0, 13, 2, 5, 5)[:ep], 6, 0.1, 0), ExpertLayout.contiguous(EXPERTS, ep)
+    topology, per_node = Topology.even(ep, nodes), ep // nodes
+    expected_WW = np.zeros((ep, ep), int)
+    for source, expert_TK in enumerate(routings):
+        for row in assign(Routing(expert_TK, None), layout, source).tolist():
+            ranks = {slot // layout.slots_per_rank for slot in row if slot >= 0}
+            for node in {rank // per_node for rank in ranks}:
+                gate = node * per_node + source % per_node
+                expected_WW[source, gate] += node != source // per_node
+                for rank in ranks:
+                    expected_WW[gate, rank] += rank // per_node == node
+    volume = predict("hierarchical", routings, layout, hidden=H, element_size=2, topology=topology)
+    np.testing.assert_array_equal(volume.rows_WW, expected_WW)
+    if nodes > 1:
+        flat = predict("dedup", routings, layout, hidden=H, element_size=2, topology=topology)
+        far_WW = np.not_equal.outer(topology.node_of, topology.node_of)
+        assert 0 < volume.rows_WW[far_WW].sum() < flat.rows_WW[far_WW].sum()
+        assert volume.bytes_WW["plan"][far_WW].sum() == ep * (nodes - 1) * 16
+
+
+def refusals() -> list[str]:
+    """What the four ranks are told if they do not lie on equal nodes."""
+    told = []
+    for topology in (None, Topology.even(4, 1), Topology((0, 1, 0, 1), (0, 1, 0, 1)), Topology((0, 0, 0, 1), (0,) * 4)):
+        group = dist.new_group(list(range(WORLD_SIZE)))
+        if topology is not None:
+            set_topology(group, topology)
+        try:
+            check_transport("hierarchical", group)
+        except ValueError as error:
+            told.append(str(error))
+    with pytest.raises(ValueError, match="lie on nodes"):
+        set_topology(group, Topology.even(4, 2))
+    return told
+
+
+def test_hierarchical_is_refused_without_several_equal_nodes(ranks: Ranks) -> None:
+    for unsaid, one, dealt, uneven in ranks(refusals):
+        assert "by the hosts' names all 4 ranks" in unsaid and "on one node" in unsaid
+        assert "by given all 4 ranks of the expert-parallel group are on one node" in one
+        assert "equally many consecutive ranks" in dealt and "its nodes hold ranks 0, 2; ranks 1, 3" in dealt
+        assert "its nodes hold ranks 0, 1, 2; ranks 3" in uneven and uneven.endswith("use 'auto' or 'dedup'")
+
+
 def test_nvlink_moves_what_dedup_moves_without_a_plan() -> None:
     routings, layout = draw_routings((6, 0, 9, 3), 6, 0.1, 0), layout_of("replicated", 4)
     shape = {"hidden": 200, "element_size": 2}
@@ -178,7 +232,7 @@ def test_nvlink_moves_what_dedup_moves_without_a_plan() -> None:
 @pytest.mark.parametrize(
     ("transport", "routings", "message"),
     [
-        ("pigeon", [[[0]], [[1]]], "pigeon.*alltoall, dedup, gather"),
+        ("pigeon", [[[0]], [[1]]], "pigeon.*alltoall, dedup, gather, hierarchical"),
         ("dedup", [[[0]]], "2 ranks, but there are routings of 1"),
         ("dedup", [[[0]], [[1, 2]]], "same K on all ranks.*1, 2"),
         ("dedup", [[[0]], [[4]]], r"rank 1 names experts 4 to 4.*0\.\.3"),

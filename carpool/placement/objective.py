@@ -6,7 +6,7 @@ same function that decides during training. Replicas are therefore counted as th
     rows_WW   [i, j] tokens of rank i that visit rank j; the diagonal stays at home. One row for each of them is what
               `dedup` and `nvlink` send. Equal to `carpool.placement.volume.predict("dedup", ...)`.
     sent_WW   [i, j] rows that the cost model's transport really sends: what modelled time and `rows_nodes` count
-    rows_NN   tokens of one node that visit another: what a transport would send that copied rows inside nodes
+    rows_NN   tokens of one node that visit another: what `hierarchical` sends between nodes
     load_W    (token, choice) pairs that each rank computes
 
 Modelled time is that of `carpool.planner.cost`. It ranks layouts, and is no forecast of a step.
@@ -99,8 +99,8 @@ def evaluate(
         cost: sizes of the layer, hardware and transport.
 
     Raises:
-        ValueError: the layout is of another number of experts or ranks, or rows are copied inside nodes that have
-            unequally many ranks.
+        ValueError: the layout is of another number of experts or ranks, or the transport needs
+            nodes of equally many ranks.
     """
     if layout.num_experts != trace.num_experts:
         raise ValueError(
@@ -123,11 +123,8 @@ def evaluate(
 
     scale = cost.tokens_per_rank * num_ranks / num_tokens
     sent_WW = rows_WW
-    if cost.copies_per_node:
-        topology.even_nodes()
-        sent_WW = _through_gates(rows_WW, _sum_by(visits_TN, source_T, num_ranks))
-    elif not (way := find_transport(cost.transport)).one_row_per_rank:
-        sent_WW = way.rows_sent([rank_TK[source_T == rank] for rank in range(num_ranks)], num_ranks)
+    if not (way := find_transport(cost.transport)).one_row_per_rank:
+        sent_WW = way.rows_sent([rank_TK[source_T == rank] for rank in range(num_ranks)], topology)
     return Objective(
         tokens=num_tokens,
         rows_WW=rows_WW,
@@ -147,19 +144,6 @@ def _sum_by(visits_TX: Array, source_T: Array, number: int) -> Array:
     from_TS = np.zeros((len(source_T), number), dtype=np.float32)
     from_TS[np.arange(len(source_T)), source_T] = 1
     return np.rint(from_TS.T @ visits_TX.astype(np.float32)).astype(np.int64)  # exact below 2**24 tokens
-
-
-def _through_gates(rows_WW: Array, rows_WN: Array) -> Array:
-    """(W, W) rows of a transport that copies rows inside nodes, each of equally many consecutive ranks. A node's single
-    copy goes to the rank there with the sender's number in its own node, which passes it on."""
-    num_ranks, num_nodes = rows_WN.shape
-    per_node = num_ranks // num_nodes
-    node_W = np.arange(num_ranks) // per_node
-    sent_WW = np.where(node_W[:, None] == node_W, rows_WW, 0)
-    for rank in range(num_ranks):
-        others = np.flatnonzero(np.arange(num_nodes) != node_W[rank])
-        sent_WW[rank, others * per_node + rank % per_node] = rows_WN[rank, others]
-    return sent_WW
 
 
 def _intra_share(rank_TK: Array, num_ranks: int) -> float:

@@ -47,6 +47,7 @@ import numpy.typing as npt
 import torch
 
 from carpool.layout import ExpertLayout, assign
+from carpool.layout.topology import Topology
 from carpool.observe.traffic import VERBS
 from carpool.routing import Routing
 from carpool.transport import TRANSPORTS, find_transport
@@ -64,6 +65,7 @@ def predict(
     hidden: int,
     element_size: int,
     options: Any = None,
+    topology: Topology | None = None,
 ) -> Volume:
     """Rows and bytes that `transport` moves for these routings under this layout.
 
@@ -74,6 +76,7 @@ def predict(
         hidden: H, elements of a row.
         element_size: bytes of an element on the wire (2 for bfloat16).
         options: of the transport, if they change what a row is (`NVLinkOptions(forward_fp8=True)`).
+        topology: of the layout's ranks; None: one node. Rows of `hierarchical` depend on it.
 
     Raises:
         ValueError: an unknown transport, options of another one, a routing for each rank missing, expert ids out of
@@ -85,7 +88,7 @@ def predict(
     chosen = [torch.as_tensor(expert_TK).cpu().int() for expert_TK in routings]
     top_k = _check(chosen, layout)
     rank_TK = [_ranks_visited(expert_TK, layout, source) for source, expert_TK in enumerate(chosen)]
-    return way.volume(rank_TK, layout.num_ranks, top_k, hidden, element_size, options)
+    return way.volume(rank_TK, topology or Topology.even(layout.num_ranks), top_k, hidden, element_size, options)
 
 
 def _ranks_visited(expert_TK: torch.Tensor, layout: ExpertLayout, source: int) -> Counts:

@@ -43,8 +43,6 @@ class CostModel:
         tokens_per_rank: of a step. A trace is a sample: its rows and loads are scaled to this.
         hardware: rates of links and matrix products.
         transport: whose rows ride (a key of `carpool.transport.TRANSPORTS`).
-        copies_per_node: the transport sends one row per (token, node) between nodes, not one per (token, rank). No
-            transport of Carpool does.
         replicas_hidden: share of the replicas' traffic that is hidden behind other work, 0 to 1.
     """
 
@@ -54,8 +52,14 @@ class CostModel:
     tokens_per_rank: int = 8192
     hardware: Hardware = field(default=DEFAULT)
     transport: str = "dedup"
-    copies_per_node: bool = False
     replicas_hidden: float = 0.0
+
+    @property
+    def copies_per_node(self) -> bool:
+        """Whether the transport sends one row per (token, node) between nodes, not one per (token, rank)."""
+        from carpool.transport import find_transport
+
+        return find_transport(self.transport).one_row_per_node
 
     @property
     def row_bytes(self) -> int:

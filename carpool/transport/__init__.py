@@ -1,16 +1,20 @@
 """How rows travel: one file per way.
 
-| name       | rows per token, there and back       | what it is for                                        |
-|------------|--------------------------------------|-------------------------------------------------------|
-| `gather`   | one to every rank                    | the oracle; K larger than W                           |
-| `alltoall` | one per expert                       | the baseline that others use                          |
-| `dedup`    | one per rank that holds an expert    | the default where there is no NVLink                  |
-| `nvlink`   | one per rank that holds an expert    | GPUs of one host: kernels write into peers' memory    |
+| name           | rows per token, there and back       | what it is for                                        |
+|----------------|--------------------------------------|-------------------------------------------------------|
+| `gather`       | one to every rank                    | the oracle; K larger than W                           |
+| `alltoall`     | one per expert                       | the baseline that others use                          |
+| `dedup`        | one per rank that holds an expert    | the default where there is no NVLink                  |
+| `nvlink`       | one per rank that holds an expert    | GPUs of one host: kernels write into peers' memory    |
+| `hierarchical` | one per other node, then one per     | slow links between nodes                              |
+|                | rank that holds an expert            |                                                       |
 
-The first three run over `torch.distributed`, on any device and backend. `nvlink` has buffers of a fixed size, so "auto"
-picks it only where somebody has said how many tokens a rank may have (`TransportOptions.max_tokens`). `base.py` has the
-contract, and names what a new transport has to say of itself. `register` adds one from outside the package
-(`carpool.plugins`). `TRANSPORTS` is the only list: commands, configuration, estimates, benchmarks and recipes read it.
+All but `nvlink` run over `torch.distributed`, on any device and backend. `hierarchical` has to know which ranks share a
+node (`set_topology`, otherwise the launcher is asked) and needs several nodes; "auto" never picks it. `nvlink` has
+buffers of a fixed size, so "auto" picks it only where somebody has said how many tokens a rank may have
+(`TransportOptions.max_tokens`). `base.py` has the contract, and names what a new transport has to say of itself.
+`register` adds one from outside the package (`carpool.plugins`). `TRANSPORTS` is the only list: commands, configuration,
+estimates, benchmarks and recipes read it.
 """
 
 from __future__ import annotations
@@ -27,6 +31,8 @@ from carpool.transport.alltoall import AllToAll
 from carpool.transport.base import BufferOverflowError, Pending, RankMissingError, Route, Transport
 from carpool.transport.dedup import Dedup
 from carpool.transport.gather import Gather
+from carpool.transport.hierarchical import Hierarchical
+from carpool.transport.nodes import set_topology, topology_of
 from carpool.transport.nvlink import NVLink, NVLinkOptions
 from carpool.transport.options import TransportOptions
 
@@ -48,6 +54,8 @@ __all__ = [
     "make_transport",
     "register",
     "resolve_transport",
+    "set_topology",
+    "topology_of",
     "unfit_transports",
 ]
 
@@ -63,7 +71,10 @@ def _check(name: str, cls: type[Transport]) -> None:
 
 # In the order in which "auto" prefers those that send equally many rows.
 TRANSPORTS: Registry[type[Transport]] = Registry(
-    "transport", "carpool.transports", {cls.name: cls for cls in (NVLink, AllToAll, Dedup, Gather)}, _check
+    "transport",
+    "carpool.transports",
+    {cls.name: cls for cls in (NVLink, AllToAll, Dedup, Gather, Hierarchical)},
+    _check,
 )
 
 

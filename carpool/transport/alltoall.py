@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
+from carpool.layout.topology import Topology
 from carpool.transport.exchange import ExchangeTransport, RowsToSend
 from carpool.transport.volume import Counts, one_row_per_choice
 
@@ -26,8 +27,8 @@ class AllToAll(ExchangeTransport):
     name = "alltoall"
 
     @classmethod
-    def rows_sent(cls, rank_TK: Sequence[Counts], num_ranks: int) -> Counts:
-        return one_row_per_choice(rank_TK, num_ranks)
+    def rows_sent(cls, rank_TK: Sequence[Counts], topology: Topology) -> Counts:
+        return one_row_per_choice(rank_TK, topology.num_ranks)
 
     @classmethod
     def copies_per_token(cls, num_experts: int, top_k: int, num_ranks: int) -> float:

@@ -29,6 +29,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from carpool.layout.topology import Topology
 from carpool.memory import Arena
 from carpool.observe.traffic import VERBS, Traffic
 from carpool.transport.options import TransportOptions
@@ -136,6 +137,7 @@ class Transport(ABC):
         automatic: whether "auto" may pick it.
         anywhere: whether any ranks can use it. If not, `why_not` looks at a group.
         one_row_per_rank: whether a token is sent once to each rank that serves it. Placement is solved for such rows.
+        one_row_per_node: whether it is sent once to each other node instead, and passed on there.
         rides_in_parts: whether `plan` and the combines take parts (`carpool.schedule.tiles`).
         knows_rows: whether the host knows how many rows came. If not, most rows of its buffers are empty, and experts
             that run a model's own forward would compute them.
@@ -147,6 +149,7 @@ class Transport(ABC):
     automatic: ClassVar[bool] = False
     anywhere: ClassVar[bool] = True
     one_row_per_rank: ClassVar[bool] = False
+    one_row_per_node: ClassVar[bool] = False
     rides_in_parts: ClassVar[bool] = False
     knows_rows: ClassVar[bool] = True
     plan_bytes: ClassVar[int] = 0
@@ -165,11 +168,13 @@ class Transport(ABC):
 
     @classmethod
     @abstractmethod
-    def rows_sent(cls, rank_TK: Sequence[Counts], num_ranks: int) -> Counts:
-        """(W, W) rows that rank [i] dispatches to rank [j], the diagonal included.
+    def rows_sent(cls, rank_TK: Sequence[Counts], topology: Topology) -> Counts:
+        """(W, W) rows that rank [i] dispatches to rank [j], the diagonal included. Over a kind of link go those of its
+        `topology.pairs`.
 
         Args:
-            rank_TK: for each source rank, (T, K) the rank that serves each choice, -1: none."""
+            rank_TK: for each source rank, (T, K) the rank that serves each choice, -1: none.
+            topology: of the ranks."""
 
     @classmethod
     @abstractmethod
@@ -188,10 +193,16 @@ class Transport(ABC):
 
     @classmethod
     def volume(
-        cls, rank_TK: Sequence[Counts], num_ranks: int, top_k: int, hidden: int, element_size: int, options: Any = None
+        cls,
+        rank_TK: Sequence[Counts],
+        topology: Topology,
+        top_k: int,
+        hidden: int,
+        element_size: int,
+        options: Any = None,
     ) -> Volume:
         """Rows and bytes of one forward and backward; what comes back takes the same ways as what went out."""
-        rows_WW, choices = cls.rows_sent(rank_TK, num_ranks), cls.choices_per_row(top_k)
+        rows_WW, choices = cls.rows_sent(rank_TK, topology), cls.choices_per_row(top_k)
         row = {verb: cls.row_bytes(verb, hidden, element_size, options) for verb in VERBS}
         return Volume(
             transport=cls.name,

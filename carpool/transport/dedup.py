@@ -20,6 +20,7 @@ from collections.abc import Sequence
 
 import torch
 
+from carpool.layout.topology import Topology
 from carpool.layout.uniform import uniform_copies
 from carpool.transport.exchange import ExchangeTransport, RowsToSend
 from carpool.transport.volume import Counts, one_row_per_rank
@@ -32,8 +33,8 @@ class Dedup(ExchangeTransport):
     one_row_per_rank = True
 
     @classmethod
-    def rows_sent(cls, rank_TK: Sequence[Counts], num_ranks: int) -> Counts:
-        return one_row_per_rank(rank_TK, num_ranks)
+    def rows_sent(cls, rank_TK: Sequence[Counts], topology: Topology) -> Counts:
+        return one_row_per_rank(rank_TK, topology.num_ranks)
 
     @classmethod
     def copies_per_token(cls, num_experts: int, top_k: int, num_ranks: int) -> float:

@@ -214,19 +214,37 @@ class ExchangeTransport(Transport):
         return routes
 
     def dispatch(self, x_TH: torch.Tensor, route: ExchangeRoute) -> Pending:
-        rows = route.rows[False, "out"]
-        rows.put(route.number, x_TH[route.token_N])
+        rows = self.dispatch_rows(x_TH, route)
         if route.number == 0:
             route.choices.send(route.packed_CN2J)
-        route.count("out", route.send, x_TH, CHOICE_BYTES)
 
         def finish() -> Arrivals:
-            slot_RJ, weight_bits_RJ = route.choices.take(route.number).split(route.choices_per_row, dim=1)
-            weight_RJ = weight_bits_RJ.contiguous().view(torch.float32)
-            x = Rows.of(rows.take(route.number))
-            return Arrivals(x, slot_RJ.contiguous(), weight_RJ, route.num_pairs)
+            slot_RJ, weight_RJ = self._choices(route)
+            return Arrivals(rows.wait(), slot_RJ, weight_RJ, route.num_pairs)
 
         return Pending(finish)
+
+    def dispatch_rows(self, x_TH: torch.Tensor, route: ExchangeRoute) -> Pending:
+        """A dispatch whose choices travel apart. `wait()` gives the `Rows`."""
+        rows = route.rows[False, "out"]
+        rows.put(route.number, x_TH[route.token_N])
+        route.count("out", route.send, x_TH, CHOICE_BYTES)
+        return Pending(lambda: Rows.of(rows.take(route.number)))
+
+    def exchange_choices(self, routes: Sequence[ExchangeRoute]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What a dispatch brings beside the rows of each piece: slots and weights, (R, J)."""
+        routes[0].choices.send(routes[0].packed_CN2J)
+        return [self._choices(route) for route in routes]
+
+    def send_gradients_apart(self, routes: Sequence[ExchangeRoute]) -> None:
+        """Let the weights' gradients of each piece travel in a message of their own: for who cannot give those of all
+        pieces before any has arrived."""
+        for route in routes:
+            route.gradients = Message(self._start, [route.receive], [route.send], route.number)
+
+    def _choices(self, route: ExchangeRoute) -> tuple[torch.Tensor, torch.Tensor]:
+        slot_RJ, weight_bits_RJ = route.choices.take(route.number).split(route.choices_per_row, dim=1)
+        return slot_RJ.contiguous(), weight_bits_RJ.contiguous().view(torch.float32)
 
     def dispatch_again(self, x_TH: torch.Tensor, route: ExchangeRoute) -> Pending:
         rows = route.rows[True, "again"]

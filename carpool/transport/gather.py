@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from carpool.kernels.ordered_sum import ordered_sum
+from carpool.layout.topology import Topology
 from carpool.memory import Arrivals, Rows
 from carpool.observe.traffic import Traffic
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Pending, Route, Transport
@@ -43,8 +44,8 @@ class Gather(Transport):
     plan_bytes = COUNT_BYTES
 
     @classmethod
-    def rows_sent(cls, rank_TK: Sequence[Counts], num_ranks: int) -> Counts:
-        return one_row_to_all(rank_TK, num_ranks)
+    def rows_sent(cls, rank_TK: Sequence[Counts], topology: Topology) -> Counts:
+        return one_row_to_all(rank_TK, topology.num_ranks)
 
     @classmethod
     def copies_per_token(cls, num_experts: int, top_k: int, num_ranks: int) -> float:

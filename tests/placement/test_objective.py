@@ -45,7 +45,7 @@ def test_rows_are_those_of_volume(name: str, ranks: int) -> None:
 
 def test_rows_of_nodes_and_pairs_are_those_of_a_loop() -> None:
     trace, layout = layer(24, 4, 599, seed=1, length=37), ExpertLayout.contiguous(24, 6).with_replicas([(0, 3), (9, 5)])
-    two_levels = CostModel(copies_per_node=True)
+    two_levels = CostModel(transport="hierarchical")
     found = evaluate(trace, layout, topology=Topology.even(6, 3), cost=two_levels)
     rank_TK, source_T = served_by(trace, layout), trace.source_T(6)
     rows_NN, together = np.zeros((3, 3), int), 0
@@ -75,17 +75,18 @@ def test_one_copy_per_node_is_fewer_than_one_per_rank() -> None:
     trace, layout = layer(64, 8, 4000), ExpertLayout.contiguous(64, 8)
     slow, nodes = CostModel(hardware=replace(DEFAULT, network=LinkRate(1e9, 0.0))), Topology.even(8, 2)
     per_rank = evaluate(trace, layout, topology=nodes, cost=slow)
-    per_node = evaluate(trace, layout, topology=nodes, cost=replace(slow, copies_per_node=True))
+    per_node = evaluate(trace, layout, topology=nodes, cost=replace(slow, transport="hierarchical"))
     assert per_node.ride_seconds < 0.5 * per_rank.ride_seconds and per_node.rows_nodes < per_rank.rows_nodes
 
 
-@pytest.mark.parametrize("transport", ["dedup", "alltoall", "gather", "nvlink"])
+@pytest.mark.parametrize("transport", ["dedup", "alltoall", "gather", "nvlink", "hierarchical"])
 def test_rows_between_nodes_are_those_that_the_transport_sends(transport: str) -> None:
     trace, layout = layer(16, 4, 800, seed=2, length=40), ExpertLayout.contiguous(16, 4).with_replicas([(3, 2)])
     source_T = trace.source_T(4)
     routings = [trace.expert_TK[source_T == rank] for rank in range(4)]
-    sent_WW = predict(transport, routings, layout, hidden=8, element_size=2).rows_WW
-    found = evaluate(trace, layout, topology=Topology.even(4, 2), cost=CostModel(transport=transport))
+    nodes = Topology.even(4, 2)
+    sent_WW = predict(transport, routings, layout, hidden=8, element_size=2, topology=nodes).rows_WW
+    found = evaluate(trace, layout, topology=nodes, cost=CostModel(transport=transport))
     np.testing.assert_array_equal(found.sent_WW, sent_WW)
     assert found.rows_nodes == sent_WW[:2, 2:].sum() + sent_WW[2:, :2].sum()
 

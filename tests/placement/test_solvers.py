@@ -71,7 +71,7 @@ def test_sizes_may_be_uneven(name: str) -> None:
 @pytest.mark.parametrize(("sizes", "nodes"), [((4, 4), 1), ((3, 3, 3), 1), ((2, 2, 2, 2), 2), ((5, 1, 3), 1)])
 def test_search_finds_the_optimum_of_tiny_problems(seed: int, sizes: tuple[int, ...], nodes: int) -> None:
     trace = layer(sum(sizes), 3, 300, seed=seed)
-    two_levels = CostModel(copies_per_node=nodes > 1)
+    two_levels = CostModel(transport="hierarchical" if nodes > 1 else "dedup")
     problem = Problem(
         trace, Topology.even(len(sizes), nodes), experts_per_rank=sizes, load_limit=1.3, seed=seed, cost=two_levels
     )
@@ -122,7 +122,7 @@ def test_without_a_load_limit_search_beats_what_it_starts_from() -> None:
 def test_nodes_are_served_before_ranks() -> None:
     """If nodes get one copy of a row each, the search saves rows between them, even at the price of rows inside."""
     solved, held_out = (half.layer(0) for half in topics(64, 4, 10_000, length=8).split())
-    cost, topology = CostModel(copies_per_node=True), Topology.even(8, 2)
+    cost, topology = CostModel(transport="hierarchical"), Topology.even(8, 2)
     flat, nodes = (
         evaluate(held_out, solve("search", solved, Topology.even(8, n), cost=cost), topology=topology, cost=cost)
         for n in (1, 2)
@@ -136,7 +136,9 @@ def test_the_search_saves_the_rows_that_the_transport_sends() -> None:
     found, mistaken = (
         evaluate(
             solved,
-            solve("search", solved, Topology.even(8, 2), cost=CostModel(copies_per_node=wrong)),
+            solve(
+                "search", solved, Topology.even(8, 2), cost=CostModel(transport="hierarchical" if wrong else "dedup")
+            ),
             topology=topology,
         )
         for wrong in (False, True)
@@ -173,7 +175,9 @@ def test_nodes_are_those_of_the_topology(name: str) -> None:
 def test_nodes_may_have_unequally_many_ranks(name: str) -> None:
     """Three ranks of one node and one of another: the rows between them are those of a loop."""
     uneven = Topology((0, 0, 1, 0), (0, 0, 1, 0))
-    layout = solve(name, SMALL, uneven, extra_slots=1, cost=CostModel(copies_per_node=name == "search"))
+    layout = solve(
+        name, SMALL, uneven, extra_slots=1, cost=CostModel(transport="hierarchical" if name == "search" else "dedup")
+    )
     assert [len(rank) for rank in layout.homes] == [6] * 4
     rank_TK, source_T, node_of = served_by(SMALL, layout), SMALL.source_T(4), uneven.node_of
     pairs = zip(rank_TK.tolist(), source_T.tolist(), strict=True)

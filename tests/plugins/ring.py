@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from carpool.layout.topology import Topology
 from carpool.observe.traffic import Traffic
 from carpool.transport import Arrivals, Pending, Route, Rows, Transport, TransportOptions, register
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES
@@ -42,7 +43,8 @@ class Ring(Transport):
     plan_bytes = 8
 
     @classmethod
-    def rows_sent(cls, rank_TK: Sequence[Counts], num_ranks: int) -> Counts:
+    def rows_sent(cls, rank_TK: Sequence[Counts], topology: Topology) -> Counts:
+        num_ranks = topology.num_ranks
         longest = max(len(ranks) for ranks in rank_TK)
         to_next = np.roll(np.eye(num_ranks, dtype=np.int64), 1, axis=1)
         return longest * (np.eye(num_ranks, dtype=np.int64) + (num_ranks - 1) * to_next) if num_ranks > 1 else (
@@ -54,9 +56,15 @@ class Ring(Transport):
 
     @classmethod
     def volume(
-        cls, rank_TK: Sequence[Counts], num_ranks: int, top_k: int, hidden: int, element_size: int, options: Any = None
+        cls,
+        rank_TK: Sequence[Counts],
+        topology: Topology,
+        top_k: int,
+        hidden: int,
+        element_size: int,
+        options: Any = None,
     ) -> Volume:
-        there, reverse = super().volume(rank_TK, num_ranks, top_k, hidden, element_size, options), False
+        there, reverse = super().volume(rank_TK, topology, top_k, hidden, element_size, options), False
         if options is not None:
             reverse = options.reverse
         # Sums go on in the same direction, not back.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from carpool.layout.topology import Topology
 from carpool.memory import Arena, Rows
 from carpool.observe.traffic import Traffic
 from carpool.transport import Arrivals, Pending, Route, Transport
@@ -26,8 +27,8 @@ class Home(Transport):
     arena: Arena | None = None
 
     @classmethod
-    def rows_sent(cls, rank_TK: Sequence[Counts], num_ranks: int) -> Counts:
-        return one_row_per_rank(rank_TK, num_ranks)
+    def rows_sent(cls, rank_TK: Sequence[Counts], topology: Topology) -> Counts:
+        return one_row_per_rank(rank_TK, topology.num_ranks)
 
     @classmethod
     def copies_per_token(cls, num_experts: int, top_k: int, num_ranks: int) -> float:

@@ -52,6 +52,7 @@ from carpool.bench.transport.settings import Settings, Shape
 from carpool.layout import ExpertLayout
 from carpool.observe.traffic import Traffic
 from carpool.train.config import Config
+from carpool.transport import topology_of
 from carpool.transport.nvlink import why_not
 
 WARMUP = 3
@@ -171,7 +172,8 @@ class TransportBenchmark:
         return Case.make(shape, layout, routings, self.rank, self.dtype, self.device, settings.seed)
 
     def _expected(self, contender: Contender, case: Case) -> dict[str, np.ndarray]:
-        return expected_bytes(contender, case.routings, case.layout, case.shape.hidden, self.dtype.itemsize)
+        shape = (case.shape.hidden, self.dtype.itemsize)
+        return expected_bytes(contender, case.routings, case.layout, *shape, topology_of(self.group))
 
     def _runnable(self, shape: Shape, group: dist.ProcessGroup | None) -> dict[str, str]:
         """Why transports cannot run here, for those that cannot. Collective."""

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from carpool.bench.transport.settings import Settings, Shape, has_ctas
 from carpool.layout import ExpertLayout
+from carpool.layout.topology import Topology
 from carpool.placement.volume import predict
 from carpool.routing import Routing
 from carpool.transport import TRANSPORTS, NVLinkOptions, Transport, find_transport, make_transport
@@ -65,7 +66,12 @@ def build(contender: Contender, group: dist.ProcessGroup | None, layout: ExpertL
 
 
 def expected_bytes(
-    contender: Contender, routings: Sequence[Routing], layout: ExpertLayout, hidden: int, element_size: int
+    contender: Contender,
+    routings: Sequence[Routing],
+    layout: ExpertLayout,
+    hidden: int,
+    element_size: int,
+    topology: Topology | None = None,
 ) -> dict[str, np.ndarray]:
     """For each verb of `carpool.observe.traffic.VERBS` but the plan: (W, W) bytes from rank [i] to [j], 0 to itself.
 
@@ -74,7 +80,7 @@ def expected_bytes(
     experts, options = [routing.expert_TK for routing in routings], NVLinkOptions(forward_fp8=True)
     volume = predict(
         contender.transport, experts, layout, hidden=hidden, element_size=element_size,
-        options=options if contender.fp8 else None,
+        options=options if contender.fp8 else None, topology=topology,
     )  # fmt: skip
     bytes_WW = {verb: matrix.copy() for verb, matrix in volume.bytes_WW.items() if verb != "plan"}
     for matrix in bytes_WW.values():

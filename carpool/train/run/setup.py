@@ -76,7 +76,7 @@ from carpool.train.run.step import Objective, make_optimizer
 from carpool.train.run.tiers import check_host_memory_of_ranks, make_tiers
 from carpool.train.run.topology import find_machine, ranks_of
 from carpool.train.run.transports import choose_way, likely_transport
-from carpool.transport import TransportOptions, check_transport
+from carpool.transport import TransportOptions, check_transport, set_topology
 
 # What a bias moves by in a step, if nobody says: DeepSeek-V3, arXiv 2412.19437, section 4.2.
 DEEPSEEK_RATE = 0.001
@@ -294,6 +294,7 @@ class Setup(RunState):
             # Before there are buffers: those of chunks are smaller.
             for own in self.rides:
                 own.set_schedule(schedule)
+        set_topology(self.rides[0].group, self.ep_topology)
         hidden = self.model.config.get_text_config().hidden_size
         folders = self._folders(resume)
         layer, options, device = self.rides[0], TransportOptions(self.most_tokens), self.device

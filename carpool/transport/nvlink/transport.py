@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from carpool.kernels.awaited import MAX_CTAS, Awaited
 from carpool.kernels.packets import packet_bytes
+from carpool.layout.topology import Topology
 from carpool.layout.uniform import uniform_copies
 from carpool.memory import Arena, Arrivals, Ready
 from carpool.observe.traffic import Traffic
@@ -63,8 +64,8 @@ class NVLink(VerbRunner, Transport):
     graphable = True
 
     @classmethod
-    def rows_sent(cls, rank_TK: Sequence[Counts], num_ranks: int) -> Counts:
-        return one_row_per_rank(rank_TK, num_ranks)
+    def rows_sent(cls, rank_TK: Sequence[Counts], topology: Topology) -> Counts:
+        return one_row_per_rank(rank_TK, topology.num_ranks)
 
     @classmethod
     def copies_per_token(cls, num_experts: int, top_k: int, num_ranks: int) -> float:

@@ -1,0 +1,103 @@
+"""Which ranks of an expert-parallel group share a node, and the process groups along and inside nodes.
+
+A run has found out its topology already and says so (`set_topology`). Otherwise the ranks of a group are asked, once:
+each says where its launcher put it (`carpool.layout.topology.whereabouts`).
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch.distributed as dist
+
+from carpool.layout.topology import Topology, agree, whereabouts
+
+
+@dataclass(frozen=True)
+class Hops:
+    """The two process groups of this rank, None where it is alone, and their ranks by their number in the
+    expert-parallel group.
+
+    Attributes:
+        rail, rail_ranks: the ranks of equal number in their nodes, in order of the nodes.
+        node, node_ranks: the ranks of its node.
+    """
+
+    rail: dist.ProcessGroup | None
+    rail_ranks: tuple[int, ...]
+    node: dist.ProcessGroup | None
+    node_ranks: tuple[int, ...]
+
+
+# Facts of a group; they go when it goes.
+_TOPOLOGIES: weakref.WeakKeyDictionary[dist.ProcessGroup, Topology] = weakref.WeakKeyDictionary()
+_HOPS: weakref.WeakKeyDictionary[dist.ProcessGroup, Hops] = weakref.WeakKeyDictionary()
+
+
+def set_topology(group: dist.ProcessGroup | None, topology: Topology) -> None:
+    """Say which ranks of an expert-parallel group share a node, before a transport asks. The same on all its ranks.
+
+    Raises:
+        ValueError: another number of ranks, or the group is known to lie otherwise."""
+    if group is None:
+        return
+    if topology.num_ranks != dist.get_world_size(group):
+        raise ValueError(f"a topology of {topology.num_ranks} ranks for a group of {dist.get_world_size(group)}")
+    known = _TOPOLOGIES.setdefault(group, topology)
+    if known.node_of != topology.node_of:
+        raise ValueError(f"the group's ranks lie on nodes {known.node_of} by {known.source}, not {topology.node_of}")
+
+
+def topology_of(group: dist.ProcessGroup | None) -> Topology:
+    """How the ranks of a group lie. The first call is collective over the group, unless `set_topology` was called.
+
+    Raises:
+        ValueError: the ranks contradict each other."""
+    if group is None:
+        return Topology.even(1)
+    if group not in _TOPOLOGIES:
+        # The launcher counts all ranks of a node, of which the group may have some.
+        mine = replace(whereabouts(os.environ, dist.get_rank(), socket.gethostname()), ranks_on_node=None)
+        reports: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(reports, mine, group=group)
+        _TOPOLOGIES[group] = agree(reports)
+    return _TOPOLOGIES[group]
+
+
+def hops_of(group: dist.ProcessGroup | None) -> Hops:
+    """The groups of this rank along and inside nodes. The first call is collective over the group.
+
+    Raises:
+        ValueError: the nodes do not hold equally many consecutive ranks."""
+    if group is None:
+        return Hops(None, (0,), None, (0,))
+    if group not in _HOPS:
+        topology, rank = topology_of(group), dist.get_rank(group)
+        every, per_node = range(topology.num_ranks), topology.num_ranks // topology.even_nodes()
+        rails = [tuple(every[number::per_node]) for number in range(per_node)]
+        nodes = [tuple(every[first : first + per_node]) for first in every[::per_node]]
+        rail_ranks, node_ranks = rails[rank % per_node], nodes[rank // per_node]
+        _HOPS[group] = Hops(_part(group, rails, rail_ranks), rail_ranks, _part(group, nodes, node_ranks), node_ranks)
+    return _HOPS[group]
+
+
+def _part(
+    group: dist.ProcessGroup, parts: Sequence[tuple[int, ...]], mine: tuple[int, ...]
+) -> dist.ProcessGroup | None:
+    """The process group of this rank's part of a group. Collective over the group alone: others make their own."""
+    if len(mine) == 1:
+        return None
+    backend = dist.get_backend(group)
+    made: dist.ProcessGroup | None
+    if backend == "nccl" and dist.group.WORLD.bound_device_id is not None:
+        # There `new_group` is a collective over all ranks of the run, members or not.
+        made = dist.split_group(group, [list(part) for part in parts])
+    else:
+        members = [dist.get_global_rank(group, rank) for rank in mine]
+        made = dist.new_group(members, backend=backend, use_local_synchronization=True)
+    return made
