@@ -245,7 +245,7 @@ def set_transport(
     """Change how rows travel in all MoE layers of a model. Call on all ranks, between steps.
 
     Args:
-        name: "auto", "gather", "alltoall", "dedup", "nvlink".
+        name: "auto", "gather", "alltoall", "dedup", "nvlink", "hierarchical".
         max_tokens: the most tokens that any rank will ever have in a forward. Given this, "auto" picks "nvlink" where
             it can be used. Its buffers have a fixed size; without it, that of the first forward, rounded up to a power
             of two. Tokens beyond make the sums NaN, and `CarpoolCallback` then raises before the optimizer's step.

@@ -13,8 +13,8 @@ All but `nvlink` run over `torch.distributed`, on any device and backend. `hiera
 node (`set_topology`, otherwise the launcher is asked) and needs several nodes; "auto" never picks it. `nvlink` has
 buffers of a fixed size, so "auto" picks it only where somebody has said how many tokens a rank may have
 (`TransportOptions.max_tokens`). `base.py` has the contract, and names what a new transport has to say of itself.
-`register` adds one from outside the package (`carpool.plugins`). `TRANSPORTS` is the only list: commands, configuration,
-estimates, benchmarks and recipes read it.
+`register` adds one from outside the package (`carpool.plugins`). `TRANSPORTS` is the only list: commands,
+configuration, estimates, benchmarks and recipes read it.
 """
 
 from __future__ import annotations

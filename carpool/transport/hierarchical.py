@@ -135,7 +135,7 @@ class Hierarchical(Transport):
         if topology.num_nodes == 1:
             return (
                 f"by {topology.source} all {topology.num_ranks} ranks of the expert-parallel group are on one node, "
-                "and it needs several (parallelism.ranks_per_node)"
+                "and it needs several: raise parallelism.ep_size, or set parallelism.ranks_per_node"
             )
         try:
             topology.even_nodes()

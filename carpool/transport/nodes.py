@@ -94,7 +94,7 @@ def _part(
         return None
     backend = dist.get_backend(group)
     made: dist.ProcessGroup | None
-    if backend == "nccl" and dist.group.WORLD.bound_device_id is not None:
+    if backend == "nccl" and getattr(dist.group.WORLD, "bound_device_id", None) is not None:
         # There `new_group` is a collective over all ranks of the run, members or not.
         made = dist.split_group(group, [list(part) for part in parts])
     else:

@@ -26,7 +26,7 @@ from carpool.bench.routings import make_routings
 from carpool.experts import EXPERTS, ReferenceExperts
 from carpool.layout import ExpertLayout
 from carpool.train.config import load_config
-from tests.ranks import Ranks
+from tests.ranks import WORLD_SIZE, Ranks, mesh
 
 CPU = torch.device("cpu")
 SMALL = Shape(19, 40, 24, 8, 3)
@@ -34,6 +34,7 @@ THEIRS = "transformers all_to_all + grouped_mm"
 
 
 def _whole(folder: str) -> None:
+    mesh((WORLD_SIZE,), ("ep",))  # which says that there are two nodes
     settings = LayerSettings(
         shapes=(SMALL, Shape(7, 16, 8, 4, 2, "gpt_oss")), repetitions=2, iterations=1, experts=("grouped",), out=folder,
     ).resolve(cuda=False, num_ranks=4)  # fmt: skip
@@ -54,8 +55,10 @@ def test_every_contender_is_measured(run: tuple[dict[str, Any], Path]):
     for case in result["cases"]:
         assert (case["num_ranks"], case["baseline"]) == (4, THEIRS)
         rows = {row["label"]: row for row in case["rows"]}
-        assert list(rows) == [f"{way} + grouped" for way in ("nvlink", "alltoall", "dedup", "gather")] + [THEIRS]
+        ways = ("nvlink", "alltoall", "dedup", "gather", "hierarchical")
+        assert list(rows) == [f"{way} + grouped" for way in ways] + [THEIRS]
         assert "CUDA" in rows.pop("nvlink + grouped")["unavailable"]
+        assert "on one node" in rows.pop("hierarchical + grouped")["unavailable"]
         for row in rows.values():
             assert row["unavailable"] is None
             assert 0 < row["error"] < 0.7

@@ -42,7 +42,7 @@ from carpool.train.config import Config
 from carpool.train.launch.start import local_ranks
 from carpool.train.launch.worker import find_entry
 from carpool.transport import Arrivals, Dedup, Pending, Rows, make_transport
-from tests.ranks import Ranks, free_port
+from tests.ranks import WORLD_SIZE, Ranks, free_port, mesh
 
 ROOT = Path(__file__).parents[2]
 GLOO = ("alltoall", "dedup", "gather")
@@ -56,6 +56,7 @@ def command(*args: str) -> list[str]:
 
 def _one_rank(entry: str, config: Config, kwargs: str) -> str:
     """A rank's part, with arguments as they come to a process; what it printed."""
+    mesh((WORLD_SIZE,), ("ep",))  # which says that there are two nodes
     with mock.patch.dict(os.environ, COLUMNS="200", NO_COLOR="1"), redirect_stdout(io.StringIO()) as shown:
         find_entry(entry)(config, **json.loads(kwargs))
     return shown.getvalue()
@@ -92,7 +93,7 @@ def test_every_contender_is_measured(run: tuple[dict[str, Any], str, Path]):
         assert case["shape"] == {"tokens": tokens, "hidden": HIDDEN, "experts": EXPERTS, "top_k": TOP_K}
         assert case["ceiling"] is None, "there are no copy engines here"
         rows = {row["label"]: row for row in case["rows"]}
-        assert list(rows) == ["nvlink (4 CTAs)", "nvlink (fp8, 4 CTAs)", *GLOO]
+        assert list(rows) == ["nvlink (4 CTAs)", "nvlink (fp8, 4 CTAs)", *GLOO, "hierarchical"]
         for label in list(rows)[:2]:
             nvlink = rows.pop(label)
             assert "CUDA" in nvlink["unavailable"]
@@ -197,7 +198,7 @@ def test_under_torchrun_and_without_a_figure(tmp_path: Path):
         (("--shape", "4,2,8,0"), "top-k must be at least 1"),
         (("--shape", "4,2,8,9"), "a token cannot choose 9 of 8 experts"),
         (("--shape", "4,2,3,2"), "3 experts .* cannot be spread over 4 ranks"),
-        (("--transports", "dedup,fast"), "'fast' is not known; use nvlink, alltoall, dedup or gather"),
+        (("--transports", "dedup,fast"), "'fast' is not known; use nvlink, alltoall, dedup, gather or hierarchical"),
         (("--transports", ""), "'' is not known"),
         (("--routing", "even"), "'even' is not known; use uniform, zipf, skewed or all"),
         (("--routing", "skewed", "--ranks", "3"), "needs more than 3 ranks"),
