@@ -36,6 +36,7 @@ from carpool.bench.transport.results import CaseResult, ContenderResult, Times, 
 from carpool.bench.transport.rides import Case, check, forward_and_backward, oracle
 from carpool.bench.transport.settings import CPU_SHAPES, GPU_SHAPES, Settings, Shape
 from carpool.layout import ExpertLayout
+from carpool.layout.topology import Topology
 from carpool.observe.traffic import Traffic
 from carpool.placement.volume import predict
 from carpool.train.config import Config
@@ -130,7 +131,7 @@ def test_bytes_are_those_of_the_routing(run: tuple[dict[str, Any], str, Path]):
         assert rows["dedup"]["sections"]["combine"]["bytes"] == most * 2 * HIDDEN
         for name, row in rows.items():
             assert row["bytes_sent"] == row["bytes_predicted"]
-            volume = predict(name, experts, layout, hidden=HIDDEN, element_size=2)
+            volume = predict(name, experts, layout, hidden=HIDDEN, element_size=2, topology=Topology.even(4, 2))
             assert set(row["bytes_sent"]) == {"dispatch", "combine", "dispatch_backward", "combine_backward"}
             for verb, of_rank in row["bytes_sent"].items():
                 assert sum(of_rank) == volume.bytes_remote(verb)

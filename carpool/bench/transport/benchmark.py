@@ -52,7 +52,7 @@ from carpool.bench.transport.settings import Settings, Shape
 from carpool.layout import ExpertLayout
 from carpool.observe.traffic import Traffic
 from carpool.train.config import Config
-from carpool.transport import topology_of
+from carpool.transport import set_topology, topology_of
 from carpool.transport.nvlink import why_not
 
 WARMUP = 3
@@ -96,6 +96,7 @@ class TransportBenchmark:
         self.contenders = list_contenders(settings)
         # A group, and so buffers, of their own: those of the larger shapes would be too large.
         self.decode_group = dist.new_group() if settings.decode and self.group is not None else None
+        set_topology(self.decode_group, topology_of(self.group))
         self.ceiling: Ceiling | None = None
         for shape in settings.shapes:
             self._runnable(shape, self.group)
