@@ -42,16 +42,20 @@ from carpool.transport import set_topology
 WORLD_SIZE = 4
 
 
-@functools.cache
 def mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """A device mesh over the ranks; each rank builds a given mesh once, because its groups are costly.
 
     For transports that need nodes, the ranks of a dimension "ep" lie on two of them."""
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    made = init_device_mesh(device, shape, mesh_dim_names=names)
+    made = _mesh(device, shape, names)
     if "ep" in names and made["ep"].size() % 2 == 0:
         set_topology(made["ep"].get_group(), Topology.even(made["ep"].size(), 2))
     return made
+
+
+@functools.cache
+def _mesh(device: str, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    return init_device_mesh(device, shape, mesh_dim_names=names)
 
 
 def free_port() -> int:

@@ -32,7 +32,7 @@ from carpool.transport.base import BufferOverflowError, Pending, RankMissingErro
 from carpool.transport.dedup import Dedup
 from carpool.transport.gather import Gather
 from carpool.transport.hierarchical import Hierarchical
-from carpool.transport.nodes import set_topology, topology_of
+from carpool.transport.nodes import known_topology, set_topology, topology_of
 from carpool.transport.nvlink import NVLink, NVLinkOptions
 from carpool.transport.options import TransportOptions
 
@@ -209,7 +209,7 @@ def check_overflow(transport: Transport | None) -> None:
 
 
 # What the ranks of a group have found out together is a fact of that group, as its buffers are; it goes when that goes.
-_FOUND: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, str | None]] = weakref.WeakKeyDictionary()
+_FOUND: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, str | None]] = weakref.WeakKeyDictionary()
 
 
 def _why_not(cls: type[Transport], group: dist.ProcessGroup | None) -> str | None:
@@ -217,6 +217,7 @@ def _why_not(cls: type[Transport], group: dist.ProcessGroup | None) -> str | Non
     if cls.anywhere or group is None:
         return cls.why_not(group)
     found = _FOUND.setdefault(group, {})
-    if cls.name not in found:
-        found[cls.name] = cls.why_not(group)
-    return found[cls.name]
+    key = (cls.name, known_topology(group))
+    if key not in found:
+        found[key] = cls.why_not(group)
+    return found[key]

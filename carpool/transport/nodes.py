@@ -36,21 +36,19 @@ class Hops:
 
 # Facts of a group; they go when it goes.
 _TOPOLOGIES: weakref.WeakKeyDictionary[dist.ProcessGroup, Topology] = weakref.WeakKeyDictionary()
-_HOPS: weakref.WeakKeyDictionary[dist.ProcessGroup, Hops] = weakref.WeakKeyDictionary()
+_HOPS: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Hops]] = weakref.WeakKeyDictionary()
 
 
 def set_topology(group: dist.ProcessGroup | None, topology: Topology) -> None:
     """Say which ranks of an expert-parallel group share a node, before a transport asks. The same on all its ranks.
 
     Raises:
-        ValueError: another number of ranks, or the group is known to lie otherwise."""
+        ValueError: another number of ranks."""
     if group is None:
         return
     if topology.num_ranks != dist.get_world_size(group):
         raise ValueError(f"a topology of {topology.num_ranks} ranks for a group of {dist.get_world_size(group)}")
-    known = _TOPOLOGIES.setdefault(group, topology)
-    if known.node_of != topology.node_of:
-        raise ValueError(f"the group's ranks lie on nodes {known.node_of} by {known.source}, not {topology.node_of}")
+    _TOPOLOGIES[group] = topology
 
 
 def topology_of(group: dist.ProcessGroup | None) -> Topology:
@@ -69,6 +67,11 @@ def topology_of(group: dist.ProcessGroup | None) -> Topology:
     return _TOPOLOGIES[group]
 
 
+def known_topology(group: dist.ProcessGroup) -> Topology | None:
+    """What is known already of how the ranks of a group lie; asks nobody."""
+    return _TOPOLOGIES.get(group)
+
+
 def hops_of(group: dist.ProcessGroup | None) -> Hops:
     """The groups of this rank along and inside nodes. The first call is collective over the group.
 
@@ -76,14 +79,16 @@ def hops_of(group: dist.ProcessGroup | None) -> Hops:
         ValueError: the nodes do not hold equally many consecutive ranks."""
     if group is None:
         return Hops(None, (0,), None, (0,))
-    if group not in _HOPS:
-        topology, rank = topology_of(group), dist.get_rank(group)
+    topology, rank = topology_of(group), dist.get_rank(group)
+    made = _HOPS.setdefault(group, {})
+    if topology.node_of not in made:
         every, per_node = range(topology.num_ranks), topology.num_ranks // topology.even_nodes()
         rails = [tuple(every[number::per_node]) for number in range(per_node)]
         nodes = [tuple(every[first : first + per_node]) for first in every[::per_node]]
         rail_ranks, node_ranks = rails[rank % per_node], nodes[rank // per_node]
-        _HOPS[group] = Hops(_part(group, rails, rail_ranks), rail_ranks, _part(group, nodes, node_ranks), node_ranks)
-    return _HOPS[group]
+        along, inside = _part(group, rails, rail_ranks), _part(group, nodes, node_ranks)
+        made[topology.node_of] = Hops(along, rail_ranks, inside, node_ranks)
+    return made[topology.node_of]
 
 
 def _part(
