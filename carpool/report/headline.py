@@ -34,6 +34,13 @@ class Fact:
     detail: str
 
 
+# What is sent of a token, by transport.
+_VISITS = {
+    "": "one for each rank that the token visits, its own included",
+    "hierarchical": "one for each other node that the token visits, and one for each rank, its own included",
+}
+
+
 def text_block(summary: dict[str, Any], run: dict[str, Any], steps: Iterable[dict[str, Any]] = ()) -> str:
     """The quotable block as plain text, from the contents of summary.json, run.json and `train` lines.
 
@@ -92,8 +99,7 @@ def facts(summary: Summary, info: RunInfo) -> list[Fact]:
         Fact(
             "copies per token",
             plain_text(summary.copies_per_token) + (f" of {chosen}" if chosen else ""),
-            "one for each rank that the token visits, its own included; one row per expert makes "
-            + (f"{chosen}" if chosen else "K"),
+            f"{_VISITS.get(info.transport.name, _VISITS[''])}; one row per expert makes {chosen or 'K'}",
         ),
         _loss(summary),
         *([_against(compare)] if compare is not None and compare.ratio is not None else []),
