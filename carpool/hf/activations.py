@@ -8,7 +8,7 @@ storages but no bytes, and what autograd saves is added up, each storage once:
 
 Two things stand in for what runs on a GPU. Attention keeps queries, keys, values, output and one number a row and head,
 as every fused kernel does (on a CPU some shapes would fall back to whole score matrices). Routed experts keep their
-input; what their ride keeps depends on the transport, and whoever asks adds it (`carpool.planner.memory`).
+input; what their ride keeps depends on the transport, and whoever asks adds it (`carpool.train.run.estimate`).
 """
 
 from __future__ import annotations

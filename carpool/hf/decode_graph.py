@@ -13,7 +13,7 @@ gives it tensors whose sizes never change. Here that is a graph. For each pair o
     token 4 ...   tensors are copied to where the graph reads them, and it is replayed
 
 So each step runs one forward on each rank, whoever captures, and ranks may have other sizes. A cache length is rounded
-up, and cache and graph are used again by later prompts.
+up, and cache and graph are used again by later prompts of the same sizes; they go when other sizes come.
 
 A model that cannot be captured decodes eagerly with the usual cache, and `why_not` says why: a transport that asks the
 host, experts that run the model's own forward, layers whose cache is more than keys and values of all tokens, or
@@ -64,6 +64,8 @@ class DecodeGraphs:
         length = -(-(ids_BL.shape[1] + max_new_tokens) // ROUND) * ROUND
         key = len(ids_BL), length
         if key not in self._steps:
+            # Memory is reckoned for one cache, and old sizes hardly come back: a chat grows, rounds get shorter.
+            self._steps.clear()
             cache = StaticCache(config=model.config.get_text_config(decoder=True), max_cache_len=length)
             self._steps[key] = _Step(self, model, cache)
         step = self._steps[key]

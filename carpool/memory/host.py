@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -34,7 +35,9 @@ def host_zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -
     if device.type != "cuda" or size == 0:
         return torch.zeros(*shape, dtype=dtype)
     mapping = _Mapping(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    mapping.madvise(mmap.MADV_HUGEPAGE)
+    # A hint, which kernels without huge pages refuse.
+    with suppress(OSError):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
     memory, cuda = torch.frombuffer(mapping, dtype=dtype), torch.cuda.cudart()
     if error := int(cuda.cudaHostRegister(memory.data_ptr(), size, 0)):
         raise RuntimeError(

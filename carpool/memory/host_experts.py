@@ -271,7 +271,7 @@ class HostExperts:
         """Inside, parameters are their values in host memory, which may be changed. Nothing computes with them."""
         if self._out is not None:
             torch.cuda.synchronize()
-        weights = [weight for layer in self._layers for weight in layer.weights]
+        weights = [weight for layer in self._layers for weight in layer.weights if weight.host.numel()]
         if weights and weights[0].whole.data_ptr() == weights[0].host.data_ptr():  # inside of another
             yield
             return

@@ -81,7 +81,8 @@ def run_rank(config: Config, model: str, system: str | None, options: dict[str, 
     talk.ask("")  # an error now, and not after the weights
     loaded = open_model(source, dtype=dtype, max_tokens=most, cached_tokens=most)
     graphs = DecodeGraphs()
-    reply = partial(generate, loaded, sampling=sampling, end=source.text.end, graphs=graphs)
+    text = source.text
+    reply = partial(generate, loaded, sampling=sampling, end=text.end, vocabulary=text.vocabulary, graphs=graphs)
     several = dist.is_initialized() and dist.get_world_size() > 1
     group = dist.new_group(backend="gloo", timeout=PATIENCE) if several else None
     if several and dist.get_rank() > 0:

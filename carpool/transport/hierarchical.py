@@ -15,8 +15,9 @@ Gradients go the same ways.
 Cost per token: one row for each other node, and one for each rank that it visits, both ways. With 8 of 128 experts on
 2 nodes of 8 ranks that is 1.0 row between nodes instead of 3.3 with `dedup`, if experts are chosen uniformly.
 
-Both hops exchange exact counts, so the host waits twice in a plan. A first hop of fixed size (T rows for each other
-node) would need no counts, but the second, as long as it is `dedup`, waits for the host all the same.
+Both hops exchange exact counts, so the host waits in a plan: for each hop, and for what is counted. A first hop of
+fixed size (T rows for each other node) would need no counts, but the second, as long as it is `dedup`, waits for the
+host all the same.
 
 Source: DeepSeek-V3 (arXiv 2412.19437, section 3.2.2) sends a token once per node; HierMoE and Hybrid-EP sum there.
 """

@@ -24,6 +24,8 @@ from tests.train.test_loop import run, text
 __all__ = ["text"]  # a fixture
 
 LORA = ["adapter.kind=lora", "adapter.rank=4", "adapter.targets=all-linear"]
+# What gradients that are consumed want beside them.
+CONSUMABLE = ["training.gradient_accumulation_steps=1", "training.max_grad_norm=0"]
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +155,10 @@ def test_merges_into_a_model_for_plain_transformers(base: Path, reference: Path,
         (["adapter.kind=dora"], "no adapters of experts"),
         (["adapter.kind=lora", "adapter.dropout=0.1"], "peft has none"),
         (["adapter.kind=lora", "training.freeze=dense"], "contradict each other"),
+        (
+            ["adapter.kind=lora", "training.gradients=consumed", *CONSUMABLE],
+            "over ranks after that",
+        ),
         (["adapter.kind=lora", "moe.experts=fp8"], "has no adapters"),
         (["adapter.kind=lora", "adapter.targets=[]"], "adapter.targets is empty"),
     ],

@@ -84,8 +84,8 @@ class ShardedCheckpoints:
 
     def _keep_source(self, folder: Path) -> None:
         """For `carpool export`."""
-        source = Path(self.model.config.name_or_path or "")
-        weights = source if any(source.glob("*.safetensors")) else None
+        name = self.model.config.name_or_path
+        weights = Path(name) if name and any(Path(name).glob("*.safetensors")) else None
         keep_source(folder, weights, str(weights) if weights is not None and self.processing_class is None else None)
         if self.processing_class is not None:
             self.processing_class.save_pretrained(folder / SOURCE)

@@ -301,6 +301,11 @@ class Config(Section):
             raise ValueError("adapter.kind needs a model to adapt: name a checkpoint's folder in model.path")
         if self.training.freeze is not None:
             raise ValueError("training.freeze and adapter.kind contradict each other: adapters freeze all of the model")
+        if self.training.gradients == "consumed":
+            raise ValueError(
+                'training.gradients = "consumed" uses each gradient once it is there, but those of adapters are added '
+                'up over ranks after that: use training.gradients = "kept"'
+            )
         if {"experts", "all-linear"} & set(self.adapter.targets):
             if self.moe.experts == "fp8":
                 raise ValueError("moe.experts = 'fp8' has no adapters: use 'grouped', or other adapter.targets")

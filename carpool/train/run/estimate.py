@@ -247,7 +247,11 @@ class MemoryEstimate:
         kept_of, host = [], 0
         for layers in (1, self.moe_layers):
             sizes = LayerSizes(layers, layers, self.hidden, self.width, self.top_k, 0, 0, 0, self.computed, copies=away)
-            found = kept_bytes(sizes, tokens, config.memory.policies)
+            policies = config.memory.policies
+            if policies["dense"] == "offload":
+                # `host_bytes` adds what was measured.
+                policies["dense"] = "keep"
+            found = kept_bytes(sizes, tokens, policies)
             rows = (found["rows"] + found["hidden"]) * (ARENA_ROOM if in_buffers else 1)
             kept_of.append(rows + found["sums"] + layers * tokens * copies * choices * INDEX_BYTES)
             host = found["host"]

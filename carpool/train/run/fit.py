@@ -95,9 +95,9 @@ def _changes(config: Config) -> Iterator[tuple[str, Any, str]]:
         for moments in ("bfloat16", "int8"):
             if training.optimizer_moments in ("float32", "bfloat16") and moments != training.optimizer_moments:
                 yield _one("training", "optimizer_moments", moments, "lossy, no time")
-    if memory.policies["hidden"] == "keep":
+    if memory.policies["hidden"] == "keep" and config.moe.experts in ("auto", "grouped"):
         yield _one("memory", "hidden", "recompute", "one of the experts' products again")
-    if memory.dense != "recompute":
+    if memory.dense != "recompute" and not training.torch_compile:
         yield _one("memory", "dense", "recompute", "attention and norms again")
     size, steps = training.per_device_train_batch_size, training.gradient_accumulation_steps
     while size > 1 and training.gradients == "kept":

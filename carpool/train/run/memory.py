@@ -56,6 +56,9 @@ def decide_memory(estimate: MemoryEstimate, transport: str, hardware: Hardware) 
     given = {item: getattr(config.memory, item) for item in POLICIES}
     if config.moe.experts not in ("auto", "grouped") and given["hidden"] is None:
         given["hidden"] = "keep"
+    if config.training.torch_compile and given["dense"] is None and given["sums"] != "recompute":
+        # Layers that are computed again are not compiled.
+        given["dense"] = "keep"
     return choose_policies(
         budget,
         given,

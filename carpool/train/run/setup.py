@@ -32,6 +32,7 @@ from carpool.hf.offload import offload_layers
 from carpool.hf.packed import why_not_packed
 from carpool.hf.shared import compute_shared_beside
 from carpool.memory.recompute import keep_rides
+from carpool.observe.meter import NSIGHT
 from carpool.parallel.replicated import sharded_parameters
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.ranks import from_rank_0, gather
@@ -353,6 +354,9 @@ class Setup(RunState):
         if asked == "off":
             return
         self.no_graphs = why_no_graphs(self.config, self.model, self.rides, self.schedule.answer.name)
+        # NCCL wants an operation captured by all ranks or by none, and Nsight may watch one of them.
+        if any(gather(NSIGHT)):
+            self.no_graphs = self.no_graphs or "Nsight watches, and a graph has no names of layers"
         if self.no_graphs is None:
             self.objective.graphs = StepGraphs(
                 self.model, self.rides, self.objective.micro_batch, lambda text: self.display.say(text), asked == "on"
