@@ -45,11 +45,13 @@ WORLD_SIZE = 4
 def mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """A device mesh over the ranks; each rank builds a given mesh once, because its groups are costly.
 
-    For transports that need nodes, the ranks of a dimension "ep" lie on two of them."""
+    For transports that need nodes, the ranks of a dimension "ep" lie on two of them, which NVLink joins: GPUs of one
+    machine do reach each other."""
     device = "cuda" if dist.get_backend() == "nccl" else "cpu"
     made = _mesh(device, shape, names)
     if "ep" in names and made["ep"].size() % 2 == 0:
-        set_topology(made["ep"].get_group(), Topology.even(made["ep"].size(), 2))
+        ranks = made["ep"].size()
+        set_topology(made["ep"].get_group(), Topology(Topology.even(ranks, 2).node_of, (0,) * ranks))
     return made
 
 

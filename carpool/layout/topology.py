@@ -10,6 +10,10 @@ A run makes one `Topology`, and all ranks agree on it (`agree`). Each rank says 
 (torchrun: GROUP_RANK, Slurm: SLURM_NODEID, otherwise the host's name), or as `parallelism.ranks_per_node` says. Whoever
 needs nodes (the placement of experts, limits by node, the cost model) takes it as an argument.
 
+An NVLink domain is a node, or several: the GPUs of a rack that NVLink joins (NVL72) name the fabric that they belong
+to, and ranks that name the same one are one domain. Where ranks can write into each other's memory follows from nodes
+and domains (`why_no_peer_memory`).
+
 It lives in this room because layouts and topologies are the two things that every room above may ask about ranks, and
 this is the lowest room. It needs no PyTorch of its own.
 """
@@ -90,6 +94,25 @@ class Topology:
         nodes, domains = ([of[rank] for rank in chosen] for of in (self.node_of, self.nvlink_of))
         return Topology(_numbered(nodes), _numbered(domains), self.source)
 
+    def ranks_of(self, node: int) -> list[int]:
+        """The ranks of a node."""
+        return [rank for rank, of in enumerate(self.node_of) if of == node]
+
+    def ranks_beside(self, rank: int) -> int:
+        """How many ranks share the node of this one, itself included."""
+        return self.node_of.count(self.node_of[rank])
+
+    def why_no_peer_memory(self) -> str | None:
+        """Why these ranks cannot write into each other's memory, or None if they can: PyTorch's symmetric memory
+        reaches the ranks of a node and those of an NVLink domain. Whether the devices of a node reach each other, only
+        they can say."""
+        for rank in range(self.num_ranks):
+            if apart := [other for other in range(self.num_ranks) if self.link(rank, other) == "network"]:
+                return (
+                    f"by {self.source} rank {rank} shares neither a node nor an NVLink domain with ranks {_few(apart)}"
+                )
+        return None
+
     def even_nodes(self) -> int:
         """The number of nodes, for those who need equally many consecutive ranks on each.
 
@@ -97,7 +120,7 @@ class Topology:
             ValueError: the ranks are not so. The message says how they are, and what to do.
         """
         if self.num_ranks % self.num_nodes or self.node_of != Topology.even(self.num_ranks, self.num_nodes).node_of:
-            nodes = [[rank for rank, n in enumerate(self.node_of) if n == node] for node in range(self.num_nodes)]
+            nodes = [self.ranks_of(node) for node in range(self.num_nodes)]
             raise ValueError(
                 "an expert-parallel group needs equally many consecutive ranks on each node, but by "
                 f"{self.source} its nodes hold {'; '.join(f'ranks {_few(one)}' for one in nodes)}: start equally many "
@@ -122,35 +145,50 @@ class Whereabouts:
         source: what says so.
         ranks_on_node: how many ranks its launcher has started there; None if it does not say.
         nvlink: whether its device is joined to the others of its node by NVLink.
+        host: the name of its machine.
+        fabric: a name that the GPUs of its NVLink domain have in common, if the domain may be more than a node.
     """
 
     node: str
     source: str
     ranks_on_node: int | None = None
     nvlink: bool = False
+    host: str = ""
+    fabric: str | None = None
+
+    @property
+    def domain(self) -> str | None:
+        """What its NVLink domain is told by; None: it is alone."""
+        return self.fabric or (f"node {self.node}" if self.nvlink else None)
 
 
 def whereabouts(
-    env: Mapping[str, str], rank: int, hostname: str, ranks_per_node: int | None = None, nvlink: bool = False
+    env: Mapping[str, str],
+    rank: int,
+    host: str,
+    ranks_per_node: int | None = None,
+    nvlink: bool = False,
+    fabric: str | None = None,
 ) -> Whereabouts:
     """Where this rank is, from its launcher's environment variables.
 
     Args:
         ranks_per_node: `parallelism.ranks_per_node`, which overrides the launcher.
+        host, nvlink, fabric: see `Whereabouts`.
     """
     if ranks_per_node is not None:
         source = f"parallelism.ranks_per_node = {ranks_per_node}"
-        return Whereabouts(f"number {rank // ranks_per_node}", source, ranks_per_node, nvlink)
+        return Whereabouts(f"number {rank // ranks_per_node}", source, ranks_per_node, nvlink, host, fabric)
     # torchrun's and PyTorch's agents number the nodes; Slurm does too.
     for variable in ("GROUP_RANK", "SLURM_NODEID"):
         if variable in env:
             node, source = f"number {env[variable]}", variable
             break
     else:
-        node, source = hostname, "the hosts' names"
+        node, source = host, "the hosts' names"
     # Only torchrun's word counts: Accelerate sets this variable too, to 1 in processes that it did not start.
     local = env.get("LOCAL_WORLD_SIZE", "") if "GROUP_RANK" in env else ""
-    return Whereabouts(node, source, int(local) if local.isdigit() else None, nvlink)
+    return Whereabouts(node, source, int(local) if local.isdigit() else None, nvlink, host, fabric)
 
 
 def agree(reports: Sequence[Whereabouts]) -> Topology:
@@ -178,8 +216,15 @@ def agree(reports: Sequence[Whereabouts]) -> Topology:
             f"{one.ranks_on_node} ranks share its node, but {counts[one.node]} say that they are on node {one.node} "
             f"(by {one.source}). Set parallelism.ranks_per_node, or start equally many ranks on each node"
         )
+    for rank, one in enumerate(reports):
+        first = next(r for r, other in enumerate(reports) if other.node == one.node)
+        if one.host != reports[first].host:
+            raise ValueError(
+                f"ranks {first} and {rank} share a node by {one.source}, but their hosts are {reports[first].host} and "
+                f"{one.host}: change parallelism.ranks_per_node, or leave it out where the launcher knows the nodes"
+            )
     nodes = _numbered([one.node for one in reports])
-    domains = _numbered([f"node {one.node}" if one.nvlink else f"rank {r}" for r, one in enumerate(reports)])
+    domains = _numbered([one.domain or f"rank {r}" for r, one in enumerate(reports)])
     return Topology(nodes, domains, reports[0].source)
 
 

@@ -1,21 +1,19 @@
 """Which ranks of an expert-parallel group share a node, and the process groups along and inside nodes.
 
-A run has found out its topology already and says so (`set_topology`). Otherwise the ranks of a group are asked, once:
-each says where its launcher put it (`carpool.layout.topology.whereabouts`).
+A run has found out its topology already and says so (`set_topology`). Otherwise the ranks of a group are asked, once
+(`carpool.transport.places`).
 """
 
 from __future__ import annotations
 
-import os
-import socket
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from carpool.layout.topology import Topology, agree, whereabouts
+from carpool.layout.topology import Topology
+from carpool.transport.places import find_topology
 
 
 @dataclass(frozen=True)
@@ -59,11 +57,7 @@ def topology_of(group: dist.ProcessGroup | None) -> Topology:
     if group is None:
         return Topology.even(1)
     if group not in _TOPOLOGIES:
-        # The launcher counts all ranks of a node, of which the group may have some.
-        mine = replace(whereabouts(os.environ, dist.get_rank(), socket.gethostname()), ranks_on_node=None)
-        reports: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(reports, mine, group=group)
-        _TOPOLOGIES[group] = agree(reports)
+        _TOPOLOGIES[group] = find_topology(group)
     return _TOPOLOGIES[group]
 
 

@@ -97,7 +97,7 @@ def decide_dense(config: Config, degrees: Degrees, predict: Callable[[str], int]
 def rank_memory(cuda: bool, ranks: int) -> int:
     """Bytes that a rank may use: of its GPU, or its share of this machine's memory.
 
-    `ranks`: all; they are on this machine, if the launcher does not say how many are."""
+    `ranks`: how many are on this machine."""
     if cuda:
         return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks

@@ -164,7 +164,7 @@ class Setup(RunState):
         transport, _ = likely_transport(config, self.degrees, hidden, self.top_k, cuda)
         self.estimate = MemoryEstimate(config, self.degrees, blueprint, self.bf16, cuda)
         self.kept = choose_memory(self.estimate, transport, self.hardware, self.device, self._folders(resume))
-        memory = rank_memory(cuda, self.world)
+        memory = rank_memory(cuda, self.topology.ranks_beside(self.rank))
         if (budget := config.memory.budget_bytes) is not None:
             # All that follows reads one configuration.
             config = self.config = with_policies(config, self.kept.answer)

@@ -8,7 +8,6 @@ memory.experts = "host"               experts' parameters                 carpoo
 from __future__ import annotations
 
 import math
-import os
 
 import torch
 
@@ -32,7 +31,7 @@ def check_host_memory_of_ranks(run: RunState, needed: int) -> None:
     problem = None
     try:
         what = "what this run keeps there (training.optimizer_state, [memory])"
-        check_host_memory(needed, what, int(os.environ.get("LOCAL_WORLD_SIZE", run.world)))
+        check_host_memory(needed, what, run.topology.ranks_beside(run.rank))
     except ValueError as error:
         problem = f"rank {run.rank}: {error}"
     if found := [text for text in gather(problem) if text]:

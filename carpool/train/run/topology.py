@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import socket
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
-from carpool.layout.topology import Topology, agree, whereabouts
+from carpool.layout.topology import Topology
 from carpool.planner.hardware import Hardware, hardware_of
+from carpool.train.checkpoints.ranks import gather
 from carpool.train.config.schema import ParallelismSection
+from carpool.transport.places import find_topology
 
 
 def find_machine(section: ParallelismSection, device: torch.device) -> tuple[Topology, Hardware]:
@@ -21,11 +19,8 @@ def find_machine(section: ParallelismSection, device: torch.device) -> tuple[Top
         ValueError: ranks that contradict each other (on all ranks alike).
     """
     hardware = hardware_of(torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
-    nvlink = hardware.nvlink is not None
-    mine = whereabouts(os.environ, dist.get_rank(), socket.gethostname(), section.ranks_per_node, nvlink)
-    reports: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, (mine, hardware))
-    return agree([place for place, _ in reports]), reports[0][1]
+    topology = find_topology(None, section.ranks_per_node, hardware.nvlink is not None)
+    return topology, gather(hardware)[0]
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> list[int]:
