@@ -3,18 +3,13 @@ run that does not fit is told."""
 
 from __future__ import annotations
 
-import gc
-import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch._C._profiler import _EventType
-from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
+from benchmarks.peaks import live_bytes, peaks_on_cpu
 from carpool.cli import app
 from carpool.hf import rides
 from carpool.hf.forced import balanced_choices, force_choices
@@ -62,40 +57,10 @@ def peak(output: str, overrides: list[str], alone: bool = False) -> tuple[int, i
         experts = run.rides[0].num_experts
         choices = {name: balanced_choices(tokens, experts, run.top_k, n) for n, name in enumerate(rides(run.model))}
         force_choices(run.model, choices, experts)
-        run.update()
-        start = live_bytes() - before
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-            run.update()
-        sizes: list[tuple[int, int]] = []
-        for event in recorded.profiler.kineto_results.experimental_event_tree():
-            collect(event, sizes)
-        now = most = 0
-        for _, size in sorted(sizes, key=lambda one: one[0]):
-            now += size
-            most = max(most, now)
-        return start + most, tensors_of(run.info["predicted"]["memory_per_rank_bytes"])
+        measured = int(peaks_on_cpu(run)["tensors"]) - before
+        return measured, tensors_of(run.info["predicted"]["memory_per_rank_bytes"])
     finally:
         run.close()
-
-
-def live_bytes() -> int:
-    """Of all tensors that Python sees, each storage once; not of the data, which other tensors share."""
-    gc.collect()
-    found: dict[int, int] = {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for one in gc.get_objects():
-            if isinstance(one, torch.Tensor) and one.device.type == "cpu":
-                storage = getattr(one, "_local_tensor", one).untyped_storage()
-                found[storage._cdata] = storage.nbytes()
-    return sum(found.values())
-
-
-def collect(event: Any, sizes: list[tuple[int, int]]) -> None:
-    if event.tag == _EventType.Allocation:
-        sizes.append((event.start_time_ns, event.extra_fields.alloc_size))
-    for child in event.children:
-        collect(child, sizes)
 
 
 def check(ranks: Ranks, output: Path, overrides: list[str]) -> None:

@@ -78,8 +78,7 @@ class _RandomText(Setup):
         training, length = self.config.training, self.config.data.sequence_length
         sequences = training.per_device_train_batch_size * training.gradient_accumulation_steps * self.degrees.dp
         count = DIFFERENT_STEPS * sequences * (length - 1) + 1
-        assert not isinstance(self.source, str)
-        vocabulary = self.source.get_text_config().vocab_size  # type: ignore[union-attr]
+        vocabulary = self.vocab_size
         tokens = np.random.default_rng(training.seed).integers(vocabulary, size=count, dtype=np.uint32)
         return Corpus(tokens, tokens[:0], 1, 0, f"random-{training.seed}-{vocabulary}-{count}", "random tokens")
 

@@ -173,7 +173,7 @@ class MemoryEstimate:
         own += 4 * adapters
         state = int(self.trained * state_bytes(self.config))
         if training.optimizer_state == "host":
-            state = min(state, 2 * TILE_BYTES)
+            state = 2 * TILE_BYTES
         rides = self._rides(transport)
         layer = rides.work + reducing
         kept, last_kept = self._kept(rides)
