@@ -34,8 +34,10 @@ from carpool.transport import (
     TRANSPORTS,
     Arrivals,
     BufferOverflowError,
+    Codecs,
     NVLinkOptions,
     RankMissingError,
+    TransportOptions,
     check_overflow,
     check_transport,
     choose_transport,
@@ -217,14 +219,14 @@ def test_nvlink_moves_what_dedup_moves_without_a_plan() -> None:
     # 200 columns: 200 codes and two scales, rounded up
     packet = packet_bytes(200)
     assert packet == 208
-    half = predict("nvlink", routings, layout, **shape, options=NVLinkOptions(forward_fp8=True))
+    half = predict("nvlink", routings, layout, **shape, options=NVLinkOptions(codecs=Codecs(dispatch="fp8")))
     np.testing.assert_array_equal(half.bytes_WW["dispatch"], ours.rows_WW * (packet + 6 * 8))
     np.testing.assert_array_equal(half.bytes_WW["combine_backward"], ours.bytes_WW["combine_backward"])
-    back = predict("nvlink", routings, layout, **shape, options=NVLinkOptions(backward_fp8=True))
+    back = predict("nvlink", routings, layout, **shape, options=NVLinkOptions(codecs=Codecs(combine_backward="fp8")))
     np.testing.assert_array_equal(back.bytes_WW["combine_backward"], ours.rows_WW * packet)
     np.testing.assert_array_equal(back.bytes_WW["dispatch"], ours.bytes_WW["dispatch"])
-    with pytest.raises(ValueError, match="'dedup' has no options of type NVLinkOptions"):
-        predict("dedup", routings, layout, **shape, options=NVLinkOptions(forward_fp8=True))
+    with pytest.raises(ValueError, match="'nvlink' has no options of type TransportOptions"):
+        predict("nvlink", routings, layout, **shape, options=TransportOptions(codecs=Codecs(dispatch="fp8")))
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,9 @@ def bench_transport(
         list[int] | None,
         typer.Option("--ctas", help="Thread blocks of the nvlink transport; may be repeated. Default: 8 and 16."),
     ] = None,
-    fp8: Annotated[bool, typer.Option("--fp8", help="Also nvlink with rows as FP8 on the way out (lossy).")] = False,
+    fp8: Annotated[
+        bool, typer.Option("--fp8", help="Also with rows as FP8 on the way out, where a transport can (lossy).")
+    ] = False,
     backward: Annotated[bool, typer.Option("--backward", help="Also the rides of the backward.")] = False,
     decode: Annotated[
         bool, typer.Option("--decode", help="Also 128 tokens per rank, as a CUDA graph where that is possible.")

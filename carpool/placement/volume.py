@@ -33,8 +33,8 @@ serve (K of them for dedup, nvlink and gather, 1 for alltoall), and on the backw
     plan                all -> all                   how many rows (and choices) will come
 
 `nvlink` exchanges no plan: every sender works out alone where its rows go. The signals between its kernels are a few
-words per rank and verb, and are not counted. A row that travels as FP8 is a byte for each column and a float32
-for each 128 of them, rounded up to 16 bytes.
+words per rank and verb, and are not counted. A row has as many bytes as its verb's codec says
+(`carpool.transport.codecs`).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def predict(
         layout: where the experts are.
         hidden: H, elements of a row.
         element_size: bytes of an element on the wire (2 for bfloat16).
-        options: of the transport, if they change what a row is (`NVLinkOptions(forward_fp8=True)`).
+        options: of the transport, if they change what a row is (`TransportOptions(codecs=Codecs(dispatch="fp8"))`).
         topology: of the layout's ranks; None: one node. Rows of `hierarchical` depend on it.
 
     Raises:

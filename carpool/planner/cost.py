@@ -26,6 +26,7 @@ from carpool.planner.hardware import DEFAULT, Hardware
 if TYPE_CHECKING:
     from carpool.layout import ExpertLayout
     from carpool.layout.topology import Topology
+    from carpool.transport.codecs import Codecs
 
 Array = npt.NDArray[Any]
 
@@ -43,6 +44,7 @@ class CostModel:
         tokens_per_rank: of a step. A trace is a sample: its rows and loads are scaled to this.
         hardware: rates of links and matrix products.
         transport: whose rows ride (a key of `carpool.transport.TRANSPORTS`).
+        codecs: how rows become bytes (`carpool.transport.codecs`); None: they travel as they are.
         replicas_hidden: share of the replicas' traffic that is hidden behind other work, 0 to 1.
     """
 
@@ -52,6 +54,7 @@ class CostModel:
     tokens_per_rank: int = 8192
     hardware: Hardware = field(default=DEFAULT)
     transport: str = "dedup"
+    codecs: Codecs | None = None
     replicas_hidden: float = 0.0
 
     @property
@@ -62,8 +65,16 @@ class CostModel:
         return find_transport(self.transport).one_row_per_node
 
     @property
-    def row_bytes(self) -> int:
-        return self.hidden * self.element_size
+    def row_bytes(self) -> float:
+        """Of a row inside a node, the mean over its four rides."""
+        return self._row_bytes(network=False)
+
+    def _row_bytes(self, network: bool) -> float:
+        if self.codecs is None or (self.codecs.hop == "nodes" and not network):
+            return self.hidden * self.element_size
+        from carpool.transport.codecs import ROW_VERBS
+
+        return sum(self.codecs.of(verb).row_bytes(self.hidden, self.element_size) for verb in ROW_VERBS) / RIDES
 
     @property
     def pair_seconds(self) -> float:
@@ -76,11 +87,12 @@ class CostModel:
         return 3 * self.hidden * self.expert_hidden * self.element_size
 
     def network_weight(self, topology: Topology) -> float:
-        """What a byte between nodes costs, in bytes inside a node; 1 on a single node."""
+        """What a row between nodes costs, in rows inside a node; 1 on a single node."""
         if topology.num_nodes == 1:
             return 1.0
         inside = self.hardware.rate("nvlink" if "nvlink" in topology.pairs else "node")
-        return inside.bytes_per_second / self.hardware.network.bytes_per_second
+        slower = inside.bytes_per_second / self.hardware.network.bytes_per_second
+        return slower * self._row_bytes(network=True) / self.row_bytes
 
     def transfer_seconds(self, bytes_WW: Array, topology: Topology) -> float:
         """Anything between ranks once, as the rank with most to send or receive over any kind of link needs it."""
@@ -93,7 +105,7 @@ class CostModel:
     def ride_seconds(self, rows_WW: Array, topology: Topology) -> float:
         """All rides of a layer. `rows_WW`: rows that the transport sends from rank to rank in one dispatch."""
         times = [
-            self._link_seconds(link, _most(rows_WW, pairs_WW) * self.row_bytes)
+            self._link_seconds(link, _most(rows_WW, pairs_WW) * self._row_bytes(link == "network"))
             for link, pairs_WW in topology.pairs.items()
         ]
         return RIDES * max(times, default=0.0)

@@ -114,7 +114,7 @@ SWITCHES: Mapping[str, Mechanism] = MappingProxyType({
     "kept:dense-recomputed": Mechanism("memory.dense", "recompute", code="carpool.memory.recompute:keep_rides"),
     "kept:activation-recomputed": Mechanism("", code="carpool.experts.pairs:activate_backward"),
     "moments:bfloat16": Mechanism("training.optimizer_moments", "bfloat16", code="carpool.memory.optimizer:AdamW"),
-    "dispatch:fp8": Mechanism("nvlink.forward_fp8", code="carpool.transport.nvlink:NVLinkOptions"),
+    "dispatch:fp8": Mechanism("codec.dispatch", "fp8", code="carpool.transport.codecs.fp8:FP8"),
     "kernels:triton": Mechanism("", code="carpool.transport.nvlink.dispatch_kernel"),
 })  # fmt: skip
 

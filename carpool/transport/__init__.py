@@ -12,9 +12,11 @@
 All but `nvlink` run over `torch.distributed`, on any device and backend. `hierarchical` has to know which ranks share a
 node (`set_topology`, otherwise the launcher is asked) and needs several nodes; "auto" never picks it. `nvlink` has
 buffers of a fixed size, so "auto" picks it only where somebody has said how many tokens a rank may have
-(`TransportOptions.max_tokens`). `base.py` has the contract, and names what a new transport has to say of itself.
-`register` adds one from outside the package (`carpool.plugins`). `TRANSPORTS` is the only list: commands,
-configuration, estimates, benchmarks and recipes read it.
+(`TransportOptions.max_tokens`).
+
+`base.py` has the contract, and names what a new transport has to say of itself. `codecs/` says how rows become bytes on
+any of these ways. `register` adds a transport from outside the package (`carpool.plugins`). `TRANSPORTS` is the only
+list: commands, configuration, estimates, benchmarks and recipes read it.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from carpool.memory import Arrivals, Rows
 from carpool.plugins import Registry, unknown
 from carpool.transport.alltoall import AllToAll
 from carpool.transport.base import BufferOverflowError, Pending, RankMissingError, Route, Transport
+from carpool.transport.codecs import PLAIN, Codecs
 from carpool.transport.dedup import Dedup
 from carpool.transport.gather import Gather
 from carpool.transport.hierarchical import Hierarchical
@@ -40,6 +43,7 @@ __all__ = [
     "TRANSPORTS",
     "Arrivals",
     "BufferOverflowError",
+    "Codecs",
     "NVLinkOptions",
     "Pending",
     "RankMissingError",
@@ -47,6 +51,7 @@ __all__ = [
     "Rows",
     "Transport",
     "TransportOptions",
+    "check_codecs",
     "check_overflow",
     "check_transport",
     "choose_transport",
@@ -156,7 +161,8 @@ def unfit_transports(
             reason = "the experts run their own forward"
         else:
             reason = (
-                cls.why_not_automatic(cls.own_options(options))
+                cls.why_no_codecs(PLAIN if options is None else options.codecs)
+                or cls.why_not_automatic(cls.own_options(options))
                 or cls.why_no_rows(hidden, element_size)
                 or _why_not(cls, group)
             )
@@ -175,6 +181,12 @@ def check_transport(name: str, group: dist.ProcessGroup | None) -> None:
         # What "auto" picks where nothing is known.
         anywhere, _ = choose_transport("auto", 2, 2)
         raise ValueError(f"transport {name!r} cannot be used here: {reason}; use 'auto' or {anywhere!r}")
+
+
+def check_codecs(name: str, codecs: Codecs) -> None:
+    """Raise ValueError if rows cannot travel by these codecs with the transport `name`, which is not "auto"."""
+    if reason := find_transport(name).why_no_codecs(codecs):
+        raise ValueError(f"transport {name!r} does not take these codecs: {reason}")
 
 
 def resolve_transport(
@@ -197,6 +209,7 @@ def make_transport(
 ) -> Transport:
     """Construct the transport `name` (a key of `TRANSPORTS`) for a process group, with its own of these options."""
     cls: type[Any] = find_transport(name)
+    check_codecs(name, PLAIN if options is None else options.codecs)
     own = cls.own_options(options)
     made: Transport = cls(group, slots_per_rank) if own is None else cls(group, slots_per_rank, own)
     return made

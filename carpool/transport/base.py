@@ -32,6 +32,7 @@ import torch.distributed as dist
 from carpool.layout.topology import Topology
 from carpool.memory import Arena
 from carpool.observe.traffic import VERBS, Traffic
+from carpool.transport.codecs import PLAIN, Codecs
 from carpool.transport.options import TransportOptions
 from carpool.transport.volume import Counts, Volume
 
@@ -96,17 +97,26 @@ class Route:
             return "combine_backward" if way == "out" else "dispatch_backward"
         return "dispatch" if way == "out" else "combine"
 
-    def count(self, way: Literal["out", "back"], rows_W: Sequence[int], row: torch.Tensor, choice_bytes: int) -> None:
+    def count(
+        self,
+        way: Literal["out", "back"],
+        rows_W: Sequence[int],
+        row: torch.Tensor,
+        choice_bytes: int,
+        codecs: Codecs = PLAIN,
+    ) -> None:
         """Count rows that travel out to experts or back, by their verb.
 
         Args:
             rows_W: rows sent to each rank.
             row: any matrix of such rows, for the size of one.
             choice_bytes: what travels beside a row for each choice that it serves.
+            codecs: by which rows travel. Those of the baseline travel as they are.
         """
         verb = self.verb(way)
         row_bytes = row.shape[1] * row.element_size()
-        self.traffic.add(verb, rows_W, row_bytes + self.choices_per_row * choice_bytes)
+        sent_bytes = codecs.of(verb).row_bytes(row.shape[1], row.element_size())
+        self.traffic.add(verb, rows_W, sent_bytes + self.choices_per_row * choice_bytes)
         self.traffic.add_baseline(verb, self.choices_W, row_bytes + choice_bytes)
 
 
@@ -164,7 +174,9 @@ class Transport(ABC):
             return None
         if isinstance(options, cls.options_class):
             return options
-        return cls.options_class(max_tokens=None if options is None else options.max_tokens)
+        if options is None:
+            return cls.options_class()
+        return cls.options_class(max_tokens=options.max_tokens, codecs=options.codecs)
 
     @classmethod
     @abstractmethod
@@ -189,7 +201,8 @@ class Transport(ABC):
     @classmethod
     def row_bytes(cls, verb: str, hidden: int, element_size: int, options: Any = None) -> int:
         """Bytes of one row of H elements in a verb of `carpool.observe.traffic.VERBS`."""
-        return hidden * element_size
+        codecs = PLAIN if options is None else options.codecs
+        return codecs.of(verb).row_bytes(hidden, element_size)
 
     @classmethod
     def volume(
@@ -232,6 +245,11 @@ class Transport(ABC):
     def why_no_rows(cls, hidden: int, element_size: int) -> str | None:
         """Why rows of H elements cannot travel so, or None if they can."""
         return None
+
+    @classmethod
+    def why_no_codecs(cls, codecs: Codecs) -> str | None:
+        """Why rows cannot travel by these codecs, or None if they can."""
+        return None if codecs.plain else "its rows travel as they are; use transport 'dedup'"
 
     @classmethod
     def why_not_automatic(cls, options: Any) -> str | None:

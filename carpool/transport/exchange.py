@@ -23,7 +23,7 @@ each rank, of four pieces by two in the forward:
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -34,9 +34,13 @@ from carpool.kernels.ordered_sum import ordered_sum
 from carpool.memory import Arrivals, Rows
 from carpool.observe.traffic import Traffic
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Pending, Route, Transport
+from carpool.transport.codecs import PLAIN, Codecs
+from carpool.transport.options import TransportOptions
 
 # Each rank tells each other how many rows and how many (row, slot) pairs will come of a chunk: two int64.
 COUNT_BYTES = 16
+# Why `Codecs.hop` cannot be "nodes".
+ONE_HOP = "its rows travel over one hop, and hop='nodes' is of transports with two: leave hop at 'all'"
 # What is left to NCCL's channels, which take a multiprocessor each: an estimate, not measured.
 NCCL_PROCESSORS = 16
 
@@ -134,7 +138,18 @@ class ExchangeTransport(Transport):
     """Base of the transports that send lists of rows; see the module's docstring."""
 
     automatic = True
+    options_class = TransportOptions
     plan_bytes = COUNT_BYTES
+
+    @classmethod
+    def why_no_codecs(cls, codecs: Codecs) -> str | None:
+        return None if codecs.hop == "all" else ONE_HOP
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, slots_per_rank: int, options: TransportOptions | None = None
+    ) -> None:
+        super().__init__(group, slots_per_rank)
+        self.codecs = PLAIN if options is None else options.codecs
 
     @property
     def processors(self) -> int:
@@ -226,10 +241,7 @@ class ExchangeTransport(Transport):
 
     def dispatch_rows(self, x_TH: torch.Tensor, route: ExchangeRoute) -> Pending:
         """A dispatch whose choices travel apart. `wait()` gives the `Rows`."""
-        rows = route.rows[False, "out"]
-        rows.put(route.number, x_TH[route.token_N])
-        route.count("out", route.send, x_TH, CHOICE_BYTES)
-        return Pending(lambda: Rows.of(rows.take(route.number)))
+        return self._send_rows(x_TH, route, route.rows[False, "out"], CHOICE_BYTES)
 
     def exchange_choices(self, routes: Sequence[ExchangeRoute]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """What a dispatch brings beside the rows of each piece: slots and weights, (R, J)."""
@@ -247,26 +259,19 @@ class ExchangeTransport(Transport):
         return slot_RJ.contiguous(), weight_bits_RJ.contiguous().view(torch.float32)
 
     def dispatch_again(self, x_TH: torch.Tensor, route: ExchangeRoute) -> Pending:
-        rows = route.rows[True, "again"]
-        rows.put(route.number, x_TH[route.token_N])
-        route.count("out", route.send, x_TH, 0)
-        return Pending(lambda: Rows.of(rows.take(route.number)))
+        return self._send_rows(x_TH, route, route.rows[True, "again"], 0)
 
     def dispatch_gradients(self, dy_TH: torch.Tensor, route: ExchangeRoute) -> Pending:
         route.backward = True
-        rows = route.rows[True, "out"]
-        rows.put(route.number, dy_TH[route.token_N])
-        route.count("out", route.send, dy_TH, 0)
-        return Pending(lambda: Rows.of(rows.take(route.number)))
+        return self._send_rows(dy_TH, route, route.rows[True, "out"], 0)
 
     def combine(self, route: ExchangeRoute, partial_RH: torch.Tensor) -> Pending:
         return self._combine(route, partial_RH, 0)
 
     def _combine(self, route: ExchangeRoute, partial_RH: torch.Tensor, choice_bytes: int) -> Pending:
-        rows = route.rows[route.backward, "back"]
-        rows.put(route.number, partial_RH)
-        route.count("back", route.receive, partial_RH, choice_bytes)
-        return Pending(lambda: ordered_sum(rows.take(route.number), route.token_N, route.num_tokens))
+        come = self._exchange(route.rows[route.backward, "back"], route, "back", partial_RH)
+        route.count("back", route.receive, partial_RH, choice_bytes, self.codecs)
+        return Pending(lambda: ordered_sum(come(), route.token_N, route.num_tokens))
 
     def combine_gradients(self, route: ExchangeRoute, dx_RH: torch.Tensor, dweight_RJ: torch.Tensor) -> Pending:
         dx = self._combine(route, dx_RH, GRADIENT_BYTES)
@@ -281,6 +286,34 @@ class ExchangeTransport(Transport):
             return dx.wait(), flat[:choices].view(route.num_tokens, route.top_k)
 
         return Pending(finish)
+
+    def _send_rows(self, x_TH: torch.Tensor, route: ExchangeRoute, message: Message, choice_bytes: int) -> Pending:
+        """`wait()` gives the `Rows` that come."""
+        come = self._exchange(message, route, "out", x_TH[route.token_N])
+        route.count("out", route.send, x_TH, choice_bytes, self.codecs)
+        return Pending(lambda: Rows.of(come()))
+
+    def _exchange(
+        self, message: Message, route: ExchangeRoute, way: Literal["out", "back"], rows: torch.Tensor
+    ) -> Callable[[], torch.Tensor]:
+        """Put rows into a message, as the verb's codec has them. What is returned waits for those that come."""
+        codec = self.codecs.of(route.verb(way))
+        if not codec.lossy or self.num_ranks == 1:
+            message.put(route.number, rows)
+            return lambda: message.take(route.number)
+        message.put(route.number, codec.encode(rows))
+        hidden, dtype = rows.shape[1], rows.dtype
+        sent, came = (route.send, route.receive) if way == "out" else (route.receive, route.send)
+        first, there, count = sum(sent[: self.rank]), sum(came[: self.rank]), sent[self.rank]
+        own = rows[first : first + count]
+
+        def finish() -> torch.Tensor:
+            out = codec.decode(message.take(route.number), hidden, dtype)
+            # A rank's rows for itself have not travelled, and stay as they were.
+            out[there : there + count] = own
+            return out
+
+        return finish
 
     def _start(self, rows: torch.Tensor, send: tuple[int, ...], receive: tuple[int, ...]) -> Any:
         """Start an all-to-all of rows; the returned callable waits for it and gives what came."""

@@ -36,9 +36,11 @@ from carpool.layout.topology import Topology
 from carpool.layout.uniform import uniform_copies
 from carpool.observe.traffic import Traffic
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Pending, Route, Transport
+from carpool.transport.codecs import PLAIN, ROW_VERBS, Codecs
 from carpool.transport.dedup import Dedup
 from carpool.transport.exchange import COUNT_BYTES, ExchangeRoute
 from carpool.transport.nodes import hops_of, topology_of
+from carpool.transport.options import TransportOptions
 from carpool.transport.volume import Counts, Volume, one_row_per_rank
 
 
@@ -82,7 +84,7 @@ class HierarchicalRoute(Route):
 
 
 class Hierarchical(Transport):
-    """One row per (token, node) between nodes, one per (token, rank) inside; J = K. Nothing is lossy.
+    """One row per (token, node) between nodes, one per (token, rank) inside; J = K. Each hop may have codecs.
 
     Raises:
         ValueError: the nodes of the group do not hold equally many consecutive ranks.
@@ -90,6 +92,7 @@ class Hierarchical(Transport):
 
     name = "hierarchical"
     anywhere = False
+    options_class = TransportOptions
     one_row_per_node = True
 
     @classmethod
@@ -125,8 +128,18 @@ class Hierarchical(Transport):
     ) -> Volume:
         volume = super().volume(rank_TK, topology, top_k, hidden, element_size, options)
         number_W = np.arange(topology.num_ranks) % (topology.num_ranks // topology.even_nodes())
-        joined_WW = np.equal.outer(topology.node_of, topology.node_of) | np.equal.outer(number_W, number_W)
-        return replace(volume, bytes_WW={**volume.bytes_WW, "plan": joined_WW * COUNT_BYTES})
+        inside_WW = np.equal.outer(topology.node_of, topology.node_of)
+        joined_WW = inside_WW | np.equal.outer(number_W, number_W)
+        bytes_WW = {**volume.bytes_WW, "plan": joined_WW * COUNT_BYTES}
+        if options is not None and options.codecs.hop == "nodes":
+            plain = super().volume(rank_TK, topology, top_k, hidden, element_size).bytes_WW
+            for verb in ROW_VERBS:
+                bytes_WW[verb] = np.where(inside_WW, plain[verb], bytes_WW[verb])
+        return replace(volume, bytes_WW=bytes_WW)
+
+    @classmethod
+    def why_no_codecs(cls, codecs: Codecs) -> str | None:
+        return None
 
     @classmethod
     def why_not(cls, group: dist.ProcessGroup | None) -> str | None:
@@ -144,12 +157,18 @@ class Hierarchical(Transport):
             return str(error)
         return None
 
-    def __init__(self, group: dist.ProcessGroup | None, slots_per_rank: int) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None, slots_per_rank: int, options: TransportOptions | None = None
+    ) -> None:
         super().__init__(group, slots_per_rank)
         self.hops = hops_of(group)
+        codecs = PLAIN if options is None else options.codecs
         # Seen by a rail, a node is one rank with the slots of all its ranks.
-        self.between = Dedup(self.hops.rail, slots_per_rank * len(self.hops.node_ranks))
-        self.inside = Dedup(self.hops.node, slots_per_rank)
+        self.between = Dedup(
+            self.hops.rail, slots_per_rank * len(self.hops.node_ranks), TransportOptions(codecs=codecs)
+        )
+        inside = PLAIN if codecs.hop == "nodes" else codecs
+        self.inside = Dedup(self.hops.node, slots_per_rank, TransportOptions(codecs=inside))
 
     @property
     def processors(self) -> int:

@@ -23,6 +23,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
+from carpool.transport.codecs import PLAIN, Codecs
+
 if TYPE_CHECKING:
     from carpool.schedule import Schedule
 
@@ -33,13 +35,21 @@ class TransportOptions:
 
     Attributes:
         max_tokens: tokens of the largest rank, for buffers of a fixed size; None: nobody has said.
+        codecs: how rows become bytes on their way (`carpool.transport.codecs`). Exact by default.
     """
 
     max_tokens: int | None = None
+    codecs: Codecs = PLAIN
 
     @classmethod
     def from_settings(
-        cls, settings: Mapping[str, Any], *, max_tokens: int, sequence_tokens: int, timeout_seconds: float
+        cls,
+        settings: Mapping[str, Any],
+        *,
+        max_tokens: int,
+        sequence_tokens: int,
+        timeout_seconds: float,
+        codecs: Codecs = PLAIN,
     ) -> Self:
         """Those of a training run.
 
@@ -50,12 +60,12 @@ class TransportOptions:
 
         Raises:
             ValueError: values that cannot be."""
-        return cls(max_tokens=max_tokens, **settings)
+        return cls(max_tokens=max_tokens, codecs=codecs, **settings)
 
     @property
     def lossy_reasons(self) -> list[str]:
         """What these change of the model's function, for logs and reports."""
-        return []
+        return self.codecs.lossy_reasons
 
     def under(self, schedule: Schedule, resend: bool = False) -> Self:
         """These, with what a schedule needs. `resend`: rows are sent again in the backward.

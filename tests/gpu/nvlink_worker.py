@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import carpool
 from carpool.observe.traffic import Traffic
-from carpool.transport import RankMissingError
+from carpool.transport import Codecs, RankMissingError
 from carpool.transport.nvlink import NVLink, NVLinkOptions
 from tests.gpu.nvlink_rides import Mismatches, Ride, Shape, gradient_rows, rows_of, scale_rows, scaled
 from tests.gpu.nvlink_stress import Cases, from_rank_0, stress, world
@@ -120,7 +120,7 @@ def fp8() -> tuple[bool, str]:
     worst, lines = 0.0, []
     for hidden, dtype in ((1024, torch.bfloat16), (200, torch.bfloat16), (200, torch.float32)):
         shape = Shape(ranks, hidden, 4, 4, dtype, tokens=300)
-        options = NVLinkOptions(max_tokens=shape.tokens, forward_fp8=True, backward_fp8=True)
+        options = NVLinkOptions(max_tokens=shape.tokens, codecs=Codecs(dispatch="fp8", combine_backward="fp8"))
         transport, cases, traffic = NVLink(group, shape.slots, options), Cases(shape, seed=hidden), Traffic(ranks, rank)
         # Groups of columns of very different sizes, one of zeros, and sizes within a group down to subnormal codes.
         groups = -(-hidden // FP8_GROUP)

@@ -17,7 +17,7 @@ from carpool.memory import Arena, KeptPolicies
 from carpool.observe.stats import LayerStats
 from carpool.ride import RideSetup, ride
 from carpool.routing import Routing
-from carpool.transport import make_transport
+from carpool.transport import Codecs, make_transport
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
@@ -73,8 +73,8 @@ def test_output_and_gradients_are_those_of_one_rank(kept: str, forward_fp8: bool
     every = slice(None)
     want = forward_and_backward(make_transport("dedup", None, experts), every, every, LayerStats(experts, 1, 0))
 
-    options = {"forward_fp8": forward_fp8, "backward_fp8": backward_fp8}
-    transports = emulate(RANKS, SLOTS, capacity=max(TOKENS), row_bytes=4 * HIDDEN, top_k=TOP_K, **options)
+    codecs = Codecs(dispatch="fp8" if forward_fp8 else "none", combine_backward="fp8" if backward_fp8 else "none")
+    transports = emulate(RANKS, SLOTS, capacity=max(TOKENS), row_bytes=4 * HIDDEN, top_k=TOP_K, codecs=codecs)
     meeting = Meeting()
     for transport in transports:
         transport._run = meeting  # type: ignore[method-assign]

@@ -16,7 +16,7 @@ from carpool.observe.traffic import Traffic
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
 
-from carpool.transport import Arrivals
+from carpool.transport import Arrivals, Codecs
 from carpool.transport.nvlink import NVLink
 from tests.interpreted.emulated import emulate, verb
 
@@ -223,7 +223,7 @@ def test_rows_as_fp8_carry_codes_and_scales(hidden: int) -> None:
         sign = 1 - 2 * torch.randint(2, x.shape, generator=generator)
         x.copy_(sign * mantissa * 2.0 ** (exponent - 4))
         x[:, ::128] = 448 * 2.0**-4
-    transports = setting.transports(forward_fp8=True, backward_fp8=True)
+    transports = setting.transports(codecs=Codecs(dispatch="fp8", combine_backward="fp8"))
     routes, traffic = plan(setting, transports)
     arrivals = verb(transports, lambda r, t: t.dispatch(setting.x[r], routes[r]))
     got = [rows_of(a.readable(False, setting.dtype)) for a in arrivals]

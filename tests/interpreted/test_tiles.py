@@ -28,7 +28,7 @@ from carpool.ride.plain import PLAIN
 from carpool.routing import Routing
 from carpool.schedule import Schedule
 from carpool.schedule.tiles import TiledOrder, require
-from carpool.transport import RankMissingError, make_transport
+from carpool.transport import Codecs, RankMissingError, make_transport
 from carpool.transport.nvlink import NVLinkOptions
 from tests.interpreted.emulated import emulate, verb
 from tests.interpreted.test_experts import close, nan_in_fresh_memory  # noqa: F401
@@ -338,7 +338,7 @@ def test_what_tiles_require() -> None:
     with pytest.raises(ValueError, match="activation"):
         require(own, fits)
     with pytest.raises(ValueError, match="'chunks'"):
-        NVLinkOptions(forward_fp8=True).under(Schedule("tiles", 2))
+        NVLinkOptions(codecs=Codecs(dispatch="fp8")).under(Schedule("tiles", 2))
     options = NVLinkOptions(max_tokens=100).under(Schedule("tiles", 4))
     assert options.side_stream and options.max_tokens == 100
     with pytest.raises(ValueError, match=r"1\.\.16"):

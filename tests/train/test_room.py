@@ -21,6 +21,7 @@ from carpool.train.config import load as configuration
 from carpool.train.config.schema import NvlinkSection
 from carpool.train.run.loop import train
 from carpool.train.run.room import make_room, most_tokens, transport_options
+from carpool.transport import Codecs
 from carpool.transport.nvlink import Buffers, NVLink, NVLinkOptions
 from tests.ranks import Ranks
 from tests.train.test_launch import clean_environment
@@ -42,13 +43,13 @@ def test_options_follow_the_configuration() -> None:
     settings = ["training.per_device_train_batch_size=2", "training.per_device_eval_batch_size=3"]
     settings += ["data.sequence_length=33", "parallelism.timeout_seconds=7"]
     degrees = Degrees(dp_replicate=1, fsdp=2, tp=2, ep=4)
-    whole = load_config(None, [*settings, "nvlink.forward_fp8=true"])
+    whole = load_config(None, [*settings, "codec.dispatch=fp8"])
     assert most_tokens(whole, degrees) == 50  # 99 tokens for two ranks
     options = transport_options(whole, degrees, "nvlink")
     assert isinstance(options, NVLinkOptions)
-    assert (options.max_tokens, options.timeout_seconds, options.forward_fp8, options.backward_fp8) == (50, 7, True, 0)
+    assert (options.max_tokens, options.timeout_seconds, options.codecs) == (50, 7, Codecs(dispatch="fp8"))
     assert (
-        options.lossy_reasons == ["rows travel as FP8"]
+        options.lossy_reasons == ["rows to experts travel as FP8"]
         and transport_options(Config(), degrees, "nvlink").lossy_reasons == []
     )
     assert options.capacity is None
@@ -61,9 +62,7 @@ def test_options_follow_the_configuration() -> None:
     assert NVLink.buffer_bytes(half, 4, 64, 2, 4) < NVLink.buffer_bytes(options, 4, 64, 2, 4)
 
 
-@pytest.mark.parametrize(
-    "setting", ["capacity=0", "capacity=1.5", "dispatch_ctas=65", "dispatch_ctas=0", "leases=0", "forward_fp8=1"]
-)
+@pytest.mark.parametrize("setting", ["capacity=0", "capacity=1.5", "dispatch_ctas=65", "dispatch_ctas=0", "leases=0"])
 def test_refused_settings(setting: str) -> None:
     with pytest.raises(ValueError, match=rf"nvlink\.{setting.split('=')[0]} = .*expected"):
         configuration.load_config(None, [f"nvlink.{setting}"])

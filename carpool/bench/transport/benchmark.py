@@ -147,7 +147,7 @@ class TransportBenchmark:
             result.ceiling = Times.of(times[CEILING, "push"], pushed, None, clock.host_us(CEILING, "push"))
         ceiling_rate = None if result.ceiling is None else result.ceiling.gb_per_s
         for c in self.contenders:
-            lossy = ("rows travel as FP8",) if c.fp8 else ()
+            lossy = tuple(c.codecs.lossy_reasons)
             row = ContenderResult(c.label, c.transport, c.ctas, lossy, unavailable=reasons.get(c.transport))
             result.rows.append(row)
             if (own := running.get(c)) is None:

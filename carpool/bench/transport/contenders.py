@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -14,7 +14,18 @@ from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
 from carpool.placement.volume import predict
 from carpool.routing import Routing
-from carpool.transport import TRANSPORTS, NVLinkOptions, Transport, find_transport, make_transport
+from carpool.transport import (
+    TRANSPORTS,
+    Codecs,
+    NVLinkOptions,
+    Transport,
+    TransportOptions,
+    find_transport,
+    make_transport,
+)
+from carpool.transport.codecs import PLAIN
+
+FP8_OUT = Codecs(dispatch="fp8")
 
 
 @dataclass(frozen=True)
@@ -22,7 +33,7 @@ class Contender:
     """Attributes:
     transport: the name of the transport.
     ctas: thread blocks of its kernels; None: not ours to choose (NCCL and gloo decide).
-    fp8: rows travel out as FP8. Lossy.
+    fp8: rows travel out to experts as FP8. Lossy.
     """
 
     transport: str
@@ -31,21 +42,22 @@ class Contender:
 
     @property
     def label(self) -> str:
-        if self.ctas is None:
-            return self.transport
-        return f"{self.transport} ({'fp8, ' if self.fp8 else ''}{self.ctas} CTAs)"
+        about = ["fp8"] * self.fp8 + ([] if self.ctas is None else [f"{self.ctas} CTAs"])
+        return f"{self.transport} ({', '.join(about)})" if about else self.transport
+
+    @property
+    def codecs(self) -> Codecs:
+        return FP8_OUT if self.fp8 else PLAIN
 
 
 def list_contenders(settings: Settings) -> list[Contender]:
-    """One for each transport; where thread blocks are ours to choose, one for each number, and one more for FP8."""
+    """One for each transport; where thread blocks are ours to choose, one for each number. One more where rows can
+    travel as FP8, if that is asked for."""
     found = []
     for name in settings.transports or tuple(TRANSPORTS):
-        if not has_ctas(name):
-            found.append(Contender(name))
-            continue
-        found += [Contender(name, ctas) for ctas in settings.ctas]
-        if settings.fp8:
-            found.append(Contender(name, settings.ctas[-1], fp8=True))
+        found += [Contender(name, ctas) for ctas in (settings.ctas if has_ctas(name) else (None,))]
+        if settings.fp8 and find_transport(name).why_no_codecs(FP8_OUT) is None:
+            found.append(replace(found[-1], fp8=True))
     return list(dict.fromkeys(found))
 
 
@@ -57,10 +69,10 @@ def why_unavailable(name: str, group: dist.ProcessGroup | None, shape: Shape, dt
 
 def build(contender: Contender, group: dist.ProcessGroup | None, layout: ExpertLayout, tokens: int) -> Transport:
     """The transport itself, with buffers for `tokens` tokens per rank where it has any."""
-    options = None
+    options = TransportOptions(codecs=contender.codecs)
     if contender.ctas is not None:
         options = NVLinkOptions(
-            dispatch_ctas=contender.ctas, combine_ctas=contender.ctas, max_tokens=tokens, forward_fp8=contender.fp8
+            dispatch_ctas=contender.ctas, combine_ctas=contender.ctas, max_tokens=tokens, codecs=contender.codecs
         )
     return make_transport(contender.transport, group, layout.slots_per_rank, options)
 
@@ -77,10 +89,10 @@ def expected_bytes(
 
     As FP8 a row is a packet of codes and scales, on the way out of the forward only.
     """
-    experts, options = [routing.expert_TK for routing in routings], NVLinkOptions(forward_fp8=True)
+    experts, options = [routing.expert_TK for routing in routings], TransportOptions(codecs=contender.codecs)
     volume = predict(
         contender.transport, experts, layout, hidden=hidden, element_size=element_size,
-        options=options if contender.fp8 else None, topology=topology,
+        options=find_transport(contender.transport).own_options(options), topology=topology,
     )  # fmt: skip
     bytes_WW = {verb: matrix.copy() for verb, matrix in volume.bytes_WW.items() if verb != "plan"}
     for matrix in bytes_WW.values():

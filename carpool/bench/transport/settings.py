@@ -71,10 +71,9 @@ class Settings(Options):
         super().__post_init__()
         for name in self.transports:
             one_of("--transports", name, tuple(TRANSPORTS))
-        for option, given in (("--ctas", self.ctas), ("--fp8", self.fp8)):
-            with_ctas = [name for name in TRANSPORTS if has_ctas(name)]
-            if given and self.transports and not set(with_ctas) & set(self.transports):
-                raise ValueError(f"{option} is for transport {with_ctas[0]}, which --transports leaves out; add it")
+        with_ctas = [name for name in TRANSPORTS if has_ctas(name)]
+        if self.ctas and self.transports and not set(with_ctas) & set(self.transports):
+            raise ValueError(f"--ctas is for transport {with_ctas[0]}, which --transports leaves out; add it")
         for ctas in self.ctas:
             if not 1 <= ctas <= MAX_CTAS:
                 raise ValueError(f"--ctas {ctas} must be 1..{MAX_CTAS}")

@@ -37,11 +37,12 @@ from carpool.train.config.schema import (
 )
 from carpool.train.config.schema_adapter import AdapterSection
 from carpool.train.config.schema_base import NONE_WORDS, toml_value
-from carpool.train.config.schema_moe import MoeSection, NvlinkSection
+from carpool.train.config.schema_moe import CodecSection, MoeSection, NvlinkSection
 from carpool.train.config.schema_placement import PlacementSection
 
 __all__ = [
     "AdapterSection",
+    "CodecSection",
     "Config",
     "DataSection",
     "ModelSection",

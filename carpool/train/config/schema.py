@@ -32,10 +32,11 @@ from carpool.train.config.published import is_configuration_alone, read_keys
 from carpool.train.config.schema_adapter import AdapterSection
 from carpool.train.config.schema_base import Section, Texts, toml_value
 from carpool.train.config.schema_memory import MemorySection
-from carpool.train.config.schema_moe import MoeSection, NvlinkSection
+from carpool.train.config.schema_moe import CodecSection, MoeSection, NvlinkSection
 from carpool.train.config.schema_parallelism import ParallelismSection
 from carpool.train.config.schema_placement import PlacementSection
 from carpool.train.config.schema_training import TrainingSection
+from carpool.transport import check_codecs
 
 DEMO_MODEL: dict[str, Any] = {
     "model_type": "olmoe",
@@ -242,6 +243,9 @@ class Config(Section):
     training: TrainingSection = Field(default_factory=TrainingSection, description="Optimizer, schedule, steps.")
     parallelism: ParallelismSection = Field(default_factory=ParallelismSection, description="How ranks are divided.")
     moe: MoeSection = Field(default_factory=MoeSection, description="How tokens ride to their experts.")
+    codec: CodecSection = Field(
+        default_factory=CodecSection, description="How rows become bytes on their way. Exact by default."
+    )
     nvlink: NvlinkSection = Field(default_factory=NvlinkSection, description="How the transport nvlink works.")
     memory: MemorySection = Field(
         default_factory=MemorySection, description="What is kept for the backward, and where."
@@ -257,6 +261,16 @@ class Config(Section):
                 f"memory.hidden = 'recompute' is of grouped experts, and moe.experts = {self.moe.experts!r}: leave one "
                 "of them out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _has_codecs(self) -> Self:
+        codecs, name = self.codec.codecs, self.moe.transport
+        if name == "auto":
+            if codecs.hop != "all":
+                raise ValueError("codec.hop = 'nodes' is of a transport with two hops: moe.transport=hierarchical")
+        else:
+            check_codecs(name, codecs)
         return self
 
     @model_validator(mode="after")

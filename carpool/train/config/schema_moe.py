@@ -1,4 +1,4 @@
-"""The sections [moe] and [nvlink]: how tokens are routed, how they ride, and how experts compute."""
+"""The sections [moe], [codec] and [nvlink]: how tokens are routed, how they ride, and how experts compute."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from carpool.routing import DropOptions
 from carpool.routing.limit import LimitOptions
 from carpool.schedule import MAX_CHUNKS, Schedule
 from carpool.train.config.schema_base import Section
+from carpool.transport.codecs import Codecs
 
 
 def _stages(value: Any) -> Any:
@@ -308,6 +309,36 @@ class MoeSection(Section):
         return self
 
 
+Coded = Literal["none", "bf16", "fp8"]
+_plain = BeforeValidator(lambda value: "none" if value is None else value)
+CodecName = Annotated[Coded, _plain]
+
+
+class CodecSection(Section):
+    """How rows become bytes on their way between ranks (carpool/transport/codecs). The defaults are exact."""
+
+    dispatch: CodecName = Field(
+        default="none",
+        description="Rows to experts. none: as the model computes them. bf16: LOSSY for rows of float32, which lose 16 "
+        "bits. fp8: LOSSY, e4m3 with one scale for 128 columns, as DeepSeek-V3 sends them.",
+    )
+    combine: CodecName = Field(default="none", description="Sums of experts that come back. Not fp8 over nvlink.")
+    dispatch_backward: CodecName = Field(
+        default="none", description="Gradients of rows that come back. Not fp8 over nvlink."
+    )
+    combine_backward: CodecName = Field(default="none", description="Gradients of sums, which go to experts.")
+    hop: Literal["all", "nodes"] = Field(
+        default="all",
+        description="Which rows are encoded. nodes: for moe.transport = hierarchical, those between nodes. all: all "
+        "that leave their rank.",
+    )
+
+    @property
+    def codecs(self) -> Codecs:
+        """As transports take them."""
+        return Codecs(**self.model_dump())
+
+
 class NvlinkSection(Section):
     """How the transport nvlink works; for the others it means nothing. The defaults are exact and were measured."""
 
@@ -327,11 +358,6 @@ class NvlinkSection(Section):
         "a step needs more, the buffers grow and the step is repeated: nothing is lost. Lower it to "
         "save memory. none: 1, which always suffices.",
     )
-    forward_fp8: bool = Field(
-        default=False,
-        description="LOSSY. Rows travel to experts as FP8 with one scale for 128 columns: half the bytes.",
-    )
-    backward_fp8: bool = Field(default=False, description="LOSSY. The same for the gradients of the experts' outputs.")
     leases: int = Field(
         default=2,
         gt=0,

@@ -21,6 +21,7 @@ from carpool.planner.cost import RIDES, CostModel
 from carpool.planner.hardware import Hardware
 from carpool.transport import find_transport
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES
+from carpool.transport.codecs import PLAIN, Codecs
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,7 @@ class Facts:
         element_size: bytes of an element of a row, or of a weight, as they are computed with.
         expert_elements: of an expert's weights in one layer.
         hardware: rates of links and matrix products.
+        codecs: how rows become bytes.
     """
 
     transport: str
@@ -47,6 +49,7 @@ class Facts:
     element_size: int
     expert_elements: int
     hardware: Hardware
+    codecs: Codecs = PLAIN
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "topology": self.topology.to_dict()}
@@ -54,7 +57,8 @@ class Facts:
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> Facts:
         links, rates = Topology.from_dict(settings["topology"]), Hardware.from_dict(settings["hardware"])
-        return cls(**{**settings, "topology": links, "hardware": rates})
+        codecs = Codecs(**settings.get("codecs", {}))
+        return cls(**{**settings, "topology": links, "hardware": rates, "codecs": codecs})
 
     @property
     def cost(self) -> CostModel:
@@ -67,6 +71,7 @@ class Facts:
             tokens_per_rank=self.tokens,
             hardware=self.hardware,
             transport=self.transport,
+            codecs=self.codecs,
         )
 
     @property
@@ -91,7 +96,7 @@ def outlook(found: Sequence[Objective], facts: Facts) -> dict[str, float | None]
     """What is foretold of all layers, as the metrics measure it: remote rows per token and the fullest rank's load,
     mean over layers; remote bytes per token, over all layers. Rows and bytes: those of one row per (token, rank)."""
     rows = [one.rows_remote / one.tokens for one in found]
-    row = RIDES * facts.hidden * facts.element_size + facts.top_k * (CHOICE_BYTES + GRADIENT_BYTES)
+    row = RIDES * facts.cost.row_bytes + facts.top_k * (CHOICE_BYTES + GRADIENT_BYTES)
     shared = find_transport(facts.transport).one_row_per_rank
     return {
         "rows": float(np.mean(rows)) if shared else None,

@@ -41,13 +41,15 @@ def transport_options(config: Config, degrees: Degrees, name: str) -> TransportO
     Raises:
         ValueError: values that cannot be."""
     options_class, most = find_transport(name).options_class, most_tokens(config, degrees)
+    codecs = config.codec.codecs
     if options_class is None:
-        return TransportOptions(most)
+        return TransportOptions(most, codecs)
     return options_class.from_settings(
         config.settings_of_transport(name),
         max_tokens=most,
         sequence_tokens=degrees.tokens_per_rank(config.data.sequence_length),
         timeout_seconds=float(config.parallelism.timeout_seconds),
+        codecs=codecs,
     )
 
 

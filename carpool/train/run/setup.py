@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ from carpool.train.run.step import Objective, make_optimizer
 from carpool.train.run.tiers import check_host_memory_of_ranks, make_tiers
 from carpool.train.run.topology import find_machine, ranks_of
 from carpool.train.run.transports import choose_way, likely_transport
-from carpool.transport import TransportOptions, check_transport, set_topology
+from carpool.transport import TransportOptions, check_codecs, check_transport, set_topology
 
 # What a bias moves by in a step, if nobody says: DeepSeek-V3, arXiv 2412.19437, section 4.2.
 DEEPSEEK_RATE = 0.001
@@ -298,14 +299,18 @@ class Setup(RunState):
         set_topology(self.rides[0].group, self.ep_topology)
         hidden = self.model.config.get_text_config().hidden_size
         folders = self._folders(resume)
-        layer, options, device = self.rides[0], TransportOptions(self.most_tokens), self.device
+        size = 2 if self.bf16 else self.model.dtype.itemsize
+        codecs = config.codec.codecs.for_rows_of(size)
+        layer, options, device = self.rides[0], TransportOptions(self.most_tokens, codecs), self.device
         self.transport_choice = choose_way(moe.transport, layer, self.top_k, hidden, options, device, folders)
-        self.options = transport_options(config, self.degrees, self.transport_choice.answer)
+        self.options = replace(transport_options(config, self.degrees, self.transport_choice.answer), codecs=codecs)
         set_transport(self.model, self.transport_choice.answer, options=self.options)
         for own in self.rides:
             own.prepare(self.top_k, hidden)
         if self.compare_with is not None:
             check_transport(self.compare_with, self.rides[0].group)
+            if self.compare_with != "auto":
+                check_codecs(self.compare_with, codecs)
         measured: dict[str, Any] = {
             "tokens": self.degrees.tokens_per_rank(training.per_device_train_batch_size * config.data.sequence_length),
             "top_k": self.top_k,
@@ -398,6 +403,7 @@ class Setup(RunState):
             top_k=self.top_k,
             hidden=self.model.config.get_text_config().hidden_size,
             element_size=2 if self.bf16 else self.model.dtype.itemsize,
+            codecs=self.options.codecs,
             expert_elements=sum(math.prod(parameter.shape[1:]) for parameter in layer.experts.parameters()),
             hardware=self.hardware,
         )

@@ -3,7 +3,7 @@
     NVLinkOptions()                                   exact, and on the caller's stream
     NVLinkOptions(capacity=2048, max_tokens=8192)     less memory, where no rank sends another more than 2048 rows
     NVLinkOptions(side_stream=True)                   rides beside computation (`carpool.schedule`)
-    NVLinkOptions(forward_fp8=True).lossy_reasons     ["rows travel as FP8"]
+    NVLinkOptions(codecs=Codecs(dispatch="fp8"))      LOSSY: rows travel out as FP8
 
 Values that cannot be are refused here, before any memory is taken.
 """
@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Self
 
 from carpool.kernels.awaited import MAX_CTAS
+from carpool.transport.codecs import PLAIN, Codecs
 from carpool.transport.options import TransportOptions
 
 if TYPE_CHECKING:
@@ -36,7 +37,6 @@ class NVLinkOptions(TransportOptions):
         capacity: rows that a rank has room for from each other rank. None: `max_tokens`, which always suffices. If more
             come, sums are NaN and `Buffers.overflow` tells.
         timeout_seconds: how long a rank waits for another before it gives up and says which.
-        forward_fp8, backward_fp8: rows (gradients) travel out as e4m3 with a scale for 128 columns. LOSSY.
         side_stream: run on a stream of its own; `Pending.wait` lets the caller's stream wait.
         arena_bytes: memory for what layers keep for their backward, which then follows the rows that came; if it does
             not suffice, `Buffers.arena_overflow` tells. 0: none, every layer allocates for the worst case.
@@ -47,8 +47,6 @@ class NVLinkOptions(TransportOptions):
     num_leases: int = 2
     capacity: int | None = None
     timeout_seconds: float = 300.0
-    forward_fp8: bool = False
-    backward_fp8: bool = False
     arena_bytes: int = 0
     side_stream: bool = False
 
@@ -65,20 +63,21 @@ class NVLinkOptions(TransportOptions):
 
     @classmethod
     def from_settings(
-        cls, settings: Mapping[str, Any], *, max_tokens: int, sequence_tokens: int, timeout_seconds: float
+        cls,
+        settings: Mapping[str, Any],
+        *,
+        max_tokens: int,
+        sequence_tokens: int,
+        timeout_seconds: float,
+        codecs: Codecs = PLAIN,
     ) -> Self:
         """Of the section [nvlink], whose `capacity` is a share. There is room for one sequence in any case: a sample
         of text cannot be drawn from NaN and repeated."""
         share, capacity, others = settings["capacity"], None, dict(settings)
         if share is not None:
             capacity = min(max_tokens, max(sequence_tokens, math.ceil(share * max_tokens)))
-        others |= {"capacity": capacity, "num_leases": others.pop("leases")}
+        others |= {"capacity": capacity, "num_leases": others.pop("leases"), "codecs": codecs}
         return cls(max_tokens=max_tokens, timeout_seconds=timeout_seconds, arena_bytes=ARENA_BYTES, **others)
-
-    @property
-    def lossy_reasons(self) -> list[str]:
-        fp8 = {"rows travel as FP8": self.forward_fp8, "gradients of rows travel as FP8": self.backward_fp8}
-        return [what for what, on in fp8.items() if on]
 
     def under(self, schedule: Schedule, resend: bool = False) -> Self:
         """A stream of its own, buffers for a chunk, enough leases.
@@ -90,10 +89,10 @@ class NVLinkOptions(TransportOptions):
         if schedule.name == "none":
             return replace(self, num_leases=leases)
         if schedule.name == "tiles":
-            if self.forward_fp8 or self.backward_fp8:
+            if not self.codecs.plain:
                 raise ValueError(
                     "rows that travel as FP8 do not ride in parts (schedule 'tiles'); use schedule 'chunks', or leave "
-                    "out forward_fp8 and backward_fp8"
+                    "out the codecs"
                 )
             return replace(self, side_stream=True, num_leases=leases)
         most = None if self.max_tokens is None else -(-self.max_tokens // schedule.pieces)

@@ -13,7 +13,8 @@ slab of each, so its own prefix sum is the whole plan, and nothing has to be exc
 Shapes are static: R rows, of which each sender's slab is filled from the front; how many came is known to the device
 alone. Cost per token: one row for each distinct rank, as for `dedup`, and one kernel launch per verb.
 
-Lossy options, off by default: rows as FP8 on the way out (`forward_fp8`), gradients likewise (`backward_fp8`).
+Codecs: "fp8" for what travels out, rows (`dispatch`) and gradients (`combine_backward`). The kernels that bring rows
+back add them up as they are.
 
 Needs CUDA, Triton, and ranks of one host whose GPUs reach each other's memory.
 """
@@ -33,6 +34,8 @@ from carpool.layout.uniform import uniform_copies
 from carpool.memory import Arena, Arrivals, Ready
 from carpool.observe.traffic import Traffic
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, BufferOverflowError, Pending, Transport
+from carpool.transport.codecs import Codecs
+from carpool.transport.exchange import ONE_HOP
 from carpool.transport.nvlink.buffers import OWNERS, VERBS, Buffers, Regions, buffers_of
 from carpool.transport.nvlink.options import NVLinkOptions
 from carpool.transport.nvlink.route import NVLinkRoute
@@ -72,13 +75,6 @@ class NVLink(VerbRunner, Transport):
         return uniform_copies(num_experts, top_k, num_ranks)
 
     @classmethod
-    def row_bytes(cls, verb: str, hidden: int, element_size: int, options: NVLinkOptions | None = None) -> int:
-        fp8 = options is not None and (
-            (verb == "dispatch" and options.forward_fp8) or (verb == "combine_backward" and options.backward_fp8)
-        )
-        return packet_bytes(hidden) if fp8 else hidden * element_size
-
-    @classmethod
     def buffer_bytes(cls, options: NVLinkOptions, num_ranks: int, hidden: int, element_size: int, top_k: int) -> int:
         """One lease, before it has grown. The options say `max_tokens`."""
         assert options.max_tokens is not None
@@ -93,6 +89,17 @@ class NVLink(VerbRunner, Transport):
     def why_no_rows(cls, hidden: int, element_size: int) -> str | None:
         row = hidden * element_size
         return f"rows travel in pieces of 16 bytes, and {row} bytes ({hidden} elements) are none" if row % 16 else None
+
+    @classmethod
+    def why_no_codecs(cls, codecs: Codecs) -> str | None:
+        if codecs.plain:
+            return None
+        if codecs.hop != "all":
+            return ONE_HOP
+        out = {codecs.dispatch, codecs.combine_backward} <= {"none", "fp8"}
+        if out and codecs.combine == codecs.dispatch_backward == "none":
+            return None
+        return "it has FP8 for what travels out to experts (dispatch, combine_backward) and no other codec"
 
     @classmethod
     def why_not_automatic(cls, options: NVLinkOptions) -> str | None:
@@ -187,14 +194,14 @@ class NVLink(VerbRunner, Transport):
         weight_RJ = route.weight_TK.new_empty(route.num_rows, route.top_k)
         if route.parts:
             return self._dispatch_parts(x_TH, route, slot_RJ, weight_RJ)
-        rows = self._dispatch(x_TH, route, CHOICE_BYTES, self.options.forward_fp8, slot_RJ, weight_RJ)
+        rows = self._dispatch(x_TH, route, CHOICE_BYTES, self.options.codecs.dispatch == "fp8", slot_RJ, weight_RJ)
         return Pending(lambda: Arrivals(rows.wait(), slot_RJ, weight_RJ, route.num_pairs))
 
     def dispatch_gradients(self, dy_TH: torch.Tensor, route: NVLinkRoute) -> Pending:
         route.backward = True
         if route.parts:
             self._after_rides()
-        rows = self._dispatch(dy_TH, route, 0, self.options.backward_fp8)
+        rows = self._dispatch(dy_TH, route, 0, self.options.codecs.combine_backward == "fp8")
         if route.ready is not None:
             route.ready = replace(route.ready, awaited=self._awaited(route, "dispatch_gradients"))
         return rows

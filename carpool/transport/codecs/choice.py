@@ -1,0 +1,73 @@
+"""Which codec carries what: one for each verb that carries rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+
+from carpool.plugins.nearest import nearest
+from carpool.transport.codecs.base import AsTheyAre, Codec
+from carpool.transport.codecs.bf16 import BF16
+from carpool.transport.codecs.fp8 import FP8
+
+CODECS: MappingProxyType[str, Codec] = MappingProxyType({one.name: one for one in (AsTheyAre(), BF16(), FP8())})
+# The verbs of `carpool.observe.traffic.VERBS` that carry rows, with what they carry.
+ROW_VERBS = {
+    "dispatch": "rows to experts",
+    "combine": "sums of experts",
+    "dispatch_backward": "gradients of rows",
+    "combine_backward": "gradients of sums",
+}
+HOPS = ("all", "nodes")
+
+
+@dataclass(frozen=True)
+class Codecs:
+    """Names of codecs; see the package's docstring.
+
+    Attributes:
+        dispatch, combine, dispatch_backward, combine_backward: of each verb.
+        hop: over which hops rows are encoded; "nodes": of a transport with two hops, that between nodes only.
+
+    Raises:
+        ValueError: a name that is not known.
+    """
+
+    dispatch: str = "none"
+    combine: str = "none"
+    dispatch_backward: str = "none"
+    combine_backward: str = "none"
+    hop: str = "all"
+
+    def __post_init__(self) -> None:
+        for key, known in (*((verb, tuple(CODECS)) for verb in ROW_VERBS), ("hop", HOPS)):
+            if (name := getattr(self, key)) not in known:
+                near = nearest(name, known)
+                hint = f"; did you mean {near}?" if near else ""
+                raise ValueError(f"codec {key} = {name!r}: expected one of {', '.join(known)}{hint}")
+
+    @property
+    def plain(self) -> bool:
+        """Whether all rows travel as they are."""
+        return all(getattr(self, verb) == "none" for verb in ROW_VERBS)
+
+    def of(self, verb: str) -> Codec:
+        """The codec of a verb; a plan carries no rows, and has none."""
+        return CODECS[getattr(self, verb, "none")]
+
+    def for_rows_of(self, element_size: int) -> Codecs:
+        """The same for rows of so many bytes an element: "bf16" means nothing to rows of 16 bits."""
+        if element_size > 2:
+            return self
+        return replace(self, **{verb: "none" for verb in ROW_VERBS if getattr(self, verb) == "bf16"})
+
+    @property
+    def lossy_reasons(self) -> list[str]:
+        """What is lost, for logs and reports."""
+        where = " between nodes" if self.hop == "nodes" else ""
+        return [
+            f"{what} travel {self.of(verb).lossy}{where}" for verb, what in ROW_VERBS.items() if self.of(verb).lossy
+        ]
+
+
+PLAIN = Codecs()
