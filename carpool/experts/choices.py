@@ -73,21 +73,24 @@ class Choices:
         return asdict(self)
 
 
+# Below this many pairs of a slot its matrices, not its rows, are what is waited for.
+FEW_PAIRS = 512
 STAGES = tuple(field.name for field in fields(Choices))
 
 
-def default_choices(device: torch.device, hidden: int, inner: int) -> Choices:
-    """By the shape alone, as measured on one H200 (docs/measurements.md); `measure_choices` knows other shapes better.
-    GPUs other than Hopper get the library's.
+def default_choices(device: torch.device, hidden: int, inner: int, pairs_per_slot: int) -> Choices:
+    """By the shape alone, as measured on one H100 and one H200 (docs/measurements.md); `measure_choices` knows other
+    shapes better. GPUs other than Hopper get the library's.
 
     Args:
         hidden, inner: H and F.
+        pairs_per_slot: how many there are, or could be, on average.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return Choices()
-    # Rows gathered for the library are written and read again. That is little beside products of moderate H and large
-    # F, and there the library's outer products, and its product before the activation's backward, are faster. At H 4096
-    # both take the same time, and the fused side takes less memory.
-    if hidden < 4096 and inner > 512:
-        return Choices(up="flat", down="flat", dx="flat")
-    return Choices(up="flat", down="flat", dact="flat", dx="flat", dup="wide", ddown="square")
+    if pairs_per_slot < FEW_PAIRS:
+        # Matrices then come as fast as memory gives them, and smaller tiles ask for more of them at once.
+        return Choices(up="square", down=LIBRARY, dact="square", dx=LIBRARY, dup="flat", ddown="flat")
+    # The activation's backward is a long end of a tile. Beside products of large F the library's two kernels win.
+    dact = LIBRARY if inner > 4096 else "flat"
+    return Choices(up="flat", down="flat", dact=dact, dx="flat", dup="flat", ddown="flat")

@@ -9,8 +9,8 @@ So either operand may be addresses (`table_kernels.row_addresses`) instead of va
 slot, however many: both operands are masked past the slot's last pair, for what follows may be NaN, and 0 * NaN is NaN.
 A slot without pairs gets zeros. One program per tile of out, for how many tiles there are the host knows; slots with
 most pairs come first (`ranked_S4`), so that when one has a large share of all pairs, its tiles are not what is waited
-for in the end. The hardware deals programs out as multiprocessors become free; a persistent grid would have to share
-tiles of unequal length out in advance.
+for in the end. The hardware deals programs out as multiprocessors become free. Where the tiling says that tiles
+run into each other ("flat"), Hopper has a kernel of its own: outer_hopper_kernels.py.
 
 The addresses of the next step's rows are loaded one step ahead; the rows themselves, three steps ahead, by cp.async.
 """
@@ -102,6 +102,12 @@ def outer(
     """
     slots, (m, n) = ranked_S4.shape[0], widths
     out_SMN = torch.empty(slots, m, n, dtype=dtype, device=ranked_S4.device)
+    if tiling.flatten and out_SMN.is_cuda:
+        from carpool.experts import outer_hopper_kernels
+
+        if outer_hopper_kernels.takes(out_SMN, (a.dim() == 1) + (b.dim() == 1)):
+            outer_hopper_kernels.launch(a, b, ranked_S4, out_SMN)
+            return out_SMN
     tiles = cdiv(m, TILE_ROWS) * cdiv(n, tiling.columns)
     _outer[(slots * tiles,)](
         a, b, out_SMN, ranked_S4, M=m, N=n, GATHER_A=a.dim() == 1, GATHER_B=b.dim() == 1, BM=TILE_ROWS,

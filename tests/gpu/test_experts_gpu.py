@@ -168,3 +168,36 @@ def test_products_that_the_grouped_kernel_does_not_take(dtype: torch.dtype, tole
 def test_without_rows_or_slots_no_size_waits(pattern: str) -> None:
     for dtype in (torch.bfloat16, torch.float32):
         check(ExpertProblem(pattern, 37, 19, make_activation("silu", True), True, dtype), 1e-4)
+
+
+@pytest.mark.parametrize("gathered_first", [True, False])
+@pytest.mark.parametrize(("m", "n"), [(64, 8), (192, 264), (1536, 2048)])
+def test_sums_of_tiles_that_run_into_each_other(m: int, n: int, gathered_first: bool) -> None:
+    """Of slots with no pairs, with less than a step, whole steps, and many; NaN lies past the last pair, and in rows
+    that nobody wants."""
+    from carpool.experts import gemm_tiles, outer_hopper_kernels, outer_kernels, table_kernels
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    counts = [0, 1, 63, 64, 65, 230, 700, 0, 128, 5]
+    offsets_S = torch.tensor(counts).cumsum(0).int().cuda()
+    total, bound = sum(counts), sum(counts) + 300
+    widths = (m, n) if gathered_first else (n, m)
+    rows = torch.randn(2 * bound, widths[0], generator=generator, device="cuda", dtype=torch.bfloat16)
+    values = torch.randn(bound, widths[1], generator=generator, device="cuda", dtype=torch.bfloat16)
+    order_P = torch.randperm(2 * bound, generator=generator, device="cuda")[:bound].int()
+    wanted = rows[order_P.long()][:total].double()
+    missing = torch.ones(2 * bound, dtype=torch.bool, device="cuda")
+    missing[order_P[:total].long()] = False
+    rows[missing], values[total:] = float("nan"), float("nan")
+    addresses_P = rows.data_ptr() + order_P.long() * rows.stride(0) * 2
+    ranked_S4 = table_kernels.tile_table(offsets_S, bound, gemm_tiles.TILE_ROWS)[1]
+    a, b = (addresses_P, values) if gathered_first else (values, addresses_P)
+    assert outer_hopper_kernels.takes(torch.empty(1, m, n, dtype=torch.bfloat16, device="cuda"), 1)
+    got, again = (
+        outer_kernels.outer(a, b, (m, n), ranked_S4, torch.bfloat16, gemm_tiles.TILINGS["flat"]) for _ in range(2)
+    )
+    assert torch.equal(got, again)
+    left, right = (wanted, values[:total].double()) if gathered_first else (values[:total].double(), wanted)
+    pieces = zip(left.split(counts), right.split(counts), strict=True)
+    want = torch.stack([one.T @ other for one, other in pieces])
+    assert (got.double() - want).abs().max() <= 2**-8 * want.abs().max()

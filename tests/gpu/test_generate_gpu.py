@@ -14,9 +14,9 @@ from tests.serve.checkpoints import save
 pytestmark = pytest.mark.gpu
 
 
-def test_on_one_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_one_gpu(tmp_path: Path) -> None:
     """Products in full float32, or another way to sum may choose another token."""
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
+    assert torch.get_float32_matmul_precision() == "highest"
     right, text = one_gpu(str(tmp_path))
     assert right, text
 

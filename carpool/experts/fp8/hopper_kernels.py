@@ -37,13 +37,13 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from carpool.experts.activation_kernels import _value
+from carpool.kernels.hopper_copies import load_rows, load_tile
 from carpool.kernels.packets import GROUP
 from carpool.kernels.processors import processors
 from carpool.kernels.quick import quick
@@ -88,19 +88,19 @@ def _load(  # type: ignore[no-untyped-def]
             mbarrier.wait(empty.index(stage), phase)
             ready = full.index(stage)
             mbarrier.expect(ready, 2 * 128 * 128 if PACKET > 0 else 2 * 128 * 128 + BM * 128)
-            tma.async_copy_global_to_shared(weight, [weight_row, k * 128], ready, b.index(2 * stage))
-            tma.async_copy_global_to_shared(weight, [weight_row + apart, k * 128], ready, b.index(2 * stage + 1))
+            load_tile(weight, [weight_row, k * 128], ready, b.index(2 * stage))
+            load_tile(weight, [weight_row + apart, k * 128], ready, b.index(2 * stage + 1))
             if PACKET > 0:
                 begin = gl.multiple_of(at + k * 128, 16)
                 if K % 128 != 0:
-                    async_copy.async_copy_global_to_shared(
+                    load_rows(
                         a.index(stage), codes + (begin[:, None] + column[None, :]), (k * 128 + column < K)[None, :]
                     )
                 else:
-                    async_copy.async_copy_global_to_shared(a.index(stage), codes + (begin[:, None] + column[None, :]))
+                    load_rows(a.index(stage), codes + (begin[:, None] + column[None, :]))
             else:
-                tma.async_copy_global_to_shared(x, [first, k * 128], ready, a.index(stage))
-            async_copy.async_copy_global_to_shared(s.index(stage), scale + k)
+                load_tile(x, [first, k * 128], ready, a.index(stage))
+            load_rows(s.index(stage), scale + k)
             async_copy.mbarrier_arrive(ready, increment_count=False)
             stage += 1
             if stage == STAGES:

@@ -112,7 +112,8 @@ def decide(
 ) -> tuple[Chosen[Choices], bool]:
     """(What is used, whether it is still to be measured). `kept`, `note`: as of `Kind.recall`."""
     no_kernels = why_no_kernels(shape, device)
-    default = Choices() if no_kernels else default_choices(device, shape.hidden, shape.inner)
+    pairs_per_slot = shape.rows * shape.slots_per_row // max(1, shape.slots)
+    default = Choices() if no_kernels else default_choices(device, shape.hidden, shape.inner, pairs_per_slot)
     base = kept or Chosen(default, asdict(shape), "default", BY_SHAPE + note)
     if not isinstance(wanted, str):
         why = f"{', '.join(wanted)} as moe.expert_stages says; the rest {base.why}"
