@@ -71,7 +71,7 @@ SETTINGS: dict[str, tuple[list[str], int]] = {
     "recompute": ([*QWEN, EAGER, "memory.dense=recompute", "memory.hidden=recompute"], 1),
     "rides repeated": ([*QWEN, EAGER, "memory.dense=recompute", "memory.sums=recompute"], 1),
     "offload": ([*QWEN, EAGER, "memory.dense=offload", "memory.hidden=offload"], 1),
-    "packed": ([*QWEN, EAGER], 1),
+    "packed": ([*QWEN, EAGER, "data.packing=examples"], 1),
     "three micro-batches": ([*QWEN, EAGER, "training.gradient_accumulation_steps=3"], 1),
     "gradients consumed": ([*QWEN, EAGER, *CONSUMED, "training.optimizer_moments=bfloat16"], 1),
     "optimizer in host memory": ([*QWEN, EAGER, *CONSUMED, "training.optimizer_state=host"], 1),
@@ -241,7 +241,7 @@ def peaks_on_gpu(run: CarpoolContender, steps: int, device: torch.device) -> dic
     run.record()
     symmetric = sum(one.size - sum(arena.capacity for arena in one.arenas if not arena.host) for one in buffers)
     found |= {name: size + symmetric for name, size in peaks.items()}
-    found["tensors"] = max(found["forward"], found["backward"])
+    found["tensors"] = max(found["forward"], found["backward"], found["setup"])
     found["symmetric"] = symmetric
     found["stays"] = torch.cuda.memory_allocated(device) + symmetric
     found["reserved"] = torch.cuda.memory_reserved(device)

@@ -7,8 +7,10 @@ storages but no bytes, and what autograd saves is added up, each storage once:
     Qwen3-30B-A3B, 2 x 4096 tokens, bfloat16        625 MiB a layer and the ride's rows, in 0.5 s on a laptop
 
 Two things stand in for what runs on a GPU. Attention keeps queries, keys, values, output and one number a row and head,
-as every fused kernel does (on a CPU some shapes would fall back to whole score matrices). Routed experts keep their
-input; what their ride keeps depends on the transport, and whoever asks adds it (`carpool.train.run.estimate`).
+as every fused kernel does (on a CPU some shapes would fall back to whole score matrices). With a mask, as packed
+documents have, each layer makes numbers of its own of the mask and keeps them: (batch, 1, length, length). Routed
+experts keep their input; what their ride keeps depends on the transport, and whoever asks adds it
+(`carpool.train.run.estimate`).
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from transformers import PreTrainedModel
 from carpool.hf.build import experts_modules
 from carpool.hf.compiled import decoder_layers
 from carpool.hf.head import output_layer
-from carpool.hf.packed import unpacked
+from carpool.hf.packed import packed, packed_settings, unpacked
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ def measure_activations(
     dtype: torch.dtype,
     autocast: torch.dtype | None = None,
     expert_adapters: bool = False,
+    documents: bool = False,
 ) -> Activations:
     """Run a forward on fake tensors.
 
@@ -64,6 +67,7 @@ def measure_activations(
         dtype: of the parameters that compute.
         autocast: the dtype of `torch.autocast`, if it is used.
         expert_adapters: experts have adapters, which this model lacks: what they return needs a gradient.
+        documents: rows are packed documents, which a mask keeps apart.
     """
     model = copy.deepcopy(model)
     adapters = [name for name, parameter in model.named_parameters() if parameter.requires_grad and "lora_" in name]
@@ -101,13 +105,14 @@ def measure_activations(
         experts.forward = partial(_experts, experts, expert_adapters)  # type: ignore[assignment]
     if (head := output_layer(model)) is not None:
         head.forward = _no_logits
-    with FakeTensorMode(), unpacked():
+    with FakeTensorMode(), packed() if documents else unpacked():
         model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
         own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
         ids_BL = torch.zeros(batch, length, dtype=torch.int64)
+        settings = packed_settings(model, torch.zeros_like(ids_BL)) if documents else {}
         enabled = torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None)
         with saved_tensors_hooks(pack, _not_needed), _FusedAttention(), enabled:
-            model.train()(input_ids=ids_BL, use_cache=False)
+            model.train()(input_ids=ids_BL, use_cache=False, **settings)
     bytes_of = [0] * (len(layers) + 1)
     for address, (storage, number) in kept.items():
         if address not in own:
@@ -136,10 +141,12 @@ class _FusedAttention(TorchFunctionMode):
         if func is not torch.nn.functional.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         query, key, value = args[:3]
+        mask = args[3] if len(args) > 3 else (kwargs or {}).get("attn_mask")
         batch, heads, length = query.shape[:3]
         row_sums = query.new_empty(batch, heads, length, dtype=torch.float32)
         # Kernels lay heads beside each other, so that the model's transpose back is no copy.
-        out = _Saves.apply((batch, length, heads, value.shape[-1]), True, query, key, value, row_sums)
+        kept = (row_sums,) if mask is None else (row_sums, query.new_empty(mask.shape))
+        out = _Saves.apply((batch, length, heads, value.shape[-1]), True, query, key, value, *kept)
         return out.transpose(1, 2)
 
 

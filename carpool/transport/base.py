@@ -151,6 +151,7 @@ class Transport(ABC):
         rides_in_parts: whether `plan` and the combines take parts (`carpool.schedule.tiles`).
         knows_rows: whether the host knows how many rows came. If not, most rows of its buffers are empty, and experts
             that run a model's own forward would compute them.
+        graphable: whether it asks nothing of the host, so that a CUDA graph can hold its rides.
         plan_bytes: what each rank sends to each other one before rows travel.
     """
 
@@ -162,6 +163,7 @@ class Transport(ABC):
     one_row_per_node: ClassVar[bool] = False
     rides_in_parts: ClassVar[bool] = False
     knows_rows: ClassVar[bool] = True
+    graphable: ClassVar[bool] = False
     plan_bytes: ClassVar[int] = 0
 
     # -- what the class says: no device is needed, unless stated ---------------------------------------------------

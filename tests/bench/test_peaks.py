@@ -24,8 +24,8 @@ def check(ranks: Ranks, folder: Path, only: list[str]) -> None:
     assert found["failed"] == {}
     assert [one["setting"] for one in found["results"]] == only
     for one in found["results"]:
-        assert one["measured"]["tensors"] > one["measured"]["stays"] > one["predicted"]["parameters"], one["setting"]
-        assert 0.5 < one["ratios"]["tensors"] < 2, one["setting"]
+        assert one["measured"]["tensors"] > one["measured"]["stays"] > 0, one["setting"]
+        assert one["ratios"]["tensors"] == pytest.approx(1, abs=0.1), one["setting"]
 
 
 def test_settings_are_runs(ranks: Ranks, tmp_path: Path) -> None:

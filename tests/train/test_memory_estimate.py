@@ -15,9 +15,11 @@ from carpool.hf import rides
 from carpool.hf.forced import balanced_choices, force_choices
 from carpool.planner.streaming import break_even_tokens
 from carpool.train.config import load_config
+from carpool.train.data.tokenizer import load_tokenizer
 from carpool.train.run.dry_run import dry_run, find_gpu
-from carpool.train.run.estimate import tensors_of
+from carpool.train.run.estimate import MemoryEstimate, tensors_of
 from carpool.train.run.loop import Run
+from carpool.train.run.model import meta_model, model_source
 from tests.ranks import Ranks
 
 SHAPE = [
@@ -133,6 +135,40 @@ def test_what_does_not_fit_is_told_what_to_change_cheapest_first() -> None:
     # Whoever follows the advice fits.
     kept = [one for one in changes if not one.startswith("training.optimizer_moments=bf")]
     assert "# fits in 80 GB" in dry_run(load_config(None, [*settings, *kept]), gpu="h100")
+
+
+def estimate_of(*overrides: str, ranks: int = 2) -> MemoryEstimate:
+    config = load_config(None, [*QWEN, *overrides])
+    model = meta_model(model_source(config, load_tokenizer("bytes")))
+    return MemoryEstimate(config, config.parallelism.resolve(ranks, 128), model, bf16=True, cuda=True)
+
+
+def test_packed_documents_keep_a_mask_in_each_layer() -> None:
+    shape = ["model.config.num_hidden_layers=2", "data.sequence_length=1024"]
+    plain, packed = estimate_of(*shape), estimate_of(*shape, "data.packing=examples")
+    # Of 2 sequences, in bfloat16: the mask, and keys and values of 4 heads repeated for 32, as masked attention wants.
+    assert packed.kept.layers[1] - plain.kept.layers[1] == 2 * 2 * (1024**2 + 2 * 1024 * (32 - 4) * 128)
+    flash = estimate_of(*shape, "data.packing=examples", "model.attn_implementation=flash_attention_2")
+    assert flash.kept == plain.kept
+
+
+def test_captured_steps_leave_nothing_for_an_evaluation() -> None:
+    shape = ["model.config.num_hidden_layers=2", "training.per_device_eval_batch_size=2"]
+    captured, eager = (estimate_of(*shape, *more)("nvlink", "replicate") for more in ([], ["training.cuda_graphs=off"]))
+    logits = 2 * 2**29  # a piece, 2**29 numbers
+    assert captured["graphs"] >= logits * 0.9 and "graphs" not in eager
+    assert captured["total"] - captured["graphs"] == eager["total"]
+    assert "graphs" not in estimate_of(*shape)("dedup", "replicate")
+    assert "graphs" not in estimate_of(*shape, "memory.dense=recompute")("nvlink", "replicate")
+
+
+def test_experts_that_go_to_host_memory_are_on_the_device_first() -> None:
+    away = ["memory.experts=host", "training.gradients=consumed", "training.max_grad_norm=0"]
+    away += ["training.optimizer_state=host", "training.per_device_train_batch_size=1", "data.sequence_length=256"]
+    found = estimate_of(*away)("nvlink", "replicate")
+    # 28.99 of 30.53 B parameters are experts, half of them on each rank.
+    assert found["loading"] > 10e9
+    assert tensors_of(found) == pytest.approx(2 * (28.99e9 / 2 + 1.54e9 / 2), rel=0.01)
 
 
 def test_names_of_gpus() -> None:

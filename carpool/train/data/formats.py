@@ -15,7 +15,7 @@ from typing import Literal
 
 from carpool.train.config.schema import DataSection
 from carpool.train.data.rows import Fields, field_names
-from carpool.train.data.sources import Source
+from carpool.train.data.sources import Source, find_sources
 
 Format = Literal["text", "messages", "prompt"]
 
@@ -52,3 +52,14 @@ def find_format(data: DataSection, sources: Sequence[Source]) -> Format:
             "meant"
         )
     return found[0] if found else "text"
+
+
+def are_packed(data: DataSection) -> bool:
+    """Whether sequences will hold examples that do not see each other, as far as the settings and the first file tell.
+    False where there is no such file."""
+    if data.packing is not None:
+        return data.packing == "examples"
+    try:
+        return find_format(data, [] if data.format is not None else find_sources(data.train, "data.train")) != "text"
+    except (ValueError, OSError):
+        return False

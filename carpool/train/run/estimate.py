@@ -18,6 +18,9 @@ Assumptions, which are where an estimate goes wrong:
     transport     nvlink: one lease (schedules that overlap rides take more). Others: rows packed, arrived, summed, sent
     context       on GPUs: 0.5 GiB of CUDA context and kernels; NCCL: 0.3 GiB, and 0.2 for each further kind of group
     fragments     on GPUs: 3 % of what PyTorch's tensors take, which its allocator cannot use
+    graphs        CUDA graphs of a step keep all that it takes, also between steps. What is computed eagerly beside them
+                  takes memory of its own: the evaluation, of which one layer and a piece of the logits are there
+    loading       experts that are to be in host memory are on the device first, before there is any step
     process       on CPUs: 60 MiB of code, threads and buffers that every rank takes once it trains
     allocator     on CPUs: 0.35 of what a step takes and frees, which the C library keeps in pieces of the wrong sizes
 
@@ -44,7 +47,9 @@ from carpool.parallel.degrees import Degrees
 from carpool.parallel.replicated import BUCKET_BYTES
 from carpool.planner.kept import LayerSizes, kept_bytes
 from carpool.train.config.schema import Config
+from carpool.train.data.formats import are_packed
 from carpool.train.run.adapter import outline_adapter
+from carpool.train.run.graphs import why_not_captured
 from carpool.train.run.model import top_k_of
 from carpool.train.run.room import transport_options
 from carpool.transport import find_transport
@@ -59,7 +64,7 @@ PROCESS_BYTES, FREED_SHARE = 60 * MiB, 0.35
 ARENA_ROOM = 1.25
 # Small tensors of int32 or float32 that a ride keeps for each row and choice: slots, weights, positions and orders.
 INDEX_BYTES = 5 * 4
-BESIDE_TENSORS = ("context", "nccl", "fragments", "process", "allocator")
+BESIDE_TENSORS = ("context", "nccl", "fragments", "graphs", "process", "allocator")
 
 
 class _Moment(NamedTuple):
@@ -111,12 +116,15 @@ class MemoryEstimate:
         autocast = torch.bfloat16 if bf16 and degrees.dp == 1 and dtype != torch.bfloat16 else None
         batch, length = training.per_device_train_batch_size, config.data.sequence_length
         self.tokens = batch * length
-        self.measured = (batch, length, dtype, autocast, training.freeze, config.adapter)
+        # Flash attention of transformers takes the ends of documents in place of a mask.
+        documents = "flash" not in (config.model.attn_implementation or "") and are_packed(config.data)
+        self.measured = (batch, length, dtype, autocast, training.freeze, config.adapter, documents)
         self.kept: Activations
         if like is not None and like.measured == self.measured:
             self.kept = like.kept
         else:
-            self.kept = measure_activations(model, batch, length, dtype, autocast, self.expert_adapters > 0)
+            adapters = self.expert_adapters > 0
+            self.kept = measure_activations(model, batch, length, dtype, autocast, adapters, documents)
 
         text = model.config.get_text_config()
         self.hidden, self.top_k = text.hidden_size, top_k_of(model)
@@ -146,8 +154,8 @@ class MemoryEstimate:
             dense: "fsdp" or "replicate", as `parallelism.dense`.
 
         Returns:
-            parameters, gradients, optimizer, activations, logits, transport; on GPUs context, nccl and fragments, on
-            CPUs process and allocator; total.
+            parameters, gradients, optimizer, activations, logits, transport, and loading where that is more; on GPUs
+            context, nccl and fragments, and graphs if steps are captured; on CPUs process and allocator; total.
         """
         degrees, training = self.degrees, self.config.training
         dense_own = math.ceil(self.dense.total / degrees.dense_shards)
@@ -175,7 +183,7 @@ class MemoryEstimate:
         if training.optimizer_state == "host":
             state = 2 * TILE_BYTES
         rides = self._rides(transport)
-        layer = rides.work + reducing
+        layer = rides.products + rides.experts + reducing
         kept, last_kept = self._kept(rides)
         logits, after_loss = self._logits()
         # Those of earlier micro-batches are there.
@@ -194,8 +202,12 @@ class MemoryEstimate:
             "logits": int(highest.logits),
             "transport": rides.buffers,
         }
+        if here < experts_own:
+            memory["loading"] = max(0, (dense_own + experts_own) * self.stored - sum(memory.values()))
         tensors = sum(memory.values())
         if self.cuda:
+            if dense == "replicate" and self._captured(transport):
+                memory["graphs"] = int(self._evaluation(rides))
             groups = (degrees.dp > 1) + (degrees.ep > 1) + (degrees.tp > 1) + (degrees.efsdp not in (1, degrees.dp))
             memory |= {
                 "context": CONTEXT_BYTES,
@@ -267,7 +279,7 @@ class MemoryEstimate:
         if buffers and config.memory.rows == "resend":
             buffers *= 2
         exchanged = 0 if buffers else int((2 if degrees.ep > 1 else 1) * tokens * copies * self.hidden * self.computed)
-        return _Rides(kept_of[1], kept_of[0], products + experts, buffers or exchanged, host)
+        return _Rides(kept_of[1], kept_of[0], products, experts, buffers or exchanged, host)
 
     def _kept(self, rides: _Rides) -> tuple[float, float]:
         """Bytes that are kept when the backward begins, and when only one layer is left."""
@@ -282,6 +294,25 @@ class MemoryEstimate:
             # Two micro-batches are in the model at the same time.
             kept, last = 2 * kept, 2 * last
         return kept + self.kept.rest, last + self.kept.rest
+
+    def _captured(self, transport: str) -> bool:
+        """Whether steps are CUDA graphs, with dense parameters that are whole."""
+        config = self.config
+        if (
+            config.training.cuda_graphs == "off"
+            or not getattr(find_transport(transport), "graphable", False)
+            or self.degrees.efsdp > 1
+        ):
+            return False
+        return why_not_captured(config, config.moe.schedule) is None
+
+    def _evaluation(self, rides: _Rides) -> float:
+        """Bytes that a forward without a backward needs."""
+        training, words = self.config.training, self.words
+        tokens = training.per_device_eval_batch_size * self.config.data.sequence_length
+        logits = min(tokens, training.loss_chunk or piece_size(tokens, words)) * words * self.computed
+        one_layer = max(self.kept.layers) * tokens / self.tokens
+        return one_layer + max(rides.products * tokens / self.tokens, logits)
 
     def _logits(self) -> tuple[float, float]:
         """Bytes that the loss needs, and those that stay when the backward begins."""
@@ -307,12 +338,13 @@ class _Parameters(NamedTuple):
 
 
 class _Rides(NamedTuple):
-    """Bytes that the rides of all MoE layers keep, and of one; that the backward of one works with; of buffers that all
-    share; and that all keep in host memory."""
+    """Bytes that the rides of all MoE layers keep, and of one; of products that the backward of one works with, and of
+    its gradients of experts; of buffers that all share; and that all keep in host memory."""
 
     kept: float
     kept_by_one: float
-    work: float
+    products: float
+    experts: int
     buffers: int
     host: int
 

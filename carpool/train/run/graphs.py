@@ -54,12 +54,19 @@ def why_no_graphs(config: Config, model: nn.Module, layers: Sequence[ExpertRides
         return "experts run the model's own forward, which may wait for the host"
     if fsdp.states(model):
         return "FSDP gathers parameters layer by layer from the host (parallelism.dense)"
-    if schedule == "two-batch":
-        return "two batches run in two threads"
-    if config.placement.every is not None or any(own.layout.num_replicas for own in layers):
-        return "experts move or have copies"
+    if any(own.layout.num_replicas for own in layers):
+        return "experts have copies"
     if one_row_only(model):
         return "this attention reads the lengths of documents on the host (model.attn_implementation)"
+    return why_not_captured(config, schedule)
+
+
+def why_not_captured(config: Config, schedule: str) -> str | None:
+    """As `why_no_graphs`, as far as the settings tell."""
+    if schedule == "two-batch":
+        return "two batches run in two threads"
+    if config.placement.every is not None:
+        return "experts move"
     if "offload" in config.memory.policies.values():
         return "what layers keep goes to host memory"
     if config.memory.experts == "host":
