@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -67,9 +67,29 @@ def generate(
         str,
         typer.Option(
             "--experts",
-            help="Where they are: device, or host, from where they come when they are chosen (one rank; slower).",
+            help="Where they are: device; host memory or disk (the checkpoint's files), from where they come when they "
+            "are chosen (one rank; slower).",
         ),
     ] = "device",
+    experts_memory: Annotated[
+        str | None,
+        typer.Option("--experts-memory", help="Of the GPU, for experts that stay once they came, such as 20GiB."),
+    ] = None,
+    experts_host_memory: Annotated[
+        str | None,
+        typer.Option(
+            "--experts-host-memory",
+            help="Of the host, with --experts disk, for experts that were read. At least two layers' are taken.",
+        ),
+    ] = None,
+    predictor: Annotated[
+        str,
+        typer.Option(
+            "--predictor",
+            help="What foretells the experts that the next layer chooses: pairs (which go together in two layers), or "
+            "matrix (those of the most similar text so far, as MoE-Infinity).",
+        ),
+    ] = "pairs",
     debug: RanksDebug = False,
 ) -> None:
     """Continue texts, or answer conversations, with a checkpoint or the newest checkpoint of a run.
@@ -81,10 +101,20 @@ def generate(
         if (prompt is None) == (prompts is None):
             raise ValueError("give --prompt TEXT, or --prompts FILE.jsonl")
         from carpool.bench.options import one_of
+        from carpool.serve.experts import PREDICTORS, ExpertTier, Where
         from carpool.serve.prompts import read_prompts
         from carpool.serve.start import start
+        from carpool.train.config.schema_memory import size_of
 
-        one_of("--experts", experts, ("device", "host"))
+        one_of("--experts", experts, get_args(Where))
+        one_of("--predictor", predictor, tuple(PREDICTORS))
+        tier: dict[str, Any] = {
+            "where": experts,
+            "memory": 0 if experts_memory is None else size_of(experts_memory, "--experts-memory"),
+            "host_memory": 0 if experts_host_memory is None else size_of(experts_host_memory, "--experts-host-memory"),
+            "predictor": predictor,
+        }
+        ExpertTier(**tier)  # before ranks start
         start(
             "carpool.serve.generate:run_rank",
             ranks,
@@ -96,7 +126,7 @@ def generate(
             dtype=_known(dtype),
             out=None if out is None else str(out),
             as_json=prompts is not None,
-            host_experts=experts == "host",
+            experts=tier,
         )
 
 

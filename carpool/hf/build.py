@@ -35,6 +35,7 @@ from carpool.hf.dense import without_fsdp
 from carpool.hf.initial_weights import fill, set_tensor
 from carpool.hf.original_layout import OriginalLayout
 from carpool.hf.sizes import check_sizes, impossible_sizes
+from carpool.hf.stored_experts import read_without_experts
 from carpool.hf.tensor_parallel import check_tensor_parallel
 from carpool.hf.weight_files import check_weight_files, stored_weights
 
@@ -90,6 +91,7 @@ def build_model(
     experts_implementation: str | None = None,
     dense: str = "fsdp",
     device: torch.device | None = None,
+    read_experts: bool = True,
 ) -> PreTrainedModel:
     """A mixture-of-experts language model in training mode, sharded as `distributed_config` says.
 
@@ -107,6 +109,7 @@ def build_model(
         dense: "fsdp", or "replicate", which leaves FSDP's hooks away; `carpool.hf.dense.replicate_dense` then comes
             before the first forward.
         device: of a model on one process; None: its accelerator.
+        read_experts: of a folder. False, on one process: parameters of experts have no memory (device "meta").
 
     Raises:
         ValueError: if the folder or the configuration is not usable, is no mixture of experts, or does not fit the
@@ -128,7 +131,12 @@ def build_model(
     with without_fsdp() if dense == "replicate" else nullcontext():
         if path is not None:
             _check_shardable(path, blueprint, distributed_config)
-            model = _load(path, blueprint, distributed_config, dtype, device or _device(), kwargs)
+            if read_experts:
+                model = _load(path, blueprint, distributed_config, dtype, device or _device(), kwargs)
+            else:
+                model = _on_meta(config, dtype, kwargs)
+                modules = list(experts_modules(model))
+                _check_loaded(path, blueprint, read_without_experts(path, model, modules, dtype, device or _device()))
         else:
             model_class = type(blueprint)
             distributed_config, _, mesh_manager = model_class.prepare_distribute_model(distributed_config)
@@ -272,14 +280,19 @@ def _load(
         )
     except RuntimeError as error:
         raise ValueError(_misfit(folder, blueprint, str(error))) from error
+    _check_loaded(folder, blueprint, info)
+    return model
+
+
+def _check_loaded(folder: Path, blueprint: PreTrainedModel, info: dict[str, Any]) -> None:
+    """Raise ValueError if weights had other shapes, or were not there."""
     if wrong := sorted(name for name, *_ in info["mismatched_keys"]):
         raise ValueError(_misfit(folder, blueprint, f"{', '.join(wrong[:3])} have other shapes"))
     if missing := sorted(info["missing_keys"]):
         raise ValueError(
-            f"{folder} lacks {len(missing)} of the weights of {type(model).__name__}: {', '.join(missing[:4])}"
+            f"{folder} lacks {len(missing)} of the weights of {type(blueprint).__name__}: {', '.join(missing[:4])}"
             f"{', ...' if len(missing) > 4 else ''}; training would start from random values there"
         )
-    return model
 
 
 def _misfit(folder: Path, blueprint: PreTrainedModel, why: str) -> str:

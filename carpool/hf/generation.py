@@ -33,6 +33,7 @@ from transformers import (
 )
 
 from carpool.hf.decode_graph import DecodeGraphs
+from carpool.memory.host_experts import host_experts
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,8 @@ def generate(
     ids_BL = torch.tensor([[pad] * (length - len(one)) + list(one) for one in own], device=device)
     mask_BL = torch.tensor([[0] * (length - len(one)) + [1] * len(one) for one in own], device=device)
     processors = _processors(sampling, numbers or range(len(own)), length, vocabulary, device)
+    if (away := host_experts(model)) is not None:
+        away.begin()
     clock = _Clock(ends=not prompts)
     several = dist.is_initialized() and dist.get_world_size() > 1
     training = model.training

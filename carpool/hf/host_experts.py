@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
 from carpool.hf.expert_parallel import required_rides
-from carpool.memory.host_experts import HostExperts, storage_key
+from carpool.memory.host_experts import ExpertFiles, HostExperts, storage_key
+from carpool.memory.next_experts import Predictor
 from carpool.parallel import fsdp
 from carpool.parallel.replicated import replicated
 
 
 def keep_experts_in_host_memory(
-    model: nn.Module, device: torch.device | None = None, chosen_only: bool = False
+    model: nn.Module,
+    device: torch.device | None = None,
+    predictor: Callable[[int, int], Predictor] | None = None,
+    cache_bytes: int = 0,
+    files: ExpertFiles | None = None,
+    host_bytes: int = 0,
 ) -> HostExperts:
     """Move the experts of a model to host memory; its layers bring them in when it is their turn. Called once whatever
     holds these parameters exists: optimizers, `Replicated`.
 
     Args:
         device: which computes; None: where the experts are.
-        chosen_only: forwards without a backward bring in what tokens choose; for one rank.
+        predictor, cache_bytes, files, host_bytes: as `HostExperts`.
 
     Raises:
-        ValueError: FSDP shards or casts them, which moves them by itself; `chosen_only` with several ranks.
+        ValueError: FSDP shards or casts them, which moves them by itself; a predictor with several ranks.
     """
     layers = required_rides(model)
     for name, own in layers.items():
-        if chosen_only and own.num_ranks > 1:
+        if predictor is not None and own.num_ranks > 1:
             raise ValueError(f"{name}: which experts other ranks choose is not known here; use one rank")
         if fsdp.groups_of(own.experts):
             raise ValueError(
@@ -36,4 +44,5 @@ def keep_experts_in_host_memory(
             )
     kept = replicated(model)
     shards = {} if kept is None else {storage_key(shard): shard for shard in kept.expert_shards}
-    return HostExperts(model, [own.experts for own in layers.values()], shards, device, chosen_only)
+    modules = [own.experts for own in layers.values()]
+    return HostExperts(model, modules, shards, device, predictor, cache_bytes, files, host_bytes)

@@ -79,7 +79,14 @@ def free_host_memory() -> int | None:
     return free
 
 
-def check_host_memory(needed: int, what: str, ranks: int = 1, free: int | None = None) -> None:
+def check_host_memory(
+    needed: int,
+    what: str,
+    ranks: int = 1,
+    free: int | None = None,
+    advice: str = "Keep the moments in fewer bits (training.optimizer_moments = 'int8'), use more machines, or keep "
+    "them on the device",
+) -> None:
     """Raise ValueError if the ranks of this machine cannot all take so much host memory.
 
     Args:
@@ -87,11 +94,11 @@ def check_host_memory(needed: int, what: str, ranks: int = 1, free: int | None =
         what: is kept there, for the message.
         ranks: of this machine.
         free: bytes of this machine; None: what is free now.
+        advice: what to do, a sentence.
     """
     free = free_host_memory() if free is None else free
     if free is not None and needed * ranks > SHARE * free:
         raise ValueError(
             f"{what} of {ranks} ranks of this machine need {needed * ranks / 2**30:.1f} GiB of host memory, and "
-            f"{free / 2**30:.1f} GiB are free. Keep the moments in fewer bits (training.optimizer_moments = 'int8'), "
-            "use more machines, or keep them on the device"
+            f"{free / 2**30:.1f} GiB are free. {advice}"
         )

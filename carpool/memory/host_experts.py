@@ -20,28 +20,55 @@ whoever holds the parameter, or saved it for a backward, finds its values there 
 layer of a forward stays for its backward, and the first layer of a backward for the next forward.
 
 A forward without a backward need not bring in experts that nobody chose. In generation a token chooses 8 of 128, say.
-With `chosen_only` a layer brings in those that its router has chosen, and while it computes, those of the next layer
-that are likely by what was chosen so far (`carpool.memory.next_experts`). A wrong guess costs time alone. Where tokens
-choose most of a layer's experts, as in a prompt, the layer comes whole.
+With a predictor (`carpool.memory.next_experts`) a layer brings in those that its router has chosen, and while it
+computes, those of the next layer that are likely by what was chosen so far. A wrong guess costs time alone. Where
+tokens choose most of a layer's experts, as in a prompt, the layer comes whole. A cache on the device (`expert_cache`)
+holds those that came for a token, as long as no others have a higher priority. From there they are copied to their
+layer's memory, which takes a hundredth of the time of the way from the host.
+
+With `files` experts are on disk, and are only read. Threads read them into a cache in host memory, which has room for
+two layers or more, and copy them on from there. So the disk is read ahead, too.
 
 On a CPU the same code copies at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from carpool.memory.expert_cache import ExpertCache, Priority, expert_bytes
 from carpool.memory.host import host_zeros
-from carpool.memory.next_experts import NextExperts
+from carpool.memory.next_experts import Predictor
 
 _ATTRIBUTE = "_carpool_host_experts"
+# One thread copies from mapped files at about 2 GB/s.
+_READERS = 4
+
+
+class ExpertFiles(Protocol):
+    """Experts on disk."""
+
+    def read(self, layer: int, expert: int, into: Sequence[torch.Tensor]) -> None:
+        """Copy an expert's parameters to memory, in the order of its module's. Threads call it."""
+
+
+@dataclass
+class Hits:
+    """Of experts that single tokens have chosen: how many; how many of them were on the device for tokens before, and
+    how many because they had been predicted."""
+
+    chosen: int = 0
+    kept: int = 0
+    foretold: int = 0
 
 
 class _Weight:
@@ -49,14 +76,15 @@ class _Weight:
 
     Attributes:
         device: its memory on the device; without any while the parameter is away.
-        host: its values, if they are not newer on the device.
+        here: the same memory, whose changes autograd does not count.
+        host: its values, if they are not newer on the device; None: they are in files.
         shard: the DTensor of the same memory, if the model is sharded.
     """
 
-    def __init__(self, whole: nn.Parameter, shard: nn.Parameter | None, device: torch.device) -> None:
+    def __init__(self, whole: nn.Parameter, shard: nn.Parameter | None, device: torch.device, stored: bool) -> None:
         self.whole, self.shard = whole, shard
         values: torch.Tensor = whole.detach()
-        self.host = host_zeros(values.shape, values.dtype, device).copy_(values)
+        self.host = None if stored else host_zeros(values.shape, values.dtype, device).copy_(values)
         if values.device != device:
             values = torch.empty_like(values, device=device)
         elif values.untyped_storage().nbytes() != values.nbytes or not values.untyped_storage().resizable():
@@ -64,11 +92,17 @@ class _Weight:
         self.device = whole.data = values
         if isinstance(shard, DTensor):
             shard._local_tensor = values
-        self.size = self.device.untyped_storage().nbytes()
+        self.here = values.data
+        self.size = values.untyped_storage().nbytes()
 
     @property
     def key(self) -> int:
         return storage_key(self.whole)
+
+    @property
+    def shown(self) -> bool:
+        """Whether the parameter is its values in host memory."""
+        return self.host is not None and self.whole.data_ptr() == self.host.data_ptr()
 
 
 class _Layer:
@@ -76,17 +110,25 @@ class _Layer:
 
     Attributes:
         here: whether they are on the device, or on their way to it.
+        reads: what threads do for that.
         ready: when they have come; None: the device has waited for that.
         gone: when their newest values are in host memory.
         rows: experts that are here; None: all of them.
+        foretold: those of them that came because they had been predicted.
     """
 
     def __init__(self, weights: Sequence[_Weight]) -> None:
         self.weights = list(weights)
         self.here = True
         self.rows: set[int] | None = None
+        self.reads: list[Future[None]] = []
+        self.foretold: set[int] = set()
         self.ready: Any = None
         self.gone: Any = None
+
+    @property
+    def experts(self) -> int:
+        return int(self.weights[0].whole.shape[0])
 
 
 class HostExperts:
@@ -97,12 +139,17 @@ class HostExperts:
         modules: the experts modules, in the order of the forward, with the parameters that each of them has.
         shards: of parameters that are sharded: the DTensor by `storage_key`.
         device: where they are computed with; None: where they are.
-        chosen_only: forwards without a backward bring in what is chosen. The modules are called with rows, choices and
-            weights, and choices are numbers of their own experts.
+        predictor: forwards without a backward bring in what is chosen, and what this makes of the numbers of layers and
+            experts foretells. The modules are called with rows, choices and weights, and choices are numbers of their
+            own experts. None: layers come whole.
+        cache_bytes: of the device, for experts that stay there.
+        files: where the experts are, by the places of their modules; None: in host memory.
+        host_bytes: with `files`, of host memory, for experts that were read. At least two layers' are taken.
 
     Attributes:
-        bytes_in, bytes_out: that have travelled so far.
-        predictor: with `chosen_only`, of the experts of the next layer.
+        bytes_in, bytes_out: that have travelled so far between host memory and the device.
+        bytes_read: from files.
+        hits: with a predictor.
         consuming: whether a backward's gradients are used for updates, so that parameters stay until `updated`.
 
     Raises:
@@ -115,25 +162,44 @@ class HostExperts:
         modules: Sequence[nn.Module],
         shards: dict[int, nn.Parameter] | None = None,
         device: torch.device | None = None,
-        chosen_only: bool = False,
+        predictor: Callable[[int, int], Predictor] | None = None,
+        cache_bytes: int = 0,
+        files: ExpertFiles | None = None,
+        host_bytes: int = 0,
     ) -> None:
-        self.bytes_in = self.bytes_out = 0
+        self.bytes_in = self.bytes_out = self.bytes_read = 0
+        self.hits = Hits()
         self.consuming = False
         shards = shards or {}
         device = device or next(modules[0].parameters()).device
         streams: list[Any] = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2)]
         self._into, self._out = streams
-        self.predictor = NextExperts() if chosen_only else None
+        of_layers = [list(module.parameters()) for module in modules]
+        experts = max(parameters[0].shape[0] for parameters in of_layers)
+        self._predictor = None if predictor is None else predictor(len(modules), experts)
+        self._cache = ExpertCache(of_layers, cache_bytes, device)
+        self._files = files
+        if files is not None:
+            least = 2 * max(expert_bytes(parameters) for parameters in of_layers) * experts
+            self._in_host = ExpertCache(of_layers, max(host_bytes, least), device, host=True)
+            # By slot: when the device has copied what is in it.
+            self._copied: dict[int, Any] = {}
+            self._readers = ThreadPoolExecutor(_READERS, "carpool-experts")
         self._layers: list[_Layer] = []
         self._of: dict[int, int] = {}
-        parameters = [p for module in modules for p in module.parameters()]
+        parameters = [p for layer in of_layers for p in layer if not p.is_meta]
         if len({p.data_ptr() for p in parameters if p.numel()}) < len([p for p in parameters if p.numel()]):
             raise ValueError(
                 "experts of two layers share memory, so they cannot come from host memory layer by layer "
                 "(memory.experts)"
             )
         for number, module in enumerate(modules):
-            layer = _Layer([_Weight(p, shards.get(storage_key(p)), device) for p in module.parameters()])
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if parameter.is_meta:  # it was never read from its file
+                    memory = torch.empty_like(parameter, device=device)
+                    module._parameters[name] = nn.Parameter(memory, parameter.requires_grad)
+            weights = [_Weight(p, shards.get(storage_key(p)), device, files is not None) for p in module.parameters()]
+            layer = _Layer(weights)
             self._layers.append(layer)
             self._of |= {weight.key: number for weight in layer.weights}
             self._leave(number)
@@ -144,7 +210,7 @@ class HostExperts:
     # -- the turn of a layer ---------------------------------------------------------------------------------------
 
     def _before_forward(self, number: int, _module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self.predictor is not None and not torch.is_grad_enabled():
+        if self._predictor is not None and not torch.is_grad_enabled():
             self._enter_chosen(number, args[1])
         else:
             # Activation checkpointing runs forwards in the backward.
@@ -172,15 +238,30 @@ class HostExperts:
     @torch.no_grad()
     def _enter_chosen(self, number: int, expert_TK: torch.Tensor) -> None:
         """As `_enter`, of the experts that are chosen. The host waits for the router."""
-        assert self.predictor is not None
-        experts = self._layers[number].weights[0].whole.shape[0]
-        chosen = [expert for expert in expert_TK.unique().tolist() if 0 <= expert < experts]
-        self.predictor.saw(number, chosen)
+        assert self._predictor is not None
+        layer = self._layers[number]
+        found = zip(*(one.tolist() for one in expert_TK.unique(return_counts=True)), strict=True)
+        counts = {expert: count for expert, count in found if 0 <= expert < layer.experts}
+        most = 2 * len(counts) > layer.experts
+        self._predictor.saw(number, counts)
+        if len(expert_TK) == 1:
+            kept, foretold = self._cache.held(number), layer.foretold if layer.here else set()
+            self.hits.chosen += len(counts)
+            self.hits.foretold += len(foretold.intersection(counts))
+            self.hits.kept += len((kept - foretold).intersection(counts))
         self._leave_others(number, number + 1)
-        self._fetch(number, None if 2 * len(chosen) > experts else chosen)
+        whole = most and self._files is None and not self._cache.held(number)
+        self._fetch(number, None if whole else list(counts), keep=not most)
         self._wait_for(number)
-        if number + 1 < len(self._layers) and (likely := self.predictor.likely(number, chosen)):
-            self._fetch(number + 1, likely)
+        if number + 1 < len(self._layers) and (likely := self._predictor.likely(number, counts)):
+            following = self._layers[number + 1]
+            following.foretold = set(likely) - self._cache.held(number + 1)
+            self._fetch(number + 1, likely, keep=True)
+
+    def begin(self) -> None:
+        """New texts begin."""
+        if self._predictor is not None:
+            self._predictor.begin()
 
     def _leave_others(self, number: int, following: int) -> None:
         for other, layer in enumerate(self._layers):
@@ -189,9 +270,18 @@ class HostExperts:
 
     def _wait_for(self, number: int) -> None:
         layer = self._layers[number]
+        self._finish_reads(layer)
         if layer.ready is not None:
             torch.cuda.current_stream().wait_event(layer.ready)
             layer.ready = None
+
+    def _finish_reads(self, layer: _Layer) -> None:
+        """Wait until threads have asked for all copies."""
+        if layer.reads:
+            for read in layer.reads:
+                read.result()
+            layer.reads.clear()
+            layer.ready = None if self._into is None else self._into.record_event()
 
     def _waits(self, layer: _Layer) -> bool:
         """Whether a gradient has come that is still to be used."""
@@ -199,8 +289,12 @@ class HostExperts:
             p.grad is not None for weight in layer.weights for p in (weight.whole, weight.shard) if p is not None
         )
 
-    def _fetch(self, number: int, rows: Iterable[int] | None = None) -> None:
-        """Begin to bring in of a layer what is not here. `rows`: these experts; None: all."""
+    def _fetch(self, number: int, rows: Iterable[int] | None = None, keep: bool = False) -> None:
+        """Begin to bring in of a layer what is not here.
+
+        Args:
+            rows: these experts; None: all.
+            keep: they may stay in the cache on the device."""
         layer = self._layers[number]
         if not layer.here:
             layer.here, layer.rows = True, set()
@@ -208,24 +302,92 @@ class HostExperts:
                 weight.device.untyped_storage().resize_(weight.size)
         if layer.rows is None:
             return
-        missing = None if rows is None else sorted(set(rows) - layer.rows)
-        layer.rows = None if missing is None else layer.rows.union(missing)
-        if missing == []:
+        missing = sorted((set(range(layer.experts)) if rows is None else set(rows)) - layer.rows)
+        layer.rows = None if rows is None else layer.rows.union(missing)
+        if not missing:
             return
         # The memory was somebody's until what has been asked for so far is done.
         with self._beside(self._into, layer.gone):
-            for weight in layer.weights:
-                with torch.autograd._unsafe_preserve_version_counter(weight.device):
-                    if missing is None:
-                        weight.device.copy_(weight.host, non_blocking=True)
-                    for row in missing or ():
-                        weight.device[row].copy_(weight.host[row], non_blocking=True)
-                self.bytes_in += weight.size if missing is None else len(missing) * weight.host[0].nbytes
+            if rows is None and self._files is None and not self._cache.held(number):
+                for weight in layer.weights:
+                    assert weight.host is not None
+                    weight.here.copy_(weight.host, non_blocking=True)
+                    self.bytes_in += weight.size
+            else:
+                self._fetch_rows(number, missing, keep)
             layer.ready = self._now()
+
+    def _fetch_rows(self, number: int, rows: Sequence[int], keep: bool) -> None:
+        layer = self._layers[number]
+        # What threads are at work for.
+        stay = [other for other, one in enumerate(self._layers) if one.reads or other == number]
+        held = self._cache.held(number)
+        # First those that are in the cache: others may get their places.
+        for row in held.intersection(rows):
+            self._copy(self._cache.find(number, row), layer, row)
+        priority = None if self._predictor is None else self._predictor.priority()
+        for row in [row for row in rows if row not in held]:
+            cached = self._cache.put(number, row, priority, stay) if keep and self._cache.slots else None
+            if self._files is None:
+                self._bring(
+                    [weight.host[row] for weight in layer.weights if weight.host is not None], layer, row, cached
+                )
+            else:
+                self._read(number, row, cached, priority, stay)
+            self.bytes_in += sum(weight.size // layer.experts for weight in layer.weights)
+
+    def _bring(
+        self, values: Sequence[torch.Tensor], layer: _Layer, row: int, cached: Sequence[torch.Tensor] | None
+    ) -> None:
+        """An expert from host memory into its layer's memory, and into a place in the cache."""
+        self._copy(values, layer, row)
+        for place, weight in zip(cached or (), layer.weights, strict=False):
+            place.copy_(weight.here[row], non_blocking=True)
+
+    @staticmethod
+    def _copy(values: Sequence[torch.Tensor] | None, layer: _Layer, row: int) -> None:
+        assert values is not None
+        for value, weight in zip(values, layer.weights, strict=True):
+            weight.here[row].copy_(value, non_blocking=True)
+
+    def _read(
+        self,
+        number: int,
+        row: int,
+        cached: Sequence[torch.Tensor] | None,
+        priority: Priority | None,
+        stay: Collection[int],
+    ) -> None:
+        """As `_bring`, of an expert in a file, by a thread if it is not in host memory."""
+        files, layer, values = self._files, self._layers[number], self._in_host.find(number, row)
+        assert files is not None
+        there = values is not None
+        if values is None:
+            values = self._in_host.put(number, row, priority, stay)
+            assert values is not None, "there is room for two layers"
+        slot = self._in_host.slot_of(number, row)
+        if there:
+            self._bring(values, layer, row, cached)
+            self._copied[slot] = self._now()
+            return
+        self.bytes_read += sum(value.nbytes for value in values)
+        stream = nullcontext() if self._into is None else torch.cuda.stream(self._into)
+
+        def read() -> None:
+            if (copied := self._copied.get(slot)) is not None:
+                copied.synchronize()
+            with torch.no_grad():
+                files.read(number, row, values)
+                with stream:
+                    self._bring(values, layer, row, cached)
+                    self._copied[slot] = self._now()
+
+        layer.reads.append(self._readers.submit(read))
 
     def _leave(self, number: int) -> None:
         """Give a layer's memory on the device back."""
         layer = self._layers[number]
+        self._finish_reads(layer)
         if layer.ready is not None:
             torch.cuda.current_stream().wait_event(layer.ready)
         for weight in layer.weights:
@@ -234,6 +396,7 @@ class HostExperts:
                 weight.device.record_stream(self._out)
             weight.device.untyped_storage().resize_(0)
         layer.here, layer.ready = False, None
+        layer.foretold = set()
 
     @torch.no_grad()
     def updated(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -245,6 +408,7 @@ class HostExperts:
             layer = self._layers[number]
             assert layer.here
             weight = next(one for one in layer.weights if one.key == storage_key(parameter))
+            assert weight.host is not None
             with self._beside(self._out, None):
                 weight.host.copy_(weight.device, non_blocking=True)
                 layer.gone = self._now()
@@ -268,11 +432,12 @@ class HostExperts:
 
     @contextmanager
     def shown(self) -> Iterator[None]:
-        """Inside, parameters are their values in host memory, which may be changed. Nothing computes with them."""
+        """Inside, parameters are their values in host memory, which may be changed. Nothing computes with them. Those
+        in files stay without."""
         if self._out is not None:
             torch.cuda.synchronize()
-        weights = [weight for layer in self._layers for weight in layer.weights if weight.host.numel()]
-        if weights and weights[0].whole.data_ptr() == weights[0].host.data_ptr():  # inside of another
+        weights = [weight for layer in self._layers for weight in layer.weights if weight.whole.numel()]
+        if self._files is not None or (weights and weights[0].shown):  # inside of another
             yield
             return
         for number, layer in enumerate(self._layers):
@@ -288,6 +453,7 @@ class HostExperts:
     def _point(weights: Sequence[_Weight], host: bool) -> None:
         for weight in weights:
             values = weight.host if host else weight.device
+            assert values is not None
             weight.whole.data = values
             if isinstance(weight.shard, DTensor):
                 weight.shard._local_tensor = values

@@ -16,7 +16,8 @@ from transformers.utils.logging import disable_progress_bar
 from carpool.hf.decode_graph import DecodeGraphs
 from carpool.hf.generation import Generated, Sampling
 from carpool.hf.generation import generate as continue_prompts
-from carpool.memory.host_experts import host_experts as experts_in_host_memory
+from carpool.memory.host_experts import host_experts
+from carpool.serve.experts import ExpertTier, what_came
 from carpool.serve.prompts import Prompt, check_length, deal, encode
 from carpool.serve.source import Source, find_source, open_model
 from carpool.serve.text import Text
@@ -72,7 +73,7 @@ def run_rank(
     dtype: str | None,
     out: str | None,
     as_json: bool,
-    host_experts: bool = False,
+    experts: dict[str, Any] | None = None,
 ) -> None:
     """One rank's part of the command.
 
@@ -80,7 +81,7 @@ def run_rank(
         options: of `Sampling`; what is None is taken from the checkpoint.
         out: a file for JSON lines, written by rank 0. None: the terminal.
         as_json: JSON lines there, too; otherwise texts alone.
-        host_experts: of one rank, experts are in host memory.
+        experts: of `ExpertTier`, where they are; None: on the device.
 
     Raises:
         ValueError: a model or prompts that cannot be used.
@@ -103,7 +104,7 @@ def run_rank(
         dtype=dtype,
         max_tokens=batch_size * longest,
         cached_tokens=batch_size * (longest + sampling.max_new_tokens),
-        host_experts=host_experts,
+        experts=ExpertTier(**(experts or {})),
     )
     graphs = DecodeGraphs()
     answers, speed = answer(loaded, text, tokens, sampling, batch_size=batch_size, graphs=graphs)
@@ -123,9 +124,8 @@ def run_rank(
             print(prompt.get("prompt", "") + made)
     decoding = "decode steps are CUDA graphs" if graphs.why_not is None else f"decode steps are eager: {graphs.why_not}"
     print(f"{speed} ({decoding})", file=sys.stderr, flush=True)
-    if (away := experts_in_host_memory(loaded)) is not None and (seen := away.predictor) is not None:
-        share = f", {seen.right / seen.asked:.0%} of those chosen were foretold" if seen.asked else ""
-        print(f"experts: {away.bytes_in / 1e9:.3f} GB came from host memory{share}", file=sys.stderr, flush=True)
+    if (away := host_experts(loaded)) is not None:
+        print(what_came(away), file=sys.stderr, flush=True)
 
 
 def answer(

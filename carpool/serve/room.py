@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from carpool.hf.build import experts_modules
 from carpool.hf.sizes import head_sizes
 from carpool.memory.host import check_host_memory
+from carpool.serve.experts import ON_DEVICE, ExpertTier
 from carpool.train.run.dense import rank_memory
 from carpool.train.run.model import meta_model
 
@@ -29,18 +30,26 @@ def check_room(
     ranks: int,
     max_tokens: int,
     cached_tokens: int,
-    host_experts: bool = False,
+    experts: ExpertTier = ON_DEVICE,
 ) -> None:
-    """Compare what a rank will need with what it has. `host_experts`: experts are in host memory.
+    """Compare what a rank will need with what it has.
 
     Raises:
         ValueError: it does not suffice; the message has the sizes."""
     needed = needed_bytes(source, dtype, ranks, max_tokens, cached_tokens)
-    if host_experts:
-        whole, layers = expert_elements(source)
-        check_host_memory(whole * dtype.itemsize, "the experts (--experts host)")
-        # Two layers' are on the GPU.
-        needed["weights"] -= whole * dtype.itemsize * max(0, layers - 2) // layers
+    if experts.away:
+        elements, layers = expert_elements(source)
+        whole = elements * dtype.itemsize
+        if not layers:
+            raise ValueError(f"--experts {experts.where}: {source} has no experts that Carpool could bring in")
+        two = whole * min(2, layers) // layers
+        if experts.where == "host":
+            check_host_memory(whole, "the experts (--experts host)", advice="Use --experts disk")
+        else:
+            kept = min(max(experts.host_memory, two), whole)
+            check_host_memory(kept, "experts that were read (--experts disk)", advice="Lower --experts-host-memory")
+        # Two layers' are on the GPU, and what stays there.
+        needed["weights"] += two + min(experts.memory, whole) - whole
     cuda = torch.cuda.is_available()
     memory = rank_memory(cuda, ranks)
     if (total := sum(needed.values())) > memory:
@@ -48,7 +57,9 @@ def check_room(
         raise ValueError(
             f"a rank needs about {total / 2**30:.1f} GiB ({parts}), and has {memory / 2**30:.1f} GiB of "
             f"{'GPU' if cuda else 'host'} memory: use more ranks, a smaller --batch-size or fewer tokens, or "
-            "--dtype bfloat16" + ("" if host_experts else ", or on one rank --experts host")
+            "--dtype bfloat16"
+            + ("" if experts.away else ", or on one rank --experts host")
+            + (", or a smaller --experts-memory" if experts.memory else "")
         )
 
 

@@ -22,6 +22,8 @@ from carpool.hf import install, rides, set_transport
 from carpool.hf.build import build_model, read_config
 from carpool.hf.dense import replicate_dense
 from carpool.hf.host_experts import keep_experts_in_host_memory
+from carpool.hf.stored_experts import StoredExperts
+from carpool.serve.experts import ON_DEVICE, PREDICTORS, ExpertTier
 from carpool.serve.room import check_room
 from carpool.serve.text import Text
 from carpool.train.checkpoints.manager import CheckpointManager
@@ -96,7 +98,7 @@ def open_model(
     dtype: str | None = None,
     max_tokens: int,
     cached_tokens: int = 0,
-    host_experts: bool = False,
+    experts: ExpertTier = ON_DEVICE,
 ) -> PreTrainedModel:
     """The model on this rank, in evaluation mode. All ranks together.
 
@@ -104,21 +106,28 @@ def open_model(
         dtype: of the weights; None: as they are stored.
         max_tokens: the most tokens that a rank has in a forward.
         cached_tokens: the most whose keys and values a rank keeps.
-        host_experts: of one rank, experts are in host memory, and come when they are chosen.
+        experts: where they are; of one rank, they may come when they are chosen.
 
     Raises:
         ValueError: weights that do not fit the configuration, ranks that do not divide the experts, or too little
             memory, which is told before anything is read.
     """
     kind = source.dtype if dtype is None else getattr(torch, dtype)
-    if host_experts and _ranks() > 1:
-        raise ValueError("--experts host: experts come from host memory on one rank alone; use --ranks 1")
-    check_room(source.build, kind, _ranks(), max_tokens, cached_tokens, host_experts)
+    if experts.away and _ranks() > 1:
+        raise ValueError(
+            f"--experts {experts.where}: experts come when they are chosen on one rank alone; use --ranks 1"
+        )
+    if experts.where == "disk" and (source.checkpoint is not None or not isinstance(source.build, Path)):
+        raise ValueError(
+            f"--experts disk reads the files of a model, and {source.path} is a run, whose checkpoints have others: "
+            f"name what `carpool export {source.path} --out DIR` writes"
+        )
+    check_room(source.build, kind, _ranks(), max_tokens, cached_tokens, experts)
     kwargs = {}
     if source.run is not None:
         kwargs["attn_implementation"] = source.run.model.attn_implementation
         kwargs["experts_implementation"] = source.run.model.experts_implementation
-    model = spread_model(source.build, kind, max_tokens, host_experts, **kwargs)
+    model = spread_model(source.build, kind, max_tokens, experts, **kwargs)
     if source.checkpoint is not None:
         load(source.checkpoint, model, restore_rng=False)
     return model
@@ -128,7 +137,7 @@ def spread_model(
     build: Path | PreTrainedConfig,
     dtype: torch.dtype,
     max_tokens: int,
-    host_experts: bool = False,
+    experts: ExpertTier = ON_DEVICE,
     **implementations: str | None,
 ) -> PreTrainedModel:
     """A model for inference: dense parameters whole on each rank, experts spread over all. All ranks together.
@@ -136,21 +145,31 @@ def spread_model(
     Args:
         build: as `carpool.hf.build.build_model`; a configuration gets random weights.
         max_tokens: the most tokens that a rank has in a forward.
-        host_experts: as `open_model`. The model is read into host memory, and all but the experts moves from there.
+        experts: as `open_model`. If they are in host memory, the model is read into it, and all but the experts moves
+            from there. If they are on disk, `build` is a folder.
         implementations: as `build_model`."""
     ranks = _ranks()
     spread = DistributedConfig(fsdp_size=ranks, ep_size=ranks, ep_implementation="carpool") if ranks > 1 else None
     dense = "replicate" if ranks > 1 else "fsdp"
-    device = torch.device("cpu") if host_experts else None
+    on_disk, device = experts.where == "disk", torch.device("cpu") if experts.where == "host" else None
     model = build_model(
-        build, distributed_config=spread, dtype=dtype, seed=0, dense=dense, device=device, **implementations
+        build,
+        distributed_config=spread,
+        dtype=dtype,
+        seed=0,
+        dense=dense,
+        device=device,
+        read_experts=not on_disk,
+        **implementations,
     )
     install(model)
     model.requires_grad_(False)
-    if host_experts:
+    if experts.away:
         cuda = torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        keep_experts_in_host_memory(model, device, chosen_only=True)
+        files = StoredExperts(build, model, list(rides(model))) if on_disk and isinstance(build, Path) else None
+        predictor = PREDICTORS[experts.predictor]
+        keep_experts_in_host_memory(model, device, predictor, experts.memory, files, experts.host_memory)
         model.to(device)  # type: ignore[arg-type]
     if ranks > 1:
         replicate_dense(model, bfloat16=False)

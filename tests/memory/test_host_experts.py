@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ from carpool.hf import install
 from carpool.hf.build import build_model, make_config
 from carpool.hf.expert_parallel import rides
 from carpool.hf.host_experts import keep_experts_in_host_memory
+from carpool.memory.activation_matrix import ActivationMatrices
+from carpool.memory.expert_cache import ExpertCache, expert_bytes
 from carpool.memory.host_experts import HostExperts, host_experts
-from carpool.memory.next_experts import NextExperts
+from carpool.memory.next_experts import NextExperts, Predictor
 from carpool.memory.optimizer import AdamW
 from carpool.parallel.consumed import ConsumedGradients
 from carpool.parallel.replicated import sharded_parameters
@@ -35,9 +38,9 @@ class Watched(HostExperts):
 
     most = 0
 
-    def _fetch(self, number: int, rows: Any = None) -> None:
+    def _fetch(self, number: int, rows: Any = None, keep: bool = False) -> None:
         here = self._layers[number].here
-        super()._fetch(number, rows)
+        super()._fetch(number, rows, keep)
         if not here and rows is not None:  # what was not asked for is never read
             for weight in self._layers[number].weights:
                 for row in set(range(SIZES["num_experts"])) - set(rows):
@@ -140,7 +143,7 @@ def test_a_generation_brings_each_layer_in_once_a_token() -> None:
 def test_a_generation_brings_in_what_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("carpool.hf.host_experts.HostExperts", Watched)
     right, model = model_of(), model_of()
-    away = keep_experts_in_host_memory(model, chosen_only=True)
+    away = keep_experts_in_host_memory(model, predictor=NextExperts)
     for prompt in (0, 1):
         with torch.no_grad():
             first = model.eval().generate(batch(prompt)[:1], max_new_tokens=12, do_sample=False, pad_token_id=0)
@@ -149,21 +152,82 @@ def test_a_generation_brings_in_what_is_chosen(monkeypatch: pytest.MonkeyPatch) 
     layer = sum(p.numel() * 2 for p in next(iter(rides(model).values())).experts.parameters())
     # A token chooses 2 of 6 experts, and at most as many are brought in for nothing.
     assert 2 * 11 * LAYERS * layer / 3 <= away.bytes_in < 2 * (LAYERS + 11 * LAYERS * 2 / 3) * layer
-    assert isinstance(away, Watched) and away.most <= 2 and away.predictor is not None
-    assert 0.4 * away.predictor.asked < away.predictor.right < away.predictor.asked
+    assert isinstance(away, Watched) and away.most <= 2 and away.hits.kept == 0
+    assert 0.15 * away.hits.chosen < away.hits.foretold < away.hits.chosen
+
+
+@pytest.mark.parametrize("predictor", [NextExperts, ActivationMatrices])
+def test_what_stays_on_the_device_does_not_come_again(
+    monkeypatch: pytest.MonkeyPatch, predictor: Callable[[int, int], Predictor]
+) -> None:
+    monkeypatch.setattr("carpool.hf.host_experts.HostExperts", Watched)
+    right, came, hits = model_of().eval(), [], []
+    one = expert_bytes(list(next(iter(rides(right).values())).experts.parameters()))
+    made = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    texts = [right.generate(batch(prompt)[:1], **made) for prompt in (0, 1)]
+    for room in (0, 9, LAYERS * 6):
+        model = model_of().eval()
+        away = keep_experts_in_host_memory(model, predictor=predictor, cache_bytes=room * one + one // 2)
+        for prompt, text in enumerate(texts):
+            away.begin()
+            with torch.no_grad():
+                assert torch.equal(model.generate(batch(prompt)[:1], **made), text)
+        came.append(away.bytes_in)
+        hits.append(away.hits)
+        assert away.hits.chosen == 2 * 5 * LAYERS * 2
+    # With room for all, each expert comes with both prompts at most, and once more to stay.
+    assert came[0] > came[1] > came[2] and came[2] <= 3 * LAYERS * 6 * one
+    assert hits[0].kept == 0 < hits[1].kept < hits[2].kept
 
 
 def test_likely_experts_are_those_that_went_together() -> None:
-    seen = NextExperts()
-    assert seen.likely(0, [3]) == []
+    seen = NextExperts(3, 10)
+    assert seen.likely(0, {3: 1}) == []
     for first, second in (([3, 5], [1, 4]), ([3, 6], [1, 2])):
+        seen.saw(0, dict.fromkeys(first, 1))
+        seen.saw(1, dict.fromkeys(second, 1))
+    assert seen.likely(0, {3: 1, 6: 1}) == [1, 2] and seen.likely(0, {5: 1}) == [1] and seen.likely(1, {1: 1}) == []
+    # What this text chose counts more than what another one did.
+    seen.begin()
+    seen.saw(0, {9: 1})
+    found = seen.priority()[0]
+    assert found[9] == found[3] == 2 * found[5] == 1 / 3 and found[0] == 0
+
+
+def test_the_nearest_activation_matrix_foretells() -> None:
+    seen = ActivationMatrices(2, 4)
+    assert seen.likely(0, {1: 1}) == []
+    for first, second in (({0: 9, 1: 1, 2: 2}, {1: 7, 3: 5}), ({1: 4, 3: 8}, {0: 6, 1: 6})):
+        seen.begin()
         seen.saw(0, first)
         seen.saw(1, second)
-    assert seen.likely(0, [3, 6]) == [1, 2] and seen.likely(0, [5]) == [1] and seen.likely(1, [1]) == []
-    seen.saw(0, [3, 6])
-    seen.likely(0, [3, 6])
-    seen.saw(1, [2, 9])
-    assert (seen.asked, seen.right) == (2, 1)
+    seen.begin()
+    seen.saw(0, {0: 3, 2: 1})
+    assert seen.likely(0, {0: 1, 2: 1}) == [1, 3] and seen.likely(0, {0: 1}) == [1]
+    seen.saw(0, {3: 99})
+    assert seen.likely(0, {3: 1, 0: 1, 2: 1}) == [0, 1]
+    # The first layers stay, and in a layer what this text chooses.
+    seen.saw(1, {2: 5})
+    found = seen.priority()
+    assert found[0, 3] > found[1, 2] > found[0, 0] > found[0, 1] > found[1, 0]
+
+
+def test_a_cache_of_experts_gives_up_the_least_wanted() -> None:
+    layer = [torch.zeros(4, 3, 5), torch.zeros(4, 7, dtype=torch.bfloat16)]
+    one = expert_bytes(layer)
+    cache = ExpertCache([layer, layer], 3 * one + one - 1, torch.device("cpu"))
+    assert cache.slots == 3 and ExpertCache([layer, layer], 99 * one, torch.device("cpu")).slots == 8
+    for at, (number, expert) in enumerate([(0, 1), (0, 2), (1, 3)]):
+        views = cache.put(number, expert)
+        assert views is not None and [view.shape for view in views] == [(3, 5), (7,)]
+        for view in views:
+            view.fill_(at)
+    priority = torch.tensor([[0, 5, 1, 0], [0, 0, 0, 9]]).double().numpy()
+    assert cache.put(1, 0, priority, stay=[0, 1]) is None
+    assert cache.put(1, 0, priority) is not None and cache.held(0) == {1} and cache.held(1) == {0, 3}
+    assert cache.put(1, 1) is not None and cache.held(0) == set()  # the first that came
+    kept = cache.find(1, 3)
+    assert kept is not None and kept[0].eq(2).all() and kept[1].eq(2).all() and cache.find(0, 1) is None
 
 
 def test_experts_that_share_memory_are_refused() -> None:

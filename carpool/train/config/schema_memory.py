@@ -85,13 +85,13 @@ class MemorySection(Section):
         return self
 
 
-def size_of(text: str) -> int:
-    """Bytes of a size with its unit, such as "70GiB".
+def size_of(text: str, what: str = "memory.budget") -> int:
+    """Bytes of a size with its unit, such as "70GiB". `what`: whose size it is, for the error.
 
     Raises:
         ValueError: it is none."""
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*", text)
     units = {unit.lower(): factor for unit, factor in UNITS.items()}
     if found is None or found[2].lower() not in units or float(found[1]) == 0:
-        raise ValueError(f"memory.budget = {text!r}: expected a size with its unit ({', '.join(UNITS)}), such as 70GiB")
+        raise ValueError(f"{what} = {text!r}: expected a size with its unit ({', '.join(UNITS)}), such as 70GiB")
     return int(float(found[1]) * units[found[2].lower()])
