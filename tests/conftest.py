@@ -26,10 +26,23 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 
     They have imported the tests' modules when they start, and what such a module names as RANKS_IMPORT.
     """
-    modules = {item.module for item in request.session.items if "ranks" in getattr(item, "fixturenames", ())}
-    pool = Ranks({name for module in modules for name in (module.__name__, *getattr(module, "RANKS_IMPORT", ()))})
+    pool = Ranks(_imported(request.session))
     yield pool
     pool.stop()
+
+
+@pytest.fixture(scope="session")
+def two_ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
+    """Two such ranks, in a group of their own."""
+    pool = Ranks(_imported(request.session), world_size=2)
+    yield pool
+    pool.stop()
+
+
+def _imported(session: pytest.Session) -> set[str]:
+    pools = {"ranks", "two_ranks"}
+    modules = {item.module for item in session.items if pools & set(getattr(item, "fixturenames", ()))}
+    return {name for module in modules for name in (module.__name__, *getattr(module, "RANKS_IMPORT", ()))}
 
 
 def pytest_collection_finish() -> None:

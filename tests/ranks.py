@@ -1,7 +1,7 @@
-"""Four gloo ranks in processes that are started once and reused by every test.
+"""Four gloo ranks, or two, in processes that are started once and reused by every test.
 
 A test hands a module-level function to the pool; each rank calls it as `fn(*args)` inside an initialised
-process group, and the pool returns the four results in rank order:
+process group, and the pool returns the results in rank order:
 
     def total(x):
         t = torch.tensor(float(dist.get_rank() + x))
@@ -10,6 +10,8 @@ process group, and the pool returns the four results in rank order:
 
     def test_total(ranks):
         assert ranks(total, 1) == [10.0] * 4
+
+The fixture `two_ranks` is the same with two, for what four would show no better.
 
 When a rank raises, the others may be stuck in a collective that it will never join: the pool then kills all
 of them, starts afresh for the next test, and raises the first traceback here.
@@ -66,12 +68,12 @@ def free_port() -> int:
         return int(s.getsockname()[1])
 
 
-def _serve(rank: int, port: int, pipe: Any, path: list[str]) -> None:
+def _serve(rank: int, world_size: int, port: int, pipe: Any, path: list[str]) -> None:
     sys.path[:] = path
     torch.set_num_threads(1)
     gc.freeze()  # what was imported: collections need not look through it, and its memory stays shared
     os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD_SIZE), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     dist.init_process_group("gloo")
     if "transformers" in sys.modules:
@@ -92,10 +94,12 @@ def _serve(rank: int, port: int, pipe: Any, path: list[str]) -> None:
 class Ranks:
     """The pool. Call it with a function and its arguments; see the module's docstring.
 
-    imported: names of modules that every rank has imported when it starts.
+    imported: names of modules that every rank has imported when it starts. The first pool of a process says it for
+    all, because one process imports them.
     """
 
-    def __init__(self, imported: Iterable[str] = ()) -> None:
+    def __init__(self, imported: Iterable[str] = (), world_size: int = WORLD_SIZE) -> None:
+        self.world_size = world_size
         self._context = mp.get_context("forkserver")
         self._context.set_forkserver_preload(sorted(imported))
         self._processes: list[Any] = []
@@ -103,9 +107,11 @@ class Ranks:
 
     def _start(self) -> None:
         port = free_port()
-        for rank in range(WORLD_SIZE):
+        for rank in range(self.world_size):
             ours, theirs = self._context.Pipe()
-            process = self._context.Process(target=_serve, args=(rank, port, theirs, sys.path), daemon=True)
+            process = self._context.Process(
+                target=_serve, args=(rank, self.world_size, port, theirs, sys.path), daemon=True
+            )
             process.start()
             theirs.close()
             self._processes.append(process)
@@ -116,8 +122,8 @@ class Ranks:
             self._start()
         for pipe in self._pipes:
             pipe.send((fn, args, kwargs))
-        results: list[Any] = [None] * WORLD_SIZE
-        missing = set(range(WORLD_SIZE))
+        results: list[Any] = [None] * self.world_size
+        missing = set(range(self.world_size))
         deadline = time.monotonic() + timeout
         while missing:
             ready = wait([self._pipes[r] for r in missing], timeout=max(0.0, deadline - time.monotonic()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -261,8 +262,16 @@ def test_experts_that_have_no_adapters_refuse_them() -> None:
         ride(problem.x_RH, routing, problem.slot_RJ, problem.weights, setup)
 
 
-@pytest.mark.parametrize("transport", [name for name in TRANSPORTS if name != "nvlink"])
-@pytest.mark.parametrize("name", exact_experts())
+def _rides() -> list[Any]:
+    """All pairs of experts and transport; every other one is slow."""
+    pairs = product(enumerate(exact_experts()), enumerate(name for name in TRANSPORTS if name != "nvlink"))
+    return [
+        pytest.param(name, transport, marks=[pytest.mark.slow] if (i + j) % 2 else [])
+        for (i, name), (j, transport) in pairs
+    ]
+
+
+@pytest.mark.parametrize(("name", "transport"), _rides())
 def test_finite_differences_agree(name: str, transport: str) -> None:
     """The whole ride on one rank, as autograd sees it, in float64."""
     generator = torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""`carpool bench model`: contenders that do the same work on four gloo ranks, forced choices, room, and rooflines."""
+"""`carpool bench model`: contenders that do the same work on two gloo ranks, forced choices, room, and rooflines."""
 
 from __future__ import annotations
 
@@ -246,11 +246,11 @@ def test_what_the_host_waits_is_known():
 
 
 def _measure(settings: Settings) -> dict[str, Any]:
-    case = ModelBenchmark(settings.resolve(cuda=False, num_ranks=4), torch.device("cpu"), "test").measure()
+    case = ModelBenchmark(settings.resolve(cuda=False, num_ranks=2), torch.device("cpu"), "test").measure()
     return dataclasses.asdict(case)
 
 
-def test_contenders_do_the_same_work(ranks: Ranks, tiny: str, tmp_path: Path):
+def test_contenders_do_the_same_work(two_ranks: Ranks, tiny: str, tmp_path: Path):
     settings = Settings(
         model=tiny, layers=2, device="cpu", sequence=16, batch=2, accumulation=2, steps=1, rounds=1,
         contenders=("carpool", "transformers", "carpool-compiled"), out=str(tmp_path), json_only=True,
@@ -258,9 +258,9 @@ def test_contenders_do_the_same_work(ranks: Ranks, tiny: str, tmp_path: Path):
     )  # fmt: skip
     (tmp_path / "carpool").mkdir()
     (tmp_path / "carpool" / "metrics.jsonl").write_text("{}\n")  # of an earlier benchmark
-    case = ranks(_measure, settings)[0]
+    case = two_ranks(_measure, settings)[0]
     assert case["groups"] == [list(settings.contenders)] and case["different"] == [] and case["warnings"] == []
-    assert (case["layers"], case["tokens"], case["num_ranks"]) == (2, 64, 4)
+    assert (case["layers"], case["tokens"], case["num_ranks"]) == (2, 64, 2)
     ours, theirs, compiled = case["rows"]
     for row in (ours, theirs, compiled):
         assert row["unavailable"] is None and row["times"]["ms"] > 0

@@ -37,7 +37,8 @@ def exchange_forever(config: Config, folder: str) -> None:
 
 
 def until_asked(config: Config, folder: str, word: str = "") -> None:
-    """Steps without end, until all agree that one of them was asked to stop. With a word, none does."""
+    """Reports in, then takes steps until all agree that one of them was asked to stop. With a word, none does."""
+    report_in(config, folder, word)
     with StopRequest() as stop:
         step = 0
         while True:
@@ -54,8 +55,9 @@ def until_asked(config: Config, folder: str, word: str = "") -> None:
             time.sleep(0.005)
 
 
-def fail(config: Config, rank: int, how: str) -> None:
+def fail(config: Config, folder: str, rank: int, how: str) -> None:
     """One rank fails in its own way, the others are in a collective that it never joins."""
+    Path(folder, f"pid{dist.get_rank()}").write_text(str(os.getpid()))
     dist.barrier()
     if dist.get_rank() != rank:
         while True:

@@ -1,4 +1,4 @@
-"""A run stopped in the middle, for real: by kill -9 of a rank, by SIGTERM. Resuming changes nothing."""
+"""A run of two ranks stopped in the middle, for real: by kill -9 of a rank, by SIGTERM. Resuming changes nothing."""
 
 from __future__ import annotations
 
@@ -19,39 +19,41 @@ from tests.train.test_loop import MODEL, losses, start, text
 
 __all__ = ["text"]  # a fixture
 
+Losses = dict[int, tuple[float, float]]
 pytestmark = pytest.mark.timeout(900)
 STEPS = 8
-# Seconds for a busy machine to start four ranks, or to end them. By themselves they end after 600
+# Seconds for a busy machine to start the ranks, or to end them. By themselves they end after 600
 # (parallelism.timeout_seconds).
 PATIENCE = 300
 LONG = ["training.max_steps=1000", "training.eval_steps=none", "training.sample_prompt=none"]
+RANKS = ["parallelism.device=cpu", "parallelism.num_ranks=2"]
 
 
 @pytest.fixture(scope="module")
-def whole(ranks: Ranks, text: list[str], tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[float, float]]:
+def whole(two_ranks: Ranks, text: list[str], tmp_path_factory: pytest.TempPathFactory) -> Losses:
     """Losses of the run that nothing stopped."""
     output = tmp_path_factory.mktemp("whole") / "run"
     settings = [*text, *LONG, "training.save_steps=none", f"training.stop_at_step={STEPS}"]
-    assert start(ranks, output, settings) == [""] * 4
+    assert start(two_ranks, output, settings) == [""] * 2
     return losses(output)
 
 
-def test_kill_9_of_one_rank(ranks: Ranks, text: list[str], whole: dict[int, float], tmp_path: Path) -> None:
+def test_kill_9_of_one_rank(two_ranks: Ranks, text: list[str], whole: Losses, tmp_path: Path) -> None:
     settings = [*text, *LONG, "training.save_steps=2"]
     output = tmp_path / "killed"
     process = started(output, settings)
     try:
         wait_for_step(output, 3, process)
-        os.kill(pid_of_rank(process.pid, 2), signal.SIGKILL)
+        os.kill(pid_of_rank(process.pid, 1), signal.SIGKILL)
         shown, _ = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
     assert process.returncode != 0
-    assert "rank 2" in shown and "SIGKILL" in shown and "resume_from_checkpoint=last" in shown, shown
-    assert resumed(ranks, output, settings) == whole
+    assert "rank 1" in shown and "SIGKILL" in shown and "resume_from_checkpoint=last" in shown, shown
+    assert resumed(two_ranks, output, settings) == whole
 
 
-def test_sigterm_loses_no_step(ranks: Ranks, text: list[str], whole: dict[int, float], tmp_path: Path) -> None:
+def test_sigterm_loses_no_step(two_ranks: Ranks, text: list[str], whole: Losses, tmp_path: Path) -> None:
     settings = [*text, *LONG, "training.save_steps=none"]
     output = tmp_path / "stopped"
     process = started(output, settings)
@@ -68,20 +70,20 @@ def test_sigterm_loses_no_step(ranks: Ranks, text: list[str], whole: dict[int, f
     assert "Traceback" not in shown and "error" not in shown
     last = json.loads((output / "metrics.jsonl").read_text().splitlines()[-1])
     assert (last["kind"], last["step"], last["signal"]) == ("stopped", step, "SIGTERM")
-    assert resumed(ranks, output, settings) == whole
+    assert resumed(two_ranks, output, settings) == whole
 
 
-def resumed(ranks: Ranks, output: Path, settings: list[str]) -> dict[int, tuple[float, float]]:
+def resumed(two_ranks: Ranks, output: Path, settings: list[str]) -> Losses:
     """Losses of the first steps, after the run has gone on to them."""
     if max(losses(output)) < STEPS:
         more = [*settings, f"training.stop_at_step={STEPS}", "training.resume_from_checkpoint=last"]
-        assert start(ranks, output, more) == [""] * 4
+        assert start(two_ranks, output, more) == [""] * 2
     return {step: value for step, value in losses(output).items() if step <= STEPS}
 
 
 def started(output: Path, settings: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "carpool", "train", *MODEL, *settings, f"training.output_dir={output}"],
+        [sys.executable, "-m", "carpool", "train", *MODEL, *RANKS, *settings, f"training.output_dir={output}"],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

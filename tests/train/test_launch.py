@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,9 +16,10 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from carpool.train.config import Config, load_config
+from carpool.train.launch import stopping
 from carpool.train.launch.failure import first_cause, rank_failure, resume_hint
 from carpool.train.launch.start import RankFailure, find_world, local_ranks, run
-from carpool.train.launch.stopping import EXIT_STOPPED
+from carpool.train.launch.stopping import STOP_SIGNALS, Relay, StopRequest
 from carpool.train.launch.worker import entry_name, record_error
 from carpool.train.launch.world import first_host
 from carpool.transport import RankMissingError
@@ -76,16 +76,6 @@ def agent(*args: str, command: tuple[str, ...] = (), **env: str) -> subprocess.P
     )
 
 
-@pytest.fixture
-def forever(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """An agent whose two ranks exchange without end, and have begun to."""
-    process = agent("exchange_forever", str(tmp_path))
-    wait_for(lambda: len(pids(tmp_path)) == 2 or process.poll() is not None)
-    yield process
-    process.kill()
-    process.wait()
-
-
 # ------------------------------------------------------------------------------------------------- whole launches
 
 
@@ -101,67 +91,60 @@ def test_all_ranks_run_and_only_rank_0_speaks(tmp_path, monkeypatch, capfd):
     assert shown.err == "", "nothing else on the terminal"
 
 
-def test_a_killed_rank_is_named_and_the_others_stop(tmp_path):
+@pytest.mark.parametrize("how", [pytest.param("bug", marks=pytest.mark.slow), "crash"])
+def test_the_rank_that_failed_is_named_and_the_others_stop(tmp_path, how, capfd):
     checkpoint = tmp_path / "checkpoints" / "step-00000100"
     checkpoint.mkdir(parents=True)
-    killed = []
-
-    def kill() -> None:
-        wait_for(lambda: len(pids(tmp_path)) == 2)
-        killed.append(time.monotonic())
-        os.kill(pids(tmp_path)[1], signal.SIGKILL)
-
     handlers = [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)]
-    thread = threading.Thread(target=kill)
-    thread.start()
     with pytest.raises(RankFailure) as caught:
-        run(config(tmp_path), launch_entries.exchange_forever, folder=str(tmp_path))
-    assert time.monotonic() - killed[0] < STOP_SECONDS
-    thread.join()
-    failure = caught.value
+        run(config(tmp_path), launch_entries.fail, folder=str(tmp_path), rank=1, how=how)
+    assert time.time() - (tmp_path / "pid1").stat().st_mtime < STOP_SECONDS
+    failure, text = caught.value, str(caught.value)
     victim, peer = pids(tmp_path)[1], pids(tmp_path)[0]
-    assert (failure.rank, failure.pid, failure.exit_code) == (1, victim, -signal.SIGKILL)
-    assert not failure.user_error
-    first, *_, last = str(failure).splitlines()
-    assert first.startswith(f"rank 1 (pid {victim}) was killed by SIGKILL")
-    assert last == f"Continue from {checkpoint} with the same command and training.resume_from_checkpoint=last"
+    assert (failure.rank, failure.pid, failure.user_error) == (1, victim, False)
     assert not lives(peer)
+    if how == "bug":
+        assert text.startswith(f"rank 1 (pid {victim}) failed: RuntimeError: a bug of our own; the other rank was")
+        assert failure.traceback.count("RuntimeError: a bug of our own") == 1
+        assert "launch_entries.py" in failure.traceback
+    else:
+        assert failure.exit_code == -signal.SIGSEGV
+        assert text.startswith(f"rank 1 (pid {victim}) was killed by SIGSEGV")
+        assert "  last words" in text, "what a rank wrote before it crashed"
+        assert "in fail" in text, "and where it was"
+    last = text.splitlines()[-1]
+    assert last == f"Continue from {checkpoint} with the same command and training.resume_from_checkpoint=last"
+    shown = capfd.readouterr()
+    assert "Traceback" not in shown.err + shown.out, "the caller decides what is shown"
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == handlers
     assert "GLOO_SOCKET_IFNAME" not in os.environ, "the environment is as before"
 
 
-@pytest.mark.parametrize("how", [pytest.param("bug", marks=pytest.mark.slow), "crash"])
-def test_the_error_of_a_rank_is_told_once(tmp_path, how, capfd):
-    with pytest.raises(RankFailure) as caught:
-        run(config(tmp_path), launch_entries.fail, rank=1, how=how)
-    failure, text = caught.value, str(caught.value)
-    assert failure.rank == 1 and not failure.user_error
-    if how == "bug":
-        assert text.startswith(f"rank 1 (pid {failure.pid}) failed: RuntimeError: a bug of our own; the other rank was")
-        assert failure.traceback.count("RuntimeError: a bug of our own") == 1
-        assert "launch_entries.py" in failure.traceback
-        assert text.endswith(f"No checkpoint was written to {tmp_path} yet, so start again")
-    else:
-        assert "was killed by SIGSEGV" in text
-        assert "  last words" in text, "what a rank wrote before it crashed"
-        assert "in fail" in text, "and where it was"
-    shown = capfd.readouterr()
-    assert "Traceback" not in shown.err + shown.out, "the caller decides what is shown"
-
-
-def test_ranks_die_with_their_agent(tmp_path, forever):
-    workers = pids(tmp_path)
-    forever.kill()
-    wait_for(lambda: not any(map(lives, workers)), STOP_SECONDS)
-
-
-def test_ctrl_c_ends_all(tmp_path, forever):
-    workers = pids(tmp_path)
-    forever.send_signal(signal.SIGINT)
-    output, _ = forever.communicate(timeout=STOP_SECONDS)
-    assert forever.returncode == 130
-    assert output == f"Interrupted: stopped by Ctrl-C; no checkpoint was written to {tmp_path} yet, so start again\n"
-    assert not any(map(lives, workers))
+def test_a_rank_dies_with_its_agent(tmp_path):
+    """A process that knows nothing of PyTorch stands for the agent."""
+    job, settings = tmp_path / "job.json", config(tmp_path, "parallelism.num_ranks=1").model_dump(mode="json")
+    content = {
+        "entry": "tests.train.launch_entries:exchange_forever",
+        "config": settings,
+        "path": [str(ROOT), *sys.path],
+    }
+    job.write_text(json.dumps({**content, "kwargs": {"folder": str(tmp_path)}}))
+    started = (
+        "import json, os, pathlib, subprocess, sys; job = pathlib.Path(sys.argv[1]); "
+        "job.write_text(json.dumps({**json.loads(job.read_text()), 'agent': os.getpid()})); "
+        "subprocess.run([sys.executable, '-m', 'carpool.train.launch.worker', job])"
+    )
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    env = clean_environment(**rank, MASTER_PORT=str(free_port()))
+    parent = subprocess.Popen([sys.executable, "-c", started, str(job)], cwd=ROOT, env=env)
+    try:
+        wait_for(lambda: pids(tmp_path) or parent.poll() is not None)
+        (worker,) = pids(tmp_path)
+        assert lives(worker)
+    finally:
+        parent.kill()
+        parent.wait()
+    wait_for(lambda: not lives(worker), STOP_SECONDS)
 
 
 def started(tmp_path: Path, entry: str, *words: str, command: tuple[str, ...] = ()) -> subprocess.Popen[str]:
@@ -172,28 +155,30 @@ def started(tmp_path: Path, entry: str, *words: str, command: tuple[str, ...] = 
     return process
 
 
+def test_ctrl_c_ends_all(tmp_path):
+    process = started(tmp_path, "exchange_forever")
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=STOP_SECONDS)
+    assert process.returncode == 130
+    assert output == f"Interrupted: stopped by Ctrl-C; no checkpoint was written to {tmp_path} yet, so start again\n"
+    assert not any(map(lives, pids(tmp_path)))
+
+
 def asked(folder: Path) -> list[str]:
     """The step at which each rank learned that it shall stop."""
     return [path.read_text() for path in sorted(folder.glob("asked*"))]
 
 
-def test_sigterm_reaches_all_ranks_at_the_same_step(tmp_path):
-    """Also a rank that gets it twice, from outside and from the agent."""
-    process = started(tmp_path, "until_asked")
-    os.kill(pids(tmp_path)[1], signal.SIGTERM)
-    process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == EXIT_STOPPED, output
-    assert output.splitlines()[-1] == "Stopped: stopped by signal 15"
-    assert len(asked(tmp_path)) == 2 and len(set(asked(tmp_path))) == 1
-    assert not any(map(lives, pids(tmp_path)))
-
-
-def test_a_second_signal_leaves_at_once(tmp_path):
+def test_a_signal_reaches_all_ranks_at_the_same_step_and_a_second_one_ends_them(tmp_path):
+    """Also a rank that gets the first one twice, from outside and from the agent. That all then stop by themselves is
+    seen in a whole run (test_kill.py)."""
     process = started(tmp_path, "until_asked", "in vain")
+    os.kill(pids(tmp_path)[1], signal.SIGUSR1)
     process.send_signal(signal.SIGUSR1)
     wait_for(lambda: len(asked(tmp_path)) == 2)
     time.sleep(1.1)  # less would be the same wish, sent to a process group
+    assert len(set(asked(tmp_path))) == 1
+    assert process.poll() is None and all(map(lives, pids(tmp_path))), "one wish, though one rank was told twice"
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=PATIENCE)
     assert process.returncode == 128 + signal.SIGTERM
@@ -202,38 +187,16 @@ def test_a_second_signal_leaves_at_once(tmp_path):
     assert not any(map(lives, pids(tmp_path)))
 
 
-def test_sigterm_ends_at_once_what_does_not_listen(tmp_path, forever):
-    workers = pids(tmp_path)
-    forever.send_signal(signal.SIGTERM)
-    output, _ = forever.communicate(timeout=PATIENCE)
-    assert forever.returncode == 128 + signal.SIGTERM
-    assert output.startswith("Interrupted: stopped by SIGTERM; ")
-    assert not any(map(lives, workers))
-
-
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-
-
 def test_a_signal_to_one_rank_of_torchrun_stops_both(tmp_path):
-    process = started(tmp_path, "until_asked", command=TORCHRUN)
+    """Each rank is the process that torchrun starts."""
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    process = started(tmp_path, "until_asked", command=torchrun)
     os.kill(pids(tmp_path)[1], signal.SIGUSR1)
     output, _ = process.communicate(timeout=PATIENCE)
     assert len(asked(tmp_path)) == 2 and len(set(asked(tmp_path))) == 1, output
     assert output.count("Stopped: stopped by signal 10") >= 1
-
-
-def test_under_torchrun_this_process_is_the_rank(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
-    subprocess.run(
-        [*command, "tests.train.launch_agent", "report_in", str(tmp_path), "torchrun"],
-        cwd=ROOT,
-        env=clean_environment(),
-        check=True,
-        timeout=PATIENCE,
-        capture_output=True,
-    )
     found = [ast.literal_eval((tmp_path / f"rank{rank}").read_text()) for rank in range(2)]
-    assert [line[:4] for line in found] == [[0, 2, 3, "torchrun"], [1, 2, 3, "torchrun"]]
+    assert [line[:4] for line in found] == [[0, 2, 3, ""], [1, 2, 3, ""]]
 
 
 def test_under_slurm_each_task_is_a_rank(tmp_path):
@@ -262,6 +225,47 @@ def test_under_slurm_each_task_is_a_rank(tmp_path):
 
 
 # ---------------------------------------------------------------------------------------------------------- parts
+
+
+@pytest.fixture
+def killed(monkeypatch) -> Iterator[list[tuple[int, int]]]:
+    """Who would have been sent which signal; the test's own signal handlers do not outlive it."""
+    sent: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: sent.append((pid, number)))
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
+    yield sent
+    for number, handler in zip(STOP_SIGNALS, before, strict=True):
+        signal.signal(number, handler)
+
+
+def test_the_agent_passes_a_signal_on_and_leaves_at_the_second(tmp_path, monkeypatch, killed):
+    """Two within a second are one wish. While a run is set up, not all listen, and there is nothing to lose."""
+    clock, left = [100.0], []
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: clock[0])
+    with Relay(tmp_path / "listeners", 2, left.append):
+        (tmp_path / "listeners" / "11").touch()
+        (tmp_path / "listeners" / "12").touch()
+        for second in (100.0, 100.9, 101.1):
+            clock[0] = second
+            assert left == []
+            signal.raise_signal(signal.SIGUSR1)
+    assert set(killed) == {(11, signal.SIGUSR1), (12, signal.SIGUSR1)} and left == [signal.SIGUSR1]
+    left.clear()
+    (tmp_path / "listeners" / "12").unlink()
+    with Relay(tmp_path / "listeners", 2, left.append):
+        signal.raise_signal(signal.SIGTERM)
+    assert left == [signal.SIGTERM]
+
+
+def test_a_rank_notes_a_signal_and_dies_of_the_second(monkeypatch, killed):
+    clock = [100.0]
+    monkeypatch.setattr(stopping.time, "monotonic", lambda: clock[0])
+    with StopRequest() as stop:
+        for second in (100.0, 100.9, 101.1):
+            clock[0] = second
+            assert killed == []
+            signal.raise_signal(signal.SIGTERM)
+    assert stop.signum == signal.SIGTERM and killed == [(os.getpid(), signal.SIGTERM)]
 
 
 @pytest.mark.parametrize(

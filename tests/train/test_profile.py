@@ -1,4 +1,4 @@
-"""`carpool profile` end to end on four ranks: traces, numbers and the page agree; names of ranges; errors that help."""
+"""`carpool profile` end to end on two ranks: traces, numbers and the page agree; names of ranges; errors that help."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ def names(folder: Path, rank: int) -> list[str]:
     return [event["name"] for event in events if event.get("cat") == "user_annotation"]
 
 
-def test_profile_of_two_schedules(ranks: Ranks, text: list[str], tmp_path: Path):
+def test_profile_of_two_schedules(two_ranks: Ranks, text: list[str], tmp_path: Path):
     before, after = tmp_path / "before", tmp_path / "after"
-    assert ranks(record, str(before), [*text, "moe.transport=alltoall"], 2) == [""] * 4
+    assert two_ranks(record, str(before), [*text, "moe.transport=alltoall"], 2) == [""] * 2
     # An existing run in the folder is left as it is.
     after.mkdir()
     (after / "metrics.jsonl").write_text("")
     two = ["moe.schedule=two-batch", "memory.dense=recompute", "memory.sums=recompute"]
-    assert ranks(record, str(after), [*text, *two], 4, str(before)) == [""] * 4
+    assert two_ranks(record, str(after), [*text, *two], 4, str(before)) == [""] * 2
     assert sorted(path.name for path in after.iterdir()) == ["metrics.jsonl", "profile", "profile.html"]
 
     for folder in (before, after):
         found = load_profile(folder / "profile" / "profile.json")
         assert not found.on_device
         assert (found.plain_ms is None) == (folder == before), "two steps leave none without the profiler"
-        assert [one.rank for one in found.ranks] == [0, 1, 2, 3]
+        assert [one.rank for one in found.ranks] == [0, 1]
         for one in found.ranks:
             t = one.times
             assert 0 < t.exposed == t.ride < t.step
@@ -66,8 +66,8 @@ def test_profile_of_two_schedules(ranks: Ranks, text: list[str], tmp_path: Path)
 
         merged = load(folder / "profile" / "trace.json.gz")["traceEvents"]
         processes = {e["pid"]: e["args"]["name"] for e in merged if e["name"] == "process_name"}
-        assert processes == {rank: f"rank {rank}" for rank in range(4)}
-        for rank in range(4):
+        assert processes == {rank: f"rank {rank}" for rank in range(2)}
+        for rank in range(2):
             ours = [name for name in names(folder, rank) if parse(name)]
             halves = 1 if folder == before else 2
             for layer, way in expected:
@@ -81,7 +81,7 @@ def test_profile_of_two_schedules(ranks: Ranks, text: list[str], tmp_path: Path)
 
     page = (after / "profile.html").read_text()
     assert f"Before: {before}" in page and f"After: {after}" in page
-    for rank in range(4):
+    for rank in range(2):
         assert page.count(f">rank {rank}</text>") == 2
     assert "host 1: rides" in page, "a lane for the thread of the second half"
     mean = load_profile(after / "profile" / "profile.json").mean()
@@ -90,11 +90,11 @@ def test_profile_of_two_schedules(ranks: Ranks, text: list[str], tmp_path: Path)
     assert about["schedule"]["name"] == "two-batch"
 
 
-def test_what_cannot_be_profiled(ranks: Ranks, text: list[str], tmp_path: Path):
-    assert ranks(record, str(tmp_path), text, 1) == ["--steps 1 must be 2 or more: one to warm up, and one that is "
-                                                     "recorded"] * 4  # fmt: skip
+def test_what_cannot_be_profiled(two_ranks: Ranks, text: list[str], tmp_path: Path):
+    assert two_ranks(record, str(tmp_path), text, 1) == ["--steps 1 must be 2 or more: one to warm up, and one that is "
+                                                     "recorded"] * 2  # fmt: skip
     wanted = [*text, "training.resume_from_checkpoint=last"]
-    assert all(f"{tmp_path} holds no checkpoint" in error for error in ranks(record, str(tmp_path), wanted, 2))
+    assert all(f"{tmp_path} holds no checkpoint" in error for error in two_ranks(record, str(tmp_path), wanted, 2))
 
 
 def error_of(*args: str) -> str:
