@@ -23,7 +23,7 @@ from carpool.memory import KEEP, KeptPolicies, Offloader
 from carpool.observe.recompute import add_once, new_counter
 from carpool.observe.stats import LayerStats
 from carpool.parallel.slots import SlotFiller, fill_slots
-from carpool.ride import NO_HOOKS, RideHooks, RideSetup, WaitingRides, ride, ride_module
+from carpool.ride import NO_HOOKS, RideHooks, RideSetup, WaitingRides, ride, ride_merged, ride_module
 from carpool.routing import DropOptions, Routing
 from carpool.routing.bias import count_choices
 from carpool.routing.limit import LimitOptions, RoutingLimit
@@ -37,6 +37,7 @@ from carpool.transport import (
     make_transport,
     resolve_transport,
 )
+from carpool.transport.codecs.merging import Merger
 
 Result = TypeVar("Result")
 # (rows that arrived, their local slots or -1, their weights) -> the weighted sum over each row's slots.
@@ -62,6 +63,7 @@ class LayerCore:
         compute: the expert computation; None where the owner's forward computes.
         policies, offloader: see `set_kept`.
         limit: what limits the routing to few ranks, LOSSY; None: nothing. Routers ask `choose`.
+        merger: which similar rows travel as one, LOSSY; None: none. As the codecs of the options say.
         drops: which choices are dropped on their way from the router to the ride, LOSSY; None: none.
         dropped: how many were, since `reset_counts`: a scalar on the device; None before the first.
         hooks: told where the backwards of rides are.
@@ -95,6 +97,7 @@ class LayerCore:
         self.compute: Experts | None = None
         self.limit: RoutingLimit | None = None
         self.drops: DropOptions | None = None
+        self.merger: Merger | None = None
         self.dropped: torch.Tensor | None = None
         self.load_E: torch.Tensor | None = None
         self.routing: Routing | None = None
@@ -230,6 +233,8 @@ class LayerCore:
         with torch.inference_mode(False):
             transport = make_transport(name, self.group, self.layout.slots_per_rank, options)
         self._make_setup(transport, device)
+        codecs = None if self.options is None else self.options.codecs
+        self.merger = None if codecs is None or codecs.merge == "none" else Merger(codecs)
         self.transport = transport
         return transport
 
@@ -290,12 +295,24 @@ class LayerCore:
         slot_TK = assign(routing, self.layout, self.rank)
         self.filler.count(slot_TK)
         setup = self.ride_setup(transport, x_TH.device)
-        if isinstance(home, ExpertWeights):
-            y_TH, made = ride(x_TH, routing, slot_TK, fill_slots(home, self.filler), setup, beside)
+        weights = fill_slots(home, self.filler) if isinstance(home, ExpertWeights) else None
+
+        def rows(
+            x_TH: torch.Tensor, routing: Routing, slot_TK: torch.Tensor, setup: RideSetup
+        ) -> tuple[torch.Tensor, Result | None]:
+            if isinstance(home, ExpertWeights):
+                assert weights is not None
+                y_TH, made = ride(x_TH, routing, slot_TK, weights, setup, beside)
+            else:
+                y_TH = ride_module(x_TH, routing, slot_TK, home, setup)
+                made = None if beside is None else beside()
+            self._waiting.add(y_TH)
+            return y_TH, made
+
+        if self.merger is None:
+            y_TH, made = rows(x_TH, routing, slot_TK, setup)
         else:
-            y_TH = ride_module(x_TH, routing, slot_TK, home, setup)
-            made = None if beside is None else beside()
-        self._waiting.add(y_TH)
+            y_TH, made = ride_merged(x_TH, routing, slot_TK, setup, self.merger, rows)
         self.filler.start_next()
         return y_TH, made
 

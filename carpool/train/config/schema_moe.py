@@ -332,6 +332,21 @@ class CodecSection(Section):
         description="Which rows are encoded. nodes: for moe.transport = hierarchical, those between nodes. all: all "
         "that leave their rank.",
     )
+    merge: Annotated[Literal["none", "lsh", "condense"], _plain] = Field(
+        default="none",
+        description="Which rows for the same expert of another rank travel as one. LOSSY. lsh: those of equal hashes, "
+        "as their mean; each gets back what it differs from it (LSH-MoE). condense: those that are similar to the "
+        "first of them, which travels (LUFFY).",
+    )
+    merge_hashes: int = Field(
+        default=2, ge=1, le=8, description="For merge = lsh: how many hashes must agree. More of them merge less."
+    )
+    merge_width: int = Field(
+        default=16, ge=1, le=128, description="For merge = lsh: how many projections of a row a hash chooses from."
+    )
+    merge_similarity: float = Field(
+        default=0.9, gt=0, le=1, description="For merge = condense: the least cosine similarity."
+    )
 
     @property
     def codecs(self) -> Codecs:

@@ -17,6 +17,8 @@ A ride has four verbs that carry rows, and each has a codec of its own:
 Only rows that leave their rank are encoded. A rank's rows for itself stay as they are. Gradients pass a codec straight
 through: the gradient of what was decoded is the gradient of what was encoded.
 
+Rows may also become fewer: similar ones for the same expert travel as one (`merging.py`).
+
 Rows that are decoded and encoded again, as over two hops, do not change a second time.
 
 Sources: DeepSeek-V3 (arXiv 2412.19437, section 3.3) for FP8 with scales of 1 x 128.

@@ -96,6 +96,8 @@ class NVLink(VerbRunner, Transport):
             return None
         if codecs.hop != "all":
             return ONE_HOP
+        if codecs.merge != "none":
+            return "how many rows are left of those that are merged is known to the host alone"
         out = {codecs.dispatch, codecs.combine_backward} <= {"none", "fp8"}
         if out and codecs.combine == codecs.dispatch_backward == "none":
             return None
