@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import Any
 
 from carpool.plugins.nearest import nearest
 from carpool.transport.codecs.base import AsTheyAre, Codec
@@ -74,7 +75,8 @@ class Codecs:
         """The same for rows of so many bytes an element: "bf16" means nothing to rows of 16 bits."""
         if element_size > 2:
             return self
-        return replace(self, **{verb: "none" for verb in ROW_VERBS if getattr(self, verb) == "bf16"})
+        meaningless: Any = {verb: "none" for verb in ROW_VERBS if getattr(self, verb) == "bf16"}
+        return replace(self, **meaningless)
 
     @property
     def lossy_reasons(self) -> list[str]:
