@@ -22,7 +22,8 @@ H, F, E, K, T = 24, 16, 8, 3, 21
 LAYOUT = ExpertLayout.contiguous(E, WORLD_SIZE)
 LSH = Codecs(merge="lsh", merge_hashes=1, merge_width=2)
 CONDENSE = Codecs(merge="condense", merge_similarity=0.95)
-CASES = [("alltoall", LSH), ("dedup", CONDENSE), ("hierarchical", LSH), ("dedup", Codecs(merge="condense", merge_similarity=1))]
+NEVER = Codecs(merge="condense", merge_similarity=1)
+CASES = [("alltoall", LSH), ("dedup", CONDENSE), ("hierarchical", LSH), ("dedup", NEVER)]
 
 
 def problem(rank: int) -> dict[str, torch.Tensor]:
