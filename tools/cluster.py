@@ -32,7 +32,7 @@ from typing import Any, Self
 
 DEVICE = "eth0"
 _COUNT = itertools.count()
-_BURST = "256kb"
+_BURST = "128kb"
 # The longest wait in a bucket's queue: as much as TCP may have under way, so that nothing is dropped.
 _QUEUE = "400ms"
 

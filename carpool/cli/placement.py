@@ -14,6 +14,10 @@ from carpool.cli.common import TRAIN_PACKAGES, Debug, Seed, command, errors, req
 
 _Ranks = Annotated[int, typer.Option("--ranks", min=1, help="Expert-parallel ranks.")]
 _Nodes = Annotated[int, typer.Option("--nodes", min=1, help="Machines that they are on, equally many on each.")]
+_Hardware = Annotated[
+    str,
+    typer.Option("--hardware", help="Rates: a GPU's name (H100, H200, ...), or a file of `carpool doctor --measure`."),
+]
 _Hidden = Annotated[int, typer.Option("--hidden", min=1, help="H of the cost model.")]
 _ExpertHidden = Annotated[int, typer.Option("--expert-hidden", min=1, help="F of the cost model.")]
 _TokensPerRank = Annotated[int, typer.Option("--tokens-per-rank", min=1, help="Of the cost model.")]
@@ -94,6 +98,7 @@ def place(
     hidden: _Hidden = 2048,
     expert_hidden: _ExpertHidden = 1024,
     tokens_per_rank: _TokensPerRank = 8192,
+    hardware: _Hardware = "H200",
     seed: Seed = 0,
     out: Annotated[
         Path, typer.Option("--out", help="Folder for layouts.json, place.json and place.png, which are overwritten.")
@@ -116,6 +121,7 @@ def place(
         from carpool.placement.table import place, print_table
         from carpool.placement.trace import Trace
         from carpool.planner.cost import CostModel
+        from carpool.planner.hardware import find_hardware
 
         names = tuple(one.strip() for one in solvers.split(",") if one.strip()) if solvers else default_solvers()
         recorded = Trace.load(trace)
@@ -135,7 +141,12 @@ def place(
             load_limit=load_limit,
             expert_groups=expert_groups,
             seed=seed,
-            cost=CostModel(hidden=hidden, expert_hidden=expert_hidden, tokens_per_rank=tokens_per_rank),
+            cost=CostModel(
+                hidden=hidden,
+                expert_hidden=expert_hidden,
+                tokens_per_rank=tokens_per_rank,
+                hardware=find_hardware(hardware),
+            ),
             on_row=on_row,
         )
         list(steps)
@@ -223,6 +234,7 @@ def compare_recipes(
     hidden: _Hidden = 2048,
     expert_hidden: _ExpertHidden = 1024,
     tokens_per_rank: _TokensPerRank = 8192,
+    hardware: _Hardware = "H200",
     seed: Seed = 0,
     out: Annotated[Path, typer.Option("--out", help="Folder for recipes.json, which is overwritten.")] = Path(
         "runs/recipes"
@@ -236,6 +248,7 @@ def compare_recipes(
 
         from carpool.placement.trace import Trace
         from carpool.planner.cost import CostModel
+        from carpool.planner.hardware import find_hardware
         from carpool.recipes import load
         from carpool.recipes.compare import chosen, compare, print_table, ways
 
@@ -262,7 +275,12 @@ def compare_recipes(
                 placement=placed,
                 parts=parts,
                 seed=seed,
-                cost=CostModel(hidden=hidden, expert_hidden=expert_hidden, tokens_per_rank=tokens_per_rank),
+                cost=CostModel(
+                    hidden=hidden,
+                    expert_hidden=expert_hidden,
+                    tokens_per_rank=tokens_per_rank,
+                    hardware=find_hardware(hardware),
+                ),
                 on_layer=lambda name: progress.update(task, advance=1, description=name),
             )
         same = {"transport": way, "placement": placement or "experts in order", "routing": "as recorded"}

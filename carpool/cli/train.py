@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from carpool.cli.common import TRAIN_PACKAGES, Debug, RanksDebug, command, errors, require
+from carpool.cli.common import TRAIN_PACKAGES, Debug, Ranks, RanksDebug, command, errors, require
 
 if TYPE_CHECKING:
     from carpool.train.config import Config
@@ -125,8 +125,31 @@ def report(
                 typer.echo(f"no browser found here; open {written.absolute().as_uri()} yourself", err=True)
 
 
-def doctor() -> None:
+def doctor(
+    measure: Annotated[
+        bool,
+        typer.Option(
+            "--measure",
+            help="Measure instead: links between ranks, copies, disk, and rates of computation, in less than a minute. "
+            "Under torchrun or Slurm over all nodes, else on this machine.",
+        ),
+    ] = False,
+    out: Annotated[
+        Path, typer.Option("--out", help="With --measure: the file, for parallelism.hardware and --hardware.")
+    ] = Path("hardware.json"),
+    ranks: Ranks = None,
+    ranks_per_node: Annotated[
+        int | None, typer.Option("--ranks-per-node", min=1, help="As parallelism.ranks_per_node.")
+    ] = None,
+    debug: RanksDebug = False,
+) -> None:
     """Check this machine: versions, devices, memory, data, and an exchange between two ranks."""
+    if measure:
+        with errors(debug):
+            from carpool.bench.hardware.measure import measure_machine
+
+            measure_machine(out, ranks=ranks, ranks_per_node=ranks_per_node, debug=debug)
+        return
     from carpool.cli.checks import RED, check_all
 
     console = Console()

@@ -7,7 +7,9 @@ Time of one layer, forward and backward, as the rank that is slowest needs it:
     + replicas: their parameters sent before the forward, their gradients sent back after the backward
 
 A link takes `latency + bytes / bandwidth`; links of different kinds work at the same time. A rank that sends
-90 MB to GPUs of its node and 20 MB to other nodes needs, on H200s, max(12 + 281, 30 + 400) = 430 us.
+90 MB to GPUs of its node and 20 MB to other nodes needs, on H200s, max(12 + 281, 30 + 400) = 430 us. A transport that
+sends one row to a node and passes it on there uses them one after the other: 293 + 430 us. Where the ranks of a node
+share one port, what the whole node sends counts.
 
 The model ranks layouts and schedules. It is no forecast of a step, for it counts what is hidden behind other work in
 full.
@@ -25,8 +27,9 @@ from carpool.planner.hardware import DEFAULT, Hardware
 
 if TYPE_CHECKING:
     from carpool.layout import ExpertLayout
-    from carpool.layout.topology import Topology
+    from carpool.layout.topology import Link, Topology
     from carpool.transport.codecs import Codecs
+    from carpool.transport.volume import Volume
 
 Array = npt.NDArray[Any]
 
@@ -96,19 +99,28 @@ class CostModel:
 
     def transfer_seconds(self, bytes_WW: Array, topology: Topology) -> float:
         """Anything between ranks once, as the rank with most to send or receive over any kind of link needs it."""
-        seconds = 0.0
-        for link, pairs_WW in topology.pairs.items():
-            if most := _most(bytes_WW, pairs_WW):
-                seconds = max(seconds, self._link_seconds(link, most))
-        return seconds
+        return max(self.link_seconds(bytes_WW, topology).values(), default=0.0)
+
+    def link_seconds(self, bytes_WW: Array, topology: Topology) -> dict[Link, float]:
+        """For each kind of link that anything travels over, what `transfer_seconds` says of it alone."""
+        found = {link: self._most(link, bytes_WW, topology) for link in topology.pairs}
+        return {link: self._seconds(link, most) for link, most in found.items() if most}
 
     def ride_seconds(self, rows_WW: Array, topology: Topology) -> float:
         """All rides of a layer. `rows_WW`: rows that the transport sends from rank to rank in one dispatch."""
-        times = [
-            self._link_seconds(link, _most(rows_WW, pairs_WW) * self._row_bytes(link == "network"))
-            for link, pairs_WW in topology.pairs.items()
-        ]
-        return RIDES * max(times, default=0.0)
+        most = {
+            link: self._most(link, rows_WW, topology) * self._row_bytes(link == "network") for link in topology.pairs
+        }
+        times = [self._seconds(link, size) for link, size in most.items()]
+        return RIDES * (sum(times) if self.copies_per_node else max(times, default=0.0))
+
+    def volume_seconds(self, volume: Volume, topology: Topology) -> dict[str, float]:
+        """What one forward and backward of a layer send, verb by verb; see `carpool.placement.volume.predict`."""
+        found = {}
+        for verb, bytes_WW in volume.bytes_WW.items():
+            times = self.link_seconds(bytes_WW, topology).values()
+            found[verb] = sum(times) if self.copies_per_node else max(times, default=0.0)
+        return found
 
     def replica_seconds(self, layout: ExpertLayout, topology: Topology) -> float:
         """Slots away from home: parameters there before the forward, gradients back after the backward."""
@@ -124,12 +136,15 @@ class CostModel:
         """The fullest rank's matrix products."""
         return float(load_W.max() * self.pair_seconds)
 
-    def _link_seconds(self, link: str, size: float) -> float:
+    def _seconds(self, link: Link, size: float) -> float:
         rate = self.hardware.rate(link)
         return float(rate.latency + size / rate.bytes_per_second)
 
-
-def _most(amount_WW: Array, pairs_WW: Array) -> float:
-    """What the rank with most to send, or to receive, has over these pairs."""
-    over_WW = np.where(pairs_WW, amount_WW, 0)
-    return float(max(over_WW.sum(0).max(), over_WW.sum(1).max()))
+    def _most(self, link: Link, bytes_WW: Array, topology: Topology) -> float:
+        """Bytes of the rank with most to send, or to receive, over a kind of link; of a port that the ranks of a node
+        share, their mean."""
+        over_WW = np.where(topology.pairs[link], bytes_WW, 0)
+        sent_2W = np.stack([over_WW.sum(0), over_WW.sum(1)])
+        if link == "network" and self.hardware.shared_network:
+            return float(max(sent_2W[:, topology.ranks_of(node)].mean(1).max() for node in range(topology.num_nodes)))
+        return float(sent_2W.max())

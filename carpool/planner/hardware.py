@@ -12,16 +12,24 @@ Where a rate comes from decides how far to trust it, so each profile says so, an
     assumed      nothing is known about this device; the numbers are those of a similar one
 
 Links between nodes are no property of a GPU. They are assumed in every profile: one port of 400 Gb/s for each GPU
-(200 for those of the A100's generation).
+(200 for those of the A100's generation). `carpool doctor --measure` measures all of it, and writes a file that
+`find_hardware` reads:
+
+    find_hardware("H100")               a profile by its name
+    find_hardware("hardware.json")      what was measured
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+from carpool.plugins.nearest import nearest
 
 GB = 1e9
 # What an H200 reaches of its datasheet: rows pushed by 16 CTAs, and grouped products of docs/measurements.md.
@@ -53,8 +61,12 @@ class Hardware:
         network: ranks of different nodes.
         peak_flops: dense bfloat16 without sparsity, from the datasheet; None if there is none.
         source: where the rates are from, for people.
-        memory: bytes per second between the device and its memory, from the datasheet; None if that is not known.
+        memory: bytes per second between the device and its memory, from the datasheet or measured; None if that is not
+            known.
         capacity: bytes of that memory as the device is sold; None if that is not known. Drivers show up to 6 % more.
+        host: copies between the device and host memory, the slower way; None: as `node`.
+        disk: of the folder where runs are written, reads and writes alike; None if that is not known.
+        shared_network: whether the ranks of a node share one port. `network` is then what each has while all send.
     """
 
     name: str
@@ -66,6 +78,14 @@ class Hardware:
     source: str
     memory: float | None = None
     capacity: float | None = None
+    host: LinkRate | None = None
+    disk: LinkRate | None = None
+    shared_network: bool = False
+
+    @property
+    def host_link(self) -> LinkRate:
+        """Between the device and host memory."""
+        return self.node if self.host is None else self.host
 
     def rate(self, link: str) -> LinkRate:
         """Of a kind of link (`carpool.layout.topology.Link`)."""
@@ -77,10 +97,11 @@ class Hardware:
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> Hardware:
-        links = {
-            key: None if (one := settings[key]) is None else LinkRate(**one) for key in ("nvlink", "node", "network")
-        }
+        links = {key: None if settings.get(key) is None else LinkRate(**settings[key]) for key in _LINKS}
         return cls(**{**settings, **links})
+
+
+_LINKS = ("nvlink", "node", "network", "host", "disk")
 
 
 def _datasheet(
@@ -166,3 +187,30 @@ def hardware_of(device: str) -> Hardware:
     return Hardware(
         device, like.flops, like.nvlink, like.node, like.network, None, f"assumed: no rates are known for {device}"
     )
+
+
+def find_hardware(name: str) -> Hardware:
+    """What `parallelism.hardware` and `--hardware` name: a profile, whatever the case, or a file of
+    `carpool doctor --measure`.
+
+    Raises:
+        ValueError: no such profile, or a file that is not there or not of this kind."""
+    profiles = {one.lower(): profile for one, profile in HARDWARE.items()}
+    if name.lower() in profiles:
+        return profiles[name.lower()]
+    path = Path(name)
+    if path.suffix != ".json" and not path.is_file():
+        close = nearest(name.lower(), list(profiles))
+        raise ValueError(
+            f"hardware {name!r} is not known{f'; did you mean {close}?' if close else ''}; known are "
+            f"{', '.join(HARDWARE)}, and files of 'carpool doctor --measure' (*.json)"
+        )
+    try:
+        return Hardware.from_dict(json.loads(path.read_text())["hardware"])
+    except OSError as error:
+        raise ValueError(f"hardware {name}: {error.strerror}; 'carpool doctor --measure' writes such a file") from None
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"hardware {name} is not a file of 'carpool doctor --measure' ({type(error).__name__}: {error}): measure "
+            "again"
+        ) from None

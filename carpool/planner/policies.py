@@ -61,7 +61,7 @@ def policies_milliseconds(sizes: LayerSizes, tokens: int, policies: Mapping[str,
             seconds += sizes.moe_layers * (3 * product + 2 * ride)
     away = sum(layer[item] for item in ("rows", "hidden", "dense") if policies[item] == "offload")
     if away:
-        forward, copies = attention + 3 * product + 2 * ride, away / hardware.node.bytes_per_second
+        forward, copies = attention + 3 * product + 2 * ride, away / hardware.host_link.bytes_per_second
         exposed = max(0.0, copies - forward) + max(0.0, copies - 2 * forward)
         seconds += sizes.layers * (exposed + 2 * away / traffic)
     return 1e3 * seconds

@@ -36,9 +36,9 @@ def stream_seconds(state_bytes: float, hardware: Hardware) -> float:
 
     Args:
         state_bytes: of one rank's state in host memory.
-        hardware: whose rate `node` is that between device and host.
+        hardware: whose `host_link` they take.
     """
-    return 2 * state_bytes / hardware.node.bytes_per_second
+    return 2 * state_bytes / hardware.host_link.bytes_per_second
 
 
 def break_even_tokens(state_bytes: float, flops_per_token: float, hardware: Hardware, beside: str) -> float:

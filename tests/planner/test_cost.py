@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
 from carpool.layout.uniform import uniform_copies
 from carpool.planner.cost import CostModel
-from carpool.planner.hardware import CPU, DEFAULT, HARDWARE, Hardware, LinkRate, hardware_of
+from carpool.planner.hardware import CPU, DEFAULT, HARDWARE, Hardware, LinkRate, find_hardware, hardware_of
+from carpool.transport import find_transport
 
 
 @pytest.mark.parametrize(("experts", "top_k", "ranks"), [(6, 2, 3), (6, 3, 2), (7, 3, 3), (4, 4, 2), (5, 1, 5)])
@@ -42,6 +44,43 @@ def test_links_of_different_kinds_work_at_the_same_time() -> None:
     assert cost.transfer_seconds(np.zeros((4, 4)), Topology.even(4)) == 0
     assert cost.ride_seconds(np.ones((1, 1)), Topology.even(1)) == 0
     assert (cost.network_weight(Topology.even(4, 2)), cost.network_weight(Topology.even(4))) == (10, 1)
+
+
+def test_hops_are_one_after_the_other_and_a_shared_port_carries_its_node() -> None:
+    hardware = replace(DEFAULT, nvlink=LinkRate(100.0, 1.0), network=LinkRate(10.0, 3.0))
+    rows_WW, topology = np.array([[9, 300, 20, 0], [0, 9, 0, 0], [0, 0, 9, 0], [0, 0, 0, 9]]), Topology.even(4, 2)
+    hops = CostModel(hidden=1, element_size=1, hardware=hardware, transport="hierarchical")
+    assert hops.ride_seconds(rows_WW, topology) == 4 * ((1 + 300 / 100) + (3 + 20 / 10))
+    shared = replace(hops, hardware=replace(hardware, shared_network=True))
+    # Rank 1 sends nothing, and the port sends 20 bytes at twice the rate of each of the two.
+    assert shared.link_seconds(rows_WW, topology) == {"nvlink": 1 + 300 / 100, "network": 3 + 20 / 20}
+
+
+def test_a_volume_is_timed_verb_by_verb() -> None:
+    """Token 0 of rank 0 goes to ranks 2 and 3: two rows over the network, or one, and one on to rank 3."""
+    hardware = replace(DEFAULT, nvlink=LinkRate(100.0, 1.0), network=LinkRate(10.0, 3.0))
+    topology, rank_TK = Topology.even(4, 2), [np.array([[2, 3]])] + [np.zeros((0, 2), int)] * 3
+    for name, network, nvlink in (("dedup", 2, 0), ("hierarchical", 1, 1)):
+        volume = find_transport(name).volume(rank_TK, topology, 2, 10, 4)
+        seconds = CostModel(hardware=hardware, transport=name).volume_seconds(volume, topology)
+        row = 10 * 4
+        assert seconds["combine_backward"] == 3 + network * row / 10 + (1 + row / 100 if nvlink else 0), name
+        assert seconds["dispatch"] == 3 + network * (row + 16) / 10 + (1 + (row + 16) / 100 if nvlink else 0), name
+
+
+def test_hardware_by_name_and_from_a_file(tmp_path: Path) -> None:
+    assert find_hardware("h100") is HARDWARE["H100"] and find_hardware("CPU") is CPU
+    measured = replace(CPU, name="mine", host=LinkRate(5e9, 1e-6), disk=LinkRate(1e8, 1e-3), shared_network=True)
+    path = tmp_path / "hardware.json"
+    path.write_text(json.dumps({"hardware": measured.to_dict(), "links": []}))
+    assert find_hardware(str(path)) == measured and measured.host_link.bytes_per_second == 5e9
+    with pytest.raises(ValueError, match="hardware 'H1000' is not known; did you mean h100"):
+        find_hardware("H1000")
+    with pytest.raises(ValueError, match="No such file"):
+        find_hardware(str(tmp_path / "other.json"))
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="is not a file of 'carpool doctor --measure'"):
+        find_hardware(str(path))
 
 
 def test_profiles_by_device_name() -> None:

@@ -59,6 +59,11 @@ class ParallelismSection(Section):
         "Set it where the launcher does not tell, or to try on one machine what several would do. "
         "none: as the launcher says.",
     )
+    hardware: str | None = Field(
+        default=None,
+        description="Rates of links and computation, for what is predicted (placement, memory policies): the name of a "
+        "GPU (H100, H200, A100, B200, ...) or a file of `carpool doctor --measure`. none: by the device's name.",
+    )
     timeout_seconds: int = Field(
         default=600, gt=0, description="A collective that takes longer than this ends the run with an error."
     )

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 
 from carpool.parallel.degrees import Degrees
-from carpool.planner.hardware import HARDWARE, Hardware, hardware_of
+from carpool.planner.hardware import HARDWARE, Hardware, find_hardware, hardware_of
 from carpool.planner.streaming import break_even_tokens
 from carpool.plugins.nearest import nearest
 from carpool.train.config.schema import Config
@@ -66,7 +66,9 @@ def dry_run(config: Config, sources: Mapping[tuple[str, str], str] | None = None
     transport, why = likely_transport(config, degrees, hidden, top_k_of(model), cuda, node)
     estimate = MemoryEstimate(config, degrees, model, bf16, cuda)
     room = rank_memory(cuda, ranks) if hardware is None else int(hardware.capacity or 0)
-    rates = hardware or hardware_of(torch.cuda.get_device_name() if cuda else "cpu")
+    named = config.parallelism.hardware
+    own = hardware or hardware_of(torch.cuda.get_device_name() if cuda else "cpu")
+    rates = own if named is None else find_hardware(named)
     policies, why_policies = decide_memory(estimate, transport, rates)
     estimate = estimate.changed(with_policies(config, policies))
     room = min(room, config.memory.budget_bytes or room)
@@ -90,7 +92,7 @@ def dry_run(config: Config, sources: Mapping[tuple[str, str], str] | None = None
     if host := estimate.host_bytes(transport):
         lines.append(f"host memory of one rank: {_mib(host)}")
     if cuda:
-        lines += _streaming(config, degrees, estimate, flops, hardware or hardware_of(torch.cuda.get_device_name()))
+        lines += _streaming(config, degrees, estimate, flops, rates)
     name = f"{room / 1e9:,.0f} GB" if cuda else f"{room / 1e9:,.1f} GB, a rank's share of this machine"
     lines += describe_fit(estimate, transport, dense, room, name)
     return config.to_toml(sources=sources) + "\n" + "\n".join(f"# {line}" for line in lines)

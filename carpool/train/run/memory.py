@@ -102,8 +102,8 @@ def choose_memory(
     def measure(fallback: Chosen[Policies]) -> Chosen[Policies]:
         # The slowest rank's, the same on all.
         flops, host = (min(rates) for rates in zip(*gather(measured_rates(estimate, device)), strict=True))
-        node = LinkRate(host, hardware.node.latency)
-        policies, why = decide_memory(estimate, transport, replace(hardware, flops=flops, node=node))
+        link = LinkRate(host, hardware.host_link.latency)
+        policies, why = decide_memory(estimate, transport, replace(hardware, flops=flops, host=link))
         rates = {"flops": flops, "host_bytes_per_second": host}
         return Chosen(policies, fallback.shape, "measured", f"{why}, by measured rates", rates)
 

@@ -6,21 +6,23 @@ import torch
 import torch.distributed as dist
 
 from carpool.layout.topology import Topology
-from carpool.planner.hardware import Hardware, hardware_of
-from carpool.train.checkpoints.ranks import gather
+from carpool.planner.hardware import Hardware, find_hardware, hardware_of
+from carpool.train.checkpoints.ranks import from_rank_0
 from carpool.train.config.schema import ParallelismSection
 from carpool.transport.places import find_topology
 
 
 def find_machine(section: ParallelismSection, device: torch.device) -> tuple[Topology, Hardware]:
-    """The topology of all ranks of a run, and rates of rank 0's hardware. Collective over them.
+    """The topology of all ranks of a run, and rates of the hardware: what `parallelism.hardware` names, or those of
+    rank 0's device. Collective over them.
 
     Raises:
-        ValueError: ranks that contradict each other (on all ranks alike).
+        ValueError: ranks that contradict each other (on all ranks alike), or hardware that is not known.
     """
-    hardware = hardware_of(torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
-    topology = find_topology(None, section.ranks_per_node, hardware.nvlink is not None)
-    return topology, gather(hardware)[0]
+    own = hardware_of(torch.cuda.get_device_name(device) if device.type == "cuda" else device.type)
+    topology = find_topology(None, section.ranks_per_node, own.nvlink is not None)
+    named = section.hardware
+    return topology, from_rank_0(lambda: own if named is None else find_hardware(named))
 
 
 def ranks_of(group: dist.ProcessGroup | None) -> list[int]:

@@ -1,0 +1,276 @@
+"""What each transport sends over the slow links between nodes, and how long that takes.
+
+    python -m benchmarks.nodes --nodes 2 --ranks 4 --out nodes_2x2.json      # root, Linux: a cluster on this machine
+    torchrun --nnodes 2 --nproc-per-node 4 ... -m benchmarks.nodes           # on a real one
+
+Tokens choose experts as a trained model did (`--trace`, a layer of it): half of the trace's sequences are used to place
+experts, the others are timed. Contenders are all transports that can be used here, with experts in order, and
+`hierarchical` with experts placed for it. Each is first checked against `gather` in float64; then they take turns. A
+ride is a plan, a dispatch, a combine, and the two of the backward, without experts: what comes is sent back.
+
+    ms          forward and backward, slowest rank, median
+    predicted   the same by the cost model, with rates of links that are measured here, before (`alpha + bytes / beta`)
+    counted     bytes between nodes that the transports count; must equal what they say they send, to the byte
+    cable       bytes that the nodes' interfaces counted while rows travelled, headers and acknowledgements included
+    rows        dispatched between nodes, for each token
+
+For `hierarchical` the rows must equal the (token, node) pairs of the routing: one for each other node where a token has
+an expert.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from carpool.bench.hardware.links import measure_links
+from carpool.bench.hardware.measure import measured_links
+from carpool.bench.script import join_group, make_parser, write_results
+from carpool.bench.transport.rides import Case, check, forward_and_backward, oracle, rows_of
+from carpool.bench.transport.settings import Shape
+from carpool.layout import ExpertLayout
+from carpool.layout.topology import Topology
+from carpool.observe.traffic import Traffic
+from carpool.placement.solvers import solve
+from carpool.placement.trace import Trace
+from carpool.planner.cost import CostModel
+from carpool.planner.hardware import Hardware, hardware_of
+from carpool.routing import Routing
+from carpool.transport import (
+    TRANSPORTS,
+    TransportOptions,
+    check_transport,
+    make_transport,
+    set_topology,
+    topology_of,
+)
+from tools.cluster import DEVICE, Cluster, why_not
+
+TRACE = Path(__file__).parents[1] / "docs" / "traces" / "e64-1435.npz"
+PLACED = "hierarchical"
+
+
+def interface_bytes() -> int | None:
+    """Bytes that this node has sent over its network interface; None where it is not a cluster's of `tools.cluster`."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == DEVICE:
+            return int(counts.split()[8])
+    return None
+
+
+class Contest:
+    """All contenders for tokens of H elements. Every rank makes and calls it alike."""
+
+    def __init__(self, args: Any, device: torch.device, hidden: int) -> None:
+        self.args, self.device, self.hidden = args, device, hidden
+        group = dist.group.WORLD
+        assert group is not None
+        self.group, self.rank, self.num_ranks = group, dist.get_rank(), dist.get_world_size()
+        self.topology = topology_of(group)
+        solved, timed = Trace.load(args.trace).split(2)
+        self.solved, trace = solved.layer(args.layer), timed.layer(args.layer)
+        source_T = trace.source_T(self.num_ranks)
+        self.parts = [trace.subset(np.flatnonzero(source_T == rank)[: args.tokens]) for rank in range(self.num_ranks)]
+        self.shape = Shape(args.tokens, hidden, trace.num_experts, trace.top_k)
+
+    def layouts(self) -> list[tuple[str, str, ExpertLayout]]:
+        """(label, transport, layout) of each contender."""
+        in_order = ExpertLayout.contiguous(self.shape.experts, self.num_ranks)
+        found = []
+        for name in TRANSPORTS:
+            try:
+                check_transport(name, self.group)
+            except ValueError as error:
+                if self.rank == 0:
+                    print(f"not {name}: {error}", flush=True)
+                continue
+            found.append((name, name, in_order))
+        cost = CostModel(hidden=self.hidden, transport=PLACED)
+        if any(name == PLACED for name, _, _ in found):
+            found.append((f"{PLACED}, placed", PLACED, solve("search", self.solved, self.topology, cost=cost)))
+        return found
+
+    def case(self, layout: ExpertLayout) -> Case:
+        routings = [
+            Routing(torch.from_numpy(part.expert_TK.astype(np.int32)), torch.full(part.expert_TK.shape, 0.125))
+            for part in self.parts
+        ]
+        dtype = getattr(torch, self.args.dtype)
+        return Case.make(self.shape, layout, routings, self.rank, dtype, self.device, self.args.seed)
+
+    def run(self, hardware: Hardware) -> list[dict[str, Any]]:
+        """A row for each contender, in rank 0 and in all others."""
+        riders: dict[str, tuple[str, Case, Any]] = {}
+        for label, name, layout in self.layouts():
+            case = self.case(layout)
+            if name != "gather":
+                transport = make_transport(name, self.group, layout.slots_per_rank, TransportOptions(self.args.tokens))
+                traffic = Traffic(self.num_ranks, self.rank)
+                answers = forward_and_backward(transport, case, self.rank, traffic, backward=True)
+                want = oracle(case, self.group, self.rank)
+                check(label, answers, want, case, self.group, case.x_TH.dtype)
+            else:
+                transport = make_transport(name, self.group, layout.slots_per_rank)
+            riders[label] = (name, case, transport)
+        times: dict[str, list[float]] = {label: [] for label in riders}
+        cable: dict[str, list[int]] = {label: [] for label in riders}
+        traffics = {label: Traffic(self.num_ranks, self.rank) for label in riders}
+        for number in range(self.args.repetitions + 1):
+            for label, (_, case, transport) in riders.items():
+                traffics[label].reset()
+                before = self._sent()
+                seconds = self._ride(transport, case, traffics[label])
+                dist.barrier()
+                if number:  # the first makes connections
+                    times[label].append(seconds)
+                    cable[label].append(self._sent() - before)
+        return [
+            self._row(label, *riders[label][:2], traffics[label], times[label], cable[label], hardware)
+            for label in riders
+        ]
+
+    def _ride(self, transport: Any, case: Case, traffic: Traffic) -> float:
+        """Seconds of a forward and backward of rows, of the slowest rank."""
+        dist.barrier()
+        self._wait()
+        began = time.perf_counter()
+        route = transport.plan(case.slot_TK, case.weight_TK, traffic)
+        arrivals = transport.dispatch(case.x_TH, route).wait()
+        back = rows_of(arrivals, case.x_TH.dtype)
+        transport.combine(route, route.new_partial(self.hidden, back.dtype, self.device).copy_(back)).wait()
+        gradients = transport.dispatch_gradients(case.dy_TH, route).wait().widened(case.dy_TH.dtype)
+        dx_RH = route.new_partial(self.hidden, back.dtype, self.device).copy_(gradients.contiguous(route.num_rows))
+        transport.combine_gradients(route, dx_RH, arrivals.weight_RJ).wait()
+        self._wait()
+        seconds = torch.tensor(time.perf_counter() - began, dtype=torch.float64, device=self.device)
+        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+        return float(seconds)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def _sent(self) -> int:
+        """Bytes that all nodes have sent."""
+        first = self.rank == self.topology.ranks_of(self.topology.node_of[self.rank])[0]
+        sent = torch.tensor(float((interface_bytes() or 0) * first), dtype=torch.float64, device=self.device)
+        dist.all_reduce(sent)
+        return int(sent)
+
+    def _row(
+        self, label: str, name: str, case: Case, traffic: Traffic, times: list[float], cable: list[int],
+        hardware: Hardware,
+    ) -> dict[str, Any]:  # fmt: skip
+        topology, cls = self.topology, TRANSPORTS[name]
+        rank_of_E = np.array([home for home, _ in case.layout.home_of])
+        rank_TK = [rank_of_E[part.expert_TK] for part in self.parts]
+        size = case.x_TH.element_size()
+        volume = cls.volume(rank_TK, topology, self.shape.top_k, self.hidden, size)
+        between_WW = np.not_equal.outer(topology.node_of, topology.node_of)
+        said = {verb: int(bytes_WW[between_WW].sum()) for verb, bytes_WW in volume.bytes_WW.items()}
+        mine = {verb: sum(np.array(traffic.bytes[verb])[between_WW[self.rank]]) for verb in said}
+        gathered: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(gathered, {verb: int(value) for verb, value in mine.items()})
+        counted = {verb: sum(one[verb] for one in gathered) for verb in said}
+        if counted != said:
+            raise RuntimeError(f"{label}: {counted} bytes were counted between nodes, but {said} are what it sends")
+        rows = int(volume.rows_WW[between_WW].sum())
+        pairs = token_nodes(rank_TK, topology)
+        if name == PLACED and rows != pairs:
+            raise RuntimeError(f"{label}: {rows} rows between nodes, but {pairs} (token, node) pairs")
+        cost = CostModel(hidden=self.hidden, element_size=size, hardware=hardware, transport=name)
+        predicted = cost.volume_seconds(volume, topology)
+        return {
+            "contender": label,
+            "hidden": self.hidden,
+            "ms": round(1e3 * statistics.median(times), 2),
+            "spread_ms": [round(1e3 * min(times), 2), round(1e3 * max(times), 2)],
+            "predicted_ms": round(1e3 * sum(predicted.values()), 2),
+            "counted_bytes": sum(counted.values()),
+            "cable_bytes": int(statistics.median(cable)),
+            "rows_between_nodes": rows,
+            "token_node_pairs": pairs,
+            "tokens": sum(len(one) for one in rank_TK),
+        }
+
+
+def token_nodes(rank_TK: list[Any], topology: Topology) -> int:
+    """For all tokens, the other nodes where they have an expert: the least that can cross, one row each."""
+    node_W, found = np.array(topology.node_of), 0
+    for rank, ranks in enumerate(rank_TK):
+        nodes = node_W[ranks]
+        others = set(range(topology.num_nodes)) - {int(node_W[rank])}
+        found += sum(int(np.any(nodes == node, axis=1).sum()) for node in others)
+    return found
+
+
+def measure(args: Any) -> None:
+    """One rank's part."""
+    device = join_group()
+    torch.set_num_threads(1)
+    topology = topology_of(dist.group.WORLD)
+    set_topology(dist.group.WORLD, topology)
+    found = []
+    fits, shared = measure_links(topology, device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    rates: list[Any] = [replace(hardware_of(name), **measured_links(fits), shared_network=shared)]
+    dist.broadcast_object_list(rates)
+    for hidden in args.hidden:
+        found += Contest(args, device, hidden).run(rates[0])
+    if dist.get_rank() == 0:
+        show(found, topology)
+    links = [one.to_dict() for one in fits]
+    write_results(args, device, topology=topology.to_dict(), hardware=rates[0].to_dict(), links=links, rows=found)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def show(rows: list[dict[str, Any]], topology: Topology) -> None:
+    print(f"{topology.num_ranks} ranks on {topology.num_nodes} nodes (by {topology.source})")
+    print(f"{'contender':<24}{'H':>6}{'ms':>10}{'predicted':>11}{'counted MB':>12}{'cable MB':>10}{'rows':>7}")
+    for row in rows:
+        print(
+            f"{row['contender']:<24}{row['hidden']:>6}{row['ms']:>10.1f}{row['predicted_ms']:>11.1f}"
+            f"{row['counted_bytes'] / 1e6:>12.2f}{row['cable_bytes'] / 1e6:>10.2f}"
+            f"{row['rows_between_nodes'] / row['tokens']:>7.3f}",
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--nodes", type=int, default=2, help="of the cluster that is made on this machine")
+    parser.add_argument("--ranks", type=int, default=4, help="of all its nodes")
+    parser.add_argument("--rate", default="1gbit", help="of each node's cable, in the words of tc")
+    parser.add_argument("--trace", type=Path, default=TRACE)
+    parser.add_argument("--layer", type=int, default=4, help="of the trace")
+    parser.add_argument("--tokens", type=int, default=512, help="per rank")
+    parser.add_argument("--hidden", type=int, nargs="+", default=[512])
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    if "RANK" in os.environ:
+        measure(args)
+        return
+    if reason := why_not():
+        parser.error(f"no cluster here: {reason}; start it with torchrun on a real one")
+    with Cluster(args.nodes, args.rate) as cluster:
+        path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
+        program = ["-m", "benchmarks.nodes", *sys.argv[1:]]
+        codes = [agent.wait() for agent in cluster.torchrun(program, args.ranks, env={"PYTHONPATH": path})]
+    sys.exit(max(codes))
+
+
+if __name__ == "__main__":
+    main()

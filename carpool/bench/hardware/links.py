@@ -1,0 +1,162 @@
+"""Links between ranks: an all-to-all of growing size over each class of link, all ranks at once.
+
+    nvlink or node    the ranks of each node among themselves, all nodes at once
+    network           every rank to all ranks of other nodes, all at once
+    network, alone    the first rank of every second node sends to the first of the next, while all others wait
+
+What a rank sends while all do is what a ride lets it send, so its rate is that of a ride. If a rank alone sends much
+faster, the ranks of a node share a port (`Hardware.shared_network`). It sends one way, because one connection of gloo
+reaches half of a link when it works both ways.
+
+A slow cable shows where each node sends to the next one and receives from the one before, all at once: both of its
+neighbours see it, and say so (`slow_nodes`).
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from carpool.bench.hardware.fit import Fit, fit
+from carpool.layout.topology import Topology
+from carpool.transport.nodes import hops_of, set_topology
+
+SIZES = (2**12, *(2**power for power in range(16, 28, 2)))  # that a rank sends: 4 KiB, and 64 KiB to 64 MiB
+# No size above one that took so long, and so long for the repetitions of one size.
+LONGEST, EACH = 0.4, 0.4
+# How much faster a rank must be alone, to have shared a port.
+SHARED = 1.5
+# A node this much slower than the median of all is named.
+SLOW = 0.5
+_RING_BYTES = 4 * 2**20
+
+
+def measure_links(topology: Topology, device: torch.device) -> tuple[list[Fit], bool]:
+    """(fits, whether the ranks of a node share a port). All ranks of the run together.
+
+    Raises:
+        ValueError: nodes with unequal numbers of ranks."""
+    group = dist.group.WORLD
+    if topology.num_ranks == 1 or group is None:
+        return [], False
+    set_topology(group, topology)
+    hops = hops_of(group)
+    fits = []
+    if len(hops.node_ranks) > 1:
+        inside = "nvlink" if "nvlink" in topology.pairs else "node"
+        fits.append(_measure(inside, hops.node, len(hops.node_ranks) * [1], device))
+    if topology.num_nodes == 1:
+        return fits, False
+    mine = topology.node_of[dist.get_rank()]
+    together = _measure("network", group, [int(node != mine) for node in topology.node_of], device)
+    fits.append(together)
+    if len(hops.node_ranks) == 1:
+        return fits, False
+    alone = _measure_alone(_firsts(topology), device)
+    fits.append(alone)
+    return fits, alone.rate.bytes_per_second > SHARED * together.rate.bytes_per_second
+
+
+def _firsts(topology: Topology) -> list[int]:
+    """The first rank of each node."""
+    return [topology.ranks_of(node)[0] for node in range(topology.num_nodes)]
+
+
+def _measure(name: str, group: dist.ProcessGroup | None, share_W: Sequence[int], device: torch.device) -> Fit:
+    """An all-to-all within each rank's `group`, equally much to all that have a share of 1."""
+    own = dist.get_rank(group)
+    peers = sum(share_W) - share_W[own]
+
+    def exchange(size: int) -> Callable[[], object]:
+        splits = [share * (size // peers) for share in share_W]
+        sent = torch.zeros(sum(splits), dtype=torch.uint8, device=device)
+        received = torch.empty_like(sent)
+        return lambda: dist.all_to_all_single(received, sent, splits, splits, group=group)
+
+    return _fit(name, exchange, device)
+
+
+def _measure_alone(firsts: Sequence[int], device: torch.device) -> Fit:
+    """From each second of these ranks to the next one."""
+    rank = dist.get_rank()
+    place = firsts.index(rank) if rank in firsts else -1
+
+    def send(size: int) -> Callable[[], object]:
+        rows = torch.zeros(size, dtype=torch.uint8, device=device)
+        if place >= 0 and place % 2 == 0 and place + 1 < len(firsts):
+            return lambda: dist.send(rows, firsts[place + 1])
+        if place > 0 and place % 2 == 1:
+            return lambda: dist.recv(rows, firsts[place - 1])
+        return lambda: None
+
+    return _fit("network, alone", send, device)
+
+
+def _fit(name: str, make: Callable[[int], Callable[[], object]], device: torch.device) -> Fit:
+    """The line through times of what `make` makes of each size."""
+    points = []
+    for size in SIZES:
+        points.append((size, timed(make(size), device)))
+        if points[-1][1] > LONGEST:
+            break
+    return fit(name, points)
+
+
+def timed(once: Callable[[], object], device: torch.device) -> float:
+    """Median seconds of what all ranks do at the same time, on the slowest rank. Collective."""
+    once()  # connections are made, memory is touched
+    found: list[float] = []
+    while len(found) < 3 or (len(found) < 25 and sum(found) < EACH):
+        if dist.get_world_size() > 1:
+            dist.barrier()
+        _wait(device)
+        began = time.perf_counter()
+        once()
+        _wait(device)
+        seconds = torch.tensor(time.perf_counter() - began, dtype=torch.float64, device=device)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)  # and so all repeat equally often
+        found.append(float(seconds))
+    return statistics.median(found)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure_ring(topology: Topology, device: torch.device) -> list[float]:
+    """Bytes per second from each node to the next. All ranks together; the first of each node takes part."""
+    firsts, rank, nodes = _firsts(topology), dist.get_rank(), topology.num_nodes
+    sent = torch.zeros(_RING_BYTES, dtype=torch.uint8, device=device)
+    received = torch.empty_like(sent)
+    seconds_N = torch.zeros(nodes, dtype=torch.float64, device=device)
+    for _ in range(2):  # the first time makes connections
+        dist.barrier()
+        if rank in firsts:
+            node = firsts.index(rank)
+            began = time.perf_counter()
+            ops = [
+                dist.P2POp(dist.isend, sent, firsts[(node + 1) % nodes]),
+                dist.P2POp(dist.irecv, received, firsts[node - 1]),
+            ]
+            for work in dist.batch_isend_irecv(ops):
+                work.wait()
+            _wait(device)
+            seconds_N.zero_()[node - 1] = time.perf_counter() - began
+    dist.all_reduce(seconds_N)
+    return [_RING_BYTES / seconds for seconds in seconds_N.tolist()]
+
+
+def slow_nodes(rate_N: Sequence[float]) -> list[int]:
+    """The nodes whose cable is slow, by the rates from each node to the next: what they send and what they receive is.
+    It takes three nodes to tell."""
+    if len(rate_N) < 3:
+        return []
+    median = statistics.median_high(rate_N)
+    slow = [rate < SLOW * median for rate in rate_N]
+    return [node for node in range(len(rate_N)) if slow[node] and slow[node - 1]]
