@@ -20,7 +20,7 @@ def merge(
 ) -> None:
     """Merge a run's adapter into its model, and write that as a model folder with the model's own names and dtypes.
 
-    One process does it, in host memory that holds the whole model.
+    One process does it, and holds no more than one layer's experts in memory.
     """
     with errors(debug):
         require((*TRAIN_PACKAGES, "peft"))

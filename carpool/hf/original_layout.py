@@ -8,22 +8,26 @@ memory. But each change is of few tensors, and they can be found beforehand, wit
     model.norm.weight                          model.norm.weight
     model.layers.0.mlp.experts.gate_up_proj    model.layers.0.mlp.experts.0.gate_proj.weight, ... (256 of them)
 
-So an export needs memory for the largest group. A group whose tensors lie in two files is read twice.
+So an export needs memory for the largest group. A group whose tensors lie in two files is read twice. `OriginalWeights`
+goes the other way: tensors as the model has them, of the files, one group at a time.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
     apply_converters,
+    dot_natural_key,
     rename_source_key,
     revert_weight_conversion,
 )
@@ -54,6 +58,7 @@ class OriginalLayout:
         files: names, dtypes and shapes of what each file holds.
         tensors: names in the model, dtypes and shapes.
         left_out: names in `source` that the model does not have.
+        groups: which tensors are converted together.
         architecture, dtype: the model's class, and what most bytes are of, as a config.json has them.
     """
 
@@ -75,12 +80,12 @@ class OriginalLayout:
             # As `from_pretrained` does it: the conversions that the names in the files call for.
             model._weight_conversions = _conversions(model, source)
         ignored = model._keys_to_ignore_on_save or ()
-        self._groups = [
+        self.groups = [
             _group(model, inputs, tensors) for inputs in _inputs(model, [n for n in tensors if n not in ignored])
         ]
         entries = {
             name: Entry(source[name].dtype, entry.shape) if name in source else entry
-            for group in self._groups
+            for group in self.groups
             for name, entry in group.outputs.items()
         }
         self.architecture = type(model).__name__
@@ -127,16 +132,75 @@ class OriginalLayout:
     def _values(
         self, entries: Mapping[str, Entry], read: Callable[[str], torch.Tensor]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        for group in self._groups:
+        for group in self.groups:
             if wanted := [name for name in group.outputs if name in entries]:
                 values = revert_weight_conversion(self._model, {name: read(name) for name in group.inputs})
                 yield from ((name, values.pop(name)) for name in wanted)
 
 
+class OriginalWeights:
+    """The tensors of a model, read from files that have their original layout. Those of the latest group are held.
+
+    Args:
+        model: on the meta device.
+        folder: with the files.
+        stored: what is in them.
+        layout: of the same model and files.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, folder: Path, stored: Mapping[str, Stored], layout: OriginalLayout
+    ) -> None:
+        self._model, self._folder, self._stored = model, folder, stored
+        self._groups = {name: group for group in layout.groups for name in group.inputs}
+        self._expected = model.state_dict()
+        self._latest: dict[str, torch.Tensor] = {}
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor by its name in the model. Whoever reads it may change it, and reads it once.
+
+        Raises:
+            ValueError: the files lack what it is made of."""
+        if name not in self._latest:
+            self._latest = {}
+            self._latest = self._convert(self._groups[name])
+        return self._latest.pop(name)
+
+    def _convert(self, group: Group) -> dict[str, torch.Tensor]:
+        """What `from_pretrained` makes of a group's tensors in the files."""
+        if missing := sorted(group.outputs.keys() - self._stored.keys()):
+            raise ValueError(f"{self._folder} lacks {missing[0]}, of which {group.inputs[0]} is made")
+        renamings, converters = _split(get_model_conversion_mapping(self._model))
+        patterns = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+        made: dict[str, Any] = {}
+        # Opened once: each opening maps the whole file.
+        files = {self._stored[name].file: None for name in group.outputs}
+        opened = {file: safe_open(self._folder / file, framework="pt") for file in files}
+        for name in sorted(group.outputs, key=dot_natural_key):
+            tensor = opened[self._stored[name].file].get_tensor(name)
+            target, pattern = rename_source_key(
+                name, renamings, converters, self._model.base_model_prefix, self._expected
+            )
+            if pattern is None:
+                made[target], pattern = WeightRenaming(name, target), name
+            else:
+                made.setdefault(target, copy.deepcopy(patterns[pattern]))
+            made[target].add_tensor(target, name, pattern, tensor)
+        found: dict[str, torch.Tensor] = {}
+        for target, conversion in made.items():
+            for key, value in conversion.convert(target, model=self._model, config=self._model.config).items():
+                found[key] = value[0] if isinstance(value, list) else value
+        return found
+
+
+def _split(mapping: list[Any]) -> tuple[list[WeightRenaming], list[WeightConverter]]:
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    return renamings, [one for one in mapping if isinstance(one, WeightConverter)]
+
+
 def _conversions(model: PreTrainedModel, names: Mapping[str, Any]) -> list[Any]:
     mapping = get_model_conversion_mapping(model)
-    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
-    converters = [one for one in mapping if isinstance(one, WeightConverter)]
+    renamings, converters = _split(mapping)
     expected = model.state_dict()
     for name in names:
         rename_source_key(name, renamings, converters, model.base_model_prefix, expected)
