@@ -35,6 +35,7 @@ from carpool.transport import (
     Arrivals,
     BufferOverflowError,
     Codecs,
+    HierarchicalOptions,
     NVLinkOptions,
     RankMissingError,
     TransportOptions,
@@ -184,6 +185,90 @@ def test_hierarchical_sends_a_token_once_to_each_other_node(ep: int, nodes: int)
         far_WW = np.not_equal.outer(topology.node_of, topology.node_of)
         assert 0 < volume.rows_WW[far_WW].sum() < flat.rows_WW[far_WW].sum()
         assert volume.bytes_WW["plan"][far_WW].sum() == ep * (nodes - 1) * 16
+
+
+FIXED_CASES = [((7, 5, 11, 3), 4, 0.0, 11, 0), ((1, 0, 0, 6), 8, 0.3, 9, 3), ((0, 0, 0, 0), 2, 0.0, 1, 0)]
+
+
+def count_fixed() -> list[dict[str, Any]]:
+    """Forward and backward over two hops of which the first has a fixed size; what was counted, and why."""
+    grid, counted = mesh((WORLD_SIZE,), ("ep",)), []
+    for seed, (sizes, top_k, holes, most, chunks) in enumerate(FIXED_CASES):
+        options = HierarchicalOptions(most, first_hop="fixed")
+        schedule = Schedule("chunks", chunks) if chunks else Schedule()
+        moe = carpool.MoE(
+            H, F, EXPERTS, top_k, ep_mesh=grid["ep"], transport="hierarchical", transport_options=options, schedule=schedule
+        )
+        expert_TK = draw_routings(sizes, top_k, holes, seed)[dist.get_rank()]
+        x = torch.randn(len(expert_TK), H, requires_grad=True)
+        moe(x, routing=Routing(expert_TK, torch.ones(expert_TK.shape))).square().sum().backward()
+        counted.append({**moe.core.stats.traffic.bytes, "why": moe.core.why})
+    return counted
+
+
+def test_a_first_hop_of_fixed_size_sends_what_it_says(ranks: Ranks) -> None:
+    counted = ranks(count_fixed)
+    for number, (sizes, top_k, holes, most, chunks) in enumerate(FIXED_CASES):
+        routings = draw_routings(sizes, top_k, holes, number)
+        # Pieces are as large as those of the largest rank.
+        options = HierarchicalOptions(-(-most // max(1, chunks)) * max(1, chunks), "fixed", "dedup")
+        volume = predict(
+            "hierarchical", routings, ExpertLayout.contiguous(EXPERTS, 4), hidden=H, element_size=4, options=options,
+            topology=nodes_of(4),
+        )  # fmt: skip
+        for verb in VERBS[1:]:
+            np.testing.assert_array_equal([c[number][verb] for c in counted], volume.bytes_WW[verb], err_msg=verb)
+        far_WW = ~np.equal.outer(nodes_of(4).node_of, nodes_of(4).node_of)
+        assert volume.bytes_WW["plan"][far_WW].sum() == 0
+        np.testing.assert_array_equal(
+            [c[number]["plan"] for c in counted], volume.bytes_WW["plan"] * max(1, chunks), err_msg="plan"
+        )
+        assert "inside nodes dedup, not nvlink: " in counted[0][number]["why"]
+
+
+def settle(nodes: int) -> list[str]:
+    group = dist.new_group(list(range(WORLD_SIZE)))
+    set_topology(group, Topology.even(WORLD_SIZE, nodes))
+    notes = []
+    for options, top_k in [
+        (HierarchicalOptions(9), 8),
+        (HierarchicalOptions(9), 1),
+        (HierarchicalOptions(9, node_rows=0.8), 8),
+        (HierarchicalOptions(), 8),
+        (HierarchicalOptions(9, first_hop="counted"), 8),
+    ]:
+        settled, note = options.settled(group, top_k)
+        assert settled.inside == "dedup" and settled.settled(group, top_k) == (settled, "")
+        notes.append(f"{settled.first_hop}: {note}")
+    return notes
+
+
+def test_rows_between_nodes_are_counted_where_many_would_be_empty(ranks: Ranks) -> None:
+    many, few, measured, unsaid, asked = ranks(settle, 2)[0]
+    assert many.startswith("fixed: ") and "of 1 rows to other nodes a token needs 0.996" in many
+    assert few.startswith("counted: ") and "needs 0.5, as are expected of uniform choices" in few
+    assert measured.startswith("counted: ") and "needs 0.8, as were measured" in measured
+    assert unsaid.startswith("counted: ") and "max_tokens" in unsaid
+    assert asked.startswith("counted: inside nodes dedup, not nvlink") and "between" not in asked
+    assert ranks(settle, 4)[0][0].startswith("fixed: ")  # 10 % are empty
+    with pytest.raises(ValueError, match="first_hop='fixed' needs max_tokens"):
+        HierarchicalOptions(first_hop="fixed")
+    with pytest.raises(ValueError, match="inside='rail' is not known"):
+        HierarchicalOptions(inside="rail")  # type: ignore[arg-type]
+
+
+def too_many() -> str:
+    group = mesh((WORLD_SIZE,), ("ep",)).get_group()
+    transport = make_transport("hierarchical", group, 1, HierarchicalOptions(2, first_hop="fixed", inside="dedup"))
+    try:
+        transport.plan(torch.zeros(3, 1, dtype=torch.int32), torch.ones(3, 1), Traffic(WORLD_SIZE, dist.get_rank()))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_more_tokens_than_were_said_are_refused(ranks: Ranks) -> None:
+    assert all("3 tokens on this rank, but at most max_tokens=2 were said" in told for told in ranks(too_many))
 
 
 def refusals() -> list[str]:

@@ -227,6 +227,9 @@ class LayerCore:
         own = self.function is None
         name, self.why = resolve_transport(self.requested, self.group, top_k, hidden, self.options, own_forward=own)
         options = find_transport(name).own_options(self.options)
+        if options is not None:
+            options, note = options.settled(self.group, top_k, own)
+            self.why += f"; {note}" if note else ""
         if options is not None and not own:
             options = options.under(self.schedule, self.policies.rows == "resend")
         # Its buffers serve training too, even if the first forward is in inference mode.

@@ -26,7 +26,7 @@ class Traffic:
 
     def __init__(self, num_ranks: int, rank: int) -> None:
         self.num_ranks, self.rank = num_ranks, rank
-        self._tallies: dict[tuple[str, int, int], torch.Tensor] = {}
+        self._tallies: dict[tuple[str, int, int, tuple[int, ...] | None], torch.Tensor] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -58,23 +58,38 @@ class Traffic:
         """This rank's tokens have `choices_W[r]` choices on rank r, each of which would have been a row."""
         self._baseline[verb] += (sum(choices_W) - choices_W[self.rank]) * row_bytes
 
-    def tally(self, verb: str, row_bytes: int, baseline_bytes: int, device: torch.device) -> torch.Tensor:
+    def tally(
+        self, verb: str, row_bytes: int, baseline_bytes: int, device: torch.device, ranks: tuple[int, ...] | None = None
+    ) -> torch.Tensor:
         """Where kernels count what the host does not know: (2, W) int64 on the device, rows of `row_bytes` bytes to
         each rank, and choices of this rank's tokens on each rank (a row of `baseline_bytes` each). Kernels add to it;
-        it is read when somebody asks, and the same tensor each time, so that a CUDA graph may hold it."""
-        key = (verb, row_bytes, baseline_bytes)
+        it is read when somebody asks, and the same tensor each time, so that a CUDA graph may hold it. Rows of 0 bytes
+        are none.
+
+        Args:
+            ranks: those that a column each is of; None: all."""
+        key = (verb, row_bytes, baseline_bytes, ranks)
         if key not in self._tallies:
-            self._tallies[key] = torch.zeros(2, self.num_ranks, dtype=torch.int64, device=device)
+            number = self.num_ranks if ranks is None else len(ranks)
+            self._tallies[key] = torch.zeros(2, number, dtype=torch.int64, device=device)
         return self._tallies[key]
 
     def _read(self) -> Traffic:
         """Move what the kernels counted into the host's counters. Waits for the device."""
-        for (verb, row_bytes, baseline_bytes), tally in self._tallies.items():
-            rows, choices = tally.tolist()
+        for key, tally in self._tallies.items():
+            verb, row_bytes, baseline_bytes, _ = key
+            rows, choices = self._by_rank(key[3], tally).tolist()
             self.add(verb, rows, row_bytes)
             self.add_baseline(verb, choices, baseline_bytes)
             tally.zero_()
         return self
+
+    def _by_rank(self, ranks: tuple[int, ...] | None, tally: torch.Tensor) -> torch.Tensor:
+        """(2, W) of a tally."""
+        if ranks is None:
+            return tally
+        column = to_device(ranks, tally.device).long()
+        return tally.new_zeros(2, self.num_ranks).index_copy_(1, column, tally)
 
     @staticmethod
     def totals(layers: Sequence[Traffic], device: torch.device) -> torch.Tensor:
@@ -96,10 +111,11 @@ class Traffic:
             return total
         about = [
             (layer, rank, verb == "dispatch", verb == "plan", row_bytes, baseline_bytes)
-            for layer, rank, (verb, row_bytes, baseline_bytes) in places
+            for layer, rank, (verb, row_bytes, baseline_bytes, _) in places
         ]
         layer_N, rank_N, dispatch_N, plan_N, row_N, baseline_N = to_device(about, device).unbind(1)
-        counted_N2W = torch.stack([layers[number]._tallies[key] for number, _, key in places]).double()
+        tallies = [layers[number]._by_rank(key[3], layers[number]._tallies[key]) for number, _, key in places]
+        counted_N2W = torch.stack(tallies).double()
         own_N2 = counted_N2W.gather(2, rank_N.long().view(-1, 1, 1).expand(-1, 2, 1)).squeeze(2)
         rows_N, choices_N = (counted_N2W.sum(2) - own_N2).unbind(1)
         rest = [rows_N * dispatch_N, rows_N * row_N, choices_N * baseline_N + rows_N * row_N * plan_N]

@@ -6,6 +6,8 @@ E: experts, C: combine; a transport that works on a stream of its own runs D and
     r = 1   D0                 E0                 C0                          the plain ride: carpool/ride/plain.py
     r = 3   D0   D1            E0   C0   D2       E1   C1            E2   C2
 
+Rows that take two hops have one more chunk under way, so that both links are busy (`carpool.transport.multi_hop`).
+
 The backward runs the same from the last chunk to the first, because what layers keep in an arena is released from the
 top: dispatch of the gradients, the experts' backward, combine of the rows' gradients. In each chunk the up projection's
 weight gradient is computed after the combine has been launched, and hides it.
@@ -98,10 +100,10 @@ class ChunkedOrder:
         return started
 
     def _dispatch(self, started: Started, piece: int, transport: Transport) -> None:
-        """Launch the dispatch of a piece's chunk, and of the chunk that is to travel beside its experts."""
+        """Launch the dispatch of a piece's chunk, and of those that are to travel beside its experts."""
         begin = piece - piece % self.together[0]
         # From this piece on: those before it in its chunk have arrived.
-        for other in range(piece, min(begin + 2 * self.together[0], self.pieces)):
+        for other in range(piece, min(begin + (1 + transport.num_hops) * self.together[0], self.pieces)):
             if other not in started.coming:
                 with started.span.named("dispatch", other):
                     started.coming[other] = transport.dispatch(started.x_C[other], started.routes[other])
@@ -153,8 +155,9 @@ class ChunkedOrder:
         for piece in reversed(range(self.pieces)):
             route, x, saved = kept[piece]
             with span("dispatch", piece):
-                # What is left of this chunk, and the next one.
-                for other in range(piece, max(piece - piece % together - together, 0) - 1, -1):
+                # What is left of this chunk, and the next one; with several hops, as many more.
+                last = max(piece - piece % together - transport.num_hops * together, 0)
+                for other in range(piece, last - 1, -1):
                     if other not in coming:
                         with span.named("dispatch", other):
                             coming[other] = start_backward(kept[other], dy_C[other], setup)

@@ -33,6 +33,7 @@ from carpool.train.config import load_config
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import load_tokenizer
 from carpool.train.run.model import model_source, top_k_of
+from carpool.transport import HierarchicalOptions
 
 
 @dataclass(frozen=True)
@@ -173,7 +174,8 @@ def spread_model(
         model.to(device)  # type: ignore[arg-type]
     if ranks > 1:
         replicate_dense(model, bfloat16=False)
-    set_transport(model, "auto", max_tokens=max_tokens)
+    # Of a prompt's tokens a step of decoding has few: rows of a fixed size would be empty.
+    set_transport(model, "auto", max_tokens=max_tokens, options=HierarchicalOptions(first_hop="counted"))
     top_k, hidden = top_k_of(model), model.config.get_text_config(decoder=True).hidden_size
     for own in rides(model).values():
         # Now, and not in the first forward: whether decode steps can be graphs depends on what it becomes.

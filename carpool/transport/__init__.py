@@ -35,6 +35,7 @@ from carpool.transport.codecs import PLAIN, Codecs
 from carpool.transport.dedup import Dedup
 from carpool.transport.gather import Gather
 from carpool.transport.hierarchical import Hierarchical
+from carpool.transport.hierarchical_options import HierarchicalOptions
 from carpool.transport.nodes import known_topology, set_topology, topology_of
 from carpool.transport.nvlink import NVLink, NVLinkOptions
 from carpool.transport.options import TransportOptions
@@ -44,6 +45,7 @@ __all__ = [
     "Arrivals",
     "BufferOverflowError",
     "Codecs",
+    "HierarchicalOptions",
     "NVLinkOptions",
     "Pending",
     "RankMissingError",

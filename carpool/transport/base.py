@@ -21,7 +21,7 @@ save a view of one.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
@@ -130,6 +130,21 @@ class Pending:
         return self.finish()
 
 
+def bytes_of_rides(rows_WW: Counts, row: Mapping[str, int], choices: int) -> dict[str, Counts]:
+    """(W, W) bytes of each verb but the plan, from rank [i] to rank [j].
+
+    Args:
+        rows_WW: rows dispatched.
+        row: bytes of a row, by verb.
+        choices: how many of its token's choices a row may serve."""
+    return {
+        "dispatch": rows_WW * (row["dispatch"] + choices * CHOICE_BYTES),
+        "combine": rows_WW.T * row["combine"],
+        "dispatch_backward": rows_WW.T * (row["dispatch_backward"] + choices * GRADIENT_BYTES),
+        "combine_backward": rows_WW * row["combine_backward"],
+    }
+
+
 class Transport(ABC):
     """One way for rows to travel: what the class says about itself, and the verbs of an instance.
 
@@ -223,13 +238,7 @@ class Transport(ABC):
             transport=cls.name,
             tokens_W=tuple(len(one) for one in rank_TK),
             rows_WW=rows_WW,
-            bytes_WW={
-                "plan": np.full_like(rows_WW, cls.plan_bytes),
-                "dispatch": rows_WW * (row["dispatch"] + choices * CHOICE_BYTES),
-                "combine": rows_WW.T * row["combine"],
-                "dispatch_backward": rows_WW.T * (row["dispatch_backward"] + choices * GRADIENT_BYTES),
-                "combine_backward": rows_WW * row["combine_backward"],
-            },
+            bytes_WW={"plan": np.full_like(rows_WW, cls.plan_bytes), **bytes_of_rides(rows_WW, row, choices)},
         )
 
     @classmethod
@@ -269,6 +278,11 @@ class Transport(ABC):
     def processors(self) -> int:
         """Multiprocessors that its verbs take while a computation runs beside them; 0: none, or nothing does."""
         return 0
+
+    @property
+    def num_hops(self) -> int:
+        """Hops that a row takes one after the other."""
+        return 1
 
     @property
     def arena(self) -> Arena | None:

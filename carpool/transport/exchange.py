@@ -25,7 +25,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,17 @@ NCCL_PROCESSORS = 16
 
 
 Way = Literal["out", "back", "again"]
-Sizes = Sequence[Sequence[int]]
+PieceCounts = Sequence[Sequence[int]]
+
+
+class Sizes(NamedTuple):
+    """Of each piece, rows to and from each rank, choices of this rank's tokens on each rank (empty: only the device
+    knows), and the (row, slot) pairs that come."""
+
+    send_CW: PieceCounts
+    receive_CW: PieceCounts
+    chosen_CW: PieceCounts
+    pairs_C: Sequence[int]
 
 
 @dataclass
@@ -96,7 +106,7 @@ class Message:
         first: the number of the first piece.
     """
 
-    def __init__(self, start: Any, send_CW: Sizes, receive_CW: Sizes, first: int = 0) -> None:
+    def __init__(self, start: Any, send_CW: PieceCounts, receive_CW: PieceCounts, first: int = 0) -> None:
         self._start, self._send_CW, self._receive_CW, self._first = start, send_CW, receive_CW, first
         self._given: dict[int, torch.Tensor] = {}
         self._came: dict[int, torch.Tensor] = {}
@@ -126,7 +136,7 @@ class Message:
         return self._came.pop(piece - self._first)
 
 
-def _by_rank(pieces: Sequence[torch.Tensor], sizes_CW: Sizes) -> torch.Tensor:
+def _by_rank(pieces: Sequence[torch.Tensor], sizes_CW: PieceCounts) -> torch.Tensor:
     """Rows of pieces, each sorted by rank: all, sorted by rank, then by piece."""
     if len(pieces) == 1:
         return pieces[0]
@@ -153,7 +163,7 @@ class ExchangeTransport(Transport):
 
     @property
     def processors(self) -> int:
-        return NCCL_PROCESSORS if self.num_ranks > 1 and dist.get_backend(self.group) == "nccl" else 0
+        return NCCL_PROCESSORS if self.group is not None and dist.get_backend(self.group) == "nccl" else 0
 
     @abstractmethod
     def count_rows(self, here_WTK: torch.Tensor) -> torch.Tensor:
@@ -162,6 +172,14 @@ class ExchangeTransport(Transport):
     @abstractmethod
     def list_rows(self, slot_TK: torch.Tensor, here_WTK: torch.Tensor, num_rows: int) -> RowsToSend:
         """Which rows go where; `num_rows` is the sum of what `count_rows` said."""
+
+    def copy_rows(self, x_TH: torch.Tensor, route: ExchangeRoute) -> torch.Tensor:
+        """(N, H) the rows that travel."""
+        return x_TH[route.token_N]
+
+    def sum_rows(self, rows_NH: torch.Tensor, route: ExchangeRoute) -> torch.Tensor:
+        """(T, H) float32, of rows that came back for those that travelled."""
+        return ordered_sum(rows_NH, route.token_N, route.num_tokens)
 
     def plan(self, slot_TK: torch.Tensor, weight_TK: torch.Tensor, traffic: Traffic) -> ExchangeRoute:
         return self.plan_pieces([slot_TK], [weight_TK], traffic)[0]
@@ -189,6 +207,20 @@ class ExchangeTransport(Transport):
             (sizes_NW[first : first + len(counts) : 2], sizes_NW[first + 1 : first + len(counts) : 2])
             for first in (0, len(counts))
         )
+        sizes = Sizes(send_CW, receive_CW, chosen_CW, [sum(pairs_W) for pairs_W in pairs_CW])
+        return self._routes(slot_C, weight_C, here_C, sizes, traffic, together)
+
+    def _routes(
+        self,
+        slot_C: Sequence[torch.Tensor],
+        weight_C: Sequence[torch.Tensor],
+        here_C: Sequence[torch.Tensor],
+        sizes: Sizes,
+        traffic: Traffic,
+        together: tuple[int, int],
+    ) -> list[ExchangeRoute]:
+        """The routes of pieces whose sizes are known. here_C: of each, (W, T, K), whether a choice is on a rank."""
+        send_CW, receive_CW = sizes.send_CW, sizes.receive_CW
         choices, gradients = Message(self._start, send_CW, receive_CW), Message(self._start, receive_CW, send_CW)
         packed_CN2J: list[torch.Tensor] = []
         routes: list[ExchangeRoute] = []
@@ -212,8 +244,8 @@ class ExchangeTransport(Transport):
                 top_k=slot_TK.shape[1],
                 num_rows=sum(receive_CW[number]),
                 choices_per_row=rows.slot_NJ.shape[1],
-                num_pairs=sum(pairs_CW[number]),
-                choices_W=tuple(chosen_CW[number]),
+                num_pairs=sizes.pairs_C[number],
+                choices_W=tuple(sizes.chosen_CW[number]) if sizes.chosen_CW else (),
                 traffic=traffic,
                 token_N=rows.token_N,
                 choice_NJ=rows.choice_NJ,
@@ -271,7 +303,7 @@ class ExchangeTransport(Transport):
     def _combine(self, route: ExchangeRoute, partial_RH: torch.Tensor, choice_bytes: int) -> Pending:
         come = self._exchange(route.rows[route.backward, "back"], route, "back", partial_RH)
         route.count("back", route.receive, partial_RH, choice_bytes, self.codecs)
-        return Pending(lambda: ordered_sum(come(), route.token_N, route.num_tokens))
+        return Pending(lambda: self.sum_rows(come(), route))
 
     def combine_gradients(self, route: ExchangeRoute, dx_RH: torch.Tensor, dweight_RJ: torch.Tensor) -> Pending:
         dx = self._combine(route, dx_RH, GRADIENT_BYTES)
@@ -289,7 +321,7 @@ class ExchangeTransport(Transport):
 
     def _send_rows(self, x_TH: torch.Tensor, route: ExchangeRoute, message: Message, choice_bytes: int) -> Pending:
         """`wait()` gives the `Rows` that come."""
-        come = self._exchange(message, route, "out", x_TH[route.token_N])
+        come = self._exchange(message, route, "out", self.copy_rows(x_TH, route))
         route.count("out", route.send, x_TH, choice_bytes, self.codecs)
         return Pending(lambda: Rows.of(come()))
 

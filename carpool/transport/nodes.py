@@ -66,6 +66,23 @@ def known_topology(group: dist.ProcessGroup) -> Topology | None:
     return _TOPOLOGIES.get(group)
 
 
+def why_not_nodes(group: dist.ProcessGroup | None) -> str | None:
+    """Why the ranks of a group do not lie on several nodes of equally many consecutive ranks; None: they do."""
+    if group is None:
+        return None
+    topology = topology_of(group)
+    if topology.num_nodes == 1:
+        return (
+            f"by {topology.source} all {topology.num_ranks} ranks of the expert-parallel group are on one node, "
+            "and it needs several: raise parallelism.ep_size, or set parallelism.ranks_per_node"
+        )
+    try:
+        topology.even_nodes()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
 def hops_of(group: dist.ProcessGroup | None) -> Hops:
     """The groups of this rank along and inside nodes. The first call is collective over the group.
 

@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING, Any, Self
 from carpool.transport.codecs import PLAIN, Codecs
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from carpool.schedule import Schedule
 
 
@@ -66,6 +68,15 @@ class TransportOptions:
     def lossy_reasons(self) -> list[str]:
         """What these change of the model's function, for logs and reports."""
         return self.codecs.lossy_reasons
+
+    def settled(self, group: dist.ProcessGroup | None, top_k: int, own_forward: bool = False) -> tuple[Self, str]:
+        """These with all that is chosen for the ranks of a group, and what was chosen, for the log. All its ranks
+        together.
+
+        Args:
+            top_k: K.
+            own_forward: experts run a model's own forward."""
+        return self, ""
 
     def under(self, schedule: Schedule, resend: bool = False) -> Self:
         """These, with what a schedule needs. `resend`: rows are sent again in the backward.

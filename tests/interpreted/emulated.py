@@ -6,6 +6,7 @@ the other, so a verb is sent on all ranks before any of them receives.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -77,3 +78,55 @@ def verb(ranks: list[NVLink], call: Callable[[int, NVLink], Any]) -> list[Any]:
     """A verb on all ranks: send everywhere, then receive everywhere."""
     pending = [call(rank, transport) for rank, transport in enumerate(ranks)]
     return [p.wait() for p in pending]
+
+
+class Meeting:
+    """A launch that sends, meets all other threads, and receives; one kernel at a time, as the interpreter wants.
+
+    Args:
+        parties: threads that meet.
+        lock: of the interpreter, where several groups meet.
+    """
+
+    def __init__(self, parties: int, lock: threading.Lock | None = None) -> None:
+        self.lock, self.barrier = lock or threading.Lock(), threading.Barrier(parties, timeout=240)
+
+    def __call__(self, launch: Callable[[bool, bool], None], *tensors: torch.Tensor) -> Callable[[], None]:
+        with self.lock:
+            launch(True, False)
+        self.barrier.wait()
+
+        def receive() -> None:
+            with self.lock:
+                launch(False, True)
+            # Nobody sends the next before all have received this.
+            self.barrier.wait()
+
+        return receive
+
+    def locked(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def alone(*args: Any) -> Any:
+            with self.lock:
+                return call(*args)
+
+        return alone
+
+
+def on_threads(ranks: int, work: Callable[[int], Any]) -> list[Any]:
+    results: list[Any] = [None] * ranks
+    errors: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = work(rank)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
+    return results

@@ -23,8 +23,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
 
 from carpool.kernels import packet_kernel
-from tests.interpreted.emulated import emulate
-from tests.interpreted.test_ride import FUNCTION, INNER, RANKS, SLOTS, TOKENS, TOP_K, Meeting, on_threads
+from tests.interpreted.emulated import Meeting, emulate, on_threads
+from tests.interpreted.test_ride import FUNCTION, INNER, RANKS, SLOTS, TOKENS, TOP_K
 from tests.interpreter_rounding import rounding_as_on_a_gpu
 
 HIDDEN = 136  # one group of 128 columns and a short one
@@ -75,7 +75,7 @@ def test_output_and_gradients_are_those_of_one_rank(kept: str, forward_fp8: bool
 
     codecs = Codecs(dispatch="fp8" if forward_fp8 else "none", combine_backward="fp8" if backward_fp8 else "none")
     transports = emulate(RANKS, SLOTS, capacity=max(TOKENS), row_bytes=4 * HIDDEN, top_k=TOP_K, codecs=codecs)
-    meeting = Meeting()
+    meeting = Meeting(RANKS)
     for transport in transports:
         transport._run = meeting  # type: ignore[method-assign]
         transport.plan = meeting.locked(transport.plan)  # type: ignore[method-assign]
@@ -92,7 +92,7 @@ def test_output_and_gradients_are_those_of_one_rank(kept: str, forward_fp8: bool
         return forward_and_backward(transports[rank], mine, homes, LayerStats(experts, RANKS, rank))
 
     with mock.patch.object(packet_kernel, "launch_quantise", meeting.locked(packet_kernel.launch_quantise)):
-        got = on_threads(work)
+        got = on_threads(RANKS, work)
     for number, name in enumerate(("y", "dx", "dweight", "dup", "ddown")):
         together = torch.cat([result[number] for result in got])
         error = float((together - want[number]).norm() / want[number].norm())

@@ -7,8 +7,6 @@ gradient equal those of one rank that holds all experts, whatever is kept for th
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,58 +24,11 @@ from carpool.transport import make_transport
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
 
-from tests.interpreted.emulated import emulate
+from tests.interpreted.emulated import Meeting, emulate, on_threads
 
 TOKENS, TOP_K, SLOTS, HIDDEN, INNER = (7, 0, 5), 3, 2, 16, 12
 RANKS = len(TOKENS)
 FUNCTION = ExpertFunction(make_activation("silu", gated=True))
-
-
-class Meeting:
-    """A launch that sends, meets all other threads, and receives; one kernel at a time, as the interpreter wants."""
-
-    def __init__(self) -> None:
-        self.lock, self.barrier = threading.Lock(), threading.Barrier(RANKS, timeout=240)
-
-    def __call__(self, launch: Callable[[bool, bool], None], *tensors: torch.Tensor) -> Callable[[], None]:
-        with self.lock:
-            launch(True, False)
-        self.barrier.wait()
-
-        def receive() -> None:
-            with self.lock:
-                launch(False, True)
-            # Nobody sends the next before all have received this.
-            self.barrier.wait()
-
-        return receive
-
-    def locked(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def alone(*args: Any) -> Any:
-            with self.lock:
-                return call(*args)
-
-        return alone
-
-
-def on_threads(work: Callable[[int], Any]) -> list[Any]:
-    results: list[Any] = [None] * RANKS
-    errors: list[BaseException] = []
-
-    def run(rank: int) -> None:
-        try:
-            results[rank] = work(rank)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(RANKS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise next((e for e in errors if not isinstance(e, threading.BrokenBarrierError)), errors[0])
-    return results
 
 
 # What a module sees is kept by autograd, whatever the transport would keep.
@@ -134,7 +85,7 @@ def test_output_and_gradients_are_those_of_one_rank(kept: str, own_forward: bool
     # Sent and received by two launches, a combine gives its lease back only when it is waited for.
     options["num_leases"] = 2 * max(2, chunks)
     transports = emulate(RANKS, SLOTS, capacity=max(TOKENS), row_bytes=4 * HIDDEN, top_k=TOP_K, **options)
-    meeting = Meeting()
+    meeting = Meeting(RANKS)
     for transport in transports:
         transport._run = meeting  # type: ignore[method-assign]
         transport.plan = meeting.locked(transport.plan)  # type: ignore[method-assign]
@@ -150,7 +101,7 @@ def test_output_and_gradients_are_those_of_one_rank(kept: str, own_forward: bool
         homes = slice(rank * SLOTS, (rank + 1) * SLOTS)
         return forward_and_backward(transports[rank], mine, homes, LayerStats(experts, RANKS, rank), chunks)
 
-    got = on_threads(work)
+    got = on_threads(RANKS, work)
     for number in range(5):
         together = torch.cat([result[number] for result in got])
         torch.testing.assert_close(together, want[number], rtol=1e-4, atol=1e-4)

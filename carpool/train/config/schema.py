@@ -331,7 +331,9 @@ class Config(Section):
         """What is said to a transport: to nvlink in its section, to another where moe.transport names it."""
         if name == "nvlink":
             return self.nvlink.model_dump()
-        return self.moe.transport_options if name == self.moe.transport else {}
+        settings = self.moe.transport_options if name == self.moe.transport else {}
+        # Which has nvlink inside.
+        return {**settings, "nvlink": self.nvlink.model_dump()} if name == "hierarchical" else settings
 
     def to_toml(self, comments: bool = False, sources: Mapping[tuple[str, str], str] | None = None) -> str:
         """Every key as TOML, which `load_config` reads back to an equal Config.

@@ -75,7 +75,8 @@ def _options_of_transport(name: str) -> tuple[str, dict[str, Any]]:
     if name == "nvlink":
         return "the options of transport 'nvlink' are the section [nvlink]", {}
     cls = TRANSPORTS[name].options_class
-    shared = {field.name for field in fields(TransportOptions)}
+    # What other settings say: the largest number of tokens, and the section [nvlink] of a transport that has it inside.
+    shared = {field.name for field in fields(TransportOptions)} | {"nvlink", "beside"}
     known = {} if cls is None else {key: kind for key, kind in get_type_hints(cls).items() if key not in shared}
     return f"transport {name!r} has {_listed(known)}", known
 
@@ -125,13 +126,14 @@ class MoeSection(Section):
         description="How rows travel between ranks. auto: nvlink where every rank can use it, else dedup "
         "(alltoall with one expert per token); the log says why. nvlink: one row per (token, rank), "
         "written by kernels into the memory of the other GPUs of this host. dedup: the same rows over "
-        "any network. alltoall: one row per (token, expert). gather: every rank gets every token's "
-        "row.",
+        "any network. hierarchical: between nodes one row per (token, node), passed on there by nvlink or "
+        "dedup. alltoall: one row per (token, expert). gather: every rank gets every token's row.",
     )
     transport_options: dict[str, Any] = Field(
         default_factory=dict,
-        description="Options of a transport from outside the package, which moe.transport names. Those of nvlink are "
-        "in the section [nvlink].",
+        description="Options of the transport that moe.transport names. Those of nvlink are in the section [nvlink]. Of "
+        "hierarchical: first_hop = auto, fixed (as many rows to each other node as a rank has tokens) or counted; inside "
+        "= auto, nvlink or dedup; node_rows, the rows between nodes that a token needs, if that was measured.",
     )
     experts: ExpertsName = Field(
         default="auto",

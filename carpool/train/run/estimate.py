@@ -350,7 +350,7 @@ class _Rides(NamedTuple):
 
 
 def _has_buffers(transport: str) -> bool:
-    return find_transport(transport).options_class is not None
+    return not find_transport(transport).knows_rows
 
 
 def tensors_of(memory: Memory) -> int:

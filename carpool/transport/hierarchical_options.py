@@ -1,0 +1,143 @@
+"""What one may choose about the `hierarchical` transport, and where it is chosen if nobody does.
+
+    HierarchicalOptions(max_tokens=8192).settled(group, top_k=8)    the options, and a sentence for the log
+
+Hop 1 has a fixed size unless too many of its rows would be empty. They are counted on: of K experts chosen uniformly, or
+as measured (`node_rows`). With K = 8, of 2 nodes 0.4 % are empty, of 4 nodes 10 %, of 8 nodes 34 %.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import torch.distributed as dist
+
+from carpool.transport.codecs import PLAIN, Codecs
+from carpool.transport.nodes import hops_of, topology_of
+from carpool.transport.nvlink import NVLink, NVLinkOptions
+from carpool.transport.options import TransportOptions
+
+if TYPE_CHECKING:
+    from carpool.schedule import Schedule
+
+# The largest share of empty rows that a hop of fixed size may have: what it may cost not to wait for counts.
+MOST_EMPTY = 0.125
+
+
+@dataclass(frozen=True)
+class HierarchicalOptions(TransportOptions):
+    """How the `hierarchical` transport works; all is exact but codecs.
+
+    Attributes:
+        first_hop: "fixed": as many rows to each other node as the largest rank has tokens; takes `max_tokens`.
+            "counted": those that are needed. "auto": what `settled` says; a transport made without it counts.
+        inside: what passes rows on inside a node. "auto": as `first_hop`; a transport made without it takes dedup.
+        node_rows: rows between nodes that a token needs, mean, if that was measured.
+        nvlink: of `nvlink` inside; its `max_tokens` and `capacity` are of one rank's tokens, here as there.
+        beside: start hop 2 beside the computation.
+    """
+
+    first_hop: Literal["auto", "fixed", "counted"] = "auto"
+    inside: Literal["auto", "nvlink", "dedup"] = "auto"
+    node_rows: float | None = None
+    nvlink: NVLinkOptions = field(default_factory=NVLinkOptions)
+    beside: bool = False
+
+    def __post_init__(self) -> None:
+        for name, known in (("first_hop", ("auto", "fixed", "counted")), ("inside", ("auto", "nvlink", "dedup"))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not known; use one of {', '.join(known)}")
+        if self.first_hop == "fixed" and self.max_tokens is None:
+            raise ValueError("first_hop='fixed' needs max_tokens: the tokens of the largest rank")
+
+    @classmethod
+    def from_settings(
+        cls,
+        settings: Mapping[str, Any],
+        *,
+        max_tokens: int,
+        sequence_tokens: int,
+        timeout_seconds: float,
+        codecs: Codecs = PLAIN,
+    ) -> Self:
+        """`settings["nvlink"]`: the section [nvlink]."""
+        others = dict(settings)
+        nvlink = NVLinkOptions.from_settings(
+            others.pop("nvlink"),
+            max_tokens=max_tokens,
+            sequence_tokens=sequence_tokens,
+            timeout_seconds=timeout_seconds,
+        )
+        return cls(max_tokens=max_tokens, codecs=codecs, nvlink=nvlink, **others)
+
+    @property
+    def codecs_inside(self) -> Codecs:
+        """Of hop 2."""
+        return PLAIN if self.codecs.hop == "nodes" else self.codecs
+
+    def under(self, schedule: Schedule, resend: bool = False) -> Self:
+        return replace(self, nvlink=self.nvlink.under(schedule, resend), beside=schedule.name != "none")
+
+    def settled(self, group: dist.ProcessGroup | None, top_k: int, own_forward: bool = False) -> tuple[Self, str]:
+        """These without "auto", and why. The first call is collective over the group.
+
+        Args:
+            own_forward: experts run a model's own forward, which would compute the empty rows of buffers, too.
+
+        Raises:
+            ValueError: nodes that do not hold equally many consecutive ranks."""
+        num_nodes = len(hops_of(group).rail_ranks)
+        inside, first_hop, notes = self.inside, self.first_hop, []
+        if inside == "auto":
+            reason = NVLink.why_no_codecs(self.codecs_inside) or _why_not_nvlink(group)
+            if own_forward:
+                reason = "the experts run their own forward"
+            elif self.max_tokens is None:
+                reason = reason or "nobody said how many tokens a rank may have (max_tokens)"
+            inside = "dedup" if reason else "nvlink"
+            notes.append(f"inside nodes {inside}" + (f", not nvlink: {reason}" if reason else ""))
+        if first_hop == "auto":
+            first_hop, why = self._first_hop(num_nodes, top_k)
+            notes.append(f"between nodes {why}")
+        return replace(self, inside=inside, first_hop=first_hop), "; ".join(notes)
+
+    def _first_hop(self, num_nodes: int, top_k: int) -> tuple[Literal["fixed", "counted"], str]:
+        if self.max_tokens is None:
+            return "counted", "counted rows, because nobody said how many tokens a rank may have (max_tokens)"
+        others = num_nodes - 1
+        needed, source = self.node_rows, "were measured"
+        if needed is None:
+            needed, source = others * (1 - (1 - 1 / num_nodes) ** top_k), "are expected of uniform choices"
+        rows = f"of {others} rows to other nodes a token needs {needed:.3g}, as {source}"
+        if needed < (1 - MOST_EMPTY) * others:
+            return "counted", f"counted rows: {rows}"
+        return "fixed", f"a fixed number of rows: {rows}"
+
+    def nvlink_inside(self, num_nodes: int) -> NVLinkOptions:
+        """Of the transport inside a node, where each rank passes on the rows of a whole rail."""
+        most, capacity = self.nvlink.max_tokens or self.max_tokens, self.nvlink.capacity
+        return replace(
+            self.nvlink,
+            max_tokens=None if most is None else num_nodes * most,
+            capacity=None if capacity is None else num_nodes * capacity,
+            codecs=self.codecs_inside,
+        )
+
+
+# What the ranks of a group have found out together is a fact of that group; it goes when that goes.
+_FOUND: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], str | None]] = weakref.WeakKeyDictionary()
+
+
+def _why_not_nvlink(group: dist.ProcessGroup | None) -> str | None:
+    """Why the ranks of some node cannot use `nvlink` among them, or None: all can. Collective over the group, once."""
+    if group is None:
+        return NVLink.why_not(None)
+    found, nodes = _FOUND.setdefault(group, {}), topology_of(group).node_of
+    if nodes not in found:
+        reasons: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(reasons, NVLink.why_not(hops_of(group).node), group=group)
+        found[nodes] = next((reason for reason in reasons if reason), None)
+    return found[nodes]

@@ -1,0 +1,304 @@
+"""Several hops, each over a group of its own: what `hierarchical` and the hierarchical all-to-alls share.
+
+A hop is a transport. It sees the ranks of its group, and the slots behind each of them: what arrives names its choices
+by the slots that are left, and the next hop plans with these. On the way back the hops run in the other order, and the
+rank in the middle adds up in float32 what belongs to one row, rounds it to the rows' dtype, and sends it on.
+
+    2 hops, 3 pieces (`carpool.schedule.chunks`). D: dispatch, C: combine, E: experts; D2.1 is hop 2 of piece 1
+
+    link of hop 1    D1.0  D1.1  D1.2         C1.0   C1.1   C1.2
+    link of hop 2          D2.0  D2.1  D2.2   C2.0  C2.1  C2.2
+    experts                      E.0   E.1    E.2
+
+A hop of a piece starts when the hop before it has arrived. Nobody waits for that: the hop is started where a neighbour
+is waited for (`Relays`). So both links are busy at once, as in ScheMoE's Pipe-A2A (EuroSys '24, section 4). On a GPU
+what starts a hop runs on streams beside the computation, if a schedule asks for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, Self
+
+import torch
+import torch.distributed as dist
+
+from carpool.observe.traffic import Traffic
+from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Pending, Route, Transport
+from carpool.transport.exchange import ExchangeTransport
+
+
+class Hop(NamedTuple):
+    """A transport, and the ranks of its group by their number in the expert-parallel group."""
+
+    transport: Any
+    ranks: tuple[int, ...]
+
+
+class HopTraffic(Traffic):
+    """Counts what one hop sends, in the layer's counts.
+
+    Args:
+        layer: the layer's counts, by rank of the expert-parallel group.
+        ranks: of the hop's group, by their number in the expert-parallel group.
+        own: this rank's number there. None: rows that stay on this rank count too.
+    """
+
+    def __init__(self, layer: Traffic, ranks: tuple[int, ...], own: int | None) -> None:
+        self._layer, self._ranks, self._own = layer, ranks, own
+
+    def add(self, verb: str, rows_W: Sequence[int], row_bytes: int) -> None:
+        rows = [0] * self._layer.num_ranks
+        for rank, count in zip(self._ranks, rows_W, strict=True):
+            rows[rank] = 0 if rank == self._own else count
+        self._layer.add(verb, rows, row_bytes)
+
+    def add_baseline(self, verb: str, choices_W: Sequence[int], row_bytes: int) -> None:
+        """The ride counts it, once for all hops."""
+
+    def tally(
+        self, verb: str, row_bytes: int, baseline_bytes: int, device: torch.device, ranks: tuple[int, ...] | None = None
+    ) -> torch.Tensor:
+        return self._layer.tally(verb, row_bytes, 0, device, self._ranks)
+
+
+@dataclass(kw_only=True)
+class MultiHopRoute(Route):
+    """Attributes:
+    hops: the route of each hop.
+    number: which piece of its ride it is.
+    chosen_W: (W,) int64 on the device, choices of this rank's tokens on each rank.
+    """
+
+    hops: tuple[Any, ...]
+    number: int
+    chosen_W: torch.Tensor
+
+    def new_partial(self, hidden: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        partial: torch.Tensor = self.hops[-1].new_partial(hidden, dtype, device)
+        return partial
+
+    def again(self) -> Self:
+        return replace(self, hops=tuple(route.again() for route in self.hops))
+
+    def count_baseline(self, way: Literal["out", "back"], row: torch.Tensor, choice_bytes: int) -> None:
+        row_bytes = row.shape[1] * row.element_size() + choice_bytes
+        self.traffic.tally(self.verb(way), 0, row_bytes, row.device)[1].add_(self.chosen_W)
+
+
+Start = Callable[[Any], Pending]
+
+
+class Relay:
+    """One piece on its way over several hops.
+
+    Args:
+        piece, out: which piece of a ride, and whether it goes out to experts.
+        pending: the first hop.
+        later: each starts a further hop, from what the hop before brought.
+    """
+
+    def __init__(self, piece: int, out: bool, pending: Pending, later: Sequence[Start]) -> None:
+        self.piece, self.out, self._pending, self._later = piece, out, pending, list(later)
+        # What a stream beside the computation reads lives until the computation has waited for that stream.
+        self._held: list[Any] = []
+        self._started: torch.cuda.Event | None = None
+
+    @property
+    def on_last(self) -> bool:
+        return not self._later
+
+    def advance(self, stream: torch.cuda.Stream | None) -> None:
+        """Start the next hop, on a stream if there is one. On a CPU this waits for the hop before."""
+        if stream is None:
+            self._pending = self._later.pop(0)(self._take())
+            return
+        # What that stream allocates may be memory that the current one has used until now.
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            came = self._take()
+            self._held.append(came)
+            self._pending = self._later.pop(0)(came)
+            self._started = stream.record_event()
+
+    def value(self) -> Any:
+        """What the last hop brought. The current stream waits for it."""
+        value = self._take()
+        self._held.clear()
+        return value
+
+    def _take(self) -> Any:
+        if self._started is not None:
+            torch.cuda.current_stream().wait_event(self._started)
+        return self._pending.wait()
+
+
+class Relays:
+    """Starts the hops of pieces that are under way; see the module's docstring.
+
+    Args:
+        beside: on a GPU, start later hops on streams of their own.
+    """
+
+    def __init__(self, beside: bool) -> None:
+        self._beside = beside
+        self._streams: dict[bool, torch.cuda.Stream] = {}
+        self._under_way: list[Relay] = []
+
+    def add(self, relay: Relay, device: torch.device) -> Pending:
+        """Whose `wait()` gives the relay's value."""
+        if not relay.on_last:
+            self._under_way.append(relay)
+        return Pending(lambda: self._wait(relay, device))
+
+    def _wait(self, relay: Relay, device: torch.device) -> Any:
+        # Hops are started in the order of the relays, which is the same on all ranks.
+        while not relay.on_last:
+            relay.advance(None)
+        # A neighbour's first hop was under way while the experts computed on this piece, or on the one before.
+        near = [other for other in self._under_way if self._due(other, relay)]
+        for other in near:
+            other.advance(self._stream(other.out, device))
+        self._under_way = [other for other in self._under_way if not other.on_last]
+        return relay.value()
+
+    @staticmethod
+    def _due(other: Relay, waited: Relay) -> bool:
+        if other.on_last:
+            return False
+        apart = abs(other.piece - waited.piece)
+        return apart > 1 if waited.out and not other.out else apart <= 1
+
+    def _stream(self, out: bool, device: torch.device) -> torch.cuda.Stream | None:
+        if not self._beside or device.type != "cuda":
+            return None
+        if out not in self._streams:
+            self._streams[out] = torch.cuda.Stream(device, priority=-1)
+        return self._streams[out]
+
+
+class MultiHop(Transport):
+    """Rides over `hops`; see the module's docstring. All but the last are `ExchangeTransport`s, and have several ranks
+    or one.
+
+    Args:
+        beside: start later hops beside the computation.
+    """
+
+    anywhere = False
+
+    def __init__(
+        self, group: dist.ProcessGroup | None, slots_per_rank: int, hops: Sequence[Hop], beside: bool = False
+    ) -> None:
+        super().__init__(group, slots_per_rank)
+        self.hops = tuple(hops)
+        self.relays = Relays(beside)
+
+    @property
+    def num_hops(self) -> int:
+        return len(self.hops)
+
+    @property
+    def processors(self) -> int:
+        return max(hop.transport.processors for hop in self.hops)
+
+    def renumbered(self, slot_TK: torch.Tensor) -> torch.Tensor:
+        """Global slots as the first hop counts them."""
+        return slot_TK
+
+    def plan(self, slot_TK: torch.Tensor, weight_TK: torch.Tensor, traffic: Traffic) -> MultiHopRoute:
+        return self.plan_pieces([slot_TK], [weight_TK], traffic)[0]
+
+    def plan_pieces(
+        self,
+        slot_C: Sequence[torch.Tensor],
+        weight_C: Sequence[torch.Tensor],
+        traffic: Traffic,
+        together: tuple[int, int] = (1, 1),
+    ) -> list[MultiHopRoute]:
+        """Pieces share counts and choices. Rows and gradients do not share messages: the second hop of a piece would
+        wait for the first of another."""
+        ranks_W11 = torch.arange(self.num_ranks, device=slot_C[0].device).view(-1, 1, 1)
+        chosen_C = [(s.div(self.slots_per_rank, rounding_mode="floor") == ranks_W11).sum((1, 2)) for s in slot_C]
+        sizes = [slot_TK.shape for slot_TK in slot_C]
+        slots, weights = [self.renumbered(slot_TK) for slot_TK in slot_C], list(weight_C)
+        routes: list[Sequence[Any]] = []
+        for number, (transport, ranks) in enumerate(self.hops):
+            last = number == len(self.hops) - 1
+            planned = transport.plan_pieces(slots, weights, HopTraffic(traffic, ranks, None if last else self.rank))
+            if isinstance(transport, ExchangeTransport):
+                transport.send_gradients_apart(planned)
+            if not last:
+                arrived = transport.exchange_choices(planned)
+                slots, weights = [slot_RK for slot_RK, _ in arrived], [weight_RK for _, weight_RK in arrived]
+            routes.append(planned)
+        return [
+            MultiHopRoute(
+                num_tokens=num_tokens,
+                top_k=top_k,
+                num_rows=hops[-1].num_rows,
+                choices_per_row=hops[-1].choices_per_row,
+                num_pairs=hops[-1].num_pairs,
+                traffic=traffic,
+                hops=hops,
+                number=number,
+                chosen_W=chosen_W,
+            )
+            for number, ((num_tokens, top_k), hops, chosen_W) in enumerate(
+                zip(sizes, zip(*routes, strict=True), chosen_C, strict=True)
+            )
+        ]
+
+    def dispatch(self, x_TH: torch.Tensor, route: MultiHopRoute) -> Pending:
+        route.count_baseline("out", x_TH, CHOICE_BYTES)
+
+        def start(hop: Any, own: Any, last: bool) -> Start:
+            # Choices of all hops but the last have travelled with the plan.
+            return lambda rows: hop.dispatch(rows, own) if last else hop.dispatch_rows(rows, own)
+
+        return self._out(x_TH, route, start)
+
+    def dispatch_again(self, x_TH: torch.Tensor, route: MultiHopRoute) -> Pending:
+        route.count_baseline("out", x_TH, 0)
+        return self._out(x_TH, route, lambda hop, own, last: lambda rows: hop.dispatch_again(rows, own))
+
+    def dispatch_gradients(self, dy_TH: torch.Tensor, route: MultiHopRoute) -> Pending:
+        route.backward = True
+        route.count_baseline("out", dy_TH, 0)
+        return self._out(dy_TH, route, lambda hop, own, last: lambda rows: hop.dispatch_gradients(rows, own))
+
+    def _out(self, x_TH: torch.Tensor, route: MultiHopRoute, verb: Callable[[Any, Any, bool], Start]) -> Pending:
+        starts = [
+            verb(hop.transport, own, number == len(self.hops) - 1)
+            for number, (hop, own) in enumerate(zip(self.hops, route.hops, strict=True))
+        ]
+        later = [lambda came, start=start: start(came.data) for start in starts[1:]]
+        relay = Relay(route.number, True, starts[0](x_TH), later)
+        return self.relays.add(relay, x_TH.device)
+
+    def combine(self, route: MultiHopRoute, partial_RH: torch.Tensor) -> Pending:
+        route.count_baseline("back", partial_RH, 0)
+        dtype = partial_RH.dtype
+        starts = [
+            lambda sums, hop=hop.transport, own=own: hop.combine(own, sums.to(dtype))
+            for hop, own in zip(self.hops, route.hops, strict=True)
+        ]
+        return self._back(route, partial_RH, starts)
+
+    def combine_gradients(self, route: MultiHopRoute, dx_RH: torch.Tensor, dweight_RJ: torch.Tensor) -> Pending:
+        route.count_baseline("back", dx_RH, GRADIENT_BYTES)
+        dtype = dx_RH.dtype
+        starts = [
+            lambda both, hop=hop.transport, own=own: hop.combine_gradients(own, both[0].to(dtype), both[1])
+            for hop, own in zip(self.hops, route.hops, strict=True)
+        ]
+        return self._back(route, (dx_RH, dweight_RJ), starts)
+
+    def _back(self, route: MultiHopRoute, first: Any, starts: Sequence[Start]) -> Pending:
+        *later, start = starts
+        relay = Relay(route.number, False, start(first), later[::-1])
+        return self.relays.add(relay, route.chosen_W.device)
+
+    def discard(self, route: MultiHopRoute, x_TH: torch.Tensor) -> Pending:
+        return self.hops[-1].transport.discard(route.hops[-1], x_TH)

@@ -1,0 +1,135 @@
+"""Rides over two hops, rows of fixed size between nodes and the kernels of `nvlink` inside, in Triton's interpreter.
+
+Each emulated rank is a thread; those of a rail hand rows to each other. Output and every gradient equal those of one
+rank that holds all experts.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from carpool.experts import ExpertFunction, ExpertWeights, GroupedExperts, make_activation
+from carpool.layout import ExpertLayout
+from carpool.layout.topology import Topology
+from carpool.memory import KeptPolicies
+from carpool.observe.stats import LayerStats
+from carpool.placement import VERBS, predict
+from carpool.ride import NO_HOOKS, RideSetup, ride
+from carpool.ride.plain import PLAIN
+from carpool.routing import Routing
+from carpool.schedule import Schedule
+from carpool.schedule.chunks import ChunkedOrder
+from carpool.transport import HierarchicalOptions, make_transport
+from carpool.transport.fixed import FixedRows
+from carpool.transport.hierarchical import Hierarchical
+from carpool.transport.multi_hop import Hop, MultiHop
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
+
+from tests.interpreted.emulated import Meeting, emulate, on_threads
+
+TOKENS, TOP_K, SLOTS, HIDDEN, INNER = (7, 0, 5, 9), 3, 2, 16, 12
+RANKS, NODES, PER_NODE, MOST = len(TOKENS), 2, 2, max(TOKENS)
+EXPERTS = RANKS * SLOTS
+FUNCTION = ExpertFunction(make_activation("silu", gated=True))
+
+
+class Rail:
+    """Where the threads of a rail put rows for each other."""
+
+    def __init__(self) -> None:
+        self.barrier, self.boxes = threading.Barrier(NODES, timeout=240), {}
+
+    def start(self, own: int, rows: torch.Tensor, send: Sequence[int], receive: Sequence[int]) -> Any:
+        self.boxes[own] = rows.split(list(send))
+        self.barrier.wait()
+        came = torch.cat([self.boxes[other][own] for other in range(NODES)])
+        assert len(came) == sum(receive)
+        self.barrier.wait()
+        return lambda: came
+
+
+def two_hops(pieces: int, resend: bool) -> list[Hierarchical]:
+    """A transport for each rank."""
+    lock = threading.Lock()
+    rails = [Rail() for _ in range(PER_NODE)]
+    made = []
+    options = HierarchicalOptions(MOST).under(Schedule("chunks", pieces), resend).nvlink_inside(NODES)
+    for node in range(NODES):
+        meeting = Meeting(PER_NODE, lock)
+        # Sent and received by two launches, a combine gives its lease back only when it is waited for.
+        inside = emulate(
+            PER_NODE, SLOTS, capacity=NODES * MOST, row_bytes=4 * HIDDEN, top_k=TOP_K, num_leases=2 * options.num_leases
+        )
+        for number, transport in enumerate(inside):
+            transport._run = meeting  # type: ignore[method-assign]
+            transport.plan = meeting.locked(transport.plan)  # type: ignore[method-assign]
+            for lease in transport.buffers._leases:
+                lease.bytes[lease.regions.rows :] = 0xFF  # NaN, in every place that nobody writes
+            between = FixedRows(None, PER_NODE * SLOTS, HierarchicalOptions(MOST))
+            between.num_ranks, between.rank = NODES, node
+            between._start = lambda *rows, rail=rails[number], own=node: rail.start(own, *rows)  # type: ignore[assignment, misc]
+            both = Hierarchical.__new__(Hierarchical)
+            rail_ranks, node_ranks = tuple(range(number, RANKS, PER_NODE)), tuple(range(RANKS))[node * PER_NODE :][:2]
+            MultiHop.__init__(both, None, SLOTS, (Hop(between, rail_ranks), Hop(transport, node_ranks)))
+            both.num_ranks, both.rank, both.between, both.inside = RANKS, node * PER_NODE + number, between, transport
+            made.append(both)
+    return made
+
+
+@pytest.mark.parametrize(("chunks", "resend"), [(1, False), (3, False), (2, True)])
+def test_output_and_gradients_are_those_of_one_rank(chunks: int, resend: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    up, down = draw(EXPERTS, 2 * INNER, HIDDEN), draw(EXPERTS, HIDDEN, INNER)
+    slot = torch.rand(sum(TOKENS), EXPERTS, generator=generator).argsort(1)[:, :TOP_K].int()
+    slot[::4, 1] = -1
+    x, dy, weight = draw(sum(TOKENS), HIDDEN), draw(sum(TOKENS), HIDDEN), draw(sum(TOKENS), TOP_K).abs()
+
+    def forward_and_backward(transport: Any, mine: slice, homes: slice, stats: LayerStats) -> list[torch.Tensor]:
+        leaves = [t.clone().requires_grad_() for t in (x[mine], weight[mine], up[homes], down[homes])]
+        order = PLAIN if chunks == 1 else ChunkedOrder(chunks, chunks)
+        policies = KeptPolicies("resend" if resend else "keep", "keep")
+        setup = RideSetup(transport, GroupedExperts(FUNCTION), stats, order, NO_HOOKS, policies)
+        y, _ = ride(leaves[0], Routing(slot[mine], leaves[1]), slot[mine], ExpertWeights(*leaves[2:]), setup)
+        y.backward(dy[mine])
+        return [y.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+    every = slice(None)
+    want = forward_and_backward(make_transport("dedup", None, EXPERTS), every, every, LayerStats(EXPERTS, 1, 0))
+    transports, stats = two_hops(chunks, resend), [LayerStats(EXPERTS, RANKS, rank) for rank in range(RANKS)]
+    starts = [sum(TOKENS[:rank]) for rank in range(RANKS)]
+    mine = [slice(start, start + tokens) for start, tokens in zip(starts, TOKENS, strict=True)]
+
+    def work(rank: int) -> list[torch.Tensor]:
+        homes = slice(rank * SLOTS, (rank + 1) * SLOTS)
+        return forward_and_backward(transports[rank], mine[rank], homes, stats[rank])
+
+    got = on_threads(RANKS, work)
+    for number in range(5):
+        together = torch.cat([result[number] for result in got])
+        torch.testing.assert_close(together, want[number], rtol=1e-4, atol=1e-4)
+    assert all(one.graphable and one.buffers is not None and not one.buffers.busy for one in transports)
+    if chunks > 1:
+        return
+    # Counted on the host between nodes and by kernels inside, bytes are those that the settled options predict.
+    settled, layout = HierarchicalOptions(MOST, first_hop="fixed", inside="nvlink"), ExpertLayout.contiguous(EXPERTS, RANKS)
+    shape: dict[str, Any] = {"hidden": HIDDEN, "element_size": 4}
+    routings, topology = [slot[own] for own in mine], Topology.even(RANKS, NODES)
+    volume = predict("hierarchical", routings, layout, **shape, options=settled, topology=topology)
+    baseline = predict("alltoall", routings, layout, **shape)
+    for verb in VERBS:
+        assert [one.traffic.bytes[verb] for one in stats] == volume.bytes_WW[verb].tolist(), verb
+        if verb != "plan":
+            assert sum(one.traffic.baseline[verb] for one in stats) == baseline.bytes_remote(verb), verb
+    assert volume.bytes_remote("plan") == 0
