@@ -197,7 +197,14 @@ def count_fixed() -> list[dict[str, Any]]:
         options = HierarchicalOptions(most, first_hop="fixed")
         schedule = Schedule("chunks", chunks) if chunks else Schedule()
         moe = carpool.MoE(
-            H, F, EXPERTS, top_k, ep_mesh=grid["ep"], transport="hierarchical", transport_options=options, schedule=schedule
+            H,
+            F,
+            EXPERTS,
+            top_k,
+            ep_mesh=grid["ep"],
+            transport="hierarchical",
+            transport_options=options,
+            schedule=schedule,
         )
         expert_TK = draw_routings(sizes, top_k, holes, seed)[dist.get_rank()]
         x = torch.randn(len(expert_TK), H, requires_grad=True)
@@ -211,7 +218,7 @@ def test_a_first_hop_of_fixed_size_sends_what_it_says(ranks: Ranks) -> None:
     for number, (sizes, top_k, holes, most, chunks) in enumerate(FIXED_CASES):
         routings = draw_routings(sizes, top_k, holes, number)
         # Pieces are as large as those of the largest rank.
-        options = HierarchicalOptions(-(-most // max(1, chunks)) * max(1, chunks), "fixed", "dedup")
+        options = HierarchicalOptions(-(-most // max(1, chunks)) * max(1, chunks), first_hop="fixed", inside="dedup")
         volume = predict(
             "hierarchical", routings, ExpertLayout.contiguous(EXPERTS, 4), hidden=H, element_size=4, options=options,
             topology=nodes_of(4),
@@ -310,8 +317,11 @@ def test_nvlink_moves_what_dedup_moves_without_a_plan() -> None:
     back = predict("nvlink", routings, layout, **shape, options=NVLinkOptions(codecs=Codecs(combine_backward="fp8")))
     np.testing.assert_array_equal(back.bytes_WW["combine_backward"], ours.rows_WW * packet)
     np.testing.assert_array_equal(back.bytes_WW["dispatch"], ours.bytes_WW["dispatch"])
-    with pytest.raises(ValueError, match="'nvlink' has no options of type TransportOptions"):
-        predict("nvlink", routings, layout, **shape, options=TransportOptions(codecs=Codecs(dispatch="fp8")))
+    any_transport = TransportOptions(codecs=Codecs(dispatch="fp8"))
+    same = predict("nvlink", routings, layout, **shape, options=any_transport)
+    np.testing.assert_array_equal(same.bytes_WW["dispatch"], half.bytes_WW["dispatch"])
+    with pytest.raises(ValueError, match="'nvlink' has no options of type HierarchicalOptions"):
+        predict("nvlink", routings, layout, **shape, options=HierarchicalOptions())
 
 
 @pytest.mark.parametrize(

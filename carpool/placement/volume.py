@@ -52,6 +52,7 @@ from carpool.observe.traffic import VERBS
 from carpool.routing import Routing
 from carpool.transport import TRANSPORTS, find_transport
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES
+from carpool.transport.options import TransportOptions
 from carpool.transport.volume import Counts, Volume
 
 __all__ = ["CHOICE_BYTES", "GRADIENT_BYTES", "TRANSPORTS", "VERBS", "Counts", "Volume", "predict"]
@@ -83,6 +84,8 @@ def predict(
             range, unequal K.
     """
     way = find_transport(transport)
+    if way.options_class and type(options) is TransportOptions:
+        options = way.own_options(options)
     if options is not None and not (way.options_class and isinstance(options, way.options_class)):
         raise ValueError(f"transport={transport!r} has no options of type {type(options).__name__}; leave them out")
     chosen = [torch.as_tensor(expert_TK).cpu().int() for expert_TK in routings]

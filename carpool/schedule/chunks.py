@@ -156,8 +156,8 @@ class ChunkedOrder:
             route, x, saved = kept[piece]
             with span("dispatch", piece):
                 # What is left of this chunk, and the next one; with several hops, as many more.
-                last = max(piece - piece % together - transport.num_hops * together, 0)
-                for other in range(piece, last - 1, -1):
+                ahead = max(piece - piece % together - transport.num_hops * together, 0)
+                for other in range(piece, ahead - 1, -1):
                     if other not in coming:
                         with span.named("dispatch", other):
                             coming[other] = start_backward(kept[other], dy_C[other], setup)

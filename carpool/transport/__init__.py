@@ -6,7 +6,7 @@
 | `alltoall`     | one per expert                       | the baseline that others use                          |
 | `dedup`        | one per rank that holds an expert    | the default where there is no NVLink                  |
 | `nvlink`       | one per rank that holds an expert    | GPUs of one host: kernels write into peers' memory    |
-| `hierarchical` | one per other node, then one per     | slow links between nodes                              |
+| `hierarchical` | one per other node, then one per     | slow links between nodes; `nvlink` inside them        |
 |                | rank that holds an expert            |                                                       |
 
 All but `nvlink` run over `torch.distributed`, on any device and backend. `hierarchical` has to know which ranks share a

@@ -47,8 +47,8 @@ class FixedRows(Dedup):
         tokens, pieces = sum(len(slot_TK) for slot_TK in slot_C), len(slot_C)
         if tokens > self.max_tokens:
             raise ValueError(
-                f"{tokens} tokens on this rank, but at most max_tokens={self.max_tokens} were said, and all ranks count "
-                "on it: state the largest number that any rank will have"
+                f"{tokens} tokens on this rank, but at most max_tokens={self.max_tokens} were said, and all ranks "
+                "count on it: state the largest number that any rank will have"
             )
         ranks_W11 = torch.arange(self.num_ranks, device=slot_C[0].device).view(-1, 1, 1)
         here_C = [slot_TK.div(self.slots_per_rank, rounding_mode="floor") == ranks_W11 for slot_TK in slot_C]

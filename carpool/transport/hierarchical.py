@@ -178,7 +178,7 @@ def _between(rank_TK: Sequence[Counts], num_nodes: int, per_node: int) -> Counts
 
 
 def _inside(rank_TK: Sequence[Counts], num_nodes: int, per_node: int) -> Counts:
-    """(W, W) rows of hop 2: what came for a node from the ranks of a rail, own tokens among them, goes on from there."""
+    """(W, W) rows of hop 2: what came for a node from a rail, own tokens among them, goes on from there."""
     visits_WW = one_row_per_rank(rank_TK, len(rank_TK))
     sent_WW = np.zeros_like(visits_WW)
     for rank in range(len(rank_TK)):

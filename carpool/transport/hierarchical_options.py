@@ -2,8 +2,8 @@
 
     HierarchicalOptions(max_tokens=8192).settled(group, top_k=8)    the options, and a sentence for the log
 
-Hop 1 has a fixed size unless too many of its rows would be empty. They are counted on: of K experts chosen uniformly, or
-as measured (`node_rows`). With K = 8, of 2 nodes 0.4 % are empty, of 4 nodes 10 %, of 8 nodes 34 %.
+Hop 1 has a fixed size unless too many of its rows would be empty: as measured (`node_rows`), or as expected of uniform
+choices. With K = 8, of 2 nodes 0.4 % are empty, of 4 nodes 10 %, of 8 nodes 34 %.
 """
 
 from __future__ import annotations

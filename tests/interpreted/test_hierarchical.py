@@ -123,7 +123,10 @@ def test_output_and_gradients_are_those_of_one_rank(chunks: int, resend: bool) -
     if chunks > 1:
         return
     # Counted on the host between nodes and by kernels inside, bytes are those that the settled options predict.
-    settled, layout = HierarchicalOptions(MOST, first_hop="fixed", inside="nvlink"), ExpertLayout.contiguous(EXPERTS, RANKS)
+    settled, layout = (
+        HierarchicalOptions(MOST, first_hop="fixed", inside="nvlink"),
+        ExpertLayout.contiguous(EXPERTS, RANKS),
+    )
     shape: dict[str, Any] = {"hidden": HIDDEN, "element_size": 4}
     routings, topology = [slot[own] for own in mine], Topology.even(RANKS, NODES)
     volume = predict("hierarchical", routings, layout, **shape, options=settled, topology=topology)

@@ -131,9 +131,9 @@ class MoeSection(Section):
     )
     transport_options: dict[str, Any] = Field(
         default_factory=dict,
-        description="Options of the transport that moe.transport names. Those of nvlink are in the section [nvlink]. Of "
-        "hierarchical: first_hop = auto, fixed (as many rows to each other node as a rank has tokens) or counted; inside "
-        "= auto, nvlink or dedup; node_rows, the rows between nodes that a token needs, if that was measured.",
+        description="Options of the transport that moe.transport names. Those of nvlink are in the section [nvlink]. "
+        "Of hierarchical: first_hop = auto, fixed (as many rows to each other node as a rank has tokens) or counted; "
+        "inside = auto, nvlink or dedup; node_rows, the rows between nodes that a token needs, if that was measured.",
     )
     experts: ExpertsName = Field(
         default="auto",

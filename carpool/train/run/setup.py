@@ -303,7 +303,11 @@ class Setup(RunState):
         codecs = config.codec.codecs.for_rows_of(size)
         layer, options, device = self.rides[0], TransportOptions(self.most_tokens, codecs), self.device
         self.transport_choice = choose_way(moe.transport, layer, self.top_k, hidden, options, device, folders)
-        self.options = replace(transport_options(config, self.degrees, self.transport_choice.answer), codecs=codecs)
+        options = replace(transport_options(config, self.degrees, self.transport_choice.answer), codecs=codecs)
+        own_forward = any(own.compute is None for own in self.rides)
+        self.options, note = options.settled(layer.group, self.top_k, own_forward)
+        if note:
+            self.transport_choice = replace(self.transport_choice, why=f"{self.transport_choice.why}; {note}")
         set_transport(self.model, self.transport_choice.answer, options=self.options)
         for own in self.rides:
             own.prepare(self.top_k, hidden)
