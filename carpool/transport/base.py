@@ -178,7 +178,7 @@ class Transport(ABC):
     one_row_per_node: ClassVar[bool] = False
     rides_in_parts: ClassVar[bool] = False
     knows_rows: ClassVar[bool] = True
-    graphable: ClassVar[bool] = False
+    graphable: bool = False
     plan_bytes: ClassVar[int] = 0
 
     # -- what the class says: no device is needed, unless stated ---------------------------------------------------

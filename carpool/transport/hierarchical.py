@@ -147,11 +147,7 @@ class Hierarchical(MultiHop):
             group, slots_per_rank, (Hop(between, hops.rail_ranks), Hop(inside, hops.node_ranks)), options.beside
         )
         self.between, self.inside = between, inside
-
-    @property
-    def graphable(self) -> bool:
-        """Whether nothing waits for the host."""
-        return isinstance(self.between, FixedRows) and isinstance(self.inside, NVLink)
+        self.graphable = isinstance(between, FixedRows) and isinstance(inside, NVLink)
 
     @property
     def buffers(self) -> Buffers | None:
