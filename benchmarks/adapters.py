@@ -1,16 +1,19 @@
 """Steps of LoRA on attention and all experts: Carpool's experts beside peft on Transformers' own, on one device.
 
     python -m benchmarks.adapters --layers 8 --tokens 4096 --out adapters.json
+    python -m benchmarks.adapters --layers 8 --tokens 4096 --contenders carpool nf4 int8
     python -m benchmarks.adapters --layers 1 --tokens 64 --repetitions 2 --keys '{"hidden_size": 64, "num_experts": 8,
         "moe_intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}'    # on a CPU
 
 Both models have the same random weights, and both are peft models of the same configuration. A step is forward,
 backward and AdamW of the adapters. peft's own forward adds b a to all weights of a layer's experts; Carpool multiplies
-rows by a, then by b (`carpool.experts.adapter_kernels`). The contenders take turns.
+rows by a, then by b (`carpool.experts.adapter_kernels`). nf4 and int8 are Carpool on experts in 4 and 8 bits
+(`carpool.experts.quantised`). The contenders take turns.
 
     ms         median of a step
     tokens/s   of the layers that were built, embedding and output layer included
-    GiB        peak of a step, beyond the two models and the optimizers' state
+    GiB        peak of a step, beyond the models and the optimizers' state
+    model      GiB of the model and its adapters
 """
 
 from __future__ import annotations
@@ -29,11 +32,11 @@ from transformers import PreTrainedConfig
 from carpool.bench.results import print_table
 from carpool.bench.script import make_parser, write_results
 from carpool.bench.timing import rounds
-from carpool.hf import install
+from carpool.hf import install, quantise_experts
 from carpool.hf.build import build_model
 from carpool.train.run.model import model_config
 
-CONTENDERS = ("carpool", "peft")
+CONTENDERS = ("carpool", "peft", "nf4", "int8")
 
 
 class Trained:
@@ -41,10 +44,13 @@ class Trained:
 
     def __init__(self, name: str, config: PreTrainedConfig, args: Any, device: torch.device) -> None:
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        own = None if name == "carpool" else args.experts_implementation
+        before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+        own = args.experts_implementation if name == "peft" else None
         model = build_model(config, distributed_config=None, dtype=dtype, seed=0, experts_implementation=own)
-        if name == "carpool":
+        if name != "peft":
             install(model)
+        if name in ("nf4", "int8"):
+            quantise_experts(model, name)
         torch.manual_seed(0)
         lora = LoraConfig(
             r=args.rank,
@@ -58,6 +64,7 @@ class Trained:
         self.parameters = sum(parameter.numel() for parameter in trained)
         self.optimizer = torch.optim.AdamW(trained, lr=1e-4)
         self.device = device
+        self.gib = (torch.cuda.memory_allocated() - before) / 2**30 if device.type == "cuda" else float("nan")
 
     def step(self, ids: torch.Tensor) -> torch.Tensor:
         loss: torch.Tensor = self.model(input_ids=ids, labels=ids).loss
@@ -88,6 +95,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--keys", default="{}", help="keys of the configuration, as JSON")
     parser.add_argument("--tokens", type=int, default=4096, help="in a step, one sequence")
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=CONTENDERS[:2])
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--experts-implementation", default="grouped_mm", help="Transformers', for peft")
     parser.add_argument("--checkpointing", action="store_true")
@@ -96,12 +104,12 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     keys = {"from": args.model, "num_hidden_layers": args.layers, **json.loads(args.keys)}
-    models = {name: Trained(name, model_config(keys), args, device) for name in CONTENDERS}
+    models = {name: Trained(name, model_config(keys), args, device) for name in args.contenders}
     gc.collect()
-    vocabulary = models["peft"].model.config.vocab_size
+    vocabulary = models[args.contenders[0]].model.config.vocab_size
     ids = torch.randint(0, vocabulary, (1, args.tokens), device=device)
-    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in CONTENDERS}
-    for number, order in rounds(CONTENDERS, args.repetitions, args.warmup):
+    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in args.contenders}
+    for number, order in rounds(args.contenders, args.repetitions, args.warmup):
         for name in order:
             one = models[name].measured(ids)
             if number >= 0:
@@ -112,17 +120,21 @@ def main() -> None:
             "ms": statistics.median(ms for ms, _, _ in steps),
             "tokens_per_second": 1e3 * args.tokens / statistics.median(ms for ms, _, _ in steps),
             "peak_gib": max(peak for _, peak, _ in steps),
+            "model_gib": models[name].gib,
             "loss": steps[-1][2],
             "trained": models[name].parameters,
         }
         for name, steps in found.items()
     ]
     rows = [
-        [str(r["contender"]), *(f"{r[key]:,.4g}" for key in ("ms", "tokens_per_second", "peak_gib", "loss"))]
+        [
+            str(r["contender"]),
+            *(f"{r[key]:,.4g}" for key in ("ms", "tokens_per_second", "peak_gib", "model_gib", "loss")),
+        ]
         for r in results
     ]
     title = f"LoRA of rank {args.rank}, {args.layers} layers of {args.model}, {args.tokens:,} tokens"
-    print_table(Console(), title, ["", "ms", "tokens/s", "GiB", "loss"], rows)
+    print_table(Console(), title, ["", "ms", "tokens/s", "GiB", "model", "loss"], rows)
     write_results(args, device, results=results)
 
 

@@ -6,12 +6,14 @@ NaN. `ReferenceExperts` in float64, on the inputs as they were rounded, gives th
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
 
 import torch
 
 from carpool.experts import Activation, ExpertFunction, Experts, ExpertWeights, ReferenceExperts
-from carpool.experts.base import ActivationFunction
+from carpool.experts.base import NUM_TRAINED, ActivationFunction, stand_in
+from carpool.experts.quantised import Kind, dequantised, quantise
 from carpool.memory import Arena, Rows
 from carpool.transport import Arrivals
 
@@ -110,6 +112,21 @@ class ExpertProblem:
         )
         self.frozen = frozen
 
+    def quantise(self, kind: Kind) -> ExpertProblem:
+        """From now on the matrices are quantised.
+
+        Returns:
+            The same problem with what they are dequantised to."""
+        up, down = (quantise(weight, kind) for weight in self.weights[:2])
+        named = zip(("up_SFH", "down_SHF"), self.weights[:2], strict=True)
+        stand_ins = {name: stand_in(w.shape, w.dtype, w.device) for name, w in named}
+        self.weights = self.weights._replace(
+            **stand_ins, up_code=up.code, up_scale=up.scale, down_code=down.code, down_scale=down.scale
+        )
+        twin = copy(self)
+        twin.weights = dequantised(self.weights)
+        return twin
+
     def run(
         self,
         experts: Experts,
@@ -148,7 +165,7 @@ class ExpertProblem:
             assert finish is not None
             dpartial_RH.fill_(torch.nan)  # it was leased too
             gradients = finish()
-        found = dict(zip(NAMES, (partial, dx, dweight, *gradients), strict=True))
+        found = dict(zip(NAMES, (partial, dx, dweight, *gradients[:NUM_TRAINED]), strict=True))
         return {name: t.cpu() for name, t in found.items() if t is not None}
 
     def expected(self) -> dict[str, torch.Tensor]:

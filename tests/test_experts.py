@@ -21,6 +21,7 @@ from carpool.experts import (
     make_activation,
     make_experts,
 )
+from carpool.experts.base import NUM_TRAINED
 from carpool.experts.choices import STAGES, WAYS, Choices, default_choices
 from carpool.experts.grouped import GroupedExperts
 from carpool.experts.measure import measure_choices, pick
@@ -80,7 +81,7 @@ class Setting:
         dweight, finish = experts.backward(saved, arrivals.rows, weights, dpartial, dx, True)
         assert finish is not None
         gradients = finish()
-        found = dict(zip(NAMES, (partial, dx, dweight, *gradients), strict=True))
+        found = dict(zip(NAMES, (partial, dx, dweight, *gradients[:NUM_TRAINED]), strict=True))
         if transposed:
             found |= {n: found[n].transpose(1, 2) for n in ("dup", "ddown")}
         return {n: t.cpu() for n, t in found.items() if t is not None}

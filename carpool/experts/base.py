@@ -7,11 +7,14 @@ expert is, so that one row per (token, rank) can go back.
 
 Experts may have adapters of low rank (LoRA: Hu et al., arXiv 2106.09685): `up_s` is then `up_s + b_s @ a_s`, and
 `down_s` likewise. The sum is never made: a row is multiplied by a, and that by b.
+
+Matrices that are frozen may be kept in 4 or 8 bits (`carpool.experts.quantised`). Then `up_SFH` and `down_SHF` only
+stand for their shape, dtype and device, and codes and scales come beside them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -31,6 +34,8 @@ class ExpertWeights(NamedTuple):
         down_bias_SH: (S, H) or None.
         up_a_SQH, up_b_SFQ: the adapter of up, (S, Q, H) and (S, F1, Q) whether `transposed` or not; or None.
         down_a_SQF, down_b_SHQ: the adapter of down, (S, Q, F) and (S, H, Q); or None.
+        up_code, up_scale, down_code, down_scale: of matrices that are quantised (`carpool.experts.quantised`), for
+            which `up_SFH` and `down_SHF` are stand-ins without memory; or None.
     """
 
     up_SFH: torch.Tensor
@@ -41,6 +46,10 @@ class ExpertWeights(NamedTuple):
     up_b_SFQ: torch.Tensor | None = None
     down_a_SQF: torch.Tensor | None = None
     down_b_SHQ: torch.Tensor | None = None
+    up_code: torch.Tensor | None = None
+    up_scale: torch.Tensor | None = None
+    down_code: torch.Tensor | None = None
+    down_scale: torch.Tensor | None = None
 
     @classmethod
     def of(cls, tensors: Iterable[torch.Tensor | None]) -> ExpertWeights:
@@ -53,9 +62,29 @@ class ExpertWeights(NamedTuple):
         """Whether there is an adapter."""
         return self.up_a_SQH is not None or self.down_a_SQF is not None
 
+    @property
+    def quantised(self) -> bool:
+        """Whether the matrices are quantised."""
+        return self.up_code is not None
 
-# Of `ExpertWeights`, those that are not adapters.
-NUM_BASE = 4
+    def to(self, dtype: torch.dtype) -> ExpertWeights:
+        """What computes in `dtype`. Codes and scales stay as they are."""
+        tensors = [None if w is None else w.to(dtype) for w in self[2:NUM_TRAINED]]
+        if not self.quantised:
+            return ExpertWeights.of((self.up_SFH.to(dtype), self.down_SHF.to(dtype), *tensors))
+        stand_ins = (w if w.dtype == dtype else stand_in(w.shape, dtype, w.device) for w in self[:2])
+        return ExpertWeights.of((*stand_ins, *tensors, *self[NUM_TRAINED:]))
+
+
+# Of `ExpertWeights`, those that are not adapters; those that may have gradients.
+NUM_BASE, NUM_TRAINED = 4, 8
+
+
+def stand_in(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A tensor of this shape, dtype and device without memory, for a matrix that is kept otherwise: all of it is one
+    NaN, so that whoever computes with it by mistake finds out."""
+    return torch.full((), torch.nan, dtype=dtype, device=device).expand(*shape)
+
 
 ActivationFunction = Callable[[torch.Tensor], torch.Tensor]
 
@@ -150,7 +179,7 @@ class Experts(Protocol):
 
     Whoever calls keeps the arrived rows x for the backward; the experts keep the rest. Experts with an attribute
     `reads_packets` that is True get rows and gradients as packets of FP8, whenever there are any. Only those whose
-    `computes_adapters` is True get weights with adapters."""
+    `computes_adapters` is True get weights with adapters, or quantised ones."""
 
     name: str
 

@@ -22,6 +22,7 @@ side is one kernel that does all of it and reads rows where they lie.
 Adapters (`carpool.experts.base`) are two thin grouped products over the same sorted rows, beside each of the four that
 rows go through. What a stage fuses to its product comes after the adapter's share is added, so up and dact take the
 library's side then. Gradients of adapters are four thin grouped products; those of frozen weights are not computed.
+Matrices of a quantised base are dequantised for each product and let go after it (`carpool.experts.quantised`).
 
 Only the device may know how many pairs there are. `arrivals.num_pairs` is then a bound: temporary tensors have that
 many rows, but only those that are there are read or written, h goes into an arena, and the host does not wait. With one
@@ -108,8 +109,8 @@ class GroupedExperts:
         def finish() -> ExpertWeights:
             of_up = stages.up_adapter_gradients(dh_PF1, x)
             if not needs_dweights:
-                return ExpertWeights._make((None,) * NUM_BASE + of_up + of_down)
+                return ExpertWeights.of((None,) * NUM_BASE + of_up + of_down)
             dup_bias = None if weights.up_bias_SF is None else slot_sums(dh_PF1, pairs)
-            return ExpertWeights._make((stages.dup(dh_PF1, x), ddown, dup_bias, ddown_bias, *of_up, *of_down))
+            return ExpertWeights.of((stages.dup(dh_PF1, x), ddown, dup_bias, ddown_bias, *of_up, *of_down))
 
         return dweight_RJ, finish

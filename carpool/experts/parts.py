@@ -43,8 +43,8 @@ def why_no_parts(experts: Experts, weights: ExpertWeights) -> str | None:
     """Why these experts cannot compute on rows that come in parts, or None if they can."""
     if not isinstance(experts, GroupedExperts):
         return f"experts {experts.name!r} have no kernels that wait for rows, only 'grouped' has"
-    if weights.adapted:
-        return "kernels that wait for rows have no adapters"
+    if weights.adapted or weights.quantised:
+        return f"kernels that wait for rows have no {'adapters' if weights.adapted else 'quantised base'}"
     if not isinstance(experts.function.activation, Activation):
         return "their activation is a function that kernels cannot compute (carpool.experts.Activation describes one)"
     sizes = weights.down_SHF.shape[1:]

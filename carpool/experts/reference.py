@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from carpool.experts.base import NUM_BASE, ExpertFunction, ExpertWeights
+from carpool.experts.quantised import dequantised
 from carpool.memory import Arena, Arrivals, Rows
 
 
@@ -23,6 +24,7 @@ def reference_experts(
     function: ExpertFunction,
 ) -> torch.Tensor:
     """(R, H) partial sums in float32 (float64 for float64 rows); differentiable in x, weight and weights."""
+    weights = dequantised(weights)
     accumulate = torch.float64 if x_RH.dtype == torch.float64 else torch.float32
     partial_RH = torch.zeros_like(x_RH, dtype=accumulate)
     for slot in range(weights.up_SFH.shape[0]):
@@ -79,7 +81,7 @@ class ReferenceExperts:
         x_RH, dpartial_RH = x.contiguous(slot_RJ.shape[0]), dpartial.contiguous(slot_RJ.shape[0])
         with torch.enable_grad():
             x_RH, weight_RJ = x_RH.detach().requires_grad_(), weight_RJ.detach().requires_grad_()
-            leaves = [None if w is None else w.detach() for w in weights]
+            leaves = [None if w is None else w.detach() for w in dequantised(weights)]
             wanted = [w is not None and (needs_dweights or i >= NUM_BASE) for i, w in enumerate(leaves)]
             given = [w.requires_grad_() for w, want in zip(leaves, wanted, strict=True) if w is not None and want]
             partial_RH = reference_experts(x_RH, slot_RJ, weight_RJ, ExpertWeights._make(leaves), self.function)

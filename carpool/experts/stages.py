@@ -24,6 +24,7 @@ from carpool.experts import pairs as sides
 from carpool.experts.base import Activation, ExpertFunction, ExpertWeights
 from carpool.experts.choices import LIBRARY, Choices, default_choices
 from carpool.experts.pairs import Pairs, activate, activate_backward, gather_rows
+from carpool.experts.quantised import dequantise
 from carpool.memory import Arena, Ready, Rows
 
 # The gradients of an adapter's a and b.
@@ -79,20 +80,19 @@ class Stages:
                 h = arena.reserve(width, self.dtype, pairs.count_1)
             rows = table_kernels.row_addresses(x, *self._order)
             a_PF = up_kernels.up(
-                rows.address_P, weights.up_SFH, function.transposed, weights.up_bias_SF, activation,
+                rows.address_P, self._up(), function.transposed, weights.up_bias_SF, activation,
                 h if keep else None, self._tiles()[0], wants_a, gemm_tiles.TILINGS[way], self._parts(ready),
             )  # fmt: skip
             return a_PF, h
         x_PH = gather_rows(x, pairs, self.dtype)
-        h_PF = grouped_mm(x_PH, self._up_SHF, pairs.offsets_S)
+        h_PF = grouped_mm(x_PH, self._turned(self._up(), not function.transposed), pairs.offsets_S)
         if weights.up_a_SQH is not None and weights.up_b_SFQ is not None:
             self._add_thin(h_PF, self._thin(x_PH, weights.up_a_SQH, turned=True), weights.up_b_SFQ, turned=True)
         return activate(activation, h_PF, weights.up_bias_SF, pairs, arena if keep else None)
 
     def down(self, a_PF: torch.Tensor, part: int | None = None, out_PH: torch.Tensor | None = None) -> torch.Tensor:
         """(P, H) = a @ down; of one part's pairs, into `out_PH`."""
-        down_SHF, transposed = self.weights.down_SHF, self.function.transposed
-        y_PH = self._product(self.choices.down, a_PF, down_SHF, transposed, self._down_SFH, part, out_PH)
+        y_PH = self._product(self.choices.down, a_PF, self._down(), self.function.transposed, part, out_PH)
         down_a_SQF, down_b_SHQ = self.weights.down_a_SQF, self.weights.down_b_SHQ
         if down_a_SQF is not None and down_b_SHQ is not None:
             self._add_thin(y_PH, self._thin(a_PF, down_a_SQF, turned=True), down_b_SHQ, turned=True)
@@ -116,7 +116,7 @@ class Stages:
 
             rows = table_kernels.row_addresses(dpartial, *self._order)
             dh_PF1, scaled_PF, share_NP = dact_kernels.down_backward(
-                rows.address_P, weights.down_SHF, function.transposed, activation, h, weight_RJ,
+                rows.address_P, self._down(), function.transposed, activation, h, weight_RJ,
                 pairs.order_P, self._tiles()[0], wants_scaled, gemm_tiles.TILINGS[way], self._parts(ready),
             )  # fmt: skip
             bias_SH = weights.down_bias_SH
@@ -124,7 +124,7 @@ class Stages:
             dweight_RJ = table_kernels.sum_shares(share_NP, pairs.position_RJ, pairs.slot_RJ, dy_PH, bias_SH)
             return dh_PF1, scaled_PF, dweight_RJ
         dy_PH = self.dy(dpartial)
-        dA_PF = grouped_mm(dy_PH, self._down_SFH.transpose(1, 2), pairs.offsets_S)
+        dA_PF = grouped_mm(dy_PH, self._turned(self._down(), function.transposed), pairs.offsets_S)
         if down_a_SQF is not None and down_b_SHQ is not None:
             self._du_down_PQ = self._thin(dy_PH, down_b_SHQ)
             self._add_thin(dA_PF, self._du_down_PQ, down_a_SQF)
@@ -132,9 +132,7 @@ class Stages:
 
     def dx(self, dh_PF1: torch.Tensor, part: int | None = None, out_PH: torch.Tensor | None = None) -> torch.Tensor:
         """(P, H) = dh @ up^T; as `down`."""
-        up_SFH, transposed = self.weights.up_SFH, self.function.transposed
-        weight_SKN = self._up_SHF.transpose(1, 2)
-        dx_PH = self._product(self.choices.dx, dh_PF1, up_SFH, not transposed, weight_SKN, part, out_PH)
+        dx_PH = self._product(self.choices.dx, dh_PF1, self._up(), not self.function.transposed, part, out_PH)
         if self.weights.up_a_SQH is not None and self.weights.up_b_SFQ is not None:
             self._du_up_PQ = self._thin(dh_PF1, self.weights.up_b_SFQ)
             self._add_thin(dx_PH, self._du_up_PQ, self.weights.up_a_SQH)
@@ -196,7 +194,6 @@ class Stages:
         rows_PK: torch.Tensor,
         weight: torch.Tensor,
         in_first: bool,
-        weight_SKN: torch.Tensor,
         part: int | None,
         out_PN: torch.Tensor | None,
     ) -> torch.Tensor:
@@ -209,7 +206,7 @@ class Stages:
             tiling = gemm_tiles.TILINGS[way]
             return product_kernels.product(rows_PK, weight, in_first, tiles[0], tiling, starts_N, part or 0, out_PN)
         assert part is None, "parts are fused"
-        return grouped_mm(rows_PK, weight_SKN, self.pairs.offsets_S)
+        return grouped_mm(rows_PK, self._turned(weight, not in_first), self.pairs.offsets_S)
 
     def _outer(self, way: str, gathered: Rows, values_PN: torch.Tensor, gathered_first: bool) -> torch.Tensor:
         """(S, width of gathered, N), or (S, N, width) unless `gathered_first`: rows^T values, or values^T rows."""
@@ -248,14 +245,24 @@ class Stages:
     def _order(self) -> tuple[torch.Tensor, torch.Tensor, int]:
         return self.pairs.order_P, self.pairs.offsets_S, self.pairs.slot_RJ.shape[1]
 
-    @property
-    def _up_SHF(self) -> torch.Tensor:
-        """(S, in, out), which is how grouped products read them."""
-        return self.weights.up_SFH if self.function.transposed else self.weights.up_SFH.transpose(1, 2)
+    def _up(self) -> torch.Tensor:
+        """Up's matrices as they are stored. Of a quantised base they are made here, for one product."""
+        code, scale = self.weights.up_code, self.weights.up_scale
+        if code is None or scale is None:
+            return self.weights.up_SFH
+        return dequantise(code, scale, self.dtype, self.pairs.offsets_S)
 
-    @property
-    def _down_SFH(self) -> torch.Tensor:
-        return self.weights.down_SHF if self.function.transposed else self.weights.down_SHF.transpose(1, 2)
+    def _down(self) -> torch.Tensor:
+        """As `_up`."""
+        code, scale = self.weights.down_code, self.weights.down_scale
+        if code is None or scale is None:
+            return self.weights.down_SHF
+        return dequantise(code, scale, self.dtype, self.pairs.offsets_S)
+
+    @staticmethod
+    def _turned(weight: torch.Tensor, turn: bool) -> torch.Tensor:
+        """(S, in, out), which is how grouped products read them."""
+        return weight.transpose(1, 2) if turn else weight
 
 
 def has_kernels(weights: torch.Tensor) -> bool:

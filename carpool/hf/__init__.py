@@ -42,6 +42,7 @@ from carpool.hf.freeze import freeze_dense
 from carpool.hf.layouts import set_layout
 from carpool.hf.limit import limit_routing
 from carpool.hf.offload import offload_layers
+from carpool.hf.quantised_base import quantise_experts, quantised_while_loading
 from carpool.hf.replay import replay
 from carpool.hf.rollout import record_rollout
 from carpool.hf.shared import set_schedule
@@ -63,6 +64,8 @@ __all__ = [
     "install",
     "limit_routing",
     "offload_layers",
+    "quantise_experts",
+    "quantised_while_loading",
     "record_rollout",
     "replay",
     "rides",

@@ -29,11 +29,13 @@ from transformers.distributed.checkpoint import is_sharded_checkpoint
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from carpool.experts.quantised import Kind
 from carpool.hf.config_keys import check_keys, suggestion
 from carpool.hf.conversions import unshardable
 from carpool.hf.dense import without_fsdp
 from carpool.hf.initial_weights import fill, set_tensor
 from carpool.hf.original_layout import OriginalLayout
+from carpool.hf.quantised_base import check_can_be_quantised, quantised_while_loading
 from carpool.hf.sizes import check_sizes, impossible_sizes
 from carpool.hf.stored_experts import read_without_experts
 from carpool.hf.tensor_parallel import check_tensor_parallel
@@ -92,6 +94,7 @@ def build_model(
     dense: str = "fsdp",
     device: torch.device | None = None,
     read_experts: bool = True,
+    base_dtype: Kind | None = None,
 ) -> PreTrainedModel:
     """A mixture-of-experts language model in training mode, sharded as `distributed_config` says.
 
@@ -110,6 +113,8 @@ def build_model(
             before the first forward.
         device: of a model on one process; None: its accelerator.
         read_experts: of a folder. False, on one process: parameters of experts have no memory (device "meta").
+        base_dtype: experts of a folder are kept in "nf4" or "int8", to be frozen (`carpool.hf.quantised_base`). With
+            several ranks, each expert is on one of them, and `dense` is "replicate". None: as they are.
 
     Raises:
         ValueError: if the folder or the configuration is not usable, is no mixture of experts, or does not fit the
@@ -126,13 +131,17 @@ def build_model(
     if distributed_config is not None and _size(distributed_config, "tp") > 1 and distributed_config.tp_plan != {}:
         own = distributed_config.tp_plan if isinstance(distributed_config.tp_plan, dict) else {}
         check_tensor_parallel(blueprint, blueprint.tp_plan | own)
+    if base_dtype is not None:
+        for name in experts_modules(blueprint, distributed_config):
+            check_can_be_quantised(name, blueprint.get_submodule(name), base_dtype)
     if dense == "fsdp":
         _check_tied(blueprint, distributed_config)
     with without_fsdp() if dense == "replicate" else nullcontext():
         if path is not None:
             _check_shardable(path, blueprint, distributed_config)
             if read_experts:
-                model = _load(path, blueprint, distributed_config, dtype, device or _device(), kwargs)
+                with quantised_while_loading(base_dtype):
+                    model = _load(path, blueprint, distributed_config, dtype, device or _device(), kwargs)
             else:
                 model = _on_meta(config, dtype, kwargs)
                 modules = list(experts_modules(model))

@@ -30,6 +30,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from carpool.hf.expert_function import weight_names
+from carpool.hf.quantised_base import base_of
 from carpool.hf.states import states_lie
 
 if TYPE_CHECKING:
@@ -210,6 +211,11 @@ def _added(wrapper: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _delta(wrapper: Any, transposed: bool, adapter: str, *_: Any, **__: Any) -> torch.Tensor:
     """What the adapter adds to the weights, in their shape: for peft's merging, in one process."""
+    if base_of(wrapper.get_base_layer()):
+        raise ValueError(
+            "adapters cannot be merged into experts that are quantised: merge them into the model that these were "
+            "loaded from, with `carpool merge` or peft's merge_and_unload"
+        )
     delta = wrapper.lora_B[adapter].weight @ wrapper.lora_A[adapter].weight * wrapper.scaling[adapter]
     base = wrapper.get_param()
     return (delta.transpose(1, 2) if transposed else delta).to(base.device, base.dtype)

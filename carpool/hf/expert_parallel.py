@@ -34,6 +34,7 @@ from carpool.experts import Choices, ExpertWeights
 from carpool.hf.adapters import check_adapters
 from carpool.hf.expert_adapters import ExpertAdapters
 from carpool.hf.expert_function import check_not_quantised, expert_function, weight_names
+from carpool.hf.quantised_base import base_of
 from carpool.hf.tensor_parallel import check_tensor_parallel_around
 from carpool.layer.core import LayerCore
 from carpool.layout import ExpertLayout
@@ -127,6 +128,8 @@ class ExpertRides(LayerCore):
     def check_layout(self, layout: ExpertLayout) -> None:
         """Raise ValueError if this layer cannot compute under `layout`."""
         super().check_layout(layout)
+        if base_of(self.experts) and layout != self.layout:
+            raise ValueError("experts that are quantised (adapter.base_dtype) stay where they are")
         if {len(rank) for rank in layout.homes} != {self.num_local_experts}:
             raise ValueError("FSDP shards experts evenly, so every rank must be home to equally many experts")
 
@@ -163,6 +166,10 @@ class ExpertRides(LayerCore):
             return self._own_forward
         # A list: torch 2.11 cannot compile what comes after a graph break in a generator.
         weights = [self.experts._parameters[name] if name else None for name in names]
+        if base := base_of(self.experts):
+            factors = (None,) * 4 if self.adapters is None else self.adapters.factors()
+            codes = [tensor for name in names[:2] if name for tensor in base[name]]
+            return ExpertWeights.of([*weights, *factors, *codes])
         return ExpertWeights.of(weights if self.adapters is None else [*weights, *self.adapters.factors()])
 
     def adapter_parameters(self) -> list[nn.Parameter]:

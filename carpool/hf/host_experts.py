@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from carpool.hf.expert_parallel import required_rides
+from carpool.hf.quantised_base import base_of
 from carpool.memory.host_experts import ExpertFiles, HostExperts, storage_key
 from carpool.memory.next_experts import Predictor
 from carpool.parallel import fsdp
@@ -34,6 +35,8 @@ def keep_experts_in_host_memory(
     """
     layers = required_rides(model)
     for name, own in layers.items():
+        if base_of(own.experts):
+            raise ValueError(f"{name}: experts that are quantised (adapter.base_dtype) stay on their device")
         if predictor is not None and own.num_ranks > 1:
             raise ValueError(f"{name}: which experts other ranks choose is not known here; use one rank")
         if fsdp.groups_of(own.experts):

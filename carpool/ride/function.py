@@ -69,10 +69,9 @@ def ride(
         ValueError: the order cannot be used with these experts or weights.
         RuntimeError: in a backward with create_graph=True.
     """
-    if weights.adapted and not getattr(setup.experts, "computes_adapters", False):
-        raise ValueError(
-            f"experts={getattr(setup.experts, 'name', None)!r} cannot compute adapters of experts: use 'grouped'"
-        )
+    if (weights.adapted or weights.quantised) and not getattr(setup.experts, "computes_adapters", False):
+        what = "adapters of experts" if weights.adapted else "a quantised base"
+        raise ValueError(f"experts={getattr(setup.experts, 'name', None)!r} cannot compute {what}: use 'grouped'")
     expert_TK, weight_TK = routing.expert_TK, routing.weight_TK
     assert weight_TK is not None
     device = x_TH.device.type
@@ -81,7 +80,7 @@ def ride(
     # The dtypes are those of the arguments: autocast would change them in the forward and not in the backward.
     with torch.autocast(device, enabled=False):
         x_TH = x_TH.to(dtype)
-        weights = ExpertWeights._make([None if w is None else w.to(dtype) for w in weights])
+        weights = weights.to(dtype)
         if beside is not None and not compiling and not taken_before():
             trip = _Trip()
             x_TH, weight_TK = _Start.apply(x_TH, weight_TK, slot_TK, weights, trip, setup)

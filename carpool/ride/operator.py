@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from carpool.experts.base import NUM_BASE, ExpertWeights
+from carpool.experts.base import NUM_BASE, NUM_TRAINED, ExpertWeights
 from carpool.kernels.numbered import by_number
 from carpool.memory import Rows
 from carpool.ride.kept import bring_back, put_away
@@ -54,12 +54,17 @@ def ride_operator(
     up_b: torch.Tensor | None,
     down_a: torch.Tensor | None,
     down_b: torch.Tensor | None,
+    up_code: torch.Tensor | None,
+    up_scale: torch.Tensor | None,
+    down_code: torch.Tensor | None,
+    down_scale: torch.Tensor | None,
     expert_TK: torch.Tensor,
     setup: torch.Tensor,
     backward: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(y_TH, ticket): see `carpool.ride.function.ride`. `backward`: whether one will follow."""
-    weights = ExpertWeights(up, down, up_bias, down_bias, up_a, up_b, down_a, down_b)
+    of_base, codes = (up, down, up_bias, down_bias), (up_code, up_scale, down_code, down_scale)
+    weights = ExpertWeights(*of_base, up_a, up_b, down_a, down_b, *codes)
     found: RideSetup = by_number(setup)
     found.stats.count(expert_TK, weight_TK)
     with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.no_grad():
@@ -98,6 +103,10 @@ def ride_backward_operator(
     up_b: torch.Tensor | None,
     down_a: torch.Tensor | None,
     down_b: torch.Tensor | None,
+    up_code: torch.Tensor | None,
+    up_scale: torch.Tensor | None,
+    down_code: torch.Tensor | None,
+    down_scale: torch.Tensor | None,
     needs_dweights: bool,
 ) -> list[torch.Tensor]:
     """[dx_TH, dweight_TK, and if wanted the gradients of the parameters that there are]."""
@@ -110,7 +119,8 @@ def ride_backward_operator(
         )
     inputs = [tensor.contiguous() for tensor in (x_TH, weight_TK, slot_TK)]
     kept, setup = _swap(found[0], lambda held: _take_back(held, inputs)), found[1]
-    weights = ExpertWeights(up, down, up_bias, down_bias, up_a, up_b, down_a, down_b)
+    of_base, codes = (up, down, up_bias, down_bias), (up_code, up_scale, down_code, down_scale)
+    weights = ExpertWeights(*of_base, up_a, up_b, down_a, down_b, *codes)
     with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.no_grad():
         coming, dweights = setup.order.backward(dy_TH, weights, bring_back(kept, setup), setup, needs_dweights)
         dx_TH, dweight_TK = coming.wait()
@@ -128,7 +138,8 @@ def _(dy_TH: torch.Tensor, _ticket: Any, _x_TH: Any, weight_TK: torch.Tensor, _s
 
 def _with_gradient(weights: Sequence[torch.Tensor | None], needs_dweights: bool) -> list[bool]:
     """Which of the weights get a gradient in a backward: see `carpool.experts.base.Experts`."""
-    return [w is not None and (needs_dweights or place >= NUM_BASE) for place, w in enumerate(weights)]
+    first = 0 if needs_dweights else NUM_BASE
+    return [w is not None and first <= place < NUM_TRAINED for place, w in enumerate(weights)]
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:

@@ -139,7 +139,7 @@ def spread_model(
     dtype: torch.dtype,
     max_tokens: int,
     experts: ExpertTier = ON_DEVICE,
-    **implementations: str | None,
+    **implementations: Any,
 ) -> PreTrainedModel:
     """A model for inference: dense parameters whole on each rank, experts spread over all. All ranks together.
 

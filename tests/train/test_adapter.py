@@ -149,9 +149,36 @@ def test_merges_into_a_model_for_plain_transformers(base: Path, reference: Path,
         find_source(reference)
 
 
+@pytest.mark.slow
+def test_a_base_in_8_bits(ranks: Ranks, base: Path, reference: Path, text: list[str], tmp_path: Path) -> None:
+    """What is resumed goes on with the same bits, and what is merged are the files that the base was made of."""
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert start(ranks, base, first, text, ["adapter.base_dtype=int8"]) == [""] * 4
+    settings = ["adapter.base_dtype=int8", f"training.resume_from_checkpoint={first}/checkpoints/step-00000002"]
+    assert start(ranks, base, second, text, settings) == [""] * 4
+    assert errors(adapter(second), adapter(first)) == 0
+    assert 0 < errors(adapter(first), adapter(reference)) < 0.1
+    assert json.loads((first / "run.json").read_text())["lossy_reasons"] == ["the frozen experts are kept in int8"]
+    check_merged(base, second, tmp_path / "merged")
+
+
+def test_a_quantised_base_has_each_expert_on_one_rank(
+    ranks: Ranks, base: Path, text: list[str], tmp_path: Path
+) -> None:
+    for error in start(ranks, base, tmp_path / "run", text, ["adapter.base_dtype=int8", "parallelism.ep_size=2"]):
+        assert "set parallelism.ep_size=4" in error
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
+        (["adapter.base_dtype=nf4"], "say adapter.kind"),
+        (["adapter.kind=lora", "adapter.base_dtype=nf4", "memory.experts=host"], "experts that are quantised stay"),
+        (
+            ["adapter.kind=lora", "adapter.targets=attention", "adapter.base_dtype=int8", "moe.experts=fp8"],
+            "moe.experts = 'fp8' cannot be used with adapter.base_dtype",
+        ),
         (["adapter.kind=dora"], "no adapters of experts"),
         (["adapter.kind=lora", "adapter.dropout=0.1"], "peft has none"),
         (["adapter.kind=lora", "training.freeze=dense"], "contradict each other"),

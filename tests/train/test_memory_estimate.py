@@ -91,11 +91,14 @@ def test_a_step_with_adapters_takes_what_is_predicted(ranks: Ranks, tmp_path: Pa
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
     changed = [one for one in SHAPE if not one.startswith("model.")]
     given = [f"model.path={tmp_path}/base", "data.train=stdlib", "training.gradient_accumulation_steps=1"]
-    for targets in ("attention,experts", "experts"):
-        chosen = f"adapter.targets=[{','.join(repr(one) for one in targets.split(','))}]"
-        found = ranks(peak, str(tmp_path / targets), [*changed, *given, "adapter.kind=lora", chosen], True)
+    for targets, base in (("attention,experts", "none"), ("experts", "none"), ("experts", "nf4"), ("experts", "int8")):
+        chosen = [
+            f"adapter.targets=[{','.join(repr(one) for one in targets.split(','))}]",
+            f"adapter.base_dtype={base}",
+        ]
+        found = ranks(peak, str(tmp_path / f"{targets} {base}"), [*changed, *given, "adapter.kind=lora", *chosen], True)
         for measured, predicted in found:
-            assert predicted == pytest.approx(measured, rel=0.1), targets
+            assert predicted == pytest.approx(measured, rel=0.1), (targets, base)
 
 
 QWEN = [

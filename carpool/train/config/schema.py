@@ -320,12 +320,30 @@ class Config(Section):
                 'training.gradients = "consumed" uses each gradient once it is there, but those of adapters are added '
                 'up over ranks after that: use training.gradients = "kept"'
             )
+        if self.adapter.base_dtype is not None:
+            self._check_base()
         if {"experts", "all-linear"} & set(self.adapter.targets):
             if self.moe.experts == "fp8":
                 raise ValueError("moe.experts = 'fp8' has no adapters: use 'grouped', or other adapter.targets")
             if self.moe.schedule == "tiles":
                 raise ValueError("moe.schedule = 'tiles' has no adapters: use 'chunks', or other adapter.targets")
         return self
+
+    def _check_base(self) -> None:
+        """Raise ValueError for what experts cannot do that are quantised."""
+        moe, memory, placement = self.moe, self.memory, self.placement
+        refused = {
+            f"moe.experts = {moe.experts!r}": moe.experts not in ("auto", "grouped", "reference"),
+            "moe.schedule = 'tiles'": moe.schedule == "tiles",
+            f"moe.layout = {moe.layout!r}": moe.layout != "contiguous",
+            "placement.every": placement.every is not None,
+            "memory.experts = 'host'": memory.experts == "host",
+        }
+        if found := [name for name, wrong in refused.items() if wrong]:
+            raise ValueError(
+                f"{found[0]} cannot be used with adapter.base_dtype = {self.adapter.base_dtype!r}: experts that are "
+                "quantised stay on their GPU, in order, and grouped products dequantise them; leave one of them out"
+            )
 
     def settings_of_transport(self, name: str) -> dict[str, Any]:
         """What is said to a transport: to nvlink in its section, to another where moe.transport names it."""

@@ -33,6 +33,12 @@ class AdapterSection(Section):
         description="What is adapted: attention, shared (dense and shared feed-forward layers, where peft can tell "
         "them from experts), experts, router, all-linear (all of these), or names of modules as peft's target_modules.",
     )
+    base_dtype: Literal["nf4", "int8"] | None = Field(
+        default=None,
+        description="How the frozen experts are kept, as bitsandbytes defines it: nf4 (blocks of 64 values, 4.5 bits "
+        "each; arXiv 2305.14314), int8 (rows, 8 bits). LOSSY. All other weights stay as model.dtype says. On several "
+        "ranks each expert is on one of them, and parallelism.dense is replicate. none: as model.dtype says.",
+    )
     modules_to_save: Texts = Field(
         default=(),
         description="Modules that are trained themselves, and saved with the adapter, such as lm_head. On several "
@@ -41,6 +47,11 @@ class AdapterSection(Section):
 
     @model_validator(mode="after")
     def _has_targets(self) -> Self:
+        if self.base_dtype is not None and self.kind is None:
+            raise ValueError(
+                f"adapter.base_dtype = {self.base_dtype!r} is of a model that is frozen: say adapter.kind, for example "
+                "'lora', or leave it out"
+            )
         if not self.targets:
             raise ValueError(f"adapter.targets is empty: name some of {', '.join(GROUPS)}, or modules")
         parameters = {"experts", "router", "all-linear"} & set(self.targets)

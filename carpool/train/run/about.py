@@ -44,6 +44,8 @@ def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any
         lossy.append("schedule two-batch: the balance loss is of each half of a micro-batch")
     if run.config.training.clip_by == "previous" and run.config.training.max_grad_norm:
         lossy.append("gradients are clipped by the norm of the step before")
+    if run.config.adapter.base_dtype is not None:
+        lossy.append(f"the frozen experts are kept in {run.config.adapter.base_dtype}")
     history = _earlier_starts(run.folder) if resume is not None else []
     started = datetime.now(UTC).isoformat(timespec="seconds")
     history.append(

@@ -20,8 +20,10 @@ from carpool.hf.build import experts_modules
 from carpool.hf.expert_function import weight_names
 from carpool.hf.expert_parallel import ExpertRides, rides
 from carpool.hf.limit import find_router
+from carpool.parallel.degrees import Degrees
 from carpool.train.checkpoints.files import CheckpointWriteError, flush_file, flush_folder, put_in_place
 from carpool.train.checkpoints.ranks import gather, rank, together
+from carpool.train.config.schema import Config
 from carpool.train.config.schema_adapter import GROUPS, AdapterSection
 
 
@@ -63,6 +65,28 @@ def add_adapter(model: PreTrainedModel, section: AdapterSection, seed: int, repl
     if replicate:
         share_adapters(model)
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def check_base(config: Config, degrees: Degrees, dense: str, bf16: bool) -> None:
+    """Raise ValueError if the ranks of a run cannot hold experts that are quantised (`adapter.base_dtype`).
+
+    FSDP shards and casts parameters, of which there are none then.
+
+    Args:
+        dense: "fsdp" or "replicate"."""
+    if config.adapter.base_dtype is None or degrees.world_size == 1:
+        return
+    why = None
+    if degrees.efsdp > 1 or degrees.dp_replicate > 1:
+        why = (
+            f"each expert is on one rank then; set parallelism.ep_size={degrees.world_size}, and no copies of the model"
+        )
+    elif dense != "replicate":
+        why = 'FSDP shards experts, too; set parallelism.dense="replicate"'
+    elif bf16 and config.model.dtype != "bfloat16":
+        why = 'FSDP casts experts that are stored in another dtype; set model.dtype="bfloat16"'
+    if why is not None:
+        raise ValueError(f"adapter.base_dtype = {config.adapter.base_dtype!r} cannot be used here: {why}")
 
 
 def outline_adapter(model: PreTrainedModel, section: AdapterSection) -> int:

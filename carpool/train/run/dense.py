@@ -87,6 +87,8 @@ def decide_dense(config: Config, degrees: Degrees, predict: Callable[[str], int]
         return wanted, "asked for"
     if reason is not None:
         return "fsdp", reason
+    if config.adapter.base_dtype is not None:
+        return "replicate", "FSDP cannot shard experts that are quantised"
     needed = predict("replicate")
     sizes = f"about {needed / 2**30:.1f} of {memory / 2**30:.1f} GiB of a rank would be used"
     if needed > ROOM * memory:

@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
+from carpool.experts.quantised import quantised_bytes
 from carpool.hf.activations import Activations, measure_activations
 from carpool.hf.build import experts_modules
 from carpool.hf.freeze import freeze_all_but_experts
@@ -131,7 +132,12 @@ class MemoryEstimate:
         self.width = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
         self.words = text.vocab_size
         theirs = {id(p) for name in counts for p in model.get_submodule(name).parameters()}
-        self.experts = _Parameters.of([p for p in model.parameters() if id(p) in theirs])
+        of_experts = [p for p in model.parameters() if id(p) in theirs]
+        self.experts = _Parameters.of(of_experts)
+        self.expert_bytes = sum(_stored_bytes(p, config, self.stored) for p in of_experts)
+        # Products make the matrices of a quantised base again, one at a time.
+        largest = max(p.numel() for p in of_experts) * self.computed
+        self.dequantised = 0 if config.adapter.base_dtype is None else math.ceil(largest / degrees.ep)
         added = {id(p) for name, p in model.named_parameters() if "lora_" in name}
         self.dense = _Parameters.of([p for p in model.parameters() if id(p) not in theirs | added])
         self.adapters = sum(p.numel() for p in model.parameters() if id(p) in added)
@@ -159,7 +165,6 @@ class MemoryEstimate:
         """
         degrees, training = self.degrees, self.config.training
         dense_own = math.ceil(self.dense.total / degrees.dense_shards)
-        experts_own = math.ceil(self.experts.total / degrees.expert_shards)
         dense_trained = math.ceil(self.dense.trained / degrees.dense_shards)
         experts_trained = math.ceil(self.experts.trained / degrees.expert_shards)
         replicated = dense == "replicate" and degrees.dp > 1
@@ -170,9 +175,9 @@ class MemoryEstimate:
         gathered, reducing = self._in_full(replicated)
         reducing += min(BUCKET_BYTES, whole_trained * self.reduced)
         # Of experts in host memory, three layers' are here at most.
-        here = experts_own
+        here = experts_own = math.ceil(self.expert_bytes / degrees.expert_shards)
         if self.config.memory.experts == "host":
-            here = min(here, 3 * math.ceil(self.experts.total / degrees.ep / self.moe_layers))
+            here = min(here, 3 * math.ceil(self.expert_bytes / degrees.ep / self.moe_layers))
         own = dense_trained * (self.reduced if replicated else self.stored)
         if training.gradients == "kept":
             own += experts_trained * self.stored
@@ -195,7 +200,7 @@ class MemoryEstimate:
             key=sum,
         )
         memory = {
-            "parameters": 4 * adapters + (dense_own + here) * self.stored + whole * self.computed + gathered,
+            "parameters": 4 * adapters + dense_own * self.stored + here + whole * self.computed + gathered,
             "gradients": int(highest.gradients) + whole_trained * self.reduced,
             "optimizer": state + 8 * adapters,
             "activations": int(highest.activations),
@@ -203,7 +208,7 @@ class MemoryEstimate:
             "transport": rides.buffers,
         }
         if here < experts_own:
-            memory["loading"] = max(0, (dense_own + experts_own) * self.stored - sum(memory.values()))
+            memory["loading"] = max(0, dense_own * self.stored + experts_own - sum(memory.values()))
         tensors = sum(memory.values())
         if self.cuda:
             if dense == "replicate" and self._captured(transport):
@@ -225,7 +230,7 @@ class MemoryEstimate:
         dense = sum(self.kept.layers) if self.config.memory.policies["dense"] == "offload" else 0
         experts = 0
         if self.config.memory.experts == "host":
-            experts = math.ceil(self.experts.total / self.degrees.expert_shards) * self.stored
+            experts = math.ceil(self.expert_bytes / self.degrees.expert_shards)
         return int(state) + experts + dense + self._rides(transport).host
 
     def _in_full(self, replicated: bool) -> tuple[int, int]:
@@ -279,7 +284,7 @@ class MemoryEstimate:
         if buffers and config.memory.rows == "resend":
             buffers *= 2
         exchanged = 0 if buffers else int((2 if degrees.ep > 1 else 1) * tokens * copies * self.hidden * self.computed)
-        return _Rides(kept_of[1], kept_of[0], products, experts, buffers or exchanged, host)
+        return _Rides(kept_of[1], kept_of[0], products + self.dequantised, experts, buffers or exchanged, host)
 
     def _kept(self, rides: _Rides) -> tuple[float, float]:
         """Bytes that are kept when the backward begins, and when only one layer is left."""
@@ -335,6 +340,14 @@ class _Parameters(NamedTuple):
     @staticmethod
     def of(parameters: list[torch.nn.Parameter]) -> _Parameters:
         return _Parameters(sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad))
+
+
+def _stored_bytes(parameter: torch.nn.Parameter, config: Config, stored: int) -> int:
+    """Of a stack of experts' matrices or biases, of which matrices may be quantised."""
+    kind = config.adapter.base_dtype
+    if kind is None or parameter.dim() != 3:
+        return parameter.numel() * stored
+    return quantised_bytes(kind, parameter.shape)
 
 
 class _Rides(NamedTuple):

@@ -2,6 +2,7 @@
 
     free              the loss in pieces
     lossy, no time    parameters in bfloat16 (with float32 masters); moments of the optimizer in fewer bits
+    lossy, some time  experts under adapters in 8 or 4 bits
     little time       pre-activations of experts are computed again; then attention and norms
     smaller products  smaller micro-batches, more of them
     copies            the optimizer's state in host memory
@@ -95,6 +96,11 @@ def _changes(config: Config) -> Iterator[tuple[str, Any, str]]:
         for moments in ("bfloat16", "int8"):
             if training.optimizer_moments in ("float32", "bfloat16") and moments != training.optimizer_moments:
                 yield _one("training", "optimizer_moments", moments, "lossy, no time")
+    adapter, moe = config.adapter, config.moe
+    if adapter.kind is not None and moe.layout == "contiguous" and moe.experts != "fp8" and memory.experts == "device":
+        for base in ("int8", "nf4"):
+            if adapter.base_dtype is None or (adapter.base_dtype, base) == ("int8", "nf4"):
+                yield _one("adapter", "base_dtype", base, "lossy; experts are dequantised for each product")
     if memory.policies["hidden"] == "keep" and config.moe.experts in ("auto", "grouped"):
         yield _one("memory", "hidden", "recompute", "one of the experts' products again")
     if memory.dense != "recompute" and not training.torch_compile:

@@ -51,7 +51,7 @@ from carpool.train.moving.cost import Facts
 from carpool.train.moving.layouts import check_layout_file, first_layouts
 from carpool.train.moving.runtime import Placement
 from carpool.train.run.about import say_hello, write_files, write_run
-from carpool.train.run.adapter import add_adapter
+from carpool.train.run.adapter import add_adapter, check_base
 from carpool.train.run.dense import choose_dense, rank_memory
 from carpool.train.run.display import Display
 from carpool.train.run.environment import peak_memory
@@ -179,6 +179,7 @@ class Setup(RunState):
             memory,
             self._folders(resume),
         )
+        check_base(config, self.degrees, self.dense.answer, self.bf16)
         # Advice takes a while, and the answer is the same.
         from_rank_0(lambda: check_fits(self.estimate, transport, self.dense.answer, memory))
 
@@ -247,6 +248,7 @@ class Setup(RunState):
                 attn_implementation=config.model.attn_implementation,
                 experts_implementation=config.model.experts_implementation,
                 dense=self.dense.answer,
+                base_dtype=config.adapter.base_dtype,
             )
             dist.barrier()
             self.load_seconds = time.perf_counter() - began

@@ -1,0 +1,156 @@
+"""Adapters on experts that are kept in 4 and 8 bits: what is loaded, and curves of plain transformers and peft.
+
+`_curves` runs on each of the four ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import get_peft_model
+from transformers.distributed import DistributedConfig
+
+import carpool.hf
+from carpool.experts.quantised import Kind, dequantise, quantise
+from carpool.hf import rides
+from carpool.hf.adapters import adapter_tensors, share_adapters
+from carpool.hf.build import build_model
+from carpool.hf.dense import replicate_dense
+from carpool.hf.expert_function import weight_names
+from carpool.hf.host_experts import keep_experts_in_host_memory
+from carpool.hf.quantised_base import base_of, quantise_experts
+from carpool.parallel.replicated import sharded_parameters
+from tests.hf.meshes import reuse_meshes
+from tests.hf.parity import BOUND, relative_error
+from tests.hf.test_behaviours import _alone, _own, _save
+from tests.hf.test_expert_adapters import adapter, config, mean, steps
+from tests.hf.tiny_models import discover, tiny_batch, tiny_model
+from tests.ranks import Ranks
+
+# gpt-oss stores matrices the other way round, and has biases.
+SIZES: dict[str, dict[str, int]] = {
+    "gpt_oss": {"hidden_size": 64, "intermediate_size": 64},
+    "qwen3_moe": {"hidden_size": 64, "moe_intermediate_size": 64},
+    "deepseek_v3": {},
+}
+
+
+@torch.no_grad()
+def dequantise_experts(model: Any, kind: Kind) -> Any:
+    """A plain model whose experts have the values that they have in 4 or 8 bits."""
+    for module in model.modules():
+        if hasattr(module, "is_transposed"):
+            for name in weight_names(module)[:2]:
+                weight = module.get_parameter(name)
+                weight.copy_(dequantise(*quantise(weight, kind), weight.dtype))
+    return model
+
+
+def _curves(path: str, folder: str, kind: Kind) -> dict[str, float]:
+    _save(folder, path, **SIZES[folder])
+    reuse_meshes()
+    mesh = DistributedConfig(fsdp_size=4, ep_size=4, ep_implementation="carpool")
+    settings: Any = {"dtype": torch.float32, "seed": 0, "dense": "replicate", "base_dtype": kind}
+    model: Any = build_model(path, distributed_config=mesh, **settings)
+    single: Any = dequantise_experts(_alone(folder, path), kind)
+    for one in (model, single):
+        torch.manual_seed(0)
+        one.add_adapter(config())
+    share_adapters(model)
+    kept = replicate_dense(model, False)
+    start = {name: tensor.clone() for name, tensor in adapter_tensors(model).items()}
+    with sharded_parameters(model):
+        trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trained, lr=0.2, foreach=False)
+    losses = []
+    for _ in range(3):
+        kept.begin()
+        loss = model(**_own(model)).loss
+        (loss / dist.get_world_size()).backward()
+        kept.finish()
+        optimizer.step()
+        optimizer.zero_grad()
+        kept.write()
+        losses.append(loss.detach())
+    theirs = torch.stack(steps(single, tiny_batch(single), 3))
+    found, reference = adapter_tensors(model), adapter(single)
+    assert found.keys() == reference.keys()
+    changes = max(relative_error(found[n] - start[n], t - start[n], 1e-3) for n, t in reference.items())
+    return {"losses": relative_error(mean(losses), theirs), "adapter": changes / 100}
+
+
+@pytest.mark.parametrize(
+    ("folder", "kind"), [("gpt_oss", "nf4"), pytest.param("deepseek_v3", "int8", marks=pytest.mark.slow)]
+)
+def test_adapters_train_as_peft_on_the_dequantised_model(ranks: Ranks, tmp_path: Path, folder: str, kind: Kind) -> None:
+    for errors in ranks(_curves, str(tmp_path), folder, kind):
+        assert max(errors.values()) <= BOUND, errors
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("base")
+    tiny_model(discover()["qwen3_moe"], **SIZES["qwen3_moe"]).save_pretrained(path)
+    return path
+
+
+def load(folder: Path, kind: Kind | None = "nf4") -> Any:
+    device = torch.device("cpu")
+    model = build_model(folder, distributed_config=None, dtype=torch.bfloat16, seed=0, device=device, base_dtype=kind)
+    carpool.hf.install(model)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_model_is_quantised_while_it_is_loaded(folder: Path, kind: Kind) -> None:
+    """Bit by bit as afterwards, and of what was loaded nothing stays."""
+    model, plain = load(folder, kind), load(folder, None)
+    for (name, own), whole in zip(rides(model).items(), rides(plain).values(), strict=True):
+        for weight in weight_names(own.experts)[:2]:
+            want = quantise(whole.experts.get_parameter(weight), kind)
+            assert all(torch.equal(a, b) for a, b in zip(base_of(own.experts)[weight], want, strict=True))
+            parameter = own.experts.get_parameter(weight)
+            assert parameter.untyped_storage().nbytes() == 2 and not parameter.requires_grad
+            assert f"{name}.{weight}" not in model.state_dict()
+    batch = tiny_batch(model)
+    after = dequantise_experts(plain, kind)
+    assert torch.equal(model(**batch).logits, after(**batch).logits)
+    assert quantise_experts(load(folder, None), kind) == sum(
+        one.nbytes for own in rides(model).values() for one in base_of(own.experts).values()
+    )
+    assert "HF_DEACTIVATE_ASYNC_LOAD" not in os.environ
+
+
+def test_what_such_a_model_cannot_do(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="cannot compute a quantised base: use 'grouped'"):
+        carpool.hf.set_experts(model := load(folder), "fp8")
+        model(**tiny_batch(model))
+    adapted: Any = get_peft_model(model := load(folder), config())
+    with pytest.raises(ValueError, match="merge them into the model that these were loaded from"):
+        adapted.merge_and_unload()
+    with pytest.raises(ValueError, match="stay on their device"):
+        keep_experts_in_host_memory(model)
+    narrow = tmp_path / "narrow"
+    tiny_model(discover()["qwen3_moe"]).save_pretrained(narrow)
+    with pytest.raises(ValueError, match=r"cannot be kept in nf4: .* do not divide .*int8"):
+        load(narrow)
+
+
+@pytest.mark.parametrize("way", ["checkpointed", pytest.param("compiled", marks=pytest.mark.slow)])
+def test_layers_that_are_computed_again_or_compiled(folder: Path, way: str) -> None:
+    found = []
+    for one in ("plain", way):
+        torch.manual_seed(0)
+        model = load(folder)
+        adapted: Any = get_peft_model(model, config())
+        if one == "checkpointed":
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        if one == "compiled":
+            carpool.hf.compile_layers(model, "eager")
+        found.append(torch.stack(steps(adapted, tiny_batch(model), 2)))
+    assert torch.equal(*found)

@@ -1,0 +1,39 @@
+"""The kernel that dequantises experts' matrices, in Triton's interpreter, beside plain PyTorch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from carpool.experts import GroupedExperts, make_activation
+from carpool.experts.quantised import Kind, dequantise, quantise
+from tests.experts_problem import ExpertProblem
+from tests.interpreted.test_experts import kernels, nan_in_fresh_memory  # noqa: F401
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "width"),
+    [("nf4", 37, 192), ("nf4", 3, 64), ("nf4", 130, 320), ("int8", 130, 320), ("int8", 5, 37)],
+)
+def test_the_kernel_makes_the_same_bits(kind: Kind, rows: int, width: int) -> None:
+    one = quantise(torch.randn(4, rows, width, generator=torch.Generator().manual_seed(0)), kind)
+    for dtype in (torch.float32, torch.float16):
+        want = dequantise(*one, dtype)
+        with kernels():
+            got = dequantise(*one, dtype)
+            some = dequantise(*one, dtype, torch.tensor([0, 3, 3, 5], dtype=torch.int32))
+        assert torch.equal(got, want)
+        # Experts without rows are left out.
+        assert torch.equal(some[[1, 3]], want[[1, 3]]) and some[[0, 2]].isnan().all()
+
+
+@pytest.mark.parametrize(("kind", "pattern"), [("nf4", "idle slots"), ("int8", "random"), ("nf4", "no pairs")])
+def test_experts_on_a_quantised_base(kind: Kind, pattern: str) -> None:
+    hidden, inner = (64, 128) if kind == "nf4" else (37, 19)
+    problem = ExpertProblem(
+        pattern, hidden, inner, make_activation("silu", True), True, torch.float32, ranks=(3, 8), frozen=True
+    )
+    twin = problem.quantise(kind)
+    with kernels():
+        got = problem.run(GroupedExperts(problem.function), use_arena=True, all_rows=False)
+    twin.check(got, 5e-6, all_rows=False)
