@@ -14,6 +14,8 @@ these l / c pairs, of which l (1/c - 1/W) come from other ranks. `LoadModel` tur
                    variation of the rank loads falls by 0.08
     pick           SmartMoE (ATC 2023): of a pool of layouts prepared beforehand (`make_pool`), the fastest for
                    the loads of now, asked every k steps
+    fetch          Janus (SIGCOMM 2023): all experts to all ranks, so that tokens stay, or none, so that tokens
+                   travel, whichever takes less time
     eplb           DeepSeek-V3: homes and copies anew, all extra slots filled, so that ranks have equal loads; adopted
                    whether or not the model of time says that it pays
 
@@ -165,6 +167,16 @@ def eplb(load_E: Array, layout: ExpertLayout, extra_slots: int = 0, model: LoadM
     return from_loads(load_E, room_W, topology or Topology.even(layout.num_ranks), extra_slots)
 
 
+def fetch(load_E: Array, layout: ExpertLayout, extra_slots: int, model: LoadModel | None = None) -> ExpertLayout:
+    """Experts to tokens, if there is room for all of them on each rank and it is faster; else tokens to experts."""
+    model, home_E, held_EW = _start(layout, model, keep=False)
+    everywhere_EW = np.ones_like(held_EW)
+    if not _fits(everywhere_EW, home_E, extra_slots):
+        return _layout(layout, held_EW)
+    stay, travel = (model.seconds(load_E, one, home_E) for one in (everywhere_EW, held_EW))
+    return _layout(layout, everywhere_EW if stay < travel else held_EW)
+
+
 def make_pool(history_NE: Array, num_ranks: int, size: int = 8) -> list[ExpertLayout]:
     """Layouts that suit the loads of different parts of a history (N steps), each by LPT: SmartMoE's pool."""
     loads_NE = np.asarray(history_NE, dtype=np.float64)
@@ -185,6 +197,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
         "expand_shrink": expand_shrink,
         "lpt_cv": lpt_cv,
         "pick": pick,
+        "fetch": fetch,
         "eplb": eplb,
     }
 )

@@ -81,6 +81,8 @@ def refusal(recipe: Recipe, axis: Axis) -> str | None:
     router = [key for key in _ROUTERS if effective.get(key) != base.get(key)]
     if router:
         return "its router has another top-k, or drops, and was not recorded: train with it, and record that"
+    if not config.codec.codecs.plain:
+        return "its rows are encoded or merged on their way, and a recording does not hold rows"
     limits = _limit(config)
     if axis == "routing":
         return None if limits else "it leaves the routing as it is"

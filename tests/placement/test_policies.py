@@ -15,6 +15,7 @@ from carpool.placement.policies import (
     LoadModel,
     eplb,
     expand_shrink,
+    fetch,
     lpt_cv,
     make_pool,
     pick,
@@ -192,3 +193,16 @@ def test_the_same_layout_and_other_layers() -> None:
     assert not decision.adopt and "in use" in decision.why
     with pytest.raises(ValueError, match=r"different layers: \['a', 'b'\]"):
         decide({"a": PLAIN}, {"b": PLAIN}, 1.0, 1.0, steps_left=10)
+
+
+def test_fetch_sends_what_is_cheaper_all_experts_or_all_tokens() -> None:
+    everywhere = PLAIN.with_replicas([(e, r) for r in range(4) for e in range(8) if e not in PLAIN.homes[r]])
+    small = LoadModel(CostModel(hidden=2048, expert_hidden=64), top_k=2)
+    large = LoadModel(CostModel(hidden=2048, expert_hidden=400_000, hardware=replace(DEFAULT, flops=1e18)), top_k=2)
+    assert np.array_equal(held(fetch(HOT, PLAIN, 6, small)), held(everywhere))
+    assert fetch(HOT, everywhere, 6, large) == PLAIN, "decided anew"
+    assert fetch(HOT, PLAIN, 5, small) == PLAIN, "no room for all of them"
+    # Between nodes, where Janus compares: the bytes of rows with those of experts and their gradients.
+    nodes = replace(small, topology=Topology.even(4, 2))
+    few = replace(nodes, cost=replace(nodes.cost, tokens_per_rank=64))
+    assert fetch(EVEN, PLAIN, 6, nodes) != PLAIN == fetch(EVEN, PLAIN, 6, few)

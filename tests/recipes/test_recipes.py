@@ -39,6 +39,7 @@ SYSTEMS = {
     "prophet": {"transport:alltoall", "policy:subset", "predictor:last", "prefetch:blockwise"},
     "smartmoe": {"transport:alltoall", "policy:pick", "predictor:ema"},
     "flexmoe": {"transport:alltoall", "policy:expand_shrink", "predictor:last"},
+    "janus": {"transport:alltoall", "policy:fetch", "prefetch:blockwise"},
     "mindspeed": {"transport:alltoall", "policy:lpt_cv", "predictor:ema"},
 }
 
@@ -195,7 +196,7 @@ def test_what_is_wrong_is_said(tmp_path: Path) -> None:
         head + "mechanisms=[]\nmissing=['transport:dedup']": "transport:dedup is not missing any more",
         head + "mechanisms=[]\nmissing=['magic:x']": "cannot follow it, because it lacks magic:x",
         head + "mechanisms=[]\nyear=2023": r"\[recipe\] has no year",
-        head + "mechanisms=[]\nkind='c'": "kind = 'c': expected one of placement, routing, schedule",
+        head + "mechanisms=[]\nkind='c'": "kind = 'c': expected one of placement, routing, schedule, memory, transport",
     }.items():
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
