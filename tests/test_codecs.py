@@ -239,7 +239,7 @@ def why_not_nvlink() -> str:
 
 
 def test_the_cost_of_rides_is_that_of_coded_rows() -> None:
-    plain = CostModel(hidden=H, element_size=4, transport="hierarchical")
+    plain = CostModel(hidden=H, element_size=4, transport="dedup")
     rows_WW = 1000 * (np.ones((WORLD_SIZE, WORLD_SIZE)) - np.eye(WORLD_SIZE))
     row = CODECS["fp8"].row_bytes(H, 4)
     assert replace(plain, codecs=FP8).row_bytes == row < plain.row_bytes == 4 * H
