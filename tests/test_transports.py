@@ -539,6 +539,19 @@ def test_nvlink_is_refused_where_it_cannot_be_used(ranks: Ranks) -> None:
         check_transport("nvlink", None)
 
 
+def _asked_of_hierarchical() -> int:
+    group, cls = dist.new_group(), TRANSPORTS["hierarchical"]  # of this group nothing is known
+    with unittest.mock.patch.object(cls, "why_not", side_effect=cls.why_not) as asked:
+        for _ in range(2):
+            with pytest.raises(ValueError, match="on one node"):
+                check_transport("hierarchical", group)
+    return int(asked.call_count)
+
+
+def test_ranks_are_asked_once_where_asking_finds_their_nodes(two_ranks: Ranks) -> None:
+    assert two_ranks(_asked_of_hierarchical) == [1, 1]
+
+
 def test_an_overflow_is_an_error_that_says_how_much_was_needed() -> None:
     transport = NVLink(None, 4, NVLinkOptions(), Buffers(None, torch.device("cpu"), max_tokens=4))
     check_overflow(transport)

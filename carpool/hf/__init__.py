@@ -4,14 +4,14 @@
     model = AutoModelForCausalLM.from_pretrained(path, distributed_config=DistributedConfig(
         fsdp_size=4, ep_size=4, ep_implementation="carpool"))
 
-Everything else of the script stays as it is. "carpool" picks the transport ("auto"); "carpool-dedup", "carpool-
-alltoall", "carpool-gather" and "carpool-nvlink" name one. On GPUs of one host `set_transport(model, "nvlink",
-max_tokens=...)` takes the fastest; it has to know the most tokens that a rank will have, so "auto" picks it only
-where that was said. `set_experts` says how experts are computed, `set_kept` what is kept for the backward,
-`rides(model)` gives each MoE layer's counters, `CarpoolCallback` puts them into a Trainer's logs, `set_layout` moves
-experts, `set_schedule` says what runs beside what, `compile_layers` compiles what is between rides. `TraceRecorder`
-samples which experts tokens choose; `limit_routing` limits them to few ranks, and `drop_choices` drops those beyond a
-capacity, which is lossy.
+Everything else of the script stays as it is. "carpool" picks the transport ("auto"); "carpool-dedup",
+"carpool-alltoall", "carpool-gather", "carpool-hierarchical" and "carpool-nvlink" name one. On GPUs of one host
+`set_transport(model, "nvlink", max_tokens=...)` takes the fastest; it has to know the most tokens that a rank will
+have, so "auto" picks it only where that was said. `set_experts` says how experts are computed, `set_kept` what is kept
+for the backward, `rides(model)` gives each MoE layer's counters, `CarpoolCallback` puts them into a Trainer's logs,
+`set_layout` moves experts, `set_schedule` says what runs beside what, `compile_layers` compiles what is between rides.
+`TraceRecorder` samples which experts tokens choose; `limit_routing` limits them to few ranks, and `drop_choices` drops
+those beyond a capacity, which is lossy.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ and the balancing of routers by biases is written once, here.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -326,6 +327,8 @@ class LayerCore:
         twin = LayerCore(self.layout, self.group, self.function, name=self.name)
         memo[id(self)] = twin
         twin._take(self._settings())
+        # Layers that are copied together share one again.
+        twin.set_kept(self.policies, copy.deepcopy(self.offloader, memo))
         return twin
 
     def __getstate__(self) -> dict[str, Any]:

@@ -26,6 +26,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -93,6 +94,10 @@ class Offloader:
         # By the number on the ticket. What is gone from here is freed.
         self._parcels: dict[int, _Parcel] = {}
         self._tickets = itertools.count(1)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Offloader:
+        """For copies of the layers: what rides of this one's have offloaded stays here."""
+        return Offloader()
 
     def staging(self, arena: Arena | None, lane_number: int = 0) -> Arena | None:
         """Where the next ride writes what it will offload. None: into tensors of its own, as its transport has no

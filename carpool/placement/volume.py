@@ -8,6 +8,8 @@ chose. A layout cuts the vertices into one part per rank, and the number of part
     alltoall   K   one row for each choice; the layout only decides which of them leave the rank
     gather     W   one row to every rank; neither routing nor layout matters
 
+`hierarchical` sends one row to each other node that holds any of them, and from there one to each rank of that node.
+
 So the rows that `dedup` and `nvlink` move are the sum of λ over all tokens, and to place experts well is to partition a
 hypergraph into parts of given sizes with a small sum of (λ - 1), the metric that partitioners call km1. A replica
 is a vertex that lies in several parts; which of them serves a token is `carpool.layout.assign`'s decision, and it is

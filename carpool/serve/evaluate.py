@@ -181,7 +181,7 @@ def perplexity(
     ranks, rank = (dist.get_world_size(), dist.get_rank()) if several else (1, 0)
     encoded = [text.encode(one) for one in documents]
     # What no window predicts does not count.
-    unseen = sum(len(text.decode(one[:1]).encode()) for one in encoded)
+    unseen = sum(text.bytes_of(one[0]) for one in encoded)
     size = sum(len(one.encode()) for one in documents) - unseen
     cut = [one for tokens in encoded for one in windows(tokens, length, stride)]
     if not cut:

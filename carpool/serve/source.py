@@ -83,7 +83,7 @@ def find_source(path: Path) -> Source:
         raise ValueError(
             f"{path} has trained an adapter, not a model: ask what `carpool merge {path} --out DIR` writes"
         )
-    text = Text(path / SOURCE)
+    text = Text(path / SOURCE, config.data)
     # Not training.output_dir: the run may have been moved since.
     if (latest := CheckpointManager(path).latest()) is not None:
         tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, GenerationConfig
+
+from carpool.train.config.schema import DataSection
+from carpool.train.data.tokenizer import FileTokenizer
 
 # One of these is in every folder that holds a tokenizer. Transformers makes an empty one where there is none.
 _FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -19,16 +23,18 @@ class Text:
 
     Args:
         folder: of a checkpoint, or what a run keeps of one.
+        run: the `[data]` of that run, whose documents may end with another token than the tokenizer's.
 
     Attributes:
         tokenizer: of Transformers.
-        end: tokens that end a text: what generation_config.json names, which may be more than the tokenizer does.
+        end: tokens that end a text: what generation_config.json names, which may be more than the tokenizer does; and
+            the token that ends the documents of the run.
         vocabulary: tokens from here on mean nothing: a model's vocabulary may be padded to a round size.
 
     Raises:
         ValueError: there is no tokenizer in the folder, or Transformers cannot read it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, run: DataSection | None = None) -> None:
         if not any((folder / name).is_file() for name in _FILES):
             raise ValueError(
                 f"{folder} has no tokenizer (none of {', '.join(_FILES)}): copy those of the model that it was made "
@@ -42,7 +48,10 @@ class Text:
         own = None
         if (folder / "generation_config.json").is_file():
             own = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
-        self.end = tuple(_as_list(self.tokenizer.eos_token_id if own is None else own))
+        end = _as_list(self.tokenizer.eos_token_id if own is None else own)
+        if run is not None:
+            end.append(FileTokenizer(folder, run.eos_token).eos_id)
+        self.end = tuple(dict.fromkeys(end))
         self.vocabulary = 1 + max(self.tokenizer.get_vocab().values())
 
     def encode(self, text: str) -> list[int]:
@@ -50,6 +59,15 @@ class Text:
         tokens: list[int] = self.tokenizer(text)["input_ids"]
         begin = self.tokenizer.bos_token_id
         return tokens or _as_list(self.tokenizer.eos_token_id if begin is None else begin)
+
+    def bytes_of(self, token: int) -> int:
+        """Bytes of UTF-8 that a token stands for, also if it is a part of a character; 0: a special token."""
+        shown = self.decode([token])
+        if "\ufffd" not in shown:
+            return len(shown.encode())
+        # A byte by its number, of tokenizers that fall back to bytes; else one letter for each byte.
+        piece = str(self.tokenizer.convert_ids_to_tokens(token))
+        return 1 if re.fullmatch("<0x[0-9A-F]{2}>", piece) else len(piece)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without special ones."""

@@ -234,5 +234,6 @@ def _why_not(cls: type[Transport], group: dist.ProcessGroup | None) -> str | Non
     found = _FOUND.setdefault(group, {})
     key = (cls.name, known_topology(group))
     if key not in found:
-        found[key] = cls.why_not(group)
+        # Asking may make the topology known.
+        found[key] = found[cls.name, known_topology(group)] = cls.why_not(group)
     return found[key]

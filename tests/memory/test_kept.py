@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from itertools import product
 from typing import Any
@@ -268,3 +269,13 @@ def test_what_is_none_is_kept() -> None:
 def test_settings_that_are_refused(overrides: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         load_config(None, overrides)
+
+
+def test_layers_that_are_copied_share_an_offloader_of_their_own() -> None:
+    """So that the backward of a layer asks for the items of the one before it."""
+    net, offloader = torch.nn.Sequential(*(carpool.MoE(H, F, E, K) for _ in range(2))), Offloader()
+    for layer in net:
+        layer.set_kept(KeptPolicies("offload", "offload"), offloader)  # type: ignore[operator]
+    net(torch.randn(5, H)).sum().backward()
+    first, second = (layer.core.offloader for layer in copy.deepcopy(net))
+    assert first is second is not offloader and first is not None and not first._lanes

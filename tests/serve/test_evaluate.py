@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner, Result
 
 from carpool.cli import app
 from carpool.serve.evaluate import Perplexity, Window, perplexity, windows
 from carpool.serve.source import find_source, open_model
+from carpool.serve.text import Text
+from carpool.train.checkpoints.source import keep_source
 from tests.hf.meshes import reuse_meshes
 from tests.ranks import Ranks
 from tests.serve.checkpoints import save, tokenizer
@@ -62,6 +67,29 @@ def test_perplexity_is_that_of_single_forwards(ranks: Ranks, tmp_path: Path) -> 
         assert found.perplexity == pytest.approx(math.exp(total / count), rel=1e-4)
         # A token is a byte here.
         assert 2**found.bits_per_byte == pytest.approx(found.perplexity, rel=1e-6)
+
+
+def test_a_document_may_begin_inside_a_character(tmp_path: Path) -> None:
+    """Its first token is a byte, which nothing predicts; the others are all that counts."""
+    save(tmp_path, "qwen3_moe", vocab_size=259)
+    keep_source(tmp_path / "run", None, "bytes")
+    for file in (tmp_path / "run" / "source").glob("tokenizer*"):
+        shutil.copyfile(file, tmp_path / file.name)
+    source = find_source(tmp_path)
+    model = open_model(source, max_tokens=64)
+    texts = ["\u20ac 5", "\ufffd\ufffd", "plain"]
+    found = perplexity(model, source.text, texts, length=17, stride=5, batch_size=2)
+    assert found.bytes == found.tokens == (3 + 2 - 1) + (6 - 1) + (5 - 1)
+
+
+def test_bytes_of_tokens_that_are_bytes_by_number(tmp_path: Path) -> None:
+    vocabulary = {"a": 0, "\u20ac": 1, **{f"<0x{byte:02X}>": 2 + byte for byte in range(256)}}
+    plain = Tokenizer(models.BPE(vocab=vocabulary, merges=[], byte_fallback=True))
+    plain.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="a").save_pretrained(tmp_path)
+    text = Text(tmp_path)
+    assert [text.bytes_of(token) for token in (1, 2 + 0xE2, 2 + 0x41)] == [3, 1, 1]
+    assert text.bytes_of(0) == 0, "a special token"
 
 
 # ------------------------------------------------------------------------------------------------- the command itself

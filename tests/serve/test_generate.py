@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from carpool.serve import room, source
 from carpool.serve.generate import answer
 from carpool.serve.prompts import deal
 from carpool.serve.source import find_source, open_model
+from carpool.train.checkpoints.source import keep_source
+from carpool.train.config import load_config
 from tests.hf.meshes import reuse_meshes
 from tests.ranks import Ranks
 from tests.serve.checkpoints import greedy, save, tokenizer
@@ -191,3 +194,26 @@ def test_too_little_memory_is_told_before_weights_are_read(tmp_path: Path, monke
     monkeypatch.setattr(room, "rank_memory", lambda *_: size)
     monkeypatch.setattr(source, "build_model", None)
     assert "GiB of host memory: use more ranks" in _error(tmp_path, "--prompt", "x")
+
+
+def _run_folder(folder: Path, eos_token: str | None) -> Path:
+    """A run from scratch whose tokenizer is a bare tokenizer.json, with the weights that it exported."""
+    save(folder / "model", "qwen3_moe")
+    (folder / "tokenizer").mkdir()
+    shutil.copyfile(folder / "model" / "tokenizer.json", folder / "tokenizer" / "tokenizer.json")
+    keep_source(folder, None, str(folder / "tokenizer"))
+    config = load_config(None, [f"data.eos_token={eos_token}"] if eos_token else [])
+    (folder / "config.toml").write_text(config.to_toml())
+    return folder
+
+
+def test_a_run_ends_texts_with_the_token_that_ends_its_documents(tmp_path: Path) -> None:
+    run = _run_folder(tmp_path, "<begin>")
+    assert find_source(run).text.end == (1,)
+    (run / "source" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}))
+    assert find_source(run).text.end == (2, 1), "and with the tokenizer's own"
+    (run / "config.toml").write_text(load_config(None, []).to_toml())
+    assert find_source(run).text.end == (2,)
+    (run / "source" / "tokenizer_config.json").unlink()
+    with pytest.raises(ValueError, match="does not say which token ends a document"):
+        find_source(run)

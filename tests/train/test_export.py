@@ -250,3 +250,17 @@ def test_files_of_a_size() -> None:
     files = [list(file) for file in split_by_size(entries, 10).values()]
     assert files == [["a", "b"], ["c"], ["d", "e", "f"]]
     assert [*split_by_size(entries, 38)] == ["model.safetensors"]
+
+
+def test_a_copy_beside_the_checkpoints_is_none_of_them(tmp_path: Path) -> None:
+    """It is not the latest one, not a step, and not removed as an old one."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    manager = CheckpointManager(tmp_path, save_total_limit=1)
+    first = manager.save(3, model, optimizer, {}).path
+    copied = Path(shutil.copytree(first, first.with_name("step-00000100.bak")))
+    assert find_checkpoint(tmp_path, 3) == find_checkpoint(tmp_path, None) == first
+    with pytest.raises(ValueError, match=r"no checkpoint of step 100: it has 3$"):
+        find_checkpoint(tmp_path, 100)
+    second = manager.save(4, model, optimizer, {}).path
+    assert copied.is_dir() and not first.is_dir() and manager.list() == [second]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,8 @@ from torch import nn
 
 from carpool.train.config import load_config
 from carpool.train.run import graphs
-from carpool.train.run.graphs import why_no_graphs
+from carpool.train.run.about import record_graphs
+from carpool.train.run.graphs import StepGraphs, why_no_graphs
 
 
 class OnGpu(nn.Module):
@@ -60,3 +63,20 @@ def test_fsdp_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs.fsdp, "states", lambda model: [object()])
     model: Any = OnGpu()
     assert "FSDP" in (why_no_graphs(load_config(None, []), model, [layer()], "none") or "")
+
+
+def test_a_capture_that_fails_is_told() -> None:
+    told: list[str | None] = []
+    steps = StepGraphs(nn.Linear(2, 2), [], lambda *_: None, told.append)
+    steps._abandon(RuntimeError("operation not permitted\nmore"))
+    assert told == ["RuntimeError: operation not permitted"]
+
+
+def test_run_json_says_whether_steps_are_graphs(tmp_path: Path) -> None:
+    said: list[str] = []
+    run: Any = SimpleNamespace(folder=tmp_path, main=True, info={"seed": 1}, display=SimpleNamespace(say=said.append))
+    for why_not in (None, "RuntimeError: no"):
+        record_graphs(run, why_not)
+        found = {"used": why_not is None, "why_not": why_not}
+        assert json.loads((tmp_path / "run.json").read_text()) == {"seed": 1, "cuda_graphs": found}
+    assert said == ["steps are not captured as CUDA graphs: RuntimeError: no"]

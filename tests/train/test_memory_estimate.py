@@ -16,6 +16,7 @@ from carpool.hf.forced import balanced_choices, force_choices
 from carpool.planner.streaming import break_even_tokens
 from carpool.train.config import load_config
 from carpool.train.data.tokenizer import load_tokenizer
+from carpool.train.run import fit
 from carpool.train.run.dry_run import dry_run, find_gpu
 from carpool.train.run.estimate import MemoryEstimate, tensors_of
 from carpool.train.run.loop import Run
@@ -172,6 +173,17 @@ def test_experts_that_go_to_host_memory_are_on_the_device_first() -> None:
     # 28.99 of 30.53 B parameters are experts, half of them on each rank.
     assert found["loading"] > 10e9
     assert tensors_of(found) == pytest.approx(2 * (28.99e9 / 2 + 1.54e9 / 2), rel=0.01)
+
+
+def test_advice_is_of_what_the_run_may_do() -> None:
+    prices = [
+        {settings: price for settings, _, price in fit._changes(load_config(None, [*QWEN[:1], *more]))}
+        for more in ([], ["training.optimizer=torch"], ["placement.policy=migrate", "placement.every=10"])
+    ]
+    assert prices[0]["model.dtype=bfloat16"] == "gradients are rounded; masters stay float32"
+    assert prices[1]["model.dtype=bfloat16"] == "gradients, parameters and moments are rounded, without masters"
+    host = "training.optimizer_state=host"
+    assert [host in one for one in prices] == [True, False, False]
 
 
 def test_names_of_gpus() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import shutil
 import unittest.mock
 from io import FileIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -147,3 +149,29 @@ def test_what_could_not_be_written_is_an_error_at_the_end(
         assert "step-00000005 was not written" in errors[0] and "step-00000003" not in errors[0]
     else:
         assert (output / "checkpoints" / "step-00000005").is_dir()
+
+
+def test_why_a_run_ended_is_written_though_its_numbers_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after an error of the device, which every further call repeats."""
+    written: list[dict[str, Any]] = []
+
+    class Lost:
+        stop, step = contextlib.nullcontext(), 7
+        recorder: Any = SimpleNamespace(write=lambda kind, step, **fields: written.append({kind: step, **fields}))
+
+        def __init__(self, *_: Any) -> None:
+            pass
+
+        def loop(self) -> None:
+            raise RuntimeError("CUDA error: an illegal memory access")
+
+        def record(self, wait: bool = True) -> None:
+            raise RuntimeError("CUDA error: again")
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(loop, "Run", Lost)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        loop.train(load_config(None, []))
+    assert written == [{"stopped": 7, "why": "CUDA error: an illegal memory access", "signal": None}]

@@ -32,7 +32,7 @@ from carpool.train.checkpoints.files import (
     read_state,
     stored_parts,
 )
-from carpool.train.checkpoints.manager import CheckpointManager
+from carpool.train.checkpoints.manager import CheckpointManager, step_of
 from carpool.train.checkpoints.ranks import gather, rank, together, world
 from carpool.train.checkpoints.source import Source, copy_source, read_source
 from carpool.train.run.files import ADAPTER
@@ -70,7 +70,7 @@ def find_checkpoint(run: Path, step: int | None) -> Path:
         if (latest := checkpoints.latest()) is None:
             raise ValueError(f"{run} has no whole checkpoint: let it train on, or lower training.save_steps")
         return latest
-    steps = {int(path.name.removeprefix("step-")): path for path in sorted(checkpoints.folder.glob("step-[0-9]*"))}
+    steps = {found: path for path in sorted(checkpoints.folder.glob("step-*")) if (found := step_of(path)) is not None}
     if step not in steps:
         known = f"it has {', '.join(map(str, steps))}" if steps else "it has none"
         raise ValueError(f"{run} has no checkpoint of step {step}: {known}")

@@ -114,7 +114,8 @@ class CheckpointManager:
     def _ordered(self) -> Ordered:
         found: dict[str, Path] = {}
         # `.old-` is a checkpoint whose replacement under the same name was being put in place when the writer died.
-        for path in [*self.folder.glob(".old-step-*"), *self.folder.glob("step-*")]:
+        named = [path for path in self.folder.glob("step-*") if step_of(path) is not None]
+        for path in [*self.folder.glob(".old-step-*"), *named]:
             if (path / STATE_FILE).is_file():
                 found[_name(path)] = path
         ordered: Ordered = []
@@ -245,6 +246,12 @@ class CheckpointManager:
 def checkpoint_name(step: int) -> str:
     """Of the folder of a checkpoint."""
     return f"step-{step:08d}"
+
+
+def step_of(folder: Path) -> int | None:
+    """The step in the name of a checkpoint's folder; None: another folder, such as a copy `step-00000100.bak`."""
+    number = folder.name.removeprefix("step-")
+    return int(number) if folder.name.startswith("step-") and number.isdecimal() else None
 
 
 def _name(path: Path) -> str:

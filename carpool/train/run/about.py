@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,8 @@ def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any
         },
         "memory": MEMORY_KIND.record(run.kept),
         "optimizer": optimizer,
-        "cuda_graphs": {"used": run.no_graphs is None, "why_not": run.no_graphs},
+        # Whether they are used is known when the first one has been captured.
+        "cuda_graphs": {"used": None if run.no_graphs is None else False, "why_not": run.no_graphs},
         "schedule": SCHEDULE_KIND.record(run.schedule),
         "layout": layout_record(current_layouts(run.model), run.layout_source),
         "bias_update_rate": run.bias.rate if run.bias is not None else 0.0,
@@ -116,6 +118,17 @@ def write_files(run: RunState, info: dict[str, Any]) -> None:
     replace_text(run.folder / LAYOUT, json.dumps(current_layouts(run.model).to_dict()) + "\n")
     path = None if run.config.model.from_scratch else run.config.model.path
     keep_source(run.folder, None if path is None else Path(path), run.tokenizer.name, run.config.data.chat_template)
+
+
+def record_graphs(run: RunState, why_not: str | None) -> None:
+    """Write into run.json whether steps are CUDA graphs, once that is known. `why_not`: None if they are."""
+    run.no_graphs = why_not
+    run.info["cuda_graphs"] = {"used": why_not is None, "why_not": why_not}
+    if why_not is not None:
+        run.display.say(f"steps are not captured as CUDA graphs: {why_not}")
+    if run.main:
+        with suppress(OSError):  # a full disk is told when what must be written is
+            replace_text(run.folder / INFO, json.dumps(run.info, indent=1) + "\n")
 
 
 def _earlier_starts(folder: Path) -> list[dict[str, Any]]:

@@ -91,7 +91,10 @@ def _changes(config: Config) -> Iterator[tuple[str, Any, str]]:
     if training.loss_chunk is not None:
         yield _one("training", "loss_chunk", None, "nothing")
     if (config.model.dtype or "float32") == "float32":
-        yield _one("model", "dtype", "bfloat16", "gradients are rounded; masters stay float32")
+        masters = "gradients, parameters and moments are rounded, without masters"
+        if training.optimizer != "torch":
+            masters = "gradients are rounded; masters stay float32"
+        yield _one("model", "dtype", "bfloat16", masters)
     if training.optimizer != "torch" and training.optimizer_state == "device":
         for moments in ("bfloat16", "int8"):
             if training.optimizer_moments in ("float32", "bfloat16") and moments != training.optimizer_moments:
@@ -113,7 +116,8 @@ def _changes(config: Config) -> Iterator[tuple[str, Any, str]]:
             _setter("training", per_device_train_batch_size=size, gradient_accumulation_steps=steps),
             "smaller products",
         )
-    if training.optimizer != "torch" and training.optimizer_state == "device":
+    stays = config.placement.every is None
+    if stays and training.optimizer != "torch" and training.optimizer_state == "device":
         yield _one("training", "optimizer_state", "host", "copies, hidden in steps of many tokens; host memory")
     if memory.sums != "recompute" and "offload" not in (memory.rows, memory.hidden):
         yield _one("memory", "sums", "recompute", "rides and experts again")

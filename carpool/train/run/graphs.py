@@ -85,8 +85,8 @@ class StepGraphs:
         model: may be captured (`why_no_graphs`).
         layers: its rides.
         compute: a micro-batch, eagerly.
-        say: a line for the terminal.
-        required: raise if the capture fails; else go on eagerly, and say so.
+        known: told after each capture why steps are not captured; None: they are.
+        required: raise if the capture fails; else go on eagerly.
 
     Attributes:
         bytes: that the graphs hold for what layers keep; the allocator counts them as reserved, not as allocated.
@@ -97,10 +97,10 @@ class StepGraphs:
         model: nn.Module,
         layers: Sequence[ExpertRides],
         compute: MicroBatch,
-        say: Callable[[str], None],
+        known: Callable[[str | None], None],
         required: bool = False,
     ) -> None:
-        self.model, self.layers, self.compute, self.say, self.required = model, layers, compute, say, required
+        self.model, self.layers, self.compute, self.known, self.required = model, layers, compute, known, required
         device = next(model.parameters()).device
         self._factor = torch.zeros((), dtype=torch.float64, device=device)
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -186,6 +186,7 @@ class StepGraphs:
             return False
         self.bytes = torch.cuda.memory_reserved(self._sums.device) - reserved
         self._gradients = [(p, p.grad) for p in self.model.parameters() if p.grad is not None]
+        self.known(None)
         return True
 
     def _capture_one(self, place: tuple[bool, bool], number: int, pool: Any) -> None:
@@ -224,4 +225,4 @@ class StepGraphs:
         del problem
         gc.collect()
         self._restart_arenas()
-        self.say(f"steps are not captured as CUDA graphs: {why}")
+        self.known(why)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -61,7 +62,8 @@ def train(config: Config, *, compare: str | None = None, command: str = "carpool
                 run.loop()
                 finish(run)
         except Exception as error:
-            run.record(wait=False)
+            with suppress(Exception):  # a lost device has no numbers
+                run.record(wait=False)
             # Why the run ends here, for its report.
             asked = error.signal if isinstance(error, Stopped) else None
             run.recorder.write("stopped", run.step, why=str(error) or type(error).__name__, signal=asked)

@@ -50,7 +50,7 @@ from carpool.train.launch.watchdog import Watchdog
 from carpool.train.moving.cost import Facts
 from carpool.train.moving.layouts import check_layout_file, first_layouts
 from carpool.train.moving.runtime import Placement
-from carpool.train.run.about import say_hello, write_files, write_run
+from carpool.train.run.about import record_graphs, say_hello, write_files, write_run
 from carpool.train.run.adapter import add_adapter, check_base
 from carpool.train.run.dense import choose_dense, rank_memory
 from carpool.train.run.display import Display
@@ -370,7 +370,7 @@ class Setup(RunState):
             self.no_graphs = self.no_graphs or "Nsight watches, and a graph has no names of layers"
         if self.no_graphs is None:
             self.objective.graphs = StepGraphs(
-                self.model, self.rides, self.objective.micro_batch, lambda text: self.display.say(text), asked == "on"
+                self.model, self.rides, self.objective.micro_batch, partial(record_graphs, self), asked == "on"
             )
         elif asked == "on":
             raise ValueError(f"training.cuda_graphs = 'on', but steps cannot be captured: {self.no_graphs}; use 'auto'")
