@@ -22,8 +22,8 @@ _LOG_TAIL_LINES = 15
 
 # What peers of a failed rank raise: consequences, never the cause that a person looks for.
 _CONSEQUENCES = ("DistBackendError", "DistNetworkError", "ConnectionError", "ConnectionResetError", "BrokenPipeError")
-# What says itself which rank is missing, if that one merely hangs.
-_MISSING = "RankMissingError"
+# What says itself which rank is missing.
+_MISSING = ("RankMissingError", "RanksLostError")
 _CONSEQUENCE_TEXTS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "gloo/transport")
 
 
@@ -66,7 +66,7 @@ def first_cause(failures: Mapping[int, ProcessFailure]) -> int:
         failure = failures[rank]
         error = _error_of(failure)
         if error:
-            kind = 3 if error["type"] == _MISSING else 4 if _is_consequence(error) else 1
+            kind = 3 if error["type"] in _MISSING else 4 if _is_consequence(error) else 1
             return kind, int(error.get("time_ns", 0))
         if failure.exitcode == -signal.SIGTERM and rank != first:
             return 5, 0
@@ -88,7 +88,12 @@ def _error_of(failure: ProcessFailure) -> dict[str, Any]:
 
 
 def _is_consequence(error: Mapping[str, Any]) -> bool:
-    return error["type"] in _CONSEQUENCES or any(text in error["text"] for text in _CONSEQUENCE_TEXTS)
+    return is_consequence(error["type"], error["text"])
+
+
+def is_consequence(kind: str, text: str) -> bool:
+    """Whether an error, by the name of its class and its text, is what a rank raises because another has failed."""
+    return kind in _CONSEQUENCES or any(one in text for one in _CONSEQUENCE_TEXTS)
 
 
 def rank_failure(

@@ -14,6 +14,7 @@ import contextlib
 import ctypes
 import datetime
 import faulthandler
+import functools
 import importlib
 import json
 import os
@@ -26,10 +27,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from carpool.train.launch.failure import is_consequence
 from carpool.train.launch.stopping import Stopped
 
 if TYPE_CHECKING:
     from carpool.train.config import Config
+    from carpool.train.launch.roll_call import RollCall
 
 _PR_SET_PDEATHSIG = 1
 _LEAVE_SECONDS = 5.0
@@ -65,13 +68,37 @@ def main() -> None:
 
 def run_rank(config: Config, entry: Callable[..., None], kwargs: dict[str, Any]) -> None:
     """Calls `entry(config, **kwargs)` inside the process group that RANK, WORLD_SIZE and the like describe."""
-    with process_group(config):
+    with process_group(config), roll_call(config.parallelism.timeout_seconds) as roll:
         try:
             entry(config, **kwargs)
         except BaseException as error:
+            if roll is not None and is_consequence(type(error).__name__, str(error)):
+                lost = roll.explain(error)
+                record_error(lost)
+                raise lost from error
             # Before the group is left: that makes the peers fail, and this is the cause.
             record_error(error)
             raise
+
+
+@contextlib.contextmanager
+def roll_call(timeout: float) -> Iterator[RollCall | None]:
+    """Says that this rank is there, and sees who is, while the process group lasts. None: it is alone."""
+    import torch.distributed as dist
+
+    from carpool.train.launch.roll_call import RollCall, end_process
+
+    if dist.get_world_size() == 1:
+        yield None
+        return
+    store: Any = dist.distributed_c10d._get_default_store()
+    end = functools.partial(end_process, record=record_error)
+    roll = RollCall(store.clone(), dist.get_rank(), dist.get_world_size(), timeout, end)
+    roll.start()
+    try:
+        yield roll
+    finally:
+        roll.stop()
 
 
 @contextlib.contextmanager

@@ -1,0 +1,168 @@
+"""Which ranks still answer: so that an error about a lost node or link names it.
+
+When a node or its link is gone, the others wait in a collective, and learn after a time only that it took too long.
+So a thread of each rank writes a number into the process group's store, again and again, whatever the main thread
+waits for, with the time that the store took to answer:
+
+    beat/0 = "41 0.0002"    beat/1 = "41 0.0003"    beat/2 = "17 0.0004"  <- has not changed since 10 s: rank 2 is gone
+
+Who fails in a collective looks which numbers go on (`explain`). If all do, the link whose store takes longest to answer
+is named. Where the main thread cannot fail, as inside a collective of NCCL, rank 0 declares ranks lost after `timeout`
+seconds; all others read that, and end. A rank that does not reach the store for so long ends by itself: the store is
+on the node of rank 0, and the link to that node is down.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+
+log = logging.getLogger("carpool")
+
+BEAT_SECONDS = 1.0
+# So long a rank that has failed looks at the others. Who says nothing in the second half of it is gone.
+PATIENCE_SECONDS = 6.0
+# After the timeout, for the main thread to fail by itself.
+GRACE_SECONDS = 5.0
+
+
+class RanksLostError(RuntimeError):
+    """Ranks do not answer any more, or a collective took too long. The text says which ranks, on which nodes."""
+
+
+class RollCall:
+    """Threads of one rank that say that it is there, and see who is.
+
+    Args:
+        store: of the process group; with a connection of its own, because a call may never return.
+        timeout: seconds after which a rank that says nothing is lost.
+        end: called with the error where the main thread cannot raise it.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, world: int, timeout: float, end: Callable[[RanksLostError], None]
+    ) -> None:
+        self._store, self.rank, self.world, self.timeout, self._end = store, rank, world, timeout, end
+        self._prefix = f"carpool/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._beats = [f"{self._prefix}/beat/{one}" for one in range(world)]
+        self._where = [""] * world
+        self._stopped = threading.Event()
+        self._reached = time.monotonic()
+        self._latest = [""] * world
+        self._changed = [self._reached] * world
+        self._lost: list[int] = []
+        threads = (self._beat, self._judge)
+        self._threads = [threading.Thread(target=one, name="carpool-roll-call", daemon=True) for one in threads]
+
+    def start(self) -> None:
+        node = os.environ.get("GROUP_RANK", os.environ.get("SLURM_NODEID"))
+        host = socket.gethostname()
+        self._store.set(f"{self._prefix}/where/{self.rank}", f"node {node} ({host})" if node else f"host {host}")
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+        for thread in self._threads:
+            thread.join(2 * BEAT_SECONDS)
+
+    def explain(self, error: BaseException) -> RanksLostError:
+        """What is behind an error of a collective. Takes some seconds: ranks get the time for a beat."""
+        now = time.monotonic()
+        time.sleep(PATIENCE_SECONDS)
+        if self._reached < now:
+            return RanksLostError(self._unreached(time.monotonic() - self._reached) + f" ({_short(error)})")
+        limit = self._reached - PATIENCE_SECONDS / 2
+        silent = [one for one in range(self.world) if self._changed[one] < limit]
+        if silent:
+            return RanksLostError(f"{self._gone(silent)} ({_short(error)})")
+        delay_W = [float(beat.split()[1]) if beat else 0.0 for beat in self._latest]
+        slowest = max(range(self.world), key=delay_W.__getitem__)
+        return RanksLostError(
+            f"a collective failed, but all {self.world} ranks answer ({_short(error)}). If a link is slow, it is most "
+            f"likely that of {self._name([slowest])}: the store took {delay_W[slowest]:.3g} s to answer it, and "
+            f"{sorted(delay_W)[self.world // 2]:.3g} s the rank in the middle. 'carpool doctor --measure' measures "
+            "links"
+        )
+
+    def _beat(self) -> None:
+        count, delay = 0, 0.0
+        while not self._stopped.wait(BEAT_SECONDS):
+            began = time.monotonic()
+            try:
+                if not self._where[self.rank]:
+                    names = [f"{self._prefix}/where/{one}" for one in range(self.world)]
+                    self._where = [text.decode() for text in self._store.multi_get(names)]
+                count += 1
+                self._store.set(self._beats[self.rank], f"{count} {delay:.6f}")
+                self._read()
+            except Exception as error:  # the store may go before this thread is stopped; `_judge` sees if it stays so
+                log.debug("roll call: %s", error)
+                continue
+            self._reached = time.monotonic()
+            delay = self._reached - began
+
+    def _read(self) -> None:
+        """All beats, and what rank 0 has declared."""
+        there = [one for one in range(self.world) if self._latest[one] or self._store.check([self._beats[one]])]
+        for one, text in zip(there, self._store.multi_get([self._beats[one] for one in there]), strict=True):
+            if self._latest[one] != text.decode():
+                self._latest[one], self._changed[one] = text.decode(), time.monotonic()
+        key = f"{self._prefix}/lost"
+        if self.rank == 0:
+            limit = time.monotonic() - self.timeout - GRACE_SECONDS
+            if silent := [one for one in range(1, self.world) if self._changed[one] < limit]:
+                self._store.set(key, " ".join(map(str, silent)))
+        if self._store.check([key]):
+            self._lost = [int(one) for one in self._store.get(key).decode().split()]
+
+    def _judge(self) -> None:
+        while not self._stopped.wait(BEAT_SECONDS):
+            away = time.monotonic() - self._reached
+            if self._lost:
+                text = self._gone(self._lost)
+            elif away > self.timeout + GRACE_SECONDS:
+                text = self._unreached(away)
+            else:
+                continue
+            if not self._stopped.wait(GRACE_SECONDS):
+                self._end(RanksLostError(text))
+            return
+
+    def _gone(self, ranks: Sequence[int]) -> str:
+        return (
+            f"{self._name(ranks)} does not answer any more: its processes have ended, or its link is down or too slow"
+        )
+
+    def _unreached(self, seconds: float) -> str:
+        return (
+            f"{self._name([self.rank])} has not reached rank 0 on {self._where[0] or 'its node'} for {seconds:.0f} s: "
+            "that node is gone, or the link to it is down or too slow"
+        )
+
+    def _name(self, ranks: Sequence[int]) -> str:
+        """For people: "rank 2, rank 3 on node 1 (gpu07)"."""
+        nodes: dict[str, list[int]] = {}
+        for rank in ranks:
+            nodes.setdefault(self._where[rank] or "an unknown node", []).append(rank)
+        return " and ".join(f"rank {', rank '.join(map(str, on))} on {node}" for node, on in nodes.items())
+
+
+def end_process(error: RanksLostError, record: Callable[[BaseException], None]) -> None:
+    """Log and record the error, and leave, whatever the main thread waits for."""
+    log.error("%s", error)
+    record(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _short(error: BaseException) -> str:
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1][:200]}"
