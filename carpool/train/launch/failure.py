@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     from carpool.train.config import Config
 
-_LOG_TAIL_LINES = 15
+# A crash shows where each thread was.
+_LOG_TAIL_LINES = 40
 
 # What peers of a failed rank raise: consequences, never the cause that a person looks for.
 _CONSEQUENCES = ("DistBackendError", "DistNetworkError", "ConnectionError", "ConnectionResetError", "BrokenPipeError")
