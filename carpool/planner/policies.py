@@ -2,14 +2,14 @@
 
     all combinations of what is open      rows x hidden x dense x sums, at most 36
     bytes of each                         the estimate of the run under it
-    milliseconds of each                  `policies_milliseconds`, by the rates of the hardware
+    milliseconds of each                  measured, or modelled by the rates of the hardware
 
 What a policy costs depends on the others, because what is offloaded shares one link, and because the copies hide behind
 what is computed. So combinations are compared, and not items by milliseconds per byte. Of those that take equally long,
 the one with fewer bytes on the device is taken.
 
-All of it is modelled. A run measures the rates of matrix products and of the link to host memory before it chooses
-(`carpool.train.run.memory`).
+A run measures what each policy of each item costs before it chooses, and adds these costs (`measured_milliseconds`,
+`carpool.train.run.kept_times`). Whoever cannot run anything models them by the rates of the hardware.
 """
 
 from __future__ import annotations
@@ -67,11 +67,23 @@ def policies_milliseconds(sizes: LayerSizes, tokens: int, policies: Mapping[str,
     return 1e3 * seconds
 
 
+def measured_milliseconds(times: Mapping[str, Mapping[str, float]], policies: Mapping[str, str]) -> float:
+    """What policies add to a micro-batch: the sum of what each adds by itself.
+
+    Args:
+        times: milliseconds by item and policy; 0 for those that are missing, about which there is no question.
+
+    Example: {"rows": {"resend": 3.0}}, {"rows": "resend", "hidden": "keep"} -> 3.0"""
+    return sum(times.get(item, {}).get(policy, 0.0) for item, policy in policies.items())
+
+
 def choose_policies(
     budget: int,
     given: Mapping[str, str | None],
     total_bytes: Callable[[Policies], int],
     milliseconds: Callable[[Policies], float],
+    how: str = "modelled",
+    allowed: Callable[[Policies], bool] = lambda _: True,
 ) -> tuple[Policies, str]:
     """(the policies that fit into a budget and cost least, why).
 
@@ -80,10 +92,12 @@ def choose_policies(
         given: policies that the user has chosen, by item; None: open.
         total_bytes: of a rank under some policies.
         milliseconds: that they add to a micro-batch.
+        how: these are known, for people.
+        allowed: whether the run can have some policies.
 
     Raises:
         ValueError: none fits. Says the smallest budget for which one does."""
-    every = [(total_bytes(one), milliseconds(one), one) for one in combinations(given)]
+    every = [(total_bytes(one), milliseconds(one), one) for one in combinations(given) if allowed(one)]
     fitting = [one for one in every if one[0] <= budget]
     if not fitting:
         least, _, policies = min(every, key=lambda one: one[0])
@@ -94,5 +108,5 @@ def choose_policies(
             f"memory.budget={-(-least // MiB)}MiB, which takes {shown}"
         )
     size, cost, policies = min(fitting, key=lambda one: (round(one[1], 6), one[0]))
-    why = f"{size // MiB:,} of {budget // MiB:,} MiB, for {cost:.1f} ms more in a micro-batch (modelled)"
+    why = f"{size // MiB:,} of {budget // MiB:,} MiB, for {cost:.1f} ms more in a micro-batch ({how})"
     return policies, why

@@ -20,8 +20,8 @@ class MemorySection(Section):
     budget: str | None = Field(
         default=None,
         description='What a rank may use of its device, such as "70GiB". The policies that are none are then chosen: '
-        "those that fit and cost least time, by the rates of the hardware, of which a GPU measures some. run.json "
-        "records them and a resumed run keeps them. none: what is none is kept.",
+        "those that fit and cost least time: before the first step a run measures what each costs, on a few layers of "
+        "its model. run.json records both, and a resumed run keeps them. none: what is none is kept.",
     )
     rows: Literal["keep", "resend", "offload"] | None = Field(
         default=None,

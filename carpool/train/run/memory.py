@@ -4,15 +4,13 @@
     none            what memory.rows and the like say; what they leave open is kept
     a size          what they leave open: what fits and costs least               as recorded in run.json
 
-Costs are modelled by the rates of the hardware (`carpool.planner.policies`). On a GPU two of them are measured: of a
-matrix product as experts have them, and of copies to host memory.
+What each policy costs is measured (`carpool.train.run.kept_times`), recorded, and not measured again by a run that is
+resumed. A dry run, which has no ranks, models it by the rates of the hardware (`carpool.planner.policies`).
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +18,16 @@ import torch
 
 from carpool.hf.sizes import head_sizes
 from carpool.planner.chosen import Chosen, Kind, Record, choose
-from carpool.planner.hardware import Hardware, LinkRate
+from carpool.planner.hardware import Hardware
 from carpool.planner.kept import POLICIES, LayerSizes
-from carpool.planner.policies import Policies, choose_policies, policies_milliseconds
-from carpool.train.checkpoints.ranks import from_rank_0, gather
+from carpool.planner.policies import Policies, choose_policies, measured_milliseconds, policies_milliseconds
+from carpool.train.checkpoints.ranks import from_rank_0
 from carpool.train.config.schema import Config
 from carpool.train.run.estimate import MemoryEstimate
 from carpool.train.run.files import read_record
+from carpool.train.run.graphs import why_not_captured
+from carpool.train.run.kept_times import Times
 from carpool.transport import find_transport
-
-COPIED = 256 * 2**20  # bytes of a measured copy
-REPETITIONS = 5
 
 
 def _read(record: Record) -> Policies:
@@ -40,11 +37,27 @@ def _read(record: Record) -> Policies:
     return policies
 
 
-MEMORY_KIND: Kind[Policies] = Kind("memory", dict, _read, times="rates")
+MEMORY_KIND: Kind[Policies] = Kind("memory", dict, _read)
 
 
-def decide_memory(estimate: MemoryEstimate, transport: str, hardware: Hardware) -> tuple[Policies, str]:
+def open_items(config: Config) -> dict[str, str | None]:
+    """What is decided of each item already; None: what a budget decides."""
+    given = {item: getattr(config.memory, item) for item in POLICIES}
+    if config.moe.experts not in ("auto", "grouped") and given["hidden"] is None:
+        given["hidden"] = "keep"
+    if config.training.torch_compile and given["dense"] is None and given["sums"] != "recompute":
+        # Layers that are computed again are not compiled.
+        given["dense"] = "keep"
+    return given
+
+
+def decide_memory(
+    estimate: MemoryEstimate, transport: str, hardware: Hardware, times: Times | None = None
+) -> tuple[Policies, str]:
     """(policies, why) for the estimate's own configuration, in one process and without a record.
+
+    Args:
+        times: what each policy costs, measured; None: that is modelled by the hardware's rates.
 
     Raises:
         ValueError: no policies fit into the budget."""
@@ -53,17 +66,24 @@ def decide_memory(estimate: MemoryEstimate, transport: str, hardware: Hardware) 
         return config.memory.policies, "without memory.budget, what is not said is kept"
     dense = "replicate" if config.parallelism.dense == "replicate" else "fsdp"
     sizes, tokens = layer_sizes(estimate, transport), estimate.degrees.tokens_per_rank(estimate.tokens)
-    given = {item: getattr(config.memory, item) for item in POLICIES}
-    if config.moe.experts not in ("auto", "grouped") and given["hidden"] is None:
-        given["hidden"] = "keep"
-    if config.training.torch_compile and given["dense"] is None and given["sums"] != "recompute":
-        # Layers that are computed again are not compiled.
-        given["dense"] = "keep"
+
+    def allowed(policies: Policies) -> bool:
+        # Where graphs are "auto", a budget comes first.
+        captured = config.training.cuda_graphs == "on"
+        return not captured or why_not_captured(with_policies(config, policies), config.moe.schedule) is None
+
+    def milliseconds(policies: Policies) -> float:
+        if times is not None:
+            return measured_milliseconds(times, policies)
+        return policies_milliseconds(sizes, tokens, policies, hardware)
+
     return choose_policies(
         budget,
-        given,
+        open_items(config),
         lambda policies: estimate.changed(with_policies(config, policies))(transport, dense)["total"],
-        lambda policies: policies_milliseconds(sizes, tokens, policies, hardware),
+        milliseconds,
+        "modelled" if times is None else "measured",
+        allowed,
     )
 
 
@@ -73,12 +93,14 @@ def choose_memory(
     hardware: Hardware,
     device: torch.device,
     folders: Sequence[Path] = (),
+    measure_times: Callable[[], Times] | None = None,
 ) -> Chosen[Policies]:
     """Choose. All ranks together.
 
     Args:
         estimate: of the run as it is configured.
         folders: of a run that is resumed; the first that has a record counts.
+        measure_times: what each policy costs, the same on all ranks. None: costs are modelled.
 
     Raises:
         ValueError: no policies fit into the budget."""
@@ -96,16 +118,17 @@ def choose_memory(
             return Chosen(*_given(config, shape)), False
         if kept is not None:
             return kept, False
+        # Whatever costs what: a budget that is too small is refused before anything is measured.
         policies, why = decide_memory(estimate, transport, hardware)
-        return Chosen(policies, shape, "default", why + note), device.type == "cuda"
+        # If all is kept, nothing costs anything.
+        asked = any(policies[item] != "keep" for item, given in open_items(config).items() if given is None)
+        return Chosen(policies, shape, "default", why + note), asked and measure_times is not None
 
     def measure(fallback: Chosen[Policies]) -> Chosen[Policies]:
-        # The slowest rank's, the same on all.
-        flops, host = (min(rates) for rates in zip(*gather(measured_rates(estimate, device)), strict=True))
-        link = LinkRate(host, hardware.host_link.latency)
-        policies, why = decide_memory(estimate, transport, replace(hardware, flops=flops, host=link))
-        rates = {"flops": flops, "host_bytes_per_second": host}
-        return Chosen(policies, fallback.shape, "measured", f"{why}, by measured rates", rates)
+        assert measure_times is not None
+        times = measure_times()
+        policies, why = decide_memory(estimate, transport, hardware, times)
+        return Chosen(policies, fallback.shape, "measured", why, times)
 
     return choose(
         MEMORY_KIND,
@@ -135,31 +158,3 @@ def layer_sizes(estimate: MemoryEstimate, transport: str) -> LayerSizes:
         text.num_hidden_layers, estimate.moe_layers, estimate.hidden, estimate.width, estimate.top_k, heads,
         getattr(text, "num_key_value_heads", None) or heads, max(head_sizes(text)), estimate.computed, copies,
     )  # fmt: skip
-
-
-def measured_rates(estimate: MemoryEstimate, device: torch.device) -> tuple[float, float]:
-    """(operations per second of a product of the experts' size, bytes per second to host memory and back), of a GPU."""
-    rows = min(8192, estimate.tokens * estimate.top_k)
-    x = torch.randn(rows, estimate.hidden, device=device, dtype=torch.bfloat16)
-    weight = torch.randn(estimate.hidden, 2 * estimate.width, device=device, dtype=torch.bfloat16)
-    seconds = _seconds(lambda: x @ weight, device)
-    here = torch.empty(COPIED, dtype=torch.uint8, device=device)
-    there = torch.empty(COPIED, dtype=torch.uint8, pin_memory=True)
-
-    def there_and_back() -> None:
-        there.copy_(here, non_blocking=True)
-        here.copy_(there, non_blocking=True)
-
-    return 4 * rows * estimate.hidden * estimate.width / seconds, 2 * COPIED / _seconds(there_and_back, device)
-
-
-def _seconds(work: Any, device: torch.device) -> float:
-    """The least of several."""
-    times = []
-    for _ in range(REPETITIONS):
-        torch.cuda.synchronize(device)
-        begin = time.perf_counter()
-        work()
-        torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - begin)
-    return min(times)

@@ -6,6 +6,7 @@ runs beside what -> loss and optimizer -> the checkpoint that is resumed -> reco
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import time
@@ -16,11 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedConfig
 
 from carpool.hf import install, rides, set_experts, set_kept, set_transport
 from carpool.hf.bias import BiasBalance, find_biases
 from carpool.hf.build import build_model
-from carpool.hf.compiled import check_backend, compile_layers
+from carpool.hf.compiled import check_backend, compile_layers, decoder_layers
 from carpool.hf.dense import replicate_dense
 from carpool.hf.drops import drop_choices, route_in_float32
 from carpool.hf.expert_parallel import buffers_of_rides
@@ -60,7 +62,8 @@ from carpool.train.run.files import why_not_writable
 from carpool.train.run.fit import check_fits
 from carpool.train.run.flops import flops_per_token, model_size, peak_flops
 from carpool.train.run.graphs import StepGraphs, why_no_graphs
-from carpool.train.run.memory import choose_memory, with_policies
+from carpool.train.run.kept_times import Times, groups_before, measure_policies, small_config, small_model
+from carpool.train.run.memory import choose_memory, open_items, with_policies
 from carpool.train.run.model import (
     distributed_config,
     expert_counts,
@@ -149,7 +152,7 @@ class Setup(RunState):
         """What model it is, over how many ranks each of its dimensions goes, and how dense parameters lie on them."""
         config = self.config
         self.tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
-        self.source = model_source(config, self.tokenizer)
+        self.source = self._find_source()
         blueprint = meta_model(self.source)
         # Not the sharded model's class, which FSDP renames.
         self.architecture = type(blueprint).__name__
@@ -164,7 +167,9 @@ class Setup(RunState):
         cuda, hidden = self.device.type == "cuda", blueprint.config.get_text_config().hidden_size
         transport, _ = likely_transport(config, self.degrees, hidden, self.top_k, cuda)
         self.estimate = MemoryEstimate(config, self.degrees, blueprint, self.bf16, cuda)
-        self.kept = choose_memory(self.estimate, transport, self.hardware, self.device, self._folders(resume))
+        self.kept = choose_memory(
+            self.estimate, transport, self.hardware, self.device, self._folders(resume), self._measure_policies
+        )
         memory = rank_memory(cuda, self.topology.ranks_beside(self.rank))
         if (budget := config.memory.budget_bytes) is not None:
             # All that follows reads one configuration.
@@ -182,6 +187,25 @@ class Setup(RunState):
         check_base(config, self.degrees, self.dense.answer, self.bf16)
         # Advice takes a while, and the answer is the same.
         from_rank_0(lambda: check_fits(self.estimate, transport, self.dense.answer, memory))
+
+    def _find_source(self) -> PreTrainedConfig | Path:
+        return model_source(self.config, self.tokenizer)
+
+    def _measure_policies(self) -> Times:
+        """What each policy of what is kept costs (`carpool.train.run.kept_times`)."""
+        leave_groups = groups_before(self.device)
+        model, config = self.estimate.model.config, self.config
+        layers = decoder_layers(self.estimate.model)
+        experts = self.estimate.model.get_submodule(next(iter(self.expert_counts)))
+        number = next(n for n, layer in enumerate(layers) if any(one is experts for one in layer.modules()))
+        small = _SmallSetup(small_config(config), small_model(model, number))
+        times = measure_policies(small, open_items(config), len(layers), len(self.expert_counts))
+        del small
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        leave_groups()
+        return times
 
     def _folders(self, resume: Path | None) -> list[Path]:
         """Run directories whose records count."""
@@ -442,3 +466,19 @@ class Setup(RunState):
         self.recorder.write("layout", self.step, **current_layouts(self.model).to_dict())
         say_hello(self, resume)
         self.watchdog.start()
+
+
+class _SmallSetup(Setup):
+    """A model of a few layers, in the places of a run, for measurements before it. Nothing is written."""
+
+    def __init__(self, config: Config, model: PreTrainedConfig) -> None:
+        self.config, self.compare_with, self._model_config = config, None, model
+        self._find_place()
+        self._find_mesh()
+        self._build_model()
+        self._set_routing({})
+        self._set_rides(None)
+        self._set_objective()
+
+    def _find_source(self) -> PreTrainedConfig:
+        return self._model_config

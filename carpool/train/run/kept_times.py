@@ -1,0 +1,193 @@
+"""What each policy of each kept item costs, measured: steps of a model of a few layers, under one policy after another.
+
+    all kept              forward and backward of 3 layers            21.0 ms
+    rows = resend                                                     22.8 ms     0.6 ms a layer
+    hidden = recompute                                                23.1 ms     0.7 ms a layer
+    dense = recompute                                                 26.4 ms     1.8 ms a layer
+
+The layers are the run's own, with its widths, its micro-batch, its ranks and its transport, and random weights and
+tokens. A difference to the time in which all is kept, by the number of layers, is what a policy costs. Costs are added:
+copies of two items that are offloaded share a link, which is not measured.
+
+What a run adds to that is left out: the optimizer, CUDA graphs, compiled layers. It changes both times alike.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _world
+from transformers import PreTrainedConfig
+
+from carpool.hf import set_kept
+from carpool.hf.expert_parallel import buffers_of_rides
+from carpool.hf.offload import offload_layers
+from carpool.memory.policies import KeptPolicies
+from carpool.memory.recompute import keep_rides
+from carpool.parallel.replicated import replicated
+from carpool.planner.kept import POLICIES
+from carpool.train.checkpoints.ranks import gather
+from carpool.train.config.schema import Config
+from carpool.train.run.room import make_room
+from carpool.train.run.state import RunState
+
+# By item and policy, of a micro-batch of all layers of the run.
+Times = dict[str, dict[str, float]]
+WARM_UP, ROUNDS = 2, 3
+LAYERS = 3
+WORDS = 256
+
+
+def small_config(config: Config) -> Config:
+    """What is measured of a run: one micro-batch, with nothing around it."""
+    alone = {
+        "gradients": "kept", "clip_by": "norm", "optimizer_state": "device", "gradient_accumulation_steps": 1,
+        "cuda_graphs": "off", "torch_compile": False, "resume_from_checkpoint": None,
+    }  # fmt: skip
+    moe: dict[str, Any] = {"expert_stages": "default"}
+    if config.moe.schedule == "auto":
+        moe["schedule"] = "none"
+    memory = {"budget": None, "experts": "device", **dict.fromkeys(POLICIES)}
+    return config.model_copy(
+        update={
+            "training": config.training.model_copy(update=alone),
+            "moe": config.moe.model_copy(update=moe),
+            "memory": config.memory.model_copy(update=memory),
+        }
+    )
+
+
+def small_model(config: PreTrainedConfig, first: int) -> PreTrainedConfig:
+    """A model of `LAYERS` layers with experts, and few words. `first`: of its layers, the first one with experts."""
+    small: Any = copy.deepcopy(config)
+    text = small.get_text_config()
+    before, text.num_hidden_layers = text.num_hidden_layers, min(text.num_hidden_layers, first + LAYERS)
+    for name, value in list(vars(text).items()):
+        # Kinds of layers, one for each.
+        if isinstance(value, list) and len(value) == before:
+            setattr(text, name, value[: text.num_hidden_layers])
+    text.vocab_size = min(text.vocab_size, WORDS)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(text, name, None)
+    return small
+
+
+def measure_policies(run: RunState, given: Mapping[str, str | None], layers: int, moe_layers: int) -> Times:
+    """Milliseconds that each open policy adds to a micro-batch of the whole model: those of the slowest rank. All ranks
+    together.
+
+    Args:
+        run: of the small model, without a step so far. It cannot be used any more.
+        given: policies that are no question, by item.
+        layers, moe_layers: of the whole model."""
+    device, model = run.device, run.model
+    training, length = run.config.training, run.config.data.sequence_length
+    generator = torch.Generator().manual_seed(run.rank)
+    ids_BL = torch.randint(0, run.vocab_size, (training.per_device_train_batch_size, length), generator=generator)
+    batch = {"input_ids": ids_BL.to(device), "labels": ids_BL.to(device)}
+    tokens = batch["labels"][:, 1:].numel() * run.degrees.dp
+    whole = replicated(model)
+    buffers = buffers_of_rides(run.rides)
+
+    def micro_batch() -> None:
+        while True:
+            run.objective.accumulate([batch], tokens)
+            if whole is not None:
+                whole.finish()
+            model.zero_grad(set_to_none=True)
+            if not buffers or make_room(buffers, run.most_tokens, device) is None:
+                return
+
+    def timed(count: int, warm_up: int = WARM_UP) -> float:
+        """The least milliseconds of a micro-batch."""
+        found = []
+        for number in range(-warm_up, count):
+            _synchronize(device)
+            begin = time.perf_counter()
+            micro_batch()
+            _synchronize(device)
+            if number >= 0:
+                found.append(1e3 * (time.perf_counter() - begin))
+        return min(found)
+
+    base = {item: given.get(item) or "keep" for item in POLICIES}
+    if base["dense"] == "offload":
+        base["dense"] = "keep"
+    ways = [base] + [base | one for one in _questions(given)]
+    spent: dict[tuple[str, ...], float] = {}
+    for number in range(ROUNDS):
+        for way in ways:
+            if way["dense"] != "offload":
+                _take(run, way)
+                key = tuple(way.values())
+                spent[key] = min(spent.get(key, math.inf), timed(1, 1 if number else WARM_UP))
+    for way in ways:
+        # Last: layers stay so.
+        if way["dense"] == "offload":
+            _take(run, way | {"dense": "keep"})
+            offload_layers(model)
+            spent[tuple(way.values())] = timed(ROUNDS)
+    ranks = gather(spent)
+    slowest = {key: max(one[key] for one in ranks) for key in spent}
+    share = {"dense": layers, "sums": moe_layers, "rows": moe_layers, "hidden": moe_layers}
+    here = {"dense": model.config.get_text_config().num_hidden_layers} | dict.fromkeys(
+        ("sums", "rows", "hidden"), len(run.rides)
+    )
+    found: Times = {item: {} for item in POLICIES}
+    for way in ways[1:]:
+        item = next(one for one in reversed(list(POLICIES)) if way[one] != base[one])
+        without = base | ({"dense": "recompute"} if item == "sums" else {})
+        more = slowest[tuple(way.values())] - slowest[tuple(without.values())]
+        found[item][way[item]] = max(0.0, more) * share[item] / here[item]
+    return found
+
+
+def _questions(given: Mapping[str, str | None]) -> list[dict[str, str]]:
+    """What is to be compared with all else kept."""
+    asked = [
+        {item: policy}
+        for item in ("rows", "hidden", "dense")
+        for policy in POLICIES[item][1:]
+        if given.get(item) is None
+    ]
+    repeats = given.get("sums") is None and given.get("dense") in (None, "recompute")
+    if repeats and "offload" not in (given.get("rows"), given.get("hidden")):
+        asked.append({"dense": "recompute", "sums": "recompute"})
+    return asked
+
+
+def _take(run: RunState, policies: Mapping[str, str]) -> None:
+    """Let the next forward keep what these say. All ranks together."""
+    kept: Any = {item: policies[item] for item in ("rows", "hidden")}
+    set_kept(run.model, KeptPolicies(**kept))
+    if policies["dense"] == "recompute":
+        again = {} if policies["sums"] == "recompute" else {"context_fn": keep_rides}
+        run.model.gradient_checkpointing_enable({"use_reentrant": False, **again})
+    else:
+        run.model.gradient_checkpointing_disable()
+    hidden = run.model.config.get_text_config().hidden_size
+    for own in run.rides:
+        own.prepare(run.top_k, hidden)
+
+
+def groups_before(device: torch.device) -> Callable[[], None]:
+    """What leaves all process groups that are made from now on: those of NCCL hold memory. All ranks together."""
+    before = set(_world.pg_map)
+
+    def leave() -> None:
+        if device.type == "cuda":
+            for group in [one for one in _world.pg_map if one not in before]:
+                dist.destroy_process_group(group)
+
+    return leave
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
