@@ -145,6 +145,15 @@ TRIPLES = [
     for experts, bias in product(FACTORS["experts"], FACTORS["bias"])
 ]
 CASES = [Case(**case) for case in all_pairs(FACTORS, FORBIDDEN, start=PRODUCT + TRIPLES)]
+# Made of hops that other transports have: a few meetings each.
+CASES += [
+    Case(transport=transport, layout=layout, top_k=top_k, tokens=tokens, schedule=schedule, rows=rows, routing=routing)
+    for transport in ("1d", "2d", "2dh")
+    for layout, top_k, tokens, schedule, rows, routing in [
+        ("replicated_permuted", 5, "empty_ranks", "chunks 2 3", "resend", "router"),
+        ("uneven", 2, "holes", "chunks 5", "keep", "recorded"),
+    ]
+]
 BF16 = [
     Case(transport=transport, layout=layout, ep=ep, top_k=top_k, bias=bias, shared=shared, dtype=torch.bfloat16)
     for transport, layout, ep, top_k, bias, shared in [

@@ -55,7 +55,7 @@ def test_every_contender_is_measured(run: tuple[dict[str, Any], Path]):
     for case in result["cases"]:
         assert (case["num_ranks"], case["baseline"]) == (4, THEIRS)
         rows = {row["label"]: row for row in case["rows"]}
-        ways = ("nvlink", "alltoall", "dedup", "gather", "hierarchical")
+        ways = ("nvlink", "alltoall", "dedup", "gather", "hierarchical", "1d", "2d", "2dh")
         assert list(rows) == [f"{way} + grouped" for way in ways] + [THEIRS]
         assert "CUDA" in rows.pop("nvlink + grouped")["unavailable"]
         for row in rows.values():
