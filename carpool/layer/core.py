@@ -24,6 +24,8 @@ from carpool.memory import KEEP, KeptPolicies, Offloader
 from carpool.observe.recompute import add_once, new_counter
 from carpool.observe.stats import LayerStats
 from carpool.parallel.slots import SlotFiller, fill_slots
+from carpool.planner.hardware import hardware_of
+from carpool.planner.nodes import way_between_nodes
 from carpool.ride import NO_HOOKS, RideHooks, RideSetup, WaitingRides, ride, ride_merged, ride_module
 from carpool.routing import DropOptions, Routing
 from carpool.routing.bias import count_choices
@@ -37,6 +39,8 @@ from carpool.transport import (
     find_transport,
     make_transport,
     resolve_transport,
+    topology_of,
+    why_not_nodes,
 )
 from carpool.transport.codecs.merging import Merger
 
@@ -227,6 +231,13 @@ class LayerCore:
     def _make_transport(self, top_k: int, hidden: int, device: torch.device) -> Transport:
         own = self.function is None
         name, self.why = resolve_transport(self.requested, self.group, top_k, hidden, self.options, own_forward=own)
+        if self.requested == "auto" and why_not_nodes(self.group) is None and self.group is not None:
+            most, size = None if self.options is None else self.options.max_tokens, 2 if device.type == "cuda" else 4
+            machine = hardware_of(torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")
+            name, self.why = way_between_nodes(
+                name, self.why, topology_of(self.group), top_k=top_k, hidden=hidden, element_size=size, tokens=most,
+                hardware=machine,
+            )  # fmt: skip
         options = find_transport(name).own_options(self.options)
         if options is not None:
             options, note = options.settled(self.group, top_k, own)

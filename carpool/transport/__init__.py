@@ -12,9 +12,9 @@
 | `2d`, `2dh`    | one per expert, inside a node first  | all-to-alls of others (`stepwise.py`)                 |
 
 All but `nvlink` run over `torch.distributed`, on any device and backend. `hierarchical` has to know which ranks share a
-node (`set_topology`, otherwise the launcher is asked) and needs several nodes; "auto" never picks it. `nvlink` has
-buffers of a fixed size, so "auto" picks it only where somebody has said how many tokens a rank may have
-(`TransportOptions.max_tokens`).
+node (`set_topology`, otherwise the launcher is asked) and needs several nodes; there "auto" picks it where the model of
+costs says that it pays (`carpool.planner.nodes`). `nvlink` has buffers of a fixed size, so "auto" picks it only where
+somebody has said how many tokens a rank may have (`TransportOptions.max_tokens`).
 
 `base.py` has the contract, and names what a new transport has to say of itself. `codecs/` says how rows become bytes on
 any of these ways. `register` adds a transport from outside the package (`carpool.plugins`). `TRANSPORTS` is the only
@@ -38,7 +38,7 @@ from carpool.transport.dedup import Dedup
 from carpool.transport.gather import Gather
 from carpool.transport.hierarchical import Hierarchical
 from carpool.transport.hierarchical_options import HierarchicalOptions
-from carpool.transport.nodes import known_topology, set_topology, topology_of
+from carpool.transport.nodes import known_topology, set_topology, topology_of, why_not_nodes
 from carpool.transport.nvlink import NVLink, NVLinkOptions
 from carpool.transport.options import TransportOptions
 from carpool.transport.stepwise import AllToAll1D, AllToAll2D, AllToAll2DH
@@ -67,6 +67,7 @@ __all__ = [
     "set_topology",
     "topology_of",
     "unfit_transports",
+    "why_not_nodes",
 ]
 
 

@@ -95,7 +95,8 @@ def test_every_contender_is_measured(run: tuple[dict[str, Any], str, Path]):
         assert case["ceiling"] is None, "there are no copy engines here"
         rows = {row["label"]: row for row in case["rows"]}
         # The oracle sends rows as they are.
-        coded = [name for name in (*GLOO, "hierarchical") for name in (name, f"{name} (fp8)") if name != "gather (fp8)"]
+        ways = (*GLOO, "hierarchical", "1d", "2d", "2dh")
+        coded = [name for way in ways for name in (way, f"{way} (fp8)") if name != "gather (fp8)"]
         assert list(rows) == ["nvlink (4 CTAs)", "nvlink (fp8, 4 CTAs)", *coded]
         for label in list(rows)[:2]:
             nvlink = rows.pop(label)
@@ -202,7 +203,10 @@ def test_under_torchrun_and_without_a_figure(tmp_path: Path):
         (("--shape", "4,2,8,0"), "top-k must be at least 1"),
         (("--shape", "4,2,8,9"), "a token cannot choose 9 of 8 experts"),
         (("--shape", "4,2,3,2"), "3 experts .* cannot be spread over 4 ranks"),
-        (("--transports", "dedup,fast"), "'fast' is not known; use nvlink, alltoall, dedup, gather or hierarchical"),
+        (
+            ("--transports", "dedup,fast"),
+            "'fast' is not known; use nvlink, alltoall, dedup, gather, hierarchical, 1d, 2d or 2dh",
+        ),
         (("--transports", ""), "'' is not known"),
         (("--routing", "even"), "'even' is not known; use uniform, zipf, skewed or all"),
         (("--routing", "skewed", "--ranks", "3"), "needs more than 3 ranks"),

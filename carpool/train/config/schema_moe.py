@@ -124,7 +124,8 @@ class MoeSection(Section):
     transport: TransportName = Field(
         default="auto",
         description="How rows travel between ranks. auto: nvlink where every rank can use it, else dedup "
-        "(alltoall with one expert per token); the log says why. nvlink: one row per (token, rank), "
+        "(alltoall with one expert per token), on several nodes hierarchical where the model of costs says that it "
+        "pays; the log says why. nvlink: one row per (token, rank), "
         "written by kernels into the memory of the other GPUs of this host. dedup: the same rows over "
         "any network. hierarchical: between nodes one row per (token, node), passed on there by nvlink or "
         "dedup. alltoall: one row per (token, expert). gather: every rank gets every token's row.",

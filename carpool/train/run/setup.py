@@ -328,7 +328,17 @@ class Setup(RunState):
         size = 2 if self.bf16 else self.model.dtype.itemsize
         codecs = config.codec.codecs.for_rows_of(size)
         layer, options, device = self.rides[0], TransportOptions(self.most_tokens, codecs), self.device
-        self.transport_choice = choose_way(moe.transport, layer, self.top_k, hidden, options, device, folders)
+        self.transport_choice = choose_way(
+            moe.transport,
+            layer,
+            self.top_k,
+            hidden,
+            options,
+            device,
+            folders,
+            element_size=size,
+            hardware=self.hardware,
+        )
         options = replace(transport_options(config, self.degrees, self.transport_choice.answer), codecs=codecs)
         own_forward = any(own.compute is None for own in self.rides)
         self.options, note = options.settled(layer.group, self.top_k, own_forward)

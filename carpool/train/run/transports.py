@@ -2,7 +2,8 @@
 
 moe.transport       a run that starts                              a run that is resumed
 auto                by the rule of `choose_transport`, of those    as recorded in run.json, if the ranks can still
-                    that every rank can use                        use the same ones
+                    that every rank can use; on several nodes      use the same ones
+                    by `carpool.planner.nodes`
 any other           that one                                       that one
 """
 
@@ -17,11 +18,21 @@ import torch
 from carpool.hf.expert_parallel import ExpertRides
 from carpool.parallel.degrees import Degrees
 from carpool.planner.chosen import Chosen, Kind, choose
+from carpool.planner.hardware import Hardware, hardware_of
+from carpool.planner.nodes import way_between_nodes
 from carpool.train.checkpoints.ranks import from_rank_0, gather
 from carpool.train.config.schema import Config
 from carpool.train.run.files import read_record
 from carpool.train.run.room import transport_options
-from carpool.transport import TRANSPORTS, TransportOptions, check_transport, choose_transport, unfit_transports
+from carpool.transport import (
+    TRANSPORTS,
+    TransportOptions,
+    check_transport,
+    choose_transport,
+    topology_of,
+    unfit_transports,
+    why_not_nodes,
+)
 
 TRANSPORT_KIND: Kind[str] = Kind("transport", lambda name: {"name": name}, lambda record: str(record["name"]))
 
@@ -34,6 +45,9 @@ def choose_way(
     options: TransportOptions,
     device: torch.device,
     folders: Sequence[Path] = (),
+    *,
+    element_size: int = 2,
+    hardware: Hardware | None = None,
 ) -> Chosen[str]:
     """Choose a transport for all layers. All ranks together.
 
@@ -42,16 +56,21 @@ def choose_way(
         layer: any of the run.
         hidden: H.
         options: what means something to any transport.
+        element_size: bytes of an element of a row.
+        hardware: rates of the machine; None: of the device.
         folders: of a run that is resumed; the first that has a record counts.
 
     Raises:
         ValueError: an unknown transport.
     """
     unfit: dict[str, str] | None = None
+    several_nodes = False
     if wanted == "auto":
         # Expert-parallel groups may be on different hosts; all take the same way.
         reasons = gather(unfit_transports(layer.group, hidden, options, own_forward=layer.compute is None))
         unfit = {name: reason for of_rank in reversed(reasons) for name, reason in of_rank.items()}
+        several_nodes = layer.group is not None and not any(gather(why_not_nodes(layer.group)))
+    machine = hardware or hardware_of(torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")
     shape = {
         "requested": wanted,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
@@ -65,6 +84,11 @@ def choose_way(
         name, why = choose_transport(wanted, layer.num_ranks, top_k, unfit)
         if wanted != "auto":
             return Chosen(name, shape, "given", why), False
+        if several_nodes:
+            name, why = way_between_nodes(
+                name, why, topology_of(layer.group), top_k=top_k, hidden=hidden, element_size=element_size,
+                tokens=options.max_tokens, hardware=machine,
+            )  # fmt: skip
         return kept or Chosen(name, shape, "default", why + note), False
 
     def recorded() -> Mapping[str, Any] | None:
