@@ -1,7 +1,7 @@
 """What people do with models beside training them: each works under expert parallelism, or is refused clearly.
 
 Every function that starts with an underscore and takes `path` runs on each of the two ranks, in an empty directory
-they share; `_model` loads a tiny model there the way a user would (fsdp_size = ep_size = 2).
+they share; `_model` loads a tiny model there the way a user would (fsdp_size = ep_size = all ranks).
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ def _save(folder: str, path: str, **overrides: Any) -> None:
 
 
 def _model(folder: str, path: str, implementation: str = IMPLEMENTATION, **kwargs: Any) -> PreTrainedModel:
-    sizes = {"fsdp_size": 2, "ep_size": 2} | kwargs.pop("sizes", {})
+    world = dist.get_world_size()
+    sizes = {"fsdp_size": world, "ep_size": world} | kwargs.pop("sizes", {})
     config = DistributedConfig(ep_implementation=implementation, **sizes)
     kwargs = {"dtype": torch.float32} | kwargs
     reuse_meshes()

@@ -49,7 +49,7 @@ def _run_in_small_parts(output: str, overrides: list[str]) -> str:
 
 @pytest.mark.parametrize("dense", ["replicate", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_streaming_and_consuming_change_nothing(
-    ranks: Ranks,
+    two_ranks: Ranks,
     text: list[str],  # noqa: F811
     tmp_path: Path,
     dense: str,
@@ -60,7 +60,10 @@ def test_streaming_and_consuming_change_nothing(
     for name, overrides in {"kept": [], "consumed": away}.items():
         folder = tmp_path / name
         settings = [*MODEL, *text, f"parallelism.dense={dense}", *overrides]
-        assert ranks(_run_in_small_parts if overrides else run, str(folder), settings) == ["True" * bool(overrides)] * 4
+        assert (
+            two_ranks(_run_in_small_parts if overrides else run, str(folder), settings)
+            == ["True" * bool(overrides)] * 2
+        )
         folders.append(folder)
     kept, ours = (losses(folder) for folder in folders)
     assert len(kept) == 3 and [loss for loss, _ in kept.values()] == [loss for loss, _ in ours.values()]
@@ -93,7 +96,7 @@ def test_experts_that_move_keep_their_state_on_the_device() -> None:
 
 @pytest.mark.slow
 def test_a_run_goes_on_from_host_memory_bit_by_bit(
-    ranks: Ranks,
+    two_ranks: Ranks,
     text: list[str],  # noqa: F811
     tmp_path: Path,
 ) -> None:
@@ -101,9 +104,9 @@ def test_a_run_goes_on_from_host_memory_bit_by_bit(
     settings = [*MODEL, *text, *BOTH, "memory.experts=host", "training.clip_by=previous", "training.max_grad_norm=0.5"]
     settings += ["training.max_steps=4", "training.save_steps=2"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert ranks(run, str(whole), settings) == [""] * 4
-    assert ranks(run, str(parts), [*settings, "training.stop_at_step=2"]) == [""] * 4
-    assert ranks(run, str(parts), [*settings, "training.resume_from_checkpoint=last"]) == [""] * 4
+    assert two_ranks(run, str(whole), settings) == [""] * 2
+    assert two_ranks(run, str(parts), [*settings, "training.stop_at_step=2"]) == [""] * 2
+    assert two_ranks(run, str(parts), [*settings, "training.resume_from_checkpoint=last"]) == [""] * 2
     assert losses(whole) == losses(parts)
     one, other = weights(whole, 4), weights(parts, 4)
     assert all((one[name] == value).all() for name, value in other.items())
@@ -119,13 +122,13 @@ def test_a_run_goes_on_from_host_memory_bit_by_bit(
     ],
 )
 def test_experts_that_cannot_be_away(
-    ranks: Ranks,
+    two_ranks: Ranks,
     text: list[str],  # noqa: F811
     tmp_path: Path,
     overrides: list[str],
     message: str,
 ) -> None:
-    found = ranks(run, str(tmp_path / "run"), [*MODEL, *text, "memory.experts=host", *overrides])
+    found = two_ranks(run, str(tmp_path / "run"), [*MODEL, *text, "memory.experts=host", *overrides])
     assert len(set(found)) == 1 and message in found[0]
     assert not (tmp_path / "run").exists()
 
@@ -136,10 +139,10 @@ def _short(output: str, overrides: list[str]) -> str:
 
 
 def test_too_little_host_memory_is_said_before_training(
-    ranks: Ranks,
+    two_ranks: Ranks,
     text: list[str],  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    found = ranks(_short, str(tmp_path / "run"), [*MODEL, *text, "training.optimizer_state=host"])
+    found = two_ranks(_short, str(tmp_path / "run"), [*MODEL, *text, "training.optimizer_state=host"])
     assert len(set(found)) == 1 and "GiB of host memory, and 0.0 GiB are free" in found[0]
     assert not (tmp_path / "run").exists()

@@ -143,11 +143,11 @@ def run_counted(output: str, overrides: list[str]) -> tuple[str, int]:
         return run(output, overrides), len(plans)
 
 
-def test_chunks_reach_the_layers(ranks: Ranks, text: list[str], tmp_path: Path) -> None:
+def test_chunks_reach_the_layers(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
     settings = [*MODEL, *text, "training.max_steps=2", "training.eval_steps=none", "training.eval_on_start=false"]
     rides = {}
     for chunks in (1, 3):
-        found = ranks(
+        found = two_ranks(
             run_counted, str(tmp_path / str(chunks)), [*settings, "moe.schedule=chunks", f"moe.chunks={chunks}"]
         )
         assert {error for error, _ in found} == {""}
@@ -166,13 +166,13 @@ def run_measured(output: str, overrides: list[str]) -> str:
 
 @pytest.mark.parametrize(("schedule", "micro_batches"), [("chunks", 1), ("two-batch", 1), ("two-batch", 2)])
 def test_losses_of_a_schedule_are_those_without(
-    ranks: Ranks, text: list[str], tmp_path: Path, schedule: str, micro_batches: int
+    two_ranks: Ranks, text: list[str], tmp_path: Path, schedule: str, micro_batches: int
 ) -> None:
     settings = [*text, "training.max_steps=3", "training.per_device_train_batch_size=2"]
     settings.append(f"training.gradient_accumulation_steps={micro_batches}")
     halves = (schedule, micro_batches) == ("two-batch", 1)
     for name in ("none", schedule):
-        assert start(ranks, tmp_path / name, [*settings, f"moe.schedule={name}"]) == [""] * 4
+        assert start(two_ranks, tmp_path / name, [*settings, f"moe.schedule={name}"]) == [""] * 2
     for (loss, norm), (wanted, wanted_norm) in zip(
         losses(tmp_path / schedule).values(), losses(tmp_path / "none").values(), strict=True
     ):
@@ -184,14 +184,14 @@ def test_losses_of_a_schedule_are_those_without(
     assert said == (["schedule two-batch: the balance loss is of each half of a micro-batch"] if halves else [])
 
 
-def test_what_is_measured_is_recorded_and_used_again(ranks: Ranks, text: list[str], tmp_path: Path) -> None:
+def test_what_is_measured_is_recorded_and_used_again(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
     output = tmp_path / "run"
     settings = [*MODEL, *text, "moe.schedule=auto", "training.max_steps=3", "training.save_steps=2"]
-    assert ranks(run_measured, str(output), [*settings, "training.stop_at_step=2"]) == [""] * 4
+    assert two_ranks(run_measured, str(output), [*settings, "training.stop_at_step=2"]) == [""] * 2
     first = info(output)
     assert {"chunks=3", "chunks=2"} < set(first["milliseconds"]) and len(first["milliseconds"]) == 4
     assert first["name"] == "chunks"
     assert min(first["milliseconds"].values()) > 0
-    assert ranks(run_measured, str(output), [*settings, "training.resume_from_checkpoint=last"]) == [""] * 4
+    assert two_ranks(run_measured, str(output), [*settings, "training.resume_from_checkpoint=last"]) == [""] * 2
     again = info(output)
     assert again["why"] == "as recorded in this run (measured)" and {**again, "why": ""} == {**first, "why": ""}

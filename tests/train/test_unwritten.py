@@ -128,7 +128,7 @@ def _train(output: str, settings: list[str], what: str) -> str:
 
 @pytest.mark.parametrize(("what", "lost"), [("delete", True), ("for a while", False), ("for good", True)])
 def test_what_could_not_be_written_is_an_error_at_the_end(
-    ranks: Ranks,
+    two_ranks: Ranks,
     text: list[str],
     tmp_path: Path,
     what: str,
@@ -136,7 +136,7 @@ def test_what_could_not_be_written_is_an_error_at_the_end(
 ) -> None:
     output = tmp_path / "run"
     settings = [*text, "training.eval_steps=none", "training.eval_on_start=false", "training.max_steps=5"]
-    errors = ranks(_train, str(output), [*settings, "training.save_steps=3"], what)
+    errors = two_ranks(_train, str(output), [*settings, "training.save_steps=3"], what)
     assert len(set(errors)) == 1 and bool(errors[0]) == lost, errors
     assert (output / "summary.json").exists() and (output / "config.toml").exists() and (output / "run.json").exists()
     if what == "delete":

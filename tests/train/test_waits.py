@@ -60,10 +60,10 @@ def reads(output: str, overrides: list[str]) -> Counter[str]:
     return Counter({place: count for place, count in found.counts.items() if place.split("/")[0] not in rooms})
 
 
-def test_a_step_reads_one_tensor(ranks: Ranks, text: list[str], tmp_path: Path) -> None:
+def test_a_step_reads_one_tensor(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
     settings = [*MODEL, *text, f"training.max_steps={STEPS}", "training.gradient_accumulation_steps=2"]
     settings += ["training.eval_on_start=false", "training.eval_steps=none", "training.save_steps=none"]
-    found = ranks(reads, str(tmp_path / "run"), settings)
+    found = two_ranks(reads, str(tmp_path / "run"), settings)
     for counts in found:
         # Numbers of rides are looked at once they are on the host, which a CPU cannot tell apart.
         assert not {"hf/metrics.py:start", "hf/metrics.py:_counts", "observe/traffic.py:totals"} & counts.keys()
