@@ -17,7 +17,7 @@ from carpool.train.config.schema_memory import size_of
 from carpool.train.data.tokenizer import load_tokenizer
 from carpool.train.run.dry_run import dry_run
 from carpool.train.run.estimate import MemoryEstimate
-from carpool.train.run.kept_times import small_model
+from carpool.train.run.kept_times import small_config, small_model
 from carpool.train.run.loop import Run
 from carpool.train.run.memory import MEMORY_KIND, choose_memory
 from carpool.train.run.model import expert_counts, meta_model, model_source
@@ -105,6 +105,14 @@ def test_what_is_measured_decides() -> None:
 
     fits = choose_memory(_estimate(["memory.budget=10GiB"]), "dedup", CPU, torch.device("cpu"), measure_times=never)
     assert set(fits.answer.values()) == {"keep"} and fits.how == "default"
+
+
+def test_what_is_measured_is_a_step_alone() -> None:
+    given = ["placement.every=10", "training.gradient_accumulation_steps=4", "memory.budget=1GiB", "memory.rows=resend"]
+    small = small_config(load_config(None, [*MODEL, *given]))
+    assert small.placement.every is None and small.moe.layout == "contiguous"
+    assert small.training.gradient_accumulation_steps == 1 and small.training.cuda_graphs == "off"
+    assert small.memory.budget is None and set(small.memory.policies.values()) == {"keep"}
 
 
 def test_a_small_model_has_layers_with_experts() -> None:

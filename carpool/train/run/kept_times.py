@@ -50,7 +50,8 @@ def small_config(config: Config) -> Config:
         "gradients": "kept", "clip_by": "norm", "optimizer_state": "device", "gradient_accumulation_steps": 1,
         "cuda_graphs": "off", "torch_compile": False, "resume_from_checkpoint": None,
     }  # fmt: skip
-    moe: dict[str, Any] = {"expert_stages": "default"}
+    # Layouts and traces are of all layers.
+    moe: dict[str, Any] = {"expert_stages": "default", "layout": "contiguous"}
     if config.moe.schedule == "auto":
         moe["schedule"] = "none"
     memory = {"budget": None, "experts": "device", **dict.fromkeys(POLICIES)}
@@ -59,6 +60,7 @@ def small_config(config: Config) -> Config:
             "training": config.training.model_copy(update=alone),
             "moe": config.moe.model_copy(update=moe),
             "memory": config.memory.model_copy(update=memory),
+            "placement": type(config.placement)(),
         }
     )
 

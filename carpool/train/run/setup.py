@@ -204,6 +204,7 @@ class Setup(RunState):
         gc.collect()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self.device)
         leave_groups()
         return times
 
