@@ -37,6 +37,14 @@ class _MergedTraffic(Traffic):
     def add_baseline(self, verb: str, choices_W: Sequence[int], row_bytes: int) -> None:
         self._layer.add_baseline(verb, self._choices_W, row_bytes)
 
+    def tally(
+        self, verb: str, row_bytes: int, baseline_bytes: int, device: torch.device, ranks: tuple[int, ...] | None = None
+    ) -> torch.Tensor:
+        """The layer's, in which choices of merged rows take no bytes. Asked for once by each verb of a ride."""
+        if baseline_bytes:
+            self.add_baseline(verb, self._choices_W, baseline_bytes)
+        return self._layer.tally(verb, row_bytes, 0, device, ranks)
+
 
 class _MergedStats(LayerStats):
     """Tokens are counted before they are merged."""
