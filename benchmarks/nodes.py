@@ -5,7 +5,8 @@
 
 Tokens choose experts as a trained model did (`--trace`, a layer of it): half of the trace's sequences are used to place
 experts, the others are timed. Contenders are all transports that can be used here, with experts in order, and
-`hierarchical` with experts placed for it. Each is first checked against `gather` in float64; then they take turns. A
+`hierarchical` with experts placed for it; with `--codec`, also those that take it, for all that travels. Each is first
+checked against `gather` in float64, but for those with a codec, whose rounding the tests check; then they take turns. A
 ride is a plan, a dispatch, a combine, and the two of the backward, without experts: what comes is sent back.
 
     ms          forward and backward, slowest rank, median
@@ -53,6 +54,7 @@ from carpool.transport import (
     set_topology,
     topology_of,
 )
+from carpool.transport.codecs import CODECS, ROW_VERBS, Codecs
 from tools.cluster import DEVICE, Cluster, why_not
 
 TRACE = Path(__file__).parents[1] / "docs" / "traces" / "e64-1435.npz"
@@ -83,10 +85,11 @@ class Contest:
         self.parts = [trace.subset(np.flatnonzero(source_T == rank)[: args.tokens]) for rank in range(self.num_ranks)]
         self.shape = Shape(args.tokens, hidden, trace.num_experts, trace.top_k)
 
-    def layouts(self) -> list[tuple[str, str, ExpertLayout]]:
-        """(label, transport, layout) of each contender."""
+    def layouts(self) -> list[tuple[str, str, ExpertLayout, TransportOptions]]:
+        """(label, transport, layout, options) of each contender."""
         in_order = ExpertLayout.contiguous(self.shape.experts, self.num_ranks)
-        found = []
+        plain, found = TransportOptions(self.args.tokens), []
+        coded = replace(plain, codecs=Codecs(**dict.fromkeys(ROW_VERBS, self.args.codec)))
         for name in TRANSPORTS:
             try:
                 check_transport(name, self.group)
@@ -94,10 +97,13 @@ class Contest:
                 if self.rank == 0:
                     print(f"not {name}: {error}", flush=True)
                 continue
-            found.append((name, name, in_order))
+            found.append((name, name, in_order, plain))
+            if not coded.codecs.plain and TRANSPORTS[name].why_no_codecs(coded.codecs) is None:
+                found.append((f"{name}, {self.args.codec}", name, in_order, coded))
         cost = CostModel(hidden=self.hidden, transport=PLACED)
-        if any(name == PLACED for name, _, _ in found):
-            found.append((f"{PLACED}, placed", PLACED, solve("search", self.solved, self.topology, cost=cost)))
+        if any(name == PLACED for _, name, _, _ in found):
+            placed = solve("search", self.solved, self.topology, cost=cost)
+            found.append((f"{PLACED}, placed", PLACED, placed, plain))
         return found
 
     def case(self, layout: ExpertLayout) -> Case:
@@ -110,23 +116,21 @@ class Contest:
 
     def run(self, hardware: Hardware) -> list[dict[str, Any]]:
         """A row for each contender, in rank 0 and in all others."""
-        riders: dict[str, tuple[str, Case, Any]] = {}
-        for label, name, layout in self.layouts():
+        riders: dict[str, tuple[str, Case, Any, TransportOptions]] = {}
+        for label, name, layout, options in self.layouts():
             case = self.case(layout)
-            if name != "gather":
-                transport = make_transport(name, self.group, layout.slots_per_rank, TransportOptions(self.args.tokens))
+            transport = make_transport(name, self.group, layout.slots_per_rank, options)
+            if name != "gather" and options.codecs.plain:
                 traffic = Traffic(self.num_ranks, self.rank)
                 answers = forward_and_backward(transport, case, self.rank, traffic, backward=True)
                 want = oracle(case, self.group, self.rank)
                 check(label, answers, want, case, self.group, case.x_TH.dtype)
-            else:
-                transport = make_transport(name, self.group, layout.slots_per_rank)
-            riders[label] = (name, case, transport)
+            riders[label] = (name, case, transport, options)
         times: dict[str, list[float]] = {label: [] for label in riders}
         cable: dict[str, list[int]] = {label: [] for label in riders}
         traffics = {label: Traffic(self.num_ranks, self.rank) for label in riders}
         for number in range(self.args.repetitions + 1):
-            for label, (_, case, transport) in riders.items():
+            for label, (_, case, transport, _) in riders.items():
                 traffics[label].reset()
                 before = self._sent()
                 seconds = self._ride(transport, case, traffics[label])
@@ -135,8 +139,8 @@ class Contest:
                     times[label].append(seconds)
                     cable[label].append(self._sent() - before)
         return [
-            self._row(label, *riders[label][:2], traffics[label], times[label], cable[label], hardware)
-            for label in riders
+            self._row(label, name, case, options, traffics[label], times[label], cable[label], hardware)
+            for label, (name, case, _, options) in riders.items()
         ]
 
     def _ride(self, transport: Any, case: Case, traffic: Traffic) -> float:
@@ -168,14 +172,14 @@ class Contest:
         return int(sent)
 
     def _row(
-        self, label: str, name: str, case: Case, traffic: Traffic, times: list[float], cable: list[int],
-        hardware: Hardware,
+        self, label: str, name: str, case: Case, options: TransportOptions, traffic: Traffic, times: list[float],
+        cable: list[int], hardware: Hardware,
     ) -> dict[str, Any]:  # fmt: skip
         topology, cls = self.topology, TRANSPORTS[name]
         rank_of_E = np.array([home for home, _ in case.layout.home_of])
         rank_TK = [rank_of_E[part.expert_TK] for part in self.parts]
         size = case.x_TH.element_size()
-        volume = cls.volume(rank_TK, topology, self.shape.top_k, self.hidden, size)
+        volume = cls.volume(rank_TK, topology, self.shape.top_k, self.hidden, size, cls.own_options(options))
         between_WW = np.not_equal.outer(topology.node_of, topology.node_of)
         said = {verb: int(bytes_WW[between_WW].sum()) for verb, bytes_WW in volume.bytes_WW.items()}
         mine = {verb: sum(np.array(traffic.bytes[verb])[between_WW[self.rank]]) for verb in said}
@@ -257,6 +261,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=512, help="per rank")
     parser.add_argument("--hidden", type=int, nargs="+", default=[512])
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--codec", default="none", choices=tuple(CODECS), help="adds contenders whose rows travel so")
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()

@@ -184,6 +184,9 @@ class LayerModule(nn.Module):
                     draw_weight(weight[rows[expert]] if expert in rows else weight.new_empty(weight.shape[1:]))
         if isinstance(self.shared, nn.Module):
             self.shared.reset_parameters()  # type: ignore[operator]
+        for projection in (self.descend, self.ascend):
+            if isinstance(projection, nn.Linear):
+                draw_weight(projection.weight)
         self.aux_loss = torch.zeros((), device=self.up_proj.device)
 
     @torch.no_grad()
@@ -256,8 +259,8 @@ class LayerModule(nn.Module):
             )
 
     def _check_input(self, x: torch.Tensor) -> None:
-        if x.dim() == 0 or x.shape[-1] != self.up_proj.shape[2]:
-            raise ValueError(f"the layer's hidden size is {self.up_proj.shape[2]}, but x has shape {tuple(x.shape)}")
+        if x.dim() == 0 or x.shape[-1] != self.hidden_size:
+            raise ValueError(f"the layer's hidden size is {self.hidden_size}, but x has shape {tuple(x.shape)}")
         if x.dtype != self.up_proj.dtype and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(f"x is {x.dtype}, the layer's parameters are {self.up_proj.dtype}; convert one of them")
 

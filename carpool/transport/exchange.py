@@ -34,7 +34,7 @@ from carpool.kernels.ordered_sum import ordered_sum
 from carpool.memory import Arrivals, Rows
 from carpool.observe.traffic import Traffic
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Pending, Route, Transport
-from carpool.transport.codecs import PLAIN, Codecs
+from carpool.transport.codecs import PLAIN, Codec, Codecs
 from carpool.transport.options import TransportOptions
 
 # Each rank tells each other how many rows and how many (row, slot) pairs will come of a chunk: two int64.
@@ -134,6 +134,12 @@ class Message:
             blocks = out.split([count for counts in zip(*self._receive_CW, strict=True) for count in counts])
             self._came = {n: out if number == 1 else torch.cat(blocks[n::number]) for n in range(number)}
         return self._came.pop(piece - self._first)
+
+
+def _share(rows_W: Sequence[int], rank: int) -> slice:
+    """Which of rows that are sorted by rank are of one rank."""
+    first = sum(rows_W[:rank])
+    return slice(first, first + rows_W[rank])
 
 
 def _by_rank(pieces: Sequence[torch.Tensor], sizes_CW: PieceCounts) -> torch.Tensor:
@@ -301,8 +307,11 @@ class ExchangeTransport(Transport):
         return self._combine(route, partial_RH, 0)
 
     def _combine(self, route: ExchangeRoute, partial_RH: torch.Tensor, choice_bytes: int) -> Pending:
-        come = self._exchange(route.rows[route.backward, "back"], route, "back", partial_RH)
+        message, codec = route.rows[route.backward, "back"], self._codec(route, "back")
+        message.put(route.number, codec.encode(partial_RH))
         route.count("back", route.receive, partial_RH, choice_bytes, self.codecs)
+        own_RH = partial_RH[_share(route.receive, self.rank)]
+        come = self._decoded(message, codec, route.number, partial_RH, lambda: own_RH, route.send)
         return Pending(lambda: self.sum_rows(come(), route))
 
     def combine_gradients(self, route: ExchangeRoute, dx_RH: torch.Tensor, dweight_RJ: torch.Tensor) -> Pending:
@@ -321,29 +330,39 @@ class ExchangeTransport(Transport):
 
     def _send_rows(self, x_TH: torch.Tensor, route: ExchangeRoute, message: Message, choice_bytes: int) -> Pending:
         """`wait()` gives the `Rows` that come."""
-        come = self._exchange(message, route, "out", self.copy_rows(x_TH, route))
+        codec = self._codec(route, "out")
+        # A token is encoded once, however many rows copy it.
+        message.put(route.number, self.copy_rows(codec.encode(x_TH), route))
         route.count("out", route.send, x_TH, choice_bytes, self.codecs)
+        own_N = route.token_N[_share(route.send, self.rank)]
+        come = self._decoded(message, codec, route.number, x_TH, lambda: x_TH[own_N], route.receive)
         return Pending(lambda: Rows.of(come()))
 
-    def _exchange(
-        self, message: Message, route: ExchangeRoute, way: Literal["out", "back"], rows: torch.Tensor
+    def _codec(self, route: ExchangeRoute, way: Literal["out", "back"]) -> Codec:
+        return self.codecs.of(route.verb(way)) if self.num_ranks > 1 else PLAIN.of(route.verb(way))
+
+    def _decoded(
+        self,
+        message: Message,
+        codec: Codec,
+        number: int,
+        like: torch.Tensor,
+        own: Callable[[], torch.Tensor],
+        came_W: Sequence[int],
     ) -> Callable[[], torch.Tensor]:
-        """Put rows into a message, as the verb's codec has them. What is returned waits for those that come."""
-        codec = self.codecs.of(route.verb(way))
-        if not codec.lossy or self.num_ranks == 1:
-            message.put(route.number, rows)
-            return lambda: message.take(route.number)
-        message.put(route.number, codec.encode(rows))
-        hidden, dtype = rows.shape[1], rows.dtype
-        sent, came = (route.send, route.receive) if way == "out" else (route.receive, route.send)
-        first, there, count = sum(sent[: self.rank]), sum(came[: self.rank]), sent[self.rank]
-        own = rows[first : first + count]
+        """What is returned waits for the rows of a piece.
+
+        Args:
+            like: rows of their width and dtype.
+            own: gives this rank's rows for itself, which have not travelled and stay as they were.
+            came_W: rows from each rank."""
+        if not codec.lossy:
+            return lambda: message.take(number)
 
         def finish() -> torch.Tensor:
-            out = codec.decode(message.take(route.number), hidden, dtype)
-            # A rank's rows for itself have not travelled, and stay as they were.
-            out[there : there + count] = own
-            return out
+            rows = codec.decode(message.take(number), like.shape[1], like.dtype)
+            rows[_share(came_W, self.rank)] = own()
+            return rows
 
         return finish
 
