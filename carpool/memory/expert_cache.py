@@ -85,6 +85,11 @@ class ExpertCache:
         self._slot[layer, expert], self._since[layer, expert] = slot, self._puts
         return self._views(layer, slot)
 
+    def clear(self) -> None:
+        """Nothing is there any more."""
+        self._slot[:] = -1
+        self._free = list(range(self.slots))
+
     def slot_of(self, layer: int, expert: int) -> int:
         """The number of the expert's slot."""
         return int(self._slot[layer, expert])

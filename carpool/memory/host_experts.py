@@ -26,39 +26,34 @@ tokens choose most of a layer's experts, as in a prompt, the layer comes whole. 
 holds those that came for a token, as long as no others have a higher priority. From there they are copied to their
 layer's memory, which takes a hundredth of the time of the way from the host.
 
-With `files` experts are on disk, and are only read. Threads read them into a cache in host memory, which has room for
-two layers or more, and copy them on from there. So the disk is read ahead, too.
+On disk experts that are not trained stay in the files of their checkpoint, and are read one by one (`read_experts`).
+Those that are trained are in files of this process, layer by layer, and are written back when they have been updated
+(`disk.Staging`). Threads read ahead of the copies to the device.
 
 On a CPU the same code copies at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from carpool.memory.expert_cache import ExpertCache, Priority, expert_bytes
+from carpool.memory.disk import Staging, mapped_zeros
+from carpool.memory.expert_cache import ExpertCache
 from carpool.memory.host import host_zeros
 from carpool.memory.next_experts import Predictor
+from carpool.memory.read_experts import ExpertFiles, ExpertReader
 
 _ATTRIBUTE = "_carpool_host_experts"
-# One thread copies from mapped files at about 2 GB/s.
-_READERS = 4
-
-
-class ExpertFiles(Protocol):
-    """Experts on disk."""
-
-    def read(self, layer: int, expert: int, into: Sequence[torch.Tensor]) -> None:
-        """Copy an expert's parameters to memory, in the order of its module's. Threads call it."""
 
 
 @dataclass
@@ -77,14 +72,21 @@ class _Weight:
     Attributes:
         device: its memory on the device; without any while the parameter is away.
         here: the same memory, whose changes autograd does not count.
-        host: its values, if they are not newer on the device; None: they are in files.
+        host: its values in host memory or a file of this process, if they are not newer elsewhere; None: they are in a
+            checkpoint's files.
         shard: the DTensor of the same memory, if the model is sharded.
     """
 
-    def __init__(self, whole: nn.Parameter, shard: nn.Parameter | None, device: torch.device, stored: bool) -> None:
+    def __init__(
+        self,
+        whole: nn.Parameter,
+        shard: nn.Parameter | None,
+        device: torch.device,
+        memory: Callable[[torch.Size, torch.dtype], torch.Tensor] | None,
+    ) -> None:
         self.whole, self.shard = whole, shard
         values: torch.Tensor = whole.detach()
-        self.host = None if stored else host_zeros(values.shape, values.dtype, device).copy_(values)
+        self.host = None if memory is None else memory(values.shape, values.dtype).copy_(values)
         if values.device != device:
             values = torch.empty_like(values, device=device)
         elif values.untyped_storage().nbytes() != values.nbytes or not values.untyped_storage().resizable():
@@ -130,6 +132,11 @@ class _Layer:
     def experts(self) -> int:
         return int(self.weights[0].whole.shape[0])
 
+    @property
+    def values(self) -> list[torch.Tensor]:
+        """Of each parameter, in host memory or a file of this process."""
+        return [weight.host for weight in self.weights if weight.host is not None]
+
 
 class HostExperts:
     """Moves the experts of a model between host memory and the device. Constructed once the optimizer has them.
@@ -143,17 +150,17 @@ class HostExperts:
             experts foretells. The modules are called with rows, choices and weights, and choices are numbers of their
             own experts. None: layers come whole.
         cache_bytes: of the device, for experts that stay there.
-        files: where the experts are, by the places of their modules; None: in host memory.
+        files: where the experts are, by the places of their modules, and stay as they are.
+        folder: where files of theirs are made, if they are trained. Neither given: they are in host memory.
         host_bytes: with `files`, of host memory, for experts that were read. At least two layers' are taken.
 
     Attributes:
         bytes_in, bytes_out: that have travelled so far between host memory and the device.
-        bytes_read: from files.
         hits: with a predictor.
         consuming: whether a backward's gradients are used for updates, so that parameters stay until `updated`.
 
     Raises:
-        ValueError: parameters share memory with others.
+        ValueError: parameters share memory with others, or the disk is full.
     """
 
     def __init__(
@@ -166,8 +173,9 @@ class HostExperts:
         cache_bytes: int = 0,
         files: ExpertFiles | None = None,
         host_bytes: int = 0,
+        folder: Path | None = None,
     ) -> None:
-        self.bytes_in = self.bytes_out = self.bytes_read = 0
+        self.bytes_in = self.bytes_out = 0
         self.hits = Hits()
         self.consuming = False
         shards = shards or {}
@@ -178,15 +186,17 @@ class HostExperts:
         experts = max(parameters[0].shape[0] for parameters in of_layers)
         self._predictor = None if predictor is None else predictor(len(modules), experts)
         self._cache = ExpertCache(of_layers, cache_bytes, device)
-        self._files = files
+        self._reader = None
         if files is not None:
-            least = 2 * max(expert_bytes(parameters) for parameters in of_layers) * experts
-            self._in_host = ExpertCache(of_layers, max(host_bytes, least), device, host=True)
-            # By slot: when the device has copied what is in it.
-            self._copied: dict[int, Any] = {}
-            self._readers = ThreadPoolExecutor(_READERS, "carpool-experts")
+            self._reader = ExpertReader(files, of_layers, host_bytes, device, self._into)
+        self._staging = None if folder is None else Staging(device)
         self._layers: list[_Layer] = []
         self._of: dict[int, int] = {}
+        memory: Callable[[torch.Size, torch.dtype], torch.Tensor] | None = None
+        if folder is not None:
+            memory = partial(mapped_zeros, folder)
+        elif files is None:
+            memory = partial(host_zeros, device=device)
         parameters = [p for layer in of_layers for p in layer if not p.is_meta]
         if len({p.data_ptr() for p in parameters if p.numel()}) < len([p for p in parameters if p.numel()]):
             raise ValueError(
@@ -196,9 +206,9 @@ class HostExperts:
         for number, module in enumerate(modules):
             for name, parameter in list(module.named_parameters(recurse=False)):
                 if parameter.is_meta:  # it was never read from its file
-                    memory = torch.empty_like(parameter, device=device)
-                    module._parameters[name] = nn.Parameter(memory, parameter.requires_grad)
-            weights = [_Weight(p, shards.get(storage_key(p)), device, files is not None) for p in module.parameters()]
+                    values = torch.empty_like(parameter, device=device)
+                    module._parameters[name] = nn.Parameter(values, parameter.requires_grad)
+            weights = [_Weight(p, shards.get(storage_key(p)), device, memory) for p in module.parameters()]
             layer = _Layer(weights)
             self._layers.append(layer)
             self._of |= {weight.key: number for weight in layer.weights}
@@ -250,13 +260,20 @@ class HostExperts:
             self.hits.foretold += len(foretold.intersection(counts))
             self.hits.kept += len((kept - foretold).intersection(counts))
         self._leave_others(number, number + 1)
-        whole = most and self._files is None and not self._cache.held(number)
+        whole = most and self._reader is None and not self._cache.held(number)
         self._fetch(number, None if whole else list(counts), keep=not most)
         self._wait_for(number)
         if number + 1 < len(self._layers) and (likely := self._predictor.likely(number, counts)):
             following = self._layers[number + 1]
             following.foretold = set(likely) - self._cache.held(number + 1)
             self._fetch(number + 1, likely, keep=True)
+
+    @property
+    def disk_bytes(self) -> tuple[int, int]:
+        """What was read from files so far, and what was written."""
+        if self._staging is not None:
+            return self._staging.bytes_read, self._staging.bytes_written
+        return 0 if self._reader is None else self._reader.bytes_read, 0
 
     def begin(self) -> None:
         """New texts begin."""
@@ -308,14 +325,23 @@ class HostExperts:
             return
         # The memory was somebody's until what has been asked for so far is done.
         with self._beside(self._into, layer.gone):
-            if rows is None and self._files is None and not self._cache.held(number):
-                for weight in layer.weights:
-                    assert weight.host is not None
-                    weight.here.copy_(weight.host, non_blocking=True)
-                    self.bytes_in += weight.size
+            if self._staging is not None or (rows is None and self._reader is None and not self._cache.held(number)):
+                self._fetch_whole(number)
             else:
                 self._fetch_rows(number, missing, keep)
             layer.ready = self._now()
+
+    def _fetch_whole(self, number: int) -> None:
+        layer = self._layers[number]
+        layer.rows = None
+        values = layer.values
+        if self._staging is not None:
+            values = self._staging.take(number, values)
+        for value, weight in zip(values, layer.weights, strict=True):
+            weight.here.copy_(value, non_blocking=True)
+            self.bytes_in += weight.size
+        if self._staging is not None:
+            self._staging.release(number, self._now())
 
     def _fetch_rows(self, number: int, rows: Sequence[int], keep: bool) -> None:
         layer = self._layers[number]
@@ -328,16 +354,16 @@ class HostExperts:
         priority = None if self._predictor is None else self._predictor.priority()
         for row in [row for row in rows if row not in held]:
             cached = self._cache.put(number, row, priority, stay) if keep and self._cache.slots else None
-            if self._files is None:
-                self._bring(
-                    [weight.host[row] for weight in layer.weights if weight.host is not None], layer, row, cached
-                )
+            if self._reader is None:
+                self._bring(layer, row, cached, [value[row] for value in layer.values])
             else:
-                self._read(number, row, cached, priority, stay)
+                bring = partial(self._bring, layer, row, cached)
+                if (read := self._reader.bring(number, row, bring, priority, stay)) is not None:
+                    layer.reads.append(read)
             self.bytes_in += sum(weight.size // layer.experts for weight in layer.weights)
 
     def _bring(
-        self, values: Sequence[torch.Tensor], layer: _Layer, row: int, cached: Sequence[torch.Tensor] | None
+        self, layer: _Layer, row: int, cached: Sequence[torch.Tensor] | None, values: Sequence[torch.Tensor]
     ) -> None:
         """An expert from host memory into its layer's memory, and into a place in the cache."""
         self._copy(values, layer, row)
@@ -349,40 +375,6 @@ class HostExperts:
         assert values is not None
         for value, weight in zip(values, layer.weights, strict=True):
             weight.here[row].copy_(value, non_blocking=True)
-
-    def _read(
-        self,
-        number: int,
-        row: int,
-        cached: Sequence[torch.Tensor] | None,
-        priority: Priority | None,
-        stay: Collection[int],
-    ) -> None:
-        """As `_bring`, of an expert in a file, by a thread if it is not in host memory."""
-        files, layer, values = self._files, self._layers[number], self._in_host.find(number, row)
-        assert files is not None
-        there = values is not None
-        if values is None:
-            values = self._in_host.put(number, row, priority, stay)
-            assert values is not None, "there is room for two layers"
-        slot = self._in_host.slot_of(number, row)
-        if there:
-            self._bring(values, layer, row, cached)
-            self._copied[slot] = self._now()
-            return
-        self.bytes_read += sum(value.nbytes for value in values)
-        stream = nullcontext() if self._into is None else torch.cuda.stream(self._into)
-
-        def read() -> None:
-            if (copied := self._copied.get(slot)) is not None:
-                copied.synchronize()
-            with torch.no_grad():
-                files.read(number, row, values)
-                with stream:
-                    self._bring(values, layer, row, cached)
-                    self._copied[slot] = self._now()
-
-        layer.reads.append(self._readers.submit(read))
 
     def _leave(self, number: int) -> None:
         """Give a layer's memory on the device back."""
@@ -408,11 +400,16 @@ class HostExperts:
             layer = self._layers[number]
             assert layer.here
             weight = next(one for one in layer.weights if one.key == storage_key(parameter))
-            assert weight.host is not None
-            with self._beside(self._out, None):
-                weight.host.copy_(weight.device, non_blocking=True)
-                layer.gone = self._now()
             self.bytes_out += weight.size
+            assert weight.host is not None
+            name, values = (number, layer.weights.index(weight)), [weight.host]
+            if self._staging is not None:
+                values = self._staging.put(name, values)
+            with self._beside(self._out, None):
+                values[0].copy_(weight.device, non_blocking=True)
+                layer.gone = self._now()
+            if self._staging is not None:
+                self._staging.give(name, layer.gone)
 
     # -- streams: nothing on a CPU ---------------------------------------------------------------------------------
 
@@ -436,8 +433,10 @@ class HostExperts:
         in files stay without."""
         if self._out is not None:
             torch.cuda.synchronize()
+        if self._staging is not None:
+            self._staging.flush()
         weights = [weight for layer in self._layers for weight in layer.weights if weight.whole.numel()]
-        if self._files is not None or (weights and weights[0].shown):  # inside of another
+        if self._reader is not None or (weights and weights[0].shown):  # inside of another
             yield
             return
         for number, layer in enumerate(self._layers):

@@ -106,6 +106,10 @@ SWITCHES: Mapping[str, Mechanism] = MappingProxyType({
     "split:multiprocessors": Mechanism("nvlink.dispatch_ctas", 16, _positive, "carpool.kernels.processors:reserved"),
     "host:optimizer-state": Mechanism("training.optimizer_state", "host", code="carpool.memory.optimizer:AdamW"),
     "host:experts": Mechanism("memory.experts", "host", code="carpool.memory.host_experts:HostExperts"),
+    "disk:optimizer-state": Mechanism("training.optimizer_state", "disk", code="carpool.memory.disk:Staging"),
+    "disk:experts": Mechanism("memory.experts", "disk", code="carpool.memory.disk:Staging"),
+    "prefetch:activation-matrix": Mechanism("", code="carpool.memory.activation_matrix:ActivationMatrices"),
+    "cache:experts": Mechanism("", code="carpool.memory.expert_cache:ExpertCache"),
     "gradients:consumed": Mechanism(
         "training.gradients", "consumed", code="carpool.parallel.consumed:ConsumedGradients"
     ),

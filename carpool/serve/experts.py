@@ -54,8 +54,8 @@ ON_DEVICE = ExpertTier()
 def what_came(experts: HostExperts) -> str:
     """What of the experts has travelled so far, in a line."""
     hits, text = experts.hits, f"experts: {experts.bytes_in / 1e9:.3f} GB came to the device"
-    if experts.bytes_read:
-        text += f", {experts.bytes_read / 1e9:.3f} GB from disk"
+    if read := experts.disk_bytes[0]:
+        text += f", {read / 1e9:.3f} GB from disk"
     if hits.chosen:
         kept, foretold = hits.kept / hits.chosen, hits.foretold / hits.chosen
         text += f"; of those that single tokens chose, {kept:.0%} were there, and {foretold:.0%} were foretold"

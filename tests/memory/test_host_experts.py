@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,15 +73,18 @@ def values(model: Any) -> dict[str, torch.Tensor]:
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_training_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, checkpointing: bool) -> None:
+@pytest.mark.parametrize(("checkpointing", "disk"), [(False, False), (True, False), (False, True)])
+def test_training_has_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, checkpointing: bool, disk: bool
+) -> None:
     monkeypatch.setattr("carpool.hf.host_experts.HostExperts", Watched)
     monkeypatch.setattr("carpool.parallel.consumed.LEAST_ELEMENTS", 1)
     ended = []
     for host in (False, True):
         model = model_of(checkpointing)
-        optimizer = AdamW(model.parameters(), lr=1e-2, offload=host)
-        away = keep_experts_in_host_memory(model) if host else None
+        folder = tmp_path if host and disk else None
+        optimizer = AdamW(model.parameters(), lr=1e-2, offload=host, folder=folder)
+        away = keep_experts_in_host_memory(model, folder=folder) if host else None
         consumed = ConsumedGradients(model, optimizer, away)
         losses = []
         for step in range(3):
@@ -100,6 +104,12 @@ def test_training_has_the_same_bits(monkeypatch: pytest.MonkeyPatch, checkpointi
     assert away.bytes_out == 3 * LAYERS * layer
     first, others, evaluation = (LAYERS + LAYERS - 1) * layer, 2 * (2 * LAYERS - 2) * layer, (LAYERS - 1) * layer
     assert away.bytes_in == first + others + evaluation
+    if disk:
+        # What was read ahead, and updated before it was wanted, is read again.
+        read, written = away.disk_bytes
+        assert written == away.bytes_out and away.bytes_in <= read < 1.5 * away.bytes_in
+        assert optimizer.disk_bytes[1] == optimizer.streamed_bytes[1] > 0
+    assert not list(tmp_path.iterdir())
 
 
 def test_other_backwards_leave_gradients_and_free_experts() -> None:

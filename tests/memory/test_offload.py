@@ -31,19 +31,27 @@ def assert_same(ours: AdamW, found: list[torch.nn.Parameter], theirs: AdamW, rig
 @pytest.mark.parametrize("tile_bytes", [3000, 40_000, 2**26])
 @pytest.mark.parametrize("moments", MOMENTS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_tiles_have_the_bits_of_the_whole(dtype: torch.dtype, moments: str, tile_bytes: int) -> None:
+def test_tiles_have_the_bits_of_the_whole(dtype: torch.dtype, moments: str, tile_bytes: int, tmp_path: Path) -> None:
     ended = []
     with mock.patch.object(streamed, "TILE_BYTES", tile_bytes):
-        for offload in (True, False):
+        for offload, folder in ((True, tmp_path), (True, None), (False, None)):
             found = parameters(dtype)
-            optimizer = AdamW(groups(found), lr=1e-2, weight_decay=0.01, moments=moments, offload=offload)
+            optimizer = AdamW(
+                groups(found), lr=1e-2, weight_decay=0.01, moments=moments, offload=offload, folder=folder
+            )
             train(optimizer, found, factor=torch.tensor(0.7), zero_grads=True)
             assert all(p.grad is None or not p.grad.any() for p in found)
+            optimizer.synchronize()
             before = copy.deepcopy(masters(optimizer, found))
             optimizer.step(factor=torch.tensor(torch.nan))
+            optimizer.synchronize()
             assert all(torch.equal(p, q) for p, q in zip(masters(optimizer, found), before, strict=True))
             ended.append((optimizer, found))
-    (ours, found), (theirs, right) = ended
+    (disk, written), (ours, found), (theirs, right) = ended
+    disk.synchronize()
+    assert disk.disk_bytes[0] >= disk.streamed_bytes[0] and disk.disk_bytes[1] == disk.streamed_bytes[1] > 0
+    assert ours.disk_bytes == (0, 0)
+    assert_same(disk, written, theirs, right)
     assert_same(ours, found, theirs, right)
 
 

@@ -96,7 +96,7 @@ def test_resumes_as_if_nothing_had_happened(
     [["parallelism.dense=fsdp"], ["parallelism.ep_size=2"], ["parallelism.ep_size=2", "parallelism.dense=fsdp"],
      ["parallelism.ep_size=1"], ["parallelism.dp_replicate_size=2", "parallelism.ep_size=2"],
      ["moe.transport=alltoall", "memory.dense=recompute"], ["moe.schedule=chunks", "moe.chunks=2"],
-     ["memory.hidden=recompute", "memory.experts=host"], ["moe.experts=reference"]],
+     ["memory.hidden=recompute", "memory.experts=disk"], ["moe.experts=reference"]],
     ids=str,
 )  # fmt: skip
 def test_the_same_adapter_on_other_meshes(

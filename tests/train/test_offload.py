@@ -47,16 +47,24 @@ def _run_in_small_parts(output: str, overrides: list[str]) -> str:
     return problem or f"{min(early) >= 2 * 2}"
 
 
-@pytest.mark.parametrize("dense", ["replicate", pytest.param("fsdp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("dense", "where"),
+    [
+        ("replicate", "host"),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in (("fsdp", "host"), ("replicate", "disk"))),
+    ],
+)
 def test_streaming_and_consuming_change_nothing(
     two_ranks: Ranks,
     text: list[str],  # noqa: F811
     tmp_path: Path,
     dense: str,
+    where: str,
 ) -> None:
     folders = []
+    away = [f"training.optimizer_state={where}", "training.gradients=consumed", f"memory.disk_folder={tmp_path}"]
     # FSDP moves experts by itself.
-    away = [*BOTH, "memory.experts=host"] if dense == "replicate" else BOTH
+    away += [f"memory.experts={where}"] if dense == "replicate" else []
     for name, overrides in {"kept": [], "consumed": away}.items():
         folder = tmp_path / name
         settings = [*MODEL, *text, f"parallelism.dense={dense}", *overrides]
@@ -72,7 +80,7 @@ def test_streaming_and_consuming_change_nothing(
     one, other = (weights(folder, 3) for folder in folders)
     assert one.keys() == other.keys() and all((one[name] == value).all() for name, value in other.items())
     states = [json.loads((folder / "run.json").read_text())["optimizer"]["state"] for folder in folders]
-    assert states == ["device", "host"]
+    assert states == ["device", where]
 
 
 @pytest.mark.parametrize(
@@ -95,13 +103,22 @@ def test_experts_that_move_keep_their_state_on_the_device() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("where", ["host", "disk"])
 def test_a_run_goes_on_from_host_memory_bit_by_bit(
     two_ranks: Ranks,
     text: list[str],  # noqa: F811
     tmp_path: Path,
+    where: str,
 ) -> None:
-    """The norm of the step before is in the checkpoint, and so are state and experts of host memory."""
-    settings = [*MODEL, *text, *BOTH, "memory.experts=host", "training.clip_by=previous", "training.max_grad_norm=0.5"]
+    """The norm of the step before is in the checkpoint, and so are state on disk and experts of both tiers."""
+    settings = [
+        *MODEL,
+        *text,
+        "training.optimizer_state=disk",
+        "training.gradients=consumed",
+        f"memory.experts={where}",
+    ]
+    settings += ["training.clip_by=previous", "training.max_grad_norm=0.5"]
     settings += ["training.max_steps=4", "training.save_steps=2"]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     assert two_ranks(run, str(whole), settings) == [""] * 2
@@ -134,15 +151,25 @@ def test_experts_that_cannot_be_away(
 
 
 def _short(output: str, overrides: list[str]) -> str:
-    with mock.patch.object(host, "free_host_memory", lambda: 10_000):
+    disk = mock.patch("shutil.disk_usage", lambda _: mock.Mock(free=10_000))
+    with mock.patch.object(host, "free_host_memory", lambda: 10_000), disk:
         return run(output, overrides)
 
 
-def test_too_little_host_memory_is_said_before_training(
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("host", "GiB of host memory, and 0.0 GiB are free"),
+        ("disk", "GiB on disk, and .* has 0.0 GiB left: free some space, or name another folder"),
+    ],
+)
+def test_too_little_memory_is_said_before_training(
     two_ranks: Ranks,
     text: list[str],  # noqa: F811
     tmp_path: Path,
+    where: str,
+    message: str,
 ) -> None:
-    found = two_ranks(_short, str(tmp_path / "run"), [*MODEL, *text, "training.optimizer_state=host"])
-    assert len(set(found)) == 1 and "GiB of host memory, and 0.0 GiB are free" in found[0]
+    found = two_ranks(_short, str(tmp_path / "run"), [*MODEL, *text, f"training.optimizer_state={where}"])
+    assert len(set(found)) == 1 and re.search(message, found[0])
     assert not (tmp_path / "run").exists()

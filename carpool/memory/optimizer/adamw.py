@@ -34,6 +34,7 @@ row for each row of the parameter, and is a DTensor where the parameter is one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -58,6 +59,7 @@ class AdamW(torch.optim.Optimizer):
         betas, eps, weight_decay: of AdamW.
         moments: how both moments are kept. Other than float32 is lossy.
         offload: low bits and moments are in host memory.
+        folder: with `offload`, they are in files there instead. None: in memory.
 
     Raises:
         ValueError: a parameter of another dtype, or not contiguous.
@@ -73,10 +75,11 @@ class AdamW(torch.optim.Optimizer):
         *,
         moments: Moments = "float32",
         offload: bool = False,
+        folder: Path | None = None,
     ) -> None:
         if moments not in DTYPES:
             raise ValueError(f"moments={moments!r} is not known; it is one of {', '.join(DTYPES)}")
-        self.moments, self.offload = moments, offload
+        self.moments, self.offload, self.folder = moments, offload, folder
         self._updates: list[Update] = []
         self._slabs: dict[torch.Tensor, tuple[Slab, int]] = {}
         self._early: set[torch.Tensor] = set()
@@ -103,7 +106,7 @@ class AdamW(torch.optim.Optimizer):
             key = parameter.dtype, self._moments_dtype(parameter), parameter.device
             alike.setdefault(key, []).append(parameter)
         for (dtype, moments, device), found in alike.items():
-            slab = Slab([local(p).shape for p in found], dtype == torch.bfloat16, moments, device)
+            slab = Slab([local(p).shape for p in found], dtype == torch.bfloat16, moments, device, self.folder)
             self._slabs |= {parameter: (slab, i) for i, parameter in enumerate(found)}
 
     def _moments_dtype(self, parameter: torch.Tensor) -> torch.dtype:
@@ -179,7 +182,7 @@ class AdamW(torch.optim.Optimizer):
             parameters, groups, states = map(list, zip(*found, strict=True))
             if self.offload:
                 slabs = [self._slabs[parameter] for parameter in parameters]
-                made.append(StreamedUpdate(parameters, groups, states, slabs, device))
+                made.append(StreamedUpdate(parameters, groups, states, slabs, device, self.folder is not None))
             else:
                 made.append(Update(parameters, groups, states, device))
         return made
@@ -219,6 +222,12 @@ class AdamW(torch.optim.Optimizer):
         for update in self._updates:
             if isinstance(update, StreamedUpdate):
                 update.synchronize()
+
+    @property
+    def disk_bytes(self) -> tuple[int, int]:
+        """What was read from files so far, and what was written."""
+        found = [update.staging for update in self._updates if isinstance(update, StreamedUpdate) and update.staging]
+        return sum(staging.bytes_read for staging in found), sum(staging.bytes_written for staging in found)
 
     @property
     def streamed_bytes(self) -> tuple[int, int]:

@@ -13,6 +13,9 @@ copied to buffers and back by plain copies.
 
 Weights and gradients that are in host memory themselves go the same way.
 
+State on disk (ZeRO-Infinity, arXiv 2104.07857) comes and goes through page-locked buffers, which a thread reads ahead
+and writes behind; all else is the same.
+
 What is in host memory is valid on the host after `synchronize`.
 """
 
@@ -25,6 +28,7 @@ from typing import Any
 import torch
 
 from carpool.kernels.device import on_gpu
+from carpool.memory.disk import Staging
 from carpool.memory.optimizer import plain
 from carpool.memory.optimizer.tiles import SCALES, Segment, Slab, Tile, cut
 from carpool.memory.optimizer.update import KINDS, State, Update, _Table, local, make_table
@@ -40,9 +44,11 @@ class StreamedUpdate(Update):
     Args:
         slabs: of each parameter: its slab, and its place there.
         device: that computes.
+        on_disk: slabs are memory of files (`carpool.memory.disk`).
 
     Attributes:
         bytes_in, bytes_out: that have travelled so far.
+        staging: between slabs on disk and the device; None: they are in host memory.
     """
 
     def __init__(
@@ -52,6 +58,7 @@ class StreamedUpdate(Update):
         states: Sequence[State],
         slabs: Sequence[tuple[Slab, int]],
         device: torch.device,
+        on_disk: bool = False,
     ) -> None:
         super().__init__(parameters, groups, states, device)
         self._slabs, self._tile_bytes = list(slabs), TILE_BYTES
@@ -62,6 +69,7 @@ class StreamedUpdate(Update):
         streams: list[Any] = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2)]
         self._into, self._out = streams
         self._free: list[Any] = [None, None]
+        self.staging = Staging(device) if on_disk else None
 
     def count(self, *args: Any) -> None:
         super().count(*args)
@@ -73,6 +81,8 @@ class StreamedUpdate(Update):
         """Wait until host memory has what the last update has made."""
         if self._out is not None:
             self._out.synchronize()
+        if self.staging is not None:
+            self.staging.flush()
 
     def _launch(
         self, numbers: tuple[int, ...], grads: dict[int, torch.Tensor], factor: torch.Tensor | None, zero_grads: bool
@@ -98,6 +108,8 @@ class StreamedUpdate(Update):
         turn, self._turn = self._turn, 1 - self._turn
         views = self._views(tile, turn)
         hosts = {name: tile.slab.memory[name][slice(*tile.range_of(name))] for name in views}
+        if self.staging is not None:
+            hosts = dict(zip(hosts, self.staging.take(tile, list(hosts.values())), strict=True))
         with self._on(self._into, self._free[turn]):
             for name, view in views.items():
                 view.copy_(hosts[name], non_blocking=True)
@@ -113,6 +125,8 @@ class StreamedUpdate(Update):
                 hosts[name].copy_(view, non_blocking=True)
                 self.bytes_out += view.nbytes
             self._free[turn] = self._now()
+        if self.staging is not None:
+            self.staging.give(tile, self._free[turn])
 
     # -- streams: nothing on a CPU ---------------------------------------------------------------------------------
 

@@ -17,9 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
+from carpool.memory.disk import mapped_zeros
 from carpool.memory.host import host_zeros
 from carpool.memory.optimizer.moments import BLOCK, scale_shape
 
@@ -56,6 +58,7 @@ class Slab:
         low_bits: whether they have any.
         moments: float32, bfloat16 or uint8.
         device: what copies.
+        folder: the memory is that of files there; None: page-locked memory.
 
     Attributes:
         memory: by kind of state, all parameters' side by side.
@@ -63,7 +66,12 @@ class Slab:
     """
 
     def __init__(
-        self, shapes: Sequence[torch.Size], low_bits: bool, moments: torch.dtype, device: torch.device
+        self,
+        shapes: Sequence[torch.Size],
+        low_bits: bool,
+        moments: torch.dtype,
+        device: torch.device,
+        folder: Path | None = None,
     ) -> None:
         self.shapes, self.places = list(shapes), list[Place]()
         elements = scales = 0
@@ -75,9 +83,16 @@ class Slab:
             if moments == torch.uint8:
                 scales += torch.Size(scale_shape(shape)).numel()
         kinds = {"exp_avg": moments, "exp_avg_sq": moments} | ({"low_bits": torch.int16} if low_bits else {})
-        self.memory = {name: host_zeros((elements,), dtype, device) for name, dtype in kinds.items()}
+        sizes = dict.fromkeys(kinds, elements)
         if moments == torch.uint8:
-            self.memory |= {name: host_zeros((scales,), torch.float32, device) for name in SCALES}
+            kinds |= dict.fromkeys(SCALES, torch.float32)
+            sizes |= dict.fromkeys(SCALES, scales)
+        self.memory = {
+            name: host_zeros((sizes[name],), dtype, device)
+            if folder is None
+            else mapped_zeros(folder, (sizes[name],), dtype)
+            for name, dtype in kinds.items()
+        }
         self.bytes_per_element = sum(value.itemsize for name, value in self.memory.items() if name not in SCALES)
 
     def state(self, i: int) -> dict[str, torch.Tensor]:

@@ -295,10 +295,10 @@ class Config(Section):
     @model_validator(mode="after")
     def _experts_stay(self) -> Self:
         moves, training = self.placement.every is not None, self.training
-        if moves and training.optimizer_state == "host":
+        if moves and training.optimizer_state != "device":
             raise ValueError(
-                'training.optimizer_state = "host" keeps state where it is, but placement.every moves experts with '
-                "theirs between GPUs: leave one of them out"
+                f'training.optimizer_state = "{training.optimizer_state}" keeps state where it is, but placement.every '
+                "moves experts with theirs between GPUs: leave one of them out"
             )
         if moves and self.placement.replicas and training.gradients == "consumed":
             raise ValueError(

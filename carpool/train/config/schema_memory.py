@@ -45,10 +45,18 @@ class MemorySection(Section):
         "with their layer, and nothing of them is kept until then.",
     )
 
-    experts: Literal["device", "host"] = Field(
+    experts: Literal["device", "host", "disk"] = Field(
         default="device",
         description="host: experts' parameters are in host memory, and come to the GPU layer by layer, ahead of use, "
-        'in forward and backward. To train them takes training.gradients = "consumed".',
+        'in forward and backward. To train them takes training.gradients = "consumed". disk: they come from disk in '
+        "the same way; those that adapters leave frozen from the files of model.path, those that are trained from "
+        "files in memory.disk_folder, to which they are written back.",
+    )
+    disk_folder: str | None = Field(
+        default=None,
+        description="Where the files of training.optimizer_state = disk and memory.experts = disk are made, on a fast "
+        "disk of each machine. They have no names there, and are gone when the run ends. none: where "
+        "training.output_dir is.",
     )
 
     @property

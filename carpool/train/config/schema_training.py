@@ -66,11 +66,11 @@ class TrainingSection(Section):
         description="How AdamW's moments are kept: 8, 4 or 2 bytes a parameter. bfloat16 and int8 (blocks of 256) are "
         "lossy, and need the one-pass optimizer.",
     )
-    optimizer_state: Literal["device", "host"] = Field(
+    optimizer_state: Literal["device", "host", "disk"] = Field(
         default="device",
         description="host: moments, and the 16 bits that make a bfloat16 parameter a float32 master, are in host "
-        "memory, and go through the GPU in each step; the results are the same bit by bit. Needs the one-pass "
-        "optimizer.",
+        "memory, and go through the GPU in each step; the results are the same bit by bit. disk: they are in files "
+        "(memory.disk_folder), and are read and written in each step. Needs the one-pass optimizer.",
     )
     gradients: Literal["kept", "consumed"] = Field(
         default="kept",
@@ -196,7 +196,7 @@ class TrainingSection(Section):
         return (
             dtype == "bfloat16"
             or self.optimizer_moments != "float32"
-            or self.optimizer_state == "host"
+            or self.optimizer_state != "device"
             or self.gradients == "consumed"
         )
 

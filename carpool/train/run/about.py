@@ -202,11 +202,12 @@ def say_hello(run: RunState, resume: Path | None) -> None:
         say(f"loss: logits of a whole micro-batch at once, because {why}")
     if (optimizer := info["optimizer"])["name"] != "torch":
         masters = "float32 masters of bfloat16 parameters, " if optimizer["masters"] else ""
-        where = ", in host memory" if optimizer["state"] == "host" else ""
+        where = {"device": "", "host": ", in host memory", "disk": ", on disk"}[optimizer["state"]]
         when = "; gradients are consumed in the backward" if run.consumed is not None else ""
         say(f"optimizer {optimizer['name']}: {masters}moments in {optimizer['moments']}{where}{when}")
     if run.away is not None:
-        say("experts are in host memory, and come to the device layer by layer")
+        where = "in host memory" if run.config.memory.experts == "host" else "on disk"
+        say(f"experts are {where}, and come to the device layer by layer")
     if run.layout_source != "contiguous":
         say(f"layout: {info['layout']['kind']}, {info['layout']['replicas']} replicas, from {run.layout_source}")
     if run.placement.on:

@@ -43,6 +43,7 @@ from carpool.hf.build import experts_modules
 from carpool.hf.freeze import freeze_all_but_experts
 from carpool.hf.head import output_layer, why_whole
 from carpool.kernels.cross_entropy import piece_size
+from carpool.memory.disk import BUFFERS
 from carpool.memory.optimizer.streamed import TILE_BYTES
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.replicated import BUCKET_BYTES
@@ -174,9 +175,9 @@ class MemoryEstimate:
 
         gathered, reducing = self._in_full(replicated)
         reducing += min(BUCKET_BYTES, whole_trained * self.reduced)
-        # Of experts in host memory, three layers' are here at most.
+        # Of experts in host memory or on disk, three layers' are here at most.
         here = experts_own = math.ceil(self.expert_bytes / degrees.expert_shards)
-        if self.config.memory.experts == "host":
+        if self.config.memory.experts != "device":
             here = min(here, 3 * math.ceil(self.expert_bytes / degrees.ep / self.moe_layers))
         own = dense_trained * (self.reduced if replicated else self.stored)
         if training.gradients == "kept":
@@ -185,7 +186,7 @@ class MemoryEstimate:
         adapters = self.adapters + self.expert_adapters
         own += 4 * adapters
         state = int(self.trained * state_bytes(self.config))
-        if training.optimizer_state == "host":
+        if training.optimizer_state != "device":
             state = 2 * TILE_BYTES
         rides = self._rides(transport)
         layer = rides.products + rides.experts + reducing
@@ -229,9 +230,21 @@ class MemoryEstimate:
         state = self.trained * state_bytes(self.config) if self.config.training.optimizer_state == "host" else 0
         dense = sum(self.kept.layers) if self.config.memory.policies["dense"] == "offload" else 0
         experts = 0
+        own = math.ceil(self.expert_bytes / self.degrees.expert_shards)
         if self.config.memory.experts == "host":
-            experts = math.ceil(self.expert_bytes / self.degrees.expert_shards)
+            experts = own
+        elif self.config.memory.experts == "disk":
+            # Buffers for layers that are read ahead.
+            experts = math.ceil((BUFFERS if self.experts.trained else 2) * own / self.moe_layers)
         return int(state) + experts + dense + self._rides(transport).host
+
+    def disk_bytes(self) -> int:
+        """What a rank keeps in files: state of the optimizer, and experts that are trained."""
+        state = self.trained * state_bytes(self.config) if self.config.training.optimizer_state == "disk" else 0
+        experts = 0
+        if self.config.memory.experts == "disk" and self.experts.trained:
+            experts = math.ceil(self.expert_bytes / self.degrees.expert_shards)
+        return int(state) + experts
 
     def _in_full(self, replicated: bool) -> tuple[int, int]:
         """Bytes of parameters that are gathered besides the shards, and of gradients on their way to the shards."""

@@ -69,8 +69,8 @@ def why_not_captured(config: Config, schedule: str) -> str | None:
         return "experts move"
     if "offload" in config.memory.policies.values():
         return "what layers keep goes to host memory"
-    if config.memory.experts == "host":
-        return "experts come from host memory"
+    if config.memory.experts != "device":
+        return f"experts come from {'host memory' if config.memory.experts == 'host' else 'disk'}"
     if config.training.gradients == "consumed":
         return "gradients are consumed in the backward"
     if config.memory.dense == "recompute":

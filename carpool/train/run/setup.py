@@ -78,7 +78,7 @@ from carpool.train.run.schedules import choose_schedule, rides_first
 from carpool.train.run.stages import choose_stages
 from carpool.train.run.state import RunState
 from carpool.train.run.step import Objective, make_optimizer
-from carpool.train.run.tiers import check_host_memory_of_ranks, make_tiers
+from carpool.train.run.tiers import check_tiers, disk_folder, make_tiers
 from carpool.train.run.topology import find_machine, ranks_of
 from carpool.train.run.transports import choose_way, likely_transport
 from carpool.transport import TransportOptions, check_codecs, check_transport, set_topology
@@ -176,7 +176,7 @@ class Setup(RunState):
             config = self.config = with_policies(config, self.kept.answer)
             self.estimate = self.estimate.changed(config)
             memory = min(memory, budget)
-        check_host_memory_of_ranks(self, self.estimate.host_bytes(transport))
+        check_tiers(self, self.estimate.host_bytes(transport), self.estimate.disk_bytes())
         self.dense = choose_dense(
             config,
             self.degrees,
@@ -388,7 +388,8 @@ class Setup(RunState):
         )
         with sharded_parameters(self.model):
             self.parameters = list(self.model.parameters())
-            self.optimizer = make_optimizer(self.model, training)
+            on_disk = training.optimizer_state == "disk"
+            self.optimizer = make_optimizer(self.model, training, disk_folder(self.config) if on_disk else None)
         self.consumed, self.away = make_tiers(self)
         self.metrics = RideMetrics(self.model)
         self._set_graphs()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -248,8 +249,11 @@ def in_two(batch: Batch) -> tuple[Batch, Batch]:
     return {k: v[:middle] for k, v in batch.items()}, {k: v[middle:] for k, v in batch.items()}
 
 
-def make_optimizer(model: nn.Module, training: TrainingSection) -> AdamW | torch.optim.AdamW:
+def make_optimizer(
+    model: nn.Module, training: TrainingSection, folder: Path | None = None
+) -> AdamW | torch.optim.AdamW:
     """AdamW; weight decay on matrices only, not on norms, biases and other vectors. Whose: `training.optimizer`.
+    `folder`: of its state, if that is on disk.
 
     Parameters on different meshes (dense on fsdp, experts on efsdp x ep) go into different groups, because one fused
     update of PyTorch's over DTensors of two meshes is refused.
@@ -271,8 +275,8 @@ def make_optimizer(model: nn.Module, training: TrainingSection) -> AdamW | torch
     ]
     dtypes = {str(parameter.dtype).removeprefix("torch.") for found in groups.values() for parameter in found}
     if any(training.one_pass(dtype) for dtype in dtypes):
-        offload = training.optimizer_state == "host"
-        return AdamW(of_groups, **settings, moments=training.optimizer_moments, offload=offload)
+        offload = training.optimizer_state != "device"
+        return AdamW(of_groups, **settings, moments=training.optimizer_moments, offload=offload, folder=folder)
     return torch.optim.AdamW(of_groups, **settings, fused=True)
 
 
@@ -289,7 +293,7 @@ def describe_optimizer(optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any]
         }, lossy
     moments = optimizer.moments
     lossy = [f"the optimizer's moments are kept in {moments}"] if moments != "float32" else []
-    state = "host" if optimizer.offload else "device"
+    state = "device" if not optimizer.offload else "host" if optimizer.folder is None else "disk"
     return {"name": "one-pass", "masters": bf16, "moments": moments, "state": state}, lossy
 
 

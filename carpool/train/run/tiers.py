@@ -1,37 +1,49 @@
-"""What of a run is in host memory: the optimizer's state, experts; and gradients that are not kept at all.
+"""What of a run is in host memory or on disk: the optimizer's state, experts; and gradients that are not kept at all.
 
 training.optimizer_state = "host"     moments and low bits                carpool/memory/optimizer/streamed.py
 training.gradients = "consumed"       gradients, used in the backward     carpool/parallel/consumed.py
 memory.experts = "host"               experts' parameters                 carpool/memory/host_experts.py
+both = "disk"                         in files                            carpool/memory/disk.py, read_experts.py
 """
 
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from carpool.hf.build import experts_modules
 from carpool.hf.host_experts import keep_experts_in_host_memory
 from carpool.hf.layouts import is_logical
+from carpool.hf.stored_experts import StoredExperts
+from carpool.memory.disk import check_disk
 from carpool.memory.host import check_host_memory
 from carpool.memory.host_experts import HostExperts
 from carpool.memory.optimizer import AdamW
 from carpool.parallel.consumed import ConsumedGradients
 from carpool.train.checkpoints.ranks import gather
+from carpool.train.config.schema import Config
+from carpool.train.run.model import meta_model
 from carpool.train.run.state import RunState
 
 
-def check_host_memory_of_ranks(run: RunState, needed: int) -> None:
-    """Raise ValueError, on all ranks, if a machine has not the host memory that its ranks will keep. Collective.
+def check_tiers(run: RunState, host: int, disk: int) -> None:
+    """Raise ValueError, on all ranks, if a machine has not the host memory, or not the disk, for what its ranks will
+    keep there. Collective.
 
     Args:
-        needed: bytes of each rank."""
-    if not needed:
+        host, disk: bytes of each rank."""
+    if not host and not disk:
         return
+    ranks, what = run.topology.ranks_beside(run.rank), "what this run keeps there (training.optimizer_state, [memory])"
     problem = None
     try:
-        what = "what this run keeps there (training.optimizer_state, [memory])"
-        check_host_memory(needed, what, run.topology.ranks_beside(run.rank))
+        if host:
+            check_host_memory(host, what, ranks)
+        if disk:
+            check_disk(disk, what, disk_folder(run.config), ranks)
     except ValueError as error:
         problem = f"rank {run.rank}: {error}"
     if found := [text for text in gather(problem) if text]:
@@ -43,11 +55,11 @@ def make_tiers(run: RunState) -> tuple[ConsumedGradients | None, HostExperts | N
 
     Raises:
         ValueError: what is asked for cannot be with this model, layout or schedule."""
-    training, host = run.config.training, run.config.memory.experts == "host"
-    if training.optimizer_state == "host" and not is_logical(run.model):
+    training, where = run.config.training, run.config.memory.experts
+    if training.optimizer_state != "device" and not is_logical(run.model):
         raise ValueError(
-            'training.optimizer_state = "host" cannot be used with experts in another order (moe.layout): their '
-            'state in checkpoints would travel between GPUs. Use moe.layout="contiguous"'
+            f'training.optimizer_state = "{training.optimizer_state}" cannot be used with experts in another order '
+            '(moe.layout): their state in checkpoints would travel between GPUs. Use moe.layout="contiguous"'
         )
     halves = run.schedule.answer.name == "two-batch"
     if training.gradients == "consumed" and (halves or any(not own.layout.slot_is_home for own in run.rides)):
@@ -57,9 +69,10 @@ def make_tiers(run: RunState) -> tuple[ConsumedGradients | None, HostExperts | N
             'layout, or keep gradients (training.gradients = "kept")'
         )
     away = None
-    if host:
+    if where != "device":
         _check_experts_can_be_away(run, halves)
-        away = keep_experts_in_host_memory(run.model)
+        on_disk = _on_disk(run) if where == "disk" else {}
+        away = keep_experts_in_host_memory(run.model, **on_disk)
     if training.gradients == "kept":
         return None, away
     assert isinstance(run.optimizer, AdamW)
@@ -85,4 +98,29 @@ def _check_experts_can_be_away(run: RunState, halves: bool) -> None:
     elif not is_logical(run.model) or run.config.placement.every is not None:
         why = 'they are to move between ranks; use moe.layout="contiguous", without placement.every'
     if why is not None:
-        raise ValueError(f'memory.experts = "host": experts cannot come from host memory layer by layer, because {why}')
+        where = run.config.memory.experts
+        raise ValueError(f'memory.experts = "{where}": experts cannot come from there layer by layer, because {why}')
+
+
+def _on_disk(run: RunState) -> dict[str, Any]:
+    """Where the experts of a run are on disk: in the files of its checkpoint, or, if they are trained, in files of
+    their own."""
+    if any(parameter.requires_grad for own in run.rides for parameter in own.experts.parameters()):
+        return {"folder": disk_folder(run.config)}
+    path = Path(str(run.config.model.path))
+    blueprint = meta_model(path)
+    modules = set(experts_modules(blueprint))
+    ordered = [name for name, _ in blueprint.named_modules() if name in modules]
+    first = run.rides[0].layout.homes[run.rides[0].rank][0]
+    return {"files": StoredExperts(path, blueprint, ordered, first)}
+
+
+def disk_folder(config: Config) -> Path:
+    """Where files of a run are made that nobody else sees: a folder that exists."""
+    if config.memory.disk_folder is not None:
+        folder = Path(config.memory.disk_folder)
+        if not folder.is_dir():
+            raise ValueError(f"memory.disk_folder = {folder}: there is no such folder; make it, or name another one")
+        return folder
+    folder = Path(config.training.output_dir).absolute()
+    return next(one for one in (folder, *folder.parents) if one.is_dir())
