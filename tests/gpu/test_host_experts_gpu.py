@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +11,15 @@ import torch
 
 from carpool.hf import install
 from carpool.hf.build import build_model, make_config
+from carpool.hf.generation import Sampling, generate
 from carpool.hf.host_experts import keep_experts_in_host_memory
+from carpool.memory.host_experts import host_experts
 from carpool.memory.optimizer import AdamW
 from carpool.parallel.consumed import ConsumedGradients
 from carpool.parallel.replicated import sharded_parameters
+from carpool.serve.experts import ExpertTier
+from carpool.serve.source import find_source, open_model
+from tests.serve.checkpoints import save
 
 pytestmark = pytest.mark.gpu
 SIZES = {
@@ -28,16 +34,19 @@ SIZES = {
 }
 
 
-def _trained(host: bool, checkpointing: bool) -> tuple[list[float], dict[str, torch.Tensor], int]:
-    """Losses, values, and peak bytes of the steps after the first, beyond what there was before."""
+def _trained(
+    host: bool, checkpointing: bool, folder: Path | None = None
+) -> tuple[list[float], dict[str, torch.Tensor], int]:
+    """Losses, values, and peak bytes of the steps after the first, beyond what there was before. `folder`: on disk, not
+    in host memory."""
     gc.collect()
     before = torch.cuda.memory_allocated()
     model: Any = build_model(make_config("olmoe", SIZES), distributed_config=None, dtype=torch.bfloat16, seed=0)
     install(model)
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    optimizer = AdamW(model.parameters(), lr=1e-2, moments="int8", offload=host)
-    away = keep_experts_in_host_memory(model) if host else None
+    optimizer = AdamW(model.parameters(), lr=1e-2, moments="int8", offload=host, folder=folder)
+    away = keep_experts_in_host_memory(model, folder=folder) if host else None
     consumed = ConsumedGradients(model, optimizer, away)
     losses = []
     for step in range(6):
@@ -57,11 +66,12 @@ def _trained(host: bool, checkpointing: bool) -> tuple[list[float], dict[str, to
     return [loss.item() for loss in losses], values, peak
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_training_has_the_same_bits_in_less_memory(checkpointing: bool) -> None:
+@pytest.mark.parametrize(("checkpointing", "disk"), [(False, False), (True, False), (False, True)])
+def test_training_has_the_same_bits_in_less_memory(checkpointing: bool, disk: bool, tmp_path: Path) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        (losses, values, most), (other, others, least) = [_trained(host, checkpointing) for host in (False, True)]
+        losses, values, most = _trained(False, checkpointing)
+        other, others, least = _trained(True, checkpointing, tmp_path if disk else None)
     finally:
         torch.use_deterministic_algorithms(False)
     assert losses == other
@@ -70,3 +80,22 @@ def test_training_has_the_same_bits_in_less_memory(checkpointing: bool) -> None:
     # Three of eight layers' experts at most, and no state but the tiles'.
     print(f"peak {most / 1e6:.0f} MB, from host memory {least / 1e6:.0f} MB, experts {experts / 1e6:.0f} MB")
     assert least < most - experts // 2
+
+
+@pytest.mark.parametrize(
+    "tier",
+    [ExpertTier("host"), ExpertTier("host", memory=2**25, predictor="matrix"), ExpertTier("disk", memory=2**25)],
+    ids=["host", "cache", "disk"],
+)
+def test_a_generation_makes_the_same_text(tmp_path: Path, tier: ExpertTier) -> None:
+    save(tmp_path, "qwen3_moe", num_hidden_layers=6, hidden_size=256, moe_intermediate_size=128, num_experts=64)
+    made = []
+    for where in (ExpertTier(), tier):
+        model = open_model(find_source(tmp_path), dtype="bfloat16", max_tokens=64, cached_tokens=128, experts=where)
+        sampling = Sampling(max_new_tokens=40)
+        made.append([generate(model, [[5, 9, 11, 40 + i]], sampling, end=[2]).tokens for i in range(3)])
+        away = host_experts(model)
+        assert (away is None) == (not where.away)
+    assert away is not None and made[0] == made[1]
+    assert away.hits.chosen > 0 and (away.hits.kept > 0) == (tier.memory > 0)
+    assert (away.disk_bytes[0] > 0) == (tier.where == "disk")

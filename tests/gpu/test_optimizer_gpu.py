@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -134,17 +135,19 @@ def test_as_fast_as_torch_fused() -> None:
 
 
 @pytest.mark.parametrize("moments", list(DTYPES))
-def test_state_in_host_memory_has_the_same_bits(moments: str) -> None:
+@pytest.mark.parametrize("disk", [False, True])
+def test_state_in_host_memory_has_the_same_bits(moments: str, disk: bool, tmp_path: Path) -> None:
     """Through small tiles, so that buffers are used again and again."""
     ended = []
     with mock.patch.object(streamed, "TILE_BYTES", 40_000):
         for offload in (True, False):
             found = parameters(torch.bfloat16, "cuda")
-            optimizer = AdamW(groups(found), lr=1e-2, moments=moments, offload=offload)
+            folder = tmp_path if offload and disk else None
+            optimizer = AdamW(groups(found), lr=1e-2, moments=moments, offload=offload, folder=folder)
             train(optimizer, found, 6)
             optimizer.synchronize()
             state = [{name: value.cpu() for name, value in optimizer.state[p].items()} for p in found]
-            assert all(optimizer.state[p]["exp_avg"].is_pinned() for p in found if offload and p.numel())
+            assert all(optimizer.state[p]["exp_avg"].is_pinned() != disk for p in found if offload and p.numel())
             ended.append((found, state))
     (ours, state), (right, whole) = ended
     for p, q, one, other in zip(ours, right, state, whole, strict=True):

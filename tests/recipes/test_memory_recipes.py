@@ -37,8 +37,8 @@ REFUSED = {
 
 
 class Travelled(NamedTuple):
-    """Of one step: bytes of state in and out, of experts in and out, of state and experts that were written to disk, and
-    the experts' gradients that were there at the end of the backward."""
+    """Of one step: bytes of state in and out, of experts in and out, of state and experts that were written to disk,
+    and the experts' gradients that were there at the end of the backward."""
 
     state: tuple[int, int]
     experts: tuple[int, int]
