@@ -337,7 +337,7 @@ class Config(Section):
             "moe.schedule = 'tiles'": moe.schedule == "tiles",
             f"moe.layout = {moe.layout!r}": moe.layout != "contiguous",
             "placement.every": placement.every is not None,
-            "memory.experts = 'host'": memory.experts == "host",
+            f"memory.experts = {memory.experts!r}": memory.experts != "device",
         }
         if found := [name for name, wrong in refused.items() if wrong]:
             raise ValueError(
