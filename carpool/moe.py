@@ -52,7 +52,7 @@ class MoE(LayerModule):
         edp_mesh: mesh of the ranks that hold copies of this rank's experts, if there are any (balance statistics
             are over the whole batch).
         layout: where experts live; default contiguous.
-        transport: "auto", "gather", "alltoall", "dedup", "nvlink", "hierarchical".
+        transport: "auto", "gather", "alltoall", "dedup", "nvlink", "hierarchical", "local".
         max_tokens: the most tokens that any rank will ever have. Given this, "auto" picks "nvlink" where it can be
             used; its buffers have a fixed size. If a rank gets more, outputs are NaN, and
             `carpool.transport.check_overflow` raises.

@@ -23,7 +23,7 @@ from carpool.experts import Choices, GroupedExperts
 from carpool.layer.state import gather_homes
 from carpool.memory.recompute import KeptRides
 from carpool.placement import predict
-from carpool.transport import TRANSPORTS
+from carpool.transport import Codecs, TransportOptions, between_ranks
 from tests.layouts import EXPERTS, LAYOUTS, layout_of
 from tests.ranks import WORLD_SIZE, Ranks, mesh
 from tests.reference import Spec, router_scores
@@ -85,7 +85,7 @@ def test_it_also_works_alone() -> None:
     assert (stats.tokens, stats.copies_per_token, stats.rows_remote) == (5, 1.0, 0)
     assert sum(stats.load_E) == 5 * K and moe.core.stats.traffic.remote(moe.core.stats.traffic.bytes) == 0
     assert set(moe.core.stats.meter.milliseconds()) == {"dispatch", "experts", "combine"}
-    assert repr(moe).startswith("MoE(\n  layout=contiguous, transport=dedup, experts=grouped")
+    assert repr(moe).startswith("MoE(\n  layout=contiguous, transport=local, experts=grouped")
 
 
 def test_any_shape_of_input() -> None:
@@ -103,17 +103,17 @@ def test_any_shape_of_input() -> None:
 
 def test_auto_says_in_the_log_what_it_chose(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="carpool"):
-        moe = carpool.MoE(H, F, EXPERTS, 1)
-        assert moe.transport.name == "alltoall" and "transport alltoall: with one expert per token" in caplog.text
+        moe = carpool.MoE(H, F, EXPERTS, K)
+        assert moe.transport.name == "local" and "transport local: one rank has all experts" in caplog.text
         caplog.clear()
         moe.set_transport("gather")
         assert moe.transport.name == "gather" and not caplog.text
         caplog.clear()
-        carpool.MoE(H, F, EXPERTS, K, max_tokens=16)
-        assert (
-            "transport dedup: one row per token for each rank" in caplog.text
-            and "not nvlink: one rank has nobody" in caplog.text
-        )
+        # No codec of rows that do not travel: the ride is as it would be between ranks.
+        carpool.MoE(H, F, EXPERTS, 1, transport_options=TransportOptions(codecs=Codecs(dispatch="bf16")))
+        assert "transport alltoall: with one expert per token" in caplog.text
+        assert "not local: its rows travel as they are" in caplog.text
+        assert "not nvlink: one rank has nobody" in caplog.text
 
 
 @pytest.mark.parametrize("frozen", ["router", "experts", "x", "all but x"])
@@ -416,7 +416,7 @@ def test_the_balance_loss_read_outside_a_checkpoint(reentrant: bool) -> None:
         assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("transport", [name for name in TRANSPORTS if name != "nvlink"])
+@pytest.mark.parametrize("transport", [name for name in between_ranks() if name != "nvlink"])
 @pytest.mark.parametrize("layout", ["contiguous", "replicated_permuted"])
 def test_activation_checkpointing_changes_nothing_and_counts_tokens_once(
     layout: str, transport: str, ranks: Ranks
@@ -501,7 +501,7 @@ def test_entropy_counts_choices_that_exist() -> None:
 def switched() -> bool:
     moe, x = build(4, "replicated"), tokens()
     outputs = []
-    for name in (name for name in TRANSPORTS if name != "nvlink"):
+    for name in (name for name in between_ranks() if name != "nvlink"):
         moe.set_transport(name)
         outputs.append(moe(x))
     return all(torch.allclose(y, outputs[0], rtol=1e-5, atol=1e-6) for y in outputs)

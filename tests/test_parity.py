@@ -41,7 +41,7 @@ FLOOR_CANCELLED = 0.2
 
 REPLAYED = ("one_expert", "unchosen", "holes", "no_pairs")  # what only a recorded routing can promise
 FACTORS: dict[str, tuple[Any, ...]] = {
-    "transport": ("gather", "alltoall", "dedup", "hierarchical"),
+    "transport": ("gather", "alltoall", "dedup", "hierarchical", "local"),
     "layout": LAYOUTS,
     "ep": (4, 2, 1),
     "top_k": (1, 2, 3, 4, 5, 6, 7, 8),
@@ -64,13 +64,17 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 }
 # A rank holds an expert at most once, so a single rank has no replicas.
 FORBIDDEN = [{"layout": name, "ep": 1} for name in ("replicated", "replicated_permuted")]
+# For one rank, so without replicas.
+FORBIDDEN += [{"transport": "local", "ep": ep} for ep in (2, 4)]
+FORBIDDEN += [{"transport": "local", "layout": one["layout"]} for one in FORBIDDEN[:2]]
 # Which keep nothing that could be computed again.
 FORBIDDEN += [{"experts": "reference", "hidden": "recompute"}]
 FORBIDDEN += [{"tokens": name, "routing": "router"} for name in REPLAYED]
 PRODUCT = [
-    {"transport": t, "layout": layout, "ep": ep}
-    for t, layout, ep in product(*(FACTORS[name] for name in ("transport", "layout", "ep")))
-    if {"layout": layout, "ep": ep} not in FORBIDDEN
+    cell
+    for values in product(*(FACTORS[name] for name in ("transport", "layout", "ep")))
+    for cell in [dict(zip(("transport", "layout", "ep"), values, strict=True))]
+    if not any(pair.items() <= cell.items() for pair in FORBIDDEN)
 ]
 
 

@@ -39,6 +39,7 @@ from carpool.transport import (
     NVLinkOptions,
     RankMissingError,
     TransportOptions,
+    between_ranks,
     check_overflow,
     check_transport,
     choose_transport,
@@ -52,8 +53,8 @@ from carpool.transport.nvlink.transport import packet_bytes
 from tests.layouts import EXPERTS, layout_of
 from tests.ranks import WORLD_SIZE, Ranks, mesh
 
-NAMES = tuple(name for name in TRANSPORTS if name != "nvlink")  # that one runs on GPUs: tests/gpu, tests/interpreted
-ONE_ROW_PER_CHOICE = ("alltoall", "1d", "2d", "2dh")
+# nvlink runs on GPUs: tests/gpu, tests/interpreted.
+NAMES = tuple(name for name in between_ranks() if name != "nvlink")
 H, F = 20, 12
 
 

@@ -297,6 +297,21 @@ def grouped_outer(a_PM: torch.Tensor, b_PN: torch.Tensor, offsets_S: torch.Tenso
     return out
 
 
+def why_host_waits(experts: object, weights: torch.Tensor) -> str | None:
+    """Why the host waits for the device on CUDA while these experts compute, so that no CUDA graph can hold them; None:
+    it does not.
+
+    Args:
+        weights: one of their stacked matrices."""
+    if getattr(experts, "name", "") == "reference":
+        return "the reference's experts ask the host how many rows each of them has"
+    if weights.dtype != torch.bfloat16 or any(size % 8 for size in weights.shape[-2:]):
+        kind = str(weights.dtype).removeprefix("torch.")
+        sizes = " x ".join(map(str, weights.shape[-2:]))
+        return f"PyTorch's grouped product takes bfloat16 and multiples of 8, and experts are {sizes} in {kind}"
+    return None
+
+
 def _takes(rows: torch.Tensor, width: int, offsets_S: torch.Tensor) -> bool:
     """Whether `F.grouped_mm` takes these: its dtypes, rows aligned to 16 bytes on both sides, and some work (on CUDA
     it divides by the number of groups and of rows)."""

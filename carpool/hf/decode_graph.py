@@ -31,7 +31,8 @@ import torch
 from transformers import StaticCache
 from transformers.cache_utils import StaticLayer
 
-from carpool.hf.expert_parallel import rides
+from carpool.hf.expert_parallel import rides, why_experts_wait
+from carpool.kernels.capture import capturing
 from carpool.memory.host_experts import host_experts
 
 log = logging.getLogger("carpool")
@@ -99,6 +100,8 @@ def why_not(model: Any) -> str | None:
         if not getattr(own.transport, "graphable", False):
             name = own.requested if own.transport is None else own.transport.name
             return f"the transport {name} asks the host how many rows travel"
+        if reason := why_experts_wait(own):
+            return reason
     return why_no_static_cache(model)
 
 
@@ -158,13 +161,7 @@ def _tensors(given: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def _capture(forward: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
-    try:
-        # Other threads (NCCL's watchdog) may look at events meanwhile.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            output = forward()
-    except RuntimeError:
-        # It does not leave its stream, if the end of a capture fails too.
-        torch.cuda.set_stream(stream)
-        raise
+    graph = torch.cuda.CUDAGraph()
+    with capturing(graph):
+        output = forward()
     return graph.replay, output

@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
 from carpool.experts import Choices, ExpertWeights
+from carpool.experts.stages import why_host_waits
 from carpool.hf.adapters import check_adapters
 from carpool.hf.expert_adapters import ExpertAdapters
 from carpool.hf.expert_function import check_not_quantised, expert_function, weight_names
@@ -252,7 +253,7 @@ def set_transport(
     """Change how rows travel in all MoE layers of a model. Call on all ranks, between steps.
 
     Args:
-        name: "auto", "gather", "alltoall", "dedup", "nvlink", "hierarchical".
+        name: "auto", "gather", "alltoall", "dedup", "nvlink", "hierarchical", "local".
         max_tokens: the most tokens that any rank will ever have in a forward. Given this, "auto" picks "nvlink" where
             it can be used. Its buffers have a fixed size; without it, that of the first forward, rounded up to a power
             of two. Tokens beyond make the sums NaN, and `CarpoolCallback` then raises before the optimizer's step.
@@ -320,3 +321,8 @@ def register() -> None:
     for name in TRANSPORTS:
         variant = type(f"CarpoolEP_{name}", (CarpoolEP,), {"requested": name})
         EPImplementationInterface.register(f"carpool-{name}", variant)
+
+
+def why_experts_wait(own: ExpertRides) -> str | None:
+    """Why the host waits for the device while the experts of a layer compute on a GPU; None: it does not."""
+    return why_host_waits(own.compute, getattr(own.experts, weight_names(own.experts)[1]))

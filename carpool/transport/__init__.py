@@ -10,6 +10,7 @@
 |                | rank that holds an expert            |                                                       |
 | `1d`           | one per expert, by leaders of nodes  | contenders of `hierarchical`: the hierarchical        |
 | `2d`, `2dh`    | one per expert, inside a node first  | all-to-alls of others (`stepwise.py`)                 |
+| `local`        | none: they stay                      | one rank, which "auto" gives it                       |
 
 All but `nvlink` run over `torch.distributed`, on any device and backend. `hierarchical` has to know which ranks share a
 node (`set_topology`, otherwise the launcher is asked) and needs several nodes; there "auto" picks it where the model of
@@ -38,6 +39,7 @@ from carpool.transport.dedup import Dedup
 from carpool.transport.gather import Gather
 from carpool.transport.hierarchical import Hierarchical
 from carpool.transport.hierarchical_options import HierarchicalOptions
+from carpool.transport.local import Local
 from carpool.transport.nodes import known_topology, set_topology, topology_of, why_not_nodes
 from carpool.transport.nvlink import NVLink, NVLinkOptions
 from carpool.transport.options import TransportOptions
@@ -56,6 +58,7 @@ __all__ = [
     "Rows",
     "Transport",
     "TransportOptions",
+    "between_ranks",
     "check_codecs",
     "check_overflow",
     "check_transport",
@@ -84,9 +87,17 @@ def _check(name: str, cls: type[Transport]) -> None:
 TRANSPORTS: Registry[type[Transport]] = Registry(
     "transport",
     "carpool.transports",
-    {cls.name: cls for cls in (NVLink, AllToAll, Dedup, Gather, Hierarchical, AllToAll1D, AllToAll2D, AllToAll2DH)},
+    {
+        cls.name: cls
+        for cls in (NVLink, AllToAll, Dedup, Gather, Hierarchical, AllToAll1D, AllToAll2D, AllToAll2DH, Local)
+    },
     _check,
 )
+
+
+def between_ranks() -> tuple[str, ...]:
+    """All that send rows from rank to rank: what benchmarks compare."""
+    return tuple(name for name in TRANSPORTS if not TRANSPORTS[name].alone)
 
 
 def register(cls: type[Transport]) -> type[Transport]:
@@ -124,6 +135,8 @@ def choose_transport(name: str, num_ranks: int, top_k: int, unfit: Mapping[str, 
     if name != "auto":
         find_transport(name)
         return name, "asked for"
+    if num_ranks == 1 and Local.name not in (unfit or {}):
+        return Local.name, "one rank has all experts, and reads its tokens where they are"
     ways = [TRANSPORTS[one] for one in TRANSPORTS if TRANSPORTS[one].automatic]
     fits = [cls for cls in ways if (cls.anywhere if unfit is None else cls.name not in unfit)]
     # Which of them sends fewest does not depend on the number of experts.
@@ -157,11 +170,14 @@ def unfit_transports(
         own_forward: experts run a model's own forward.
     """
     found: dict[str, str] = {}
+    alone = Local.why_not(group) is None
+    if alone and (reason := Local.why_no_codecs(PLAIN if options is None else options.codecs)):
+        found[Local.name] = reason
     for cls in (TRANSPORTS[name] for name in TRANSPORTS):
         if not cls.automatic or cls.anywhere:
             continue
-        if group is None:
-            reason: str | None = "one rank has nobody to send to"
+        if alone:
+            reason = "one rank has nobody to send to"
         elif own_forward and not cls.knows_rows:
             # Their own forward would see all rows that the buffers have, and most are empty.
             reason = "the experts run their own forward"

@@ -161,6 +161,7 @@ class Transport(ABC):
         options_class: of its options, if it has any; everything below that takes options gets one of these.
         automatic: whether "auto" may pick it.
         anywhere: whether any ranks can use it. If not, `why_not` looks at a group.
+        alone: whether it is for one rank, and "auto" takes it there.
         one_row_per_rank: whether a token is sent once to each rank that serves it. Placement is solved for such rows.
         one_row_per_node: whether it is sent once to each other node instead, and passed on there.
         rides_in_parts: whether `plan` and the combines take parts (`carpool.schedule.tiles`).
@@ -174,6 +175,7 @@ class Transport(ABC):
     options_class: ClassVar[type[TransportOptions] | None] = None
     automatic: ClassVar[bool] = False
     anywhere: ClassVar[bool] = True
+    alone: ClassVar[bool] = False
     one_row_per_rank: ClassVar[bool] = False
     one_row_per_node: ClassVar[bool] = False
     rides_in_parts: ClassVar[bool] = False

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.gpu.generate_worker import one_gpu
+from tests.gpu.generate_worker import SIZES, one_gpu
 from tests.gpu.ranks import RANKS, needs, torchrun
 from tests.serve.checkpoints import save
 
@@ -23,5 +23,5 @@ def test_on_one_gpu(tmp_path: Path) -> None:
 
 @needs(2)
 def test_over_ranks(tmp_path: Path) -> None:
-    save(tmp_path, "qwen3_moe")
+    save(tmp_path, "qwen3_moe", **SIZES)
     assert "graphs: yes" in torchrun(RANKS, "tests.gpu.generate_worker", "over_ranks", str(tmp_path), seconds=240)

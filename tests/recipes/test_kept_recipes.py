@@ -23,7 +23,7 @@ H, F, E, K, TOKENS = 32, 24, 8, 2, 40
 def layer(recipe: str, policies: KeptPolicies | None = None) -> carpool.MoE:
     config = resolve(read(recipe))
     torch.manual_seed(0)
-    moe = carpool.MoE(H, F, E, K, experts=config.moe.experts, schedule=config.moe.asked_schedule())
+    moe = carpool.MoE(H, F, E, K, experts=config.moe.experts, schedule=config.moe.asked_schedule(), transport="dedup")
     moe.set_kept(config.memory.kept if policies is None else policies, Offloader())
     return moe
 

@@ -30,11 +30,19 @@ class OnGpu(nn.Module):
         return iter([SimpleNamespace(device=self.device)])
 
 
-def layer(graphable: bool = True, replicas: int = 0, own: bool = False) -> Any:
+def layer(
+    graphable: bool = True,
+    replicas: int = 0,
+    own: bool = False,
+    name: str = "grouped",
+    dtype: torch.dtype = torch.bfloat16,
+) -> Any:
+    weights = torch.empty(1, 8, 8, dtype=dtype)
     return SimpleNamespace(
         transport=SimpleNamespace(name="some", graphable=graphable),
-        compute=None if own else object(),
+        compute=None if own else SimpleNamespace(name=name),
         layout=SimpleNamespace(num_replicas=replicas),
+        experts=SimpleNamespace(has_gate=False, has_bias=False, up_proj=weights, down_proj=weights),
     )
 
 
@@ -46,6 +54,8 @@ def layer(graphable: bool = True, replicas: int = 0, own: bool = False) -> Any:
         (OnGpu(device="cpu"), layer(), [], "none", "there is no GPU"),
         (OnGpu(), layer(graphable=False), [], "none", "transport some waits for the host"),
         (OnGpu(), layer(own=True), [], "none", "own forward"),
+        (OnGpu(), layer(name="reference"), [], "none", "how many rows"),
+        (OnGpu(), layer(dtype=torch.float32), [], "none", "8 x 8 in float32"),
         (OnGpu(), layer(), [], "two-batch", "two threads"),
         (OnGpu(), layer(replicas=2), [], "none", "copies"),
         (OnGpu(), layer(), ["placement.every=10"], "none", "move"),

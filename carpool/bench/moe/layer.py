@@ -42,7 +42,7 @@ from carpool.bench.results import Result, now, publish
 from carpool.bench.timing import Clock
 from carpool.hf import CarpoolEP
 from carpool.train.config import Config
-from carpool.transport import TRANSPORTS, NVLinkOptions, find_transport
+from carpool.transport import NVLinkOptions, between_ranks, find_transport
 
 BASELINE = Contender("grouped_mm", "all_to_all", theirs=True)
 
@@ -77,7 +77,7 @@ class LayerBenchmark(Contest):
         # No tensor parallelism: its group is a rank alone.
         mesh = init_device_mesh(device.type, (dist.get_world_size(), 1), mesh_dim_names=("ep", "tp"))
         self.ep_mesh, self.tp_mesh, self.iterations = mesh["ep"], mesh["tp"], settings.iterations
-        experts, transports = settings.experts or fast_experts(), settings.transports or tuple(TRANSPORTS)
+        experts, transports = settings.experts or fast_experts(), settings.transports or between_ranks()
         ours = [Contender(name, way) for way in transports for name in experts]
         super().__init__(settings, device, [*ours, BASELINE], BASELINE, self.ep_mesh.get_group())
 

@@ -11,7 +11,7 @@ from carpool.bench.moe.shapes import Shape
 from carpool.bench.options import Options, one_of
 from carpool.bench.routings import EXPERT_ROUTINGS
 from carpool.experts import EXPERTS, exact_experts
-from carpool.transport import TRANSPORTS
+from carpool.transport import between_ranks
 
 GPU_SHAPES = (
     Shape(8192, 2048, 1024, 64, 8),
@@ -91,7 +91,7 @@ class LayerSettings(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in self.transports:
-            one_of("--transports", name, tuple(TRANSPORTS))
+            one_of("--transports", name, between_ranks())
         for name in self.experts:
             one_of("--experts", name, known_experts())
         if self.iterations < 1:

@@ -15,11 +15,11 @@ from carpool.layout.topology import Topology
 from carpool.placement.volume import predict
 from carpool.routing import Routing
 from carpool.transport import (
-    TRANSPORTS,
     Codecs,
     NVLinkOptions,
     Transport,
     TransportOptions,
+    between_ranks,
     find_transport,
     make_transport,
 )
@@ -54,7 +54,7 @@ def list_contenders(settings: Settings) -> list[Contender]:
     """One for each transport; where thread blocks are ours to choose, one for each number. One more where rows can
     travel as FP8, if that is asked for."""
     found = []
-    for name in settings.transports or tuple(TRANSPORTS):
+    for name in settings.transports or between_ranks():
         found += [Contender(name, ctas) for ctas in (settings.ctas if has_ctas(name) else (None,))]
         if settings.fp8 and find_transport(name).why_no_codecs(FP8_OUT) is None:
             found.append(replace(found[-1], fp8=True))

@@ -9,7 +9,7 @@ from carpool.bench.options import Options, check_experts, one_of, parse_sizes
 from carpool.bench.routings import ROUTINGS, check_skew
 from carpool.kernels.awaited import MAX_CTAS
 from carpool.layout import ExpertLayout
-from carpool.transport import TRANSPORTS, find_transport
+from carpool.transport import TRANSPORTS, between_ranks, find_transport
 
 CTAS = (8, 16)
 
@@ -70,7 +70,7 @@ class Settings(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in self.transports:
-            one_of("--transports", name, tuple(TRANSPORTS))
+            one_of("--transports", name, between_ranks())
         with_ctas = [name for name in TRANSPORTS if has_ctas(name)]
         if self.ctas and self.transports and not set(with_ctas) & set(self.transports):
             raise ValueError(f"--ctas is for transport {with_ctas[0]}, which --transports leaves out; add it")
@@ -94,6 +94,6 @@ class Settings(Options):
             if "skewed" in self.all_routings:
                 check_skew(shape.top_k, ExpertLayout.contiguous(shape.experts, num_ranks))
         ctas = tuple(dict.fromkeys(self.ctas))
-        if any(map(has_ctas, self.transports or tuple(TRANSPORTS))):
+        if any(map(has_ctas, self.transports or between_ranks())):
             ctas = ctas or CTAS
         return replace(self, ranks=num_ranks, shapes=shapes, routings=self.all_routings, ctas=ctas)

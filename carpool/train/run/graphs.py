@@ -20,15 +20,15 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from carpool.hf.expert_parallel import ExpertRides, buffers_of_rides
+from carpool.hf.expert_parallel import ExpertRides, buffers_of_rides, why_experts_wait
 from carpool.hf.packed import one_row_only
+from carpool.kernels.capture import capturing
 from carpool.observe.meter import watched
 from carpool.observe.stats import HostCounts
 from carpool.parallel import fsdp
@@ -52,6 +52,8 @@ def why_no_graphs(config: Config, model: nn.Module, layers: Sequence[ExpertRides
         return f"transport {name} waits for the host"
     if any(own.compute is None for own in layers):
         return "experts run the model's own forward, which may wait for the host"
+    if reason := why_experts_wait(layers[0]):
+        return reason
     if fsdp.states(model):
         return "FSDP gathers parameters layer by layer from the host (parallelism.dense)"
     if any(own.layout.num_replicas for own in layers):
@@ -165,7 +167,6 @@ class StepGraphs:
         self._inputs = {name: value.clone() for name, value in batches[0].items()}
         places = dict.fromkeys((number == 0, number == len(batches) - 1) for number in range(len(batches)))
         pool, problem = torch.cuda.graph_pool_handle(), None
-        stream = torch.cuda.current_stream()
         torch.cuda.empty_cache()
         reserved = torch.cuda.memory_reserved(self._sums.device)
         try:
@@ -174,10 +175,6 @@ class StepGraphs:
                 self._capture_one(place, len(batches), pool)
         except Exception as error:
             problem = error
-            # What `torch.cuda.graph` leaves undone, if the end of a capture fails too.
-            torch.cuda.set_stream(stream)
-            with suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(self._sums.device.index, pool)
         failed = torch.tensor([float(problem is not None)], device=self._sums.device)
         if dist.is_initialized():
             dist.all_reduce(failed)
@@ -194,7 +191,7 @@ class StepGraphs:
         before = [own.stats.exchange(HostCounts()) for own in self.layers]
         try:
             # Another thread puts batches into pinned memory meanwhile.
-            with torch.cuda.graph(self._graphs[place], pool=pool, capture_error_mode="thread_local"):
+            with capturing(self._graphs[place], pool):
                 self._restart_arenas()
                 self.compute(self._inputs, self._factor, number, self._sums, *place)
                 if kept is not None:

@@ -1,0 +1,48 @@
+"""Capturing a CUDA graph, and leaving nothing behind where that fails."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+
+@contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
+    """Inside, work of this thread and of autograd's goes into `graph`. Other threads may use the device meanwhile.
+
+    Python collects no garbage inside: what it frees may ask the device for something that a capture does not allow.
+
+    Args:
+        pool: of `torch.cuda.graph_pool_handle`; default: one of its own.
+
+    Raises:
+        Exception: what was raised inside, or by the end of the capture. The graph is void then; memory and streams are
+            as before.
+    """
+    pool = torch.cuda.graph_pool_handle() if pool is None else pool
+    stream, first = torch.cuda.current_stream(), None
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            try:
+                yield
+            except Exception as error:
+                first = error
+                raise
+    except Exception as error:
+        # PyTorch leaves these undone if the end of the capture fails too, and says only that.
+        torch.cuda.set_stream(stream)
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(stream.device.index, pool)
+        if first is not None and first is not error:
+            raise first from None
+        raise
+    finally:
+        if was_enabled:
+            gc.enable()
