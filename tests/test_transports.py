@@ -55,6 +55,7 @@ from tests.ranks import WORLD_SIZE, Ranks, mesh
 
 # nvlink runs on GPUs: tests/gpu, tests/interpreted.
 NAMES = tuple(name for name in between_ranks() if name != "nvlink")
+ONE_ROW_PER_CHOICE = ("alltoall", "1d", "2d", "2dh")
 H, F = 20, 12
 
 
