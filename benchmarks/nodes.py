@@ -9,8 +9,9 @@ experts, the others are timed. Contenders are all transports that can be used he
 checked against `gather` in float64, but for those with a codec, whose rounding the tests check; then they take turns. A
 ride is a plan, a dispatch, a combine, and the two of the backward, without experts: what comes is sent back.
 
-    ms          forward and backward, slowest rank, median
-    predicted   the same by the cost model, with rates of links that are measured here, before (`alpha + bytes / beta`)
+    ms          forward and backward, slowest rank: median, and the fastest
+    predicted   the same by the cost model, with rates of links that are measured here, before (`alpha + bytes / beta`):
+                what travels, and nothing of what the ranks compute
     counted     bytes between nodes that the transports count; must equal what they say they send, to the byte
     cable       bytes that the nodes' interfaces counted while rows travelled, headers and acknowledgements included
     rows        dispatched between nodes, for each token
@@ -48,7 +49,6 @@ from carpool.planner.hardware import Hardware, hardware_of
 from carpool.routing import Routing
 from carpool.transport import (
     TRANSPORTS,
-    TransportOptions,
     check_transport,
     make_transport,
     set_topology,
@@ -198,7 +198,8 @@ class Contest:
             "contender": label,
             "hidden": self.hidden,
             "ms": round(1e3 * statistics.median(times), 2),
-            "spread_ms": [round(1e3 * min(times), 2), round(1e3 * max(times), 2)],
+            "fastest_ms": round(1e3 * min(times), 2),
+            "slowest_ms": round(1e3 * max(times), 2),
             "predicted_ms": round(1e3 * sum(predicted.values()), 2),
             "counted_bytes": sum(counted.values()),
             "cable_bytes": int(statistics.median(cable)),
@@ -224,27 +225,29 @@ def measure(args: Any) -> None:
     torch.set_num_threads(1)
     topology = topology_of(dist.group.WORLD)
     set_topology(dist.group.WORLD, topology)
-    found = []
-    fits, shared = measure_links(topology, device)
+    found, measured = [], []
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    rates: list[Any] = [replace(hardware_of(name), **measured_links(fits), shared_network=shared)]
-    dist.broadcast_object_list(rates)
     for hidden in args.hidden:
+        fits, shared = measure_links(topology, device)
+        rates: list[Any] = [replace(hardware_of(name), **measured_links(fits), shared_network=shared)]
+        dist.broadcast_object_list(rates)
         found += Contest(args, device, hidden).run(rates[0])
+        measured.append({"hidden": hidden, "shared_network": shared, "links": [one.to_dict() for one in fits]})
     if dist.get_rank() == 0:
         show(found, topology)
-    links = [one.to_dict() for one in fits]
-    write_results(args, device, topology=topology.to_dict(), hardware=rates[0].to_dict(), links=links, rows=found)
+    write_results(args, device, topology=topology.to_dict(), measured=measured, rows=found)
     dist.barrier()
     dist.destroy_process_group()
 
 
 def show(rows: list[dict[str, Any]], topology: Topology) -> None:
     print(f"{topology.num_ranks} ranks on {topology.num_nodes} nodes (by {topology.source})")
-    print(f"{'contender':<24}{'H':>6}{'ms':>10}{'predicted':>11}{'counted MB':>12}{'cable MB':>10}{'rows':>7}")
+    print(
+        f"{'contender':<24}{'H':>6}{'ms':>10}{'fastest':>9}{'predicted':>11}{'counted MB':>12}{'cable MB':>10}{'rows':>7}"
+    )
     for row in rows:
         print(
-            f"{row['contender']:<24}{row['hidden']:>6}{row['ms']:>10.1f}{row['predicted_ms']:>11.1f}"
+            f"{row['contender']:<24}{row['hidden']:>6}{row['ms']:>10.1f}{row['fastest_ms']:>9.1f}{row['predicted_ms']:>11.1f}"
             f"{row['counted_bytes'] / 1e6:>12.2f}{row['cable_bytes'] / 1e6:>10.2f}"
             f"{row['rows_between_nodes'] / row['tokens']:>7.3f}",
             flush=True,

@@ -17,6 +17,7 @@ full.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -112,15 +113,20 @@ class CostModel:
             link: self._most(link, rows_WW, topology) * self._row_bytes(link == "network") for link in topology.pairs
         }
         times = [self._seconds(link, size) for link, size in most.items()]
-        return RIDES * (sum(times) if self.copies_per_node else max(times, default=0.0))
+        return RIDES * self._of_links(times)
 
     def volume_seconds(self, volume: Volume, topology: Topology) -> dict[str, float]:
         """What one forward and backward of a layer send, verb by verb; see `carpool.placement.volume.predict`."""
         found = {}
         for verb, bytes_WW in volume.bytes_WW.items():
-            times = self.link_seconds(bytes_WW, topology).values()
-            found[verb] = sum(times) if self.copies_per_node else max(times, default=0.0)
+            found[verb] = self._of_links(self.link_seconds(bytes_WW, topology).values())
         return found
+
+    def _of_links(self, times: Collection[float]) -> float:
+        """Of a ride over links of several kinds that take so long."""
+        from carpool.transport import find_transport
+
+        return sum(times) if find_transport(self.transport).hops_in_turn else max(times, default=0.0)
 
     def replica_seconds(self, layout: ExpertLayout, topology: Topology) -> float:
         """Slots away from home: parameters there before the forward, gradients back after the backward."""

@@ -164,6 +164,7 @@ class Transport(ABC):
         alone: whether it is for one rank, and "auto" takes it there.
         one_row_per_rank: whether a token is sent once to each rank that serves it. Placement is solved for such rows.
         one_row_per_node: whether it is sent once to each other node instead, and passed on there.
+        hops_in_turn: whether a row takes links of several kinds one after the other.
         rides_in_parts: whether `plan` and the combines take parts (`carpool.schedule.tiles`).
         knows_rows: whether the host knows how many rows came. If not, most rows of its buffers are empty, and experts
             that run a model's own forward would compute them.
@@ -178,6 +179,7 @@ class Transport(ABC):
     alone: ClassVar[bool] = False
     one_row_per_rank: ClassVar[bool] = False
     one_row_per_node: ClassVar[bool] = False
+    hops_in_turn: ClassVar[bool] = False
     rides_in_parts: ClassVar[bool] = False
     knows_rows: ClassVar[bool] = True
     graphable: bool = False

@@ -187,6 +187,7 @@ class MultiHop(Transport):
     """
 
     anywhere = False
+    hops_in_turn = True
 
     def __init__(
         self, group: dist.ProcessGroup | None, slots_per_rank: int, hops: Sequence[Hop], beside: bool = False
