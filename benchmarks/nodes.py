@@ -2,6 +2,7 @@
 
     python -m benchmarks.nodes --nodes 2 --ranks 4 --out nodes_2x2.json      # root, Linux: a cluster on this machine
     torchrun --nnodes 2 --nproc-per-node 4 ... -m benchmarks.nodes           # on a real one
+    python -m benchmarks.nodes --nodes 2 --ranks 16 --predict H200 --dtype bfloat16 --tokens 8192 --hidden 2048
 
 Tokens choose experts as a trained model did (`--trace`, a layer of it): half of the trace's sequences are used to place
 experts, the others are timed. Contenders are all transports that can be used here, with experts in order, and
@@ -42,10 +43,11 @@ from carpool.bench.transport.settings import Shape
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
 from carpool.observe.traffic import Traffic
+from carpool.placement.objective import served_by
 from carpool.placement.solvers import solve
 from carpool.placement.trace import Trace
 from carpool.planner.cost import CostModel
-from carpool.planner.hardware import Hardware, hardware_of
+from carpool.planner.hardware import Hardware, find_hardware, hardware_of
 from carpool.routing import Routing
 from carpool.transport import (
     TRANSPORTS,
@@ -209,6 +211,33 @@ class Contest:
         }
 
 
+def predict(args: Any) -> None:
+    """The table of what is predicted alone, by the rates of `--predict`: no rank is started."""
+    hardware, topology = find_hardware(args.predict), Topology.even(args.ranks, args.nodes)
+    solved, timed = (one.layer(args.layer) for one in Trace.load(args.trace).split(2))
+    source_T = timed.source_T(args.ranks)
+    print(f"{args.ranks} ranks on {args.nodes} nodes, {hardware.name} ({hardware.source}), {args.tokens} tokens a rank")
+    print(f"{'contender':<24}{'H':>6}{'predicted us':>14}{'MB between nodes':>18}{'rows':>7}")
+    in_order = ExpertLayout.contiguous(timed.num_experts, args.ranks)
+    placed = solve("search", solved, topology, cost=CostModel(transport=PLACED, hardware=hardware))
+    ways = [(name, name, in_order) for name in TRANSPORTS if name != "nvlink" or args.nodes == 1]
+    for hidden in args.hidden:
+        for label, name, layout in [*ways, (f"{PLACED}, placed", PLACED, placed)]:
+            rank_TK = served_by(timed, layout)
+            size = getattr(torch, args.dtype).itemsize
+            parts = [rank_TK[source_T == rank] for rank in range(args.ranks)]
+            volume = TRANSPORTS[name].volume(parts, topology, timed.top_k, hidden, size)
+            # A trace is a sample of what a rank has.
+            scale = args.tokens * args.ranks / timed.num_tokens
+            volume = replace(volume, bytes_WW={verb: bytes_WW * scale for verb, bytes_WW in volume.bytes_WW.items()})
+            cost = CostModel(hidden=hidden, element_size=size, hardware=hardware, transport=name)
+            between_WW = np.not_equal.outer(topology.node_of, topology.node_of)
+            sent = sum(bytes_WW[between_WW].sum() for bytes_WW in volume.bytes_WW.values())
+            seconds = sum(cost.volume_seconds(volume, topology).values())
+            rows = volume.rows_WW[between_WW].sum() / timed.num_tokens
+            print(f"{label:<24}{hidden:>6}{1e6 * seconds:>14.0f}{sent / 1e6:>18.1f}{rows:>7.3f}")
+
+
 def token_nodes(rank_TK: list[Any], topology: Topology) -> int:
     """For all tokens, the other nodes where they have an expert: the least that can cross, one row each."""
     node_W, found = np.array(topology.node_of), 0
@@ -242,14 +271,13 @@ def measure(args: Any) -> None:
 
 def show(rows: list[dict[str, Any]], topology: Topology) -> None:
     print(f"{topology.num_ranks} ranks on {topology.num_nodes} nodes (by {topology.source})")
-    print(
-        f"{'contender':<24}{'H':>6}{'ms':>10}{'fastest':>9}{'predicted':>11}{'counted MB':>12}{'cable MB':>10}{'rows':>7}"
-    )
+    titles = ("H", "ms", "fastest", "predicted", "counted MB", "cable MB", "rows")
+    print(f"{'contender':<24}" + "".join(f"{title:>11}" for title in titles))
     for row in rows:
         print(
-            f"{row['contender']:<24}{row['hidden']:>6}{row['ms']:>10.1f}{row['fastest_ms']:>9.1f}{row['predicted_ms']:>11.1f}"
-            f"{row['counted_bytes'] / 1e6:>12.2f}{row['cable_bytes'] / 1e6:>10.2f}"
-            f"{row['rows_between_nodes'] / row['tokens']:>7.3f}",
+            f"{row['contender']:<24}{row['hidden']:>11}{row['ms']:>11.1f}{row['fastest_ms']:>11.1f}"
+            f"{row['predicted_ms']:>11.1f}{row['counted_bytes'] / 1e6:>11.2f}{row['cable_bytes'] / 1e6:>11.2f}"
+            f"{row['rows_between_nodes'] / row['tokens']:>11.3f}",
             flush=True,
         )
 
@@ -267,7 +295,13 @@ def main() -> None:
     parser.add_argument("--codec", default="none", choices=tuple(CODECS), help="adds contenders whose rows travel so")
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--predict", metavar="HARDWARE", help="start nothing, predict: a GPU's name, or a hardware.json"
+    )
     args = parser.parse_args()
+    if args.predict is not None:
+        predict(args)
+        return
     if "RANK" in os.environ:
         measure(args)
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -89,3 +90,21 @@ def test_topology_is_right_in_it(nodes: int, ranks: int, node_of: tuple[int, ...
         )
         said = [agent.communicate(timeout=120)[0] for agent in agents]
     assert said[0].strip() == f"{node_of} by GROUP_RANK; {node_of} by the hosts' names"
+
+
+@pytest.mark.slow
+def test_bytes_between_nodes_are_the_pairs_of_token_and_node(tmp_path: Path) -> None:
+    """`benchmarks.nodes` refuses what it counts otherwise; the interfaces have counted the same, and headers."""
+    out = tmp_path / "nodes.json"
+    command = [sys.executable, "-m", "benchmarks.nodes", "--tokens", "96", "--hidden", "1024", "--repetitions", "1"]
+    subprocess.run([*command, "--out", str(out)], cwd=ROOT, check=True, capture_output=True, timeout=200)
+    rows = {row["contender"]: row for row in json.loads(out.read_text())["rows"]}
+    assert {"alltoall", "dedup", "hierarchical", "hierarchical, placed"} <= set(rows)
+    for name in ("hierarchical", "hierarchical, placed"):
+        assert rows[name]["rows_between_nodes"] == rows[name]["token_node_pairs"]
+        # Two ways forward, two backward; choices and weights beside some, and counts.
+        payload = 4 * 1024 * 4 * rows[name]["token_node_pairs"]
+        assert payload < rows[name]["counted_bytes"] < 1.05 * payload
+    for name in set(rows) - {"gather"}:  # whose exchanges in one are fewer than its rows
+        assert rows[name]["counted_bytes"] < rows[name]["cable_bytes"] < 1.1 * rows[name]["counted_bytes"], name
+    assert rows["hierarchical, placed"]["counted_bytes"] < rows["hierarchical"]["counted_bytes"]
