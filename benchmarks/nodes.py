@@ -51,6 +51,7 @@ from carpool.planner.hardware import Hardware, find_hardware, hardware_of
 from carpool.routing import Routing
 from carpool.transport import (
     TRANSPORTS,
+    TransportOptions,
     check_transport,
     make_transport,
     set_topology,
