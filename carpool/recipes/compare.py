@@ -31,6 +31,8 @@ from carpool.recipes.replay import NUMBERS, Way, replay
 from carpool.recipes.resolve import in_effect, resolve
 from carpool.routing.limit_options import LimitOptions
 from carpool.train.config import Config
+from carpool.transport import TRANSPORTS, Transport
+from carpool.transport.multi_hop import MultiHop
 
 __all__ = ["Axis", "Outcome", "chosen", "compare", "print_table", "refusal", "ways"]
 
@@ -86,6 +88,8 @@ def refusal(recipe: Recipe, axis: Axis) -> str | None:
     limits = _limit(config)
     if axis == "routing":
         return None if limits else "it leaves the routing as it is"
+    if issubclass(TRANSPORTS.get(config.moe.transport, Transport), MultiHop):
+        return "its rows take several hops, which needs several nodes: see carpool bench transport"
     if axis == "transport":
         return None if config.moe.transport != "auto" else "it leaves the transport to the machine"
     if limits:

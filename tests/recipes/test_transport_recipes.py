@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import carpool
+from carpool import ExpertLayout
+from carpool.layout.topology import Topology
+from carpool.placement import predict
 from carpool.recipes import load, names
 from carpool.recipes.resolve import resolve
 from carpool.transport import TransportOptions
@@ -19,6 +23,17 @@ SYSTEMS = {
     "lsh-moe": {"transport:alltoall", "merge:lsh"},
     "luffy": {"transport:alltoall", "merge:condense"},
     "deepseek-v3-dispatch": {"transport:hierarchical", "limit:groups", "dispatch:fp8", "combine:bf16"},
+}
+# On several nodes; what each sends between and inside them.
+HOPS = {
+    "hetumoe": {"transport:1d"},
+    "deepspeed-moe": {"transport:2d"},
+    "tutel-2dh": {"transport:2dh", "schedule:chunks", "chunks:several"},
+    "schemoe": {"transport:2d", "schedule:chunks", "chunks:several"},
+    "hybrid-ep": {"transport:hierarchical"},
+    "deepep": {"transport:hierarchical", "dispatch:fp8", "schedule:two-batch"},
+    "hiermoe": {"transport:hierarchical", "policy:migrate", "solver:search"},
+    "fsmoe": {"transport:hierarchical", "schedule:chunks", "chunks:several", "chunks:backward", "priority:rides"},
 }
 H, E, K, TOKENS = 128, 8, 4, 48
 
@@ -41,6 +56,29 @@ def test_the_recipes_are_what_they_say() -> None:
     for name, mechanisms in SYSTEMS.items():
         assert set(load(name).mechanisms) == mechanisms
         assert resolve(load(name)).codec.codecs.lossy_reasons
+
+
+@pytest.mark.parametrize("name", list(HOPS))
+def test_hops_change_what_travels_between_nodes(name: str) -> None:
+    """Predicted rows, which tests/test_transports.py shows to be those that are counted."""
+    assert set(load(name).mechanisms) == HOPS[name]
+    generator = torch.Generator().manual_seed(0)
+    routings = [torch.rand(TOKENS, 16, generator=generator).argsort(1)[:, :K] for _ in range(8)]
+    layout, nodes = ExpertLayout.contiguous(16, 8), Topology.even(8, 2)
+    far_WW = ~np.equal.outer(nodes.node_of, nodes.node_of)
+    config = resolve(load(name))
+    ours, flat = (
+        predict(way, routings, layout, hidden=H, element_size=2, topology=nodes).rows_WW * far_WW
+        for way in (config.moe.transport, "alltoall")
+    )
+    links = {"1d": 2, "2d": 8, "2dh": 8, "hierarchical": 8}[config.moe.transport]
+    assert np.count_nonzero(flat) == 32 and np.count_nonzero(ours) == links, "fewer ranks talk to each other"
+    if config.moe.transport in ("1d", "2d"):
+        assert ours.sum() == flat.sum(), "one row per expert all the same"
+    elif config.moe.transport == "2dh":
+        assert ours.sum() > flat.sum() and all(len(set(of[of > 0])) == 1 for of in ours), "blocks of equal size"
+    else:
+        assert ours.sum() < flat.sum() / 2 and ours.max() <= TOKENS, "one row for a token and a node"
 
 
 @pytest.fixture(scope="module")
