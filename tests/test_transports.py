@@ -249,8 +249,8 @@ def settle(nodes: int) -> list[str]:
         (HierarchicalOptions(), 8),
         (HierarchicalOptions(9, first_hop="counted"), 8),
     ]:
-        settled, note = options.settled(group, top_k)
-        assert settled.inside == "dedup" and settled.settled(group, top_k) == (settled, "")
+        settled, note = options.settled(group, top_k, H)
+        assert settled.inside == "dedup" and settled.settled(group, top_k, H) == (settled, "")
         notes.append(f"{settled.first_hop}: {note}")
     return notes
 

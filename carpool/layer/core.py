@@ -240,7 +240,7 @@ class LayerCore:
             )  # fmt: skip
         options = find_transport(name).own_options(self.options)
         if options is not None:
-            options, note = options.settled(self.group, top_k, own)
+            options, note = options.settled(self.group, top_k, hidden, own)
             self.why += f"; {note}" if note else ""
         if options is not None and not own:
             options = options.under(self.schedule, self.policies.rows == "resend")

@@ -1,6 +1,6 @@
 """What one may choose about the `hierarchical` transport, and where it is chosen if nobody does.
 
-    HierarchicalOptions(max_tokens=8192).settled(group, top_k=8)    the options, and a sentence for the log
+    HierarchicalOptions(max_tokens=8192).settled(group, 8, 2048)    the options, and a sentence for the log
 
 Hop 1 has a fixed size unless too many of its rows would be empty: as measured (`node_rows`), or as expected of uniform
 choices. With K = 8, of 2 nodes 0.4 % are empty, of 4 nodes 10 %, of 8 nodes 34 %.
@@ -81,7 +81,9 @@ class HierarchicalOptions(TransportOptions):
     def under(self, schedule: Schedule, resend: bool = False) -> Self:
         return replace(self, nvlink=self.nvlink.under(schedule, resend), beside=schedule.name != "none")
 
-    def settled(self, group: dist.ProcessGroup | None, top_k: int, own_forward: bool = False) -> tuple[Self, str]:
+    def settled(
+        self, group: dist.ProcessGroup | None, top_k: int, hidden: int, own_forward: bool = False
+    ) -> tuple[Self, str]:
         """These without "auto", and why. The first call is collective over the group.
 
         Args:
@@ -92,7 +94,8 @@ class HierarchicalOptions(TransportOptions):
         num_nodes = len(hops_of(group).rail_ranks)
         inside, first_hop, notes = self.inside, self.first_hop, []
         if inside == "auto":
-            reason = NVLink.why_no_codecs(self.codecs_inside) or _why_not_nvlink(group)
+            # Of two bytes an element: rows of four are no worse.
+            reason = _why_not_nvlink(group) or NVLink.why_no_codecs(self.codecs_inside) or NVLink.why_no_rows(hidden, 2)
             if own_forward:
                 reason = "the experts run their own forward"
             elif self.max_tokens is None:

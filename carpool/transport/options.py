@@ -69,12 +69,14 @@ class TransportOptions:
         """What these change of the model's function, for logs and reports."""
         return self.codecs.lossy_reasons
 
-    def settled(self, group: dist.ProcessGroup | None, top_k: int, own_forward: bool = False) -> tuple[Self, str]:
+    def settled(
+        self, group: dist.ProcessGroup | None, top_k: int, hidden: int, own_forward: bool = False
+    ) -> tuple[Self, str]:
         """These with all that is chosen for the ranks of a group, and what was chosen, for the log. All its ranks
         together.
 
         Args:
-            top_k: K.
+            top_k, hidden: K and H.
             own_forward: experts run a model's own forward."""
         return self, ""
 

@@ -36,7 +36,7 @@ SYSTEMS = {
     "apx-overlap": {"transport:alltoall", "beside:shared-experts", "delayed:experts"},
     "lina": {"transport:alltoall", "chunks:several", "priority:rides"},
     "lancet": {"schedule:two-batch", "delayed:experts"},
-    "fsmoe": {"transport:hierarchical", "chunks:several", "chunks:backward", "priority:rides"},
+    "fsmoe": {"chunks:several", "chunks:backward", "priority:rides"},
     "flux-comet-triton": {"transport:nvlink", "kernels:triton", "schedule:tiles", "split:multiprocessors"},
 }
 VERBS = ("dispatch", "combine", "dispatch_gradients", "combine_gradients")

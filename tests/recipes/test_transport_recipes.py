@@ -33,7 +33,6 @@ HOPS = {
     "hybrid-ep": {"transport:hierarchical"},
     "deepep": {"transport:hierarchical", "dispatch:fp8", "schedule:two-batch"},
     "hiermoe": {"transport:hierarchical", "policy:migrate", "solver:search"},
-    "fsmoe": {"transport:hierarchical", "schedule:chunks", "chunks:several", "chunks:backward", "priority:rides"},
 }
 H, E, K, TOKENS = 128, 8, 4, 48
 

@@ -342,7 +342,7 @@ class Setup(RunState):
         )
         options = replace(transport_options(config, self.degrees, self.transport_choice.answer), codecs=codecs)
         own_forward = any(own.compute is None for own in self.rides)
-        self.options, note = options.settled(layer.group, self.top_k, own_forward)
+        self.options, note = options.settled(layer.group, self.top_k, hidden, own_forward)
         if note:
             self.transport_choice = replace(self.transport_choice, why=f"{self.transport_choice.why}; {note}")
         set_transport(self.model, self.transport_choice.answer, options=self.options)

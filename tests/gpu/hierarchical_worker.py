@@ -1,0 +1,86 @@
+"""What tests/gpu/test_hierarchical_gpu.py runs: `torchrun --nproc-per-node 4 -m tests.gpu.hierarchical_worker MODE`.
+
+    parity    two nodes of two ranks, rows of fixed size between them and nvlink inside: output and every gradient
+              against a float64 reference, and twice the same bits; the all-to-alls in steps, too
+    sync      forward and backward never wait for the device
+
+Which ranks share a node is said (`tests.ranks.mesh`); how they are joined does not matter to what is computed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import carpool
+from carpool.transport import TRANSPORTS
+from carpool.transport.fixed import FixedRows
+from carpool.transport.hierarchical import Hierarchical
+from carpool.transport.nvlink import NVLink
+from tests.gpu.ranks import run_mode
+from tests.ranks import mesh
+from tests.test_parity import Case, differences, run_cases
+
+HIERARCHICAL = [
+    Case("hierarchical", layout, 4, top_k=8, schedule=schedule, rows=rows, tokens=tokens)
+    for layout, schedule, rows, tokens in [
+        ("contiguous", "none", "keep", "ragged"),
+        ("replicated", "chunks 2", "keep", "ragged"),
+        ("uneven", "chunks 2 3", "resend", "empty_ranks"),
+        ("replicated_permuted", "chunks 5", "offload", "ragged"),
+    ]
+]
+HIERARCHICAL += [Case("hierarchical", "contiguous", 4, top_k=8, dtype=torch.bfloat16, schedule="chunks 2")]
+# Rows of fixed size are too many for one expert of a token, and rows of 37 elements are not for nvlink.
+HIERARCHICAL += [Case("hierarchical", "contiguous", 4, top_k=1), Case("hierarchical", "contiguous", 4, size=(37, 19))]
+STEPWISE = [Case(name, "replicated", 4, top_k=3, schedule="chunks 2") for name in ("1d", "2d", "2dh")]
+
+
+def parity() -> tuple[bool, str]:
+    cases, found = HIERARCHICAL + STEPWISE, []
+    once, twice = run_cases(cases), run_cases(cases)
+    for case, one, other in zip(cases, once, twice, strict=True):
+        assert case.transport in TRANSPORTS
+        same = np.array_equal(one["y"], other["y"]) and all(
+            np.array_equal(gradient, other["gradients"][name]) for name, gradient in one["gradients"].items()
+        )
+        every: list[dict[str, object]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(every, one)
+        wrong = differences(case, every)  # type: ignore[arg-type]
+        found += [f"{case}: {wrong}"] if wrong else []
+        found += [] if same else [f"{case}: other bits the second time"]
+    return not found, f"{len(cases)} cases: {found}"
+
+
+def sync() -> tuple[bool, str]:
+    hidden, tokens = 64, 200
+    ep_mesh = mesh((dist.get_world_size(),), ("ep",))["ep"]
+    moe = carpool.MoE(
+        hidden,
+        48,
+        16,
+        8,
+        ep_mesh=ep_mesh,
+        transport="hierarchical",
+        max_tokens=tokens,
+        device="cuda",
+        dtype=torch.bfloat16,
+    )
+    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    for _ in range(2):  # buffers are made and kernels compiled
+        moe(x).square().sum().backward()
+    transport = moe.transport
+    assert isinstance(transport, Hierarchical)
+    both = isinstance(transport.between, FixedRows) and isinstance(transport.inside, NVLink)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        moe(x).square().sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    return both and transport.graphable, f"no wait for the device, {moe.core.why}"
+
+
+if __name__ == "__main__":
+    run_mode({"parity": parity, "sync": sync})
