@@ -139,7 +139,7 @@ def config_of(name: str, ranks: int, tiny: bool, folder: Path) -> Config:
 def measure(config: Config, settings: dict[str, Any]) -> None:
     """One rank's part; the process group is there."""
     device, world = rank_device(), dist.get_world_size()
-    main, console = dist.get_rank() == 0, Console()
+    main, console = dist.get_rank() == 0, Console(width=140)
     began, found, failed = time.perf_counter(), [], {}
     first = used_bytes(device)
     for name in settings["only"]:
