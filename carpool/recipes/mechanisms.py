@@ -119,6 +119,8 @@ SWITCHES: Mapping[str, Mechanism] = MappingProxyType({
     "kept:dense-recomputed": Mechanism("memory.dense", "recompute", code="carpool.memory.recompute:keep_rides"),
     "kept:activation-recomputed": Mechanism("", code="carpool.experts.pairs:activate_backward"),
     "moments:bfloat16": Mechanism("training.optimizer_moments", "bfloat16", code="carpool.memory.optimizer:AdamW"),
+    "spread:node": Mechanism("parallelism.ep_size", 8, _positive, "carpool.parallel.degrees:Degrees"),
+    "dense:sharded": Mechanism("parallelism.dense", "fsdp"),
     "combine:bf16": Mechanism("codec.combine", "bf16", code="carpool.transport.codecs.bf16:BF16"),
     "dispatch:fp8": Mechanism("codec.dispatch", "fp8", code="carpool.transport.codecs.fp8:FP8"),
     "kernels:triton": Mechanism("", code="carpool.transport.nvlink.dispatch_kernel"),

@@ -8,11 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import carpool
 from carpool import ExpertLayout
 from carpool.layout.topology import Topology
+from carpool.parallel.degrees import Degrees
 from carpool.placement import predict
+from carpool.placement.policies import POLICIES, LoadModel
+from carpool.planner.cost import CostModel
 from carpool.recipes import load, names
 from carpool.recipes.resolve import resolve
 from carpool.transport import TransportOptions
@@ -22,6 +26,7 @@ from tests.ranks import WORLD_SIZE, Ranks, mesh
 SYSTEMS = {
     "lsh-moe": {"transport:alltoall", "merge:lsh"},
     "luffy": {"transport:alltoall", "merge:condense"},
+    "ez-moe": {"spread:node", "dense:sharded"},
     "deepseek-v3-dispatch": {"transport:hierarchical", "limit:groups", "dispatch:fp8", "combine:bf16"},
 }
 # On several nodes; what each sends between and inside them.
@@ -54,7 +59,7 @@ def test_the_recipes_are_what_they_say() -> None:
     assert set(names("transport")) >= set(SYSTEMS)
     for name, mechanisms in SYSTEMS.items():
         assert set(load(name).mechanisms) == mechanisms
-        assert resolve(load(name)).codec.codecs.lossy_reasons
+        assert bool(resolve(load(name)).codec.codecs.lossy_reasons) == (name != "ez-moe")
 
 
 @pytest.mark.parametrize("name", list(HOPS))
@@ -110,3 +115,41 @@ def test_deepseek_sends_half_the_bytes_out_and_rows_of_two_bytes_back(
     assert ours["combine"] == rows * 2 * H == counted["hierarchical", replace(codecs, dispatch="none")]["combine"]
     assert ours["dispatch_backward"] == plain["dispatch_backward"], "gradients as they are"
     assert counted["dedup", codecs]["dispatch"] != ours["dispatch"], "nodes count"
+
+
+def output_and_bytes() -> tuple[torch.Tensor, dict[str, int], torch.Tensor, dict[str, int]]:
+    """Of a layer whose tokens travel, and of one to whose tokens all experts travel."""
+    rank, ep_mesh = dist.get_rank(), mesh((1, WORLD_SIZE), ("edp", "ep"))["ep"]
+    plain = ExpertLayout.contiguous(E, WORLD_SIZE)
+    # Experts of a few elements: what Janus's rule fetches.
+    model = LoadModel(CostModel(hidden=H, expert_hidden=16), top_k=K)
+    found: list[Any] = []
+    for layout in (plain, POLICIES["fetch"](np.full(E, 10), plain, E, model)):
+        torch.manual_seed(0)
+        moe = carpool.MoE(H, 16, E, K, ep_mesh=ep_mesh, transport="alltoall", layout=layout)
+        y = moe(torch.randn(TOKENS, H, generator=torch.Generator().manual_seed(rank)))
+        found += [y.detach(), dict(moe.stats().bytes_remote)]
+    return tuple(found)
+
+
+def test_janus_fetches_experts_and_no_row_travels(ranks: Ranks) -> None:
+    assert resolve(load("janus")).placement.policy == "fetch"
+    for travelled, sent, stayed, none in ranks(output_and_bytes):
+        torch.testing.assert_close(stayed, travelled)
+        assert sent["dispatch"] > 0 and sent["combine"] > 0
+        assert none["dispatch"] == none["combine"] == 0
+
+
+def ranks_of_a_group(ep: int) -> list[int]:
+    group = mesh((WORLD_SIZE // ep, ep), ("edp", "ep"))["ep"].get_group()
+    return dist.get_process_group_ranks(group)
+
+
+def test_experts_spread_over_a_node_keep_rows_inside_it(ranks: Ranks) -> None:
+    """As the trainer divides ranks: expert-parallel ranks are consecutive."""
+    assert resolve(load("ez-moe")).parallelism.ep_size == 8
+    nodes = Topology.even(WORLD_SIZE, 2).node_of
+    for ep, crosses in ((2, False), (4, True)):
+        assert Degrees(dp_replicate=1, fsdp=WORLD_SIZE, tp=1, ep=ep).ep == ep
+        for members in ranks(ranks_of_a_group, ep):
+            assert (len({nodes[rank] for rank in members}) > 1) == crosses
