@@ -119,7 +119,7 @@ def dequantise(
     if sides.on_gpu(code):
         from carpool.experts import quantised_kernels
 
-        return quantised_kernels.dequantise(code, scale, dtype, offsets_S, levels(code.device))
+        return quantised_kernels.dequantise(code, scale, dtype, offsets_S, levels(code.device), BLOCK, STEP)
     nf4, level = code.dtype == torch.uint8, torch.tensor(LEVELS)
     pairs = torch.stack((level.repeat_interleave(16), level.repeat(16)), 1)  # of each byte
     out = torch.empty(*code.shape[:2], code.shape[2] * (2 if nf4 else 1), dtype=dtype, device=code.device)

@@ -12,7 +12,6 @@ import torch
 import triton
 import triton.language as tl
 
-from carpool.experts.quantised import BLOCK, STEP
 from carpool.kernels.quick import cdiv, quick
 
 COLUMNS = 256
@@ -52,20 +51,31 @@ def _dequantise(  # type: ignore[no-untyped-def]
 
 
 def dequantise(
-    code: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, offsets_S: torch.Tensor | None, levels: torch.Tensor
+    code: torch.Tensor,
+    scale: torch.Tensor,
+    dtype: torch.dtype,
+    offsets_S: torch.Tensor | None,
+    levels: torch.Tensor,
+    block: int,
+    step: float,
 ) -> torch.Tensor:
-    """As `carpool.experts.quantised.dequantise`. `levels`: those of nf4, on the device."""
+    """As `carpool.experts.quantised.dequantise`.
+
+    Args:
+        levels: those of nf4, on the device.
+        block: values of nf4 that share a scale.
+        step: of int8, beside the scale."""
     nf4 = code.dtype == torch.uint8
     slots, rows, packed = code.shape
     width = 2 * packed if nf4 else packed
     out = torch.empty(slots, rows, width, dtype=dtype, device=code.device)
     if out.numel() == 0:
         return out
-    group = BLOCK if nf4 else width
+    group = block if nf4 else width
     columns = min(group, COLUMNS) if nf4 else COLUMNS
     groups, each = rows * (width // group), ELEMENTS // columns
     _dequantise[cdiv(groups, each), slots](
-        code, scale, levels, out, code if offsets_S is None else offsets_S, groups, WIDTH=group, NF4=nf4, STEP=STEP,
+        code, scale, levels, out, code if offsets_S is None else offsets_S, groups, WIDTH=group, NF4=nf4, STEP=step,
         SKIPS=offsets_S is not None, GROUPS=each, COLUMNS=columns, num_warps=8,
     )  # fmt: skip
     return out

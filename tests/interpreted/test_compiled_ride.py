@@ -59,10 +59,10 @@ def test_compiled_equals_eager_and_keeps_no_input(kept: str) -> None:
         assert torch.equal(ours, theirs)
 
     inputs = [tensor.clone() for tensor in (x, weight, slot)]
-    _, ticket = ride_operator.ride_operator(*inputs, *weights, *(None,) * 6, slot, setup.number, True)
+    _, ticket = ride_operator.ride_operator(*inputs, *weights, *(None,) * 10, slot, setup.number, True)
     for tensor in inputs:
         tensor.fill_(-1)
-    got = ride_operator.ride_backward_operator(dy, ticket, x, weight, slot, *weights, *(None,) * 6, True)
+    got = ride_operator.ride_backward_operator(dy, ticket, x, weight, slot, *weights, *(None,) * 10, True)
     for ours, theirs in zip(got, want[1:], strict=True):
         assert torch.equal(ours, theirs)
 
