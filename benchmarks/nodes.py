@@ -24,6 +24,7 @@ an expert.
 from __future__ import annotations
 
 import os
+import signal
 import statistics
 import sys
 import time
@@ -308,6 +309,7 @@ def main() -> None:
         return
     if reason := why_not():
         parser.error(f"no cluster here: {reason}; start it with torchrun on a real one")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which removes the cluster
     with Cluster(args.nodes, args.rate) as cluster:
         path = os.pathsep.join(filter(None, [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH")]))
         program = ["-m", "benchmarks.nodes", *sys.argv[1:]]
