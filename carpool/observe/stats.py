@@ -11,16 +11,17 @@ import torch
 
 from carpool.observe.meter import Meter, Spans
 from carpool.observe.recompute import in_recompute, new_counter
-from carpool.observe.traffic import VERBS, Traffic
+from carpool.observe.traffic import VERBS, HostTraffic, Traffic
 
 
 @dataclass(frozen=True)
 class HostCounts:
-    """What a layer counts on the host: see `LayerStats`, and `Meter` for the spans."""
+    """What a layer counts on the host: see `LayerStats`, `Meter` for the spans, and `Traffic`; None: no traffic."""
 
     tokens: int = 0
     tokens_dispatched: int = 0
     spans: Spans = field(default_factory=dict)
+    traffic: HostTraffic | None = None
 
 
 class LayerStats:
@@ -68,7 +69,8 @@ class LayerStats:
 
     def exchange(self, counts: HostCounts) -> HostCounts:
         """Put `counts` in the place of what was counted on the host since the last reset, which is returned."""
-        before = HostCounts(self.tokens, self.tokens_dispatched, self.meter.exchange(counts.spans))
+        spans, traffic = self.meter.exchange(counts.spans), self.traffic.exchange(counts.traffic)
+        before = HostCounts(self.tokens, self.tokens_dispatched, spans, traffic)
         self.tokens, self.tokens_dispatched = counts.tokens, counts.tokens_dispatched
         return before
 
@@ -77,6 +79,8 @@ class LayerStats:
         self.tokens += counts.tokens
         self.tokens_dispatched += counts.tokens_dispatched
         self.meter.add(counts.spans)
+        if counts.traffic is not None:
+            self.traffic.repeat(counts.traffic)
 
     def summary(self) -> RideStats:
         traffic = self.traffic

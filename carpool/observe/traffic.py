@@ -7,12 +7,21 @@ kernels. Nothing here synchronises with the device until somebody asks.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from carpool.observe.to_host import to_device
 
 VERBS = ("plan", "dispatch", "combine", "dispatch_backward", "combine_backward")
+
+
+class HostTraffic(NamedTuple):
+    """What the host knows of a traffic, by verb: as `Traffic.rows`, `bytes` and `baseline`."""
+
+    rows: dict[str, list[int]]
+    bytes: dict[str, list[int]]
+    baseline: dict[str, int]
 
 
 class Traffic:
@@ -30,11 +39,23 @@ class Traffic:
         self.reset()
 
     def reset(self) -> None:
-        self._rows: dict[str, list[int]] = {verb: [0] * self.num_ranks for verb in VERBS}
-        self._bytes: dict[str, list[int]] = {verb: [0] * self.num_ranks for verb in VERBS}
-        self._baseline: dict[str, int] = dict.fromkeys(VERBS, 0)
+        self._rows, self._bytes, self._baseline = _zeros(self.num_ranks)
         for tally in self._tallies.values():
             tally.zero_()
+
+    def exchange(self, counts: HostTraffic | None = None) -> HostTraffic:
+        """Put `counts` (None: zeros) in the place of what the host has counted, which is returned."""
+        before = HostTraffic(self._rows, self._bytes, self._baseline)
+        self._rows, self._bytes, self._baseline = counts or _zeros(self.num_ranks)
+        return before
+
+    def repeat(self, counts: HostTraffic) -> None:
+        """Count once more what was counted before."""
+        for verb in VERBS:
+            for rank in range(self.num_ranks):
+                self._rows[verb][rank] += counts.rows[verb][rank]
+                self._bytes[verb][rank] += counts.bytes[verb][rank]
+            self._baseline[verb] += counts.baseline[verb]
 
     @property
     def rows(self) -> dict[str, list[int]]:
@@ -124,3 +145,9 @@ class Traffic:
 
     def remote(self, what: dict[str, list[int]], *verbs: str) -> int:
         return sum(sum(what[v]) - what[v][self.rank] for v in verbs or VERBS)
+
+
+def _zeros(num_ranks: int) -> HostTraffic:
+    return HostTraffic(
+        {verb: [0] * num_ranks for verb in VERBS}, {verb: [0] * num_ranks for verb in VERBS}, dict.fromkeys(VERBS, 0)
+    )

@@ -54,8 +54,10 @@ def test_what_the_host_counts_can_be_counted_once_more() -> None:
     stats, expert_TK = LayerStats(4, 1, 0), torch.tensor([[0, 1], [2, 3], [0, 3]])
     weight_TK = torch.full((3, 2), 0.5)
     stats.count(expert_TK, weight_TK)
+    stats.traffic.add("dispatch", [3], 10)
     before = stats.exchange(HostCounts())
     stats.count(expert_TK, weight_TK)
+    stats.traffic.add("dispatch", [2], 10)
     with stats.meter.span("dispatch", CPU):
         pass
     captured = stats.exchange(before)
@@ -63,4 +65,5 @@ def test_what_the_host_counts_can_be_counted_once_more() -> None:
     for _ in range(2):
         stats.add(captured)
     assert stats.tokens == 9
+    assert stats.traffic.rows["dispatch"] == [3 + 2 * 2] and stats.traffic.bytes["dispatch"] == [70]
     assert len(stats.meter.milliseconds()["dispatch"]) == 2

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _PR_SET_PDEATHSIG = 1
 _LEAVE_SECONDS = 5.0
+_END_SECONDS = 20.0
 # NCCL cannot say which rank it waits for; so much later than the kernels of transport nvlink, which can, it gives up.
 _NCCL_EXTRA_SECONDS = 30
 
@@ -60,7 +61,7 @@ def main() -> None:
         os._exit(error.exit_code if isinstance(error, Stopped) else 1)
     # The same for a run that went well: while Python is taken down, a library's thread now and then aborts the process,
     # and the agent would call the run failed. What asked to be called at the end is called.
-    atexit._run_exitfuncs()
+    _within(_END_SECONDS, atexit._run_exitfuncs)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
@@ -101,6 +102,13 @@ def roll_call(timeout: float) -> Iterator[RollCall | None]:
         roll.stop()
 
 
+def _within(seconds: float, call: Callable[[], object]) -> None:
+    """Calls it, and waits so long at most: what is left undone ends with the process."""
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
 @contextlib.contextmanager
 def process_group(config: Config) -> Iterator[None]:
     """The default process group: NCCL with this rank's GPU, or gloo; left at the end, on errors too.
@@ -128,12 +136,11 @@ def process_group(config: Config) -> Iterator[None]:
         yield
     except BaseException:
         # Peers may be gone or stuck, and leaving may wait for them: it gets a few seconds.
-        thread = threading.Thread(target=dist.destroy_process_group, daemon=True)
-        thread.start()
-        thread.join(_LEAVE_SECONDS)
+        _within(_LEAVE_SECONDS, dist.destroy_process_group)
         raise
+    # All is done and written. What a library waits for now must not keep the job.
     if dist.is_initialized():
-        dist.destroy_process_group()
+        _within(_END_SECONDS, dist.destroy_process_group)
 
 
 def die_with(agent: int) -> None:

@@ -172,10 +172,12 @@ class Objective:
                 sums[place] = number
 
         factor = self.share * self.dp_size / tokens
-        if self.graphs is not None and (captured := self.graphs.run(batches, factor)) is not None:
-            sums[:2] += captured
-        else:
-            self._accumulate(batches, factor, sums, before_backward)
+        # In the backward too: layers that are computed again there must save what they saved before.
+        with fastest_attention(sums.device):
+            if self.graphs is not None and (captured := self.graphs.run(batches, factor)) is not None:
+                sums[:2] += captured
+            else:
+                self._accumulate(batches, factor, sums, before_backward)
         if dist.is_initialized():
             dist.all_reduce(sums)
         sums[0] /= self.ranks_per_copy
