@@ -143,9 +143,7 @@ class Hierarchical(MultiHop):
             inside = NVLink(hops.node, slots_per_rank, options.nvlink_inside(len(hops.rail_ranks)))
         else:
             inside = Dedup(hops.node, slots_per_rank, TransportOptions(codecs=options.codecs_inside))
-        super().__init__(
-            group, slots_per_rank, (Hop(between, hops.rail_ranks), Hop(inside, hops.node_ranks)), options.beside
-        )
+        super().__init__(group, slots_per_rank, (Hop(between, hops.rail_ranks), Hop(inside, hops.node_ranks)))
         self.between, self.inside = between, inside
         self.graphable = isinstance(between, FixedRows) and isinstance(inside, NVLink)
 

@@ -37,14 +37,12 @@ class HierarchicalOptions(TransportOptions):
         inside: what passes rows on inside a node. "auto": as `first_hop`; a transport made without it takes dedup.
         node_rows: rows between nodes that a token needs, mean, if that was measured.
         nvlink: of `nvlink` inside; its `max_tokens` and `capacity` are of one rank's tokens, here as there.
-        beside: start hop 2 beside the computation.
     """
 
     first_hop: Literal["auto", "fixed", "counted"] = "auto"
     inside: Literal["auto", "nvlink", "dedup"] = "auto"
     node_rows: float | None = None
     nvlink: NVLinkOptions = field(default_factory=NVLinkOptions)
-    beside: bool = False
 
     def __post_init__(self) -> None:
         for name, known in (("first_hop", ("auto", "fixed", "counted")), ("inside", ("auto", "nvlink", "dedup"))):
@@ -79,7 +77,7 @@ class HierarchicalOptions(TransportOptions):
         return PLAIN if self.codecs.hop == "nodes" else self.codecs
 
     def under(self, schedule: Schedule, resend: bool = False) -> Self:
-        return replace(self, nvlink=self.nvlink.under(schedule, resend), beside=schedule.name != "none")
+        return replace(self, nvlink=self.nvlink.under(schedule, resend))
 
     def settled(
         self, group: dist.ProcessGroup | None, top_k: int, hidden: int, own_forward: bool = False

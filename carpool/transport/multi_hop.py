@@ -12,7 +12,8 @@ rank in the middle adds up in float32 what belongs to one row, rounds it to the 
 
 A hop of a piece starts when the hop before it has arrived. Nobody waits for that: the hop is started where a neighbour
 is waited for (`Relays`). So both links are busy at once, as in ScheMoE's Pipe-A2A (EuroSys '24, section 4). On a GPU
-what starts a hop runs on streams beside the computation, if a schedule asks for that.
+what starts a hop runs on the computation's own stream, in order with it: on streams of its own it read memory that the
+computation had been given (two ranks a node, chunks: other bits the second time).
 """
 
 from __future__ import annotations
@@ -101,65 +102,39 @@ class Relay:
 
     def __init__(self, piece: int, out: bool, pending: Pending, later: Sequence[Start]) -> None:
         self.piece, self.out, self._pending, self._later = piece, out, pending, list(later)
-        # What a stream beside the computation reads lives until the computation has waited for that stream.
-        self._held: list[Any] = []
-        self._started: torch.cuda.Event | None = None
 
     @property
     def on_last(self) -> bool:
         return not self._later
 
-    def advance(self, stream: torch.cuda.Stream | None) -> None:
-        """Start the next hop, on a stream if there is one. On a CPU this waits for the hop before."""
-        if stream is None:
-            self._pending = self._later.pop(0)(self._take())
-            return
-        # What that stream allocates may be memory that the current one has used until now.
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            came = self._take()
-            self._held.append(came)
-            self._pending = self._later.pop(0)(came)
-            self._started = stream.record_event()
+    def advance(self) -> None:
+        """Start the next hop when the hop before has arrived, which is waited for."""
+        self._pending = self._later.pop(0)(self._pending.wait())
 
     def value(self) -> Any:
-        """What the last hop brought. The current stream waits for it."""
-        value = self._take()
-        self._held.clear()
-        return value
-
-    def _take(self) -> Any:
-        if self._started is not None:
-            torch.cuda.current_stream().wait_event(self._started)
+        """What the last hop brought."""
         return self._pending.wait()
 
 
 class Relays:
-    """Starts the hops of pieces that are under way; see the module's docstring.
+    """Starts the hops of pieces that are under way; see the module's docstring."""
 
-    Args:
-        beside: on a GPU, start later hops on streams of their own.
-    """
-
-    def __init__(self, beside: bool) -> None:
-        self._beside = beside
-        self._streams: dict[bool, torch.cuda.Stream] = {}
+    def __init__(self) -> None:
         self._under_way: list[Relay] = []
 
-    def add(self, relay: Relay, device: torch.device) -> Pending:
+    def add(self, relay: Relay) -> Pending:
         """Whose `wait()` gives the relay's value."""
         if not relay.on_last:
             self._under_way.append(relay)
-        return Pending(lambda: self._wait(relay, device))
+        return Pending(lambda: self._wait(relay))
 
-    def _wait(self, relay: Relay, device: torch.device) -> Any:
+    def _wait(self, relay: Relay) -> Any:
         # Hops are started in the order of the relays, which is the same on all ranks.
         while not relay.on_last:
-            relay.advance(None)
+            relay.advance()
         # A neighbour's first hop was under way while the experts computed on this piece, or on the one before.
-        near = [other for other in self._under_way if self._due(other, relay)]
-        for other in near:
-            other.advance(self._stream(other.out, device))
+        for other in [other for other in self._under_way if self._due(other, relay)]:
+            other.advance()
         self._under_way = [other for other in self._under_way if not other.on_last]
         return relay.value()
 
@@ -170,31 +145,19 @@ class Relays:
         apart = abs(other.piece - waited.piece)
         return apart > 1 if waited.out and not other.out else apart <= 1
 
-    def _stream(self, out: bool, device: torch.device) -> torch.cuda.Stream | None:
-        if not self._beside or device.type != "cuda":
-            return None
-        if out not in self._streams:
-            self._streams[out] = torch.cuda.Stream(device, priority=-1)
-        return self._streams[out]
-
 
 class MultiHop(Transport):
     """Rides over `hops`; see the module's docstring. All but the last are `ExchangeTransport`s, and have several ranks
     or one.
-
-    Args:
-        beside: start later hops beside the computation.
     """
 
     anywhere = False
     hops_in_turn = True
 
-    def __init__(
-        self, group: dist.ProcessGroup | None, slots_per_rank: int, hops: Sequence[Hop], beside: bool = False
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup | None, slots_per_rank: int, hops: Sequence[Hop]) -> None:
         super().__init__(group, slots_per_rank)
         self.hops = tuple(hops)
-        self.relays = Relays(beside)
+        self.relays = Relays()
 
     @property
     def num_hops(self) -> int:
@@ -276,7 +239,7 @@ class MultiHop(Transport):
         ]
         later = [lambda came, start=start: start(came.data) for start in starts[1:]]
         relay = Relay(route.number, True, starts[0](x_TH), later)
-        return self.relays.add(relay, x_TH.device)
+        return self.relays.add(relay)
 
     def combine(self, route: MultiHopRoute, partial_RH: torch.Tensor) -> Pending:
         route.count_baseline("back", partial_RH, 0)
@@ -299,7 +262,7 @@ class MultiHop(Transport):
     def _back(self, route: MultiHopRoute, first: Any, starts: Sequence[Start]) -> Pending:
         *later, start = starts
         relay = Relay(route.number, False, start(first), later[::-1])
-        return self.relays.add(relay, route.chosen_W.device)
+        return self.relays.add(relay)
 
     def discard(self, route: MultiHopRoute, x_TH: torch.Tensor) -> Pending:
         return self.hops[-1].transport.discard(route.hops[-1], x_TH)

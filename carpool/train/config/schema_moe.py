@@ -76,7 +76,7 @@ def _options_of_transport(name: str) -> tuple[str, dict[str, Any]]:
         return "the options of transport 'nvlink' are the section [nvlink]", {}
     cls = TRANSPORTS[name].options_class
     # What other settings say: the largest number of tokens, and the section [nvlink] of a transport that has it inside.
-    shared = {field.name for field in fields(TransportOptions)} | {"nvlink", "beside"}
+    shared = {field.name for field in fields(TransportOptions)} | {"nvlink"}
     known = {} if cls is None else {key: kind for key, kind in get_type_hints(cls).items() if key not in shared}
     return f"transport {name!r} has {_listed(known)}", known
 
