@@ -179,6 +179,10 @@ class ExchangeTransport(Transport):
     def list_rows(self, slot_TK: torch.Tensor, here_WTK: torch.Tensor, num_rows: int) -> RowsToSend:
         """Which rows go where; `num_rows` is the sum of what `count_rows` said."""
 
+    def rows_of(self, x_TH: torch.Tensor, token_N: torch.Tensor) -> torch.Tensor:
+        """The rows of these tokens, of which a list may name one past the last where there is none."""
+        return x_TH[token_N]
+
     def copy_rows(self, x_TH: torch.Tensor, route: ExchangeRoute) -> torch.Tensor:
         """(N, H) the rows that travel."""
         return x_TH[route.token_N]
@@ -335,7 +339,7 @@ class ExchangeTransport(Transport):
         message.put(route.number, self.copy_rows(codec.encode(x_TH), route))
         route.count("out", route.send, x_TH, choice_bytes, self.codecs)
         own_N = route.token_N[_share(route.send, self.rank)]
-        come = self._decoded(message, codec, route.number, x_TH, lambda: x_TH[own_N], route.receive)
+        come = self._decoded(message, codec, route.number, x_TH, lambda: self.rows_of(x_TH, own_N), route.receive)
         return Pending(lambda: Rows.of(come()))
 
     def _codec(self, route: ExchangeRoute, way: Literal["out", "back"]) -> Codec:

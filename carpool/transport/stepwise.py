@@ -93,8 +93,11 @@ class AlignedAllToAll(AllToAll):
             choice_NJ=choice_N.unsqueeze(1),
         )
 
+    def rows_of(self, x_TH: torch.Tensor, token_N: torch.Tensor) -> torch.Tensor:
+        return F.pad(x_TH, (0, 0, 0, 1))[token_N]
+
     def copy_rows(self, x_TH: torch.Tensor, route: ExchangeRoute) -> torch.Tensor:
-        return F.pad(x_TH, (0, 0, 0, 1))[route.token_N]
+        return self.rows_of(x_TH, route.token_N)
 
     def sum_rows(self, rows_NH: torch.Tensor, route: ExchangeRoute) -> torch.Tensor:
         return ordered_sum(rows_NH, route.token_N, route.num_tokens + 1)[: route.num_tokens]

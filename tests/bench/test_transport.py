@@ -77,7 +77,7 @@ def run(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[st
 
     with mock.patch.object(bench_ranks, "run", start), mock.patch.object(sys, "argv", ["carpool", *args]):
         done = CliRunner().invoke(cli.app, args)
-    assert done.exit_code == 0, done.output
+    assert done.exit_code == 0, f"{done.output}{done.exception}"
     assert shown[1:] == [""] * 3, "rank 0 alone speaks"
     return json.loads((folder / "transport.json").read_text()), shown[0], folder
 

@@ -103,7 +103,7 @@ class Cramped:
 
     def overflow(self) -> int:
         self.asked += 1
-        return self.capacity + 1 if dist.get_rank() == 2 and self.asked in (2, 3, 6) else 0
+        return self.capacity + 1 if dist.get_rank() == 1 and self.asked in (2, 3, 6) else 0
 
     def grow(self, capacity: int) -> None:
         self.capacity = capacity
