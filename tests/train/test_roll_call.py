@@ -53,7 +53,7 @@ def ranks_with(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], Ra
 
     def make(timeout: float) -> Ranks:
         made.append(Ranks(monkeypatch, timeout))
-        made[-1].wait(lambda: all(all(call._latest) for call in made[-1].calls))
+        made[-1].wait(lambda: all(made[-1].calls[0]._latest) and all(0 in call._where for call in made[-1].calls))
         return made[-1]
 
     yield make
@@ -69,9 +69,21 @@ def test_a_failing_rank_says_who_is_silent(ranks_with: Callable[[float], Ranks])
     ranks.calls[2].stop()
     said = str(ranks.calls[0].explain(TIMED_OUT))
     assert said.startswith("rank 2 on node 1 (gpu1) does not answer any more") and "Timed out waiting" in said
+    said = str(ranks.calls[1].explain(TIMED_OUT))
+    assert said.startswith("rank 2 on node 1 (gpu1) does not answer any more"), "not only rank 0 looks"
     ranks.calls[1].stop()
     assert "rank 1 on node 0 (gpu0) and rank 2 on node 1 (gpu1)" in str(ranks.calls[0].explain(TIMED_OUT))
     assert not ranks.ended
+
+
+def test_of_many_ranks_the_first_alone_looks(
+    ranks_with: Callable[[float], Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(roll_call, "MOST_WATCHERS", 2)
+    ranks = ranks_with(60.0)
+    assert "rank 0 says who does not answer" in str(ranks.calls[1].explain(TIMED_OUT))
+    assert not any(ranks.calls[1]._latest), "it reads no other rank's number"
+    assert "all 3 ranks answer" in str(ranks.calls[0].explain(TIMED_OUT))
 
 
 def test_ranks_are_told_who_is_lost_while_they_wait(ranks_with: Callable[[float], Ranks]) -> None:

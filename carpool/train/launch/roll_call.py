@@ -6,10 +6,11 @@ waits for, with the time that the store took to answer:
 
     beat/0 = "41 0.0002"    beat/1 = "41 0.0003"    beat/2 = "17 0.0004"  <- has not changed since 10 s: rank 2 is gone
 
-Who fails in a collective looks which numbers go on (`explain`). If all do, the link whose store takes longest to answer
-is named. Where the main thread cannot fail, as inside a collective of NCCL, rank 0 declares ranks lost after `timeout`
-seconds; all others read that, and end. A rank that does not reach the store for so long ends by itself: the store is
-on the node of rank 0, and the link to that node is down.
+Rank 0 reads all numbers, the others only what rank 0 declares: of W ranks that all read all, the store would be asked
+for W * W numbers a second. Who fails in a collective looks, too, which numbers go on (`explain`). If all do, the link
+whose store takes longest to answer is named. Where the main thread cannot fail, as inside a collective of NCCL, rank 0
+declares ranks lost after `timeout` seconds; all others read that, and end. A rank that does not reach the store for so
+long ends by itself: the store is on the node of rank 0, and the link to that node is down.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ log = logging.getLogger("carpool")
 BEAT_SECONDS = 1.0
 # So long a rank that has failed looks at the others. Who says nothing in the second half of it is gone.
 PATIENCE_SECONDS = 6.0
+# Of more ranks, rank 0 alone looks.
+MOST_WATCHERS = 256
 # After the timeout, for the main thread to fail by itself.
 GRACE_SECONDS = 5.0
 
@@ -52,7 +55,8 @@ class RollCall:
         self._store, self.rank, self.world, self.timeout, self._end = store, rank, world, timeout, end
         self._prefix = f"carpool/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._beats = [f"{self._prefix}/beat/{one}" for one in range(world)]
-        self._where = [""] * world
+        self._watches = rank == 0
+        self._where: dict[int, str] = {}
         self._stopped = threading.Event()
         self._reached = time.monotonic()
         self._latest = [""] * world
@@ -64,7 +68,8 @@ class RollCall:
     def start(self) -> None:
         node = os.environ.get("GROUP_RANK", os.environ.get("SLURM_NODEID"))
         host = socket.gethostname()
-        self._store.set(f"{self._prefix}/where/{self.rank}", f"node {node} ({host})" if node else f"host {host}")
+        self._where[self.rank] = f"node {node} ({host})" if node else f"host {host}"
+        self._store.set(f"{self._prefix}/where/{self.rank}", self._where[self.rank])
         for thread in self._threads:
             thread.start()
 
@@ -76,15 +81,15 @@ class RollCall:
     def explain(self, error: BaseException) -> RanksLostError:
         """What is behind an error of a collective. Takes some seconds: ranks get the time for a beat."""
         now = time.monotonic()
+        self._watches = self._watches or self.world <= MOST_WATCHERS
         time.sleep(PATIENCE_SECONDS)
         if self._reached < now:
             return RanksLostError(self._unreached(time.monotonic() - self._reached) + f" ({_short(error)})")
-        limit = self._reached - PATIENCE_SECONDS / 2
-        silent = [one for one in range(self.world) if self._changed[one] < limit]
-        if silent:
+        if not self._watches:
+            return RanksLostError(f"a collective failed ({_short(error)}); rank 0 says who does not answer")
+        if silent := self._silent():
             return RanksLostError(f"{self._gone(silent)} ({_short(error)})")
-        delay_W = [float(beat.split()[1]) if beat else 0.0 for beat in self._latest]
-        slowest = max(range(self.world), key=delay_W.__getitem__)
+        delay_W, slowest = self._delays()
         return RanksLostError(
             f"a collective failed, but all {self.world} ranks answer ({_short(error)}). If a link is slow, it is most "
             f"likely that of {self._name([slowest])}: the store took {delay_W[slowest]:.3g} s to answer it, and "
@@ -97,9 +102,6 @@ class RollCall:
         while not self._stopped.wait(BEAT_SECONDS):
             began = time.monotonic()
             try:
-                if not self._where[self.rank]:
-                    names = [f"{self._prefix}/where/{one}" for one in range(self.world)]
-                    self._where = [text.decode() for text in self._store.multi_get(names)]
                 count += 1
                 self._store.set(self._beats[self.rank], f"{count} {delay:.6f}")
                 self._read()
@@ -110,18 +112,36 @@ class RollCall:
             delay = self._reached - began
 
     def _read(self) -> None:
-        """All beats, and what rank 0 has declared."""
-        there = [one for one in range(self.world) if self._latest[one] or self._store.check([self._beats[one]])]
-        for one, text in zip(there, self._store.multi_get([self._beats[one] for one in there]), strict=True):
-            if self._latest[one] != text.decode():
-                self._latest[one], self._changed[one] = text.decode(), time.monotonic()
-        key = f"{self._prefix}/lost"
+        """What rank 0 has declared, and of who watches all beats; and where the ranks are that may have to be named."""
+        named, key = {0}, f"{self._prefix}/lost"
+        if self._watches:
+            there = [one for one in range(self.world) if self._latest[one] or self._store.check([self._beats[one]])]
+            for one, text in zip(there, self._store.multi_get([self._beats[one] for one in there]), strict=True):
+                if self._latest[one] != text.decode():
+                    self._latest[one], self._changed[one] = text.decode(), time.monotonic()
+            named |= {*self._silent(), self._delays()[1]}
         if self.rank == 0:
             limit = time.monotonic() - self.timeout - GRACE_SECONDS
             if silent := [one for one in range(1, self.world) if self._changed[one] < limit]:
                 self._store.set(key, " ".join(map(str, silent)))
+        lost = []
         if self._store.check([key]):
-            self._lost = [int(one) for one in self._store.get(key).decode().split()]
+            lost = [int(one) for one in self._store.get(key).decode().split()]
+        for one in sorted(named.union(lost) - self._where.keys()):
+            name = f"{self._prefix}/where/{one}"
+            if self._store.check([name]):
+                self._where[one] = self._store.get(name).decode()
+        self._lost = lost
+
+    def _silent(self) -> list[int]:
+        """Ranks whose numbers stand still."""
+        limit = self._reached - PATIENCE_SECONDS / 2
+        return [one for one in range(self.world) if self._changed[one] < limit]
+
+    def _delays(self) -> tuple[list[float], int]:
+        """Seconds that the store took to answer each rank, and the rank that waited longest."""
+        delay_W = [float(beat.split()[1]) if beat else 0.0 for beat in self._latest]
+        return delay_W, max(range(self.world), key=delay_W.__getitem__)
 
     def _judge(self) -> None:
         while not self._stopped.wait(BEAT_SECONDS):
@@ -142,8 +162,9 @@ class RollCall:
         )
 
     def _unreached(self, seconds: float) -> str:
+        first = self._where.get(0, "its node")
         return (
-            f"{self._name([self.rank])} has not reached rank 0 on {self._where[0] or 'its node'} for {seconds:.0f} s: "
+            f"{self._name([self.rank])} has not reached rank 0 on {first} for {seconds:.0f} s: "
             "that node is gone, or the link to it is down or too slow"
         )
 
@@ -151,7 +172,7 @@ class RollCall:
         """For people: "rank 2, rank 3 on node 1 (gpu07)"."""
         nodes: dict[str, list[int]] = {}
         for rank in ranks:
-            nodes.setdefault(self._where[rank] or "an unknown node", []).append(rank)
+            nodes.setdefault(self._where.get(rank, "an unknown node"), []).append(rank)
         return " and ".join(f"rank {', rank '.join(map(str, on))} on {node}" for node, on in nodes.items())
 
 
