@@ -40,7 +40,6 @@ import torch
 import torch.distributed as dist
 from transformers.distributed import DistributedConfig
 
-from carpool.bench.moe.home import Home, HomeRoute
 from carpool.bench.script import check_arenas, join_group, make_parser, write_results
 from carpool.bench.timing import rounds, timed_step
 from carpool.hf import rides
@@ -49,6 +48,7 @@ from carpool.observe.traffic import Traffic
 from carpool.schedule import Schedule
 from carpool.schedule.two_batch import TwoBatch
 from carpool.transport import NVLinkOptions
+from carpool.transport.local import Local, LocalRoute
 
 WARMUP = 2
 VOCABULARY = {"vocab_size": 512, "bos_token_id": None, "pad_token_id": None, "eos_token_id": 0}
@@ -102,15 +102,16 @@ def make_stack(args: argparse.Namespace, device: torch.device, mixed: bool) -> t
     return model, x, torch.randn(*shape, config.vocab_size, device=device, dtype=dtype) / 64
 
 
-class Nothing(Home):
+class Nothing(Local):
     """Each rank keeps its tokens; an expert of another rank is computed by the own one in the same place."""
 
     def __init__(self, slots_per_rank: int) -> None:
         self.slots_per_rank = slots_per_rank
 
-    def plan(self, slot_TK: torch.Tensor, weight_TK: torch.Tensor, traffic: Traffic) -> HomeRoute:
+    def plan(self, slot_TK: torch.Tensor, weight_TK: torch.Tensor, traffic: Traffic) -> LocalRoute:
         own_TK = torch.where(slot_TK < 0, slot_TK, slot_TK % self.slots_per_rank).int()
-        return super().plan(own_TK, weight_TK, traffic)
+        # Nothing travels, so nothing is counted.
+        return super().plan(own_TK, weight_TK, Traffic(1, 0))
 
 
 @dataclass(frozen=True)

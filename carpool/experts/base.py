@@ -179,7 +179,8 @@ class Experts(Protocol):
 
     Whoever calls keeps the arrived rows x for the backward; the experts keep the rest. Experts with an attribute
     `reads_packets` that is True get rows and gradients as packets of FP8, whenever there are any. Only those whose
-    `computes_adapters` is True get weights with adapters, or quantised ones."""
+    `computes_adapters` is True get weights with adapters, or quantised ones. CUDA graphs do not hold
+    those whose `counts_on_host` is True."""
 
     name: str
 

@@ -51,6 +51,7 @@ class ReferenceExperts:
     """`reference_experts` behind the contract of `Experts`."""
 
     name = "reference"
+    counts_on_host = True
     computes_adapters = True
 
     def __init__(self, function: ExpertFunction) -> None:

@@ -303,8 +303,8 @@ def why_host_waits(experts: object, weights: torch.Tensor) -> str | None:
 
     Args:
         weights: one of their stacked matrices."""
-    if getattr(experts, "name", "") == "reference":
-        return "the reference's experts ask the host how many rows each of them has"
+    if getattr(experts, "counts_on_host", False):
+        return f"experts {getattr(experts, 'name', None)!r} ask the host how many rows each of them has"
     if weights.dtype != torch.bfloat16 or any(size % 8 for size in weights.shape[-2:]):
         kind = str(weights.dtype).removeprefix("torch.")
         sizes = " x ".join(map(str, weights.shape[-2:]))

@@ -231,13 +231,12 @@ class LayerCore:
     def _make_transport(self, top_k: int, hidden: int, device: torch.device) -> Transport:
         own = self.function is None
         name, self.why = resolve_transport(self.requested, self.group, top_k, hidden, self.options, own_forward=own)
-        unlimited = self.limit is None
-        if self.requested == "auto" and unlimited and why_not_nodes(self.group) is None and self.group is not None:
+        if self.requested == "auto" and why_not_nodes(self.group) is None and self.group is not None:
             most, size = None if self.options is None else self.options.max_tokens, 2 if device.type == "cuda" else 4
             machine = hardware_of(torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")
             name, self.why = way_between_nodes(
                 name, self.why, topology_of(self.group), top_k=top_k, hidden=hidden, element_size=size, tokens=most,
-                hardware=machine,
+                hardware=machine, limited=self.limit is not None,
             )  # fmt: skip
         options = find_transport(name).own_options(self.options)
         if options is not None:

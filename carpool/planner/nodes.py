@@ -27,6 +27,7 @@ def way_between_nodes(
     element_size: int,
     tokens: int | None,
     hardware: Hardware,
+    limited: bool,
 ) -> tuple[str, str]:
     """What "auto" takes where the ranks of an expert-parallel group lie on several nodes.
 
@@ -34,12 +35,15 @@ def way_between_nodes(
         name, why: the transport of one hop that it would take, and why.
         topology: of the group; nodes hold equally many consecutive ranks, or are not looked at.
         tokens: of a rank; None: nobody has said.
+        limited: each token's experts are on few ranks or nodes, which is not modelled.
 
     Returns:
         `name` or "hierarchical", whichever has the shorter modelled rides if experts are chosen uniformly, and why.
     """
     if topology.num_nodes == 1 or tokens is None:
         return name, why
+    if limited:
+        return name, f"{why}; not {TWO_HOPS}: routing is limited, and its costs are modelled for choices that are not"
     try:
         topology.even_nodes()
     except ValueError as error:

@@ -19,7 +19,7 @@ def way(num_ranks: int, nodes: int, top_k: int, tokens: int | None = 8192) -> tu
     topology = Topology.even(num_ranks, nodes)
     name = "alltoall" if top_k == 1 else "dedup"
     sizes = {"top_k": top_k, "hidden": 2048, "element_size": 2, "tokens": tokens}
-    return way_between_nodes(name, "fewest rows", topology, **sizes, hardware=H200)  # type: ignore[arg-type]
+    return way_between_nodes(name, "fewest rows", topology, **sizes, hardware=H200, limited=False)  # type: ignore[arg-type]
 
 
 def test_two_hops_pay_where_many_ranks_of_a_node_want_a_token() -> None:
@@ -34,7 +34,7 @@ def test_two_hops_pay_where_many_ranks_of_a_node_want_a_token() -> None:
     assert way(16, 1, 8) == way(16, 2, 8, tokens=None) == ("dedup", "fewest rows")
     dealt = Topology((0, 1, 0, 1), (0, 1, 0, 1))
     sizes = {"top_k": 8, "hidden": 64, "element_size": 2, "tokens": 8}
-    kept, why = way_between_nodes("dedup", "fewest rows", dealt, **sizes, hardware=H200)  # type: ignore[arg-type]
+    kept, why = way_between_nodes("dedup", "fewest rows", dealt, **sizes, hardware=H200, limited=False)  # type: ignore[arg-type]
     assert kept == "dedup" and "equally many consecutive ranks" in why
 
 
@@ -55,3 +55,13 @@ def test_auto_takes_what_the_model_says(ranks: Ranks) -> None:
 @pytest.mark.parametrize("top_k", [1, 2])
 def test_few_experts_of_a_token_take_one_hop(top_k: int) -> None:
     assert way(4, 2, top_k)[0] != "hierarchical"
+
+
+def test_limited_routing_keeps_one_hop() -> None:
+    topology, sizes = Topology.even(16, 2), {"top_k": 8, "hidden": 2048, "element_size": 2, "tokens": 8192}
+    found = {
+        limited: way_between_nodes("dedup", "why", topology, **sizes, hardware=H200, limited=limited)  # type: ignore[arg-type]
+        for limited in (False, True)
+    }
+    assert found[False][0] == "hierarchical"
+    assert found[True][0] == "dedup" and "routing is limited" in found[True][1]

@@ -40,7 +40,7 @@ def layer(
     weights = torch.empty(1, 8, 8, dtype=dtype)
     return SimpleNamespace(
         transport=SimpleNamespace(name="some", graphable=graphable),
-        compute=None if own else SimpleNamespace(name=name),
+        compute=None if own else SimpleNamespace(name=name, counts_on_host=name == "reference"),
         layout=SimpleNamespace(num_replicas=replicas),
         experts=SimpleNamespace(has_gate=False, has_bias=False, up_proj=weights, down_proj=weights),
     )

@@ -30,7 +30,6 @@ import torch
 from carpool.bench.moe import memory
 from carpool.bench.moe.answers import Case
 from carpool.bench.moe.contest import PLOT, Contender, Contest, Forward
-from carpool.bench.moe.home import Home
 from carpool.bench.moe.modules import use
 from carpool.bench.moe.results import PASSES, Row, show
 from carpool.bench.moe.settings import HELD, Settings, fast_experts
@@ -43,6 +42,7 @@ from carpool.observe.stats import LayerStats
 from carpool.ride import RideSetup, ride
 from carpool.routing import Routing
 from carpool.train.launch.start import find_world
+from carpool.transport.local import Local
 
 BASELINE = Contender("grouped_mm", theirs=True)
 
@@ -112,7 +112,7 @@ def carpool_experts(name: str, case: Case, scope: ExitStack) -> Forward:
     function = expert_function(module)
     if function is None:
         raise ValueError(f"{type(module).__name__} computes what Carpool's experts do not know")
-    experts, transport = make_experts(name.removesuffix("-held"), function), Home(None, module.num_experts)
+    experts, transport = make_experts(name.removesuffix("-held"), function), Local(None, module.num_experts)
     if name == HELD:
         assert isinstance(experts, FP8Experts)
         scope.enter_context(experts.weights_unchanged())

@@ -84,12 +84,10 @@ def choose_way(
         name, why = choose_transport(wanted, layer.num_ranks, top_k, unfit)
         if wanted != "auto":
             return Chosen(name, shape, "given", why), False
-        if several_nodes and layer.limit is not None:
-            why += "; not hierarchical: routing is limited, and its costs are modelled for choices that are not"
-        elif several_nodes:
+        if several_nodes:
             name, why = way_between_nodes(
                 name, why, topology_of(layer.group), top_k=top_k, hidden=hidden, element_size=element_size,
-                tokens=options.max_tokens, hardware=machine,
+                tokens=options.max_tokens, hardware=machine, limited=layer.limit is not None,
             )  # fmt: skip
         return kept or Chosen(name, shape, "default", why + note), False
 
