@@ -1,17 +1,23 @@
 """The degrees of parallelism of a run: over how many ranks each dimension of the work is divided.
 
-    dense parameters    dp_replicate x fsdp x tp         = all ranks
-    experts             dp_replicate x efsdp x ep        = all ranks
+    dense parameters    pp x dp_replicate x fsdp  x cp x tp     = all ranks
+    experts             pp x dp_replicate x efsdp x ep x etp    = all ranks
 
-Made once, by `carpool.train.config.schema.ParallelismSection.resolve`. Whatever follows from the sizes (who sees
-which data, how many tokens a rank has) is computed here and nowhere else.
+Both lines are one order of the ranks, the last axis fastest, so they agree on pp and dp_replicate and fold the rest:
+ep and etp may spread over cp, tp and fsdp as their sizes ask. Made once, by
+`carpool.train.config.schema.ParallelismSection.resolve`. Whatever follows from the sizes (who sees which data, who
+shares a group, how many tokens a rank has) is computed here and nowhere else.
 
     8 ranks, tp = 2, ep = 4    ->  fsdp = 4, efsdp = 2, and 4 data-parallel ranks: ranks 0 and 1 see the same tokens
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+DENSE_AXES = ("pp", "dp_replicate", "fsdp", "cp", "tp")
+EXPERT_AXES = ("pp", "dp_replicate", "efsdp", "ep", "etp")
 
 
 @dataclass(frozen=True)
@@ -20,57 +26,94 @@ class Degrees:
 
     Attributes:
         dp_replicate: copies of the sharded model (HSDP).
-        fsdp: ranks that shard the dense parameters of a copy and see distinct data.
+        fsdp: ranks that shard the dense parameters of a copy and see distinct sequences.
         tp: tensor-parallel ranks.
         ep: ranks over which a layer's experts are spread.
+        cp: context-parallel ranks, which share sequences; each has a part of every sequence.
+        pp: stages of a pipeline; each has a part of the layers.
+        etp: ranks that compute a part of F each of the same experts.
     """
 
     dp_replicate: int = 1
     fsdp: int = 1
     tp: int = 1
     ep: int = 1
+    cp: int = 1
+    pp: int = 1
+    etp: int = 1
 
     def __post_init__(self) -> None:
-        assert (self.fsdp * self.tp) % self.ep == 0, f"{self} does not tile its ranks"
+        assert (self.fsdp * self.cp * self.tp) % (self.ep * self.etp) == 0, f"{self} does not tile its ranks"
 
     @property
     def world_size(self) -> int:
         """All ranks."""
-        return self.dp_replicate * self.fsdp * self.tp
+        return self.pp * self.stage_size
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of one stage of the pipeline."""
+        return self.dp_replicate * self.fsdp * self.cp * self.tp
 
     @property
     def efsdp(self) -> int:
         """Ranks of one copy of the model that hold the same experts, sharded among themselves."""
-        return self.fsdp * self.tp // self.ep
+        return self.fsdp * self.cp * self.tp // (self.ep * self.etp)
 
     @property
     def dp(self) -> int:
-        """Ranks that see distinct data."""
+        """Ranks of a stage that see distinct sequences."""
         return self.dp_replicate * self.fsdp
+
+    @property
+    def dp_cp(self) -> int:
+        """Ranks of a stage that see distinct tokens, before tensor-parallel ranks divide theirs."""
+        return self.dp * self.cp
 
     @property
     def dense_shards(self) -> int:
         """Ranks among which one copy of a dense parameter is divided."""
-        return self.fsdp * self.tp
+        return self.fsdp * self.cp * self.tp
 
     @property
     def expert_shards(self) -> int:
-        """Ranks among which one copy of all experts is divided."""
-        return self.ep * self.efsdp
+        """Ranks among which one copy of all experts of a layer is divided."""
+        return self.etp * self.ep * self.efsdp
+
+    def coordinate(self, rank: int, axis: str) -> int:
+        """Where a rank is along an axis (`DENSE_AXES`, `EXPERT_AXES`)."""
+        return rank // self._stride(axis) % self.size(axis)
+
+    def ranks_along(self, rank: int, axis: str) -> tuple[int, ...]:
+        """The ranks that differ from `rank` along an axis only, in order: the group of that axis."""
+        stride = self._stride(axis)
+        first = rank - self.coordinate(rank, axis) * stride
+        return tuple(first + i * stride for i in range(self.size(axis)))
+
+    def size(self, axis: str) -> int:
+        """Ranks along an axis."""
+        found: int = getattr(self, axis)
+        return found
+
+    def _stride(self, axis: str) -> int:
+        axes = DENSE_AXES if axis in DENSE_AXES else EXPERT_AXES
+        return math.prod(self.size(one) for one in axes[axes.index(axis) + 1 :])
 
     def dp_rank(self, rank: int) -> int:
         """Which part of the data a rank sees."""
-        return rank // self.tp
+        return rank % self.stage_size // (self.cp * self.tp)
 
     def tokens_per_rank(self, tokens: int) -> int:
-        """Tokens that a rank routes, at most, if its data-parallel rank has so many: tensor-parallel ranks share."""
-        return -(-tokens // self.tp)
+        """Tokens that a rank routes, at most, if its data-parallel rank has so many: context- and tensor-parallel ranks
+        share them."""
+        return -(-tokens // (self.cp * self.tp))
 
     def record(self) -> dict[str, int]:
         """As in run.json, with the names that the configuration and transformers use."""
-        sizes = {"dp_replicate": self.dp_replicate, "fsdp": self.fsdp, "tp": self.tp, "ep": self.ep}
-        sizes["efsdp"] = self.efsdp
-        return {"world_size": self.world_size, **{f"{name}_size": size for name, size in sizes.items()}}
+        names = dict.fromkeys((*DENSE_AXES, *EXPERT_AXES))
+        return {"world_size": self.world_size, **{f"{name}_size": self.size(name) for name in names}}
 
     def __str__(self) -> str:
-        return f"fsdp {self.fsdp} x tp {self.tp}, experts ep {self.ep} x efsdp {self.efsdp}, copies {self.dp_replicate}"
+        dense = f"fsdp {self.fsdp} x tp {self.tp}, experts ep {self.ep} x efsdp {self.efsdp}"
+        more = "".join(f", {axis} {self.size(axis)}" for axis in ("cp", "etp", "pp") if self.size(axis) > 1)
+        return f"{dense}, copies {self.dp_replicate}{more}"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from carpool.parallel.degrees import Degrees
+import pytest
+
+from carpool.parallel.degrees import DENSE_AXES, EXPERT_AXES, Degrees
+
+ALL = Degrees(pp=2, dp_replicate=2, fsdp=2, cp=2, tp=2, ep=4, etp=2)
 
 
 def test_sizes_of_an_example() -> None:
@@ -12,6 +16,34 @@ def test_sizes_of_an_example() -> None:
     assert [degrees.dp_rank(rank) for rank in (0, 1, 2, 15)] == [0, 0, 1, 7]
     assert degrees.tokens_per_rank(99) == 50
     assert degrees.record() == {
-        "world_size": 16, "dp_replicate_size": 2, "fsdp_size": 4, "tp_size": 2, "ep_size": 4, "efsdp_size": 2,
+        "world_size": 16, "pp_size": 1, "dp_replicate_size": 2, "fsdp_size": 4, "cp_size": 1, "tp_size": 2,
+        "efsdp_size": 2, "ep_size": 4, "etp_size": 1,
     }  # fmt: skip
     assert str(degrees) == "fsdp 4 x tp 2, experts ep 4 x efsdp 2, copies 2"
+
+
+@pytest.mark.parametrize("axes", [DENSE_AXES, EXPERT_AXES])
+def test_coordinates_count_ranks_the_last_axis_fastest(axes: tuple[str, ...]) -> None:
+    for rank in range(ALL.world_size):
+        number = 0
+        for axis in axes:
+            number = number * ALL.size(axis) + ALL.coordinate(rank, axis)
+            along = ALL.ranks_along(rank, axis)
+            assert along[ALL.coordinate(rank, axis)] == rank and len(along) == ALL.size(axis)
+            assert all(ALL.ranks_along(other, axis) == along for other in along)
+        assert number == rank
+
+
+def test_ranks_that_share_tokens_or_sequences() -> None:
+    assert (ALL.world_size, ALL.stage_size, ALL.efsdp, ALL.dp, ALL.dp_cp, ALL.tokens_per_rank(9)) == (
+        32,
+        16,
+        1,
+        4,
+        8,
+        3,
+    )
+    assert ALL.ranks_along(21, "pp") == (5, 21) and ALL.ranks_along(21, "tp") == (20, 21)
+    assert ALL.ranks_along(21, "cp") == (21, 23) and ALL.ranks_along(21, "ep") == (17, 19, 21, 23)
+    assert len({ALL.dp_rank(rank) for rank in ALL.ranks_along(21, "cp")}) == 1
+    assert str(ALL).endswith("copies 2, cp 2, etp 2, pp 2")

@@ -129,7 +129,8 @@ def distributed_config(degrees: Degrees, bf16: bool) -> DistributedConfig:
     """The mesh for transformers: FSDP2 x TP for dense parameters, FSDP2 x EP for experts."""
     return DistributedConfig(
         tp_size=degrees.tp,
-        fsdp_size=degrees.fsdp,
+        # Ranks that share sequences shard dense parameters, too.
+        fsdp_size=degrees.fsdp * degrees.cp,
         dp_replicate_size=degrees.dp_replicate,
         ep_size=degrees.ep,
         ep_implementation="carpool",
