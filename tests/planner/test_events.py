@@ -1,0 +1,157 @@
+"""The event graph: small graphs by hand, and many ranks against a plain loop."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+import pytest
+
+from carpool.planner.events import IDLE, KINDS, Event, Execution, Graph, Group, execute
+
+
+def test_streams_run_beside_each_other_and_in_order() -> None:
+    graph = Graph()
+    first = graph.add("first", "dense", 2.0)
+    ride = graph.add("ride", "dispatch", 3.0, (first,))
+    graph.add("beside", "attention", 2.0)
+    graph.add("experts", "experts", 1.0, (ride,))
+    found = execute(graph)
+    assert found.arrive_EK[:, 0].tolist() == [0, 2, 2, 5] and found.end_EK[:, 0].tolist() == [2, 5, 4, 6]
+    assert found.step == 6.0
+    assert [one.event.name for one in found.path] == ["first", "ride", "experts"]
+    assert found.path_seconds() == {"dense": 2.0, "dispatch": 3.0, "experts": 1.0}
+    # The ride is exposed from 4 to 5; before that it is hidden.
+    assert found.exposed_seconds() == {"attention": 2.0, "dense": 2.0, "experts": 1.0, "dispatch": 1.0, IDLE: 0.0}
+
+
+def test_waiting_for_nothing_is_idle() -> None:
+    graph = Graph()
+    host = graph.add("host", "host", 2.0)
+    graph.add("dense", "dense", 1.0, (host,))
+    assert execute(graph).exposed_seconds() == {"dense": 1.0, "host": 2.0, IDLE: 0.0}
+    graph = Graph()
+    other = graph.add("dense", "dense", 2.0, stage=1)
+    graph.add("dense", "dense", 1.0, (other,))
+    assert execute(graph).exposed_seconds(stage=0) == {"dense": 1.0, IDLE: 2.0}
+
+
+def test_a_step_is_the_sum_of_maxima() -> None:
+    """Each rank has 7 seconds of work, but they meet between its parts."""
+    graph = Graph()
+    attention = graph.add("attention", "attention", 2.0)
+    dispatch = graph.add("dispatch", "dispatch", 1.0, (attention,), group=Group(2))
+    graph.add("experts", "experts", 3.0, (dispatch,))
+    slow = {"attention": np.array([2.0, 3.0]), "experts": np.array([4.0, 3.0]), "dispatch": 1.0}
+    assert execute(graph).step == 6.0 == execute(graph, ranks=2).step
+    found = execute(graph, ranks=2, seconds=lambda event: slow[event.kind])
+    assert found.step == 8.0
+    assert found.end_SR.tolist() == [[8.0, 7.0]]
+    assert found.arrive_EK[1].tolist() == [2.0, 3.0] and found.end_EK[1].tolist() == [4.0, 4.0]
+    assert [(one.event.name, one.rank, one.seconds) for one in found.path] == [
+        ("attention", 1, 3.0), ("dispatch", 1, 1.0), ("experts", 0, 4.0),
+    ]  # fmt: skip
+    # Rank 0 waits a second for rank 1, and the ride takes another.
+    assert found.exposed_seconds(rank=0) == {"attention": 2.0, "experts": 4.0, "dispatch": 2.0, IDLE: 0.0}
+    assert found.exposed_seconds(rank=1)[IDLE] == 1.0
+
+
+def test_groups_are_axes() -> None:
+    """Of 8 ranks, those that are `stride` apart meet."""
+    took_R = np.arange(8.0)
+    for group, ends in (
+        (Group(2), [1, 1, 3, 3, 5, 5, 7, 7]),
+        (Group(2, 4), [4, 5, 6, 7] * 2),
+        (Group(4, 2), [6, 7] * 4),
+        (None, range(8)),
+    ):
+        graph = Graph()
+        graph.add("one", "reduction", 0.0, group=group)
+        assert execute(graph, 8, lambda _: took_R).end_EK[0].tolist() == list(ends)
+    with pytest.raises(ValueError, match="groups of 4 ranks, 1 apart, do not divide 6 ranks"):
+        execute(_one_meeting(), 6)
+
+
+def _one_meeting() -> Graph:
+    graph = Graph()
+    graph.add("layers.0::forward::dispatch", "dispatch", 1.0, group=Group(4))
+    return graph
+
+
+def _random_graph(rng: np.random.Generator, events: int, stages: int) -> Graph:
+    graph = Graph()
+    for number in range(events):
+        after = rng.choice(number, size=min(number, 3), replace=False).tolist() if number else []
+        group = [None, Group(2), Group(3, 2), Group(6), Group(2, 3), Group(12)][rng.integers(6)]
+        kind = KINDS[rng.integers(len(KINDS))]
+        graph.add(f"event {number}", kind, 1.0, after, group=group, stage=int(rng.integers(stages)))
+    return graph
+
+
+def _plain_loop(graph: Graph, ranks: int, took_ER: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Arrivals and ends of all events, one rank after the other."""
+    arrive_ER, end_ER = np.zeros_like(took_ER), np.zeros_like(took_ER)
+    for number, event in enumerate(graph.events):
+        stream = event.stage, event.stream
+        before = [n for n, one in enumerate(graph.events[:number]) if (one.stage, one.stream) == stream]
+        for rank in range(ranks):
+            arrive_ER[number, rank] = max((end_ER[one, rank] for one in (*event.after, *before)), default=0.0)
+        groups: dict[object, list[int]] = defaultdict(list)
+        for rank in range(ranks):
+            size, stride = event.group or (1, 1)
+            groups[rank // (size * stride), rank % stride].append(rank)
+        for members in groups.values():
+            begin = max(arrive_ER[number, rank] for rank in members)
+            end_ER[number, members] = begin + max(took_ER[number, rank] for rank in members)
+    return arrive_ER, end_ER
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_many_ranks_are_a_plain_loop(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    graph = _random_graph(rng, events=25, stages=1 + seed % 3)
+    took_ER = rng.random((25, 12))
+    numbers = {event: number for number, event in enumerate(graph.events)}
+
+    def seconds(event: Event) -> np.ndarray:
+        return took_ER[numbers[event]]
+
+    found = execute(graph, 12, seconds)
+    arrive_ER, end_ER = _plain_loop(graph, 12, took_ER)
+    np.testing.assert_allclose(found.arrive_EK, arrive_ER)
+    np.testing.assert_allclose(found.end_EK, end_ER)
+    assert found.step == pytest.approx(end_ER.max())
+    _check_path(found)
+    few = execute(graph, 12, seconds, kept=(7, 2))
+    np.testing.assert_allclose(few.end_EK, end_ER[:, [7, 2]])
+    assert few.path == found.path
+    for rank in (2, 7):
+        shares = few.exposed_seconds(rank=rank)
+        assert shares == pytest.approx(found.exposed_seconds(rank=rank))
+        assert sum(shares.values()) == pytest.approx(found.step)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_one_rank_stands_for_all(seed: int) -> None:
+    """Ranks that are alike take what one of them takes."""
+    rng = np.random.default_rng(seed)
+    graph = _random_graph(rng, events=40, stages=2)
+    took = {event: rng.random() for event in graph.events}
+    one, many = execute(graph, 1, took.__getitem__), execute(graph, 12, took.__getitem__)
+    np.testing.assert_allclose(many.end_EK, np.broadcast_to(one.end_EK, (40, 12)))
+    _check_path(one)
+    assert [on.event for on in one.path] == [on.event for on in many.path]
+
+
+def _check_path(found: Execution) -> None:
+    """It has no gaps: its events add up to the step."""
+    assert sum(found.path_seconds().values()) == pytest.approx(found.step)
+
+
+def test_bounds_are_other_lengths() -> None:
+    graph = Graph()
+    graph.add("one", "dense", 2.0, low=1.0, high=4.0)
+    graph.add("two", "dense", 3.0)
+    assert execute(graph).step == 5.0
+    assert execute(graph, seconds=lambda event: event.low).step == 4.0
+    assert execute(graph, seconds=lambda event: event.high).step == 7.0
