@@ -24,11 +24,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from carpool.planner.work import Work, read_work
 from carpool.plugins.nearest import nearest
 
 GB = 1e9
@@ -67,6 +68,10 @@ class Hardware:
         host: copies between the device and host memory, the slower way; None: as `node`.
         disk: of the folder where runs are written, reads and writes alike; None if that is not known.
         shared_network: whether the ranks of a node share one port. `network` is then what each has while all send.
+        push: between GPUs of an NVLink domain by copies that no multiprocessor makes: the ceiling of transport nvlink.
+            None: not measured.
+        gathered: an all-gather of NCCL inside a node, by bytes that a rank receives. None: as `nvlink`.
+        kernels: how long kinds of kernels take (`carpool.planner.work`), as far as that was measured on this device.
     """
 
     name: str
@@ -81,6 +86,9 @@ class Hardware:
     host: LinkRate | None = None
     disk: LinkRate | None = None
     shared_network: bool = False
+    push: LinkRate | None = None
+    gathered: LinkRate | None = None
+    kernels: Mapping[str, Work] = field(default_factory=dict)
 
     @property
     def host_link(self) -> LinkRate:
@@ -98,10 +106,10 @@ class Hardware:
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> Hardware:
         links = {key: None if settings.get(key) is None else LinkRate(**settings[key]) for key in _LINKS}
-        return cls(**{**settings, **links})
+        return cls(**{**settings, **links, "kernels": read_work(settings.get("kernels"))})
 
 
-_LINKS = ("nvlink", "node", "network", "host", "disk")
+_LINKS = ("nvlink", "node", "network", "host", "disk", "push", "gathered")
 
 
 def _datasheet(

@@ -1,6 +1,8 @@
 """Links between ranks: an all-to-all of growing size over each class of link, all ranks at once.
 
     nvlink or node    the ranks of each node among themselves, all nodes at once
+    gathered          the same ranks, an all-gather in place of the all-to-all
+    push              copies into the memory of the other GPUs, which no multiprocessor makes
     network           every rank to all ranks of other nodes, all at once
     network, alone    the first rank of every second node sends to the first of the next, while all others wait
 
@@ -24,6 +26,7 @@ import torch.distributed as dist
 from carpool.bench.hardware.fit import Fit, fit
 from carpool.layout.topology import Topology
 from carpool.transport.nodes import hops_of, set_topology
+from carpool.transport.nvlink.usable import why_not
 
 SIZES = (2**12, *(2**power for power in range(16, 28, 2)))  # that a rank sends: 4 KiB, and 64 KiB to 64 MiB
 # No size above one that took so long, and so long for the repetitions of one size.
@@ -49,6 +52,7 @@ def measure_links(topology: Topology, device: torch.device) -> tuple[list[Fit], 
     if len(hops.node_ranks) > 1:
         inside = "nvlink" if "nvlink" in topology.pairs else "node"
         fits.append(_measure(inside, hops.node, len(hops.node_ranks) * [1], device))
+        fits.append(_measure_gather(hops.node, device))
     if topology.num_nodes == 1:
         return fits, False
     mine = topology.node_of[dist.get_rank()]
@@ -78,6 +82,48 @@ def _measure(name: str, group: dist.ProcessGroup | None, share_W: Sequence[int],
         return lambda: dist.all_to_all_single(received, sent, splits, splits, group=group)
 
     return _fit(name, exchange, device)
+
+
+def _measure_gather(group: dist.ProcessGroup | None, device: torch.device) -> Fit:
+    """An all-gather within each rank's `group`; sizes are of what a rank receives."""
+    peers = dist.get_world_size(group) - 1
+
+    def gather(size: int) -> Callable[[], object]:
+        shard = torch.zeros(size // peers, dtype=torch.uint8, device=device)
+        whole = torch.empty((peers + 1) * shard.numel(), dtype=torch.uint8, device=device)
+        return lambda: dist.all_gather_into_tensor(whole, shard, group=group)
+
+    return _fit("gathered", gather, device)
+
+
+def measure_push(topology: Topology, device: torch.device) -> list[Fit]:
+    """Copies into the memory of all others, where all ranks are GPUs that can do that; each begins with the next rank.
+    All ranks together."""
+    group = dist.group.WORLD
+    if device.type != "cuda" or topology.num_ranks == 1 or group is None or why_not(group) is not None:
+        return []
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    rank, number = dist.get_rank(), topology.num_ranks
+    most = max(SIZES) // 16 * 16
+    source = torch.zeros(most, dtype=torch.uint8, device=device)
+    memory = symmetric_memory.empty(number * most, dtype=torch.uint8, device=device)
+    handle = symmetric_memory.rendezvous(memory, group)
+    places = [
+        handle.get_buffer((rank + i) % number, (number * most,), torch.uint8)[rank * most :][:most]
+        for i in range(1, number)
+    ]
+
+    def push(size: int) -> Callable[[], object]:
+        each = size // len(places)
+
+        def once() -> None:
+            for place in places:
+                place[:each].copy_(source[:each], non_blocking=True)
+
+        return once
+
+    return [_fit("push", push, device)]
 
 
 def _measure_alone(firsts: Sequence[int], device: torch.device) -> Fit:

@@ -2,7 +2,7 @@
 
 {"hardware": {...},     what predictions read (`carpool.planner.hardware.Hardware`)
  "links": [...],        each line that was fitted, with its residual and its points
- "rates": [...],        computation and memory
+ "rates": [...],        computation and memory, for people
  "topology", "slow_nodes", "seconds", "environment"}
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -19,13 +19,15 @@ import torch
 import torch.distributed as dist
 
 from carpool.bench.hardware.fit import Fit
-from carpool.bench.hardware.links import measure_links, measure_ring, slow_nodes
+from carpool.bench.hardware.links import measure_links, measure_push, measure_ring, slow_nodes
 from carpool.bench.hardware.rates import Rate, measure_copies, measure_disk, measure_rates
+from carpool.bench.hardware.work import measure_work
 from carpool.bench.options import find_ranks
 from carpool.bench.ranks import rank_device
 from carpool.bench.results import print_table, terminal
 from carpool.layout.topology import Topology
 from carpool.planner.hardware import Hardware, LinkRate, hardware_of
+from carpool.planner.work import Work
 from carpool.train.checkpoints.ranks import gather
 from carpool.train.config import Config, load_config
 from carpool.train.launch.start import run
@@ -55,17 +57,19 @@ def measure(config: Config, out: str) -> None:
     torch.set_num_threads(1)
     topology, _ = find_machine(config.parallelism, device)
     links, shared = measure_links(topology, device)
+    links += measure_push(topology, device)
     ring = measure_ring(topology, device) if topology.num_nodes > 2 else []
     links += measure_copies(device)
     links += measure_disk(path.parent if path.parent.is_dir() else Path.cwd(), device)
     rates = measure_rates(device)
+    kernels = measure_work(device)
     hosts = gather(environment(device, topology.num_ranks)["hostname"])
     if dist.get_rank() != 0:
         return
     slow = [_name(node, topology, hosts) for node in slow_nodes(ring)]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     found = {
-        "hardware": measured_hardware(hardware_of(name), name, links, rates, shared).to_dict(),
+        "hardware": measured_hardware(hardware_of(name), name, links, rates, shared, kernels).to_dict(),
         "links": [one.to_dict() for one in links],
         "rates": [asdict(one) for one in rates],
         "topology": topology.to_dict(),
@@ -74,12 +78,17 @@ def measure(config: Config, out: str) -> None:
         "environment": environment(device, topology.num_ranks),
     }
     path.write_text(json.dumps(found, indent=1) + "\n")
-    _show(topology, links, rates, shared, slow)
+    _show(topology, links, rates, shared, slow, kernels)
     print(f"wrote {path} after {found['seconds']} s; parallelism.hardware={path} takes it", flush=True)
 
 
 def measured_hardware(
-    known: Hardware, name: str, links: Sequence[Fit], rates: Sequence[Rate], shared: bool
+    known: Hardware,
+    name: str,
+    links: Sequence[Fit],
+    rates: Sequence[Rate],
+    shared: bool,
+    kernels: Mapping[str, Work],
 ) -> Hardware:
     """What was measured, over what is known of the device: its peak, its capacity, and links that are not here."""
     fits = {one.name: one.rate for one in links}
@@ -98,13 +107,14 @@ def measured_hardware(
         memory=value["elementwise"],
         disk=slower(fits["disk, write"], fits["disk, read"]),
         shared_network=shared,
+        kernels=kernels,
         source="measured" + (f"; {' and '.join(missing)}: {known.source}" if missing else ""),
     )
 
 
 def measured_links(links: Sequence[Fit]) -> dict[str, LinkRate]:
     """Rates of the links between ranks, by their fields of `Hardware`."""
-    return {one.name: one.rate for one in links if one.name in ("nvlink", "node", "network")}
+    return {one.name: one.rate for one in links if one.name in ("nvlink", "node", "network", "push", "gathered")}
 
 
 def slower(one: LinkRate, other: LinkRate) -> LinkRate:
@@ -117,7 +127,14 @@ def _name(node: int, topology: Topology, hosts: Sequence[str]) -> str:
     return f"node {node} ({hosts[ranks[0]]}; ranks {', '.join(map(str, ranks))})"
 
 
-def _show(topology: Topology, links: Sequence[Fit], rates: Sequence[Rate], shared: bool, slow: Sequence[str]) -> None:
+def _show(
+    topology: Topology,
+    links: Sequence[Fit],
+    rates: Sequence[Rate],
+    shared: bool,
+    slow: Sequence[str],
+    kernels: Mapping[str, Work],
+) -> None:
     console = terminal(120)
     rows = [
         [one.name, f"{one.rate.latency * 1e6:,.1f} us", f"{one.rate.bytes_per_second / 1e9:,.3g} GB/s",
@@ -131,12 +148,22 @@ def _show(topology: Topology, links: Sequence[Fit], rates: Sequence[Rate], share
     for name in slow:
         console.print(f"[yellow]slow link:[/] {name} reaches less than half of what others do", highlight=False)
     print_table(console, "rates", ["what", "rate", "of"], [[one.name, _value(one), one.detail] for one in rates])
+    columns = ["kernels", "latency", "products", "memory", "residual"]
+    print_table(console, "kernels: latency + operations / rate + bytes / bandwidth", columns, [
+        [name, f"{one.latency * 1e6:,.1f} us", _per_second(one.flops_per_second, "FLOP/s"),
+         _per_second(one.bytes_per_second, "bytes/s"), f"{100 * one.residual:.0f} %"]
+        for name, one in kernels.items()
+    ])  # fmt: skip
 
 
 def _value(rate: Rate) -> str:
-    if rate.unit == "s":
-        return f"{rate.value * 1e6:,.2f} us"
+    return f"{rate.value * 1e6:,.2f} us" if rate.unit == "s" else _per_second(rate.value, rate.unit)
+
+
+def _per_second(value: float | None, unit: str) -> str:
+    if value is None:
+        return "–"
     for prefix, size in (("T", 1e12), ("G", 1e9)):
-        if rate.value >= size:
-            return f"{rate.value / size:,.3g} {prefix}{rate.unit}"
-    return f"{rate.value / 1e6:,.3g} M{rate.unit}"
+        if value >= size:
+            return f"{value / size:,.3g} {prefix}{unit}"
+    return f"{value / 1e6:,.3g} M{unit}"
