@@ -2,7 +2,8 @@
 
 There are three lanes: the host, which asks for each piece in turn; the links, which carry one dispatch or combine at a
 time; and the multiprocessors. A piece begins when the host has asked for it, its lane is free, and what it needs is
-there. `chunked` lays the pieces of `carpool.schedule.chunks` into these lanes, in that module's order:
+there. The lanes are streams of an event graph (`carpool.planner.events`). `chunked` lays the pieces of
+`carpool.schedule.chunks` into them, in that module's order:
 
     links       D0  D1 | C0  D2 | C1 | C2                 D dispatch, E experts, C combine
     processors       E0 |  E1 |   E2
@@ -18,6 +19,8 @@ compares it with what is measured.
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from carpool.planner.events import COMPUTATION, RIDES, Graph, execute
 
 
 @dataclass(frozen=True)
@@ -50,35 +53,27 @@ def chunked(pieces: Pieces, chunks: int, beside: bool = True, parts: int = 1) ->
         beside: whether rides run beside the computation. If not, there is one lane for both.
         parts: of a chunk, in which the experts compute; `experts`, `after` and `host` are of one.
     """
-    asked = links = processors = 0.0
+    graph = Graph()
     # A part's share of the host for each that is asked for; a chunk's rides are asked for with each of its parts.
     share = pieces.host / (4 if pieces.after else 3)
+    links = RIDES if beside else COMPUTATION
 
-    def ride(duration: float, after: float) -> float:
-        nonlocal asked, links, processors
-        asked += share * parts
-        if not beside:
-            links = processors
-        links = max(links, asked, after) + duration
-        if not beside:
-            processors = links
-        return links
+    def ride(kind: str, seconds: float, *after: int) -> int:
+        asked = graph.add(f"ask for {kind}", "host", share * parts)
+        return graph.add(kind, kind, seconds, (asked, *after), stream=links)
 
-    def compute(duration: float, after: float) -> float:
-        nonlocal asked, processors
-        asked += share
-        processors = max(processors, asked, after) + duration
-        return processors
+    def compute(seconds: float, after: int) -> int:
+        return graph.add("experts", "experts", seconds, (graph.add("ask for experts", "host", share), after))
 
-    came = [ride(pieces.dispatch, 0.0)]
-    last = 0.0
+    came = ride("dispatch", pieces.dispatch)
     for chunk in range(chunks):
+        here = came
         if chunk + 1 < chunks:
-            came.append(ride(pieces.dispatch, 0.0))
+            came = ride("dispatch", pieces.dispatch)
         for part in range(parts):
-            done = compute(pieces.experts, came[chunk])
+            done = compute(pieces.experts, here)
             if part == parts - 1:
-                last = ride(pieces.combine, done)
+                ride("combine", pieces.combine, done)
             if pieces.after:
                 compute(pieces.after, done)
-    return max(last, processors)
+    return execute(graph).step
