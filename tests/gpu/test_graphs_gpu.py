@@ -32,10 +32,11 @@ def lines(output: Path, *overrides: str) -> list[dict[str, Any]]:
         ("training.gradient_accumulation_steps=3", "moe.router_aux_loss_coef=0.02"),
         ("training.torch_compile=true", "training.gradient_accumulation_steps=2"),
         ("moe.schedule=chunks", "moe.chunks=2"),
+        ("memory.dense=recompute", "memory.hidden=recompute"),
         # Slabs of an eighth: some step overflows, is repeated eagerly, and captured anew.
         ("nvlink.capacity=0.125", "training.learning_rate=0.02"),
     ],
-    ids=["plain", "accumulated", "compiled", "chunks", "overflow"],
+    ids=["plain", "accumulated", "compiled", "chunks", "recomputed", "overflow"],
 )
 def test_a_captured_run_is_an_eager_one(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     eager = lines(tmp_path / "eager", *overrides, "training.cuda_graphs=off")

@@ -20,8 +20,9 @@ from carpool.train.run.graphs import StepGraphs, why_no_graphs
 class OnGpu(nn.Module):
     """As far as `why_no_graphs` looks."""
 
-    def __init__(self, attention: str = "sdpa", device: str = "cuda") -> None:
+    def __init__(self, attention: str = "sdpa", device: str = "cuda", dropout: float = 0.0) -> None:
         super().__init__()
+        self.attention_dropout = dropout
         text = SimpleNamespace(_attn_implementation=attention)
         self.config: Any = SimpleNamespace(get_text_config=lambda: text)
         self.device = torch.device(device)
@@ -60,7 +61,9 @@ def layer(
         (OnGpu(), layer(replicas=2), [], "none", "copies"),
         (OnGpu(), layer(), ["placement.every=10"], "none", "move"),
         (OnGpu("flash_attention_2"), layer(), [], "none", "lengths of documents"),
-        (OnGpu(), layer(), ["memory.dense=recompute"], "none", "random numbers"),
+        (OnGpu(), layer(), ["memory.dense=recompute"], "none", None),
+        (OnGpu(dropout=0.1), layer(), [], "none", None),
+        (OnGpu(dropout=0.1), layer(), ["memory.dense=recompute"], "none", "drop-out"),
         (OnGpu(), layer(), ["memory.experts=host"], "none", "host memory"),
     ],
 )

@@ -163,7 +163,7 @@ def test_captured_steps_leave_nothing_for_an_evaluation() -> None:
     assert captured["graphs"] >= logits * 0.9 and "graphs" not in eager
     assert captured["total"] - captured["graphs"] == eager["total"]
     assert "graphs" not in estimate_of(*shape)("dedup", "replicate")
-    assert "graphs" not in estimate_of(*shape, "memory.dense=recompute")("nvlink", "replicate")
+    assert "graphs" not in estimate_of(*shape, "memory.dense=offload")("nvlink", "replicate")
 
 
 def test_experts_that_go_to_host_memory_are_on_the_device_first() -> None:

@@ -28,6 +28,7 @@ from torch import nn
 
 from carpool.hf.expert_parallel import ExpertRides, buffers_of_rides, why_experts_wait
 from carpool.hf.packed import one_row_only
+from carpool.hf.recompute import draws_random_numbers
 from carpool.kernels.capture import capturing
 from carpool.observe.meter import watched
 from carpool.observe.stats import HostCounts
@@ -60,6 +61,8 @@ def why_no_graphs(config: Config, model: nn.Module, layers: Sequence[ExpertRides
         return "experts have copies"
     if one_row_only(model):
         return "this attention reads the lengths of documents on the host (model.attn_implementation)"
+    if config.memory.dense == "recompute" and draws_random_numbers(model):
+        return "layers are computed again, and what is random in them (drop-out) asks the host for its state"
     return why_not_captured(config, schedule)
 
 
@@ -75,8 +78,6 @@ def why_not_captured(config: Config, schedule: str) -> str | None:
         return f"experts come from {'host memory' if config.memory.experts == 'host' else 'disk'}"
     if config.training.gradients == "consumed":
         return "gradients are consumed in the backward"
-    if config.memory.dense == "recompute":
-        return "gradient checkpointing asks for the state of random numbers"
     return None
 
 

@@ -28,8 +28,8 @@ from transformers import PreTrainedConfig
 from carpool.hf import set_kept
 from carpool.hf.expert_parallel import buffers_of_rides
 from carpool.hf.offload import offload_layers
+from carpool.hf.recompute import recompute_layers
 from carpool.memory.policies import KeptPolicies
-from carpool.memory.recompute import keep_rides
 from carpool.parallel.replicated import replicated
 from carpool.planner.kept import POLICIES
 from carpool.train.checkpoints.ranks import gather
@@ -169,8 +169,7 @@ def _take(run: RunState, policies: Mapping[str, str]) -> None:
     kept: Any = {item: policies[item] for item in ("rows", "hidden")}
     set_kept(run.model, KeptPolicies(**kept))
     if policies["dense"] == "recompute":
-        again = {} if policies["sums"] == "recompute" else {"context_fn": keep_rides}
-        run.model.gradient_checkpointing_enable({"use_reentrant": False, **again})
+        recompute_layers(run.model, policies["sums"] == "recompute")
     else:
         run.model.gradient_checkpointing_disable()
     hidden = run.model.config.get_text_config().hidden_size

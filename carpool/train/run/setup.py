@@ -33,8 +33,8 @@ from carpool.hf.metrics import RideMetrics
 from carpool.hf.names import name_layers
 from carpool.hf.offload import offload_layers
 from carpool.hf.packed import why_not_packed
+from carpool.hf.recompute import recompute_layers
 from carpool.hf.shared import compute_shared_beside
-from carpool.memory.recompute import keep_rides
 from carpool.observe.meter import NSIGHT
 from carpool.parallel.replicated import sharded_parameters
 from carpool.train.checkpoints.manager import CheckpointManager
@@ -285,9 +285,6 @@ class Setup(RunState):
             self.adapted = add_adapter(self.model, config.adapter, training.seed, self.dense.answer == "replicate")
         if self.dense.answer == "replicate":
             replicate_dense(self.model, self.bf16)
-        if config.memory.dense == "recompute":
-            keep = {} if config.memory.sums == "recompute" else {"context_fn": keep_rides}
-            self.model.gradient_checkpointing_enable({"use_reentrant": False, **keep})
 
     def _set_routing(self, saved: dict[str, Any]) -> None:
         """Where experts live, and which of a token's choices count. `saved`: state of the checkpoint."""
@@ -301,6 +298,8 @@ class Setup(RunState):
         self.limits_lossy = limit_routing(self.model, moe.limits(self.ep_topology))
         self.limits_lossy += drop_choices(self.model, moe.drops, top_k_of(self.model))
         self.bias = self._bias_balance()
+        if self.config.memory.dense == "recompute":
+            recompute_layers(self.model, self.config.memory.sums == "recompute")
 
     def _bias_balance(self) -> BiasBalance | None:
         """What moves the biases of the model's routers; None if nothing does."""
