@@ -34,12 +34,14 @@ from carpool.hf.config_keys import check_keys, suggestion
 from carpool.hf.conversions import unshardable
 from carpool.hf.dense import without_fsdp
 from carpool.hf.initial_weights import fill, set_tensor
+from carpool.hf.meshes import sharded_over
 from carpool.hf.original_layout import OriginalLayout
 from carpool.hf.quantised_base import check_can_be_quantised, quantised_while_loading
 from carpool.hf.sizes import check_sizes, impossible_sizes
 from carpool.hf.stored_experts import read_without_experts
 from carpool.hf.tensor_parallel import check_tensor_parallel
 from carpool.hf.weight_files import check_weight_files, stored_weights
+from carpool.parallel.meshes import Meshes
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +97,7 @@ def build_model(
     device: torch.device | None = None,
     read_experts: bool = True,
     base_dtype: Kind | None = None,
+    meshes: Meshes | None = None,
 ) -> PreTrainedModel:
     """A mixture-of-experts language model in training mode, sharded as `distributed_config` says.
 
@@ -115,6 +118,8 @@ def build_model(
         read_experts: of a folder. False, on one process: parameters of experts have no memory (device "meta").
         base_dtype: experts of a folder are kept in "nf4" or "int8", to be frozen (`carpool.hf.quantised_base`). With
             several ranks, each expert is on one of them, and `dense` is "replicate". None: as they are.
+        meshes: of the run. The model is then sharded over the ranks of one stage of its pipeline, of which
+            `distributed_config` has the sizes. None: over all ranks, on meshes that Transformers makes.
 
     Raises:
         ValueError: if the folder or the configuration is not usable, is no mixture of experts, or does not fit the
@@ -125,7 +130,7 @@ def build_model(
     path = None if isinstance(config_or_path, PreTrainedConfig) else Path(config_or_path)
     config = read_config(path) if path is not None else copy.deepcopy(cast(PreTrainedConfig, config_or_path))
     check_sizes(config)
-    _check_ranks(distributed_config)
+    _check_ranks(distributed_config, meshes)
     blueprint = _on_meta(config, dtype, kwargs)
     _check_experts(blueprint, distributed_config)
     if distributed_config is not None and _size(distributed_config, "tp") > 1 and distributed_config.tp_plan != {}:
@@ -136,7 +141,7 @@ def build_model(
             check_can_be_quantised(name, blueprint.get_submodule(name), base_dtype)
     if dense == "fsdp":
         _check_tied(blueprint, distributed_config)
-    with without_fsdp() if dense == "replicate" else nullcontext():
+    with without_fsdp() if dense == "replicate" else nullcontext(), sharded_over(meshes):
         if path is not None:
             _check_shardable(path, blueprint, distributed_config)
             if read_experts:
@@ -203,12 +208,14 @@ def read_config(folder: Path) -> PreTrainedConfig:
         raise ValueError(f"the {model_type} configuration refuses {folder / 'config.json'}: {error}") from error
 
 
-def _check_ranks(distributed_config: DistributedConfig | None) -> None:
+def _check_ranks(distributed_config: DistributedConfig | None, meshes: Meshes | None) -> None:
     if distributed_config is None:
         return
     sizes = {name: _size(distributed_config, name) for name in ("pp", "dp_replicate", "fsdp", "tp")}
     needed = math.prod(sizes.values())
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if meshes is not None:
+        world = meshes.degrees.stage_size
     if (ep_size := _size(distributed_config, "ep")) > world:
         raise ValueError(f"ep_size is {ep_size}, but only {world} ranks run; start more of them or lower it")
     if needed != world:

@@ -16,8 +16,11 @@ FSDP group alone, every rank counts its own experts and forgets those of the oth
 and the sum runs over the world, what is replicated is counted once per copy, and the norm is too large.
 
 Here each element counts exactly once. A rank adds the squares of what it holds, divided by the number of ranks that
-hold the same element, `world / (product of the sizes of the mesh axes that shard it)`, and a single all-reduce over
+hold the same element, `ranks / (product of the sizes of the mesh axes that shard it)`, and a single all-reduce over
 the world adds the ranks. With one copy of everything, as in the first two rows, nothing is divided.
+
+With a pipeline each stage has parameters of its own. Copies of an element are then on the ranks of one stage only, so
+`ranks` are those of a stage; they are all ranks of the world otherwise. The all-reduce adds the stages.
 
 Sums are in float32 (float64 for float64 gradients), in the order of the parameters; the same inputs give the same bits.
 Nothing is read back to the host: the norm stays a tensor on the device, and so does the factor.
@@ -33,7 +36,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 
-def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float, ranks: int | None = None) -> torch.Tensor:
     """Scales the gradients of `parameters` in place so that their global norm is at most `max_norm`.
 
     An optimizer that takes a factor (`carpool.memory.optimizer.AdamW`) does without this second pass over the
@@ -42,6 +45,7 @@ def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> torch
     Args:
         parameters: see `grad_norm`.
         max_norm: see `clip_factor`.
+        ranks: see `grad_norm`.
 
     Returns:
         The norm before clipping. If it is not finite, the gradients are left as they are, so that whoever called can
@@ -53,7 +57,7 @@ def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> torch
     _check_max_norm(max_norm)
     unique = _unique(parameters)
     with torch.no_grad():
-        shards = _gradient_shards(unique)
+        shards = _gradient_shards(unique, ranks)
         norm = _sum_of_squares(shards, _accumulator(unique)).sqrt()
         if math.isfinite(max_norm):
             factor = clip_factor(norm, max_norm).nan_to_num(1.0)
@@ -63,27 +67,28 @@ def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float) -> torch
 
 
 @torch.no_grad()
-def grad_norm(parameters: Iterable[torch.Tensor]) -> torch.Tensor:
+def grad_norm(parameters: Iterable[torch.Tensor], ranks: int | None = None) -> torch.Tensor:
     """The norm of the gradient of `parameters`, over all ranks.
 
-    Every rank of the world calls it, with its own parameters in the same order, also a rank whose shards are empty or
-    whose parameters have no gradient: it adds zero, but it joins the all-reduce.
+    Every rank of the world calls it, with the parameters of its stage in the same order, also a rank whose shards are
+    empty or whose parameters have no gradient: it adds zero, but it joins the all-reduce.
 
     Args:
-        parameters: plain tensors (taken to be the same on every rank) and DTensors on any mesh of the world.
+        parameters: plain tensors (taken to be the same on every rank of the stage) and DTensors on any mesh of it.
+        ranks: of a stage of the pipeline; None: all, without a pipeline.
 
     Returns:
         0-dimensional, on the gradients' device; it is the same number on every rank.
     """
     unique = _unique(parameters)
-    return _sum_of_squares(_gradient_shards(unique), _accumulator(unique)).sqrt()
+    return _sum_of_squares(_gradient_shards(unique, ranks), _accumulator(unique)).sqrt()
 
 
 @torch.no_grad()
-def add_squares(parameters: Iterable[torch.Tensor], total: torch.Tensor) -> None:
+def add_squares(parameters: Iterable[torch.Tensor], total: torch.Tensor, ranks: int | None = None) -> None:
     """Add the squares of what this rank holds of the gradients to `total`, which is summed over all ranks afterwards:
     then it is the square of `grad_norm`."""
-    _add_squares(_gradient_shards(_unique(parameters)), total)
+    _add_squares(_gradient_shards(_unique(parameters), ranks), total)
 
 
 @torch.no_grad()
@@ -115,15 +120,16 @@ def _unique(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 Shards = dict[tuple[torch.device, torch.dtype, int], list[torch.Tensor]]
 
 
-def _gradient_shards(parameters: list[torch.Tensor]) -> Shards:
+def _gradient_shards(parameters: list[torch.Tensor], ranks: int | None) -> Shards:
     """What this rank holds of the gradients, in the order of the parameters; empty shards are left out."""
-    world = dist.get_world_size() if dist.is_initialized() else 1
+    if ranks is None:
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
     shards: Shards = {}
     for parameter in parameters:
         grad = parameter.grad
         if grad is None:
             continue
-        copies = world
+        copies = ranks
         if isinstance(grad, DTensor):
             if any(placement.is_partial() for placement in grad.placements):
                 raise ValueError(
@@ -134,8 +140,8 @@ def _gradient_shards(parameters: list[torch.Tensor]) -> Shards:
             split = [
                 size for size, p in zip(grad.device_mesh.shape, grad.placements, strict=True) if not p.is_replicate()
             ]
-            copies, rest = divmod(world, math.prod(split))
-            assert rest == 0, f"mesh {grad.device_mesh} does not tile a world of {world} ranks"
+            copies, rest = divmod(ranks, math.prod(split))
+            assert rest == 0, f"mesh {grad.device_mesh} does not tile {ranks} ranks"
             grad = grad.to_local()
         if grad.numel() > 0:
             shards.setdefault((grad.device, grad.dtype, copies), []).append(grad)

@@ -84,11 +84,14 @@ class Degrees:
         """Where a rank is along an axis (`DENSE_AXES`, `EXPERT_AXES`)."""
         return rank // self._stride(axis) % self.size(axis)
 
-    def ranks_along(self, rank: int, axis: str) -> tuple[int, ...]:
-        """The ranks that differ from `rank` along an axis only, in order: the group of that axis."""
-        stride = self._stride(axis)
-        first = rank - self.coordinate(rank, axis) * stride
-        return tuple(first + i * stride for i in range(self.size(axis)))
+    def ranks_along(self, rank: int, *axes: str) -> tuple[int, ...]:
+        """The ranks that differ from `rank` along these axes of one line only, in order: their group."""
+        found = [rank]
+        # The slowest axis first, so that ranks come in order.
+        for axis in sorted(axes, key=self._stride, reverse=True):
+            stride, place = self._stride(axis), self.coordinate(rank, axis)
+            found = [one + (i - place) * stride for one in found for i in range(self.size(axis))]
+        return tuple(found)
 
     def size(self, axis: str) -> int:
         """Ranks along an axis."""

@@ -47,3 +47,11 @@ def test_ranks_that_share_tokens_or_sequences() -> None:
     assert ALL.ranks_along(21, "cp") == (21, 23) and ALL.ranks_along(21, "ep") == (17, 19, 21, 23)
     assert len({ALL.dp_rank(rank) for rank in ALL.ranks_along(21, "cp")}) == 1
     assert str(ALL).endswith("copies 2, cp 2, etp 2, pp 2")
+
+
+def test_a_group_along_several_axes_is_in_order() -> None:
+    degrees = Degrees(pp=2, fsdp=2, cp=2, tp=2, ep=2, etp=2)
+    assert degrees.ranks_along(13, "fsdp", "cp") == (9, 11, 13, 15)
+    assert degrees.ranks_along(13, "tp", "fsdp") == (8, 9, 12, 13)
+    assert degrees.ranks_along(13, "ep", "etp") == (12, 13, 14, 15)
+    assert degrees.ranks_along(13) == (13,)

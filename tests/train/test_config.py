@@ -171,6 +171,11 @@ def test_models_that_contradict_themselves():
         (["num_ranks=8", "dp_replicate_size=2", "ep_size=8"], "ep_size = 8 must divide fsdp_size * tp_size = 4 * 1"),
         (["fsdp_size=4", "ep_size=3"], "ep_size = 3 must divide"),
         (["tp_size=4", "ep_size=2"], "ep_size = 2 must be a multiple of parallelism.tp_size = 4"),
+        (["num_ranks=8", "cp_size=3"], "divided by parallelism.tp_size * dp_replicate_size * cp_size = 1 * 1 * 3"),
+        (
+            ["num_ranks=8", "cp_size=2", "pp_size=2", "ep_size=2", "etp_size=4"],
+            "ep_size * etp_size = 2 * 4 = 8 must divide fsdp_size * cp_size * tp_size = 2 * 2 * 1 = 4",
+        ),
     ],
 )
 def test_ranks_that_cannot_be_divided_so(settings, message):
@@ -196,6 +201,14 @@ def test_derived_degrees(section, world, experts, expected):
     assert (degrees.fsdp, degrees.ep, degrees.efsdp) == expected
     assert degrees.world_size == degrees.dp_replicate * degrees.fsdp * degrees.tp == world
     assert degrees.efsdp * degrees.ep * degrees.dp_replicate == world
+
+
+def test_all_derived_degrees():
+    section = ParallelismSection(cp_size=2, tp_size=2, pp_size=2, etp_size=2, dp_replicate_size=2)
+    degrees = section.resolve(64, 6)
+    assert (degrees.fsdp, degrees.ep, degrees.efsdp, degrees.world_size) == (4, 2, 4, 64)
+    with pytest.raises(ValueError, match="with 16 ranks per copy these do: 1, 2"):
+        section.model_copy(update={"ep_size": 4}).resolve(64, 6)
 
 
 def test_asked_ep_must_divide_the_experts():

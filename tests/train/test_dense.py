@@ -159,5 +159,5 @@ def test_what_cannot_be_whole_is_refused() -> None:
     config = Config.model_validate({**settings, "moe": {"priority": True}, "parallelism": {"dense": "replicate"}})
     with pytest.raises(ValueError, match=r"moe\.priority .*use 'fsdp' or 'auto'"):
         decide_dense(config, Degrees(fsdp=4, ep=4), lambda _: 0, 1)
-    with pytest.raises(ValueError, match="tp_size = 2 divides them"):
+    with pytest.raises(ValueError, match="tensor parallelism divides them"):
         Config.model_validate({**settings, "parallelism": {"dense": "replicate", "tp_size": 2}})

@@ -28,6 +28,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from carpool.parallel.combinations import check_supported
 from carpool.train.config.published import is_configuration_alone, read_keys
 from carpool.train.config.schema_adapter import AdapterSection
 from carpool.train.config.schema_base import Section, Texts, toml_value
@@ -253,6 +254,13 @@ class Config(Section):
     placement: PlacementSection = Field(
         default_factory=PlacementSection, description="Where experts live while the run goes on. Off by default."
     )
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        sections = {name: getattr(self, name) for name in type(self).model_fields}
+        settings = {f"{name}.{key}": value for name, section in sections.items() for key, value in section}
+        check_supported(self.parallelism.sizes, settings)
+        return self
 
     @model_validator(mode="after")
     def _keeps_what_experts_can(self) -> Self:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from carpool.parallel.degrees import Degrees
+from carpool.parallel.degrees import DENSE_AXES, Degrees
 from carpool.train.config.schema_base import Section
 
 
 class ParallelismSection(Section):
-    """How ranks are divided: dp_replicate_size x fsdp_size x tp_size = ranks; experts spread over ep_size of them."""
+    """How ranks are divided: pp_size x dp_replicate_size x fsdp_size x cp_size x tp_size = ranks; in each stage and
+    copy, experts spread over ep_size x etp_size of them."""
 
     num_ranks: int | None = Field(
         default=None,
@@ -34,6 +36,15 @@ class ParallelismSection(Section):
         description="Tensor-parallel ranks, which share the work on the same data. Only for models with a "
         "tensor-parallel plan in transformers.",
     )
+    cp_size: int = Field(
+        default=1,
+        gt=0,
+        description="Context-parallel ranks, which share sequences: each has a part of every one. They shard dense "
+        "parameters, too.",
+    )
+    pp_size: int = Field(
+        default=1, gt=0, description="Stages of a pipeline: each has a part of the layers, on ranks of its own."
+    )
     dp_replicate_size: int = Field(
         default=1,
         gt=0,
@@ -45,6 +56,9 @@ class ParallelismSection(Section):
         gt=0,
         description="Ranks over which a layer's experts are spread. none: the largest number that divides both "
         "the ranks of one copy and the number of experts.",
+    )
+    etp_size: int = Field(
+        default=1, gt=0, description="Expert-tensor-parallel ranks: each computes a part of the same experts' width."
     )
     dense: Literal["auto", "fsdp", "replicate"] = Field(
         default="auto",
@@ -70,23 +84,37 @@ class ParallelismSection(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.ep_size is not None and self.ep_size > 1 and self.ep_size % self.tp_size:
+        if self.ep_size is not None and self.ep_size > 1 and self.ep_size * self.etp_size % self.tp_size:
             raise ValueError(
-                f"parallelism.ep_size = {self.ep_size} must be a multiple of parallelism.tp_size = {self.tp_size}"
-            )
-        if self.dense == "replicate" and self.tp_size > 1:
-            raise ValueError(
-                "parallelism.dense = 'replicate' keeps dense parameters whole, and parallelism.tp_size = "
-                f"{self.tp_size} divides them: use dense = 'fsdp' or tp_size = 1"
+                f"{self._experts} must be a multiple of parallelism.tp_size = {self.tp_size}, whose ranks divide their "
+                "tokens among themselves"
             )
         if self.num_ranks is not None:
             self.check_ranks(self.num_ranks)
         elif self.fsdp_size is not None:
-            self.check_ranks(self.fsdp_size * self.tp_size * self.dp_replicate_size)
+            self.check_ranks(self.fsdp_size * math.prod(self._others.values()))
         return self
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Ranks by axis, of those that are known before the number of ranks is."""
+        sizes = {axis: getattr(self, f"{axis}_size") for axis in dict.fromkeys((*DENSE_AXES, "ep", "etp"))}
+        return {axis: size for axis, size in sizes.items() if size is not None}
+
+    @property
+    def _others(self) -> dict[str, int]:
+        """All sizes of dense parameters but that of FSDP, by key; those of 1 are left out, but for the first two."""
+        others = {"tp_size": self.tp_size, "dp_replicate_size": self.dp_replicate_size}
+        return others | {key: getattr(self, key) for key in ("cp_size", "pp_size") if getattr(self, key) > 1}
+
+    @property
+    def _experts(self) -> str:
+        etp = f" * etp_size = {self.ep_size} * {self.etp_size}" if self.etp_size > 1 else ""
+        return f"parallelism.ep_size{etp} = {(self.ep_size or 1) * self.etp_size}"
+
     def check_ranks(self, world_size: int) -> tuple[int, int]:
-        """`(fsdp_size, ranks of one copy)` for that many ranks; ValueError if they cannot be divided as asked."""
+        """`(fsdp_size, ranks of one copy of a stage)` for that many ranks; ValueError if they cannot be divided as
+        asked."""
         if self.ep_size is not None and self.ep_size > world_size:
             raise ValueError(
                 f"parallelism.ep_size = {self.ep_size} is larger than the number of ranks, {world_size}: lower it, or "
@@ -97,24 +125,22 @@ class ParallelismSection(Section):
                 f"parallelism.ranks_per_node = {self.ranks_per_node} does not divide the {world_size} ranks: change it "
                 "or parallelism.num_ranks"
             )
-        others = self.tp_size * self.dp_replicate_size
+        others = math.prod(self._others.values())
+        keys, numbers = " * ".join(self._others), " * ".join(map(str, self._others.values()))
         if world_size % others:
-            raise ValueError(
-                f"{world_size} ranks cannot be divided by parallelism.tp_size * dp_replicate_size = "
-                f"{self.tp_size} * {self.dp_replicate_size} = {others}"
-            )
+            raise ValueError(f"{world_size} ranks cannot be divided by parallelism.{keys} = {numbers} = {others}")
         fsdp_size = world_size // others if self.fsdp_size is None else self.fsdp_size
         if fsdp_size * others != world_size:
             raise ValueError(
-                f"parallelism.fsdp_size * tp_size * dp_replicate_size = {fsdp_size} * {self.tp_size} * "
-                f"{self.dp_replicate_size} = {fsdp_size * others}, but there are {world_size} ranks: leave fsdp_size "
-                "out to have it derived, or change parallelism.num_ranks"
+                f"parallelism.fsdp_size * {keys} = {fsdp_size} * {numbers} = {fsdp_size * others}, but there are "
+                f"{world_size} ranks: leave fsdp_size out to have it derived, or change parallelism.num_ranks"
             )
-        copy = fsdp_size * self.tp_size
-        if self.ep_size is not None and copy % self.ep_size:
+        shared = {"fsdp_size": fsdp_size, **({"cp_size": self.cp_size} if self.cp_size > 1 else {})}
+        shared["tp_size"] = self.tp_size
+        copy = math.prod(shared.values())
+        if copy % ((self.ep_size or 1) * self.etp_size):
             raise ValueError(
-                f"parallelism.ep_size = {self.ep_size} must divide fsdp_size * tp_size = {fsdp_size} * {self.tp_size} "
-                f"= {copy}"
+                f"{self._experts} must divide {' * '.join(shared)} = {' * '.join(map(str, shared.values()))} = {copy}"
             )
         return fsdp_size, copy
 
@@ -128,15 +154,20 @@ class ParallelismSection(Section):
             ValueError: the ranks cannot be divided so, or ep_size does not divide the number of experts.
         """
         fsdp_size, copy = self.check_ranks(world_size)
-        if self.ep_size is not None:
-            if num_experts % self.ep_size:
-                fits = [n for n in range(1, copy + 1) if copy % n == 0 and num_experts % n == 0]
-                raise ValueError(
-                    f"parallelism.ep_size = {self.ep_size} does not divide the model's {num_experts} experts; with "
-                    f"{copy} ranks per copy these do: {', '.join(map(str, fits))}"
-                )
-            ep_size = self.ep_size
-        else:
-            fits = [n for n in range(self.tp_size, copy + 1, self.tp_size) if copy % n == 0 and num_experts % n == 0]
-            ep_size = max(fits, default=1)
-        return Degrees(self.dp_replicate_size, fsdp_size, self.tp_size, ep_size)
+        most = copy // self.etp_size
+        fits = [n for n in range(1, most + 1) if most % n == 0 and num_experts % n == 0]
+        if self.ep_size is not None and self.ep_size not in fits:
+            raise ValueError(
+                f"parallelism.ep_size = {self.ep_size} does not divide the model's {num_experts} experts; with "
+                f"{copy} ranks per copy these do: {', '.join(map(str, fits))}"
+            )
+        ep_size = self.ep_size or max((n for n in fits if n * self.etp_size % self.tp_size == 0), default=1)
+        return Degrees(
+            dp_replicate=self.dp_replicate_size,
+            fsdp=fsdp_size,
+            tp=self.tp_size,
+            ep=ep_size,
+            cp=self.cp_size,
+            pp=self.pp_size,
+            etp=self.etp_size,
+        )

@@ -167,7 +167,7 @@ def say_hello(run: RunState, resume: Path | None) -> None:
     if run.config.model.path is not None and run.config.model.from_scratch:
         say(f"from scratch: {run.config.model.path} has a config.json and no weights")
     say(f"{run.world} ranks ({info['parallelism']['backend']}): {run.degrees}")
-    if run.degrees.dp > 1:
+    if run.degrees.dp_cp > 1:
         say(f"dense parameters: {run.dense.answer}: {run.dense.why}")
     if run.adapted:
         adapter = run.config.adapter

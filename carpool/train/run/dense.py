@@ -74,7 +74,7 @@ def choose_dense(
 def decide_dense(config: Config, degrees: Degrees, predict: Callable[[str], int], memory: int) -> tuple[str, str]:
     """("fsdp" or "replicate", why), as `choose_dense`, in one process and without a record."""
     wanted = config.parallelism.dense
-    if degrees.dp == 1:
+    if degrees.dp_cp == 1:
         return "fsdp", "one data-parallel rank has nothing to shard"
     reason = None
     if degrees.tp > 1:

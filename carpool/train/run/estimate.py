@@ -114,8 +114,8 @@ class MemoryEstimate:
         self.computed = 2 if bf16 else self.stored
         # Of gradients as they are added up over ranks.
         self.reduced = 4 if bf16 else self.stored
-        dtype = torch.bfloat16 if bf16 and degrees.dp > 1 else getattr(torch, config.model.dtype or "float32")
-        autocast = torch.bfloat16 if bf16 and degrees.dp == 1 and dtype != torch.bfloat16 else None
+        dtype = torch.bfloat16 if bf16 and degrees.dp_cp > 1 else getattr(torch, config.model.dtype or "float32")
+        autocast = torch.bfloat16 if bf16 and degrees.dp_cp == 1 and dtype != torch.bfloat16 else None
         batch, length = training.per_device_train_batch_size, config.data.sequence_length
         self.tokens = batch * length
         # Flash attention of transformers takes the ends of documents in place of a mask.
@@ -168,7 +168,7 @@ class MemoryEstimate:
         dense_own = math.ceil(self.dense.total / degrees.dense_shards)
         dense_trained = math.ceil(self.dense.trained / degrees.dense_shards)
         experts_trained = math.ceil(self.experts.trained / degrees.expert_shards)
-        replicated = dense == "replicate" and degrees.dp > 1
+        replicated = dense == "replicate" and degrees.dp_cp > 1
         # With ep = 1 experts lie as dense parameters do.
         whole = (self.dense.total + (self.experts.total if degrees.ep == 1 else 0)) if replicated else 0
         whole_trained = (self.dense.trained + (self.experts.trained if degrees.ep == 1 else 0)) if replicated else 0
@@ -214,7 +214,9 @@ class MemoryEstimate:
         if self.cuda:
             if dense == "replicate" and self._captured(transport):
                 memory["graphs"] = int(self._evaluation(rides))
-            groups = (degrees.dp > 1) + (degrees.ep > 1) + (degrees.tp > 1) + (degrees.efsdp not in (1, degrees.dp))
+            groups = (
+                (degrees.dp_cp > 1) + (degrees.ep > 1) + (degrees.tp > 1) + (degrees.efsdp not in (1, degrees.dp_cp))
+            )
             memory |= {
                 "context": CONTEXT_BYTES,
                 "nccl": NCCL_BYTES + NCCL_GROUP_BYTES * max(0, groups - 1) if degrees.world_size > 1 else 0,
@@ -252,11 +254,11 @@ class MemoryEstimate:
         layers = len(self.kept.layers)
         head = self.words * self.hidden
         gathered = reducing = 0
-        if (degrees.efsdp > 1 or casts) and not (replicated and degrees.ep == 1) and degrees.dp > 1:
+        if (degrees.efsdp > 1 or casts) and not (replicated and degrees.ep == 1) and degrees.dp_cp > 1:
             one = math.ceil(self.experts.total / degrees.ep / self.moe_layers)
             gathered += 2 * one * self.computed
             reducing += one * self.reduced if self.experts.trained else 0
-        if degrees.dp > 1 and not replicated:
+        if degrees.dp_cp > 1 and not replicated:
             one = math.ceil(max(0, self.dense.total - head) / degrees.tp / layers)
             # The output layer is not given back between forward and backward.
             gathered += (2 * one + head) * self.computed

@@ -50,4 +50,4 @@ def _held_out(run: RunState) -> tuple[float, int]:
     dist.all_reduce(sums)
     total, tokens = sums.tolist()
     run.check_rides()
-    return total / tokens, int(tokens) // run.degrees.tp
+    return total / tokens, int(tokens) // (run.world // run.degrees.dp_cp)

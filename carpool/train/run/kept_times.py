@@ -93,7 +93,7 @@ def measure_policies(run: RunState, given: Mapping[str, str | None], layers: int
     generator = torch.Generator().manual_seed(run.rank)
     ids_BL = torch.randint(0, run.vocab_size, (training.per_device_train_batch_size, length), generator=generator)
     batch = {"input_ids": ids_BL.to(device), "labels": ids_BL.to(device)}
-    tokens = batch["labels"][:, 1:].numel() * run.degrees.dp
+    tokens = batch["labels"][:, 1:].numel() * run.degrees.dp_cp
     whole = replicated(model)
     buffers = buffers_of_rides(run.rides)
 

@@ -164,8 +164,8 @@ class Run(Setup):
                 return means, self.consumed.finish()
             # The one-pass optimizer clips in its step. PyTorch's needs a pass over the gradients before.
             if isinstance(self.optimizer, AdamW):
-                return means, grad_norm(self.parameters)
-            return means, clip_grad_norm(self.parameters, self._max_norm())
+                return means, grad_norm(self.parameters, self.degrees.stage_size)
+            return means, clip_grad_norm(self.parameters, self._max_norm(), self.degrees.stage_size)
 
     def _consume(self, loss: torch.Tensor) -> None:
         """Gradients that come from now on are used at once, unless rows had no place or the loss is not finite."""

@@ -36,6 +36,7 @@ from carpool.hf.packed import why_not_packed
 from carpool.hf.recompute import recompute_layers
 from carpool.hf.shared import compute_shared_beside
 from carpool.observe.meter import NSIGHT
+from carpool.parallel.meshes import Meshes
 from carpool.parallel.replicated import sharded_parameters
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.ranks import from_rank_0, gather
@@ -161,6 +162,7 @@ class Setup(RunState):
         self.vocab_size = blueprint.config.get_text_config().vocab_size
         self.degrees = config.parallelism.resolve(self.world, min(self.expert_counts.values()))
         check_layout_file(config, blueprint.config.model_type, self.expert_counts, self.degrees.ep)
+        self.meshes = Meshes(self.degrees, self.device.type)
         self.dp_rank = self.degrees.dp_rank(self.rank)
         self.top_k = top_k_of(blueprint)
         self.size = model_size(blueprint, self.expert_counts, self.top_k)
@@ -274,6 +276,7 @@ class Setup(RunState):
                 experts_implementation=config.model.experts_implementation,
                 dense=self.dense.answer,
                 base_dtype=config.adapter.base_dtype,
+                meshes=self.meshes,
             )
             dist.barrier()
             self.load_seconds = time.perf_counter() - began
@@ -378,11 +381,11 @@ class Setup(RunState):
             self.model,
             top_k=self.top_k,
             aux_coef=getattr(self.model.config, "router_aux_loss_coef", 0.0) or 0.0 if coef is None else coef,
-            dp_size=self.degrees.dp,
-            autocast=torch.bfloat16 if self.bf16 and self.degrees.dp == 1 else None,
+            dp_size=self.degrees.dp_cp,
+            autocast=torch.bfloat16 if self.bf16 and self.degrees.dp_cp == 1 else None,
             balance_layers=moe.balance == "layer",
             two_batch=self.schedule.answer.name == "two-batch",
-            rides_first=rides_first(self.model, moe, self.degrees.fsdp),
+            rides_first=rides_first(self.model, moe, self.degrees.fsdp * self.degrees.cp),
             loss_chunk=training.loss_chunk,
         )
         with sharded_parameters(self.model):

@@ -24,6 +24,7 @@ from carpool.layout.topology import Topology
 from carpool.memory.host_experts import HostExperts
 from carpool.parallel.consumed import ConsumedGradients
 from carpool.parallel.degrees import Degrees
+from carpool.parallel.meshes import Meshes
 from carpool.planner.chosen import Chosen
 from carpool.planner.hardware import Hardware
 from carpool.planner.policies import Policies
@@ -97,6 +98,7 @@ class RunState:
     architecture: str
     expert_counts: dict[str, int]
     degrees: Degrees
+    meshes: Meshes
     dp_rank: int
     corpus: Corpus
     sequences: Sequences

@@ -1,0 +1,94 @@
+"""Which axes of parallelism go together, and with which settings: the one place that refuses what does not.
+
+A rule names the axes and settings that do not go together, and why. A refusal says them and the nearest combination
+that works, which is found by asking the rules again: an axis is given up (its ranks go to FSDP, those of etp to ep), or
+a setting is changed.
+
+    cp 2, tp 2, parallelism.dense = "replicate"
+    -> "parallelism.tp_size = 2 with parallelism.dense = 'replicate': ... The nearest combination that works:
+        parallelism.dense = 'fsdp'"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# Ranks by axis of `carpool.parallel.degrees`; an axis that is not there is 1 or not known yet.
+Sizes = Mapping[str, int]
+# Values by the key of the configuration, such as "moe.transport"; a key that is not there has its default.
+Settings = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What does not go together.
+
+    Attributes:
+        axes: that are more than 1 where the rule applies; each alone makes it apply no more.
+        why: half a sentence.
+        instead: of settings that the rule is about, values with which it does not apply.
+        applies: whether the settings are such. The axes are looked at already.
+    """
+
+    axes: tuple[str, ...]
+    why: str
+    instead: Mapping[str, Any] = field(default_factory=dict)
+    applies: Callable[[Sizes, Settings], bool] = lambda sizes, settings: True
+
+    def refuses(self, sizes: Sizes, settings: Settings) -> bool:
+        """Whether the combination is one of those that the rule is about."""
+        return all(sizes.get(axis, 1) > 1 for axis in self.axes) and self.applies(sizes, settings)
+
+
+RULES = (
+    Rule(("cp",), "context parallelism is not supported"),
+    Rule(("etp",), "expert tensor parallelism is not supported"),
+    Rule(("pp",), "pipeline parallelism is not supported"),
+    Rule(
+        ("tp",),
+        "whole dense parameters are on each rank, and tensor parallelism divides them",
+        {"parallelism.dense": "fsdp"},
+        lambda sizes, settings: settings.get("parallelism.dense") == "replicate",
+    ),
+)
+
+
+def refusal(sizes: Sizes, settings: Settings) -> Rule | None:
+    """The first rule that refuses a combination, or None if it works."""
+    return next((rule for rule in RULES if rule.refuses(sizes, settings)), None)
+
+
+def check_supported(sizes: Sizes, settings: Settings) -> None:
+    """Raise a ValueError that names the axes, the settings and the nearest combination that works, if one does not."""
+    rule = refusal(sizes, settings)
+    if rule is None:
+        return
+    given = [f"parallelism.{axis}_size = {sizes[axis]}" for axis in rule.axes]
+    given += [f"{key} = {settings.get(key)!r}" for key in rule.instead]
+    changes = ", ".join(f"{key} = {value!r}" for key, value in _nearest(sizes, settings).items())
+    raise ValueError(f"{' with '.join(given)}: {rule.why}. The nearest combination that works: {changes}")
+
+
+def _nearest(sizes: Sizes, settings: Settings) -> dict[str, Any]:
+    """What to change, by key: one setting or axis if that is enough, otherwise one after the other."""
+    changed: dict[str, Any] = {}
+    while (rule := refusal(sizes, settings)) is not None:
+        ways = [(sizes, {**settings, key: value}, {key: value}) for key, value in rule.instead.items()]
+        ways += [(*_without(sizes, axis, settings),) for axis in rule.axes]
+        best = next((way for way in ways if refusal(way[0], way[1]) is None), ways[0])
+        sizes, settings = best[0], best[1]
+        changed |= best[2]
+    return changed
+
+
+def _without(sizes: Sizes, axis: str, settings: Settings) -> tuple[Sizes, Settings, dict[str, Any]]:
+    """Sizes with an axis of 1, whose ranks go to another axis; and what that changes."""
+    to = "ep" if axis == "etp" else "fsdp"
+    fewer = {**sizes, axis: 1}
+    changed = {f"parallelism.{axis}_size": 1}
+    if to in sizes:
+        fewer[to] = sizes[to] * sizes[axis]
+        changed[f"parallelism.{to}_size"] = fewer[to]
+    return fewer, settings, changed

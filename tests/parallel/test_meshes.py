@@ -1,0 +1,76 @@
+"""Groups and meshes of a run: who is in them, on 4 ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from carpool.parallel.combinations import check_supported
+from carpool.parallel.degrees import DENSE_AXES, EXPERT_AXES, Degrees
+from carpool.parallel.meshes import Meshes
+from tests.ranks import Ranks
+
+EVERY = [
+    Degrees(fsdp=4, ep=4),
+    Degrees(pp=2, fsdp=2, ep=2),
+    Degrees(dp_replicate=2, cp=2, ep=2),
+    Degrees(fsdp=2, tp=2, ep=2, etp=2),
+    Degrees(pp=2, cp=2, etp=2),
+]
+
+
+def _members(degrees: Degrees) -> None:
+    meshes, rank = Meshes(degrees, "cpu"), dist.get_rank()
+    for axis in (*DENSE_AXES, *EXPERT_AXES):
+        group = meshes.group(axis)
+        expected = degrees.ranks_along(rank, axis)
+        assert (group is None) == (len(expected) == 1)
+        if group is not None:
+            assert tuple(dist.get_process_group_ranks(group)) == expected
+            total = torch.tensor(10**rank)
+            dist.all_reduce(total, group=group)
+            assert total == sum(10**one for one in expected)
+        assert meshes.group(axis) is group
+    shards = meshes.group("fsdp", "cp")
+    assert shards is None or dist.get_process_group_ranks(shards) == list(degrees.ranks_along(rank, "fsdp", "cp"))
+
+    stage = meshes.stage
+    for name, axes in {"dp_replicate": (), "fsdp": ("fsdp", "cp"), "tp": (), "efsdp": (), "ep": (), "etp": ()}.items():
+        one = stage.get_mesh(name)
+        ranks = degrees.ranks_along(rank, *(axes or (name,)))
+        assert tuple(one.mesh.tolist()) == ranks and one.size() == len(ranks)
+        assert one.get_local_rank() == ranks.index(rank)
+        assert dist.get_process_group_ranks(one.get_group()) == list(ranks)
+    assert stage.get_mesh(("pp", "fsdp", "tp")).shape == (1, degrees.fsdp * degrees.cp, degrees.tp)
+    assert stage.dense.mesh.numel() == stage.experts.mesh.numel() == degrees.stage_size
+
+
+@pytest.mark.parametrize("degrees", EVERY, ids=str)
+def test_ranks_of_groups_and_meshes(degrees: Degrees, ranks: Ranks) -> None:
+    ranks(_members, degrees)
+
+
+def test_a_refusal_names_the_axes_and_what_works() -> None:
+    check_supported({"fsdp": 4, "tp": 2, "ep": 4}, {"parallelism.dense": "fsdp"})
+    with pytest.raises(ValueError) as error:
+        check_supported({"fsdp": 4, "tp": 2}, {"parallelism.dense": "replicate"})
+    assert str(error.value) == (
+        "parallelism.tp_size = 2 with parallelism.dense = 'replicate': whole dense parameters are on each rank, and "
+        "tensor parallelism divides them. The nearest combination that works: parallelism.dense = 'fsdp'"
+    )
+
+
+def test_a_refusal_folds_ranks_of_refused_axes_until_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    from carpool.parallel import combinations
+
+    rules = (combinations.Rule(("cp", "pp"), "no"), combinations.Rule(("etp",), "not either"))
+    monkeypatch.setattr(combinations, "RULES", rules)
+    with pytest.raises(
+        ValueError,
+        match=r"cp_size = 2 with parallelism.pp_size = 4: no. .*: parallelism.cp_size = 1, "
+        r"parallelism.fsdp_size = 6, parallelism.etp_size = 1, parallelism.ep_size = 2$",
+    ):
+        check_supported({"fsdp": 3, "cp": 2, "pp": 4, "etp": 2, "ep": 1}, {})
+    with pytest.raises(ValueError, match=r"works: parallelism.cp_size = 1$"):
+        check_supported({"cp": 2, "pp": 4}, {})
