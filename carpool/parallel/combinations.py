@@ -75,8 +75,9 @@ def _nearest(sizes: Sizes, settings: Settings) -> dict[str, Any]:
     """What to change, by key: one setting or axis if that is enough, otherwise one after the other."""
     changed: dict[str, Any] = {}
     while (rule := refusal(sizes, settings)) is not None:
+        ways: list[tuple[Sizes, Settings, dict[str, Any]]]
         ways = [(sizes, {**settings, key: value}, {key: value}) for key, value in rule.instead.items()]
-        ways += [(*_without(sizes, axis, settings),) for axis in rule.axes]
+        ways += [_without(sizes, axis, settings) for axis in rule.axes]
         best = next((way for way in ways if refusal(way[0], way[1]) is None), ways[0])
         sizes, settings = best[0], best[1]
         changed |= best[2]
