@@ -4,7 +4,7 @@ A model ends with `logits = self.lm_head(hidden_states)`, and hands the logits o
 output layer gives back the loss in their place (`carpool.kernels.cross_entropy`):
 
     loss = HeadLoss(model)
-    loss(input_ids, labels)         model(input_ids) -> lm_head(hidden_BLH), which knows the labels -> a scalar
+    loss(input_ids, target)         model(input_ids) -> lm_head(hidden_BLH), which knows the targets -> a scalar
 
 So the loss is computed inside the layer's call, where FSDP has gathered its weight, tied or not, and afterwards
 reduces its gradient. Nothing else of the model changes, and without labels the layer makes logits as ever.
@@ -61,12 +61,12 @@ class HeadLoss:
                 # An attribute of the instance, which nn.Module's call finds before the class's.
                 head.forward = _Head(head)
 
-    def __call__(self, input_ids: torch.Tensor, labels: torch.Tensor, **settings: Any) -> tuple[torch.Tensor, Any]:
+    def __call__(self, input_ids: torch.Tensor, target_BL: torch.Tensor, **settings: Any) -> tuple[torch.Tensor, Any]:
         """Run the model.
 
         Args:
             input_ids: (B, L).
-            labels: (B, L); position t predicts label t+1, -100: nothing.
+            target_BL: the token that each position predicts, -100: none (`next_tokens`).
             settings: for the model's forward.
 
         Returns:
@@ -77,11 +77,10 @@ class HeadLoss:
         if self.why_whole is not None:
             out = self.model(input_ids=input_ids, **settings)
             with torch.profiler.record_function("carpool::loss"):
-                logits = out.logits[:, :-1]
-                logits = logits if logits.dtype == torch.float64 else logits.float()
-                goals = labels[:, 1:].flatten()
-                return F.cross_entropy(logits.flatten(0, 1), goals, ignore_index=IGNORED, reduction="sum"), out
-        asked = _Asked(F.pad(labels[:, 1:], (0, 1), value=IGNORED), self.tokens_at_once, self.change or LogitChange())
+                logits = out.logits if out.logits.dtype == torch.float64 else out.logits.float()
+                target_T = target_BL.flatten()
+                return F.cross_entropy(logits.flatten(0, 1), target_T, ignore_index=IGNORED, reduction="sum"), out
+        asked = _Asked(target_BL, self.tokens_at_once, self.change or LogitChange())
         token = _ASKED.set(asked)
         try:
             out = self.model(input_ids=input_ids, **settings)
@@ -94,6 +93,11 @@ class HeadLoss:
                 "the loss: set training.loss_chunk=0"
             )
         return asked.loss, out
+
+
+def next_tokens(labels_BL: torch.Tensor) -> torch.Tensor:
+    """What each position of whole sequences predicts: the label after its own, -100 at the end."""
+    return F.pad(labels_BL[:, 1:], (0, 1), value=IGNORED)
 
 
 class LogitChange(NamedTuple):

@@ -80,7 +80,8 @@ def _find(position_ids: torch.Tensor) -> torch.Tensor | None:
 
 
 def why_not_packed(model: nn.Module) -> str | None:
-    """Why a model of transformers cannot compute documents of one row as if each were alone; None: it can."""
+    """Why a model of transformers cannot compute documents of one row as if each were alone; None: it can. What stands
+    in the way lets tokens see others past attention, so context parallelism asks, too (`carpool.hf.context`)."""
     config: Any = model.config
     name = type(model).__name__
     text = config.get_text_config()
@@ -90,7 +91,7 @@ def why_not_packed(model: nn.Module) -> str | None:
         return f"{name} does not take the positions of tokens in their documents"
     others = sorted(set(getattr(text, "layer_types", None) or ()) - WITHIN_DOCUMENTS)
     if others or getattr(model, "_is_stateful", False):
-        return f"{name} has layers ({', '.join(others) or 'with a state'}) in which a document would see the one before"
+        return f"{name} has layers ({', '.join(others) or 'with a state'}) in which a token sees others of its row"
     return None
 
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from carpool.hf.head import HeadLoss
+from carpool.hf.head import HeadLoss, next_tokens
 from carpool.kernels.cross_entropy import IGNORED
 from carpool.serve.generate import context_of
 from carpool.serve.source import find_source, open_model
@@ -193,7 +193,7 @@ def perplexity(
     for start in range(0, len(cut), together):
         mine = cut[start : start + together][rank::ranks]
         ids_BL, labels_BL = _batch(mine or [Window(cut[0].tokens[:2], 2)])
-        total, _ = loss(ids_BL.to(device), labels_BL.to(device), use_cache=False)
+        total, _ = loss(ids_BL.to(device), next_tokens(labels_BL).to(device), use_cache=False)
         sums[0] += total
         sums[1] += int((labels_BL[:, 1:] != IGNORED).sum())
     if several:

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from carpool.hf import head as head_module
 from carpool.hf.build import build_model, make_config
-from carpool.hf.head import HeadLoss, output_layer, why_whole
+from carpool.hf.head import HeadLoss, next_tokens, output_layer, why_whole
 from carpool.parallel.degrees import Degrees
 from carpool.train.run.model import distributed_config
 from tests.hf.meshes import reuse_meshes
@@ -30,7 +30,7 @@ def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     ids = torch.randint(3, 90, (2, 9), generator=torch.Generator().manual_seed(seed))
     labels = ids.clone()
     labels[0, 2:5] = -100
-    return ids, labels
+    return ids, next_tokens(labels)
 
 
 @pytest.mark.parametrize(
@@ -44,11 +44,11 @@ def test_every_model_is_known(folder: str, monkeypatch: pytest.MonkeyPatch) -> N
         if hasattr(model.config, key):
             setattr(model.config, key, value)
     monkeypatch.setattr(head_module, "CHANGE_LOGITS", set())
-    ids, labels = batch()
+    ids, target = batch()
     with torch.no_grad():
-        plain, _ = HeadLoss(model, 0)(ids, labels, use_cache=False)
+        plain, _ = HeadLoss(model, 0)(ids, target, use_cache=False)
         try:
-            loss, _ = HeadLoss(model, 5)(ids, labels, use_cache=False)
+            loss, _ = HeadLoss(model, 5)(ids, target, use_cache=False)
         except (RuntimeError, IndexError):
             assert known, f"add {type(model).__name__} to CHANGE_LOGITS"
             return

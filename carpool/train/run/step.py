@@ -24,8 +24,9 @@ from torch.distributed.tensor import DTensor
 
 from carpool.hf.attention import fastest_attention
 from carpool.hf.balance import balance_loss
+from carpool.hf.context import ContextParallel
 from carpool.hf.expert_parallel import rides
-from carpool.hf.head import HeadLoss
+from carpool.hf.head import HeadLoss, next_tokens
 from carpool.hf.packed import one_row_only, packed, packed_settings, unpacked
 from carpool.hf.router_logits import RouterLogits
 from carpool.memory.optimizer import AdamW
@@ -56,7 +57,8 @@ class Objective:
         two_batch: two micro-batches run half a layer apart (`carpool.schedule.two_batch`), and an odd last one by
             itself. If there is only one, its halves do; the balance loss is then of each half.
         rides_first: what reductions wait for (`carpool.schedule.priority`).
-        dp_size: ranks with distinct data.
+        dp_size: ranks with distinct tokens.
+        context: ranks share sequences, and it makes parts of them. None: each rank has whole ones.
         autocast: compute in this dtype by autocast; None where FSDP casts already or nothing is to be cast.
         loss_chunk: as `training.loss_chunk`.
 
@@ -76,6 +78,7 @@ class Objective:
         two_batch: bool = False,
         rides_first: RidesFirst | None = None,
         loss_chunk: int | None = None,
+        context: ContextParallel | None = None,
     ) -> None:
         returns_logits = "output_router_logits" in inspect.signature(model.forward).parameters
         if aux_coef and not returns_logits:
@@ -90,32 +93,39 @@ class Objective:
         self.settings = {"use_cache": False, **({"output_router_logits": False} if returns_logits else {})}
         self.balance_layers = balance_layers
         self.two_batch = TwoBatch(model) if two_batch else None
-        self.rides_first = rides_first
+        self.rides_first, self.context = rides_first, context
         # Gradients of whole dense parameters are summed over ranks, those that FSDP shards are averaged.
         self.kept = replicated(model)
         self.share = 1.0 if self.kept is None else 1 / dp_size
         # Computes steps without the host, once there is something to capture.
         self.graphs: StepGraphs | None = None
+        # Ranks with the same tokens, and with the same sequences.
         self.ranks_per_copy = (dist.get_world_size() if dist.is_initialized() else 1) // dp_size
+        self.ranks_per_sequence = self.ranks_per_copy * (1 if context is None else context.cut.ranks)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Cross-entropy summed over this rank's tokens, and the balance loss; both float32 scalars."""
-        device = batch["input_ids"].device
-        settings, padding_BL = self.settings, batch.get("padding")
-        if is_packed := "position_ids" in batch:
-            if one_row_only(self.model):
-                # No label of a row's first token counts, so rows may follow each other.
-                batch = {name: value.view(1, -1) for name, value in batch.items()}
-            settings = self.settings | packed_settings(self.model, batch["position_ids"])
+        batch = {**batch, "target": next_tokens(batch["labels"])}
+        if "position_ids" in batch and one_row_only(self.model):
+            batch = {name: value.view(1, -1) for name, value in batch.items()}
+        ids_BL, position_BL = batch["input_ids"], batch.get("position_ids")
+        device, settings = ids_BL.device, self.settings
+        if position_BL is not None:
+            settings = settings | packed_settings(self.model, position_BL)
+        whole: AbstractContextManager[None] = nullcontext()
+        if self.context is not None:
+            settings = settings | self.context.settings(ids_BL, position_BL)
+            whole = self.context.whole(ids_BL.shape[1], position_BL)
+            batch = {name: self.context.cut.part(value) for name, value in batch.items()}
         collected: AbstractContextManager[Any] = nullcontext()
         if self.router_logits is not None:
             collected = self.router_logits.collect()
-        modes = self.cast(device), fastest_attention(device), packed() if is_packed else unpacked()
-        with modes[0], modes[1], modes[2], collected as logits:
-            ce, _ = self.cross_entropy(batch["input_ids"], batch["labels"], **settings)
+        modes = self.cast(device), fastest_attention(device), unpacked() if position_BL is None else packed()
+        with modes[0], modes[1], modes[2], whole, collected as logits:
+            ce, _ = self.cross_entropy(batch["input_ids"], batch["target"], **settings)
         if self.router_logits is None:
             return ce, None
-        padding_T = None if padding_BL is None else padding_BL.flatten()
+        padding_T = batch["padding"].flatten() if "padding" in batch else None
         return ce, balance_loss(logits, self.top_k, per_layer=self.balance_layers, padding_T=padding_T)
 
     def cast(self, device: torch.device) -> AbstractContextManager[None]:
@@ -128,14 +138,14 @@ class Objective:
         assert isinstance(count, torch.Tensor)
         if dist.is_initialized():
             dist.all_reduce(count)
-        return int(count.item()) // self.ranks_per_copy
+        return int(count.item()) // self.ranks_per_sequence
 
     def backward(self, batches: Sequence[Batch], tokens: int | None = None) -> Losses:
         """Accumulate the gradients of one global batch, given in micro-batches. All ranks call it together. Waits for
         the device.
 
         Args:
-            tokens: that it predicts, over all ranks with distinct data. None: they are counted.
+            tokens: that it predicts, over all ranks with distinct sequences. None: they are counted.
         """
         if tokens is None:
             tokens = self.targets(batches)

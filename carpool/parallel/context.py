@@ -1,0 +1,135 @@
+"""Context parallelism: ranks share sequences, and each computes a part of every sequence. Attention alone sees more.
+
+    2 ranks, tokens a b c d, heads 0 1          rank 0        rank 1
+    embedding, norms, experts, loss             a b           c d          all heads (`Cut.part`)
+    attention                                   a b c d       a b c d      head 0; head 1
+
+Two ways to attention:
+
+Ulysses (arXiv 2309.14509): one all-to-all trades heads for tokens, so each rank has whole sequences of its heads, and
+any attention with any mask computes them; another all-to-all trades back. A rank sends and receives, for each of its
+tokens, (cp - 1) / cp of the queries, keys and values, and later of the output. It takes a number of heads that cp
+divides. Heads of keys and values may be fewer: they are repeated until cp divides their number, and the gradient of
+the repetitions is summed.
+
+Ring (arXiv 2310.01889): heads stay, keys and values of other ranks come by, and partial results are merged. It is
+PyTorch's own (`torch.distributed.tensor.experimental`), for causal attention without any other mask, and works
+for any number of heads. Under a causal mask late tokens have more to do than early ones, so a rank has one early and
+one late part of each sequence: of 4 parts, rank 0 has parts 0 and 3, and rank 1 has parts 1 and 2.
+
+Letters: B sequences, L tokens of a whole one, l tokens of this rank's part, H heads, D the size of one, W ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+Way = Literal["ulysses", "ring"]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which part of every sequence a rank has.
+
+    Args:
+        ranks: W that share sequences.
+        rank: among these.
+        way: ulysses: parts follow each other; ring: each rank has an early and a late one.
+    """
+
+    ranks: int
+    rank: int
+    way: Way = "ulysses"
+
+    @property
+    def divisor(self) -> int:
+        """Of L."""
+        return self.ranks if self.way == "ulysses" else 2 * self.ranks
+
+    def part(self, x_BL: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor of whole sequences: (B, L, ...) to (B, l, ...)."""
+        pieces = x_BL.chunk(self.divisor, dim=1)
+        assert len(pieces) == self.divisor and x_BL.shape[1] % self.divisor == 0
+        if self.way == "ulysses":
+            return pieces[self.rank]
+        return torch.cat([pieces[self.rank], pieces[-1 - self.rank]], dim=1)
+
+
+def kv_repeats(heads: int, kv_heads: int, ranks: int) -> int:
+    """How often each head of keys and values is there once `ranks` divides their number; `ranks` divides `heads`.
+
+    8 heads, 2 of keys and values, 4 ranks: 2, so that each rank has 2 heads and the one of keys and values for both."""
+    repeats = range(1, heads // kv_heads + 1)
+    return next(n for n in repeats if kv_heads * n % ranks == 0 and heads % (kv_heads * n) == 0)
+
+
+def to_heads(group: dist.ProcessGroup, *parts_BHlD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Trade tokens for heads, all tensors in one all-to-all: each (B, H, l, D) to (B, H / W, L, D).
+
+    W divides each H; H and D may differ between tensors."""
+    return _ToHeads.apply(group, *parts_BHlD)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def to_tokens(group: dist.ProcessGroup, whole_BLHD: torch.Tensor) -> torch.Tensor:
+    """Trade heads for tokens: (B, L, H / W, D) to (B, l, H, D)."""
+    return _ToTokens.apply(group, whole_BLHD)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, *parts_BHlD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.group = group
+        found = _trade_tokens(group, [part.transpose(1, 2) for part in parts_BHlD])
+        return tuple(whole.transpose(1, 2) for whole in found)
+
+    @staticmethod
+    def backward(ctx: Any, *grads_BHLD: torch.Tensor) -> tuple[Any, ...]:
+        found = _trade_heads(ctx.group, [grad.transpose(1, 2) for grad in grads_BHLD])
+        return None, *(part.transpose(1, 2) for part in found)
+
+
+class _ToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, whole_BLHD: torch.Tensor) -> torch.Tensor:
+        ctx.group = group
+        return _trade_heads(group, [whole_BLHD])[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad_BlHD: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, _trade_tokens(ctx.group, [grad_BlHD])[0]
+
+
+def _trade_tokens(group: dist.ProcessGroup, parts_BlHD: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Each (B, l, H, D) to (B, L, H / W, D)."""
+    ranks, (batch, tokens) = group.size(), parts_BlHD[0].shape[:2]
+    # Heads for one rank lie together, of all tensors: a row of X numbers a token.
+    sent_WBlX = torch.cat([x.reshape(batch, tokens, ranks, -1).permute(2, 0, 1, 3) for x in parts_BlHD], dim=-1)
+    came_WBlX = _exchange(group, sent_WBlX)
+    came_BLX = came_WBlX.transpose(0, 1).reshape(batch, ranks * tokens, -1)
+    shapes = [(x.shape[2] // ranks, x.shape[3]) for x in parts_BlHD]
+    of_each = came_BLX.split([heads * size for heads, size in shapes], dim=-1)
+    return [x_BLX.unflatten(-1, shape) for x_BLX, shape in zip(of_each, shapes, strict=True)]
+
+
+def _trade_heads(group: dist.ProcessGroup, wholes_BLHD: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Each (B, L, H / W, D) to (B, l, H, D)."""
+    ranks, (batch, length) = group.size(), wholes_BLHD[0].shape[:2]
+    tokens = length // ranks
+    sent_WBlX = torch.cat([x.reshape(batch, ranks, tokens, -1).transpose(0, 1) for x in wholes_BLHD], dim=-1)
+    came_WBlX = _exchange(group, sent_WBlX)
+    of_each = came_WBlX.split([x.shape[2] * x.shape[3] for x in wholes_BLHD], dim=-1)
+    return [
+        x_WBlX.permute(1, 2, 0, 3).reshape(batch, tokens, -1, like.shape[3])
+        for x_WBlX, like in zip(of_each, wholes_BLHD, strict=True)
+    ]
+
+
+def _exchange(group: dist.ProcessGroup, sent_WX: torch.Tensor) -> torch.Tensor:
+    sent_WX = sent_WX.contiguous()
+    came_WX = torch.empty_like(sent_WX)
+    dist.all_to_all_single(came_WX, sent_WX, group=group)
+    return came_WX
