@@ -25,6 +25,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from carpool.experts import Choices, ExpertFunction, make_activation
+from carpool.experts.slices import check_slices
 from carpool.layer.core import LayerCore
 from carpool.layer.module import LayerModule, check_mesh, group_of
 from carpool.layer.replay_check import check_replay
@@ -51,7 +52,8 @@ class MoE(LayerModule):
         ep_mesh: one-dimensional mesh of the expert-parallel group. None: one rank holds all experts.
         edp_mesh: mesh of the ranks that hold copies of this rank's experts, if there are any (balance statistics
             are over the whole batch).
-        layout: where experts live; default contiguous.
+        layout: where experts live; default contiguous. With `ExpertLayout.sliced`, each rank has a part of the hidden
+            dimension of experts (expert tensor parallelism), and there may be more ranks than experts.
         transport: "auto", "gather", "alltoall", "dedup", "nvlink", "hierarchical", "local".
         max_tokens: the most tokens that any rank will ever have. Given this, "auto" picks "nvlink" where it can be
             used; its buffers have a fixed size. If a rank gets more, outputs are NaN, and
@@ -136,13 +138,16 @@ class MoE(LayerModule):
         groups = [one for one in (group, edp_group) if one is not None]
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         act = make_activation(activation, gated)
-        self.core = LayerCore(layout, group, ExpertFunction(act), name="MoE")
+        function = ExpertFunction(act)
+        check_slices(function, intermediate_size, layout.slices, "MoE")
+        self.core = LayerCore(layout, group, function, name="MoE")
 
         self.router = Router(hidden_size, num_experts, num_experts_per_tok, groups=groups, **place, **(router or {}))
-        rows, width = len(layout.homes[self.rank]), intermediate_size * (2 if gated else 1)
+        inner = intermediate_size // layout.slices
+        rows, width = len(layout.homes[self.rank]), inner * (2 if gated else 1)
         size = travel_size or hidden_size
         self.up_proj = nn.Parameter(torch.empty(rows, width, size, **place))
-        self.down_proj = nn.Parameter(torch.empty(rows, size, intermediate_size, **place))
+        self.down_proj = nn.Parameter(torch.empty(rows, size, inner, **place))
         self.up_bias = nn.Parameter(torch.empty(rows, width, **place)) if bias else None
         self.down_bias = nn.Parameter(torch.empty(rows, size, **place)) if bias else None
         self.hidden_size = hidden_size

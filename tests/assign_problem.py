@@ -18,6 +18,7 @@ class Case(NamedTuple):
         limited: each token may be served by some ranks only (one choice in twenty by none of those that hold it).
         same: a token may name an expert twice.
         source: the rank of the tokens.
+        slices: of each expert; `replicas` and unevenness are then of slices.
     """
 
     experts: int
@@ -29,9 +30,11 @@ class Case(NamedTuple):
     limited: bool = False
     same: bool = False
     source: int = 0
+    slices: int = 1
 
     def __str__(self) -> str:
         flags = [name for name in ("uneven", "limited", "same") if getattr(self, name)]
+        flags += [f"slices{self.slices}"] if self.slices > 1 else []
         sizes = f"E{self.experts}-W{self.ranks}-replicas{self.replicas}-K{self.top_k}-T{self.tokens}"
         return "-".join([sizes, *flags, f"from{self.source}"])
 
@@ -58,6 +61,9 @@ CASES = [
     Case(128, 63, 400, 9, limited=True, same=True, source=31),
     Case(16, 4, 0, 5, source=1),
     Case(17, 3, 0, 4, uneven=True, limited=True),
+    Case(8, 4, 0, 2, slices=2, source=1),
+    Case(9, 5, 30, 3, slices=3, uneven=True, limited=True, source=4),
+    Case(8, 16, 40, 2, slices=4, source=7),
 ]
 
 
@@ -88,17 +94,18 @@ def _layout(case: Case, generator: torch.Generator) -> ExpertLayout:
     def draw(high: int) -> int:
         return int(torch.randint(high, (), generator=generator))
 
-    order = torch.randperm(case.experts, generator=generator).tolist()
+    names = case.experts * case.slices
+    order = torch.randperm(names, generator=generator).tolist()
     homes: list[list[int]] = [[] for _ in range(case.ranks)]
     for number, expert in enumerate(order):
         homes[draw(case.ranks) if case.uneven else number % case.ranks].append(expert)
     slots = [list(rank) for rank in homes]
     for _ in range(case.replicas):
         # Popular ones are copied more often; a rank that has the expert stays as it is.
-        expert, rank = draw(1 + draw(case.experts)), draw(case.ranks)
+        expert, rank = draw(1 + draw(names)), draw(case.ranks)
         if expert not in slots[rank]:
             slots[rank].append(expert)
     if case.uneven:
         for rank in slots[::2]:
             rank.insert(draw(len(rank) + 1), -1)
-    return ExpertLayout(tuple(map(tuple, homes)), tuple(map(tuple, slots)))
+    return ExpertLayout(tuple(map(tuple, homes)), tuple(map(tuple, slots)), case.slices)

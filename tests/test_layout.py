@@ -50,6 +50,26 @@ def test_kind_is_one_word(layout: ExpertLayout, kind: str) -> None:
     assert layout.kind == kind
 
 
+def test_slices_of_experts() -> None:
+    layout = ExpertLayout.sliced(4, 2, 2)
+    assert layout.homes == ((0, 2), (1, 3), (4, 6), (5, 7)) and layout.slot_is_home and layout.kind == "sliced"
+    assert (layout.num_experts, layout.num_rows, layout.slices, layout.num_replicas) == (4, 8, 2, 0)
+    assert layout.expert_WS.tolist() == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert layout.slice_WS.tolist() == [[0, 0], [1, 1], [0, 0], [1, 1]]
+    routing = Routing(torch.tensor([[3, 0], [1, -1]], dtype=torch.int32), None)
+    assert assign(routing, layout, 0).tolist() == [[5, 7, 0, 2], [1, 3, -1, -1]]
+    # More ranks than experts; equal homes without slices differ; empty slots have none.
+    assert ExpertLayout.sliced(2, 2, 4).num_ranks == 8 and layout != ExpertLayout(layout.homes)
+    assert ExpertLayout(((0, 1),), ((1, -1, 0),), slices=2).slice_WS.tolist() == [[1, -1, 0]]
+    whole = ExpertLayout(((0, 2), (1, 3)), ((0, 1), (2, 3)), slices=2)
+    routing = Routing(torch.tensor([[1, 0], [1, -1]], dtype=torch.int32), None)
+    assert assign(routing, whole, 0).tolist() == [[2, 3, 0, 1], [2, 3, -1, -1]], "rank 1 computes all of expert 1"
+    with pytest.raises(ValueError, match="homes name 3 slices, which are no experts of 2 slices each"):
+        ExpertLayout(((0, 1), (2,)), slices=2)
+    with pytest.raises(ValueError, match=r"slices \[1\] have no slot"):
+        ExpertLayout(((0, 1),), ((0,),), slices=2)
+
+
 def test_layouts_compare_and_hash_by_content() -> None:
     same = ExpertLayout([[0, 1], torch.tensor([2, 3])], [[0, 1], [2, 3, 1]])  # type: ignore[arg-type]
     assert same == EXAMPLE and hash(same) == hash(EXAMPLE) and same != ExpertLayout.contiguous(4, 2)
@@ -185,8 +205,9 @@ def test_assign_follows_its_rule_and_picks_a_copy_that_exists(name: str, ranks: 
         before = expert_TK.clone()
         for source in range(ranks):
             slot_TK = assign(Routing(expert_TK, None), layout, source)
-            assert slot_TK.dtype == torch.int32 and slot_TK.shape == (tokens, top_k)
-            for token, (experts, slots) in enumerate(zip(expert_TK.tolist(), slot_TK.tolist(), strict=True)):
+            assert slot_TK.dtype == torch.int32 and slot_TK.shape == (tokens, top_k * layout.slices)
+            for token, (choices, slots) in enumerate(zip(expert_TK.tolist(), slot_TK.tolist(), strict=True)):
+                experts = [e * layout.slices + i if e >= 0 else -1 for e in choices for i in range(layout.slices)]
                 assert slots == best_slots(layout, experts, token, source)
                 for e, slot in zip(experts, slots, strict=True):
                     where = divmod(slot, layout.slots_per_rank)

@@ -23,9 +23,9 @@ import pytest
 import torch
 
 import carpool
-from carpool import KeptPolicies, Routing
+from carpool import ExpertLayout, KeptPolicies, Routing
 from carpool.schedule import Schedule
-from tests.layouts import EXPERTS, LAYOUTS, layout_of
+from tests.layouts import EXPERTS, LAYOUTS, SLICED, layout_of
 from tests.pairwise import all_pairs, feasible_pairs
 from tests.ranks import WORLD_SIZE, Ranks, mesh
 from tests.reference import Answer, Problem, Spec, draw_parameters, draw_tokens, rank_loss, solve
@@ -39,6 +39,7 @@ FLOOR = 1e-2
 # ... and where the router's gradient is a difference of equal terms (one normalised weight is always 1), times this.
 FLOOR_CANCELLED = 0.2
 
+EXPERT_NAMES = {"up_proj", "down_proj", "up_bias", "down_bias"}
 REPLAYED = ("one_expert", "unchosen", "holes", "no_pairs")  # what only a recorded routing can promise
 FACTORS: dict[str, tuple[Any, ...]] = {
     "transport": ("gather", "alltoall", "dedup", "hierarchical", "local"),
@@ -67,6 +68,8 @@ FORBIDDEN = [{"layout": name, "ep": 1} for name in ("replicated", "replicated_pe
 # For one rank, so without replicas.
 FORBIDDEN += [{"transport": "local", "ep": ep} for ep in (2, 4)]
 FORBIDDEN += [{"transport": "local", "layout": one["layout"]} for one in FORBIDDEN[:2]]
+# An expert's hidden dimension is cut into equal slices.
+FORBIDDEN += [{"layout": name, "size": (37, 19)} for name in SLICED]
 # Which keep nothing that could be computed again.
 FORBIDDEN += [{"experts": "reference", "hidden": "recompute"}]
 FORBIDDEN += [{"tokens": name, "routing": "router"} for name in REPLAYED]
@@ -245,15 +248,34 @@ def build(case: Case) -> carpool.MoE:
         },
         dtype=case.dtype,
     )
-    mine = list(moe.layout.homes[moe.rank])
     with torch.no_grad():
         for name, value in problem(case).parameters.items():
             if name == "selection_bias":
                 moe.router.bias_E.copy_(value)
             else:
-                local = value[mine] if name.startswith(("up_", "down_")) else value
+                local = homes_of(name, value, spec, moe.layout, moe.rank) if name in EXPERT_NAMES else value
                 moe.get_parameter(name).copy_(local)
+    if moe.layout.slices > 1:
+        # Cut by the layer itself, too.
+        given = {name: problem(case).parameters[name] for name in moe.state_dict() if name in EXPERT_NAMES}
+        moe.load_logical_state_dict(moe.logical_state_dict() | given)
     return moe
+
+
+def homes_of(name: str, whole_E: torch.Tensor, spec: Spec, layout: ExpertLayout, rank: int) -> torch.Tensor:
+    """The rows of a parameter that a rank is home to: experts, or slices of them, cut here by their definition."""
+    inner = spec.inner // layout.slices
+
+    def row(number: int) -> torch.Tensor:
+        expert, i = divmod(number, layout.slices)
+        whole, columns = whole_E[expert], slice(i * inner, (i + 1) * inner)
+        if name == "down_proj":
+            return whole[:, columns]
+        if name == "down_bias":
+            return whole if i == 0 else torch.zeros_like(whole)
+        return torch.cat([half[columns] for half in whole.split(spec.inner)])
+
+    return torch.stack([row(number) for number in layout.homes[rank]]) if layout.homes[rank] else whole_E[:0]
 
 
 def schedule_of(case: Case) -> Schedule:
@@ -337,13 +359,14 @@ def differences(case: Case, results: list[dict[str, Any]]) -> dict[str, str]:
         check(f"aux {rank}", np.array(result["aux"]), expected.aux, max(1e-30, float(expected.aux)))
         if not np.array_equal(np.sort(result["expert"], 1), np.sort(expected.expert[rank].numpy(), 1)):
             found[f"expert {rank}"] = "other experts were chosen"
-        homes = list(layout.homes[rank % case.ep])
+        homes = layout.homes[rank % case.ep]
         for name, got in result["gradients"].items():
             want = expected.gradients[name]
             floor = FLOOR_CANCELLED if cancelled and name == "router.weight" else FLOOR
             scale = max(max_abs(want), floor * largest, 1e-30)
-            if name.startswith(("up_", "down_")):
-                check(name, got, want[homes], scale, f" of experts {homes} on rank {rank}")
+            if name in EXPERT_NAMES:
+                rows = homes_of(name, want, case.spec, layout, rank % case.ep)
+                check(name, got, rows, scale, f" of experts {homes} on rank {rank}")
             else:
                 check(name, got, want, scale, f" on rank {rank}")
         missing = {n for n in expected.gradients if n[-1].isalpha() or n.endswith(f" {rank}")} - set(
@@ -382,7 +405,7 @@ def test_the_matrix_holds_the_small_product_and_every_pair() -> None:
         assert any(cell.items() <= row.items() for row in rows), f"missing {cell}"
     met = {frozenset(pair) for row in rows for pair in combinations([(n, row[n]) for n in FACTORS], 2)}
     assert not [pair for pair in feasible_pairs(FACTORS, FORBIDDEN) if pair not in met]
-    assert len(CASES) == len(set(CASES)) < 120
+    assert len(CASES) == len(set(CASES)) < 150
     for pair in FORBIDDEN[:2]:
         with pytest.raises(ValueError, match="twice"):
             layout_of("contiguous", 1).with_replicas([(0, 0)])
@@ -478,6 +501,60 @@ def forgotten_router_term(case: Case) -> Iterator[None]:
 
 
 @contextmanager
+def bias_of_each_slice(case: Case) -> Iterator[None]:
+    """Down's bias is added, and trained, by each slice of an expert instead of the first alone."""
+    from carpool.parallel.slots import SlotFiller
+
+    right = SlotFiller.indices
+
+    def wrong(self: SlotFiller, device: torch.device) -> Any:
+        found = right(self, device)
+        return found._replace(first_S1=torch.ones_like(found.first_S1))
+
+    with mock.patch.object(SlotFiller, "indices", wrong):
+        yield
+
+
+@contextmanager
+def weight_of_one_slice(case: Case) -> Iterator[None]:
+    """A routing weight gets the gradient of the first slice alone."""
+    right = Routing.of_slices
+
+    def wrong(self: Routing, slices: int) -> Routing:
+        wide = right(self, slices)
+        assert wide.weight_TK is not None
+        first = torch.arange(wide.weight_TK.shape[1]) % slices == 0
+        return replace(wide, weight_TK=torch.where(first, wide.weight_TK, wide.weight_TK.detach()))
+
+    with mock.patch.object(Routing, "of_slices", wrong):
+        yield
+
+
+@contextmanager
+def weight_once_per_slice(case: Case) -> Iterator[None]:
+    """A routing weight's gradient is counted once more for each slice."""
+    right = Routing.of_slices
+
+    def wrong(self: Routing, slices: int) -> Routing:
+        assert self.weight_TK is not None
+        weight_TK = self.weight_TK.detach() + slices * (self.weight_TK - self.weight_TK.detach())
+        return right(replace(self, weight_TK=weight_TK), slices)
+
+    with mock.patch.object(Routing, "of_slices", wrong):
+        yield
+
+
+@contextmanager
+def gate_apart_from_up(case: Case) -> Iterator[None]:
+    """Gate and up are cut as if they were one: the first slices have gates, the last ones have ups."""
+    from carpool.experts import slices
+
+    right = slices._columns
+    with mock.patch.object(slices, "_columns", lambda *args: (right(*args)[0], 1)):
+        yield
+
+
+@contextmanager
 def local_statistics(case: Case) -> Iterator[None]:
     """Balance statistics of this rank's tokens instead of the batch's."""
     right = carpool.Router.__init__
@@ -509,15 +586,20 @@ BREAKING: dict[str, Callable[[Case], Any]] = {
         dense_over_ep_only,
         skipped_replica,
         forgotten_router_term,
+        bias_of_each_slice,
+        weight_of_one_slice,
+        weight_once_per_slice,
+        gate_apart_from_up,
         local_statistics,
         statistics_of_one_copy,
     )
 }
+SLICES = Case(layout="sliced 2", ep=4, bias=True)
 TWO_COPIES = Case(layout="replicated", ep=2, shared=20, bias=True, balance="aux+z")
-EXPERT_NAMES = {"up_proj", "down_proj", "up_bias", "down_bias"}
 DENSE_NAMES = {"router.weight", "shared.up.weight", "shared.down.weight"}
 X_NAMES = {f"x {r}" for r in range(WORLD_SIZE)}
 AUX_NAMES = {f"aux {r}" for r in range(WORLD_SIZE)}
+Y_NAMES = {f"y {r}" for r in range(WORLD_SIZE)}
 
 
 @pytest.mark.parametrize(
@@ -532,6 +614,12 @@ AUX_NAMES = {f"aux {r}" for r in range(WORLD_SIZE)}
         ("forgotten_router_term", TWO_COPIES, {"router.weight"} | X_NAMES),
         ("forgotten_router_term", replace(TWO_COPIES, ep=4, transport="gather"), {"router.weight"} | X_NAMES),
         ("forgotten_router_term", replace(TWO_COPIES, ep=4, transport="hierarchical"), {"router.weight"} | X_NAMES),
+        ("skipped_replica", replace(SLICES, layout="sliced_uneven 4"), EXPERT_NAMES),
+        ("bias_of_each_slice", SLICES, {"down_bias"}),
+        ("bias_of_each_slice", replace(SLICES, layout="sliced_uneven 4", ep=2), {"down_bias"}),
+        ("weight_of_one_slice", SLICES, {"router.weight"} | X_NAMES),
+        ("weight_once_per_slice", SLICES, {"router.weight"} | X_NAMES),
+        ("gate_apart_from_up", SLICES, EXPERT_NAMES | {"router.weight"} | X_NAMES | Y_NAMES),
         ("local_statistics", TWO_COPIES, {"router.weight"} | X_NAMES | AUX_NAMES),
         ("statistics_of_one_copy", TWO_COPIES, {"router.weight"} | X_NAMES | AUX_NAMES),
     ],

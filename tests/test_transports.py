@@ -94,6 +94,8 @@ VOLUME_CASES = [
         ("contiguous", (5, 2, 0, 1), 1, 1.0, torch.float32),
     ]
 ] + [(name, "replicated", 2, (9, 4, 0, 7), 3, 0.0, torch.float32) for name in NAMES]
+VOLUME_CASES += [(name, "sliced 2", 4, (9, 4, 0, 7), 3, 0.1, torch.float32) for name in NAMES]
+VOLUME_CASES += [("dedup", "sliced_uneven 4", 4, (3, 8, 5, 0), 2, 0.1, torch.float32)]
 VOLUME_CASES += [(name, "permuted", 4, (1, 0, 9, 6), 5, 0.3, torch.float32) for name in ONE_ROW_PER_CHOICE[1:]]
 VOLUME_CASES += [(name, "contiguous", 1, (3, 4, 0, 7), 2, 0.1, torch.float32) for name in NAMES]
 

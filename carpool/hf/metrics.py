@@ -203,10 +203,10 @@ def _served_by_replicas(own: ExpertRides, none_W: torch.Tensor) -> torch.Tensor:
 
 
 def _served(layout: ExpertLayout, load_E: torch.Tensor, replicas_W: torch.Tensor) -> torch.Tensor:
-    """(W,) choices that each rank computes, over all ranks' tokens."""
+    """(W,) choices (or slices of choices) that each rank computes, over all ranks' tokens."""
     if layout.num_replicas:
         return replicas_W
-    return torch.stack([load_E[[e for e in rank if e != -1]].sum() for rank in layout.slots])
+    return torch.stack([load_E[[e // layout.slices for e in rank if e != -1]].sum() for rank in layout.slots])
 
 
 def percentile(values: list[float], share: float) -> float:

@@ -176,6 +176,11 @@ class LayerCore:
         if options is None:
             return []
         options.check(self.num_ranks)
+        if options.active(self.num_ranks) and self.layout.slices > 1:
+            raise ValueError(
+                f"a token visits every slice of its experts, and {self.name} cuts each into {self.layout.slices}: the "
+                "ranks per token cannot be limited"
+            )
         if options.active(self.num_ranks):
             self.limit = RoutingLimit(options, self.num_ranks, self.rank, similarity_EE)
         return options.lossy_reasons(self.num_ranks)
@@ -204,6 +209,12 @@ class LayerCore:
             )
         if not layout.slot_is_home and self.function is None:
             raise ValueError(f"{self.name} runs its own forward: no replicas, no empty slots")
+        if layout.slices != self.layout.slices:
+            raise ValueError(
+                f"the layout cuts each expert into {layout.slices} slices, the layer has {self.layout.slices}: a slice "
+                "is a row of the parameters, so their number stays. Over how many ranks an expert is spread is a "
+                "matter of the layout's slots"
+            )
 
     def why_not_move(self) -> str:
         """Why experts cannot move now: a forward's backward has not run, and its gradients would go to the homes of
@@ -223,13 +234,14 @@ class LayerCore:
     # -- transport -------------------------------------------------------------------------------------------------
 
     def prepare(self, top_k: int, hidden: int, device: torch.device) -> Transport:
-        """Make the transport, if there is none. All ranks together."""
+        """Make the transport, if there is none. All ranks together. top_k: the router's."""
         return self.transport or self._make_transport(top_k, hidden, device)
 
     # What it makes outlives the call: torch.compile must not take its tensors for values of a graph.
     @torch._disable_dynamo
     def _make_transport(self, top_k: int, hidden: int, device: torch.device) -> Transport:
         own = self.function is None
+        top_k *= self.layout.slices
         name, self.why = resolve_transport(self.requested, self.group, top_k, hidden, self.options, own_forward=own)
         if self.requested == "auto" and why_not_nodes(self.group) is None and self.group is not None:
             most, size = None if self.options is None else self.options.max_tokens, 2 if device.type == "cuda" else 4

@@ -15,8 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from carpool.experts import Experts, ExpertWeights
+from carpool.experts.slices import cut, join
 from carpool.layer.core import LayerCore
-from carpool.layer.state import EXPERT_NAMES, ORDER, gather_homes, home_order, order_error
+from carpool.layer.state import ORDER, PARAMETERS, gather_homes, home_order, order_error
 from carpool.layout import ExpertLayout
 from carpool.memory import KeptPolicies, Offloader
 from carpool.observe.stats import RideStats
@@ -176,12 +177,24 @@ class LayerModule(nn.Module):
 
         After `to_empty` of a layer that was constructed on "meta", this makes it what it would have been, where ranks
         have the same seed."""
-        rows = {expert: row for row, expert in enumerate(self.layout.homes[self.rank])}
+        layout, function = self.layout, self.core.function
+        assert function is not None
+        rows, slices = {name: row for row, name in enumerate(layout.homes[self.rank])}, layout.slices
         self.router.reset_parameters()
         with torch.no_grad():
-            for expert in range(self.layout.num_experts):
-                for weight in self.expert_parameters():
-                    draw_weight(weight[rows[expert]] if expert in rows else weight.new_empty(weight.shape[1:]))
+            for expert in range(layout.num_experts):
+                mine = [(i, rows[expert * slices + i]) for i in range(slices) if expert * slices + i in rows]
+                for name, field in PARAMETERS.items():
+                    if (weight := getattr(self, name)) is None:
+                        continue
+                    if slices == 1:
+                        draw_weight(weight[rows[expert]] if mine else weight.new_empty(weight.shape[1:]))
+                        continue
+                    whole_1 = join(field, weight.new_empty(slices, *weight.shape[1:]), slices, function)
+                    draw_weight(whole_1[0])
+                    cut_C = cut(field, whole_1, slices, function)
+                    for i, row in mine:
+                        weight[row] = cut_C[i]
         if isinstance(self.shared, nn.Module):
             self.shared.reset_parameters()  # type: ignore[operator]
         for projection in (self.descend, self.ascend):
@@ -192,23 +205,29 @@ class LayerModule(nn.Module):
     @torch.no_grad()
     def logical_state_dict(self) -> dict[str, torch.Tensor]:
         """The whole layer's state, experts in logical order, the same whatever the layout. Collective."""
-        plain = {k: v for k, v in self.state_dict().items() if k not in (*EXPERT_NAMES, ORDER)}
+        plain = {k: v for k, v in self.state_dict().items() if k not in (*PARAMETERS, ORDER)}
         state = {k: v.detach().clone() for k, v in plain.items()}
-        for name in EXPERT_NAMES:
+        assert self.core.function is not None
+        for name, field in PARAMETERS.items():
             if (home := getattr(self, name)) is not None:
-                state[name] = gather_homes(home, self.layout, self.core.group)
+                rows = gather_homes(home, self.layout, self.core.group)
+                state[name] = join(field, rows, self.layout.slices, self.core.function)
         return state
 
     @torch.no_grad()
     def load_logical_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         """Take this rank's part of what `logical_state_dict` gave, also under another layout."""
-        for name in EXPERT_NAMES:
-            if name in state and len(state[name]) != self.layout.num_experts:
+        assert self.core.function is not None
+        mine, order = list(self.layout.homes[self.rank]), home_order(self.layout)
+        local = dict(state)
+        for name, field in PARAMETERS.items():
+            if name not in state:
+                continue
+            if len(state[name]) != self.layout.num_experts:
                 raise ValueError(
                     f"{name} in the state has {len(state[name])} experts, the layer has {self.layout.num_experts}"
                 )
-        mine, order = list(self.layout.homes[self.rank]), home_order(self.layout)
-        local = {k: v[mine] if k in EXPERT_NAMES else v for k, v in state.items()}
+            local[name] = cut(field, state[name], self.layout.slices, self.core.function)[mine]
         self.load_state_dict(local | ({} if order is None else {ORDER: order}))
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -226,7 +245,7 @@ class LayerModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        has_experts = any(prefix + name in state_dict for name in EXPERT_NAMES)
+        has_experts = any(prefix + name in state_dict for name in PARAMETERS)
         if has_experts and (error := order_error(state_dict, prefix, self.layout)) is not None:
             error_msgs.append(f"{prefix.rstrip('.') or 'MoE'}: {error}")
             return

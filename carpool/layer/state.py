@@ -14,14 +14,17 @@ import torch.distributed as dist
 
 from carpool.layout import ExpertLayout
 
-EXPERT_NAMES = ("up_proj", "down_proj", "up_bias", "down_bias")
+# Parameters of experts, and the fields of `ExpertWeights` that they are.
+PARAMETERS = {
+    "up_proj": "up_SFH", "down_proj": "down_SHF", "up_bias": "up_bias_SF", "down_bias": "down_bias_SH",
+}  # fmt: skip
 # The entry of a state dict that says in which order its experts lie, rank after rank.
 ORDER = "expert_order"
 
 
 def home_order(layout: ExpertLayout) -> torch.Tensor | None:
-    """(2, E) int32: rank and row of each expert's home; None for the contiguous layout."""
-    if layout.homes == ExpertLayout.contiguous(layout.num_experts, layout.num_ranks).homes:
+    """(2, E) int32: rank and row of each expert's (or slice's) home; None for the contiguous layout."""
+    if layout.slices == 1 and layout.homes == ExpertLayout.contiguous(layout.num_experts, layout.num_ranks).homes:
         return None
     return torch.tensor(layout.home_of, dtype=torch.int32).t().contiguous()
 
@@ -38,7 +41,7 @@ def order_error(state: dict[str, Any], prefix: str, layout: ExpertLayout) -> str
 
 
 def gather_homes(home: torch.Tensor, layout: ExpertLayout, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """All experts' rows in logical order, on every rank. Collective.
+    """All experts' (or slices') rows in logical order, on every rank. Collective.
 
     Example: homes [[2, 0], [1]], rows [[c, a], [b]]  ->  [a, b, c]
     """

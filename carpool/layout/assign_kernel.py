@@ -10,7 +10,8 @@ table of slots to the choice; it reads the tokens' experts and writes their slot
     visits          ranks that the token visits anyway, then those that a loop adds for two or more choices
     cost            turn + 0 (own rank), W (visited), 2 W (others)      token 0, on rank 0: [0 5]  ->  slot 1
 
-Where every expert has one slot the table has one column, and the same kernel is a look-up.
+Where every expert has one slot the table has one column, and the same kernel is a look-up. Of sliced experts K counts
+every slice of every choice, and E every slice of every expert.
 
 The loop of `_share_rides` ends when no token of the tile gains by another round; then no later one would either.
 
@@ -41,12 +42,15 @@ COUNTED = 1024
 @triton.jit(do_not_specialize=["tokens", "source", "rounds"])
 def _assign(  # type: ignore[no-untyped-def]
     expert_in, table, serving, slot_out, tokens, source, rounds, serving_t, serving_w, K: tl.constexpr,
-    W: tl.constexpr, LIMITED: tl.constexpr, ROWS: tl.constexpr, KP: tl.constexpr, WP: tl.constexpr,
+    W: tl.constexpr, SLICES: tl.constexpr, LIMITED: tl.constexpr, ROWS: tl.constexpr, KP: tl.constexpr,
+    WP: tl.constexpr,
 ):  # fmt: skip
     row, k, rank = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, KP), tl.arange(0, WP)
     entry = row[:, None] * K + k[None, :]
     inside = (row < tokens)[:, None] & (k < K)[None, :]
-    expert = tl.load(expert_in + entry, mask=inside, other=-1).to(tl.int32)
+    expert = tl.load(expert_in + entry // SLICES, mask=inside, other=-1).to(tl.int32)
+    if SLICES > 1:
+        expert = tl.where(expert < 0, -1, expert * SLICES + (k % SLICES)[None, :])
     there = (expert >= 0)[:, :, None] & (rank < W)[None, None, :]
     slot = tl.load(table + expert[:, :, None] * W + rank[None, None, :], mask=there, other=-1)
     held = (slot >= 0).to(tl.int32)
@@ -99,7 +103,7 @@ def assign(
     expert_TK: torch.Tensor, layout: ExpertLayout, source_rank: int, serving_TW: torch.Tensor | None = None
 ) -> torch.Tensor:
     """slot_TK of `carpool.layout.assign`; fewer than 2^31 choices, and `fits`."""
-    tokens, top_k = expert_TK.shape
+    tokens, top_k = expert_TK.shape[0], expert_TK.shape[1] * layout.slices
     table = layout.copies_EC(expert_TK.device)
     if table.shape[1] == 1:
         serving_TW = None
@@ -113,8 +117,8 @@ def assign(
         strides = (0, 0) if serving_TW is None else serving_TW.stride()
         _assign[(cdiv(tokens, rows),)](
             expert_TK.contiguous(), table, table if serving_TW is None else serving_TW, slot_TK, tokens, source_rank,
-            layout.shared_rounds(top_k), *strides, K=top_k, W=num_ranks, LIMITED=serving_TW is not None, ROWS=rows,
-            KP=padded_k, WP=padded_w, num_warps=warps,
+            layout.shared_rounds(top_k), *strides, K=top_k, W=num_ranks, SLICES=layout.slices,
+            LIMITED=serving_TW is not None, ROWS=rows, KP=padded_k, WP=padded_w, num_warps=warps,
         )  # fmt: skip
     return slot_TK
 

@@ -37,6 +37,8 @@ def assign(routing: Choices, layout: ExpertLayout, source_rank: int) -> torch.Te
       4. What is then left shares no ride: copy number `token index mod copies`, which spreads the load.
     An expert that several visited ranks hold is served by one of them, in turn.
 
+    Of sliced experts (`ExpertLayout.slices`) a token wants every slice of each choice, and "expert" above means slice.
+
     Greedy set cover is not always the optimum, but nearly: of 1000 random tokens each, top-8, with replicas of popular
     experts, it was the optimum for all on 4, 8 and 16 ranks (64 experts, up to 64 replicas) and for 999 on 32 ranks
     (256 experts, 256 replicas); `tests/placement/test_assign.py` compares with brute force. It is a fixed number of
@@ -51,7 +53,8 @@ def assign(routing: Choices, layout: ExpertLayout, source_rank: int) -> torch.Te
         source_rank: the rank, in the expert-parallel group, that holds the tokens.
 
     Returns:
-        slot_TK: (T, K) int32 global slot ids (rank * S + slot), -1 where there is no expert.
+        slot_TK: (T, K) int32 global slot ids (rank * S + slot), -1 where there is no expert. Of sliced experts
+            (T, K * slices): those of all slices of the first choice, then of the second, and so on.
 
     Example, layout of `carpool.layout.expert_layout`, tokens on rank 0:
         expert_TK = [[1, 2], [3, -1]]  ->  slot_TK = [[1, 3], [4, -1]]      expert 1 is served at home
@@ -61,8 +64,9 @@ def assign(routing: Choices, layout: ExpertLayout, source_rank: int) -> torch.Te
     if not torch.compiler.is_compiling() and on_gpu(expert_TK):
         from carpool.layout import assign_kernel
 
-        if assign_kernel.fits(expert_TK.shape[1], layout.num_ranks):
+        if assign_kernel.fits(expert_TK.shape[1] * layout.slices, layout.num_ranks):
             return assign_kernel.assign(expert_TK, layout, source_rank, serving_TW)
+    expert_TK = slices_of(expert_TK, layout.slices)
     index_TK = expert_TK.clamp(min=0).long()
     copies_EC = layout.copies_EC(expert_TK.device)
     if copies_EC.shape[1] == 1:
@@ -89,6 +93,17 @@ def assign(routing: Choices, layout: ExpertLayout, source_rank: int) -> torch.Te
     best_TK1 = torch.where(held_TKW, cost_TKW, 3 * most).argmin(dim=-1, keepdim=True)
     slot_TK = slot_TKW.gather(2, best_TK1).squeeze(-1)
     return torch.where(expert_TK < 0, -1, slot_TK)
+
+
+def slices_of(expert_TK: torch.Tensor, slices: int) -> torch.Tensor:
+    """(T, K * slices): the number of each slice of the experts, -1 where there is none.
+
+    Example, 2 slices: [[3, -1]]  ->  [[6, 7, -1, -1]]"""
+    if slices == 1:
+        return expert_TK
+    expert_TK1 = expert_TK.unsqueeze(2)
+    slice_C = torch.arange(slices, device=expert_TK.device, dtype=expert_TK.dtype)
+    return torch.where(expert_TK1 < 0, -1, expert_TK1 * slices + slice_C).flatten(1)
 
 
 def _share_rides(

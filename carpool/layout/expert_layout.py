@@ -14,6 +14,20 @@ backward. Ranks may hold unequal numbers of both.
     A global slot id is rank * S + slot with S the largest number of slots of a rank (here 3), so expert 1 has
     the slots 1 (rank 0) and 5 (rank 1).
 
+An expert may be cut into slices (expert tensor parallelism). A slice is a part of F, the expert's hidden dimension: its
+columns of gate and up, and its rows of down. Each slice gives a partial sum of the expert's output, and partial sums
+add up in the combine as they do anyway. Homes and slots then hold slices: slice i of expert e is number
+e * slices + i. A row goes to every slice of an expert that it chose.
+
+    2 experts in 2 slices on 2 ranks: expert 0 is slices 0 and 1, expert 1 is slices 2 and 3
+
+        ExpertLayout.sliced(2, 1, 2)    homes [[0, 2], [1, 3]]    each rank computes one half of F of both experts
+        the same homes, slots           [[0, 2, 1, 3]] * 2        each rank computes all of both: nothing travels but
+                                                                  weights, to fill the slots
+
+So the size of a slice is that of a parameter's row, and stays; how many ranks compute an expert is a matter of slots.
+Ranks of unequal speed hold unequal numbers of slices.
+
 Which slot serves a token is chosen in `carpool.layout.assign`.
 
 Dimension letters, used as suffixes of tensor names in all of Carpool: T tokens of this rank, H hidden, F expert
@@ -44,13 +58,15 @@ class ExpertLayout:
         homes: for each rank, the experts whose parameters it owns, in row order. Every expert exactly once.
         slots: for each rank, the experts it computes, in slot order (-1: an empty slot). Every expert at least
             once, and at most once per rank. Defaults to the homes.
+        slices: into how many slices each expert is cut. With more than 1, homes and slots name slices, not experts.
 
     Raises:
-        ValueError: an expert is missing, homed twice, out of range, or twice on one rank.
+        ValueError: an expert (or a slice) is missing, homed twice, out of range, or twice on one rank.
     """
 
     homes: Lists
     slots: Lists = field(default=())
+    slices: int = 1
     _copies_by_device: dict[torch.device, torch.Tensor] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -62,24 +78,27 @@ class ExpertLayout:
         object.__setattr__(self, "homes", _freeze(self.homes))
         object.__setattr__(self, "slots", _freeze(self.slots) or self.homes)
         owned = sorted(expert for rank in self.homes for expert in rank)
+        what = "expert" if self.slices == 1 else "slice"
         if not owned:
             raise ValueError("an expert layout needs at least one expert on at least one rank")
         if owned != list(range(len(owned))):
             raise ValueError(
-                f"homes must name each expert 0..{len(owned) - 1} exactly once; got {_duplicates_or_gaps(owned)}"
+                f"homes must name each {what} 0..{len(owned) - 1} exactly once; got {_duplicates_or_gaps(owned, what)}"
             )
+        if self.slices < 1 or len(owned) % self.slices:
+            raise ValueError(f"homes name {len(owned)} slices, which are no experts of {self.slices} slices each")
         if len(self.slots) != len(self.homes):
             raise ValueError(f"homes name {len(self.homes)} ranks but slots name {len(self.slots)}")
         for rank, experts in enumerate(self.slots):
             filled = [e for e in experts if e != -1]
             if bad := [e for e in filled if not 0 <= e < len(owned)]:
-                raise ValueError(f"slots of rank {rank} name experts {bad}, but experts are 0..{len(owned) - 1}")
+                raise ValueError(f"slots of rank {rank} name {what}s {bad}, but {what}s are 0..{len(owned) - 1}")
             if len(set(filled)) != len(filled):
-                raise ValueError(f"slots of rank {rank} hold an expert twice: {list(experts)}")
+                raise ValueError(f"slots of rank {rank} hold {_a(what)} twice: {list(experts)}")
         if missing := set(owned) - {e for rank in self.slots for e in rank}:
-            raise ValueError(f"experts {sorted(missing)} have no slot: no rank would compute them")
+            raise ValueError(f"{what}s {sorted(missing)} have no slot: no rank would compute them")
         # torch.compile cannot enter the lock under which Python 3.11 computes a cached property.
-        for name in ("num_experts", "slots_per_rank", "slots_of", "_most_shared"):
+        for name in ("num_rows", "slots_per_rank", "slots_of", "_most_shared"):
             getattr(self, name)
 
     # -- making one -------------------------------------------------------------------------------------------
@@ -102,16 +121,55 @@ class ExpertLayout:
         plain = cls.contiguous(len(order), num_ranks)
         return cls(tuple(tuple(int(order[i]) for i in rank) for rank in plain.homes))
 
+    @classmethod
+    def sliced(cls, num_experts: int, ep: int, etp: int) -> ExpertLayout:
+        """Expert tensor parallelism: `ep` groups of `etp` ranks, the ranks of a group next to each other. Experts are
+        spread over the groups as by `contiguous`, and each rank of a group has one of `etp` slices of all of its
+        group's experts.
+
+        Example: 2 experts, ep 2, etp 2: homes [[0], [1], [2], [3]]: ranks 0 and 1 have the slices of expert 0."""
+        groups = cls.contiguous(num_experts, ep).homes
+        return cls(tuple(tuple(e * etp + i for e in group) for group in groups for i in range(etp)), slices=etp)
+
     def with_replicas(self, replicas: Iterable[tuple[int, int]]) -> ExpertLayout:
-        """The same layout with one more slot for each (expert, rank) given."""
+        """The same layout with one more slot for each (expert, rank) given; of sliced experts, (slice, rank)."""
         slots = [list(rank) for rank in self.slots]
+        what = "expert" if self.slices == 1 else "slice"
         for expert, rank in replicas:
-            if not 0 <= expert < self.num_experts:
-                raise ValueError(f"cannot replicate expert {expert}: experts are 0..{self.num_experts - 1}")
+            if not 0 <= expert < self.num_rows:
+                raise ValueError(f"cannot replicate {what} {expert}: {what}s are 0..{self.num_rows - 1}")
             if not 0 <= rank < self.num_ranks:
-                raise ValueError(f"cannot replicate expert {expert} on rank {rank}: ranks are 0..{self.num_ranks - 1}")
+                raise ValueError(f"cannot replicate {what} {expert} on rank {rank}: ranks are 0..{self.num_ranks - 1}")
             slots[rank].append(expert)
-        return ExpertLayout(self.homes, _freeze(slots))
+        return ExpertLayout(self.homes, _freeze(slots), self.slices)
+
+    def with_degree(self, degree: int) -> ExpertLayout:
+        """The same homes, but a copy of an expert is computed by `degree` of the ranks that have slices of it, each
+        with equally many slices (Tutel's adaptive parallelism, arXiv 2206.03382, section 3.1). So the degree can change
+        between two steps, and no parameter moves: slots are filled from homes.
+
+        Args:
+            degree: a divisor of `slices`. `slices` itself: as at home, nothing is filled. 1: each of these ranks
+                computes the whole expert, and a row goes to one of them. 0: every rank computes all experts, and no row
+                travels (the data-centric mode of HEXA-MoE, arXiv 2411.01288).
+
+        Example: 2 slices of one expert on 2 ranks, homes [[0], [1]]: degree 1 has slots [[0, 1], [1, 0]]
+
+        Raises:
+            ValueError: another degree."""
+        if degree < 0 or (degree and self.slices % degree):
+            fit = [n for n in range(1, self.slices + 1) if self.slices % n == 0]
+            raise ValueError(
+                f"an expert in {self.slices} slices cannot be computed by {degree} ranks; degrees are "
+                f"0 (every rank computes all experts), {', '.join(map(str, fit))}"
+            )
+        slots = []
+        for own in self.homes:
+            more: Iterable[int] = range(self.num_rows)
+            if degree:
+                more = (e - e % self.slices + i for e in own for i in range(self.slices) if (e - i) % degree == 0)
+            slots.append(list(dict.fromkeys([*own, *more])))
+        return ExpertLayout(self.homes, _freeze(slots), self.slices)
 
     # -- reading it -------------------------------------------------------------------------------------------
 
@@ -119,8 +177,13 @@ class ExpertLayout:
     def num_ranks(self) -> int:
         return len(self.homes)
 
-    @cached_property
+    @property
     def num_experts(self) -> int:
+        return self.num_rows // self.slices
+
+    @cached_property
+    def num_rows(self) -> int:
+        """Rows of a parameter of all experts: what homes and slots name, experts or their slices."""
         return sum(len(rank) for rank in self.homes)
 
     @cached_property
@@ -130,8 +193,8 @@ class ExpertLayout:
 
     @property
     def num_replicas(self) -> int:
-        """Slots beyond the first of each expert."""
-        return sum(e != -1 for rank in self.slots for e in rank) - self.num_experts
+        """Slots beyond the first of each expert, or of each slice."""
+        return sum(e != -1 for rank in self.slots for e in rank) - self.num_rows
 
     @property
     def slot_is_home(self) -> bool:
@@ -143,20 +206,22 @@ class ExpertLayout:
         """One word for logs and reports."""
         if self.num_replicas:
             return "replicated"
+        if self.slices > 1:
+            return "sliced"
         if len({len(rank) for rank in self.slots}) > 1:
             return "uneven"
         return "contiguous" if self == ExpertLayout.contiguous(self.num_experts, self.num_ranks) else "permuted"
 
     @cached_property
     def home_of(self) -> tuple[tuple[int, int], ...]:
-        """(rank, row) of each expert's home, indexed by expert."""
+        """(rank, row) of each expert's home, indexed by expert (or slice)."""
         where = {e: (rank, row) for rank, experts in enumerate(self.homes) for row, e in enumerate(experts)}
-        return tuple(where[e] for e in range(self.num_experts))
+        return tuple(where[e] for e in range(self.num_rows))
 
     @cached_property
     def slots_of(self) -> tuple[tuple[int, ...], ...]:
-        """Global slot ids of each expert in rank order, indexed by expert."""
-        found: list[list[int]] = [[] for _ in range(self.num_experts)]
+        """Global slot ids of each expert in rank order, indexed by expert (or slice)."""
+        found: list[list[int]] = [[] for _ in range(self.num_rows)]
         for rank, experts in enumerate(self.slots):
             for slot, e in enumerate(experts):
                 if e != -1:
@@ -166,11 +231,22 @@ class ExpertLayout:
     @cached_property
     def expert_WS(self) -> torch.Tensor:
         """(W, S) int32 on the CPU: the expert in each slot, -1 where empty."""
+        return torch.where(self._named_WS < 0, -1, self._named_WS // self.slices)
+
+    @cached_property
+    def slice_WS(self) -> torch.Tensor:
+        """(W, S) int32 on the CPU: which slice of its expert each slot computes, 0 of an expert that is whole, -1 where
+        empty."""
+        return torch.where(self._named_WS < 0, -1, self._named_WS % self.slices)
+
+    @property
+    def _named_WS(self) -> torch.Tensor:
         rows = [list(rank) + [-1] * (self.slots_per_rank - len(rank)) for rank in self.slots]
         return torch.tensor(rows, dtype=torch.int32)
 
     def copies_EC(self, device: torch.device) -> torch.Tensor:
-        """(E, C) int32: global slot ids of each expert's copies, -1 where it has fewer. Kept per device."""
+        """(E, C) int32: global slot ids of each expert's copies, -1 where it has fewer; (E * slices, C) where experts
+        are sliced. Kept per device."""
         if device not in self._copies_by_device:
             most = max(len(s) for s in self.slots_of)
             rows = [list(s) + [-1] * (most - len(s)) for s in self.slots_of]
@@ -178,9 +254,10 @@ class ExpertLayout:
         return self._copies_by_device[device]
 
     def slot_EW(self, device: torch.device) -> torch.Tensor:
-        """(E, W) int32: global slot id of each expert's copy on each rank, -1 where it has none. Kept per device."""
+        """(E, W) int32: global slot id of each expert's copy on each rank, -1 where it has none; (E * slices, W) where
+        experts are sliced. Kept per device."""
         if device not in self._slots_by_device:
-            rows = [[-1] * self.num_ranks for _ in range(self.num_experts)]
+            rows = [[-1] * self.num_ranks for _ in range(self.num_rows)]
             for expert, slots in enumerate(self.slots_of):
                 for slot in slots:
                     rows[expert][slot // self.slots_per_rank] = slot
@@ -189,18 +266,25 @@ class ExpertLayout:
 
     @cached_property
     def _most_shared(self) -> int:
-        """How many experts with several copies a token may name, if one ride can serve two of them; else 0."""
+        """How many experts (or slices) with several copies a token may name, if one ride can serve two; else 0."""
         several = {e for e, slots in enumerate(self.slots_of) if len(slots) > 1}
         return len(several) if any(len(several.intersection(rank)) > 1 for rank in self.slots) else 0
 
     def shared_rounds(self, top_k: int) -> int:
-        """How many ranks a token can visit each for the sake of two or more experts with several copies."""
+        """How many ranks a token can visit each for the sake of two or more experts (or slices) with several copies.
+        top_k: choices of a token, each slice counted."""
         return min(top_k, self._most_shared) // 2
 
     # -- files ------------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        return {"homes": [list(r) for r in self.homes], "slots": [list(r) for r in self.slots]}
+        plain = {"homes": [list(r) for r in self.homes], "slots": [list(r) for r in self.slots]}
+        return plain if self.slices == 1 else {**plain, "slices": self.slices}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> ExpertLayout:
+        """What `to_dict` gave. Raises KeyError, TypeError, AttributeError or ValueError for anything else."""
+        return cls(_freeze(data["homes"]), _freeze(data.get("slots", ())), index(data.get("slices", 1)))
 
     def save(self, path: str | Path) -> None:
         """Write the layout as JSON, which `[moe] layout = "PATH"` accepts."""
@@ -211,10 +295,10 @@ class ExpertLayout:
         """Read what `save` wrote. Raises ValueError naming the file if it is no layout."""
         try:
             data = json.loads(Path(path).read_text())
-            return cls(_freeze(data["homes"]), _freeze(data.get("slots", ())))
+            return cls.from_dict(data)
         except OSError as error:
             raise ValueError(f"cannot read the expert layout {path}: {error.strerror}") from error
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
             raise ValueError(
                 f'{path} is not an expert layout: expected {{"homes": [[0, 1], [2, 3]], "slots": ...}} ({error})'
             ) from error
@@ -226,8 +310,12 @@ def _freeze(lists: Iterable[Iterable[int]]) -> Lists:
     return tuple(tuple(index(e) for e in rank) for rank in lists)
 
 
-def _duplicates_or_gaps(owned: list[int]) -> str:
+def _a(noun: str) -> str:
+    return f"{'an' if noun[0] in 'aeiou' else 'a'} {noun}"
+
+
+def _duplicates_or_gaps(owned: list[int], what: str) -> str:
     twice = sorted({e for e in owned if owned.count(e) > 1})
     strange = sorted(set(owned) - set(range(len(owned))))
     missing = sorted(set(range(len(owned))) - set(owned))
-    return f"experts {twice} more than once, {missing} not at all, and {strange}, which do not exist"
+    return f"{what}s {twice} more than once, {missing} not at all, and {strange}, which do not exist"

@@ -148,7 +148,7 @@ class Layouts(Mapping[str, ExpertLayout]):
 
 def _layout(data: Any, where: str) -> ExpertLayout:
     try:
-        return ExpertLayout(data["homes"], data.get("slots", ()))
+        return ExpertLayout.from_dict(data)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f'{where} is not an expert layout: expected {{"homes": [[0, 1], [2, 3]], "slots": ...}} ({error})'

@@ -48,13 +48,14 @@ class Step(Protocol):
 
 
 class _Indices(NamedTuple):
-    """Of one rank, int64. Rows are of the homes.
+    """Of one rank, int64 but for the last. Rows are of the homes.
 
     send_rows: rows to other ranks, by rank, in the order of their slots;  arrival_slots: where arriving rows go.
     own_rows, own_slots: what is copied on the rank.
     summed_rows: rows whose gradient has not just one summand, on this rank. `order_N` picks their summands, row after
     row, each in order of (rank, slot), from what came back and `summed_slots` behind it; `summed_N` says which of these
     rows each is for, `starts` where each row's begin, and where the last one's end.
+    first_S1: bool, whether a slot computes the first slice of its expert.
     """
 
     send_rows: torch.Tensor
@@ -66,6 +67,7 @@ class _Indices(NamedTuple):
     order_N: torch.Tensor
     summed_N: torch.Tensor
     starts: torch.Tensor
+    first_S1: torch.Tensor
 
 
 class SlotFiller:
@@ -160,7 +162,8 @@ class SlotFiller:
         straight = list(range(len(own)))
         self.prefix = len(own) if lists[2] == straight == lists[3] else None
         self.full = len(mine) == self.num_slots
-        self._indices = _Indices(*(torch.tensor(one, dtype=torch.int64) for one in lists))
+        first_S1 = (layout.slice_WS[me, : self.num_slots] == 0).unsqueeze(1)
+        self._indices = _Indices(*(torch.tensor(one, dtype=torch.int64) for one in lists), first_S1)
         self._on_device: dict[torch.device, _Indices] = {}
 
     def fill(self, home: torch.Tensor, name: str) -> torch.Tensor:
@@ -256,9 +259,24 @@ class Transfer:
 
 
 def fill_slots(home: ExpertWeights, filler: SlotFiller) -> ExpertWeights:
-    """The weights of this rank's slots from those of its homes, differentiable. Collective unless slots are homes."""
+    """The weights of this rank's slots from those of its homes, differentiable. Collective unless slots are homes.
+
+    Raises:
+        ValueError: experts in slices, and adapters or quantised weights, of which no slices are known."""
     parts = zip(ExpertWeights._fields, home, strict=True)
-    return ExpertWeights._make([None if rows is None else filler.fill(rows, name) for name, rows in parts])
+    slots = ExpertWeights._make([None if rows is None else filler.fill(rows, name) for name, rows in parts])
+    if filler.layout.slices == 1:
+        return slots
+    if slots.adapted or slots.quantised:
+        what = "adapters" if slots.adapted else "a quantised base"
+        raise ValueError(
+            f"experts with {what} cannot be cut into slices ({filler.layout.slices} of each expert here): use expert "
+            "parallelism alone (etp_size = 1)"
+        )
+    if slots.down_bias_SH is not None:
+        # Those of other slices than the first are zeros, but would get a gradient each.
+        slots = slots._replace(down_bias_SH=slots.down_bias_SH * filler.indices(slots.down_bias_SH.device).first_S1)
+    return slots
 
 
 class _Fill(torch.autograd.Function):

@@ -52,12 +52,14 @@ class Decision:
 def moved_bytes(before: ExpertLayout, after: ExpertLayout, cost: CostModel) -> tuple[np.ndarray[Any, Any], int]:
     """(W, W) bytes from rank to rank for homes that change, and the number of those. Raises ValueError if the layouts
     are not of the same experts and ranks."""
-    if (before.num_ranks, before.num_experts) != (after.num_ranks, after.num_experts):
+    sizes = [(one.num_ranks, one.num_experts, one.slices) for one in (before, after)]
+    if sizes[0] != sizes[1]:
         raise ValueError(
             f"cannot move {before.num_experts} experts on {before.num_ranks} ranks to a layout of "
             f"{after.num_experts} on {after.num_ranks}"
+            + (f" ({before.slices} and {after.slices} slices of each)" if sizes[0][:2] == sizes[1][:2] else "")
         )
-    each = cost.expert_bytes // cost.element_size * (cost.element_size + STATE_BYTES)
+    each = cost.expert_bytes // before.slices // cost.element_size * (cost.element_size + STATE_BYTES)
     bytes_WW, number = np.zeros((before.num_ranks, before.num_ranks), dtype=np.int64), 0
     for (source, _), (target, _) in zip(before.home_of, after.home_of, strict=True):
         if source != target:

@@ -7,7 +7,7 @@ same function that decides during training. Replicas are therefore counted as th
               `dedup` and `nvlink` send. Equal to `carpool.placement.volume.predict("dedup", ...)`.
     sent_WW   [i, j] rows that the cost model's transport really sends: what modelled time and `rows_nodes` count
     rows_NN   tokens of one node that visit another: what `hierarchical` sends between nodes
-    load_W    (token, choice) pairs that each rank computes
+    load_W    (token, choice) pairs that each rank computes; of sliced experts, (token, slice) pairs
 
 Modelled time is that of `carpool.planner.cost`. It ranks layouts, and is no forecast of a step.
 """
@@ -75,13 +75,14 @@ class Objective:
 
 
 def served_by(trace: LayerTrace, layout: ExpertLayout) -> Array:
-    """(T, K) the rank that serves each choice: `assign` on the tokens of each rank, as that rank would hold them."""
+    """(T, K) the rank that serves each choice, or each slice of it: `assign` on the tokens of each rank, as that rank
+    would hold them."""
     expert_TK = torch.from_numpy(np.ascontiguousarray(trace.expert_TK, dtype=np.int32))
     if layout.num_replicas == 0:  # then all ranks decide alike
         slot_TK = assign(Routing(expert_TK, None), layout, 0)
         return (slot_TK // layout.slots_per_rank).numpy().astype(np.int64)
     source_T = torch.from_numpy(trace.source_T(layout.num_ranks))
-    rank_TK = torch.empty_like(expert_TK)
+    rank_TK = expert_TK.new_empty(expert_TK.shape[0], expert_TK.shape[1] * layout.slices)
     for rank in range(layout.num_ranks):
         mine = (source_T == rank).nonzero().squeeze(1)
         slot_TK = assign(Routing(expert_TK[mine], None), layout, rank)
@@ -134,7 +135,7 @@ def evaluate(
         load_W=load_W,
         intra_share=_intra_share(rank_TK, num_ranks),
         ride_seconds=cost.ride_seconds(sent_WW * scale, topology),
-        compute_seconds=cost.compute_seconds(load_W * scale),
+        compute_seconds=cost.compute_seconds(load_W * scale / layout.slices),
         replica_seconds=cost.replica_seconds(layout, topology),
     )
 

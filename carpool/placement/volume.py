@@ -8,6 +8,9 @@ chose. A layout cuts the vertices into one part per rank, and the number of part
     alltoall   K   one row for each choice; the layout only decides which of them leave the rank
     gather     W   one row to every rank; neither routing nor layout matters
 
+Of sliced experts a token chooses every slice: K counts them, and a row to two slices of an expert is two rows if they
+are on two ranks.
+
 `hierarchical` sends one row to each other node that holds any of them, and from there one to each rank of that node.
 
 So the rows that `dedup` and `nvlink` move are the sum of λ over all tokens, and to place experts well is to partition a
@@ -97,13 +100,13 @@ def predict(
 
 
 def _ranks_visited(expert_TK: torch.Tensor, layout: ExpertLayout, source: int) -> Counts:
-    """(T, K) the rank that serves each choice, -1: none."""
+    """(T, K) the rank that serves each choice, -1: none; of sliced experts, each slice of each choice."""
     slot_TK = assign(Routing(expert_TK, None), layout, source).numpy().astype(np.int64)
     return np.where(slot_TK < 0, -1, slot_TK // layout.slots_per_rank)
 
 
 def _check(chosen: Sequence[torch.Tensor], layout: ExpertLayout) -> int:
-    """K, or ValueError."""
+    """The choices of a token, each slice of an expert counted, or ValueError."""
     if len(chosen) != layout.num_ranks:
         raise ValueError(f"the layout has {layout.num_ranks} ranks, but there are routings of {len(chosen)}")
     for rank, expert_TK in enumerate(chosen):
@@ -115,4 +118,4 @@ def _check(chosen: Sequence[torch.Tensor], layout: ExpertLayout) -> int:
                 f"the routing of rank {rank} names experts {int(expert_TK.min())} to {int(expert_TK.max())}; "
                 f"the layout has experts 0..{layout.num_experts - 1} (-1 means none)"
             )
-    return int(chosen[0].shape[1])
+    return int(chosen[0].shape[1]) * layout.slices

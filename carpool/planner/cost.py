@@ -134,7 +134,7 @@ class CostModel:
         for rank, experts in enumerate(layout.slots):
             for expert in experts:
                 if expert != -1 and (home := layout.home_of[expert][0]) != rank:
-                    bytes_WW[home, rank] += self.expert_bytes
+                    bytes_WW[home, rank] += self.expert_bytes // layout.slices
         both = self.transfer_seconds(bytes_WW, topology) + self.transfer_seconds(bytes_WW.T, topology)
         return (1 - self.replicas_hidden) * both
 

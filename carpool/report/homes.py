@@ -42,7 +42,7 @@ def by_layer(run: Run, layout: Layout) -> list[LayerLayout]:
     if layout.layers:
         return list(layout.layers.values())
     layers = max(1, len(run.info.model.moe_layers))
-    return [LayerLayout(homes=layout.homes, slots=layout.slots or layout.homes)] * layers
+    return [LayerLayout(homes=layout.homes, slots=layout.slots or layout.homes, slices=layout.slices)] * layers
 
 
 def _shape(layers: list[LayerLayout]) -> tuple[int, int, list[int]]:
@@ -98,7 +98,7 @@ def draw(run: Run, layers: list[LayerLayout], origin: list[dict[int, int]], wide
                 size = f"h{num(w - 2 * inset)}v{num(h - 2 * inset)}h{num(2 * inset - w)}z"
                 paths[kind].append(f"M{num(at + inset)} {num(y + inset)}{size}")
                 if w >= 12 and h >= 11:
-                    parts.append(_number(expert, at + w / 2, y + h / 2, kind))
+                    parts.append(_number(expert // layer.slices, at + w / 2, y + h / 2, kind))
                 texts.append(_told(expert, rank, kind, was, layer))
         if row % every(16 / h) == 0:
             parts.append(tag("text", names[row], x=left - 6, y=y + h / 2 + 4, text_anchor="end"))
@@ -131,9 +131,12 @@ def _number(expert: int, x: float, y: float, kind: str) -> str:
 
 
 def _told(expert: int, rank: int, kind: str, was: dict[int, int], layer: LayerLayout) -> str:
+    name = f"expert {expert // layer.slices}"
+    if layer.slices > 1:
+        name += f", slice {expert % layer.slices + 1} of {layer.slices}"
     if kind == "replica":
-        return f"expert {expert}, a replica: its home is rank {_rank_of(layer.homes)[expert]}"
-    return f"expert {expert}" + (f", from rank {was[expert]}" if kind == "moved" else "")
+        return f"{name}, a replica: its home is rank {_rank_of(layer.homes)[expert]}"
+    return name + (f", from rank {was[expert]}" if kind == "moved" else "")
 
 
 def _rank_of(homes: list[list[int]]) -> dict[int, int]:

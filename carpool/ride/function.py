@@ -55,7 +55,7 @@ def ride(
         x_TH: (T, H) rows; they travel in the dtype of the weights (under autocast, in autocast's). T may differ
             between ranks, and be 0.
         routing: with weights.
-        slot_TK: (T, K) int32 global slot ids, -1: none (from `assign`).
+        slot_TK: (T, K) int32 global slot ids, -1: none (from `assign`, so K times as many as slices of an expert).
         weights: of this rank's slots.
         setup: transport, experts, counters, order and hooks.
         beside: is called once the first rows are under way: work that does not wait for them, with gradients as always.
@@ -73,6 +73,11 @@ def ride(
         what = "adapters of experts" if weights.adapted else "a quantised base"
         raise ValueError(f"experts={getattr(setup.experts, 'name', None)!r} cannot compute {what}: use 'grouped'")
     expert_TK, weight_TK = routing.expert_TK, routing.weight_TK
+    assert weight_TK is not None
+    slices = slot_TK.shape[1] // max(1, expert_TK.shape[1])
+    if not torch.compiler.is_compiling():
+        setup.stats.count(expert_TK, weight_TK)
+    weight_TK = routing.of_slices(slices).weight_TK
     assert weight_TK is not None
     device = x_TH.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weights.up_SFH.dtype
@@ -92,7 +97,6 @@ def ride(
         backward = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         if compiling:
             return ride_operator(x_TH, weight_TK, slot_TK, *weights, expert_TK, setup.number, backward)[0], result
-        setup.stats.count(expert_TK, weight_TK)
         return _Ride.apply(x_TH, weight_TK, slot_TK, backward, setup, trip, *weights), result
 
 

@@ -74,10 +74,13 @@ def ride_merged(
 
     Returns:
         y_TH, and what else `ride_rows` returned."""
-    transport, stats, weight_TK = setup.transport, setup.stats, routing.weight_TK
-    assert weight_TK is not None
+    transport, stats = setup.transport, setup.stats
+    assert routing.weight_TK is not None
     (num_tokens, top_k), own = slot_TK.shape, transport.rank
-    stats.count(routing.expert_TK, weight_TK)
+    stats.count(routing.expert_TK, routing.weight_TK)
+    routing = routing.of_slices(top_k // max(1, routing.expert_TK.shape[1]))
+    weight_TK = routing.weight_TK
+    assert weight_TK is not None
     stats.tokens_dispatched += num_tokens
     choice_N = (slot_TK.reshape(-1) >= 0).nonzero().squeeze(1)
     token_N, slot_N = choice_N // max(1, top_k), slot_TK.reshape(-1)[choice_N]

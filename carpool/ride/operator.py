@@ -66,7 +66,9 @@ def ride_operator(
     of_base, codes = (up, down, up_bias, down_bias), (up_code, up_scale, down_code, down_scale)
     weights = ExpertWeights(*of_base, up_a, up_b, down_a, down_b, *codes)
     found: RideSetup = by_number(setup)
-    found.stats.count(expert_TK, weight_TK)
+    # Slices of an expert have its weight.
+    slices = weight_TK.shape[1] // max(1, expert_TK.shape[1])
+    found.stats.count(expert_TK, weight_TK[:, ::slices])
     with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.no_grad():
         started = found.order.start(x_TH, weight_TK, slot_TK, weights, found)
         y_TH, kept = found.order.forward(started, weights, found, backward)

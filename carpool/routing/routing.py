@@ -30,6 +30,15 @@ class Routing:
         """The same routing as a recording, which `moe(x, routing=...)` replays on any layout."""
         return Routing(self.expert_TK, None if self.weight_TK is None else self.weight_TK.detach())
 
+    def of_slices(self, slices: int) -> Routing:
+        """The same choices once for each slice of an expert (`ExpertLayout.slices`), in the order of `assign`: slices
+        have the weight of their expert, whose gradient is the sum of theirs."""
+        if slices == 1:
+            return self
+        wide = [None if of_TK is None else _repeated(of_TK, slices) for of_TK in (self.expert_TK, self.weight_TK)]
+        assert wide[0] is not None
+        return Routing(wide[0], wide[1], self.serving_TW)
+
     def check(self, num_tokens: int, num_experts: int) -> None:
         """Raise ValueError if this cannot route `num_tokens` tokens to `num_experts` experts.
 
@@ -52,3 +61,8 @@ class Routing:
         sorted_TK = self.expert_TK.sort(dim=1).values
         if bool(((sorted_TK[:, 1:] == sorted_TK[:, :-1]) & (sorted_TK[:, 1:] >= 0)).any()):
             raise ValueError("routing.expert_TK names an expert twice for one token; add the two weights instead")
+
+
+def _repeated(of_TK: torch.Tensor, times: int) -> torch.Tensor:
+    """Example, 2 times: [[3, 5]]  ->  [[3, 3, 5, 5]]"""
+    return of_TK.unsqueeze(2).expand(-1, -1, times).flatten(1)

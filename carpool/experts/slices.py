@@ -1,0 +1,86 @@
+"""Slices of experts: whole experts' parameters cut into them, and put together again.
+
+A slice is a part of F, an expert's hidden dimension (`carpool.layout.ExpertLayout`). With it the expert's function is
+
+    down @ act(up @ x + up_bias) + down_bias  =  sum over slices i of  down_i @ act(up_i @ x + up_bias_i), + down_bias
+
+because the activation is computed element by element. `up_i` are the rows of up for the slice, of gate and up alike for
+gated experts, and `down_i` the columns of down. Each slice has a row of the stacked parameters. The bias of down is
+the first slice's; the rows of the others are zeros, which `carpool.parallel.slots.fill_slots` keeps untrained.
+
+    gate and up of an expert, F = 4    [g0 g1 g2 g3 u0 u1 u2 u3]
+    in 2 slices                        [g0 g1 u0 u1] and [g2 g3 u2 u3]         a plain cut would part gate from up
+"""
+
+from __future__ import annotations
+
+import torch
+
+from carpool.experts.base import Activation, ExpertFunction
+
+# Fields of `ExpertWeights` that have a slice of each expert in a row.
+SLICED = ("up_SFH", "down_SHF", "up_bias_SF", "down_bias_SH")
+
+
+def check_slices(function: ExpertFunction | None, inner: int, slices: int, name: str) -> None:
+    """Raise ValueError if experts cannot be cut so.
+
+    Args:
+        function: None: only the owner's own forward computes it.
+        inner: F.
+        name: what errors call the owner."""
+    if slices == 1:
+        return
+    if function is None or not isinstance(function.activation, Activation):
+        raise ValueError(
+            f"{name} computes its experts by a function of its own, and which of its columns belong together is not "
+            f"known: its experts cannot be cut into {slices} slices; use expert parallelism alone (etp_size = 1)"
+        )
+    if inner % slices:
+        divisors = [n for n in range(1, inner + 1) if inner % n == 0]
+        raise ValueError(
+            f"the experts of {name} have a hidden dimension of {inner}, which {slices} slices do not divide; the "
+            f"number of slices can be one of {', '.join(map(str, divisors))}"
+        )
+
+
+def cut(field: str, rows_E: torch.Tensor, slices: int, function: ExpertFunction) -> torch.Tensor:
+    """(E, ...) whole experts -> (E * slices, ...), slice i of expert e in row e * slices + i.
+
+    Args:
+        field: of `ExpertWeights`, one of `SLICED`. What an optimizer keeps of a parameter is cut as the parameter."""
+    if slices == 1:
+        return rows_E
+    if field == "down_bias_SH":
+        out = rows_E.new_zeros(rows_E.shape[0], slices, *rows_E.shape[1:])
+        out[:, 0] = rows_E
+        return out.flatten(0, 1)
+    dim, halves = _columns(field, function)
+    apart = rows_E.unflatten(dim, (halves, slices, rows_E.shape[dim] // (halves * slices)))
+    return apart.movedim(dim + 1, 1).flatten(dim + 1, dim + 2).flatten(0, 1)
+
+
+def join(field: str, rows: torch.Tensor, slices: int, function: ExpertFunction) -> torch.Tensor:
+    """The inverse of `cut`: (E * slices, ...) -> (E, ...)."""
+    if slices == 1:
+        return rows
+    apart = rows.unflatten(0, (rows.shape[0] // slices, slices))
+    if field == "down_bias_SH":
+        return apart[:, 0]
+    dim, halves = _columns(field, function)
+    apart = apart.unflatten(dim + 1, (halves, apart.shape[dim + 1] // halves))
+    return apart.movedim(1, dim + 1).flatten(dim, dim + 2)
+
+
+def _columns(field: str, function: ExpertFunction) -> tuple[int, int]:
+    """(the dimension that is cut, how many halves it has that are cut each): gate and up, unless they alternate."""
+    assert isinstance(function.activation, Activation)
+    halves = 2 if function.activation.gated and not function.activation.interleaved else 1
+    match field:
+        case "up_SFH":
+            return (2 if function.transposed else 1), halves
+        case "up_bias_SF":
+            return 1, halves
+        case "down_SHF":
+            return (1 if function.transposed else 2), 1
+    raise ValueError(f"{field} has no columns of slices")
