@@ -163,7 +163,7 @@ class SlotFiller:
         self.prefix = len(own) if lists[2] == straight == lists[3] else None
         self.full = len(mine) == self.num_slots
         first_S1 = (layout.slice_WS[me, : self.num_slots] == 0).unsqueeze(1)
-        self._indices = _Indices(*(torch.tensor(one, dtype=torch.int64) for one in lists), first_S1)
+        self._indices = _Indices._make([*(torch.tensor(one, dtype=torch.int64) for one in lists), first_S1])
         self._on_device: dict[torch.device, _Indices] = {}
 
     def fill(self, home: torch.Tensor, name: str) -> torch.Tensor:
