@@ -1,0 +1,129 @@
+"""Loads and rows that are drawn from traces, against a count token by token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from carpool.placement.trace import Trace
+from carpool.planner.events import Group
+from carpool.planner.sampling import SampledRouting, Spread
+
+E, K, LENGTH = 12, 3, 5
+
+
+def _trace(layers: int = 2, sequences: int = 7, seed: int = 0) -> Trace:
+    """Sequences that prefer one expert each."""
+    rng = np.random.default_rng(seed)
+    liked_S = rng.integers(0, E, sequences)
+    score_LTE = rng.random((layers, sequences * LENGTH, E))
+    score_LTE[:, np.arange(sequences * LENGTH), np.repeat(liked_S, LENGTH)] += 0.5
+    expert_LTK = np.argsort(-score_LTE, axis=2)[..., :K]
+    names = tuple(f"layers.{i}" for i in range(layers))
+    return Trace(expert_LTK, np.repeat(np.arange(sequences), LENGTH), names, {"num_experts": E})
+
+
+def _spread(**more: Any) -> Spread:
+    given = {"ranks": 12, "group": Group(6), "ranks_per_node": 12, "tokens": 4 * LENGTH, **more}
+    return Spread(num_experts=E, top_k=K, **given)
+
+
+def _by_token(sampled: SampledRouting, trace: Trace, recorded: int, micro_batch: int) -> tuple[np.ndarray, np.ndarray]:
+    """Load and rows of each rank, from the tokens that it has drawn."""
+    spread = sampled.spread
+    size, stride = spread.group
+    tokens_RR = np.zeros((spread.ranks, spread.ranks))  # rows from rank to rank
+    load_R = np.zeros(spread.ranks)
+    counts_RS = sampled._counts(micro_batch).astype(int)
+    for rank in range(spread.ranks):
+        first = rank - rank // stride % size * stride
+        member = [first + i * stride for i in range(size)]
+        for sequence, times in enumerate(counts_RS[rank]):
+            for token in range(sequence * LENGTH, (sequence + 1) * LENGTH):
+                at_K = [member[expert // (E // size)] for expert in trace.expert_LTK[recorded, token].astype(int)]
+                for other in at_K:
+                    load_R[other] += times
+                places = at_K if spread.one_row_for == "expert" else set(at_K)
+                if spread.one_row_for == "node":
+                    # One row for each node, a share of it for each rank of the group there.
+                    nodes = {other // spread.ranks_per_node for other in at_K}
+                    inside = [o for o in member if o // spread.ranks_per_node in nodes]
+                    for other in inside:
+                        tokens_RR[rank, other] += times * len(nodes) / len(inside)
+                else:
+                    for other in places:
+                        tokens_RR[rank, other] += times
+    node_R = np.arange(spread.ranks) // spread.ranks_per_node if spread.places < size else np.arange(spread.ranks)
+    remote_RR = np.where(np.not_equal.outer(node_R, node_R), tokens_RR, 0)
+    return load_R, np.maximum(remote_RR.sum(0), remote_RR.sum(1))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"group": Group(3, 2)},
+        {"group": Group(12), "ranks_per_node": 4},
+        {"group": Group(6, 2), "ranks_per_node": 4},
+        {"group": Group(6), "ranks_per_node": 3, "one_row_for": "node"},
+        {"group": Group(6), "one_row_for": "expert"},
+    ],
+)
+def test_what_is_drawn_is_counted(more: dict[str, Any]) -> None:
+    trace, spread = _trace(), _spread(**more)
+    sampled = SampledRouting(spread, trace, layers=2)
+    for recorded, micro_batch in ((0, 0), (1, 2)):
+        load_R, rows_R = _by_token(sampled, trace, recorded, micro_batch)
+        found_load_R, found_rows_R = sampled._drawn(recorded, sampled._counts(micro_batch))
+        np.testing.assert_allclose(found_load_R, load_R / (4 * LENGTH * K), rtol=1e-5)
+        inside = spread.group.size // spread.places
+        remote = 4 * LENGTH * spread.visits * (spread.group.size - inside)
+        np.testing.assert_allclose(found_rows_R, rows_R / remote, rtol=1e-5)
+    # Every group computes what its tokens choose.
+    grid = sampled._grid(sampled.load_R(1))
+    np.testing.assert_allclose(grid.mean(1), 1.0, rtol=1e-5)
+
+
+@pytest.mark.parametrize("one_row_for", ["rank", "expert", "node"])
+def test_uniform_routing_is_balanced_on_average(one_row_for: Any) -> None:
+    spread = Spread(64, Group(8), 64, 8, 4096, 4, one_row_for)
+    sampled = SampledRouting(spread, layers=6)
+    load = np.mean([sampled.load_R(layer) for layer in range(6)])
+    rows = np.mean([sampled.rows_R(layer) for layer in range(6)])
+    assert load == pytest.approx(1.0, abs=1e-4) and rows == pytest.approx(1.0, abs=0.02)
+    # 8 x 4,096 x 8 choices on 8 ranks: hypergeometric, so a rank deviates by about half a percent.
+    deviation = np.mean([sampled.load_R(layer).std() for layer in range(6)])
+    assert deviation == pytest.approx(np.sqrt(7 / 8 * 56 / 63 / (8 * 4096)), rel=0.3)
+    assert 1.0 < sampled.imbalance() < 1.03
+
+
+def test_visits_are_those_of_uniform_choices() -> None:
+    """3 of 12 experts on 6 ranks: a token misses a rank with 10/12 x 9/11 x 8/10."""
+    assert _spread().visits == pytest.approx(1 - 10 / 12 * 9 / 11 * 8 / 10)
+    assert _spread(one_row_for="expert").visits == 0.5
+
+
+def test_stretched_deviations() -> None:
+    spread = _spread()
+    one, two, none = (SampledRouting(spread, _trace(), layers=3, stretch=by) for by in (1.0, 2.0, 0.0))
+    np.testing.assert_allclose(two.load_R(1) - 1, 2 * (one.load_R(1) - 1))
+    assert none.imbalance() == 1.0 < one.imbalance() < two.imbalance()
+
+
+def test_layers_and_micro_batches_differ() -> None:
+    sampled = SampledRouting(_spread(), _trace(), layers=4)
+    assert not np.array_equal(sampled.load_R(0), sampled.load_R(1))
+    assert sorted(sampled.load_R(0)) == pytest.approx(sorted(sampled.load_R(1)))  # of one recorded layer, turned
+    assert not np.array_equal(sampled.load_R(0), sampled.load_R(0, 1))
+    again = SampledRouting(_spread(), _trace(), layers=4)
+    np.testing.assert_array_equal(again.rows_R(3, 1), sampled.rows_R(3, 1))
+
+
+def test_a_trace_of_another_model_is_refused() -> None:
+    spread = Spread(8, Group(8), 64, 8, 4096, 8)
+    with pytest.raises(ValueError, match="the trace has 3 of 12 experts for each token, and the model 8 of 64"):
+        SampledRouting(spread, _trace(), layers=2)
+    with pytest.raises(ValueError, match="12 experts cannot be divided among 5 ranks"):
+        SampledRouting(_spread(ranks=10, group=Group(5)), layers=2)
