@@ -14,8 +14,9 @@ import typer
 from carpool.cli.bench import bench
 from carpool.cli.export import export
 from carpool.cli.merge import merge
-from carpool.cli.placement import place, recipes, trace
+from carpool.cli.placement import place, trace
 from carpool.cli.profile import profile
+from carpool.cli.recipes import recipes
 from carpool.cli.serve import chat, evaluate, generate
 from carpool.cli.train import doctor, report, train
 

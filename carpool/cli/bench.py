@@ -34,12 +34,13 @@ def fill(settings: type[Any], given: dict[str, Any], **parsed: Any) -> Any:
     from carpool.bench.options import split
 
     values = {**given, **parsed}
-    for field in dataclasses.fields(settings):
+    fields = [field for field in dataclasses.fields(settings) if field.name in values]
+    for field in fields:
         value = values[field.name]
         if str(field.type).startswith("tuple"):
             values[field.name] = split(value) if isinstance(value, str) else tuple(value or ())
     values["out"] = str(given["out"])
-    return settings(**{field.name: values[field.name] for field in dataclasses.fields(settings)})
+    return settings(**{field.name: values[field.name] for field in fields})
 
 
 @bench.command("transport")

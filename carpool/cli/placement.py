@@ -1,10 +1,8 @@
-"""`carpool trace`, `carpool place` and `carpool recipes`."""
+"""`carpool trace` and `carpool place`."""
 
 from __future__ import annotations
 
-import enum
 import json
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -12,15 +10,15 @@ import typer
 
 from carpool.cli.common import TRAIN_PACKAGES, Debug, Seed, command, errors, require
 
-_Ranks = Annotated[int, typer.Option("--ranks", min=1, help="Expert-parallel ranks.")]
-_Nodes = Annotated[int, typer.Option("--nodes", min=1, help="Machines that they are on, equally many on each.")]
-_Hardware = Annotated[
+EPRanks = Annotated[int, typer.Option("--ranks", min=1, help="Expert-parallel ranks.")]
+Nodes = Annotated[int, typer.Option("--nodes", min=1, help="Machines that they are on, equally many on each.")]
+Rates = Annotated[
     str,
     typer.Option("--hardware", help="Rates: a GPU's name (H100, H200, ...), or a file of `carpool doctor --measure`."),
 ]
-_Hidden = Annotated[int, typer.Option("--hidden", min=1, help="H of the cost model.")]
-_ExpertHidden = Annotated[int, typer.Option("--expert-hidden", min=1, help="F of the cost model.")]
-_TokensPerRank = Annotated[int, typer.Option("--tokens-per-rank", min=1, help="Of the cost model.")]
+Hidden = Annotated[int, typer.Option("--hidden", min=1, help="H of the cost model.")]
+ExpertHidden = Annotated[int, typer.Option("--expert-hidden", min=1, help="F of the cost model.")]
+TokensPerRank = Annotated[int, typer.Option("--tokens-per-rank", min=1, help="Of the cost model.")]
 
 
 def trace(
@@ -75,8 +73,8 @@ def trace(
 
 def place(
     trace: Annotated[Path, typer.Argument(help="What `carpool trace` wrote.")],
-    ranks: _Ranks,
-    nodes: _Nodes = 1,
+    ranks: EPRanks,
+    nodes: Nodes = 1,
     solvers: Annotated[
         str | None,
         typer.Option(
@@ -95,10 +93,10 @@ def place(
     expert_groups: Annotated[
         int | None, typer.Option("--expert-groups", min=1, help="Of eplb: groups of experts, in order.")
     ] = None,
-    hidden: _Hidden = 2048,
-    expert_hidden: _ExpertHidden = 1024,
-    tokens_per_rank: _TokensPerRank = 8192,
-    hardware: _Hardware = "H200",
+    hidden: Hidden = 2048,
+    expert_hidden: ExpertHidden = 1024,
+    tokens_per_rank: TokensPerRank = 8192,
+    hardware: Rates = "H200",
     seed: Seed = 0,
     out: Annotated[
         Path, typer.Option("--out", help="Folder for layouts.json, place.json and place.png, which are overwritten.")
@@ -125,7 +123,7 @@ def place(
 
         names = tuple(one.strip() for one in solvers.split(",") if one.strip()) if solvers else default_solvers()
         recorded = Trace.load(trace)
-        _one_thread()
+        one_thread()
         steps = iter(track(range(len(names) * len(recorded.layers)), description="solving", transient=True))
 
         def on_row(_: object) -> None:
@@ -165,140 +163,7 @@ def place(
         typer.echo(f"wrote {written_files}; train with moe.layout={out}/layouts.json")
 
 
-recipes = typer.Typer(help="Published systems, as choices of what Carpool has.", no_args_is_help=True)
-
-
-@recipes.command("list")
-def list_recipes(debug: Debug = False) -> None:
-    """The recipes, what they are, and whether this version has all that they need."""
-    with errors(debug):
-        from carpool.recipes import names, read
-
-        for name in names():
-            one = read(name)
-            typer.echo(f"{name:<18} {one.system} ({one.source})")
-            typer.echo(f"{'':<18} {one.kind}: {', '.join(one.mechanisms)}")
-            typer.echo(f"{'':<18} {one.note}")
-            if one.missing:
-                typer.echo(f"{'':<18} REFUSED: this version lacks {', '.join(one.missing)}")
-
-
-@recipes.command("show")
-def show_recipe(
-    name: Annotated[str, typer.Argument(help="As `carpool recipes list` names it.")], debug: Debug = False
-) -> None:
-    """A recipe's file, which `carpool train --config` takes."""
-    with errors(debug):
-        from carpool.recipes import read
-
-        one = read(name)
-        one.check_complete()
-        typer.echo(one.path.read_text(), nl=False)
-
-
-class Vary(enum.StrEnum):
-    """What a comparison of recipes varies."""
-
-    PLACEMENT = "placement"
-    TRANSPORT = "transport"
-    ROUTING = "routing"
-
-
-@recipes.command("compare")
-def compare_recipes(
-    trace: Annotated[Path, typer.Option("--trace", help="What `carpool trace` wrote.")],
-    vary: Annotated[
-        Vary,
-        typer.Option(
-            "--vary",
-            help="The one thing that differs between rows. placement: where experts live; transport: how many rows "
-            "travel; routing: to how many ranks a token may go.",
-        ),
-    ] = Vary.PLACEMENT,
-    ranks: _Ranks = 4,
-    nodes: _Nodes = 1,
-    only: Annotated[
-        str | None,
-        typer.Option(
-            "--recipes", metavar="NAME,...", help="Names, or paths of TOML files. Default: all that can be compared so."
-        ),
-    ] = None,
-    transport: Annotated[
-        str | None, typer.Option("--transport", help="Of all rows, unless it varies. Default: dedup.")
-    ] = None,
-    placement: Annotated[
-        str | None,
-        typer.Option("--placement", help="The recipe that places experts in all rows. Default: experts in order."),
-    ] = None,
-    parts: Annotated[int, typer.Option("--parts", min=2, help="Parts of the trace, replayed one by one.")] = 8,
-    hidden: _Hidden = 2048,
-    expert_hidden: _ExpertHidden = 1024,
-    tokens_per_rank: _TokensPerRank = 8192,
-    hardware: _Hardware = "H200",
-    seed: Seed = 0,
-    out: Annotated[Path, typer.Option("--out", help="Folder for recipes.json, which is overwritten.")] = Path(
-        "runs/recipes"
-    ),
-    debug: Debug = False,
-) -> None:
-    """Replay a trace under each recipe, one thing varied: rows, load, modelled time, what was moved."""
-    with errors(debug):
-        from rich.console import Console
-        from rich.progress import Progress
-
-        from carpool.placement.trace import Trace
-        from carpool.planner.cost import CostModel
-        from carpool.planner.hardware import find_hardware
-        from carpool.recipes import load
-        from carpool.recipes.compare import chosen, compare, print_table, ways
-
-        for given, axis in ((transport, Vary.TRANSPORT), (placement, Vary.PLACEMENT)):
-            if given is not None and vary == axis:
-                raise ValueError(
-                    f"--{axis} {given} is for all rows, and --vary {axis} lets it differ: give one of them"
-                )
-        way = transport or "dedup"
-        placed = load(placement) if placement is not None else None
-        taken, refused = chosen(vary.value, [name.strip() for name in only.split(",")] if only else None)
-        recorded = Trace.load(trace)
-        _one_thread()
-        total = len(ways(vary.value, taken, way, placed)) * len(recorded.layers)
-        with Progress(console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task("replaying", total=total)
-            found = compare(
-                vary.value,
-                taken,
-                recorded,
-                ranks=ranks,
-                nodes=nodes,
-                transport=way,
-                placement=placed,
-                parts=parts,
-                seed=seed,
-                cost=CostModel(
-                    hidden=hidden,
-                    expert_hidden=expert_hidden,
-                    tokens_per_rank=tokens_per_rank,
-                    hardware=find_hardware(hardware),
-                ),
-                on_layer=lambda name: progress.update(task, advance=1, description=name),
-            )
-        same = {"transport": way, "placement": placement or "experts in order", "routing": "as recorded"}
-        del same[vary.value]
-        out.mkdir(parents=True, exist_ok=True)
-        settings = {"trace": str(trace), "ranks": ranks, "nodes": nodes, "parts": parts, "seed": seed}
-        written = {
-            "command": command(),
-            "settings": {**settings, "vary": vary.value, **same},
-            "refused": refused,
-            "rows": [asdict(one) for one in found],
-        }
-        (out / "recipes.json").write_text(json.dumps(written, indent=1) + "\n")
-        print_table(found, vary.value, nodes=nodes, same=same, refused=refused)
-        typer.echo(f"wrote {out}/recipes.json")
-
-
-def _one_thread() -> None:
+def one_thread() -> None:
     """Solvers run thousands of small operations, whose threads would mostly wait for each other."""
     import torch
 

@@ -9,7 +9,8 @@ varies one of them while the other two are the same in every row:
 
 It cannot tell apart schedules, kernels and their order, whose effect is time on a machine; nor routers with another
 top-k, capacity or loss, which would have been trained to other choices than those recorded. `refusal` says why a
-recipe has no place in a comparison. Recipes that do the same to what varies share a row.
+recipe has no place in a comparison; `carpool recipes race` (race.py) takes training steps, and tells them apart.
+Recipes that do the same to what varies share a row.
 """
 
 from __future__ import annotations
@@ -82,20 +83,20 @@ def refusal(recipe: Recipe, axis: Axis) -> str | None:
     effective, base = in_effect(config), in_effect(Config())
     router = [key for key in _ROUTERS if effective.get(key) != base.get(key)]
     if router:
-        return "its router has another top-k, or drops, and was not recorded: train with it, and record that"
+        return "its router has another top-k, or drops, and was not recorded: race it, or train with it and record that"
     if not config.codec.codecs.plain:
-        return "its rows are encoded or merged on their way, and a recording does not hold rows"
+        return "its rows are encoded or merged on their way, and a recording does not hold rows: race it"
     limits = _limit(config)
     if axis == "routing":
         return None if limits else "it leaves the routing as it is"
     if issubclass(TRANSPORTS.get(config.moe.transport, Transport), MultiHop):
-        return "its rows take several hops, which needs several nodes: see carpool bench transport"
+        return "its rows take several hops, which needs several nodes: race it, or see carpool bench transport"
     if axis == "transport":
         return None if config.moe.transport != "auto" else "it leaves the transport to the machine"
     if limits:
         return "it limits the routing, too: compare that with --vary routing, and --placement of a recipe like it"
     if "placement.policy" not in effective:
-        return "its experts stay in order: what it is about is time on a machine, which a recording does not hold"
+        return "its experts stay in order: what it is about is time on a machine, which no recording holds: race it"
     return None
 
 
@@ -125,7 +126,8 @@ def chosen(axis: Axis, given: Sequence[str] | None = None) -> tuple[list[Recipe]
 
 def _refuse(axis: Axis, recipes: Sequence[Recipe]) -> None:
     if why := {recipe.name: reason for recipe in recipes if (reason := refusal(recipe, axis))}:
-        raise ValueError("\n".join(f"{name} cannot be compared by {axis}: {reason}" for name, reason in why.items()))
+        told = [f"{name} cannot be compared by {axis}: {reason}" for name, reason in why.items()]
+        raise ValueError("\n".join([*told, f"in training steps: carpool recipes race --recipes {','.join(why)}"]))
 
 
 def compare(
@@ -267,3 +269,5 @@ def print_table(
     for reason in dict.fromkeys(refused.values()):
         members = ", ".join(name for name, why in refused.items() if why == reason)
         console.print(f"left out: {members}: {reason}", highlight=False, markup=False)
+    if refused:
+        console.print("carpool recipes race --recipes NAME,... takes training steps instead", highlight=False)

@@ -85,6 +85,8 @@ def test_a_recipe_loads_unless_it_says_what_is_missing(name: str) -> None:
 def test_no_two_recipes_are_the_same_run() -> None:
     """Recipes that differ only in what their authors say of them would print the same numbers under two names."""
     runs = {"no recipe": in_effect(Config())}
+    parts = [frozenset([*read(name).mechanisms, *read(name).missing]) for name in names()]
+    assert len(set(parts)) == len(parts), "each is another choice of mechanisms, not of numbers"
     for name in names():
         if not read(name).missing:
             own = in_effect(resolve(read(name)))

@@ -19,6 +19,7 @@ import gc
 import inspect
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -45,6 +46,8 @@ from carpool.train.run.setup import Setup
 
 # Steps' worth of different tokens, which are then taken again.
 DIFFERENT_STEPS = 8
+# The step after which a run that moves experts first looks at the routing.
+LOOK_AT = 2
 
 
 class Contender(Protocol):
@@ -55,6 +58,14 @@ class Contender(Protocol):
     @property
     def load(self) -> float | None:
         """Of the fullest expert of a layer, over the mean, in the latest step; None if nobody counts."""
+
+    @property
+    def bytes_remote(self) -> int | None:
+        """That rides and copies of experts sent between ranks in the latest step; None if nobody counts."""
+
+    @property
+    def lossy(self) -> Sequence[str]:
+        """How it changes the model's function, as far as it knows."""
 
     def take_step(self) -> tuple[float, float]:
         """(loss, norm of the gradient) of one step of all ranks."""
@@ -100,6 +111,9 @@ class CarpoolContender(_RandomText, Run):
         self.display.close()
         self.display.console.quiet = True
         self._force(routing)
+        if self.placement.on and self.placement.section.every is not None:
+            # So that experts are placed while it warms up, and then as often as it says.
+            self.step = max(0, self.placement.section.every - LOOK_AT)
 
     def take_step(self) -> tuple[float, float]:
         """As the trainer's loop takes it, its record included."""
@@ -109,12 +123,24 @@ class CarpoolContender(_RandomText, Run):
         numbers = start_numbers(self, losses, norm, begin)
         self.record()
         self.unrecorded = numbers
+        if self.placement.decides(self.step):
+            self.record()
+        self.placement.after_step(self.step)
         return losses.loss, norm
 
     @property
     def load(self) -> float | None:
         self.record()
         return float(self.step_records[-1]["load_max_over_mean"])
+
+    @property
+    def bytes_remote(self) -> int | None:
+        self.record()
+        return int(self.step_records[-1]["bytes_remote"] + self.step_records[-1]["bytes_replicas"])
+
+    @property
+    def lossy(self) -> Sequence[str]:
+        return list(self.info["lossy_reasons"])
 
     @property
     def buffer_bytes(self) -> int:
@@ -136,6 +162,8 @@ class TransformersContender(_RandomText):
         ValueError: a configuration that cannot be."""
 
     load: float | None = None
+    bytes_remote: int | None = None
+    lossy: tuple[str, ...] = ()
 
     def __init__(self, config: Config, routing: str) -> None:
         self.config, self.compare_with = config, None
@@ -210,9 +238,9 @@ class TransformersContender(_RandomText):
         self.loader.close()
 
 
-def make_contender(name: str, config: Config, routing: str, command: str) -> Contender:
-    """Build it. Collective."""
-    if name.startswith("carpool"):
+def make_contender(theirs: bool, config: Config, routing: str, command: str) -> Contender:
+    """Build the trainer, or `theirs`. Collective."""
+    if not theirs:
         if dist.get_rank() == 0:
             for file in (METRICS, INFO, CONFIG, LAYOUT):
                 # Of an earlier benchmark, which would be taken for a run to be kept.

@@ -58,6 +58,8 @@ class Row:
         unavailable: why it could not run; then all else is empty.
         loss, grad_norm: of the first step.
         load: of the fullest expert of a layer, over the mean; None if nobody counted.
+        changes: what of the model's function it changes; its loss need not be that of the others.
+        bytes_remote: of a step, between ranks, forward and backward; None if nobody counted.
         first_step_seconds: how long that took, compiling included.
         peak_bytes: of the largest rank, in PyTorch's memory and in buffers. None on CPU.
         ratio: how many times faster than the first contender that ran.
@@ -71,6 +73,8 @@ class Row:
     loss: float | None = None
     grad_norm: float | None = None
     load: float | None = None
+    changes: list[str] = field(default_factory=list)
+    bytes_remote: int | None = None
     first_step_seconds: float | None = None
     times: Times | None = None
     tokens_per_second: float | None = None

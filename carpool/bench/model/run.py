@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -48,8 +49,10 @@ from carpool.train.run.transports import likely_transport
 
 # More than the eager steps before a capture (`carpool.train.run.graphs`).
 WARMUP = 4
-# Contenders take the same first step; losses and norms that differ by more are of different computations.
-ALIKE = 0.02
+# Contenders take the same first step; losses and norms that differ by more are of different computations. Transformers'
+# balance loss is of each rank's own tokens, and bfloat16 rounds.
+ALIKE = {"loss": 2e-5, "grad_norm": 1e-3}
+CLOSE = {"loss": 0.02, "grad_norm": 0.02}
 PLOT = "carpool.bench.model.plot:write_plot"
 
 
@@ -97,7 +100,8 @@ class ModelBenchmark:
         self.settings, self.device, self.command = settings, device, command
         self.world, self.main = dist.get_world_size(), dist.get_rank() == 0
         self.configs = {name: settings.config_of(name) for name in settings.contenders}
-        first = next(iter(self.configs.values()))
+        self.cannot: dict[str, str] = {}
+        first = settings.config_of(None)
         source = model_source(first, load_tokenizer(first.data.tokenizer, first.model.path, first.data.eos_token))
         self.blueprint = meta_model(source)
         self.counts, self.top_k = expert_counts(self.blueprint), top_k_of(self.blueprint)
@@ -109,11 +113,18 @@ class ModelBenchmark:
         training, self.length = first.training, first.data.sequence_length
         sequences = training.per_device_train_batch_size * training.gradient_accumulation_steps
         self.tokens = sequences * self.length * self.degrees.dp // self.world
-        self.training = training
+        self.training, self.dtype = training, first.model.dtype or "float32"
 
     def measure(self) -> Case:
         """Everything."""
-        memory, estimates = find_memory(self.device), {name: self._estimate(name) for name in self.configs}
+        memory, estimates = find_memory(self.device), {}
+        for name in self.configs:
+            try:
+                estimates[name] = self._estimate(name)
+            except ValueError as error:
+                if name not in self.settings.own:
+                    raise
+                self.cannot[name] = str(error).splitlines()[0]
         warnings = check_room(estimates, memory)
         groups = groups_that_fit(estimates, memory)
         case = self._case(groups, warnings, estimates)
@@ -125,16 +136,21 @@ class ModelBenchmark:
             for group in groups:
                 self._measure_group([row for row in case.rows if row.label in group], case)
         case.compare()
-        case.different = _differences(case.rows)
+        rounded = self.bf16 or self.dtype != "float32"
+        case.different = _differences(
+            case.rows,
+            {row.label: CLOSE if rounded or self.settings.is_theirs(row.label) else ALIKE for row in case.rows},
+        )
         return case
 
     def _estimate(self, name: str) -> Memory:
         cuda = self.device.type == "cuda"
-        way = "alltoall"
-        if name.startswith("carpool"):
+        way, config = "alltoall", self.configs[name]
+        degrees = config.parallelism.resolve(self.world, min(self.counts.values()))
+        if not self.settings.is_theirs(name):
             hidden = self.blueprint.config.get_text_config().hidden_size
-            way, _ = likely_transport(self.configs[name], self.degrees, hidden, self.top_k, cuda)
-        return MemoryEstimate(self.configs[name], self.degrees, self.blueprint, self.bf16, cuda)(way, "fsdp")
+            way, _ = likely_transport(config, degrees, hidden, self.top_k, cuda)
+        return MemoryEstimate(config, degrees, self.blueprint, self.bf16, cuda)(way, "fsdp")
 
     def _case(self, groups: list[list[str]], warnings: list[str], estimates: dict[str, Memory]) -> Case:
         text = self.blueprint.config.get_text_config()
@@ -150,12 +166,20 @@ class ModelBenchmark:
             num_experts=max(self.counts.values()),
             top_k=self.top_k,
             number_bytes=2 if self.bf16 else 4,
-            parameter_bytes={"bfloat16": 2, "float16": 2}.get(self.training_dtype, 4),
+            parameter_bytes={"bfloat16": 2, "float16": 2}.get(self.dtype, 4),
         )
         rooflines = {
             kind: roofline_ms(work, self.hardware, self.topology, self.peak) for kind, work in work_of(sizes).items()
         }
-        rows = [Row(label=name, predicted_bytes=estimates[name]["total"]) for name in self.configs]
+        rows = [
+            Row(
+                label=name,
+                predicted_bytes=estimates[name]["total"] if name in estimates else 0,
+                unavailable=self.cannot.get(name),
+                changes=list(self.settings.changes(name)),
+            )
+            for name in self.configs
+        ]
         return Case(
             model=Path(self.settings.model).stem if Path(self.settings.model).is_file() else self.settings.model,
             architecture=type(self.blueprint).__name__,
@@ -175,17 +199,12 @@ class ModelBenchmark:
             rows=rows,
         )
 
-    @property
-    def training_dtype(self) -> str:
-        """Of parameters."""
-        return next(iter(self.configs.values())).model.dtype or "float32"
-
     def _measure_group(self, rows: list[Row], case: Case) -> None:
         running: dict[str, _Running] = {}
         try:
             for row in rows:
                 self._say(f"{row.label}: building, and {WARMUP} steps to warm up")
-                theirs, start = row.label.startswith("transformers"), partial(self._start, row, running)
+                theirs, start = self.settings.is_theirs(row.label), partial(self._start, row, running)
                 row.unavailable = attempt_together(start, dist.group.WORLD, self.device, theirs)
                 if row.unavailable:
                     self._say(f"{row.label} cannot run: {row.unavailable}")
@@ -203,9 +222,11 @@ class ModelBenchmark:
 
     def _start(self, row: Row, running: dict[str, _Running]) -> None:
         before = self._allocated()
-        contender = make_contender(row.label, self.configs[row.label], self.settings.routing, self.command)
+        theirs, config = self.settings.is_theirs(row.label), self.configs[row.label]
+        contender = make_contender(theirs, config, self.settings.routing, self.command)
         try:
             row.what = contender.what
+            row.changes += contender.lossy
             for number in range(WARMUP):
                 begin = time.perf_counter()
                 found = contender.take_step()
@@ -245,6 +266,7 @@ class ModelBenchmark:
     def _note(self, row: Row, one: _Running, case: Case) -> None:
         """The numbers of a contender, and its profile. Collective."""
         row.times = Times.of(one.rounds)
+        row.bytes_remote = one.contender.bytes_remote
         rate = 1e3 * self.tokens / row.times.ms
         row.tokens_per_second = rate
         row.tflops = rate * case.flops_per_token / 1e12
@@ -300,14 +322,16 @@ class ModelBenchmark:
             print(text, flush=True)
 
 
-def _differences(rows: list[Row]) -> list[str]:
-    """What differs in the first step of contenders, which all have the same weights, tokens and choices."""
+def _differences(rows: list[Row], alike: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """What differs in the first step of contenders, which all have the same weights, tokens and choices: but for those
+    that say how they change the model's function."""
     told = []
+    rows = [row for row in rows if row.loss is not None and not row.changes]
     with contextlib.suppress(StopIteration):
-        base = next(row for row in rows if row.loss is not None)
+        base = next(iter(rows))
         for row in rows:
-            for what in ("loss", "grad_norm"):
+            for what, share in alike[row.label].items():
                 one, other = getattr(base, what), getattr(row, what)
-                if other is not None and abs(one - other) > ALIKE * abs(one):
+                if abs(one - other) > share * abs(one):
                     told.append(f"{row.label}: {what} of the first step is {other:.5g}, and {one:.5g} of {base.label}")
     return told

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ from carpool.train.config.schema_base import toml_value
 
 CONTENDERS = ("carpool", "carpool-compiled", "transformers", "transformers-compiled")
 ROUTINGS = ("balanced", "learned")
+# The model of `carpool train` without arguments.
+DEMO = "demo"
 # Nothing but steps, and as many as are asked for.
 STEPS_ALONE = (
     "training.max_steps=1000000000",
@@ -30,6 +32,19 @@ STEPS_ALONE = (
 )
 
 
+@dataclass(frozen=True)
+class Own:
+    """A contender that is the trainer with settings of its own.
+
+    Attributes:
+        overrides: `section.key=value` of the training configuration.
+        changes: what of the model's function it changes; empty: its losses must be those of the others.
+    """
+
+    overrides: tuple[str, ...]
+    changes: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """See the options of the command.
@@ -39,7 +54,8 @@ class Settings:
 
     Attributes:
         ranks: None: one for each GPU.
-        overrides: `section.key=value` of the training configuration.
+        overrides: `section.key=value` of the training configuration, of all contenders.
+        own: contenders of other names than `CONTENDERS` has.
         steps: that a contender takes back to back in a round.
     """
 
@@ -55,6 +71,7 @@ class Settings:
     steps: int = 5
     rounds: int = 3
     overrides: tuple[str, ...] = ()
+    own: Mapping[str, Own] = field(default_factory=dict)
     seed: int = 0
     out: str = ""
     json_only: bool = False
@@ -62,7 +79,8 @@ class Settings:
     def __post_init__(self) -> None:
         one_of("--device", self.device, ("auto", "cpu", "cuda"))
         for name in self.contenders:
-            one_of("--contenders", name, CONTENDERS)
+            if name not in self.own:
+                one_of("--contenders", name, CONTENDERS)
         if not self.contenders:
             raise ValueError(f"--contenders is empty; name some of {', '.join(CONTENDERS)}")
         counts = {
@@ -72,7 +90,8 @@ class Settings:
         for option, count in counts.items():
             if count is not None and count < 1:
                 raise ValueError(f"{option} {count} must be at least 1")
-        read_keys(self.model)
+        if self.model != DEMO:
+            read_keys(self.model)
         if self.routing not in ROUTINGS and not Path(self.routing).is_file():
             guess = nearest(self.routing, ROUTINGS)
             hint = f"; did you mean {guess}?" if guess else ""
@@ -95,35 +114,48 @@ class Settings:
     def from_json(cls, values: dict[str, Any]) -> Settings:
         """What `to_json` gave."""
         lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list | tuple)}
-        return cls(**{**values, **lists})
+        own = {name: Own(tuple(one["overrides"]), tuple(one["changes"])) for name, one in values.get("own", {}).items()}
+        return cls(**{**values, **lists, "own": own})
 
-    def config_of(self, contender: str) -> Config:
-        """The training configuration of a contender.
+    def is_theirs(self, contender: str) -> bool:
+        """Whether it is transformers', not the trainer."""
+        return contender not in self.own and contender.startswith("transformers")
+
+    def changes(self, contender: str) -> tuple[str, ...]:
+        """What of the model's function it says to change."""
+        return self.own[contender].changes if contender in self.own else ()
+
+    def config_of(self, contender: str | None) -> Config:
+        """The training configuration of a contender; None: what all have in common.
 
         Raises:
             ValueError: a model, or an override, that cannot be.
         """
-        own: list[str] = []
-        if contender.endswith("-compiled"):
-            own.append("training.torch_compile=true")
-        return load_config(None, [*self._base(), *self.overrides, *own, *self._place(contender)])
+        own: tuple[str, ...] = ()
+        if contender is not None and contender in self.own:
+            own = self.own[contender].overrides
+        elif contender is not None and contender.endswith("-compiled"):
+            own = ("training.torch_compile=true",)
+        return load_config(None, [*self._base(), *own, *self.overrides, *self._place(contender)])
 
     def _base(self) -> Iterable[str]:
         yield from STEPS_ALONE
-        yield f"model.config={toml_value(self.model)}"
+        if self.model != DEMO:
+            yield f"model.config={toml_value(self.model)}"
         if self.layers is not None:
             yield f"model.config.num_hidden_layers={self.layers}"
         if self.device == "cuda":
             yield "model.dtype=bfloat16"
-            # As transformers' contenders do: all update alike. With masters a parameter takes 6 bytes more.
-            yield "training.optimizer=torch"
+            if not self.own:
+                # As transformers' contenders do: all update alike. With masters a parameter takes 6 bytes more.
+                yield "training.optimizer=torch"
         yield f"data.sequence_length={self.sequence}"
         yield f"training.per_device_train_batch_size={self.batch}"
         yield f"training.gradient_accumulation_steps={self.accumulation}"
         yield f"training.seed={self.seed}"
 
-    def _place(self, contender: str) -> Iterable[str]:
+    def _place(self, contender: str | None) -> Iterable[str]:
         if self.ranks is not None:
             yield f"parallelism.num_ranks={self.ranks}"
         yield f"parallelism.device={self.device}"
-        yield f"training.output_dir={json.dumps(str(Path(self.out) / contender))}"
+        yield f"training.output_dir={json.dumps(str(Path(self.out) / (contender or '').replace(' ', '-')))}"

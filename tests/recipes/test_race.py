@@ -1,0 +1,121 @@
+"""`carpool recipes race`: who takes part with which settings, and a race of four recipes on two ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from carpool.bench.model.results import Case, KindRow, Row, Times
+from carpool.bench.model.run import ModelBenchmark
+from carpool.bench.model.settings import Settings
+from carpool.recipes import load, names, read
+from carpool.recipes.race import find_field, libraries, sameness, table
+from carpool.recipes.resolve import in_effect
+from tests.ranks import Ranks
+
+
+def settings(folder: Path, **changes: Any) -> Settings:
+    return Settings(
+        model="demo", layers=1, ranks=2, device="cpu", sequence=16, batch=2, routing="learned", steps=1, rounds=1,
+        out=str(folder), json_only=True, **changes,
+    )  # fmt: skip
+
+
+def field_of(folder: Path, *recipes: str, transport: str = "alltoall") -> Any:
+    return find_field(settings(folder), [load(name) for name in recipes], transport)
+
+
+def test_a_transport_that_is_a_recipes_point_runs_beside_the_races(tmp_path: Path) -> None:
+    found = field_of(tmp_path, "lancet", "carpool", "tutel-2dh")
+    assert list(found.own) == ["lancet", "carpool", "carpool over alltoall", "tutel-2dh", "tutel-2dh over alltoall"]
+    race = settings(tmp_path, own=found.own)
+    ways = [race.config_of(name).moe.transport for name in found.own]
+    assert ways == ["alltoall", "dedup", "alltoall", "2dh", "alltoall"]
+    assert all(race.config_of(name).moe.chunks == 2 for name in list(found.own)[3:])
+    # Over dedup it is all others that are changed.
+    assert list(field_of(tmp_path, "lancet", "carpool", transport="dedup").own) == [
+        "lancet", "lancet over dedup", "carpool",
+    ]  # fmt: skip
+
+
+def test_recipes_that_come_to_the_same_run_share_a_row(tmp_path: Path) -> None:
+    found = field_of(tmp_path, "hetumoe", "fastmoe", "deepspeed-moe")
+    assert list(found.own) == [
+        "hetumoe",
+        "hetumoe over alltoall, fastmoe, deepspeed-moe over alltoall",
+        "deepspeed-moe",
+    ]
+    race = settings(tmp_path, own=found.own)
+    runs = [in_effect(race.config_of(name)) | {"training.output_dir": ""} for name in found.own]
+    assert all(one != other for number, one in enumerate(runs) for other in runs[:number])
+
+
+def test_every_recipe_races_or_says_why_not(tmp_path: Path) -> None:
+    for name in (name for name in names() if not read(name).missing):
+        if read(name).get("placement", "policy") == "place":
+            with pytest.raises(ValueError, match=rf"{name} cannot be raced as it is.*carpool recipes show {name}"):
+                field_of(tmp_path, name)
+        elif name == "ez-moe":
+            with pytest.raises(ValueError, match=r"no recipe can be raced: ez-moe: parallelism.ep_size = 8 is larger"):
+                field_of(tmp_path, name)
+        else:
+            assert name in field_of(tmp_path, name).own
+
+
+def test_weights_are_the_same_and_other_functions_say_so(tmp_path: Path) -> None:
+    found = field_of(tmp_path, "switch", "es-moe", "fastmoe")
+    race = settings(tmp_path, own=found.own)
+    own, plain = race.config_of("switch").model, race.config_of("fastmoe").model
+    assert own.num_experts_per_tok == 1 and own.config["norm_topk_prob"] is False
+    assert own.config["initializer_range"] == plain.config["initializer_range"] == 0.06
+    assert found.dtype == "bfloat16" and race.config_of("es-moe").model.dtype is None, "one dtype, for all"
+    assert [bool(one.changes) for one in found.own.values()] == [True, False, False]
+    assert "model.num_experts_per_tok = 1" in found.own["switch"].changes
+
+
+def row(label: str, loss: float, norm: float = 1.0, changes: tuple[str, ...] = ()) -> Row:
+    kinds = [KindRow("rides", 3.0, 7.0)]
+    times = Times.of([(10.0, 1.0, 0.0)])
+    return Row(
+        label, 0, loss=loss, grad_norm=norm, times=times, kinds=kinds, changes=list(changes), bytes_remote=2_500_000
+    )
+
+
+def test_the_table_says_what_is_exposed_and_what_is_the_same() -> None:
+    rows = [row("a", 2.0), row("b, c", 2.0), row("d", 2.000001), row("e", 3.0), row("f", 3.0, changes=("top-k",))]
+    case = Case("demo", "X", 10, 5, 1, 2, 3, 4, "learned", 1, None, "", {}, [], rows=[*rows, Row("g", 0)])
+    case.different = ["e: loss of the first step is 3"]
+    case.compare()
+    headings, found = table(case)
+    assert [one[-1] for one in found] == ["bitwise", "bitwise", "5e-07", "NO", "LOSSY", "not\navailable"]
+    assert found[1][0] == "b\nc"
+    assert dict(zip(headings, found[0], strict=True))["exposed\nms"] == "3.0"
+    assert dict(zip(headings, found[0], strict=True))["sent\nMB"] == "2.50"
+    assert sameness(row("x", 2.0), None, []) == "LOSSY"
+    assert libraries({"A": "no_such_package", "B": "torch"}).startswith("Not raced: A (not installed). Not raced: B (")
+
+
+def run(asked: dict[str, Any]) -> dict[str, Any]:
+    race = Settings.from_json(asked)
+    return dataclasses.asdict(ModelBenchmark(race, torch.device("cpu"), "test").measure())
+
+
+def test_recipes_race_on_two_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
+    recipes = [load(name) for name in ("fastmoe", "carpool", "fastermoe-shadow", "switch")]
+    own = find_field(settings(tmp_path), recipes).own
+    del own["carpool over alltoall"]
+    race = settings(tmp_path, own=own)
+    case = two_ranks(run, dataclasses.asdict(dataclasses.replace(race, contenders=tuple(own))))[0]
+    found = {one["label"]: one for one in case["rows"]}
+    assert list(found) == ["fastmoe", "carpool", "fastermoe-shadow", "switch"]
+    assert case["different"] == [] and all(one["unavailable"] is None and one["times"] for one in found.values())
+    exact = [found[name]["loss"] for name in found if name != "switch"]
+    assert exact == [exact[0]] * 3 and found["switch"]["loss"] != exact[0]
+    assert "dropped" in " ".join(found["switch"]["changes"]) and not found["carpool"]["changes"]
+    sent = {name: one["bytes_remote"] for name, one in found.items()}
+    assert 0 < sent["carpool"] < sent["fastmoe"] and sent["switch"] < sent["fastmoe"]
+    assert sent["fastermoe-shadow"] != sent["fastmoe"], "copies of busy experts travelled while it warmed up"
