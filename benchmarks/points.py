@@ -1,0 +1,236 @@
+"""Whole training steps of many configurations, timed: what the planner's predictions are held against.
+
+    python -m benchmarks.points --ranks 2 --out points.json           # GPUs; --only held for the points held out
+    python -m benchmarks.points --ranks 2 --tiny --only fit/olmoe     # on CPUs, tiny models
+
+Names begin with the set that a point is of. `fit` may be looked at while the planner's model is fitted; `held` was
+chosen before, and says how good the model is. Each point is a run of the trainer: warmed up, then rounds of steps back
+to back. The JSON has for each point its settings, milliseconds of a step (every round, the slowest rank), those of the
+host, the peak of PyTorch's tensors with the rides' buffers, and what the run had chosen for itself.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+
+from benchmarks.peaks import QWEN_TINY, STEPS_ALONE, TINY, leave_groups
+from carpool.bench.model.contenders import CarpoolContender, free_memory
+from carpool.bench.options import find_ranks
+from carpool.bench.ranks import rank_device
+from carpool.bench.results import print_table
+from carpool.bench.script import make_parser, write_results
+from carpool.bench.timing import host_waits
+from carpool.train.config import Config, load_config
+from carpool.train.launch.start import run as start_ranks
+
+BF16 = ["model.dtype=bfloat16", "training.optimizer_moments=bfloat16"]
+QWEN = ["model.config=qwen3-30b-a3b", *BF16]
+OLMOE = ["model.config=olmoe-1b-7b", *BF16]
+GPT_OSS = ["model.config=gpt-oss-20b", *BF16]
+MIXTRAL = ["model.config=mixtral-8x7b", *BF16]
+GLM = ["model.config=glm-4.5-air", *BF16]
+COMPILED, EAGER = ["training.torch_compile=true"], ["training.cuda_graphs=off"]
+REPLICATE, FSDP = ["parallelism.dense=replicate"], ["parallelism.dense=fsdp"]
+BALANCED, TRACE = "balanced", "docs/traces/e64-1435.npz"
+WARMUP = 4
+GiB = 2**30
+
+
+def _sizes(layers: int, sequence: int, batch: int) -> list[str]:
+    return [
+        f"model.config.num_hidden_layers={layers}",
+        f"data.sequence_length={sequence}",
+        f"training.per_device_train_batch_size={batch}",
+    ]
+
+
+# Settings, and which choices of experts.
+POINTS: dict[str, tuple[list[str], str]] = {
+    "fit/qwen3 8 layers, graphs": ([*QWEN, *_sizes(8, 4096, 2), *REPLICATE], BALANCED),
+    "fit/qwen3 8 layers, compiled": ([*QWEN, *_sizes(8, 4096, 2), *REPLICATE, *COMPILED], BALANCED),
+    "fit/qwen3 8 layers, eager, fsdp": ([*QWEN, *_sizes(8, 4096, 2), *FSDP], BALANCED),
+    "fit/qwen3 8 layers, recompute": (
+        [*QWEN, *_sizes(8, 4096, 2), *REPLICATE, "memory.dense=recompute", "memory.hidden=recompute"], BALANCED,
+    ),
+    "fit/qwen3 8 layers, dedup, eager": (
+        [*QWEN, *_sizes(8, 4096, 1), *REPLICATE, *EAGER, "moe.transport=dedup"], BALANCED,
+    ),
+    "fit/olmoe 8 layers, graphs": ([*OLMOE, *_sizes(8, 4096, 4), *REPLICATE], BALANCED),
+    "fit/olmoe 8 layers, compiled, trace": ([*OLMOE, *_sizes(8, 4096, 4), *REPLICATE, *COMPILED], TRACE),
+    "fit/olmoe 8 layers, experts whole": (
+        [*OLMOE, *_sizes(8, 4096, 2), *REPLICATE, *EAGER, "parallelism.ep_size=1"], BALANCED,
+    ),
+    "fit/gpt-oss 6 layers, graphs": ([*GPT_OSS, *_sizes(6, 4096, 2), *REPLICATE], BALANCED),
+    "fit/mixtral 2 layers, graphs": ([*MIXTRAL, *_sizes(2, 4096, 2), *REPLICATE], BALANCED),
+    "held/qwen3 8 layers, one sequence": ([*QWEN, *_sizes(8, 4096, 1), *REPLICATE], BALANCED),
+    "held/qwen3 6 layers, 8 short sequences": ([*QWEN, *_sizes(6, 1024, 8), *REPLICATE], BALANCED),
+    "held/qwen3 6 layers, 16k tokens": ([*QWEN, *_sizes(6, 16384, 1), *REPLICATE], BALANCED),
+    "held/qwen3 8 layers, three micro-batches": (
+        [*QWEN, *_sizes(8, 4096, 1), *REPLICATE, "training.gradient_accumulation_steps=3"], BALANCED,
+    ),
+    "held/qwen3 8 layers, hidden recomputed": (
+        [*QWEN, *_sizes(8, 4096, 2), *REPLICATE, "memory.hidden=recompute"], BALANCED,
+    ),
+    "held/qwen3 6 layers, two chunks": (
+        [*QWEN, *_sizes(6, 4096, 2), *REPLICATE, "moe.schedule=chunks", "moe.chunks=2"], BALANCED,
+    ),
+    "held/qwen3 6 layers, alltoall, eager": (
+        [*QWEN, *_sizes(6, 4096, 2), *REPLICATE, *EAGER, "moe.transport=alltoall"], BALANCED,
+    ),
+    "held/olmoe 8 layers, trace": ([*OLMOE, *_sizes(8, 4096, 4), *REPLICATE], TRACE),
+    "held/olmoe 8 layers, compiled": ([*OLMOE, *_sizes(8, 4096, 2), *REPLICATE, *COMPILED], BALANCED),
+    "held/olmoe 8 layers, fsdp": ([*OLMOE, *_sizes(8, 4096, 4), *FSDP], BALANCED),
+    "held/olmoe 12 layers, recompute": (
+        [*OLMOE, *_sizes(12, 4096, 4), *REPLICATE, "memory.dense=recompute", "memory.hidden=recompute"], BALANCED,
+    ),
+    "held/gpt-oss 6 layers, one sequence": ([*GPT_OSS, *_sizes(6, 4096, 1), *REPLICATE], BALANCED),
+    "held/gpt-oss 4 layers, fsdp": ([*GPT_OSS, *_sizes(4, 4096, 2), *FSDP], BALANCED),
+    "held/mixtral 2 layers, 8k tokens": ([*MIXTRAL, *_sizes(2, 8192, 1), *REPLICATE], BALANCED),
+    "held/mixtral 2 layers, fsdp": ([*MIXTRAL, *_sizes(2, 4096, 1), *FSDP], BALANCED),
+    "held/glm-4.5-air 4 layers": ([*GLM, *_sizes(4, 4096, 2), *REPLICATE], BALANCED),
+}  # fmt: skip
+
+
+def config_of(name: str, ranks: int, tiny: bool, folder: Path) -> Config:
+    """The configuration of a point.
+
+    Raises:
+        ValueError: one that cannot be."""
+    given = list(POINTS[name][0])
+    if tiny:
+        given += [*TINY, *(QWEN_TINY if given[0] == QWEN[0] else [])]
+    here = [f"parallelism.num_ranks={ranks}", f"parallelism.device={'cpu' if tiny else 'cuda'}"]
+    own = folder / "".join(letter if letter.isalnum() else "-" for letter in name)
+    return load_config(None, [*STEPS_ALONE, *given, *here, f"training.output_dir={own}"])
+
+
+def measure(config: Config, settings: dict[str, Any]) -> None:
+    """One rank's part; the process group is there."""
+    device, main = rank_device(), dist.get_rank() == 0
+    began, found, failed = time.perf_counter(), [], {}
+    for name in settings["only"]:
+        late = torch.tensor(time.perf_counter() - began > settings["seconds"], device=device)
+        dist.all_reduce(late, op=dist.ReduceOp.MAX)
+        if late:
+            failed[name] = f"not begun within {settings['seconds']} s"
+            continue
+        try:
+            one = config_of(name, dist.get_world_size(), settings["tiny"], Path(config.training.output_dir))
+            found.append(
+                {"point": name, **measure_one(one, BALANCED if settings["tiny"] else POINTS[name][1], settings)}
+            )
+        except ValueError as error:
+            failed[name] = f"{type(error).__name__}: {error}".split("\n")[0]
+        else:
+            if main:
+                print(f"{name}: {found[-1]['milliseconds']:.1f} ms, {found[-1]['what']}", flush=True)
+        free_memory(device)
+        leave_groups(device)
+        out = settings["out"]
+        write_results({**settings, "out": out and Path(out)}, device, failed=failed, points=found)
+    if main:
+        show(found, failed)
+
+
+def measure_one(config: Config, routing: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Times and peak of a point; of all ranks the highest. Collective."""
+    device, begin = rank_device(), time.perf_counter()
+    cuda = device.type == "cuda"
+    before = torch.cuda.memory_allocated(device) if cuda else 0
+    run = CarpoolContender(config, routing, "benchmarks.points")
+    try:
+        for _ in range(WARMUP):
+            run.take_step()
+        loads = run.load
+        if cuda:
+            torch.cuda.reset_peak_memory_stats(device)
+        rounds = [time_round(run, settings["steps"], device) for _ in range(settings["rounds"])]
+        peak = torch.cuda.max_memory_allocated(device) - before + run.buffer_bytes if cuda else 0
+        highest = torch.tensor([*rounds, (float(peak), 0.0)], dtype=torch.float64, device=device)
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+        *times, (peak, _) = highest.tolist()
+        degrees = run.degrees.record()
+        return {
+            "milliseconds": statistics.median(one for one, _ in times),
+            "rounds": times,
+            "host_milliseconds": statistics.median(host for _, host in times),
+            "peak_bytes": int(peak),
+            "predicted_bytes": run.estimate(run.transport_choice.answer, run.dense.answer)["total"],
+            "load_max_over_mean": loads,
+            "degrees": degrees,
+            "transport": run.transport_choice.answer,
+            "dense": run.dense.answer,
+            "schedule": str(run.schedule.answer),
+            "captured": run.objective.graphs is not None and run.objective.graphs.bytes > 0,
+            "what": run.what,
+            "routing": routing,
+            "config": config.model_dump(mode="json", exclude_unset=True),
+            "seconds": time.perf_counter() - begin,
+        }
+    finally:
+        run.close()
+
+
+def time_round(run: CarpoolContender, steps: int, device: torch.device) -> tuple[float, float]:
+    """(milliseconds of a step, those in which its host is busy) on this rank."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
+    dist.barrier()
+    wait(device)
+    begin = time.perf_counter()
+    with host_waits() as waits:
+        for _ in range(steps):
+            run.take_step()
+    launched = time.perf_counter() - begin - sum(waits)
+    wait(device)
+    return 1e3 * (time.perf_counter() - begin) / steps, 1e3 * launched / steps
+
+
+def show(found: list[dict[str, Any]], failed: dict[str, str]) -> None:
+    console = Console(width=140)
+    rows = [
+        [
+            one["point"],
+            f"{one['milliseconds']:.1f}",
+            f"{one['host_milliseconds']:.1f}",
+            f"{one['peak_bytes'] / GiB:.1f}",
+            "yes" if one["captured"] else "no",
+        ]
+        for one in found
+    ]
+    print_table(console, "whole steps", ["", "ms", "host ms", "GiB of tensors", "captured"], rows)
+    for name, why in failed.items():
+        console.print(f"{name}: {why}", highlight=False)
+
+
+def main() -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("--ranks", type=int, default=None, help="none: one for each GPU")
+    parser.add_argument("--only", nargs="+", default=None, help="names of points, or beginnings of them")
+    parser.add_argument("--steps", type=int, default=4, help="of each round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=400, help="after which no further point begins")
+    parser.add_argument("--tiny", action="store_true", help="tiny models on CPUs")
+    args = parser.parse_args()
+    device = "cpu" if args.tiny else "cuda"
+    _, ranks = find_ranks(device, args.ranks)
+    names = [name for name in POINTS if args.only is None or any(name.startswith(one) for one in args.only)]
+    if not names:
+        parser.error(f"--only {' '.join(args.only)}: no point begins so; there are {', '.join(POINTS)}")
+    settings = {**vars(args), "only": names, "out": None if args.out is None else str(args.out.absolute())}
+    with tempfile.TemporaryDirectory() as folder:
+        here = [f"parallelism.num_ranks={ranks}", f"parallelism.device={device}"]
+        config = load_config(None, [*here, f"training.output_dir={json.dumps(folder)}"])
+        start_ranks(config, "benchmarks.points:measure", settings=settings)
+
+
+if __name__ == "__main__":
+    main()
