@@ -37,8 +37,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from carpool.profile.intervals import Span, length, subtract, union
-
 Array = npt.NDArray[Any]
 Seconds = float | Array  # of all ranks, or of each rank of a stage
 
@@ -187,16 +185,21 @@ class Execution:
         Args:
             rank: of the stage, one of `kept`; None: the first of these."""
         at = self.kept.index(rank) if rank is not None else 0
-        spans: dict[str, list[Span]] = defaultdict(list)
+        spans: dict[str, list[tuple[float, float]]] = defaultdict(list)
         for event, arrive, end in zip(self.graph.events, self.arrive_EK[:, at], self.end_EK[:, at], strict=True):
             if event.stage == stage:
-                spans[event.kind].append((round(1e9 * arrive), round(1e9 * end)))
-        found, taken = {}, list[Span]()
+                spans[event.kind].append((arrive, end))
+        # The moments at which anything starts or ends, and which of the pieces between them belong to a kind.
+        moments = np.unique([0.0, self.step, *(moment for own in spans.values() for span in own for moment in span)])
+        lengths, taken = np.diff(moments), np.zeros(len(moments) - 1, dtype=bool)
+        found = {}
         for kind in filter(spans.__contains__, KINDS):
-            own = union(spans[kind])
-            found[kind] = length(subtract(own, taken)) / 1e9
-            taken = union(taken + own)
-        found[IDLE] = self.step - length(taken) / 1e9
+            starts, ends = np.searchsorted(moments, np.array(spans[kind]).T)
+            change = np.bincount(starts, minlength=len(moments)) - np.bincount(ends, minlength=len(moments))
+            running = (np.cumsum(change) > 0)[:-1]
+            found[kind] = float(lengths[running & ~taken].sum())
+            taken |= running
+        found[IDLE] = float(lengths[~taken].sum())
         return found
 
 

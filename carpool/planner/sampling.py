@@ -18,12 +18,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import comb
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from carpool.placement.trace import Array, Trace
-from carpool.planner.events import Group
+from carpool.planner.events import Array, Group
+
+if TYPE_CHECKING:
+    from carpool.placement.trace import Trace
 
 UNIFORM_SEQUENCES, UNIFORM_LENGTH, UNIFORM_LAYERS = 64, 64, 4
 
