@@ -11,6 +11,7 @@ that `carpool.hf.initial_weights` draws, which are the same for any number of ra
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import logging
 import math
@@ -37,9 +38,10 @@ from carpool.hf.initial_weights import fill, set_tensor
 from carpool.hf.meshes import sharded_over
 from carpool.hf.original_layout import OriginalLayout
 from carpool.hf.quantised_base import check_can_be_quantised, quantised_while_loading
+from carpool.hf.sequence_parallel import sequence_plan, shard_sequences
 from carpool.hf.sizes import check_sizes, impossible_sizes
 from carpool.hf.stored_experts import read_without_experts
-from carpool.hf.tensor_parallel import check_tensor_parallel
+from carpool.hf.tensor_parallel import check_tensor_parallel, right_sums
 from carpool.hf.weight_files import check_weight_files, stored_weights
 from carpool.parallel.meshes import Meshes
 
@@ -98,6 +100,7 @@ def build_model(
     read_experts: bool = True,
     base_dtype: Kind | None = None,
     meshes: Meshes | None = None,
+    sequence_parallel: bool = False,
 ) -> PreTrainedModel:
     """A mixture-of-experts language model in training mode, sharded as `distributed_config` says.
 
@@ -120,6 +123,8 @@ def build_model(
             several ranks, each expert is on one of them, and `dense` is "replicate". None: as they are.
         meshes: of the run. The model is then sharded over the ranks of one stage of its pipeline, of which
             `distributed_config` has the sizes. None: over all ranks, on meshes that Transformers makes.
+        sequence_parallel: divide tokens over tensor-parallel ranks (`carpool.hf.sequence_parallel`), whose shard then
+            sums gradients once a step.
 
     Raises:
         ValueError: if the folder or the configuration is not usable, is no mixture of experts, or does not fit the
@@ -135,7 +140,9 @@ def build_model(
     _check_experts(blueprint, distributed_config)
     if distributed_config is not None and _size(distributed_config, "tp") > 1 and distributed_config.tp_plan != {}:
         own = distributed_config.tp_plan if isinstance(distributed_config.tp_plan, dict) else {}
+        own = (sequence_plan(blueprint) if sequence_parallel else right_sums(blueprint.tp_plan)) | own
         check_tensor_parallel(blueprint, blueprint.tp_plan | own)
+        distributed_config = dataclasses.replace(distributed_config, tp_plan=own or None)
     if base_dtype is not None:
         for name in experts_modules(blueprint, distributed_config):
             check_can_be_quantised(name, blueprint.get_submodule(name), base_dtype)
@@ -158,6 +165,8 @@ def build_model(
             model = model_class.maybe_distribute_model(model, distributed_config, mesh_manager)
             offload = distributed_config is not None and distributed_config.fsdp_cpu_offload
             fill(model, blueprint, seed, device or _device(), offload)
+    if sequence_parallel:
+        shard_sequences(model)
     return model.train()
 
 

@@ -200,10 +200,11 @@ class CarpoolEP(EPImplementation):
     def __call__(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        if self.tp_mesh.size() == 1:
+        if self.rides.token_slice[1] == 1:
             return self.rides.forward(hidden_states, top_k_index, top_k_weights)
-        # The ranks of a tensor-parallel group hold the same tokens: each takes its slice, or they would be computed
-        # tp times and the router's gradient counted tp times. The chunk's backward gathers the slices' gradients.
+        # The ranks of a tensor-parallel group hold the same tokens: each takes its slice, or they would ride and be
+        # computed tp times and the router's gradient counted tp times: duplicate token dropping (DeepSpeed-TED, arXiv
+        # 2303.06318, section 4.2). The chunk's backward gathers the slices' gradients.
         sliced = (
             DTensor.from_local(t, self.tp_mesh, [Replicate()], run_check=False)
             .redistribute(self.tp_mesh, [Shard(0)])

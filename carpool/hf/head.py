@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from carpool.hf.sequence_parallel import SequenceHead, of_all_words, sequence_shard
 from carpool.kernels.cross_entropy import IGNORED, linear_cross_entropy
 
 # Models of transformers that change their logits after the output layer, and how the loss knows it: they are scaled, or
@@ -49,12 +50,16 @@ class HeadLoss:
 
     Attributes:
         why_whole: why logits are made all at once; None: they are not.
+        copies: ranks that compute the same sum, those of a tensor-parallel group; 1 where each has its own tokens'.
     """
 
     def __init__(self, model: nn.Module, tokens_at_once: int | None = None) -> None:
         self.model, self.tokens_at_once = model, tokens_at_once
         self.why_whole = "that was asked for" if tokens_at_once == 0 else why_whole(model)
         self.change = logit_change(model)
+        tp_size = getattr(getattr(model.config, "distributed_config", None), "tp_size", None) or 1
+        self.shard = sequence_shard(model) if self.why_whole is None else None
+        self.copies = 1 if self.shard is not None else tp_size
         if self.why_whole is None:
             head = output_layer(model)
             if not isinstance(head.forward, _Head):
@@ -80,6 +85,8 @@ class HeadLoss:
                 logits = out.logits if out.logits.dtype == torch.float64 else out.logits.float()
                 target_T = target_BL.flatten()
                 return F.cross_entropy(logits.flatten(0, 1), target_T, ignore_index=IGNORED, reduction="sum"), out
+        if self.shard is not None:
+            target_BL = self.shard.own(target_BL.flatten()).unsqueeze(0)
         asked = _Asked(target_BL, self.tokens_at_once, self.change or LogitChange())
         token = _ASKED.set(asked)
         try:
@@ -140,6 +147,8 @@ class _Head:
                 "training.loss_chunk=0"
             )
         weight_VH, bias_V = self.head.weight, self.head.bias
+        if isinstance(self.own, SequenceHead):
+            weight_VH, bias_V = of_all_words(weight_VH), of_all_words(bias_V)
         x_TH, target_T = hidden_BLH.flatten(0, -2), asked.target_BL.flatten()
         with torch.profiler.record_function("carpool::loss"):
             asked.loss = linear_cross_entropy(
@@ -179,11 +188,13 @@ def why_whole(model: nn.Module) -> str | None:
     head = output_layer(model)
     if not isinstance(head, nn.Linear) or next(c for c in type(head).__mro__ if "forward" in vars(c)) is not nn.Linear:
         return f"the output layer of {name} is no plain linear layer, but {type(head).__name__}"
-    if "forward" in vars(head) and not isinstance(head.forward, _Head):
+    own = vars(head).get("forward")
+    rows = isinstance(own.own if isinstance(own, _Head) else own, SequenceHead)
+    if own is not None and not isinstance(own, _Head | SequenceHead):
         return f"the forward of the output layer of {name} has been replaced"
     weight = head.weight
-    if isinstance(weight, DTensor):
-        mesh = weight.device_mesh
-        if "tp" in (mesh.mesh_dim_names or ()) and mesh["tp"].size() > 1:
-            return "tensor parallelism shards the output layer over words"
-    return None
+    mesh = weight.device_mesh if isinstance(weight, DTensor) else None
+    over_words = mesh is not None and "tp" in (mesh.mesh_dim_names or ()) and mesh["tp"].size() > 1
+    if over_words and not rows:
+        return "tensor parallelism shards the output layer over words"
+    return "the output layer is whole on each tensor-parallel rank" if rows and not over_words else None

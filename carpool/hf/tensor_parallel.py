@@ -1,10 +1,13 @@
 """What transformers' tensor-parallel plans cannot do, partly without an error: refused before anything is trained.
 
-With tp_size > 1 each rank of a tensor-parallel group has some of the attention heads. Two things go wrong there:
+With tp_size > 1 each rank of a tensor-parallel group has some of the attention heads. Three things go wrong there:
 
   - Norms of queries and keys over one head (`q_norm`, `k_norm`) have one weight for all heads. Each rank gets the
     gradient of its own heads; the plan has to add them up. Some plans forget that, for example that of GLM-4.5
     (`use_qk_norm`): the loss is right, the gradient of the norm is that of a part of the heads.
+  - Where the plan does add them up (`replicated_with_grad_allreduce`), it does so with what the parameter has gathered
+    so far. Without FSDP, which empties it after each backward, the sum of a second micro-batch counts the first one
+    again. `right_sums` puts a style in its place that adds up before it accumulates.
   - `clip_qkv` of OLMoE clamps the gathered queries in place, and PyTorch refuses the backward of that.
 """
 
@@ -12,7 +15,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import nn
+from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+from transformers.distributed.tensor_parallel import TensorParallelLayer
 
 from carpool.parallel import fsdp
 
@@ -45,6 +52,40 @@ def check_tensor_parallel(model: Any, plan: dict[str, str]) -> None:
                     f"{name}.{norm}, so its gradient would be wrong; {instead}, or add the rule "
                     f"'replicated_with_grad_allreduce' for it to `tp_plan`"
                 )
+
+
+class _SummedGradient(TensorParallelLayer):
+    """A whole parameter of which each rank has the gradient of its heads: summed in each backward, before it is added
+    to those of earlier ones."""
+
+    def install_forward(self, module: nn.Module, mesh: Any) -> nn.Module:
+        own, group, hooked = module.forward, mesh.get_group(), dict[str, nn.Parameter]()
+
+        def summed(gradient: torch.Tensor) -> torch.Tensor:
+            gradient = gradient.clone()
+            dist.all_reduce(gradient, group=group)
+            return gradient
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            # Not before: parameters are replaced when weights are loaded, and by FSDP.
+            if torch.is_grad_enabled():
+                for name, parameter in module.named_parameters(recurse=False):
+                    if parameter.requires_grad and hooked.get(name) is not parameter:
+                        parameter.register_hook(summed)
+                        hooked[name] = parameter
+            return own(*args, **kwargs)
+
+        module.forward = forward  # type: ignore[method-assign]
+        return module
+
+
+ALL_PARALLEL_STYLES.register("carpool_summed_gradient", _SummedGradient())
+
+
+def right_sums(plan: dict[str, str]) -> dict[str, str]:
+    """The rules of a tensor-parallel plan that add gradients up wrongly, and the style that does it right."""
+    wrong = "replicated_with_grad_allreduce"
+    return {rule: "carpool_summed_gradient" for rule, style in plan.items() if style == wrong}
 
 
 def check_tensor_parallel_around(experts: nn.Module) -> None:

@@ -38,6 +38,8 @@ def evaluate(run: RunState) -> None:
 
 def _held_out(run: RunState) -> tuple[float, int]:
     """The mean loss over all held-out tokens, and their number."""
+    # Tensor-parallel ranks all count the same tokens, and compute the loss of all of them or of some.
+    again = run.degrees.tp // run.objective.cross_entropy.copies
     sums = torch.zeros(2, dtype=torch.float64, device=run.device)
     run.model.eval()
     with torch.no_grad(), run.slots_kept():
@@ -45,7 +47,7 @@ def _held_out(run: RunState) -> tuple[float, int]:
             # Counted before it goes to the device, for which nobody waits until the end.
             sums[1] += count_targets(batch["labels"])
             ce, _ = run.with_room(partial(run.objective.forward, run.to_device(batch)))
-            sums[0] += ce
+            sums[0] += ce * again
     run.model.train()
     dist.all_reduce(sums)
     total, tokens = sums.tolist()

@@ -29,6 +29,7 @@ from carpool.hf.expert_parallel import rides
 from carpool.hf.head import HeadLoss, next_tokens
 from carpool.hf.packed import one_row_only, packed, packed_settings, unpacked
 from carpool.hf.router_logits import RouterLogits
+from carpool.hf.sequence_parallel import sequence_shard
 from carpool.memory.optimizer import AdamW
 from carpool.parallel.replicated import replicated
 from carpool.schedule.priority import RidesFirst
@@ -102,6 +103,8 @@ class Objective:
         # Ranks with the same tokens, and with the same sequences.
         self.ranks_per_copy = (dist.get_world_size() if dist.is_initialized() else 1) // dp_size
         self.ranks_per_sequence = self.ranks_per_copy * (1 if context is None else context.cut.ranks)
+        # Of tensor-parallel ranks each has tokens of its own, and gradients are summed over them.
+        self.shard = sequence_shard(model)
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Cross-entropy summed over this rank's tokens, and the balance loss; both float32 scalars."""
@@ -126,6 +129,8 @@ class Objective:
         if self.router_logits is None:
             return ce, None
         padding_T = batch["padding"].flatten() if "padding" in batch else None
+        if padding_T is not None and self.shard is not None:
+            padding_T = self.shard.own(padding_T)
         return ce, balance_loss(logits, self.top_k, per_layer=self.balance_layers, padding_T=padding_T)
 
     def cast(self, device: torch.device) -> AbstractContextManager[None]:
@@ -188,9 +193,11 @@ class Objective:
                 sums[:2] += captured
             else:
                 self._accumulate(batches, factor, sums, before_backward)
+        if self.shard is not None:
+            self.shard.sum_gradients()
         if dist.is_initialized():
             dist.all_reduce(sums)
-        sums[0] /= self.ranks_per_copy
+        sums[0] /= self.cross_entropy.copies
         sums[0] /= tokens
         sums[1] /= self.dp_size * self.ranks_per_copy
         return sums
@@ -235,7 +242,8 @@ class Objective:
         loss = ce * (factor.to(ce.dtype) if isinstance(factor, torch.Tensor) else factor)
         sums[0] += ce.detach()
         if aux is not None:
-            loss = loss + aux * (self.share * self.aux_coef / number)
+            ranks = 1 if self.shard is None else self.shard.ranks
+            loss = loss + aux * (self.share * self.aux_coef / (number * ranks))
             sums[1] += aux.detach() / number
         return loss
 

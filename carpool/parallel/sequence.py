@@ -1,0 +1,197 @@
+"""Sequence parallelism: between tensor-parallel blocks, each tensor-parallel rank has its own tokens.
+
+Tensor parallelism alone (Megatron-LM, arXiv 1909.08053) leaves every rank with all tokens between two blocks: norms,
+routers and residuals are computed tp times, and each block ends with an all-reduce. An all-reduce is a reduce-scatter
+and an all-gather. Sequence parallelism (Korthikanti et al., arXiv 2205.05198) puts what is between two blocks between
+the two, so that it is computed once and kept once:
+
+    rows of this rank   norm   [all-gather] column-parallel ... row-parallel [reduce-scatter]   residual   norm   router
+    backward                   [reduce-scatter]                          [all-gather]
+
+Rows are the tokens of all sequences one after the other; rank r of n has rows r * ceil(T / n) up to the next rank's.
+The last ranks may have fewer, or none.
+
+    T = 5, n = 2    rank 0: rows 0 1 2    rank 1: rows 3 4
+
+A gradient of a whole activation is either *partial*, one term of a sum over the ranks (what a column-parallel layer
+sends back), or the same on every rank (what something computed alike on all ranks sends back). The function's name
+says which it means; the wrong one is off by the number of ranks.
+
+What a collective brought may be kept by a checkpointed region (`carpool.memory.recompute`), so that the forward that
+runs again sends nothing: communication-aware checkpointing (DeepSpeed-TED, arXiv 2303.06318, section 4.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from carpool.memory.recompute import kept_rides
+
+Group = dist.ProcessGroup | None
+# Newer torch has other names, and warns whoever uses those that torch 2.11 knows.
+_reduce_scatter_into: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def own_rows(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """This rank's rows of all T (dimension 0), without a gradient of its own: a view."""
+    each = -(-x.shape[0] // dist.get_world_size(group))
+    first = min(x.shape[0], dist.get_rank(group) * each)
+    return x[first : first + each]
+
+
+def split_rows(x_TH: torch.Tensor, group: Group) -> torch.Tensor:
+    """This rank's rows of what every rank has alike. Backward: all ranks get all rows' gradients."""
+    out: torch.Tensor = _Split.apply(x_TH, group)
+    return out
+
+
+def gather_rows(x_RH: torch.Tensor, tokens: int, group: Group, *, partial: bool) -> torch.Tensor:
+    """All T rows, from each rank's own.
+
+    Args:
+        tokens: T.
+        partial: the gradients that come back are terms of a sum over the ranks; else they are the same on all."""
+    out: torch.Tensor = _Gather.apply(x_RH, tokens, group, partial)
+    return out
+
+
+def scatter_sum(x_TH: torch.Tensor, group: Group) -> torch.Tensor:
+    """This rank's rows of the sum over ranks (reduce-scatter)."""
+    out: torch.Tensor = _ScatterSum.apply(x_TH, group)
+    return out
+
+
+def gather_features(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """All features (last dimension), from each rank's equal part; for what all ranks then compute alike."""
+    out: torch.Tensor = _GatherFeatures.apply(x, group)
+    return out
+
+
+def split_features(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """This rank's part of the features that every rank has alike. Backward: all ranks get all features' gradients."""
+    out: torch.Tensor = _SplitFeatures.apply(x, group)
+    return out
+
+
+@torch.no_grad()
+def sum_gradients(parameters: Iterable[torch.nn.Parameter], group: Group) -> None:
+    """Sum the gradients of parameters of which every rank has the same shard and its own tokens' gradient: in one
+    all-reduce for each dtype. Once a step, after the last backward: a second time would count twice.
+
+    Collective. A parameter without a gradient has none on all ranks."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for parameter in parameters:
+        if (grad := parameter.grad) is not None:
+            local = grad.to_local() if isinstance(grad, DTensor) else grad
+            by_dtype.setdefault(local.dtype, []).append(local)
+    for grads in by_dtype.values():
+        flat = torch.cat([grad.flatten() for grad in grads])
+        dist.all_reduce(flat, group=group)
+        parts = flat.split([grad.numel() for grad in grads])
+        torch._foreach_copy_(grads, [part.view_as(grad) for part, grad in zip(parts, grads, strict=True)])
+
+
+# ------------------------------------------------------------------------------------------------------- collectives
+
+
+def _all_gather(x_RH: torch.Tensor, tokens: int, group: Group) -> torch.Tensor:
+    ranks = dist.get_world_size(group)
+    each = -(-tokens // ranks)
+    x_RH = x_RH.contiguous()
+    if x_RH.shape[0] < each:
+        x_RH = torch.cat([x_RH, x_RH.new_zeros(each - x_RH.shape[0], *x_RH.shape[1:])])
+    out = x_RH.new_empty(ranks * each, *x_RH.shape[1:])
+    _all_gather_into(out, x_RH, group=group)
+    return out[:tokens]
+
+
+def _reduce_scatter(x_TH: torch.Tensor, group: Group) -> torch.Tensor:
+    ranks, tokens = dist.get_world_size(group), x_TH.shape[0]
+    each = -(-tokens // ranks)
+    x_TH = x_TH.contiguous()
+    if ranks * each > tokens:
+        x_TH = torch.cat([x_TH, x_TH.new_zeros(ranks * each - tokens, *x_TH.shape[1:])])
+    out = x_TH.new_empty(each, *x_TH.shape[1:])
+    _reduce_scatter_into(out, x_TH, group=group)
+    return out[: max(0, min(each, tokens - dist.get_rank(group) * each))]
+
+
+def _all_gather_features(x: torch.Tensor, group: Group) -> torch.Tensor:
+    x = x.contiguous()
+    parts = x.new_empty(dist.get_world_size(group), *x.shape)
+    _all_gather_into(parts.flatten(0, 1), x, group=group)
+    return torch.cat(parts.unbind(), dim=-1)
+
+
+def _kept(collective: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """What a collective brings; in a region that is computed again, what it brought the first time."""
+    region = kept_rides()
+    return collective() if region is None else region.ride(lambda: (collective(), None))[0]
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TH: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.tokens, ctx.group = x_TH.shape[0], group
+        return own_rows(x_TH, group).clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy_RH: torch.Tensor) -> tuple[Any, ...]:
+        return _all_gather(dy_RH, ctx.tokens, ctx.group), None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_RH: torch.Tensor, tokens: int, group: Group, partial: bool) -> torch.Tensor:
+        ctx.group, ctx.partial = group, partial
+        return _kept(lambda: _all_gather(x_RH, tokens, group))
+
+    @staticmethod
+    def backward(ctx: Any, dy_TH: torch.Tensor) -> tuple[Any, ...]:
+        dx_RH = _reduce_scatter(dy_TH, ctx.group) if ctx.partial else own_rows(dy_TH, ctx.group)
+        return dx_RH, None, None, None
+
+
+class _ScatterSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TH: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.tokens, ctx.group = x_TH.shape[0], group
+        return _kept(lambda: _reduce_scatter(x_TH, group))
+
+    @staticmethod
+    def backward(ctx: Any, dy_RH: torch.Tensor) -> tuple[Any, ...]:
+        return _all_gather(dy_RH, ctx.tokens, ctx.group), None
+
+
+class _GatherFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return _kept(lambda: _all_gather_features(x, group))
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        return _own_features(dy, ctx.group), None
+
+
+class _SplitFeatures(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
+        return _own_features(x, group).clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        return _all_gather_features(dy, ctx.group), None
+
+
+def _own_features(x: torch.Tensor, group: Group) -> torch.Tensor:
+    ranks = dist.get_world_size(group)
+    assert x.shape[-1] % ranks == 0, f"{x.shape[-1]} features do not divide over {ranks} ranks"
+    return x.chunk(ranks, dim=-1)[dist.get_rank(group)]

@@ -1,0 +1,276 @@
+"""Tokens divided over tensor-parallel ranks: loss and every gradient of one process, and fewer bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import carpool
+from carpool.hf.build import build_model
+from carpool.hf.sequence_parallel import sequence_shard
+from carpool.parallel import sequence
+from carpool.parallel.degrees import Degrees
+from carpool.train.run.model import distributed_config
+from carpool.train.run.step import Objective
+from tests.hf.meshes import reuse_meshes
+from tests.hf.parity import full_gradients, gradient_errors, quiet
+from tests.hf.tiny_models import discover, tiny_config
+from tests.ranks import Ranks
+
+BOUND = 1e-5
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What runs on the ranks."""
+
+    folder: str = "qwen3_moe"
+    tp: int = 2
+    ep: int = 2
+    on: bool = True
+    config: tuple[tuple[str, Any], ...] = ()
+    aux: float = 0.0
+    packed: bool = False
+    padded: bool = False
+    micro_batches: int = 1
+    recompute: str = ""
+    loss_chunk: int | None = None
+    broken: str = ""
+
+
+def batches(case: Case, dp_rank: int, dp: int) -> list[dict[str, torch.Tensor]]:
+    """Micro-batches of one data-parallel rank: two sequences of 7 tokens each, so tensor-parallel ranks have 7 of 14."""
+    generator = torch.Generator().manual_seed(1)
+    found = []
+    for _ in range(case.micro_batches):
+        ids = torch.randint(3, 90, (4, 7), generator=generator)
+        labels = ids.clone()
+        labels[0, 3:5] = -100
+        batch = {"input_ids": ids, "labels": labels}
+        if case.packed:
+            batch["position_ids"] = torch.tensor([0, 1, 2, 0, 1, 2, 3]).expand(4, 7).contiguous()
+        if case.padded:
+            batch["padding"] = torch.zeros(4, 7, dtype=torch.bool)
+            batch["padding"][3, 4:] = True
+            labels[3, 4:] = -100
+        each = 4 // dp
+        found.append({name: value[dp_rank * each : (dp_rank + 1) * each] for name, value in batch.items()})
+    return found
+
+
+def blueprint(case: Case) -> Any:
+    """The configuration of a case's model."""
+    return tiny_config(discover()[case.folder], **dict(case.config))
+
+
+def gradients_of(case: Case, degrees: Degrees | None, rank: int = 0) -> tuple[Any, Any]:
+    """The model after one step's backward, and its losses."""
+    config = None if degrees is None else distributed_config(degrees, bf16=False)
+    model = build_model(
+        blueprint(case),
+        distributed_config=config,
+        dtype=torch.float32,
+        seed=0,
+        sequence_parallel=degrees is not None and case.on,
+    )
+    dp = 1 if degrees is None else degrees.dp
+    if case.recompute:
+        keep = {"context_fn": carpool.keep_rides} if case.recompute == "keep" else {}
+        model.gradient_checkpointing_enable({"use_reentrant": False, **keep})
+    objective = Objective(model, top_k=2, aux_coef=case.aux, dp_size=dp, autocast=None, loss_chunk=case.loss_chunk)
+    if case.broken:
+        BREAK[case.broken](objective)
+    dp_rank = 0 if degrees is None else degrees.dp_rank(rank)
+    try:
+        losses = objective.backward(batches(case, dp_rank, dp))
+    finally:
+        while _PATCHED:
+            sequence._Gather.backward = staticmethod(_PATCHED.pop())  # type: ignore[method-assign]
+    return model, losses
+
+
+def on_rank(case: Case) -> Any:
+    """Loss, balance loss and whole gradients; of rank 0."""
+    quiet()
+    reuse_meshes()
+    world, rank = dist.get_world_size(), dist.get_rank()
+    degrees = Degrees(fsdp=world // case.tp, tp=case.tp, ep=case.ep)
+    model, losses = gradients_of(case, degrees, rank)
+    assert (sequence_shard(model) is not None) == case.on
+    gradients = full_gradients(model)
+    return None if rank else (losses.loss, losses.aux_loss, gradients)
+
+
+def errors_of(ranks: Ranks, case: Case) -> dict[str, float]:
+    """Errors of losses and gradients, by name, against one process."""
+    loss, aux, gradients = ranks(on_rank, case, timeout=90.0)[0]
+    reference, expected = reference_of(dataclasses.replace(case, recompute="", broken="", on=False))
+    errors, missing = gradient_errors(reference, gradients)
+    assert not missing, missing
+    errors["loss"] = abs(loss - expected.loss) / expected.loss
+    if case.aux:
+        errors["aux"] = abs(aux - expected.aux_loss) / expected.aux_loss
+    return errors
+
+
+@functools.cache
+def reference_of(case: Case) -> tuple[Any, Any]:
+    return gradients_of(case, None)
+
+
+def wrong(errors: dict[str, float]) -> dict[str, float]:
+    return {name: error for name, error in errors.items() if not error <= BOUND}
+
+
+def _norms_of_own_rows(objective: Objective) -> None:
+    assert objective.shard is not None
+    norms = {id(p) for name, p in objective.model.named_parameters() if "layernorm" in name}
+    objective.shard.parameters = [p for p in objective.shard.parameters if id(p) not in norms]
+
+
+def _routers_counted_twice(objective: Objective) -> None:
+    shard = objective.shard
+    assert shard is not None
+    gates = [p for name, p in objective.model.named_parameters() if "gate.weight" in name]
+    own = shard.sum_gradients
+    shard.sum_gradients = lambda: (own(), sequence.sum_gradients(gates, shard.group))  # type: ignore
+
+
+def _balance_of_every_copy(objective: Objective) -> None:
+    assert objective.shard is not None
+    objective.aux_coef *= objective.shard.ranks
+
+
+def _partial_taken_for_whole(objective: Objective) -> None:
+    own = sequence._Gather.backward
+
+    def backward(ctx: Any, dy_TH: torch.Tensor) -> Any:
+        ctx.partial = False
+        return own(ctx, dy_TH)
+
+    _PATCHED.append(own)
+    sequence._Gather.backward = staticmethod(backward)  # type: ignore[method-assign]
+
+
+_PATCHED: list[Any] = []
+BREAK = {
+    "norms of own rows": _norms_of_own_rows,
+    "routers counted twice": _routers_counted_twice,
+    "balance of every copy": _balance_of_every_copy,
+    "partial taken for whole": _partial_taken_for_whole,
+}
+
+QUICK = [
+    Case(aux=0.3, micro_batches=2),
+    Case("glm4_moe", config=(("use_qk_norm", True),), packed=True, recompute="keep"),
+    # Whose plan sums gradients of norms wrongly, if it is left alone.
+    Case(on=False, micro_batches=2),
+]
+SLOW = [
+    Case("mixtral", packed=True),
+    Case("olmoe", padded=True, aux=0.3),
+    Case("deepseek_v3"),
+    Case("deepseek_v2"),
+    Case("mimo_v2_flash"),
+    Case("laguna"),
+    Case("dots1", micro_batches=2),
+    Case(recompute="again", packed=True),
+    Case(loss_chunk=0, aux=0.3),
+    Case("olmoe", recompute="keep"),
+]
+FOUR = [
+    Case(folder, ep=ep, aux=0.3, micro_batches=2)
+    for folder in ("qwen3_moe", "mixtral", "olmoe", "glm4_moe")
+    for ep in (2, 4)
+] + [Case(tp=4, ep=4, padded=True, aux=0.3)]
+
+
+@pytest.mark.parametrize("case", [*QUICK, *(pytest.param(one, marks=pytest.mark.slow) for one in SLOW)], ids=str)
+def test_gradients(two_ranks: Ranks, case: Case) -> None:
+    errors = errors_of(two_ranks, case)
+    assert not wrong(errors), wrong(errors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FOUR, ids=str)
+def test_gradients_on_four_ranks(ranks: Ranks, case: Case) -> None:
+    errors = errors_of(ranks, case)
+    assert not wrong(errors), wrong(errors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken", BREAK)
+def test_a_wrong_sum_is_seen(two_ranks: Ranks, broken: str) -> None:
+    assert wrong(errors_of(two_ranks, Case(aux=0.3, broken=broken)))
+
+
+# -------------------------------------------------------------------------------------------------------------- bytes
+
+
+class Sent(TorchDispatchMode):
+    """Bytes that a rank of a ring sends in collectives, by kind, without all-to-all (rides)."""
+
+    SHARE = {"all_reduce": 2, "allreduce_": 2, "all_gather_into_tensor": 1, "_allgather_base_": 1,
+             "reduce_scatter_tensor": 1, "_reduce_scatter_base_": 1}  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes, self.ranks = dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter"), 0), dist.get_world_size()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(one is DTensor for one in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.split("::")[1]
+        if func.namespace in ("c10d", "_c10d_functional") and name in self.SHARE:
+            tensors = [one for one in torch.utils._pytree.tree_leaves((args, out)) if isinstance(one, torch.Tensor)]
+            whole = max(one.numel() * one.itemsize for one in tensors)
+            kind = name.strip("_").replace("allreduce", "all_reduce").replace("allgather", "all_gather")
+            kind = next(one for one in self.bytes if kind.startswith(one))
+            self.bytes[kind] += whole * self.SHARE[name] * (self.ranks - 1) // self.ranks
+        return out
+
+
+def sent(cases: list[Case]) -> list[tuple[int, int]]:
+    """On each rank: bytes in collectives of a step, and of rides, under each case."""
+    quiet()
+    reuse_meshes()
+    found = []
+    for case in cases:
+        with Sent() as mode:
+            model, _ = gradients_of(case, Degrees(tp=2, ep=2), dist.get_rank())
+        traffic = [own.stats.traffic for own in carpool.hf.rides(model).values()]
+        rows = sum(int(one.remote(one.rows, "dispatch")) for one in traffic)
+        found.append((sum(mode.bytes.values()), rows))
+    return found
+
+
+def test_what_is_sent(two_ranks: Ranks) -> None:
+    """What a recomputed layer brought is not sent again; and without sequence parallelism more is sent."""
+    plain, on, again, kept = sent_by(two_ranks, Case(on=False), Case(), Case(recompute="again"), Case(recompute="keep"))
+    config = blueprint(Case())
+    tokens, item, layers = 4 * 7, 4, config.num_hidden_layers
+    rows = tokens * config.hidden_size * item // 2  # what one all-gather, or one reduce-scatter, of all tokens sends
+    assert again[0] - on[0] == 2 * layers * rows, "a gather and a sum of each layer, again"
+    assert kept == on, "nothing is sent twice, rides included"
+    assert again[1] == 2 * on[1]
+    # Of each layer: the sum of attention, and gradients of what q, k and v read, take twice an all-gather each; and
+    # the sums and gradients of the mixture one each. With sequence parallelism attention gathers and sums both ways.
+    words = config.vocab_size
+    logits, head = tokens * words * item // 2, words * config.hidden_size * item // 2
+    norms = 2 * config.head_dim * 2 * layers * item // 1
+    assert plain[0] > on[0] + 5 * layers * rows - 2 * head + logits - rows - norms
+    assert plain[1] == on[1], "rides take a rank's slice of the tokens either way"
+
+
+def sent_by(ranks: Ranks, *cases: Case) -> list[tuple[int, int]]:
+    """Of rank 0."""
+    found: list[tuple[int, int]] = ranks(sent, list(cases), timeout=90.0)[0]
+    return found
