@@ -1,8 +1,8 @@
 """Sequence parallelism (`carpool.parallel.sequence`) over a transformers model's own tensor-parallel plan.
 
 transformers' styles keep every token on every tensor-parallel rank: each column-parallel layer reduces its own input
-gradient, each row-parallel layer ends with an all-reduce, and `enable_sequence_parallel` is reserved, not wired up. Here
-the same plan shards the same weights, and tokens are divided from the first decoder layer to the loss:
+gradient, each row-parallel layer ends with an all-reduce, and `enable_sequence_parallel` is reserved, not wired up.
+Here the same plan shards the same weights, and tokens are divided from the first decoder layer to the loss:
 
     embeddings        all tokens
     first layer       takes this rank's rows
@@ -15,16 +15,15 @@ the same plan shards the same weights, and tokens are divided from the first dec
     shard = shard_sequences(model)                  on the sharded model
     ...; loss.backward(); shard.sum_gradients()     once a step
 
-A weight that the plan does not shard has on each rank the gradient of this rank's rows (norms, routers) or heads (norms
-of queries and keys): a term of a sum, which `sum_gradients` makes. Between a layer whose output is gathered and one that
-splits its input (OLMoE, whose norms see all heads) every rank computes the same, and nothing is to be summed.
+A weight that the plan does not shard has on each rank the gradient of this rank's rows (norms, routers) or heads
+(norms of queries and keys): a term of a sum, which `sum_gradients` makes. Between a layer whose output is gathered and
+one that splits its input (OLMoE, whose norms see all heads) every rank computes the same: nothing is to be summed.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, cast
 
@@ -249,8 +248,8 @@ def shard_sequences(model: PreTrainedModel) -> SequenceShard:
         layer.forward = _of_rows(layer.forward, group if number == 0 else None)
     base.forward = _with_shape(base.forward)
     shard = SequenceShard(group, list(_summed(base, layers, alike)))
-    for own in rides(model).values():
-        own.token_slice = (0, 1)
+    for layer in rides(model).values():
+        layer.token_slice = (0, 1)
     head = model.get_output_embeddings()
     head.forward = SequenceHead(head, shard)
     # Past nn.Module, to whom it is nothing.
@@ -285,7 +284,7 @@ def _with_shape(own: Callable[..., Any]) -> Callable[..., Any]:
     names = list(inspect.signature(own).parameters)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(names, args, strict=False)) | kwargs
+        given: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
         tokens = given.get("input_ids") if given.get("input_ids") is not None else given["inputs_embeds"]
         shape = tuple(tokens.shape[:2])
         _SHAPE.set(shape)

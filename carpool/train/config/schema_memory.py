@@ -41,8 +41,8 @@ class MemorySection(Section):
     )
     sums: Literal["keep", "recompute"] | None = Field(
         default=None,
-        description="With dense = recompute, what rides return. keep: rides are not repeated. recompute: they are, "
-        "with their layer, and nothing of them is kept until then.",
+        description="With dense = recompute, what rides return, and what tensor-parallel ranks send each other. keep: "
+        "nothing travels a second time. recompute: it does, with its layer, and nothing of it is kept until then.",
     )
 
     experts: Literal["device", "host", "disk"] = Field(

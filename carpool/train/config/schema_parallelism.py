@@ -36,6 +36,12 @@ class ParallelismSection(Section):
         description="Tensor-parallel ranks, which share the work on the same data. Only for models with a "
         "tensor-parallel plan in transformers.",
     )
+    sequence_parallel: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="With tp_size > 1: what is between two tensor-parallel blocks (norms, routers, rides, the loss) is "
+        "of a rank's own tokens, and all-reduces become gathers and sums of halves. off: of all tokens, on each rank. "
+        "auto: on, if nothing speaks against it.",
+    )
     cp_size: int = Field(
         default=1,
         gt=0,

@@ -70,7 +70,11 @@ def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any
         },
         "topology": run.topology.to_dict(),
         "hardware": run.hardware.to_dict(),
-        "parallelism": {**run.degrees.record(), "backend": dist.get_backend()},
+        "parallelism": {
+            **run.degrees.record(),
+            "sequence_parallel": run.divides_tokens,
+            "backend": dist.get_backend(),
+        },
         "dense": DENSE_KIND.record(run.dense),
         "transport": {
             **TRANSPORT_KIND.record(run.transport_choice),
@@ -167,6 +171,8 @@ def say_hello(run: RunState, resume: Path | None) -> None:
     if run.config.model.path is not None and run.config.model.from_scratch:
         say(f"from scratch: {run.config.model.path} has a config.json and no weights")
     say(f"{run.world} ranks ({info['parallelism']['backend']}): {run.degrees}")
+    if run.degrees.tp > 1:
+        say(f"sequence parallelism: {'on' if run.divides_tokens else 'off'}: {run.why_divided}")
     if run.degrees.dp_cp > 1:
         say(f"dense parameters: {run.dense.answer}: {run.dense.why}")
     if run.adapted:

@@ -52,7 +52,7 @@ from carpool.train.config.schema import Config
 from carpool.train.data.formats import are_packed
 from carpool.train.run.adapter import outline_adapter
 from carpool.train.run.graphs import why_not_captured
-from carpool.train.run.model import top_k_of
+from carpool.train.run.model import divides_tokens, top_k_of
 from carpool.train.run.room import transport_options
 from carpool.transport import find_transport
 
@@ -144,7 +144,11 @@ class MemoryEstimate:
         self.adapters = sum(p.numel() for p in model.parameters() if id(p) in added)
         head: Any = output_layer(model)
         self.head_trains = head is not None and head.weight.requires_grad
-        self.whole_logits = training.loss_chunk == 0 or degrees.tp > 1 or why_whole(model) is not None
+        # Of all tokens of a tensor-parallel group, what this rank has between two blocks, and in the loss.
+        self.divided, _ = divides_tokens(config, degrees, model)
+        self.share = 1 / degrees.tp if self.divided else 1.0
+        over_words = degrees.tp > 1 and not self.divided
+        self.whole_logits = training.loss_chunk == 0 or over_words or why_whole(model) is not None
 
         self.trained = math.ceil(self.dense.trained / degrees.dense_shards)
         self.trained += math.ceil(self.experts.trained / degrees.expert_shards)
@@ -303,10 +307,16 @@ class MemoryEstimate:
 
     def _kept(self, rides: _Rides) -> tuple[float, float]:
         """Bytes that are kept when the backward begins, and when only one layer is left."""
-        policy, one = self.config.memory.policies["dense"], max(self.kept.layers)
-        dense = sum(self.kept.layers)
+        policy, layers = self.config.memory.policies["dense"], len(self.kept.layers)
+        # Blocks divide heads and widths, and all else is divided with the tokens; but what blocks read is whole.
+        whole = self.tokens * self.hidden * self.computed if self.divided else 0
+        one = self.share * max(self.kept.layers) + whole
+        dense = self.share * sum(self.kept.layers) + layers * whole
         if policy == "recompute":
-            dense = self.kept.layer_input * len(self.kept.layers) + one
+            dense = self.share * self.kept.layer_input * layers + one
+            if self.config.memory.policies["sums"] == "keep":
+                # What collectives brought: all that a block reads, and this rank's rows of its sums.
+                dense += layers * whole * (1 + self.share)
         elif policy == "offload":
             dense = min(dense, 2 * one)
         kept, last = dense + rides.kept, one + rides.kept_by_one
@@ -337,12 +347,17 @@ class MemoryEstimate:
     def _logits(self) -> tuple[float, float]:
         """Bytes that the loss needs, and those that stay when the backward begins."""
         tokens, words = self.tokens, self.words
+        if self.divided and not self.whole_logits:
+            tokens = math.ceil(tokens * self.share)
         if self.whole_logits:
             # Log-softmax, its gradient and that of the loss; all in float32.
             return 12 * tokens * words, 0
         at_once = min(tokens, self.config.training.loss_chunk or piece_size(tokens, words))
         dweight = 4 * words * self.hidden if self.head_trains else 0
         stays = dweight + tokens * self.hidden * self.computed
+        if self.divided:
+            # The whole matrix, and what scatters its gradient.
+            stays += words * self.hidden * self.computed
         piece = (self.computed + (0 if self.cuda else 4)) * at_once * words
         # The gradient of the weight is narrowed for who reduces it.
         return stays + piece, stays + (self.computed * words * self.hidden if self.computed < 4 else 0)

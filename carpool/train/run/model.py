@@ -17,6 +17,7 @@ from transformers.distributed import DistributedConfig
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from carpool.hf.build import experts_modules, make_config, read_config
+from carpool.hf.sequence_parallel import why_not_sequence_parallel
 from carpool.hf.sizes import TOP_K, check_sizes, first_key
 from carpool.parallel.degrees import Degrees
 from carpool.plugins.nearest import nearest
@@ -136,6 +137,27 @@ def distributed_config(degrees: Degrees, bf16: bool) -> DistributedConfig:
         ep_implementation="carpool",
         fsdp_mixed_precision=bf16,
     )
+
+
+def divides_tokens(config: Config, degrees: Degrees, blueprint: PreTrainedModel) -> tuple[bool, str]:
+    """Whether tensor-parallel ranks divide their tokens among themselves (`carpool.hf.sequence_parallel`), and why.
+
+    Raises:
+        ValueError: that was asked for, and cannot be."""
+    asked, reason = config.parallelism.sequence_parallel, None
+    if degrees.tp == 1:
+        reason = "there is one tensor-parallel rank"
+    elif config.training.torch_compile:
+        reason = "training.torch_compile compiles whole layers"
+    elif config.training.gradients == "consumed":
+        reason = "training.gradients = 'consumed' uses gradients before they are summed over ranks"
+    else:
+        reason = why_not_sequence_parallel(blueprint, degrees.ep)
+    if asked == "on" and reason is not None:
+        raise ValueError(f"parallelism.sequence_parallel = 'on' cannot be: {reason}; use 'auto' or 'off'")
+    if asked == "off" or reason is not None:
+        return False, reason or "asked for"
+    return True, "fewer bytes between ranks, and norms and routers are computed once"
 
 
 @contextmanager

@@ -67,6 +67,7 @@ from carpool.train.run.kept_times import Times, groups_before, measure_policies,
 from carpool.train.run.memory import choose_memory, open_items, with_policies
 from carpool.train.run.model import (
     distributed_config,
+    divides_tokens,
     expert_counts,
     loading_shown,
     meta_model,
@@ -164,6 +165,7 @@ class Setup(RunState):
         check_layout_file(config, blueprint.config.model_type, self.expert_counts, self.degrees.ep)
         self.meshes = Meshes(self.degrees, self.device.type)
         self.dp_rank = self.degrees.dp_rank(self.rank)
+        self.divides_tokens, self.why_divided = divides_tokens(config, self.degrees, blueprint)
         self.top_k = top_k_of(blueprint)
         self.size = model_size(blueprint, self.expert_counts, self.top_k)
         cuda, hidden = self.device.type == "cuda", blueprint.config.get_text_config().hidden_size
@@ -277,6 +279,7 @@ class Setup(RunState):
                 dense=self.dense.answer,
                 base_dtype=config.adapter.base_dtype,
                 meshes=self.meshes,
+                sequence_parallel=self.divides_tokens,
             )
             dist.barrier()
             self.load_seconds = time.perf_counter() - began

@@ -98,6 +98,8 @@ class RunState:
     architecture: str
     expert_counts: dict[str, int]
     degrees: Degrees
+    divides_tokens: bool
+    why_divided: str
     meshes: Meshes
     dp_rank: int
     corpus: Corpus
