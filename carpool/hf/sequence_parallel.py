@@ -248,8 +248,8 @@ def shard_sequences(model: PreTrainedModel) -> SequenceShard:
         layer.forward = _of_rows(layer.forward, group if number == 0 else None)
     base.forward = _with_shape(base.forward)
     shard = SequenceShard(group, list(_summed(base, layers, alike)))
-    for layer in rides(model).values():
-        layer.token_slice = (0, 1)
+    for ride in rides(model).values():
+        ride.token_slice = (0, 1)
     head = model.get_output_embeddings()
     head.forward = SequenceHead(head, shard)
     # Past nn.Module, to whom it is nothing.
@@ -285,7 +285,8 @@ def _with_shape(own: Callable[..., Any]) -> Callable[..., Any]:
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         given: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
-        tokens = given.get("input_ids") if given.get("input_ids") is not None else given["inputs_embeds"]
+        ids = given.get("input_ids")
+        tokens: torch.Tensor = given["inputs_embeds"] if ids is None else ids
         shape = tuple(tokens.shape[:2])
         _SHAPE.set(shape)
         return own(*args, **kwargs, **{_ARGUMENT: shape})
