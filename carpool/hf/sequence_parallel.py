@@ -287,7 +287,7 @@ def _with_shape(own: Callable[..., Any]) -> Callable[..., Any]:
         given: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
         ids = given.get("input_ids")
         tokens: torch.Tensor = given["inputs_embeds"] if ids is None else ids
-        shape = tuple(tokens.shape[:2])
+        shape = tokens.shape[0], tokens.shape[1]
         _SHAPE.set(shape)
         return own(*args, **kwargs, **{_ARGUMENT: shape})
 
