@@ -7,6 +7,7 @@
     events.py     a step as a graph of events on streams, and when each of them runs
     pipelines.py  orders of the stages of a pipeline, as events
     sampling.py   loads and rows of the ranks of a large run, drawn from a trace
+    simulate.py   a step at any size: scaling, sensitivity, failures
     goodput.py    failures, and how often to write a checkpoint
     nodes.py      whether rows go to a node once and are passed on there
     streaming.py  when copies of optimizer state in host memory are hidden

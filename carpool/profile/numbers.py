@@ -83,11 +83,12 @@ class RankNumbers(Numbers):
 
 class Profile(Numbers):
     """profile.json. `about`: what ran, for a person; `on_device`: lanes are streams; `plain_ms`: a step without the
-    profiler, on the slowest rank."""
+    profiler, on the slowest rank; `simulated`: nothing ran."""
 
     about: dict[str, str] = Field(default_factory=dict)
     on_device: bool
     plain_ms: float | None = None
+    simulated: bool = False
     ranks: list[RankNumbers] = Field(min_length=1)
 
     def mean(self) -> Times:

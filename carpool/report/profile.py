@@ -65,6 +65,7 @@ def profile_summary(run: Path) -> str | None:
 def render_profile(named: list[tuple[str, Profile]], report: bool = False) -> str:
     """The page as HTML text, of one profile, or of one before and one after, each with its name. `report`: link to
     report.html beside it."""
+    named = [(f"{name} (simulated)" if profile.simulated else name, profile) for name, profile in named]
     until = max(one.times.step for _, profile in named for one in profile.ranks)
     runs = [_run(name, profile, until) for name, profile in named]
     compared = _compared([profile for _, profile in named]) if len(named) == 2 else None
@@ -75,8 +76,17 @@ def render_profile(named: list[tuple[str, Profile]], report: bool = False) -> st
         compared=compared,
         legend=legend,
         headline=_headline([profile.mean() for _, profile in named]),
+        origin=_origin([profile.simulated for _, profile in named]),
         report=report,
     )
+
+
+def _origin(simulated: list[bool]) -> str:
+    """Where the steps are from, in a sentence."""
+    words = {False: "recorded by PyTorch's profiler, which slows it a little", True: "simulated: nothing ran"}
+    if len(set(simulated)) == 1:
+        return f"{'One step' if len(simulated) == 1 else 'One step each'}, {words[simulated[0]]}."
+    return f"The first step is {words[simulated[0]]}. The second is {words[simulated[1]]}."
 
 
 def _headline(means: list[Times]) -> str:
@@ -99,7 +109,7 @@ def _run(name: str, profile: Profile, until: float) -> dict[str, Any]:
         "name": name,
         "about": profile.about,
         "on_device": profile.on_device,
-        "facts": _facts(mean, profile.plain_ms),
+        "facts": _facts(mean, profile),
         "svg": lanes(profile, until, name),
         "columns": ["", *TOTALS.values()],
         "totals": totals + ([["mean", *_shown(mean)]] if len(totals) > 1 else []),
@@ -108,8 +118,9 @@ def _run(name: str, profile: Profile, until: float) -> dict[str, Any]:
     }
 
 
-def _facts(mean: Times, plain_ms: float | None) -> list[tuple[str, str, str]]:
+def _facts(mean: Times, profile: Profile) -> list[tuple[str, str, str]]:
     """Label, value, detail."""
+    measured = f"{ms_text(profile.plain_ms)} without the profiler, on the slowest rank"
     return [
         ("Exposed rides", percent_text(mean.exposed / mean.step), f"{ms_text(mean.exposed)} of {ms_text(mean.step)}"),
         (
@@ -123,7 +134,7 @@ def _facts(mean: Times, plain_ms: float | None) -> list[tuple[str, str, str]]:
             f"{ms_text(mean.other_exposed)}; {ms_text(mean.other)} in all",
         ),
         ("Idle", percent_text(mean.idle / mean.step), ms_text(mean.idle)),
-        ("Step", ms_text(mean.step), f"{ms_text(plain_ms)} without the profiler, on the slowest rank"),
+        ("Step", ms_text(mean.step), "simulated" if profile.simulated else measured),
     ]
 
 
