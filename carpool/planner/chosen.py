@@ -13,6 +13,8 @@ is made anew, and the record says why:
     recorded shape {"device": "NVIDIA H100", "rows": 512}, now {"device": "NVIDIA H200", "rows": 512}
     ->  "by the shape, chosen anew: device was NVIDIA H100, is NVIDIA H200"
 
+All choices of a run are in one place (`Decisions`), one section of run.json, and one table of the report.
+
 Whoever has the accelerator passes the function that measures. One rank reads records and decides, because files and
 devices may look different to the others; all ranks measure.
 """
@@ -24,7 +26,6 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 Answer = TypeVar("Answer")
-T = TypeVar("T")
 Way = TypeVar("Way")
 Record = Mapping[str, Any]
 
@@ -54,7 +55,7 @@ class Kind(Generic[Answer]):
     """One kind of choice, as run.json has it.
 
     Attributes:
-        key: of run.json.
+        key: in the section `decisions` of run.json.
         write: the answer as plain JSON values.
         read: the answer from a record. Raises ValueError, KeyError or TypeError for what it does not understand, such
             as a record of another version.
@@ -88,31 +89,52 @@ class Kind(Generic[Answer]):
         return Chosen(answer, shape, how, f"as recorded in this run ({how})", record.get(self.times)), ""
 
 
-def choose(
-    kind: Kind[Answer],
-    shape: Mapping[str, Any],
-    *,
-    recorded: Callable[[], Record | None],
-    decide: Callable[[Chosen[Answer] | None, str], tuple[Chosen[Answer], bool]],
-    measure: Callable[[Chosen[Answer]], Chosen[Answer]],
-    from_rank_0: Callable[[Callable[[], T]], T],
-) -> Chosen[Answer]:
-    """Choose, the same on all ranks. All ranks call it together.
+class Decisions:
+    """What one run has chosen, in the order in which it did. All ranks construct and call it alike.
 
     Args:
-        recorded: reads the record of the run that is resumed. Called on rank 0.
-        decide: (what was recorded, or None; why a record could not be used) -> (the choice, whether it is still to be
-            measured). Called on rank 0.
-        measure: what to use instead of a choice that is to be measured. Called on all ranks.
+        recorded: the records of the run that is resumed, by the key of their kind; None: there are none. Called on
+            rank 0.
         from_rank_0: calls a function on rank 0 and returns its result, or raises its error, on all.
     """
 
-    def on_rank_0() -> Any:
-        return decide(*kind.recall(recorded(), shape))
+    def __init__(
+        self,
+        recorded: Callable[[], Record | None] = lambda: None,
+        from_rank_0: Callable[[Callable[[], Any]], Any] = lambda make: make(),
+    ) -> None:
+        self._recorded, self._from_rank_0 = recorded, from_rank_0
+        self._made: dict[str, tuple[Kind[Any], Chosen[Any]]] = {}
 
-    found: Any = from_rank_0(on_rank_0)  # type: ignore[arg-type]
-    chosen, to_measure = found
-    return measure(chosen) if to_measure else chosen
+    def choose(
+        self,
+        kind: Kind[Answer],
+        shape: Mapping[str, Any],
+        decide: Callable[[Chosen[Answer] | None, str], tuple[Chosen[Answer], bool]],
+        measure: Callable[[Chosen[Answer]], Chosen[Answer]] | None = None,
+    ) -> Chosen[Answer]:
+        """Choose, the same on all ranks. All ranks call it together.
+
+        Args:
+            decide: (what was recorded, or None; why a record could not be used) -> (the choice, whether it is still to
+                be measured). Called on rank 0.
+            measure: what to use instead of a choice that is to be measured. Called on all ranks.
+        """
+
+        def on_rank_0() -> tuple[Chosen[Answer], bool]:
+            return decide(*kind.recall((self._recorded() or {}).get(kind.key), shape))
+
+        chosen, to_measure = self._from_rank_0(on_rank_0)
+        return self.add(kind, measure(chosen) if to_measure and measure is not None else chosen)
+
+    def add(self, kind: Kind[Answer], chosen: Chosen[Answer]) -> Chosen[Answer]:
+        """Note a choice, in the place of an earlier one of its kind."""
+        self._made[kind.key] = kind, chosen
+        return chosen
+
+    def record(self) -> dict[str, dict[str, Any]]:
+        """As in run.json, under `decisions`."""
+        return {key: kind.record(chosen) for key, (kind, chosen) in self._made.items()}
 
 
 def fastest(times: Mapping[Way, float]) -> Way:

@@ -67,6 +67,7 @@ def render(run: Run) -> str:
         share=_share(summary.share, summary.step_ms_median),
         last_step=_last_step(run),
         tables=_tables(run),
+        decisions=decision_rows(run),
         profile=profile_summary(run.path),
         has_profile_page=(run.path / "profile.html").is_file(),
         solved=_solved(run),
@@ -168,6 +169,16 @@ def _tables(run: Run) -> list[tuple[str, list[tuple[str, str]]]]:
         ("Predicted before the run, not measured", forecast),
     ]
     return [(heading, rows) for heading, rows in tables if any(value != plain_text(None) for _, value in rows)]
+
+
+def decision_rows(run: Run) -> list[tuple[str, str, str, str]]:
+    """What the run chose for itself: (of what, the answer, how, why)."""
+    rows = []
+    for name, one in run.info.decisions.items():
+        answer = {key: value for key, value in one.answer.items() if value is not None}
+        told = _value(answer["name"] if list(answer) == ["name"] else answer)
+        rows.append((name.replace("_", " "), told, one.how, one.why))
+    return rows
 
 
 def _rows(table: dict[str, Any]) -> list[tuple[str, str]]:

@@ -10,6 +10,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+TIMES = ("milliseconds", "microseconds")
+"""Under which name a decision has what it measured: the unit."""
 PARTS = ("dispatch", "experts", "combine", "rest")
 """Where a step's time goes, in the order of the layer; dispatch and combine are the rides."""
 
@@ -55,8 +57,22 @@ class ModelInfo(Record):
 class TransportInfo(Record):
     name: str = "unknown"
     requested: str | None = None
-    why: str | None = None
     buffer_bytes: int | None = None
+
+
+class Decision(Record):
+    """What a run chose for itself: the answer under names of its own, and how it came to it."""
+
+    model_config = ConfigDict(frozen=True, extra="allow", protected_namespaces=())
+
+    how: str = ""
+    why: str = ""
+    shape: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def answer(self) -> dict[str, Any]:
+        """By name, without what was timed."""
+        return {key: value for key, value in (self.model_extra or {}).items() if key not in TIMES}
 
 
 class Predicted(Record):
@@ -76,6 +92,7 @@ class RunInfo(Record):
     model: ModelInfo = Field(default_factory=ModelInfo)
     parallelism: dict[str, Any] = Field(default_factory=dict)
     transport: TransportInfo = Field(default_factory=TransportInfo)
+    decisions: dict[str, Decision] = Field(default_factory=dict)
     layout: dict[str, Any] = Field(default_factory=dict)
     exact: bool | None = None
     lossy_reasons: list[str] = Field(default_factory=list)

@@ -40,7 +40,7 @@ def told(output: Path) -> tuple[dict[int, tuple[float, float]], list[dict[str, A
 def test_a_resumed_run_with_moving_experts_is_that_which_never_stopped(tmp_path: Path) -> None:
     train(tmp_path / "parts", f"training.stop_at_step={STOP}")
     # Two runs may measure different schedules. What one has measured it takes again.
-    schedule = json.loads((tmp_path / "parts" / "run.json").read_text())["schedule"]
+    schedule = json.loads((tmp_path / "parts" / "run.json").read_text())["decisions"]["schedule"]
     train(tmp_path / "parts", "training.resume_from_checkpoint=last")
     chosen = [f"moe.chunks={schedule['chunks']}"] if schedule["name"] in ("chunks", "tiles") else []
     train(tmp_path / "whole", f"moe.schedule={schedule['name']}", *chosen)

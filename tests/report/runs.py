@@ -197,7 +197,24 @@ def run_info(shape: Shape, **changes: Any) -> dict[str, Any]:
             "efsdp_size": 1,
             "backend": "nccl" if shape.gpu else "gloo",
         },
-        "transport": {"name": "dedup", "requested": "auto", "why": "4 of 16 experts over 4 ranks: rides can be shared"},
+        "transport": {"name": "dedup", "requested": "auto"},
+        "decisions": {
+            "transport": {
+                "name": "dedup",
+                "how": "default",
+                "why": "4 of 16 experts over 4 ranks: rides can be shared",
+                "shape": {"ranks": 4},
+            },
+            "schedule": {
+                "name": "chunks",
+                "chunks": 2,
+                "backward_chunks": None,
+                "how": "measured",
+                "why": "measured, in milliseconds",
+                "shape": {},
+                "milliseconds": {"none": 1.5, "chunks=2": 1.2},
+            },
+        },
         "layout": {
             "kind": "contiguous",
             "experts_per_rank": [shape.experts // shape.ranks] * shape.ranks,

@@ -20,6 +20,8 @@ import pytest
 
 from carpool.report import write_report
 from carpool.report.curves import POINTS, series, smoothed
+from carpool.report.page import decision_rows
+from carpool.report.read import read_run
 from carpool.report.schema import Train
 from carpool.report.svg import ROLES
 from carpool.report.units import bytes_text, count_text, ms_text
@@ -318,6 +320,15 @@ def test_what_ran_and_how_to_run_it_again(page: Page, run: Path) -> None:
         assert " ".join(expected.split()) in page.text, expected
     assert " ".join(CONFIG.split()) in page.text
     assert "def _check(self, name): return self._map # step 40" in page.text
+
+
+def test_decisions_are_one_table(page: Page, run: Path) -> None:
+    rows = decision_rows(read_run(run))
+    assert rows == [
+        ("transport", "dedup", "default", "4 of 16 experts over 4 ranks: rides can be shared"),
+        ("schedule", "name: chunks, chunks: 2", "measured", "measured, in milliseconds"),
+    ]
+    assert all(" ".join(row) in page.shown("decisions") for row in rows)
 
 
 def test_what_a_run_contains_cannot_act(tmp_path: Path) -> None:

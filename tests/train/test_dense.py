@@ -73,11 +73,11 @@ def test_losses_checkpoints_and_exports_are_equal(by_fsdp: Path, whole: Path) ->
 
 def test_the_record_says_which_and_why(by_fsdp: Path, whole: Path) -> None:
     infos = [json.loads((folder / "run.json").read_text()) for folder in (whole, by_fsdp)]
-    assert [(info["dense"]["name"], info["dense"]["how"]) for info in infos] == [
+    assert [(info["decisions"]["dense"]["name"], info["decisions"]["dense"]["how"]) for info in infos] == [
         ("replicate", "default"),
         ("fsdp", "given"),
     ]
-    assert "whole dense parameters fit: about" in infos[0]["dense"]["why"]
+    assert "whole dense parameters fit: about" in infos[0]["decisions"]["dense"]["why"]
     memory = [info["predicted"]["memory_per_rank_bytes"] for info in infos]
     # Of two layers, FSDP has both in full at a time.
     assert memory[0]["parameters"] == memory[1]["parameters"] and memory[0]["optimizer"] == memory[1]["optimizer"]
@@ -91,7 +91,7 @@ def test_resumes_bit_by_bit(two_ranks: Ranks, text: list[str], whole: Path, tmp_
     assert losses(again) == {step: value for step, value in losses(whole).items() if step > 2}
     ours, theirs = weights(again, 4), weights(whole, 4)
     assert all(torch.equal(ours[name], value) for name, value in theirs.items())
-    assert json.loads((again / "run.json").read_text())["dense"]["why"].startswith("as recorded")
+    assert json.loads((again / "run.json").read_text())["decisions"]["dense"]["why"].startswith("as recorded")
 
 
 @pytest.mark.parametrize("dense", ["fsdp", "replicate"])

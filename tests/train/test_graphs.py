@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from carpool.planner.chosen import Decisions
 from carpool.train.config import load_config
 from carpool.train.run import graphs
 from carpool.train.run.about import record_graphs
@@ -87,9 +88,11 @@ def test_a_capture_that_fails_is_told() -> None:
 
 def test_run_json_says_whether_steps_are_graphs(tmp_path: Path) -> None:
     said: list[str] = []
-    run: Any = SimpleNamespace(folder=tmp_path, main=True, info={"seed": 1}, display=SimpleNamespace(say=said.append))
+    run: Any = SimpleNamespace(
+        folder=tmp_path, main=True, info={"seed": 1}, decisions=Decisions(), display=SimpleNamespace(say=said.append)
+    )
     for why_not in (None, "RuntimeError: no"):
         record_graphs(run, why_not)
-        found = {"used": why_not is None, "why_not": why_not}
-        assert json.loads((tmp_path / "run.json").read_text()) == {"seed": 1, "cuda_graphs": found}
+        found = json.loads((tmp_path / "run.json").read_text())["decisions"]["cuda_graphs"]
+        assert (found["used"], found["why"]) == (why_not is None, why_not or "captured")
     assert said == ["steps are not captured as CUDA graphs: RuntimeError: no"]

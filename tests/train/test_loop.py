@@ -133,7 +133,7 @@ def test_learns_and_records_what_it_did(reference: Path) -> None:
     assert max(layers["rank_ms"]["experts"]) == line["ms"]["experts"]["total"] and min(layers["rank_ms"]["experts"]) > 0
     assert len(layers["rank_ms"]["rides"]) == 4 and min(layers["rank_ms"]["rides"]) > 0
     assert line["router_entropy"] <= math.log(3) + 1e-6
-    assert "; not nvlink: " in info["transport"]["why"]
+    assert "; not nvlink: " in info["decisions"]["transport"]["why"]
     assert info["transport"]["buffer_bytes"] == summary["buffer_bytes"] == 0
     assert info["model"]["architecture"] == "OlmoeForCausalLM" and info["exact"] and info["parallelism"]["ep_size"] == 4
     assert summary["compare"]["transport"] == "alltoall" and summary["compare"]["repetitions"] == 5

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoConfig
 
+from carpool.planner.chosen import Decisions
 from carpool.planner.hardware import CPU
 from carpool.planner.kept import POLICIES
 from carpool.train.config import load_config
@@ -17,6 +17,7 @@ from carpool.train.config.schema_memory import size_of
 from carpool.train.data.tokenizer import load_tokenizer
 from carpool.train.run.dry_run import dry_run
 from carpool.train.run.estimate import MemoryEstimate
+from carpool.train.run.files import decisions_of
 from carpool.train.run.kept_times import small_config, small_model
 from carpool.train.run.loop import Run
 from carpool.train.run.memory import MEMORY_KIND, choose_memory
@@ -55,30 +56,30 @@ def test_a_run_takes_what_fits(ranks: Ranks, text: list[str], tmp_path: Path) ->
     settings = [*text, "parallelism.dense=fsdp"]
     total = _estimate(settings, 4)("dedup", "fsdp")["total"]
     found = ranks(run, str(tmp_path / "run"), [*settings, f"memory.budget={total // 2**10 - 20}KiB"])[0]
-    assert found["memory"]["how"] == "measured" and "(measured)" in found["memory"]["why"]
-    times = found["memory"]["milliseconds"]
+    assert found["decisions"]["memory"]["how"] == "measured" and "(measured)" in found["decisions"]["memory"]["why"]
+    times = found["decisions"]["memory"]["milliseconds"]
     assert {item: list(one) for item, one in times.items()} == {
         "rows": ["resend", "offload"], "hidden": ["recompute", "offload"], "dense": ["recompute", "offload"],
         "sums": ["recompute"],
     }  # fmt: skip
     assert all(ms >= 0 for one in times.values() for ms in one.values())
     assert found["predicted"]["memory_per_rank_bytes"]["total"] <= total - 20 * 2**10
-    assert [found["memory"][item] for item in ("rows", "hidden", "dense", "sums")] != ["keep"] * 4
+    assert [found["decisions"]["memory"][item] for item in ("rows", "hidden", "dense", "sums")] != ["keep"] * 4
     with pytest.raises(ValueError, match=r"memory.budget = 1 MiB is not enough.*memory.budget=\d+MiB, which takes"):
-        choose_memory(_estimate([*settings, "memory.budget=1MiB"]), "dedup", CPU, torch.device("cpu"))
+        choose_memory(_estimate([*settings, "memory.budget=1MiB"]), "dedup", CPU, Decisions())
 
 
 def test_a_resumed_run_takes_what_it_recorded(tmp_path: Path) -> None:
     estimate = _estimate(["memory.budget=10GiB", "memory.hidden=recompute"])
-    first = choose_memory(estimate, "dedup", CPU, torch.device("cpu"))
+    first = choose_memory(estimate, "dedup", CPU, Decisions())
     assert first.answer == {"rows": "keep", "hidden": "recompute", "dense": "keep", "sums": "keep"}
     # As if that run had measured.
     record = MEMORY_KIND.record(first) | {"rows": "offload", "how": "measured", "milliseconds": {"rows": {}}}
-    (tmp_path / "run.json").write_text(json.dumps({"memory": record}))
-    again = choose_memory(estimate, "dedup", CPU, torch.device("cpu"), [tmp_path])
+    (tmp_path / "run.json").write_text(json.dumps({"decisions": {"memory": record}}))
+    again = choose_memory(estimate, "dedup", CPU, decisions_of([tmp_path]))
     assert again.answer["rows"] == "offload" and again.why == "as recorded in this run (measured)"
     assert again.times == {"rows": {}}
-    larger = choose_memory(_estimate(["memory.budget=11GiB"]), "dedup", CPU, torch.device("cpu"), [tmp_path])
+    larger = choose_memory(_estimate(["memory.budget=11GiB"]), "dedup", CPU, decisions_of([tmp_path]))
     assert larger.answer["rows"] == "keep" and "budget was 10GiB, is 11GiB" in larger.why
 
 
@@ -90,20 +91,20 @@ def test_what_is_measured_decides() -> None:
     taken = []
     for item, policy in (("hidden", "recompute"), ("rows", "offload"), ("dense", "recompute")):
         times = {**every, item: {**every[item], policy: 1.0}}
-        chosen = choose_memory(estimate, "dedup", CPU, torch.device("cpu"), measure_times=lambda: times)  # noqa: B023
+        chosen = choose_memory(estimate, "dedup", CPU, Decisions(), measure_times=lambda: times)  # noqa: B023
         assert chosen.how == "measured" and chosen.times == times and "for 1.0 ms more" in chosen.why
         taken.append([one for one in POLICIES if chosen.answer[one] != "keep"])
     assert taken == [["hidden"], ["rows"], ["dense"]]
     captured = _estimate([*shape, f"memory.budget={plain // 2**10 - 20}KiB", "training.cuda_graphs=on"], 4)
     times = {**every, "hidden": {"recompute": 9.0, "offload": 1.0}, "dense": {"recompute": 9.0, "offload": 1.0}}
-    assert choose_memory(captured, "dedup", CPU, torch.device("cpu"), measure_times=lambda: times).answer == {
+    assert choose_memory(captured, "dedup", CPU, Decisions(), measure_times=lambda: times).answer == {
         "rows": "resend", "hidden": "keep", "dense": "keep", "sums": "keep",
     }  # fmt: skip
 
     def never() -> Any:
         raise AssertionError("what fits costs nothing")
 
-    fits = choose_memory(_estimate(["memory.budget=10GiB"]), "dedup", CPU, torch.device("cpu"), measure_times=never)
+    fits = choose_memory(_estimate(["memory.budget=10GiB"]), "dedup", CPU, Decisions(), measure_times=never)
     assert set(fits.answer.values()) == {"keep"} and fits.how == "default"
 
 

@@ -87,7 +87,7 @@ def test_profile_of_two_schedules(two_ranks: Ranks, text: list[str], tmp_path: P
     mean = load_profile(after / "profile" / "profile.json").mean()
     assert f"{100 * mean.exposed / mean.step:.0f} %" in page
     about = json.loads((after / "profile" / "run.json").read_text())
-    assert about["schedule"]["name"] == "two-batch"
+    assert about["decisions"]["schedule"]["name"] == "two-batch"
 
 
 def test_what_cannot_be_profiled(two_ranks: Ranks, text: list[str], tmp_path: Path):

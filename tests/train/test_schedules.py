@@ -39,7 +39,7 @@ RECORD = {
 
 
 def info(output: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((output / "run.json").read_text())["schedule"]
+    found: dict[str, Any] = json.loads((output / "run.json").read_text())["decisions"]["schedule"]
     return found
 
 

@@ -215,7 +215,7 @@ def run(output: str, overrides: Sequence[str]) -> list[tuple[Choices | None, boo
 
 
 def info(output: Path) -> dict[str, Any]:
-    return json.loads((output / "run.json").read_text())["experts"]
+    return json.loads((output / "run.json").read_text())["decisions"]["experts"]
 
 
 def losses(output: Path) -> dict[int, tuple[float, float]]:
@@ -237,7 +237,7 @@ def test_recorded_and_used_again(ranks: Ranks, text: list[str], tmp_path: Path) 
         "inner": 24,
     }
     assert info(whole) == {
-        "name": "grouped", "stages": Choices().to_dict(), "how": "default", "why": "by the shape",
+        "stages": Choices().to_dict(), "how": "default", "why": "by the shape",
         "shape": shape,
     }  # fmt: skip
 
@@ -248,13 +248,13 @@ def test_recorded_and_used_again(ranks: Ranks, text: list[str], tmp_path: Path) 
     # As if that run had measured: what it chose is used again, though the default is another.
     path = output / "run.json"
     written = json.loads(path.read_text())
-    written["experts"] |= record_of(MIXED, shape=Shape(**shape))
+    written["decisions"]["experts"] |= record_of(MIXED, shape=Shape(**shape))
     path.write_text(json.dumps(written))
     resume = ["training.resume_from_checkpoint=last"]
     assert ranks(run, str(output), [*text, *resume, "moe.expert_stages=measure"]) == [[(MIXED, False)] * 2] * 4
     again = info(output)
     assert again["stages"] == MIXED.to_dict() and again["how"] == "measured"
-    assert again["microseconds"] == written["experts"]["microseconds"]
+    assert again["microseconds"] == written["decisions"]["experts"]["microseconds"]
     assert losses(output) == losses(whole), "bitwise, with and without what recompute drops"
 
     # A run that goes on elsewhere from a checkpoint takes the record of the run that wrote it; a table overrides.
@@ -301,4 +301,5 @@ def name_of(output: str, overrides: Sequence[str]) -> None:
 
 def test_experts_without_stages_are_recorded_by_name(ranks: Ranks, text: list[str], tmp_path: Path) -> None:
     ranks(name_of, str(tmp_path / "run"), [*text, "moe.experts=reference"])
-    assert info(tmp_path / "run") == {"name": "reference"}
+    told = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert told["experts"] == "reference" and "experts" not in told["decisions"]

@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 
+from carpool.train.run.files import decisions_of
 from carpool.train.run.transports import TRANSPORT_KIND, choose_way
 from carpool.transport import NVLinkOptions
 
@@ -19,8 +20,8 @@ def way(wanted: str, unfit: str | None = "there is no CUDA device", folder: Path
     layer: Any = SimpleNamespace(compute=object(), group=None, num_ranks=4)
     reasons = {} if unfit is None else {"nvlink": unfit}
     with mock.patch("carpool.train.run.transports.unfit_transports", lambda *args, **kwargs: reasons):
-        folders = [] if folder is None else [folder]
-        return choose_way(wanted, layer, 8, 64, NVLinkOptions(), torch.device("cpu"), folders)
+        decisions = decisions_of([] if folder is None else [folder])
+        return choose_way(wanted, layer, 8, 64, NVLinkOptions(), torch.device("cpu"), decisions)
 
 
 def test_as_asked_for_or_by_the_rule() -> None:
@@ -36,7 +37,7 @@ def test_a_resumed_run_takes_what_it_recorded_while_it_can(tmp_path: Path) -> No
     first = way("auto", None)
     # As if the rule had been another then.
     record = {**TRANSPORT_KIND.record(first), "name": "alltoall"}
-    (tmp_path / "run.json").write_text(json.dumps({"transport": record}))
+    (tmp_path / "run.json").write_text(json.dumps({"decisions": {"transport": record}}))
     again = way("auto", None, tmp_path)
     assert again.answer == "alltoall" and again.why == "as recorded in this run (default)"
     gone = way("auto", "its ranks are on 2 hosts", tmp_path)

@@ -17,15 +17,12 @@ from carpool.hf.layouts import current_layouts
 from carpool.layout.layouts import Layouts
 from carpool.train.checkpoints.ranks import from_rank_0
 from carpool.train.checkpoints.source import keep_source
-from carpool.train.run.dense import DENSE_KIND
 from carpool.train.run.environment import environment
-from carpool.train.run.files import CONFIG, INFO, LAYOUT, read_info, replace_text
-from carpool.train.run.memory import MEMORY_KIND
-from carpool.train.run.schedules import SCHEDULE_KIND
-from carpool.train.run.stages import STAGES_KIND, describe_ways
+from carpool.train.run.files import CONFIG, DECISIONS, INFO, LAYOUT, read_info, replace_text
+from carpool.train.run.graphs import note_graphs
+from carpool.train.run.stages import describe_ways
 from carpool.train.run.state import RunState
 from carpool.train.run.step import describe_optimizer
-from carpool.train.run.transports import TRANSPORT_KIND
 
 
 def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any]:
@@ -75,21 +72,10 @@ def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any
             "sequence_parallel": run.divides_tokens,
             "backend": dist.get_backend(),
         },
-        "dense": DENSE_KIND.record(run.dense),
-        "transport": {
-            **TRANSPORT_KIND.record(run.transport_choice),
-            "requested": run.config.moe.transport,
-            "buffer_bytes": buffer_bytes,
-        },
-        "experts": {
-            "name": layer.compute.name if layer.compute is not None else "the model's own",
-            **(STAGES_KIND.record(run.stages) if run.stages is not None else {}),
-        },
-        "memory": MEMORY_KIND.record(run.kept),
+        DECISIONS: run.decisions.record(),
+        "transport": {"name": name, "requested": run.config.moe.transport, "buffer_bytes": buffer_bytes},
+        "experts": layer.compute.name if layer.compute is not None else "the model's own",
         "optimizer": optimizer,
-        # Whether they are used is known when the first one has been captured.
-        "cuda_graphs": {"used": None if run.no_graphs is None else False, "why_not": run.no_graphs},
-        "schedule": SCHEDULE_KIND.record(run.schedule),
         "layout": layout_record(current_layouts(run.model), run.layout_source),
         "bias_update_rate": run.bias.rate if run.bias is not None else 0.0,
         "exact": not lossy,
@@ -127,7 +113,8 @@ def write_files(run: RunState, info: dict[str, Any]) -> None:
 def record_graphs(run: RunState, why_not: str | None) -> None:
     """Write into run.json whether steps are CUDA graphs, once that is known. `why_not`: None if they are."""
     run.no_graphs = why_not
-    run.info["cuda_graphs"] = {"used": why_not is None, "why_not": why_not}
+    note_graphs(run.decisions, why_not is None, why_not)
+    run.info[DECISIONS] = run.decisions.record()
     if why_not is not None:
         run.display.say(f"steps are not captured as CUDA graphs: {why_not}")
     if run.main:
@@ -187,7 +174,7 @@ def say_hello(run: RunState, resume: Path | None) -> None:
         rate = decimal(int(size / run.load_seconds))
         say(f"weights: {decimal(size)} loaded in {run.load_seconds:.1f} s by all ranks together, {rate}/s")
     copies = info["predicted"]["copies_per_token_uniform"]
-    say(f"transport {info['transport']['name']}: {info['transport']['why']}")
+    say(f"transport {info['transport']['name']}: {run.transport_choice.why}")
     say(f"a token visits {copies:.2f} of {run.degrees.ep} ranks, if its experts are chosen uniformly and stay in order")
     if size := info["transport"]["buffer_bytes"]:
         tokens = run.options.under(run.schedule.answer, run.config.memory.kept.rows == "resend").max_tokens
@@ -197,7 +184,7 @@ def say_hello(run: RunState, resume: Path | None) -> None:
         say(f"memory: {policies}: {run.kept.why}")
     if run.stages is not None:
         ways = describe_ways(run.stages.answer)
-        say(f"experts {info['experts']['name']}, stages {ways}: {run.stages.why}")
+        say(f"experts {info['experts']}, stages {ways}: {run.stages.why}")
     elif run.config.moe.expert_stages != "default":
         say("experts: these are the model's own, which have no stages; moe.expert_stages means nothing here")
     if run.schedule.answer.name != "none" or run.schedule.times:

@@ -10,17 +10,14 @@ Checkpoints are the same files under both, so a run may change this when it is r
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from carpool.parallel.degrees import Degrees
-from carpool.planner.chosen import Chosen, Kind, Record, choose
-from carpool.train.checkpoints.ranks import from_rank_0
+from carpool.planner.chosen import Chosen, Decisions, Kind, Record
 from carpool.train.config.schema import Config
-from carpool.train.run.files import read_record
 
 # Of a device's memory. The rest is for what the estimate does not count.
 ROOM = 0.8
@@ -36,14 +33,14 @@ DENSE_KIND: Kind[str] = Kind("dense", lambda name: {"name": name}, _read)
 
 
 def choose_dense(
-    config: Config, degrees: Degrees, predict: Callable[[str], int], memory: int, folders: Sequence[Path] = ()
+    config: Config, degrees: Degrees, predict: Callable[[str], int], memory: int, decisions: Decisions
 ) -> Chosen[str]:
     """Choose "fsdp" or "replicate". All ranks together.
 
     Args:
         predict: the bytes that a rank will need with one or the other.
         memory: the bytes that it has.
-        folders: of a run that is resumed; the first that has a record counts.
+        decisions: of the run.
 
     Raises:
         ValueError: what was asked for cannot be.
@@ -61,14 +58,7 @@ def choose_dense(
             return Chosen(answer, shape, "given", why), False
         return kept or Chosen(answer, shape, "default", why + note), False
 
-    return choose(
-        DENSE_KIND,
-        shape,
-        recorded=lambda: read_record(folders, DENSE_KIND.key),
-        decide=decide,
-        measure=lambda chosen: chosen,
-        from_rank_0=from_rank_0,
-    )
+    return decisions.choose(DENSE_KIND, shape, decide)
 
 
 def decide_dense(config: Config, degrees: Degrees, predict: Callable[[str], int], memory: int) -> tuple[str, str]:

@@ -17,7 +17,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from carpool.planner.chosen import Decisions
+from carpool.train.checkpoints.ranks import from_rank_0
+
 METRICS, INFO, CONFIG, LAYOUT, SUMMARY = "metrics.jsonl", "run.json", "config.toml", "layout.json", "summary.json"
+DECISIONS = "decisions"  # the section of run.json
 # A folder as peft has them, of a run that trains an adapter.
 ADAPTER = "adapter"
 
@@ -84,8 +88,13 @@ def read_info(folder: Path) -> dict[str, Any] | None:
     return info
 
 
+def decisions_of(folders: Sequence[Path]) -> Decisions:
+    """What a run chooses that goes on from these run directories, of which the first with a run.json counts."""
+    return Decisions(lambda: read_record(folders, DECISIONS), from_rank_0)
+
+
 def read_record(folders: Sequence[Path], about: str) -> dict[str, Any] | None:
-    """What the first of these run directories that has a run.json says about something, such as its schedule."""
+    """What the first of these run directories that has a run.json says about something, such as its decisions."""
     for folder in folders:
         if (info := read_info(folder)) is not None:
             found = info.get(about)
@@ -93,4 +102,4 @@ def read_record(folders: Sequence[Path], about: str) -> dict[str, Any] | None:
     return None
 
 
-_WITHOUT = "delete it to go on without what it recorded: the stages and the schedule are then chosen anew"
+_WITHOUT = "delete it to go on without what it recorded: its decisions are then made anew"

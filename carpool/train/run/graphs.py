@@ -34,6 +34,7 @@ from carpool.observe.meter import watched
 from carpool.observe.stats import HostCounts
 from carpool.parallel import fsdp
 from carpool.parallel.replicated import replicated
+from carpool.planner.chosen import Chosen, Decisions, Kind
 from carpool.train.config.schema import Config
 
 Batch = dict[str, torch.Tensor]
@@ -41,6 +42,16 @@ Batch = dict[str, torch.Tensor]
 MicroBatch = Callable[[Batch, torch.Tensor, int, torch.Tensor, bool, bool], None]
 # Steps before the capture, of which the first may be repeated with larger buffers.
 EAGER_STEPS = 2
+
+
+GRAPHS_KIND: Kind[bool | None] = Kind("cuda_graphs", lambda used: {"used": used}, lambda record: bool(record["used"]))
+
+
+def note_graphs(decisions: Decisions, used: bool | None, why_not: str | None) -> None:
+    """Note whether steps are CUDA graphs. `used`: None until the first one has been captured; `why_not`: None if they
+    can be."""
+    why = why_not or ("captured" if used else "as soon as a step is captured")
+    decisions.add(GRAPHS_KIND, Chosen(used, {}, "default", why))
 
 
 def why_no_graphs(config: Config, model: nn.Module, layers: Sequence[ExpertRides], schedule: str) -> str | None:

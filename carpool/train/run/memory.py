@@ -10,21 +10,16 @@ resumed. A dry run, which has no ranks, models it by the rates of the hardware (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from carpool.hf.sizes import head_sizes
-from carpool.planner.chosen import Chosen, Kind, Record, choose
+from carpool.planner.chosen import Chosen, Decisions, Kind, Record
 from carpool.planner.hardware import Hardware
 from carpool.planner.kept import POLICIES, LayerSizes
 from carpool.planner.policies import Policies, choose_policies, measured_milliseconds, policies_milliseconds
-from carpool.train.checkpoints.ranks import from_rank_0
 from carpool.train.config.schema import Config
 from carpool.train.run.estimate import MemoryEstimate
-from carpool.train.run.files import read_record
 from carpool.train.run.graphs import why_not_captured
 from carpool.train.run.kept_times import Times
 from carpool.transport import find_transport
@@ -91,15 +86,14 @@ def choose_memory(
     estimate: MemoryEstimate,
     transport: str,
     hardware: Hardware,
-    device: torch.device,
-    folders: Sequence[Path] = (),
+    decisions: Decisions,
     measure_times: Callable[[], Times] | None = None,
 ) -> Chosen[Policies]:
     """Choose. All ranks together.
 
     Args:
         estimate: of the run as it is configured.
-        folders: of a run that is resumed; the first that has a record counts.
+        decisions: of the run.
         measure_times: what each policy costs, the same on all ranks. None: costs are modelled.
 
     Raises:
@@ -130,14 +124,7 @@ def choose_memory(
         policies, why = decide_memory(estimate, transport, hardware, times)
         return Chosen(policies, fallback.shape, "measured", why, times)
 
-    return choose(
-        MEMORY_KIND,
-        shape,
-        recorded=lambda: read_record(folders, MEMORY_KIND.key),
-        decide=decide,
-        measure=measure,
-        from_rank_0=from_rank_0,
-    )
+    return decisions.choose(MEMORY_KIND, shape, decide, measure)
 
 
 def _given(config: Config, shape: dict[str, Any]) -> tuple[Policies, dict[str, Any], str, str]:

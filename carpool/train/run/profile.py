@@ -29,7 +29,7 @@ from carpool.report import write_profile
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.resume import checkpoint_to_resume
 from carpool.train.config import Config
-from carpool.train.run.files import CONFIG, INFO, LAYOUT, METRICS
+from carpool.train.run.files import CONFIG, DECISIONS, INFO, LAYOUT, METRICS
 from carpool.train.run.loop import Run
 
 PROFILE = "profile"
@@ -167,7 +167,7 @@ def _write(run: Run, found: Profile, folder: Path, compare: str | None) -> None:
 
 def _about(info: Mapping[str, Any]) -> dict[str, str]:
     """What ran, for the page."""
-    model, parallelism, schedule = info["model"], info["parallelism"], info.get("schedule", {})
+    model, parallelism, schedule = info["model"], info["parallelism"], info[DECISIONS]["schedule"]
     sizes = ", ".join(f"{key} {parallelism[key]}" for key in ("world_size", "fsdp_size", "tp_size", "ep_size"))
     return {
         "command": info["command"],
@@ -176,6 +176,6 @@ def _about(info: Mapping[str, Any]) -> dict[str, str]:
         "ranks": sizes,
         "device": str(info["environment"].get("device", "")),
         "transport": info["transport"]["name"],
-        "schedule": f"{schedule.get('name', 'none')}, chunks {schedule.get('chunks', 1)}",
+        "schedule": f"{schedule['name']}, chunks {schedule['chunks']}",
         "recorded": info["started"],
     }

@@ -17,7 +17,6 @@ import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,14 +29,12 @@ from carpool.hf.expert_function import weight_names
 from carpool.hf.expert_parallel import ExpertRides, buffers_of_rides, rides
 from carpool.layout import assign
 from carpool.observe.stats import LayerStats
-from carpool.planner.chosen import Chosen, Kind, choose, fastest
+from carpool.planner.chosen import Chosen, Decisions, Kind, fastest
 from carpool.ride import ride
 from carpool.routing import Routing
 from carpool.schedule import MAX_CHUNKS, Schedule
 from carpool.schedule.priority import RidesFirst
-from carpool.train.checkpoints.ranks import from_rank_0
 from carpool.train.config.schema_moe import MoeSection
-from carpool.train.run.files import read_record
 from carpool.train.run.room import make_room
 from carpool.transport import TransportOptions
 
@@ -61,7 +58,7 @@ def choose_schedule(
     hidden: int,
     dtype: torch.dtype,
     device: torch.device,
-    folders: Sequence[Path] = (),
+    decisions: Decisions,
 ) -> Chosen[Schedule]:
     """Choose, and let the layers follow it. All ranks together.
 
@@ -69,7 +66,7 @@ def choose_schedule(
         wanted: what was asked for; None: "auto".
         tokens: of a rank, in a forward.
         dtype: in which experts compute.
-        folders: of a run that is resumed; the first that has a record counts.
+        decisions: of the run.
 
     Raises:
         ValueError: tiles, and experts that cannot compute on rows that come in parts.
@@ -101,13 +98,8 @@ def choose_schedule(
         why = f"measured, in milliseconds of a layer's ride: {', '.join(f'{n} {ms:.3g}' for n, ms in shown.items())}"
         return Chosen(fastest(times), fallback.shape, "measured", why, shown)
 
-    chosen = choose(
-        SCHEDULE_KIND,
-        shape,
-        recorded=lambda: read_record(folders, SCHEDULE_KIND.key),
-        decide=lambda kept, note: decide(wanted, shape, kept, note, own is None),
-        measure=measure,
-        from_rank_0=from_rank_0,
+    chosen = decisions.choose(
+        SCHEDULE_KIND, shape, lambda kept, note: decide(wanted, shape, kept, note, own is None), measure
     )
     if chosen.answer.name == "tiles" and device.type == "cuda" and own is not None and own.compute is not None:
         # Before anything is written.

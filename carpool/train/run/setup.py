@@ -59,10 +59,10 @@ from carpool.train.run.dense import choose_dense, rank_memory
 from carpool.train.run.display import Display
 from carpool.train.run.environment import peak_memory
 from carpool.train.run.estimate import MemoryEstimate
-from carpool.train.run.files import why_not_writable
+from carpool.train.run.files import decisions_of, why_not_writable
 from carpool.train.run.fit import check_fits
 from carpool.train.run.flops import flops_per_token, model_size, peak_flops
-from carpool.train.run.graphs import StepGraphs, why_no_graphs
+from carpool.train.run.graphs import StepGraphs, note_graphs, why_no_graphs
 from carpool.train.run.kept_times import Times, groups_before, measure_policies, small_config, small_model
 from carpool.train.run.memory import choose_memory, open_items, with_policies
 from carpool.train.run.model import (
@@ -82,7 +82,7 @@ from carpool.train.run.state import RunState
 from carpool.train.run.step import Objective, make_optimizer
 from carpool.train.run.tiers import check_tiers, disk_folder, make_tiers
 from carpool.train.run.topology import find_machine, ranks_of
-from carpool.train.run.transports import choose_way, likely_transport
+from carpool.train.run.transports import TRANSPORT_KIND, choose_way, likely_transport
 from carpool.transport import TransportOptions, check_codecs, check_transport, set_topology
 
 # What a bias moves by in a step, if nobody says: DeepSeek-V3, arXiv 2412.19437, section 4.2.
@@ -108,7 +108,7 @@ class Setup(RunState):
         self._read_data()
         self._build_model()
         self._set_routing(saved)
-        self._set_rides(resume)
+        self._set_rides()
         self._set_objective()
         self._resume(resume)
         self.placement = Placement(
@@ -153,6 +153,7 @@ class Setup(RunState):
     def _find_mesh(self, resume: Path | None = None) -> None:
         """What model it is, over how many ranks each of its dimensions goes, and how dense parameters lie on them."""
         config = self.config
+        self.decisions = decisions_of([resume.parent.parent, self.folder] if resume is not None else [])
         self.tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
         self.source = self._find_source()
         blueprint = meta_model(self.source)
@@ -171,9 +172,7 @@ class Setup(RunState):
         cuda, hidden = self.device.type == "cuda", blueprint.config.get_text_config().hidden_size
         transport, _ = likely_transport(config, self.degrees, hidden, self.top_k, cuda)
         self.estimate = MemoryEstimate(config, self.degrees, blueprint, self.bf16, cuda)
-        self.kept = choose_memory(
-            self.estimate, transport, self.hardware, self.device, self._folders(resume), self._measure_policies
-        )
+        self.kept = choose_memory(self.estimate, transport, self.hardware, self.decisions, self._measure_policies)
         memory = rank_memory(cuda, self.topology.ranks_beside(self.rank))
         if (budget := config.memory.budget_bytes) is not None:
             # All that follows reads one configuration.
@@ -186,7 +185,7 @@ class Setup(RunState):
             self.degrees,
             lambda dense: self.estimate(transport, dense)["total"],
             memory,
-            self._folders(resume),
+            self.decisions,
         )
         check_base(config, self.degrees, self.dense.answer, self.bf16)
         # Advice takes a while, and the answer is the same.
@@ -211,10 +210,6 @@ class Setup(RunState):
             torch.cuda.reset_peak_memory_stats(self.device)
         leave_groups()
         return times
-
-    def _folders(self, resume: Path | None) -> list[Path]:
-        """Run directories whose records count."""
-        return [resume.parent.parent, self.folder] if resume is not None else []
 
     def _read_data(self) -> None:
         config, training = self.config, self.config.training
@@ -316,7 +311,7 @@ class Setup(RunState):
             rate = DEEPSEEK_RATE if from_scratch else 0.0
         return BiasBalance(self.model, rate) if rate else None
 
-    def _set_rides(self, resume: Path | None) -> None:
+    def _set_rides(self) -> None:
         """How rows travel, how experts compute, and what runs beside what."""
         config, training, moe = self.config, self.config.training, self.config.moe
         self.most_tokens = most_tokens(config, self.degrees)
@@ -330,7 +325,6 @@ class Setup(RunState):
                 own.set_schedule(schedule)
         set_topology(self.rides[0].group, self.ep_topology)
         hidden = self.model.config.get_text_config().hidden_size
-        folders = self._folders(resume)
         size = 2 if self.bf16 else self.model.dtype.itemsize
         codecs = config.codec.codecs.for_rows_of(size)
         layer, options, device = self.rides[0], TransportOptions(self.most_tokens, codecs), self.device
@@ -341,7 +335,7 @@ class Setup(RunState):
             hidden,
             options,
             device,
-            folders,
+            self.decisions,
             element_size=size,
             hardware=self.hardware,
         )
@@ -349,7 +343,8 @@ class Setup(RunState):
         own_forward = any(own.compute is None for own in self.rides)
         self.options, note = options.settled(layer.group, self.top_k, hidden, own_forward)
         if note:
-            self.transport_choice = replace(self.transport_choice, why=f"{self.transport_choice.why}; {note}")
+            noted = replace(self.transport_choice, why=f"{self.transport_choice.why}; {note}")
+            self.transport_choice = self.decisions.add(TRANSPORT_KIND, noted)
         set_transport(self.model, self.transport_choice.answer, options=self.options)
         for own in self.rides:
             own.prepare(self.top_k, hidden)
@@ -362,7 +357,7 @@ class Setup(RunState):
             "top_k": self.top_k,
             "dtype": torch.bfloat16 if self.bf16 else self.model.dtype,
             "device": self.device,
-            "folders": folders,
+            "decisions": self.decisions,
         }
         self.stages = choose_stages(moe.expert_stages, self.rides, **measured)
         if self.stages is not None:
@@ -404,6 +399,7 @@ class Setup(RunState):
     def _set_graphs(self) -> None:
         asked, self.no_graphs = self.config.training.cuda_graphs, "training.cuda_graphs = 'off'"
         if asked == "off":
+            note_graphs(self.decisions, False, self.no_graphs)
             return
         self.no_graphs = why_no_graphs(self.config, self.model, self.rides, self.schedule.answer.name)
         # NCCL wants an operation captured by all ranks or by none, and Nsight may watch one of them.
@@ -415,6 +411,7 @@ class Setup(RunState):
             )
         elif asked == "on":
             raise ValueError(f"training.cuda_graphs = 'on', but steps cannot be captured: {self.no_graphs}; use 'auto'")
+        note_graphs(self.decisions, None if self.no_graphs is None else False, self.no_graphs)
 
     def _resume(self, resume: Path | None) -> None:
         """What changes from step to step: from the start, or as the checkpoint has it."""
@@ -494,7 +491,7 @@ class _SmallSetup(Setup):
         self._find_mesh()
         self._build_model()
         self._set_routing({})
-        self._set_rides(None)
+        self._set_rides()
         self._set_objective()
 
     def _find_source(self) -> PreTrainedConfig:

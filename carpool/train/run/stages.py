@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -28,9 +27,7 @@ from carpool.experts.measure import Measured, pick
 from carpool.hf.expert_function import weight_names
 from carpool.hf.expert_parallel import ExpertRides
 from carpool.layout.uniform import uniform_copies
-from carpool.planner.chosen import Chosen, Kind, choose
-from carpool.train.checkpoints.ranks import from_rank_0
-from carpool.train.run.files import read_record
+from carpool.planner.chosen import Chosen, Decisions, Kind
 
 BY_SHAPE = "by the shape"
 log = logging.getLogger("carpool")
@@ -67,7 +64,7 @@ def choose_stages(
     top_k: int,
     dtype: torch.dtype,
     device: torch.device,
-    folders: Sequence[Path] = (),
+    decisions: Decisions,
 ) -> Chosen[Choices] | None:
     """Choose for the first layer that has stages; the others have the same shape. All ranks together.
 
@@ -75,7 +72,7 @@ def choose_stages(
         wanted: `moe.expert_stages`.
         tokens: of a rank, in a forward.
         dtype: in which experts compute.
-        folders: of a run that is resumed; the first that has a record counts.
+        decisions: of the run.
 
     Returns:
         The same on all ranks; None if no layer has stages.
@@ -92,13 +89,11 @@ def choose_stages(
             return replace(fallback, why=f"{BY_SHAPE}; measuring needs more memory than some rank has")
         return Chosen(measured.choices, fallback.shape, "measured", explain(measured), measured.microseconds)
 
-    return choose(
+    return decisions.choose(
         STAGES_KIND,
         asdict(shape),
-        recorded=lambda: read_record(folders, STAGES_KIND.key),
-        decide=lambda kept, note: decide(wanted, shape, device, activation, kept, note),
-        measure=measure,
-        from_rank_0=from_rank_0,
+        lambda kept, note: decide(wanted, shape, device, activation, kept, note),
+        measure,
     )
 
 

@@ -25,7 +25,7 @@ from carpool.memory.host_experts import HostExperts
 from carpool.parallel.consumed import ConsumedGradients
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.meshes import Meshes
-from carpool.planner.chosen import Chosen
+from carpool.planner.chosen import Chosen, Decisions
 from carpool.planner.hardware import Hardware
 from carpool.planner.policies import Policies
 from carpool.schedule import Schedule
@@ -67,8 +67,8 @@ class RunState:
         bias: moves the biases of routers; None: nothing does.
         adapted: parameters of the adapter; 0: the model itself is trained.
         options, most_tokens: of the transport; tokens of a rank in the largest forward.
-        kept, dense, transport_choice, stages, schedule: what was chosen (`carpool.planner.chosen`); stages: None if
-            there are none.
+        decisions: all that was chosen (`carpool.planner.chosen`); of these, kept, dense, transport_choice, stages (None
+            if there are none) and schedule are asked for elsewhere.
         experts_lossy, limits_lossy: how these change the model's function, for the log.
         layout_source: what says where experts live at the start.
         step, start, saved_at, last_step: now, at the start, of the newest checkpoint, at the end.
@@ -118,6 +118,7 @@ class RunState:
     rides: list[ExpertRides]
     options: TransportOptions
     most_tokens: int
+    decisions: Decisions
     kept: Chosen[Policies]
     dense: Chosen[str]
     estimate: MemoryEstimate

@@ -9,20 +9,15 @@ any other           that one                                       that one
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
-
 import torch
 
 from carpool.hf.expert_parallel import ExpertRides
 from carpool.parallel.degrees import Degrees
-from carpool.planner.chosen import Chosen, Kind, choose
+from carpool.planner.chosen import Chosen, Decisions, Kind
 from carpool.planner.hardware import Hardware, hardware_of
 from carpool.planner.nodes import way_between_nodes
-from carpool.train.checkpoints.ranks import from_rank_0, gather
+from carpool.train.checkpoints.ranks import gather
 from carpool.train.config.schema import Config
-from carpool.train.run.files import read_record
 from carpool.train.run.room import transport_options
 from carpool.transport import (
     TRANSPORTS,
@@ -44,7 +39,7 @@ def choose_way(
     hidden: int,
     options: TransportOptions,
     device: torch.device,
-    folders: Sequence[Path] = (),
+    decisions: Decisions,
     *,
     element_size: int = 2,
     hardware: Hardware | None = None,
@@ -58,7 +53,7 @@ def choose_way(
         options: what means something to any transport.
         element_size: bytes of an element of a row.
         hardware: rates of the machine; None: of the device.
-        folders: of a run that is resumed; the first that has a record counts.
+        decisions: of the run.
 
     Raises:
         ValueError: an unknown transport.
@@ -91,12 +86,7 @@ def choose_way(
             )  # fmt: skip
         return kept or Chosen(name, shape, "default", why + note), False
 
-    def recorded() -> Mapping[str, Any] | None:
-        return read_record(folders, TRANSPORT_KIND.key)
-
-    return choose(
-        TRANSPORT_KIND, shape, recorded=recorded, decide=decide, measure=lambda one: one, from_rank_0=from_rank_0
-    )
+    return decisions.choose(TRANSPORT_KIND, shape, decide)
 
 
 def likely_transport(
