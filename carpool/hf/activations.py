@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,8 +31,10 @@ from transformers import PreTrainedModel
 
 from carpool.hf.build import experts_modules
 from carpool.hf.compiled import decoder_layers
+from carpool.hf.context import ContextParallel
 from carpool.hf.head import output_layer
 from carpool.hf.packed import packed, packed_settings, unpacked
+from carpool.parallel.context import Cut, Shapes
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ def measure_activations(
     autocast: torch.dtype | None = None,
     expert_adapters: bool = False,
     documents: bool = False,
+    cut: Cut | None = None,
 ) -> Activations:
     """Run a forward on fake tensors.
 
@@ -68,6 +72,7 @@ def measure_activations(
         autocast: the dtype of `torch.autocast`, if it is used.
         expert_adapters: experts have adapters, which this model lacks: what they return needs a gradient.
         documents: rows are packed documents, which a mask keeps apart.
+        cut: the part of each sequence that a rank has, if ranks share them.
     """
     model = copy.deepcopy(model)
     adapters = [name for name, parameter in model.named_parameters() if parameter.requires_grad and "lora_" in name]
@@ -105,13 +110,19 @@ def measure_activations(
         experts.forward = partial(_experts, experts, expert_adapters)  # type: ignore[assignment]
     if (head := output_layer(model)) is not None:
         head.forward = _no_logits
+    context = None if cut is None else ContextParallel(model, cut, Shapes(cut.ranks))
     with FakeTensorMode(), packed() if documents else unpacked():
         model._apply(lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
         own = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
         ids_BL = torch.zeros(batch, length, dtype=torch.int64)
-        settings = packed_settings(model, torch.zeros_like(ids_BL)) if documents else {}
+        position_BL = torch.zeros_like(ids_BL) if documents else None
+        settings = {} if position_BL is None else packed_settings(model, position_BL)
+        whole: AbstractContextManager[None] = nullcontext()
+        if context is not None:
+            settings |= context.settings(ids_BL, position_BL)
+            whole, ids_BL = context.whole(length, position_BL), context.cut.part(ids_BL)
         enabled = torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None)
-        with saved_tensors_hooks(pack, _not_needed), _FusedAttention(), enabled:
+        with saved_tensors_hooks(pack, _not_needed), _FusedAttention(), enabled, whole:
             model.train()(input_ids=ids_BL, use_cache=False, **settings)
     bytes_of = [0] * (len(layers) + 1)
     for address, (storage, number) in kept.items():

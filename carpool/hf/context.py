@@ -24,14 +24,13 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from transformers import masking_utils
 from transformers.modeling_utils import AttentionInterface
 
 from carpool.hf.packed import one_row_only, why_not_packed
-from carpool.parallel.context import Cut, Way, kv_repeats, to_heads, to_tokens
+from carpool.parallel.context import Cut, Group, Shapes, Way, kv_repeats, to_heads, to_tokens
 from carpool.parallel.ring import ring_attention
 
 Attention = Callable[..., tuple[torch.Tensor, Any]]
@@ -70,9 +69,12 @@ class ContextParallel:
         model: of transformers; `choose_way` has nothing against it.
         cut: what part of a sequence this rank has.
         group: the ranks that share sequences, in the order of their parts.
+
+    Attributes:
+        cut: as given.
     """
 
-    def __init__(self, model: nn.Module, cut: Cut, group: dist.ProcessGroup) -> None:
+    def __init__(self, model: nn.Module, cut: Cut, group: Group) -> None:
         self.cut, self.group, self._on = cut, group, True
         self._layers: int = model.config.get_text_config().num_hidden_layers  # type: ignore[operator, union-attr]
         # Whose attention sees documents by positions, and not by a mask.
@@ -193,7 +195,10 @@ class ContextParallel:
         # Flash attention has values as wide as keys; zeros beside them change nothing.
         size = value_BHlD.shape[-1]
         value_BHlD = F.pad(value_BHlD, (0, query_BHlD.shape[-1] - size))
-        out_BHlD = ring_attention(self.group, query_BHlD, key_BHlD, value_BHlD, scale)
+        if isinstance(self.group, Shapes):
+            out_BHlD = F.scaled_dot_product_attention(query_BHlD, key_BHlD, value_BHlD, scale=scale, enable_gqa=True)
+        else:
+            out_BHlD = ring_attention(self.group, query_BHlD, key_BHlD, value_BHlD, scale)
         return out_BHlD[..., :size].transpose(1, 2).contiguous()
 
 
@@ -203,6 +208,7 @@ def choose_way(
     length: int,
     asked: Literal["auto", "ulysses", "ring"] = "auto",
     *,
+    heads_divided: int = 1,
     packed: bool = False,
     implementation: str | None = None,
 ) -> Way:
@@ -213,6 +219,7 @@ def choose_way(
         ranks: that share sequences.
         length: tokens of a whole sequence.
         asked: auto: ulysses, if the ranks divide the heads.
+        heads_divided: tensor-parallel ranks, which divide the heads already.
         packed: several documents in a sequence.
         implementation: of attention; None: as the model's configuration says.
 
@@ -230,7 +237,7 @@ def choose_way(
             "which a rank with a part does not see: set parallelism.cp_size=1, or data.sequence_length to at most "
             f"{limit}"
         )
-    heads = attention_heads(text)
+    heads = attention_heads(text) // heads_divided
     way: Way = "ulysses" if asked == "ulysses" or (asked == "auto" and heads % ranks == 0) else "ring"
     implementation = implementation or text._attn_implementation or "sdpa"
     if way == "ulysses" and heads % ranks:

@@ -43,9 +43,9 @@ class Rule:
 
 
 RULES = (
-    Rule(("cp",), "context parallelism is not supported"),
     Rule(("etp",), "expert tensor parallelism is not supported"),
     Rule(("pp",), "pipeline parallelism is not supported"),
+    Rule(("cp", "pp"), "stages do not know of which sequences they have parts"),
     Rule(
         ("tp",),
         "whole dense parameters are on each rank, and tensor parallelism divides them",

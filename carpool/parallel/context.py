@@ -50,6 +50,10 @@ class Cut:
         """Of L."""
         return self.ranks if self.way == "ulysses" else 2 * self.ranks
 
+    def __str__(self) -> str:
+        parts = f"1/{self.ranks}" if self.way == "ulysses" else f"2/{2 * self.ranks}, an early and a late one,"
+        return f"each rank has {parts} of every sequence, attention by {self.way}"
+
     def part(self, x_BL: torch.Tensor) -> torch.Tensor:
         """This rank's part of a tensor of whole sequences: (B, L, ...) to (B, l, ...)."""
         pieces = x_BL.chunk(self.divisor, dim=1)
@@ -67,21 +71,34 @@ def kv_repeats(heads: int, kv_heads: int, ranks: int) -> int:
     return next(n for n in repeats if kv_heads * n % ranks == 0 and heads % (kv_heads * n) == 0)
 
 
-def to_heads(group: dist.ProcessGroup, *parts_BHlD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+class Shapes:
+    """Stands for a group of ranks where shapes alone matter (`carpool.hf.activations`): nothing travels."""
+
+    def __init__(self, ranks: int) -> None:
+        self._ranks = ranks
+
+    def size(self) -> int:
+        return self._ranks
+
+
+Group = dist.ProcessGroup | Shapes
+
+
+def to_heads(group: Group, *parts_BHlD: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Trade tokens for heads, all tensors in one all-to-all: each (B, H, l, D) to (B, H / W, L, D).
 
     W divides each H; H and D may differ between tensors."""
     return _ToHeads.apply(group, *parts_BHlD)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def to_tokens(group: dist.ProcessGroup, whole_BLHD: torch.Tensor) -> torch.Tensor:
+def to_tokens(group: Group, whole_BLHD: torch.Tensor) -> torch.Tensor:
     """Trade heads for tokens: (B, L, H / W, D) to (B, l, H, D)."""
     return _ToTokens.apply(group, whole_BLHD)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, *parts_BHlD: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, group: Group, *parts_BHlD: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.group = group
         found = _trade_tokens(group, [part.transpose(1, 2) for part in parts_BHlD])
         return tuple(whole.transpose(1, 2) for whole in found)
@@ -94,7 +111,7 @@ class _ToHeads(torch.autograd.Function):
 
 class _ToTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: dist.ProcessGroup, whole_BLHD: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, group: Group, whole_BLHD: torch.Tensor) -> torch.Tensor:
         ctx.group = group
         return _trade_heads(group, [whole_BLHD])[0]
 
@@ -103,7 +120,7 @@ class _ToTokens(torch.autograd.Function):
         return None, _trade_tokens(ctx.group, [grad_BlHD])[0]
 
 
-def _trade_tokens(group: dist.ProcessGroup, parts_BlHD: list[torch.Tensor]) -> list[torch.Tensor]:
+def _trade_tokens(group: Group, parts_BlHD: list[torch.Tensor]) -> list[torch.Tensor]:
     """Each (B, l, H, D) to (B, L, H / W, D)."""
     ranks, (batch, tokens) = group.size(), parts_BlHD[0].shape[:2]
     # Heads for one rank lie together, of all tensors: a row of X numbers a token.
@@ -115,7 +132,7 @@ def _trade_tokens(group: dist.ProcessGroup, parts_BlHD: list[torch.Tensor]) -> l
     return [x_BLX.unflatten(-1, shape) for x_BLX, shape in zip(of_each, shapes, strict=True)]
 
 
-def _trade_heads(group: dist.ProcessGroup, wholes_BLHD: list[torch.Tensor]) -> list[torch.Tensor]:
+def _trade_heads(group: Group, wholes_BLHD: list[torch.Tensor]) -> list[torch.Tensor]:
     """Each (B, L, H / W, D) to (B, l, H, D)."""
     ranks, (batch, length) = group.size(), wholes_BLHD[0].shape[:2]
     tokens = length // ranks
@@ -128,8 +145,9 @@ def _trade_heads(group: dist.ProcessGroup, wholes_BLHD: list[torch.Tensor]) -> l
     ]
 
 
-def _exchange(group: dist.ProcessGroup, sent_WX: torch.Tensor) -> torch.Tensor:
+def _exchange(group: Group, sent_WX: torch.Tensor) -> torch.Tensor:
     sent_WX = sent_WX.contiguous()
     came_WX = torch.empty_like(sent_WX)
-    dist.all_to_all_single(came_WX, sent_WX, group=group)
+    if not isinstance(group, Shapes):
+        dist.all_to_all_single(came_WX, sent_WX, group=group)
     return came_WX

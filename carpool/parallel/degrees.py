@@ -106,6 +106,10 @@ class Degrees:
         """Which part of the data a rank sees."""
         return rank % self.stage_size // (self.cp * self.tp)
 
+    def dp_cp_rank(self, rank: int) -> int:
+        """Which part of the tokens a rank sees."""
+        return rank % self.stage_size // self.tp
+
     def tokens_per_rank(self, tokens: int) -> int:
         """Tokens that a rank routes, at most, if its data-parallel rank has so many: context- and tensor-parallel ranks
         share them."""

@@ -95,8 +95,9 @@ class _RandomText(Setup):
 
     def _force(self, routing: str) -> None:
         training = self.config.training
-        tokens = training.per_device_train_batch_size * self.config.data.sequence_length
-        route(self.model, self.expert_counts, self.top_k, tokens, routing, self.dp_rank, self.degrees.dp)
+        tokens = training.per_device_train_batch_size * self.config.data.sequence_length // self.degrees.cp
+        rank = self.degrees.dp_cp_rank(self.rank)
+        route(self.model, self.expert_counts, self.top_k, tokens, routing, rank, self.degrees.dp_cp)
 
 
 class CarpoolContender(_RandomText, Run):
@@ -169,6 +170,8 @@ class TransformersContender(_RandomText):
         self.config, self.compare_with = config, None
         self._find_place()
         self._find_mesh()
+        if self.cut is not None:
+            raise ValueError("transformers has no context parallelism (parallelism.cp_size)")
         self._read_data()
         self._build_model()
         self.top_k = top_k_of(self.model)

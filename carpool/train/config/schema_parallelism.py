@@ -48,6 +48,12 @@ class ParallelismSection(Section):
         description="Context-parallel ranks, which share sequences: each has a part of every one. They shard dense "
         "parameters, too.",
     )
+    cp_attention: Literal["auto", "ulysses", "ring"] = Field(
+        default="auto",
+        description="How context-parallel ranks compute attention. ulysses: each computes some of the heads, on whole "
+        "sequences, with any mask. ring: keys and values of other ranks come by; causal attention only, and any number "
+        "of heads. auto: ulysses, if cp_size divides the heads.",
+    )
     pp_size: int = Field(
         default=1, gt=0, description="Stages of a pipeline: each has a part of the layers, on ranks of its own."
     )

@@ -70,6 +70,7 @@ def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any
         "parallelism": {
             **run.degrees.record(),
             "sequence_parallel": run.divides_tokens,
+            "cp_attention": None if run.cut is None else run.cut.way,
             "backend": dist.get_backend(),
         },
         DECISIONS: run.decisions.record(),
@@ -160,6 +161,8 @@ def say_hello(run: RunState, resume: Path | None) -> None:
     say(f"{run.world} ranks ({info['parallelism']['backend']}): {run.degrees}")
     if run.degrees.tp > 1:
         say(f"sequence parallelism: {'on' if run.divides_tokens else 'off'}: {run.why_divided}")
+    if run.cut is not None:
+        say(f"context: {run.cut}")
     if run.degrees.dp_cp > 1:
         say(f"dense parameters: {run.dense.answer}: {run.dense.why}")
     if run.adapted:

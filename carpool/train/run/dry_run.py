@@ -27,7 +27,14 @@ from carpool.train.run.estimate import MemoryEstimate, state_bytes
 from carpool.train.run.fit import describe_fit
 from carpool.train.run.flops import flops_per_token, model_size
 from carpool.train.run.memory import decide_memory, with_policies
-from carpool.train.run.model import divides_tokens, expert_counts, meta_model, model_source, top_k_of
+from carpool.train.run.model import (
+    context_cut,
+    divides_tokens,
+    expert_counts,
+    meta_model,
+    model_source,
+    top_k_of,
+)
 from carpool.train.run.transports import likely_transport
 
 # GPUs of a node, where nobody says how many there are.
@@ -58,6 +65,7 @@ def dry_run(config: Config, sources: Mapping[tuple[str, str], str] | None = None
     degrees = config.parallelism.resolve(ranks, min(counts.values()))
     check_layout_file(config, model.config.model_type, counts, degrees.ep)
     divided, why_divided = divides_tokens(config, degrees, model)
+    cut = context_cut(config, degrees, model)
     size = model_size(model, counts, top_k_of(model))
     bf16 = cuda if config.training.bf16 is None else config.training.bf16
     node = None
@@ -83,6 +91,7 @@ def dry_run(config: Config, sources: Mapping[tuple[str, str], str] | None = None
         f"{type(model).__name__}: {size.total:,} parameters, {size.active:,} active per token",
         f"{ranks} ranks{f' on {hardware.name}' if hardware is not None else ''}: {degrees}",
         *([f"sequence parallelism: {'on' if divided else 'off'}: {why_divided}"] if degrees.tp > 1 else []),
+        *([f"context: {cut}"] if cut is not None else []),
         f"{tokens:,} tokens per step, {flops:,} operations per token",
         f"dense parameters: {dense}: {why_dense}",
         f"transport {transport}: {why}",

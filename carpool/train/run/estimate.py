@@ -52,7 +52,7 @@ from carpool.train.config.schema import Config
 from carpool.train.data.formats import are_packed
 from carpool.train.run.adapter import outline_adapter
 from carpool.train.run.graphs import why_not_captured
-from carpool.train.run.model import divides_tokens, top_k_of
+from carpool.train.run.model import context_cut, divides_tokens, top_k_of
 from carpool.train.run.room import transport_options
 from carpool.transport import find_transport
 
@@ -118,15 +118,18 @@ class MemoryEstimate:
         autocast = torch.bfloat16 if bf16 and degrees.dp_cp == 1 and dtype != torch.bfloat16 else None
         batch, length = training.per_device_train_batch_size, config.data.sequence_length
         self.tokens = batch * length
+        # Of a rank, in layers that are not routed.
+        self.own_tokens = self.tokens // degrees.cp
+        cut = context_cut(config, degrees, model)
         # Flash attention of transformers takes the ends of documents in place of a mask.
         documents = "flash" not in (config.model.attn_implementation or "") and are_packed(config.data)
-        self.measured = (batch, length, dtype, autocast, training.freeze, config.adapter, documents)
+        self.measured = (batch, length, dtype, autocast, training.freeze, config.adapter, documents, cut)
         self.kept: Activations
         if like is not None and like.measured == self.measured:
             self.kept = like.kept
         else:
             adapters = self.expert_adapters > 0
-            self.kept = measure_activations(model, batch, length, dtype, autocast, adapters, documents)
+            self.kept = measure_activations(model, batch, length, dtype, autocast, adapters, documents, cut)
 
         text = model.config.get_text_config()
         self.hidden, self.top_k = text.hidden_size, top_k_of(model)
@@ -219,7 +222,11 @@ class MemoryEstimate:
             if dense == "replicate" and self._captured(transport):
                 memory["graphs"] = int(self._evaluation(rides))
             groups = (
-                (degrees.dp_cp > 1) + (degrees.ep > 1) + (degrees.tp > 1) + (degrees.efsdp not in (1, degrees.dp_cp))
+                (degrees.dp_cp > 1)
+                + (degrees.ep > 1)
+                + (degrees.tp > 1)
+                + (degrees.cp not in (1, degrees.dp_cp))
+                + (degrees.efsdp not in (1, degrees.dp_cp))
             )
             memory |= {
                 "context": CONTEXT_BYTES,
@@ -309,7 +316,7 @@ class MemoryEstimate:
         """Bytes that are kept when the backward begins, and when only one layer is left."""
         policy, layers = self.config.memory.policies["dense"], len(self.kept.layers)
         # Blocks divide heads and widths, and all else is divided with the tokens; but what blocks read is whole.
-        whole = self.tokens * self.hidden * self.computed if self.divided else 0
+        whole = self.own_tokens * self.hidden * self.computed if self.divided else 0
         one = self.share * max(self.kept.layers) + whole
         dense = self.share * sum(self.kept.layers) + layers * whole
         if policy == "recompute":
@@ -339,14 +346,14 @@ class MemoryEstimate:
     def _evaluation(self, rides: _Rides) -> float:
         """Bytes that a forward without a backward needs."""
         training, words = self.config.training, self.words
-        tokens = training.per_device_eval_batch_size * self.config.data.sequence_length
+        tokens = training.per_device_eval_batch_size * self.config.data.sequence_length // self.degrees.cp
         logits = min(tokens, training.loss_chunk or piece_size(tokens, words)) * words * self.computed
-        one_layer = max(self.kept.layers) * tokens / self.tokens
-        return one_layer + max(rides.products * tokens / self.tokens, logits)
+        one_layer = max(self.kept.layers) * tokens / self.own_tokens
+        return one_layer + max(rides.products * tokens / self.own_tokens, logits)
 
     def _logits(self) -> tuple[float, float]:
         """Bytes that the loss needs, and those that stay when the backward begins."""
-        tokens, words = self.tokens, self.words
+        tokens, words = self.own_tokens, self.words
         if self.divided and not self.whole_logits:
             tokens = math.ceil(tokens * self.share)
         if self.whole_logits:

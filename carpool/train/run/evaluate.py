@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -24,7 +25,8 @@ def evaluate(run: RunState) -> None:
         run.display.say(f"step {run.step}: held-out loss {loss:.4f} over {tokens:,} tokens")
     training = run.config.training
     if training.sample_prompt is not None:
-        with eagerly(), run.objective.cast(run.device):
+        context = run.objective.context
+        with eagerly(), run.objective.cast(run.device), nullcontext() if context is None else context.off():
             text = sample(
                 run.model,
                 run.tokenizer,
@@ -52,4 +54,6 @@ def _held_out(run: RunState) -> tuple[float, int]:
     dist.all_reduce(sums)
     total, tokens = sums.tolist()
     run.check_rides()
-    return total / tokens, int(tokens) // (run.world // run.degrees.dp_cp)
+    # Ranks that share sequences have each counted all of their tokens.
+    tokens /= run.objective.ranks_per_sequence
+    return total / run.objective.ranks_per_copy / tokens, int(tokens)

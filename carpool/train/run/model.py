@@ -17,12 +17,15 @@ from transformers.distributed import DistributedConfig
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from carpool.hf.build import experts_modules, make_config, read_config
+from carpool.hf.context import choose_way
 from carpool.hf.sequence_parallel import why_not_sequence_parallel
 from carpool.hf.sizes import TOP_K, check_sizes, first_key
+from carpool.parallel.context import Cut
 from carpool.parallel.degrees import Degrees
 from carpool.plugins.nearest import nearest
 from carpool.train.config.published import FROM, read_keys
 from carpool.train.config.schema import Config
+from carpool.train.data.formats import are_packed
 from carpool.train.data.tokenizer import Tokenizer
 
 
@@ -124,6 +127,28 @@ def meta_model(source: PreTrainedConfig | Path) -> PreTrainedModel:
     check_sizes(config)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
+
+
+def context_cut(config: Config, degrees: Degrees, model: PreTrainedModel, rank: int = 0) -> Cut | None:
+    """Which part of every sequence a rank has; None: whole ones.
+
+    Args:
+        model: may be on the meta device.
+
+    Raises:
+        ValueError: a model, sequences or heads that cannot be divided so."""
+    if degrees.cp == 1:
+        return None
+    way = choose_way(
+        model,
+        degrees.cp,
+        config.data.sequence_length,
+        config.parallelism.cp_attention,
+        heads_divided=degrees.tp,
+        packed=are_packed(config.data),
+        implementation=config.model.attn_implementation,
+    )
+    return Cut(degrees.cp, degrees.coordinate(rank, "cp"), way)
 
 
 def distributed_config(degrees: Degrees, bf16: bool) -> DistributedConfig:

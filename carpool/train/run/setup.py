@@ -23,6 +23,7 @@ from carpool.hf import install, rides, set_experts, set_kept, set_transport
 from carpool.hf.bias import BiasBalance, find_biases
 from carpool.hf.build import build_model
 from carpool.hf.compiled import check_backend, compile_layers, decoder_layers
+from carpool.hf.context import ContextParallel
 from carpool.hf.dense import replicate_dense
 from carpool.hf.drops import drop_choices, route_in_float32
 from carpool.hf.expert_parallel import buffers_of_rides
@@ -66,6 +67,7 @@ from carpool.train.run.graphs import StepGraphs, note_graphs, why_no_graphs
 from carpool.train.run.kept_times import Times, groups_before, measure_policies, small_config, small_model
 from carpool.train.run.memory import choose_memory, open_items, with_policies
 from carpool.train.run.model import (
+    context_cut,
     distributed_config,
     divides_tokens,
     expert_counts,
@@ -167,6 +169,7 @@ class Setup(RunState):
         self.meshes = Meshes(self.degrees, self.device.type)
         self.dp_rank = self.degrees.dp_rank(self.rank)
         self.divides_tokens, self.why_divided = divides_tokens(config, self.degrees, blueprint)
+        self.cut = context_cut(config, self.degrees, blueprint, self.rank)
         self.top_k = top_k_of(blueprint)
         self.size = model_size(blueprint, self.expert_counts, self.top_k)
         cuda, hidden = self.device.type == "cuda", blueprint.config.get_text_config().hidden_size
@@ -385,6 +388,7 @@ class Setup(RunState):
             two_batch=self.schedule.answer.name == "two-batch",
             rides_first=rides_first(self.model, moe, self.degrees.fsdp * self.degrees.cp),
             loss_chunk=training.loss_chunk,
+            context=self._context_parallel(),
         )
         with sharded_parameters(self.model):
             self.parameters = list(self.model.parameters())
@@ -393,8 +397,14 @@ class Setup(RunState):
         self.consumed, self.away = make_tiers(self)
         self.metrics = RideMetrics(self.model)
         self._set_graphs()
-        # Drop-out and the like differ between ranks with different data, and only between them.
-        torch.manual_seed(training.seed + self.dp_rank)
+        # Drop-out and the like differ between ranks with different tokens, and only between them.
+        torch.manual_seed(training.seed + self.degrees.dp_cp_rank(self.rank))
+
+    def _context_parallel(self) -> ContextParallel | None:
+        group = self.meshes.group("cp")
+        if self.cut is None or group is None:
+            return None
+        return ContextParallel(self.model, self.cut, group)
 
     def _set_graphs(self) -> None:
         asked, self.no_graphs = self.config.training.cuda_graphs, "training.cuda_graphs = 'off'"

@@ -23,6 +23,7 @@ from carpool.hf.metrics import RideMetrics
 from carpool.layout.topology import Topology
 from carpool.memory.host_experts import HostExperts
 from carpool.parallel.consumed import ConsumedGradients
+from carpool.parallel.context import Cut
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.meshes import Meshes
 from carpool.planner.chosen import Chosen, Decisions
@@ -60,6 +61,7 @@ class RunState:
         topology, ep_topology: of all ranks; of this rank's expert-parallel group.
         hardware: rates for the cost model.
         expert_counts: E of each experts module, by name.
+        cut: the part of each sequence that this rank has; None: whole ones.
         rides: the layers that ride.
         load_seconds: until all ranks had the model.
         parameters: what the optimizer and clipping see: this rank's shards, where the model is sharded.
@@ -102,6 +104,7 @@ class RunState:
     why_divided: str
     meshes: Meshes
     dp_rank: int
+    cut: Cut | None
     corpus: Corpus
     sequences: Sequences
     why_not_packed: str | None
