@@ -18,6 +18,7 @@ from carpool.hf.context import ContextParallel
 from carpool.hf.dense import replicate_dense
 from carpool.hf.packed import packed, packed_settings, unpacked
 from carpool.hf.router_logits import RouterLogits
+from carpool.hf.sequence_parallel import why_not_sequence_parallel
 from carpool.parallel.clip import grad_norm
 from carpool.parallel.context import Cut, Way
 from carpool.parallel.degrees import Degrees
@@ -90,6 +91,7 @@ def _step(
     loss, balance = _reference(reference, whole, coef)
 
     meshes = Meshes(degrees, "cpu")
+    divided = degrees.tp > 1 and why_not_sequence_parallel(reference, degrees.ep) is None
     model = build_model(
         Path(path),
         distributed_config=distributed_config(degrees, bf16=False),
@@ -97,6 +99,7 @@ def _step(
         seed=0,
         dense=dense,  # type: ignore[arg-type]
         meshes=meshes,
+        sequence_parallel=divided,
     )
     kept = replicate_dense(model, bfloat16=False) if dense == "replicate" else None
     group = meshes.group("cp")
@@ -134,8 +137,8 @@ CASES = [
     ("qwen3_moe", Degrees(cp=2, fsdp=2, ep=4), "fsdp", True, {"num_key_value_heads": 2}),
     ("olmoe", Degrees(cp=4, ep=2), "replicate", True, {}),
     ("mixtral", Degrees(cp=2, dp_replicate=2, ep=2), "fsdp", False, {}),
+    ("qwen3_moe", Degrees(cp=2, tp=2, ep=4), "fsdp", True, {}),
 ]
-FEW = len(CASES)
 MORE = [
     (name, degrees, dense, is_packed, config)
     for name in ("olmoe", "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "deepseek_v3")

@@ -40,8 +40,6 @@ def evaluate(run: RunState) -> None:
 
 def _held_out(run: RunState) -> tuple[float, int]:
     """The mean loss over all held-out tokens, and their number."""
-    # Tensor-parallel ranks all count the same tokens, and compute the loss of all of them or of some.
-    again = run.degrees.tp // run.objective.cross_entropy.copies
     sums = torch.zeros(2, dtype=torch.float64, device=run.device)
     run.model.eval()
     with torch.no_grad(), run.slots_kept():
@@ -49,11 +47,11 @@ def _held_out(run: RunState) -> tuple[float, int]:
             # Counted before it goes to the device, for which nobody waits until the end.
             sums[1] += count_targets(batch["labels"])
             ce, _ = run.with_room(partial(run.objective.forward, run.to_device(batch)))
-            sums[0] += ce * again
+            sums[0] += ce
     run.model.train()
     dist.all_reduce(sums)
     total, tokens = sums.tolist()
     run.check_rides()
-    # Ranks that share sequences have each counted all of their tokens.
+    # Ranks that share sequences have each counted all of their tokens, and compute the loss of all or of some.
     tokens /= run.objective.ranks_per_sequence
-    return total / run.objective.ranks_per_copy / tokens, int(tokens)
+    return total / run.objective.cross_entropy.copies / tokens, int(tokens)
