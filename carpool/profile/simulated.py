@@ -32,7 +32,12 @@ def kind_of_event(event: Event) -> str:
 
 def simulated_profile(execution: Execution, about: dict[str, str]) -> Profile:
     """The kept ranks of each stage, numbered as in the whole run. `about`: what was simulated, for a person."""
-    numbers = [measure(recorded, rank) for rank, recorded in _ranks(execution)]
+    numbers = []
+    for rank, recorded in _ranks(execution):
+        found = measure(recorded, rank)
+        # Streams of the graph have names that say what runs there.
+        lanes = [lane.model_copy(update={"name": lane.name.partition(":")[0]}) for lane in found.lanes]
+        numbers.append(found.model_copy(update={"lanes": lanes}))
     return Profile(about=about, on_device=True, simulated=True, ranks=numbers)
 
 

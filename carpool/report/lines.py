@@ -1,4 +1,4 @@
-"""A chart of lines over steps: axes, grid, lines, bands, points, marks, and values under the pointer.
+"""A chart of lines, over steps or anything else: axes, grid, lines, bands, points, marks, and values under the pointer.
 
 The vertical axis begins at zero unless the caller says otherwise; a logarithmic one says so in its unit. Values above
 `top` are cut off and marked by a small triangle at the upper edge.
@@ -51,6 +51,8 @@ class Chart:
         marks: vertical lines, (step, role).
         height: in units (a chart is WIDTH wide).
         tick: text of a tick of the vertical axis.
+        across: what the horizontal axis counts.
+        across_text: of a value of it.
     """
 
     alt: str
@@ -63,6 +65,8 @@ class Chart:
     marks: Sequence[tuple[float, str]] = ()
     height: int = 200
     tick: Callable[[float], str] = axis_text
+    across: str = "step"
+    across_text: Callable[[float], str] = axis_text
 
 
 def draw(chart: Chart, lines: Sequence[Line]) -> str | None:
@@ -96,9 +100,11 @@ def draw(chart: Chart, lines: Sequence[Line]) -> str | None:
         parts.append(tag("line", class_="grid", x1=left, x2=float(WIDTH - _RIGHT), y1=y, y2=y))
         parts.append(tag("text", chart.tick(tick), x=left - 6, y=y + 4, text_anchor="end"))
     for tick in ticks(first, last, 6, whole=True):
-        parts.append(tag("text", axis_text(tick), x=float(px(tick)), y=float(floor + 18), text_anchor="middle"))
+        text, x = chart.across_text(tick), float(px(tick))
+        anchor = "end" if x + 4 * len(text) > WIDTH else "middle"
+        parts.append(tag("text", text, x=x, y=float(floor + 18), text_anchor=anchor))
     parts.append(
-        tag("text", "step", class_="axis", x=(left + WIDTH - _RIGHT) / 2, y=floor + 34.0, text_anchor="middle")
+        tag("text", chart.across, class_="axis", x=(left + WIDTH - _RIGHT) / 2, y=floor + 34.0, text_anchor="middle")
     )
     for at, role in chart.marks:
         if first <= at <= last:
@@ -110,7 +116,8 @@ def draw(chart: Chart, lines: Sequence[Line]) -> str | None:
         if chart.top is not None:
             over = px(line.x[line.y > chart.top])
             parts += [_triangle(float(x), line.role) for x in over]
-    hover = {"top": _TOP, "floor": floor, "lines": [_hover(line, px(line.x), py(line.y), chart.text) for line in lines]}
+    shown = [_hover(line, px(line.x), py(line.y), chart) for line in lines]
+    hover = {"top": _TOP, "floor": floor, "across": chart.across, "lines": shown}
     entries = [(line.name, line.role, line.style) for line in lines if line.name]
     if entries:
         entries += [(text, role, "bar") for role, text in MARKS.items() if any(m[1] == role for m in chart.marks)]
@@ -170,18 +177,25 @@ def _triangle(x: float, role: str) -> str:
     return tag("path", class_="over", d=d, style=f"fill: {colour(role)}")
 
 
-def _hover(line: Line, x: np.ndarray, y: np.ndarray, text: Callable[[float], str]) -> dict[str, object]:
+def _hover(line: Line, x: np.ndarray, y: np.ndarray, chart: Chart) -> dict[str, object]:
     """What the pointer shows of a line: places, and texts."""
     known = np.isfinite(y)
-    shown = [text(float(v)) for v in line.y[known]]
+    shown = [chart.text(float(v)) for v in line.y[known]]
     if line.upper is not None:
-        shown = [f"{a}, p99 {text(float(b))}" for a, b in zip(shown, line.upper[known], strict=True)]
+        shown = [f"{a}, p99 {chart.text(float(b))}" for a, b in zip(shown, line.upper[known], strict=True)]
     return {
         "name": line.name,
         "role": line.role,
         "point": line.style == "point",
         "x": [round(float(v), 1) for v in x[known]],
         "y": [round(float(v), 1) for v in y[known]],
-        "step": [f"{v:g}" if v == int(v) else f"{v:.1f}" for v in line.x[known]],
+        "at": [_place(float(v), chart) for v in line.x[known]],
         "text": shown,
     }
+
+
+def _place(value: float, chart: Chart) -> str:
+    """A place on the horizontal axis, in full where it is a step."""
+    if chart.across_text is not axis_text:
+        return chart.across_text(value)
+    return f"{value:g}" if value == int(value) else f"{value:.1f}"

@@ -57,7 +57,7 @@
   }
   function lines(data, x) {
     const main = data.lines.find((line) => !line.point && line.x.length > 2) || data.lines[0];
-    const own = nearest(main.x, x), marks = [], texts = [[`step ${main.step[own]}`]];
+    const own = nearest(main.x, x), marks = [], texts = [[`${data.across} ${main.at[own]}`]];
     marks.push(make("line", { class: "guide", x1: main.x[own], x2: main.x[own], y1: data.top, y2: data.floor }));
     for (const line of data.lines) {
       const i = nearest(line.x, main.x[own]);

@@ -69,7 +69,7 @@ def render_profile(named: list[tuple[str, Profile]], report: bool = False) -> st
     until = max(one.times.step for _, profile in named for one in profile.ranks)
     runs = [_run(name, profile, until) for name, profile in named]
     compared = _compared([profile for _, profile in named]) if len(named) == 2 else None
-    legend = [(kind, text) for kind, text in NAMES.items() if _is_shown(kind, [profile for _, profile in named])]
+    legend = lanes_legend([profile for _, profile in named])
     return fill(
         "profile.html.j2",
         runs=runs,
@@ -185,5 +185,7 @@ def _difference(names: list[str], before: float | None, after: float | None) -> 
     return [*names, ms_text(before), ms_text(after), change, ratio]
 
 
-def _is_shown(kind: str, profiles: list[Profile]) -> bool:
-    return any(run[2] == kind for p in profiles for one in p.ranks for lane in one.lanes for run in lane.runs)
+def lanes_legend(profiles: list[Profile]) -> list[tuple[str, str]]:
+    """(kind, what it is) of each kind of work that the lanes show."""
+    shown = {run[2] for profile in profiles for one in profile.ranks for lane in one.lanes for run in lane.runs}
+    return [(kind, text) for kind, text in NAMES.items() if kind in shown]

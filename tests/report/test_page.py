@@ -183,7 +183,7 @@ def test_lines_show_what_the_file_says(page: Page, run: Path) -> None:
         ("copies", "measured", "copies_per_token", "{:.2f}"),
     ):
         drawn = _line(page, name, line)
-        assert drawn["step"] == [str(t["step"]) for t in train]
+        assert drawn["at"] == [str(t["step"]) for t in train]
         assert drawn["text"] == [text.format(t[key]) for t in train], name
         # Higher on the page is smaller y: places and values must be in the same, opposite order.
         order = [y for _, y in sorted(zip((t[key] for t in train), drawn["y"], strict=True))]

@@ -1,0 +1,210 @@
+"""What `carpool simulate` found, as tables for a terminal, and as a page (simulation.html.j2).
+
+Beside the page lie the step's profile (`carpool.profile.simulated`), which `carpool profile --show` compares with a
+measured one, and its trace for Perfetto.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from carpool.planner.events import KINDS
+from carpool.planner.goodput import Failures
+from carpool.planner.simulate import Simulation
+from carpool.profile.numbers import Profile, save_profile
+from carpool.profile.simulated import simulated_profile, write_simulated_trace
+from carpool.report.lanes import lanes
+from carpool.report.lines import Chart, Line, draw
+from carpool.report.profile import lanes_legend, profile_path, write_profile
+from carpool.report.units import count_text, ms_text, percent_text
+from carpool.report.write import check_output, fill, write_page
+
+SIZES = ("GPUs", "Degrees", "Balanced", "Drawn", "Bounds", "Tokens/s of a GPU", "Efficiency", "Fullest rank")
+TROUBLES = ("What", "Step", "Longer by")
+KIND_COLUMNS = ("Kind", "Exposed on the fullest rank", "On the critical path")
+
+Rows = list[list[str]]
+
+
+def write_simulation(found: Simulation, folder: Path, about: Mapping[str, str]) -> Path:
+    """Write simulation.html, simulation.json, profile.html and the folder profile/ of a simulation; returns the page.
+
+    Args:
+        about: what was simulated, and where each input of it is from.
+
+    Raises:
+        ValueError: a file cannot be written. ImportError: jinja2 is missing."""
+    try:
+        (folder / "profile").mkdir(parents=True, exist_ok=True)
+        profile = simulated_profile(found.execution, dict(about))
+        save_profile(profile, profile_path(folder))
+        write_simulated_trace(found.execution, folder / "profile" / "trace.json.gz")
+        record = {"about": dict(about), **found.record()}
+        (folder / "simulation.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be written ({error.strerror}); name another folder with --out") from None
+    write_profile(folder)
+    output = folder / "simulation.html"
+    check_output(output, "page")
+    write_page(_page(found, profile, about), output, "page")
+    return output
+
+
+def _page(found: Simulation, profile: Profile, about: Mapping[str, str]) -> str:
+    last = found.sizes[-1]
+    return fill(
+        "simulation.html.j2",
+        headline=headline(found),
+        gpus=f"{last.gpus:,}",
+        facts=_facts(found),
+        scaling=_scaling(found),
+        size_columns=SIZES,
+        sizes=size_rows(found),
+        svg=lanes(profile, 1e3 * last.drawn, "simulated step"),
+        legend=lanes_legend([profile]),
+        kind_columns=KIND_COLUMNS,
+        kinds=kind_rows(found),
+        trouble_columns=TROUBLES,
+        troubles=trouble_rows(found),
+        trouble_gpus=f"{found.trouble_gpus:,}",
+        failures=[] if found.failures is None else failure_rows(found.failures),
+        goodput=None if found.failures is None else _goodput(found.failures),
+        about=about,
+    )
+
+
+def headline(found: Simulation) -> str:
+    """In a sentence."""
+    last = found.sizes[-1]
+    said = (
+        f"{last.gpus:,} GPUs take {_s(last.drawn)} for a step ({_s(last.low)} to {_s(last.high)}), "
+        f"{count_text(found.throughput)} tokens per second"
+    )
+    if found.failures is None:
+        return f"{said}."
+    goodput = found.failures.goodput(found.failures.daly)
+    often = f"{found.failures.per_day:.2g} failures a day"
+    return f"{said}; {often} leave {percent_text(goodput)} of the time for training."
+
+
+def _facts(found: Simulation) -> list[tuple[str, str, str]]:
+    """Label, value, detail."""
+    last, first = found.sizes[-1], found.sizes[0]
+    waits = last.drawn - last.balanced
+    facts = [
+        ("Step", _s(last.drawn), f"{_s(last.low)} to {_s(last.high)}, all bounds at once"),
+        ("Ranks that differ", percent_text(waits / last.drawn), f"{_s(waits)} more than if all ranks were alike"),
+        ("Efficiency", percent_text(last.efficiency), f"tokens per second of a GPU, by those of {first.gpus:,} GPUs"),
+        ("Idle", percent_text(found.exposed["idle"] / last.drawn), "of the step, on the fullest rank"),
+    ]
+    if found.failures is not None:
+        failures = found.failures
+        detail = f"{failures.per_day:.2g} failures a day, a checkpoint every {_minutes(failures.daly)}"
+        facts.append(("Goodput", percent_text(failures.goodput(failures.daly)), detail))
+    return facts
+
+
+def size_rows(found: Simulation) -> Rows:
+    """Of `SIZES`."""
+    return [
+        [
+            f"{one.gpus:,}", one.label, _s(one.balanced), _s(one.drawn), f"{_s(one.low)} to {_s(one.high)}",
+            count_text(one.tokens_per_second), percent_text(one.efficiency), f"{one.imbalance:.3f}",
+        ]
+        for one in found.sizes
+    ]  # fmt: skip
+
+
+def trouble_rows(found: Simulation) -> Rows:
+    """Of `TROUBLES`."""
+    return [[one.what, _s(one.step), f"{100 * one.longer:+.1f} %"] for one in found.troubles]
+
+
+def kind_rows(found: Simulation) -> Rows:
+    """Of `KIND_COLUMNS`."""
+    step = found.sizes[-1].drawn
+
+    def cell(seconds: float) -> str:
+        return f"{_s(seconds)} ({percent_text(seconds / step)})" if seconds else "–"
+
+    kinds = [kind for kind in (*KINDS, "idle") if found.exposed.get(kind) or found.path.get(kind)]
+    return [[kind, cell(found.exposed.get(kind, 0.0)), cell(found.path.get(kind, 0.0))] for kind in kinds]
+
+
+def failure_rows(failures: Failures) -> Rows:
+    """What fails, and what to do about it."""
+    record = failures.record()
+    sampled, error = record["goodput_sampled"], record["goodput_sampled_error"]
+    return [
+        ["Mean time between failures", _minutes(failures.mtbf)],
+        ["Failures a day", f"{failures.per_day:.2g}"],
+        ["A checkpoint, a restart", f"{failures.checkpoint:g} s, {failures.restart:g} s"],
+        ["Best interval between checkpoints (Daly)", _minutes(failures.daly)],
+        ["The same by Young", f"{_minutes(failures.young)}, goodput {percent_text(record['goodput_young'])}"],
+        ["Goodput by the formula", f"{100 * record['goodput']:.2f} %"],
+        ["Goodput by drawn failures", f"{100 * sampled:.2f} % ± {100 * error:.2f}"],
+    ]
+
+
+def print_simulation(found: Simulation, console: Console) -> None:
+    """Tables for a terminal."""
+    console.print(headline(found), highlight=False)
+    tables: list[tuple[str, tuple[str, ...], Rows]] = [
+        ("Scaling", SIZES, size_rows(found)),
+        ("The step by kind", KIND_COLUMNS, kind_rows(found)),
+        (f"What goes wrong, at {found.trouble_gpus:,} GPUs", TROUBLES, trouble_rows(found)),
+    ]
+    if found.failures is not None:
+        tables.append(("Failures", ("", ""), failure_rows(found.failures)))
+    for title, columns, rows in tables:
+        table = Table(*columns, box=box.SIMPLE_HEAD, title=title, title_justify="left", show_header=any(columns))
+        for row in rows:
+            table.add_row(*row)
+        console.print(table)
+
+
+def _scaling(found: Simulation) -> str | None:
+    if len(found.sizes) < 2:
+        return None
+    doubled = np.log2([one.gpus for one in found.sizes])
+    lines = [
+        Line(name, role, doubled, np.array([getattr(one, of) for one in found.sizes]), style)
+        for name, of, role, style in (
+            ("drawn", "drawn", "loss", "line"), ("balanced", "balanced", "raw", "thin"),
+            ("bounds", "low", "predicted", "dash"), ("", "high", "predicted", "dash"),
+        )
+    ]  # fmt: skip
+    chart = Chart(
+        "Seconds of a step over the number of GPUs", "seconds of a step", _s, across="GPUs",
+        across_text=lambda power: f"{round(2**power):,}",
+    )  # fmt: skip
+    return draw(chart, lines)
+
+
+def _goodput(failures: Failures) -> str | None:
+    power = np.linspace(math.log2(failures.daly) - 4, math.log2(failures.daly) + 4, 65)
+    share = np.array([failures.goodput(2.0**one) for one in power])
+    best = np.array([math.log2(failures.daly)]), np.array([failures.goodput(failures.daly)])
+    chart = Chart(
+        "Goodput over the interval between checkpoints", "goodput", percent_text, across="checkpoint every",
+        across_text=lambda one: _minutes(2.0**one), top=1.0,
+    )  # fmt: skip
+    return draw(chart, [Line("goodput", "loss", power, share), Line("Daly's interval", "mark", *best, "point")])
+
+
+def _s(seconds: float) -> str:
+    return ms_text(1e3 * seconds)
+
+
+def _minutes(seconds: float) -> str:
+    if seconds >= 2 * 86400:
+        return f"{seconds / 86400:.1f} days"
+    return f"{seconds / 3600:.1f} h" if seconds >= 7200 else f"{seconds / 60:.1f} min"

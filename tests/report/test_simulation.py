@@ -1,0 +1,65 @@
+"""What a simulation writes: a page, numbers, a profile that can be compared, tables for a terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from rich.console import Console
+
+from carpool.planner.goodput import Failures
+from carpool.planner.simulate import Simulation, simulate
+from carpool.report.profile import write_profile
+from carpool.report.simulation import failure_rows, print_simulation, write_simulation
+from tests.planner.step_problem import build
+from tests.report.test_profile import Text, recorded
+
+ABOUT = {"Plan": "<b>&plan.toml", "Hardware": "H200: measured"}
+
+
+@pytest.fixture(scope="module")
+def found() -> Simulation:
+    return simulate(build, 16, failures=Failures(36000.0, 60.0, 300.0))
+
+
+def test_page_and_files(found: Simulation, tmp_path: Path) -> None:
+    page = write_simulation(found, tmp_path / "new", ABOUT).read_text()
+    folder = tmp_path / "new"
+    assert sorted(path.name for path in folder.rglob("*") if path.is_file()) == [
+        "profile.html", "profile.json", "simulation.html", "simulation.json", "trace.json.gz",
+    ]  # fmt: skip
+    assert "&lt;b&gt;&amp;plan.toml" in page and "<b>&plan" not in page and "None" not in page
+    cells = Text(page).cells
+    assert "one rank computes at 0.9 of the others' speed" in cells and "H200: measured" in cells
+    pictures = [page[at : page.index("</svg>", at) + 6] for at in range(len(page)) if page.startswith("<svg", at)]
+    assert len(pictures) == 3
+    for picture in pictures:
+        ElementTree.fromstring(picture)
+    record = json.loads((folder / "simulation.json").read_text())
+    assert record["gpus"] == 16 and record["about"] == ABOUT
+    assert record["step_seconds"] == pytest.approx(found.sizes[-1].drawn)
+    both = write_profile(recorded(tmp_path / "run"), folder, tmp_path / "both.html").read_text()
+    assert "The first step is simulated" in both
+
+
+def test_without_failures_and_with_one_size(tmp_path: Path) -> None:
+    page = write_simulation(simulate(build, 16, sizes=[]), tmp_path, ABOUT).read_text()
+    assert "Goodput" not in page and "One size was simulated." in page
+    assert json.loads((tmp_path / "simulation.json").read_text())["failures"] is None
+
+
+def test_what_cannot_be_written(found: Simulation, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="name another folder with --out"):
+        write_simulation(found, tmp_path / "file", ABOUT)
+
+
+def test_tables_for_a_terminal(found: Simulation) -> None:
+    told = io.StringIO()
+    print_simulation(found, Console(file=told, width=160))
+    text = told.getvalue()
+    assert text.startswith("16 GPUs take ") and "What goes wrong, at 16 GPUs" in text
+    assert ["Failures a day", "2.4"] in failure_rows(found.failures or pytest.fail("no failures"))
