@@ -190,7 +190,7 @@ def test_lines_show_what_the_file_says(page: Page, run: Path) -> None:
         assert order == sorted(order, reverse=True), name
     evals = [line for line in lines if line["kind"] == "eval"]
     held = _line(page, "loss", "held out")
-    assert held["text"] == [f"{e['loss']:.4f}" for e in evals] and held["step"] == [str(e["step"]) for e in evals]
+    assert held["text"] == [f"{e['loss']:.4f}" for e in evals] and held["at"] == [str(e["step"]) for e in evals]
     assert sum(tag == "circle" for tag, _ in page.tags_of["loss"]) == len(evals), "evaluations are points"
     speed = _line(page, "speed", "each step")["text"]
     assert speed == [f"{ms_text(t['step_ms'])}, {t['tokens_per_second'] / 1000:.1f}k tokens/s" for t in train]
