@@ -41,7 +41,7 @@ from carpool.hf.quantised_base import check_can_be_quantised, quantised_while_lo
 from carpool.hf.sequence_parallel import sequence_plan, shard_sequences
 from carpool.hf.sizes import check_sizes, impossible_sizes
 from carpool.hf.stored_experts import read_without_experts
-from carpool.hf.tensor_parallel import check_tensor_parallel, right_sums
+from carpool.hf.tensor_parallel import check_tensor_parallel, own_styles
 from carpool.hf.weight_files import check_weight_files, stored_weights
 from carpool.parallel.meshes import Meshes
 
@@ -140,7 +140,8 @@ def build_model(
     _check_experts(blueprint, distributed_config)
     if distributed_config is not None and _size(distributed_config, "tp") > 1 and distributed_config.tp_plan != {}:
         own = distributed_config.tp_plan if isinstance(distributed_config.tp_plan, dict) else {}
-        own = (sequence_plan(blueprint) if sequence_parallel else right_sums(blueprint.tp_plan)) | own
+        plan = blueprint.tp_plan
+        own = (sequence_plan(blueprint) if sequence_parallel else own_styles(plan, blueprint.ep_plan or {})) | own
         check_tensor_parallel(blueprint, blueprint.tp_plan | own)
         distributed_config = dataclasses.replace(distributed_config, tp_plan=own or None)
     if base_dtype is not None:

@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers import PreTrainedModel
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
@@ -40,6 +39,7 @@ from carpool.hf.tensor_parallel import check_tensor_parallel_around
 from carpool.layer.core import LayerCore
 from carpool.layout import ExpertLayout
 from carpool.memory import KeptPolicies, Offloader
+from carpool.parallel.sequence import gather_rows, own_rows, split_rows
 from carpool.routing import Routing
 from carpool.transport import TRANSPORTS, Transport, TransportOptions
 from carpool.transport.nvlink import Buffers
@@ -204,16 +204,11 @@ class CarpoolEP(EPImplementation):
             return self.rides.forward(hidden_states, top_k_index, top_k_weights)
         # The ranks of a tensor-parallel group hold the same tokens: each takes its slice, or they would ride and be
         # computed tp times and the router's gradient counted tp times: duplicate token dropping (DeepSpeed-TED, arXiv
-        # 2303.06318, section 4.2). The chunk's backward gathers the slices' gradients.
-        sliced = (
-            DTensor.from_local(t, self.tp_mesh, [Replicate()], run_check=False)
-            .redistribute(self.tp_mesh, [Shard(0)])
-            .to_local()
-            for t in (hidden_states, top_k_index, top_k_weights)
-        )
-        y_TH = self.rides.forward(*sliced).contiguous()
-        size = torch.Size((hidden_states.shape[0], y_TH.shape[1]))
-        return DTensor.from_local(y_TH, self.tp_mesh, [Shard(0)], shape=size, stride=(size[1], 1)).full_tensor()
+        # 2303.06318, section 4.2).
+        group, tokens = self.tp_mesh.get_group(), hidden_states.shape[0]
+        x_RH, index_RK = split_rows(hidden_states, group), own_rows(top_k_index, group)
+        y_RH = self.rides.forward(x_RH, index_RK, split_rows(top_k_weights, group))
+        return gather_rows(y_RH, tokens, group, partial=False)
 
 
 def install(model: PreTrainedModel) -> None:

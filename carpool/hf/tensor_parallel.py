@@ -7,21 +7,24 @@ With tp_size > 1 each rank of a tensor-parallel group has some of the attention 
     (`use_qk_norm`): the loss is right, the gradient of the norm is that of a part of the heads.
   - Where the plan does add them up (`replicated_with_grad_allreduce`), it does so with what the parameter has gathered
     so far. Without FSDP, which empties it after each backward, the sum of a second micro-batch counts the first one
-    again. `right_sums` puts a style in its place that adds up before it accumulates.
+    again. `own_styles` puts a style in its place that adds up before it accumulates.
   - `clip_qkv` of OLMoE clamps the gathered queries in place, and PyTorch refuses the backward of that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
-from transformers.distributed.tensor_parallel import TensorParallelLayer
+from transformers.distributed.tensor_parallel import RowwiseParallel, TensorParallelLayer
 
 from carpool.parallel import fsdp
+from carpool.parallel.sequence import sum_over
 
 # The projection in a plan, and the norm of what it computes.
 NORMS = (("q_proj", "q_norm"), ("k_proj", "k_norm"), ("q_proj", "query_layernorm"), ("k_proj", "key_layernorm"))
@@ -79,13 +82,31 @@ class _SummedGradient(TensorParallelLayer):
         return module
 
 
+class _KeptSum(RowwiseParallel):
+    """transformers' `rowwise`, whose sum over ranks a layer that is computed again takes from the first time
+    (`carpool.parallel.sequence`)."""
+
+    def should_use_local_tensors(self, module: nn.Module) -> bool:
+        return True
+
+    def transform_inputs_pre_forward(self, module: Any, args: Any, kwargs: Any, mesh: Any) -> Any:
+        return args, kwargs
+
+    def transform_output_post_forward(self, module: Any, output: Any, mesh: Any) -> Any:
+        y, bias = sum_over(output, mesh.get_group()), module._parameters.get("bias")
+        return y if bias is None else y + (bias.to_local() if isinstance(bias, DTensor) else bias)
+
+
 ALL_PARALLEL_STYLES.register("carpool_summed_gradient", _SummedGradient())
+ALL_PARALLEL_STYLES.register("carpool_kept_sum", _KeptSum())
 
 
-def right_sums(plan: dict[str, str]) -> dict[str, str]:
-    """The rules of a tensor-parallel plan that add gradients up wrongly, and the style that does it right."""
-    wrong = "replicated_with_grad_allreduce"
-    return {rule: "carpool_summed_gradient" for rule, style in plan.items() if style == wrong}
+def own_styles(plan: dict[str, str], experts: Iterable[str]) -> dict[str, str]:
+    """Rules in the place of those of a tensor-parallel plan that add gradients up wrongly, or that send again what a
+    layer's first forward sent. `experts`: rules of the expert-parallel plan, which go first."""
+    ours = {"replicated_with_grad_allreduce": "carpool_summed_gradient", "rowwise": "carpool_kept_sum"}
+    prefixes = tuple(experts)
+    return {rule: ours[style] for rule, style in plan.items() if style in ours and not rule.startswith(prefixes)}
 
 
 def check_tensor_parallel_around(experts: nn.Module) -> None:

@@ -67,6 +67,12 @@ def scatter_sum(x_TH: torch.Tensor, group: Group) -> torch.Tensor:
     return out
 
 
+def sum_over(x: torch.Tensor, group: Group) -> torch.Tensor:
+    """The sum over ranks, on all of them (all-reduce), for what all ranks then compute alike."""
+    out: torch.Tensor = _Sum.apply(x, group)
+    return out
+
+
 def gather_features(x: torch.Tensor, group: Group) -> torch.Tensor:
     """All features (last dimension), from each rank's equal part; for what all ranks then compute alike."""
     out: torch.Tensor = _GatherFeatures.apply(x, group)
@@ -122,6 +128,12 @@ def _reduce_scatter(x_TH: torch.Tensor, group: Group) -> torch.Tensor:
     return out[: max(0, min(each, tokens - dist.get_rank(group) * each))]
 
 
+def _all_reduce(x: torch.Tensor, group: Group) -> torch.Tensor:
+    out = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, group=group)
+    return out
+
+
 def _all_gather_features(x: torch.Tensor, group: Group) -> torch.Tensor:
     x = x.contiguous()
     parts = x.new_empty(dist.get_world_size(group), *x.shape)
@@ -167,6 +179,16 @@ class _ScatterSum(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_RH: torch.Tensor) -> tuple[Any, ...]:
         return _all_gather(dy_RH, ctx.tokens, ctx.group), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, group: Group) -> torch.Tensor:
+        return _kept(lambda: _all_reduce(x, group))
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        return dy, None
 
 
 class _GatherFeatures(torch.autograd.Function):

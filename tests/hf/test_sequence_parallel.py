@@ -252,12 +252,19 @@ def sent(cases: list[Case]) -> list[tuple[int, int]]:
 
 def test_what_is_sent(two_ranks: Ranks) -> None:
     """What a recomputed layer brought is not sent again; and without sequence parallelism more is sent."""
-    plain, on, again, kept = sent_by(two_ranks, Case(on=False), Case(), Case(recompute="again"), Case(recompute="keep"))
+    plain, plain_kept, on, again, kept = sent_by(
+        two_ranks,
+        Case(on=False),
+        Case(on=False, recompute="keep"),
+        Case(),
+        Case(recompute="again"),
+        Case(recompute="keep"),
+    )
     config = blueprint(Case())
     tokens, item, layers = 4 * 7, 4, config.num_hidden_layers
     rows = tokens * config.hidden_size * item // 2  # what one all-gather, or one reduce-scatter, of all tokens sends
     assert again[0] - on[0] == 2 * layers * rows, "a gather and a sum of each layer, again"
-    assert kept == on, "nothing is sent twice, rides included"
+    assert kept == on and plain_kept == plain, "nothing is sent twice, rides included"
     assert again[1] == 2 * on[1]
     assert on[0] < 0.75 * plain[0]
     assert plain[1] == on[1], "rides take a rank's slice of the tokens either way"
