@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from carpool.plugins.nearest import nearest
 
 FOLDERS = "CARPOOL_RECIPES"
-Kind = Literal["placement", "routing", "schedule", "memory", "transport"]
+Kind = Literal["placement", "routing", "schedule", "memory", "transport", "mesh"]
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,10 @@ def _positive(value: Any) -> bool:
     return isinstance(value, int | float) and value > 0
 
 
+def _several(value: Any) -> bool:
+    return isinstance(value, int) and value > 1
+
+
 # What is switched on by a setting of its own, or is always at work.
 SWITCHES: Mapping[str, Mechanism] = MappingProxyType({
     "prefetch:blockwise": Mechanism("placement.prefetch"),
@@ -98,7 +102,7 @@ SWITCHES: Mapping[str, Mechanism] = MappingProxyType({
     "router:float32": Mechanism("moe.router_float32", code="carpool.routing:router_logits"),
     "init:small": Mechanism("model.config.initializer_range", 0.02, _positive),
     "dropout:experts": Mechanism("moe.expert_dropout", 0.4, _positive),
-    "chunks:several": Mechanism("moe.chunks", 2, lambda value: isinstance(value, int) and value > 1),
+    "chunks:several": Mechanism("moe.chunks", 2, _several),
     "chunks:backward": Mechanism("moe.backward_chunks", 2, _positive),
     "delayed:experts": Mechanism("", code="carpool.ride.plain:PlainOrder"),
     "beside:shared-experts": Mechanism("", code="carpool.ride.function:_Start"),
@@ -118,6 +122,13 @@ SWITCHES: Mapping[str, Mechanism] = MappingProxyType({
     "kept:hidden-offloaded": Mechanism("memory.hidden", "offload", code="carpool.memory:Offloader"),
     "kept:dense-recomputed": Mechanism("memory.dense", "recompute", code="carpool.memory.recompute:keep_rides"),
     "kept:activation-recomputed": Mechanism("", code="carpool.experts.pairs:activate_backward"),
+    "kept:collectives": Mechanism("", code="carpool.parallel.sequence:sum_over"),
+    "parallel:tensor": Mechanism("parallelism.tp_size", 2, _several),
+    "tokens:whole-between-blocks": Mechanism("parallelism.sequence_parallel", "off"),
+    "tokens:divided-between-blocks": Mechanism(
+        "parallelism.sequence_parallel", "on", code="carpool.hf.sequence_parallel:shard_sequences"
+    ),
+    "dropped:duplicates": Mechanism("", code="carpool.hf.expert_parallel:CarpoolEP"),
     "moments:bfloat16": Mechanism("training.optimizer_moments", "bfloat16", code="carpool.memory.optimizer:AdamW"),
     "spread:node": Mechanism("parallelism.ep_size", 8, _positive, "carpool.parallel.degrees:Degrees"),
     "dense:sharded": Mechanism("parallelism.dense", "fsdp"),

@@ -73,6 +73,7 @@ def _limits(config: Config) -> bool:
 
 # When a setting, or every setting of a section, does something. What is not here always does.
 _WHEN: Mapping[str, Callable[[Config], bool]] = MappingProxyType({
+    "parallelism.sequence_parallel": lambda config: config.parallelism.tp_size > 1,
     "nvlink": lambda config: config.moe.transport in ("auto", "nvlink"),
     "moe.chunks": lambda config: config.moe.schedule in ("chunks", "tiles"),
     "moe.backward_chunks": lambda config: config.moe.schedule == "chunks",

@@ -17,6 +17,8 @@ from carpool.hf.build import build_model
 from carpool.hf.sequence_parallel import sequence_shard
 from carpool.parallel import sequence
 from carpool.parallel.degrees import Degrees
+from carpool.recipes import load
+from carpool.recipes.resolve import resolve
 from carpool.train.run.model import distributed_config
 from carpool.train.run.step import Objective
 from tests.hf.meshes import reuse_meshes
@@ -159,12 +161,18 @@ def _partial_taken_for_whole(objective: Objective) -> None:
     sequence._Gather.backward = staticmethod(backward)  # type: ignore[method-assign]
 
 
+def _duplicates_ride(objective: Objective) -> None:
+    for own in carpool.hf.rides(objective.model).values():
+        own.token_slice = (0, 1)
+
+
 _PATCHED: list[Any] = []
 BREAK = {
     "norms of own rows": _norms_of_own_rows,
     "routers counted twice": _routers_counted_twice,
     "balance of every copy": _balance_of_every_copy,
     "partial taken for whole": _partial_taken_for_whole,
+    "duplicates ride": _duplicates_ride,
 }
 
 QUICK = [
@@ -208,7 +216,8 @@ def test_gradients_on_four_ranks(ranks: Ranks, case: Case) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", BREAK)
 def test_a_wrong_sum_is_seen(two_ranks: Ranks, broken: str) -> None:
-    assert wrong(errors_of(two_ranks, Case(aux=0.3, broken=broken)))
+    on = broken != "duplicates ride"
+    assert wrong(errors_of(two_ranks, Case(aux=0.3, broken=broken, on=on)))
 
 
 # -------------------------------------------------------------------------------------------------------------- bytes
@@ -268,6 +277,19 @@ def test_what_is_sent(two_ranks: Ranks) -> None:
     assert again[1] == 2 * on[1]
     assert on[0] < 0.75 * plain[0]
     assert plain[1] == on[1], "rides take a rank's slice of the tokens either way"
+
+
+def test_deepspeed_ted(two_ranks: Ranks) -> None:
+    """Its mechanisms, each by what travels without it."""
+    config = resolve(load("deepspeed-ted"))
+    assert (config.parallelism.tp_size, config.parallelism.sequence_parallel) == (2, "off")
+    assert config.memory.policies["dense"] == "recompute" and config.memory.policies["sums"] == "keep"
+    ted = Case(on=False, recompute="keep")
+    both, sent_again, duplicated = sent_by(
+        two_ranks, ted, dataclasses.replace(ted, recompute="again"), dataclasses.replace(ted, broken="duplicates ride")
+    )
+    assert sent_again[0] > both[0] and sent_again[1] == 2 * both[1], "communication-aware checkpointing"
+    assert duplicated[1] > 1.7 * both[1], "duplicate token dropping: every token rode from each of its two ranks"
 
 
 def sent_by(ranks: Ranks, *cases: Case) -> list[tuple[int, int]]:
