@@ -4,7 +4,7 @@
     system = "MindSpeed"                              what it is called
     source = "..."                                    where it is described
     note = "..."                                      what of it this is, and what not
-    kind = "placement"                                "placement", "routing", "schedule", "memory", "transport" or "mesh"
+    kind = "placement"                                or "routing", "schedule", "memory", "transport", "mesh"
     mechanisms = ["policy:lpt_cv", "predictor:ema"]   what makes it that system (mechanisms.py)
     missing = []                                      what would, too, and this version lacks
 
