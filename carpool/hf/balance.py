@@ -40,8 +40,18 @@ def balance_loss(
         Scalar float32, the same value on every rank. Its gradient is this rank's share times the number of ranks, so
         that averaging gradients over ranks (FSDP, DDP) gives the gradient of the batch's loss.
     """
-    num_experts = router_logits[0].shape[-1]
-    probs, totals = [], []
+    return loss_of_statistics(router_statistics(router_logits, top_k, padding_T), group, per_layer=per_layer)
+
+
+def router_statistics(
+    router_logits: Sequence[torch.Tensor], top_k: int, padding_T: torch.Tensor | None = None
+) -> torch.Tensor:
+    """What the loss needs of this rank's tokens: (layers, 2E + 1) float32, a row for each of `router_logits`.
+
+    In a row are the choices of each expert, the sum of its probabilities, which is differentiable, and the number of
+    tokens. The stages of a pipeline add their layers' rows, and the last one computes the loss of all layers.
+    """
+    rows = []
     counts_T1 = None if padding_T is None else (~padding_T).float().unsqueeze(1)
     for logits_TE in router_logits:
         prob_TE = logits_TE.float().softmax(-1)
@@ -52,18 +62,25 @@ def balance_loss(
             tokens = prob_TE.new_full((1,), float(logits_TE.shape[0]))
         else:
             prob_TE, one_TK, tokens = prob_TE * counts_T1, counts_T1.expand_as(chosen_TK), counts_T1.sum().view(1)
-        count_E = prob_TE.new_zeros(num_experts).scatter_add(0, chosen_TK.reshape(-1), one_TK.reshape(-1))
-        probs.append(prob_TE.sum(0))
-        totals.append(torch.cat([count_E, probs[-1].detach(), tokens]))
+        count_E = prob_TE.new_zeros(prob_TE.shape[1]).scatter_add(0, chosen_TK.reshape(-1), one_TK.reshape(-1))
+        rows.append(torch.cat([count_E, prob_TE.sum(0), tokens]))
+    return torch.stack(rows)
+
+
+def loss_of_statistics(
+    own_GS: torch.Tensor, group: dist.ProcessGroup | None = None, *, per_layer: bool = False
+) -> torch.Tensor:
+    """`balance_loss`, of what `router_statistics` has returned for all layers."""
     # G: what is balanced by itself, each layer or all of them.
-    prob_GE, total_G = torch.stack(probs), torch.stack(totals)
     if not per_layer:
-        prob_GE, total_G = prob_GE.sum(0, keepdim=True), total_G.sum(0, keepdim=True)
+        own_GS = own_GS.sum(0, keepdim=True)
+    num_experts = own_GS.shape[1] // 2
+    prob_GE, total_GS = own_GS[:, num_experts : 2 * num_experts], own_GS.detach().clone()
     ranks = 1
     if dist.is_initialized():
-        dist.all_reduce(total_G, group=group)
+        dist.all_reduce(total_GS, group=group)
         ranks = dist.get_world_size(group)
-    count_GE, prob_all_GE, tokens_G1 = total_G.split([num_experts, num_experts, 1], dim=1)
+    count_GE, prob_all_GE, tokens_G1 = total_GS.split([num_experts, num_experts, 1], dim=1)
     tokens_G1 = tokens_G1.clamp(min=1.0)
     f_GE = count_GE / tokens_G1
     # Linear in P once f is global: each rank differentiates its own part and no gradient has to travel.

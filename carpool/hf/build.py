@@ -16,6 +16,7 @@ import json
 import logging
 import math
 import os
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
@@ -40,6 +41,7 @@ from carpool.hf.original_layout import OriginalLayout
 from carpool.hf.quantised_base import check_can_be_quantised, quantised_while_loading
 from carpool.hf.sequence_parallel import sequence_plan, shard_sequences
 from carpool.hf.sizes import check_sizes, impossible_sizes
+from carpool.hf.stages import Part, kept_parts
 from carpool.hf.stored_experts import read_without_experts
 from carpool.hf.tensor_parallel import check_tensor_parallel, own_styles
 from carpool.hf.weight_files import check_weight_files, stored_weights
@@ -101,6 +103,7 @@ def build_model(
     base_dtype: Kind | None = None,
     meshes: Meshes | None = None,
     sequence_parallel: bool = False,
+    parts: Sequence[Part] = (),
 ) -> PreTrainedModel:
     """A mixture-of-experts language model in training mode, sharded as `distributed_config` says.
 
@@ -125,6 +128,8 @@ def build_model(
             `distributed_config` has the sizes. None: over all ranks, on meshes that Transformers makes.
         sequence_parallel: divide tokens over tensor-parallel ranks (`carpool.hf.sequence_parallel`), whose shard then
             sums gradients once a step.
+        parts: of this rank, of a model that is cut into stages (`carpool.hf.stages`); what other ranks have is never
+            filled. None: the whole model.
 
     Raises:
         ValueError: if the folder or the configuration is not usable, is no mixture of experts, or does not fit the
@@ -149,7 +154,7 @@ def build_model(
             check_can_be_quantised(name, blueprint.get_submodule(name), base_dtype)
     if dense == "fsdp":
         _check_tied(blueprint, distributed_config)
-    with without_fsdp() if dense == "replicate" else nullcontext(), sharded_over(meshes):
+    with without_fsdp() if dense == "replicate" else nullcontext(), sharded_over(meshes), kept_parts(parts):
         if path is not None:
             _check_shardable(path, blueprint, distributed_config)
             if read_experts:

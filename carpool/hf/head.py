@@ -66,11 +66,13 @@ class HeadLoss:
                 # An attribute of the instance, which nn.Module's call finds before the class's.
                 head.forward = _Head(head)
 
-    def __call__(self, input_ids: torch.Tensor, target_BL: torch.Tensor, **settings: Any) -> tuple[torch.Tensor, Any]:
+    def __call__(
+        self, input_ids: torch.Tensor | None, target_BL: torch.Tensor, **settings: Any
+    ) -> tuple[torch.Tensor, Any]:
         """Run the model.
 
         Args:
-            input_ids: (B, L).
+            input_ids: (B, L). None: `settings` have `inputs_embeds`.
             target_BL: the token that each position predicts, -100: none (`next_tokens`).
             settings: for the model's forward.
 

@@ -42,12 +42,17 @@ def fill(model: PreTrainedModel, blueprint: PreTrainedModel, seed: int, device: 
     with init.guard_torch_init_functions(), torch.random.fork_rng(devices=[device] if device.type != "cpu" else []):
         for unit in _units(blueprint):
             shape_only = {key: blueprint.get_parameter_or_buffer(key) for key in sorted(unit.tensors - tied)}
+            if not shape_only.keys() & placeholders.keys():
+                continue  # of another stage of a pipeline
             for key, tensor in shape_only.items():
                 set_tensor(blueprint, key, torch.empty_like(tensor, device=device))
             for _, name, module, owner in sorted(unit.modules, key=lambda entry: entry[0]):
                 torch.manual_seed(_seed_of(seed, name))
                 owner._init_weights(module)
             for key, tensor in shape_only.items():
+                if key not in placeholders:
+                    set_tensor(blueprint, key, tensor)
+                    continue
                 full = blueprint.get_parameter_or_buffer(key)
                 target = torch.device("cpu") if offload and isinstance(full, nn.Parameter) else device
                 set_tensor(model, key, _shard_like(placeholders[key], full, target))

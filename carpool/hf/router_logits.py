@@ -33,12 +33,15 @@ _COLLECTED: ContextVar[list[torch.Tensor] | None] = ContextVar("router_logits", 
 class RouterLogits:
     """Collects the router logits of a transformers model.
 
+    Args:
+        none: it may have no routers: a stage of a pipeline.
+
     Raises:
         ValueError: transformers does not say where this model's router logits are."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, none: bool = False) -> None:
         found = find_routers(model)
-        if not found:
+        if not found and not none:
             raise ValueError(f"transformers does not say which modules of {type(model).__name__} make router logits")
         self.model, self.count = model, len(found)
         for name, (router, index) in found.items():
@@ -48,17 +51,19 @@ class RouterLogits:
                 router.register_forward_hook(_Record(index, traced_logits(layer)))
 
     @contextmanager
-    def collect(self) -> Iterator[list[torch.Tensor]]:
-        """Inside, one forward of the model fills the list with a (T, E) tensor for each router."""
+    def collect(self, expected: int | None = None) -> Iterator[list[torch.Tensor]]:
+        """Inside, one forward of the model fills the list with a (T, E) tensor for each router; `expected`: of a part
+        of the model, with so many."""
         found: list[torch.Tensor] = []
         token = _COLLECTED.set(found)
         try:
             yield found
         finally:
             _COLLECTED.reset(token)
-        if len(found) != self.count:
+        number = self.count if expected is None else expected
+        if len(found) != number:
             raise RuntimeError(
-                f"{type(self.model).__name__} has {self.count} routers, but a forward made {len(found)} router logits"
+                f"{type(self.model).__name__} has {number} routers, but a forward made {len(found)} router logits"
             )
 
 

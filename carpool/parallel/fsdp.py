@@ -47,6 +47,12 @@ def states_in_forward(module: nn.Module) -> Iterator[Any]:
         yield from module._get_fsdp_state()._state_ctx.all_states
 
 
+def find_all(model: nn.Module) -> None:
+    """Let the root of a model find the states of all its modules, as it would in its first forward."""
+    if isinstance(model, FSDPModule):
+        model._get_fsdp_state()._lazy_init()
+
+
 def groups(state: Any) -> list[Any]:
     """The parameter groups of a state; newer releases of PyTorch may have several."""
     several = getattr(state, "_fsdp_param_groups", None)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from carpool.parallel.degrees import Degrees
+from carpool.parallel.degrees import DENSE_AXES, Degrees
 
 
 class Meshes:
@@ -43,6 +43,11 @@ class Meshes:
         """The ranks that differ from this one along these axes of one line only; None if there is no other."""
         long = tuple(axis for axis in axes if self.degrees.size(axis) > 1)
         return self._group(long) if long else None
+
+    def stage_group(self) -> dist.ProcessGroup:
+        """The ranks that have the same stages of the pipeline as this one, also if it is alone."""
+        axes = (axis for axis in DENSE_AXES if axis != "pp" and self.degrees.size(axis) > 1)
+        return self._group(tuple(axes))
 
     def mesh(self, **dims: tuple[str, ...]) -> DeviceMesh:
         """A mesh of this rank and those that differ from it along the given axes.

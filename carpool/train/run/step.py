@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -89,7 +89,7 @@ class Objective:
             )
         self.model, self.top_k, self.aux_coef, self.dp_size, self.autocast = model, top_k, aux_coef, dp_size, autocast
         self.cross_entropy = HeadLoss(model, loss_chunk)
-        self.router_logits = RouterLogits(model) if aux_coef else None
+        self.router_logits = self._collector() if aux_coef else None
         # A configuration may ask for them, and for a balance loss of this rank's tokens.
         self.settings = {"use_cache": False, **({"output_router_logits": False} if returns_logits else {})}
         self.balance_layers = balance_layers
@@ -106,8 +106,30 @@ class Objective:
         # Of tensor-parallel ranks each has tokens of its own, and gradients are summed over them.
         self.shard = sequence_shard(model)
 
+    def _collector(self) -> RouterLogits:
+        """Of what the balance loss is made of."""
+        return RouterLogits(self.model)
+
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Cross-entropy summed over this rank's tokens, and the balance loss; both float32 scalars."""
+        collected: AbstractContextManager[Any] = nullcontext()
+        if self.router_logits is not None:
+            collected = self.router_logits.collect()
+        with self.inputs(batch) as (batch, settings), collected as logits:
+            ce, _ = self.cross_entropy(batch["input_ids"], batch["target"], **settings)
+        if self.router_logits is None:
+            return ce, None
+        return ce, balance_loss(logits, self.top_k, per_layer=self.balance_layers, padding_T=self.padding(batch))
+
+    def padding(self, batch: Batch) -> torch.Tensor | None:
+        """(T,) of what `inputs` has given: true where a router of this rank sees no token but padding."""
+        padding_T = batch["padding"].flatten() if "padding" in batch else None
+        return padding_T if padding_T is None or self.shard is None else self.shard.own(padding_T)
+
+    @contextmanager
+    def inputs(self, batch: Batch) -> Iterator[tuple[Batch, dict[str, Any]]]:
+        """Inside, the model computes as it is trained: this rank's part of a batch, with each position's target, and
+        what the model's forward is told besides tokens."""
         batch = {**batch, "target": next_tokens(batch["labels"])}
         if "position_ids" in batch and one_row_only(self.model):
             batch = {name: value.view(1, -1) for name, value in batch.items()}
@@ -120,18 +142,13 @@ class Objective:
             settings = settings | self.context.settings(ids_BL, position_BL)
             whole = self.context.whole(ids_BL.shape[1], position_BL)
             batch = {name: self.context.cut.part(value) for name, value in batch.items()}
-        collected: AbstractContextManager[Any] = nullcontext()
-        if self.router_logits is not None:
-            collected = self.router_logits.collect()
-        modes = self.cast(device), fastest_attention(device), unpacked() if position_BL is None else packed()
-        with modes[0], modes[1], modes[2], whole, collected as logits:
-            ce, _ = self.cross_entropy(batch["input_ids"], batch["target"], **settings)
-        if self.router_logits is None:
-            return ce, None
-        padding_T = batch["padding"].flatten() if "padding" in batch else None
-        if padding_T is not None and self.shard is not None:
-            padding_T = self.shard.own(padding_T)
-        return ce, balance_loss(logits, self.top_k, per_layer=self.balance_layers, padding_T=padding_T)
+        with (
+            self.cast(device),
+            fastest_attention(device),
+            unpacked() if position_BL is None else packed(),
+            whole,
+        ):
+            yield batch, settings
 
     def cast(self, device: torch.device) -> AbstractContextManager[None]:
         """Inside, the model computes as it is trained."""

@@ -1,0 +1,269 @@
+"""Pipeline parallelism: each rank has some of the layers, and micro-batches go from stage to stage.
+
+The orders are PyTorch's (`torch.distributed.pipelining`), and so is their execution. P ranks, M micro-batches, F a
+forward, B a backward; here P = 2, M = 3, and rank 0 waits where there is a dot:
+
+    GPipe                    rank 0   F0 F1 F2 .  .  B0 B1 B2      all forwards, then all backwards
+    1F1B                     rank 0   F0 F1 .  B0 F2 B1 .  B2      a backward as soon as there is one: at most P
+                                                                   micro-batches are in flight
+    Interleaved1F1B          each rank has two stages, r and P + r: the pipeline fills in half the time
+    InterleavedZeroBubble    the same; a backward is the input's gradients (I), for which others wait, and the weights'
+                             (W), which fill the gaps
+    ZBVZeroBubble            the same with stages r and 2P - 1 - r, a V: rank 0 has the embedding and the head
+    DualPipeV                a V, and in its middle a forward and a backward of two micro-batches at a time
+
+Papers: GPipe (arXiv 1811.06965), 1F1B (PipeDream, arXiv 1806.03377; Megatron-LM's interleaving, arXiv 2104.04473),
+zero bubble and ZBV (arXiv 2401.10241, 2405.15362), DualPipe (DeepSeek-V3, arXiv 2412.19437), of
+which DualPipeV is one half.
+
+What travels between stages is a tuple of tensors that are the same size for all micro-batches, and back come their
+gradients. All else that a stage reads of a batch (labels, positions) is not sent: the ranks of a pipeline have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+
+Tensors = tuple[torch.Tensor, ...]
+# (number of the stage, number of the micro-batch, what the stage before made) -> what the next one gets; of the last
+# stage, the loss.
+Forward = Callable[[int, int, Tensors], Tensors]
+
+
+class Kind(NamedTuple):
+    """A schedule.
+
+    Attributes:
+        made_by: PyTorch's class.
+        stages: of each rank.
+        is_v: whether a rank's stages are r and 2P - 1 - r, not r and P + r.
+        splits: whether it asks for the gradients of weights by themselves.
+    """
+
+    made_by: Any
+    stages: int = 1
+    is_v: bool = False
+    splits: bool = False
+
+
+SCHEDULES = {
+    "GPipe": Kind(ScheduleGPipe),
+    "1F1B": Kind(Schedule1F1B),
+    "Interleaved1F1B": Kind(ScheduleInterleaved1F1B, 2),
+    "InterleavedZeroBubble": Kind(ScheduleInterleavedZeroBubble, 2, splits=True),
+    "ZBVZeroBubble": Kind(ScheduleZBVZeroBubble, 2, is_v=True, splits=True),
+    "DualPipeV": Kind(ScheduleDualPipeV, 2, is_v=True, splits=True),
+}
+
+
+def stages_of(schedule: str, ranks: int) -> list[tuple[int, ...]]:
+    """The stages of each rank, in order.
+
+    Example: ZBVZeroBubble on 2 ranks has 4 stages: [(0, 3), (1, 2)]; Interleaved1F1B: [(0, 2), (1, 3)].
+    """
+    kind = SCHEDULES[schedule]
+    if kind.is_v:
+        return [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]
+    return [tuple(rank + ranks * turn for turn in range(kind.stages)) for rank in range(ranks)]
+
+
+def check_micro_batches(schedule: str, ranks: int, micro_batches: int) -> None:
+    """Raise ValueError, with the nearest number that can be, if a schedule cannot run so many micro-batches."""
+    least = {"GPipe": 1, "ZBVZeroBubble": 1, "DualPipeV": 2 * ranks}.get(schedule, ranks)
+    # PyTorch's interleaved orders go in rounds of equally many micro-batches.
+    rounds = max(1, micro_batches // ranks) if schedule.startswith("Interleaved") else 1
+    if micro_batches < least or micro_batches % rounds:
+        nearest = max(least, round(micro_batches / ranks) * ranks)
+        raise ValueError(
+            f"parallelism.pp_schedule = {schedule!r} on parallelism.pp_size = {ranks} ranks cannot run "
+            f"{micro_batches} micro-batches: set training.gradient_accumulation_steps = {nearest}"
+        )
+
+
+def cut(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
+    """Which layers each stage has, so that the slowest stage is as fast as can be.
+
+    Args:
+        costs: of each layer, in any unit.
+        first, last: of what stands before the layers (the embedding) and behind them (the head).
+
+    Returns:
+        Consecutive ranges, none of them empty. Of equally good cuts, one whose other stages are alike, too.
+
+    Raises:
+        ValueError: there are fewer layers than stages.
+
+    Example: cut([1] * 8, 4, last=2.0) == [range(0, 2), range(2, 4), range(4, 7), range(7, 8)]
+    """
+    number = len(costs)
+    if number < stages:
+        raise ValueError(
+            f"{number} layers cannot be cut into {stages} stages: lower parallelism.pp_size, or take a pp_schedule "
+            "with one stage on each rank (GPipe, 1F1B)"
+        )
+    before = [0.0]
+    for cost in costs:
+        before.append(before[-1] + cost)
+
+    def cost_of(begin: int, end: int, stage: int) -> float:
+        return before[end] - before[begin] + (first if stage == 0 else 0) + (last if stage == stages - 1 else 0)
+
+    # best[s][b]: if stage s begins at layer b, (cost of the slowest of the stages s.., sum of squares, where s ends).
+    best: list[dict[int, tuple[float, float, int]]] = [{} for _ in range(stages)]
+    for stage in reversed(range(stages)):
+        for begin in range(stage, number - (stages - stage) + 1):
+            ends = [number] if stage == stages - 1 else range(begin + 1, number - (stages - stage - 1) + 1)
+            ways = []
+            for end in ends:
+                own = cost_of(begin, end, stage)
+                slowest, squares, _ = (0.0, 0.0, 0) if stage == stages - 1 else best[stage + 1][end]
+                ways.append((max(own, slowest), squares + own**2, end))
+            best[stage][begin] = min(ways)
+    ranges, begin = [], 0
+    for stage in range(stages):
+        end = best[stage][begin][2]
+        ranges.append(range(begin, end))
+        begin = end
+    return ranges
+
+
+class Pipeline:
+    """Runs the micro-batches of a step through the stages of this rank and its neighbours.
+
+    Args:
+        schedule: one of `SCHEDULES`.
+        group: the ranks of this pipeline, in order.
+        stages: their number.
+        forward: what a stage computes.
+        device: of all tensors.
+        around_backward: every backward runs inside of what this returns.
+
+    Attributes:
+        stages: the numbers of this rank's.
+    """
+
+    def __init__(
+        self,
+        schedule: str,
+        group: dist.ProcessGroup,
+        stages: int,
+        forward: Forward,
+        device: torch.device,
+        around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self.schedule, self.group, self.number = schedule, group, stages
+        self.forward, self.device, self.around_backward = forward, device, around_backward
+        placed = stages_of(schedule, dist.get_world_size(group))
+        self.rank_of = {stage: rank for rank, own in enumerate(placed) for stage in own}
+        assert len(self.rank_of) == stages, f"{schedule} has {len(self.rank_of)} stages, not {stages}"
+        self.stages = placed[dist.get_rank(group)]
+        self._modules = [_StageModule(stage, forward) for stage in self.stages]
+        self._made: dict[Any, Any] = {}
+
+    def step(self, micro_batches: int, travels: Tensors) -> None:
+        """All forwards and backwards of a step. All ranks of the pipeline call it.
+
+        Args:
+            travels: for each tensor that goes from a stage to the next, one on the device "meta" of its size and dtype.
+        """
+        key = (micro_batches, *((one.shape, one.dtype) for one in travels))
+        if key not in self._made:
+            self._made = {key: self._make(micro_batches, travels)}
+        for module in self._modules:
+            module.number = 0
+        # One row for each micro-batch, of nothing: the loss is made in the last stage's forward.
+        self._made[key].step(target=torch.empty(micro_batches, 0), return_outputs=False)
+
+    def _make(self, micro_batches: int, travels: Tensors) -> Any:
+        """PyTorch's schedule."""
+        kind = SCHEDULES[self.schedule]
+        check_micro_batches(self.schedule, dist.get_world_size(self.group), micro_batches)
+        metas = tuple(one.detach().requires_grad_() for one in travels)
+        loss = torch.empty((), device="meta", requires_grad=True)
+        stages = [
+            _Stage(
+                self.around_backward,
+                module,
+                module.stage,
+                self.number,
+                self.device,
+                input_args=metas if module.stage else (),
+                output_args=loss if module.stage == self.number - 1 else metas,
+                group=self.group,
+                # All gradients come with the backward; what PyTorch calls the weights' part has nothing left to do.
+                dw_builder=(lambda: _nothing) if kind.splits else None,
+            )
+            for module in self._modules
+        ]
+        # Losses are divided by tokens before they come here: PyTorch must not divide gradients by micro-batches.
+        whole = stages if kind.stages > 1 else stages[0]
+        return kind.made_by(whole, micro_batches, loss_fn=_given, scale_grads=False)
+
+    @torch.no_grad()
+    def forward_only(self, micro_batches: int, travels: Tensors) -> None:
+        """All forwards of so many micro-batches, one after the other. All ranks of the pipeline call it."""
+        sent: list[tuple[dist.Work | None, torch.Tensor]] = []
+        for number in range(micro_batches):
+            made: Tensors = ()
+            for stage in self.stages:
+                received = made
+                if stage and self.rank_of[stage - 1] != self.rank_of[stage]:
+                    received = tuple(torch.empty_like(one, device=self.device) for one in travels)
+                    for tensor in received:
+                        dist.recv(tensor, group=self.group, group_src=self.rank_of[stage - 1])
+                made = self.forward(stage, number, received)
+                if stage + 1 < self.number and self.rank_of[stage + 1] != self.rank_of[stage]:
+                    for one in made:
+                        tensor = one.contiguous()
+                        work = dist.isend(tensor, group=self.group, group_dst=self.rank_of[stage + 1])
+                        sent.append((work, tensor))
+        for work, _ in sent:
+            if work is not None:
+                work.wait()
+
+
+class _Stage(PipelineStage):
+    """PyTorch's, whose backwards run inside of something."""
+
+    def __init__(self, around: Callable[[], AbstractContextManager[Any]], *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._around = around
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with self._around():
+            return super().backward_one_chunk(*args, **kwargs)
+
+
+class _StageModule(nn.Module):
+    """What PyTorch calls. Each schedule forwards the micro-batches of a stage in order."""
+
+    def __init__(self, stage: int, compute: Forward) -> None:
+        super().__init__()
+        self.stage, self.compute, self.number = stage, compute, 0
+
+    def forward(self, *received: torch.Tensor) -> Any:
+        number, self.number = self.number, self.number + 1
+        made = self.compute(self.stage, number, received)
+        return made if len(made) > 1 else made[0]
+
+
+def _given(loss: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return loss
+
+
+def _nothing() -> None: ...

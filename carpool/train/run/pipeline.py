@@ -1,0 +1,159 @@
+"""A training step through the stages of a pipeline (`carpool.parallel.pipeline`), with the interface of `Objective`.
+
+Every rank of a pipeline reads the same batches, so labels, positions and padding need not travel. What does is
+
+    hidden_BLH          what the layers so far have made
+    statistics_LS       of the routers so far (`carpool.hf.balance.router_statistics`), a row for each MoE layer
+
+and their gradients travel back. The last stage has the loss, the balance loss of all layers included: it is not the sum
+of the stages' balance losses, because all layers are balanced together, and a stage cannot know how often the others'
+experts are chosen. Here the last stage knows, and what each router's probabilities are to be changed by comes back as
+the gradient of the statistics. No collective of a pipeline's ranks is needed for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from carpool.hf.balance import loss_of_statistics, router_statistics
+from carpool.hf.router_logits import RouterLogits
+from carpool.hf.stages import Part, Stages
+from carpool.parallel.pipeline import Pipeline, Tensors
+from carpool.train.run.graphs import Batch
+from carpool.train.run.step import Objective
+
+
+class PipelineObjective(Objective):
+    """As `Objective`, of a model that is cut into stages.
+
+    Args:
+        model: of which this rank keeps its stages' layers.
+        parts: of all stages.
+        schedule: one of `carpool.parallel.pipeline.SCHEDULES`.
+        group: the ranks of this pipeline, in order.
+        stage_group: the ranks that have the same stages as this one.
+        routers: the layers that have a router with a balance loss, and the number of its experts.
+        dtype: in which hidden states travel.
+        settings: of `Objective`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        parts: Sequence[Part],
+        *,
+        schedule: str,
+        group: dist.ProcessGroup,
+        stage_group: dist.ProcessGroup,
+        routers: Mapping[int, int],
+        dtype: torch.dtype,
+        **settings: Any,
+    ) -> None:
+        super().__init__(model, **settings)
+        self.stage_group, self.dtype = stage_group, dtype
+        self.hidden = model.config.get_text_config().hidden_size
+        device = next(model.parameters()).device
+        self.pipeline = Pipeline(schedule, group, len(parts), self._compute, device, self._around_backward)
+        self.stages = Stages(model, {number: parts[number] for number in self.pipeline.stages})
+        # Losses are on the ranks of the last stage alone. (`ranks_per_sequence` counts labels, which all have.)
+        self.ranks_per_copy //= dist.get_world_size(group)
+        self.experts, layers = max(routers.values(), default=0), sorted(routers)
+        self.layers = len(layers)
+        self.rows = {
+            number: range(
+                sum(layer < part.layers.start for layer in layers), sum(layer < part.layers.stop for layer in layers)
+            )
+            for number, part in enumerate(parts)
+        }
+
+    def _collector(self) -> RouterLogits:
+        return RouterLogits(self.model, none=True)
+
+    def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Without gradients: cross-entropy summed over this rank's tokens on the last stage, 0 on others."""
+        self._begin([batch], 0.0, torch.zeros(2, dtype=torch.float64, device=batch["input_ids"].device))
+        self.pipeline.forward_only(1, self._travels(batch))
+        return self._sums[0].clone(), None
+
+    def _accumulate(
+        self,
+        batches: Sequence[Batch],
+        factor: float,
+        sums: torch.Tensor,
+        before_backward: Callable[[torch.Tensor], None] | None,
+    ) -> None:
+        assert before_backward is None, "gradients are consumed in one backward, and a pipeline has several"
+        self._begin(batches, factor, sums)
+        with self.rides_first or nullcontext():
+            self.pipeline.step(len(batches), self._travels(batches[0]))
+        if self.kept is not None:
+            # Nothing more comes: what has come is reduced.
+            self.kept.begin(first=False)
+
+    def _begin(self, batches: Sequence[Batch], factor: float, sums: torch.Tensor) -> None:
+        self._batches, self._factor, self._sums, self._first = batches, factor, sums, True
+
+    @contextmanager
+    def _around_backward(self) -> Iterator[None]:
+        if self.kept is not None:
+            # A bucket may have parameters of two stages, which are complete only after all backwards.
+            self.kept.begin(self._first, last=False)
+            self._first = False
+        yield
+
+    def _travels(self, batch: Batch) -> Tensors:
+        """On the device "meta": what goes from a stage to the next one."""
+        with self.inputs(batch) as (part, _):
+            shape = part["input_ids"].shape
+        hidden = torch.empty(*shape, self.hidden, dtype=self.dtype, device="meta")
+        if not self.aux_coef:
+            return (hidden,)
+        return hidden, torch.empty(self.layers, 2 * self.experts + 1, dtype=torch.float32, device="meta")
+
+    def _compute(self, stage: int, number: int, received: Tensors) -> Tensors:
+        """A stage's forward on a micro-batch: what travels; on the last one, the loss."""
+        part, aux = self.stages.parts[stage], bool(self.aux_coef)
+        collected: AbstractContextManager[list[torch.Tensor]] = nullcontext([])
+        if self.router_logits is not None:
+            collected = self.router_logits.collect(len(self.rows[stage]))
+        with self.inputs(self._batches[number]) as (batch, settings), collected as logits:
+            if not part.first:
+                settings = {**settings, "inputs_embeds": received[0]}
+            ids_BL = batch["input_ids"] if part.first else None
+            if part.last:
+                with self.stages.only(stage):
+                    ce, _ = self.cross_entropy(ids_BL, batch["target"], **settings)
+            else:
+                hidden_BLH = self.stages.hidden(stage, input_ids=ids_BL, **settings).to(self.dtype)
+        found: Tensors = ()
+        if aux:
+            found = (self._add_statistics(stage, received, logits, self.padding(batch)),)
+        if not part.last:
+            return (hidden_BLH, *found)
+        self._sums[0] += ce.detach()
+        loss = ce * self._factor
+        if aux and torch.is_grad_enabled():
+            balance = loss_of_statistics(found[0], self.stage_group, per_layer=self.balance_layers)
+            loss = loss + balance * (self.share * self.aux_coef / len(self._batches))
+            self._sums[1] += balance.detach() / len(self._batches)
+        return (loss,)
+
+    def _add_statistics(
+        self, stage: int, received: Tensors, logits: Sequence[torch.Tensor], padding_T: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The routers' statistics of all layers up to this stage's; zeros for those to come."""
+        rows = self.rows[stage]
+        if received:
+            before_LS = received[1]
+        else:
+            shape = (self.layers, 2 * self.experts + 1)
+            before_LS = torch.zeros(shape, device=self._sums.device, requires_grad=torch.is_grad_enabled())
+        if not rows:
+            return before_LS.clone()
+        own_LS = router_statistics(logits, self.top_k, padding_T)
+        return torch.cat([before_LS[: rows.start], own_LS, before_LS[rows.stop :]])

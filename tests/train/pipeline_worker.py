@@ -1,0 +1,156 @@
+"""One step of a model cut into stages against the same step on one process. Runs on every rank of a pool."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers.distributed import DistributedConfig
+
+from carpool.hf import install
+from carpool.hf.build import build_model
+from carpool.hf.dense import replicate_dense
+from carpool.hf.router_logits import find_routers
+from carpool.hf.stages import cut_model, layer_number
+from carpool.parallel.clip import grad_norm
+from carpool.parallel.degrees import Degrees
+from carpool.parallel.meshes import Meshes
+from carpool.parallel.pipeline import stages_of
+from carpool.parallel.replicated import replicated, sharded_parameters
+from carpool.train.run.pipeline import PipelineObjective
+from carpool.train.run.step import Objective
+from tests.full_tensor import full_tensor
+from tests.hf.tiny_models import VOCAB_SIZE, discover, tiny_config
+
+LENGTH, SEQUENCES, TOP_K, AUX = 7, 2, 2, 0.3
+# More than two layers, so that there is something to cut; the first one of some is dense.
+LAYERS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"first_k_dense_replace": 1, "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]},
+    "gpt_oss": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+}
+
+
+def make_meshes(degrees: Degrees) -> Meshes:
+    """Those of a run; each rank makes them once."""
+    if degrees not in _MESHES:
+        _MESHES[degrees] = Meshes(degrees, "cpu")
+    return _MESHES[degrees]
+
+
+_MESHES: dict[Degrees, Meshes] = {}
+
+
+def batches_of(micro_batches: int, rank: int, ranks: int, padded: bool, packed: bool) -> list[dict[str, torch.Tensor]]:
+    """This data-parallel rank's part of each micro-batch."""
+    generator = torch.Generator().manual_seed(5)
+    found = []
+    for number in range(micro_batches):
+        ids = torch.randint(3, VOCAB_SIZE, (SEQUENCES * ranks, LENGTH), generator=generator)
+        batch = {"input_ids": ids, "labels": ids.clone()}
+        batch["labels"][0, : number + 1] = -100
+        if padded:
+            batch["padding"] = torch.zeros_like(ids, dtype=torch.bool)
+            batch["padding"][:, LENGTH - 1 - number % 2 :] = True
+            batch["labels"][batch["padding"]] = -100
+        if packed:
+            cut = 2 + number % 3
+            row = torch.cat([torch.arange(cut), torch.arange(LENGTH - cut)])
+            batch["position_ids"] = row.expand(SEQUENCES * ranks, -1).contiguous()
+            batch["labels"][:, cut] = -100
+        found.append({name: value.chunk(ranks)[rank] for name, value in batch.items()})
+    return found
+
+
+def measure(
+    family: str,
+    schedule: str,
+    micro_batches: int,
+    *,
+    ep: int = 1,
+    dense: str = "fsdp",
+    per_layer: bool = False,
+    aux: float = AUX,
+    padded: bool = False,
+    packed: bool = False,
+    breakage: Callable[[PipelineObjective], None] | None = None,
+    **overrides: Any,
+) -> dict[str, float]:
+    """The largest relative differences of the loss, the balance loss, the norm, the loss without gradients and of any
+    gradient."""
+    overrides = {"num_hidden_layers": 4, **LAYERS.get(family, {}), **overrides}
+    config = tiny_config(discover()[family], **overrides)
+    degrees = Degrees(pp=2, fsdp=dist.get_world_size() // 2, ep=ep)
+    meshes, dtype = make_meshes(degrees), torch.float32
+    settings: dict[str, Any] = {"top_k": TOP_K, "aux_coef": aux, "autocast": None, "balance_layers": per_layer}
+
+    whole = build_model(config, distributed_config=None, dtype=dtype, seed=3)
+    reference = Objective(whole, dp_size=1, **settings)
+    together = (
+        batches_of(micro_batches, 0, 1, padded, packed)
+        if degrees.dp == 1
+        else [
+            {k: torch.cat([one[k] for one in parts]) for k in parts[0]}
+            for parts in zip(
+                *(batches_of(micro_batches, r, degrees.dp, padded, packed) for r in range(degrees.dp)), strict=True
+            )
+        ]
+    )
+    expected = reference.backward(together)
+    expected_norm = grad_norm(whole.parameters(), 1) / dist.get_world_size() ** 0.5
+    with torch.no_grad():
+        expected_eval = sum(float(reference.forward(batch)[0]) for batch in together)
+
+    rank, parts = dist.get_rank(), cut_model(whole, 2 * len(stages_of(schedule, 2)[0]))
+    sizes = DistributedConfig(fsdp_size=degrees.fsdp, ep_size=ep, ep_implementation="carpool")
+    own = [parts[stage] for stage in stages_of(schedule, 2)[degrees.coordinate(rank, "pp")]]
+    model = build_model(config, distributed_config=sizes, dtype=dtype, seed=3, dense=dense, meshes=meshes, parts=own)
+    install(model)
+    if dense == "replicate" and degrees.fsdp > 1:
+        replicate_dense(model, False)
+    group = meshes.group("pp")
+    assert group is not None
+    objective = PipelineObjective(
+        model,
+        parts,
+        schedule=schedule,
+        group=group,
+        stage_group=meshes.stage_group(),
+        routers=dict.fromkeys(map(layer_number, find_routers(whole)), 8),
+        dtype=dtype,
+        dp_size=degrees.dp,
+        **settings,
+    )
+    if breakage is not None:
+        breakage(objective)
+    mine = batches_of(micro_batches, degrees.dp_rank(rank), degrees.dp, padded, packed)
+    evaluated = torch.stack([objective.forward(batch)[0] for batch in mine]).sum()
+    dist.all_reduce(evaluated)
+    found = objective.backward(mine)
+    if (kept := replicated(model)) is not None:
+        kept.finish()
+    errors = {
+        "loss": abs(found.loss - expected.loss) / expected.loss,
+        "aux": abs((found.aux_loss or 0) - (expected.aux_loss or 0)),
+        "eval": abs(float(evaluated) - expected_eval) / expected_eval,
+    }
+    with sharded_parameters(model):
+        own_parameters = dict(model.named_parameters())
+    norm = grad_norm(own_parameters.values(), degrees.stage_size)
+    errors["norm"] = abs(float(norm / expected_norm) - 1)
+    theirs = dict(whole.named_parameters())
+    largest = max(float(p.grad.abs().max()) for p in theirs.values() if p.grad is not None)
+    errors["gradient"] = 0.0
+    for name, parameter in own_parameters.items():
+        goal = theirs[name].grad
+        grad = None if parameter.grad is None else full_tensor(parameter.grad)
+        if goal is None or grad is None:
+            assert goal is None and grad is None, f"{name} has a gradient on one side only"
+            continue
+        scale = max(float(goal.abs().max()), 1e-3 * largest)
+        errors["gradient"] = max(errors["gradient"], float((grad - goal).abs().max()) / scale)
+    names: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(names, set(own_parameters))
+    assert set.union(*names) == set(theirs), "a parameter is on no stage"
+    return errors
