@@ -39,6 +39,7 @@ from carpool.memory.host_experts import HostExperts
 from carpool.memory.optimizer import AdamW
 from carpool.memory.optimizer.update import local
 from carpool.parallel.clip import add_squares, clip_factor
+from carpool.parallel.hooks import on_gradient
 from carpool.parallel.replicated import replicated
 
 # Gradients wait until there are so many elements, and go in one launch.
@@ -75,7 +76,7 @@ class ConsumedGradients:
             kept.on_expert_gradient(self._take)
         for parameter in self._parameters:
             if parameter not in shards:
-                parameter.register_post_accumulate_grad_hook(self._take)
+                on_gradient(parameter, self._take)
 
     @torch.no_grad()
     def begin(self, fine: torch.Tensor) -> None:

@@ -36,7 +36,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -46,6 +45,7 @@ from torch.distributed.tensor import DTensor
 from carpool.memory.host_experts import host_experts
 from carpool.parallel import fsdp
 from carpool.parallel.flat import Bucket, FlatBuffers, Place
+from carpool.parallel.hooks import on_gradient
 
 # Axes of the mesh of dense parameters: the last one shards, the one before copies.
 DENSE_AXES = {"dp_replicate", "fsdp"}
@@ -126,9 +126,10 @@ class Replicated:
         self._places += self._experts
         self._last, self._at_once, self._next = True, 0, 0
         self._works: list[dist.Work] = []
-        for one in self._passes:
+        self._take_expert: Callable[[nn.Parameter], None] | None = None
+        for number, one in enumerate(self._passes):
             for index, place in enumerate(one.bucket.places):
-                place.whole.register_post_accumulate_grad_hook(partial(self._take, one, index))
+                on_gradient(place.whole, self._take, number, index)
         self._set(shards=False)
         for buffers in self.buffers:
             buffers.gather()
@@ -151,16 +152,10 @@ class Replicated:
 
     def on_expert_gradient(self, take: Callable[[nn.Parameter], None]) -> None:
         """From now on, call `take` with an expert parameter's shard whenever a backward has made its gradient."""
-
-        def came(place: Place, whole: torch.Tensor) -> None:
-            grad, whole.grad = whole.grad, None
-            assert grad is not None and isinstance(place.shard, DTensor)
-            place.shard.grad = fsdp.dtensor_like(grad, place.shard)
-            take(place.shard)
-
-        for place in self._experts:
+        self._take_expert = take
+        for number, place in enumerate(self._experts):
             if place.whole.requires_grad:
-                place.whole.register_post_accumulate_grad_hook(partial(came, place))
+                on_gradient(place.whole, self._came, number)
 
     @property
     def places(self) -> set[tuple[int, str]]:
@@ -189,8 +184,17 @@ class Replicated:
         for one in self._passes:
             one.done = False
 
-    def _take(self, one: _Pass, index: int, parameter: torch.Tensor) -> None:
-        """A gradient has come."""
+    def _came(self, number: int, whole: torch.Tensor) -> None:
+        """An expert parameter's gradient has come."""
+        place = self._experts[number]
+        grad, whole.grad = whole.grad, None
+        assert grad is not None and isinstance(place.shard, DTensor) and self._take_expert is not None
+        place.shard.grad = fsdp.dtensor_like(grad, place.shard)
+        self._take_expert(place.shard)
+
+    def _take(self, number: int, index: int, parameter: torch.Tensor) -> None:
+        """A dense parameter's gradient has come."""
+        one = self._passes[number]
         assert self._at_once, "a backward without Replicated.begin"
         assert parameter.grad is not None
         one.waiting[index].append(parameter.grad)
