@@ -94,7 +94,10 @@ def _train(
             put = buffers.put
             buffers.put = lambda b, g, add, put=put: put(b, [x * (1 + (dist.get_rank() == 1)) for x in g], add)  # type: ignore[method-assign]
     if broken == "bucket":
-        kept._passes.pop()
+        # The last is not reduced.
+        last = kept._passes[-1]
+        reduce = last.buffers.reduce
+        last.buffers.reduce = lambda bucket: None if bucket is last.bucket else reduce(bucket)  # type: ignore[method-assign]
     addresses = [p.data_ptr() for p in net.parameters()]
     with sharded_parameters(net):
         named = dict(net.named_parameters())
