@@ -87,6 +87,7 @@ def measure(
 
     whole = build_model(config, distributed_config=None, dtype=dtype, seed=3)
     reference = Objective(whole, dp_size=1, **settings)
+    reference.cross_entropy.copies = dist.get_world_size()  # all ranks compute it
     together = (
         batches_of(micro_batches, 0, 1, padded, packed)
         if degrees.dp == 1
