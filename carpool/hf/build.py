@@ -16,14 +16,14 @@ import json
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.core_model_loading import build_glob_alternation
 from transformers.distributed import DistributedConfig
@@ -37,10 +37,11 @@ from carpool.hf.conversions import unshardable
 from carpool.hf.dense import without_fsdp
 from carpool.hf.initial_weights import fill, set_tensor
 from carpool.hf.meshes import sharded_over
-from carpool.hf.original_layout import OriginalLayout
+from carpool.hf.original_layout import OriginalLayout, OriginalWeights
 from carpool.hf.quantised_base import check_can_be_quantised, quantised_while_loading
 from carpool.hf.sequence_parallel import sequence_plan, shard_sequences
 from carpool.hf.sizes import check_sizes, impossible_sizes
+from carpool.hf.slices import SlicedExperts
 from carpool.hf.stages import Part, kept_parts
 from carpool.hf.stored_experts import read_without_experts
 from carpool.hf.tensor_parallel import check_tensor_parallel, own_styles
@@ -104,6 +105,7 @@ def build_model(
     meshes: Meshes | None = None,
     sequence_parallel: bool = False,
     parts: Sequence[Part] = (),
+    slices: int = 1,
 ) -> PreTrainedModel:
     """A mixture-of-experts language model in training mode, sharded as `distributed_config` says.
 
@@ -130,6 +132,8 @@ def build_model(
             sums gradients once a step.
         parts: of this rank, of a model that is cut into stages (`carpool.hf.stages`); what other ranks have is never
             filled. None: the whole model.
+        slices: of each expert, on as many neighbouring ranks of the `ep_size` (carpool/hf/slices.py). Of a folder, each
+            rank then reads everything, one tensor at a time.
 
     Raises:
         ValueError: if the folder or the configuration is not usable, is no mixture of experts, or does not fit the
@@ -142,7 +146,11 @@ def build_model(
     check_sizes(config)
     _check_ranks(distributed_config, meshes)
     blueprint = _on_meta(config, dtype, kwargs)
-    _check_experts(blueprint, distributed_config)
+    _check_experts(blueprint, distributed_config, slices)
+    sliced = None
+    if slices > 1:
+        numbers = experts_modules(blueprint, distributed_config)
+        sliced = SlicedExperts(blueprint, numbers, _size(distributed_config, "ep"), slices)
     if distributed_config is not None and _size(distributed_config, "tp") > 1 and distributed_config.tp_plan != {}:
         own = distributed_config.tp_plan if isinstance(distributed_config.tp_plan, dict) else {}
         plan = blueprint.tp_plan
@@ -155,7 +163,7 @@ def build_model(
     if dense == "fsdp":
         _check_tied(blueprint, distributed_config)
     with without_fsdp() if dense == "replicate" else nullcontext(), sharded_over(meshes), kept_parts(parts):
-        if path is not None:
+        if path is not None and sliced is None:
             _check_shardable(path, blueprint, distributed_config)
             if read_experts:
                 with quantised_while_loading(base_dtype):
@@ -168,9 +176,14 @@ def build_model(
             model_class = type(blueprint)
             distributed_config, _, mesh_manager = model_class.prepare_distribute_model(distributed_config)
             model = _on_meta(config, dtype, kwargs)
+            if sliced is not None:
+                sliced.apply(model)
             model = model_class.maybe_distribute_model(model, distributed_config, mesh_manager)
             offload = distributed_config is not None and distributed_config.fsdp_cpu_offload
-            fill(model, blueprint, seed, device or _device(), offload)
+            stored = None if path is None else _reader(path, blueprint)
+            fill(model, blueprint, seed, device or _device(), offload, stored, None if sliced is None else sliced.rows)
+            if path is not None and (path / "generation_config.json").is_file():
+                model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
     if sequence_parallel:
         shard_sequences(model)
     return model.train()
@@ -242,7 +255,7 @@ def _size(distributed_config: DistributedConfig | None, axis: str) -> int:
     return 1 if distributed_config is None else int(getattr(distributed_config, f"{axis}_size") or 1)
 
 
-def _check_experts(blueprint: PreTrainedModel, distributed_config: DistributedConfig | None) -> None:
+def _check_experts(blueprint: PreTrainedModel, distributed_config: DistributedConfig | None, slices: int = 1) -> None:
     name = type(blueprint).__name__
     experts = experts_modules(blueprint, distributed_config)
     if not experts:
@@ -250,7 +263,9 @@ def _check_experts(blueprint: PreTrainedModel, distributed_config: DistributedCo
             f"{name} ({blueprint.config.model_type}) is not a mixture of experts that Carpool can train: "
             "it has no module with an expert-parallel plan"
         )
-    ep_size = _size(distributed_config, "ep")
+    ep_size, over = divmod(_size(distributed_config, "ep"), slices)
+    if over:
+        raise ValueError(f"{slices} slices of each expert do not divide the {ep_size * slices + over} ranks of experts")
     for module, num_experts in experts.items():
         if num_experts % ep_size:
             divisors = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
@@ -313,6 +328,24 @@ def _load(
         raise ValueError(_misfit(folder, blueprint, str(error))) from error
     _check_loaded(folder, blueprint, info)
     return model
+
+
+def _reader(folder: Path, blueprint: PreTrainedModel) -> Callable[[str], torch.Tensor | None]:
+    """Of a tensor's name in the model, the tensor that the folder's files hold; None of one that no file holds."""
+    stored = stored_weights(folder)
+    layout = OriginalLayout(blueprint, None, stored)
+    weights = OriginalWeights(blueprint, folder, stored, layout)
+    held = {name for group in layout.groups for name in group.inputs}
+
+    def read(name: str) -> torch.Tensor | None:
+        if name not in held:
+            return None
+        tensor = weights.read(name)
+        if tensor.shape != (want := blueprint.get_parameter_or_buffer(name).shape):
+            raise ValueError(_misfit(folder, blueprint, f"{name} has shape {tuple(tensor.shape)}, not {tuple(want)}"))
+        return tensor
+
+    return read
 
 
 def _check_loaded(folder: Path, blueprint: PreTrainedModel, info: dict[str, Any]) -> None:

@@ -35,6 +35,7 @@ from carpool.hf.adapters import check_adapters
 from carpool.hf.expert_adapters import ExpertAdapters
 from carpool.hf.expert_function import check_not_quantised, expert_function, weight_names
 from carpool.hf.quantised_base import base_of
+from carpool.hf.slices import slices_of
 from carpool.hf.tensor_parallel import check_tensor_parallel_around
 from carpool.layer.core import LayerCore
 from carpool.layout import ExpertLayout
@@ -78,7 +79,7 @@ class ExpertRides(LayerCore):
     """The core of one MoE layer of a transformers model, and the adapter around it. `rides(model)` finds them.
 
     Args:
-        experts: transformers' experts module; `experts.num_experts` is what this rank owns.
+        experts: transformers' experts module; `experts.num_experts` is what this rank owns, experts or slices of them.
         experts_forward: its own forward, on local expert ids.
         group: the expert-parallel group; None for one rank.
         transport: "auto" or a key of `carpool.transport.TRANSPORTS`.
@@ -101,7 +102,10 @@ class ExpertRides(LayerCore):
             )
         check_not_quantised(experts)
         ranks = dist.get_world_size(group) if group is not None else 1
-        layout = ExpertLayout.contiguous(experts.num_experts * ranks, ranks)
+        if (slices := slices_of(experts)) > 1:
+            layout = ExpertLayout.sliced(experts.num_experts * ranks // slices, ranks // slices, slices)
+        else:
+            layout = ExpertLayout.contiguous(experts.num_experts * ranks, ranks)
         super().__init__(layout, group, expert_function(experts), name=type(experts).__name__)
         self.experts, self.experts_forward = experts, experts_forward
         self.num_local_experts: int = experts.num_experts

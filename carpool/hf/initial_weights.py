@@ -19,7 +19,7 @@ nothing but the seed, the name of its module and the configuration. The price is
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -32,10 +32,21 @@ from transformers.distributed.sharding_utils import DtensorShardOperation
 
 
 @torch.no_grad()
-def fill(model: PreTrainedModel, blueprint: PreTrainedModel, seed: int, device: torch.device, offload: bool) -> None:
+def fill(
+    model: PreTrainedModel,
+    blueprint: PreTrainedModel,
+    seed: int,
+    device: torch.device,
+    offload: bool,
+    stored: Callable[[str], torch.Tensor | None] | None = None,
+    lies: Callable[[str, torch.Tensor], torch.Tensor] | None = None,
+) -> None:
     """Gives `model`, sharded and on the meta device, its values; see the module's docstring.
 
-    `offload`: parameters go to the CPU (FSDP brings them to the device when it needs them), buffers do not.
+    Args:
+        offload: parameters go to the CPU (FSDP brings them to the device when it needs them), buffers do not.
+        stored: by name, the tensor of a checkpoint in the place of a random one; None: there is none.
+        lies: a tensor of the blueprint, by name, as the whole of it lies in `model`; None: as in the blueprint.
     """
     placeholders = dict(_tensors(model))
     tied = set(model.all_tied_weights_keys)
@@ -44,17 +55,23 @@ def fill(model: PreTrainedModel, blueprint: PreTrainedModel, seed: int, device: 
             shape_only = {key: blueprint.get_parameter_or_buffer(key) for key in sorted(unit.tensors - tied)}
             if not shape_only.keys() & placeholders.keys():
                 continue  # of another stage of a pipeline
-            for key, tensor in shape_only.items():
-                set_tensor(blueprint, key, torch.empty_like(tensor, device=device))
-            for _, name, module, owner in sorted(unit.modules, key=lambda entry: entry[0]):
-                torch.manual_seed(_seed_of(seed, name))
-                owner._init_weights(module)
+            given = {key: None if stored is None or key not in placeholders else stored(key) for key in shape_only}
+            if any(given[key] is None for key in shape_only.keys() & placeholders.keys()):
+                for key, tensor in shape_only.items():
+                    set_tensor(blueprint, key, torch.empty_like(tensor, device=device))
+                for _, name, module, owner in sorted(unit.modules, key=lambda entry: entry[0]):
+                    torch.manual_seed(_seed_of(seed, name))
+                    owner._init_weights(module)
             for key, tensor in shape_only.items():
                 if key not in placeholders:
                     set_tensor(blueprint, key, tensor)
                     continue
-                full = blueprint.get_parameter_or_buffer(key)
+                full, value = blueprint.get_parameter_or_buffer(key), given.pop(key)
                 target = torch.device("cpu") if offload and isinstance(full, nn.Parameter) else device
+                if value is not None:
+                    full = value.to(device, full.dtype)
+                if lies is not None:
+                    full = lies(key, full.detach())
                 set_tensor(model, key, _shard_like(placeholders[key], full, target))
                 set_tensor(blueprint, key, tensor)
     model.tie_weights(recompute_mapping=False)

@@ -15,7 +15,7 @@ expert whose place changes travels between those two alone: to the optimizer and
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -25,8 +25,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from carpool.experts import ExpertWeights, FP8Experts
+from carpool.experts.slices import cut, join
 from carpool.hf.expert_function import weight_names
 from carpool.hf.expert_parallel import ExpertRides, rides
+from carpool.hf.slices import fields_of
 from carpool.hf.states import states_lie
 from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
@@ -53,6 +55,9 @@ def set_layout(model: nn.Module, layouts: LayoutsLike, optimizer: torch.optim.Op
     """
     layers = rides(model)
     layouts = check_layouts(layers, layouts)
+    for own in layers.values():
+        if own.layout.slices > 1:
+            _keep_states_logical(own)
     changed = {name: own for name, own in layers.items() if layouts[name] != own.layout}
     moving = {name: own for name, own in changed.items() if layouts[name].homes != own.layout.homes}
     moved = Moved(layers=len(changed))
@@ -154,53 +159,128 @@ def _has_all_rows(parameter: torch.Tensor, own: ExpertRides, group: Any) -> bool
 
 
 def is_logical(model: nn.Module) -> bool:
-    """Whether expert rows are in logical order as they are, so that checkpoints need no reordering."""
-    return all(order == sorted(order) for order in (places(own.layout) for own in rides(model).values()))
+    """Whether experts are whole and in logical order as they are, so that checkpoints need no change."""
+    return all(_lies_logically(own.layout) for own in rides(model).values())
 
 
 def logical_order(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A state dict of the model or its optimizer with expert rows in logical order. Collective."""
-    return _reorder(model, state, to_logical=True)
+    """A state dict of the model or its optimizer with whole experts in logical order. Collective."""
+    return _each_of_experts(model, state, _to_logical)
 
 
 def physical_order(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The inverse of `logical_order`: rows as the model's present layout has them."""
-    return _reorder(model, state, to_logical=False)
+    return _each_of_experts(model, state, _to_physical)
 
 
-def _reorder(model: nn.Module, state: dict[str, torch.Tensor], to_logical: bool) -> dict[str, torch.Tensor]:
-    result = dict(state)
+def logical_like(model: nn.Module, state: dict[str, torch.Tensor], meta: bool = False) -> dict[str, torch.Tensor]:
+    """Tensors without values, of the shapes and placements of `logical_order`; `meta`: the shapes alone."""
+    change = _logical_shape if meta else _logical_empty
+    empty = {name: torch.empty_like(tensor, device="meta" if meta else None) for name, tensor in state.items()}
+    return empty | _each_of_experts(model, state, change, only_changed=True)
+
+
+Change = Callable[[ExpertRides, str, torch.Tensor], torch.Tensor]
+
+
+def _each_of_experts(
+    model: nn.Module, state: dict[str, torch.Tensor], change: Change, only_changed: bool = False
+) -> dict[str, torch.Tensor]:
+    """`state`, in which `change(layer, name of the parameter, tensor)` has changed what has a row for each expert, or
+    slice, of a layer whose layout is not the logical one."""
+    result = {} if only_changed else dict(state)
     for name, own in rides(model).items():
-        order = places(own.layout)
-        if order == sorted(order):
+        if _lies_logically(own.layout):
             continue
-        index = inverse(order) if to_logical else order
         for key, tensor in state.items():
-            if f"{name}." in key and tensor.dim() and tensor.shape[0] == own.num_experts:
-                result[key] = permute_rows(tensor, index)
+            if f"{name}." in key and tensor.dim() and tensor.shape[0] in (own.num_experts, own.layout.num_rows):
+                result[key] = change(own, key.split(f"{name}.")[-1].split(".")[0], tensor)
     return result
 
 
+def _lies_logically(layout: ExpertLayout) -> bool:
+    order = places(layout)
+    return layout.slices == 1 and order == sorted(order)
+
+
+def _to_logical(own: ExpertRides, parameter: str, tensor: torch.Tensor) -> torch.Tensor:
+    layout, order = own.layout, places(own.layout)
+    if layout.slices == 1:
+        return permute_rows(tensor, inverse(order))
+    field, function = fields_of(own.experts)[parameter], own.function
+    assert function is not None
+    if not isinstance(tensor, DTensor):
+        return join(field, tensor[inverse(order)], layout.slices, function)
+    like = _logical_shape(own, parameter, tensor)
+    rows = _between(tensor, order, layout, back=False).apply(tensor.to_local().clone(), None)
+    local = join(field, rows, layout.slices, function).contiguous()
+    return _like(tensor, local, like.shape)
+
+
+def _to_physical(own: ExpertRides, parameter: str, tensor: torch.Tensor) -> torch.Tensor:
+    layout, order = own.layout, places(own.layout)
+    if layout.slices == 1:
+        return permute_rows(tensor, order)
+    field, function = fields_of(own.experts)[parameter], own.function
+    assert function is not None
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    rows = cut(field, local, layout.slices, function)
+    if not isinstance(tensor, DTensor):
+        return rows[order]
+    rows = _between(tensor, order, layout, back=True).apply(rows.contiguous(), None)
+    return _like(tensor, rows, torch.Size([layout.num_rows, *rows.shape[1:]]))
+
+
+def _logical_shape(own: ExpertRides, parameter: str, tensor: torch.Tensor) -> torch.Tensor:
+    rows = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    if own.layout.slices == 1:
+        return rows
+    assert own.function is not None
+    return join(fields_of(own.experts)[parameter], rows, own.layout.slices, own.function)
+
+
+def _logical_empty(own: ExpertRides, parameter: str, tensor: torch.Tensor) -> torch.Tensor:
+    like = _logical_shape(own, parameter, tensor)
+    if not isinstance(tensor, DTensor):
+        return torch.empty_like(like, device=tensor.device)
+    mine = _held(like.shape[0], tensor)[dist.get_rank()]
+    local = torch.empty(len(mine), *like.shape[1:], dtype=tensor.dtype, device=tensor.to_local().device)
+    return _like(tensor, local, like.shape)
+
+
+def _like(tensor: DTensor, local: torch.Tensor, shape: torch.Size) -> DTensor:
+    """A DTensor of another shape that is sharded as `tensor` is."""
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
+
+
+def _between(tensor: DTensor, order: Sequence[int], layout: ExpertLayout, back: bool) -> RowMove:
+    """From rows of slices as they lie to whole experts as their tensor is sharded, slice by slice; or back."""
+    lie = [[order[place] for place in held] for held in _held(layout.num_rows, tensor)]
+    each = range(layout.slices)
+    whole = [[e * layout.slices + i for e in held for i in each] for held in _held(layout.num_experts, tensor)]
+    return RowMove(whole, lie, dist.get_rank()) if back else RowMove(lie, whole, dist.get_rank())
+
+
 def _keep_states_logical(own: ExpertRides) -> None:
-    """Let the module's states be in logical order from now on, whatever its layout becomes."""
+    """Let the module's states have whole experts in logical order from now on, whatever its layout becomes."""
     if own.states_logical:
         return
     own.states_logical = True
 
-    def reorder(state: dict[str, Any], prefix: str, to_logical: bool) -> None:
-        order = places(own.layout)
-        if order == sorted(order) or states_lie():
+    def reorder(state: dict[str, Any], prefix: str, change: Change) -> None:
+        if _lies_logically(own.layout) or states_lie():
             return
-        index = inverse(order) if to_logical else order
         for key, tensor in state.items():
-            if key.startswith(prefix) and tensor.dim() and tensor.shape[0] == own.num_experts:
-                state[key] = permute_rows(tensor, index)
+            rows = tensor.shape[0] if key.startswith(prefix) and tensor.dim() else -1
+            if rows in (own.num_experts, own.layout.num_rows):
+                state[key] = change(own, key.removeprefix(prefix), tensor)
 
     def after_state_dict(_: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        reorder(state, prefix, to_logical=True)
+        reorder(state, prefix, _to_logical)
 
     def before_load(_: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        reorder(state, prefix, to_logical=False)
+        reorder(state, prefix, _to_physical)
 
     own.experts.register_state_dict_post_hook(after_state_dict)
     own.experts.register_load_state_dict_pre_hook(before_load)
@@ -240,23 +320,33 @@ def row_move(tensor: torch.Tensor, before: Sequence[int], after: Sequence[int]) 
     """
     if not isinstance(tensor, DTensor):
         return RowMove([before], [after], 0)
+    held = _held(tensor.shape[0], tensor)
+    return RowMove(
+        [[before[i] for i in rows] for rows in held], [[after[i] for i in rows] for rows in held], dist.get_rank()
+    )
+
+
+def _held(number: int, tensor: DTensor) -> list[list[int]]:
+    """For each rank of the world, which of `number` rows it holds of a tensor that is sharded as this one is; none on
+    ranks with another copy than this rank's."""
     mesh, me = tensor.device_mesh, dist.get_rank()
     coordinates = {int(rank): tuple(map(int, (mesh.mesh == rank).nonzero()[0])) for rank in mesh.mesh.flatten()}
     copies = [axis for axis, placement in enumerate(tensor.placements) if placement.is_replicate()]
     held: list[list[int]] = [[] for _ in range(dist.get_world_size())]
     for rank, place in coordinates.items():
         if all(place[axis] == coordinates[me][axis] for axis in copies):
-            held[rank] = held_rows(tensor, place)
-    return RowMove([[before[i] for i in rows] for rows in held], [[after[i] for i in rows] for rows in held], me)
+            held[rank] = held_rows(tensor, place, number)
+    return held
 
 
-def held_rows(tensor: DTensor, coordinate: tuple[int, ...]) -> list[int]:
-    """The rows of the whole tensor that the rank at `coordinate` of its mesh holds, in order.
+def held_rows(tensor: DTensor, coordinate: tuple[int, ...], number: int | None = None) -> list[int]:
+    """The rows of the whole tensor that the rank at `coordinate` of its mesh holds, in order. `number`: as if the
+    tensor had so many rows.
 
     FSDP shards what expert parallelism has sharded already, and marks that by a strided placement on its own mesh
     axis, which comes first in the mesh. So plain shards apply before strided ones.
     """
-    rows = torch.arange(tensor.shape[0])
+    rows = torch.arange(tensor.shape[0] if number is None else number)
     axes = [(axis, p) for axis, p in enumerate(tensor.placements) if not p.is_replicate()]
     if any(getattr(p, "dim", None) != 0 for _, p in axes):
         raise ValueError(f"experts must be sharded by rows only, not as {tensor.placements}")

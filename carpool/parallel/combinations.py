@@ -43,8 +43,46 @@ class Rule:
 
 
 RULES = (
-    Rule(("etp",), "expert tensor parallelism is not supported"),
+    Rule(
+        ("etp",),
+        "experts that are cut into slices have no adapters",
+        {"adapter.kind": None},
+        lambda sizes, settings: settings.get("adapter.kind") is not None,
+    ),
+    Rule(
+        ("etp",),
+        "a token visits every slice of its experts, wherever they are",
+        {"moe.limit_ranks": None, "moe.limit_nodes": None},
+        lambda sizes, settings: any(settings.get(f"moe.limit_{of}") is not None for of in ("ranks", "nodes")),
+    ),
+    Rule(
+        ("etp",),
+        "blocks of int8 moments are not those of whole experts, which checkpoints have",
+        {"training.optimizer_moments": "bfloat16"},
+        lambda sizes, settings: settings.get("training.optimizer_moments") == "int8",
+    ),
+    Rule(
+        ("etp",),
+        "experts come from there one by one, and their slices are not stored so",
+        {"memory.experts": "device"},
+        lambda sizes, settings: settings.get("memory.experts", "device") != "device",
+    ),
+    Rule(
+        ("etp",),
+        "the optimizer's state in checkpoints has whole experts, and would travel between GPUs",
+        {"training.optimizer_state": "device"},
+        lambda sizes, settings: settings.get("training.optimizer_state", "device") != "device",
+    ),
+    Rule(
+        ("etp",),
+        "solvers and policies move whole experts, not slices",
+        {"placement.policy": "degree"},
+        lambda sizes, settings: (
+            settings.get("placement.every") is not None and settings.get("placement.policy") != "degree"
+        ),
+    ),
     Rule(("pp",), "pipeline parallelism is not supported"),
+    Rule(("etp", "pp"), "experts in slices are put together by all ranks at once, and stages have layers of their own"),
     Rule(("cp", "pp"), "stages do not know of which sequences they have parts"),
     Rule(
         ("tp",),

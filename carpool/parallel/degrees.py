@@ -61,6 +61,11 @@ class Degrees:
         return self.fsdp * self.cp * self.tp // (self.ep * self.etp)
 
     @property
+    def expert_ranks(self) -> int:
+        """Ranks among which the rows of a layer travel: W of its layout."""
+        return self.ep * self.etp
+
+    @property
     def dp(self) -> int:
         """Ranks of a stage that see distinct sequences."""
         return self.dp_replicate * self.fsdp

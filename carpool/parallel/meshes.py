@@ -72,7 +72,7 @@ class Meshes:
         """The meshes of this rank's stage of the pipeline."""
         return StageMeshes(
             self.mesh(pp=(), dp_replicate=("dp_replicate",), fsdp=("fsdp", "cp"), tp=("tp",)),
-            self.mesh(pp=(), dp_replicate=("dp_replicate",), efsdp=("efsdp",), ep=("ep",), etp=("etp",)),
+            self.mesh(pp=(), dp_replicate=("dp_replicate",), efsdp=("efsdp",), ep=("ep", "etp")),
         )
 
     def _group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
@@ -87,16 +87,17 @@ class StageMeshes:
 
     Dense parameters are over (pp, dp_replicate, fsdp, tp), of which pp has one rank: transformers has one stage to
     shard and knows of no other. Ranks that share sequences shard parameters as those with sequences of their own do,
-    so context-parallel ranks are among those of fsdp. Experts are over (pp, dp_replicate, efsdp, ep, etp).
+    so context-parallel ranks are among those of fsdp. Experts are over (pp, dp_replicate, efsdp, ep), of which ep has
+    the ranks of etp, too: slices of experts are sharded as experts are (carpool/hf/slices.py).
     """
 
     def __init__(self, dense: DeviceMesh, experts: DeviceMesh) -> None:
         self.dense, self.experts = dense, experts
 
     def get_mesh(self, dims: str | tuple[str, ...]) -> DeviceMesh:
-        """The part of the dense mesh with these dimensions; of the experts' mesh if one is efsdp, ep or etp."""
+        """The part of the dense mesh with these dimensions; of the experts' mesh if one is efsdp or ep."""
         dims = (dims,) if isinstance(dims, str) else dims
-        return (self.experts if {"efsdp", "ep", "etp"} & set(dims) else self.dense)[dims]
+        return (self.experts if {"efsdp", "ep"} & set(dims) else self.dense)[dims]
 
 
 def make_group(parts: tuple[tuple[int, ...], ...], name: str) -> dist.ProcessGroup:

@@ -39,7 +39,7 @@ def aligned(found: ExpertLayout, current: ExpertLayout, topology: Topology) -> E
         computed = set(found.slots[rank])
         kept = tuple(e for e in homes[place] if e in computed)
         slots[place] = kept + tuple(e for e in found.slots[rank] if e not in kept)
-    return ExpertLayout(tuple(homes), tuple(slots))
+    return ExpertLayout(tuple(homes), tuple(slots), found.slices)
 
 
 def _in_rows(experts: Sequence[int], rows: Sequence[int]) -> tuple[int, ...]:

@@ -16,6 +16,8 @@ these l / c pairs, of which l (1/c - 1/W) come from other ranks. `LoadModel` tur
                    the loads of now, asked every k steps
     fetch          Janus (SIGCOMM 2023): all experts to all ranks, so that tokens stay, or none, so that tokens
                    travel, whichever takes less time
+    degree         Tutel (MLSys 2023): each expert, cut into slices, is computed by as many ranks as is fastest: by one
+                   for each slice, by fewer, which then fetch slices, or by every rank (`ExpertLayout.with_degree`)
     eplb           DeepSeek-V3: homes and copies anew, all extra slots filled, so that ranks have equal loads; adopted
                    whether or not the model of time says that it pays
 
@@ -52,23 +54,31 @@ class LoadModel:
         """(W,) pairs of each rank, copies taking equal parts."""
         return np.asarray((np.asarray(load_E, dtype=np.float64) / held_EW.sum(1)) @ held_EW)
 
-    def seconds(self, load_E: Array, held_EW: Array, home_E: Array) -> float:
-        """Modelled time of one layer, forward and backward. held_EW: which ranks hold each expert; home_E: its home."""
-        return float(self.seconds_of(load_E, held_EW[None], home_E)[0])
+    def seconds(self, load_E: Array, held_EW: Array, home_E: Array, slices: int = 1) -> float:
+        """Modelled time of one layer, forward and backward.
 
-    def seconds_of(self, load_E: Array, held_CEW: Array, home_E: Array) -> Array:
+        Args:
+            held_EW: which ranks hold each expert; home_E: its home.
+            slices: of each expert. The two before then have E * slices rows, and load_E has E."""
+        return float(self.seconds_of(load_E, held_EW[None], home_E, slices)[0])
+
+    def seconds_of(self, load_E: Array, held_CEW: Array, home_E: Array, slices: int = 1) -> Array:
         """(C,) the same for C candidates."""
         num_ranks, loads = held_CEW.shape[2], np.asarray(load_E, dtype=np.float64)
         pairs = loads * (self.cost.tokens_per_rank * num_ranks * self.top_k / max(loads.sum(), 1e-12))
+        pairs = pairs.repeat(slices)
         held = held_CEW.astype(np.float64)
         copies_CE = held.sum(2)
-        load_CW = np.matmul((pairs / copies_CE)[:, None], held)[:, 0]
-        arriving_CW = np.matmul((pairs * (1 / copies_CE - 1 / num_ranks))[:, None], held)[:, 0]
+        load_CW = np.matmul((pairs / copies_CE)[:, None], held)[:, 0] / slices
+        # One row for all slices of an expert that a rank holds.
+        apart = held.reshape(len(held), -1, slices, num_ranks)
+        riding = (apart / np.maximum(1, apart.sum(2, keepdims=True))).reshape(held.shape)
+        arriving_CW = np.matmul((pairs * (1 / copies_CE - 1 / num_ranks))[:, None], riding)[:, 0]
         # They come from all other ranks alike.
         arriving_CWW = np.repeat(arriving_CW[:, None] / max(1, num_ranks - 1), num_ranks, axis=1)
         home_EW = np.zeros((len(home_E), num_ranks))
         home_EW[np.arange(len(home_E)), home_E] = 1
-        filling_CWW = np.matmul(home_EW.T, held * (1 - home_EW)) * self.cost.expert_bytes
+        filling_CWW = np.matmul(home_EW.T, held * (1 - home_EW)) * self.cost.expert_bytes / slices
         rides_C = RIDES * self._over_links(arriving_CWW * self.cost.row_bytes)
         # Parameters one way, gradients the other, which takes as long.
         upkeep_C = 2 * self._over_links(filling_CWW, idle=False)
@@ -177,6 +187,20 @@ def fetch(load_E: Array, layout: ExpertLayout, extra_slots: int, model: LoadMode
     return _layout(layout, everywhere_EW if stay < travel else held_EW)
 
 
+def degree(load_E: Array, layout: ExpertLayout, extra_slots: int, model: LoadModel | None = None) -> ExpertLayout:
+    """The degree that takes least time, of those for which ranks have room; the largest of equal ones. Without slices
+    it is `fetch`."""
+    model, slices = model or LoadModel(), layout.slices
+    candidates = [n for n in range(slices, 0, -1) if slices % n == 0]
+    found: list[tuple[float, ExpertLayout]] = []
+    for one in [*candidates, 0]:
+        other = ExpertLayout(layout.homes, slices=slices).with_degree(one)
+        room = all(len(a) - len(b) <= extra_slots for a, b in zip(other.slots, other.homes, strict=True))
+        if room:
+            found.append((model.seconds(load_E, held(other), homes_of(other), slices), other))
+    return min(found, key=lambda pair: pair[0])[1]
+
+
 def make_pool(history_NE: Array, num_ranks: int, size: int = 8) -> list[ExpertLayout]:
     """Layouts that suit the loads of different parts of a history (N steps), each by LPT: SmartMoE's pool."""
     loads_NE = np.asarray(history_NE, dtype=np.float64)
@@ -198,6 +222,7 @@ POLICIES: Mapping[str, Policy] = MappingProxyType(
         "lpt_cv": lpt_cv,
         "pick": pick,
         "fetch": fetch,
+        "degree": degree,
         "eplb": eplb,
     }
 )

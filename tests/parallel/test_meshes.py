@@ -36,7 +36,8 @@ def _members(degrees: Degrees) -> None:
     assert shards is None or dist.get_process_group_ranks(shards) == list(degrees.ranks_along(rank, "fsdp", "cp"))
 
     stage = meshes.stage
-    for name, axes in {"dp_replicate": (), "fsdp": ("fsdp", "cp"), "tp": (), "efsdp": (), "ep": (), "etp": ()}.items():
+    folded = {"fsdp": ("fsdp", "cp"), "ep": ("ep", "etp")}
+    for name, axes in {"dp_replicate": (), "tp": (), "efsdp": (), **folded}.items():
         one = stage.get_mesh(name)
         ranks = degrees.ranks_along(rank, *(axes or (name,)))
         assert tuple(one.mesh.tolist()) == ranks and one.size() == len(ranks)
@@ -74,3 +75,20 @@ def test_a_refusal_folds_ranks_of_refused_axes_until_it_works(monkeypatch: pytes
         check_supported({"fsdp": 3, "cp": 2, "pp": 4, "etp": 2, "ep": 1}, {})
     with pytest.raises(ValueError, match=r"works: parallelism.cp_size = 1$"):
         check_supported({"cp": 2, "pp": 4}, {})
+
+
+@pytest.mark.parametrize(
+    ("settings", "said", "change"),
+    [
+        ({"adapter.kind": "lora"}, "cut into slices have no adapters", "adapter.kind = None"),
+        ({"moe.limit_ranks": 2}, "a token visits every slice", "moe.limit_ranks = None"),
+        ({"training.optimizer_moments": "int8"}, "blocks of int8", "training.optimizer_moments = 'bfloat16'"),
+        ({"memory.experts": "host"}, "one by one", "memory.experts = 'device'"),
+        ({"placement.every": 5, "placement.policy": "migrate"}, "move whole experts", "placement.policy = 'degree'"),
+    ],
+)
+def test_what_slices_of_experts_cannot_do_is_refused(settings: dict[str, object], said: str, change: str) -> None:
+    check_supported({"ep": 4}, settings)
+    check_supported({"ep": 2, "etp": 2}, {"placement.every": 5, "placement.policy": "degree"})
+    with pytest.raises(ValueError, match=f"parallelism.etp_size = 2 with .*{said}.*works: .*{change}"):
+        check_supported({"ep": 2, "etp": 2}, settings)

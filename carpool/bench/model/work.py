@@ -69,11 +69,11 @@ def work_of(sizes: Sizes) -> dict[str, Work]:
     attention = flops_per_token(model, sizes.sequence) - 6 * model.multiplied
     dense_own = (model.total - model.experts) / degrees.dense_shards
     experts_own = model.experts / degrees.expert_shards
-    copies = find_transport("dedup").copies_per_token(sizes.num_experts, sizes.top_k, degrees.ep)
-    remote = copies * (degrees.ep - 1) / degrees.ep
+    copies = degrees.etp * find_transport("dedup").copies_per_token(sizes.num_experts, sizes.top_k, degrees.ep)
+    remote = copies * (degrees.expert_ranks - 1) / degrees.expert_ranks
     row = sizes.hidden * sizes.number_bytes
     shared_dense = (model.total - model.experts) * (degrees.dense_shards - 1) / degrees.dense_shards
-    shared_experts = model.experts / degrees.ep * (degrees.efsdp - 1) / degrees.efsdp
+    shared_experts = model.experts / degrees.expert_ranks * (degrees.efsdp - 1) / degrees.efsdp
     return {
         "experts": Work(flops=6 * tokens * visited),
         "dense": Work(flops=6 * tokens * (model.multiplied - visited)),

@@ -135,13 +135,13 @@ class Problem:
 
 
 def held(layout: ExpertLayout) -> Array:
-    """(E, W) bool: which ranks hold an expert."""
-    held_EW = np.zeros((layout.num_experts, layout.num_ranks), dtype=bool)
+    """(E, W) bool: which ranks hold an expert; of each slice, where experts are sliced."""
+    held_EW = np.zeros((layout.num_rows, layout.num_ranks), dtype=bool)
     for rank, experts in enumerate(layout.slots):
         held_EW[[e for e in experts if e != -1], rank] = True
     return held_EW
 
 
 def homes_of(layout: ExpertLayout) -> Array:
-    """(E,) the rank of each expert's home."""
+    """(E,) the rank of each expert's (or slice's) home."""
     return np.array([rank for rank, _ in layout.home_of])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ def load(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     from_logical: Hook | None = None,
+    logical_like: Callable[[Tensors, bool], Tensors] | None = None,
     restore_rng: bool = True,
 ) -> dict[str, Any]:
     """Puts a checkpoint into a model and an optimizer, sharded in any way. Every rank calls it.
@@ -59,6 +60,8 @@ def load(
         optimizer: None leaves the optimizer's state in the checkpoint.
         from_logical: the inverse of `to_logical` in `CheckpointManager.save`, for the layout of this run. Without it,
             tensors are read straight into the model's memory; with it, a second copy exists for a while.
+        logical_like: with it, makes the tensors of that copy, of the names given; True: their shapes alone, on the
+            device "meta". None: they are as the model's.
         restore_rng: put the random generators back, which is possible on the same number of ranks alone.
 
     Returns:
@@ -89,10 +92,10 @@ def load(
             if part == OPTIMIZER and stored:
                 zero = _low_bits_to_zero(folder, stored, tensors)
                 tensors = parts[part] = {name: tensor for name, tensor in tensors.items() if name not in zero}
-            _check_tensors(folder, part, stored, tensors)
+            _check_tensors(folder, part, stored, tensors if logical_like is None else logical_like(tensors, True))
     with sharded_parameters(model, write=True):
         for part, tensors in parts.items():
-            _read(folder / part, tensors, from_logical)
+            _read(folder / part, tensors, from_logical, logical_like)
     for tensor in zero.values():
         tensor.zero_()
     if restore_rng:
@@ -151,10 +154,21 @@ def _check_tensors(folder: Path, part: str, stored: dict[str, TensorStorageMetad
         )
 
 
-def _read(folder: Path, tensors: Tensors, from_logical: Hook | None) -> None:
+def _read(
+    folder: Path,
+    tensors: Tensors,
+    from_logical: Hook | None,
+    logical_like: Callable[[Tensors, bool], Tensors] | None,
+) -> None:
     if not tensors:
         return
-    logical = tensors if from_logical is None else {name: torch.empty_like(t) for name, t in tensors.items()}
+    logical = tensors
+    if from_logical is not None:
+        logical = (
+            {n: torch.empty_like(t) for n, t in tensors.items()}
+            if logical_like is None
+            else logical_like(tensors, False)
+        )
     rectangles = as_rectangles(logical)
     reader = HuggingFaceStorageReader(str(folder))
     with one_process_is_fine():

@@ -21,7 +21,7 @@ from typing import Any
 from torch import nn
 from transformers import Trainer
 
-from carpool.hf.layouts import is_logical, logical_order, physical_order
+from carpool.hf.layouts import is_logical, logical_like, logical_order, physical_order
 from carpool.train.checkpoints.files import CheckpointError
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.ranks import rank, together
@@ -113,8 +113,13 @@ class ShardedCheckpoints:
         self._load(self.state.best_model_checkpoint, None)
 
     def _load(self, checkpoint: str, optimizer: Any) -> dict[str, Any]:
-        from_logical = None if is_logical(self.model) else partial(physical_order, self.model)
-        return load(_newest(checkpoint), self.model, optimizer, from_logical=from_logical, restore_rng=False)
+        hooks: dict[str, Any] = {}
+        if not is_logical(self.model):
+            hooks = {
+                "from_logical": partial(physical_order, self.model),
+                "logical_like": partial(logical_like, self.model),
+            }
+        return load(_newest(checkpoint), self.model, optimizer, restore_rng=False, **hooks)
 
 
 class CarpoolTrainer(ShardedCheckpoints, Trainer):

@@ -70,7 +70,10 @@ class ParallelismSection(Section):
         "the ranks of one copy and the number of experts.",
     )
     etp_size: int = Field(
-        default=1, gt=0, description="Expert-tensor-parallel ranks: each computes a part of the same experts' width."
+        default=1,
+        gt=0,
+        description="Expert-tensor-parallel ranks: each computes a part of the hidden dimension of the same experts, "
+        "and a token's row goes to all of them. ep_size * etp_size may be more than there are experts.",
     )
     dense: Literal["auto", "fsdp", "replicate"] = Field(
         default="auto",

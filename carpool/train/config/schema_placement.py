@@ -19,7 +19,9 @@ class PlacementSection(Section):
         gt=0,
         description="Steps between two looks at where experts should live. none: they stay where moe.layout puts them.",
     )
-    policy: Literal["place", "migrate", "shadow", "subset", "expand_shrink", "eplb", "lpt_cv", "pick", "fetch"] = Field(
+    policy: Literal[
+        "place", "migrate", "shadow", "subset", "expand_shrink", "eplb", "lpt_cv", "pick", "fetch", "degree"
+    ] = Field(
         default="migrate",
         description="What decides where experts go. migrate: homes and replicas go where the solver says, if the "
         "cost model says that moving pays. place: experts stay where the file moe.layout puts them, which `carpool "
@@ -28,7 +30,8 @@ class PlacementSection(Section):
         "copies the busiest experts to all ranks, subset (Prophet) to some; expand_shrink (FlexMoE) "
         "changes the copies that there are; eplb (DeepSeek-V3) moves homes and fills all room with "
         "copies; lpt_cv (MindSpeed) and pick (SmartMoE) move homes; fetch (Janus) copies all experts to all "
-        "ranks where that takes less time than to send the tokens, for each layer by itself.",
+        "ranks where that takes less time than to send the tokens, for each layer by itself; degree (Tutel) lets each "
+        "expert be computed by etp_size ranks, by fewer, or by every rank, whichever takes least time.",
     )
     solver: str = Field(
         default="search",
@@ -91,7 +94,7 @@ class PlacementSection(Section):
             )
         if self.policy == "place" and self.every is not None:
             raise ValueError("placement.policy = 'place' leaves experts where they are: leave placement.every out")
-        if self.policy in ("shadow", "subset", "expand_shrink", "eplb", "fetch") and not self.replicas:
+        if self.policy in ("shadow", "subset", "expand_shrink", "eplb", "fetch", "degree") and not self.replicas:
             raise ValueError(
                 f"placement.policy = {self.policy!r} needs placement.replicas: room for copies on each rank"
             )

@@ -11,20 +11,20 @@ from carpool.hf.expert_parallel import ExpertRides
 from carpool.hf.layouts import check_layouts
 from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
+from carpool.parallel.degrees import Degrees
 from carpool.placement.trace import Array
 from carpool.train.config.schema import Config
 
 
-def check_layout_file(config: Config, model_type: str, experts: Mapping[str, int], ranks: int) -> None:
-    """Raise ValueError unless the file `moe.layout` is of this model on so many ranks, and, for placement.policy =
+def check_layout_file(config: Config, model_type: str, experts: Mapping[str, int], degrees: Degrees) -> None:
+    """Raise ValueError unless the file `moe.layout` is of this model on these ranks, and, for placement.policy =
     "place", `carpool place` made it with placement.solver. Needs neither weights nor data.
 
     Args:
         model_type: transformers' name of the model's kind.
         experts: number of experts of each MoE layer, by name.
-        ranks: of the expert-parallel group.
     """
-    file = config.moe.layout
+    file, ranks = config.moe.layout, degrees.expert_ranks
     if file == "contiguous":
         return
     layouts = Layouts.load(file)
@@ -37,6 +37,11 @@ def check_layout_file(config: Config, model_type: str, experts: Mapping[str, int
             raise ValueError(
                 f"{file}: layer {name}: the layout is for {here[0]} experts on {here[1]} ranks, but the model has "
                 f"{count} experts there, on {ranks} ranks"
+            )
+        if layouts[name].slices != degrees.etp:
+            raise ValueError(
+                f"{file}: layer {name}: the layout cuts each expert into {layouts[name].slices} slices, but "
+                f"parallelism.etp_size = {degrees.etp}"
             )
     if config.placement.policy != "place":
         return
@@ -75,21 +80,21 @@ def first_layouts(config: Config, layers: dict[str, ExpertRides], saved: dict[st
             pass  # it was written on other ranks
     if wanted != "contiguous":
         return check_layouts(layers, Layouts.load(wanted)), wanted
-    own = {name: ExpertLayout.contiguous(one.num_experts, one.num_ranks) for name, one in layers.items()}
-    return Layouts(own), wanted
+    return Layouts({name: one.layout for name, one in layers.items()}), wanted
 
 
 def padded(layout: ExpertLayout, room: int) -> ExpertLayout:
     """With empty slots for as many replicas as there is room for, if it has any: how many they are changes often, and
     transports need not."""
     if not layout.num_replicas:
-        return ExpertLayout(layout.homes)
+        return ExpertLayout(layout.homes, slices=layout.slices)
     pairs = zip(layout.homes, layout.slots, strict=True)
-    return ExpertLayout(layout.homes, tuple((*s, *[-1] * (len(h) + room - len(s))) for h, s in pairs))
+    slots = tuple((*s, *[-1] * (len(h) + room - len(s))) for h, s in pairs)
+    return ExpertLayout(layout.homes, slots, layout.slices)
 
 
 def load_ratio(load_E: Array, layout: ExpertLayout) -> float:
     """The fullest rank by the mean, copies sharing an expert's load."""
-    each_E = np.array([load_E[e] / len(slots) for e, slots in enumerate(layout.slots_of)])
+    each_E = np.array([load_E[e // layout.slices] / len(slots) for e, slots in enumerate(layout.slots_of)])
     load_W = np.array([sum(each_E[e] for e in rank if e != -1) for rank in layout.slots])
     return float(load_W.max() / max(1e-9, load_W.mean()))

@@ -95,7 +95,7 @@ class Placement:
         if self.on and self.section.replicas:
             for own in rides(model).values():
                 homes = own.layout.homes
-                own.check_layout(ExpertLayout(homes, tuple((*home, -1) for home in homes)))
+                own.check_layout(ExpertLayout(homes, tuple((*home, -1) for home in homes), own.layout.slices))
         if self.on and self.section.policy == "migrate":
             self.recorder = TraceRecorder(model, self.section.tokens)
         self.fresh = True  # nothing was recorded since it was reset

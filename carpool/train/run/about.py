@@ -83,7 +83,8 @@ def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any
         "lossy_reasons": lossy,
         "predicted": {
             "memory_per_rank_bytes": run.estimate(name, run.dense.answer),
-            "copies_per_token_uniform": layer.transport.copies_per_token(layer.num_experts, run.top_k, layer.num_ranks),
+            "copies_per_token_uniform": run.degrees.etp
+            * layer.transport.copies_per_token(layer.num_experts, run.top_k, run.degrees.ep),
             "flops_per_token": run.flops,
         },
         "peak_flops": run.peak,
@@ -178,7 +179,10 @@ def say_hello(run: RunState, resume: Path | None) -> None:
         say(f"weights: {decimal(size)} loaded in {run.load_seconds:.1f} s by all ranks together, {rate}/s")
     copies = info["predicted"]["copies_per_token_uniform"]
     say(f"transport {info['transport']['name']}: {run.transport_choice.why}")
-    say(f"a token visits {copies:.2f} of {run.degrees.ep} ranks, if its experts are chosen uniformly and stay in order")
+    say(
+        f"a token visits {copies:.2f} of {run.degrees.expert_ranks} ranks, if its experts are chosen uniformly and "
+        "stay in order"
+    )
     if size := info["transport"]["buffer_bytes"]:
         tokens = run.options.under(run.schedule.answer, run.config.memory.kept.rows == "resend").max_tokens
         say(f"buffers: {size / 1e6:,.1f} MB on each rank for a ride of {tokens:,} tokens")

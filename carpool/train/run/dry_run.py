@@ -63,7 +63,7 @@ def dry_run(config: Config, sources: Mapping[tuple[str, str], str] | None = None
     model = meta_model(model_source(config, tokenizer))
     counts = expert_counts(model)
     degrees = config.parallelism.resolve(ranks, min(counts.values()))
-    check_layout_file(config, model.config.model_type, counts, degrees.ep)
+    check_layout_file(config, model.config.model_type, counts, degrees)
     divided, why_divided = divides_tokens(config, degrees, model)
     cut = context_cut(config, degrees, model)
     size = model_size(model, counts, top_k_of(model))

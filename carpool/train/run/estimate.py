@@ -141,7 +141,7 @@ class MemoryEstimate:
         self.expert_bytes = sum(_stored_bytes(p, config, self.stored) for p in of_experts)
         # Products make the matrices of a quantised base again, one at a time.
         largest = max(p.numel() for p in of_experts) * self.computed
-        self.dequantised = 0 if config.adapter.base_dtype is None else math.ceil(largest / degrees.ep)
+        self.dequantised = 0 if config.adapter.base_dtype is None else math.ceil(largest / degrees.expert_ranks)
         added = {id(p) for name, p in model.named_parameters() if "lora_" in name}
         self.dense = _Parameters.of([p for p in model.parameters() if id(p) not in theirs | added])
         self.adapters = sum(p.numel() for p in model.parameters() if id(p) in added)
@@ -177,15 +177,17 @@ class MemoryEstimate:
         experts_trained = math.ceil(self.experts.trained / degrees.expert_shards)
         replicated = dense == "replicate" and degrees.dp_cp > 1
         # With ep = 1 experts lie as dense parameters do.
-        whole = (self.dense.total + (self.experts.total if degrees.ep == 1 else 0)) if replicated else 0
-        whole_trained = (self.dense.trained + (self.experts.trained if degrees.ep == 1 else 0)) if replicated else 0
+        whole = (self.dense.total + (self.experts.total if degrees.expert_ranks == 1 else 0)) if replicated else 0
+        whole_trained = (
+            (self.dense.trained + (self.experts.trained if degrees.expert_ranks == 1 else 0)) if replicated else 0
+        )
 
         gathered, reducing = self._in_full(replicated)
         reducing += min(BUCKET_BYTES, whole_trained * self.reduced)
         # Of experts in host memory or on disk, three layers' are here at most.
         here = experts_own = math.ceil(self.expert_bytes / degrees.expert_shards)
         if self.config.memory.experts != "device":
-            here = min(here, 3 * math.ceil(self.expert_bytes / degrees.ep / self.moe_layers))
+            here = min(here, 3 * math.ceil(self.expert_bytes / degrees.expert_ranks / self.moe_layers))
         own = dense_trained * (self.reduced if replicated else self.stored)
         if training.gradients == "kept":
             own += experts_trained * self.stored
@@ -223,7 +225,7 @@ class MemoryEstimate:
                 memory["graphs"] = int(self._evaluation(rides))
             groups = (
                 (degrees.dp_cp > 1)
-                + (degrees.ep > 1)
+                + (degrees.expert_ranks > 1)
                 + (degrees.tp > 1)
                 + (degrees.cp not in (1, degrees.dp_cp))
                 + (degrees.efsdp not in (1, degrees.dp_cp))
@@ -265,8 +267,8 @@ class MemoryEstimate:
         layers = len(self.kept.layers)
         head = self.words * self.hidden
         gathered = reducing = 0
-        if (degrees.efsdp > 1 or casts) and not (replicated and degrees.ep == 1) and degrees.dp_cp > 1:
-            one = math.ceil(self.experts.total / degrees.ep / self.moe_layers)
+        if (degrees.efsdp > 1 or casts) and not (replicated and degrees.expert_ranks == 1) and degrees.dp_cp > 1:
+            one = math.ceil(self.experts.total / degrees.expert_ranks / self.moe_layers)
             gathered += 2 * one * self.computed
             reducing += one * self.reduced if self.experts.trained else 0
         if degrees.dp_cp > 1 and not replicated:
@@ -279,17 +281,19 @@ class MemoryEstimate:
     def _rides(self, transport: str) -> _Rides:
         config, degrees = self.config, self.degrees
         way = find_transport(transport)
-        copies = way.copies_per_token(self.num_experts, self.top_k, degrees.ep)
+        # A token chooses every slice of its experts, which are on neighbouring ranks.
+        copies = degrees.etp * way.copies_per_token(self.num_experts, self.top_k, degrees.ep)
+        top_k, width, ranks = self.top_k * degrees.etp, self.width // degrees.etp, degrees.expert_ranks
         tokens = degrees.tokens_per_rank(self.tokens)
-        pairs, choices = tokens * self.top_k, min(self.top_k, max(1, self.num_experts // degrees.ep))
+        pairs, choices = tokens * top_k, min(self.top_k, max(1, self.num_experts // degrees.ep))
         options = transport_options(config, degrees, transport)
-        buffers = way.buffer_bytes(options, degrees.ep, self.hidden, self.computed, self.top_k)
-        in_buffers = buffers > 0 and degrees.ep > 1
+        buffers = way.buffer_bytes(options, ranks, self.hidden, self.computed, top_k)
+        in_buffers = buffers > 0 and degrees.expert_ranks > 1
         # Rows at home are the layer's input, which is kept anyway.
-        away = 0.0 if degrees.ep == 1 else copies * ((degrees.ep - 1) / degrees.ep if in_buffers else 1)
+        away = 0.0 if degrees.expert_ranks == 1 else copies * ((ranks - 1) / ranks if in_buffers else 1)
         kept_of, host = [], 0
         for layers in (1, self.moe_layers):
-            sizes = LayerSizes(layers, layers, self.hidden, self.width, self.top_k, 0, 0, 0, self.computed, copies=away)
+            sizes = LayerSizes(layers, layers, self.hidden, width, top_k, 0, 0, 0, self.computed, copies=away)
             policies = config.memory.policies
             if policies["dense"] == "offload":
                 # `host_bytes` adds what was measured.
@@ -299,17 +303,21 @@ class MemoryEstimate:
             kept_of.append(rows + found["sums"] + layers * tokens * copies * choices * INDEX_BYTES)
             host = found["host"]
         # Backward: gradients of pre-activations and of activations, activations, and then dx in place of the second.
-        most = tokens * degrees.ep * choices if in_buffers else pairs
-        products = most * (3 * self.width + max(self.width, self.hidden)) * self.computed
+        most = tokens * ranks * choices if in_buffers else pairs
+        products = most * (3 * width + max(width, self.hidden)) * self.computed
         if not self.cuda:
             # Gradients are gathered, and each step of the activation's backward makes a tensor.
-            products = pairs * (7 * self.width + self.hidden) * self.computed
+            products = pairs * (7 * width + self.hidden) * self.computed
         if config.memory.hidden == "recompute":
-            products += 2 * pairs * self.width * self.computed
-        experts = math.ceil(self.experts.trained / degrees.ep / self.moe_layers) * self.computed
+            products += 2 * pairs * width * self.computed
+        experts = math.ceil(self.experts.trained / ranks / self.moe_layers) * self.computed
         if buffers and config.memory.rows == "resend":
             buffers *= 2
-        exchanged = 0 if buffers else int((2 if degrees.ep > 1 else 1) * tokens * copies * self.hidden * self.computed)
+        exchanged = (
+            0
+            if buffers
+            else int((2 if degrees.expert_ranks > 1 else 1) * tokens * copies * self.hidden * self.computed)
+        )
         return _Rides(kept_of[1], kept_of[0], products + self.dequantised, experts, buffers or exchanged, host)
 
     def _kept(self, rides: _Rides) -> tuple[float, float]:

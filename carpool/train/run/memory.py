@@ -140,8 +140,10 @@ def layer_sizes(estimate: MemoryEstimate, transport: str) -> LayerSizes:
     """Of the model, for `carpool.planner`."""
     text = estimate.model.config.get_text_config()
     heads = getattr(text, "num_attention_heads", 0)
-    copies = find_transport(transport).copies_per_token(estimate.num_experts, estimate.top_k, estimate.degrees.ep)
+    degrees = estimate.degrees
+    copies = degrees.etp * find_transport(transport).copies_per_token(estimate.num_experts, estimate.top_k, degrees.ep)
     return LayerSizes(
-        text.num_hidden_layers, estimate.moe_layers, estimate.hidden, estimate.width, estimate.top_k, heads,
+        text.num_hidden_layers, estimate.moe_layers, estimate.hidden,
+        estimate.width // degrees.etp, estimate.top_k * degrees.etp, heads,
         getattr(text, "num_key_value_heads", None) or heads, max(head_sizes(text)), estimate.computed, copies,
     )  # fmt: skip

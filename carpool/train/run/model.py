@@ -158,7 +158,8 @@ def distributed_config(degrees: Degrees, bf16: bool) -> DistributedConfig:
         # Ranks that share sequences shard dense parameters, too.
         fsdp_size=degrees.fsdp * degrees.cp,
         dp_replicate_size=degrees.dp_replicate,
-        ep_size=degrees.ep,
+        # For transformers a slice of an expert is an expert.
+        ep_size=degrees.expert_ranks,
         ep_implementation="carpool",
         fsdp_mixed_precision=bf16,
     )

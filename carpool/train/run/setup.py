@@ -28,7 +28,7 @@ from carpool.hf.dense import replicate_dense
 from carpool.hf.drops import drop_choices, route_in_float32
 from carpool.hf.expert_parallel import buffers_of_rides
 from carpool.hf.freeze import freeze_dense
-from carpool.hf.layouts import current_layouts, is_logical, physical_order, set_layout
+from carpool.hf.layouts import current_layouts, is_logical, logical_like, physical_order, set_layout
 from carpool.hf.limit import limit_routing
 from carpool.hf.metrics import RideMetrics
 from carpool.hf.names import name_layers
@@ -165,7 +165,7 @@ class Setup(RunState):
         self.why_not_packed = why_not_packed(blueprint)
         self.vocab_size = blueprint.config.get_text_config().vocab_size
         self.degrees = config.parallelism.resolve(self.world, min(self.expert_counts.values()))
-        check_layout_file(config, blueprint.config.model_type, self.expert_counts, self.degrees.ep)
+        check_layout_file(config, blueprint.config.model_type, self.expert_counts, self.degrees)
         self.meshes = Meshes(self.degrees, self.device.type)
         self.dp_rank = self.degrees.dp_rank(self.rank)
         self.divides_tokens, self.why_divided = divides_tokens(config, self.degrees, blueprint)
@@ -278,6 +278,7 @@ class Setup(RunState):
                 base_dtype=config.adapter.base_dtype,
                 meshes=self.meshes,
                 sequence_parallel=self.divides_tokens,
+                slices=self.degrees.etp,
             )
             dist.barrier()
             self.load_seconds = time.perf_counter() - began
@@ -431,8 +432,13 @@ class Setup(RunState):
         self.totals = {"tokens": 0, "bytes_remote": 0, "bytes_remote_alltoall": 0}
         self.losses = {"final_loss": None, "first_eval_loss": None, "final_eval_loss": None}
         if resume is not None:
-            from_logical = None if is_logical(self.model) else partial(physical_order, self.model)
-            state = load(resume, self.model, self.optimizer, from_logical=from_logical)
+            hooks: dict[str, Any] = {}
+            if not is_logical(self.model):
+                hooks = {
+                    "from_logical": partial(physical_order, self.model),
+                    "logical_like": partial(logical_like, self.model),
+                }
+            state = load(resume, self.model, self.optimizer, **hooks)
             self.step, self.totals, self.losses = state["step"], state["totals"], state["losses"]
             self.loader.load_state_dict(state["loader"])
             if self.consumed is not None and state.get("norm") is not None:
@@ -458,7 +464,8 @@ class Setup(RunState):
             hidden=self.model.config.get_text_config().hidden_size,
             element_size=2 if self.bf16 else self.model.dtype.itemsize,
             codecs=self.options.codecs,
-            expert_elements=sum(math.prod(parameter.shape[1:]) for parameter in layer.experts.parameters()),
+            expert_elements=layer.layout.slices
+            * sum(math.prod(parameter.shape[1:]) for parameter in layer.experts.parameters()),
             hardware=self.hardware,
         )
 

@@ -132,8 +132,9 @@ def shape_of(own: ExpertRides, tokens: int, top_k: int, dtype: torch.dtype, devi
     # Replicas come and go while a run goes on, and what was chosen must not depend on when it was resumed.
     slots, per_row = own.num_local_experts, 1
     if own.transport.choices_per_row(top_k) > 1:
-        per_row = min(slots, max(1, round(top_k / uniform_copies(own.num_experts, top_k, own.num_ranks))))
-    rows = -(-tokens * top_k // per_row)
+        groups = own.num_ranks // own.layout.slices
+        per_row = min(slots, max(1, round(top_k / uniform_copies(own.num_experts, top_k, groups))))
+    rows = -(-tokens * top_k * own.layout.slices // per_row)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return Shape(name, str(dtype).removeprefix("torch."), rows, per_row, slots, hidden, inner)
 

@@ -102,8 +102,8 @@ def likely_transport(
     here = node is None
     check_transport(config.moe.transport, None) if here else TRANSPORTS.get(config.moe.transport)
     unfit: dict[str, str] | None = None
-    if cuda and degrees.ep > 1:
-        several = degrees.ep > (torch.cuda.device_count() if node is None else node)
+    if cuda and degrees.expert_ranks > 1:
+        several = degrees.expert_ranks > (torch.cuda.device_count() if node is None else node)
         reasons = {
             cls.name: ("its ranks are on several hosts" if several else None)
             or cls.why_not_automatic(transport_options(config, degrees, cls.name))
@@ -113,4 +113,4 @@ def likely_transport(
             if cls.automatic and not cls.anywhere
         }
         unfit = {one: reason for one, reason in reasons.items() if reason is not None}
-    return choose_transport(config.moe.transport, degrees.ep, top_k, unfit)
+    return choose_transport(config.moe.transport, degrees.expert_ranks, top_k * degrees.etp, unfit)
