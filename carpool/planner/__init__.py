@@ -1,6 +1,14 @@
 """What everything else should be: a model of the machine, a model of cost, and choices that are recorded.
 
     hardware.py   rates of links and of matrix products, by the device's name
+    work.py       how long kinds of kernels take: latency, operations, bytes
+    model_shape.py  sizes of a model from its config.json
+    candidate.py  one configuration as numbers and words, and its TOML
+    routes.py     rows that a token sends inside a node and between nodes
+    lengths.py    how long the pieces of a layer take
+    step.py       the event graph of a step, and what is predicted of it
+    peak.py       its memory as a timeline
+    search.py     the best configurations: `plan`
     kept.py       bytes that are kept for the backward, under which policies
     policies.py   the policies that fit into a budget and cost least
     cost.py       how long rides, matrix products and replicas take on that hardware

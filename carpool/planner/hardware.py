@@ -29,10 +29,27 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from carpool.planner.work import Work, read_work
+from carpool.planner.work import Source, Work, read_work
 from carpool.plugins.nearest import nearest
 
 GB = 1e9
+# Kinds of kernels on an H200, by its datasheet: (share of its peak, share of its memory's bandwidth, latency). Experts
+# and attention are fitted to docs/measurements.md; "What experts compute" (residual 5 %), "Attention"; the others to
+# the kinds of kernels of whole steps there ("Whole training steps of real configurations").
+_KERNELS: Mapping[str, tuple[float | None, float | None, float]] = MappingProxyType({
+    "dense": (0.79, 2.5, 3e-6),
+    "experts": (0.770, 2.18, 280e-6),
+    "experts backward": (0.765, 2.75, 400e-6),
+    "attention 64": (0.45, None, 10e-6), "attention 64 backward": (0.32, None, 20e-6),
+    "attention 128": (0.63, None, 10e-6), "attention 128 backward": (0.445, None, 20e-6),
+    "attention 192": (0.60, None, 10e-6), "attention 192 backward": (0.42, None, 20e-6),
+    "elementwise": (None, 0.84, 2e-6),
+    "optimizer": (None, 0.69, 20e-6),
+    "launch": (None, None, 4e-6),
+    "host ride": (None, None, 1.5e-3),
+})  # fmt: skip
+# Of the bandwidth that rows reach over NVLink, what NCCL's all-gathers do.
+_GATHERED = 0.72
 # What an H200 reaches of its datasheet: rows pushed by 16 CTAs, and grouped products of docs/measurements.md.
 REACHED_NVLINK, REACHED_FLOPS = 320 / 450, 500 / 989
 
@@ -100,6 +117,34 @@ class Hardware:
         found: LinkRate | None = getattr(self, link)
         return self.node if found is None else found
 
+    def kernel(self, name: str) -> Work:
+        """How long a kind of kernel of `carpool.planner.work` takes: as measured on this device, or as an H200 does by
+        its share of the datasheet."""
+        if name in self.kernels:
+            return self.kernels[name]
+        flops, moved, latency = _KERNELS[name]
+        peak = self.peak_flops or self.flops / REACHED_FLOPS
+        memory = self.memory or peak / 200
+        source: Source = "assumed" if self.peak_flops is None else "fitted" if self.name == "H200" else "datasheet"
+        return Work(
+            None if flops is None else flops * peak, None if moved is None else moved * memory, latency, 0.0, source
+        )
+
+    @property
+    def gather_link(self) -> LinkRate:
+        """NCCL's all-gathers inside a node."""
+        if self.gathered is not None:
+            return self.gathered
+        if self.nvlink is None:
+            return self.node
+        return LinkRate(_GATHERED * self.nvlink.bytes_per_second, 30e-6)
+
+    def link_source(self, link: str) -> Source:
+        """Where the rate of a kind of link is from: a file of `carpool doctor --measure` says what it lacks."""
+        if self.source.startswith("measured"):
+            return "assumed" if link in self.source.partition(";")[2] else "measured"
+        return "assumed" if link == "network" or self.source.startswith("assumed") else "datasheet"
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -149,6 +194,7 @@ _H200 = Hardware(
 # By a pattern of the device's name; the first that fits counts. Vendors give both directions of NVLink and PCIe
 # together, so half of it stands here. The figures (dense TFLOP/s; GB/s), and who quotes them from the vendor's page:
 #   H100             989, NVLink 900, PCIe 128   white paper; glennklockwood.com/garden/processors/h100
+#   H800             an H100 with NVLink 400 (DeepSeek-V3, arXiv 2412.19437, section 3.1: 160 GB/s reached)
 #   H100 PCIe, NVL   756, 835                    nvidia.com/en-us/data-center/h100; torchtitan/tools/utils.py
 #   B200             2,250, NVLink 1,800         datasheet 3384703; torchtitan, same site, processors/B200
 #                    PCIe                        assumed to be an H100's
@@ -164,6 +210,7 @@ _PROFILES: tuple[tuple[str, Hardware], ...] = (
     (r"\bH100 PCIe", _datasheet("H100 PCIe", 756e12, 2000 * GB, 80 * GB, None, 64 * GB)),
     (r"\bH100 NVL", _datasheet("H100 NVL", 835e12, 3900 * GB, 94 * GB, None, 64 * GB)),
     (r"\bH100\b", _datasheet("H100", 989e12, 3350 * GB, 80 * GB, 450 * GB, 64 * GB)),
+    (r"\bH800\b", _datasheet("H800", 989e12, 3350 * GB, 80 * GB, 200 * GB, 64 * GB)),
     (r"\bB200\b", _datasheet("B200", 2250e12, 8000 * GB, 180 * GB, 900 * GB, 64 * GB)),
     (r"\bA100.*PCIe", _datasheet("A100 PCIe", 312e12, 1935 * GB, 80 * GB, None, 32 * GB, 25 * GB)),
     (r"\bA100\b", _datasheet("A100", 312e12, 2039 * GB, 80 * GB, 300 * GB, 32 * GB, 25 * GB)),

@@ -1,4 +1,4 @@
-"""The sizes of a mixture-of-experts model, from the keys of its config.json alone: parameters, operations, what is kept.
+"""The sizes of a model with experts, from the keys of its config.json alone: parameters, operations, what is kept.
 
     shape = ModelShape.read(json.loads(Path("config.json").read_text()))
     shape.total, shape.active            30,532,122,624 and 3,353,032,704 for Qwen3-30B-A3B

@@ -1,0 +1,151 @@
+"""One configuration of a run, as plain numbers and words: what the planner varies, and its TOML for `carpool train`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from carpool.parallel.degrees import Degrees
+from carpool.planner.kept import POLICIES
+
+KEEP: Mapping[str, str] = dict.fromkeys(POLICIES, "keep")
+# Bytes of one moment of AdamW.
+MOMENT_BYTES: Mapping[str, float] = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / 256}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """See the module's docstring. Parameters and computation are in bfloat16, with float32 masters.
+
+    Attributes:
+        degrees: of parallelism.
+        sequence_length: tokens.
+        micro_batch: sequences of a data-parallel rank in a micro-batch.
+        accumulation: micro-batches of a step.
+        transport, schedule: as in [moe]; "none" or "two-batch" of the schedules.
+        dense: "replicate" or "fsdp".
+        policies: of what is kept, by item of `carpool.planner.kept`.
+        moments: how AdamW keeps them.
+        optimizer: "one-pass" or "torch".
+        optimizer_state: "device" or "host".
+        compiled: layers are.
+        graphs: CUDA graphs are asked for, where they can be.
+        experts: "grouped", or "fp8" (lossy).
+        pipeline: the order of stages (`carpool.planner.pipelines`).
+    """
+
+    degrees: Degrees
+    sequence_length: int
+    micro_batch: int
+    accumulation: int = 1
+    transport: str = "nvlink"
+    schedule: str = "none"
+    dense: str = "replicate"
+    policies: Mapping[str, str] = field(default_factory=lambda: KEEP)
+    moments: str = "float32"
+    optimizer: str = "one-pass"
+    optimizer_state: str = "device"
+    compiled: bool = True
+    graphs: bool = True
+    experts: str = "grouped"
+    pipeline: str = "1F1B"
+
+    @property
+    def tokens(self) -> int:
+        """Of a step, all ranks together."""
+        return self.micro_tokens * self.accumulation * self.degrees.dp
+
+    @property
+    def micro_tokens(self) -> int:
+        """Of a data-parallel rank in a micro-batch."""
+        return self.micro_batch * self.sequence_length
+
+    @property
+    def rank_tokens(self) -> int:
+        """The tokens of a micro-batch that one rank routes."""
+        return self.degrees.tokens_per_rank(self.micro_tokens)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether FSDP gathers parameters layer by layer."""
+        return self.degrees.efsdp > 1 or (self.dense == "fsdp" and self.degrees.dp_cp > 1)
+
+    @property
+    def captured(self) -> bool:
+        """Whether forward and backward are CUDA graphs (`carpool.train.run.graphs`)."""
+        return (
+            self.graphs
+            and self.transport in ("nvlink", "local")
+            and not self.gathers
+            and self.schedule == "none"
+            and self.degrees.pp == self.degrees.tp == 1
+            and self.policies["dense"] == "keep"
+            and "offload" not in self.policies.values()
+        )
+
+    @property
+    def label(self) -> str:
+        """A few words for tables."""
+        degrees = self.degrees
+        sizes = [("pp", degrees.pp), ("dp", degrees.dp), ("cp", degrees.cp), ("tp", degrees.tp), ("ep", degrees.ep)]
+        found = " ".join(f"{name}{size}" for name, size in sizes if size > 1 or name in ("dp", "ep"))
+        if degrees.etp > 1:
+            found += f" etp{degrees.etp}"
+        if degrees.dp_replicate > 1:
+            found += f" x{degrees.dp_replicate} copies"
+        kept = [f"{item} {policy}" for item, policy in self.policies.items() if policy != "keep"]
+        parts = [found, f"{self.micro_batch} x {self.accumulation}", self.transport, self.dense]
+        if self.schedule != "none":
+            parts.append(self.schedule)
+        if self.optimizer_state != "device":
+            parts.append(f"optimizer in {self.optimizer_state}")
+        return ", ".join(parts + kept)
+
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """Sections and keys that differ from the defaults of `carpool train`."""
+        degrees = self.degrees
+        parallelism: dict[str, Any] = {
+            "num_ranks": degrees.world_size,
+            "fsdp_size": degrees.fsdp,
+            "ep_size": degrees.ep,
+            "dense": self.dense,
+        }
+        for name in ("dp_replicate", "tp", "cp", "etp", "pp"):
+            if (size := degrees.size(name)) > 1:
+                parallelism[f"{name}_size"] = size
+        training: dict[str, Any] = {
+            "per_device_train_batch_size": self.micro_batch,
+            "per_device_eval_batch_size": 1,
+            "gradient_accumulation_steps": self.accumulation,
+            "torch_compile": self.compiled,
+            "optimizer": self.optimizer,
+        }
+        if self.optimizer == "one-pass":
+            training |= {"optimizer_moments": self.moments, "optimizer_state": self.optimizer_state}
+        moe = {"transport": self.transport, "schedule": self.schedule, "experts": self.experts}
+        if self.transport == "local":
+            del moe["transport"]
+        memory = dict(self.policies)
+        if memory["dense"] != "recompute":
+            del memory["sums"]
+        return {
+            "model": {"dtype": "bfloat16"},
+            "data": {"sequence_length": self.sequence_length},
+            "parallelism": parallelism,
+            "moe": moe,
+            "memory": memory,
+            "training": training,
+        }
+
+
+def toml_text(settings: Mapping[str, Mapping[str, Any]]) -> str:
+    """A configuration file."""
+    lines = []
+    for section, keys in settings.items():
+        lines.append(f"[{section}]")
+        for key, value in keys.items():
+            text = str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else value
+            lines.append(f"{key} = {text}")
+        lines.append("")
+    return "\n".join(lines)

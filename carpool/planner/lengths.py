@@ -1,0 +1,409 @@
+"""How long the pieces of a layer take: products, attention, rides, gathers, updates. Forward, backward, and beside.
+
+    Lengths(shape, hardware, candidate, per_node=8).forward(layer)      pieces in the order in which they run
+
+A piece is a kind of event (`carpool.planner.events`), a number of seconds, and two factors that say how far it may be
+off, by where its rate is from. What is counted:
+
+    dense          each product by itself, divided by tp; three times the forward's operations in all
+    attention      half of the score matrix of causal attention, a band of it through a window; backward 2.5 times
+    elementwise    6.2 bytes moved for each byte that eager autograd keeps, if layers are compiled; 35 if they are not
+                   (docs/measurements.md: 12.0 and 67.4 ms of a step of 12 layers of Qwen3-30B-A3B); a third in the
+                   forward
+    experts        grouped products of the fullest rank
+    rides          rows of `carpool.planner.routes` over each class of link; what transports over NCCL pack
+    collectives    an all-gather's bytes over the slower of NVLink and the node's ports
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cached_property
+from typing import NamedTuple
+
+from carpool.parallel.degrees import Degrees
+from carpool.planner.candidate import MOMENT_BYTES, Candidate
+from carpool.planner.events import Group
+from carpool.planner.hardware import Hardware, LinkRate
+from carpool.planner.model_shape import LayerShape, ModelShape
+from carpool.planner.routes import Routes
+from carpool.planner.work import HEAD_SIZES, SPREAD, Source
+
+ELEMENT = 2  # bytes of an activation
+REDUCED = 4  # bytes of a gradient as it is added up over ranks
+# Bytes moved for each byte that a layer keeps, and the forward's share; of the loss, for each byte of logits.
+MOVED_COMPILED, MOVED_EAGER, FORWARD_SHARE, MOVED_BY_LOSS = 6.2, 35.0, 1 / 3, 5.8
+# What kernels of transport nvlink reach of copies that no multiprocessor makes (docs/measurements.md).
+OF_PUSH = 0.89
+# A dispatch over NCCL: the host asks the device how many rows there are; rows are packed and unpacked.
+NCCL_PLAN, NCCL_RIDE, PACKED = 0.8e-3, 0.1e-3, 4
+# What ranks wait for each other in a ride, although their loads are equal (docs/measurements.md: rides of whole steps
+# take 12.3 ms beside 5.9 of their own).
+MEETING = 0.13e-3
+# Multiprocessors that communication takes from what computes beside it, as a share of its time.
+TAKEN = 0.12
+# Seconds in which the host has to have seen the step before (docs/measurements.md: 167 ms, of which 165 kernels).
+STEP_HOST = 2e-3
+# The host's time for a layer, in rides (`host ride`): attention, norms, router; when layers are compiled; with FSDP.
+HOST_EAGER, HOST_COMPILED, HOST_FSDP = 2.5, 1.0, 5.0
+
+
+class Piece(NamedTuple):
+    """One event to be.
+
+    Attributes:
+        name, kind: of the event.
+        seconds: of it.
+        low, high: factors.
+        fixed: seconds of it that do not grow with the work.
+        group: who meets.
+        stream: if not that of its kind.
+    """
+
+    name: str
+    kind: str
+    seconds: float
+    low: float = 1.0
+    high: float = 1.0
+    fixed: float = 0.0
+    group: Group | None = None
+    stream: str | None = None
+
+
+class Lengths:
+    """See the module's docstring.
+
+    Args:
+        per_node: GPUs of a node.
+        routes: what tokens choose.
+    """
+
+    def __init__(
+        self, shape: ModelShape, hardware: Hardware, candidate: Candidate, per_node: int, routes: Routes | None = None
+    ) -> None:
+        self.shape, self.hardware, self.candidate, self.per_node = shape, hardware, candidate, per_node
+        self.routes, self.degrees = routes or Routes(), candidate.degrees
+        self.tokens = candidate.rank_tokens
+
+    # -- what computes -------------------------------------------------------------------------------------------------
+
+    def _kernel(self, name: str, kind: str, what: str, flops: float, moved: float = 0.0, number: int = 1) -> Piece:
+        """`number`: of kernels."""
+        work = self.hardware.kernel(what)
+        seconds = work.seconds(flops, moved) + (number - 1) * work.latency
+        return Piece(name, kind, seconds, *work.spread, number * work.latency)
+
+    def _products(self, name: str, products: tuple[tuple[int, int], ...], passes: int, tokens: int) -> Piece:
+        tp = self.degrees.tp
+        flops = passes * 2 * tokens * sum(a * b for a, b in products) / tp
+        moved = passes * ELEMENT * sum(tokens * (a + b / tp) + a * b / tp for a, b in products)
+        return self._kernel(name, "dense", "dense", flops, moved, passes * len(products))
+
+    def _attention(self, layer: LayerShape, backward: bool) -> Piece:
+        candidate = self.candidate
+        size = min(HEAD_SIZES, key=lambda known: abs(known - layer.qk_size))
+        length = candidate.sequence_length
+        mean = (layer.qk_size + layer.value_size) / 2
+        seen = self.shape.seen(layer, length)
+        if layer.kind == "linear":
+            # Chunks of 64 tokens: their own scores, and a state of a head's size.
+            seen = 64 + layer.qk_size
+        flops = 4 * candidate.micro_tokens * seen * layer.heads * mean / (self.degrees.tp * self.degrees.cp)
+        if layer.whole_scores:
+            # Products that are not fused: whole matrices, and four passes over them.
+            entries = candidate.micro_tokens * length * layer.heads / (self.degrees.tp * self.degrees.cp)
+            passes = 2 if backward else 1
+            one = self._kernel("attention", "attention", "elementwise", 0, passes * 8 * ELEMENT * entries, 4)
+            return one._replace(
+                seconds=one.seconds + self.hardware.kernel("dense").seconds(passes * 4 * entries * mean)
+            )
+        name = f"attention {size}" + (" backward" if backward else "")
+        return self._kernel("attention", "attention", name, flops * (2.5 if backward else 1))
+
+    def _elementwise(self, layer: LayerShape, backward: bool) -> Piece:
+        per_byte = MOVED_COMPILED if self.candidate.compiled else MOVED_EAGER
+        share = 1 - FORWARD_SHARE if backward else FORWARD_SHARE
+        # Score matrices that are not fused are counted with attention.
+        kept = layer.kept_bytes(self.shape.hidden, 0)
+        moved = per_byte * share * kept * self.tokens
+        return self._kernel("norms", "elementwise", "elementwise", 0, moved, 8 if self.candidate.compiled else 60)
+
+    def _experts(self, backward: bool) -> Piece:
+        shape, degrees = self.shape, self.degrees
+        fullest = self.routes.fullest(shape.num_experts, degrees.ep)
+        pairs = self.tokens * shape.top_k * fullest * degrees.etp
+        width = shape.expert_hidden / degrees.etp
+        weights = shape.num_experts / degrees.ep * 3 * shape.hidden * width
+        flops = 6 * pairs * shape.hidden * width
+        if not backward:
+            found = self._kernel(
+                "experts", "experts", "experts", flops, ELEMENT * (pairs * (2 * shape.hidden + 3 * width) + weights)
+            )
+        else:
+            moved = ELEMENT * (pairs * (4 * shape.hidden + 8 * width) + 3 * weights)
+            found = self._kernel("experts", "experts", "experts backward", 2 * flops, moved)
+            if self.candidate.policies["hidden"] == "recompute" or self.candidate.policies["sums"] == "recompute":
+                again = self.hardware.kernel("experts").seconds(2 / 3 * flops)
+                found = found._replace(seconds=found.seconds + again)
+        if self.candidate.experts == "fp8":
+            # Quantised anew in every pass: 1.05 to 1.15 times as fast (docs/measurements.md).
+            found = found._replace(seconds=found.seconds / 1.1, low=0.9 * found.low, high=1.1 * found.high)
+        return found
+
+    # -- what travels --------------------------------------------------------------------------------------------------
+
+    def members_per_node(self, axis: str) -> tuple[Group, int]:
+        """The group of an axis, and how many of it are on one node."""
+        ranks = self.degrees.ranks_along(0, axis)
+        stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        return Group(len(ranks), stride), sum(rank < self.per_node for rank in ranks)
+
+    def _over(self, link: str, rate: LinkRate, size: float) -> tuple[float, float, tuple[float, float]]:
+        """(seconds, of which latency, factors)"""
+        return rate.latency + size / rate.bytes_per_second, rate.latency, SPREAD[self.hardware.link_source(link)]
+
+    def ride(self, name: str, kind: str, plan: bool = False) -> Piece | None:
+        """One dispatch or combine. `plan`: its plan is not known yet."""
+        shape, degrees, transport = self.shape, self.degrees, self.candidate.transport
+        if degrees.ep * degrees.etp == 1:
+            return None
+        group, per_node = self.members_per_node("ep")
+        row = shape.hidden * ELEMENT * degrees.etp
+        if degrees.ep == 1:
+            group, per_node = self.members_per_node("etp")
+            inside, between, arrive = (1.0 if per_node > 1 else 0.0), (0.0 if per_node > 1 else 1.0), 1.0
+        else:
+            inside, between, arrive = self.routes.rows(transport, shape.num_experts, shape.top_k, degrees.ep, per_node)
+            if per_node == group.size:
+                between = 0.0
+        fullest = self.routes.fullest(shape.num_experts, degrees.ep)
+        hardware = self.hardware
+        link = "nvlink" if hardware.nvlink is not None else "node"
+        rate = hardware.rate(link)
+        if transport in ("nvlink", "hierarchical") and hardware.push is not None:
+            rate = LinkRate(OF_PUSH * hardware.push.bytes_per_second, 12e-6)
+        times = [self._over(link, rate, self.tokens * inside * row * fullest)]
+        if between:
+            times.append(self._over("network", hardware.network, self.tokens * between * row * fullest))
+        in_turn = transport == "hierarchical"
+        seconds = sum(one[0] for one in times) if in_turn else max(one[0] for one in times)
+        low = sum(one[0] * one[2][0] for one in times) / sum(one[0] for one in times)
+        high = sum(one[0] * one[2][1] for one in times) / sum(one[0] for one in times)
+        fixed = sum(one[1] for one in times) if in_turn else max(one[1] for one in times)
+        if transport not in ("nvlink", "local"):
+            packed = hardware.kernel("elementwise").seconds(0, PACKED * self.tokens * arrive * row)
+            extra = NCCL_RIDE + packed + (NCCL_PLAN if plan else 0)
+            seconds, fixed = seconds + extra, fixed + NCCL_RIDE
+        return Piece(name, kind, seconds + MEETING, low, high, fixed + MEETING, group)
+
+    def collective(self, name: str, kind: str, size: float, axis: str, stream: str | None = None) -> Piece | None:
+        """An all-gather to `size` bytes, or a reduction of them to shards, over an axis. None if that has one rank.
+
+        `axis` may also be "fsdp and cp": ranks that shard dense parameters."""
+        if axis == "fsdp and cp":
+            group, per_node = self._sharing()
+        else:
+            group, per_node = self.members_per_node(axis)
+        if group.size == 1 or size == 0:
+            return None
+        hardware, nodes = self.hardware, group.size // max(per_node, 1)
+        link = "nvlink" if hardware.nvlink is not None else "node"
+        seconds, fixed, spread = self._over(
+            link, hardware.gather_link, size * (per_node - 1) / per_node if nodes > 1 else size * (1 - 1 / group.size)
+        )
+        if nodes > 1:
+            ports = 1 if hardware.shared_network else per_node
+            between = self._over("network", hardware.network, size * (nodes - 1) / nodes / ports)
+            seconds, fixed, spread = max((seconds, fixed, spread), between)
+        return Piece(name, kind, seconds, *spread, fixed, group, stream)
+
+    def _sharing(self) -> tuple[Group, int]:
+        degrees = self.degrees
+        ranks = [rank for rank in range(degrees.fsdp * degrees.cp * degrees.tp) if rank % degrees.tp == 0]
+        return Group(len(ranks), degrees.tp), sum(rank < self.per_node for rank in ranks)
+
+    def _tensor_parallel(self, name: str) -> Piece | None:
+        """Before or after a part of a layer: sums over tensor-parallel ranks, twice the bytes of an all-gather."""
+        size = 2 * self.tokens * self.degrees.tp * self.shape.hidden * ELEMENT
+        return self.collective(name, "reduction", size, "tp", "tensor parallel")
+
+    def _context_parallel(self, layer: LayerShape, backward: bool) -> Piece | None:
+        """Queries, keys and values to the ranks of their heads, and back (Ulysses)."""
+        degrees = self.degrees
+        if degrees.cp == 1:
+            return None
+        elements = 2 * layer.heads * (layer.qk_size + layer.value_size) // 2 + layer.key_heads * (
+            layer.qk_size + layer.value_size
+        )
+        size = self.tokens * elements * ELEMENT
+        return self.collective("sequences", "gather", size * (2 if backward else 1), "cp", "context parallel")
+
+    # -- a layer -------------------------------------------------------------------------------------------------------
+
+    def forward(self, layer: LayerShape) -> Iterator[Piece]:
+        """In order; schedules put rides beside what computes."""
+        tokens = self.tokens * self.degrees.tp
+        inner = layer.products[layer.attention_products :]
+        pieces = [
+            self._elementwise(layer, False),
+            self._products("projections", layer.products[: layer.attention_products], 1, tokens),
+            self._context_parallel(layer, False),
+            self._attention(layer, False),
+            self._tensor_parallel("attention sums"),
+            self._products("router and MLP", inner, 1, tokens),
+            self._tensor_parallel("MLP sums") if layer.dense_width or layer.shared_width else None,
+        ]
+        if layer.experts:
+            pieces += [
+                self.ride("dispatch", "dispatch", plan=True),
+                self._experts(False),
+                self.ride("combine", "combine"),
+            ]
+        yield from (piece for piece in pieces if piece is not None)
+
+    def backward(self, layer: LayerShape) -> Iterator[Piece]:
+        """The same, the other way round."""
+        tokens, policies = self.tokens * self.degrees.tp, self.candidate.policies
+        inner = layer.products[layer.attention_products :]
+        pieces: list[Piece | None] = []
+        again = policies["dense"] == "recompute"
+        if again:
+            pieces += [
+                piece for piece in self.forward(layer) if policies["sums"] == "recompute" or piece.name not in _RIDE
+            ]
+        if layer.experts:
+            pieces.append(self.ride("gradients to experts", "dispatch"))
+            if policies["rows"] == "resend":
+                pieces.append(self.ride("rows again", "dispatch"))
+            pieces += [self._experts(True), self.ride("gradients back", "combine")]
+        pieces += [
+            self._products("router and MLP", inner, 2, tokens),
+            self._tensor_parallel("MLP sums") if layer.dense_width or layer.shared_width else None,
+            self._attention(layer, True),
+            self._context_parallel(layer, True),
+            self._products("projections", layer.products[: layer.attention_products], 2, tokens),
+            self._tensor_parallel("attention sums"),
+            self._elementwise(layer, True),
+        ]
+        yield from (piece for piece in pieces if piece is not None)
+
+    def offloaded(self, layer: LayerShape) -> Piece | None:
+        """What a layer's policies copy to host memory, or back."""
+        policies, shape, size = self.candidate.policies, self.shape, 0.0
+        if policies["dense"] == "offload":
+            size += layer.kept_bytes(shape.hidden, self.candidate.sequence_length) * self.tokens
+        if layer.experts and policies["rows"] == "offload":
+            size += self.arriving * self.tokens * shape.hidden * ELEMENT
+        if layer.experts and policies["hidden"] == "offload":
+            size += self.tokens * shape.top_k * 2 * shape.expert_hidden * ELEMENT
+        if not size:
+            return None
+        rate = self.hardware.host_link
+        return Piece("copies", "offload", rate.latency + size / rate.bytes_per_second, *SPREAD[self.host_source])
+
+    @property
+    def host_source(self) -> Source:
+        return "measured" if self.hardware.host is not None else "datasheet"
+
+    @cached_property
+    def arriving(self) -> float:
+        """Rows that a rank's experts get for each of its tokens."""
+        shape, ep = self.shape, self.degrees.ep
+        if ep == 1:
+            return 1.0
+        per_node = self.members_per_node("ep")[1]
+        return self.routes.rows(self.candidate.transport, shape.num_experts, shape.top_k, ep, per_node).arrive
+
+    def host(self, backward: bool) -> float:
+        """Seconds in which the host asks for a layer's forward or backward; 0 where graphs are replayed."""
+        if self.candidate.captured:
+            return 0.0
+        ride = self.hardware.kernel("host ride").latency
+        share = 1.0 + (HOST_COMPILED if self.candidate.compiled else HOST_EAGER)
+        if self.candidate.gathers:
+            share += HOST_FSDP
+        return ride * share / 2
+
+    # -- outside of layers ---------------------------------------------------------------------------------------------
+
+    def head(self, backward: bool) -> Iterator[Piece]:
+        """The output layer and the loss, in pieces of tokens."""
+        shape, tokens = self.shape, self.tokens * self.degrees.tp
+        yield self._products("head", ((shape.hidden, shape.vocabulary),), 2 if backward else 1, tokens)
+        moved = MOVED_BY_LOSS * tokens * shape.vocabulary * ELEMENT / self.degrees.tp / 2
+        yield self._kernel("loss", "loss", "elementwise", 0, moved)
+
+    def dense_of(self, layer: LayerShape) -> float:
+        """Dense parameters of a layer on a tensor-parallel rank."""
+        return layer.dense_parameters / self.degrees.tp
+
+    @property
+    def embeddings(self) -> float:
+        """Parameters of embedding and head on a tensor-parallel rank."""
+        return self.shape.vocabulary * self.shape.hidden * (1 if self.shape.tied else 2) / self.degrees.tp
+
+    @property
+    def experts_of_layer(self) -> float:
+        """Parameters of a layer's experts on a rank, before efsdp divides them."""
+        return self.shape.num_experts * self.shape.expert_parameters / (self.degrees.ep * self.degrees.etp)
+
+    def parameters(self, stage_layers: tuple[LayerShape, ...], ends: int) -> tuple[float, float]:
+        """(dense, experts') parameters of a rank's stage, before anything but tp, ep and etp divides them.
+
+        Args:
+            ends: how many of embedding and head the stage has."""
+        dense = sum(self.dense_of(layer) for layer in stage_layers) + self.embeddings * ends / 2
+        return dense, sum(layer.experts for layer in stage_layers) * self.experts_of_layer
+
+    def update(self, dense: float, experts: float) -> Iterator[Piece]:
+        """Norm, clipping and AdamW of what a rank owns, and parameters that are gathered after it."""
+        degrees, candidate = self.degrees, self.candidate
+        own = dense / (degrees.fsdp * degrees.cp) + experts / degrees.efsdp
+        moments = MOMENT_BYTES[candidate.moments]
+        moved = 2 * ELEMENT + 3 * ELEMENT + 2 * ELEMENT + 4 * moments
+        if candidate.optimizer == "torch":
+            # One kernel for each operation, moments in bfloat16 and no masters.
+            moved = 2.6 * (10 * ELEMENT + ELEMENT)
+        yield self._kernel("optimizer", "optimizer", "optimizer", 0, moved * own)
+        if candidate.optimizer_state == "host":
+            rate = self.hardware.host_link
+            size = 2 * own * (ELEMENT + 2 * moments)
+            yield Piece("state", "offload", size / rate.bytes_per_second, *SPREAD[self.host_source])
+        if candidate.dense == "replicate":
+            piece = self.collective("parameters", "gather", ELEMENT * dense, "fsdp and cp")
+            if piece is not None:
+                yield piece
+
+    def gathers(self, layer: LayerShape) -> Iterator[Piece]:
+        """Of a layer's parameters before its forward or backward."""
+        if self.candidate.dense == "fsdp":
+            yield from _some(self.collective("gather", "gather", ELEMENT * self.dense_of(layer), "fsdp and cp"))
+        if layer.experts:
+            yield from _some(self.collective("gather experts", "gather", ELEMENT * self.experts_of_layer, "efsdp"))
+
+    def reductions(self, dense: float, experts: float) -> Iterator[Piece]:
+        """Of gradients of so many parameters, to their shards and over copies of the model."""
+        degrees = self.degrees
+        yield from _some(self.collective("reduce", "reduction", REDUCED * dense, "fsdp and cp"))
+        yield from _some(self.collective("reduce experts", "reduction", REDUCED * experts, "efsdp"))
+        shards = dense / (degrees.fsdp * degrees.cp) + experts / degrees.efsdp
+        yield from _some(self.collective("copies", "reduction", 2 * REDUCED * shards, "dp_replicate"))
+
+
+_RIDE = ("dispatch", "experts", "combine")
+
+
+def _some(piece: Piece | None) -> Iterator[Piece]:
+    if piece is not None:
+        yield piece
+
+
+def stage_layers(shape: ModelShape, degrees: Degrees) -> list[tuple[LayerShape, ...]]:
+    """The layers of each stage of a pipeline: equally many, the first stages one more if they do not divide."""
+    each, more = divmod(len(shape.layers), degrees.pp)
+    found, at = [], 0
+    for stage in range(degrees.pp):
+        end = at + each + (stage < more)
+        found.append(shape.layers[at:end])
+        at = end
+    return found

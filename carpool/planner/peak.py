@@ -1,0 +1,238 @@
+"""The memory of a rank as a timeline: what is there while a step goes through its layers, and the moment of the most.
+
+    peak = memory_of(shape, candidate)
+    peak.total                    bytes of the fullest rank at its highest moment
+    peak.at, peak.parts           "backward begins", {"parameters": ..., "activations": ...}
+    peak.timeline                 (moment, bytes) through forward, loss and backward
+
+The same accounts as `carpool.train.run.estimate`, which measures what layers keep by the model's own forward and knows
+adapters, quantised bases and experts in host memory; here all follows from sizes, so that thousands of configurations
+take a second. Both are held against each other in `tests/planner/test_peak.py`. Stage s of p in a 1F1B pipeline keeps
+p - s micro-batches at once; others keep p.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from carpool.planner.candidate import MOMENT_BYTES, Candidate
+from carpool.planner.kept import LayerSizes, kept_bytes
+from carpool.planner.lengths import ELEMENT, REDUCED, stage_layers
+from carpool.planner.model_shape import LayerShape, ModelShape
+from carpool.planner.routes import Routes
+
+MiB, GiB = 2**20, 2**30
+# As in `carpool.train.run.estimate`.
+CONTEXT, NCCL, NCCL_GROUP, FRAGMENTS = GiB // 2, 0.3 * GiB, 0.2 * GiB, 0.03
+ARENA_ROOM, INDEX_BYTES, LOGITS = 1.25, 5 * 4, 2**29
+BUCKET = 100 * MiB
+TILE = 64 * MiB
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Bytes of the fullest rank.
+
+    Attributes:
+        parts: by component, at the highest moment.
+        at: that moment.
+        stage: of the pipeline.
+        timeline: (moment, bytes of PyTorch's tensors) in the order of a step.
+        host: bytes in host memory.
+    """
+
+    parts: Mapping[str, float]
+    at: str
+    stage: int
+    timeline: tuple[tuple[str, float], ...]
+    host: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def tensors(self) -> float:
+        """Of PyTorch's tensors, as `torch.cuda.max_memory_allocated` counts them."""
+        beside = ("context", "nccl", "fragments", "graphs")
+        return sum(size for name, size in self.parts.items() if name not in beside)
+
+
+def memory_of(shape: ModelShape, candidate: Candidate, routes: Routes | None = None, every_layer: bool = False) -> Peak:
+    """Of the fullest stage. `every_layer`: its timeline has a moment for each layer, forward and backward."""
+    stages = stage_layers(shape, candidate.degrees)
+    ends = {0, len(stages) - 1}
+    # Stages between the ends hold less than the first, which has as many layers, the embedding and more micro-batches.
+    found = (_stage(shape, candidate, routes or Routes(), stage, stages[stage], every_layer) for stage in sorted(ends))
+    return max(found, key=lambda one: one.total)
+
+
+def _stage(
+    shape: ModelShape,
+    candidate: Candidate,
+    routes: Routes,
+    stage: int,
+    layers: tuple[LayerShape, ...],
+    every_layer: bool,
+) -> Peak:
+    degrees, policies = candidate.degrees, candidate.policies
+    last = stage == degrees.pp - 1
+    replicated = candidate.dense == "replicate" and degrees.dp_cp > 1
+    head = shape.vocabulary * shape.hidden / degrees.tp
+    # How many of embedding and head are here; a tied one is there once.
+    ends = min((stage == 0) + last, 1 if shape.tied else 2)
+    dense = sum(layer.dense_parameters for layer in layers) / degrees.tp + ends * head
+    moe_layers = sum(layer.experts for layer in layers)
+    one_layer = shape.num_experts * shape.expert_parameters / (degrees.ep * degrees.etp)
+    dense_shards, efsdp = degrees.fsdp * degrees.cp, degrees.efsdp
+    dense_own, experts_own = dense / dense_shards, moe_layers * one_layer / efsdp
+    # With ep = 1 experts lie as dense parameters do.
+    together = replicated and degrees.ep * degrees.etp == 1
+    whole = (dense + (moe_layers * one_layer if together else 0)) if replicated else 0
+
+    # Gathered parameters, and gradients on their way to shards.
+    gathered = reducing = 0.0
+    if efsdp > 1 and not together:
+        gathered += 2 * one_layer * ELEMENT
+        reducing += one_layer * REDUCED
+    if degrees.dp_cp > 1 and not replicated:
+        one = max(0.0, dense - head * min(1, ends)) / max(1, len(layers))
+        gathered += (2 * one + (head if last or stage == 0 else 0)) * ELEMENT
+        reducing += one * (ELEMENT + REDUCED)
+    reducing += min(BUCKET, whole * REDUCED)
+
+    own_gradients = dense_own * (REDUCED if replicated else ELEMENT) + experts_own * ELEMENT
+    state = (dense_own + experts_own) * (2 * MOMENT_BYTES[candidate.moments] + 2)
+    if candidate.optimizer == "torch":
+        state = (dense_own + experts_own) * 2 * ELEMENT
+    host = 0.0
+    if candidate.optimizer_state != "device":
+        host, state = state, 2 * TILE
+
+    # What is kept: by layer, and by all.
+    tokens = candidate.rank_tokens
+    copies = _copies(shape, candidate, routes)
+    in_buffers = candidate.transport == "nvlink" and degrees.ep > 1
+    away = copies * ((degrees.ep - 1) / degrees.ep if in_buffers else 1.0) if degrees.ep > 1 else 0.0
+    room = ARENA_ROOM if in_buffers else 1.0
+    dense_policy = policies["dense"]
+
+    of_rides = {**policies, "dense": "keep" if dense_policy == "offload" else dense_policy}
+    choices = min(shape.top_k, max(1, shape.num_experts // degrees.ep))
+
+    def rides(number: int) -> float:
+        sizes = LayerSizes(
+            number, number, shape.hidden, shape.expert_hidden // degrees.etp, shape.top_k * degrees.etp, 0, 0, 0,
+            ELEMENT, copies=away,
+        )  # fmt: skip
+        found = kept_bytes(sizes, tokens, of_rides)
+        indices = number * tokens * copies * choices * INDEX_BYTES
+        return (found["rows"] + found["hidden"]) * room + found["sums"] + indices
+
+    by_kind = {layer: layer.kept_bytes(shape.hidden, candidate.sequence_length) * tokens for layer in set(layers)}
+    of_layer = [by_kind[layer] for layer in layers] or [0.0]
+    largest, layer_input = max(of_layer), tokens * shape.hidden * ELEMENT
+    if policies["dense"] == "offload":
+        host += sum(of_layer)
+    for item, rows in (("rows", away * shape.hidden), ("hidden", shape.top_k * 2 * shape.expert_hidden)):
+        if policies[item] == "offload":
+            host += moe_layers * tokens * rows * ELEMENT
+
+    def kept(number: int) -> float:
+        """By the first layers."""
+        if not number:
+            return 0.0
+        dense_kept = sum(of_layer[:number])
+        if dense_policy == "recompute":
+            dense_kept = layer_input * number + largest
+        elif dense_policy == "offload":
+            dense_kept = min(dense_kept, 2 * largest)
+        return dense_kept + (rides(sum(layer.experts for layer in layers[:number])) if moe_layers else 0.0)
+
+    in_flight = degrees.pp - stage if candidate.pipeline == "1F1B" else degrees.pp
+    in_flight = min(in_flight, candidate.accumulation) if degrees.pp > 1 else 1
+    if candidate.schedule == "two-batch" and candidate.accumulation > 1:
+        in_flight *= 2
+    rest = 6 * shape.hidden * tokens
+    others = (in_flight - 1) * kept(len(layers)) + rest
+
+    most = tokens * degrees.ep * min(shape.top_k, max(1, shape.num_experts // degrees.ep)) if in_buffers else 0
+    pairs = max(most, tokens * shape.top_k * degrees.etp)
+    width = shape.expert_hidden / degrees.etp
+    products = pairs * (3 * width + max(width, shape.hidden)) * ELEMENT if moe_layers else 0.0
+    if policies["hidden"] == "recompute":
+        products += 2 * tokens * shape.top_k * width * ELEMENT
+    work = products + (one_layer * ELEMENT if moe_layers else 0.0) + reducing
+    buffers = _buffers(shape, candidate, copies) if moe_layers else 0.0
+
+    logits = after_loss = 0.0
+    if last:
+        words = shape.vocabulary / degrees.tp
+        all_tokens = tokens * degrees.tp
+        if degrees.tp > 1:
+            logits = 12 * all_tokens * words
+        else:
+            stays = 4 * words * shape.hidden + tokens * shape.hidden * ELEMENT
+            pieces = max(1, math.ceil(all_tokens * words / LOGITS))
+            logits = stays + ELEMENT * all_tokens * words / pieces
+            after_loss = stays + ELEMENT * words * shape.hidden
+    always = {
+        "parameters": dense_own * ELEMENT + experts_own * ELEMENT + whole * ELEMENT + gathered,
+        "optimizer": state,
+        "transport": buffers,
+    }
+    before = own_gradients if candidate.accumulation > 1 else 0.0
+    number = len(layers)
+    moments: list[tuple[str, float, float, float]] = [("step begins", before, others, 0.0)]
+    if every_layer:
+        moments += [(f"forward of layer {i}", before, others + kept(i + 1), 0.0) for i in range(number)]
+    if last:
+        moments.append(("loss", before, others + kept(number), logits))
+    moments.append(("backward begins", before, others + kept(number) + work, after_loss))
+    for i in reversed(range(number)) if every_layer else (0,):
+        share = own_gradients if i == 0 else before + (own_gradients - before) * (number - i) / number
+        moments.append((f"backward of layer {i}", share, others + kept(i + 1) + work, 0.0))
+    whole_gradients = whole * REDUCED
+    constant = sum(always.values()) + whole_gradients
+    at, gradients, activations, of_loss = max(moments, key=lambda one: sum(one[1:]))
+    parts = {
+        **always,
+        "gradients": gradients + whole_gradients,
+        "activations": activations,
+        "logits": of_loss,
+    }
+    tensors = sum(parts.values())
+    groups = (degrees.dp > 1) + (degrees.ep > 1) + (degrees.tp > 1) + (degrees.efsdp not in (1, degrees.dp))
+    groups += (degrees.cp > 1) + (degrees.pp > 1) + (degrees.etp > 1)
+    parts |= {"context": CONTEXT, "fragments": FRAGMENTS * tensors}
+    if candidate.captured:
+        # An evaluation of one sequence runs beside the graphs.
+        share = 1 / candidate.micro_batch
+        piece = min(candidate.sequence_length, LOGITS // shape.vocabulary) * shape.vocabulary * ELEMENT
+        parts["graphs"] = largest * share + max(products * share, piece)
+    if degrees.world_size > 1:
+        parts["nccl"] = NCCL + NCCL_GROUP * max(0, groups - 1)
+    timeline = tuple((name, constant + sum(sizes)) for name, *sizes in moments)
+    return Peak(parts, at, stage, timeline, host)
+
+
+def _copies(shape: ModelShape, candidate: Candidate, routes: Routes) -> float:
+    """Rows that the experts of a rank get for each of its tokens."""
+    ep = candidate.degrees.ep
+    if ep == 1:
+        return 1.0
+    return routes.rows(candidate.transport, shape.num_experts, shape.top_k, ep, ep).arrive
+
+
+def _buffers(shape: ModelShape, candidate: Candidate, copies: float) -> float:
+    """Of a transport: those that all layers share, or what one ride exchanges."""
+    degrees, tokens = candidate.degrees, candidate.rank_tokens
+    row = shape.hidden * ELEMENT
+    if candidate.transport == "nvlink" and degrees.ep > 1:
+        # A slab for each other rank, partial sums, choices and weights (`carpool.transport.nvlink.buffers.Regions`).
+        away = (degrees.ep - 1) * tokens
+        size = away * row + (away + tokens) * (row + 12 * shape.top_k)
+        return size * (2 if candidate.policies["rows"] == "resend" else 1)
+    return (2 if degrees.ep > 1 else 1) * tokens * copies * row

@@ -1,0 +1,391 @@
+"""The best configurations of a model on a cluster: everything is enumerated, and most of it is never predicted.
+
+    found = plan(shape, find_hardware("H100"), gpus=64, per_node=8, tokens=4 * 2**20, sequence_length=4096)
+    found.plans[0].prediction.seconds, found.plans[0].memory.total, found.plans[0].candidate.settings()
+
+    enumerated    degrees x micro-batch x transport x schedule x dense x policies x where the optimizer's state is
+    dominated     saves memory that a faster one of the same degrees does not need either
+    memory        does not fit (`carpool.planner.peak`)
+    bound         its chain of events alone takes longer than the best steps found so far take in full
+    predicted     its event graph is built and run (`carpool.planner.step`), of many micro-batches the first ones
+
+Nothing that is dropped can be among the best, so the result is that of predicting all (`tests/planner/test_search.py`
+does). What is left to the run itself, because it measures better: expert stages, kept policies in finer grain, chunks.
+
+Published planners take other ways through the same space: Alpa (arXiv 2201.12023) a dynamic programme over stages and
+an integer programme within each, Mist (arXiv 2503.19050) memory and parallelism in one mixed-integer programme, Aceso
+(EuroSys 2024) moves away from the bottleneck.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count, product
+from typing import Any
+
+from carpool.parallel.degrees import Degrees
+from carpool.planner.candidate import KEEP, Candidate
+from carpool.planner.hardware import Hardware
+from carpool.planner.lengths import STEP_HOST, Lengths, stage_layers
+from carpool.planner.model_shape import LayerShape, ModelShape
+from carpool.planner.peak import Peak, memory_of
+from carpool.planner.routes import Routes
+from carpool.planner.step import Prediction, inputs, predict, step_seconds
+
+# From those that cost no time on. A later one is tried where none that it contains fits.
+POLICIES: tuple[Mapping[str, str], ...] = (
+    {},
+    {"hidden": "recompute"},
+    {"rows": "resend"},
+    {"hidden": "recompute", "rows": "resend"},
+    {"hidden": "offload"},
+    {"dense": "recompute"},
+    {"dense": "recompute", "hidden": "recompute"},
+    {"dense": "recompute", "hidden": "recompute", "rows": "resend"},
+    {"dense": "recompute", "sums": "recompute"},
+)
+SCHEDULES = ("none", "two-batch")
+# Of the memory of a device as it is sold: drivers and other processes have the rest.
+USABLE = 0.94
+# Tokens of a rank's micro-batch.
+MOST_TOKENS = 65_536
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A configuration, and what is predicted of it.
+
+    Attributes:
+        inputs: what the prediction rests on, and where each is from.
+    """
+
+    candidate: Candidate
+    prediction: Prediction
+    memory: Peak
+    inputs: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found.
+
+    Attributes:
+        plans: the fastest first.
+        counts: configurations by what became of them (see the module's docstring).
+        seconds: that the search took.
+        least_memory: bytes of the configuration that needs least; for who finds no plan.
+        refused: why configurations were not allowed, and how many.
+    """
+
+    plans: tuple[Plan, ...]
+    counts: Mapping[str, int]
+    seconds: float
+    least_memory: float
+    refused: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Space:
+    """What may vary. A value that is given once is fixed.
+
+    Attributes:
+        micro_batches: sequences; None: all that divide a rank's.
+        replicas: copies of the sharded model; None: 1, and one for each node.
+        sizes: (pp, tp, cp, etp, ep): allowed sizes; an empty tuple: all that divide.
+    """
+
+    pp: Sequence[int] = ()
+    tp: Sequence[int] = (1, 2, 4, 8)
+    cp: Sequence[int] = ()
+    etp: Sequence[int] = (1, 2)
+    ep: Sequence[int] = ()
+    replicas: Sequence[int] | None = None
+    micro_batches: Sequence[int] | None = None
+    transports: Sequence[str] = ("nvlink", "hierarchical", "dedup")
+    schedules: Sequence[str] = SCHEDULES
+    dense: Sequence[str] = ("replicate", "fsdp")
+    policies: Sequence[Mapping[str, str]] = POLICIES
+    optimizer_state: Sequence[str] = ("device", "host")
+    compiled: bool = True
+    graphs: bool = True
+    moments: str = "float32"
+    experts: str = "grouped"
+    pipelines: Sequence[str] = ("1F1B",)
+    allowed: Callable[[Degrees], str | None] = field(default=lambda degrees: None)
+
+
+def plan(
+    model: ModelShape,
+    hardware: Hardware,
+    *,
+    gpus: int,
+    tokens: int,
+    sequence_length: int,
+    per_node: int = 8,
+    memory: float | None = None,
+    routes: Routes | None = None,
+    space: Space | None = None,
+    best: int = 5,
+) -> Found:
+    """The fastest configurations that fit.
+
+    Args:
+        tokens: of a step, all GPUs together.
+        per_node: GPUs of a node, consecutive ranks.
+        memory: bytes that a rank may use; None: what the device has.
+        routes: what tokens choose; None: uniform.
+        space: what may vary; None: all that is known.
+        best: how many to return.
+
+    Raises:
+        ValueError: numbers that do not go together; the message says what to change."""
+    began = time.perf_counter()
+    space, routes, per_node = space or Space(), routes or Routes(), min(per_node, gpus)
+    if gpus % per_node:
+        raise ValueError(f"{gpus} GPUs are not whole nodes of {per_node}: change one of them")
+    if tokens % sequence_length:
+        raise ValueError(f"{tokens:,} tokens of a step are not whole sequences of {sequence_length:,} tokens")
+    if memory is None:
+        if hardware.capacity is None:
+            raise ValueError(f"the memory of {hardware.name} is not known: say how much a rank may use (memory)")
+        memory = USABLE * hardware.capacity
+    search = _Search(model, hardware, per_node, memory, routes, space, best)
+    search.run(gpus, tokens // sequence_length, sequence_length)
+    plans = tuple(
+        Plan(one.candidate, one, memory_of(model, one.candidate, routes, True), inputs(hardware, one.candidate, routes))
+        for one in search.sorted_best()
+    )
+    return Found(plans, dict(search.counts), time.perf_counter() - began, search.least, dict(search.refused))
+
+
+def divisors(number: int) -> list[int]:
+    """In order."""
+    return [one for one in range(1, number + 1) if number % one == 0]
+
+
+def all_degrees(model: ModelShape, gpus: int, per_node: int, sequence_length: int, space: Space) -> Iterator[Degrees]:
+    """Every way to divide the ranks that makes sense: tensor and context parallelism inside a node."""
+    for pp in space.pp or [p for p in divisors(gpus) if p <= min(16, len(model.layers))]:
+        if gpus % pp:
+            continue
+        stage = gpus // pp
+        for tp, cp in product(
+            space.tp, space.cp or [c for c in (1, 2, 4, 8) if c == 1 or sequence_length // c >= 4096]
+        ):
+            if tp * cp > per_node or stage % (tp * cp) or any(layer.key_heads % tp for layer in model.kinds):
+                continue
+            data = stage // (tp * cp)
+            nodes = max(1, stage // per_node)
+            for replicas in sorted({1, nodes} if space.replicas is None else set(space.replicas)):
+                if data % replicas:
+                    continue
+                copy = stage // replicas
+                for etp in space.etp:
+                    eps = [e for e in divisors(copy // etp) if model.num_experts % e == 0] if copy % etp == 0 else []
+                    for ep in eps:
+                        if space.ep and ep not in space.ep:
+                            continue
+                        if (ep > 1 and ep % tp and tp > 1) or (etp > 1 and (ep == 1 or etp > per_node)):
+                            continue
+                        yield Degrees(replicas, data // replicas, tp, ep, cp, pp, etp)
+
+
+class _Search:
+    def __init__(
+        self,
+        model: ModelShape,
+        hardware: Hardware,
+        per_node: int,
+        memory: float,
+        routes: Routes,
+        space: Space,
+        best: int,
+    ) -> None:
+        self.model, self.hardware, self.per_node, self.memory = model, hardware, per_node, memory
+        self.routes, self.space, self.best = routes, space, best
+        self.counts: Counter[str] = Counter()
+        self.refused: Counter[str] = Counter()
+        self.least = float("inf")
+        self.found: list[tuple[float, int, Candidate]] = []  # a heap, the slowest of the best first
+        self.number = count()
+        self.sums: dict[Any, Any] = {}
+
+    def sorted_best(self) -> list[Prediction]:
+        found = [predict(self.model, self.hardware, one, self.per_node, self.routes) for _, _, one in self.found]
+        return sorted(found, key=lambda one: one.seconds.middle)
+
+    def run(self, gpus: int, sequences: int, length: int) -> None:
+        waiting = []
+        for candidate in self._candidates(gpus, sequences, length):
+            waiting.append((self.bound(candidate), next(self.number), candidate))
+        heapq.heapify(waiting)
+        while waiting:
+            bound, _, candidate = heapq.heappop(waiting)
+            if len(self.found) == self.best and bound >= -self.found[0][0]:
+                self.counts["bound"] += 1 + len(waiting)
+                return
+            seconds = step_seconds(self.model, self.hardware, candidate, self.per_node, self.routes)
+            self.counts["predicted"] += 1
+            entry = (-seconds, next(self.number), candidate)
+            if len(self.found) < self.best:
+                heapq.heappush(self.found, entry)
+            else:
+                heapq.heappushpop(self.found, entry)
+
+    def _candidates(self, gpus: int, sequences: int, length: int) -> Iterator[Candidate]:
+        space = self.space
+        for degrees in all_degrees(self.model, gpus, self.per_node, length, space):
+            if reason := space.allowed(degrees):
+                self.refused[reason] += 1
+                continue
+            if sequences % degrees.dp:
+                self.refused[f"{sequences} sequences of a step cannot be divided among all data-parallel ranks"] += 1
+                continue
+            own = sequences // degrees.dp
+            for micro_batch in divisors(own) if space.micro_batches is None else space.micro_batches:
+                if own % micro_batch or (micro_batch > 1 and micro_batch * length / degrees.cp > MOST_TOKENS):
+                    continue
+                accumulation = own // micro_batch
+                if degrees.pp > 1 and accumulation < degrees.pp:
+                    continue
+                base = Candidate(
+                    degrees, length, micro_batch, accumulation, compiled=space.compiled, graphs=space.graphs,
+                    moments=space.moments, experts=space.experts,
+                )  # fmt: skip
+                yield from self._of_degrees(base)
+
+    def _of_degrees(self, base: Candidate) -> Iterator[Candidate]:
+        space, degrees = self.space, base.degrees
+        replicates = degrees.tp == 1 and degrees.dp_cp > 1
+        for transport, schedule, dense, pipeline in product(
+            transports_of(base, self.per_node, self.hardware, space.transports),
+            space.schedules,
+            [one for one in space.dense if replicates or one != "replicate"] or ["fsdp"],
+            space.pipelines if degrees.pp > 1 else ("1F1B",),
+        ):
+            if schedule == "two-batch" and not self._halves(base):
+                continue
+            one = replace(base, transport=transport, schedule=schedule, dense=dense, pipeline=pipeline)
+            yield from self._that_fit(one)
+
+    @staticmethod
+    def _halves(base: Candidate) -> bool:
+        """Whether two halves, or two micro-batches, can be in turns."""
+        if base.degrees.ep * base.degrees.etp == 1 or base.degrees.pp > 1:
+            return False
+        return base.accumulation % 2 == 0 if base.accumulation > 1 else base.micro_batch % 2 == 0
+
+    def _that_fit(self, base: Candidate) -> Iterator[Candidate]:
+        """The policies that need memory least, of those that fit."""
+        fitting: list[Mapping[str, str]] = []
+        for state in self.space.optimizer_state:
+            if fitting:
+                self.counts["dominated"] += len(self.space.policies)
+                continue
+            for policies in self.space.policies:
+                if any(contained.items() <= policies.items() for contained in fitting):
+                    self.counts["dominated"] += 1
+                    continue
+                if base.degrees.ep == 1 and "rows" in policies:
+                    continue
+                if base.schedule == "two-batch" and policies.get("sums") == "recompute":
+                    continue
+                one = replace(
+                    base,
+                    policies={**KEEP, **policies},
+                    optimizer_state=state,
+                    # Layers that are computed again are not compiled.
+                    compiled=base.compiled and policies.get("dense") != "recompute",
+                )
+                total = memory_of(self.model, one, self.routes).total
+                self.least = min(self.least, total)
+                if total > self.memory:
+                    self.counts["memory"] += 1
+                    continue
+                fitting.append(policies)
+                yield one
+
+    # -- bounds --------------------------------------------------------------------------------------------------------
+
+    def bound(self, candidate: Candidate) -> float:
+        """Seconds that the step takes at least, by what each stream has to do one after the other.
+
+        With schedule "none" one micro-batch does all pieces but gathers and reductions in turn. With two batches that
+        holds for what computes alone. In a pipeline the last stage waits for the first forward through the others, and
+        its last backward goes back through them.
+        """
+        stages = stage_layers(self.model, candidate.degrees)
+        pp, accumulation = candidate.degrees.pp, candidate.accumulation
+        alone = [self._stage_seconds(candidate, layers, stage == pp - 1) for stage, layers in enumerate(stages)]
+        update = self._update_seconds(candidate, stages[-1])
+        chain, computing, gathers, host = alone[-1]
+        one = chain if candidate.schedule == "none" else computing
+        return (
+            STEP_HOST
+            + sum(before[0] for before in alone[:-1])
+            + max(accumulation * one if pp == 1 else (accumulation - 1) * computing + chain, accumulation * gathers,
+                  accumulation * host)
+            + update
+        )  # fmt: skip
+
+    def _stage_seconds(self, candidate: Candidate, layers: tuple[LayerShape, ...], last: bool) -> list[float]:
+        """[all pieces, what computes, gathers and reductions, host] of one micro-batch's forward and backward."""
+        parts = [self._layer_seconds(candidate, layer, number) for layer, number in Counter(layers).items()]
+        if last:
+            parts.append(self._layer_seconds(candidate, None, 1))
+        return [sum(of) for of in zip(*parts, strict=True)]
+
+    def _layer_seconds(self, candidate: Candidate, layer: LayerShape | None, number: int) -> list[float]:
+        """The same of so many equal layers; of the head."""
+        key = (
+            layer, candidate.degrees, candidate.micro_batch, candidate.transport, candidate.compiled,
+            candidate.captured, candidate.dense, tuple(candidate.policies.values()),
+        )  # fmt: skip
+        if key not in self.sums:
+            lengths = Lengths(self.model, self.hardware, candidate, self.per_node, self.routes)
+            host = gathers = 0.0
+            if layer is None:
+                pieces = [*lengths.head(False), *lengths.head(True)]
+            else:
+                pieces = [*lengths.forward(layer), *lengths.backward(layer)]
+                host = lengths.host(False) + lengths.host(True)
+                gathers = 2 * sum(piece.seconds for piece in lengths.gathers(layer))
+                if candidate.dense == "fsdp":
+                    experts = lengths.experts_of_layer if layer.experts else 0.0
+                    reduced = lengths.reductions(lengths.dense_of(layer), experts)
+                    gathers += sum(piece.seconds for piece in reduced if piece.name != "copies")
+            chain = sum(piece.seconds for piece in pieces)
+            travels = sum(piece.seconds for piece in pieces if piece.kind in _TRAVELS)
+            self.sums[key] = [chain, chain - travels, gathers, host]
+        return [number * one for one in self.sums[key]]
+
+    def _update_seconds(self, candidate: Candidate, layers: tuple[LayerShape, ...]) -> float:
+        key = "update", candidate.degrees, candidate.dense, candidate.optimizer_state
+        if key not in self.sums:
+            lengths = Lengths(self.model, self.hardware, candidate, self.per_node, self.routes)
+            ends = 1 + (candidate.degrees.pp == 1)
+            self.sums[key] = sum(piece.seconds for piece in lengths.update(*lengths.parameters(layers, ends)))
+        found: float = self.sums[key]
+        return found
+
+
+_TRAVELS = ("dispatch", "combine", "gather", "reduction", "send")
+
+
+def transports_of(candidate: Candidate, per_node: int, hardware: Hardware, among: Sequence[str]) -> list[str]:
+    """Those that the expert-parallel group can use."""
+    degrees = candidate.degrees
+    if degrees.ep * degrees.etp == 1:
+        return ["local"]
+    axis = "ep" if degrees.ep > 1 else "etp"
+    ranks = degrees.ranks_along(0, axis)
+    inside = sum(rank < per_node for rank in ranks)
+    if inside == len(ranks):
+        found = [one for one in among if one == "nvlink" and hardware.nvlink is not None]
+        return found or ["dedup"]
+    found = [one for one in among if one == "hierarchical" and inside > 1] + [one for one in among if one == "dedup"]
+    return found or ["dedup"]

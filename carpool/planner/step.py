@@ -1,0 +1,329 @@
+"""The event graph of one configuration's step, and what is predicted of it.
+
+    prediction = predict(shape, find_hardware("H100"), candidate, per_node=8)
+    prediction.seconds            Interval(1.21, 1.38, 1.71)
+    prediction.exposed            {"dispatch": 0.08, ...}: what no computation hides, on a rank
+    prediction.graph              for `carpool simulate`
+
+One rank of each stage stands for all, because ranks are alike; `carpool.planner.events.execute` runs the same graph
+over many that are not. The order on each stream is the order in which events are added:
+
+    computation     the layers of a micro-batch, forward and backward, as the pipeline's schedule orders them
+    rides           dispatch, combine. Schedule "none": computation waits for them. "two-batch": two halves of a
+                    micro-batch (or two micro-batches) in turns, one's ride beside the other's computation
+    collectives     gathers of parameters one layer ahead; reductions of gradients behind their layer
+    copies          what layers keep in host memory: out behind their forward, back one layer ahead
+    host            asks for a layer before it runs; replayed graphs need no host
+
+Bounds: all rates at once at their better, or worse, end. So an interval is wider than what is likely.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import NamedTuple
+
+from carpool.planner.candidate import Candidate
+from carpool.planner.events import Execution, Graph, execute
+from carpool.planner.hardware import Hardware
+from carpool.planner.lengths import ELEMENT, STEP_HOST, TAKEN, Lengths, Piece, stage_layers
+from carpool.planner.model_shape import LayerShape, ModelShape
+from carpool.planner.pipelines import Action, add_pipeline, alternate, orders
+from carpool.planner.routes import Routes
+
+_PERIOD = 8  # layers after which their kinds repeat
+
+
+class Interval(NamedTuple):
+    """A number that is predicted, and bounds of it."""
+
+    low: float
+    middle: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is predicted of a step.
+
+    Attributes:
+        candidate: of what.
+        graph: the step.
+        execution: of it.
+        seconds: of the step.
+        mfu: model FLOPs utilisation; None where the device's peak is not known.
+        flops: operations of the mathematics, of one rank.
+    """
+
+    candidate: Candidate
+    graph: Graph
+    execution: Execution
+    seconds: Interval
+    mfu: Interval | None
+    flops: float
+
+    @cached_property
+    def exposed(self) -> dict[str, float]:
+        """Seconds of the step of the busiest stage by kind: what computes, and what else is exposed."""
+        return self.execution.exposed_seconds(self.execution.end_SR.max(1).argmax().item())
+
+    @property
+    def communication(self) -> float:
+        """Seconds of rides, gathers, reductions and sends that nothing hides."""
+        return sum(self.exposed.get(kind, 0.0) for kind in ("dispatch", "combine", "gather", "reduction", "send"))
+
+    def tokens_per_second(self) -> float:
+        """Of one GPU."""
+        return self.candidate.tokens / self.seconds.middle / self.candidate.degrees.world_size
+
+
+def predict(
+    shape: ModelShape, hardware: Hardware, candidate: Candidate, per_node: int, routes: Routes | None = None
+) -> Prediction:
+    """Build the graph of a step and run it.
+
+    Args:
+        per_node: GPUs of a node, consecutive ranks.
+        routes: what tokens choose; None: uniform.
+
+    Raises:
+        ValueError: a pipeline that cannot be."""
+    graph = step_graph(Lengths(shape, hardware, candidate, per_node, routes))
+    done = execute(graph)
+    low = execute(graph, seconds=lambda event: event.low).step
+    high = execute(graph, seconds=lambda event: event.high).step
+    flops = shape.flops_per_token(candidate.sequence_length) * candidate.tokens / candidate.degrees.world_size
+    seconds, mfu = Interval(low, done.step, high), None
+    if hardware.peak_flops is not None:
+        mfu = Interval(*(flops / one / hardware.peak_flops for one in (high, done.step, low)))
+    return Prediction(candidate, graph, done, seconds, mfu, flops)
+
+
+def step_seconds(
+    shape: ModelShape, hardware: Hardware, candidate: Candidate, per_node: int, routes: Routes | None = None
+) -> float:
+    """The middle of `predict`'s seconds, sooner: of many micro-batches and of many layers only the first ones are run.
+
+    Each further micro-batch takes as long as the one before it, and eight further layers as long as the eight before
+    them, because kinds of layers repeat after 1, 2, 4 or 8.
+    """
+    parts = 2 if candidate.schedule == "two-batch" and candidate.accumulation > 1 else 1
+    first, number = max(2, 2 * candidate.degrees.pp), candidate.accumulation // parts
+    layers = len(shape.layers)
+
+    def run(micro_batches: int, some: int) -> float:
+        fewer = replace(candidate, accumulation=max(1, micro_batches) * parts)
+        cut = replace(shape, layers=shape.layers[:some])
+        return execute(step_graph(Lengths(cut, hardware, fewer, per_node, routes))).step
+
+    def of_layers(micro_batches: int) -> float:
+        if candidate.degrees.pp > 1 or layers < 4 * _PERIOD:
+            return run(micro_batches, layers)
+        start = _PERIOD + layers % _PERIOD
+        one, two = run(micro_batches, start), run(micro_batches, start + _PERIOD)
+        return two + (layers - start - _PERIOD) / _PERIOD * (two - one)
+
+    if number <= first + 1:
+        return of_layers(number)
+    one, two = of_layers(first), of_layers(first + 1)
+    return two + (number - first - 1) * (two - one)
+
+
+def step_graph(lengths: Lengths) -> Graph:
+    """All events of a step."""
+    return _Builder(lengths).build()
+
+
+class _Builder:
+    def __init__(self, lengths: Lengths) -> None:
+        self.lengths, self.candidate = lengths, lengths.candidate
+        self.degrees = self.candidate.degrees
+        self.graph = Graph()
+        self.stages = stage_layers(lengths.shape, self.degrees)
+        self.first = [sum(len(one) for one in self.stages[:stage]) for stage in range(len(self.stages))]
+        self.reduced: dict[int, list[int]] = {}
+        self.forward, self.backward = cache(self._forward_pieces), cache(self._backward_pieces)
+        self.gathers = cache(lambda layer: tuple(lengths.gathers(layer)))
+        self.offloaded = cache(lengths.offloaded)
+
+    def _forward_pieces(self, layer: LayerShape) -> tuple[Piece, ...]:
+        return tuple(self.lengths.forward(layer))
+
+    def _backward_pieces(self, layer: LayerShape) -> tuple[Piece, ...]:
+        return tuple(self.lengths.backward(layer))
+
+    def build(self) -> Graph:
+        accumulation = self.candidate.accumulation
+        halves = self.candidate.schedule == "two-batch"
+        # Two micro-batches at once, or the halves of the only one.
+        self.parts = 2 if halves else 1
+        if halves and accumulation == 1:
+            half = replace(self.candidate, micro_batch=self.candidate.micro_batch / 2)  # type: ignore[arg-type]
+            self.lengths = Lengths(
+                self.lengths.shape, self.lengths.hardware, half, self.lengths.per_node, self.lengths.routes
+            )
+            self.number = 1
+        else:
+            self.number = accumulation // self.parts
+        for stage in range(self.degrees.pp):
+            self.graph.add("step::host", "host", STEP_HOST, stage=stage, fixed=STEP_HOST, stream="computation")
+        name = self.candidate.pipeline if self.degrees.pp > 1 else "1F1B"
+        found = orders(name, self.degrees.pp, max(1, self.number))
+        send = self._send_seconds()
+        add_pipeline(self.graph, name, self.degrees.pp, found, self._work, send)
+        for stage, layers in enumerate(self.stages):
+            self._update(stage, layers)
+        return self.graph
+
+    def _send_seconds(self) -> float:
+        """Of a micro-batch's activations to the next stage."""
+        lengths, hardware = self.lengths, self.lengths.hardware
+        between = self.degrees.stage_size >= lengths.per_node
+        rate = hardware.network if between else hardware.rate("nvlink")
+        return rate.latency + lengths.tokens * lengths.shape.hidden * ELEMENT / rate.bytes_per_second
+
+    def _add(
+        self, piece: Piece, where: str, phase: str, after: tuple[int, ...], stage: int, layer: int | None, number: int
+    ) -> int:
+        name = f"{where}::{phase}::{piece.name}"
+        return self.graph.add(
+            name, piece.kind, piece.seconds, after, stream=piece.stream, low=piece.seconds * piece.low,
+            high=piece.seconds * piece.high, fixed=piece.fixed, layer=layer, phase=phase, stage=stage,
+            micro_batch=number, group=piece.group,
+        )  # fmt: skip
+
+    def _work(self, graph: Graph, action: Action, stage: int, after: tuple[int, ...]) -> Iterator[int]:
+        """Of one micro-batch of the pipeline, or of both halves."""
+        make = self._forward if action.kind == "F" else self._backward
+        if self.parts == 1:
+            yield from make(stage, action.micro_batch, after)
+            return
+        ends = [0, 0]
+
+        def told(part: int) -> Iterator[int]:
+            for event in make(stage, 2 * action.micro_batch + part, after):
+                ends[part] = event
+                yield event
+
+        yield from alternate(told(0), told(1))
+        yield self.graph.add("both", "elementwise", 0.0, tuple(ends), stage=stage)
+
+    def _forward(self, stage: int, number: int, after: tuple[int, ...]) -> Iterator[int]:
+        layers = self.stages[stage]
+        last = after
+        free = [after, after]
+        asked: tuple[int, ...] = ()
+        for i, layer in enumerate(layers):
+            where, at = f"layers.{self.first[stage] + i}", self.first[stage] + i
+            asked = self._host(where, False, asked, stage, at, number)
+            # One layer ahead: when the layer before the previous one is done.
+            gathered = [self._add(p, where, "forward", free[-2], stage, at, number) for p in self.gathers(layer)]
+            for piece in self.forward(layer):
+                event = self._add(piece, where, "forward", (*last, *asked, *gathered), stage, at, number)
+                last = (event,)
+                yield event
+            free.append(last)
+            if (copies := self.offloaded(layer)) is not None:
+                self._add(copies, where, "forward", last, stage, at, number)
+        if stage == self.degrees.pp - 1:
+            for piece in self.lengths.head(False):
+                event = self._add(piece, "head", "forward", last, stage, None, number)
+                last = (event,)
+                yield event
+
+    def _backward(self, stage: int, number: int, after: tuple[int, ...]) -> Iterator[int]:
+        layers, lengths = self.stages[stage], self.lengths
+        last = after
+        final = number >= self.number * self.parts - self.parts
+        reduces = final or self.candidate.dense == "fsdp"
+        free = [after, after]
+        asked: tuple[int, ...] = ()
+        if stage == self.degrees.pp - 1:
+            for piece in lengths.head(True):
+                event = self._add(piece, "head", "backward", last, stage, None, number)
+                last = (event,)
+                yield event
+            if reduces:
+                self._reduce(
+                    lengths.embeddings / (1 if lengths.shape.tied else 2), 0, "head", last, stage, None, number
+                )
+        for i in reversed(range(len(layers))):
+            layer, at = layers[i], self.first[stage] + i
+            where = f"layers.{at}"
+            asked = self._host(where, True, asked, stage, at, number)
+            gathered = [self._add(p, where, "backward", free[-2], stage, at, number) for p in self.gathers(layer)]
+            if (copies := self.offloaded(layer)) is not None:
+                gathered.append(self._add(copies, where, "backward", free[-2], stage, at, number))
+            for piece in self.backward(layer):
+                event = self._add(piece, where, "backward", (*last, *asked, *gathered), stage, at, number)
+                last = (event,)
+                yield event
+            if reduces:
+                experts = lengths.experts_of_layer if layer.experts else 0.0
+                taken = self._reduce(lengths.dense_of(layer), experts, where, last, stage, at, number)
+                if taken:
+                    slower = Piece("beside reductions", "elementwise", TAKEN * taken)
+                    last = (self._add(slower, where, "backward", last, stage, at, number),)
+                    yield last[0]
+            free.append(last)
+        if not layers:
+            yield self._add(Piece("nothing", "elementwise", 0.0), "stage", "backward", last, stage, None, number)
+
+    def _host(
+        self, where: str, backward: bool, after: tuple[int, ...], stage: int, layer: int, number: int
+    ) -> tuple[int, ...]:
+        seconds = self.lengths.host(backward)
+        if not seconds:
+            return ()
+        phase = "backward" if backward else "forward"
+        return (self._add(Piece("host", "host", seconds, 0.8, 1.25), where, phase, after, stage, layer, number),)
+
+    def _reduce(
+        self,
+        dense: float,
+        experts: float,
+        where: str,
+        after: tuple[int, ...],
+        stage: int,
+        layer: int | None,
+        number: int,
+    ) -> float:
+        """Add reductions; returns their seconds."""
+        taken = 0.0
+        for piece in self.lengths.reductions(dense, experts):
+            if piece.name == "copies" and number < self.number * self.parts - self.parts:
+                continue
+            event = self._add(piece, where, "backward", after, stage, layer, number)
+            self.reduced.setdefault(stage, []).append(event)
+            taken += piece.seconds
+        return taken
+
+    def _update(self, stage: int, layers: tuple[LayerShape, ...]) -> None:
+        lengths, last_stage = self.lengths, self.degrees.pp - 1
+        ends = (stage == 0) + (stage == last_stage)
+        dense, experts = lengths.parameters(layers, ends)
+        events = self.graph.events
+        own = [i for i, event in enumerate(events) if event.stage == stage]
+        before = tuple(self.reduced.get(stage, ())[-4:]) + tuple(own[-1:])
+        if stage == 0:
+            # The embedding's gradient comes last.
+            size = lengths.embeddings / 2 if not lengths.shape.tied else 0.0
+            self._reduce(size, 0.0, "embedding", tuple(own[-1:]), stage, None, self.number * self.parts)
+            before += tuple(self.reduced.get(stage, ())[-2:])
+        for piece in lengths.update(dense, experts):
+            before = (self._add(piece, "step", "update", before, stage, None, 0),)
+
+
+def inputs(hardware: Hardware, candidate: Candidate, routes: Routes) -> Mapping[str, str]:
+    """What a prediction rests on, and where each is from."""
+    kernels = ("dense", "experts", "experts backward", "attention 128", "elementwise", "optimizer")
+    found = {f"{name} (kernels)": hardware.kernel(name).source for name in kernels}
+    if not candidate.captured:
+        found["host's launches"] = hardware.kernel("host ride").source
+    found["links inside a node"] = hardware.link_source("nvlink" if hardware.nvlink is not None else "node")
+    found["links between nodes"] = hardware.link_source("network")
+    found["choices of experts"] = "measured" if routes.chosen else "assumed"
+    found["passes over memory, host's time for a layer"] = "fitted"
+    return found

@@ -1,0 +1,96 @@
+"""The search, against predicting everything that fits; and what it says of numbers that do not go together."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from carpool.parallel.degrees import Degrees
+from carpool.planner.candidate import Candidate
+from carpool.planner.hardware import find_hardware
+from carpool.planner.model_shape import ModelShape
+from carpool.planner.peak import memory_of
+from carpool.planner.routes import Routes
+from carpool.planner.search import POLICIES, Space, _Search, plan
+from carpool.planner.step import predict, step_seconds
+from carpool.train.config import load_config
+from carpool.train.config.published import read_keys
+
+SHAPE = ModelShape.read(read_keys({"from": "qwen3-30b-a3b", "num_hidden_layers": 2}))
+H100 = find_hardware("H100")
+SMALL = Space(pp=(1, 2), tp=(1, 2), cp=(1,), etp=(1,), policies=POLICIES[:4], micro_batches=(1, 2))
+
+
+class _Everything(_Search):
+    """Without any pruning: what fits is predicted."""
+
+    def bound(self, candidate: Candidate) -> float:
+        return 0.0
+
+    def _that_fit(self, base: Candidate):  # type: ignore[no-untyped-def]
+        for state in self.space.optimizer_state:
+            for policies in self.space.policies:
+                one = replace(base, policies={**base.policies, **policies}, optimizer_state=state)
+                if "rows" in policies and base.degrees.ep == 1:
+                    continue
+                if memory_of(self.model, one, self.routes).total <= self.memory:
+                    yield one
+
+
+@pytest.mark.parametrize("memory", [9e9, pytest.param(60e9, marks=pytest.mark.slow)])
+def test_the_best_of_everything_is_found(memory: float) -> None:
+    found = plan(
+        SHAPE, H100, gpus=8, tokens=16 * 4096, sequence_length=4096, per_node=4, memory=memory, space=SMALL, best=3
+    )
+    everything = _Everything(SHAPE, H100, 4, memory, Routes(), SMALL, 3)
+    everything.run(8, 16, 4096)
+    best = [one.seconds.middle for one in everything.sorted_best()]
+    assert [one.prediction.seconds.middle for one in found.plans] == pytest.approx(best)
+    assert found.counts["predicted"] < everything.counts["predicted"]
+    assert all(one.memory.total <= memory for one in found.plans)
+
+
+@pytest.mark.parametrize(
+    "candidate",
+    [
+        Candidate(Degrees(1, 8, 1, 8), 4096, 1, 9, dense="fsdp"),
+        Candidate(Degrees(1, 8, 1, 4), 4096, 1, 8, "nvlink", "two-batch", dense="fsdp"),
+        Candidate(Degrees(1, 4, 1, 4, pp=2), 4096, 1, 12),
+    ],
+)
+def test_bounds_are_bounds_and_the_first_micro_batches_tell_of_all(candidate: Candidate) -> None:
+    shape = ModelShape.read(read_keys({"from": "gpt-oss-20b"}))
+    shape = replace(shape, layers=shape.layers * 2)
+    whole = predict(shape, H100, candidate, 8).seconds
+    assert step_seconds(shape, H100, candidate, 8) == pytest.approx(whole.middle, rel=0.01)
+    bound = _Search(shape, H100, 8, 1e12, Routes(), Space(), 1).bound(candidate)
+    assert 0.7 * whole.middle < bound <= whole.middle
+    assert whole.low < whole.middle < whole.high
+
+
+def test_what_is_found_is_a_configuration_that_the_trainer_takes(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    from carpool.planner.candidate import toml_text
+
+    space = Space(pp=(1,), cp=(1,), etp=(1,))
+    found = plan(SHAPE, H100, gpus=16, tokens=64 * 4096, sequence_length=4096, memory=40e9, space=space, best=8)
+    for one in found.plans:
+        settings = one.candidate.settings()
+        settings["model"]["config"] = "qwen3-30b-a3b"
+        (tmp_path / "plan.toml").write_text(toml_text(settings))
+        config = load_config(tmp_path / "plan.toml")
+        assert config.parallelism.resolve(16, 128) == one.candidate.degrees
+        assert one.candidate.tokens == 64 * 4096
+
+
+def test_numbers_that_do_not_go_together_are_refused() -> None:
+    numbers = {"gpus": 8, "tokens": 4096 * 8, "sequence_length": 4096}
+    for changed, said in (
+        ({"gpus": 12}, "12 GPUs are not whole nodes of 8"),
+        ({"tokens": 5000}, "not whole sequences of 4,096"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            plan(SHAPE, H100, **{**numbers, **changed})
+    with pytest.raises(ValueError, match="memory of cpu is not known"):
+        plan(SHAPE, find_hardware("cpu"), **numbers)
+    assert plan(SHAPE, H100, **numbers, memory=1e9).plans == ()
