@@ -43,7 +43,10 @@ class Watchdog:
         self._thread.start()
 
     def stop(self) -> None:
+        """Look no more. The thread lets go of what it looked at before this returns."""
         self._stopped.set()
+        if self._thread.is_alive():
+            self._thread.join(POLL_SECONDS)
 
     def _watch(self) -> None:
         while not self._stopped.wait(POLL_SECONDS):
