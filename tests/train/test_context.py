@@ -14,9 +14,11 @@ import torch.nn.functional as F
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from carpool.hf.build import build_model
+from carpool.hf.compiled import compile_layers
 from carpool.hf.context import ContextParallel
 from carpool.hf.dense import replicate_dense
 from carpool.hf.packed import packed, packed_settings, unpacked
+from carpool.hf.recompute import recompute_layers
 from carpool.hf.router_logits import RouterLogits
 from carpool.hf.sequence_parallel import why_not_sequence_parallel
 from carpool.parallel.clip import grad_norm
@@ -75,9 +77,9 @@ def _reference(model: Any, batch: Batch, coef: float) -> tuple[float, float]:
 
 
 def _step(
-    name: str, path: str, degrees: Degrees, dense: str, is_packed: bool, way: Way, spoil: str, config: dict[str, Any]
+    name: str, path: str, degrees: Degrees, dense: str, is_packed: bool, way: Way, how: str, config: dict[str, Any]
 ) -> tuple[dict[str, float], list[str]]:
-    """(relative errors, parameters with a gradient on one side only)."""
+    """(relative errors, parameters with a gradient on one side only). `how`: what is done otherwise, or wrong."""
     quiet()
     reuse_meshes()
     rank, architecture = dist.get_rank(), discover()[name]
@@ -104,11 +106,16 @@ def _step(
     kept = replicate_dense(model, bfloat16=False) if dense == "replicate" else None
     group = meshes.group("cp")
     assert group is not None
+    if how == "recomputed":
+        recompute_layers(model, True)
+    elif how == "compiled":
+        compile_layers(model, "eager")
     context = ContextParallel(model, Cut(degrees.cp, degrees.coordinate(rank, "cp"), way), group)
-    objective = Objective(model, top_k=2, aux_coef=coef, dp_size=degrees.dp_cp, autocast=None, context=context)
-    if spoil == "mean over dp":
+    settings: dict[str, Any] = {"dp_size": degrees.dp_cp, "context": context, "two_batch": how == "two batches"}
+    objective = Objective(model, top_k=2, aux_coef=coef, autocast=None, **settings)
+    if how == "mean over dp":
         objective.dp_size = degrees.dp
-    elif spoil == "tokens of each rank":
+    elif how == "tokens of each rank":
         objective.ranks_per_sequence = objective.ranks_per_copy
     mine = {key: value[degrees.dp_rank(rank) :: degrees.dp] for key, value in whole.items()}
     found = objective.backward([mine])
@@ -134,19 +141,23 @@ CASES = [
     ("gpt_oss", SHARED, "replicate", True, {}),
     ("mixtral", SHARED, "fsdp", True, {"num_key_value_heads": 1}),
     ("glm4_moe", SHARED, "replicate", False, {"num_key_value_heads": 2}),
-    ("qwen3_moe", Degrees(cp=2, fsdp=2, ep=4), "fsdp", True, {"num_key_value_heads": 2}),
+    ("qwen3_moe", Degrees(cp=4, ep=2), "fsdp", True, {"num_key_value_heads": 2}),
+]
+MORE = [
     ("olmoe", Degrees(cp=4, ep=2), "replicate", True, {}),
     ("mixtral", Degrees(cp=2, dp_replicate=2, ep=2), "fsdp", False, {}),
     ("qwen3_moe", Degrees(cp=2, tp=2, ep=4), "fsdp", True, {}),
-]
-MORE = [
-    (name, degrees, dense, is_packed, config)
-    for name in ("olmoe", "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "deepseek_v3")
-    for degrees in (SHARED, Degrees(cp=4, ep=4), Degrees(cp=2, fsdp=2, ep=2))
-    for dense in ("fsdp", "replicate")
-    for is_packed in (False, True)
-    for config in ({}, {"num_key_value_heads": 2})
-    if not (name == "deepseek_v3" and config)
+    ("qwen3_moe", Degrees(cp=2, tp=2, ep=1), "fsdp", False, {}),
+    *(
+        (name, degrees, dense, is_packed, config)
+        for name in ("olmoe", "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe", "deepseek_v3")
+        for degrees in (SHARED, Degrees(cp=4, ep=4), Degrees(cp=2, fsdp=2, ep=2))
+        for dense in ("fsdp", "replicate")
+        for is_packed in (False, True)
+        for config in ({}, {"num_key_value_heads": 2})
+        # Latent attention has all heads of keys.
+        if not (name == "deepseek_v3" and config)
+    ),
 ]
 
 
@@ -174,9 +185,17 @@ def test_a_step_with_ring_attention(two_ranks: Ranks, tmp_path: Path) -> None:
         assert max(errors.values()) < BOUND and not missing, errors
 
 
-@pytest.mark.parametrize("spoil", ["mean over dp", "tokens of each rank"])
-def test_a_mean_over_other_ranks_shows(two_ranks: Ranks, tmp_path: Path, spoil: str) -> None:
-    for errors, _ in two_ranks(_step, "olmoe", str(tmp_path), SHARED, "fsdp", False, "ulysses", spoil, {}):
+# Two batches at a time have a balance loss each, so a model without one.
+@pytest.mark.parametrize("how", ["recomputed", "two batches", pytest.param("compiled", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", ["ulysses", pytest.param("ring", marks=pytest.mark.slow)])
+def test_a_step_whose_layers_run_otherwise(two_ranks: Ranks, tmp_path: Path, way: str, how: str) -> None:
+    for errors, missing in two_ranks(_step, "glm4_moe", str(tmp_path), SHARED, "fsdp", False, way, how, {}):
+        assert max(errors.values()) < BOUND and not missing, errors
+
+
+@pytest.mark.parametrize("wrong", ["mean over dp", "tokens of each rank"])
+def test_a_mean_over_other_ranks_shows(two_ranks: Ranks, tmp_path: Path, wrong: str) -> None:
+    for errors, _ in two_ranks(_step, "olmoe", str(tmp_path), SHARED, "fsdp", False, "ulysses", wrong, {}):
         assert errors["lm_head.weight"] > 0.1 and errors["norm"] > 0.1
 
 
