@@ -28,7 +28,8 @@ class Rule:
     Attributes:
         axes: that are more than 1 where the rule applies; each alone makes it apply no more.
         why: half a sentence.
-        instead: of settings that the rule is about, values with which it does not apply.
+        instead: values with which it does not apply, of settings and sizes that the rule is about besides the axes; by
+            key. A function gives the value for the sizes.
         applies: whether the settings are such. The axes are looked at already.
     """
 
@@ -85,10 +86,24 @@ RULES = (
     Rule(("etp", "pp"), "experts in slices are put together by all ranks at once, and stages have layers of their own"),
     Rule(("cp", "pp"), "stages do not know of which sequences they have parts"),
     Rule(
+        ("cp",),
+        "ring attention has no masks, and packed examples need them",
+        {"parallelism.cp_attention": "ulysses"},
+        lambda sizes, settings: (
+            settings.get("parallelism.cp_attention") == "ring" and settings.get("data.packing") == "examples"
+        ),
+    ),
+    Rule(
         ("tp",),
         "whole dense parameters are on each rank, and tensor parallelism divides them",
         {"parallelism.dense": "fsdp"},
         lambda sizes, settings: settings.get("parallelism.dense") == "replicate",
+    ),
+    Rule(
+        ("tp",),
+        "experts that are on every rank would be divided as dense layers are, which no transport knows",
+        {"parallelism.ep_size": lambda sizes: sizes["tp"]},
+        lambda sizes, settings: sizes.get("ep", 0) * sizes.get("etp", 1) == 1,
     ),
 )
 
@@ -103,8 +118,8 @@ def check_supported(sizes: Sizes, settings: Settings) -> None:
     rule = refusal(sizes, settings)
     if rule is None:
         return
-    given = [f"parallelism.{axis}_size = {sizes[axis]}" for axis in rule.axes]
-    given += [f"{key} = {settings.get(key)!r}" for key in rule.instead]
+    known = {**{_key(axis): size for axis, size in sizes.items()}, **settings}
+    given = [f"{key} = {known.get(key)!r}" for key in (*map(_key, rule.axes), *rule.instead)]
     changes = ", ".join(f"{key} = {value!r}" for key, value in _nearest(sizes, settings).items())
     raise ValueError(f"{' with '.join(given)}: {rule.why}. The nearest combination that works: {changes}")
 
@@ -114,7 +129,7 @@ def _nearest(sizes: Sizes, settings: Settings) -> dict[str, Any]:
     changed: dict[str, Any] = {}
     while (rule := refusal(sizes, settings)) is not None:
         ways: list[tuple[Sizes, Settings, dict[str, Any]]]
-        ways = [(sizes, {**settings, key: value}, {key: value}) for key, value in rule.instead.items()]
+        ways = [_with(sizes, settings, key, value) for key, value in rule.instead.items()]
         ways += [_without(sizes, axis, settings) for axis in rule.axes]
         best = next((way for way in ways if refusal(way[0], way[1]) is None), ways[0])
         sizes, settings = best[0], best[1]
@@ -122,12 +137,25 @@ def _nearest(sizes: Sizes, settings: Settings) -> dict[str, Any]:
     return changed
 
 
+def _key(axis: str) -> str:
+    return f"parallelism.{axis}_size"
+
+
+def _with(sizes: Sizes, settings: Settings, key: str, value: Any) -> tuple[Sizes, Settings, dict[str, Any]]:
+    """Sizes and settings with another value; and what that changes."""
+    value = value(sizes) if callable(value) else value
+    axis = next((axis for axis in sizes if _key(axis) == key), None)
+    if axis is None:
+        return sizes, {**settings, key: value}, {key: value}
+    return {**sizes, axis: value}, settings, {key: value}
+
+
 def _without(sizes: Sizes, axis: str, settings: Settings) -> tuple[Sizes, Settings, dict[str, Any]]:
     """Sizes with an axis of 1, whose ranks go to another axis; and what that changes."""
     to = "ep" if axis == "etp" else "fsdp"
     fewer = {**sizes, axis: 1}
-    changed = {f"parallelism.{axis}_size": 1}
+    changed = {_key(axis): 1}
     if to in sizes:
         fewer[to] = sizes[to] * sizes[axis]
-        changed[f"parallelism.{to}_size"] = fewer[to]
+        changed[_key(to)] = fewer[to]
     return fewer, settings, changed

@@ -98,6 +98,11 @@ class Degrees:
             found = [one + (i - place) * stride for one in found for i in range(self.size(axis))]
         return tuple(found)
 
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Ranks along the axes that are chosen: all but efsdp, which follows from them."""
+        return {axis: self.size(axis) for axis in (*DENSE_AXES, "ep", "etp")}
+
     def size(self, axis: str) -> int:
         """Ranks along an axis."""
         found: int = getattr(self, axis)

@@ -60,6 +60,8 @@ def test_a_refusal_names_the_axes_and_what_works() -> None:
         "parallelism.tp_size = 2 with parallelism.dense = 'replicate': whole dense parameters are on each rank, and "
         "tensor parallelism divides them. The nearest combination that works: parallelism.dense = 'fsdp'"
     )
+    with pytest.raises(ValueError, match=r"tp_size = 2 with parallelism.ep_size = 1: .*ep_size = 2$"):
+        check_supported({"fsdp": 4, "tp": 2, "ep": 1}, {})
 
 
 def test_a_refusal_folds_ranks_of_refused_axes_until_it_works(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -255,11 +255,15 @@ class Config(Section):
         default_factory=PlacementSection, description="Where experts live while the run goes on. Off by default."
     )
 
-    @model_validator(mode="after")
-    def _goes_together(self) -> Self:
+    def check_supported(self, sizes: Mapping[str, int]) -> None:
+        """Raise ValueError if axes of these sizes and these settings do not go together."""
         sections = {name: getattr(self, name) for name in type(self).model_fields}
         settings = {f"{name}.{key}": value for name, section in sections.items() for key, value in section}
-        check_supported(self.parallelism.sizes, settings)
+        check_supported(sizes, settings)
+
+    @model_validator(mode="after")
+    def _goes_together(self) -> Self:
+        self.check_supported(self.parallelism.sizes)
         return self
 
     @model_validator(mode="after")

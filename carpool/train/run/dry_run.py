@@ -63,6 +63,7 @@ def dry_run(config: Config, sources: Mapping[tuple[str, str], str] | None = None
     model = meta_model(model_source(config, tokenizer))
     counts = expert_counts(model)
     degrees = config.parallelism.resolve(ranks, min(counts.values()))
+    config.check_supported(degrees.sizes)
     check_layout_file(config, model.config.model_type, counts, degrees)
     divided, why_divided = divides_tokens(config, degrees, model)
     cut = context_cut(config, degrees, model)

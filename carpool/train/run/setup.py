@@ -165,6 +165,7 @@ class Setup(RunState):
         self.why_not_packed = why_not_packed(blueprint)
         self.vocab_size = blueprint.config.get_text_config().vocab_size
         self.degrees = config.parallelism.resolve(self.world, min(self.expert_counts.values()))
+        config.check_supported(self.degrees.sizes)
         check_layout_file(config, blueprint.config.model_type, self.expert_counts, self.degrees)
         self.meshes = Meshes(self.degrees, self.device.type)
         self.dp_rank = self.degrees.dp_rank(self.rank)

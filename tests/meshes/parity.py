@@ -1,0 +1,267 @@
+"""One case of the matrix on the ranks of a pool: the trainer's own set-up and step beside one process.
+
+What is under test is the trainer: `Step` is a run (`carpool.train.run.loop.Run`) with drawn data and without files, and
+takes its first step as a run does, up to the norm of the gradient. The reference knows nothing of Carpool: the model of
+transformers with the same weights, each document by itself, the balance loss as its formula says.
+
+Errors are max-norm: max |ours - theirs| / max |theirs|. A gradient's denominator is at least 1/1000 of the largest
+gradient of the model: where a gradient is zero but for rounding, its ratio means nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from contextlib import nullcontext
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+import transformers
+
+from carpool.hf import set_layout
+from carpool.hf.build import build_model, make_config
+from carpool.hf.expert_parallel import rides
+from carpool.hf.layouts import is_logical, logical_order
+from carpool.layout import ExpertLayout
+from carpool.parallel.replicated import sharded_parameters
+from carpool.train.config.schema import Config, DataSection
+from carpool.train.data.corpus import Corpus, Marks
+from carpool.train.data.loader import TrainLoader
+from carpool.train.data.sequences import train_sequences
+from carpool.train.launch.stopping import StopRequest
+from carpool.train.run.loop import Run
+from tests.full_tensor import full_tensor
+from tests.hf.meshes import reuse_meshes
+from tests.meshes import breakages
+from tests.meshes.cases import SEQUENCES, Case
+
+EXPERTS, TOP_K, LENGTH, LAYERS = 8, 2, 16, 2
+COEF = 0.05
+SIZES: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 4,
+    "num_experts_per_tok": TOP_K,
+    # Wide, so that no rounding flips a choice of experts.
+    "initializer_range": 0.2,
+    "attention_dropout": 0.0,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "olmoe": {"num_experts": EXPERTS, "intermediate_size": 16},
+    "qwen3_moe": {
+        "num_experts": EXPERTS,
+        "moe_intermediate_size": 16,
+        "intermediate_size": 32,
+        "tie_word_embeddings": True,
+        "norm_topk_prob": True,
+    },
+    "mixtral": {"num_local_experts": EXPERTS, "intermediate_size": 16},
+    "deepseek_v3": {
+        "n_routed_experts": EXPERTS,
+        "moe_intermediate_size": 16,
+        "intermediate_size": 32,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 4,
+        "head_dim": 4,
+    },
+    "gpt_oss": {"num_local_experts": EXPERTS, "intermediate_size": 16, "sliding_window": 8},
+}
+ORDER = [5, 2, 7, 0, 1, 6, 3, 4]
+
+
+class Found(NamedTuple):
+    """Loss and balance loss as means over the batch, the norm of the gradient, and each parameter's gradient."""
+
+    loss: float
+    balance: float
+    norm: float
+    gradients: dict[str, torch.Tensor]
+
+
+def measure(cases: list[Case], folder: str, broken: str | None = None) -> list[dict[str, float] | str]:
+    """On each rank: the errors of each case, by what they are of, over all ranks; or the error that it ended in."""
+    transformers.logging.set_verbosity_error()
+    reuse_meshes()
+    return [_measure(case, folder, broken) for case in cases]
+
+
+def _measure(case: Case, folder: str, broken: str | None) -> dict[str, float] | str:
+    expected = reference(case.family, case.packing, case.micro_batches, case.balance)
+    try:
+        with breakages.BREAKAGES[broken].mistake() if broken else nullcontext():
+            step = Step(case, folder)
+            found = step.found()
+    except Exception as error:  # which the test shows, case by case
+        return f"{type(error).__name__}: {error}"
+    errors = compare(found, expected)
+    everyone: list[dict[str, float]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, errors)
+    return {name: max(one.get(name, 0.0) for one in everyone) for one in everyone for name in one}
+
+
+def compare(found: Found, expected: Found) -> dict[str, float]:
+    """The errors of this rank's numbers, by what they are of."""
+    errors = {"loss": abs(found.loss / expected.loss - 1), "norm": abs(found.norm / expected.norm - 1)}
+    if expected.balance:
+        errors["balance"] = abs(found.balance / expected.balance - 1)
+    floor = max(float(gradient.abs().max()) for gradient in expected.gradients.values()) / 1000
+    for name, gradient in found.gradients.items():
+        theirs = expected.gradients[name]
+        error = float((gradient - theirs).abs().max()) / max(float(theirs.abs().max()), floor)
+        errors[name] = error if math.isfinite(error) else math.inf
+    return errors
+
+
+# ------------------------------------------------------------------------------------------------------ the trainer
+
+
+class Step(Run):
+    """A run of a case with drawn data, up to its first gradient; nothing is written."""
+
+    def __init__(self, case: Case, folder: str) -> None:
+        self.case = case
+        self.config, self.compare_with = config_of(case, folder), None
+        self._find_place()
+        self._find_mesh()
+        self._read_data()
+        self._build_model()
+        self._set_routing({})
+        self._set_rides()
+        self._set_objective()
+        self.stop = StopRequest()
+
+    def _make_corpus(self) -> Corpus:
+        return corpus_of(self.case.packing)
+
+    def _set_routing(self, saved: dict[str, Any]) -> None:
+        super()._set_routing(saved)
+        if self.case.layout == "contiguous":
+            return
+        layouts = {}
+        for name, own in rides(self.model).items():
+            layouts[name] = layout_of(self.case.layout, own.layout)
+        set_layout(self.model, layouts)
+
+    def found(self) -> Found:
+        """What the step found, on every rank; gradients are whole."""
+        batches = [self.to_device(batch) for batch in next(self.loader)]
+        means, norm = self._gradients(batches)
+        loss, balance = means[:2].tolist()
+        with sharded_parameters(self.model):
+            gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
+        if not is_logical(self.model):
+            gradients = logical_order(self.model, gradients)
+        self.loader.close()
+        return Found(loss, balance, float(norm), {name: full_tensor(one) for name, one in gradients.items()})
+
+
+def layout_of(kind: str, first: ExpertLayout) -> ExpertLayout:
+    """Another layout with as many rows on each rank: experts or their slices elsewhere, and copies of two of them."""
+    cut, ranks = first.slices, first.num_ranks
+    homes = tuple(tuple(ORDER[row // cut] * cut + row % cut for row in rank) for rank in first.homes)
+    layout = ExpertLayout(homes, slices=cut)
+    if kind == "permuted":
+        return layout
+    at = {row: rank for rank, rows in enumerate(homes) for row in rows}
+    return layout.with_replicas([(row, (at[row] + 1) % ranks) for row in (0, 5 * cut + cut - 1)])
+
+
+def config_of(case: Case, folder: str) -> Config:
+    """The configuration of a case."""
+    settings = case.settings
+    settings["model"] = {"model_type": case.family, "config": SIZES | FAMILIES[case.family]}
+    settings["data"] |= {"sequence_length": LENGTH, "tokenizer": "bytes"}
+    settings["training"] |= {"output_dir": folder, "max_steps": 2, "max_grad_norm": 0.0, "seed": 3}
+    return Config.model_validate(settings)
+
+
+@functools.cache
+def corpus_of(packing: str) -> Corpus:
+    """Drawn tokens; examples of uneven lengths, of which some tokens are not learned."""
+    generator = np.random.default_rng(11)
+    tokens = generator.integers(2, 256, size=80 * LENGTH, dtype=np.uint16)
+    if packing == "stream":
+        return Corpus(tokens, tokens[:0], 1, 0, f"drawn-{packing}", "drawn tokens")
+    lengths = generator.integers(3, LENGTH - 2, size=60)
+    ends = np.cumsum(lengths)
+    marks = Marks(generator.random(ends[-1]) < 0.7, ends)
+    nothing = Marks(marks.learned[:0], ends[:0])
+    return Corpus(tokens[: ends[-1]], tokens[:0], 60, 0, f"drawn-{packing}", "drawn tokens", marks, nothing)
+
+
+# ---------------------------------------------------------------------------------------------------- one process
+
+
+@functools.cache
+def reference(family: str, packing: str, micro_batches: int, balance: str) -> Found:
+    """Computed by rank 0 alone, and known to all."""
+    found: list[Found | None] = [None]
+    if dist.get_rank() == 0:
+        found = [_reference(family, packing, micro_batches, balance)]
+    dist.broadcast_object_list(found)
+    assert found[0] is not None
+    return found[0]
+
+
+def _reference(family: str, packing: str, micro_batches: int, balance: str) -> Found:
+    config = make_config(family, SIZES | FAMILIES[family] | dict.fromkeys(("bos_token_id", "pad_token_id")))
+    model: Any = build_model(config, distributed_config=None, dtype=torch.float32, seed=3)
+    data = DataSection(packing=cast(Any, packing), sequence_length=LENGTH)
+    loader = TrainLoader(
+        train_sequences(corpus_of(packing), data),
+        batch_size=SEQUENCES // micro_batches,
+        accumulation=micro_batches,
+        seed=3,
+    )
+    batches = next(loader)
+    tokens = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+    loss = torch.zeros(())
+    for batch in batches:
+        ce, aux = _loss(model, batch, balance)
+        (ce / tokens + COEF * aux / micro_batches).backward()
+        loss = loss + torch.stack([ce.detach() / tokens, aux.detach() / micro_batches])
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    norm = math.sqrt(sum(float(one.double().square().sum()) for one in gradients.values()))
+    return Found(float(loss[0]), float(loss[1]), norm, gradients)
+
+
+def _loss(model: Any, batch: dict[str, torch.Tensor], balance: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum of cross-entropies and the balance loss of a micro-batch, document by document."""
+    ce, logits = torch.zeros(()), []
+    for row in range(batch["input_ids"].shape[0]):
+        ids, labels = batch["input_ids"][row], batch["labels"][row]
+        starts = [0]
+        if "position_ids" in batch:
+            starts = (batch["position_ids"][row] == 0).nonzero().flatten().tolist()
+        for first, last in zip(starts, [*starts[1:], len(ids)], strict=True):
+            kwargs = {"output_router_logits": True} if balance != "none" else {}
+            out = model(input_ids=ids[None, first:last], use_cache=False, **kwargs)
+            ce = ce + F.cross_entropy(out.logits[0, :-1].float(), labels[first + 1 : last], reduction="sum")
+            if balance != "none":
+                real = slice(None) if "padding" not in batch else ~batch["padding"][row, first:last]
+                logits.append([one.view(-1, EXPERTS)[real] for one in out.router_logits])
+    if balance == "none":
+        return ce, torch.zeros(())
+    layers = [torch.cat(parts) for parts in zip(*logits, strict=True)]
+    groups = layers if balance == "layer" else [torch.cat(layers)]
+    return ce, torch.stack([_balance(logits_TE) for logits_TE in groups]).mean()
+
+
+def _balance(logits_TE: torch.Tensor) -> torch.Tensor:
+    """E * sum_e f_e * P_e (Switch Transformer, section 2.2)."""
+    probs_TE = logits_TE.softmax(-1)
+    chosen = torch.zeros_like(probs_TE).scatter(1, probs_TE.topk(TOP_K, dim=-1).indices, 1.0)
+    return EXPERTS * (chosen.mean(0) * probs_TE.mean(0)).sum()

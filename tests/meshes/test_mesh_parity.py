@@ -1,0 +1,90 @@
+"""The parity matrix over meshes: loss, balance loss, norm and every gradient of a step equal one process's.
+
+Cases are those of tests/meshes/cases.py: on 2 and 4 ranks a few in every run of the tests, all of 4 and 8 ranks among
+the slow ones. Many cases run in one call of the pool. Each deliberate mistake of tests/meshes/breakages.py must be
+noticed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from carpool.parallel.degrees import Degrees
+from tests.meshes.breakages import BREAKAGES, FSDP, TP
+from tests.meshes.cases import AXES, FACTORS, Case, cases, meshes
+from tests.meshes.parity import measure
+from tests.ranks import Ranks
+
+RANKS_IMPORT = ("tests.meshes.parity",)
+# Of float32, on models of two layers.
+BOUND = 1e-5
+AT_ONCE = 16
+FEW = [
+    Case(FSDP, family="qwen3_moe", layout="replicated", packing="examples", dense="replicate", rows="resend"),
+    Case(TP, family="qwen3_moe", schedule="two-batch", micro_batches=2, hidden="recompute", balance="layer"),
+]
+QUICK = ("copies_not_added",)
+
+
+@pytest.fixture(scope="module")
+def eight_ranks() -> Iterator[Ranks]:
+    pool = Ranks(RANKS_IMPORT, world_size=8)
+    yield pool
+    pool.stop()
+
+
+def _check(pool: Ranks, some: list[Case], folder: Path) -> None:
+    """All errors of all cases at once, those of a case by what they are of."""
+    found = {}
+    for case, errors in zip(some, pool(measure, some, str(folder), timeout=1200.0)[0], strict=True):
+        if isinstance(errors, str):
+            found[str(case)] = errors
+        elif wrong := {name: f"{error:.1e}" for name, error in errors.items() if error >= BOUND}:
+            found[str(case)] = str(wrong)
+    assert not found, "\n".join(f"{case}: {what}" for case, what in found.items())
+
+
+def test_a_few(two_ranks: Ranks, tmp_path: Path) -> None:
+    _check(two_ranks, FEW, tmp_path)
+
+
+def _batches(ranks: int) -> list[pytest.param]:  # type: ignore[valid-type]
+    count = -(-len(cases(ranks)) // AT_ONCE)
+    return [pytest.param(ranks, number, id=f"{ranks} ranks, {number}") for number in range(count)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world", "number"), [*_batches(4), *_batches(8)])
+def test_all(world: int, number: int, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    pool = request.getfixturevalue("ranks" if world == 4 else "eight_ranks")
+    _check(pool, cases(world)[number * AT_ONCE : (number + 1) * AT_ONCE], tmp_path)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in BREAKAGES])
+def test_a_mistake_is_noticed(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    broken = BREAKAGES[name]
+    pool = request.getfixturevalue("two_ranks" if broken.case.mesh.world_size == 2 else "ranks")
+    errors = pool(measure, [broken.case], str(tmp_path), name)[0][0]
+    assert isinstance(errors, dict), errors
+    wrong = [what for what, error in errors.items() if error >= 100 * BOUND]
+    assert [what for what in wrong if broken.wrong in what], errors
+    assert not [what for what in wrong if broken.right in what.split(".")[0] or broken.right in what], wrong
+
+
+def test_the_matrix_is_large_complete_and_deterministic() -> None:
+    every = [*cases(4), *cases(8)]
+    assert len(every) == len(set(every)) and not any(case.refused for case in every)
+    assert cases(4) == cases(4)
+    assert {case.mesh for case in every} == {*meshes(4), *meshes(8)}
+    for axis in AXES:
+        assert axis in ("cp", "etp", "pp") or any(case.mesh.size(axis) > 1 for case in every), axis
+    for name, values in FACTORS.items():
+        assert {getattr(case, name) for case in every} == set(values), name
+    met = {pair for case in every for pair in itertools.combinations([(n, getattr(case, n)) for n in FACTORS], 2)}
+    assert (("transport", "hierarchical"), ("schedule", "two-batch")) in met
+    assert (("dense", "replicate"), ("rows", "offload")) in met
+    assert Degrees(fsdp=2, tp=2, ep=4) in meshes(4)
