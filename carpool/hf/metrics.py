@@ -56,10 +56,18 @@ class RideRecord:
 
 
 class RideMetrics:
-    """Collects the counters of a model's MoE layers. All ranks construct and call it together."""
+    """Collects the counters of a model's MoE layers. All ranks construct and call it together.
 
-    def __init__(self, model: nn.Module) -> None:
-        self.layers: list[ExpertRides] = list(rides(model).values())
+    Args:
+        names: of all MoE layers, where the model has those of some stages of a pipeline. None: it has all.
+    """
+
+    def __init__(self, model: nn.Module, names: Sequence[str] | None = None) -> None:
+        own = rides(model)
+        self.layers: list[ExpertRides] = list(own.values())
+        # Which rows of the record are this rank's layers; and, of all rows, a layer that is like it.
+        self.rows = list(range(len(own))) if names is None else [names.index(name) for name in own]
+        self.number = len(own) if names is None else len(names)
         self._aside: list[Counts] = []
 
     def reset(self) -> None:
@@ -131,7 +139,18 @@ class RideMetrics:
             torch.stack([own.stats.entropy.to(device) for own in layers]).unsqueeze(1),
             torch.stack([none if own.dropped is None else own.dropped for own in layers]).double().unsqueeze(1),
         ]
-        return torch.cat(columns, 1), [own.stats.meter.milliseconds() for own in layers]
+        own_LN = torch.cat(columns, 1)
+        if self.number > len(layers):
+            own_LN = own_LN.new_zeros(self.number, own_LN.shape[1]).index_copy(0, self._rows(device), own_LN)
+        return own_LN, [own.stats.meter.milliseconds() for own in layers]
+
+    def _rows(self, device: torch.device) -> torch.Tensor:
+        return torch.tensor(self.rows, device=device)
+
+    def layouts(self) -> list[ExpertLayout]:
+        """Of all layers. Those of other stages are as this rank's are: layouts of a pipeline do not differ."""
+        own = [one.layout for one in self.layers]
+        return own if self.number == len(own) else [own[0]] * self.number
 
     def record(
         self,
@@ -146,7 +165,7 @@ class RideMetrics:
         load_LE, replicas_LW, rows_LWW, numbers = total.split([experts, ranks, ranks * ranks, 8], dim=1)
         tokens_L, dispatched_L, rows_L, bytes_L, baseline_L, slots_L, entropy_L, dropped_L = numbers.unbind(1)
         copies_L = (rows_LWW.sum(1) / dispatched_L.clamp(min=1)).tolist()
-        loads = [row[: own.num_experts] for row, own in zip(load_LE, self.layers, strict=True)]
+        loads = [row[: layout.num_experts] for row, layout in zip(load_LE, layouts, strict=True)]
         parts = zip(layouts, loads, replicas_LW, strict=True)
         served_LW = torch.stack([_served(layout, load_E, replicas_W) for layout, load_E, replicas_W in parts])
         record = {
@@ -183,7 +202,7 @@ class LaterRecord:
     def __init__(self, metrics: RideMetrics, total: ToHost, slowest: ToHost, times: int) -> None:
         self._metrics, self._total, self._slowest, self._times = metrics, total, slowest, times
         # As they were when it was counted: experts may have moved since.
-        self._layouts = [own.layout for own in metrics.layers]
+        self._layouts = metrics.layouts()
 
     def arrived(self) -> bool:
         """Whether `read` would not wait."""

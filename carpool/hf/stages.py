@@ -118,12 +118,8 @@ def _multiplications(layer: nn.Module, config: Any) -> float:
     return total
 
 
-def keep_parts(model: PreTrainedModel, parts: Sequence[Part]) -> None:
-    """Take away what none of these stages has. The model is on the device "meta", and not sharded yet.
-
-    Raises:
-        ValueError: embedding and head share a weight, and one of them is on another rank.
-    """
+def check_tied(model: PreTrainedModel, parts: Sequence[Part]) -> None:
+    """Raise ValueError if embedding and head share a weight, and one of them is on another rank than these stages."""
     first, last = any(part.first for part in parts), any(part.last for part in parts)
     if getattr(model, "all_tied_weights_keys", None) and first != last:
         raise ValueError(
@@ -131,6 +127,16 @@ def keep_parts(model: PreTrainedModel, parts: Sequence[Part]) -> None:
             'on two ranks: set parallelism.pp_schedule="ZBVZeroBubble" or "DualPipeV", which have both on one rank, or '
             "untie them (model.config.tie_word_embeddings=false)"
         )
+
+
+def keep_parts(model: PreTrainedModel, parts: Sequence[Part]) -> None:
+    """Take away what none of these stages has. The model is on the device "meta", and not sharded yet.
+
+    Raises:
+        ValueError: as `check_tied`.
+    """
+    check_tied(model, parts)
+    first, last = any(part.first for part in parts), any(part.last for part in parts)
     if not first:
         model.all_tied_weights_keys = {}
     base: Any = model.base_model

@@ -43,6 +43,11 @@ class Rule:
         return all(sizes.get(axis, 1) > 1 for axis in self.axes) and self.applies(sizes, settings)
 
 
+def _is_other(key: str, value: Any) -> Callable[[Sizes, Settings], bool]:
+    """Whether a setting is there and has another value."""
+    return lambda sizes, settings: settings.get(key, value) != value
+
+
 RULES = (
     Rule(
         ("etp",),
@@ -82,9 +87,27 @@ RULES = (
             settings.get("placement.every") is not None and settings.get("placement.policy") != "degree"
         ),
     ),
-    Rule(("pp",), "pipeline parallelism is not supported"),
     Rule(("etp", "pp"), "experts in slices are put together by all ranks at once, and stages have layers of their own"),
     Rule(("cp", "pp"), "stages do not know of which sequences they have parts"),
+    Rule(("pp", "tp"), "stages hand on whole hidden states, and tensor parallelism may divide them"),
+    *(
+        Rule(("pp",), why, {key: instead}, _is_other(key, instead))
+        for key, instead, why in (
+            ("moe.schedule", "none", "two micro-batches of a pipeline are in different stages"),
+            (
+                "training.gradients",
+                "kept",
+                "gradients of several micro-batches are added, and one backward consumes them",
+            ),
+            ("training.optimizer_state", "device", "state outside of the device is not known by stages"),
+            ("memory.experts", "device", "experts outside of the device come in the order of one micro-batch"),
+            ("memory.budget", None, "policies are chosen for one micro-batch at a time"),
+            ("moe.layout", "contiguous", "files of layouts are not read stage by stage"),
+            ("placement.every", None, "layers of other stages cannot be moved"),
+            ("adapter.kind", None, "adapters are not cut into stages"),
+            ("training.torch_compile", False, "compiled layers are not tried with stages"),
+        )
+    ),
     Rule(
         ("cp",),
         "ring attention has no masks, and packed examples need them",

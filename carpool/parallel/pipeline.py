@@ -95,6 +95,18 @@ def check_micro_batches(schedule: str, ranks: int, micro_batches: int) -> None:
         )
 
 
+def in_flight(schedule: str, ranks: int, micro_batches: int) -> float:
+    """The most micro-batches whose forwards a rank has done and whose backwards it has not, all of its stages counted.
+
+    Example: 4 ranks, 8 micro-batches: GPipe 8, 1F1B 4, Interleaved1F1B 5.5, a V 4.5.
+    """
+    if schedule == "GPipe":
+        return micro_batches
+    # Of two stages on a rank, each micro-batch keeps half.
+    most = ranks if schedule == "1F1B" else (3 * ranks - 1) / 2 if schedule.startswith("Interleaved") else ranks + 0.5
+    return min(micro_batches, most)
+
+
 def cut(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
     """Which layers each stage has, so that the slowest stage is as fast as can be.
 

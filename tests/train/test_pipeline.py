@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,9 @@ from carpool.hf.balance import router_statistics
 from carpool.train.run.pipeline import PipelineObjective
 from tests.ranks import Ranks
 from tests.train.pipeline_worker import measure
+from tests.train.test_loop import losses, records, start, text, weights
+
+__all__ = ["text"]
 
 BOUND = 5e-6
 
@@ -107,3 +112,38 @@ def test_a_wrong_reduction_is_caught(two_ranks: Ranks, breakage: Any) -> None:
     found = two_ranks(measure, "olmoe", "1F1B", 3, breakage=breakage)
     assert max(one["gradient"] for one in found) > 100 * BOUND
     assert max(one["norm"] for one in found) > 10 * BOUND
+
+
+def test_a_run_is_that_of_ranks_with_all_layers(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
+    """Losses, norms, evaluation, records, the checkpoint; and it goes on with other stages."""
+    common = [*text, "training.max_steps=4", "training.save_steps=2", "training.eval_steps=2"]
+    whole = [*common, "training.per_device_train_batch_size=2", "training.gradient_accumulation_steps=2"]
+    cut = [*common, "parallelism.pp_size=2", "training.per_device_train_batch_size=4"]
+    cut += ["training.gradient_accumulation_steps=2"]
+    assert start(two_ranks, tmp_path / "whole", whole) == [""] * 2
+    assert start(two_ranks, tmp_path / "cut", cut) == [""] * 2
+    for step, (loss, norm) in losses(tmp_path / "whole").items():
+        assert losses(tmp_path / "cut")[step] == pytest.approx((loss, norm), rel=1e-5)
+    for kind in ("train", "eval"):
+        one, other = (records(tmp_path / name, kind) for name in ("whole", "cut"))
+        assert one.keys() == other.keys() and one
+        for step, line in one.items():
+            for key in {
+                "loss",
+                "aux_loss",
+                "tokens",
+                "tokens_seen",
+                "load_max_over_mean",
+                "router_entropy",
+            } & line.keys():
+                assert other[step][key] == pytest.approx(line[key], rel=1e-4), key
+    assert len(records(tmp_path / "cut", "layers")[1]["load"]) == len(records(tmp_path / "whole", "layers")[1]["load"])
+    info = [json.loads((tmp_path / name / "run.json").read_text()) for name in ("whole", "cut")]
+    assert info[0]["model"] == info[1]["model"] and info[1]["parallelism"]["pp_schedule"] == "1F1B"
+    stored = weights(tmp_path / "cut", 2)
+    for name, weight in weights(tmp_path / "whole", 2).items():
+        torch.testing.assert_close(stored[name], weight, rtol=1e-4, atol=1e-5)
+    checkpoint = tmp_path / "cut" / "checkpoints" / "step-00000002"
+    on = [*whole, f"training.resume_from_checkpoint={checkpoint}"]
+    assert start(two_ranks, tmp_path / "on", on) == [""] * 2
+    assert losses(tmp_path / "on")[4] == pytest.approx(losses(tmp_path / "cut")[4], rel=1e-5)

@@ -29,7 +29,7 @@ from carpool.train.checkpoints.files import (
     read_state,
     stored_tensors,
 )
-from carpool.train.checkpoints.ranks import one_process_is_fine, rank, together, world
+from carpool.train.checkpoints.ranks import gather, one_process_is_fine, rank, together, world
 from carpool.train.checkpoints.rng import check_rng_state, set_rng_state
 from carpool.train.checkpoints.shards import (
     Hook,
@@ -84,6 +84,8 @@ def load(
     parts = {MODEL: model_tensors(model)}
     if optimizer is not None:
         parts[OPTIMIZER] = optimizer_tensors(model, optimizer)
+    # The stages of a pipeline have tensors of their own.
+    everywhere = {part: set().union(*gather(sorted(tensors))) for part, tensors in parts.items()}
     zero: Tensors = {}
     with together(CheckpointError, ""):
         for part, tensors in parts.items():
@@ -92,7 +94,8 @@ def load(
             if part == OPTIMIZER and stored:
                 zero = _low_bits_to_zero(folder, stored, tensors)
                 tensors = parts[part] = {name: tensor for name, tensor in tensors.items() if name not in zero}
-            _check_tensors(folder, part, stored, tensors if logical_like is None else logical_like(tensors, True))
+            wanted = tensors if logical_like is None else logical_like(tensors, True)
+            _check_tensors(folder, part, stored, wanted, everywhere[part])
     with sharded_parameters(model, write=True):
         for part, tensors in parts.items():
             _read(folder / part, tensors, from_logical, logical_like)
@@ -130,11 +133,13 @@ def _low_bits_to_zero(folder: Path, stored: dict[str, TensorStorageMetadata], wa
     return {name: wanted[name] for name in low_bits(wanted)} if not low_bits(stored) else {}
 
 
-def _check_tensors(folder: Path, part: str, stored: dict[str, TensorStorageMetadata], wanted: Tensors) -> None:
-    """Every name on both sides, and every shape."""
+def _check_tensors(
+    folder: Path, part: str, stored: dict[str, TensorStorageMetadata], wanted: Tensors, everywhere: set[str]
+) -> None:
+    """Every name on both sides, and every shape. `everywhere`: the names that some rank wants, each maybe others'."""
     for missing, text in (
         (sorted(wanted.keys() - stored.keys()), f"the checkpoint {folder} lacks"),
-        (sorted(stored.keys() - wanted.keys()), f"the checkpoint {folder} is of another {part}, which also has"),
+        (sorted(stored.keys() - everywhere), f"the checkpoint {folder} is of another {part}, which also has"),
     ):
         if missing:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""

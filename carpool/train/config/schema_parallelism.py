@@ -57,6 +57,14 @@ class ParallelismSection(Section):
     pp_size: int = Field(
         default=1, gt=0, description="Stages of a pipeline: each has a part of the layers, on ranks of its own."
     )
+    pp_schedule: Literal["GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"] = (
+        Field(
+            default="1F1B",
+            description="In which order micro-batches (training.gradient_accumulation_steps) go through the stages. "
+            "GPipe, 1F1B: each rank has one stage. Interleaved1F1B, InterleavedZeroBubble: two, one in each half of "
+            "the model. ZBVZeroBubble, DualPipeV: two, as a V, so that the first rank has the embedding and the head.",
+        )
+    )
     dp_replicate_size: int = Field(
         default=1,
         gt=0,

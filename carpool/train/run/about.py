@@ -12,8 +12,6 @@ import torch.distributed as dist
 from rich.filesize import decimal
 
 import carpool
-from carpool.hf import rides
-from carpool.hf.layouts import current_layouts
 from carpool.layout.layouts import Layouts
 from carpool.train.checkpoints.ranks import from_rank_0
 from carpool.train.checkpoints.source import keep_source
@@ -29,7 +27,7 @@ def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any
     """run.json and its neighbours, on rank 0; returns what run.json says."""
     layer = run.rides[0]
     config = run.model.config.get_text_config()
-    moe_layers = list(rides(run.model))
+    layouts = run.layouts()
     assert layer.transport is not None
     name, size = layer.transport.name, 2 if run.bf16 else run.model.dtype.itemsize
     kept = run.config.memory.kept
@@ -61,7 +59,7 @@ def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any
             "active_parameters": run.size.active,
             "num_experts": layer.num_experts,
             "num_experts_per_tok": run.top_k,
-            "moe_layers": moe_layers,
+            "moe_layers": list(layouts),
             "hidden_size": config.hidden_size,
             "moe_intermediate_size": getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
         },
@@ -71,13 +69,14 @@ def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any
             **run.degrees.record(),
             "sequence_parallel": run.divides_tokens,
             "cp_attention": None if run.cut is None else run.cut.way,
+            "pp_schedule": None if run.pipeline is None else run.pipeline.schedule,
             "backend": dist.get_backend(),
         },
         DECISIONS: run.decisions.record(),
         "transport": {"name": name, "requested": run.config.moe.transport, "buffer_bytes": buffer_bytes},
         "experts": layer.compute.name if layer.compute is not None else "the model's own",
         "optimizer": optimizer,
-        "layout": layout_record(current_layouts(run.model), run.layout_source),
+        "layout": layout_record(layouts, run.layout_source),
         "bias_update_rate": run.bias.rate if run.bias is not None else 0.0,
         "exact": not lossy,
         "lossy_reasons": lossy,
@@ -107,7 +106,7 @@ def write_files(run: RunState, info: dict[str, Any]) -> None:
     """What a run directory says of its run, on rank 0."""
     replace_text(run.folder / INFO, json.dumps(info, indent=1) + "\n")
     replace_text(run.folder / CONFIG, run.config.to_toml())
-    replace_text(run.folder / LAYOUT, json.dumps(current_layouts(run.model).to_dict()) + "\n")
+    replace_text(run.folder / LAYOUT, json.dumps(run.layouts().to_dict()) + "\n")
     path = None if run.config.model.from_scratch else run.config.model.path
     keep_source(run.folder, None if path is None else Path(path), run.tokenizer.name, run.config.data.chat_template)
 

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +47,7 @@ from carpool.kernels.cross_entropy import piece_size
 from carpool.memory.disk import BUFFERS
 from carpool.memory.optimizer.streamed import TILE_BYTES
 from carpool.parallel.degrees import Degrees
+from carpool.parallel.pipeline import in_flight
 from carpool.parallel.replicated import BUCKET_BYTES
 from carpool.planner.kept import LayerSizes, kept_bytes
 from carpool.train.config.schema import Config
@@ -124,13 +126,15 @@ class MemoryEstimate:
         # Flash attention of transformers takes the ends of documents in place of a mask.
         documents = "flash" not in (config.model.attn_implementation or "") and are_packed(config.data)
         self.measured = (batch, length, dtype, autocast, training.freeze, config.adapter, documents, cut)
-        self.kept: Activations
+        # What each layer keeps: of all layers, and of this rank's.
+        self.kept_by_all: Activations
         if like is not None and like.measured == self.measured:
-            self.kept = like.kept
+            self.kept_by_all = like.kept_by_all
         else:
             adapters = self.expert_adapters > 0
-            self.kept = measure_activations(model, batch, length, dtype, autocast, adapters, documents, cut)
+            self.kept_by_all = measure_activations(model, batch, length, dtype, autocast, adapters, documents, cut)
 
+        self.kept = self.kept_by_all
         text = model.config.get_text_config()
         self.hidden, self.top_k = text.hidden_size, top_k_of(model)
         self.width = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
@@ -153,8 +157,24 @@ class MemoryEstimate:
         over_words = degrees.tp > 1 and not self.divided
         self.whole_logits = training.loss_chunk == 0 or over_words or why_whole(model) is not None
 
+        self.in_flight = 1.0
+        if degrees.pp > 1:
+            self._count_one_stage()
         self.trained = math.ceil(self.dense.trained / degrees.dense_shards)
         self.trained += math.ceil(self.experts.trained / degrees.expert_shards)
+
+    def _count_one_stage(self) -> None:
+        """From here on, of a rank of a pipeline: the embedding and the head, which a V has on one rank, and its share
+        of all else."""
+        ranks, ends = self.degrees.pp, 2 * self.words * self.hidden
+        body = max(0, self.dense.total - ends)
+        share = (math.ceil(body / ranks) + ends) / self.dense.total
+        self.dense = _Parameters(int(self.dense.total * share), int(self.dense.trained * share))
+        self.experts = _Parameters(math.ceil(self.experts.total / ranks), math.ceil(self.experts.trained / ranks))
+        self.expert_bytes, self.moe_layers = self.expert_bytes // ranks, math.ceil(self.moe_layers / ranks)
+        self.kept = replace(self.kept, layers=self.kept.layers[-math.ceil(len(self.kept.layers) / ranks) :])
+        training = self.config.training
+        self.in_flight = in_flight(self.config.parallelism.pp_schedule, ranks, training.gradient_accumulation_steps)
 
     def changed(self, config: Config) -> MemoryEstimate:
         """The same of a run with other settings, on the same ranks."""
@@ -338,7 +358,9 @@ class MemoryEstimate:
         if self.config.moe.schedule == "two-batch" and self.config.training.gradient_accumulation_steps > 1:
             # Two micro-batches are in the model at the same time.
             kept, last = 2 * kept, 2 * last
-        return kept + self.kept.rest, last + self.kept.rest
+        # Of other micro-batches all is kept until their turn.
+        others = (self.in_flight - 1) * (kept + self.kept.rest)
+        return kept + self.kept.rest + others, last + self.kept.rest + others
 
     def _captured(self, transport: str) -> bool:
         """Whether steps are CUDA graphs, with dense parameters that are whole."""

@@ -24,7 +24,8 @@ def evaluate(run: RunState) -> None:
         run.losses["final_eval_loss"] = loss
         run.display.say(f"step {run.step}: held-out loss {loss:.4f} over {tokens:,} tokens")
     training = run.config.training
-    if training.sample_prompt is not None:
+    # The stages of a pipeline do not generate.
+    if training.sample_prompt is not None and run.pipeline is None:
         context = run.objective.context
         with eagerly(), run.objective.cast(run.device), nullcontext() if context is None else context.off():
             text = sample(

@@ -28,7 +28,7 @@ from carpool.hf.dense import replicate_dense
 from carpool.hf.drops import drop_choices, route_in_float32
 from carpool.hf.expert_parallel import buffers_of_rides
 from carpool.hf.freeze import freeze_dense
-from carpool.hf.layouts import current_layouts, is_logical, logical_like, physical_order, set_layout
+from carpool.hf.layouts import is_logical, logical_like, physical_order, set_layout
 from carpool.hf.limit import limit_routing
 from carpool.hf.metrics import RideMetrics
 from carpool.hf.names import name_layers
@@ -76,6 +76,7 @@ from carpool.train.run.model import (
     model_source,
     top_k_of,
 )
+from carpool.train.run.pipeline import cut_into_stages
 from carpool.train.run.record import Recorder, check_trackers
 from carpool.train.run.room import most_tokens, transport_options
 from carpool.train.run.schedules import choose_schedule, rides_first
@@ -171,6 +172,7 @@ class Setup(RunState):
         self.dp_rank = self.degrees.dp_rank(self.rank)
         self.divides_tokens, self.why_divided = divides_tokens(config, self.degrees, blueprint)
         self.cut = context_cut(config, self.degrees, blueprint, self.rank)
+        self.pipeline = cut_into_stages(config, self.degrees, blueprint, self.rank)
         self.top_k = top_k_of(blueprint)
         self.size = model_size(blueprint, self.expert_counts, self.top_k)
         cuda, hidden = self.device.type == "cuda", blueprint.config.get_text_config().hidden_size
@@ -280,6 +282,7 @@ class Setup(RunState):
                 meshes=self.meshes,
                 sequence_parallel=self.divides_tokens,
                 slices=self.degrees.etp,
+                parts=() if self.pipeline is None else self.pipeline.own,
             )
             dist.barrier()
             self.load_seconds = time.perf_counter() - began
@@ -380,8 +383,7 @@ class Setup(RunState):
     def _set_objective(self) -> None:
         training, moe = self.config.training, self.config.moe
         coef = moe.router_aux_loss_coef
-        self.objective = Objective(
-            self.model,
+        settings: dict[str, Any] = dict(
             top_k=self.top_k,
             aux_coef=getattr(self.model.config, "router_aux_loss_coef", 0.0) or 0.0 if coef is None else coef,
             dp_size=self.degrees.dp_cp,
@@ -392,12 +394,17 @@ class Setup(RunState):
             loss_chunk=training.loss_chunk,
             context=self._context_parallel(),
         )
+        if self.pipeline is None:
+            self.objective = Objective(self.model, **settings)
+        else:
+            dtype = torch.bfloat16 if self.bf16 and settings["autocast"] is None else self.model.dtype
+            self.objective = self.pipeline.objective(self.model, self.meshes, dtype, settings)
         with sharded_parameters(self.model):
             self.parameters = list(self.model.parameters())
             on_disk = training.optimizer_state == "disk"
             self.optimizer = make_optimizer(self.model, training, disk_folder(self.config) if on_disk else None)
         self.consumed, self.away = make_tiers(self)
-        self.metrics = RideMetrics(self.model)
+        self.metrics = RideMetrics(self.model, None if self.pipeline is None else self.pipeline.moe_layers)
         self._set_graphs()
         # Drop-out and the like differ between ranks with different tokens, and only between them.
         torch.manual_seed(training.seed + self.degrees.dp_cp_rank(self.rank))
@@ -414,6 +421,8 @@ class Setup(RunState):
             note_graphs(self.decisions, False, self.no_graphs)
             return
         self.no_graphs = why_no_graphs(self.config, self.model, self.rides, self.schedule.answer.name)
+        if self.pipeline is not None:
+            self.no_graphs = self.no_graphs or "stages of a pipeline wait for each other"
         # NCCL wants an operation captured by all ranks or by none, and Nsight may watch one of them.
         if any(gather(NSIGHT)):
             self.no_graphs = self.no_graphs or "Nsight watches, and a graph has no names of layers"
@@ -495,7 +504,7 @@ class Setup(RunState):
         )
         self.display = Display(self.main, self.last_step, self.step)
         self.info = write_run(self, command, resume)
-        self.recorder.write("layout", self.step, **current_layouts(self.model).to_dict())
+        self.recorder.write("layout", self.step, **self.layouts().to_dict())
         say_hello(self, resume)
         self.watchdog.start()
 

@@ -18,8 +18,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from carpool.experts import Choices
 from carpool.hf.bias import BiasBalance
 from carpool.hf.expert_parallel import ExpertRides, buffers_of_rides
-from carpool.hf.layouts import slots_kept
+from carpool.hf.layouts import current_layouts, slots_kept
 from carpool.hf.metrics import RideMetrics
+from carpool.layout.layouts import Layouts
 from carpool.layout.topology import Topology
 from carpool.memory.host_experts import HostExperts
 from carpool.parallel.consumed import ConsumedGradients
@@ -43,6 +44,7 @@ from carpool.train.moving.runtime import Placement
 from carpool.train.run.display import Display
 from carpool.train.run.estimate import MemoryEstimate
 from carpool.train.run.flops import ModelSize
+from carpool.train.run.pipeline import CutModel
 from carpool.train.run.record import Recorder
 from carpool.train.run.room import make_room, random_state, restore_random_state
 from carpool.train.run.step import Batch, Objective
@@ -103,6 +105,7 @@ class RunState:
     divides_tokens: bool
     why_divided: str
     meshes: Meshes
+    pipeline: CutModel | None
     dp_rank: int
     cut: Cut | None
     corpus: Corpus
@@ -154,6 +157,13 @@ class RunState:
     recorder: Recorder
     display: Display
     info: dict[str, Any]
+
+    def layouts(self) -> Layouts:
+        """Where the experts of each layer are now. Those of other stages of a pipeline are as this rank's."""
+        own = current_layouts(self.model)
+        if self.pipeline is None:
+            return own
+        return Layouts(dict.fromkeys(self.pipeline.moe_layers, next(iter(own.values()))))
 
     def slots_kept(self) -> AbstractContextManager[None]:
         """Inside, slots are filled once, not in every forward."""
