@@ -230,7 +230,8 @@ def _waits(graph: Graph) -> list[tuple[int, ...]]:
     found = []
     for number, event in enumerate(graph.events):
         stream = event.stage, event.stream
-        found.append((*event.after, before[stream]) if stream in before else event.after)
+        last = (before[stream],) if stream in before else ()
+        found.append(tuple(dict.fromkeys((*event.after, *last))))
         before[stream] = number
     return found
 
@@ -262,31 +263,32 @@ def _execute_ranks(graph: Graph, ranks: int, of: Callable[[Event], Seconds], kep
     for one, number in last_use.items():
         drop[number].append(one)
     end_of: dict[int, Array] = {}
-    decided: list[Array] = []  # (ranks,) uint8: which of the event's waits was the last
+    decided: list[Array | None] = []  # (ranks,) uint8: which of the event's waits was the last; None: there is one
     late: list[Array | None] = []  # of an event with a group: the last rank to arrive, by group
     arrive_EK, end_EK = np.zeros((2, len(waits), len(kept)))
     end_SR = np.zeros((graph.stages, ranks))
     last = (-1.0, 0, 0)  # (end, event, rank) of what ends last
     columns = np.array(kept)
     for number, (event, awaited) in enumerate(zip(graph.events, waits, strict=True)):
-        arrive_R, decided_R = np.zeros(ranks), np.zeros(ranks, dtype=np.uint8)
-        for position, one in enumerate(awaited):
-            if position == 0:
-                arrive_R = end_of[one].copy()
-            else:
-                later_R = end_of[one] > arrive_R
-                arrive_R[later_R] = end_of[one][later_R]
-                decided_R[later_R] = position
-        took = np.broadcast_to(np.asarray(of(event), dtype=float), (ranks,))
+        arrive_R = end_of[awaited[0]] if awaited else np.zeros(ranks)
+        decided_R = None
+        for position, one in enumerate(awaited[1:], 1):
+            if decided_R is None:
+                decided_R = np.zeros(ranks, dtype=np.uint8)
+            np.putmask(decided_R, end_of[one] > arrive_R, position)
+            arrive_R = np.maximum(arrive_R, end_of[one])
+        took = of(event)
         if event.group is None or event.group.size == 1:
             end_R = arrive_R + took
             late.append(None)
         else:
             grid = _grid(event, ranks)
-            begin = arrive_R.reshape(grid).max(1, keepdims=True)
-            end = begin + took.reshape(grid).max(1, keepdims=True)
-            end_R = np.broadcast_to(end, grid).reshape(ranks)
-            late.append(arrive_R.reshape(grid).argmax(1))
+            arrived = arrive_R.reshape(grid)
+            last_one = arrived.argmax(1)
+            begin = np.take_along_axis(arrived, last_one[:, None], 1)
+            longest = took if np.ndim(took) == 0 else np.reshape(took, grid).max(1, keepdims=True)
+            end_R = np.broadcast_to(begin + longest, grid).reshape(ranks)
+            late.append(last_one.astype(np.int32))
         decided.append(decided_R)
         arrive_EK[number], end_EK[number] = arrive_R[columns], end_R[columns]
         np.maximum(end_SR[event.stage], end_R, out=end_SR[event.stage])
@@ -309,7 +311,8 @@ def _execute_ranks(graph: Graph, ranks: int, of: Callable[[Event], Seconds], kep
             path.append(OnPath(event, rank, longest))
         if not waits[at]:
             break
-        at = waits[at][decided[at][rank]]
+        decided_at = decided[at]
+        at = waits[at][0 if decided_at is None else decided_at[rank]]
     return Execution(graph, ranks, kept, arrive_EK, end_EK, end_SR, tuple(path[::-1]))
 
 

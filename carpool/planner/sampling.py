@@ -94,6 +94,7 @@ class SampledRouting:
         self._seed = seed
         self._pairs, self._rows, self._length = _statistics(spread, trace, seed)
         self._kept: dict[tuple[int, int], tuple[Array, Array]] = {}
+        self._turned: dict[tuple[int, int], tuple[Array, Array]] = {}
 
     def load_R(self, layer: int, micro_batch: int = 0) -> Array:
         """(ranks,) how much the experts of each rank compute in a layer, the `layer`-th that has experts."""
@@ -114,6 +115,8 @@ class SampledRouting:
         return of_R.reshape(-1, size, stride)
 
     def _of(self, layer: int, micro_batch: int) -> tuple[Array, Array]:
+        if (layer, micro_batch) in self._turned:
+            return self._turned[layer, micro_batch]
         recorded = layer * len(self._pairs) // self.layers
         turned = []
         if (recorded, micro_batch) not in self._kept:
@@ -122,7 +125,7 @@ class SampledRouting:
         for of_R in self._kept[recorded, micro_batch]:
             grid = np.roll(self._grid(of_R), layer, axis=1)
             turned.append(1 + self.stretch * (grid.reshape(-1) - 1))
-        return turned[0], turned[1]
+        return self._turned.setdefault((layer, micro_batch), (turned[0], turned[1]))
 
     def _drawn(self, recorded: int, counts_RS: Array) -> tuple[Array, Array]:
         """Loads and rows of a layer of the trace, for sequences that each rank has drawn."""

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 SLOW_SPEED, SLOW_LINK = 0.9, 0.5
 STRETCHES = (0.0, 1.0, 2.0, 4.0)
 DRAWN_MICRO_BATCHES = 4  # that differ; a step with more of them has these again
-# Events times ranks up to which every rank is simulated; ten seconds of one core.
-MOST_SENSITIVITY = 12_000_000
+# Events times ranks of the largest size at which every trouble is tried.
+MOST_TROUBLED = 4_000_000
 
 Factor = Callable[[Event], Seconds]
 
@@ -48,6 +48,7 @@ class Step:
         spread: over what the tokens of a stage spread.
         tokens: of a step, all ranks together.
         label: the degrees of parallelism, for people.
+        memory: bytes of the fullest rank; None: not known.
     """
 
     gpus: int
@@ -55,6 +56,7 @@ class Step:
     spread: Spread
     tokens: int
     label: str
+    memory: float | None = None
 
     @property
     def ranks(self) -> int:
@@ -76,6 +78,7 @@ class Size:
         tokens_per_second: of one GPU.
         efficiency: that, by that of the smallest size.
         imbalance: the fullest rank's load by the mean, averaged over layers and groups.
+        memory: bytes of the fullest rank, if ranks are balanced.
     """
 
     gpus: int
@@ -87,6 +90,7 @@ class Size:
     tokens_per_second: float
     efficiency: float
     imbalance: float
+    memory: float | None = None
 
 
 @dataclass(frozen=True)
@@ -165,7 +169,8 @@ def simulate(
         build: the configuration on so many GPUs; raises ValueError where its degrees do not divide them.
         gpus: how many.
         trace: of routing; None: uniform.
-        sizes: of the curve, up to `gpus`; None: halves of `gpus`, as long as the configuration has them.
+        sizes: of the curve, up to `gpus`; None: a quarter of `gpus`, a quarter of that, and so on, as long as the
+            configuration has them.
 
     Raises:
         ValueError: the configuration cannot have so many GPUs (the message names numbers that it can have), or the
@@ -177,10 +182,21 @@ def simulate(
         run = execute(step.graph, step.ranks, drawn_seconds(step, routing), kept=shown_ranks(routing))
         balanced, low, high = (execute(step.graph, seconds=_field(name)).step for name in ("seconds", "low", "high"))
         rate = step.tokens / run.step / step.gpus
-        bounds = run.step * low / balanced, run.step * high / balanced
-        first = found[0].tokens_per_second if found else rate
-        found.append(Size(step.gpus, step.label, balanced, run.step, *bounds, rate, rate / first, routing.imbalance()))
-    fitting = [step for step in steps if len(step.graph.events) * step.ranks <= MOST_SENSITIVITY]
+        found.append(
+            Size(
+                gpus=step.gpus,
+                label=step.label,
+                balanced=balanced,
+                drawn=run.step,
+                low=run.step * low / balanced,
+                high=run.step * high / balanced,
+                tokens_per_second=rate,
+                efficiency=rate / (found[0].tokens_per_second if found else rate),
+                imbalance=routing.imbalance(),
+                memory=step.memory,
+            )
+        )
+    fitting = [step for step in steps if len(step.graph.events) * step.ranks <= MOST_TROUBLED]
     of = fitting[-1] if fitting else steps[0]
     return Simulation(
         sizes=tuple(found),
@@ -196,14 +212,13 @@ def simulate(
 
 
 def _smaller(build: Callable[[int], Step], gpus: int, sizes: Sequence[int] | None) -> Iterator[Step]:
-    for number in (
-        sizes if sizes is not None else [gpus >> shift for shift in range(16, 0, -1) if not gpus % (1 << shift)]
-    ):
+    quarters = [gpus >> shift for shift in range(16, 0, -2) if gpus % (1 << shift) == 0]
+    for number in quarters if sizes is None else sizes:
         if number < gpus:
             try:
                 yield build(number)
             except ValueError:
-                # Asked for by name, it is an error; of the halves, those that fit are shown.
+                # Asked for by name, it is an error; of the quarters, those that fit are shown.
                 if sizes is not None:
                     raise
 

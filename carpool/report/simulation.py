@@ -24,10 +24,10 @@ from carpool.profile.simulated import simulated_profile, write_simulated_trace
 from carpool.report.lanes import lanes
 from carpool.report.lines import Chart, Line, draw
 from carpool.report.profile import lanes_legend, profile_path, write_profile
-from carpool.report.units import count_text, ms_text, percent_text
+from carpool.report.units import bytes_text, count_text, ms_text, percent_text
 from carpool.report.write import check_output, fill, write_page
 
-SIZES = ("GPUs", "Degrees", "Balanced", "Drawn", "Bounds", "Tokens/s of a GPU", "Efficiency", "Fullest rank")
+SIZES = ("GPUs", "Degrees", "Balanced", "Drawn", "Bounds", "Tokens/s of a GPU", "Efficiency", "Fullest rank", "Memory")
 TROUBLES = ("What", "Step", "Longer by")
 KIND_COLUMNS = ("Kind", "Exposed on the fullest rank", "On the critical path")
 
@@ -118,6 +118,7 @@ def size_rows(found: Simulation) -> Rows:
         [
             f"{one.gpus:,}", one.label, _s(one.balanced), _s(one.drawn), f"{_s(one.low)} to {_s(one.high)}",
             count_text(one.tokens_per_second), percent_text(one.efficiency), f"{one.imbalance:.3f}",
+            bytes_text(one.memory),
         ]
         for one in found.sizes
     ]  # fmt: skip
@@ -157,8 +158,10 @@ def failure_rows(failures: Failures) -> Rows:
 def print_simulation(found: Simulation, console: Console) -> None:
     """Tables for a terminal."""
     console.print(headline(found), highlight=False)
+    narrow = [SIZES.index(name) for name in ("GPUs", "Balanced", "Drawn", "Efficiency", "Fullest rank", "Memory")]
+    sizes = [[row[at] for at in narrow] for row in size_rows(found)]
     tables: list[tuple[str, tuple[str, ...], Rows]] = [
-        ("Scaling", SIZES, size_rows(found)),
+        (f"Scaling, up to {found.sizes[-1].label}", tuple(SIZES[at] for at in narrow), sizes),
         ("The step by kind", KIND_COLUMNS, kind_rows(found)),
         (f"What goes wrong, at {found.trouble_gpus:,} GPUs", TROUBLES, trouble_rows(found)),
     ]

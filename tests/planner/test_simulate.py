@@ -49,7 +49,7 @@ def test_what_goes_wrong() -> None:
 
 def test_scaling_and_troubles() -> None:
     found = simulate(build, 64, failures=Failures(36000.0, 60.0, 300.0))
-    assert [size.gpus for size in found.sizes] == [4, 8, 16, 32, 64]
+    assert [size.gpus for size in found.sizes] == [4, 16, 64]
     assert all(size.balanced == pytest.approx(balanced()) for size in found.sizes)
     drawn = [size.drawn for size in found.sizes]
     # More ranks meet, so the slowest of them is slower; the routing is drawn, so this holds of the ends only.
@@ -68,7 +68,7 @@ def test_scaling_and_troubles() -> None:
 
 
 def test_sizes_that_the_degrees_do_not_divide() -> None:
-    assert [size.gpus for size in simulate(build, 24).sizes] == [12, 24]
+    assert [size.gpus for size in simulate(build, 48).sizes] == [12, 48]
     with pytest.raises(ValueError, match="30 GPUs cannot be divided by 4"):
         simulate(build, 30)
     with pytest.raises(ValueError, match="10 GPUs cannot be divided by 4"):

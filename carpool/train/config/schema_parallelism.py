@@ -112,11 +112,16 @@ class ParallelismSection(Section):
                 f"{self._experts} must be a multiple of parallelism.tp_size = {self.tp_size}, whose ranks divide their "
                 "tokens among themselves"
             )
-        if self.num_ranks is not None:
-            self.check_ranks(self.num_ranks)
-        elif self.fsdp_size is not None:
-            self.check_ranks(self.fsdp_size * math.prod(self._others.values()))
+        if self.asked_ranks is not None:
+            self.check_ranks(self.asked_ranks)
         return self
+
+    @property
+    def asked_ranks(self) -> int | None:
+        """The number of ranks that the sizes are of; None: any."""
+        if self.num_ranks is not None or self.fsdp_size is None:
+            return self.num_ranks
+        return self.fsdp_size * math.prod(self._others.values())
 
     @property
     def sizes(self) -> dict[str, int]:
