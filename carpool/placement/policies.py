@@ -82,9 +82,8 @@ class LoadModel:
         rides_C = RIDES * self._over_links(arriving_CWW * self.cost.row_bytes)
         # Parameters one way, gradients the other, which takes as long.
         upkeep_C = 2 * self._over_links(filling_CWW, idle=False)
-        return np.asarray(
-            rides_C + load_CW.max(1) * self.cost.pair_seconds + (1 - self.cost.replicas_hidden) * upkeep_C
-        )
+        last_C = (load_CW / self.cost.speed_W(num_ranks)).max(1) * self.cost.pair_seconds
+        return np.asarray(rides_C + last_C + (1 - self.cost.replicas_hidden) * upkeep_C)
 
     def _over_links(self, bytes_CWW: Array, idle: bool = True) -> Array:
         """(C,) seconds of the slowest kind of link, as `CostModel` has them. `idle`: one without traffic

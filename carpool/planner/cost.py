@@ -50,6 +50,7 @@ class CostModel:
         transport: whose rows ride (a key of `carpool.transport.TRANSPORTS`).
         codecs: how rows become bytes (`carpool.transport.codecs`); None: they travel as they are.
         replicas_hidden: share of the replicas' traffic that is hidden behind other work, 0 to 1.
+        speeds: of the ranks, against each other; their mean computes as fast as the hardware says. (): all are equal.
     """
 
     hidden: int = 2048
@@ -60,6 +61,15 @@ class CostModel:
     transport: str = "dedup"
     codecs: Codecs | None = None
     replicas_hidden: float = 0.0
+    speeds: tuple[float, ...] = ()
+
+    def speed_W(self, num_ranks: int) -> Array:
+        """(W,) the speed of each rank, 1 on the mean."""
+        if not self.speeds:
+            return np.ones(num_ranks)
+        if len(self.speeds) != num_ranks:
+            raise ValueError(f"there are speeds of {len(self.speeds)} ranks, but {num_ranks} ranks")
+        return np.array(self.speeds) / np.mean(self.speeds)
 
     @property
     def copies_per_node(self) -> bool:
@@ -139,8 +149,8 @@ class CostModel:
         return (1 - self.replicas_hidden) * both
 
     def compute_seconds(self, load_W: Array) -> float:
-        """The fullest rank's matrix products."""
-        return float(load_W.max() * self.pair_seconds)
+        """Matrix products of the rank that is last: the fullest, if all are equally fast."""
+        return float((load_W / self.speed_W(len(load_W))).max() * self.pair_seconds)
 
     def _seconds(self, link: Link, size: float) -> float:
         rate = self.hardware.rate(link)

@@ -1,5 +1,6 @@
 """Longest processing time first, Graham's rule for balancing machines ("Bounds on Multiprocessing Timing Anomalies",
-1969): experts by falling load, each to the rank with the least load so far that still has room.
+1969): experts by falling load, each to the rank with the least load so far that still has room (of ranks with unequal speed:
+to the one that is done with it first).
 
 It balances what ranks compute and ignores who is chosen with whom; MindSpeed's and SmartMoE's planners use it.
 The bound for the largest load, 4/3 of the optimum, is for machines without equal numbers of jobs; with them it is a
@@ -21,15 +22,18 @@ from carpool.placement.trace import Array
 
 def lpt(problem: Problem) -> ExpertLayout:
     """Equal loads, whatever the collaboration."""
-    return problem.layout(pack(problem.expected_E, problem.room_W))
+    speed_W = problem.cost.speed_W(problem.num_ranks) if problem.cost.speeds else None
+    return problem.layout(pack(problem.expected_E, problem.room_W, speed_W))
 
 
-def pack(load_E: Array, room_W: Array) -> Array:
-    """(E,) the rank of each expert; rank w gets room_W[w] of them."""
+def pack(load_E: Array, room_W: Array, speed_W: Array | None = None) -> Array:
+    """(E,) the rank of each expert; rank w gets room_W[w] of them. With unequal speeds each expert goes where it is
+    done first, the load that is there already included."""
     rank_E = np.empty(len(load_E), dtype=np.int64)
     sum_W, left_W = np.zeros(len(room_W)), np.array(room_W, dtype=np.int64)
     for expert in np.argsort(-np.asarray(load_E, dtype=np.float64), kind="stable"):
-        rank = int(np.where(left_W > 0, sum_W, np.inf).argmin())
+        done_W = sum_W if speed_W is None else (sum_W + load_E[expert]) / speed_W
+        rank = int(np.where(left_W > 0, done_W, np.inf).argmin())
         rank_E[expert] = rank
         sum_W[rank] += load_E[expert]
         left_W[rank] -= 1

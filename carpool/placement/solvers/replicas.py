@@ -27,7 +27,7 @@ EXCHANGES = 2
 DROPPED = 0.25  # of the replicas, in each exchange
 
 
-def fill_slots(problem: Problem, layout: ExpertLayout, allowed_load: float) -> ExpertLayout:
+def fill_slots(problem: Problem, layout: ExpertLayout, allowed_load: Array) -> ExpertLayout:
     """`layout` with replicas in the extra slots of each rank, fewer where none would help."""
     if problem.extra_slots == 0:
         return layout
@@ -44,7 +44,7 @@ def fill_slots(problem: Problem, layout: ExpertLayout, allowed_load: float) -> E
 
 
 def _fill(
-    problem: Problem, layout: ExpertLayout, allowed: float, not_again: ExpertLayout | None = None
+    problem: Problem, layout: ExpertLayout, allowed: Array, not_again: ExpertLayout | None = None
 ) -> ExpertLayout:
     """Steps 1 to 3. What `not_again` had and `layout` has not is not added in the first round."""
     full_W = np.array([len(home) for home in layout.homes]) + problem.extra_slots
@@ -68,7 +68,7 @@ def _fill(
     return layout
 
 
-def _value(problem: Problem, layout: ExpertLayout, allowed: float) -> Array:
+def _value(problem: Problem, layout: ExpertLayout, allowed: Array) -> Array:
     """(E, W) rows that a further replica saves, and overload that it relieves, estimated."""
     trace, ranks = problem.trace, problem.num_ranks
     rank_TK = served_by(trace, layout)
@@ -121,7 +121,7 @@ def _sum_over(expert_TK: Array, mask_TK: Array, what_TG: Array, experts: int) ->
     return (chosen_TE.T @ what_TG).astype(np.float64)
 
 
-def _drop_least(problem: Problem, layout: ExpertLayout, allowed: float) -> ExpertLayout:
+def _drop_least(problem: Problem, layout: ExpertLayout, allowed: Array) -> ExpertLayout:
     """Without the replicas that serve the fewest tokens for whom the home's rank would be a further ride."""
     rank_TK = served_by(problem.trace, layout)
     expert_TK = problem.trace.expert_TK.astype(np.int64)
@@ -138,7 +138,7 @@ def _drop_least(problem: Problem, layout: ExpertLayout, allowed: float) -> Exper
     return ExpertLayout(layout.homes).with_replicas(keep)
 
 
-def _cost(problem: Problem, layout: ExpertLayout, allowed: float) -> float:
+def _cost(problem: Problem, layout: ExpertLayout, allowed: Array) -> float:
     """What the search minimises, with the trace's own sources."""
     rank_TK, source_T = served_by(problem.trace, layout), problem.trace.source_T(problem.num_ranks)
     held_EW, home_E = held(layout), homes_of(layout)

@@ -57,10 +57,11 @@ def search(problem: Problem, *starts: ExpertLayout) -> ExpertLayout:
     return fill_slots(problem, problem.layout(rank_E), aimed_load(problem))
 
 
-def aimed_load(problem: Problem) -> float:
-    """Pairs per rank that the search allows."""
+def aimed_load(problem: Problem) -> Array:
+    """(W,) pairs that the search allows: in proportion to the ranks' speeds."""
     mean = problem.trace.load_E.sum() / problem.num_ranks
-    return float(mean * (1 + MARGIN * (problem.load_limit - 1)))
+    allowed_W: Array = mean * (1 + MARGIN * (problem.load_limit - 1)) * problem.cost.speed_W(problem.num_ranks)
+    return allowed_W
 
 
 def swap_search(problem: Problem, *starts_E: Array) -> Array:
@@ -190,10 +191,11 @@ class _State:
         change_XX = np.zeros((len(self.rank_X), len(self.rank_X)))
         for weight, level in self.levels:
             change_XX += weight * level.changes_XX()
-        if (load_W := self.load_W()).max() > self.allowed - self.load_X.max():
+        load_W, allowed_X = self.load_W(), self.allowed[self.rank_X]
+        if (load_W > self.allowed - self.load_X.max()).any():
             after_XX = (load_W[self.rank_X] - self.load_X)[:, None] + self.load_X
             before_X = np.maximum(load_W - self.allowed, 0)[self.rank_X]
-            penalty_XX = np.maximum(after_XX - self.allowed, 0) - before_X[:, None]
+            penalty_XX = np.maximum(after_XX - allowed_X[:, None], 0) - before_X[:, None]
             other_XX = self.rank_X[:, None] != self.rank_X
             change_XX += share * self.overload * np.where(other_XX, penalty_XX + penalty_XX.T, 0)
         return change_XX

@@ -297,7 +297,7 @@ def _type_name(field: FieldInfo) -> str:
         if origin is typing.Literal:
             words.extend(map(str, typing.get_args(arg)))
         elif origin is typing.Annotated or origin is tuple:
-            words.append("text or list")
+            words.append("list of numbers" if float in typing.get_args(typing.get_args(arg)[0]) else "text or list")
         elif origin is dict:
             words.append("table")
         else:

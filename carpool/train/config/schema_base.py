@@ -20,6 +20,13 @@ def _texts(value: Any) -> Any:
 Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
 
 
+def _numbers(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+Numbers = Annotated[tuple[float, ...], BeforeValidator(_numbers)]
+
+
 class Section(BaseModel):
     """Frozen, typed without coercion (an int may stand for a float), and closed: unknown keys are refused."""
 

@@ -8,7 +8,8 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from carpool.parallel.degrees import DENSE_AXES, Degrees
-from carpool.train.config.schema_base import Section
+from carpool.parallel.speeds import data_speeds, shares
+from carpool.train.config.schema_base import Numbers, Section
 
 
 class ParallelismSection(Section):
@@ -101,6 +102,12 @@ class ParallelismSection(Section):
         description="Rates of links and computation, for what is predicted (placement, memory policies): the name of a "
         "GPU (H100, H200, A100, B200, ...) or a file of `carpool doctor --measure`. none: by the device's name.",
     )
+    rank_speeds: Literal["measured"] | Numbers | None = Field(
+        default=None,
+        description="Speeds of the ranks, one number for each, in any unit: a rank gets sequences of a micro-batch in "
+        "proportion (training.per_device_train_batch_size is their mean), and experts that move are placed by the time "
+        "that they take there. measured: products are timed on each rank when a run starts. none: all are equal.",
+    )
     timeout_seconds: int = Field(
         default=600, gt=0, description="A collective that takes longer than this ends the run with an error."
     )
@@ -112,6 +119,8 @@ class ParallelismSection(Section):
                 f"{self._experts} must be a multiple of parallelism.tp_size = {self.tp_size}, whose ranks divide their "
                 "tokens among themselves"
             )
+        if isinstance(self.rank_speeds, tuple) and not all(speed > 0 for speed in self.rank_speeds):
+            raise ValueError(f"parallelism.rank_speeds = {list(self.rank_speeds)}: speeds are above 0")
         if self.asked_ranks is not None:
             self.check_ranks(self.asked_ranks)
         return self
@@ -152,6 +161,11 @@ class ParallelismSection(Section):
             raise ValueError(
                 f"parallelism.ranks_per_node = {self.ranks_per_node} does not divide the {world_size} ranks: change it "
                 "or parallelism.num_ranks"
+            )
+        if isinstance(self.rank_speeds, tuple) and len(self.rank_speeds) != world_size:
+            raise ValueError(
+                f"parallelism.rank_speeds has {len(self.rank_speeds)} numbers, but there are {world_size} ranks: give "
+                "one for each"
             )
         others = math.prod(self._others.values())
         keys, numbers = " * ".join(self._others), " * ".join(map(str, self._others.values()))
@@ -199,3 +213,9 @@ class ParallelismSection(Section):
             pp=self.pp_size,
             etp=self.etp_size,
         )
+
+    def batch_sizes(self, mean: int, degrees: Degrees) -> tuple[int, ...]:
+        """Sequences in a micro-batch of each data-parallel rank, if they are `mean` on the mean."""
+        if not isinstance(self.rank_speeds, tuple):
+            return (mean,) * degrees.dp
+        return shares(mean * degrees.dp, data_speeds(self.rank_speeds, degrees))

@@ -6,6 +6,9 @@ rank r of W takes r, r+W, r+2W, ... So the set of sequences in a step is the sam
 position in the stream is one number, and a checkpoint of it can be continued on another number of ranks. A batch may
 straddle two epochs; of a stream of tokens, only those after the last whole sequence are never trained on.
 
+Ranks may take unequal shares (`carpool.parallel.speeds`). A micro-batch of all ranks together is the same then, too;
+each takes its share of it, one rank after the other: of 6, with shares 4 and 2, rank 0 has 0 1 2 3 and rank 1 has 4 5.
+
 A batch is a dictionary of (B, L) tensors on the CPU: `input_ids` and `labels`, int64; of examples also `padding`, bool,
 true where there is no token of one; of packed ones also `position_ids`, int64. Padding is a document by itself.
 """
@@ -38,6 +41,7 @@ class TrainLoader:
         dp_size: The number of those.
         seed: Seed of the order.
         pad_id: Any token.
+        shares: Sequences in a micro-batch of each of these ranks, `batch_size` on the mean. None: equal ones.
 
     Attributes:
         targets: tokens that the step handed out last predicts, over all ranks with distinct data.
@@ -57,7 +61,10 @@ class TrainLoader:
         dp_size: int = 1,
         seed: int = 0,
         pad_id: int = 0,
+        shares: Listed[int] | None = None,
     ) -> None:
+        assert shares is None or (len(shares) == dp_size and sum(shares) == batch_size * dp_size)
+        self._shares = None if shares is None or len(set(shares)) == 1 else tuple(shares)
         self.sequences, self._seed, self._pad_id = sequences, seed, pad_id
         self._batch_size, self._rank, self._ranks = batch_size, dp_rank, dp_size
         self.num_sequences = len(sequences)
@@ -85,8 +92,12 @@ class TrainLoader:
         indices = np.array([self._at(place) for place in places], dtype=np.int64)
         self._position += self.global_batch_size
         self.targets, self.tokens = self.sequences.targets(indices), self.sequences.tokens(indices)
-        mine = [self.sequences[int(index)] for index in indices[self._rank :: self._ranks]]
         size = self._batch_size
+        own = indices[self._rank :: self._ranks]
+        if self._shares is not None:
+            first, size = sum(self._shares[: self._rank]), self._shares[self._rank]
+            own = indices.reshape(-1, self._batch_size * self._ranks)[:, first : first + size].ravel()
+        mine = [self.sequences[int(index)] for index in own]
         return [make_batch(self.sequences, mine[i : i + size], size, self._pad_id) for i in range(0, len(mine), size)]
 
     def state_dict(self) -> dict[str, Any]:

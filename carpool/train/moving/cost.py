@@ -38,6 +38,7 @@ class Facts:
         expert_elements: of an expert's weights in one layer.
         hardware: rates of links and matrix products.
         codecs: how rows become bytes.
+        speeds: of the ranks of the group; (): all are equal.
     """
 
     transport: str
@@ -50,6 +51,7 @@ class Facts:
     expert_elements: int
     hardware: Hardware
     codecs: Codecs = PLAIN
+    speeds: tuple[float, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), "topology": self.topology.to_dict()}
@@ -58,7 +60,8 @@ class Facts:
     def from_dict(cls, settings: Mapping[str, Any]) -> Facts:
         links, rates = Topology.from_dict(settings["topology"]), Hardware.from_dict(settings["hardware"])
         codecs = Codecs(**settings.get("codecs", {}))
-        return cls(**{**settings, "topology": links, "hardware": rates, "codecs": codecs})
+        speeds = tuple(settings.get("speeds", ()))
+        return cls(**{**settings, "topology": links, "hardware": rates, "codecs": codecs, "speeds": speeds})
 
     @property
     def cost(self) -> CostModel:
@@ -72,6 +75,7 @@ class Facts:
             hardware=self.hardware,
             transport=self.transport,
             codecs=self.codecs,
+            speeds=self.speeds,
         )
 
     @property

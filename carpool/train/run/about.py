@@ -68,6 +68,7 @@ def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any
         "parallelism": {
             **run.degrees.record(),
             "sequence_parallel": run.divides_tokens,
+            **_unequal(run),
             "cp_attention": None if run.cut is None else run.cut.way,
             "pp_schedule": None if run.pipeline is None else run.pipeline.schedule,
             "backend": dist.get_backend(),
@@ -149,6 +150,14 @@ def layout_record(layouts: Layouts, source: str) -> dict[str, Any]:
     }
 
 
+def _unequal(run: RunState) -> dict[str, Any]:
+    """Speeds of ranks and their shares of a micro-batch, if they differ."""
+    speeds = run.config.parallelism.rank_speeds
+    if not isinstance(speeds, tuple):
+        return {}
+    return {"rank_speeds": list(speeds), "sequences_per_micro_batch": list(run.batch_sizes)}
+
+
 def say_hello(run: RunState, resume: Path | None) -> None:
     """The first lines on the terminal."""
     info, say = run.info, run.display.say
@@ -159,6 +168,8 @@ def say_hello(run: RunState, resume: Path | None) -> None:
     if run.config.model.path is not None and run.config.model.from_scratch:
         say(f"from scratch: {run.config.model.path} has a config.json and no weights")
     say(f"{run.world} ranks ({info['parallelism']['backend']}): {run.degrees}")
+    if (speeds := run.config.parallelism.rank_speeds) is not None:
+        say(f"speeds of ranks: {speeds}; sequences in a micro-batch: {', '.join(map(str, run.batch_sizes))}")
     if run.degrees.tp > 1:
         say(f"sequence parallelism: {'on' if run.divides_tokens else 'off'}: {run.why_divided}")
     if run.cut is not None:

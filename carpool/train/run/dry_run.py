@@ -93,6 +93,7 @@ def dry_run(config: Config, sources: Mapping[tuple[str, str], str] | None = None
         f"{ranks} ranks{f' on {hardware.name}' if hardware is not None else ''}: {degrees}",
         *([f"sequence parallelism: {'on' if divided else 'off'}: {why_divided}"] if degrees.tp > 1 else []),
         *([f"context: {cut}"] if cut is not None else []),
+        *_speeds(config, degrees),
         f"{tokens:,} tokens per step, {flops:,} operations per token",
         f"dense parameters: {dense}: {why_dense}",
         f"transport {transport}: {why}",
@@ -129,6 +130,16 @@ def _ranks(config: Config, hardware: Hardware | None) -> int:
         return config.parallelism.num_ranks or NODE
     world = find_world(os.environ)
     return world.world_size if world is not None else local_ranks(config)
+
+
+def _speeds(config: Config, degrees: Degrees) -> list[str]:
+    speeds = config.parallelism.rank_speeds
+    if speeds is None:
+        return []
+    if not isinstance(speeds, tuple):
+        return ["speeds of ranks: measured when the run starts; here they are equal"]
+    sizes = config.parallelism.batch_sizes(config.training.per_device_train_batch_size, degrees)
+    return [f"sequences in a micro-batch of each data-parallel rank, by speed: {', '.join(map(str, sizes))}"]
 
 
 def _streaming(config: Config, degrees: Degrees, estimate: MemoryEstimate, flops: int, hardware: Hardware) -> list[str]:

@@ -118,7 +118,9 @@ class MemoryEstimate:
         self.reduced = 4 if bf16 else self.stored
         dtype = torch.bfloat16 if bf16 and degrees.dp_cp > 1 else getattr(torch, config.model.dtype or "float32")
         autocast = torch.bfloat16 if bf16 and degrees.dp_cp == 1 and dtype != torch.bfloat16 else None
-        batch, length = training.per_device_train_batch_size, config.data.sequence_length
+        # Of the rank with most, where their speeds differ.
+        batch = max(config.parallelism.batch_sizes(training.per_device_train_batch_size, degrees))
+        length = config.data.sequence_length
         self.tokens = batch * length
         # Of a rank, in layers that are not routed.
         self.own_tokens = self.tokens // degrees.cp

@@ -31,7 +31,8 @@ def most_tokens(config: Config, degrees: Degrees) -> int:
     """Tokens of a rank in the largest forward of a run, of training or evaluation. Ranks of a tensor-parallel group
     share theirs."""
     training = config.training
-    sequences = max(training.per_device_train_batch_size, training.per_device_eval_batch_size)
+    largest = max(config.parallelism.batch_sizes(training.per_device_train_batch_size, degrees))
+    sequences = max(largest, training.per_device_eval_batch_size)
     return degrees.tokens_per_rank(sequences * config.data.sequence_length)
 
 

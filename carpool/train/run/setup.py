@@ -80,6 +80,7 @@ from carpool.train.run.pipeline import cut_into_stages
 from carpool.train.run.record import Recorder, check_trackers
 from carpool.train.run.room import most_tokens, transport_options
 from carpool.train.run.schedules import choose_schedule, rides_first
+from carpool.train.run.speeds import with_speeds
 from carpool.train.run.stages import choose_stages
 from carpool.train.run.state import RunState
 from carpool.train.run.step import Objective, make_optimizer
@@ -169,6 +170,16 @@ class Setup(RunState):
         config.check_supported(self.degrees.sizes)
         check_layout_file(config, blueprint.config.model_type, self.expert_counts, self.degrees)
         self.meshes = Meshes(self.degrees, self.device.type)
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+        config = self.config = with_speeds(config, self.device, gather(name), self.decisions)
+        self.batch_sizes = config.parallelism.batch_sizes(config.training.per_device_train_batch_size, self.degrees)
+        halves = config.moe.schedule == "two-batch" and config.training.gradient_accumulation_steps == 1
+        if halves and min(self.batch_sizes) == 1 < max(self.batch_sizes):
+            raise ValueError(
+                "two batches at a time cut each rank's only micro-batch in two, and by parallelism.rank_speeds a rank "
+                "has one sequence: set training.gradient_accumulation_steps=2, or a larger "
+                "training.per_device_train_batch_size"
+            )
         self.dp_rank = self.degrees.dp_rank(self.rank)
         self.divides_tokens, self.why_divided = divides_tokens(config, self.degrees, blueprint)
         self.cut = context_cut(config, self.degrees, blueprint, self.rank)
@@ -233,6 +244,7 @@ class Setup(RunState):
             batch_size=training.per_device_train_batch_size,
             accumulation=training.gradient_accumulation_steps,
             seed=training.seed,
+            shares=self.batch_sizes,
             **share,
         )
         steps_per_epoch = loader.num_sequences / loader.global_batch_size
@@ -464,6 +476,7 @@ class Setup(RunState):
     def _facts(self) -> Facts:
         """What the cost of a layout depends on in this run."""
         layer, training = self.rides[0], self.config.training
+        speeds = self.config.parallelism.rank_speeds
         tokens = training.per_device_train_batch_size * self.config.data.sequence_length
         return Facts(
             transport=self.transport_choice.answer,
@@ -477,6 +490,7 @@ class Setup(RunState):
             expert_elements=layer.layout.slices
             * sum(math.prod(parameter.shape[1:]) for parameter in layer.experts.parameters()),
             hardware=self.hardware,
+            speeds=tuple(speeds[rank] for rank in ranks_of(layer.group)) if isinstance(speeds, tuple) else (),
         )
 
     def _open_records(self, command: str, resume: Path | None) -> None:

@@ -102,6 +102,7 @@ class RunState:
     architecture: str
     expert_counts: dict[str, int]
     degrees: Degrees
+    batch_sizes: tuple[int, ...]
     divides_tokens: bool
     why_divided: str
     meshes: Meshes
