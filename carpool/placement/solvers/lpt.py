@@ -1,6 +1,6 @@
 """Longest processing time first, Graham's rule for balancing machines ("Bounds on Multiprocessing Timing Anomalies",
-1969): experts by falling load, each to the rank with the least load so far that still has room. Of ranks with unequal speed,
-each goes to the one that is done with it first.
+1969): experts by falling load, each to the rank with the least load so far that still has room. Of ranks with unequal
+speed, each goes to the one that is done with it first.
 
 It balances what ranks compute and ignores who is chosen with whom; MindSpeed's and SmartMoE's planners use it.
 The bound for the largest load, 4/3 of the optimum, is for machines without equal numbers of jobs; with them it is a
