@@ -19,6 +19,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 import carpool
 from carpool.hf import balance
 from carpool.hf import tensor_parallel as heads
+from carpool.layout import assigning
 from carpool.parallel import clip, flat, sequence, slots
 from carpool.parallel.degrees import Degrees
 from carpool.train.run.step import Objective
@@ -177,6 +178,39 @@ def forgotten_router_term() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def norm_of_all_stages_alike() -> Iterator[None]:
+    """Each stage's parameters are taken to be on all ranks of the pipeline."""
+    right = clip._gradient_shards
+    with mock.patch.object(clip, "_gradient_shards", lambda parameters, ranks: right(parameters, None)):
+        yield
+
+
+@contextmanager
+def parts_of_sequences_as_sequences() -> Iterator[None]:
+    """Context-parallel ranks are not among those over which FSDP averages."""
+    right = Objective.__init__
+
+    def wrong(self: Objective, *args: Any, **kwargs: Any) -> None:
+        right(self, *args, **kwargs | {"dp_size": kwargs["dp_size"] // 2})
+
+    with mock.patch.object(Objective, "__init__", wrong):
+        yield
+
+
+@contextmanager
+def one_slice_of_each_expert() -> Iterator[None]:
+    """A token visits the first slice of each of its experts only, so the other partial sums are not added."""
+    right = assigning.slices_of
+
+    def wrong(expert_TK: torch.Tensor, number: int) -> torch.Tensor:
+        rows = right(expert_TK, number)
+        return torch.where(rows % number == 0, rows, -1)
+
+    with mock.patch.object(assigning, "slices_of", wrong):
+        yield
+
+
 class Broken(NamedTuple):
     """A mistake, the case that must notice it, and words of what it must find wrong and must not."""
 
@@ -203,5 +237,8 @@ BREAKAGES: dict[str, Broken] = {
         Broken(parts_of_sequences_not_added, Case(TP, family="qwen3_moe"), "layernorm"),
         Broken(skipped_replica, Case(FSDP, layout="replicated"), "experts"),
         Broken(forgotten_router_term, Case(FSDP), "mlp.gate"),
+        Broken(norm_of_all_stages_alike, Case(Degrees(pp=2), transport="local", micro_batches=2), "norm", "q_proj"),
+        Broken(parts_of_sequences_as_sequences, Case(Degrees(cp=2, ep=2)), "q_proj"),
+        Broken(one_slice_of_each_expert, Case(Degrees(fsdp=2, etp=2)), "loss", "nothing else"),
     )
 }

@@ -17,8 +17,9 @@ from typing import Any
 
 from carpool.parallel.combinations import refusal
 from carpool.parallel.degrees import Degrees
+from carpool.parallel.pipeline import SCHEDULES, check_micro_batches
 
-# Largest degree of each axis. Models have 8 heads of keys, 8 experts and 2 layers.
+# Largest degree of each axis. Models have 8 heads of keys and 8 experts.
 AXES = {"pp": 2, "dp_replicate": 4, "fsdp": 8, "cp": 4, "tp": 4, "ep": 8, "etp": 2}
 RANKS_PER_NODE = 2
 SEQUENCES = 8
@@ -35,7 +36,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "recompute": ("keep", "recompute", "with rides"),
     "rows": ("keep", "resend", "offload"),
     "hidden": ("keep", "recompute", "offload"),
-    "micro_batches": (1, 2),
+    "micro_batches": (1, 2, 4),
+    "pipeline": tuple(SCHEDULES),
     "balance": ("none", "model", "layer"),
     "experts": ("grouped", "reference"),
 }
@@ -58,6 +60,7 @@ class Case:
     rows: str = "keep"
     hidden: str = "keep"
     micro_batches: int = 1
+    pipeline: str = "1F1B"
     balance: str = "model"
     experts: str = "grouped"
 
@@ -77,6 +80,7 @@ class Case:
                 "dense": self.dense,
                 "sequence_parallel": self.sequence,
                 "cp_attention": self.attention,
+                "pp_schedule": self.pipeline,
                 **{f"{axis}_size": self.mesh.size(axis) for axis in AXES},
             },
             "moe": {
@@ -102,11 +106,25 @@ class Case:
         }
 
     @property
+    def layers(self) -> int:
+        """Two stages for each rank of a pipeline."""
+        return max(2, 2 * self.mesh.pp)
+
+    @property
     def refused(self) -> bool:
         """Whether there is no such combination."""
         settings = {f"{name}.{key}": value for name, keys in self.settings.items() for key, value in keys.items()}
         sizes = {axis: self.mesh.size(axis) for axis in AXES}
         return refusal(sizes, settings) is not None or any(cannot(self) for cannot in CANNOT)
+
+
+def _not_piped(case: Case) -> bool:
+    """Whether the schedule of stages cannot run these micro-batches, or puts a tied weight on two ranks."""
+    try:
+        check_micro_batches(case.pipeline, case.mesh.pp, case.micro_batches)
+    except ValueError:
+        return True
+    return case.family == "qwen3_moe" and not SCHEDULES[case.pipeline].is_v
 
 
 def _one_node(mesh: Degrees) -> bool:
@@ -132,6 +150,8 @@ CANNOT: tuple[Callable[[Case], bool], ...] = (
     lambda case: case.family == "deepseek_v3" and case.balance != "none",
     lambda case: case.attention == "ring" and (case.mesh.cp == 1 or case.family == "gpt_oss"),
     lambda case: case.sequence == "off" and case.mesh.tp == 1,
+    lambda case: case.pipeline != "1F1B" and case.mesh.pp == 1,
+    lambda case: case.mesh.pp > 1 and (_not_piped(case) or case.layout != "contiguous"),
 )
 
 
@@ -221,6 +241,8 @@ def _hopeless(partial: dict[str, Any]) -> bool:
         "schedule": "none",
         "dense": "fsdp",
         "balance": "none",
-        "micro_batches": partial.get("micro_batches", 2 if partial.get("schedule") == "two-batch" else 1),
     }
-    return Case(**{**neutral, **partial}).refused
+    if mesh.pp > 1:
+        neutral["pipeline"] = "ZBVZeroBubble"
+    numbers = [partial["micro_batches"]] if "micro_batches" in partial else FACTORS["micro_batches"]
+    return all(Case(**{**neutral, **partial, "micro_batches": number}).refused for number in numbers)

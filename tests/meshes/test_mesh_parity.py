@@ -77,11 +77,11 @@ def test_a_mistake_is_noticed(name: str, request: pytest.FixtureRequest, tmp_pat
 
 def test_the_matrix_is_large_complete_and_deterministic() -> None:
     every = [*cases(4), *cases(8)]
-    assert len(every) == len(set(every)) and not any(case.refused for case in every)
+    assert 500 <= len(every) == len(set(every)) and not any(case.refused for case in every)
     assert cases(4) == cases(4)
     assert {case.mesh for case in every} == {*meshes(4), *meshes(8)}
     for axis in AXES:
-        assert axis in ("cp", "etp", "pp") or any(case.mesh.size(axis) > 1 for case in every), axis
+        assert any(case.mesh.size(axis) > 1 for case in every), axis
     for name, values in FACTORS.items():
         assert {getattr(case, name) for case in every} == set(values), name
     met = {pair for case in every for pair in itertools.combinations([(n, getattr(case, n)) for n in FACTORS], 2)}
