@@ -7,7 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from carpool.layout import ExpertLayout
+from carpool.layout.topology import Topology
 from carpool.placement.trace import Trace
+from carpool.placement.volume import predict
+from carpool.planner.cost import RIDES, CostModel
 from carpool.planner.events import Group
 from carpool.planner.sampling import SampledRouting, Spread
 
@@ -127,3 +131,31 @@ def test_a_trace_of_another_model_is_refused() -> None:
         SampledRouting(spread, _trace(), layers=2)
     with pytest.raises(ValueError, match="12 experts cannot be divided among 5 ranks"):
         SampledRouting(_spread(ranks=10, group=Group(5)), layers=2)
+
+
+@pytest.mark.parametrize(
+    ("transport", "one_row_for"), [("dedup", "rank"), ("alltoall", "expert"), ("hierarchical", "node")]
+)
+def test_rows_and_times_are_those_of_transports_and_cost_model(transport: str, one_row_for: Any) -> None:
+    """Two nodes of three ranks: what `carpool.placement.volume` counts of the same tokens, and `CostModel` makes of
+    them."""
+    trace, topology = _trace(layers=1), Topology.even(6, 2)
+    spread = _spread(ranks=6, ranks_per_node=3, one_row_for=one_row_for)
+    sampled = SampledRouting(spread, trace, layers=1)
+    tokens_ST = np.arange(trace.num_tokens).reshape(-1, LENGTH)
+    routings = [trace.expert_LTK[0, np.repeat(tokens_ST, times, 0).ravel()] for times in sampled._counts(0).astype(int)]
+    volume = predict(transport, routings, ExpertLayout.contiguous(E, 6), hidden=64, element_size=2, topology=topology)
+    between_WW = np.where(topology.pairs["network"], volume.rows_WW, 0)
+    expected = 4 * LENGTH * spread.visits * 3
+    found_R = sampled.rows_R(0) * expected
+    if transport == "hierarchical":
+        # Which rank of a node takes a row in is not drawn: its ranks have equally many.
+        received_W = between_WW.sum(0).reshape(2, 3).mean(1).repeat(3)
+        assert np.maximum(between_WW.sum(1), received_W) == pytest.approx(found_R, rel=1e-5)
+        return
+    assert np.maximum(between_WW.sum(0), between_WW.sum(1)) == pytest.approx(found_R, rel=1e-5)
+    # Where the network is what takes longest, a ride of the cost model is that of the rank with most rows.
+    cost = CostModel(hidden=64, transport=transport)
+    rate = cost.hardware.network
+    slowest = rate.latency + sampled.rows_R(0).max() * expected * cost.row_bytes / rate.bytes_per_second
+    assert cost.ride_seconds(volume.rows_WW, topology) / RIDES == pytest.approx(slowest, rel=1e-5)
