@@ -18,6 +18,7 @@ from carpool.cli.placement import place, trace
 from carpool.cli.profile import profile
 from carpool.cli.recipes import recipes
 from carpool.cli.serve import chat, evaluate, generate
+from carpool.cli.simulate import simulate
 from carpool.cli.train import doctor, report, train
 
 app = typer.Typer(
@@ -27,7 +28,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for function in (train, profile, report, generate, chat, export, merge, trace, place, doctor):
+for function in (train, profile, report, generate, chat, export, merge, trace, place, simulate, doctor):
     app.command()(function)
 app.command("eval")(evaluate)
 app.add_typer(bench, name="bench")

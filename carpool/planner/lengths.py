@@ -219,8 +219,8 @@ class Lengths:
 
     def _sharing(self) -> tuple[Group, int]:
         degrees = self.degrees
-        ranks = [rank for rank in range(degrees.fsdp * degrees.cp * degrees.tp) if rank % degrees.tp == 0]
-        return Group(len(ranks), degrees.tp), sum(rank < self.per_node for rank in ranks)
+        size = degrees.fsdp * degrees.cp
+        return Group(size, degrees.tp), min(size, -(-self.per_node // degrees.tp))
 
     def _tensor_parallel(self, name: str) -> Piece | None:
         """Before or after a part of a layer: sums over tensor-parallel ranks, twice the bytes of an all-gather."""

@@ -1,0 +1,110 @@
+"""`carpool simulate`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from carpool.cli.common import Debug, errors
+
+
+def simulate(
+    plan: Annotated[Path, typer.Argument(help="TOML file of `carpool plan` or for `carpool train`.")],
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings over those of the file.")
+    ] = None,
+    gpus: Annotated[int | None, typer.Option("--gpus", min=1, help="Default: parallelism.num_ranks.")] = None,
+    hardware: Annotated[
+        str | None,
+        typer.Option(
+            "--hardware",
+            help="Rates: a GPU's name (H100, H200, ...), or a file of `carpool doctor --measure`. Default: "
+            "parallelism.hardware, or H200.",
+        ),
+    ] = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option("--gpus-per-node", min=1, help="Default: parallelism.ranks_per_node, or 8.")
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option("--trace", help="What `carpool trace` wrote, of this model. Default: uniform routing."),
+    ] = None,
+    mtbf_hours: Annotated[
+        float | None,
+        typer.Option("--mtbf-hours", help="Between failures of one GPU. Default: 50676, as Llama 3 had it."),
+    ] = None,
+    checkpoint_seconds: Annotated[
+        float, typer.Option("--checkpoint-seconds", help="For which training waits for a checkpoint.")
+    ] = 60.0,
+    restart_seconds: Annotated[
+        float, typer.Option("--restart-seconds", help="From a failure until training goes on.")
+    ] = 600.0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of what is drawn.")] = 0,
+    out: Annotated[
+        Path, typer.Option("--out", help="Folder for the pages, the profile and the trace, which are overwritten.")
+    ] = Path("runs/simulate"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON, and no tables.")] = False,
+    debug: Debug = False,
+) -> None:
+    """A step of a configuration on any number of GPUs: timeline, scaling, what goes wrong, failures. Needs no GPU.
+
+    simulation.html shows all of it. profile.html is the step as `carpool profile` shows one, and `carpool profile
+    --show RUN --compare OUT` shows both. profile/trace.json.gz is for ui.perfetto.dev.
+    """
+    with errors(debug):
+        from rich.console import Console
+
+        from carpool.placement.trace import Trace
+        from carpool.planner.configured import candidate_of, model_of, step_on
+        from carpool.planner.goodput import GPU_MTBF_HOURS, GPU_MTBF_SOURCE, Failures
+        from carpool.planner.hardware import DEFAULT, find_hardware
+        from carpool.planner.routes import Routes
+        from carpool.planner.simulate import simulate as run
+        from carpool.planner.step import inputs
+        from carpool.report.simulation import print_simulation, write_simulation
+        from carpool.train.config import load_config
+        from carpool.train.config.published import read_keys
+
+        config = load_config(plan, overrides or [])
+        settings, parallelism = config.model_dump(), config.parallelism
+        shape = model_of(settings, read_keys(config.model.path) if config.model.path else config.model.config)
+        asked = parallelism.asked_ranks
+        gpus = gpus or asked
+        if gpus is None:
+            raise ValueError(f"{plan} does not say for how many GPUs it is: say so with --gpus")
+        rates = find_hardware(hardware or parallelism.hardware or DEFAULT.name)
+        per_node = gpus_per_node or parallelism.ranks_per_node or 8
+        degrees = parallelism.resolve(asked or gpus, shape.num_experts)
+        candidate, notes = candidate_of(settings, degrees, shape, rates, per_node)
+        failures = Failures.of_gpus(gpus, mtbf_hours or GPU_MTBF_HOURS, checkpoint_seconds, restart_seconds)
+        recorded = None if trace is None else Trace.load(trace)
+        found = run(
+            lambda number: step_on(shape, rates, candidate, per_node, number),
+            gpus,
+            recorded,
+            failures=failures,
+            seed=seed,
+        )
+        routing = "uniform choices (assumed)" if trace is None else f"resampled from {trace} (measured)"
+        about = {
+            "Plan": str(plan),
+            "Configuration": candidate.label,
+            "Hardware": f"{rates.name}: {rates.source}",
+            "GPUs of a node": str(per_node),
+            **inputs(rates, candidate, Routes()),
+            "choices of experts": routing,
+            "failures of a GPU": "given" if mtbf_hours else f"{GPU_MTBF_SOURCE} (assumed)",
+            "checkpoint, restart": f"{checkpoint_seconds:g} s, {restart_seconds:g} s (assumed unless given)",
+            **notes,
+        }
+        page = write_simulation(found, out, about)
+        if as_json:
+            typer.echo(json.dumps({"about": about, **found.record()}, indent=1))
+            return
+        print_simulation(found, Console())
+        for key, value in notes.items():
+            typer.echo(f"{key}: {value}")
+        typer.echo(f"wrote {page}")

@@ -1,0 +1,133 @@
+"""Configurations of `carpool train` in the planner's words, on any number of GPUs; the command `carpool simulate`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from carpool.cli import app
+from carpool.parallel.degrees import Degrees
+from carpool.planner.configured import candidate_of, model_of, scaled, step_on
+from carpool.planner.events import execute
+from carpool.planner.hardware import find_hardware
+from carpool.planner.lengths import Lengths
+from carpool.planner.simulate import drawn_seconds, sampled
+from carpool.planner.step import predict
+from carpool.train.config import load_config
+
+H100 = find_hardware("H100")
+PLAN = """
+[model]
+config = {from = "olmoe-1b-7b", num_hidden_layers = 2}
+[data]
+sequence_length = 4096
+[parallelism]
+num_ranks = 16
+ep_size = 8
+[training]
+per_device_train_batch_size = 2
+"""
+
+
+def _configured(**sections: dict[str, Any]):  # type: ignore[no-untyped-def]
+    overrides = [f"{section}.{key}={value}" for section, keys in sections.items() for key, value in keys.items()]
+    config = load_config(None, ["model.config=olmoe-1b-7b", "data.sequence_length=4096", *overrides])
+    settings = config.model_dump()
+    shape = model_of(settings, config.model.config)
+    degrees = config.parallelism.resolve(config.parallelism.num_ranks or 16, shape.num_experts)
+    return shape, *candidate_of(settings, degrees, shape, H100, 8)
+
+
+def test_settings_become_a_candidate() -> None:
+    shape, candidate, notes = _configured(
+        parallelism={"num_ranks": 16, "ep_size": 4, "dense": "fsdp"},
+        moe={"transport": "dedup", "schedule": "two-batch", "experts": "grouped"},
+        training={"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "optimizer": "torch"},
+        memory={"hidden": "recompute"},
+    )
+    assert (shape.num_experts, shape.top_k, len(shape.layers)) == (64, 8, 16) and not notes
+    assert candidate.degrees == Degrees(fsdp=16, ep=4)
+    assert (candidate.transport, candidate.schedule, candidate.dense) == ("dedup", "two-batch", "fsdp")
+    assert (candidate.micro_batch, candidate.accumulation, candidate.sequence_length) == (3, 2, 4096)
+    assert candidate.optimizer == "torch" and not candidate.compiled and candidate.graphs
+    assert candidate.policies["hidden"] == "recompute" and candidate.policies["rows"] == "keep"
+
+
+@pytest.mark.parametrize(("ep", "transport"), [(1, "local"), (8, "nvlink")])
+def test_what_a_run_decides_is_noted(ep: int, transport: str) -> None:
+    _, candidate, notes = _configured(parallelism={"ep_size": ep}, moe={"schedule": "auto"})
+    assert candidate.transport == transport
+    assert set(notes) == {"moe.schedule = auto", "moe.transport = auto", "parallelism.dense = auto"}
+
+
+def test_between_nodes_the_shorter_ride_is_taken() -> None:
+    shape, candidate, notes = _configured(parallelism={"ep_size": 16})
+    seconds = {}
+    for way in ("dedup", "hierarchical"):
+        other = type(candidate)(**{**vars(candidate), "transport": way})
+        piece = Lengths(shape, H100, other, 8).ride("dispatch", "dispatch")
+        assert piece is not None
+        seconds[way] = piece.seconds
+    assert candidate.transport == min(seconds, key=seconds.__getitem__) and "as modelled" in str(notes)
+
+
+def test_degrees_on_other_numbers() -> None:
+    assert scaled(Degrees(fsdp=8, ep=8), 64) == Degrees(fsdp=64, ep=8)
+    assert scaled(Degrees(fsdp=8, dp_replicate=2, ep=8), 64) == Degrees(fsdp=8, dp_replicate=8, ep=8)
+    assert scaled(Degrees(fsdp=4, tp=2, pp=2, ep=4), 32) == Degrees(fsdp=8, tp=2, pp=2, ep=4)
+    with pytest.raises(ValueError, match=r"100 GPUs cannot be .* a multiple of 16; nearest: 96 and 112"):
+        scaled(Degrees(fsdp=8, tp=2, pp=2, ep=8), 100)
+    with pytest.raises(ValueError, match="nearest: 8"):
+        scaled(Degrees(fsdp=8, ep=8), 4)
+
+
+def test_balanced_ranks_are_the_prediction() -> None:
+    """One builder in the house: the graph is that of `predict`, and ranks that are alike take what one takes."""
+    shape, candidate, _ = _configured(parallelism={"ep_size": 8}, training={"per_device_train_batch_size": 2})
+    step = step_on(shape, H100, candidate, 8, 16)
+    predicted = predict(shape, H100, candidate, 8).seconds.middle
+    assert execute(step.graph).step == predicted
+    alike = sampled(step, None, stretch=0.0)
+    assert execute(step.graph, 16, drawn_seconds(step, alike)).step == pytest.approx(predicted)
+    assert step.tokens == 16 * 2 * 4096 and step.spread.group == (8, 1)
+    with pytest.raises(ValueError, match="24 GPUs are not whole nodes of 16"):
+        step_on(shape, H100, candidate, 16, 24)
+
+
+def _run(tmp_path: Path, *arguments: str, plan: str = PLAN) -> Any:
+    (tmp_path / "plan.toml").write_text(plan)
+    line = ["simulate", str(tmp_path / "plan.toml"), "--hardware", "H100", "--out", str(tmp_path / "out"), *arguments]
+    return CliRunner().invoke(app, line)
+
+
+def test_the_command(tmp_path: Path) -> None:
+    done = _run(tmp_path, "--gpus", "64", "--trace", "docs/traces/e64-143.npz", "--json")
+    assert done.exit_code == 0, done.output
+    record = json.loads(done.stdout)
+    assert record["gpus"] == 64 and [size["gpus"] for size in record["sizes"]] == [16, 64]
+    assert record["about"]["choices of experts"] == "resampled from docs/traces/e64-143.npz (measured)"
+    assert record["failures"]["failures_per_day"] == pytest.approx(64 * 24 / 50676, rel=1e-3)
+    assert record == json.loads((tmp_path / "out" / "simulation.json").read_text())
+    shown = _run(tmp_path)
+    assert "16 GPUs take" in shown.output and "moe.transport = auto: simulated as nvlink" in shown.output
+
+
+@pytest.mark.parametrize(
+    ("plan", "arguments", "says"),
+    [
+        (PLAN, ["--gpus", "20"], "take a multiple of 8; nearest: 16 and 24"),
+        (PLAN, ["--trace", "docs/traces/e128-1390.npz"], "the trace has 8 of 128 experts"),
+        (PLAN, ["--hardware", "H101"], "did you mean h100"),
+        (PLAN, ["--checkpoint-seconds", "0"], "must be positive"),
+        (PLAN.replace("num_ranks = 16", ""), [], "say so with --gpus"),
+        ("[model]\nmodle_type = 'olmoe'", [], "modle_type"),
+        ("this is no TOML", [], "plan.toml"),
+    ],
+)
+def test_bad_input(tmp_path: Path, plan: str, arguments: list[str], says: str) -> None:
+    done = _run(tmp_path, *arguments, plan=plan)
+    assert done.exit_code == 1 and says in " ".join(done.output.split()), done.output
