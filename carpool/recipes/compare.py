@@ -199,8 +199,9 @@ def ways(
         config = resolve(recipe)
         if axis == "placement":
             own = {key: value for key, value in in_effect(config).items() if key.startswith("placement.")}
-            key: Any = sorted(own.items())
-            way = replace(fixed, placement=config.placement)
+            slices = config.parallelism.etp_size
+            key: Any = (slices, sorted(own.items()))
+            way = replace(fixed, placement=config.placement, slices=slices)
         elif axis == "transport":
             key, way = config.moe.transport, replace(fixed, transport=config.moe.transport)
         else:

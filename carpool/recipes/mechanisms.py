@@ -132,6 +132,7 @@ SWITCHES: Mapping[str, Mechanism] = MappingProxyType({
     "dropped:duplicates": Mechanism("", code="carpool.hf.expert_parallel:CarpoolEP"),
     "moments:bfloat16": Mechanism("training.optimizer_moments", "bfloat16", code="carpool.memory.optimizer:AdamW"),
     "spread:node": Mechanism("parallelism.ep_size", 8, _positive, "carpool.parallel.degrees:Degrees"),
+    "sliced:experts": Mechanism("parallelism.etp_size", 2, _several, "carpool.hf.slices:SlicedExperts"),
     "dense:sharded": Mechanism("parallelism.dense", "fsdp"),
     "combine:bf16": Mechanism("codec.combine", "bf16", code="carpool.transport.codecs.bf16:BF16"),
     "dispatch:fp8": Mechanism("codec.dispatch", "fp8", code="carpool.transport.codecs.fp8:FP8"),

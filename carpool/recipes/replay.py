@@ -53,11 +53,13 @@ class Way:
         transport: how rows travel.
         placement: where experts live, as a run's section says; None: in order, always.
         limit: keywords of `LimitOptions`; none: the routing as it was recorded.
+        slices: into which each expert is cut, if so many divide the ranks.
     """
 
     transport: str = "dedup"
     placement: PlacementSection | None = None
     limit: Mapping[str, Any] = field(default_factory=dict)
+    slices: int = 1
 
 
 def replay(
@@ -76,7 +78,8 @@ class _Replay:
         self.way, self.ranks, self.seed = way, ranks, seed
         self.topology, self.cost = Topology.even(ranks, nodes), replace(cost, transport=way.transport)
         self.parts = list(_cut(trace, parts))
-        self.layout = ExpertLayout.contiguous(trace.num_experts, ranks)
+        slices = way.slices if ranks % way.slices == 0 else 1
+        self.layout = ExpertLayout.sliced(trace.num_experts, ranks // slices, slices)
         self.limit = LimitOptions(**way.limit, topology=self.topology)
 
     def run(self) -> tuple[float, ...]:

@@ -133,6 +133,7 @@ COUNTED = [
     ("replicated_permuted", 4, (4, 1, 0, 6), 4, torch.float32),
     ("replicated", 2, (0, 4), 1, torch.float32),
     ("uneven", 1, (6,), 4, torch.float32),
+    ("sliced 2", 4, (7, 0, 5, 3), 2, torch.float32),
     ("eight ranks", 8, (1, 0, 3, 2, 0, 0, 4, 1), 5, torch.float32),
 ]
 
@@ -145,7 +146,7 @@ def test_what_is_counted_is_what_is_predicted(
     layout = ExpertLayout.contiguous(16, 8) if num_ranks == 8 else layout_of(name, num_ranks)
     generator = torch.Generator().manual_seed(0)
     hidden = 20 if dtype == torch.float32 else 24
-    shape = Shape(num_ranks, hidden, top_k, layout.slots_per_rank, dtype, max(sizes))
+    shape = Shape(num_ranks, hidden, top_k * layout.slices, layout.slots_per_rank, dtype, max(sizes))
     case = draw_cases(shape, [sizes], 0)[0]
     routings = []
     for rank, size in enumerate(sizes):

@@ -259,7 +259,7 @@ def test_no_two_rows_are_the_same(trace: Trace) -> None:
         if axis == "placement":
             assert all(one.rows <= 4 for one in found), "one row per rank at most, whatever a recipe's own transport"
         if axis == "transport":
-            assert [one.name for one in found] == ["alltoall", "dedup and nvlink"]
+            assert [one.name for one in found] == ["alltoall", "dedup and nvlink", "gather"]
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,8 @@ SYSTEMS = {
     "lsh-moe": {"transport:alltoall", "merge:lsh"},
     "luffy": {"transport:alltoall", "merge:condense"},
     "ez-moe": {"spread:node", "dense:sharded"},
+    "tutel": {"transport:alltoall", "sliced:experts", "policy:degree", "schedule:chunks", "chunks:several"},
+    "hexa-moe": {"transport:gather", "sliced:experts", "policy:degree", "prefetch:blockwise"},
     "deepseek-v3-dispatch": {"transport:hierarchical", "limit:groups", "dispatch:fp8", "combine:bf16"},
 }
 # On several nodes; what each sends between and inside them.
@@ -59,7 +61,7 @@ def test_the_recipes_are_what_they_say() -> None:
     assert set(names("transport")) >= set(SYSTEMS)
     for name, mechanisms in SYSTEMS.items():
         assert set(load(name).mechanisms) == mechanisms
-        assert bool(resolve(load(name)).codec.codecs.lossy_reasons) == (name != "ez-moe")
+        assert bool(resolve(load(name)).codec.codecs.lossy_reasons) == (name not in ("ez-moe", "tutel", "hexa-moe"))
 
 
 @pytest.mark.parametrize("name", list(HOPS))
@@ -153,3 +155,31 @@ def test_experts_spread_over_a_node_keep_rows_inside_it(ranks: Ranks) -> None:
         assert Degrees(dp_replicate=1, fsdp=WORLD_SIZE, tp=1, ep=ep).ep == ep
         for members in ranks(ranks_of_a_group, ep):
             assert (len({nodes[rank] for rank in members}) > 1) == crosses
+
+
+@pytest.mark.parametrize(("name", "ep", "degrees"), [("tutel", 2, (2, 1, 0)), ("hexa-moe", 1, (2, 1))])
+def test_experts_are_computed_by_as_many_ranks_as_is_fastest(name: str, ep: int, degrees: tuple[int, ...]) -> None:
+    """The more tokens, the fewer ranks for an expert; tests/layer/test_slices.py counts what then travels."""
+    config = resolve(load(name))
+    etp, room = config.parallelism.etp_size, config.placement.replicas
+    home = ExpertLayout.sliced(16, ep, etp)
+    assert home.num_ranks == ep * etp and all(
+        len(slots) - len(own) <= room for slots, own in zip(home.with_degree(0).slots, home.homes, strict=True)
+    )
+    load_E, found = np.full(16, 10), []
+    for tokens in (2**i for i in range(20)):
+        model = LoadModel(CostModel(hidden=1024, expert_hidden=256, tokens_per_rank=tokens), 2)
+        layout = POLICIES[config.placement.policy](load_E, home.with_degree(1), room, model)
+        found += [degree for degree in (*degrees, -1) if degree < 0 or layout == home.with_degree(degree)][:1]
+        assert layout.homes == home.homes, "no parameter moves"
+    assert found == sorted(found, reverse=True) and set(found) >= {degrees[0], degrees[-1]}, found
+    assert POLICIES["degree"](load_E, home, 0, model) == home, "without room nothing is fetched"
+    # Rows that a rank sends to others, by degree.
+    routings = [
+        np.random.default_rng(rank).permuted(np.tile(np.arange(16), (TOKENS, 1)), axis=1)[:, :2]
+        for rank in range(ep * etp)
+    ]
+    rows = [
+        predict("dedup", routings, home.with_degree(degree), hidden=H, element_size=4).rows_remote for degree in degrees
+    ]
+    assert rows == sorted(rows, reverse=True) and len(set(rows)) == len(rows) and rows[-1] == 0
