@@ -29,6 +29,7 @@ from torch import nn
 from transformers import masking_utils
 from transformers.modeling_utils import AttentionInterface
 
+from carpool.hf.compiled import decoder_layers
 from carpool.hf.packed import one_row_only, why_not_packed
 from carpool.parallel.context import Cut, Group, Shapes, Way, kv_repeats, to_heads, to_tokens
 from carpool.parallel.ring import ring_attention
@@ -47,11 +48,12 @@ class _Whole:
     """Of the sequences whose parts are in a model: their tokens, and positions in documents, if they are packed.
 
     Attributes:
-        calls: of attention so far.
+        layers, calls: decoder layers that have begun so far, and calls of attention.
     """
 
     length: int
     position_BL: torch.Tensor | None
+    layers: int = 0
     calls: int = 0
 
 
@@ -76,11 +78,14 @@ class ContextParallel:
 
     def __init__(self, model: nn.Module, cut: Cut, group: Group) -> None:
         self.cut, self.group, self._on = cut, group, True
-        self._layers: int = model.config.get_text_config().num_hidden_layers  # type: ignore[operator, union-attr]
         # Whose attention sees documents by positions, and not by a mask.
         self._needs_positions = one_row_only(model)
         for module in model.modules():
             vars(module)[_OWN] = self
+        for layer in decoder_layers(model):
+            # Of a stage of a pipeline, layers of other stages have nothing.
+            if any(True for _ in layer.parameters()):
+                layer.register_forward_pre_hook(_count_layer)
         AttentionInterface.get_interface = _interface  # type: ignore[method-assign]
         masking_utils._preprocess_mask_arguments = _preprocess_whole
         masking_utils.packed_sequence_compatibility_function = _packed_whole
@@ -110,9 +115,9 @@ class ContextParallel:
             yield
         finally:
             _WHOLE.reset(token)
-        if whole.calls != self._layers:
+        if whole.calls != whole.layers:
             raise RuntimeError(
-                f"{self._layers} layers asked transformers for attention {whole.calls} times, so context parallelism "
+                f"{whole.layers} layers asked transformers for attention {whole.calls} times, so context parallelism "
                 "does not know all that mixes tokens in this model: set parallelism.cp_size=1"
             )
 
@@ -296,6 +301,11 @@ def _why_no_ring(model: nn.Module, length: int, packed: bool, implementation: st
     if getattr(text, "attention_dropout", 0.0):
         return "the model drops out attention"
     return None
+
+
+def _count_layer(*_: Any) -> None:
+    if (whole := _WHOLE.get()) is not None:
+        whole.layers += 1
 
 
 class _Local:

@@ -22,7 +22,7 @@ from carpool.hf.head import next_tokens
 from carpool.hf.packed import packed, packed_settings, unpacked
 from carpool.parallel.context import Cut
 from carpool.train.run.step import Objective
-from tests.hf.parity import quiet
+from tests.hf.parity import EXCEPTIONS, quiet
 from tests.hf.tiny_models import VOCAB_SIZE, discover, tiny_model
 from tests.ranks import Ranks
 
@@ -135,7 +135,7 @@ def _refusal(name: str, way: str = "auto") -> str:
 
 @pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_ranks_that_share_sequences_compute_what_one_computes(two_ranks: Ranks, name: str) -> None:
-    if _refusal(name) or name == "doge":  # doge has no expert parallelism, and masks of its own
+    if name in EXCEPTIONS or _refusal(name):
         assert name not in FAMILIES
         pytest.skip("refused")
     for is_packed in (False, True):

@@ -11,10 +11,12 @@ from transformers.distributed import DistributedConfig
 
 from carpool.hf import install
 from carpool.hf.build import build_model
+from carpool.hf.context import ContextParallel
 from carpool.hf.dense import replicate_dense
 from carpool.hf.router_logits import find_routers
 from carpool.hf.stages import cut_model, layer_number
 from carpool.parallel.clip import grad_norm
+from carpool.parallel.context import Cut
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.meshes import Meshes
 from carpool.parallel.pipeline import stages_of
@@ -42,21 +44,23 @@ def make_meshes(degrees: Degrees) -> Meshes:
 _MESHES: dict[Degrees, Meshes] = {}
 
 
-def batches_of(micro_batches: int, rank: int, ranks: int, padded: bool, packed: bool) -> list[dict[str, torch.Tensor]]:
+def batches_of(
+    micro_batches: int, rank: int, ranks: int, padded: bool, packed: bool, length: int = LENGTH
+) -> list[dict[str, torch.Tensor]]:
     """This data-parallel rank's part of each micro-batch."""
     generator = torch.Generator().manual_seed(5)
     found = []
     for number in range(micro_batches):
-        ids = torch.randint(3, VOCAB_SIZE, (SEQUENCES * ranks, LENGTH), generator=generator)
+        ids = torch.randint(3, VOCAB_SIZE, (SEQUENCES * ranks, length), generator=generator)
         batch = {"input_ids": ids, "labels": ids.clone()}
         batch["labels"][0, : number + 1] = -100
         if padded:
             batch["padding"] = torch.zeros_like(ids, dtype=torch.bool)
-            batch["padding"][:, LENGTH - 1 - number % 2 :] = True
+            batch["padding"][:, length - 1 - number % 2 :] = True
             batch["labels"][batch["padding"]] = -100
         if packed:
             cut = 2 + number % 3
-            row = torch.cat([torch.arange(cut), torch.arange(LENGTH - cut)])
+            row = torch.cat([torch.arange(cut), torch.arange(length - cut)])
             batch["position_ids"] = row.expand(SEQUENCES * ranks, -1).contiguous()
             batch["labels"][:, cut] = -100
         found.append({name: value.chunk(ranks)[rank] for name, value in batch.items()})
@@ -69,6 +73,8 @@ def measure(
     micro_batches: int,
     *,
     ep: int = 1,
+    cp: int = 1,
+    length: int = LENGTH,
     dense: str = "fsdp",
     per_layer: bool = False,
     aux: float = AUX,
@@ -81,7 +87,7 @@ def measure(
     gradient."""
     overrides = {"num_hidden_layers": 4, **LAYERS.get(family, {}), **overrides}
     config = tiny_config(discover()[family], **overrides)
-    degrees = Degrees(pp=2, fsdp=dist.get_world_size() // 2, ep=ep)
+    degrees = Degrees(pp=2, cp=cp, fsdp=dist.get_world_size() // 2 // cp, ep=ep)
     meshes, dtype = make_meshes(degrees), torch.float32
     settings: dict[str, Any] = {"top_k": TOP_K, "aux_coef": aux, "autocast": None, "balance_layers": per_layer}
 
@@ -89,12 +95,13 @@ def measure(
     reference = Objective(whole, dp_size=1, **settings)
     reference.cross_entropy.copies = dist.get_world_size()  # all ranks compute it
     together = (
-        batches_of(micro_batches, 0, 1, padded, packed)
+        batches_of(micro_batches, 0, 1, padded, packed, length)
         if degrees.dp == 1
         else [
             {k: torch.cat([one[k] for one in parts]) for k in parts[0]}
             for parts in zip(
-                *(batches_of(micro_batches, r, degrees.dp, padded, packed) for r in range(degrees.dp)), strict=True
+                *(batches_of(micro_batches, r, degrees.dp, padded, packed, length) for r in range(degrees.dp)),
+                strict=True,
             )
         ]
     )
@@ -104,14 +111,18 @@ def measure(
         expected_eval = sum(float(reference.forward(batch)[0]) for batch in together)
 
     rank, parts = dist.get_rank(), cut_model(whole, 2 * len(stages_of(schedule, 2)[0]))
-    sizes = DistributedConfig(fsdp_size=degrees.fsdp, ep_size=ep, ep_implementation="carpool")
+    sizes = DistributedConfig(fsdp_size=degrees.fsdp * cp, ep_size=ep, ep_implementation="carpool")
     own = [parts[stage] for stage in stages_of(schedule, 2)[degrees.coordinate(rank, "pp")]]
     model = build_model(config, distributed_config=sizes, dtype=dtype, seed=3, dense=dense, meshes=meshes, parts=own)
     install(model)
-    if dense == "replicate" and degrees.fsdp > 1:
+    if dense == "replicate" and degrees.dp_cp > 1:
         replicate_dense(model, False)
     group = meshes.group("pp")
     assert group is not None
+    if cp > 1:
+        sharers = meshes.group("cp")
+        assert sharers is not None
+        settings["context"] = ContextParallel(model, Cut(cp, degrees.coordinate(rank, "cp")), sharers)
     objective = PipelineObjective(
         model,
         parts,
@@ -120,12 +131,12 @@ def measure(
         stage_group=meshes.stage_group(),
         routers=dict.fromkeys(map(layer_number, find_routers(whole)), 8),
         dtype=dtype,
-        dp_size=degrees.dp,
+        dp_size=degrees.dp_cp,
         **settings,
     )
     if breakage is not None:
         breakage(objective)
-    mine = batches_of(micro_batches, degrees.dp_rank(rank), degrees.dp, padded, packed)
+    mine = batches_of(micro_batches, degrees.dp_rank(rank), degrees.dp, padded, packed, length)
     evaluated = torch.stack([objective.forward(batch)[0] for batch in mine]).sum()
     dist.all_reduce(evaluated)
     found = objective.backward(mine)

@@ -53,6 +53,13 @@ def test_every_schedule_of_every_family(two_ranks: Ranks, family: str, schedule:
         ("qwen3_moe", "Interleaved1F1B", {"ep": 1, "tie_word_embeddings": False}),
         ("deepseek_v3", "InterleavedZeroBubble", {"ep": 2, "aux": 0.0}),
         ("gpt_oss", "GPipe", {"ep": 2, "dense": "replicate", "padded": True}),
+        ("olmoe", "1F1B", {"cp": 2, "ep": 2, "length": 8}),
+        ("qwen3_moe", "ZBVZeroBubble", {"cp": 2, "ep": 1, "length": 8, "packed": True}),
+        (
+            "gpt_oss",
+            "DualPipeV",
+            {"cp": 2, "ep": 2, "length": 10, "packed": True, "padded": True, "dense": "replicate"},
+        ),
     ],
 )
 def test_two_stages_of_two_ranks(ranks: Ranks, family: str, schedule: str, more: dict[str, Any]) -> None:
