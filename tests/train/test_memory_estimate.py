@@ -141,10 +141,10 @@ def test_what_does_not_fit_is_told_what_to_change_cheapest_first() -> None:
     assert "# fits in 80 GB" in dry_run(load_config(None, [*settings, *kept]), gpu="h100")
 
 
-def estimate_of(*overrides: str, ranks: int = 2) -> MemoryEstimate:
+def estimate_of(*overrides: str, ranks: int = 2, experts: int = 128) -> MemoryEstimate:
     config = load_config(None, [*QWEN, *overrides])
     model = meta_model(model_source(config, load_tokenizer("bytes")))
-    return MemoryEstimate(config, config.parallelism.resolve(ranks, 128), model, bf16=True, cuda=True)
+    return MemoryEstimate(config, config.parallelism.resolve(ranks, experts), model, bf16=True, cuda=True)
 
 
 def test_packed_documents_keep_a_mask_in_each_layer() -> None:
@@ -154,6 +154,14 @@ def test_packed_documents_keep_a_mask_in_each_layer() -> None:
     assert packed.kept.layers[1] - plain.kept.layers[1] == 2 * 2 * (1024**2 + 2 * 1024 * (32 - 4) * 128)
     flash = estimate_of(*shape, "data.packing=examples", "model.attn_implementation=flash_attention_2")
     assert flash.kept == plain.kept
+
+
+def test_flex_attention_keeps_no_scores() -> None:
+    shape = ["model.config=gpt-oss-20b", "model.config.num_hidden_layers=2", "data.sequence_length=1024"]
+    fused, written = (estimate_of(*shape, *more, experts=32).kept for more in ([], ["model.attn_implementation=eager"]))
+    # In bfloat16, of 2 sequences and 64 heads: scores, and what softmax makes of them.
+    assert written.layers[0] - fused.layers[0] > 2 * 64 * 1024**2 * 2
+    assert fused.layers[0] < 0.3 * written.layers[0]
 
 
 def test_captured_steps_leave_nothing_for_an_evaluation() -> None:

@@ -193,7 +193,7 @@ class TransformersContender(_RandomText):
             ),
             dtype=getattr(torch, config.model.dtype or "float32"),
             seed=training.seed,
-            attn_implementation=config.model.attn_implementation,
+            attn_implementation=self.attention,
             experts_implementation=config.model.experts_implementation,
         )
         if config.memory.dense == "recompute":

@@ -55,6 +55,7 @@ def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any
         "environment": environment(run.device, run.world),
         "model": {
             "architecture": run.architecture,
+            "attention": run.model.config.get_text_config()._attn_implementation,
             "parameters": run.size.total,
             "active_parameters": run.size.active,
             "num_experts": layer.num_experts,

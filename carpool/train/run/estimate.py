@@ -40,6 +40,7 @@ from transformers import PreTrainedModel
 
 from carpool.experts.quantised import quantised_bytes
 from carpool.hf.activations import Activations, measure_activations
+from carpool.hf.attention import FLEX
 from carpool.hf.build import experts_modules
 from carpool.hf.freeze import freeze_all_but_experts
 from carpool.hf.head import output_layer, why_whole
@@ -54,7 +55,7 @@ from carpool.train.config.schema import Config
 from carpool.train.data.formats import are_packed
 from carpool.train.run.adapter import outline_adapter
 from carpool.train.run.graphs import why_not_captured
-from carpool.train.run.model import context_cut, divides_tokens, top_k_of
+from carpool.train.run.model import attention_of, context_cut, divides_tokens, top_k_of
 from carpool.train.run.room import transport_options
 from carpool.transport import find_transport
 
@@ -112,6 +113,11 @@ class MemoryEstimate:
         if config.adapter.kind is not None:
             one = outline_adapter(model, config.adapter)
             self.expert_adapters = one * math.ceil(self.num_experts / degrees.ep) * self.moe_layers
+        attention = attention_of(config, degrees, model, cuda)
+        if attention == FLEX:
+            # On the meta device another fused attention stands for it, which keeps as much.
+            model = copy.deepcopy(model)
+            model.config.get_text_config()._attn_implementation = "sdpa"
         self.stored = STORED[config.model.dtype or "float32"]
         self.computed = 2 if bf16 else self.stored
         # Of gradients as they are added up over ranks.
@@ -126,8 +132,8 @@ class MemoryEstimate:
         self.own_tokens = self.tokens // degrees.cp
         cut = context_cut(config, degrees, model)
         # Flash attention of transformers takes the ends of documents in place of a mask.
-        documents = "flash" not in (config.model.attn_implementation or "") and are_packed(config.data)
-        self.measured = (batch, length, dtype, autocast, training.freeze, config.adapter, documents, cut)
+        documents = "flash" not in (attention or "") and are_packed(config.data)
+        self.measured = (batch, length, dtype, autocast, training.freeze, config.adapter, documents, cut, attention)
         # What each layer keeps: of all layers, and of this rank's.
         self.kept_by_all: Activations
         if like is not None and like.measured == self.measured:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
+from carpool.hf.attention import fused_attention
 from carpool.hf.build import experts_modules, make_config, read_config
 from carpool.hf.context import choose_way
 from carpool.hf.sequence_parallel import why_not_sequence_parallel
@@ -149,6 +150,15 @@ def context_cut(config: Config, degrees: Degrees, model: PreTrainedModel, rank: 
         implementation=config.model.attn_implementation,
     )
     return Cut(degrees.cp, degrees.coordinate(rank, "cp"), way)
+
+
+def attention_of(config: Config, degrees: Degrees, model: PreTrainedModel, cuda: bool) -> str | None:
+    """What computes attention, as Transformers names it; None: its default."""
+    if config.model.attn_implementation is not None:
+        return config.model.attn_implementation
+    # Not shown to be right, or bitwise repeatable, with these.
+    unsure = are_packed(config.data) or degrees.cp > 1 or config.training.full_determinism
+    return fused_attention(model) if cuda and not unsure else None
 
 
 def distributed_config(degrees: Degrees, bf16: bool) -> DistributedConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
+from carpool.hf.attention import attention_of_any_length
 from carpool.hf.generation import Sampling, generate
 from carpool.train.data.tokenizer import Tokenizer
 
@@ -30,13 +31,14 @@ def sample(
         ValueError: a negative temperature or no new tokens.
     """
     tokens = tokenizer.encode(prompt).tolist() or [tokenizer.eos_id]
-    made = generate(
-        model,
-        [tokens if context is None else tokens[-context:]],
-        Sampling(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed),
-        end=[tokenizer.eos_id],
-        pad=tokenizer.eos_id,
-        # A vocabulary padded to a round size has places that mean nothing.
-        vocabulary=tokenizer.vocab_size,
-    )
+    with attention_of_any_length(model):
+        made = generate(
+            model,
+            [tokens if context is None else tokens[-context:]],
+            Sampling(max_new_tokens=max_new_tokens, temperature=temperature, seed=seed),
+            end=[tokenizer.eos_id],
+            pad=tokenizer.eos_id,
+            # A vocabulary padded to a round size has places that mean nothing.
+            vocabulary=tokenizer.vocab_size,
+        )
     return prompt + tokenizer.decode(made.tokens[0])

@@ -67,6 +67,7 @@ from carpool.train.run.graphs import StepGraphs, note_graphs, why_no_graphs
 from carpool.train.run.kept_times import Times, groups_before, measure_policies, small_config, small_model
 from carpool.train.run.memory import choose_memory, open_items, with_policies
 from carpool.train.run.model import (
+    attention_of,
     context_cut,
     distributed_config,
     divides_tokens,
@@ -185,6 +186,7 @@ class Setup(RunState):
         self.cut = context_cut(config, self.degrees, blueprint, self.rank)
         self.pipeline = cut_into_stages(config, self.degrees, blueprint, self.rank)
         self.top_k = top_k_of(blueprint)
+        self.attention = attention_of(config, self.degrees, blueprint, self.device.type == "cuda")
         self.size = model_size(blueprint, self.expert_counts, self.top_k)
         cuda, hidden = self.device.type == "cuda", blueprint.config.get_text_config().hidden_size
         transport, _ = likely_transport(config, self.degrees, hidden, self.top_k, cuda)
@@ -287,7 +289,7 @@ class Setup(RunState):
                 distributed_config=distributed_config(self.degrees, self.bf16),
                 dtype=getattr(torch, config.model.dtype or "float32"),
                 seed=training.seed,
-                attn_implementation=config.model.attn_implementation,
+                attn_implementation=self.attention,
                 experts_implementation=config.model.experts_implementation,
                 dense=self.dense.answer,
                 base_dtype=config.adapter.base_dtype,

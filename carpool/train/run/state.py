@@ -103,6 +103,7 @@ class RunState:
     expert_counts: dict[str, int]
     degrees: Degrees
     batch_sizes: tuple[int, ...]
+    attention: str | None
     divides_tokens: bool
     why_divided: str
     meshes: Meshes
