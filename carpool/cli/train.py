@@ -97,7 +97,8 @@ def train(
         if find_world(os.environ) is None:
             with Console(stderr=True).status("reading data"):
                 read_data(settings)  # once, with its errors, while there are no ranks
-        run(settings, "carpool.train.run.loop:train", debug=debug, compare=compare, command=command())
+        entry = "carpool.train.run.loop:train"
+        run(settings, entry, debug=debug, compare=compare, command=command(), fixed=resolved.fixed)
 
 
 def report(

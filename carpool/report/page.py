@@ -20,7 +20,7 @@ from carpool.report.profile import profile_summary
 from carpool.report.read import Run, read_run
 from carpool.report.schema import PARTS, Summary
 from carpool.report.steps import STEP_TIME
-from carpool.report.units import bytes_text, count_text, ms_text, plain_text
+from carpool.report.units import bytes_text, count_text, ms_text, percent_text, plain_text
 from carpool.report.write import check_output, fill, write_page
 
 
@@ -68,6 +68,7 @@ def render(run: Run) -> str:
         last_step=_last_step(run),
         tables=_tables(run),
         decisions=decision_rows(run),
+        plan=plan_rows(run),
         profile=profile_summary(run.path),
         has_profile_page=(run.path / "profile.html").is_file(),
         solved=_solved(run),
@@ -169,6 +170,28 @@ def _tables(run: Run) -> list[tuple[str, list[tuple[str, str]]]]:
         ("Predicted before the run, not measured", forecast),
     ]
     return [(heading, rows) for heading, rows in tables if any(value != plain_text(None) for _, value in rows)]
+
+
+def plan_rows(run: Run) -> list[tuple[str, str, str, str]]:
+    """How right the plan was: (what, predicted, measured, measured over predicted)."""
+    if run.info.plan is None:
+        return []
+    predicted, measured = run.info.plan.predicted, run.info.plan.measured
+    (low, likely, high), (step,) = predicted.step_ms, measured.step_ms
+    rows = [
+        ("Step time", f"{ms_text(likely)} ({ms_text(low)} to {ms_text(high)})", ms_text(step), step / likely),
+        (
+            "Memory of a rank",
+            bytes_text(predicted.memory_bytes),
+            bytes_text(measured.memory_bytes),
+            (measured.memory_bytes or 0) / (predicted.memory_bytes or 1),
+        ),
+        ("Exposed rides", percent_text(predicted.exposed_share), percent_text(measured.exposed_share), None),
+    ]
+    for kind, own in predicted.kinds_ms.items():
+        factor = measured.factors.get(kind)
+        rows.append((f"Of the step: {kind}", ms_text(own), ms_text(None if factor is None else factor * own), factor))
+    return [(what, told, found, plain_text(factor)) for what, told, found, factor in rows]
 
 
 def decision_rows(run: Run) -> list[tuple[str, str, str, str]]:

@@ -83,6 +83,27 @@ class Predicted(Record):
     flops_per_token: float | None = None
 
 
+class Told(Record):
+    """A step as it was predicted by a plan, or as the first steps measured it."""
+
+    step_ms: tuple[float, ...] = ()
+    memory_bytes: float | None = None
+    exposed_share: float | None = None
+    kinds_ms: dict[str, float] = Field(default_factory=dict)
+    factors: dict[str, float] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_time(cls, data: Any) -> Any:
+        step = data.get("step_ms") if isinstance(data, dict) else None
+        return {**data, "step_ms": (step,)} if isinstance(step, (int, float)) else data
+
+
+class PlanInfo(Record):
+    predicted: Told = Field(default_factory=Told)
+    measured: Told = Field(default_factory=Told)
+
+
 class RunInfo(Record):
     carpool_version: str | None = None
     started: str | None = None
@@ -93,6 +114,7 @@ class RunInfo(Record):
     parallelism: dict[str, Any] = Field(default_factory=dict)
     transport: TransportInfo = Field(default_factory=TransportInfo)
     decisions: dict[str, Decision] = Field(default_factory=dict)
+    plan: PlanInfo | None = None
     layout: dict[str, Any] = Field(default_factory=dict)
     exact: bool | None = None
     lossy_reasons: list[str] = Field(default_factory=list)

@@ -59,6 +59,8 @@ __all__ = [
 
 # Keys of the [model] section that name a model; any of them displaces the demo's.
 _MODEL_SOURCES = ("path", "architecture", "model_type")
+# Sections that may be left to the planner as a whole.
+_PLANNED = ("parallelism", "memory")
 _COMMAND_LINE = "on the command line"
 
 # pydantic's names of what it expected, in the words of the person who wrote the file.
@@ -84,6 +86,11 @@ class Resolved:
 
     config: Config
     sources: Mapping[tuple[str, str], str]
+
+    @property
+    def fixed(self) -> list[str]:
+        """What the user has set, by SECTION.KEY."""
+        return [f"{section}.{key}" for section, _, key in keys() if (section, key) not in self.sources]
 
 
 def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -149,7 +156,12 @@ def _read(path: Path) -> dict[str, Any]:
     recipe = data.pop("recipe", None)
     if isinstance(recipe, dict) and (missing := recipe.get("missing")):
         raise ValueError(f"{path} is a recipe that this version cannot follow, because it lacks {', '.join(missing)}")
-    return data
+    return _with_plans(data)
+
+
+def _with_plans(data: dict[str, Any]) -> dict[str, Any]:
+    """`parallelism = "auto"` leaves the section to the planner: the same as `parallelism.plan = "auto"`."""
+    return {name: {"plan": value} if value == "auto" and name in _PLANNED else value for name, value in data.items()}
 
 
 def _parse_override(override: str) -> dict[str, Any]:
@@ -173,7 +185,7 @@ def _parse_override(override: str) -> dict[str, Any]:
         value = text
     for part in reversed(parts):
         value = {part: value}
-    return typing.cast(dict[str, Any], value)
+    return _with_plans(typing.cast(dict[str, Any], value))
 
 
 def _merge(into: dict[str, Any], new: Mapping[str, Any], at: tuple[str, ...], place: str, places: Any) -> None:

@@ -17,6 +17,12 @@ UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**
 class MemorySection(Section):
     """What is kept for the backward, item by item, and where experts are. Every policy gives the same bits."""
 
+    plan: Literal["auto"] | None = Field(
+        default=None,
+        description="auto, in short memory=auto: the planner chooses what is not said of rows, hidden, dense and "
+        "sums, and of training.optimizer_state: the fastest that is predicted to fit into the device, or the budget. "
+        "See parallelism.plan. none: the other keys say it.",
+    )
     budget: str | None = Field(
         default=None,
         description='What a rank may use of its device, such as "70GiB". The policies that are none are then chosen: '

@@ -16,6 +16,13 @@ class ParallelismSection(Section):
     """How ranks are divided: pp_size x dp_replicate_size x fsdp_size x cp_size x tp_size = ranks; in each stage and
     copy, experts spread over ep_size x etp_size of them."""
 
+    plan: Literal["auto"] | None = Field(
+        default=None,
+        description="auto, in short parallelism=auto: the planner chooses what is not said of these sizes, of dense, "
+        "of moe.transport and of how a step's tokens are cut into micro-batches: the fastest that is predicted to fit. "
+        "It is shown, recorded in run.json and taken again on resume; after the first steps the run says what it "
+        "measured beside it. none: the other keys say it.",
+    )
     num_ranks: int | None = Field(
         default=None,
         gt=0,

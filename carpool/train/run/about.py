@@ -18,6 +18,8 @@ from carpool.train.checkpoints.source import keep_source
 from carpool.train.run.environment import environment
 from carpool.train.run.files import CONFIG, DECISIONS, INFO, LAYOUT, read_info, replace_text
 from carpool.train.run.graphs import note_graphs
+from carpool.train.run.plan import Planned
+from carpool.train.run.plan_check import describe, measured_beside
 from carpool.train.run.stages import describe_ways
 from carpool.train.run.state import RunState
 from carpool.train.run.step import describe_optimizer
@@ -120,6 +122,28 @@ def record_graphs(run: RunState, why_not: str | None) -> None:
     run.info[DECISIONS] = run.decisions.record()
     if why_not is not None:
         run.display.say(f"steps are not captured as CUDA graphs: {why_not}")
+    _write_info(run)
+
+
+def record_plan(run: RunState, plan: Planned) -> None:
+    """Say what the first steps measured beside what was predicted, and write it into run.json."""
+    measured = measured_beside(plan, run.step_records)
+    if measured is None:
+        return
+    taken = plan.taken
+    predicted = {
+        "step_ms": taken.step_ms,
+        "memory_bytes": taken.tensor_bytes,
+        "exposed_share": taken.exposed_share,
+        "kinds_ms": taken.kinds_ms,
+    }
+    run.info["plan"] = {"predicted": predicted, "measured": measured}
+    for line in describe(plan, measured):
+        run.display.say(line)
+    _write_info(run)
+
+
+def _write_info(run: RunState) -> None:
     if run.main:
         with suppress(OSError):  # a full disk is told when what must be written is
             replace_text(run.folder / INFO, json.dumps(run.info, indent=1) + "\n")
@@ -168,6 +192,8 @@ def say_hello(run: RunState, resume: Path | None) -> None:
     )
     if run.config.model.path is not None and run.config.model.from_scratch:
         say(f"from scratch: {run.config.model.path} has a config.json and no weights")
+    if run.plan is not None:
+        say(f"plan: {run.plan.why}")
     say(f"{run.world} ranks ({info['parallelism']['backend']}): {run.degrees}")
     if (speeds := run.config.parallelism.rank_speeds) is not None:
         say(f"speeds of ranks: {speeds}; sequences in a micro-batch: {', '.join(map(str, run.batch_sizes))}")

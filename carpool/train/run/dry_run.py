@@ -12,12 +12,13 @@ import textwrap
 from collections.abc import Mapping
 
 import torch
+from transformers import PreTrainedConfig
 
 from carpool.parallel.degrees import Degrees
 from carpool.planner.hardware import HARDWARE, Hardware, find_hardware, hardware_of
 from carpool.planner.streaming import break_even_tokens
 from carpool.plugins.nearest import nearest
-from carpool.train.config.schema import Config
+from carpool.train.config.schema import Config, keys
 from carpool.train.data.tokenizer import load_tokenizer
 from carpool.train.launch.start import local_ranks, use_cuda
 from carpool.train.launch.world import find_world
@@ -35,6 +36,7 @@ from carpool.train.run.model import (
     model_source,
     top_k_of,
 )
+from carpool.train.run.plan import make_plan, planned_sections, with_settings
 from carpool.train.run.transports import likely_transport
 
 # GPUs of a node, where nobody says how many there are.
@@ -62,6 +64,11 @@ def dry_run(config: Config, sources: Mapping[tuple[str, str], str] | None = None
     tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
     model = meta_model(model_source(config, tokenizer))
     counts = expert_counts(model)
+    room = rank_memory(cuda, ranks) if hardware is None else int(hardware.capacity or 0)
+    named = config.parallelism.hardware
+    own = hardware or hardware_of(torch.cuda.get_device_name() if cuda else "cpu")
+    rates = own if named is None else find_hardware(named)
+    config, sources, planned = _planned(config, sources or {}, model.config, rates, ranks, hardware is not None, room)
     degrees = config.parallelism.resolve(ranks, min(counts.values()))
     config.check_supported(degrees.sizes)
     check_layout_file(config, model.config.model_type, counts, degrees)
@@ -75,10 +82,6 @@ def dry_run(config: Config, sources: Mapping[tuple[str, str], str] | None = None
     hidden = model.config.get_text_config().hidden_size
     transport, why = likely_transport(config, degrees, hidden, top_k_of(model), cuda, node)
     estimate = MemoryEstimate(config, degrees, model, bf16, cuda)
-    room = rank_memory(cuda, ranks) if hardware is None else int(hardware.capacity or 0)
-    named = config.parallelism.hardware
-    own = hardware or hardware_of(torch.cuda.get_device_name() if cuda else "cpu")
-    rates = own if named is None else find_hardware(named)
     policies, why_policies = decide_memory(estimate, transport, rates)
     estimate = estimate.changed(with_policies(config, policies))
     room = min(room, config.memory.budget_bytes or room)
@@ -90,6 +93,7 @@ def dry_run(config: Config, sources: Mapping[tuple[str, str], str] | None = None
     flops = flops_per_token(size, config.data.sequence_length)
     lines = [
         f"{type(model).__name__}: {size.total:,} parameters, {size.active:,} active per token",
+        *planned,
         f"{ranks} ranks{f' on {hardware.name}' if hardware is not None else ''}: {degrees}",
         *([f"sequence parallelism: {'on' if divided else 'off'}: {why_divided}"] if degrees.tp > 1 else []),
         *([f"context: {cut}"] if cut is not None else []),
@@ -109,6 +113,27 @@ def dry_run(config: Config, sources: Mapping[tuple[str, str], str] | None = None
     name = f"{room / 1e9:,.0f} GB" if cuda else f"{room / 1e9:,.1f} GB, a rank's share of this machine"
     lines += describe_fit(estimate, transport, dense, room, name)
     return config.to_toml(sources=sources) + "\n" + "\n".join(f"# {line}" for line in lines)
+
+
+def _planned(
+    config: Config,
+    sources: Mapping[tuple[str, str], str],
+    model: PreTrainedConfig,
+    rates: Hardware,
+    ranks: int,
+    elsewhere: bool,
+    room: int,
+) -> tuple[Config, Mapping[tuple[str, str], str], list[str]]:
+    """The configuration with what its plan says, where its values are from, and lines about it; as they are if nothing
+    is left to a plan."""
+    if not planned_sections(config):
+        return config, sources, []
+    fixed = [f"{section}.{key}" for section, _, key in keys() if (section, key) not in sources]
+    per_node = config.parallelism.ranks_per_node or (min(NODE, ranks) if elsewhere else ranks)
+    plan, why = make_plan(config, fixed, model, rates, world=ranks, per_node=per_node, memory=room)
+    others = [f"  then {one.step_ms[1]:,.1f} ms: {one.label}" for one in plan.others]
+    own = {(section, key): "the plan" for section, _, key in (one.partition(".") for one in plan.taken.settings)}
+    return with_settings(config, plan.taken.settings), {**sources, **own}, [f"plan: {why}", *others]
 
 
 def find_gpu(name: str) -> Hardware:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TypeVar
@@ -40,12 +40,15 @@ from carpool.train.run.step import Batch, Losses, learning_rate
 T = TypeVar("T")
 
 
-def train(config: Config, *, compare: str | None = None, command: str = "carpool train") -> None:
+def train(
+    config: Config, *, compare: str | None = None, command: str = "carpool train", fixed: Collection[str] = ()
+) -> None:
     """Train as `config` says, from the start or from a checkpoint.
 
     Args:
         compare: at the end, compare step times with this transport.
         command: what the user typed, for the record.
+        fixed: settings that the user has said, by SECTION.KEY.
 
     Raises:
         ValueError: a configuration, data or checkpoint that cannot be used; nothing has been written then.
@@ -56,7 +59,7 @@ def train(config: Config, *, compare: str | None = None, command: str = "carpool
     # transformers' own progress bars, one per rank, would write over the run's.
     disable_progress_bar()
     with determinism(config.training.full_determinism):
-        run = Run(config, compare, command)
+        run = Run(config, compare, command, fixed)
         try:
             with run.stop:
                 run.loop()

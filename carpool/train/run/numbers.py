@@ -10,7 +10,9 @@ from dataclasses import asdict
 from typing import NamedTuple
 
 from carpool.hf.metrics import LaterRecord
+from carpool.train.run.about import record_plan
 from carpool.train.run.environment import peak_memory
+from carpool.train.run.plan_check import MEASURED, SKIPPED
 from carpool.train.run.state import RunState
 from carpool.train.run.step import Losses, learning_rate
 
@@ -70,6 +72,8 @@ def record_step(run: RunState, numbers: StepNumbers) -> None:
             rank_ms=rode.rank_ms,
         )
         run.display.step(step, record)
+    if run.plan is not None and len(run.step_records) == SKIPPED + MEASURED:
+        record_plan(run, run.plan.answer)
 
 
 def _computed_again(run: RunState) -> float:

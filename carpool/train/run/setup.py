@@ -10,6 +10,7 @@ import gc
 import math
 import os
 import time
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -78,6 +79,7 @@ from carpool.train.run.model import (
     top_k_of,
 )
 from carpool.train.run.pipeline import cut_into_stages
+from carpool.train.run.plan import choose_plan, with_settings
 from carpool.train.run.record import Recorder, check_trackers
 from carpool.train.run.room import most_tokens, transport_options
 from carpool.train.run.schedules import choose_schedule, rides_first
@@ -100,13 +102,18 @@ class Setup(RunState):
     Args:
         compare_with: a transport whose step times are compared at the end.
         command: what the user typed, for the record.
+        fixed: settings that the user has said, by SECTION.KEY; a plan leaves them.
 
     Raises:
         ValueError: a configuration, data or checkpoint that cannot be used.
     """
 
-    def __init__(self, config: Config, compare_with: str | None, command: str) -> None:
-        self.config, self.compare_with = config, compare_with
+    fixed: frozenset[str] = frozenset()
+
+    def __init__(
+        self, config: Config, compare_with: str | None, command: str, fixed: Collection[str] = frozenset()
+    ) -> None:
+        self.config, self.compare_with, self.fixed = config, compare_with, frozenset(fixed)
         self._find_place()
         resume, saved = from_rank_0(self._find_checkpoint)
         self._find_mesh(resume)
@@ -167,6 +174,11 @@ class Setup(RunState):
         self.expert_counts = expert_counts(blueprint)
         self.why_not_packed = why_not_packed(blueprint)
         self.vocab_size = blueprint.config.get_text_config().vocab_size
+        cuda = self.device.type == "cuda"
+        memory = rank_memory(cuda, self.topology.ranks_beside(self.rank))
+        self.plan = choose_plan(self, blueprint.config, self.fixed, memory)
+        if self.plan is not None:
+            config = self.config = with_settings(config, self.plan.answer.taken.settings)
         self.degrees = config.parallelism.resolve(self.world, min(self.expert_counts.values()))
         config.check_supported(self.degrees.sizes)
         check_layout_file(config, blueprint.config.model_type, self.expert_counts, self.degrees)
@@ -188,11 +200,10 @@ class Setup(RunState):
         self.top_k = top_k_of(blueprint)
         self.attention = attention_of(config, self.degrees, blueprint, self.device.type == "cuda")
         self.size = model_size(blueprint, self.expert_counts, self.top_k)
-        cuda, hidden = self.device.type == "cuda", blueprint.config.get_text_config().hidden_size
+        hidden = blueprint.config.get_text_config().hidden_size
         transport, _ = likely_transport(config, self.degrees, hidden, self.top_k, cuda)
         self.estimate = MemoryEstimate(config, self.degrees, blueprint, self.bf16, cuda)
         self.kept = choose_memory(self.estimate, transport, self.hardware, self.decisions, self._measure_policies)
-        memory = rank_memory(cuda, self.topology.ranks_beside(self.rank))
         if (budget := config.memory.budget_bytes) is not None:
             # All that follows reads one configuration.
             config = self.config = with_policies(config, self.kept.answer)

@@ -45,6 +45,7 @@ from carpool.train.run.display import Display
 from carpool.train.run.estimate import MemoryEstimate
 from carpool.train.run.flops import ModelSize
 from carpool.train.run.pipeline import CutModel
+from carpool.train.run.plan import Planned
 from carpool.train.run.record import Recorder
 from carpool.train.run.room import make_room, random_state, restore_random_state
 from carpool.train.run.step import Batch, Objective
@@ -75,6 +76,7 @@ class RunState:
             if there are none) and schedule are asked for elsewhere.
         experts_lossy, limits_lossy: how these change the model's function, for the log.
         layout_source: what says where experts live at the start.
+        plan: what was left to the planner; None: nothing was.
         step, start, saved_at, last_step: now, at the start, of the newest checkpoint, at the end.
         consumed: uses gradients in the backward; None: they are kept until the optimizer's step.
         away: keeps experts in host memory; None: they are on the device.
@@ -127,6 +129,7 @@ class RunState:
     options: TransportOptions
     most_tokens: int
     decisions: Decisions
+    plan: Chosen[Planned] | None
     kept: Chosen[Policies]
     dense: Chosen[str]
     estimate: MemoryEstimate
