@@ -15,14 +15,14 @@ from carpool.train.config import Config, load_config, resolve_config
 from carpool.train.run.dry_run import dry_run
 from carpool.train.run.finish import finish
 from carpool.train.run.loop import Run
-from carpool.train.run.model import model_config
+from carpool.train.run.model import meta_model, model_config
 from carpool.train.run.plan import PLAN_KIND, Planned, Predicted, free_keys, make_plan, with_settings
 from carpool.train.run.plan_check import MEASURED, SKIPPED, describe, measured_beside
 from tests.ranks import Ranks
 from tests.train.test_loop import MODEL, losses, text
 
 __all__ = ["text"]  # a fixture
-OLMOE = model_config("olmoe-1b-7b")
+OLMOE = meta_model(model_config("olmoe-1b-7b"))
 GiB = 2**30
 
 

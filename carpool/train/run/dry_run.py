@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Mapping
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PreTrainedModel
 
 from carpool.parallel.degrees import Degrees
 from carpool.planner.hardware import HARDWARE, Hardware, find_hardware, hardware_of
@@ -68,7 +68,7 @@ def dry_run(config: Config, sources: Mapping[tuple[str, str], str] | None = None
     named = config.parallelism.hardware
     own = hardware or hardware_of(torch.cuda.get_device_name() if cuda else "cpu")
     rates = own if named is None else find_hardware(named)
-    config, sources, planned = _planned(config, sources or {}, model.config, rates, ranks, hardware is not None, room)
+    config, sources, planned = _planned(config, sources or {}, model, rates, ranks, hardware is not None, room)
     degrees = config.parallelism.resolve(ranks, min(counts.values()))
     config.check_supported(degrees.sizes)
     check_layout_file(config, model.config.model_type, counts, degrees)
@@ -118,7 +118,7 @@ def dry_run(config: Config, sources: Mapping[tuple[str, str], str] | None = None
 def _planned(
     config: Config,
     sources: Mapping[tuple[str, str], str],
-    model: PreTrainedConfig,
+    model: PreTrainedModel,
     rates: Hardware,
     ranks: int,
     elsewhere: bool,

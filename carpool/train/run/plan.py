@@ -17,14 +17,17 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
-from transformers import PreTrainedConfig
+from transformers import PreTrainedModel
 
+from carpool.parallel.degrees import Degrees
 from carpool.planner.chosen import Chosen, Kind
 from carpool.planner.hardware import Hardware
 from carpool.planner.kept import POLICIES
 from carpool.planner.model_shape import ModelShape
 from carpool.planner.search import Found, Plan, Space, plan
 from carpool.train.config.schema import Config
+from carpool.train.run.model import context_cut
+from carpool.train.run.pipeline import cut_into_stages
 
 if TYPE_CHECKING:
     from carpool.train.run.state import RunState
@@ -38,6 +41,8 @@ FREE: Mapping[str, tuple[str, ...]] = {
     ),
     "memory": (*(f"memory.{item}" for item in POLICIES), "training.optimizer_state"),
 }  # fmt: skip
+# The best plans that are looked at, in case some cannot be run; and those that are shown.
+TRIED, SHOWN = 20, 5
 # Of a device's memory; the rest is for what the prediction misses.
 USABLE = 0.92
 
@@ -102,7 +107,7 @@ def free_keys(config: Config, fixed: Collection[str]) -> set[str]:
 def make_plan(
     config: Config,
     fixed: Collection[str],
-    model: PreTrainedConfig,
+    model: PreTrainedModel,
     hardware: Hardware,
     *,
     world: int,
@@ -113,13 +118,13 @@ def make_plan(
 
     Args:
         fixed: SECTION.KEY that the user has said.
-        model: of transformers.
+        model: of transformers; may be on the meta device.
         world, per_node: ranks of the run, and of each node.
         memory: bytes that a rank may use.
 
     Raises:
         ValueError: nothing that is allowed fits."""
-    shape, free = ModelShape.read(model.to_dict()), free_keys(config, fixed)
+    shape, free = ModelShape.read(model.config.to_dict()), free_keys(config, fixed)
     training, length = config.training, config.data.sequence_length
     now = config.parallelism.resolve(world, shape.num_experts)
     sequences = training.per_device_train_batch_size * training.gradient_accumulation_steps * now.dp
@@ -129,18 +134,14 @@ def make_plan(
         key = f"parallelism.{axis}_size"
         return None if key in free else now.size(axis)
 
-    def allowed(degrees: Any) -> str | None:
+    def allowed(degrees: Degrees) -> str | None:
         if (asked := size("fsdp")) is not None and degrees.fsdp != asked:
             return f"parallelism.fsdp_size is {asked}"
         if "training.gradient_accumulation_steps" not in free and degrees.dp != now.dp:
             return f"{training.gradient_accumulation_steps} micro-batches of a step were asked for"
-        if degrees.tp > 1 and not getattr(model.get_text_config(), "base_model_tp_plan", None):
+        if degrees.tp > 1 and not getattr(model.config.get_text_config(), "base_model_tp_plan", None):
             return "the model has no tensor-parallel plan"
-        try:
-            with_settings(config, {f"parallelism.{axis}_size": degrees.size(axis) for axis in AXES})
-        except ValueError as error:
-            return str(error).splitlines()[0]
-        return None
+        return _refused(config, {f"parallelism.{axis}_size": degrees.size(axis) for axis in AXES}, degrees, model)
 
     def sizes(axis: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
         asked = size(axis)
@@ -173,22 +174,29 @@ def make_plan(
             graphs=training.cuda_graphs != "off",
             moments=training.optimizer_moments,
             experts="fp8" if config.moe.experts == "fp8" else "grouped",
+            pipelines=(config.parallelism.pp_schedule,),
             allowed=allowed,
         ),
+        best=TRIED,
     )
-    if not found.plans:
-        raise ValueError(_why_none(found, memory))
-    first, *others = (_of(one, free) for one in found.plans)
+    refused = [
+        _refused(config, _of(one, free).settings, one.candidate.degrees, model, whole=True) for one in found.plans
+    ]
+    plans = [one for one, why in zip(found.plans, refused, strict=True) if why is None]
+    if not plans:
+        why = "; ".join(dict.fromkeys(filter(None, refused)))
+        raise ValueError(f"no plan can be run: {why}" if why else _why_none(found, memory))
+    first, *others = (_of(one, free) for one in plans[:SHOWN])
     low, likely, high = first.step_ms
     why = (
         f"{first.label}: the fastest of {sum(found.counts.values()):,} configurations, as modelled on {hardware.name} "
         f"({hardware.source}): a step of {likely:,.1f} ms ({low:,.0f} to {high:,.0f}), {first.exposed_share:.0%} of it "
         f"exposed rides, {first.memory_bytes / 2**30:.1f} GiB of a rank"
     )
-    return Planned(first, tuple(others), dict(found.plans[0].inputs)), why
+    return Planned(first, tuple(others), dict(plans[0].inputs)), why
 
 
-def choose_plan(run: RunState, model: PreTrainedConfig, fixed: Collection[str], memory: int) -> Chosen[Planned] | None:
+def choose_plan(run: RunState, model: PreTrainedModel, fixed: Collection[str], memory: int) -> Chosen[Planned] | None:
     """The plan of a run; None if nothing is left to one. All ranks together.
 
     Args:
@@ -240,6 +248,24 @@ def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:
     except ValidationError as error:
         first = error.errors()[0]
         raise ValueError(str(first.get("ctx", {}).get("error", first["msg"]))) from None
+
+
+def _refused(
+    config: Config, settings: Mapping[str, Any], degrees: Degrees, model: PreTrainedModel, whole: bool = False
+) -> str | None:
+    """Why a run cannot have these settings, as far as it would say before its first step; None if it can.
+
+    Args:
+        whole: they are all that a plan sets, micro-batches included."""
+    try:
+        changed = with_settings(config, settings)
+        changed.check_supported(degrees.sizes)
+        context_cut(changed, degrees, model)
+        if whole:
+            cut_into_stages(changed, degrees, model, 0)
+    except ValueError as error:
+        return str(error).splitlines()[0]
+    return None
 
 
 def _of(one: Plan, free: Collection[str]) -> Predicted:

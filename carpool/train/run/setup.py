@@ -176,7 +176,7 @@ class Setup(RunState):
         self.vocab_size = blueprint.config.get_text_config().vocab_size
         cuda = self.device.type == "cuda"
         memory = rank_memory(cuda, self.topology.ranks_beside(self.rank))
-        self.plan = choose_plan(self, blueprint.config, self.fixed, memory)
+        self.plan = choose_plan(self, blueprint, self.fixed, memory)
         if self.plan is not None:
             config = self.config = with_settings(config, self.plan.answer.taken.settings)
         self.degrees = config.parallelism.resolve(self.world, min(self.expert_counts.values()))
