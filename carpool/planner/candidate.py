@@ -23,7 +23,7 @@ class Candidate:
         sequence_length: tokens.
         micro_batch: sequences of a data-parallel rank in a micro-batch.
         accumulation: micro-batches of a step.
-        transport, schedule: as in [moe]; "none" or "two-batch" of the schedules.
+        transport, schedule: as in [moe]; "none", "chunks" or "two-batch" of the schedules.
         dense: "replicate" or "fsdp".
         policies: of what is kept, by item of `carpool.planner.kept`.
         moments: how AdamW keeps them.
@@ -33,6 +33,7 @@ class Candidate:
         graphs: CUDA graphs are asked for, where they can be.
         experts: "grouped", or "fp8" (lossy).
         pipeline: the order of stages (`carpool.planner.pipelines`).
+        chunks: of a ride, with schedule "chunks".
     """
 
     degrees: Degrees
@@ -50,6 +51,7 @@ class Candidate:
     graphs: bool = True
     experts: str = "grouped"
     pipeline: str = "1F1B"
+    chunks: int = 1
 
     @property
     def tokens(self) -> int:
@@ -69,7 +71,19 @@ class Candidate:
     @property
     def gathers(self) -> bool:
         """Whether FSDP gathers parameters layer by layer."""
-        return self.degrees.efsdp > 1 or (self.dense == "fsdp" and self.degrees.dp_cp > 1)
+        experts = self.degrees.efsdp > 1 and not self.experts_as_dense
+        return experts or (self.dense == "fsdp" and self.degrees.dp_cp > 1)
+
+    @property
+    def experts_as_dense(self) -> bool:
+        """Whether experts are whole on each rank, as dense parameters are."""
+        degrees = self.degrees
+        return self.dense == "replicate" and degrees.ep * degrees.etp == 1 and degrees.dp_cp > 1
+
+    @property
+    def waits(self) -> bool:
+        """Whether the host waits for the device in each MoE layer, to learn how many rows travel."""
+        return self.transport not in ("nvlink", "local")
 
     @property
     def captured(self) -> bool:
@@ -78,9 +92,8 @@ class Candidate:
             self.graphs
             and self.transport in ("nvlink", "local")
             and not self.gathers
-            and self.schedule == "none"
+            and self.schedule != "two-batch"
             and self.degrees.pp == self.degrees.tp == 1
-            and self.policies["dense"] == "keep"
             and "offload" not in self.policies.values()
         )
 

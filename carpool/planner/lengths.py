@@ -7,9 +7,8 @@ off, by where its rate is from. What is counted:
 
     dense          each product by itself, divided by tp; three times the forward's operations in all
     attention      half of the score matrix of causal attention, a band of it through a window; backward 2.5 times
-    elementwise    6.2 bytes moved for each byte that eager autograd keeps, if layers are compiled; 35 if they are not
-                   (docs/measurements.md: 12.0 and 67.4 ms of a step of 12 layers of Qwen3-30B-A3B); a third in the
-                   forward
+    elementwise    6.2 bytes moved for each byte that eager autograd keeps, if layers are compiled; 30 if they are not;
+                   a third in the forward
     experts        grouped products of the fullest rank
     rides          rows of `carpool.planner.routes` over each class of link; what transports over NCCL pack
     collectives    an all-gather's bytes over the slower of NVLink and the node's ports
@@ -32,7 +31,7 @@ from carpool.planner.work import HEAD_SIZES, SPREAD, Source
 ELEMENT = 2  # bytes of an activation
 REDUCED = 4  # bytes of a gradient as it is added up over ranks
 # Bytes moved for each byte that a layer keeps, and the forward's share; of the loss, for each byte of logits.
-MOVED_COMPILED, MOVED_EAGER, FORWARD_SHARE, MOVED_BY_LOSS = 6.2, 35.0, 1 / 3, 5.8
+MOVED_COMPILED, MOVED_EAGER, FORWARD_SHARE, MOVED_BY_LOSS = 6.2, 30.0, 1 / 3, 5.8
 # What kernels of transport nvlink reach of copies that no multiprocessor makes (docs/measurements.md).
 OF_PUSH = 0.89
 # A dispatch over NCCL: the host asks the device how many rows there are; rows are packed and unpacked.
@@ -44,8 +43,9 @@ MEETING = 0.13e-3
 TAKEN = 0.12
 # Seconds in which the host has to have seen the step before (docs/measurements.md: 167 ms, of which 165 kernels).
 STEP_HOST = 2e-3
-# The host's time for a layer, in rides (`host ride`): attention, norms, router; when layers are compiled; with FSDP.
-HOST_EAGER, HOST_COMPILED, HOST_FSDP = 2.5, 1.0, 5.0
+# The host's time for a layer, in rides (`host ride`): attention, norms, router; the same of compiled layers; what FSDP
+# adds, and what transports over NCCL add.
+HOST_EAGER, HOST_COMPILED, HOST_FSDP, HOST_NCCL = 2.4, 1.4, 1.7, 0.5
 
 
 class Piece(NamedTuple):
@@ -320,6 +320,8 @@ class Lengths:
             return 0.0
         ride = self.hardware.kernel("host ride").latency
         share = 1.0 + (HOST_COMPILED if self.candidate.compiled else HOST_EAGER)
+        if self.candidate.waits:
+            share += HOST_NCCL
         if self.candidate.gathers:
             share += HOST_FSDP
         return ride * share / 2
@@ -370,22 +372,24 @@ class Lengths:
             size = 2 * own * (ELEMENT + 2 * moments)
             yield Piece("state", "offload", size / rate.bytes_per_second, *SPREAD[self.host_source])
         if candidate.dense == "replicate":
-            piece = self.collective("parameters", "gather", ELEMENT * dense, "fsdp and cp")
-            if piece is not None:
-                yield piece
+            size = dense + (experts if candidate.experts_as_dense else 0)
+            yield from _some(self.collective("parameters", "gather", ELEMENT * size, "fsdp and cp"))
 
     def gathers(self, layer: LayerShape) -> Iterator[Piece]:
         """Of a layer's parameters before its forward or backward."""
         if self.candidate.dense == "fsdp":
             yield from _some(self.collective("gather", "gather", ELEMENT * self.dense_of(layer), "fsdp and cp"))
-        if layer.experts:
+        if layer.experts and not self.candidate.experts_as_dense:
             yield from _some(self.collective("gather experts", "gather", ELEMENT * self.experts_of_layer, "efsdp"))
 
     def reductions(self, dense: float, experts: float) -> Iterator[Piece]:
         """Of gradients of so many parameters, to their shards and over copies of the model."""
         degrees = self.degrees
-        yield from _some(self.collective("reduce", "reduction", REDUCED * dense, "fsdp and cp"))
-        yield from _some(self.collective("reduce experts", "reduction", REDUCED * experts, "efsdp"))
+        if self.candidate.experts_as_dense:
+            yield from _some(self.collective("reduce", "reduction", REDUCED * (dense + experts), "fsdp and cp"))
+        else:
+            yield from _some(self.collective("reduce", "reduction", REDUCED * dense, "fsdp and cp"))
+            yield from _some(self.collective("reduce experts", "reduction", REDUCED * experts, "efsdp"))
         shards = dense / (degrees.fsdp * degrees.cp) + experts / degrees.efsdp
         yield from _some(self.collective("copies", "reduction", 2 * REDUCED * shards, "dp_replicate"))
 

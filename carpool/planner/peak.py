@@ -89,7 +89,7 @@ def _stage(
     dense_shards, efsdp = degrees.fsdp * degrees.cp, degrees.efsdp
     dense_own, experts_own = dense / dense_shards, moe_layers * one_layer / efsdp
     # With ep = 1 experts lie as dense parameters do.
-    together = replicated and degrees.ep * degrees.etp == 1
+    together = candidate.experts_as_dense
     whole = (dense + (moe_layers * one_layer if together else 0)) if replicated else 0
 
     # Gathered parameters, and gradients on their way to shards.
@@ -183,7 +183,8 @@ def _stage(
         "optimizer": state,
         "transport": buffers,
     }
-    before = own_gradients if candidate.accumulation > 1 else 0.0
+    # Those of earlier micro-batches are there, and those in the tensors of a graph.
+    before = own_gradients if candidate.accumulation > 1 or candidate.captured else 0.0
     number = len(layers)
     moments: list[tuple[str, float, float, float]] = [("step begins", before, others, 0.0)]
     if every_layer:

@@ -33,6 +33,7 @@ from carpool.planner.model_shape import LayerShape, ModelShape
 from carpool.planner.pipelines import Action, add_pipeline, alternate, orders
 from carpool.planner.routes import Routes
 
+_RIDE = ("dispatch", "experts", "combine")
 _PERIOD = 8  # layers after which their kinds repeat
 
 
@@ -141,6 +142,7 @@ class _Builder:
         self.lengths, self.candidate = lengths, lengths.candidate
         self.degrees = self.candidate.degrees
         self.graph = Graph()
+        self.chunks = self.candidate.chunks if self.candidate.schedule == "chunks" else 1
         self.stages = stage_layers(lengths.shape, self.degrees)
         self.first = [sum(len(one) for one in self.stages[:stage]) for stage in range(len(self.stages))]
         self.reduced: dict[int, list[int]] = {}
@@ -215,15 +217,24 @@ class _Builder:
         last = after
         free = [after, after]
         asked: tuple[int, ...] = ()
+        synced: tuple[int, ...] = ()
         for i, layer in enumerate(layers):
             where, at = f"layers.{self.first[stage] + i}", self.first[stage] + i
-            asked = self._host(where, False, asked, stage, at, number)
+            asked = self._host(where, False, (*asked, *synced), stage, at, number)
             # One layer ahead: when the layer before the previous one is done.
             gathered = [self._add(p, where, "forward", free[-2], stage, at, number) for p in self.gathers(layer)]
             for piece in self.forward(layer):
+                if piece.kind == "dispatch" and self.candidate.waits:
+                    # The host learns how many rows travel, and asks for nothing more until then.
+                    synced = last
+                if self.chunks > 1 and piece.kind in _RIDE:
+                    continue
                 event = self._add(piece, where, "forward", (*last, *asked, *gathered), stage, at, number)
                 last = (event,)
                 yield event
+            if self.chunks > 1 and layer.experts:
+                last = self._ride_in_chunks(self.forward(layer), where, "forward", last, stage, at, number)
+                yield last[0]
             free.append(last)
             if (copies := self.offloaded(layer)) is not None:
                 self._add(copies, where, "forward", last, stage, at, number)
@@ -256,7 +267,16 @@ class _Builder:
             gathered = [self._add(p, where, "backward", free[-2], stage, at, number) for p in self.gathers(layer)]
             if (copies := self.offloaded(layer)) is not None:
                 gathered.append(self._add(copies, where, "backward", free[-2], stage, at, number))
+            ridden = self.chunks == 1
             for piece in self.backward(layer):
+                if self.chunks > 1 and piece.kind in _RIDE:
+                    if not ridden:
+                        last = self._ride_in_chunks(
+                            self.backward(layer), where, "backward", (*last, *gathered), stage, at, number
+                        )
+                        ridden = True
+                        yield last[0]
+                    continue
                 event = self._add(piece, where, "backward", (*last, *asked, *gathered), stage, at, number)
                 last = (event,)
                 yield event
@@ -270,6 +290,33 @@ class _Builder:
             free.append(last)
         if not layers:
             yield self._add(Piece("nothing", "elementwise", 0.0), "stage", "backward", last, stage, None, number)
+
+    def _ride_in_chunks(
+        self,
+        pieces: tuple[Piece, ...],
+        where: str,
+        phase: str,
+        after: tuple[int, ...],
+        stage: int,
+        layer: int,
+        number: int,
+    ) -> tuple[int, ...]:
+        """A dispatch, experts and a combine for each chunk; the next dispatch is asked for before a chunk's experts."""
+        of = {piece.kind: self._part(piece) for piece in pieces if piece.kind in _RIDE}
+
+        def add(kind: str, after: tuple[int, ...]) -> tuple[int, ...]:
+            return (self._add(of[kind], where, phase, after, stage, layer, number),) if kind in of else after
+
+        came, last = [add("dispatch", after)], after
+        for chunk in range(self.chunks):
+            if chunk + 1 < self.chunks:
+                came.append(add("dispatch", after))
+            last = add("combine", add("experts", came[chunk]))
+        return last
+
+    def _part(self, piece: Piece) -> Piece:
+        """Of a chunk: what grows with the work is divided."""
+        return piece._replace(seconds=piece.fixed + (piece.seconds - piece.fixed) / self.chunks)
 
     def _host(
         self, where: str, backward: bool, after: tuple[int, ...], stage: int, layer: int, number: int

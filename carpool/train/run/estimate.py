@@ -229,8 +229,9 @@ class MemoryEstimate:
         layer = rides.products + rides.experts + reducing
         kept, last_kept = self._kept(rides)
         logits, after_loss = self._logits()
-        # Those of earlier micro-batches are there.
-        before = own if training.gradient_accumulation_steps > 1 else 0
+        # Those of earlier micro-batches are there, and those in the tensors of a graph.
+        captured = self.cuda and dense == "replicate" and self._captured(transport)
+        before = own if training.gradient_accumulation_steps > 1 or captured else 0
         highest = max(
             _Moment(before, kept, logits),
             _Moment(before, kept + layer, after_loss),
@@ -249,7 +250,7 @@ class MemoryEstimate:
             memory["loading"] = max(0, dense_own * self.stored + experts_own - sum(memory.values()))
         tensors = sum(memory.values())
         if self.cuda:
-            if dense == "replicate" and self._captured(transport):
+            if captured:
                 memory["graphs"] = int(self._evaluation(rides))
             groups = (
                 (degrees.dp_cp > 1)

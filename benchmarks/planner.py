@@ -1,0 +1,164 @@
+"""Is the step that the planner predicts the step that a run takes? Predictions beside points that were measured.
+
+    python -m benchmarks.planner points.json --hardware hardware.json        --hardware H200 for the shipped profile
+
+`points.json` is what `python -m benchmarks.points` writes: configurations of `carpool train`, their milliseconds a step
+and their peak of memory. Nothing here looks at the times before it predicts. Printed are each point, the median and the
+worst error of steps and of memory, and how often two points whose times differ by more than 5 % are in the right order.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from carpool.bench.results import print_table
+from carpool.bench.script import make_parser
+from carpool.parallel.degrees import Degrees
+from carpool.placement.trace import Trace
+from carpool.planner.candidate import KEEP, Candidate
+from carpool.planner.hardware import Hardware, find_hardware
+from carpool.planner.model_shape import ModelShape
+from carpool.planner.peak import memory_of
+from carpool.planner.routes import Routes
+from carpool.planner.step import Prediction, predict
+from carpool.train.config.published import read_keys
+
+DIFFERENT = 0.05
+
+
+class Compared(NamedTuple):
+    """A point. Seconds; bytes of PyTorch's tensors, measured None where that was not counted."""
+
+    name: str
+    measured: float
+    prediction: Prediction
+    measured_bytes: float | None
+    predicted_bytes: float
+
+    @property
+    def error(self) -> float:
+        """(predicted - measured) / measured."""
+        return self.prediction.seconds.middle / self.measured - 1
+
+    @property
+    def memory_error(self) -> float | None:
+        return None if self.measured_bytes is None else self.predicted_bytes / self.measured_bytes - 1
+
+    @property
+    def inside(self) -> bool:
+        """Whether the interval contains what was measured."""
+        return self.prediction.seconds.low <= self.measured <= self.prediction.seconds.high
+
+
+def candidate_of(point: Mapping[str, Any]) -> tuple[ModelShape, Candidate, Routes]:
+    """What a measured point was."""
+    config = point["config"]
+    training, memory = config.get("training", {}), config.get("memory", {})
+    keys = config["model"]["config"]
+    keys = read_keys(keys) if isinstance(keys, str) else {**keys}
+    if config["model"].get("model_type"):
+        keys["model_type"] = config["model"]["model_type"]
+    sizes = {name.removesuffix("_size"): size for name, size in point["degrees"].items()}
+    degrees = Degrees(**{name: sizes[name] for name in ("dp_replicate", "fsdp", "tp", "ep", "cp", "pp", "etp")})
+    candidate = Candidate(
+        degrees,
+        config["data"]["sequence_length"],
+        training["per_device_train_batch_size"],
+        training.get("gradient_accumulation_steps", 1),
+        point["transport"],
+        point["schedule"].split("=")[0],
+        point["dense"],
+        {**KEEP, **{item: memory[item] for item in KEEP if item in memory}},
+        training.get("optimizer_moments", "float32"),
+        "torch" if training.get("optimizer") == "torch" else "one-pass",
+        training.get("optimizer_state", "device"),
+        training.get("torch_compile", False),
+        training.get("cuda_graphs", "auto") != "off",
+        config.get("moe", {}).get("experts", "grouped"),
+        chunks=config.get("moe", {}).get("chunks", 1),
+    )
+    routes = Routes()
+    if point["routing"] != "balanced":
+        routes = Routes.of(Trace.load(Path(point["routing"])), point["routing"])
+    return ModelShape.read(keys), candidate, routes
+
+
+def compare(points: Sequence[Mapping[str, Any]], hardware: Hardware, per_node: int) -> list[Compared]:
+    """Predict every point."""
+    found = []
+    for point in points:
+        shape, candidate, routes = candidate_of(point)
+        prediction = predict(shape, hardware, candidate, per_node, routes)
+        # Runs that repeat their steps in another process count nothing.
+        peak = point["peak_bytes"] if point["peak_bytes"] > 2**31 else None
+        memory = memory_of(shape, candidate, routes)
+        predicted = memory.tensors + memory.parts.get("graphs", 0.0)
+        found.append(Compared(point["point"], point["milliseconds"] / 1e3, prediction, peak, predicted))
+    return found
+
+
+def order_agreement(compared: Sequence[Compared]) -> tuple[int, int]:
+    """(pairs in the right order, pairs) of those of one model whose measured times differ by more than `DIFFERENT`."""
+    right = pairs = 0
+    for one, other in combinations(compared, 2):
+        if _model(one.name) != _model(other.name):
+            continue
+        slow, fast = sorted((one, other), key=lambda each: -each.measured)
+        if slow.measured > (1 + DIFFERENT) * fast.measured:
+            pairs += 1
+            right += slow.prediction.seconds.middle > fast.prediction.seconds.middle
+    return right, pairs
+
+
+def _model(name: str) -> str:
+    return name.partition("/")[2].split(",")[0]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = make_parser(__doc__)
+    parser.add_argument("points", nargs="+", type=Path)
+    parser.add_argument("--hardware", default="H200", help="a GPU's name, or a file of 'carpool doctor --measure'")
+    parser.add_argument("--gpus-per-node", type=int, default=8)
+    asked = parser.parse_args(arguments)
+    points = [point for path in asked.points for point in json.loads(path.read_text())["points"]]
+    show(compare(points, find_hardware(asked.hardware), asked.gpus_per_node), Console(width=150))
+
+
+def show(compared: Sequence[Compared], console: Console) -> None:
+    rows = []
+    for one in compared:
+        seconds = one.prediction.seconds
+        rows.append([
+            one.name, f"{1e3 * one.measured:,.1f}", f"{1e3 * seconds.middle:,.1f}",
+            f"{1e3 * seconds.low:,.0f} to {1e3 * seconds.high:,.0f}", f"{100 * one.error:+.1f} %",
+            "" if one.inside else "outside",
+            "–" if one.measured_bytes is None else f"{one.measured_bytes / 2**30:.1f}",
+            f"{one.predicted_bytes / 2**30:.1f}",
+            "–" if one.memory_error is None else f"{100 * one.memory_error:+.1f} %",
+        ])  # fmt: skip
+    columns = ["point", "measured, ms", "predicted", "interval", "error", "", "peak, GiB", "predicted", "error"]
+    print_table(console, "a step", columns, rows)
+    errors = [abs(one.error) for one in compared]
+    of_memory = [abs(error) for one in compared if (error := one.memory_error) is not None]
+    right, pairs = order_agreement(compared)
+    console.print(
+        f"steps: median error {100 * median(errors):.1f} %, worst {100 * max(errors):.1f} %; "
+        f"{sum(one.inside for one in compared)} of {len(compared)} inside their interval; "
+        f"{right} of {pairs} pairs of one model in the right order",
+        highlight=False,
+    )
+    if of_memory:
+        console.print(
+            f"memory: median error {100 * median(of_memory):.1f} %, worst {100 * max(of_memory):.1f} %", highlight=False
+        )
+
+
+if __name__ == "__main__":
+    main()
