@@ -32,10 +32,12 @@ ELEMENT = 2  # bytes of an activation
 REDUCED = 4  # bytes of a gradient as it is added up over ranks
 # Bytes moved for each byte that a layer keeps, and the forward's share; of the loss, for each byte of logits.
 MOVED_COMPILED, MOVED_EAGER, FORWARD_SHARE, MOVED_BY_LOSS = 6.2, 30.0, 1 / 3, 5.8
+# Passes over score matrices in bfloat16 where attention is not fused, forward; twice as many backward.
+SCORE_PASSES = 21
 # What kernels of transport nvlink reach of copies that no multiprocessor makes (docs/measurements.md).
 OF_PUSH = 0.89
 # A dispatch over NCCL: the host asks the device how many rows there are; rows are packed and unpacked.
-NCCL_PLAN, NCCL_RIDE, PACKED = 0.8e-3, 0.1e-3, 4
+NCCL_PLAN, NCCL_RIDE, PACKED = 0.3e-3, 0.1e-3, 4
 # What ranks wait for each other in a ride, although their loads are equal (docs/measurements.md: rides of whole steps
 # take 12.3 ms beside 5.9 of their own).
 MEETING = 0.13e-3
@@ -110,10 +112,11 @@ class Lengths:
             seen = 64 + layer.qk_size
         flops = 4 * candidate.micro_tokens * seen * layer.heads * mean / (self.degrees.tp * self.degrees.cp)
         if layer.whole_scores:
-            # Products that are not fused: whole matrices, and four passes over them.
+            # Products that are not fused, and passes over whole matrices.
             entries = candidate.micro_tokens * length * layer.heads / (self.degrees.tp * self.degrees.cp)
             passes = 2 if backward else 1
-            one = self._kernel("attention", "attention", "elementwise", 0, passes * 8 * ELEMENT * entries, 4)
+            moved = passes * SCORE_PASSES * ELEMENT * entries
+            one = self._kernel("attention", "attention", "elementwise", 0, moved, 4)
             return one._replace(
                 seconds=one.seconds + self.hardware.kernel("dense").seconds(passes * 4 * entries * mean)
             )

@@ -1,22 +1,25 @@
 """Kinds of kernels on this device, each at several sizes, and the sum of terms that fits them (`carpool.planner.work`).
 
 Products, attention and experts are those that training runs: PyTorch's library, the attention that
-`carpool.hf.attention` prefers, and a ride of grouped experts that goes nowhere. Each is repeated a few times between
-two looks at the clock, so that what is launched while the device is busy costs nothing. All ranks at once, as for other
-rates.
+`carpool.hf.attention` prefers, and a ride of grouped experts that goes nowhere. The device is kept busy
+until the host has asked for all of a round, so that launching costs nothing, as in a step that is captured. All ranks
+at once, as for other rates.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 from carpool.bench.hardware.links import timed
+from carpool.bench.timing import begin_together
 from carpool.experts import ExpertFunction, ExpertWeights, make_activation, make_experts
 from carpool.hf.attention import fastest_attention
 from carpool.memory.optimizer import AdamW
@@ -26,7 +29,8 @@ from carpool.ride import RideSetup, ride
 from carpool.routing import Routing
 from carpool.transport.local import Local
 
-REPEATED = 4
+# Repetitions between two looks at the clock, and such rounds; cycles of a delay, about 30 ms.
+REPEATED, ROUNDS, DELAY_CYCLES = 4, 7, 60_000_000
 Point = tuple[float, float, float]
 
 
@@ -111,11 +115,27 @@ def measure_work(device: torch.device) -> dict[str, Work]:
 
 
 def _seconds(once: Callable[[], object], device: torch.device) -> float:
+    """Of the device: it is kept busy until the host has asked for all of it. On a CPU both are one."""
+
     def several() -> None:
         for _ in range(REPEATED):
             once()
 
-    return timed(several, device) / REPEATED
+    if device.type != "cuda":
+        return timed(several, device) / REPEATED
+    found = []
+    for number in range(2 + ROUNDS):
+        begin_together(device, dist.group.WORLD, DELAY_CYCLES)
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        several()
+        end.record()
+        torch.cuda.synchronize(device)
+        if number >= 2:
+            found.append(begin.elapsed_time(end) / 1e3 / REPEATED)
+    seconds = torch.tensor(statistics.median(found), dtype=torch.float64, device=device)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return float(seconds)
 
 
 class _Add(Protocol):
@@ -215,4 +235,4 @@ def _host_ride(device: torch.device, dtype: torch.dtype) -> float:
     """Of few tokens, so that the device waits for the host."""
     run, x_TH, leaves = _ride((16, 128, 128, 8, 2), device, dtype)
     dy_TH = torch.ones_like(x_TH)
-    return _seconds(lambda: torch.autograd.grad(run(), leaves, dy_TH), device)
+    return timed(lambda: torch.autograd.grad(run(), leaves, dy_TH), device)

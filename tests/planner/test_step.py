@@ -1,0 +1,100 @@
+"""Predicted steps: against measured ones, and how they move with what they are made of."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from benchmarks.planner import Compared, order_agreement
+from carpool.parallel.degrees import Degrees
+from carpool.planner.candidate import KEEP, Candidate
+from carpool.planner.hardware import HARDWARE, LinkRate
+from carpool.planner.model_shape import ModelShape
+from carpool.planner.routes import Routes
+from carpool.planner.step import Prediction, predict
+from carpool.train.config.published import read_keys
+from carpool.transport import find_transport
+
+H200 = HARDWARE["H200"]
+TWO = Degrees(1, 2, 1, 2)
+
+
+def shape(name: str, layers: int) -> ModelShape:
+    return ModelShape.read(read_keys({"from": name, "num_hidden_layers": layers}))
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "candidate", "milliseconds"),
+    [
+        # docs/measurements.md, "Whole training steps of real configurations".
+        ("qwen3-30b-a3b", 12, Candidate(TWO, 4096, 2, moments="bfloat16"), 163.2),
+        ("qwen3-30b-a3b", 12, Candidate(TWO, 4096, 2, optimizer="torch"), 211.8),
+        ("qwen3-30b-a3b", 12, Candidate(TWO, 4096, 2, optimizer="torch", compiled=False), 261.1),
+        ("olmoe-1b-7b", 16, Candidate(TWO, 4096, 4, moments="bfloat16"), 296.3),
+    ],
+)
+def test_steps_of_two_h200(name: str, layers: int, candidate: Candidate, milliseconds: float) -> None:
+    seconds = predict(shape(name, layers), H200, candidate, 8).seconds
+    assert seconds.low < milliseconds / 1e3 < seconds.high
+    assert seconds.middle == pytest.approx(milliseconds / 1e3, rel=0.08)
+
+
+def test_the_steps_parts_are_the_profiled_ones() -> None:
+    """docs/measurements.md: kinds of kernels of the compiled step of 167 ms, in ms."""
+    graph = predict(shape("qwen3-30b-a3b", 12), H200, Candidate(TWO, 4096, 2, moments="bfloat16"), 8).graph
+    found: Counter[str] = Counter()
+    for event in graph.events:
+        found[event.kind] += 1e3 * event.seconds
+    profiled = {"experts": 42.6, "dense": 35.4, "optimizer": 26.9, "attention": 24.8, "elementwise": 12.3, "loss": 3.6}
+    for kind, milliseconds in profiled.items():
+        assert found[kind] == pytest.approx(milliseconds, rel=0.1), kind
+    assert found["dispatch"] + found["combine"] == pytest.approx(12.3, rel=0.15)
+
+
+@pytest.mark.parametrize("transport", ["nvlink", "alltoall"])
+def test_rows_are_those_that_transports_expect(transport: str) -> None:
+    for ranks in (2, 8):
+        rows = Routes().rows(transport, 128, 8, ranks, ranks)
+        copies = find_transport(transport).copies_per_token(128, 8, ranks)
+        assert rows.arrive == pytest.approx(copies) and rows.inside == pytest.approx(copies * (ranks - 1) / ranks)
+    inside, between, arrive = Routes().rows("hierarchical", 128, 8, 16, 8)
+    assert between == pytest.approx(1, abs=0.01) and inside == pytest.approx(arrive * 7 / 8)
+
+
+def test_a_trace_counts_what_tokens_chose() -> None:
+    same_TK = np.tile([[0, 1, 2, 3]], (100, 1))
+    routes = Routes((same_TK,), "all tokens choose the first rank's")
+    assert routes.rows("dedup", 16, 4, 4, 4) == pytest.approx((0.75, 0.0, 1.0))
+    assert routes.fullest(16, 4) == 4.0 and Routes().fullest(16, 4) == 1.0
+
+
+def test_what_hides_is_not_exposed() -> None:
+    """Two batches hide rides over a slow link behind computation; gathers run a layer ahead."""
+    slow = replace(H200, nvlink=LinkRate(60e9, 2e-5))
+    model, ranks = shape("mixtral-8x7b", 4), Degrees(1, 4, 1, 4)
+    one, two = (
+        predict(model, slow, Candidate(ranks, 4096, 2, 2, schedule=schedule, graphs=False, policies=KEEP), 8)
+        for schedule in ("none", "two-batch")
+    )
+    rides = sum(event.seconds for event in one.graph.events if event.kind in ("dispatch", "combine"))
+    assert one.exposed["dispatch"] + one.exposed["combine"] == pytest.approx(rides)
+    assert two.exposed["dispatch"] + two.exposed["combine"] < 0.5 * rides and two.seconds.middle < one.seconds.middle
+    fsdp = predict(model, H200, Candidate(ranks, 4096, 2, dense="fsdp"), 8)
+    gathers = sum(event.seconds for event in fsdp.graph.events if event.kind == "gather")
+    assert fsdp.exposed.get("gather", 0.0) < 0.5 * gathers
+
+
+def test_order_is_of_pairs_that_differ() -> None:
+    def point(name: str, measured: float, predicted: float) -> Compared:
+        found = predict(shape("mixtral-8x7b", 1), H200, Candidate(TWO, 64, 1), 8)
+        seconds = found.seconds._replace(middle=predicted)
+        return Compared(
+            name, measured, Prediction(found.candidate, found.graph, found.execution, seconds, None, 0), None, 0
+        )
+
+    points = [point("held/a, 1", 1.0, 1.0), point("held/a, 2", 1.02, 0.9), point("held/a, 3", 1.2, 0.95),
+              point("held/b, 1", 9.0, 0.1)]  # fmt: skip
+    assert order_agreement(points) == (1, 2)
