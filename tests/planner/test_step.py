@@ -82,7 +82,7 @@ def test_what_hides_is_not_exposed() -> None:
     rides = sum(event.seconds for event in one.graph.events if event.kind in ("dispatch", "combine"))
     assert one.exposed["dispatch"] + one.exposed["combine"] == pytest.approx(rides)
     assert two.exposed["dispatch"] + two.exposed["combine"] < 0.5 * rides and two.seconds.middle < one.seconds.middle
-    fsdp = predict(model, H200, Candidate(ranks, 4096, 2, dense="fsdp"), 8)
+    fsdp = predict(model, H200, Candidate(ranks, 4096, 16, dense="fsdp"), 8)
     gathers = sum(event.seconds for event in fsdp.graph.events if event.kind == "gather")
     assert fsdp.exposed.get("gather", 0.0) < 0.5 * gathers
 
