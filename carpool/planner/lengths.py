@@ -28,6 +28,7 @@ from carpool.planner.model_shape import LayerShape, ModelShape
 from carpool.planner.routes import Routes
 from carpool.planner.work import HEAD_SIZES, SPREAD, Source
 
+REDUCTIONS = "reductions"  # the stream of reductions, beside gathers
 ELEMENT = 2  # bytes of an activation
 REDUCED = 4  # bytes of a gradient as it is added up over ranks
 # Bytes moved for each byte that a layer keeps, and the forward's share; of the loss, for each byte of logits.
@@ -389,12 +390,20 @@ class Lengths:
         """Of gradients of so many parameters, to their shards and over copies of the model."""
         degrees = self.degrees
         if self.candidate.experts_as_dense:
-            yield from _some(self.collective("reduce", "reduction", REDUCED * (dense + experts), "fsdp and cp"))
+            yield from _some(
+                self.collective("reduce", "reduction", REDUCED * (dense + experts), "fsdp and cp", REDUCTIONS)
+            )
         else:
-            yield from _some(self.collective("reduce", "reduction", REDUCED * dense, "fsdp and cp"))
-            yield from _some(self.collective("reduce experts", "reduction", REDUCED * experts, "efsdp"))
+            yield from _some(
+                self.collective("reduce", "reduction", REDUCED * dense, "fsdp and cp", REDUCTIONS)
+            )
+            yield from _some(
+                self.collective("reduce experts", "reduction", REDUCED * experts, "efsdp", REDUCTIONS)
+            )
         shards = dense / (degrees.fsdp * degrees.cp) + experts / degrees.efsdp
-        yield from _some(self.collective("copies", "reduction", 2 * REDUCED * shards, "dp_replicate"))
+        yield from _some(
+            self.collective("copies", "reduction", 2 * REDUCED * shards, "dp_replicate", REDUCTIONS)
+        )
 
 
 _RIDE = ("dispatch", "experts", "combine")

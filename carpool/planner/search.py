@@ -322,18 +322,19 @@ class _Search:
         pp, accumulation = candidate.degrees.pp, candidate.accumulation
         alone = [self._stage_seconds(candidate, layers, stage == pp - 1) for stage, layers in enumerate(stages)]
         update = self._update_seconds(candidate, stages[-1])
-        chain, computing, gathers, host = alone[-1]
+        chain, computing, *beside = alone[-1]
         one = chain if candidate.schedule == "none" else computing
         return (
             STEP_HOST
             + sum(before[0] for before in alone[:-1])
-            + max(accumulation * one if pp == 1 else (accumulation - 1) * computing + chain, accumulation * gathers,
-                  accumulation * host)
+            + max(
+                accumulation * one if pp == 1 else (accumulation - 1) * computing + chain, accumulation * max(beside)
+            )
             + update
-        )  # fmt: skip
+        )
 
     def _stage_seconds(self, candidate: Candidate, layers: tuple[LayerShape, ...], last: bool) -> list[float]:
-        """[all pieces, what computes, gathers and reductions, host] of one micro-batch's forward and backward."""
+        """[all pieces, what computes, gathers, reductions, host] of one micro-batch's forward and backward."""
         parts = [self._layer_seconds(candidate, layer, number) for layer, number in Counter(layers).items()]
         if last:
             parts.append(self._layer_seconds(candidate, None, 1))
@@ -347,7 +348,7 @@ class _Search:
         )  # fmt: skip
         if key not in self.sums:
             lengths = Lengths(self.model, self.hardware, candidate, self.per_node, self.routes)
-            host = gathers = 0.0
+            host = gathers = reductions = 0.0
             if layer is None:
                 pieces = [*lengths.head(False), *lengths.head(True)]
             else:
@@ -357,10 +358,10 @@ class _Search:
                 if candidate.dense == "fsdp":
                     experts = lengths.experts_of_layer if layer.experts else 0.0
                     reduced = lengths.reductions(lengths.dense_of(layer), experts)
-                    gathers += sum(piece.seconds for piece in reduced if piece.name != "copies")
+                    reductions = sum(piece.seconds for piece in reduced if piece.name != "copies")
             chain = sum(piece.seconds for piece in pieces)
             travels = sum(piece.seconds for piece in pieces if piece.kind in _TRAVELS)
-            self.sums[key] = [chain, chain - travels, gathers, host]
+            self.sums[key] = [chain, chain - travels, gathers, reductions, host]
         return [number * one for one in self.sums[key]]
 
     def _update_seconds(self, candidate: Candidate, layers: tuple[LayerShape, ...]) -> float:

@@ -1,0 +1,79 @@
+"""The page of a capacity plan: the best configurations, why, and pictures of the first one's step and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from carpool.report.lines import Chart, Line, draw
+from carpool.report.units import bytes_text
+from carpool.report.write import check_output, fill, write_page
+
+
+@dataclass(frozen=True)
+class PlanPage:
+    """What the page shows. Times in seconds, sizes in bytes.
+
+    Attributes:
+        title: the model and the machine.
+        facts: (what, value, detail).
+        columns, rows: of the table of plans.
+        share: (kind, share of the step) of the first plan.
+        memory: (component, bytes) of the first plan; capacity: what may be used.
+        timeline: (moment, bytes) of the first plan.
+        why: (question, answer).
+        inputs: (what, where it is from).
+        toml: the first plan's file.
+        command: what wrote it.
+    """
+
+    title: str
+    facts: Sequence[tuple[str, str, str]]
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    share: Sequence[tuple[str, float]]
+    memory: Sequence[tuple[str, float]]
+    capacity: float
+    timeline: Sequence[tuple[str, float]]
+    why: Sequence[tuple[str, str]]
+    inputs: Mapping[str, str]
+    toml: str
+    command: str
+
+
+def write_plan(page: PlanPage, output: Path) -> Path:
+    """Writes the page and returns its path.
+
+    Raises:
+        ValueError: it cannot be written there.
+        ImportError: jinja2 is missing."""
+    check_output(output, "page")
+    most = max(value for _, value in page.memory)
+    text = fill(
+        "plan.html.j2",
+        page=page,
+        share=[(kind, 100 * value) for kind, value in page.share],
+        memory=[(name, bytes_text(value), 100 * value / most) for name, value in page.memory],
+        timeline=_timeline(page),
+    )
+    write_page(text, output, "page")
+    return output
+
+
+def _timeline(page: PlanPage) -> str | None:
+    size_N = np.array([size / 2**30 for _, size in page.timeline])
+    step_N = np.arange(1, len(size_N) + 1, dtype=float)
+    chart = Chart(
+        alt="Memory of a rank through forward, loss and backward",
+        unit="GiB of tensors",
+        text=lambda value: f"{value:.1f} GiB",
+        across="moments of a micro-batch: forward, loss, backward",
+    )
+    lines = [
+        Line("predicted", "predicted", step_N, size_N, "dash"),
+        Line("usable", "mark", step_N, np.full_like(size_N, page.capacity / 2**30), "thin"),
+    ]
+    return draw(chart, lines)
