@@ -15,6 +15,7 @@ from carpool.cli.bench import bench
 from carpool.cli.export import export
 from carpool.cli.merge import merge
 from carpool.cli.placement import place, trace
+from carpool.cli.plan import plan
 from carpool.cli.profile import profile
 from carpool.cli.recipes import recipes
 from carpool.cli.serve import chat, evaluate, generate
@@ -28,7 +29,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-for function in (train, profile, report, generate, chat, export, merge, trace, place, simulate, doctor):
+for function in (train, plan, profile, report, generate, chat, export, merge, trace, place, simulate, doctor):
     app.command()(function)
 app.command("eval")(evaluate)
 app.add_typer(bench, name="bench")

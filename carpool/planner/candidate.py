@@ -115,6 +115,10 @@ class Candidate:
             parts.append(f"optimizer in {self.optimizer_state}")
         return ", ".join(parts + kept)
 
+    def flat_settings(self) -> dict[str, Any]:
+        """The same by section and key, such as "moe.schedule"."""
+        return {f"{section}.{key}": value for section, of in self.settings().items() for key, value in of.items()}
+
     def settings(self) -> dict[str, dict[str, Any]]:
         """Sections and keys that differ from the defaults of `carpool train`."""
         degrees = self.degrees
@@ -136,9 +140,13 @@ class Candidate:
         }
         if self.optimizer == "one-pass":
             training |= {"optimizer_moments": self.moments, "optimizer_state": self.optimizer_state}
-        moe = {"transport": self.transport, "schedule": self.schedule, "experts": self.experts}
+        if degrees.pp > 1:
+            parallelism["pp_schedule"] = self.pipeline
+        moe: dict[str, Any] = {"transport": self.transport, "schedule": self.schedule, "experts": self.experts}
         if self.transport == "local":
             del moe["transport"]
+        if self.schedule == "chunks":
+            moe["chunks"] = self.chunks
         memory = dict(self.policies)
         if memory["dense"] != "recompute":
             del memory["sums"]

@@ -178,8 +178,8 @@ class Lengths:
             inside, between, arrive = (1.0 if per_node > 1 else 0.0), (0.0 if per_node > 1 else 1.0), 1.0
         else:
             inside, between, arrive = self.routes.rows(transport, shape.num_experts, shape.top_k, degrees.ep, per_node)
-            if per_node == group.size:
-                between = 0.0
+            # A row goes to every slice of its experts, of which the own rank's neighbours have some.
+            inside += arrive / degrees.ep * (degrees.etp - 1) / degrees.etp
         fullest = self.routes.fullest(shape.num_experts, degrees.ep)
         hardware = self.hardware
         link = "nvlink" if hardware.nvlink is not None else "node"
@@ -394,16 +394,10 @@ class Lengths:
                 self.collective("reduce", "reduction", REDUCED * (dense + experts), "fsdp and cp", REDUCTIONS)
             )
         else:
-            yield from _some(
-                self.collective("reduce", "reduction", REDUCED * dense, "fsdp and cp", REDUCTIONS)
-            )
-            yield from _some(
-                self.collective("reduce experts", "reduction", REDUCED * experts, "efsdp", REDUCTIONS)
-            )
+            yield from _some(self.collective("reduce", "reduction", REDUCED * dense, "fsdp and cp", REDUCTIONS))
+            yield from _some(self.collective("reduce experts", "reduction", REDUCED * experts, "efsdp", REDUCTIONS))
         shards = dense / (degrees.fsdp * degrees.cp) + experts / degrees.efsdp
-        yield from _some(
-            self.collective("copies", "reduction", 2 * REDUCED * shards, "dp_replicate", REDUCTIONS)
-        )
+        yield from _some(self.collective("copies", "reduction", 2 * REDUCED * shards, "dp_replicate", REDUCTIONS))
 
 
 _RIDE = ("dispatch", "experts", "combine")

@@ -223,8 +223,8 @@ def _copies(shape: ModelShape, candidate: Candidate, routes: Routes) -> float:
     """Rows that the experts of a rank get for each of its tokens."""
     ep = candidate.degrees.ep
     if ep == 1:
-        return 1.0
-    return routes.rows(candidate.transport, shape.num_experts, shape.top_k, ep, ep).arrive
+        return float(candidate.degrees.etp)
+    return candidate.degrees.etp * routes.rows(candidate.transport, shape.num_experts, shape.top_k, ep, ep).arrive
 
 
 def _buffers(shape: ModelShape, candidate: Candidate, copies: float) -> float:

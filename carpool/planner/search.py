@@ -27,7 +27,8 @@ from dataclasses import dataclass, field, replace
 from itertools import count, product
 from typing import Any
 
-from carpool.parallel.degrees import Degrees
+from carpool.parallel.combinations import refusal
+from carpool.parallel.degrees import DENSE_AXES, EXPERT_AXES, Degrees
 from carpool.planner.candidate import KEEP, Candidate
 from carpool.planner.hardware import Hardware
 from carpool.planner.lengths import STEP_HOST, Lengths, stage_layers
@@ -252,9 +253,10 @@ class _Search:
                 accumulation = own // micro_batch
                 if degrees.pp > 1 and accumulation < degrees.pp:
                     continue
+                # Layers of a pipeline are not compiled.
                 base = Candidate(
-                    degrees, length, micro_batch, accumulation, compiled=space.compiled, graphs=space.graphs,
-                    moments=space.moments, experts=space.experts,
+                    degrees, length, micro_batch, accumulation, compiled=space.compiled and degrees.pp == 1,
+                    graphs=space.graphs, moments=space.moments, experts=space.experts,
                 )  # fmt: skip
                 yield from self._of_degrees(base)
 
@@ -301,6 +303,9 @@ class _Search:
                     # Layers that are computed again are not compiled.
                     compiled=base.compiled and policies.get("dense") != "recompute",
                 )
+                if (rule := refusal(sizes_of(one.degrees), one.flat_settings())) is not None:
+                    self.refused[f"{' and '.join(rule.axes)}: {rule.why}"] += 1
+                    continue
                 total = memory_of(self.model, one, self.routes).total
                 self.least = min(self.least, total)
                 if total > self.memory:
@@ -327,9 +332,7 @@ class _Search:
         return (
             STEP_HOST
             + sum(before[0] for before in alone[:-1])
-            + max(
-                accumulation * one if pp == 1 else (accumulation - 1) * computing + chain, accumulation * max(beside)
-            )
+            + max(accumulation * one if pp == 1 else (accumulation - 1) * computing + chain, accumulation * max(beside))
             + update
         )
 
@@ -372,6 +375,11 @@ class _Search:
             self.sums[key] = sum(piece.seconds for piece in lengths.update(*lengths.parameters(layers, ends)))
         found: float = self.sums[key]
         return found
+
+
+def sizes_of(degrees: Degrees) -> dict[str, int]:
+    """Ranks by axis, as `carpool.parallel.combinations` asks for them."""
+    return {axis: degrees.size(axis) for axis in dict.fromkeys((*DENSE_AXES, *EXPERT_AXES))}
 
 
 _TRAVELS = ("dispatch", "combine", "gather", "reduction", "send")

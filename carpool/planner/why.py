@@ -1,8 +1,8 @@
 """Why a plan is the best: what bounds it, what the next best costs, and what would change the answer.
 
-    bound by     the largest shares of the step on the busiest stage, and what is exposed
-    next best    how much longer the first plan takes that differs in its degrees, its transport or its schedule
-    changes      which plan is best if a link, the experts' products or the memory's bandwidth were half or twice as fast
+bound by     the largest shares of the step on the busiest stage, and what is exposed
+next best    how much longer the first plan takes that differs in its degrees, its transport or its schedule
+changes      which of the first plans is best if a link, or the experts' products, were half or twice as fast
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from carpool.planner.events import execute
 from carpool.planner.hardware import Hardware, LinkRate
+from carpool.planner.lengths import Lengths
 from carpool.planner.model_shape import ModelShape
 from carpool.planner.routes import Routes
 from carpool.planner.search import Plan
-from carpool.planner.step import step_seconds
+from carpool.planner.step import step_graph
 
 NAMES = {
     "dense": "dense products", "attention": "attention", "experts": "experts", "elementwise": "norms and other passes",
@@ -46,16 +48,18 @@ def next_best(plans: Sequence[Plan]) -> str:
 def changes(
     plans: Sequence[Plan], shape: ModelShape, hardware: Hardware, per_node: int, routes: Routes | None = None
 ) -> list[tuple[str, str]]:
-    """(what is different, which plan is best then) among these plans."""
-    found = []
+    """(what is different, which plan is best then) among the first three of these plans."""
+    found, plans = [], plans[:3]
     for name, other in _others(hardware):
-        seconds = [step_seconds(shape, other, plan.candidate, per_node, routes) for plan in plans]
+        seconds = [execute(step_graph(Lengths(shape, other, plan.candidate, per_node, routes))).step for plan in plans]
         best = min(range(len(plans)), key=seconds.__getitem__)
         change = 100 * (seconds[0] / plans[0].prediction.seconds.middle - 1)
         text = f"the same plan; its step takes {change:+.0f} %"
         if best:
             gain = 100 * (1 - seconds[best] / seconds[0])
-            text = f"{plans[best].candidate.label} is {gain:.0f} % faster than the plan, whose step takes {change:+.0f} %"
+            text = (
+                f"{plans[best].candidate.label} is {gain:.0f} % faster than the plan, whose step takes {change:+.0f} %"
+            )
         found.append((name, text))
     return found
 

@@ -1,0 +1,175 @@
+"""`carpool plan`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from carpool.cli.common import Debug, command, errors
+
+if TYPE_CHECKING:
+    from carpool.planner.hardware import Hardware
+    from carpool.planner.model_shape import ModelShape
+    from carpool.planner.routes import Routes
+    from carpool.planner.search import Found, Plan
+
+GiB = 2**30
+COLUMNS = ("", "configuration", "step, s", "interval", "MFU", "tokens/s per GPU", "GiB", "exposed")
+
+
+def plan(
+    model: Annotated[
+        str, typer.Option("--model", help="A published name (qwen3-235b-a22b), a config.json, or its folder.")
+    ],
+    gpus: Annotated[int, typer.Option("--gpus", min=1, help="All of them.")],
+    tokens: Annotated[str, typer.Option("--tokens-per-batch", help="Of a step, all GPUs together, such as 4M.")],
+    hardware: Annotated[
+        str, typer.Option("--hardware", help="A GPU's name (H100, H200, ...), or a file of `carpool doctor --measure`.")
+    ] = "H100",
+    gpus_per_node: Annotated[int, typer.Option("--gpus-per-node", min=1, help="Consecutive ranks of a node.")] = 8,
+    sequence_length: Annotated[int, typer.Option("--sequence-length", min=1, help="Tokens.")] = 4096,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Choices of experts, from `carpool trace`. Default: uniform.")
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option("--memory", help="What a rank may use, such as 70GiB. Default: 94 % of the device.")
+    ] = None,
+    moments: Annotated[
+        str, typer.Option("--moments", help="Of AdamW: float32, or bfloat16 or int8 (lossy).")
+    ] = "float32",
+    best: Annotated[int, typer.Option("--best", min=1, help="Configurations to show.")] = 5,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Folder for plan-1.toml, plan-2.toml, ... and plan.html.")
+    ] = None,
+    debug: Debug = False,
+) -> None:
+    """The best configurations of a model on a cluster, predicted from its config.json and rates of the hardware.
+
+    Nothing is measured. Each configuration is a file that `carpool train --config` takes.
+    """
+    with errors(debug):
+        from carpool.planner.hardware import find_hardware
+        from carpool.planner.model_shape import ModelShape
+        from carpool.planner.routes import Routes
+        from carpool.planner.search import Space
+        from carpool.planner.search import plan as search
+        from carpool.train.config.published import read_keys
+        from carpool.train.config.schema_memory import size_of
+
+        shape, rates = ModelShape.read(read_keys(model)), find_hardware(hardware)
+        routes = Routes()
+        if trace is not None:
+            from carpool.placement.trace import Trace
+
+            routes = Routes.of(Trace.load(trace), str(trace))
+        if moments not in ("float32", "bfloat16", "int8"):
+            raise ValueError(f"--moments {moments}: it is float32, bfloat16 or int8")
+        batch = number_of(tokens)
+        usable = None if memory is None else float(size_of(memory, "--memory"))
+        found = search(
+            shape, rates, gpus=gpus, tokens=batch - batch % sequence_length, sequence_length=sequence_length,
+            per_node=gpus_per_node, memory=usable, routes=routes, space=Space(moments=moments), best=best,
+        )  # fmt: skip
+        if not found.plans:
+            raise ValueError(
+                f"no configuration fits: the least that one needs is {found.least_memory / GiB:.1f} GiB a rank; use "
+                "more GPUs, shorter micro-batches, or --moments bfloat16"
+            )
+        _show(found, shape, rates, routes, min(gpus_per_node, gpus), model, out)
+
+
+def number_of(text: str) -> int:
+    """Of "4M" (4 * 2**20), "512K" (512 * 2**10) or digits.
+
+    Raises:
+        ValueError: it is none."""
+    found = re.fullmatch(r"\s*([0-9][0-9_,]*)\s*([KkMm]?)\s*", text)
+    if found is None:
+        raise ValueError(f"--tokens-per-batch {text!r}: expected a number such as 4194304, 512K or 4M")
+    return int(found[1].replace(",", "").replace("_", "")) * {"": 1, "k": 2**10, "m": 2**20}[found[2].lower()]
+
+
+def _row(number: int, one: Plan) -> list[str]:
+    seconds, mfu = one.prediction.seconds, one.prediction.mfu
+    return [
+        str(number), one.candidate.label, f"{seconds.middle:.3g}", f"{seconds.low:.3g} to {seconds.high:.3g}",
+        "–" if mfu is None else f"{100 * mfu.middle:.1f} %", f"{one.prediction.tokens_per_second():,.0f}",
+        f"{one.memory.total / GiB:.1f}", f"{one.prediction.communication:.3g}",
+    ]  # fmt: skip
+
+
+def _show(
+    found: Found, shape: ModelShape, rates: Hardware, routes: Routes, per_node: int, model: str, out: Path | None
+) -> None:
+    from carpool.bench.results import print_table, terminal
+    from carpool.planner.candidate import toml_text
+    from carpool.planner.why import bounded_by, changes, next_best
+
+    console = terminal(150)
+    first = found.plans[0]
+    rows = [_row(i + 1, one) for i, one in enumerate(found.plans)]
+    name = model if "/" not in model else Path(model).stem
+    title = f"{name} on {first.candidate.degrees.world_size} x {rates.name}, {first.candidate.tokens:,} tokens a step"
+    print_table(console, title, list(COLUMNS), rows)
+    why = [
+        ("The step goes to", bounded_by(first)),
+        ("Its memory is highest", f"{first.memory.at}, stage {first.memory.stage}"),
+        ("Next best of another kind", next_best(found.plans)),
+        *((f"With {what}", text) for what, text in changes(found.plans, shape, rates, per_node, routes)),
+    ]
+    for question, answer in why:
+        console.print(f"{question}: {answer}", highlight=False)
+    counts = ", ".join(f"{number:,} {what}" for what, number in found.counts.items())
+    console.print(f"searched in {found.seconds:.1f} s: {counts}", highlight=False)
+    for reason, number in found.refused.items():
+        console.print(f"not allowed, {number:,}: {reason}", highlight=False)
+    console.print("; ".join(f"{what}: {source}" for what, source in first.inputs.items()), highlight=False)
+    if out is None:
+        return
+    from carpool.report.plan import PlanPage, write_plan
+
+    out.mkdir(parents=True, exist_ok=True)
+    texts = []
+    for i, one in enumerate(found.plans):
+        settings = one.candidate.settings()
+        settings["model"]["config"] = model
+        settings["parallelism"]["ranks_per_node"] = per_node
+        texts.append(toml_text(settings))
+        (out / f"plan-{i + 1}.toml").write_text(texts[-1])
+    _check([out / f"plan-{i + 1}.toml" for i in range(len(texts))])
+    seconds, mfu = first.prediction.seconds, first.prediction.mfu
+    step = sum(first.prediction.exposed.values())
+    page = PlanPage(
+        title=title,
+        facts=[
+            ("Step", f"{seconds.middle:.3g} s", f"{seconds.low:.3g} to {seconds.high:.3g} s"),
+            ("MFU", "–" if mfu is None else f"{100 * mfu.middle:.1f} %",
+             "" if mfu is None else f"{100 * mfu.low:.0f} to {100 * mfu.high:.0f} %"),
+            ("Tokens per second", f"{first.prediction.tokens_per_second():,.0f}", "of one GPU"),
+            ("Memory", f"{first.memory.total / GiB:.1f} GiB", f"of a rank, {first.memory.at}"),
+            ("Exposed communication", f"{first.prediction.communication:.3g} s", "a step"),
+        ],
+        columns=COLUMNS,
+        rows=rows,
+        share=sorted(((k, v / step) for k, v in first.prediction.exposed.items() if v > 0), key=lambda one: -one[1]),
+        memory=sorted(first.memory.parts.items(), key=lambda one: -one[1]),
+        capacity=rates.capacity or first.memory.total,
+        timeline=first.memory.timeline,
+        why=why,
+        inputs=first.inputs,
+        toml=texts[0],
+        command=command(),
+    )  # fmt: skip
+    write_plan(page, out / "plan.html")
+    console.print(f"wrote {out / 'plan.html'} and {len(texts)} files for carpool train --config", highlight=False)
+
+
+def _check(files: list[Path]) -> None:
+    """What was written is what the trainer takes. Raises ValueError if not."""
+    from carpool.train.config import load_config
+
+    for path in files:
+        load_config(path)
