@@ -219,6 +219,20 @@ def test_a_run_is_that_of_ranks_with_whole_sequences(two_ranks: Ranks, text: lis
     assert (info["cp_size"], info["fsdp_size"], info["ep_size"], info["cp_attention"]) == (2, 1, 2, "ulysses")
 
 
+@pytest.mark.slow
+def test_a_run_goes_on_with_other_ranks_that_share_sequences(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
+    common = [*text, "training.max_steps=3", "training.save_steps=1", "training.eval_steps=none"]
+    shared = ["parallelism.cp_size=2", "training.per_device_train_batch_size=4"]
+    assert start(two_ranks, tmp_path / "whole", common) == [""] * 2
+    last = "training.resume_from_checkpoint=last"
+    for step, own in ((1, []), (2, [*shared, last]), (3, [last])):
+        stop = f"training.stop_at_step={step}"
+        assert start(two_ranks, tmp_path / "turns", [*common, *own, stop]) == [""] * 2
+    turns = losses(tmp_path / "turns")
+    for step, expected in losses(tmp_path / "whole").items():
+        assert turns[step] == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_dry_run_divides_tokens(text: list[str]) -> None:
     settings = ["model.model_type=olmoe", "parallelism.num_ranks=8", "data.sequence_length=4096", *text]
     shared = dry_run(load_config(None, [*settings, "parallelism.cp_size=4"]), gpu="h100")
