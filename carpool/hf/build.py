@@ -45,7 +45,9 @@ from carpool.hf.slices import SlicedExperts
 from carpool.hf.stages import Part, kept_parts
 from carpool.hf.stored_experts import read_without_experts
 from carpool.hf.tensor_parallel import check_tensor_parallel, own_styles
+from carpool.hf.uneven import uneven_plan
 from carpool.hf.weight_files import check_weight_files, stored_weights
+from carpool.parallel.degrees import chunks
 from carpool.parallel.meshes import Meshes
 
 logger = logging.getLogger(__name__)
@@ -157,6 +159,10 @@ def build_model(
         own = (sequence_plan(blueprint) if sequence_parallel else own_styles(plan, blueprint.ep_plan or {})) | own
         check_tensor_parallel(blueprint, blueprint.tp_plan | own)
         distributed_config = dataclasses.replace(distributed_config, tp_plan=own or None)
+    if any(number % _size(distributed_config, "ep") for number in experts_modules(blueprint).values()) and slices == 1:
+        assert distributed_config is not None
+        own = uneven_plan(blueprint.ep_plan) | (distributed_config.ep_plan or {})
+        distributed_config = dataclasses.replace(distributed_config, ep_plan=own)
     if base_dtype is not None:
         for name in experts_modules(blueprint, distributed_config):
             check_can_be_quantised(name, blueprint.get_submodule(name), base_dtype)
@@ -266,8 +272,9 @@ def _check_experts(blueprint: PreTrainedModel, distributed_config: DistributedCo
     ep_size, over = divmod(_size(distributed_config, "ep"), slices)
     if over:
         raise ValueError(f"{slices} slices of each expert do not divide the {ep_size * slices + over} ranks of experts")
+    whole = ep_size == math.prod(_size(distributed_config, axis) for axis in ("fsdp", "tp"))
     for module, num_experts in experts.items():
-        if num_experts % ep_size:
+        if num_experts % ep_size and not (whole and slices == 1 and min(chunks(num_experts, ep_size)) > 0):
             divisors = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
             raise ValueError(
                 f"ep_size {ep_size} does not divide the {num_experts} experts of {name}'s {module}; "

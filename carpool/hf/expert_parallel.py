@@ -105,7 +105,7 @@ class ExpertRides(LayerCore):
         if (slices := slices_of(experts)) > 1:
             layout = ExpertLayout.sliced(experts.num_experts * ranks // slices, ranks // slices, slices)
         else:
-            layout = ExpertLayout.contiguous(experts.num_experts * ranks, ranks)
+            layout = ExpertLayout.chunked(getattr(experts, "_carpool_num_experts", experts.num_experts * ranks), ranks)
         super().__init__(layout, group, expert_function(experts), name=type(experts).__name__)
         self.experts, self.experts_forward = experts, experts_forward
         self.num_local_experts: int = experts.num_experts
@@ -135,8 +135,10 @@ class ExpertRides(LayerCore):
         super().check_layout(layout)
         if base_of(self.experts) and layout != self.layout:
             raise ValueError("experts that are quantised (adapter.base_dtype) stay where they are")
-        if {len(rank) for rank in layout.homes} != {self.num_local_experts}:
-            raise ValueError("FSDP shards experts evenly, so every rank must be home to equally many experts")
+        sizes, own = ([len(rank) for rank in one.homes] for one in (layout, self.layout))
+        if sizes != own:
+            why = "FSDP shards experts evenly, so every rank must be home to equally many experts"
+            raise ValueError(why if len(set(own)) == 1 else f"ranks are home to {own} experts each, and not to {sizes}")
 
     def forward(self, x_TH: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """(T, H) rows, (T, K) global expert ids, (T, K) weights -> (T, H)."""

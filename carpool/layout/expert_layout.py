@@ -116,6 +116,13 @@ class ExpertLayout:
         return cls(tuple(tuple(range(start, end)) for start, end in zip([0, *ends], ends, strict=False)))
 
     @classmethod
+    def chunked(cls, num_experts: int, num_ranks: int) -> ExpertLayout:
+        """Experts in order, ceil(E / W) on each rank, and on the last ones what is left: as DTensor shards rows."""
+        each = -(-num_experts // num_ranks)
+        experts = range(num_experts)
+        return cls(tuple(tuple(experts[rank * each : (rank + 1) * each]) for rank in range(num_ranks)))
+
+    @classmethod
     def permuted(cls, order: Sequence[int], num_ranks: int) -> ExpertLayout:
         """As `contiguous`, with expert `order[i]` in place of expert i."""
         plain = cls.contiguous(len(order), num_ranks)

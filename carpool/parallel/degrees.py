@@ -134,3 +134,9 @@ class Degrees:
         dense = f"fsdp {self.fsdp} x tp {self.tp}, experts ep {self.ep} x efsdp {self.efsdp}"
         more = "".join(f", {axis} {self.size(axis)}" for axis in ("cp", "etp", "pp") if self.size(axis) > 1)
         return f"{dense}, copies {self.dp_replicate}{more}"
+
+
+def chunks(rows: int, ranks: int) -> tuple[int, ...]:
+    """How many rows each rank has if they are sharded as DTensor does it: ceil(rows / ranks), and what is left."""
+    each = -(-rows // ranks)
+    return tuple(max(0, min(each, rows - rank * each)) for rank in range(ranks))

@@ -129,6 +129,7 @@ SWITCHES: Mapping[str, Mechanism] = MappingProxyType({
         "parallelism.sequence_parallel", "on", code="carpool.hf.sequence_parallel:shard_sequences"
     ),
     "speeds:measured": Mechanism("parallelism.rank_speeds", "measured", code="carpool.parallel.speeds:shares"),
+    "attention:ulysses": Mechanism("parallelism.cp_attention", "ulysses", code="carpool.parallel.context:to_heads"),
     "dropped:duplicates": Mechanism("", code="carpool.hf.expert_parallel:CarpoolEP"),
     "moments:bfloat16": Mechanism("training.optimizer_moments", "bfloat16", code="carpool.memory.optimizer:AdamW"),
     "spread:node": Mechanism("parallelism.ep_size", 8, _positive, "carpool.parallel.degrees:Degrees"),

@@ -73,6 +73,7 @@ def _limits(config: Config) -> bool:
 
 # When a setting, or every setting of a section, does something. What is not here always does.
 _WHEN: Mapping[str, Callable[[Config], bool]] = MappingProxyType({
+    "parallelism.cp_attention": lambda config: config.parallelism.cp_size > 1,
     "parallelism.sequence_parallel": lambda config: config.parallelism.tp_size > 1,
     "nvlink": lambda config: config.moe.transport in ("auto", "nvlink"),
     "moe.chunks": lambda config: config.moe.schedule in ("chunks", "tiles"),

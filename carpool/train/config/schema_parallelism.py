@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from carpool.parallel.degrees import DENSE_AXES, Degrees
+from carpool.parallel.degrees import DENSE_AXES, Degrees, chunks
 from carpool.parallel.speeds import data_speeds, shares
 from carpool.train.config.schema_base import Numbers, Section
 
@@ -199,13 +199,17 @@ class ParallelismSection(Section):
         Worked example: 8 ranks, tp_size 2, 20 experts, the rest derived: fsdp_size 4; ep_size is the largest
         multiple of 2 that divides 8 and 20, so 4; two groups of 4 ranks (efsdp_size 2) hold the experts.
 
+        An ep_size that is asked for need not divide the experts if it is all ranks of a copy, so that nothing of them is
+        sharded once more, and each rank has one at least: 10 on 4 ranks are 3, 3, 3 and 1.
+
         Raises:
             ValueError: the ranks cannot be divided so, or ep_size does not divide the number of experts.
         """
         fsdp_size, copy = self.check_ranks(world_size)
         most = copy // self.etp_size
         fits = [n for n in range(1, most + 1) if most % n == 0 and num_experts % n == 0]
-        if self.ep_size is not None and self.ep_size not in fits:
+        uneven = self.etp_size == 1 and self.ep_size == most and min(chunks(num_experts, most)) > 0
+        if self.ep_size is not None and self.ep_size not in fits and not uneven:
             raise ValueError(
                 f"parallelism.ep_size = {self.ep_size} does not divide the model's {num_experts} experts; with "
                 f"{copy} ranks per copy these do: {', '.join(map(str, fits))}"

@@ -200,6 +200,7 @@ def _candidates(question: Question, learn: LayerTrace, load_E: Array) -> Iterato
             learn,
             facts.topology,
             seed=question.seed,
+            experts_per_rank=[len(home) for home in current.homes],
             extra_slots=section.replicas,
             load_limit=section.load_limit,
             cost=facts.cost,

@@ -314,7 +314,7 @@ class MemoryEstimate:
         copies = degrees.etp * way.copies_per_token(self.num_experts, self.top_k, degrees.ep)
         top_k, width, ranks = self.top_k * degrees.etp, self.width // degrees.etp, degrees.expert_ranks
         tokens = degrees.tokens_per_rank(self.tokens)
-        pairs, choices = tokens * top_k, min(self.top_k, max(1, self.num_experts // degrees.ep))
+        pairs, choices = tokens * top_k, min(self.top_k, -(-self.num_experts // degrees.ep))
         options = transport_options(config, degrees, transport)
         buffers = way.buffer_bytes(options, ranks, self.hidden, self.computed, top_k)
         in_buffers = buffers > 0 and degrees.expert_ranks > 1

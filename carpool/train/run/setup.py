@@ -183,6 +183,13 @@ class Setup(RunState):
         config.check_supported(self.degrees.sizes)
         check_layout_file(config, blueprint.config.model_type, self.expert_counts, self.degrees)
         self.meshes = Meshes(self.degrees, self.device.type)
+        if any(number % self.degrees.ep for number in self.expert_counts.values()) and (
+            config.adapter.kind is not None or config.memory.experts != "device"
+        ):
+            raise ValueError(
+                f"parallelism.ep_size = {self.degrees.ep} does not divide the experts, which neither adapters nor "
+                "memory.experts = 'host' or 'disk' know: choose an ep_size that does"
+            )
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         config = self.config = with_speeds(config, self.device, gather(name), self.decisions)
         self.batch_sizes = config.parallelism.batch_sizes(config.training.per_device_train_batch_size, self.degrees)

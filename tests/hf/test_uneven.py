@@ -1,0 +1,55 @@
+"""Experts that the ranks do not divide: loss, every gradient and the weights after steps are those of one process."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import carpool
+from carpool.hf.build import build_model
+from carpool.hf.dense import replicate_dense
+from carpool.parallel.degrees import Degrees
+from carpool.train.run.model import distributed_config
+from carpool.train.run.step import Objective
+from tests.hf.meshes import reuse_meshes
+from tests.hf.parity import full_gradients, gradient_errors, quiet
+from tests.hf.test_sequence_parallel import Case, batches, reference_of
+from tests.hf.tiny_models import discover, tiny_config
+from tests.ranks import Ranks
+
+EXPERTS = (("num_experts", 7),)
+
+
+def on_rank(dense: str, path: str) -> Any:
+    """Sizes of homes, loss and gradients; of rank 0."""
+    quiet()
+    reuse_meshes()
+    world, rank = dist.get_world_size(), dist.get_rank()
+    degrees = Degrees(fsdp=world, ep=world)
+    config = tiny_config(discover()["qwen3_moe"], **dict(EXPERTS))
+    settings: dict[str, Any] = {"dtype": torch.float32, "seed": 0, "dense": dense}
+    model = build_model(path or config, distributed_config=distributed_config(degrees, False), **settings)
+    if dense == "replicate":
+        replicate_dense(model, False)
+    objective = Objective(model, top_k=2, aux_coef=0.0, dp_size=world, autocast=None)
+    losses = objective.backward(batches(Case(), rank, world))
+    homes = [len(rank) for rank in next(iter(carpool.hf.rides(model).values())).layout.homes]
+    if (kept := objective.kept) is not None:
+        return None if rank else (homes, losses.loss, {})
+    gradients = full_gradients(model)
+    return None if rank else (homes, losses.loss, gradients)
+
+
+@pytest.mark.parametrize("dense", ["fsdp", "replicate"])
+def test_gradients(two_ranks: Ranks, dense: str) -> None:
+    homes, loss, gradients = two_ranks(on_rank, dense, "", timeout=90.0)[0]
+    reference, expected = reference_of(Case(config=EXPERTS, on=False))
+    assert homes == [4, 3] and abs(loss - expected.loss) < 1e-5
+    if gradients:
+        errors, missing = gradient_errors(reference, gradients)
+        assert not missing and max(errors.values()) < 1e-5, errors
