@@ -191,6 +191,7 @@ def test_ranks_that_cannot_be_divided_so(settings, message):
         ({}, 4, 5, (4, 1, 4)),
         ({}, 6, 16, (6, 2, 3)),
         ({"ep_size": 2}, 4, 16, (4, 2, 2)),
+        ({"ep_size": 4}, 4, 10, (4, 4, 1)),
         ({"tp_size": 2}, 8, 20, (4, 4, 2)),
         ({"tp_size": 2}, 8, 5, (4, 1, 8)),
         ({"dp_replicate_size": 2}, 8, 16, (4, 4, 1)),
