@@ -199,8 +199,8 @@ class ParallelismSection(Section):
         Worked example: 8 ranks, tp_size 2, 20 experts, the rest derived: fsdp_size 4; ep_size is the largest
         multiple of 2 that divides 8 and 20, so 4; two groups of 4 ranks (efsdp_size 2) hold the experts.
 
-        An ep_size that is asked for need not divide the experts if it is all ranks of a copy, so that nothing of them is
-        sharded once more, and each rank has one at least: 10 on 4 ranks are 3, 3, 3 and 1.
+        An ep_size that is asked for need not divide the experts if it is all ranks of a copy, so that nothing of them
+        is sharded once more, and each rank has one at least: 10 on 4 ranks are 3, 3, 3 and 1.
 
         Raises:
             ValueError: the ranks cannot be divided so, or ep_size does not divide the number of experts.
