@@ -28,6 +28,7 @@ from carpool.planner.search import USABLE
 from carpool.planner.simulate import Step
 from carpool.planner.step import step_graph
 
+DEFAULT_CHUNKS = 2  # as of `carpool train`
 Settings = Mapping[str, Mapping[str, Any]]
 
 
@@ -61,11 +62,8 @@ def candidate_of(
         return instead
 
     schedule = moe["schedule"]
-    if schedule not in ("none", "two-batch"):
+    if schedule not in ("none", "chunks", "two-batch"):
         schedule = decided("moe.schedule", schedule, "none", "what runs beside rides is measured by a run")
-    pipeline = settings["parallelism"]["pp_schedule"]
-    if degrees.pp > 1 and pipeline not in ("GPipe", "1F1B"):
-        pipeline = decided("parallelism.pp_schedule", pipeline, "1F1B", "stages of two chunks are not modelled")
     found = Candidate(
         degrees=degrees,
         sequence_length=settings["data"]["sequence_length"],
@@ -73,6 +71,7 @@ def candidate_of(
         accumulation=training["gradient_accumulation_steps"],
         transport=moe["transport"],
         schedule=schedule,
+        chunks=(moe["chunks"] or DEFAULT_CHUNKS) if schedule == "chunks" else 1,
         dense=settings["parallelism"]["dense"],
         policies={item: memory[item] or "keep" for item in POLICIES},
         moments=training["optimizer_moments"],
@@ -81,7 +80,7 @@ def candidate_of(
         compiled=training["torch_compile"],
         graphs=training["cuda_graphs"] != "off",
         experts="fp8" if moe["experts"] == "fp8" else "grouped",
-        pipeline=pipeline,
+        pipeline=settings["parallelism"]["pp_schedule"],
     )
     if memory["budget"] is not None:
         notes["memory.budget"] = "not simulated: policies that it leaves open are 'keep'"

@@ -408,11 +408,14 @@ def _some(piece: Piece | None) -> Iterator[Piece]:
         yield piece
 
 
-def stage_layers(shape: ModelShape, degrees: Degrees) -> list[tuple[LayerShape, ...]]:
-    """The layers of each stage of a pipeline: equally many, the first stages one more if they do not divide."""
-    each, more = divmod(len(shape.layers), degrees.pp)
+def stage_layers(shape: ModelShape, degrees: Degrees, of_rank: int = 1) -> list[tuple[LayerShape, ...]]:
+    """The layers of each stage of a pipeline: equally many, the first stages one more if they do not divide.
+
+    Args:
+        of_rank: stages that each rank has."""
+    each, more = divmod(len(shape.layers), degrees.pp * of_rank)
     found, at = [], 0
-    for stage in range(degrees.pp):
+    for stage in range(degrees.pp * of_rank):
         end = at + each + (stage < more)
         found.append(shape.layers[at:end])
         at = end

@@ -51,6 +51,11 @@ def stage_of(schedule: str, stages: int, chunk: int) -> int:
     return stages - 1 - place if schedule in AS_A_V and loop else place
 
 
+def chunks_of(schedule: str) -> int:
+    """Of each stage, as `carpool.parallel.pipeline` has them."""
+    return 1 if schedule in ("GPipe", "1F1B") else 2
+
+
 def orders(schedule: str, stages: int, micro_batches: int, chunks: int = 1) -> list[Order]:
     """What each stage does, in order.
 

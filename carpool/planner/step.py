@@ -30,7 +30,7 @@ from carpool.planner.events import Execution, Graph, execute
 from carpool.planner.hardware import Hardware
 from carpool.planner.lengths import ELEMENT, STEP_HOST, TAKEN, Lengths, Piece, stage_layers
 from carpool.planner.model_shape import LayerShape, ModelShape
-from carpool.planner.pipelines import Action, add_pipeline, alternate, orders
+from carpool.planner.pipelines import Action, add_pipeline, alternate, chunks_of, orders, stage_of
 from carpool.planner.routes import Routes
 
 _RIDE = ("dispatch", "experts", "combine")
@@ -143,7 +143,11 @@ class _Builder:
         self.degrees = self.candidate.degrees
         self.graph = Graph()
         self.chunks = self.candidate.chunks if self.candidate.schedule == "chunks" else 1
-        self.stages = stage_layers(lengths.shape, self.degrees)
+        pipeline = self.candidate.pipeline if self.degrees.pp > 1 else "1F1B"
+        self.pipeline, self.each = pipeline, chunks_of(pipeline)
+        # A rank of some schedules has two stages of the pipeline, one in each half of the model.
+        self.stages = stage_layers(lengths.shape, self.degrees, self.each)
+        self.rank_of = [stage_of(pipeline, self.degrees.pp, stage) for stage in range(len(self.stages))]
         self.first = [sum(len(one) for one in self.stages[:stage]) for stage in range(len(self.stages))]
         self.reduced: dict[int, list[int]] = {}
         self.forward, self.backward = cache(self._forward_pieces), cache(self._backward_pieces)
@@ -153,8 +157,17 @@ class _Builder:
     def _forward_pieces(self, layer: LayerShape) -> tuple[Piece, ...]:
         return tuple(self.lengths.forward(layer))
 
-    def _backward_pieces(self, layer: LayerShape) -> tuple[Piece, ...]:
-        return tuple(self.lengths.backward(layer))
+    def _backward_pieces(self, layer: LayerShape, kind: str = "B") -> tuple[Piece, ...]:
+        """Of a whole backward; of an I or a W, half of each product, and I has everything else."""
+        pieces = tuple(self.lengths.backward(layer))
+        if kind == "B":
+            return pieces
+        halves = ("dense", "experts")
+        kept = [piece for piece in pieces if kind == "I" or piece.kind in halves]
+        return tuple(
+            piece._replace(seconds=piece.seconds / 2, fixed=piece.fixed / 2) if piece.kind in halves else piece
+            for piece in kept
+        )
 
     def build(self) -> Graph:
         accumulation = self.candidate.accumulation
@@ -171,12 +184,11 @@ class _Builder:
             self.number = accumulation // self.parts
         for stage in range(self.degrees.pp):
             self.graph.add("step::host", "host", STEP_HOST, stage=stage, fixed=STEP_HOST, stream="computation")
-        name = self.candidate.pipeline if self.degrees.pp > 1 else "1F1B"
-        found = orders(name, self.degrees.pp, max(1, self.number))
+        found = orders(self.pipeline, self.degrees.pp, max(1, self.number), self.each)
         send = self._send_seconds()
-        add_pipeline(self.graph, name, self.degrees.pp, found, self._work, send)
-        for stage, layers in enumerate(self.stages):
-            self._update(stage, layers)
+        add_pipeline(self.graph, self.pipeline, self.degrees.pp, found, self._work, send)
+        for rank in range(self.degrees.pp):
+            self._update(rank)
         return self.graph
 
     def _send_seconds(self) -> float:
@@ -192,20 +204,25 @@ class _Builder:
         name = f"{where}::{phase}::{piece.name}"
         return self.graph.add(
             name, piece.kind, piece.seconds, after, stream=piece.stream, low=piece.seconds * piece.low,
-            high=piece.seconds * piece.high, fixed=piece.fixed, layer=layer, phase=phase, stage=stage,
-            micro_batch=number, group=piece.group,
+            high=piece.seconds * piece.high, fixed=piece.fixed, layer=layer, phase=phase,
+            stage=self.rank_of[stage], micro_batch=number, group=piece.group,
         )  # fmt: skip
 
     def _work(self, graph: Graph, action: Action, stage: int, after: tuple[int, ...]) -> Iterator[int]:
         """Of one micro-batch of the pipeline, or of both halves."""
-        make = self._forward if action.kind == "F" else self._backward
+
+        def make(number: int) -> Iterator[int]:
+            if action.kind == "F":
+                return self._forward(action.chunk, number, after)
+            return self._backward(action.chunk, number, after, action.kind)
+
         if self.parts == 1:
-            yield from make(stage, action.micro_batch, after)
+            yield from make(action.micro_batch)
             return
         ends = [0, 0]
 
         def told(part: int) -> Iterator[int]:
-            for event in make(stage, 2 * action.micro_batch + part, after):
+            for event in make(2 * action.micro_batch + part):
                 ends[part] = event
                 yield event
 
@@ -238,20 +255,20 @@ class _Builder:
             free.append(last)
             if (copies := self.offloaded(layer)) is not None:
                 self._add(copies, where, "forward", last, stage, at, number)
-        if stage == self.degrees.pp - 1:
+        if stage == len(self.stages) - 1:
             for piece in self.lengths.head(False):
                 event = self._add(piece, "head", "forward", last, stage, None, number)
                 last = (event,)
                 yield event
 
-    def _backward(self, stage: int, number: int, after: tuple[int, ...]) -> Iterator[int]:
+    def _backward(self, stage: int, number: int, after: tuple[int, ...], kind: str = "B") -> Iterator[int]:
         layers, lengths = self.stages[stage], self.lengths
         last = after
         final = number >= self.number * self.parts - self.parts
         reduces = final or self.candidate.dense == "fsdp"
         free = [after, after]
         asked: tuple[int, ...] = ()
-        if stage == self.degrees.pp - 1:
+        if stage == len(self.stages) - 1 and kind != "W":
             for piece in lengths.head(True):
                 event = self._add(piece, "head", "backward", last, stage, None, number)
                 last = (event,)
@@ -264,15 +281,16 @@ class _Builder:
             layer, at = layers[i], self.first[stage] + i
             where = f"layers.{at}"
             asked = self._host(where, True, asked, stage, at, number)
-            gathered = [self._add(p, where, "backward", free[-2], stage, at, number) for p in self.gathers(layer)]
-            if (copies := self.offloaded(layer)) is not None:
+            again = () if kind == "W" else self.gathers(layer)
+            gathered = [self._add(p, where, "backward", free[-2], stage, at, number) for p in again]
+            if kind != "W" and (copies := self.offloaded(layer)) is not None:
                 gathered.append(self._add(copies, where, "backward", free[-2], stage, at, number))
             ridden = self.chunks == 1
-            for piece in self.backward(layer):
+            for piece in self.backward(layer, kind):
                 if self.chunks > 1 and piece.kind in _RIDE:
                     if not ridden:
                         last = self._ride_in_chunks(
-                            self.backward(layer), where, "backward", (*last, *gathered), stage, at, number
+                            self.backward(layer, kind), where, "backward", (*last, *gathered), stage, at, number
                         )
                         ridden = True
                         yield last[0]
@@ -280,7 +298,7 @@ class _Builder:
                 event = self._add(piece, where, "backward", (*last, *asked, *gathered), stage, at, number)
                 last = (event,)
                 yield event
-            if reduces:
+            if reduces and kind != "I":
                 experts = lengths.experts_of_layer if layer.experts else 0.0
                 taken = self._reduce(lengths.dense_of(layer), experts, where, last, stage, at, number)
                 if taken:
@@ -343,13 +361,15 @@ class _Builder:
             if piece.name == "copies" and number < self.number * self.parts - self.parts:
                 continue
             event = self._add(piece, where, "backward", after, stage, layer, number)
-            self.reduced.setdefault(stage, []).append(event)
+            self.reduced.setdefault(self.rank_of[stage], []).append(event)
             taken += piece.seconds
         return taken
 
-    def _update(self, stage: int, layers: tuple[LayerShape, ...]) -> None:
-        lengths, last_stage = self.lengths, self.degrees.pp - 1
-        ends = (stage == 0) + (stage == last_stage)
+    def _update(self, stage: int) -> None:
+        """`stage`: the first one of a rank, which has its number."""
+        lengths, own_stages = self.lengths, [i for i, rank in enumerate(self.rank_of) if rank == stage]
+        layers = tuple(layer for i in own_stages for layer in self.stages[i])
+        ends = (0 in own_stages) + (len(self.stages) - 1 in own_stages)
         dense, experts = lengths.parameters(layers, ends)
         events = self.graph.events
         own = [i for i, event in enumerate(events) if event.stage == stage]

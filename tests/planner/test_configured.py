@@ -64,6 +64,12 @@ def test_what_a_run_decides_is_noted(ep: int, transport: str) -> None:
     assert set(notes) == {"moe.schedule = auto", "moe.transport = auto", "parallelism.dense = auto"}
 
 
+def test_chunks_of_a_ride() -> None:
+    for given, chunks in (({"schedule": "chunks"}, 2), ({"schedule": "chunks", "chunks": 3}, 3), ({}, 1)):
+        _, candidate, notes = _configured(moe={"transport": "nvlink", **given})
+        assert candidate.chunks == chunks and "moe.schedule" not in str(notes)
+
+
 def test_between_nodes_the_shorter_ride_is_taken() -> None:
     shape, candidate, notes = _configured(parallelism={"ep_size": 16})
     seconds = {}
@@ -96,6 +102,25 @@ def test_balanced_ranks_are_the_prediction() -> None:
     assert step.tokens == 16 * 2 * 4096 and step.spread.group == (8, 1)
     with pytest.raises(ValueError, match="24 GPUs are not whole nodes of 16"):
         step_on(shape, H100, candidate, 16, 24)
+
+
+@pytest.mark.parametrize(
+    "pipeline", ["GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+)
+def test_every_order_of_a_pipeline_does_the_same_work(pipeline: str) -> None:
+    """Stages compute as long as under 1F1B, all together; when, depends on the order."""
+
+    def busy(name: str) -> dict[str, float]:
+        parallelism = {"ep_size": 4, "pp_size": 2, "dense": "replicate", "pp_schedule": name}
+        shape, candidate, _ = _configured(parallelism=parallelism, training={"gradient_accumulation_steps": 4})
+        graph = step_on(shape, H100, candidate, 8, 16).graph
+        kinds = ("attention", "dense", "experts", "dispatch", "combine", "loss", "optimizer")
+        return {kind: sum(float(event.seconds) for event in graph.events if event.kind == kind) for kind in kinds}
+
+    plain = busy("1F1B")
+    for kind, seconds in busy(pipeline).items():
+        # Latencies of kernels are few microseconds, and each half of a product has its own.
+        assert seconds == pytest.approx(plain[kind], rel=1e-6), kind
 
 
 def _run(tmp_path: Path, *arguments: str, plan: str = PLAN) -> Any:
