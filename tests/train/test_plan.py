@@ -184,6 +184,21 @@ def test_a_run_follows_its_plan_and_a_resumed_one_the_same(
     assert losses(branch) == {step: loss for step, loss in losses(whole).items() if step > 6}, "bit by bit"
 
 
+def test_rules_of_a_run_are_decisions_too(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
+    settings = [*text, "parallelism.tp_size=2", "training.eval_on_start=false"]
+    _, info = two_ranks(begin, str(tmp_path), settings)[0]
+    told = info["decisions"]["sequence_parallel"]
+    assert told["on"] == info["parallelism"]["sequence_parallel"] and told["how"] == "default" and told["why"]
+    assert list(info["decisions"])[-1] == "cuda_graphs"
+
+
+def begin(output: str, overrides: list[str]) -> tuple[str, dict[str, Any]]:
+    """On a rank: what a run says before its first step."""
+    one = Run(load_config(None, [*MODEL, *overrides, f"training.output_dir={output}"]), None, "test")
+    one.close()
+    return str(one.degrees), one.info
+
+
 def test_a_dry_run_shows_the_plan() -> None:
     resolved = resolve_config(
         None, ["model.config=olmoe-1b-7b", "model.dtype=bfloat16", "parallelism=auto", "memory=auto"]

@@ -23,6 +23,7 @@ from carpool.hf.sequence_parallel import why_not_sequence_parallel
 from carpool.hf.sizes import TOP_K, check_sizes, first_key
 from carpool.parallel.context import Cut
 from carpool.parallel.degrees import Degrees
+from carpool.planner.chosen import Kind
 from carpool.plugins.nearest import nearest
 from carpool.train.config.published import FROM, read_keys
 from carpool.train.config.schema import Config
@@ -173,6 +174,9 @@ def distributed_config(degrees: Degrees, bf16: bool) -> DistributedConfig:
         ep_implementation="carpool",
         fsdp_mixed_precision=bf16,
     )
+
+
+SEQUENCE_KIND: Kind[bool] = Kind("sequence_parallel", lambda on: {"on": on}, lambda record: bool(record["on"]))
 
 
 def divides_tokens(config: Config, degrees: Degrees, blueprint: PreTrainedModel) -> tuple[bool, str]:

@@ -40,6 +40,7 @@ from carpool.hf.shared import compute_shared_beside
 from carpool.observe.meter import NSIGHT
 from carpool.parallel.meshes import Meshes
 from carpool.parallel.replicated import sharded_parameters
+from carpool.planner.chosen import Chosen
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.ranks import from_rank_0, gather
 from carpool.train.checkpoints.reading import load
@@ -68,6 +69,7 @@ from carpool.train.run.graphs import StepGraphs, note_graphs, why_no_graphs
 from carpool.train.run.kept_times import Times, groups_before, measure_policies, small_config, small_model
 from carpool.train.run.memory import choose_memory, open_items, with_policies
 from carpool.train.run.model import (
+    SEQUENCE_KIND,
     attention_of,
     context_cut,
     distributed_config,
@@ -202,6 +204,9 @@ class Setup(RunState):
             )
         self.dp_rank = self.degrees.dp_rank(self.rank)
         self.divides_tokens, self.why_divided = divides_tokens(config, self.degrees, blueprint)
+        if self.degrees.tp > 1:
+            how = "default" if config.parallelism.sequence_parallel == "auto" else "given"
+            self.decisions.add(SEQUENCE_KIND, Chosen(self.divides_tokens, {}, how, self.why_divided))
         self.cut = context_cut(config, self.degrees, blueprint, self.rank)
         self.pipeline = cut_into_stages(config, self.degrees, blueprint, self.rank)
         self.top_k = top_k_of(blueprint)
