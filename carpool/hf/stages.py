@@ -141,9 +141,15 @@ def keep_parts(model: PreTrainedModel, parts: Sequence[Part]) -> None:
         model.all_tied_weights_keys = {}
     base: Any = model.base_model
     kept = {layer for part in parts for layer in part.layers}
-    for number in range(len(base.layers)):
-        if number not in kept:
-            base.layers[number] = Absent()
+    gone = [number for number in range(len(base.layers)) if number not in kept]
+    for number in gone:
+        base.layers[number] = Absent()
+    # What a checkpoint's files have of these is not to be told as unexpected.
+    elsewhere = [rf"\.layers\.({'|'.join(map(str, gone))})\."] if gone else []
+    elsewhere += [] if first else [r"\.embed_tokens\."]
+    elsewhere += [] if last else [r"\.norm\.", rf"^{_head_name(model)}\."]
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
+    model._keys_to_ignore_on_load_unexpected = [*ignored, *elsewhere]
     if not first:
         base.embed_tokens = Absent()
     if not last:

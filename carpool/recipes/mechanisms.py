@@ -79,6 +79,7 @@ KINDS: Mapping[str, str] = MappingProxyType({
     "predictor": "placement.predictor",
     "freeze": "training.freeze",
     "merge": "codec.merge",
+    "pipeline": "parallelism.pp_schedule",
 })  # fmt: skip
 
 
@@ -123,6 +124,7 @@ SWITCHES: Mapping[str, Mechanism] = MappingProxyType({
     "kept:dense-recomputed": Mechanism("memory.dense", "recompute", code="carpool.memory.recompute:keep_rides"),
     "kept:activation-recomputed": Mechanism("", code="carpool.experts.pairs:activate_backward"),
     "kept:collectives": Mechanism("", code="carpool.parallel.sequence:sum_over"),
+    "parallel:pipeline": Mechanism("parallelism.pp_size", 2, _several, "carpool.parallel.pipeline:Pipeline"),
     "parallel:tensor": Mechanism("parallelism.tp_size", 2, _several),
     "tokens:whole-between-blocks": Mechanism("parallelism.sequence_parallel", "off"),
     "tokens:divided-between-blocks": Mechanism(
