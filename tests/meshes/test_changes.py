@@ -31,8 +31,10 @@ MESHES: dict[str, Sizes] = {
     "cp": {"cp_size": 2, "ep_size": 4},
     "hsdp": {"dp_replicate_size": 2, "ep_size": 2},
     "cp and tp, folded": {"cp_size": 2, "tp_size": 2, "ep_size": 2, "etp_size": 2},
-    "pp, whole": {"pp_size": 2, "ep_size": 2, "dense": "replicate"},
+    "pp and cp, whole": {"pp_size": 2, "cp_size": 2, "ep_size": 2, "dense": "replicate"},
 }
+# Those that a pipeline of two stages needs; a balance loss is of one of them.
+MICRO_BATCHES = 2
 MODEL: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 16,
@@ -51,7 +53,6 @@ def _train(output: str, text: str, sizes: Sizes, training: dict[str, Any]) -> st
     reuse_meshes()
     transformers.logging.set_verbosity_error()
     dp = 4 // (sizes.get("tp_size", 1) * sizes.get("cp_size", 1) * sizes.get("pp_size", 1))
-    accumulation = 2 if "pp_size" in sizes else 1
     settings = {
         "model": {"model_type": "olmoe", "config": MODEL},
         "data": {"train": [text], "cache_dir": f"{text}/cache", "sequence_length": 32, "eval_fraction": 0.1},
@@ -59,9 +60,9 @@ def _train(output: str, text: str, sizes: Sizes, training: dict[str, Any]) -> st
         "moe": {"router_aux_loss_coef": 0.01},
         "training": {
             "output_dir": output,
-            "per_device_train_batch_size": SEQUENCES // (dp * accumulation),
-            "gradient_accumulation_steps": accumulation,
-            "sample_prompt": "none",
+            "per_device_train_batch_size": SEQUENCES // (dp * MICRO_BATCHES),
+            "gradient_accumulation_steps": MICRO_BATCHES,
+            "sample_prompt": None,
             "save_pretrained": False,
             "eval_on_start": False,
             "eval_steps": None,
@@ -71,7 +72,6 @@ def _train(output: str, text: str, sizes: Sizes, training: dict[str, Any]) -> st
             **training,
         },
     }
-    settings["training"]["sample_prompt"] = None
     try:
         train(Config.model_validate(settings), command="test")
     except (ValueError, ArithmeticError) as error:
@@ -139,18 +139,18 @@ def test_another_mesh_goes_on(
 
 @pytest.mark.slow
 def test_a_hundred_steps_on_any_mesh_and_over_all_of_them(ranks: Ranks, text: str, tmp_path: Path) -> None:
-    """One run on each mesh; and one that begins on the first and changes its mesh every 15 steps."""
+    """One run on each mesh; and one that begins on the first and changes its mesh every 12 steps."""
     runs, training = {}, {"max_steps": 100, "save_steps": None}
     for name, sizes in MESHES.items():
         runs[name] = tmp_path / name.replace(" ", "")
         assert ranks(_train, str(runs[name]), text, sizes, training) == [""] * 4, name
     output = tmp_path / "moving"
     for number, sizes in enumerate(MESHES.values()):
-        stop = min(100, 15 * (number + 1))
+        stop = 100 if number == len(MESHES) - 1 else 12 * (number + 1)
         resume = {} if number == 0 else {"resume_from_checkpoint": "last"}
         parts = {"max_steps": 100, "stop_at_step": stop if stop < 100 else None, "save_steps": None, **resume}
         assert ranks(_train, str(output), text, sizes, parts) == [""] * 4
     expected = _steps(runs["ep"])
     assert expected[100][0] < expected[1][0] / 2
     for found in (*runs.values(), output):
-        _check(_steps(found), expected, 1e-3)
+        _check(_steps(found), expected, 1e-4)
