@@ -169,7 +169,7 @@ def simulate(
         build: the configuration on so many GPUs; raises ValueError where its degrees do not divide them.
         gpus: how many.
         trace: of routing; None: uniform.
-        sizes: of the curve, up to `gpus`; None: a quarter of `gpus`, a quarter of that, and so on, as long as the
+        sizes: of the curve, up to `gpus`; None: a quarter of `gpus`, a quarter of that, four times, as long as the
             configuration has them.
 
     Raises:
@@ -212,7 +212,7 @@ def simulate(
 
 
 def _smaller(build: Callable[[int], Step], gpus: int, sizes: Sequence[int] | None) -> Iterator[Step]:
-    quarters = [gpus >> shift for shift in range(16, 0, -2) if gpus % (1 << shift) == 0]
+    quarters = [gpus >> shift for shift in range(8, 0, -2) if gpus % (1 << shift) == 0]
     for number in quarters if sizes is None else sizes:
         if number < gpus:
             try:
