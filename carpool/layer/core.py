@@ -241,8 +241,8 @@ class LayerCore:
     @torch._disable_dynamo
     def _make_transport(self, top_k: int, hidden: int, device: torch.device) -> Transport:
         own = self.function is None
-        top_k *= self.layout.slices
         name, self.why = resolve_transport(self.requested, self.group, top_k, hidden, self.options, own_forward=own)
+        top_k *= self.layout.slices
         if self.requested == "auto" and why_not_nodes(self.group) is None and self.group is not None:
             most, size = None if self.options is None else self.options.max_tokens, 2 if device.type == "cuda" else 4
             machine = hardware_of(torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")

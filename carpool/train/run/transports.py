@@ -113,4 +113,4 @@ def likely_transport(
             if cls.automatic and not cls.anywhere
         }
         unfit = {one: reason for one, reason in reasons.items() if reason is not None}
-    return choose_transport(config.moe.transport, degrees.expert_ranks, top_k * degrees.etp, unfit)
+    return choose_transport(config.moe.transport, degrees.expert_ranks, top_k, unfit)
