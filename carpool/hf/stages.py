@@ -80,7 +80,8 @@ def why_not_cut(model: PreTrainedModel) -> str | None:
     if _head_name(model) is None:
         return f"{name} has no output layer beside its layers"
     if model.config.model_type not in ONE_AFTER_THE_OTHER:
-        return f"{name} has not been compared with its stages (those of {', '.join(sorted(ONE_AFTER_THE_OTHER))} have)"
+        known = ", ".join(sorted(ONE_AFTER_THE_OTHER))
+        return f"{name} has not been compared with its stages, as models of the types {known} have"
     return None
 
 
