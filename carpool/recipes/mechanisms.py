@@ -126,6 +126,8 @@ SWITCHES: Mapping[str, Mechanism] = MappingProxyType({
     "kept:collectives": Mechanism("", code="carpool.parallel.sequence:sum_over"),
     "parallel:pipeline": Mechanism("parallelism.pp_size", 2, _several, "carpool.parallel.pipeline:Pipeline"),
     "parallel:tensor": Mechanism("parallelism.tp_size", 2, _several),
+    "parallel:context": Mechanism("parallelism.cp_size", 2, _several, "carpool.parallel.context:Cut"),
+    "folded:experts": Mechanism("parallelism.ep_size", 4, _several, "carpool.parallel.meshes:Meshes"),
     "tokens:whole-between-blocks": Mechanism("parallelism.sequence_parallel", "off"),
     "tokens:divided-between-blocks": Mechanism(
         "parallelism.sequence_parallel", "on", code="carpool.hf.sequence_parallel:shard_sequences"
