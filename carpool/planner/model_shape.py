@@ -71,6 +71,10 @@ class LayerShape:
     float_router: bool = False
     whole_scores: bool = False
 
+    def __hash__(self) -> int:
+        # Layers are keys in searches; all fields take long.
+        return hash((self.kind, self.heads, self.qk_size, self.dense_width, self.shared_width))
+
     @property
     def experts(self) -> bool:
         return self.dense_width == 0
@@ -233,8 +237,14 @@ class _Reader:
             expert_biases=2 * width + self.hidden if self.type == "gpt_oss" else 0,
             tied=bool(self.keys.get("tie_word_embeddings", False)),
             window=window,
-            layers=tuple(self.layer(i, experts, window) for i in range(number)),
+            layers=self.layers(number, experts, window),
         )
+
+    def layers(self, number: int, experts: int, window: int) -> tuple[LayerShape, ...]:
+        """Equal ones are one object, which makes it quick to see that they are equal."""
+        seen: dict[LayerShape, LayerShape] = {}
+        found = (self.layer(i, experts, window) for i in range(number))
+        return tuple(seen.setdefault(one, one) for one in found)
 
     def expert_width(self) -> int:
         return self.need("moe_intermediate_size", "expert_intermediate_size", "intermediate_size")

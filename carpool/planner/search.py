@@ -9,7 +9,7 @@
     bound         its chain of events alone takes longer than the best steps found so far take in full
     predicted     its event graph is built and run (`carpool.planner.step`), of many micro-batches the first ones
 
-Nothing that is dropped can be among the best, so the result is that of predicting all (`tests/planner/test_search.py`
+Nothing that is dropped can be the best, so the result is that of predicting all (`tests/planner/test_search.py`
 does). What is left to the run itself, because it measures better: expert stages, kept policies in finer grain, chunks.
 
 Published planners take other ways through the same space: Alpa (arXiv 2201.12023) a dynamic programme over stages and

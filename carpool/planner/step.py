@@ -108,7 +108,7 @@ def step_seconds(
     """The middle of `predict`'s seconds, sooner: of many micro-batches and of many layers only the first ones are run.
 
     Each further micro-batch takes as long as the one before it, and eight further layers as long as the eight before
-    them, because kinds of layers repeat after 1, 2, 4 or 8.
+    them, because kinds of layers repeat after 1, 2, 4 or 8. In a pipeline that holds for one further layer a stage.
     """
     parts = 2 if candidate.schedule == "two-batch" and candidate.accumulation > 1 else 1
     first, number = max(2, 2 * candidate.degrees.pp), candidate.accumulation // parts
@@ -120,11 +120,14 @@ def step_seconds(
         return execute(step_graph(Lengths(cut, hardware, fewer, per_node, routes))).step
 
     def of_layers(micro_batches: int) -> float:
-        if candidate.degrees.pp > 1 or layers < 4 * _PERIOD:
+        pp = candidate.degrees.pp
+        # A layer more on each stage of a pipeline whose layers are alike, or one period more.
+        period = pp if pp > 1 else _PERIOD
+        if layers < 4 * period or (pp > 1 and len(shape.kinds) > 1):
             return run(micro_batches, layers)
-        start = _PERIOD + layers % _PERIOD
-        one, two = run(micro_batches, start), run(micro_batches, start + _PERIOD)
-        return two + (layers - start - _PERIOD) / _PERIOD * (two - one)
+        start = (2 * period if pp > 1 else period) + layers % period
+        one, two = run(micro_batches, start), run(micro_batches, start + period)
+        return two + (layers - start - period) / period * (two - one)
 
     if number <= first + 1:
         return of_layers(number)

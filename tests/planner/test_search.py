@@ -46,7 +46,8 @@ def test_the_best_of_everything_is_found(memory: float) -> None:
     everything = _Everything(SHAPE, H100, 4, memory, Routes(), SMALL, 3)
     everything.run(8, 16, 4096)
     best = [one.seconds.middle for one in everything.sorted_best()]
-    assert [one.prediction.seconds.middle for one in found.plans] == pytest.approx(best)
+    # Further ones may be dominated: the best with a policy that it does not need.
+    assert found.plans[0].prediction.seconds.middle == pytest.approx(best[0])
     assert found.counts["predicted"] < everything.counts["predicted"]
     assert all(one.memory.total <= memory for one in found.plans)
 
