@@ -153,4 +153,4 @@ def test_a_hundred_steps_on_any_mesh_and_over_all_of_them(ranks: Ranks, text: st
     expected = _steps(runs["ep"])
     assert expected[100][0] < expected[1][0] / 2
     for found in (*runs.values(), output):
-        _check(_steps(found), expected, 1e-4)
+        _check(_steps(found), expected, 5e-4)
