@@ -100,7 +100,7 @@ def compare(points: Sequence[Mapping[str, Any]], hardware: Hardware, per_node: i
         predicted = memory.tensors + memory.parts.get("graphs", 0.0)
         # What replays of graphs take is not counted by PyTorch: such peaks lack what must be there.
         least = memory.parts["parameters"] + memory.parts["optimizer"] + memory.parts["activations"] / 2
-        peak = point["peak_bytes"] if point["peak_bytes"] > least else None
+        peak = point["peak_bytes"] if (point["peak_bytes"] or 0) > least else None
         found.append(Compared(point["point"], point["milliseconds"] / 1e3, prediction, peak, predicted))
     return found
 
