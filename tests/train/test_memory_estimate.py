@@ -168,7 +168,10 @@ def test_captured_steps_leave_nothing_for_an_evaluation() -> None:
     captured, eager = (estimate_of(*shape, *more)("nvlink", "replicate") for more in ([], ["training.cuda_graphs=off"]))
     logits = 2 * 2**29  # a piece, 2**29 numbers
     assert captured["graphs"] >= logits * 0.9 and "graphs" not in eager
-    assert captured["total"] - captured["graphs"] == eager["total"]
+    # A graph's gradients stay where they are.
+    gradients = captured["gradients"] - eager["gradients"]
+    assert gradients > 0
+    assert captured["total"] - captured["graphs"] == pytest.approx(eager["total"] + 1.03 * gradients, rel=1e-6)
     assert "graphs" not in estimate_of(*shape)("dedup", "replicate")
     assert "graphs" not in estimate_of(*shape, "memory.dense=offload")("nvlink", "replicate")
 
