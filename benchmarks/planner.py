@@ -87,7 +87,7 @@ def candidate_of(point: Mapping[str, Any]) -> tuple[ModelShape, Candidate, Route
     routes = Routes()
     if point["routing"] != "balanced":
         routes = Routes.of(Trace.load(Path(point["routing"])), point["routing"])
-    return ModelShape.read(keys), candidate, routes
+    return ModelShape.read(keys, config["model"].get("attn_implementation")), candidate, routes
 
 
 def compare(points: Sequence[Mapping[str, Any]], hardware: Hardware, per_node: int) -> list[Compared]:

@@ -42,7 +42,7 @@ def model_of(settings: Settings, keys: Mapping[str, Any]) -> ModelShape:
         ValueError: a size is missing, or there are no experts."""
     model = settings["model"]
     keys = {**keys, "model_type": keys.get("model_type") or model["model_type"]}
-    shape = ModelShape.read(keys)
+    shape = ModelShape.read(keys, model["attn_implementation"])
     top_k = model["num_experts_per_tok"]
     return shape if top_k is None else replace(shape, top_k=top_k)
 

@@ -32,8 +32,6 @@ _HEAD_NORMS = ("qwen3_moe", "qwen3_next", "qwen3_vl_moe_text", "dots1", "exaone_
 _WHOLE_NORMS = ("olmoe", "minimax_m2", "flex_olmo")
 # Routers that compute with float32 copies of their rows and weights.
 _FLOAT_ROUTERS = ("deepseek_v3", "deepseek_v2", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "kimi_linear", "dots1")
-# Attention with sinks is computed with whole score matrices, for want of a fused kernel.
-_WHOLE_SCORES = ("gpt_oss",)
 _WITHOUT_OUTPUT_BIAS = ("glm4_moe",)
 
 
@@ -52,7 +50,7 @@ class LayerShape:
         latent: rows of a token that latent attention normalises and keeps.
         normed: elements of a token's queries and keys that have norms of their own.
         float_router: the router computes in float32.
-        whole_scores: score matrices are kept.
+        whole_scores: score matrices are computed whole and kept; attention is not fused.
         experts: whether it has routed ones.
     """
 
@@ -136,14 +134,17 @@ class ModelShape:
     layers: tuple[LayerShape, ...]
 
     @classmethod
-    def read(cls, keys: Mapping[str, Any]) -> ModelShape:
+    def read(cls, keys: Mapping[str, Any], attention: str | None = None) -> ModelShape:
         """From the keys of a config.json.
+
+        Args:
+            attention: as `model.attn_implementation`; all but "eager" is fused.
 
         Raises:
             ValueError: a size is missing, or there are no experts."""
         if isinstance(keys.get("text_config"), Mapping):
             keys = {**keys["text_config"], "tie_word_embeddings": keys.get("tie_word_embeddings", False)}
-        return _Reader(keys).shape()
+        return _Reader(keys, attention).shape()
 
     @property
     def expert_parameters(self) -> int:
@@ -204,8 +205,8 @@ class ModelShape:
 class _Reader:
     """Reads keys, and says which one is missing."""
 
-    def __init__(self, keys: Mapping[str, Any]) -> None:
-        self.keys, self.type = keys, str(keys.get("model_type", ""))
+    def __init__(self, keys: Mapping[str, Any], attention: str | None) -> None:
+        self.keys, self.attention_is, self.type = keys, attention, str(keys.get("model_type", ""))
         self.hidden = self.need("hidden_size")
 
     def get(self, *names: str, default: int = 0) -> int:
@@ -271,7 +272,7 @@ class _Reader:
             dense_width=self.dense_width() if dense else 0,
             shared_width=shared,
             float_router=self.type in _FLOAT_ROUTERS,
-            whole_scores=self.type in _WHOLE_SCORES,
+            whole_scores=self.attention_is == "eager",
             **more,
         )
 

@@ -190,7 +190,10 @@ def all_degrees(model: ModelShape, gpus: int, per_node: int, sequence_length: in
                     for ep in eps:
                         if space.ep and ep not in space.ep:
                             continue
-                        if (ep > 1 and ep % tp and tp > 1) or (etp > 1 and (ep == 1 or etp > per_node)):
+                        if ep > 1 and ep % tp and tp > 1:
+                            continue
+                        # How fast slices compute was not measured: only where whole experts are too few for the ranks.
+                        if etp > 1 and (ep < model.num_experts or etp > per_node):
                             continue
                         yield Degrees(replicas, data // replicas, tp, ep, cp, pp, etp)
 

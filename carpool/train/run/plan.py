@@ -124,7 +124,8 @@ def make_plan(
 
     Raises:
         ValueError: nothing that is allowed fits."""
-    shape, free = ModelShape.read(model.config.to_dict()), free_keys(config, fixed)
+    shape = ModelShape.read(model.config.to_dict(), config.model.attn_implementation)
+    free = free_keys(config, fixed)
     training, length = config.training, config.data.sequence_length
     now = config.parallelism.resolve(world, shape.num_experts)
     sequences = training.per_device_train_batch_size * training.gradient_accumulation_steps * now.dp
