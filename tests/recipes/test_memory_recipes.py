@@ -31,7 +31,7 @@ SYSTEMS = {
     "moe-infinity": {"host:experts", "prefetch:activation-matrix", "cache:experts"},
 }
 REFUSED = {
-    "aptmoe": {"cpu:experts", "prefetch:popularity", "parallel:pipeline"},
+    "aptmoe": {"cpu:experts", "prefetch:popularity", "parallel:pipeline-of-host-experts"},
     "moesys": {"cache:trained-experts", "gathered:dense-parameters"},
 }
 
