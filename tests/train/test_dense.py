@@ -114,7 +114,10 @@ def test_the_setting_may_change_at_a_resume(
     [
         ["moe.schedule=two-batch", "memory.dense=recompute"],
         ["parallelism.ep_size=2", "training.freeze=dense"],
-        ["placement.policy=migrate", "placement.every=1", "placement.solver=search", "placement.replicas=1"],
+        pytest.param(
+            ["placement.policy=migrate", "placement.every=1", "placement.solver=search", "placement.replicas=1"],
+            marks=pytest.mark.slow,
+        ),
         ["parallelism.dp_replicate_size=2", "training.bf16=true"],
     ],
     ids=["two-batch", "efsdp", "placement", "hsdp"],
