@@ -79,11 +79,17 @@ def _draw(result: Result, plot: str, path: Path) -> bool:
     return True
 
 
-def print_table(console: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """The first column is text, the others are numbers. Cells may have rich's markup."""
+def print_table(
+    console: Console, title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], long: int | None = None
+) -> None:
+    """The first column is text, the others are numbers. Cells may have rich's markup.
+
+    Args:
+        long: a column of text that takes several lines where there is no room for one."""
     table = Table(box=box.SIMPLE_HEAD)
     for number, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if number else "left", no_wrap=True)
+        text = number in (0, long)
+        table.add_column(heading, justify="left" if text else "right", no_wrap=number != long)
     for row in rows:
         table.add_row(*row)
     console.print(title, style="bold", highlight=False)

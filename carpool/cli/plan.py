@@ -113,7 +113,7 @@ def _show(
     rows = [_row(i + 1, one) for i, one in enumerate(found.plans)]
     name = model if "/" not in model else Path(model).stem
     title = f"{name} on {first.candidate.degrees.world_size} x {rates.name}, {first.candidate.tokens:,} tokens a step"
-    print_table(console, title, list(COLUMNS), rows)
+    print_table(console, title, list(COLUMNS), rows, long=1)
     why = [
         ("The step goes to", bounded_by(first)),
         ("Its memory is highest", f"{first.memory.at}, stage {first.memory.stage}"),
