@@ -6,6 +6,8 @@ import dataclasses
 import io
 import json
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,7 @@ TINY = {
     "router_aux_loss_coef": 0.01,
 }  # fmt: skip
 MiB = 2**20
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +103,7 @@ def test_forced_choices_have_the_routers_own_weights():
     assert "forced_TK" not in router.state_dict()
 
 
-def test_compiled_layers_with_forced_choices_share_one_graph():
+def compile_with_forced_choices() -> None:
     model, ids, graphs = build(num_hidden_layers=12), torch.arange(40).reshape(2, 20), []
     choices = {f"model.layers.{i}.mlp.experts": balanced_choices(40, 8, 3, seed=i) for i in range(12)}
     force_choices(model, choices, 8)
@@ -115,7 +118,14 @@ def test_compiled_layers_with_forced_choices_share_one_graph():
         layer.forward = torch.compile(layer.forward, backend=backend)
     compiled = model(ids, use_cache=False).logits
     torch.testing.assert_close(compiled, eager)
-    assert len(graphs) == 1
+    assert len(graphs) == 1, len(graphs)
+
+
+def test_compiled_layers_with_forced_choices_share_one_graph():
+    """In a process of its own: what other tests have left in this one may break graphs."""
+    code = f"from {__name__} import compile_with_forced_choices; compile_with_forced_choices()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_what_cannot_be_forced():
