@@ -168,8 +168,7 @@ class TransformersContender(_RandomText):
 
     def __init__(self, config: Config, routing: str) -> None:
         self.config, self.compare_with = config, None
-        self._find_place()
-        self._find_mesh()
+        self._prepare(resumes=False)
         if self.cut is not None:
             raise ValueError("transformers has no context parallelism (parallelism.cp_size)")
         self._read_data()

@@ -1,7 +1,7 @@
 """A run before its first step: all that it is made of; or an error that says what cannot be, with nothing written.
 
-data -> model (FSDP x EP) -> where experts live, which choices count -> how rows ride, how experts compute, what
-runs beside what -> loss and optimizer -> the checkpoint that is resumed -> records
+prepare.py -> data -> model (FSDP x EP) -> where experts live, which choices count -> how rows ride, how experts
+compute, what runs beside what -> loss and optimizer -> the checkpoint that is resumed -> records
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig
 from carpool.hf import install, rides, set_experts, set_kept, set_transport
 from carpool.hf.bias import BiasBalance, find_biases
 from carpool.hf.build import build_model
-from carpool.hf.compiled import check_backend, compile_layers, decoder_layers
+from carpool.hf.compiled import compile_layers, decoder_layers
 from carpool.hf.context import ContextParallel
 from carpool.hf.dense import replicate_dense
 from carpool.hf.drops import drop_choices, route_in_float32
@@ -34,91 +34,66 @@ from carpool.hf.limit import limit_routing
 from carpool.hf.metrics import RideMetrics
 from carpool.hf.names import name_layers
 from carpool.hf.offload import offload_layers
-from carpool.hf.packed import why_not_packed
 from carpool.hf.recompute import recompute_layers
 from carpool.hf.shared import compute_shared_beside
 from carpool.observe.meter import NSIGHT
-from carpool.parallel.meshes import Meshes
 from carpool.parallel.replicated import sharded_parameters
-from carpool.planner.chosen import Chosen
-from carpool.train.checkpoints.manager import CheckpointManager
-from carpool.train.checkpoints.ranks import from_rank_0, gather
+from carpool.train.checkpoints.ranks import gather
 from carpool.train.checkpoints.reading import load
-from carpool.train.checkpoints.resume import checkpoint_to_resume, read_run_state
 from carpool.train.config.schema import Config
 from carpool.train.data.corpus import Corpus, prepare
 from carpool.train.data.loader import EvalLoader, TrainLoader
 from carpool.train.data.prefetch import Prefetch
 from carpool.train.data.sequences import eval_sequences, train_sequences
-from carpool.train.data.tokenizer import load_tokenizer
 from carpool.train.launch.stopping import StopRequest
 from carpool.train.launch.watchdog import Watchdog
 from carpool.train.moving.cost import Facts
-from carpool.train.moving.layouts import check_layout_file, first_layouts
+from carpool.train.moving.layouts import first_layouts
 from carpool.train.moving.runtime import Placement
 from carpool.train.run.about import record_graphs, say_hello, write_files, write_run
-from carpool.train.run.adapter import add_adapter, check_base
-from carpool.train.run.dense import choose_dense, rank_memory
+from carpool.train.run.adapter import add_adapter
 from carpool.train.run.display import Display
-from carpool.train.run.environment import peak_memory
-from carpool.train.run.estimate import MemoryEstimate
-from carpool.train.run.files import decisions_of, why_not_writable
-from carpool.train.run.fit import check_fits
-from carpool.train.run.flops import flops_per_token, model_size, peak_flops
+from carpool.train.run.flops import flops_per_token, peak_flops
 from carpool.train.run.graphs import StepGraphs, note_graphs, why_no_graphs
 from carpool.train.run.kept_times import Times, groups_before, measure_policies, small_config, small_model
-from carpool.train.run.memory import choose_memory, open_items, with_policies
+from carpool.train.run.memory import open_items
 from carpool.train.run.model import (
-    SEQUENCE_KIND,
-    attention_of,
-    context_cut,
     distributed_config,
-    divides_tokens,
-    expert_counts,
     loading_shown,
-    meta_model,
-    model_source,
     top_k_of,
 )
-from carpool.train.run.pipeline import cut_into_stages
-from carpool.train.run.plan import choose_plan, with_settings
-from carpool.train.run.record import Recorder, check_trackers
+from carpool.train.run.prepare import Prepared
+from carpool.train.run.record import Recorder
 from carpool.train.run.room import most_tokens, transport_options
 from carpool.train.run.schedules import choose_schedule, rides_first
-from carpool.train.run.speeds import with_speeds
 from carpool.train.run.stages import choose_stages
-from carpool.train.run.state import RunState
 from carpool.train.run.step import Objective, make_optimizer
-from carpool.train.run.tiers import check_tiers, disk_folder, make_tiers
-from carpool.train.run.topology import find_machine, ranks_of
-from carpool.train.run.transports import TRANSPORT_KIND, choose_way, likely_transport
+from carpool.train.run.tiers import disk_folder, make_tiers
+from carpool.train.run.topology import ranks_of
+from carpool.train.run.transports import TRANSPORT_KIND, choose_way
 from carpool.transport import TransportOptions, check_codecs, check_transport, set_topology
 
 # What a bias moves by in a step, if nobody says: DeepSeek-V3, arXiv 2412.19437, section 4.2.
 DEEPSEEK_RATE = 0.001
 
 
-class Setup(RunState):
+class Setup(Prepared):
     """Makes a run's state. All ranks construct it alike.
 
     Args:
         compare_with: a transport whose step times are compared at the end.
         command: what the user typed, for the record.
-        fixed: settings that the user has said, by SECTION.KEY; a plan leaves them.
+        fixed: as `Prepared.fixed`.
 
     Raises:
         ValueError: a configuration, data or checkpoint that cannot be used.
     """
 
-    fixed: frozenset[str] = frozenset()
-
     def __init__(
         self, config: Config, compare_with: str | None, command: str, fixed: Collection[str] = frozenset()
     ) -> None:
         self.config, self.compare_with, self.fixed = config, compare_with, frozenset(fixed)
-        self._find_place()
-        resume, saved = from_rank_0(self._find_checkpoint)
-        self._find_mesh(resume)
+        resume, saved = self._prepare()
         self._read_data()
         self._build_model()
         self._set_routing(saved)
@@ -137,104 +112,6 @@ class Setup(RunState):
             resume,
         )
         self._open_records(command, resume)
-
-    def _find_place(self) -> None:
-        """Devices and folders; what one rank can tell alone of what the run cannot have."""
-        training, moe = self.config.training, self.config.moe
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.main = self.rank == 0
-        cuda = dist.get_backend() == "nccl"
-        self.bf16 = cuda if training.bf16 is None else training.bf16
-        self.device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        self.memory_before = peak_memory(self.device)
-        self.folder = Path(training.output_dir)
-        if why := gather(why_not_writable(self.folder) if self.main else None)[0]:
-            raise ValueError(f"training.output_dir = {self.folder}: {why}; choose another folder")
-        self.checkpoints = CheckpointManager(self.folder, training.save_total_limit)
-        check_trackers(training.report_to)
-        if training.torch_compile:
-            check_backend(training.torch_compile_backend)
-        # As far as one rank can tell alone; together they look again when the model is there.
-        for name in (moe.transport, self.compare_with or "auto"):
-            check_transport(name, None)
-        self.topology, self.hardware = find_machine(self.config.parallelism, self.device)
-
-    def _find_checkpoint(self) -> tuple[Path | None, dict[str, Any]]:
-        """The checkpoint to go on from, and what it says beside weights."""
-        found = checkpoint_to_resume(self.config.training.resume_from_checkpoint, self.folder, self.checkpoints)
-        return found, read_run_state(found) if found is not None else {}
-
-    def _find_mesh(self, resume: Path | None = None) -> None:
-        """What model it is, over how many ranks each of its dimensions goes, and how dense parameters lie on them."""
-        config = self.config
-        self.decisions = decisions_of([resume.parent.parent, self.folder] if resume is not None else [])
-        self.tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
-        self.source = self._find_source()
-        blueprint = meta_model(self.source)
-        # Not the sharded model's class, which FSDP renames.
-        self.architecture = type(blueprint).__name__
-        self.expert_counts = expert_counts(blueprint)
-        self.why_not_packed = why_not_packed(blueprint)
-        self.vocab_size = blueprint.config.get_text_config().vocab_size
-        cuda = self.device.type == "cuda"
-        memory = rank_memory(cuda, self.topology.ranks_beside(self.rank))
-        self.plan = choose_plan(self, blueprint, self.fixed, memory)
-        if self.plan is not None:
-            config = self.config = with_settings(config, self.plan.answer.taken.settings)
-        self.degrees = config.parallelism.resolve(self.world, min(self.expert_counts.values()))
-        config.check_supported(self.degrees.sizes)
-        check_layout_file(config, blueprint.config.model_type, self.expert_counts, self.degrees)
-        self.meshes = Meshes(self.degrees, self.device.type)
-        if any(number % self.degrees.ep for number in self.expert_counts.values()) and (
-            config.adapter.kind is not None or config.memory.experts != "device"
-        ):
-            raise ValueError(
-                f"parallelism.ep_size = {self.degrees.ep} does not divide the experts, which neither adapters nor "
-                "memory.experts = 'host' or 'disk' know: choose an ep_size that does"
-            )
-        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
-        config = self.config = with_speeds(config, self.device, gather(name), self.decisions)
-        self.batch_sizes = config.parallelism.batch_sizes(config.training.per_device_train_batch_size, self.degrees)
-        halves = config.moe.schedule == "two-batch" and config.training.gradient_accumulation_steps == 1
-        if halves and min(self.batch_sizes) == 1 < max(self.batch_sizes):
-            raise ValueError(
-                "two batches at a time cut each rank's only micro-batch in two, and by parallelism.rank_speeds a rank "
-                "has one sequence: set training.gradient_accumulation_steps=2, or a larger "
-                "training.per_device_train_batch_size"
-            )
-        self.dp_rank = self.degrees.dp_rank(self.rank)
-        self.divides_tokens, self.why_divided = divides_tokens(config, self.degrees, blueprint)
-        if self.degrees.tp > 1:
-            how = "default" if config.parallelism.sequence_parallel == "auto" else "given"
-            self.decisions.add(SEQUENCE_KIND, Chosen(self.divides_tokens, {}, how, self.why_divided))
-        self.cut = context_cut(config, self.degrees, blueprint, self.rank)
-        self.pipeline = cut_into_stages(config, self.degrees, blueprint, self.rank)
-        self.top_k = top_k_of(blueprint)
-        self.attention = attention_of(config, self.degrees, blueprint, self.device.type == "cuda")
-        self.size = model_size(blueprint, self.expert_counts, self.top_k)
-        hidden = blueprint.config.get_text_config().hidden_size
-        transport, _ = likely_transport(config, self.degrees, hidden, self.top_k, cuda)
-        self.estimate = MemoryEstimate(config, self.degrees, blueprint, self.bf16, cuda)
-        self.kept = choose_memory(self.estimate, transport, self.hardware, self.decisions, self._measure_policies)
-        if (budget := config.memory.budget_bytes) is not None:
-            # All that follows reads one configuration.
-            config = self.config = with_policies(config, self.kept.answer)
-            self.estimate = self.estimate.changed(config)
-            memory = min(memory, budget)
-        check_tiers(self, self.estimate.host_bytes(transport), self.estimate.disk_bytes())
-        self.dense = choose_dense(
-            config,
-            self.degrees,
-            lambda dense: self.estimate(transport, dense)["total"],
-            memory,
-            self.decisions,
-        )
-        check_base(config, self.degrees, self.dense.answer, self.bf16)
-        # Advice takes a while, and the answer is the same.
-        from_rank_0(lambda: check_fits(self.estimate, transport, self.dense.answer, memory))
-
-    def _find_source(self) -> PreTrainedConfig | Path:
-        return model_source(self.config, self.tokenizer)
 
     def _measure_policies(self) -> Times:
         """What each policy of what is kept costs (`carpool.train.run.kept_times`)."""
@@ -344,8 +221,6 @@ class Setup(RunState):
         self.limits_lossy = limit_routing(self.model, moe.limits(self.ep_topology))
         self.limits_lossy += drop_choices(self.model, moe.drops, top_k_of(self.model))
         self.bias = self._bias_balance()
-        if self.config.memory.dense == "recompute":
-            recompute_layers(self.model, self.config.memory.sums == "recompute")
 
     def _bias_balance(self) -> BiasBalance | None:
         """What moves the biases of the model's routers; None if nothing does."""
@@ -362,6 +237,8 @@ class Setup(RunState):
         self.most_tokens = most_tokens(config, self.degrees)
         self.experts_lossy = set_experts(self.model, moe.experts, **moe.expert_options)
         set_kept(self.model, config.memory.kept)
+        if config.memory.dense == "recompute":
+            recompute_layers(self.model, config.memory.sums == "recompute")
         self.rides = list(rides(self.model).values())
         name_layers(self.model)
         if (schedule := moe.asked_schedule()) is not None:
@@ -553,8 +430,7 @@ class _SmallSetup(Setup):
 
     def __init__(self, config: Config, model: PreTrainedConfig) -> None:
         self.config, self.compare_with, self._model_config = config, None, model
-        self._find_place()
-        self._find_mesh()
+        self._prepare(resumes=False)
         self._build_model()
         self._set_routing({})
         self._set_rides()
