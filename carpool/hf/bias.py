@@ -50,14 +50,15 @@ class BiasBalance:
     Args:
         model: with Carpool's layers.
         rate: the step, 0.001 in DeepSeek-V3.
+        group: the ranks that have the same layers, of a stage of a pipeline; None: all.
 
     Raises:
         ValueError: no router of the model has a bias, or a rate that is not positive."""
 
-    def __init__(self, model: nn.Module, rate: float) -> None:
+    def __init__(self, model: nn.Module, rate: float, group: dist.ProcessGroup | None = None) -> None:
         if rate <= 0:
             raise ValueError(f"the rate {rate:g} must be positive: it is what a bias moves by in a step")
-        self.model, self.rate, layers = model, rate, required_rides(model)
+        self.model, self.rate, self.group, layers = model, rate, group, required_rides(model)
         self.holders = find_biases(model)
         if not self.holders:
             raise ValueError(
@@ -79,7 +80,7 @@ class BiasBalance:
             assert own.load_E is not None
             loads.append(own.load_E)
         moves = [torch.zeros(load.shape, device=load.device) for load in loads]
-        update_biases(moves, loads, self.rate, (None,) if dist.is_initialized() else ())
+        update_biases(moves, loads, self.rate, (self.group,) if dist.is_initialized() else ())
         parameters = any(attribute in holder._parameters for holder, attribute in self.holders.values())
         with torch.no_grad(), sharded_parameters(self.model, write=True) if parameters else nullcontext():
             for (holder, attribute), move_E in zip(self.holders.values(), moves, strict=True):

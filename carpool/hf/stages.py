@@ -87,7 +87,7 @@ def why_not_cut(model: PreTrainedModel) -> str | None:
 
 # Model types whose forward does nothing but one layer after the other. Others may scale embeddings, or share between
 # layers, which stages would repeat or lack. Each of these is compared with one process by tests/train/test_pipeline.py.
-ONE_AFTER_THE_OTHER = {"deepseek_v3", "gpt_oss", "olmoe", "qwen3_moe"}
+ONE_AFTER_THE_OTHER = {"deepseek_v3", "gpt_oss", "mixtral", "olmoe", "qwen3_moe"}
 
 
 def cut_model(blueprint: PreTrainedModel, stages: int) -> list[Part]:

@@ -26,7 +26,7 @@ from carpool.observe.stats import LayerStats
 from carpool.parallel.slots import SlotFiller, fill_slots
 from carpool.planner.hardware import hardware_of
 from carpool.planner.nodes import way_between_nodes
-from carpool.ride import NO_HOOKS, RideHooks, RideSetup, WaitingRides, ride, ride_merged, ride_module
+from carpool.ride import NO_HOOKS, Owed, RideHooks, RideSetup, WaitingRides, ride, ride_merged, ride_module
 from carpool.routing import DropOptions, Routing
 from carpool.routing.bias import count_choices
 from carpool.routing.limit import LimitOptions, RoutingLimit
@@ -72,6 +72,7 @@ class LayerCore:
         drops: which choices are dropped on their way from the router to the ride, LOSSY; None: none.
         dropped: how many were, since `reset_counts`: a scalar on the device; None before the first.
         hooks: told where the backwards of rides are.
+        owed: gets the gradients of weights; None: backwards compute them.
         stats: counters of this layer.
         load_E: choices of each expert by this rank's tokens in training, (E,) int64, for balancing by biases, until
             `carpool.routing.bias.update_biases` sets it to zero; None: not counted (`set_balance`). Evaluation and what
@@ -95,6 +96,7 @@ class LayerCore:
         self.filler = SlotFiller(layout, group, self.stats.meter)
         self.schedule = Schedule()
         self.hooks: RideHooks = NO_HOOKS
+        self.owed: Owed | None = None
         self._setup: RideSetup | None = None
         self.requested, self.why = "auto", ""
         self.options: TransportOptions | None = None
@@ -269,7 +271,9 @@ class LayerCore:
     def _make_setup(self, transport: Transport, device: torch.device) -> RideSetup:
         schedule = self.schedule if self.function is not None else Schedule()
         order = order_of(schedule, transport, device)
-        self._setup = RideSetup(transport, self.compute, self.stats, order, self.hooks, self.policies, self.offloader)
+        self._setup = RideSetup(
+            transport, self.compute, self.stats, order, self.hooks, self.policies, self.offloader, self.owed
+        )
         return self._setup
 
     def ride_setup(self, transport: Transport, device: torch.device) -> RideSetup:
@@ -277,7 +281,8 @@ class LayerCore:
         setup = self._setup
         if setup is None or setup.transport is not transport or setup.experts is not self.compute:
             return self._make_setup(transport, device)
-        return setup if setup.hooks is self.hooks else self._make_setup(transport, device)
+        same = setup.hooks is self.hooks and setup.owed is self.owed
+        return setup if same else self._make_setup(transport, device)
 
     # -- the forward -----------------------------------------------------------------------------------------------
 

@@ -53,6 +53,13 @@ def find_all(model: nn.Module) -> None:
         model._get_fsdp_state()._lazy_init()
 
 
+def end_backward(model: nn.Module) -> None:
+    """As at the end of a backward: reduce the gradients that are there, and let the computation wait for them."""
+    for state in states(model):
+        if state._is_root:
+            getattr(state, FINAL_CALLBACK)()
+
+
 def groups(state: Any) -> list[Any]:
     """The parameter groups of a state; newer releases of PyTorch may have several."""
     several = getattr(state, "_fsdp_param_groups", None)

@@ -164,6 +164,8 @@ class Pipeline:
         forward: what a stage computes.
         device: of all tensors.
         around_backward: every backward runs inside of what this returns.
+        weights: of schedules that split a backward, is called after each one, for what computes the weights' gradients
+            of this one. Default: they have come with the backward.
 
     Attributes:
         stages: the numbers of this rank's.
@@ -177,9 +179,11 @@ class Pipeline:
         forward: Forward,
         device: torch.device,
         around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        weights: Callable[[], Callable[[], None]] | None = None,
     ) -> None:
         self.schedule, self.group, self.number = schedule, group, stages
         self.forward, self.device, self.around_backward = forward, device, around_backward
+        self.weights = weights or (lambda: _nothing)
         placed = stages_of(schedule, dist.get_world_size(group))
         self.rank_of = {stage: rank for rank, own in enumerate(placed) for stage in own}
         assert len(self.rank_of) == stages, f"{schedule} has {len(self.rank_of)} stages, not {stages}"
@@ -217,8 +221,8 @@ class Pipeline:
                 input_args=metas if module.stage else (),
                 output_args=loss if module.stage == self.number - 1 else metas,
                 group=self.group,
-                # All gradients come with the backward; what PyTorch calls the weights' part has nothing left to do.
-                dw_builder=(lambda: _nothing) if kind.splits else None,
+                # Without it PyTorch would run each node of the graph twice, for inputs and for weights: rides, too.
+                dw_builder=self.weights if kind.splits else None,
             )
             for module in self._modules
         ]

@@ -22,6 +22,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -83,9 +84,12 @@ def ride(
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weights.up_SFH.dtype
     compiling, trip, result = torch.compiler.is_compiling(), None, None
     # The dtypes are those of the arguments: autocast would change them in the forward and not in the backward.
+    owed: ExpertWeights | None = None
     with torch.autocast(device, enabled=False):
         x_TH = x_TH.to(dtype)
         weights = weights.to(dtype)
+        if setup.owed is not None and not compiling and (x_TH.requires_grad or weight_TK.requires_grad):
+            owed, weights = weights, ExpertWeights._make(None if w is None else w.detach() for w in weights)
         if beside is not None and not compiling and not taken_before():
             trip = _Trip()
             x_TH, weight_TK = _Start.apply(x_TH, weight_TK, slot_TK, weights, trip, setup)
@@ -97,7 +101,7 @@ def ride(
         backward = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         if compiling:
             return ride_operator(x_TH, weight_TK, slot_TK, *weights, expert_TK, setup.number, backward)[0], result
-        return _Ride.apply(x_TH, weight_TK, slot_TK, backward, setup, trip, *weights), result
+        return _Ride.apply(x_TH, weight_TK, slot_TK, backward, setup, trip, owed, *weights), result
 
 
 def first_order(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -190,6 +194,7 @@ class _Ride(torch.autograd.Function):
         backward: bool,
         setup: RideSetup,
         trip: _Trip | None,
+        owed: ExpertWeights | None,
         *tensors: torch.Tensor | None,
     ) -> torch.Tensor:
         weights = ExpertWeights._make(tensors)
@@ -208,7 +213,7 @@ class _Ride(torch.autograd.Function):
         if kept is not None:
             stay_on_device(weights)
             _save(ctx, (*weights, *(item for one in kept for item in (one.x, *one.saved))))
-            ctx.routes, ctx.setup, ctx.trip = [one.route for one in kept], setup, trip
+            ctx.routes, ctx.setup, ctx.trip, ctx.owed = [one.route for one in kept], setup, trip, owed
         return y_TH
 
     @staticmethod
@@ -224,14 +229,30 @@ class _Ride(torch.autograd.Function):
         )
         setup: RideSetup = ctx.setup
         kept = bring_back(kept, setup)
-        needs_dweights = any(ctx.needs_input_grad[6 : 6 + NUM_BASE])
+        owed: ExpertWeights | None = ctx.owed
+        needs_dweights = any(ctx.needs_input_grad[_WEIGHTS : _WEIGHTS + NUM_BASE])
+        if owed is not None:
+            needs_dweights = any(w is not None and w.requires_grad for w in owed[:NUM_BASE])
         coming, dweights = setup.order.backward(dy_TH, weights, kept, setup, needs_dweights)
+        if owed is not None and dweights is not None:
+            assert setup.owed is not None
+            setup.owed.put(owed, dweights if callable(dweights) else partial(_same, dweights))
+            dweights = None
         dx_TH = dweight_TK = None
         if ctx.trip is not None and ctx.trip.apart and _reaches(ctx.next_functions[:2]):
             ctx.trip.coming = coming
         else:
             dx_TH, dweight_TK = coming.wait()
-        return dx_TH, dweight_TK, None, None, None, None, *(dweights or (None,) * number)
+        assert not callable(dweights)
+        return dx_TH, dweight_TK, *(None,) * (_WEIGHTS - 2), *(dweights or (None,) * number)
+
+
+# Where the weights are among the arguments of `_Ride`.
+_WEIGHTS = 7
+
+
+def _same(dweights: ExpertWeights) -> ExpertWeights:
+    return dweights
 
 
 def _reaches(functions: Any) -> bool:

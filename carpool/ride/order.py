@@ -9,6 +9,7 @@ An order never changes what is computed. `plain.py` is the order without a sched
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -51,6 +52,7 @@ class Order(Protocol):
         kept: tuple[Kept, ...],
         setup: RideSetup,
         needs_dweights: bool,
-    ) -> tuple[Pending, ExpertWeights | None]:
-        """(the last combines, whose `wait()` gives dx_TH and dweight_TK; gradients of the weights if needed)."""
+    ) -> tuple[Pending, ExpertWeights | Callable[[], ExpertWeights] | None]:
+        """(the last combines, whose `wait()` gives dx_TH and dweight_TK; gradients of the weights if needed, or, with
+        `setup.owed`, what computes them)."""
         ...

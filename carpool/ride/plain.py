@@ -5,11 +5,13 @@
 
 This is what every schedule computes (`carpool.schedule` only changes the order). With a transport that works on a
 stream of its own, the up projection's weight gradient hides the backward's combine (delayed weight gradients:
-Megatron's, and LANCET's, arXiv 2404.19429).
+Megatron's, and LANCET's, arXiv 2404.19429). With `RideSetup.owed` it is not computed here at all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -83,7 +85,7 @@ class PlainOrder:
         kept: tuple[Kept, ...],
         setup: RideSetup,
         needs_dweights: bool,
-    ) -> tuple[Pending, ExpertWeights | None]:
+    ) -> tuple[Pending, ExpertWeights | Callable[[], ExpertWeights] | None]:
         ((route, x, saved),) = kept
         transport, experts, hooks = setup.transport, setup.experts, setup.hooks
         assert experts is not None
@@ -101,14 +103,18 @@ class PlainOrder:
             dx_RH = route.new_partial(dy_TH.shape[1], dy_TH.dtype, dy_TH.device)
             dweight_RJ, last = experts.backward(saved, x, weights, dpartial, dx_RH, needs_dweights)
             # Rows that were sent again are in a buffer of the transport's, which others get next.
-            dweights = last() if last is not None and again is not None else None
+            dweights: ExpertWeights | Callable[[], ExpertWeights] | None = None
+            if last is not None and again is not None:
+                dweights = last()
         with span("combine"):
             if again is not None:
                 transport.discard(again, kept[0].x.data).wait()
             sums = transport.combine_gradients(route, dx_RH, dweight_RJ)
         if last is not None and again is None:
-            with span("experts"), span.named("weight-gradients", 0), reserved(transport.processors):
-                dweights = last()
+            compute = partial(_last_gradients, last, span, transport.processors)
+            # Rows that were offloaded are in memory that the next backward's get.
+            waits = setup.owed is not None and setup.policies.rows == "keep"
+            dweights = compute if waits else compute()
         dtype = dy_TH.dtype
 
         def finish() -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,6 +127,11 @@ class PlainOrder:
 
 
 PLAIN = PlainOrder()
+
+
+def _last_gradients(last: Callable[[], ExpertWeights], span: RideSpans, processors: int) -> ExpertWeights:
+    with span("experts"), span.named("weight-gradients", 0), reserved(processors):
+        return last()
 
 
 class BackwardStarted(NamedTuple):

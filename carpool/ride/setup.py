@@ -17,6 +17,7 @@ from carpool.memory import KEEP, KeptPolicies, Offloader
 from carpool.observe.stats import LayerStats
 from carpool.ride.hooks import NO_HOOKS, RideHooks
 from carpool.ride.order import Order
+from carpool.ride.owed import Owed
 from carpool.ride.plain import PLAIN
 from carpool.transport import Transport
 
@@ -33,6 +34,7 @@ class RideSetup(Numbered):
         hooks: told where the backward is.
         policies: of what rides keep.
         offloader: where it goes, if a policy is "offload".
+        owed: gets the weights' gradients, to be computed later. None: they come with the backward.
     """
 
     transport: Transport
@@ -42,3 +44,4 @@ class RideSetup(Numbered):
     hooks: RideHooks = NO_HOOKS
     policies: KeptPolicies = KEEP
     offloader: Offloader | None = None
+    owed: Owed | None = None

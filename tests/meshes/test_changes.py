@@ -137,20 +137,28 @@ def test_another_mesh_goes_on(
     _check(_steps(output), _steps(saved["ep"]), 1e-4)
 
 
+@pytest.fixture(scope="module")
+def hundred(ranks: Ranks, text: str, tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[float, float]]:
+    """The steps of a run of 100 on the first mesh."""
+    output = tmp_path_factory.mktemp("hundred") / "run"
+    assert ranks(_train, str(output), text, MESHES["ep"], {"max_steps": 100, "save_steps": None}) == [""] * 4
+    return _steps(output)
+
+
 @pytest.mark.slow
-def test_a_hundred_steps_on_any_mesh_and_over_all_of_them(ranks: Ranks, text: str, tmp_path: Path) -> None:
-    """One run on each mesh; and one that begins on the first and changes its mesh every 12 steps."""
-    runs, training = {}, {"max_steps": 100, "save_steps": None}
-    for name, sizes in MESHES.items():
-        runs[name] = tmp_path / name.replace(" ", "")
-        assert ranks(_train, str(runs[name]), text, sizes, training) == [""] * 4, name
-    output = tmp_path / "moving"
-    for number, sizes in enumerate(MESHES.values()):
-        stop = 100 if number == len(MESHES) - 1 else 12 * (number + 1)
-        resume = {} if number == 0 else {"resume_from_checkpoint": "last"}
-        parts = {"max_steps": 100, "stop_at_step": stop if stop < 100 else None, "save_steps": None, **resume}
-        assert ranks(_train, str(output), text, sizes, parts) == [""] * 4
-    expected = _steps(runs["ep"])
-    assert expected[100][0] < expected[1][0] / 2
-    for found in (*runs.values(), output):
-        _check(_steps(found), expected, 5e-4)
+@pytest.mark.parametrize("name", [*list(MESHES)[1:], "over all"])
+def test_a_hundred_steps(
+    ranks: Ranks, text: str, tmp_path: Path, hundred: dict[int, tuple[float, float]], name: str
+) -> None:
+    """A run on each mesh; and one that begins on the first and changes its mesh every 12 steps."""
+    output = str(tmp_path / "run")
+    if name == "over all":
+        for number, sizes in enumerate(MESHES.values()):
+            stop = 12 * (number + 1) if number < len(MESHES) - 1 else None
+            parts = {"max_steps": 100, "stop_at_step": stop, "save_steps": None}
+            parts |= {} if number == 0 else {"resume_from_checkpoint": "last"}
+            assert ranks(_train, output, text, sizes, parts) == [""] * 4
+    else:
+        assert ranks(_train, output, text, MESHES[name], {"max_steps": 100, "save_steps": None}) == [""] * 4
+    assert hundred[100][0] < hundred[1][0] / 2
+    _check(_steps(Path(output)), hundred, 5e-4)

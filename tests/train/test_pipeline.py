@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from carpool.hf.balance import router_statistics
 from carpool.train.run.pipeline import PipelineObjective
 from tests.ranks import Ranks
 from tests.train.pipeline_worker import measure
-from tests.train.test_loop import losses, records, start, text, weights
+from tests.train.test_loop import losses, records, run, start, text, weights
 
 __all__ = ["text"]
 
@@ -37,7 +38,7 @@ def test_two_stages(two_ranks: Ranks, family: str, schedule: str, micro_batches:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"])
-@pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"])
 def test_every_schedule_of_every_family(two_ranks: Ranks, family: str, schedule: str) -> None:
     aux = 0.0 if family == "deepseek_v3" else 0.3
     check(two_ranks(measure, family, schedule, 4, aux=aux))
@@ -113,10 +114,31 @@ def without_travelling_gradient(objective: PipelineObjective) -> None:
         )
 
 
+def weights_forgotten(objective: PipelineObjective) -> None:
+    """What every second backward leaves to later is never computed."""
+    split = objective.split
+    assert split is not None
+    right, calls = split.weights, itertools.count()
+
+    def weights() -> Any:
+        compute = right()
+        return compute if next(calls) % 2 else lambda: None
+
+    objective.pipeline.weights = weights
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("breakage", [balance_alone, divided_again, without_travelling_gradient])
-def test_a_wrong_reduction_is_caught(two_ranks: Ranks, breakage: Any) -> None:
-    found = two_ranks(measure, "olmoe", "1F1B", 3, breakage=breakage)
+@pytest.mark.parametrize(
+    ("schedule", "breakage"),
+    [
+        ("1F1B", balance_alone),
+        ("1F1B", divided_again),
+        ("1F1B", without_travelling_gradient),
+        ("ZBVZeroBubble", weights_forgotten),
+    ],
+)
+def test_a_wrong_reduction_is_caught(two_ranks: Ranks, schedule: str, breakage: Any) -> None:
+    found = two_ranks(measure, "olmoe", schedule, 3, breakage=breakage)
     assert max(one["gradient"] for one in found) > 100 * BOUND
     assert max(one["norm"] for one in found) > 10 * BOUND
 
@@ -154,3 +176,41 @@ def test_a_run_is_that_of_ranks_with_all_layers(two_ranks: Ranks, text: list[str
     on = [*whole, f"training.resume_from_checkpoint={checkpoint}"]
     assert start(two_ranks, tmp_path / "on", on) == [""] * 2
     assert losses(tmp_path / "on")[4] == pytest.approx(losses(tmp_path / "cut")[4], rel=1e-5)
+
+
+DEEPSEEK = {
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "moe_intermediate_size": 16,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 0,
+}
+
+
+@pytest.mark.slow
+def test_biases_move_by_the_load_of_their_own_layer(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
+    """Layers of two stages are not added up."""
+    common = [
+        *text,
+        "model.model_type=deepseek_v3",
+        *(f"model.config.{key}={value}" for key, value in DEEPSEEK.items()),
+    ]
+    common += ["data.sequence_length=32", "moe.bias_update_rate=0.01", "training.gradient_accumulation_steps=2"]
+    common += ["training.max_steps=3", "training.save_steps=3", "training.sample_prompt=none"]
+    for name, own in {"whole": 2, "cut": 4}.items():
+        more = [f"training.per_device_train_batch_size={own}", f"parallelism.pp_size={own // 2}"]
+        assert two_ranks(run, str(tmp_path / name), [*common, *more]) == [""] * 2
+    whole, cut = ({k: v for k, v in weights(tmp_path / name, 3).items() if "bias" in k} for name in ("whole", "cut"))
+    assert len(whole) == 4 and all(bias.abs().max() > 0 for bias in whole.values())
+    assert all(torch.equal(cut[name], bias) for name, bias in whole.items())

@@ -23,11 +23,13 @@ from transformers import PreTrainedModel
 
 from carpool.hf.balance import loss_of_statistics, router_statistics
 from carpool.hf.build import experts_modules
+from carpool.hf.expert_parallel import rides
 from carpool.hf.router_logits import RouterLogits, find_routers
 from carpool.hf.stages import Part, Stages, check_tied, cut_model, layer_number
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.meshes import Meshes
-from carpool.parallel.pipeline import Pipeline, Tensors, check_micro_batches, stages_of
+from carpool.parallel.pipeline import SCHEDULES, Pipeline, Tensors, check_micro_batches, stages_of
+from carpool.schedule.split import SplitBackward
 from carpool.train.config.schema import Config
 from carpool.train.run.graphs import Batch
 from carpool.train.run.step import Objective
@@ -63,7 +65,9 @@ class PipelineObjective(Objective):
         self.stage_group, self.dtype = stage_group, dtype
         self.hidden = model.config.get_text_config().hidden_size
         device = next(model.parameters()).device
-        self.pipeline = Pipeline(schedule, group, len(parts), self._compute, device, self._around_backward)
+        self.split = SplitBackward(model, rides(model).values()) if SCHEDULES[schedule].splits else None
+        weights = None if self.split is None else self.split.weights
+        self.pipeline = Pipeline(schedule, group, len(parts), self._compute, device, self._around_backward, weights)
         self.stages = Stages(model, {number: parts[number] for number in self.pipeline.stages})
         # Losses are on the ranks of the last stage alone. (`ranks_per_sequence` counts labels, which all have.)
         self.ranks_per_copy //= dist.get_world_size(group)
@@ -94,7 +98,7 @@ class PipelineObjective(Objective):
     ) -> None:
         assert before_backward is None, "gradients are consumed in one backward, and a pipeline has several"
         self._begin(batches, factor, sums)
-        with self.rides_first or nullcontext():
+        with self.rides_first or nullcontext(), self.split or nullcontext():
             self.pipeline.step(len(batches), self._travels(batches[0]))
         if self.kept is not None:
             # Nothing more comes: what has come is reduced.

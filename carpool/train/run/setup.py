@@ -229,7 +229,8 @@ class Setup(Prepared):
             # A fine-tune goes on as its checkpoint was left, unless somebody says otherwise.
             from_scratch = self.config.model.from_scratch and bool(find_biases(self.model))
             rate = DEEPSEEK_RATE if from_scratch else 0.0
-        return BiasBalance(self.model, rate) if rate else None
+        group = None if self.pipeline is None else self.meshes.stage_group()
+        return BiasBalance(self.model, rate, group) if rate else None
 
     def _set_rides(self) -> None:
         """How rows travel, how experts compute, and what runs beside what."""
