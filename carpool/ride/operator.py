@@ -126,6 +126,8 @@ def ride_backward_operator(
     with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.no_grad():
         coming, dweights = setup.order.backward(dy_TH, weights, bring_back(kept, setup), setup, needs_dweights)
         dx_TH, dweight_TK = coming.wait()
+    # A compiled ride owes nothing.
+    assert not callable(dweights)
     gradients = [dx_TH, dweight_TK.to(weight_TK.dtype), *(w for w in dweights or () if w is not None)]
     return [gradient.contiguous() for gradient in gradients]
 

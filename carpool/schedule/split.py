@@ -83,7 +83,8 @@ class SplitBackward:
         return weights
 
     def _forward(self, linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        weight, bias = linear.weight, linear.bias
+        weight: torch.Tensor = linear.weight
+        bias: torch.Tensor | None = linear.bias
         if isinstance(weight, DTensor) or not (torch.is_grad_enabled() and x.requires_grad and weight.requires_grad):
             return F.linear(x, weight, bias)
         device = x.device.type
