@@ -84,10 +84,11 @@ def candidate_of(point: Mapping[str, Any]) -> tuple[ModelShape, Candidate, Route
         config.get("moe", {}).get("experts", "grouped"),
         chunks=config.get("moe", {}).get("chunks", 1),
     )
-    routes = Routes()
+    shape, routes = ModelShape.read(keys, config["model"].get("attn_implementation")), Routes()
     if point["routing"] != "balanced":
-        routes = Routes.of(Trace.load(Path(point["routing"])), point["routing"])
-    return ModelShape.read(keys, config["model"].get("attn_implementation")), candidate, routes
+        trace = Trace.load(Path(point["routing"]))
+        routes = Routes.of(trace, point["routing"], shape.num_experts, shape.top_k)
+    return shape, candidate, routes
 
 
 def compare(points: Sequence[Mapping[str, Any]], hardware: Hardware, per_node: int) -> list[Compared]:

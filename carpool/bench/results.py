@@ -8,15 +8,16 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 import carpool
-from carpool.train.run.environment import environment
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Result:
     def of(
         cls, started: str, command: str, settings: dict[str, Any], device: torch.device, num_ranks: int, cases: Any
     ) -> Result:
+        from carpool.train.run.environment import environment
+
         return cls(carpool.__version__, started, command, settings, environment(device, num_ranks), cases)
 
     @property

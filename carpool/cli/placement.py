@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from carpool.cli.common import TRAIN_PACKAGES, Debug, Seed, command, errors, require
+
+if TYPE_CHECKING:
+    from carpool.planner.cost import CostModel
 
 EPRanks = Annotated[int, typer.Option("--ranks", min=1, help="Expert-parallel ranks.")]
 Nodes = Annotated[int, typer.Option("--nodes", min=1, help="Machines that they are on, equally many on each.")]
@@ -19,6 +22,15 @@ Rates = Annotated[
 Hidden = Annotated[int, typer.Option("--hidden", min=1, help="H of the cost model.")]
 ExpertHidden = Annotated[int, typer.Option("--expert-hidden", min=1, help="F of the cost model.")]
 TokensPerRank = Annotated[int, typer.Option("--tokens-per-rank", min=1, help="Of the cost model.")]
+
+
+def cost_model(hidden: int, expert_hidden: int, tokens_per_rank: int, hardware: str) -> CostModel:
+    """Of the options above."""
+    from carpool.planner.cost import CostModel
+    from carpool.planner.hardware import find_hardware
+
+    rates = find_hardware(hardware)
+    return CostModel(hidden=hidden, expert_hidden=expert_hidden, tokens_per_rank=tokens_per_rank, hardware=rates)
 
 
 def trace(
@@ -118,8 +130,6 @@ def place(
         from carpool.placement.solvers import default_solvers
         from carpool.placement.table import place, print_table
         from carpool.placement.trace import Trace
-        from carpool.planner.cost import CostModel
-        from carpool.planner.hardware import find_hardware
 
         names = tuple(one.strip() for one in solvers.split(",") if one.strip()) if solvers else default_solvers()
         recorded = Trace.load(trace)
@@ -139,12 +149,7 @@ def place(
             load_limit=load_limit,
             expert_groups=expert_groups,
             seed=seed,
-            cost=CostModel(
-                hidden=hidden,
-                expert_hidden=expert_hidden,
-                tokens_per_rank=tokens_per_rank,
-                hardware=find_hardware(hardware),
-            ),
+            cost=cost_model(hidden, expert_hidden, tokens_per_rank, hardware),
             on_row=on_row,
         )
         list(steps)

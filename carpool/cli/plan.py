@@ -57,28 +57,40 @@ def plan(
         from carpool.planner.search import Space
         from carpool.planner.search import plan as search
         from carpool.train.config.published import read_keys
-        from carpool.train.config.schema_memory import size_of
+        from carpool.train.config.sizes import size_of
 
         shape, rates = ModelShape.read(read_keys(model)), find_hardware(hardware)
         routes = Routes()
         if trace is not None:
             from carpool.placement.trace import Trace
 
-            routes = Routes.of(Trace.load(trace), str(trace))
+            routes = Routes.of(Trace.load(trace), str(trace), shape.num_experts, shape.top_k)
         if moments not in ("float32", "bfloat16", "int8"):
             raise ValueError(f"--moments {moments}: it is float32, bfloat16 or int8")
         batch = number_of(tokens)
+        if batch < sequence_length:
+            raise ValueError(
+                f"--tokens-per-batch {tokens} is {batch:,} tokens, less than one sequence of {sequence_length:,} "
+                "(--sequence-length)"
+            )
         usable = None if memory is None else float(size_of(memory, "--memory"))
         found = search(
             shape, rates, gpus=gpus, tokens=batch - batch % sequence_length, sequence_length=sequence_length,
             per_node=gpus_per_node, memory=usable, routes=routes, space=Space(moments=moments), best=best,
         )  # fmt: skip
         if not found.plans:
-            raise ValueError(
-                f"no configuration fits: the least that one needs is {found.least_memory / GiB:.1f} GiB a rank; use "
-                "more GPUs, shorter micro-batches, or --moments bfloat16"
-            )
+            raise ValueError(_why_none(found))
         _show(found, shape, rates, routes, min(gpus_per_node, gpus), model, out)
+
+
+def _why_none(found: Found) -> str:
+    if found.least_memory < float("inf"):
+        return (
+            f"no configuration fits: the least that one needs is {found.least_memory / GiB:.1f} GiB a rank; use more "
+            "GPUs, shorter sequences, or --moments bfloat16"
+        )
+    refused = "; ".join(f"{why} ({number:,})" for why, number in found.refused.items())
+    return f"no configuration is allowed: {refused}; change --gpus or --tokens-per-batch"
 
 
 def number_of(text: str) -> int:

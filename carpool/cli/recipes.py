@@ -22,7 +22,7 @@ from carpool.cli.common import (
     errors,
     require,
 )
-from carpool.cli.placement import EPRanks, ExpertHidden, Hidden, Nodes, Rates, TokensPerRank, one_thread
+from carpool.cli.placement import EPRanks, ExpertHidden, Hidden, Nodes, Rates, TokensPerRank, cost_model, one_thread
 
 recipes = typer.Typer(help="Published systems, as choices of what Carpool has.", no_args_is_help=True)
 
@@ -106,8 +106,6 @@ def compare_recipes(
         from rich.progress import Progress
 
         from carpool.placement.trace import Trace
-        from carpool.planner.cost import CostModel
-        from carpool.planner.hardware import find_hardware
         from carpool.recipes import load
         from carpool.recipes.compare import chosen, compare, print_table, ways
 
@@ -134,12 +132,7 @@ def compare_recipes(
                 placement=placed,
                 parts=parts,
                 seed=seed,
-                cost=CostModel(
-                    hidden=hidden,
-                    expert_hidden=expert_hidden,
-                    tokens_per_rank=tokens_per_rank,
-                    hardware=find_hardware(hardware),
-                ),
+                cost=cost_model(hidden, expert_hidden, tokens_per_rank, hardware),
                 on_layer=lambda name: progress.update(task, advance=1, description=name),
             )
         same = {"transport": way, "placement": placement or "experts in order", "routing": "as recorded"}
@@ -205,12 +198,16 @@ def race_recipes(
     """
     with errors(debug):
         require(TRAIN_PACKAGES)
-        from carpool.bench.model.settings import Settings
-        from carpool.bench.options import split
+        from carpool.bench.model.settings import CONTENDERS, Settings
+        from carpool.bench.options import one_of, split
         from carpool.recipes.race import race
         from carpool.transport import find_transport
 
         find_transport(transport)
+        if not names.strip():
+            raise ValueError("--recipes is empty: name some; `carpool recipes list` has all")
+        for name in split(beside):
+            one_of("--beside", name, CONTENDERS)
         settings = Settings(
             model=model, layers=layers, ranks=ranks, device=device, sequence=sequence, batch=batch,
             accumulation=accumulation, routing=routing, contenders=split(beside), steps=steps, rounds=rounds,

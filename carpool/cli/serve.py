@@ -104,7 +104,7 @@ def generate(
         from carpool.serve.experts import PREDICTORS, ExpertTier, Where
         from carpool.serve.prompts import read_prompts
         from carpool.serve.start import start
-        from carpool.train.config.schema_memory import size_of
+        from carpool.train.config.sizes import size_of
 
         one_of("--experts", experts, get_args(Where))
         one_of("--predictor", predictor, tuple(PREDICTORS))

@@ -79,7 +79,9 @@ def simulate(
         per_node = gpus_per_node or parallelism.ranks_per_node or 8
         degrees = parallelism.resolve(asked or gpus, shape.num_experts)
         candidate, notes = candidate_of(settings, degrees, shape, rates, per_node)
-        failures = Failures.of_gpus(gpus, mtbf_hours or GPU_MTBF_HOURS, checkpoint_seconds, restart_seconds)
+        failures = Failures.of_gpus(
+            gpus, GPU_MTBF_HOURS if mtbf_hours is None else mtbf_hours, checkpoint_seconds, restart_seconds
+        )
         recorded = None if trace is None else Trace.load(trace)
         found = run(
             lambda number: step_on(shape, rates, candidate, per_node, number),
@@ -96,7 +98,7 @@ def simulate(
             "GPUs of a node": str(per_node),
             **inputs(rates, candidate, Routes()),
             "choices of experts": routing,
-            "failures of a GPU": "given" if mtbf_hours else f"{GPU_MTBF_SOURCE} (assumed)",
+            "failures of a GPU": "given" if mtbf_hours is not None else f"{GPU_MTBF_SOURCE} (assumed)",
             "checkpoint, restart": f"{checkpoint_seconds:g} s, {restart_seconds:g} s (assumed unless given)",
             **notes,
         }

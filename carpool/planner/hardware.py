@@ -250,12 +250,12 @@ def find_hardware(name: str) -> Hardware:
 
     Raises:
         ValueError: no such profile, or a file that is not there or not of this kind."""
-    profiles = {one.lower(): profile for one, profile in HARDWARE.items()}
-    if name.lower() in profiles:
-        return profiles[name.lower()]
+    for one, profile in HARDWARE.items():
+        if one.lower() == name.lower():
+            return profile
     path = Path(name)
     if path.suffix != ".json" and not path.is_file():
-        close = nearest(name.lower(), list(profiles))
+        close = nearest(name.upper(), list(HARDWARE))
         raise ValueError(
             f"hardware {name!r} is not known{f'; did you mean {close}?' if close else ''}; known are "
             f"{', '.join(HARDWARE)}, and files of 'carpool doctor --measure' (*.json)"
@@ -264,8 +264,12 @@ def find_hardware(name: str) -> Hardware:
         return Hardware.from_dict(json.loads(path.read_text())["hardware"])
     except OSError as error:
         raise ValueError(f"hardware {name}: {error.strerror}; 'carpool doctor --measure' writes such a file") from None
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except json.JSONDecodeError as error:
         raise ValueError(
-            f"hardware {name} is not a file of 'carpool doctor --measure' ({type(error).__name__}: {error}): measure "
-            "again"
+            f"hardware {name} is no whole JSON file (line {error.lineno}: {error.msg}): write it again with 'carpool "
+            "doctor --measure'"
+        ) from None
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"hardware {name} is not what 'carpool doctor --measure' of this version writes ({error}): measure again"
         ) from None

@@ -146,7 +146,7 @@ class Lengths:
         else:
             moved = ELEMENT * (pairs * (4 * shape.hidden + 8 * width) + 3 * weights)
             found = self._kernel("experts", "experts", "experts backward", 2 * flops, moved)
-            if self.candidate.policies["hidden"] == "recompute" or self.candidate.policies["sums"] == "recompute":
+            if self.candidate.policies["hidden"] == "recompute":
                 again = self.hardware.kernel("experts").seconds(2 / 3 * flops)
                 found = found._replace(seconds=found.seconds + again)
         if self.candidate.experts == "fp8":

@@ -77,7 +77,7 @@ class LayerShape:
     def experts(self) -> bool:
         return self.dense_width == 0
 
-    @property
+    @cached_property
     def dense_parameters(self) -> int:
         """All but routed experts."""
         return sum(a * b for a, b in self.products) + self.others

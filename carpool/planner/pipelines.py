@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Literal, NamedTuple
 
-from carpool.planner.events import Graph, Seconds
+from carpool.planner.events import Clock, Graph
 
 Kind = Literal["F", "I", "W", "B"]
 
@@ -38,7 +38,7 @@ class Action(NamedTuple):
 
 
 Order = list[tuple[Action, ...]]  # Actions of one tuple run at once.
-Work = Callable[[Graph, Action, int, tuple[int, ...]], Iterator[int]]
+Work = Callable[[Graph | Clock, Action, int, tuple[int, ...]], Iterator[int]]
 
 IN_LOOPS = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
 AS_A_V = ("ZBVZeroBubble", "DualPipeV")
@@ -206,7 +206,9 @@ def alternate(*pieces: Iterator[int]) -> Iterator[int]:
                 yield number
 
 
-def add_pipeline(graph: Graph, schedule: str, stages: int, found: Sequence[Order], work: Work, send: Seconds) -> None:
+def add_pipeline(
+    graph: Graph | Clock, schedule: str, stages: int, found: Sequence[Order], work: Work, send: float
+) -> None:
     """Add the events of a step's forwards and backwards to a graph.
 
     Args:

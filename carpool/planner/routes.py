@@ -7,7 +7,7 @@
     dedup           0.83        6.69             one for each rank that holds any of them
     hierarchical    6.6         4.6              one for each other node, and one for each rank there
 
-`Routes.uniform()` counts by probabilities, `Routes.of(trace)` what a recorded routing did.
+`Routes()` counts by probabilities, `Routes.of(trace, ...)` what a recorded routing did.
 """
 
 from __future__ import annotations
@@ -40,6 +40,15 @@ class Rows(NamedTuple):
     arrive: float
 
 
+def check_trace(trace: Trace, num_experts: int, top_k: int) -> None:
+    """Raises ValueError if a trace is of a model with other experts."""
+    if (trace.num_experts, trace.top_k) != (num_experts, top_k):
+        raise ValueError(
+            f"the trace has {trace.top_k} of {trace.num_experts} experts for each token, and the model {top_k} of "
+            f"{num_experts}: take a trace of this model (`carpool trace`), or leave --trace out for uniform routing"
+        )
+
+
 @cache
 def _reached(num_experts: int, top_k: int, parts: int) -> float:
     """The chance that one of so many equal parts of the experts has any of K different ones."""
@@ -61,8 +70,12 @@ class Routes:
     _found: dict[Any, Any] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def of(cls, trace: Trace, name: str) -> Routes:
-        """Of a recorded routing, at most 4,096 tokens of a layer."""
+    def of(cls, trace: Trace, name: str, num_experts: int, top_k: int) -> Routes:
+        """Of a recorded routing of a model with so many experts, at most 4,096 tokens of a layer.
+
+        Raises:
+            ValueError: the trace is of another model."""
+        check_trace(trace, num_experts, top_k)
         layers = tuple(np.asarray(layer[:4096], dtype=np.int64) for layer in trace.expert_LTK)
         return cls(layers, f"trace {name}: {len(layers)} layers (measured)")
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from carpool.planner.events import Array, Group
+from carpool.planner.routes import check_trace
 
 if TYPE_CHECKING:
     from carpool.placement.trace import Trace
@@ -82,12 +83,8 @@ class SampledRouting:
     def __init__(
         self, spread: Spread, trace: Trace | None = None, *, layers: int, seed: int = 0, stretch: float = 1.0
     ) -> None:
-        if trace is not None and (trace.num_experts, trace.top_k) != (spread.num_experts, spread.top_k):
-            raise ValueError(
-                f"the trace has {trace.top_k} of {trace.num_experts} experts for each token, and the model "
-                f"{spread.top_k} of {spread.num_experts}: take a trace of this model (`carpool trace`), or leave "
-                "--trace out for uniform routing"
-            )
+        if trace is not None:
+            check_trace(trace, spread.num_experts, spread.top_k)
         if spread.num_experts % spread.group.size:
             raise ValueError(f"{spread.num_experts} experts cannot be divided among {spread.group.size} ranks")
         self.spread, self.layers, self.stretch = spread, layers, stretch

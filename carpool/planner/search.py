@@ -152,7 +152,9 @@ def plan(
         raise ValueError(f"{tokens:,} tokens of a step are not whole sequences of {sequence_length:,} tokens")
     if memory is None:
         if hardware.capacity is None:
-            raise ValueError(f"the memory of {hardware.name} is not known: say how much a rank may use (memory)")
+            raise ValueError(
+                f"the memory of {hardware.name} is not known: say what a rank may use, such as --memory 70GiB"
+            )
         memory = USABLE * hardware.capacity
     search = _Search(model, hardware, per_node, memory, routes, space, best)
     search.run(gpus, tokens // sequence_length, sequence_length)

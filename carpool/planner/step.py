@@ -26,7 +26,7 @@ from functools import cache, cached_property
 from typing import NamedTuple
 
 from carpool.planner.candidate import Candidate
-from carpool.planner.events import Execution, Graph, execute
+from carpool.planner.events import Clock, Execution, Graph, execute
 from carpool.planner.hardware import Hardware
 from carpool.planner.lengths import ELEMENT, STEP_HOST, TAKEN, Lengths, Piece, stage_layers
 from carpool.planner.model_shape import LayerShape, ModelShape
@@ -117,7 +117,9 @@ def step_seconds(
     def run(micro_batches: int, some: int) -> float:
         fewer = replace(candidate, accumulation=max(1, micro_batches) * parts)
         cut = replace(shape, layers=shape.layers[:some])
-        return execute(step_graph(Lengths(cut, hardware, fewer, per_node, routes))).step
+        clock = Clock()
+        _Builder(Lengths(cut, hardware, fewer, per_node, routes), clock).build()
+        return clock.step
 
     def of_layers(micro_batches: int) -> float:
         pp = candidate.degrees.pp
@@ -137,14 +139,23 @@ def step_seconds(
 
 def step_graph(lengths: Lengths) -> Graph:
     """All events of a step."""
-    return _Builder(lengths).build()
+    graph = Graph()
+    _Builder(lengths, graph).build()
+    return graph
 
 
 class _Builder:
-    def __init__(self, lengths: Lengths) -> None:
-        self.lengths, self.candidate = lengths, lengths.candidate
-        self.degrees = self.candidate.degrees
-        self.graph = Graph()
+    def __init__(self, lengths: Lengths, graph: Graph | Clock) -> None:
+        self.candidate = candidate = lengths.candidate
+        self.degrees = candidate.degrees
+        # Two micro-batches at once, or the halves of the only one.
+        self.parts = 2 if candidate.schedule == "two-batch" else 1
+        if self.parts > candidate.accumulation:
+            half = replace(candidate, micro_batch=candidate.micro_batch / 2)  # type: ignore[arg-type]
+            lengths = Lengths(lengths.shape, lengths.hardware, half, lengths.per_node, lengths.routes)
+        self.lengths, self.number = lengths, max(1, candidate.accumulation // self.parts)
+        self.graph = graph
+        self.last_of: dict[int, int] = {}  # the last event of each rank
         self.chunks = self.candidate.chunks if self.candidate.schedule == "chunks" else 1
         pipeline = self.candidate.pipeline if self.degrees.pp > 1 else "1F1B"
         self.pipeline, self.each = pipeline, chunks_of(pipeline)
@@ -155,7 +166,8 @@ class _Builder:
         self.reduced: dict[int, list[int]] = {}
         self.forward, self.backward = cache(self._forward_pieces), cache(self._backward_pieces)
         self.gathers = cache(lambda layer: tuple(lengths.gathers(layer)))
-        self.offloaded = cache(lengths.offloaded)
+        self.reductions = cache(lambda dense, experts: tuple(lengths.reductions(dense, experts)))
+        self.offloaded, self.host = cache(lengths.offloaded), cache(lengths.host)
 
     def _forward_pieces(self, layer: LayerShape) -> tuple[Piece, ...]:
         return tuple(self.lengths.forward(layer))
@@ -172,27 +184,17 @@ class _Builder:
             for piece in kept
         )
 
-    def build(self) -> Graph:
-        accumulation = self.candidate.accumulation
-        halves = self.candidate.schedule == "two-batch"
-        # Two micro-batches at once, or the halves of the only one.
-        self.parts = 2 if halves else 1
-        if halves and accumulation == 1:
-            half = replace(self.candidate, micro_batch=self.candidate.micro_batch / 2)  # type: ignore[arg-type]
-            self.lengths = Lengths(
-                self.lengths.shape, self.lengths.hardware, half, self.lengths.per_node, self.lengths.routes
-            )
-            self.number = 1
-        else:
-            self.number = accumulation // self.parts
+    def build(self) -> None:
+        """Add all events."""
         for stage in range(self.degrees.pp):
-            self.graph.add("step::host", "host", STEP_HOST, stage=stage, fixed=STEP_HOST, stream="computation")
-        found = orders(self.pipeline, self.degrees.pp, max(1, self.number), self.each)
+            self.last_of[stage] = self.graph.add(
+                "step::host", "host", STEP_HOST, stage=stage, fixed=STEP_HOST, stream="computation"
+            )
+        found = orders(self.pipeline, self.degrees.pp, self.number, self.each)
         send = self._send_seconds()
         add_pipeline(self.graph, self.pipeline, self.degrees.pp, found, self._work, send)
         for rank in range(self.degrees.pp):
             self._update(rank)
-        return self.graph
 
     def _send_seconds(self) -> float:
         """Of a micro-batch's activations to the next stage."""
@@ -204,14 +206,16 @@ class _Builder:
     def _add(
         self, piece: Piece, where: str, phase: str, after: tuple[int, ...], stage: int, layer: int | None, number: int
     ) -> int:
+        rank = self.rank_of[stage]
         name = f"{where}::{phase}::{piece.name}"
-        return self.graph.add(
+        self.last_of[rank] = event = self.graph.add(
             name, piece.kind, piece.seconds, after, stream=piece.stream, low=piece.seconds * piece.low,
             high=piece.seconds * piece.high, fixed=piece.fixed, layer=layer, phase=phase,
-            stage=self.rank_of[stage], micro_batch=number, group=piece.group,
+            stage=rank, micro_batch=number, group=piece.group,
         )  # fmt: skip
+        return event
 
-    def _work(self, graph: Graph, action: Action, stage: int, after: tuple[int, ...]) -> Iterator[int]:
+    def _work(self, graph: Graph | Clock, action: Action, stage: int, after: tuple[int, ...]) -> Iterator[int]:
         """Of one micro-batch of the pipeline, or of both halves."""
 
         def make(number: int) -> Iterator[int]:
@@ -342,7 +346,7 @@ class _Builder:
     def _host(
         self, where: str, backward: bool, after: tuple[int, ...], stage: int, layer: int, number: int
     ) -> tuple[int, ...]:
-        seconds = self.lengths.host(backward)
+        seconds = self.host(backward)
         if not seconds:
             return ()
         phase = "backward" if backward else "forward"
@@ -360,7 +364,7 @@ class _Builder:
     ) -> float:
         """Add reductions; returns their seconds."""
         taken = 0.0
-        for piece in self.lengths.reductions(dense, experts):
+        for piece in self.reductions(dense, experts):
             if piece.name == "copies" and number < self.number * self.parts - self.parts:
                 continue
             event = self._add(piece, where, "backward", after, stage, layer, number)
@@ -374,13 +378,12 @@ class _Builder:
         layers = tuple(layer for i in own_stages for layer in self.stages[i])
         ends = (0 in own_stages) + (len(self.stages) - 1 in own_stages)
         dense, experts = lengths.parameters(layers, ends)
-        events = self.graph.events
-        own = [i for i, event in enumerate(events) if event.stage == stage]
-        before = tuple(self.reduced.get(stage, ())[-4:]) + tuple(own[-1:])
+        last = (self.last_of[stage],)
+        before = (*self.reduced.get(stage, ())[-4:], *last)
         if stage == 0:
             # The embedding's gradient comes last.
             size = lengths.embeddings / 2 if not lengths.shape.tied else 0.0
-            self._reduce(size, 0.0, "embedding", tuple(own[-1:]), stage, None, self.number * self.parts)
+            self._reduce(size, 0.0, "embedding", last, stage, None, self.number * self.parts)
             before += tuple(self.reduced.get(stage, ())[-2:])
         for piece in lengths.update(dense, experts):
             before = (self._add(piece, "step", "update", before, stage, None, 0),)

@@ -66,9 +66,9 @@ def path_of(name: str) -> Path:
     if path.suffix == ".toml" and path.is_file():
         return path
     near = nearest(name, known, cutoff=0.4)
-    hint = f"; did you mean {near!r}?" if near else ""
+    hint = f" (did you mean {near!r}?)" if near else ""
     raise ValueError(
-        f"there is no recipe {name!r}{hint} Recipes: {', '.join(sorted(known))}; or give the path of a .toml"
+        f"there is no recipe {name!r}{hint}: recipes are {', '.join(sorted(known))}, or the path of a .toml file"
     )
 
 

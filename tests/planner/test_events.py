@@ -7,7 +7,7 @@ from collections import defaultdict
 import numpy as np
 import pytest
 
-from carpool.planner.events import IDLE, KINDS, Event, Execution, Graph, Group, execute
+from carpool.planner.events import IDLE, KINDS, Clock, Event, Execution, Graph, Group, execute
 
 
 def test_streams_run_beside_each_other_and_in_order() -> None:
@@ -155,3 +155,17 @@ def test_bounds_are_other_lengths() -> None:
     assert execute(graph).step == 5.0
     assert execute(graph, seconds=lambda event: event.low).step == 4.0
     assert execute(graph, seconds=lambda event: event.high).step == 7.0
+
+
+def test_a_clock_runs_a_graph_as_it_is_built() -> None:
+    graph, clock = Graph(), Clock()
+    for one in (graph, clock):
+        first = one.add("a", "attention", 2.0)
+        ride = one.add("b", "dispatch", 1.5, (first,), group=Group(2))
+        one.add("c", "dense", 0.5, (first,))
+        one.add("d", "experts", 3.0, (ride,))
+        one.add("e", "send", 1.0, (first,), stage=1, stream="sends forward")
+        one.add("f", "dense", 9.0, stage=1)
+    assert clock.step == execute(graph).step == 9.0
+    clock.add("g", "combine", 4.0, (3,))
+    assert clock.step == 10.5

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,3 +36,34 @@ def test_what_cannot_be_planned_says_why() -> None:
     assert number_of("4M") == 2**22 and number_of("1_000") == 1000
     with pytest.raises(ValueError, match="expected a number such as"):
         number_of("4G")
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"--tokens-per-batch": "1K"}, "1,024 tokens, less than one sequence of 4,096"),
+        ({"--hardware": "H1000"}, "did you mean H100?"),
+        ({"--hardware": "half.json"}, "half.json is no whole JSON file"),
+        ({"--hardware": "list.json"}, "list.json is not what 'carpool doctor --measure'"),
+        ({"--hardware": "cpu"}, "say what a rank may use, such as --memory 70GiB"),
+        ({"--trace": "docs/traces/e128-1390.npz"}, "the trace has 8 of 128 experts for each token, and the model 8 of"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_told_apart(changed: dict[str, str], said: str, tmp_path: Path) -> None:
+    (tmp_path / "half.json").write_text('{"hardware": {"name": ')
+    (tmp_path / "list.json").write_text("[1, 2]")
+    asked = {"--model": "deepseek-v3-cut", "--hardware": "H200", "--gpus": "4", "--tokens-per-batch": "32K", **changed}
+    if asked["--hardware"].endswith(".json"):
+        asked["--hardware"] = str(tmp_path / asked["--hardware"])
+    result = CliRunner().invoke(app, ["plan", *(word for pair in asked.items() for word in pair)])
+    found = " ".join(result.output.replace(str(tmp_path) + "/", "").split())
+    assert result.exit_code == 1 and said in found, found
+
+
+def test_a_plan_needs_no_pytorch() -> None:
+    """Reading a model's sizes, and the search, start in a second; PyTorch would take several."""
+    code = (
+        "import sys; from carpool.train.config.published import read_keys; import carpool.planner.search, "
+        "carpool.planner.why, carpool.bench.results; assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

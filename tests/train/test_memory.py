@@ -13,7 +13,7 @@ from carpool.planner.chosen import Decisions
 from carpool.planner.hardware import CPU
 from carpool.planner.kept import POLICIES
 from carpool.train.config import load_config
-from carpool.train.config.schema_memory import size_of
+from carpool.train.config.sizes import size_of
 from carpool.train.data.tokenizer import load_tokenizer
 from carpool.train.run.dry_run import dry_run
 from carpool.train.run.estimate import MemoryEstimate

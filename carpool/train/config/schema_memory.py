@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -10,8 +9,7 @@ from pydantic import Field, model_validator
 from carpool.memory.policies import KeptPolicies
 from carpool.planner.kept import POLICIES
 from carpool.train.config.schema_base import Section
-
-UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+from carpool.train.config.sizes import size_of
 
 
 class MemorySection(Section):
@@ -97,15 +95,3 @@ class MemorySection(Section):
                         "they keep until then: leave one of them out"
                     )
         return self
-
-
-def size_of(text: str, what: str = "memory.budget") -> int:
-    """Bytes of a size with its unit, such as "70GiB". `what`: whose size it is, for the error.
-
-    Raises:
-        ValueError: it is none."""
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)\s*", text)
-    units = {unit.lower(): factor for unit, factor in UNITS.items()}
-    if found is None or found[2].lower() not in units or float(found[1]) == 0:
-        raise ValueError(f"{what} = {text!r}: expected a size with its unit ({', '.join(UNITS)}), such as 70GiB")
-    return int(float(found[1]) * units[found[2].lower()])
