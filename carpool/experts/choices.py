@@ -11,7 +11,8 @@
 A choice names one way for each stage: "library", or the tiling of the fused kernel (`gemm_tiles.TILINGS`):
 
     wide      128 x 256, one program on a multiprocessor
-    flat      the same, and the next tile's loads begin before this tile's results are written
+    flat      the same, and the next tile's loads begin before this tile's results are written; on Hopper dact, dup and
+              ddown are divided among warps of their own (dact_hopper_kernels.py, outer_hopper_kernels.py)
     square    128 x 128, two programs on a multiprocessor: one multiplies while the other writes
 
 `measure.py` times all of them for a shape, on the device at hand. Times differ from run to run, and so may the
@@ -90,7 +91,5 @@ def default_choices(device: torch.device, hidden: int, inner: int, pairs_per_slo
         return Choices()
     if pairs_per_slot < FEW_PAIRS:
         # Matrices then come as fast as memory gives them, and smaller tiles ask for more of them at once.
-        return Choices(up="square", down=LIBRARY, dact="square", dx=LIBRARY, dup="flat", ddown="flat")
-    # The activation's backward is a long end of a tile. Beside products of large F the library's two kernels win.
-    dact = LIBRARY if inner > 4096 else "flat"
-    return Choices(up="flat", down="flat", dact=dact, dx="flat", dup="flat", ddown="flat")
+        return Choices(up="square", down=LIBRARY, dact="flat", dx=LIBRARY, dup="flat", ddown="flat")
+    return Choices.all("flat")

@@ -9,6 +9,9 @@ Compiled for sm_90 little spills: a few words for activations without a gate, an
 
     F 1024, of one pair     4 tiles of columns, so 4 shares: <dA, a> over columns 0-255, 256-511, 512-767, 768-1023
 
+Flat tiles of rows that are all there go to `dact_hopper_kernels.py`, whose warps finish one while the next is
+multiplied.
+
 The weight's gradient is <dA, a>: `table_kernels.sum_shares` adds the shares in order, and no atomics are needed.
 """
 
@@ -186,6 +189,13 @@ def down_backward(
         down_weight: (S, H, F), or (S, F, H) if `transposed`.
         parts: as in `up_kernels.up`.
     """
+    if tiling.flatten and parts is None and down_weight.is_cuda:
+        from carpool.experts import dact_hopper_kernels
+
+        if dact_hopper_kernels.takes(down_weight, transposed):
+            return dact_hopper_kernels.down_backward(
+                address_P, down_weight, transposed, activation, h, weight_RJ, order_P, tiles_M4, wants_scaled
+            )
     inner, hidden = in_out(down_weight, transposed)
     pairs, bn, bk = address_P.shape[0], tiling.columns, tiling.depth
     dh_PF1 = down_weight.new_empty(pairs, h.width)

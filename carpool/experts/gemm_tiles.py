@@ -2,7 +2,8 @@
 
     up_kernels.py        x where it lies @ up (+ bias)  ->  h, to where it is kept, and a = act(h)
     product_kernels.py   a @ down, dh @ up^T            ->  one row per pair, which `sum_pairs` adds up
-    dact_kernels.py      dy where it lies @ down^T      ->  dh, weight * a, and shares of <dA, a>
+    dact_kernels.py      dy where it lies @ down^T      ->  dh, weight * a, and shares of <dA, a>; in flat tiles by
+                         dact_hopper_kernels.py
     outer_kernels.py     dh^T @ x, dy^T @ (weight * a)  ->  gradients of the matrices, which are what its tiles are of
 
 A tile is 128 pairs of one expert x 256 columns, computed by 8 warps in steps of 64. Which tiles there are only the

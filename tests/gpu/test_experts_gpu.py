@@ -201,3 +201,47 @@ def test_sums_of_tiles_that_run_into_each_other(m: int, n: int, gathered_first: 
     pieces = zip(left.split(counts), right.split(counts), strict=True)
     want = torch.stack([one.T @ other for one, other in pieces])
     assert (got.double() - want).abs().max() <= 2**-8 * want.abs().max()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("activation", ["SwiGLU", "gpt-oss", "relu2"])
+@pytest.mark.parametrize(("hidden", "inner"), [(64, 40), (320, 264), (2048, 768)])
+def test_ends_of_tiles_beside_products(hidden: int, inner: int, activation: str, transposed: bool) -> None:
+    """dact by warps of its own, against the kernel whose warps do all in turn: of slots with no pairs, with halves of
+    tiles that nobody wants, and many tiles; NaN lies past the last pair, and in rows that nobody wants."""
+    from carpool.experts import dact_hopper_kernels, dact_kernels, gemm_tiles, table_kernels
+    from carpool.memory import Rows
+
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    counts = [0, 1, 63, 64, 65, 230, 9000, 0, 128, 5]
+    offsets_S = torch.tensor(counts).cumsum(0).int().cuda()
+    total, bound = sum(counts), sum(counts) + 300
+    how = ACTIVATIONS[activation]
+    rows, h = draw(2 * bound, hidden), draw(bound, inner * (2 if how.gated else 1))
+    down = draw(len(counts), *((inner, hidden) if transposed else (hidden, inner))) * hidden**-0.5
+    order_P = torch.randperm(2 * bound, generator=generator, device="cuda")[:bound].int()
+    missing = torch.ones(2 * bound, dtype=torch.bool, device="cuda")
+    missing[order_P[:total].long()] = False
+    rows[missing], h[total:] = float("nan"), float("nan")
+    addresses_P = rows.data_ptr() + order_P.long() * hidden * 2
+    weight_RJ = torch.rand(2 * bound, 1, generator=generator, device="cuda")
+    tiles_M4 = table_kernels.tile_table(offsets_S, bound, gemm_tiles.TILE_ROWS)[0]
+    assert dact_hopper_kernels.takes(down, transposed)
+
+    def run(way: str, wants_scaled: bool = True) -> list[torch.Tensor]:
+        dh, scaled, shares = dact_kernels.down_backward(
+            addresses_P, down, transposed, how, Rows.of(h), weight_RJ, order_P, tiles_M4, wants_scaled,
+            gemm_tiles.TILINGS[way],
+        )  # fmt: skip
+        return [dh[:total], scaled[:total], shares.sum(0)[:total]]
+
+    got, again, want = run("flat"), run("flat"), run("wide")
+    for one, other in zip(got, again, strict=True):
+        assert torch.equal(one, other)
+    for one, other in zip(got, want, strict=True):
+        assert float((one - other).float().norm() / other.float().norm()) < 5e-3
+    assert torch.equal(run("flat", wants_scaled=False)[0], got[0])

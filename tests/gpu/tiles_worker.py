@@ -49,7 +49,7 @@ class Problem:
         ways = [Schedule(), Schedule("chunks", 3), *(Schedule("tiles", parts) for parts in PARTS)]
         self.transports = {str(way): (NVLink(group, SLOTS, common.under(way, resend)), way) for way in ways}
         # The same kernels for all: others round elsewhere.
-        choices = Choices(up="flat", down="flat", dact="flat", dx="flat", dup="wide", ddown="square")
+        choices = Choices(up="flat", down="flat", dact="wide", dx="flat", dup="wide", ddown="square")
         self.experts = GroupedExperts(ExpertFunction(make_activation("silu", True)), choices)
         self.common, self.own = random.Random(seed), random.Random(1000 * seed + self.rank)
         self.generator = torch.Generator(self.device).manual_seed(1000 * seed + self.rank)
