@@ -25,7 +25,7 @@ from carpool.observe.recompute import add_once, new_counter
 from carpool.observe.stats import LayerStats
 from carpool.parallel.slots import SlotFiller, fill_slots
 from carpool.planner.hardware import hardware_of
-from carpool.planner.nodes import way_between_nodes
+from carpool.planner.nodes import automatic_transport
 from carpool.ride import NO_HOOKS, Owed, RideHooks, RideSetup, WaitingRides, ride, ride_merged, ride_module
 from carpool.routing import DropOptions, Routing
 from carpool.routing.bias import count_choices
@@ -36,10 +36,11 @@ from carpool.transport import (
     Transport,
     TransportOptions,
     check_transport,
+    choose_transport,
     find_transport,
     make_transport,
-    resolve_transport,
     topology_of,
+    unfit_transports,
     why_not_nodes,
 )
 from carpool.transport.codecs.merging import Merger
@@ -243,15 +244,24 @@ class LayerCore:
     @torch._disable_dynamo
     def _make_transport(self, top_k: int, hidden: int, device: torch.device) -> Transport:
         own = self.function is None
-        name, self.why = resolve_transport(self.requested, self.group, top_k, hidden, self.options, own_forward=own)
-        top_k *= self.layout.slices
-        if self.requested == "auto" and why_not_nodes(self.group) is None and self.group is not None:
+        if self.requested == "auto":
+            several = why_not_nodes(self.group) is None and self.group is not None
             most, size = None if self.options is None else self.options.max_tokens, 2 if device.type == "cuda" else 4
-            machine = hardware_of(torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")
-            name, self.why = way_between_nodes(
-                name, self.why, topology_of(self.group), top_k=top_k, hidden=hidden, element_size=size, tokens=most,
-                hardware=machine, limited=self.limit is not None,
-            )  # fmt: skip
+            name, self.why = automatic_transport(
+                self.num_ranks,
+                top_k,
+                unfit_transports(self.group, hidden, self.options, own_forward=own),
+                topology_of(self.group) if several else None,
+                hidden=hidden,
+                element_size=size,
+                tokens=most,
+                hardware=hardware_of(torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"),
+                limited=self.limit is not None,
+            )
+        else:
+            check_transport(self.requested, self.group)
+            name, self.why = choose_transport(self.requested, self.num_ranks, top_k)
+        top_k *= self.layout.slices
         options = find_transport(name).own_options(self.options)
         if options is not None:
             options, note = options.settled(self.group, top_k, hidden, own)

@@ -13,7 +13,10 @@ import torch
 
 from carpool.observe.to_host import to_device
 
+# What rides send.
 VERBS = ("plan", "dispatch", "combine", "dispatch_backward", "combine_backward")
+# Whole sequences that move before a layer, and their gradients (`carpool.transport.sequences`).
+MOVES = ("sequences", "sequences_backward")
 
 
 class HostTraffic(NamedTuple):
@@ -25,7 +28,8 @@ class HostTraffic(NamedTuple):
 
 
 class Traffic:
-    """Rows and bytes that this rank sent, per verb and destination rank. Recomputed rides count: they do travel.
+    """Rows and bytes that this rank sent, per verb and destination rank. Recomputed rides count: they do travel. Of
+    sequences that move, each is a row.
 
     Attributes:
         rows, bytes: per verb, a list over destination ranks, this rank included.
@@ -51,10 +55,11 @@ class Traffic:
 
     def repeat(self, counts: HostTraffic) -> None:
         """Count once more what was counted before."""
-        for verb in VERBS:
+        for verb in (*VERBS, *MOVES):
             for rank in range(self.num_ranks):
                 self._rows[verb][rank] += counts.rows[verb][rank]
                 self._bytes[verb][rank] += counts.bytes[verb][rank]
+        for verb in VERBS:
             self._baseline[verb] += counts.baseline[verb]
 
     @property
@@ -144,10 +149,9 @@ class Traffic:
         return total.index_add_(0, layer_N.long(), torch.cat([rows_NW, torch.stack(rest, 1)], 1))
 
     def remote(self, what: dict[str, list[int]], *verbs: str) -> int:
-        return sum(sum(what[v]) - what[v][self.rank] for v in verbs or VERBS)
+        return sum(sum(what[v]) - what[v][self.rank] for v in verbs or what)
 
 
 def _zeros(num_ranks: int) -> HostTraffic:
-    return HostTraffic(
-        {verb: [0] * num_ranks for verb in VERBS}, {verb: [0] * num_ranks for verb in VERBS}, dict.fromkeys(VERBS, 0)
-    )
+    rows, sizes = ({verb: [0] * num_ranks for verb in (*VERBS, *MOVES)} for _ in range(2))
+    return HostTraffic(rows, sizes, dict.fromkeys(VERBS, 0))

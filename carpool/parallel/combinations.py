@@ -48,7 +48,41 @@ def _is_other(key: str, value: Any) -> Callable[[Sizes, Settings], bool]:
     return lambda sizes, settings: settings.get(key, value) != value
 
 
+def _moves(sizes: Sizes, settings: Settings) -> bool:
+    return settings.get("moe.move_sequences") is not None
+
+
 RULES = (
+    *(
+        Rule((axis,), why, {"moe.move_sequences": None}, _moves)
+        for axis, why in (
+            ("pp", "sequences that move would be in stages whose micro-batch they are not of"),
+            ("cp", "each rank has a part of every sequence, so whole ones cannot move"),
+            ("tp", "tensor-parallel ranks have the same sequences, and would have to move them alike"),
+            ("etp", "experts in slices are on several ranks, and none is nearest"),
+        )
+    ),
+    Rule(
+        (),
+        "two halves of a micro-batch are in different layers",
+        {"moe.schedule": "none"},
+        lambda sizes, settings: _moves(sizes, settings) and settings.get("moe.schedule") == "two-batch",
+    ),
+    Rule(
+        (),
+        "layers that are computed again would move their sequences again",
+        {"memory.dense": "keep", "memory.budget": None},
+        lambda sizes, settings: (
+            _moves(sizes, settings)
+            and (settings.get("memory.dense") == "recompute" or settings.get("memory.budget") is not None)
+        ),
+    ),
+    Rule(
+        (),
+        "ranks would have different numbers of sequences",
+        {"parallelism.rank_speeds": None},
+        lambda sizes, settings: _moves(sizes, settings) and settings.get("parallelism.rank_speeds") is not None,
+    ),
     Rule(
         ("etp",),
         "experts that are cut into slices have no adapters",

@@ -8,6 +8,9 @@ hierarchical    1.0 between nodes         5.6 inside      both in turn       1.3
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from carpool.layout.topology import Topology
@@ -15,6 +18,22 @@ from carpool.planner.cost import RIDES, CostModel
 from carpool.planner.hardware import Hardware
 
 TWO_HOPS = "hierarchical"
+
+
+def automatic_transport(
+    num_ranks: int, top_k: int, unfit: Mapping[str, str] | None, topology: Topology | None, **about: Any
+) -> tuple[str, str]:
+    """What "auto" becomes, and why: the one rule, of runs, of layers by themselves, and of predictions.
+
+    Args:
+        unfit: as of `carpool.transport.choose_transport`.
+        topology: of the ranks of an expert-parallel group; None: nodes are not to be looked at.
+        about: what else `way_between_nodes` asks for.
+    """
+    from carpool.transport import choose_transport
+
+    name, why = choose_transport("auto", num_ranks, top_k, unfit)
+    return (name, why) if topology is None else way_between_nodes(name, why, topology, top_k=top_k, **about)
 
 
 def way_between_nodes(

@@ -147,6 +147,7 @@ SWITCHES: Mapping[str, Mechanism] = MappingProxyType({
     "spread:node": Mechanism("parallelism.ep_size", 8, _positive, "carpool.parallel.degrees:Degrees"),
     "sliced:experts": Mechanism("parallelism.etp_size", 2, _several, "carpool.hf.slices:SlicedExperts"),
     "dense:sharded": Mechanism("parallelism.dense", "fsdp"),
+    "sequences:move": Mechanism("moe.move_sequences", 1, _positive, "carpool.hf.sequence_moves:MovingSequences"),
     "combine:bf16": Mechanism("codec.combine", "bf16", code="carpool.transport.codecs.bf16:BF16"),
     "dispatch:fp8": Mechanism("codec.dispatch", "fp8", code="carpool.transport.codecs.fp8:FP8"),
     "kernels:triton": Mechanism("", code="carpool.transport.nvlink.dispatch_kernel"),

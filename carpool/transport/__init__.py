@@ -66,7 +66,6 @@ __all__ = [
     "find_transport",
     "make_transport",
     "register",
-    "resolve_transport",
     "set_topology",
     "topology_of",
     "unfit_transports",
@@ -209,21 +208,6 @@ def check_codecs(name: str, codecs: Codecs) -> None:
     """Raise ValueError if rows cannot travel by these codecs with the transport `name`, which is not "auto"."""
     if reason := find_transport(name).why_no_codecs(codecs):
         raise ValueError(f"transport {name!r} does not take these codecs: {reason}")
-
-
-def resolve_transport(
-    name: str,
-    group: dist.ProcessGroup | None,
-    top_k: int,
-    hidden: int,
-    options: TransportOptions | None,
-    *,
-    own_forward: bool = False,
-) -> tuple[str, str]:
-    """`choose_transport` for the ranks of a group, which is looked at. All its ranks together, with equal arguments."""
-    check_transport(name, group)
-    unfit = unfit_transports(group, hidden, options, own_forward=own_forward) if name == "auto" else None
-    return choose_transport(name, dist.get_world_size(group) if group is not None else 1, top_k, unfit)
 
 
 def make_transport(

@@ -25,7 +25,8 @@ from tests.ranks import WORLD_SIZE, Ranks, mesh
 
 SYSTEMS = {
     "lsh-moe": {"transport:alltoall", "merge:lsh"},
-    "luffy": {"transport:alltoall", "merge:condense"},
+    "luffy": {"transport:alltoall", "merge:condense", "sequences:move"},
+    "netmoe": {"transport:alltoall", "sequences:move"},
     "ez-moe": {"spread:node", "dense:sharded"},
     "tutel": {"transport:alltoall", "sliced:experts", "policy:degree", "schedule:chunks", "chunks:several"},
     "hexa-moe": {"transport:gather", "sliced:experts", "policy:degree", "prefetch:blockwise"},
@@ -61,7 +62,9 @@ def test_the_recipes_are_what_they_say() -> None:
     assert set(names("transport")) >= set(SYSTEMS)
     for name, mechanisms in SYSTEMS.items():
         assert set(load(name).mechanisms) == mechanisms
-        assert bool(resolve(load(name)).codec.codecs.lossy_reasons) == (name not in ("ez-moe", "tutel", "hexa-moe"))
+        assert bool(resolve(load(name)).codec.codecs.lossy_reasons) == (
+            name not in ("ez-moe", "netmoe", "tutel", "hexa-moe")
+        )
 
 
 @pytest.mark.parametrize("name", list(HOPS))

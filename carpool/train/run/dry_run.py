@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import torch
 from transformers import PreTrainedModel
 
+from carpool.layout.topology import Topology
 from carpool.parallel.degrees import Degrees
 from carpool.planner.hardware import HARDWARE, Hardware, find_hardware, hardware_of
 from carpool.planner.streaming import break_even_tokens
@@ -76,11 +77,12 @@ def dry_run(config: Config, sources: Mapping[tuple[str, str], str] | None = None
     cut = context_cut(config, degrees, model)
     size = model_size(model, counts, top_k_of(model))
     bf16 = cuda if config.training.bf16 is None else config.training.bf16
-    node = None
-    if hardware is not None:
-        node = 1 if hardware.nvlink is None else config.parallelism.ranks_per_node or NODE
     hidden = model.config.get_text_config().hidden_size
-    transport, why = likely_transport(config, degrees, hidden, top_k_of(model), cuda, node)
+    per_node = _per_node(config, ranks, hardware is not None)
+    topology = Topology.even(ranks, -(-ranks // per_node), nvlink=rates.nvlink is not None, source="the settings")
+    transport, why = likely_transport(
+        config, degrees, hidden, top_k_of(model), cuda=cuda, topology=topology, hardware=rates, here=hardware is None
+    )
     estimate = MemoryEstimate(config, degrees, model, bf16, cuda)
     policies, why_policies = decide_memory(estimate, transport, rates)
     estimate = estimate.changed(with_policies(config, policies))
@@ -115,6 +117,11 @@ def dry_run(config: Config, sources: Mapping[tuple[str, str], str] | None = None
     return config.to_toml(sources=sources) + "\n" + "\n".join(f"# {line}" for line in lines)
 
 
+def _per_node(config: Config, ranks: int, elsewhere: bool) -> int:
+    """Ranks of a node, as the settings say; otherwise 8 elsewhere, and this machine is one node."""
+    return config.parallelism.ranks_per_node or (min(NODE, ranks) if elsewhere else ranks)
+
+
 def _planned(
     config: Config,
     sources: Mapping[tuple[str, str], str],
@@ -129,7 +136,7 @@ def _planned(
     if not planned_sections(config):
         return config, sources, []
     fixed = [f"{section}.{key}" for section, _, key in keys() if (section, key) not in sources]
-    per_node = config.parallelism.ranks_per_node or (min(NODE, ranks) if elsewhere else ranks)
+    per_node = _per_node(config, ranks, elsewhere)
     plan, why = make_plan(config, fixed, model, rates, world=ranks, per_node=per_node, memory=room)
     others = [f"  then {one.step_ms[1]:,.1f} ms: {one.label}" for one in plan.others]
     own = {(section, key): "the plan" for section, _, key in (one.partition(".") for one in plan.taken.settings)}

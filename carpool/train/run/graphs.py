@@ -83,6 +83,8 @@ def why_not_captured(config: Config, schedule: str) -> str | None:
         return "two batches run in two threads"
     if config.placement.every is not None:
         return "experts move"
+    if config.moe.move_sequences is not None:
+        return "the host decides which sequences move"
     if "offload" in config.memory.policies.values():
         return "what layers keep goes to host memory"
     if config.memory.experts != "device":

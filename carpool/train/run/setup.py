@@ -35,6 +35,7 @@ from carpool.hf.metrics import RideMetrics
 from carpool.hf.names import name_layers
 from carpool.hf.offload import offload_layers
 from carpool.hf.recompute import recompute_layers
+from carpool.hf.sequence_moves import MovingSequences
 from carpool.hf.shared import compute_shared_beside
 from carpool.observe.meter import NSIGHT
 from carpool.parallel.replicated import sharded_parameters
@@ -138,6 +139,11 @@ class Setup(Prepared):
         if train.packed and self.why_not_packed is not None:
             raise ValueError(
                 f'{self.why_not_packed}, so examples cannot be packed: set data.packing="off" (one in a sequence)'
+            )
+        if config.moe.move_sequences is not None and (train.packed or config.data.packing == "off"):
+            raise ValueError(
+                "moe.move_sequences moves sequences of running text (data.packing = 'stream'), not of examples, whose "
+                "masks and padding would have to move, too: leave one of them out"
             )
         self.sequences = train
         share = {"dp_size": self.degrees.dp, "dp_rank": self.dp_rank, "pad_id": self.tokenizer.eos_id}
@@ -310,7 +316,7 @@ class Setup(Prepared):
             context=self._context_parallel(),
         )
         if self.pipeline is None:
-            self.objective = Objective(self.model, **settings)
+            self.objective = Objective(self.model, **settings, moving=self._moving_sequences())
         else:
             dtype = torch.bfloat16 if self.bf16 and settings["autocast"] is None else self.model.dtype
             self.objective = self.pipeline.objective(self.model, self.meshes, dtype, settings)
@@ -323,6 +329,12 @@ class Setup(Prepared):
         self._set_graphs()
         # Drop-out and the like differ between ranks with different tokens, and only between them.
         torch.manual_seed(training.seed + self.degrees.dp_cp_rank(self.rank))
+
+    def _moving_sequences(self) -> MovingSequences | None:
+        every = self.config.moe.move_sequences
+        if every is None:
+            return None
+        return MovingSequences(self.model, every, self.top_k, self.ep_topology, self.hardware)
 
     def _context_parallel(self) -> ContextParallel | None:
         group = self.meshes.group("cp")

@@ -29,6 +29,7 @@ from carpool.hf.expert_parallel import rides
 from carpool.hf.head import HeadLoss, next_tokens
 from carpool.hf.packed import one_row_only, packed, packed_settings, unpacked
 from carpool.hf.router_logits import RouterLogits
+from carpool.hf.sequence_moves import MovingSequences
 from carpool.hf.sequence_parallel import sequence_shard
 from carpool.memory.optimizer import AdamW
 from carpool.parallel.replicated import replicated
@@ -60,6 +61,7 @@ class Objective:
         rides_first: what reductions wait for (`carpool.schedule.priority`).
         dp_size: ranks with distinct tokens.
         context: ranks share sequences, and it makes parts of them. None: each rank has whole ones.
+        moving: what lets sequences move between ranks while the model trains; None: they stay.
         autocast: compute in this dtype by autocast; None where FSDP casts already or nothing is to be cast.
         loss_chunk: as `training.loss_chunk`.
 
@@ -80,6 +82,7 @@ class Objective:
         rides_first: RidesFirst | None = None,
         loss_chunk: int | None = None,
         context: ContextParallel | None = None,
+        moving: MovingSequences | None = None,
     ) -> None:
         returns_logits = "output_router_logits" in inspect.signature(model.forward).parameters
         if aux_coef and not returns_logits:
@@ -94,7 +97,7 @@ class Objective:
         self.settings = {"use_cache": False, **({"output_router_logits": False} if returns_logits else {})}
         self.balance_layers = balance_layers
         self.two_batch = TwoBatch(model) if two_batch else None
-        self.rides_first, self.context = rides_first, context
+        self.rides_first, self.context, self.moving = rides_first, context, moving
         # Gradients of whole dense parameters are summed over ranks, those that FSDP shards are averaged.
         self.kept = replicated(model)
         self.share = 1.0 if self.kept is None else 1 / dp_size
@@ -115,8 +118,12 @@ class Objective:
         collected: AbstractContextManager[Any] = nullcontext()
         if self.router_logits is not None:
             collected = self.router_logits.collect()
+        moves: AbstractContextManager[None] = nullcontext()
         with self.inputs(batch) as (batch, settings), collected as logits:
-            ce, _ = self.cross_entropy(batch["input_ids"], batch["target"], **settings)
+            if self.moving is not None and self.model.training:
+                moves = self.moving.targets(batch["target"])
+            with moves:
+                ce, _ = self.cross_entropy(batch["input_ids"], batch["target"], **settings)
         if self.router_logits is None:
             return ce, None
         return ce, balance_loss(logits, self.top_k, per_layer=self.balance_layers, padding_T=self.padding(batch))

@@ -12,13 +12,14 @@ from __future__ import annotations
 import torch
 
 from carpool.hf.expert_parallel import ExpertRides
+from carpool.layout.topology import Topology
 from carpool.parallel.degrees import Degrees
 from carpool.planner.chosen import Chosen, Decisions, Kind
 from carpool.planner.hardware import Hardware, hardware_of
-from carpool.planner.nodes import way_between_nodes
+from carpool.planner.nodes import automatic_transport
 from carpool.train.checkpoints.ranks import gather
 from carpool.train.config.schema import Config
-from carpool.train.run.room import transport_options
+from carpool.train.run.room import most_tokens, transport_options
 from carpool.transport import (
     TRANSPORTS,
     TransportOptions,
@@ -76,36 +77,48 @@ def choose_way(
     }
 
     def decide(kept: Chosen[str] | None, note: str) -> tuple[Chosen[str], bool]:
-        name, why = choose_transport(wanted, layer.num_ranks, top_k, unfit)
         if wanted != "auto":
+            name, why = choose_transport(wanted, layer.num_ranks, top_k)
             return Chosen(name, shape, "given", why), False
-        if several_nodes:
-            name, why = way_between_nodes(
-                name, why, topology_of(layer.group), top_k=top_k, hidden=hidden, element_size=element_size,
-                tokens=options.max_tokens, hardware=machine, limited=layer.limit is not None,
-            )  # fmt: skip
+        name, why = automatic_transport(
+            layer.num_ranks, top_k, unfit, topology_of(layer.group) if several_nodes else None, hidden=hidden,
+            element_size=element_size, tokens=options.max_tokens, hardware=machine,
+            limited=several_nodes and layer.limit is not None,
+        )  # fmt: skip
         return kept or Chosen(name, shape, "default", why + note), False
 
     return decisions.choose(TRANSPORT_KIND, shape, decide)
 
 
 def likely_transport(
-    config: Config, degrees: Degrees, hidden: int, top_k: int, cuda: bool, node: int | None = None
+    config: Config,
+    degrees: Degrees,
+    hidden: int,
+    top_k: int,
+    *,
+    cuda: bool,
+    topology: Topology,
+    hardware: Hardware,
+    here: bool = True,
 ) -> tuple[str, str]:
     """What the ranks will choose, and why, as far as this process can tell without them.
 
     Args:
         hidden, top_k: H and K.
         cuda: on GPUs.
-        node: GPUs of a host that reach each other's memory; None: those of this machine, which are asked.
+        topology: of all ranks of the run.
+        here: the run is meant for this machine, which is asked.
     """
-    here = node is None
-    check_transport(config.moe.transport, None) if here else TRANSPORTS.get(config.moe.transport)
+    moe, group = config.moe, topology.of(degrees.ranks_along(0, "ep", "etp"))
+    if moe.transport != "auto":
+        if here:
+            check_transport(moe.transport, None)
+        return choose_transport(moe.transport, degrees.expert_ranks, top_k)
     unfit: dict[str, str] | None = None
     if cuda and degrees.expert_ranks > 1:
-        several = degrees.expert_ranks > (torch.cuda.device_count() if node is None else node)
         reasons = {
-            cls.name: ("its ranks are on several hosts" if several else None)
+            cls.name: group.why_no_peer_memory()
+            or (None if here or hardware.nvlink is not None else f"{hardware.name} has no NVLink")
             or cls.why_not_automatic(transport_options(config, degrees, cls.name))
             or cls.why_no_rows(hidden, 2)
             or (cls.why_not(None) if here else None)
@@ -113,4 +126,9 @@ def likely_transport(
             if cls.automatic and not cls.anywhere
         }
         unfit = {one: reason for one, reason in reasons.items() if reason is not None}
-    return choose_transport(config.moe.transport, degrees.expert_ranks, top_k, unfit)
+    bf16 = cuda if config.training.bf16 is None else config.training.bf16
+    return automatic_transport(
+        degrees.expert_ranks, top_k, unfit, group, hidden=hidden,
+        element_size=2 if bf16 or config.model.dtype in ("bfloat16", "float16") else 4,
+        tokens=most_tokens(config, degrees), hardware=hardware, limited=moe.limits(group).active(group.num_ranks),
+    )  # fmt: skip

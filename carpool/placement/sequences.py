@@ -1,0 +1,67 @@
+"""Which rank each sequence of a batch should be on, if every rank keeps as many as it has.
+
+Experts stay where they are, and sequences go to where their tokens' experts are (NetMoE, ICLR 2025; LUFFY). This is a
+transportation problem. Here ranks hand on sequences in cycles, as long as one of them lowers the cost:
+
+    cost of            on rank 0   on rank 1         rank 0 hands a to rank 1      7 - 2 = 5 less
+    sequence a (on 0)      7           2             rank 1 hands b to rank 0      4 - 3 = 1 less
+    sequence b (on 1)      3           4             together a cycle that saves 6, and none saves more
+
+When no cycle lowers the cost, none can: the assignment is optimal (Klein 1967). A sequence moves only if that lowers
+the cost, so where nothing is gained all stay.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Integers = npt.NDArray[np.int64]
+
+
+def assign_sequences(cost_NW: Integers, rank_N: Integers) -> Integers:
+    """(N,) the rank of each sequence, with as many sequences on each rank as in `rank_N`, of least total cost.
+
+    Args:
+        cost_NW: what each sequence costs on each rank, moving there included. Integers, so that all ranks of a group
+            find the same.
+        rank_N: where sequences are.
+    """
+    rank_N, every_N = rank_N.copy(), np.arange(len(rank_N))
+    num_ranks = cost_NW.shape[1]
+    while True:
+        # The sequence that rank i hands to rank j at the least cost, and that cost.
+        change_NW = cost_NW - cost_NW[every_N, rank_N][:, None]
+        best_WW = np.zeros((num_ranks, num_ranks), dtype=np.int64)
+        change_WW = np.zeros((num_ranks, num_ranks), dtype=np.int64)
+        for rank in range(num_ranks):
+            own = np.flatnonzero(rank_N == rank)
+            if len(own):
+                best_WW[rank] = own[change_NW[own].argmin(0)]
+                change_WW[rank] = change_NW[best_WW[rank], np.arange(num_ranks)]
+        cycle = _negative_cycle(change_WW)
+        if not cycle:
+            return rank_N
+        for giver, taker in zip(cycle, cycle[1:] + cycle[:1], strict=True):
+            rank_N[best_WW[giver, taker]] = taker
+
+
+def _negative_cycle(length_WW: Integers) -> list[int]:
+    """The places of a cycle of negative length, in order, by Bellman and Ford; none: []."""
+    num = len(length_WW)
+    distance_W, before_W = np.zeros(num, dtype=np.int64), np.full(num, -1)
+    for _ in range(num):
+        through_WW = distance_W[:, None] + length_WW
+        shorter_W = through_WW.min(0)
+        changed_W = shorter_W < distance_W
+        if not changed_W.any():
+            return []
+        before_W[changed_W] = through_WW.argmin(0)[changed_W]
+        distance_W = np.minimum(distance_W, shorter_W)
+    place = int(np.flatnonzero(changed_W)[0])
+    for _ in range(num):  # now it is in a cycle
+        place = int(before_W[place])
+    cycle = [place]
+    while (place := int(before_W[place])) != cycle[0]:
+        cycle.append(place)
+    return cycle[::-1]

@@ -1,0 +1,79 @@
+"""Sequences that move to where their experts are: fewer bytes between nodes, and the same losses and gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from carpool.hf import rides, set_transport
+from carpool.hf.build import build_model
+from carpool.hf.sequence_moves import MovingSequences
+from carpool.layout.topology import Topology
+from carpool.observe.traffic import MOVES, VERBS
+from carpool.parallel.degrees import Degrees
+from carpool.planner.hardware import hardware_of
+from carpool.train.run.model import distributed_config
+from carpool.train.run.step import Objective
+from carpool.transport import set_topology
+from tests.hf.meshes import reuse_meshes
+from tests.hf.parity import full_gradients, quiet
+from tests.hf.tiny_models import discover, tiny_config
+from tests.ranks import WORLD_SIZE, Ranks
+
+NODES = Topology.even(WORLD_SIZE, 2)
+BATCH, LENGTH = 3, 11
+
+
+def step(transport: str, every: int | None) -> Any:
+    """(loss, balance loss, gradients) of rank 0; bytes to each rank by verb; sequences that moved to other ranks."""
+    quiet()
+    reuse_meshes()
+    rank = dist.get_rank()
+    config = tiny_config(discover()["qwen3_moe"], num_experts=8, num_hidden_layers=3)
+    degrees = Degrees(fsdp=WORLD_SIZE, ep=WORLD_SIZE)
+    model = build_model(config, distributed_config=distributed_config(degrees, False), dtype=torch.float32, seed=0)
+    layers = list(rides(model).values())
+    assert layers[0].group is not None
+    set_topology(layers[0].group, NODES)
+    set_transport(model, transport)
+    for own in layers:
+        own.prepare(2, config.hidden_size)
+    moving = None if every is None else MovingSequences(model, every, 2, NODES, hardware_of("NVIDIA H200"))
+    objective = Objective(model, top_k=2, aux_coef=0.01, dp_size=WORLD_SIZE, autocast=None, moving=moving)
+    # Tokens of one sequence are alike.
+    ids_BL = torch.randint(3, 40, (BATCH, 1), generator=torch.Generator().manual_seed(rank)).expand(-1, LENGTH)
+    losses = objective.backward([{"input_ids": ids_BL, "labels": ids_BL}])
+    sent = {verb: [sum(own.stats.traffic.bytes[verb][to] for own in layers) for to in range(WORLD_SIZE)]
+            for verb in (*VERBS, *MOVES)}  # fmt: skip
+    moved = sum(own.stats.traffic.remote(own.stats.traffic.rows, "sequences") for own in layers)
+    gradients = full_gradients(model)
+    return (losses.loss, losses.aux_loss, gradients) if rank == 0 else None, sent, moved
+
+
+def between_nodes(found: list[Any], *verbs: str) -> int:
+    far = NODES.pairs["network"]
+    return sum(
+        sizes[to]
+        for rank, (_, sent, _) in enumerate(found)
+        for verb, sizes in sent.items()
+        for to in range(WORLD_SIZE)
+        if verb in verbs and far[rank, to]
+    )
+
+
+@pytest.mark.parametrize("transport", ["alltoall", "hierarchical"])
+def test_fewer_bytes_cross_and_numbers_stay(transport: str, ranks: Ranks) -> None:
+    stay, move = (ranks(step, transport, every) for every in (None, 1))
+    (loss, aux, gradients), (moved_loss, moved_aux, moved_gradients) = stay[0][0], move[0][0]
+    assert abs(loss - moved_loss) < 1e-5 and abs(aux - moved_aux) < 1e-5
+    assert gradients.keys() == moved_gradients.keys()
+    largest = max(float(gradient.abs().max()) for gradient in gradients.values())
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(moved_gradients[name], gradient, rtol=1e-4, atol=1e-6 * largest, msg=name)
+    assert all(moved for *_, moved in move) and not any(moved for *_, moved in stay)
+    rows = VERBS[1:]
+    assert between_nodes(move, *rows, *MOVES) < between_nodes(stay, *rows), "moves are paid for"
+    assert between_nodes(move, "sequences_backward") > 0
