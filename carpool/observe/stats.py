@@ -11,7 +11,7 @@ import torch
 
 from carpool.observe.meter import Meter, Spans
 from carpool.observe.recompute import in_recompute, new_counter
-from carpool.observe.traffic import HostTraffic, Traffic
+from carpool.observe.traffic import VERBS, HostTraffic, Traffic
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,8 @@ class LayerStats:
             num_experts_per_tok=self.top_k,
             rows_dispatched=sum(traffic.rows["dispatch"]),
             rows_remote=traffic.remote(traffic.rows, "dispatch"),
-            bytes_local={verb: traffic.bytes[verb][traffic.rank] for verb in traffic.bytes},
-            bytes_remote={verb: traffic.remote(traffic.bytes, verb) for verb in traffic.bytes},
+            bytes_local={verb: traffic.bytes[verb][traffic.rank] for verb in VERBS},
+            bytes_remote={verb: traffic.remote(traffic.bytes, verb) for verb in VERBS},
             load_E=tuple(self.load_E.tolist()),
         )
 
