@@ -23,7 +23,8 @@ from carpool.layout import ExpertLayout, assign
 from carpool.memory import KEEP, KeptPolicies, Offloader
 from carpool.observe.recompute import add_once, new_counter
 from carpool.observe.stats import LayerStats
-from carpool.parallel.slots import SlotFiller, fill_slots
+from carpool.parallel.node_slots import make_filler
+from carpool.parallel.slots import fill_slots
 from carpool.planner.hardware import hardware_of
 from carpool.planner.nodes import automatic_transport
 from carpool.ride import NO_HOOKS, Owed, RideHooks, RideSetup, WaitingRides, ride, ride_merged, ride_module
@@ -94,7 +95,7 @@ class LayerCore:
         self.num_ranks, self.num_experts = layout.num_ranks, layout.num_experts
         self.rank = dist.get_rank(group) if group is not None else 0
         self.stats = LayerStats(self.num_experts, self.num_ranks, self.rank)
-        self.filler = SlotFiller(layout, group, self.stats.meter)
+        self.filler = make_filler(layout, group, self.stats.meter)
         self.schedule = Schedule()
         self.hooks: RideHooks = NO_HOOKS
         self.owed: Owed | None = None
@@ -232,7 +233,7 @@ class LayerCore:
     def move_to(self, layout: ExpertLayout) -> None:
         """Compute under `layout` from now on. The parameters must already be in its home order."""
         self.check_layout(layout)
-        self.layout, self.filler, self.transport = layout, SlotFiller(layout, self.group, self.stats.meter), None
+        self.layout, self.filler, self.transport = layout, make_filler(layout, self.group, self.stats.meter), None
 
     # -- transport -------------------------------------------------------------------------------------------------
 

@@ -155,7 +155,9 @@ def keep_slots(layers: Iterable[tuple[SlotFiller, Homes | None]]) -> Iterator[No
 
     Args:
         layers: in the order of their forwards, each with its homes, or None: it then fills and sums when it runs."""
-    steps = [SlotStep(filler, homes) for filler, homes in layers]
+    # Of several hops, only the first has homes that are there between two forwards.
+    hops = [(hop, homes if not number else None) for filler, homes in layers for number, hop in enumerate(filler.hops)]
+    steps = [SlotStep(filler, homes) for filler, homes in hops]
     for before, after in pairwise(steps):
         before.next = after
     for step in steps:

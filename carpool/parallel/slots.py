@@ -100,9 +100,26 @@ class SlotFiller:
 
     def reset(self) -> None:
         """Forget what was counted."""
-        self.bytes_filled = self.bytes_summed = self.bytes_ahead = 0
+        self._filled = self._summed = self._ahead = 0
         if self.load_P is not None:
             self.load_P.zero_()
+
+    @property
+    def bytes_filled(self) -> int:
+        return self._filled
+
+    @property
+    def bytes_summed(self) -> int:
+        return self._summed
+
+    @property
+    def bytes_ahead(self) -> int:
+        return self._ahead
+
+    @property
+    def hops(self) -> tuple[SlotFiller, ...]:
+        """The fillers that do it one after the other; the first has the homes."""
+        return (self,)
 
     @torch.no_grad()
     def count(self, slot_TK: torch.Tensor) -> None:
@@ -194,7 +211,7 @@ class SlotFiller:
     def send_rows(self, home: torch.Tensor, dtype: torch.dtype) -> Transfer:
         """Start to send this rank's homes to other ranks' slots, in `dtype`."""
         rows = home[self.indices(home.device).send_rows].to(dtype)
-        self.bytes_filled += rows.nbytes
+        self._filled += rows.nbytes
         return self._exchange(rows, self.send, self.receive)
 
     def wait(self, transfer: Transfer, ahead: bool) -> torch.Tensor:
@@ -202,13 +219,13 @@ class SlotFiller:
         device = transfer.out.device
         with self.meter.span("fill", device) if self.meter is not None else nullcontext():
             arrived = transfer.wait()
-        self.bytes_ahead += arrived.nbytes if ahead else 0
+        self._ahead += arrived.nbytes if ahead else 0
         return arrived
 
     def send_gradients(self, dslots: torch.Tensor) -> Transfer:
         """Start to send the gradients of slots to the homes on other ranks. What comes is in order of (rank, slot)."""
         rows = dslots[self.indices(dslots.device).arrival_slots]
-        self.bytes_summed += rows.nbytes
+        self._summed += rows.nbytes
         return self._exchange(rows, self.receive, self.send)
 
     def add_up(self, back: torch.Tensor, own: torch.Tensor) -> torch.Tensor:

@@ -76,14 +76,32 @@ class LoadModel:
         arriving_CW = np.matmul((pairs * (1 / copies_CE - 1 / num_ranks))[:, None], riding)[:, 0]
         # They come from all other ranks alike.
         arriving_CWW = np.repeat(arriving_CW[:, None] / max(1, num_ranks - 1), num_ranks, axis=1)
-        home_EW = np.zeros((len(home_E), num_ranks))
-        home_EW[np.arange(len(home_E)), home_E] = 1
-        filling_CWW = np.matmul(home_EW.T, held * (1 - home_EW)) * self.cost.expert_bytes / slices
+        filling_CWW = self._filling(held, home_E, slices) * self.cost.expert_bytes / slices
         rides_C = RIDES * self._over_links(arriving_CWW * self.cost.row_bytes)
         # Parameters one way, gradients the other, which takes as long.
         upkeep_C = 2 * self._over_links(filling_CWW, idle=False)
         last_C = (load_CW / self.cost.speed_W(num_ranks)).max(1) * self.cost.pair_seconds
         return np.asarray(rides_C + last_C + (1 - self.cost.replicas_hidden) * upkeep_C)
+
+    def _filling(self, held_CEW: Array, home_E: Array, slices: int) -> Array:
+        """(C, W, W) rows that ranks send to fill slots; across nodes about those of `carpool.layout.filling`, which
+        takes two hops only where several ranks of a node want the same."""
+        num_rows, num_ranks = len(home_E), held_CEW.shape[2]
+        home_EW = np.zeros((num_rows, num_ranks))
+        home_EW[np.arange(num_rows), home_E] = 1
+        nodes = 1 if self.topology is None or slices > 1 else self.topology.num_nodes
+        per_node, over = divmod(num_ranks, nodes)
+        if per_node == num_ranks or over or self.topology.node_of != Topology.even(num_ranks, nodes).node_of:
+            return np.asarray(np.matmul(home_EW.T, held_CEW * (1 - home_EW)))
+        held_CENP, home_ENP = (of.reshape(*of.shape[:-1], nodes, per_node) for of in (held_CEW, home_EW))
+        wanted_CEN = held_CENP.max(3) * (1 - home_ENP.max(2))
+        filling_CNPNP = np.zeros((len(held_CEW), nodes, per_node, nodes, per_node))
+        number = np.arange(per_node)
+        filling_CNPNP[:, :, number, :, number] = np.einsum("enp,cem->pcnm", home_ENP, wanted_CEN)
+        inside_CNPP = np.einsum("ep,cenq->cnpq", home_ENP.sum(1), held_CENP) * (1 - np.eye(per_node))
+        for node in range(nodes):
+            filling_CNPNP[:, node, :, node] += inside_CNPP[:, node]
+        return filling_CNPNP.reshape(-1, num_ranks, num_ranks)
 
     def _over_links(self, bytes_CWW: Array, idle: bool = True) -> Array:
         """(C,) seconds of the slowest kind of link, as `CostModel` has them. `idle`: one without traffic

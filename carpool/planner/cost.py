@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from carpool.layout.filling import rows_filled
 from carpool.planner.hardware import DEFAULT, Hardware
 
 if TYPE_CHECKING:
@@ -140,11 +141,7 @@ class CostModel:
 
     def replica_seconds(self, layout: ExpertLayout, topology: Topology) -> float:
         """Slots away from home: parameters there before the forward, gradients back after the backward."""
-        bytes_WW = np.zeros((layout.num_ranks, layout.num_ranks))
-        for rank, experts in enumerate(layout.slots):
-            for expert in experts:
-                if expert != -1 and (home := layout.home_of[expert][0]) != rank:
-                    bytes_WW[home, rank] += self.expert_bytes // layout.slices
+        bytes_WW = rows_filled(layout, topology) * (self.expert_bytes // layout.slices)
         both = self.transfer_seconds(bytes_WW, topology) + self.transfer_seconds(bytes_WW.T, topology)
         return (1 - self.replicas_hidden) * both
 

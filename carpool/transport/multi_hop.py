@@ -4,16 +4,17 @@ A hop is a transport. It sees the ranks of its group, and the slots behind each 
 by the slots that are left, and the next hop plans with these. On the way back the hops run in the other order, and the
 rank in the middle adds up in float32 what belongs to one row, rounds it to the rows' dtype, and sends it on.
 
-    2 hops, 3 pieces (`carpool.schedule.chunks`). D: dispatch, C: combine, E: experts; D2.1 is hop 2 of piece 1
+    2 hops, 3 chunks (`carpool.schedule.chunks`). D: dispatch, C: combine, E: experts; D2.1 is hop 2 of chunk 1
 
     link of hop 1    D1.0  D1.1  D1.2         C1.0   C1.1   C1.2
     link of hop 2          D2.0  D2.1  D2.2   C2.0  C2.1  C2.2
     experts                      E.0   E.1    E.2
 
-A hop of a piece starts when the hop before it has arrived. Nobody waits for that: the hop is started where a neighbour
-is waited for (`Relays`). So both links are busy at once, as in ScheMoE's Pipe-A2A (EuroSys '24, section 4). On a GPU
-what starts a hop runs on the computation's own stream, in order with it: on streams of its own it read memory that the
-computation had been given (two ranks a node, chunks: other bits the second time).
+The pieces of a chunk share messages on each hop. A hop of a chunk starts when the hop before it has arrived. Nobody
+waits for that: the hop is started where a neighbour is waited for (`Relays`). So both links are busy at once, as in
+ScheMoE's Pipe-A2A (EuroSys '24, section 4). On a GPU what starts a hop runs on the computation's own stream, in order
+with it: on streams of its own it read memory that the computation had been given (two ranks a node, chunks: other bits
+the second time).
 """
 
 from __future__ import annotations
@@ -69,12 +70,20 @@ class MultiHopRoute(Route):
     """Attributes:
     hops: the route of each hop.
     number: which piece of its ride it is.
+    ride: the same for all pieces of a ride.
+    together: how many neighbouring pieces are a chunk, in the forward and in the backward.
     chosen_W: (W,) int64 on the device, choices of this rank's tokens on each rank.
     """
 
     hops: tuple[Any, ...]
     number: int
+    ride: object
+    together: tuple[int, int]
     chosen_W: torch.Tensor
+
+    def chunk(self, verb: str) -> Chunk:
+        size = self.together[verb not in ("dispatch", "combine")]
+        return Chunk(self.ride, verb, self.number // size, size)
 
     def new_partial(self, hidden: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         partial: torch.Tensor = self.hops[-1].new_partial(hidden, dtype, device)
@@ -91,17 +100,38 @@ class MultiHopRoute(Route):
 Start = Callable[[Any], Pending]
 
 
+class Chunk(NamedTuple):
+    """Pieces that travel in one message.
+
+    Attributes:
+        ride: the same for all chunks of a ride, and of no other.
+        verb: of the transport.
+        number: of the chunk in its ride.
+        size: pieces that it has.
+    """
+
+    ride: object
+    verb: str
+    number: int
+    size: int
+
+    @property
+    def out(self) -> bool:
+        """Whether it goes out to experts."""
+        return self.verb.startswith("dispatch")
+
+
 class Relay:
     """One piece on its way over several hops.
 
     Args:
-        piece, out: which piece of a ride, and whether it goes out to experts.
+        chunk: that the piece is of.
         pending: the first hop.
         later: each starts a further hop, from what the hop before brought.
     """
 
-    def __init__(self, piece: int, out: bool, pending: Pending, later: Sequence[Start]) -> None:
-        self.piece, self.out, self._pending, self._later = piece, out, pending, list(later)
+    def __init__(self, chunk: Chunk, pending: Pending, later: Sequence[Start]) -> None:
+        self.chunk, self._pending, self._later = chunk, pending, list(later)
 
     @property
     def on_last(self) -> bool:
@@ -120,29 +150,34 @@ class Relays:
     """Starts the hops of pieces that are under way; see the module's docstring."""
 
     def __init__(self) -> None:
-        self._under_way: list[Relay] = []
+        self._under_way: dict[Chunk, list[Relay]] = {}
 
     def add(self, relay: Relay) -> Pending:
         """Whose `wait()` gives the relay's value."""
         if not relay.on_last:
-            self._under_way.append(relay)
+            self._under_way.setdefault(relay.chunk, []).append(relay)
         return Pending(lambda: self._wait(relay))
 
     def _wait(self, relay: Relay) -> Any:
         # Hops are started in the order of the relays, which is the same on all ranks.
         while not relay.on_last:
-            relay.advance()
-        # A neighbour's first hop was under way while the experts computed on this piece, or on the one before.
-        for other in [other for other in self._under_way if self._due(other, relay)]:
-            other.advance()
-        self._under_way = [other for other in self._under_way if not other.on_last]
+            self._advance(relay.chunk)
+        # A neighbour's first hop was under way while the experts computed on this chunk, or on the one before.
+        for other in [other for other in self._under_way if self._due(other, relay.chunk)]:
+            self._advance(other)
         return relay.value()
 
-    @staticmethod
-    def _due(other: Relay, waited: Relay) -> bool:
-        if other.on_last:
+    def _advance(self, chunk: Chunk) -> None:
+        """Start the next hop of a chunk: its message leaves with the last piece."""
+        for relay in self._under_way[chunk]:
+            relay.advance()
+        if relay.on_last:
+            del self._under_way[chunk]
+
+    def _due(self, other: Chunk, waited: Chunk) -> bool:
+        if len(self._under_way[other]) < other.size:
             return False
-        apart = abs(other.piece - waited.piece)
+        apart = abs(other.number - waited.number)
         return apart > 1 if waited.out and not other.out else apart <= 1
 
 
@@ -181,16 +216,18 @@ class MultiHop(Transport):
         traffic: Traffic,
         together: tuple[int, int] = (1, 1),
     ) -> list[MultiHopRoute]:
-        """Pieces share counts and choices. Rows and gradients do not share messages: the second hop of a piece would
-        wait for the first of another."""
+        """Pieces share counts and choices, those of a chunk also messages of rows. Gradients of weights do not share
+        any: the second hop of a chunk would wait for the first of another."""
         ranks_W11 = torch.arange(self.num_ranks, device=slot_C[0].device).view(-1, 1, 1)
         chosen_C = [(s.div(self.slots_per_rank, rounding_mode="floor") == ranks_W11).sum((1, 2)) for s in slot_C]
         sizes = [slot_TK.shape for slot_TK in slot_C]
         slots, weights = [self.renumbered(slot_TK) for slot_TK in slot_C], list(weight_C)
         routes: list[Sequence[Any]] = []
+        ride = object()
         for number, (transport, ranks) in enumerate(self.hops):
             last = number == len(self.hops) - 1
-            planned = transport.plan_pieces(slots, weights, HopTraffic(traffic, ranks, None if last else self.rank))
+            hop_traffic = HopTraffic(traffic, ranks, None if last else self.rank)
+            planned = transport.plan_pieces(slots, weights, hop_traffic, together)
             if isinstance(transport, ExchangeTransport):
                 transport.send_gradients_apart(planned)
             if not last:
@@ -207,6 +244,8 @@ class MultiHop(Transport):
                 traffic=traffic,
                 hops=hops,
                 number=number,
+                ride=ride,
+                together=together,
                 chosen_W=chosen_W,
             )
             for number, ((num_tokens, top_k), hops, chosen_W) in enumerate(
@@ -221,24 +260,29 @@ class MultiHop(Transport):
             # Choices of all hops but the last have travelled with the plan.
             return lambda rows: hop.dispatch(rows, own) if last else hop.dispatch_rows(rows, own)
 
-        return self._out(x_TH, route, start)
+        return self._out("dispatch", x_TH, route, start)
 
     def dispatch_again(self, x_TH: torch.Tensor, route: MultiHopRoute) -> Pending:
         route.count_baseline("out", x_TH, 0)
-        return self._out(x_TH, route, lambda hop, own, last: lambda rows: hop.dispatch_again(rows, own))
+        return self._out(
+            "dispatch_again", x_TH, route, lambda hop, own, last: lambda rows: hop.dispatch_again(rows, own)
+        )
 
     def dispatch_gradients(self, dy_TH: torch.Tensor, route: MultiHopRoute) -> Pending:
         route.backward = True
         route.count_baseline("out", dy_TH, 0)
-        return self._out(dy_TH, route, lambda hop, own, last: lambda rows: hop.dispatch_gradients(rows, own))
+        start = lambda hop, own, last: lambda rows: hop.dispatch_gradients(rows, own)  # noqa: E731
+        return self._out("dispatch_gradients", dy_TH, route, start)
 
-    def _out(self, x_TH: torch.Tensor, route: MultiHopRoute, verb: Callable[[Any, Any, bool], Start]) -> Pending:
+    def _out(
+        self, verb: str, x_TH: torch.Tensor, route: MultiHopRoute, start: Callable[[Any, Any, bool], Start]
+    ) -> Pending:
         starts = [
-            verb(hop.transport, own, number == len(self.hops) - 1)
+            start(hop.transport, own, number == len(self.hops) - 1)
             for number, (hop, own) in enumerate(zip(self.hops, route.hops, strict=True))
         ]
         later = [lambda came, start=start: start(came.data) for start in starts[1:]]
-        relay = Relay(route.number, True, starts[0](x_TH), later)
+        relay = Relay(route.chunk(verb), starts[0](x_TH), later)
         return self.relays.add(relay)
 
     def combine(self, route: MultiHopRoute, partial_RH: torch.Tensor) -> Pending:
@@ -248,7 +292,7 @@ class MultiHop(Transport):
             lambda sums, hop=hop.transport, own=own: hop.combine(own, sums.to(dtype))
             for hop, own in zip(self.hops, route.hops, strict=True)
         ]
-        return self._back(route, partial_RH, starts)
+        return self._back("combine", route, partial_RH, starts)
 
     def combine_gradients(self, route: MultiHopRoute, dx_RH: torch.Tensor, dweight_RJ: torch.Tensor) -> Pending:
         route.count_baseline("back", dx_RH, GRADIENT_BYTES)
@@ -257,11 +301,11 @@ class MultiHop(Transport):
             lambda both, hop=hop.transport, own=own: hop.combine_gradients(own, both[0].to(dtype), both[1])
             for hop, own in zip(self.hops, route.hops, strict=True)
         ]
-        return self._back(route, (dx_RH, dweight_RJ), starts)
+        return self._back("combine_gradients", route, (dx_RH, dweight_RJ), starts)
 
-    def _back(self, route: MultiHopRoute, first: Any, starts: Sequence[Start]) -> Pending:
+    def _back(self, verb: str, route: MultiHopRoute, first: Any, starts: Sequence[Start]) -> Pending:
         *later, start = starts
-        relay = Relay(route.number, False, start(first), later[::-1])
+        relay = Relay(route.chunk(verb), start(first), later[::-1])
         return self.relays.add(relay)
 
     def discard(self, route: MultiHopRoute, x_TH: torch.Tensor) -> Pending:

@@ -2,7 +2,7 @@
 
     rank 0 has a b, rank 1 has c d; a goes to rank 1 and d to rank 0
 
-    forward     rank 0: d b      rank 1: a c       ordered by the rank that they come from
+    forward     rank 0: b d      rank 1: a c       ordered by the rank that they come from
     backward    rank 0: da db    rank 1: dc dd     gradients come back to where their sequences were
 
 All in one all-to-all. The order of the sequences of a rank means nothing; what belongs to them goes the same way.

@@ -77,7 +77,7 @@ def compared(ep: int, dtype: torch.dtype, checkpointed: bool, micro_batches: int
         equal = same(step(net, slots_kept(net, prefetch), micro_batches), want)
         once = often == net.of_fillers("bytes_filled") * micro_batches * (1 + checkpointed)
         received = sum(
-            sum(layer.core.filler.receive) * p[0].nbytes
+            sum(layer.core.filler.hops[0].receive) * p[0].nbytes
             for layer in net.layers
             if layer.core.filler.travels
             for p in layer.expert_parameters()

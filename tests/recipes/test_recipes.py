@@ -271,7 +271,7 @@ def test_no_two_rows_are_the_same(trace: Trace) -> None:
         ("placement", "occult-pruned", "it limits the routing, too"),
         ("transport", "eplb", "it leaves the transport to the machine"),
         ("routing", "mindspeed", "it leaves the routing as it is"),
-        ("placement", "fsmoe", "this version"),
+        ("placement", "aptmoe", "this version"),
         ("transport", "hybrid-ep", "its rows take several hops"),
     ],
 )

@@ -36,7 +36,7 @@ SYSTEMS = {
     "apx-overlap": {"transport:alltoall", "beside:shared-experts", "delayed:experts"},
     "lina": {"transport:alltoall", "chunks:several", "priority:rides"},
     "lancet": {"schedule:two-batch", "delayed:experts"},
-    "fsmoe": {"chunks:several", "chunks:backward", "priority:rides"},
+    "fsmoe": {"transport:hierarchical", "chunks:several", "chunks:backward", "priority:rides"},
     "flux-comet-triton": {"transport:nvlink", "kernels:triton", "schedule:tiles", "split:multiprocessors"},
 }
 VERBS = ("dispatch", "combine", "dispatch_gradients", "combine_gradients")
@@ -162,6 +162,7 @@ def between(order: list[str], what: str, first: str, last: str) -> bool:
 # Another choice in place of a mechanism, and in what it shows.
 OTHER: Mapping[str, tuple[str, str, Any, str]] = {
     "transport:alltoall": ("moe", "transport", "gather", "bytes"),
+    "transport:hierarchical": ("moe", "transport", "dedup", "bytes"),
     "experts:grouped": ("moe", "experts", "reference", "products"),
     "schedule:none": ("moe", "schedule", "chunks", "order"),
     "schedule:chunks": ("moe", "schedule", "none", "options"),
@@ -192,8 +193,6 @@ ELSEWHERE = {
 ROOT = Path(__file__).parents[2]
 NAMES = sorted({*names("schedule"), *names("routing")})
 PARTS = [(name, mechanism) for name in NAMES if not read(name).missing for mechanism in read(name).mechanisms]
-# Of recipes that the trainer refuses for what they lack: what they have is seen in a layer all the same.
-PARTS += [("fsmoe", "chunks:several"), ("fsmoe", "chunks:backward")]
 
 
 def test_the_recipes_are_there_and_of_these_parts() -> None:
@@ -226,6 +225,15 @@ def test_each_mechanism_changes_what_ranks_do(
     changed = {**settings, section: {**settings.get(section, {}), key: value}}
     pairs = zip(followed[name], ranks(run, runnable(changed)), strict=True)
     assert any(getattr(with_it, what) != getattr(without, what) for with_it, without in pairs)
+
+
+def test_each_pass_over_two_hops_has_chunks_of_its_own(ranks: Ranks) -> None:
+    settings = read("fsmoe").settings
+    few, own, many = (
+        ranks(run, {**settings, "moe": {**settings["moe"], "chunks": forward, "backward_chunks": backward}})[0].messages
+        for forward, backward in ((2, 2), (2, 4), (4, 4))
+    )
+    assert few < own < many
 
 
 def test_each_mechanism_is_shown_somewhere() -> None:

@@ -218,12 +218,15 @@ class Setup(Prepared):
     def _set_routing(self, saved: dict[str, Any]) -> None:
         """Where experts live, and which of a token's choices count. `saved`: state of the checkpoint."""
         moe = self.config.moe
+        # Before slots are filled, and before there is a transport: both ask which ranks share a node.
+        group = next(iter(rides(self.model).values())).group
+        self.ep_topology = self.topology.of(ranks_of(group))
+        set_topology(group, self.ep_topology)
         layouts, self.layout_source = first_layouts(self.config, rides(self.model), saved)
         set_layout(self.model, layouts)
         if moe.router_float32:
             route_in_float32(self.model)
         # Before a checkpoint is loaded: similarities are of what the run started from, also when it goes on.
-        self.ep_topology = self.topology.of(ranks_of(next(iter(rides(self.model).values())).group))
         self.limits_lossy = limit_routing(self.model, moe.limits(self.ep_topology))
         self.limits_lossy += drop_choices(self.model, moe.drops, top_k_of(self.model))
         self.bias = self._bias_balance()
@@ -252,7 +255,6 @@ class Setup(Prepared):
             # Before there are buffers: those of chunks are smaller.
             for own in self.rides:
                 own.set_schedule(schedule)
-        set_topology(self.rides[0].group, self.ep_topology)
         hidden = self.model.config.get_text_config().hidden_size
         size = 2 if self.bf16 else self.model.dtype.itemsize
         codecs = config.codec.codecs.for_rows_of(size)
