@@ -48,6 +48,8 @@ _NORMS = ("pre_feedforward_layernorm", "post_attention_layernorm", "ffn_norm")
 MOVES = 2
 PICO = 1e12
 Floats = npt.NDArray[np.float64]
+# Newer torch has another name, and warns whoever uses the one that torch 2.11 knows.
+_all_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class MovingSequences:
@@ -156,7 +158,7 @@ class _Seam:
         assert self.own.transport is not None
         rows_BU = rows_of_sequences(visits_BLW, self.own.transport.name, self.topology)
         rows_NU = rows_BU.new_empty(ranks * batch, rows_BU.shape[1])
-        dist.all_gather_into_tensor(rows_NU, rows_BU, group=group)
+        _all_gather_into(rows_NU, rows_BU, group=group)
         ride_WU = RIDES * self.ahead * seconds_per_row(self.seconds_WW, self.own.transport.name, self.topology)
         home_N = np.arange(ranks).repeat(batch)
         seconds_NW = rows_NU.cpu().numpy() @ ride_WU.T + MOVES * length * self.seconds_WW[home_N]
