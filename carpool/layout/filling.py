@@ -61,8 +61,8 @@ def rows_filled(layout: ExpertLayout, topology: Topology | None) -> npt.NDArray[
     else:
         assert topology is not None
         per_node = topology.num_ranks // topology.num_nodes
-        for rank, experts in enumerate(held_rows(layout, per_node)):
-            for expert in experts:
+        for rank, held in enumerate(held_rows(layout, per_node)):
+            for expert in held:
                 sent_WW[layout.home_of[expert][0], rank] += 1
         for rank, experts in enumerate(layout.slots):
             for expert in experts:

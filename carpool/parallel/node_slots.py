@@ -84,4 +84,5 @@ class NodeSlotFiller(SlotFiller):
 def _of_ranks(ranks: Sequence[int], homes: Sequence[Sequence[int]], slots: Sequence[Sequence[int]]) -> ExpertLayout:
     """The layout of some ranks, whose homes hold some of the experts, which are numbered anew."""
     number = {expert: i for i, expert in enumerate(e for rank in ranks for e in homes[rank])} | {-1: -1}
-    return ExpertLayout(*(tuple(tuple(number[e] for e in of[rank]) for rank in ranks) for of in (homes, slots)))
+    own, held = (tuple(tuple(number[e] for e in of[rank]) for rank in ranks) for of in (homes, slots))
+    return ExpertLayout(own, held)

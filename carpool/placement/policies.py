@@ -89,9 +89,10 @@ class LoadModel:
         num_rows, num_ranks = len(home_E), held_CEW.shape[2]
         home_EW = np.zeros((num_rows, num_ranks))
         home_EW[np.arange(num_rows), home_E] = 1
-        nodes = 1 if self.topology is None or slices > 1 else self.topology.num_nodes
+        topology = self.topology or Topology.even(num_ranks)
+        nodes = topology.num_nodes if slices == 1 else 1
         per_node, over = divmod(num_ranks, nodes)
-        if per_node == num_ranks or over or self.topology.node_of != Topology.even(num_ranks, nodes).node_of:
+        if nodes == 1 or over or topology.node_of != Topology.even(num_ranks, nodes).node_of:
             return np.asarray(np.matmul(home_EW.T, held_CEW * (1 - home_EW)))
         held_CENP, home_ENP = (of.reshape(*of.shape[:-1], nodes, per_node) for of in (held_CEW, home_EW))
         wanted_CEN = held_CENP.max(3) * (1 - home_ENP.max(2))

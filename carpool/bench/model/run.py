@@ -149,8 +149,9 @@ class ModelBenchmark:
         degrees = config.parallelism.resolve(self.world, min(self.counts.values()))
         if not self.settings.is_theirs(name):
             hidden = self.blueprint.config.get_text_config().hidden_size
-            place = {"cuda": cuda, "topology": self.topology, "hardware": self.hardware}
-            way, _ = likely_transport(config, degrees, hidden, self.top_k, **place)
+            way, _ = likely_transport(
+                config, degrees, hidden, self.top_k, cuda=cuda, topology=self.topology, hardware=self.hardware
+            )
         return MemoryEstimate(config, degrees, self.blueprint, self.bf16, cuda)(way, "fsdp")
 
     def _case(self, groups: list[list[str]], warnings: list[str], estimates: dict[str, Memory]) -> Case:

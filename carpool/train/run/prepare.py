@@ -169,8 +169,9 @@ class Prepared(RunState):
         """What layers keep, and how dense parameters lie on the ranks."""
         config, cuda, memory = self.config, self.device.type == "cuda", self._rank_memory()
         hidden = blueprint.config.get_text_config().hidden_size
-        place = {"cuda": cuda, "topology": self.topology, "hardware": self.hardware}
-        transport, _ = likely_transport(config, self.degrees, hidden, self.top_k, **place)
+        transport, _ = likely_transport(
+            config, self.degrees, hidden, self.top_k, cuda=cuda, topology=self.topology, hardware=self.hardware
+        )
         self.estimate = MemoryEstimate(config, self.degrees, blueprint, self.bf16, cuda)
         self.kept = choose_memory(self.estimate, transport, self.hardware, self.decisions, self._measure_policies)
         if (budget := config.memory.budget_bytes) is not None:
