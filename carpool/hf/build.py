@@ -47,6 +47,7 @@ from carpool.hf.stored_experts import read_without_experts
 from carpool.hf.tensor_parallel import check_tensor_parallel, own_styles
 from carpool.hf.uneven import uneven_plan
 from carpool.hf.weight_files import check_weight_files, stored_weights
+from carpool.parallel import fsdp
 from carpool.parallel.degrees import chunks
 from carpool.parallel.meshes import Meshes
 
@@ -190,8 +191,10 @@ def build_model(
             fill(model, blueprint, seed, device or _device(), offload, stored, None if sliced is None else sliced.rows)
             if path is not None and (path / "generation_config.json").is_file():
                 model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
+    if dtype == torch.float16:
+        fsdp.reduce_in_float32(model)
     if sequence_parallel:
-        shard_sequences(model)
+        shard_sequences(model, {part.layers.start for part in parts} or {0})
     return model.train()
 
 

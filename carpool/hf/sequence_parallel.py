@@ -23,7 +23,7 @@ one that splits its input (OLMoE, whose norms see all heads) every rank computes
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextvars import ContextVar
 from typing import Any, cast
 
@@ -226,11 +226,12 @@ class SequenceShard:
         sum_gradients(self.parameters, self.group)
 
 
-def shard_sequences(model: PreTrainedModel) -> SequenceShard:
+def shard_sequences(model: PreTrainedModel, firsts: Collection[int] = (0,)) -> SequenceShard:
     """Divide the tokens of a model over its tensor-parallel ranks, from its first layer on. On all ranks.
 
     Args:
-        model: sharded by a plan with `sequence_plan`; before it is compiled."""
+        model: sharded by a plan with `sequence_plan`; before it is compiled.
+        firsts: the layers that are given all tokens: of each stage of a pipeline, the first one."""
     group = model._mesh_manager.get_mesh("tp").get_group()
     stem = _layers(model)
     base = cast(Any, model.get_submodule(stem.rpartition(".")[0]))
@@ -245,13 +246,15 @@ def shard_sequences(model: PreTrainedModel) -> SequenceShard:
             own = {style for rule, style in styles.items() if rule.startswith(f"{stem}.{number}.{child}.")}
             if not partial or "carpool_colwise_gather_output" in own:
                 alike |= {id(parameter) for parameter in region.parameters()}
-        layer.forward = _of_rows(layer.forward, group if number == 0 else None)
+        layer.forward = _of_rows(layer.forward, group if number in firsts else None)
     base.forward = _with_shape(base.forward)
     shard = SequenceShard(group, list(_summed(base, layers, alike)))
     for ride in rides(model).values():
         ride.token_slice = (0, 1)
     head = model.get_output_embeddings()
-    head.forward = SequenceHead(head, shard)
+    # A stage that is not the last has none.
+    if any(True for _ in head.parameters()):
+        head.forward = SequenceHead(head, shard)
     # Past nn.Module, to whom it is nothing.
     object.__setattr__(model, "_carpool_sequence_shard", shard)
     return shard

@@ -152,11 +152,15 @@ def keep_parts(model: PreTrainedModel, parts: Sequence[Part]) -> None:
     elsewhere += [] if last else [r"\.norm\.", rf"^{_head_name(model)}\."]
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
     model._keys_to_ignore_on_load_unexpected = [*ignored, *elsewhere]
+    absent: dict[str, nn.Module] = {}
     if not first:
-        base.embed_tokens = Absent()
+        absent[_name_of(model, base.embed_tokens)] = Absent()
     if not last:
-        base.norm = _End()
-        setattr(model, cast(str, _head_name(model)), _NoHead())
+        absent |= {_name_of(model, base.norm): _End(), cast(str, _head_name(model)): _NoHead()}
+    for name, module in absent.items():
+        model.set_submodule(name, module)
+    # Tensor parallelism would look for what is not there.
+    model.tp_plan = {rule: style for rule, style in model.tp_plan.items() if rule.removesuffix(".weight") not in absent}
 
 
 @contextmanager
@@ -177,6 +181,10 @@ def kept_parts(parts: Sequence[Part]) -> Iterator[None]:
         yield
     finally:
         DistributedMixin.maybe_distribute_model = before
+
+
+def _name_of(model: nn.Module, module: nn.Module) -> str:
+    return next(name for name, one in model.named_modules() if one is module)
 
 
 def _head_name(model: PreTrainedModel) -> str | None:

@@ -122,7 +122,6 @@ RULES = (
         ),
     ),
     Rule(("etp", "pp"), "experts in slices are put together by all ranks at once, and stages have layers of their own"),
-    Rule(("pp", "tp"), "stages hand on whole hidden states, and tensor parallelism may divide them"),
     *(
         Rule(("pp",), why, {key: instead}, _is_other(key, instead))
         for key, instead, why in (

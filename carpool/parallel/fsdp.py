@@ -15,6 +15,7 @@ are objects of PyTorch, and their methods are FSDP's hooks, which run around the
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -51,6 +52,13 @@ def find_all(model: nn.Module) -> None:
     """Let the root of a model find the states of all its modules, as it would in its first forward."""
     if isinstance(model, FSDPModule):
         model._get_fsdp_state()._lazy_init()
+
+
+def reduce_in_float32(model: nn.Module) -> None:
+    """Of a model in float16, before its first forward. FSDP divides gradients of that dtype in two steps, before and
+    after they are reduced; those of which one rank has all rows, such as experts', once more in between."""
+    for group in (group for state in states(model) for group in groups(state)):
+        group.mp_policy = dataclasses.replace(group.mp_policy, reduce_dtype=torch.float32)
 
 
 def end_backward(model: nn.Module) -> None:

@@ -51,6 +51,11 @@ def split_rows(x_TH: torch.Tensor, group: Group) -> torch.Tensor:
     return out
 
 
+def num_rows(tokens: int, group: Group) -> int:
+    """The most rows that a rank has of T."""
+    return -(-tokens // dist.get_world_size(group))
+
+
 def gather_rows(x_RH: torch.Tensor, tokens: int, group: Group, *, partial: bool) -> torch.Tensor:
     """All T rows, from each rank's own.
 

@@ -211,6 +211,21 @@ def one_slice_of_each_expert() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def travelling_rows_added() -> Iterator[None]:
+    """Gradients of hidden states that stages put together from tensor-parallel ranks' rows are taken for terms of a
+    sum."""
+    from carpool.train.run import pipeline
+
+    right = pipeline.gather_rows
+
+    def wrong(*args: Any, partial: bool) -> torch.Tensor:
+        return right(*args, partial=True)
+
+    with mock.patch.object(pipeline, "gather_rows", wrong):
+        yield
+
+
 class Broken(NamedTuple):
     """A mistake, the case that must notice it, and words of what it must find wrong and must not."""
 
@@ -238,6 +253,7 @@ BREAKAGES: dict[str, Broken] = {
         Broken(skipped_replica, Case(FSDP, layout="replicated"), "experts"),
         Broken(forgotten_router_term, Case(FSDP), "mlp.gate"),
         Broken(norm_of_all_stages_alike, Case(Degrees(pp=2), transport="local", micro_batches=2), "norm", "q_proj"),
+        Broken(travelling_rows_added, Case(Degrees(pp=2, tp=2, ep=2), micro_batches=2), "layers.0.self_attn.q_proj"),
         Broken(parts_of_sequences_as_sequences, Case(Degrees(cp=2, ep=2)), "q_proj"),
         Broken(one_slice_of_each_expert, Case(Degrees(fsdp=2, etp=2)), "loss", "nothing else"),
     )

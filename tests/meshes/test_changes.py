@@ -161,4 +161,5 @@ def test_a_hundred_steps(
     else:
         assert ranks(_train, output, text, MESHES[name], {"max_steps": 100, "save_steps": None}) == [""] * 4
     assert hundred[100][0] < hundred[1][0] / 2
+    # Rounding flips a choice of experts now and then: 3.5e-5 was measured after it, 1.5e-7 before.
     _check(_steps(Path(output)), hundred, 5e-4)

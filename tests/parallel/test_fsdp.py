@@ -51,6 +51,21 @@ def test_inside_a_forward_the_root_is_known(alone: Any) -> None:
     assert list(fsdp.states_in_forward(nn.Linear(2, 2))) == []
 
 
+def test_gradients_in_float16_are_divided_once(alone: Any) -> None:
+    """Without a word FSDP divides by 16 what one rank has all rows of, if it is told to divide by 4."""
+    found = []
+    for told in (False, True):
+        model = sharded(alone).half()
+        for layer in model:
+            layer.set_gradient_divide_factor(4.0)
+        if told:
+            fsdp.reduce_in_float32(model)
+        model(torch.ones(2, 4, dtype=torch.float16)).sum().backward()
+        found.append(model[1].bias.grad.full_tensor())
+    assert torch.equal(found[0], torch.full((4,), 2 / 16).half()), "mended in PyTorch: reduce_in_float32 can go"
+    assert torch.equal(found[1], torch.full((4,), 2 / 4).half())
+
+
 def test_the_hooks_run_where_they_are_expected(alone: Any) -> None:
     """Each stand-in is called, once, in this order, and nothing is left of it afterwards."""
     model, told = sharded(alone), []

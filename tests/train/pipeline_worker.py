@@ -74,6 +74,8 @@ def measure(
     *,
     ep: int = 1,
     cp: int = 1,
+    tp: int = 1,
+    sequence: bool = True,
     length: int = LENGTH,
     dense: str = "fsdp",
     per_layer: bool = False,
@@ -87,7 +89,7 @@ def measure(
     gradient."""
     overrides = {"num_hidden_layers": 4, **LAYERS.get(family, {}), **overrides}
     config = tiny_config(discover()[family], **overrides)
-    degrees = Degrees(pp=2, cp=cp, fsdp=dist.get_world_size() // 2 // cp, ep=ep)
+    degrees = Degrees(pp=2, cp=cp, fsdp=dist.get_world_size() // 2 // cp // tp, tp=tp, ep=ep)
     meshes, dtype = make_meshes(degrees), torch.float32
     settings: dict[str, Any] = {"top_k": TOP_K, "aux_coef": aux, "autocast": None, "balance_layers": per_layer}
 
@@ -111,9 +113,18 @@ def measure(
         expected_eval = sum(float(reference.forward(batch)[0]) for batch in together)
 
     rank, parts = dist.get_rank(), cut_model(whole, 2 * len(stages_of(schedule, 2)[0]))
-    sizes = DistributedConfig(fsdp_size=degrees.fsdp * cp, ep_size=ep, ep_implementation="carpool")
+    sizes = DistributedConfig(tp_size=tp, fsdp_size=degrees.fsdp * cp, ep_size=ep, ep_implementation="carpool")
     own = [parts[stage] for stage in stages_of(schedule, 2)[degrees.coordinate(rank, "pp")]]
-    model = build_model(config, distributed_config=sizes, dtype=dtype, seed=3, dense=dense, meshes=meshes, parts=own)
+    model = build_model(
+        config,
+        distributed_config=sizes,
+        dtype=dtype,
+        seed=3,
+        dense=dense,
+        meshes=meshes,
+        parts=own,
+        sequence_parallel=tp > 1 and sequence,
+    )
     install(model)
     if dense == "replicate" and degrees.dp_cp > 1:
         replicate_dense(model, False)
@@ -145,6 +156,7 @@ def measure(
     errors = {
         "loss": abs(found.loss - expected.loss) / expected.loss,
         "aux": abs((found.aux_loss or 0) - (expected.aux_loss or 0)),
+        # Tensor-parallel ranks have each a part of it, or share one.
         "eval": abs(float(evaluated) - expected_eval) / expected_eval,
     }
     with sharded_parameters(model):

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from carpool.hf.balance import loss_of_statistics, router_statistics
@@ -29,6 +30,7 @@ from carpool.hf.stages import Part, Stages, check_tied, cut_model, layer_number
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.meshes import Meshes
 from carpool.parallel.pipeline import SCHEDULES, Pipeline, Tensors, check_micro_batches, stages_of
+from carpool.parallel.sequence import gather_rows, num_rows
 from carpool.schedule.split import SplitBackward
 from carpool.train.config.schema import Config
 from carpool.train.run.graphs import Batch
@@ -71,6 +73,8 @@ class PipelineObjective(Objective):
         self.stages = Stages(model, {number: parts[number] for number in self.pipeline.stages})
         # Losses are on the ranks of the last stage alone. (`ranks_per_sequence` counts labels, which all have.)
         self.ranks_per_copy //= dist.get_world_size(group)
+        # Tensor-parallel ranks may all have the same. Others have no head, and cannot know.
+        self.copies, self.cross_entropy.copies = self.cross_entropy.copies, 1
         self.experts, layers = max(routers.values(), default=0), sorted(routers)
         self.layers = len(layers)
         self.rows = {
@@ -119,6 +123,8 @@ class PipelineObjective(Objective):
         """On the device "meta": what goes from a stage to the next one."""
         with self.inputs(batch) as (part, _):
             shape = part["input_ids"].shape
+        if self.shard is not None:
+            shape = torch.Size((1, num_rows(shape.numel(), self.shard.group)))
         hidden = torch.empty(*shape, self.hidden, dtype=self.dtype, device="meta")
         if not self.aux_coef:
             return (hidden,)
@@ -132,19 +138,23 @@ class PipelineObjective(Objective):
             collected = self.router_logits.collect(len(self.rows[stage]))
         with self.inputs(self._batches[number]) as (batch, settings), collected as logits:
             if not part.first:
-                settings = {**settings, "inputs_embeds": received[0]}
+                settings = {**settings, "inputs_embeds": self._whole(received[0], batch["input_ids"].shape)}
             ids_BL = batch["input_ids"] if part.first else None
             if part.last:
                 with self.stages.only(stage):
                     ce, _ = self.cross_entropy(ids_BL, batch["target"], **settings)
             else:
                 hidden_BLH = self.stages.hidden(stage, input_ids=ids_BL, **settings).to(self.dtype)
+                if self.shard is not None:
+                    # Equally many on all ranks, also where the last ones have fewer tokens.
+                    most = num_rows(batch["input_ids"].numel(), self.shard.group)
+                    hidden_BLH = F.pad(hidden_BLH, (0, 0, 0, most - hidden_BLH.shape[1]))
         found: Tensors = ()
         if aux:
             found = (self._add_statistics(stage, received, logits, self.padding(batch)),)
         if not part.last:
             return (hidden_BLH, *found)
-        self._sums[0] += ce.detach()
+        self._sums[0] += ce.detach() / self.copies
         loss = ce * self._factor
         if aux and torch.is_grad_enabled():
             balance = loss_of_statistics(found[0], self.stage_group, per_layer=self.balance_layers)
@@ -152,6 +162,14 @@ class PipelineObjective(Objective):
             loss = loss + balance * (self.share * self.aux_coef / (len(self._batches) * ranks))
             self._sums[1] += balance.detach() / len(self._batches)
         return (loss,)
+
+    def _whole(self, hidden: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """(B, L, H) of what has travelled: tensor-parallel ranks that divide tokens have each sent their own."""
+        if self.shard is None:
+            return hidden
+        rows = hidden.shape[1] * self.shard.ranks
+        whole_TH = gather_rows(hidden.flatten(0, 1), rows, self.shard.group, partial=False)
+        return whole_TH[: shape.numel()].view(*shape, -1)
 
     def _add_statistics(
         self, stage: int, received: Tensors, logits: Sequence[torch.Tensor], padding_T: torch.Tensor | None
