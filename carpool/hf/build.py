@@ -37,6 +37,7 @@ from carpool.hf.conversions import unshardable
 from carpool.hf.dense import without_fsdp
 from carpool.hf.initial_weights import fill, set_tensor
 from carpool.hf.meshes import sharded_over
+from carpool.hf.narrow import is_narrow, narrow_experts
 from carpool.hf.original_layout import OriginalLayout, OriginalWeights
 from carpool.hf.quantised_base import check_can_be_quantised, quantised_while_loading
 from carpool.hf.sequence_parallel import sequence_plan, shard_sequences
@@ -147,6 +148,8 @@ def build_model(
     path = None if isinstance(config_or_path, PreTrainedConfig) else Path(config_or_path)
     config = read_config(path) if path is not None else copy.deepcopy(cast(PreTrainedConfig, config_or_path))
     check_sizes(config)
+    if path is not None and is_narrow(config):
+        raise ValueError(f"{path} is a model whose rows are projected (travel_size): resume the run that trains it")
     _check_ranks(distributed_config, meshes)
     blueprint = _on_meta(config, dtype, kwargs)
     _check_experts(blueprint, distributed_config, slices)
@@ -405,6 +408,7 @@ def _on_meta(config: PreTrainedConfig, dtype: torch.dtype, kwargs: dict[str, str
     """The whole model without values, its tied weights not yet tied, in the dtypes that it will have."""
     with torch.device("meta"), init.no_tie_weights(), init.meta_device_safe_creation_ops():
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=False, **kwargs)
+        narrow_experts(model, experts_modules(model))
     if dtype_plan := model._get_dtype_plan(dtype):
         in_float32, _, _ = build_glob_alternation(list(dtype_plan))
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:

@@ -34,6 +34,7 @@ from carpool.experts.stages import why_host_waits
 from carpool.hf.adapters import check_adapters
 from carpool.hf.expert_adapters import ExpertAdapters
 from carpool.hf.expert_function import check_not_quantised, expert_function, weight_names
+from carpool.hf.narrow import projections_of
 from carpool.hf.quantised_base import base_of
 from carpool.hf.slices import slices_of
 from carpool.hf.tensor_parallel import check_tensor_parallel_around
@@ -87,6 +88,7 @@ class ExpertRides(LayerCore):
     Attributes, beside those of the core:
         experts: the module.
         adapters: those of the experts; None: there are none.
+        projections: what makes rows narrow before they ride, and sums wide (`carpool.hf.narrow`); None: nothing.
         shared: the block's shared experts, if they compute beside the ride (`carpool.hf.shared`).
         replay: what replays recorded choices (`carpool.hf.replay`); None: nothing.
         router_limit: what applies `limit` to the model's own router (`carpool.hf.limit.limit_routing`).
@@ -110,6 +112,7 @@ class ExpertRides(LayerCore):
         self.experts, self.experts_forward = experts, experts_forward
         self.num_local_experts: int = experts.num_experts
         self.adapters: ExpertAdapters | None = None
+        self.projections = projections_of(experts)
         self.shared: EarlyWork | None = None
         self.replay: BeforeRide | None = None
         self.router_limit: RouterLimit | None = None
@@ -153,9 +156,13 @@ class ExpertRides(LayerCore):
             routing = self.router_limit.before_ride(routing)
         beside = None if self.shared is None else partial(self.shared.compute, x_TH)
         settings = {"training": self.experts.training, "replayed": self.replay is not None}
+        if self.projections is not None:
+            x_TH = self.projections[0](x_TH)
         y_TH, computed = self(x_TH, routing, self._home(), beside=beside, **settings)
         if self.shared is not None:
             self.shared.offer(computed)
+        if self.projections is not None:
+            y_TH = self.projections[1](y_TH)
         return y_TH
 
     # A walk over the whole model: traced by torch.compile, it took a minute and was different for each layer.

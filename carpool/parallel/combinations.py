@@ -48,11 +48,29 @@ def _is_other(key: str, value: Any) -> Callable[[Sizes, Settings], bool]:
     return lambda sizes, settings: settings.get(key, value) != value
 
 
+def _is_narrow(sizes: Sizes, settings: Settings) -> bool:
+    return settings.get("model.travel_size") is not None
+
+
 def _moves(sizes: Sizes, settings: Settings) -> bool:
     return settings.get("moe.move_sequences") is not None
 
 
 RULES = (
+    *(
+        Rule((axis,), why, {"model.travel_size": None}, _is_narrow)
+        for axis, why in (
+            ("tp", "gradients of projections would be of a part of the tokens"),
+            ("pp", "projections are not cut into stages"),
+            ("etp", "experts in slices are made of whole ones of the model's own size"),
+        )
+    ),
+    Rule(
+        (),
+        "adapters go with a checkpoint, and rows are projected in models from scratch",
+        {"adapter.kind": None},
+        lambda sizes, settings: _is_narrow(sizes, settings) and settings.get("adapter.kind") is not None,
+    ),
     *(
         Rule((axis,), why, {"moe.move_sequences": None}, _moves)
         for axis, why in (

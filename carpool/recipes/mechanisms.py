@@ -147,6 +147,7 @@ SWITCHES: Mapping[str, Mechanism] = MappingProxyType({
     "spread:node": Mechanism("parallelism.ep_size", 8, _positive, "carpool.parallel.degrees:Degrees"),
     "sliced:experts": Mechanism("parallelism.etp_size", 2, _several, "carpool.hf.slices:SlicedExperts"),
     "dense:sharded": Mechanism("parallelism.dense", "fsdp"),
+    "rows:projected": Mechanism("model.travel_size", 64, _positive, "carpool.hf.narrow:narrow_experts"),
     "sequences:move": Mechanism("moe.move_sequences", 1, _positive, "carpool.hf.sequence_moves:MovingSequences"),
     "combine:bf16": Mechanism("codec.combine", "bf16", code="carpool.transport.codecs.bf16:BF16"),
     "dispatch:fp8": Mechanism("codec.dispatch", "fp8", code="carpool.transport.codecs.fp8:FP8"),

@@ -22,6 +22,7 @@ from carpool.hf import install, rides, set_transport
 from carpool.hf.build import build_model, read_config
 from carpool.hf.dense import replicate_dense
 from carpool.hf.host_experts import keep_experts_in_host_memory
+from carpool.hf.narrow import row_size
 from carpool.hf.stored_experts import StoredExperts
 from carpool.serve.experts import ON_DEVICE, PREDICTORS, ExpertTier
 from carpool.serve.room import check_room
@@ -176,7 +177,7 @@ def spread_model(
         replicate_dense(model, bfloat16=False)
     # Of a prompt's tokens a step of decoding has few: rows of a fixed size would be empty.
     set_transport(model, "auto", max_tokens=max_tokens, options=HierarchicalOptions(first_hop="counted"))
-    top_k, hidden = top_k_of(model), model.config.get_text_config(decoder=True).hidden_size
+    top_k, hidden = top_k_of(model), row_size(model.config)
     for own in rides(model).values():
         # Now, and not in the first forward: whether decode steps can be graphs depends on what it becomes.
         own.prepare(top_k, hidden)

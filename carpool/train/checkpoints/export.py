@@ -19,6 +19,8 @@ from rich.filesize import decimal
 from safetensors import safe_open
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from carpool.hf.build import read_config
+from carpool.hf.narrow import is_narrow
 from carpool.hf.original_layout import OriginalLayout
 from carpool.hf.tensor_file import Entry
 from carpool.train.checkpoints.files import (
@@ -166,6 +168,11 @@ def _plan(
             "model of the two"
         )
     source = read_source(run)
+    if is_narrow(read_config(checkpoint / MODEL)):
+        raise CheckpointError(
+            f"{run} trains a model whose rows are projected (model.travel_size), which Transformers does not know: it "
+            "cannot be exported; resume, evaluate or sample it with Carpool"
+        )
     records = read_state(checkpoint)["files"]
     mine = sorted(name for name in records if name.startswith(f"{MODEL}/"))[rank() :: world()]
     begin("checking", sum(records[name]["bytes"] for name in mine))

@@ -89,6 +89,13 @@ class ModelSection(Section):
         description="For a model from scratch: experts that each token visits (top-k). none: as the configuration "
         "says.",
     )
+    travel_size: int | None = Field(
+        default=None,
+        gt=0,
+        description="ANOTHER MODEL, for one from scratch: rows are projected to so many elements before they travel, "
+        "experts compute with rows of that size, and sums are projected back (BigMac). It has other parameters, and is "
+        "not exported to Transformers, which does not know it. none: rows travel as they are.",
+    )
     attn_implementation: str | None = Field(
         default=None,
         description="Attention of transformers: sdpa, eager, flash_attention_2 and others. none: transformers chooses, "
@@ -130,6 +137,10 @@ class ModelSection(Section):
             )
         if len(given) > 1:
             raise ValueError(f"model.{' and model.'.join(given)} contradict each other: give only one of them")
+        if self.travel_size is not None and not self.from_scratch:
+            raise ValueError(
+                f"model.travel_size makes another model, but model.path = {self.path} names a checkpoint: leave one out"
+            )
         return self
 
     @property

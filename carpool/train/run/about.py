@@ -12,6 +12,7 @@ import torch.distributed as dist
 from rich.filesize import decimal
 
 import carpool
+from carpool.hf.narrow import row_size
 from carpool.layout.layouts import Layouts
 from carpool.train.checkpoints.ranks import from_rank_0
 from carpool.train.checkpoints.source import keep_source
@@ -34,7 +35,7 @@ def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any
     name, size = layer.transport.name, 2 if run.bf16 else run.model.dtype.itemsize
     kept = run.config.memory.kept
     options = run.options.under(run.schedule.answer, kept.rows == "resend")
-    buffer_bytes = layer.transport.buffer_bytes(options, layer.num_ranks, config.hidden_size, size, run.top_k)
+    buffer_bytes = layer.transport.buffer_bytes(options, layer.num_ranks, row_size(config), size, run.top_k)
     optimizer, optimizer_lossy = describe_optimizer(run.optimizer)
     lossy = [*optimizer_lossy, *run.experts_lossy, *run.limits_lossy, *run.options.lossy_reasons]
     halves = run.schedule.answer.name == "two-batch" and run.config.training.gradient_accumulation_steps == 1

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import torch
 from transformers import PreTrainedModel
 
+from carpool.hf.narrow import row_size
 from carpool.layout.topology import Topology
 from carpool.parallel.degrees import Degrees
 from carpool.planner.hardware import HARDWARE, Hardware, find_hardware, hardware_of
@@ -77,7 +78,7 @@ def dry_run(config: Config, sources: Mapping[tuple[str, str], str] | None = None
     cut = context_cut(config, degrees, model)
     size = model_size(model, counts, top_k_of(model))
     bf16 = cuda if config.training.bf16 is None else config.training.bf16
-    hidden = model.config.get_text_config().hidden_size
+    hidden = row_size(model.config)
     per_node = _per_node(config, ranks, hardware is not None)
     topology = Topology.even(ranks, -(-ranks // per_node), nvlink=rates.nvlink is not None, source="the settings")
     transport, why = likely_transport(

@@ -44,6 +44,7 @@ from carpool.hf.attention import FLEX
 from carpool.hf.build import experts_modules
 from carpool.hf.freeze import freeze_all_but_experts
 from carpool.hf.head import output_layer, why_whole
+from carpool.hf.narrow import row_size
 from carpool.kernels.cross_entropy import piece_size
 from carpool.memory.disk import BUFFERS
 from carpool.memory.optimizer.streamed import TILE_BYTES
@@ -145,6 +146,7 @@ class MemoryEstimate:
         self.kept = self.kept_by_all
         text = model.config.get_text_config()
         self.hidden, self.top_k = text.hidden_size, top_k_of(model)
+        self.row = row_size(model.config)
         self.width = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
         self.words = text.vocab_size
         theirs = {id(p) for name in counts for p in model.get_submodule(name).parameters()}
@@ -316,13 +318,13 @@ class MemoryEstimate:
         tokens = degrees.tokens_per_rank(self.tokens)
         pairs, choices = tokens * top_k, min(self.top_k, -(-self.num_experts // degrees.ep))
         options = transport_options(config, degrees, transport)
-        buffers = way.buffer_bytes(options, ranks, self.hidden, self.computed, top_k)
+        buffers = way.buffer_bytes(options, ranks, self.row, self.computed, top_k)
         in_buffers = buffers > 0 and degrees.expert_ranks > 1
         # Rows at home are the layer's input, which is kept anyway.
         away = 0.0 if degrees.expert_ranks == 1 else copies * ((ranks - 1) / ranks if in_buffers else 1)
         kept_of, host = [], 0
         for layers in (1, self.moe_layers):
-            sizes = LayerSizes(layers, layers, self.hidden, width, top_k, 0, 0, 0, self.computed, copies=away)
+            sizes = LayerSizes(layers, layers, self.row, width, top_k, 0, 0, 0, self.computed, copies=away)
             policies = config.memory.policies
             if policies["dense"] == "offload":
                 # `host_bytes` adds what was measured.
@@ -333,19 +335,17 @@ class MemoryEstimate:
             host = found["host"]
         # Backward: gradients of pre-activations and of activations, activations, and then dx in place of the second.
         most = tokens * ranks * choices if in_buffers else pairs
-        products = most * (3 * width + max(width, self.hidden)) * self.computed
+        products = most * (3 * width + max(width, self.row)) * self.computed
         if not self.cuda:
             # Gradients are gathered, and each step of the activation's backward makes a tensor.
-            products = pairs * (7 * width + self.hidden) * self.computed
+            products = pairs * (7 * width + self.row) * self.computed
         if config.memory.hidden == "recompute":
             products += 2 * pairs * width * self.computed
         experts = math.ceil(self.experts.trained / ranks / self.moe_layers) * self.computed
         if buffers and config.memory.rows == "resend":
             buffers *= 2
         exchanged = (
-            0
-            if buffers
-            else int((2 if degrees.expert_ranks > 1 else 1) * tokens * copies * self.hidden * self.computed)
+            0 if buffers else int((2 if degrees.expert_ranks > 1 else 1) * tokens * copies * self.row * self.computed)
         )
         return _Rides(kept_of[1], kept_of[0], products + self.dequantised, experts, buffers or exchanged, host)
 

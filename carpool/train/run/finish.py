@@ -94,10 +94,12 @@ def finish(run: RunState) -> None:
     """
     training = run.config.training
     run.placement.finish(run.step)
+    # Transformers has no such model.
+    narrow = run.config.model.travel_size is not None
     evaluate(run)
     if run.saved_at != run.step:
         save(run)
-    if training.save_pretrained and not run.adapted and run.step == training.steps:
+    if training.save_pretrained and not run.adapted and not narrow and run.step == training.steps:
         _export(run)
     comparison = _compare(run)
     run.display.close()

@@ -27,6 +27,7 @@ from transformers import PreTrainedConfig
 
 from carpool.hf import set_kept
 from carpool.hf.expert_parallel import buffers_of_rides
+from carpool.hf.narrow import row_size
 from carpool.hf.offload import offload_layers
 from carpool.hf.recompute import recompute_layers
 from carpool.memory.policies import KeptPolicies
@@ -172,7 +173,7 @@ def _take(run: RunState, policies: Mapping[str, str]) -> None:
         recompute_layers(run.model, policies["sums"] == "recompute")
     else:
         run.model.gradient_checkpointing_disable()
-    hidden = run.model.config.get_text_config().hidden_size
+    hidden = row_size(run.model.config)
     for own in run.rides:
         own.prepare(run.top_k, hidden)
 

@@ -19,6 +19,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 from carpool.hf.attention import fused_attention
 from carpool.hf.build import experts_modules, make_config, read_config
 from carpool.hf.context import choose_way
+from carpool.hf.narrow import narrow_experts
 from carpool.hf.sequence_parallel import why_not_sequence_parallel
 from carpool.hf.sizes import TOP_K, check_sizes, first_key
 from carpool.parallel.context import Cut
@@ -89,7 +90,10 @@ def model_source(config: Config, tokenizer: Tokenizer) -> PreTrainedConfig | Pat
             language[key] = tokenizer.eos_id if key == "eos_token_id" else None
     if model.num_experts_per_tok is not None:
         language["num_experts_per_tok"] = model.num_experts_per_tok
-    return make_config(model_type or _model_type(model.architecture or ""), keys)
+    made = make_config(model_type or _model_type(model.architecture or ""), keys)
+    if model.travel_size is not None:
+        made.get_text_config().travel_size = model.travel_size
+    return made
 
 
 def _is_beyond(token: Any, vocabulary: Any) -> bool:
@@ -128,7 +132,9 @@ def meta_model(source: PreTrainedConfig | Path) -> PreTrainedModel:
     config = read_config(source) if isinstance(source, Path) else source
     check_sizes(config)
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(copy.deepcopy(config), trust_remote_code=False)
+        narrow_experts(model, experts_modules(model))
+    return model
 
 
 def context_cut(config: Config, degrees: Degrees, model: PreTrainedModel, rank: int = 0) -> Cut | None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from carpool.hf.compiled import check_backend
+from carpool.hf.narrow import row_size
 from carpool.hf.packed import why_not_packed
 from carpool.parallel.meshes import Meshes
 from carpool.planner.chosen import Chosen
@@ -168,7 +169,7 @@ class Prepared(RunState):
     def _choose_memory(self, blueprint: PreTrainedModel) -> None:
         """What layers keep, and how dense parameters lie on the ranks."""
         config, cuda, memory = self.config, self.device.type == "cuda", self._rank_memory()
-        hidden = blueprint.config.get_text_config().hidden_size
+        hidden = row_size(blueprint.config)
         transport, _ = likely_transport(
             config, self.degrees, hidden, self.top_k, cuda=cuda, topology=self.topology, hardware=self.hardware
         )

@@ -33,6 +33,7 @@ from carpool.hf.layouts import is_logical, logical_like, physical_order, set_lay
 from carpool.hf.limit import limit_routing
 from carpool.hf.metrics import RideMetrics
 from carpool.hf.names import name_layers
+from carpool.hf.narrow import row_size
 from carpool.hf.offload import offload_layers
 from carpool.hf.recompute import recompute_layers
 from carpool.hf.sequence_moves import MovingSequences
@@ -255,7 +256,7 @@ class Setup(Prepared):
             # Before there are buffers: those of chunks are smaller.
             for own in self.rides:
                 own.set_schedule(schedule)
-        hidden = self.model.config.get_text_config().hidden_size
+        hidden = row_size(self.model.config)
         size = 2 if self.bf16 else self.model.dtype.itemsize
         codecs = config.codec.codecs.for_rows_of(size)
         layer, options, device = self.rides[0], TransportOptions(self.most_tokens, codecs), self.device
@@ -401,7 +402,7 @@ class Setup(Prepared):
             tokens=self.degrees.tokens_per_rank(tokens),
             micro_batches=training.gradient_accumulation_steps,
             top_k=self.top_k,
-            hidden=self.model.config.get_text_config().hidden_size,
+            hidden=row_size(self.model.config),
             element_size=2 if self.bf16 else self.model.dtype.itemsize,
             codecs=self.options.codecs,
             expert_elements=layer.layout.slices
