@@ -14,7 +14,8 @@ the order of sums.
     sequences on each rank as before (`carpool.placement.sequences`). The host waits for the device here.
   - **Exchange.** One all-to-all (`carpool.transport.sequences`). If none moves, nothing is sent.
 
-NetMoE sends the sums of layer 2 straight to the new rank. Here they come home first, so a move is paid by itself; it
+A move is not counted for the layers that follow: on real traces sequences that are near one layer's experts are not
+nearer than others to the next one's (benchmarks/sequence_moves.py, --every 4). NetMoE sends the sums of layer 2 straight to the new rank. Here they come home first, so a move is paid by itself; it
 pays if a sequence saves more than half a row a token.
 """
 
@@ -69,6 +70,11 @@ class MovingSequences:
     def __init__(self, model: nn.Module, every: int, top_k: int, topology: Topology, hardware: Hardware) -> None:
         layers = required_rides(model)
         self.target_BL: torch.Tensor | None = None
+        if topology.num_ranks == 1:
+            raise ValueError(
+                "moe.move_sequences moves sequences to where experts are, but each rank has all experts: raise "
+                "parallelism.ep_size, or leave it out"
+            )
         if len(layers) <= every:
             raise ValueError(
                 f"moe.move_sequences = {every}, but the model has {len(layers)} layers with experts, so there is no "
@@ -77,8 +83,7 @@ class MovingSequences:
         for number, (name, own) in enumerate(layers.items()):
             if number % every == 0 and number:
                 layer = model.get_submodule(".".join(name.split(".")[: (list_number(name) or 0) + 1]))
-                ahead = min(every, len(layers) - number)
-                seam = _Seam(self, own, _Ahead(model, layer, name, own.num_experts, top_k), topology, hardware, ahead)
+                seam = _Seam(self, own, _Ahead(model, layer, name, own.num_experts, top_k), topology, hardware)
                 layer.register_forward_pre_hook(seam, with_kwargs=True)
 
     @contextmanager
@@ -120,18 +125,12 @@ class _Ahead:
 
 
 class _Seam:
-    """The hook of a decoder layer. `ahead`: for so many layers a move is assumed to pay alike."""
+    """The hook of a decoder layer."""
 
     def __init__(
-        self,
-        moving: MovingSequences,
-        own: ExpertRides,
-        guess: _Ahead,
-        topology: Topology,
-        hardware: Hardware,
-        ahead: int,
+        self, moving: MovingSequences, own: ExpertRides, guess: _Ahead, topology: Topology, hardware: Hardware
     ) -> None:
-        self.moving, self.own, self.guess, self.ahead = moving, own, guess, ahead
+        self.moving, self.own, self.guess = moving, own, guess
         self.topology, self.seconds_WW = topology, seconds_per_byte(topology, hardware)
 
     def __call__(
@@ -159,7 +158,7 @@ class _Seam:
         rows_BU = rows_of_sequences(visits_BLW, self.own.transport.name, self.topology)
         rows_NU = rows_BU.new_empty(ranks * batch, rows_BU.shape[1])
         _all_gather_into(rows_NU, rows_BU, group=group)
-        ride_WU = RIDES * self.ahead * seconds_per_row(self.seconds_WW, self.own.transport.name, self.topology)
+        ride_WU = RIDES * seconds_per_row(self.seconds_WW, self.own.transport.name, self.topology)
         home_N = np.arange(ranks).repeat(batch)
         seconds_NW = rows_NU.cpu().numpy() @ ride_WU.T + MOVES * length * self.seconds_WW[home_N]
         row_bytes = hidden * hidden_BLH.element_size()
