@@ -2,9 +2,9 @@
 
     python -m benchmarks.sequence_moves --nodes 2 --ranks 4 --transport alltoall
 
-Each stretch of the trace is a sequence. Before each layer but the first, sequences go to where that layer costs least, as in
-a run, but by what the layer really chooses: a bound of what any guess can save. Bytes are of four rides of a layer's
-rows, and of moves there and back. Nothing travels, and nothing is timed.
+Each stretch of the trace is a sequence. Before each layer but the first, sequences go to where that layer costs least,
+as in a run, but by what the layer really chooses: about what the best guess can save. Bytes are of four rides of a
+layer's rows, and of moves there and back. Nothing travels, and nothing is timed.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def main() -> None:
     topology = Topology.even(args.ranks, args.nodes)
     found = rows_between(Trace.load(args.trace), topology, args.transport, args.every, args.hardware)
     print(
-        f"{args.transport}, {args.nodes} nodes of {args.ranks // args.nodes} ranks: {found['stay']:.3f} rows a token and "
-        f"layer cross if sequences stay, {found['move']:.3f} if they move; {found['moves']:.3f} rows of sequences "
+        f"{args.transport}, {args.nodes} nodes of {args.ranks // args.nodes} ranks: {found['stay']:.3f} rows a token "
+        f"and layer cross if sequences stay, {found['move']:.3f} if they move; {found['moves']:.3f} rows of sequences "
         f"cross; {found['saved']:.1%} of the bytes are saved"
     )
     write_results(args, torch.device("cpu"), **found)

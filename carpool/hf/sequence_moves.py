@@ -14,9 +14,10 @@ the order of sums.
     sequences on each rank as before (`carpool.placement.sequences`). The host waits for the device here.
   - **Exchange.** One all-to-all (`carpool.transport.sequences`). If none moves, nothing is sent.
 
-A move is not counted for the layers that follow: on real traces sequences that are near one layer's experts are not
-nearer than others to the next one's (benchmarks/sequence_moves.py, --every 4). NetMoE sends the sums of layer 2 straight to the new rank. Here they come home first, so a move is paid by itself; it
-pays if a sequence saves more than half a row a token.
+A move is not counted for the layers that follow: on real traces sequences that are near one layer's experts are no
+nearer than others to those of later layers (benchmarks/sequence_moves.py, --every 4). NetMoE sends the sums of layer 2
+straight to the new rank. Here they come home first, so a move is paid by itself; it pays if a sequence saves more than
+half a row a token.
 """
 
 from __future__ import annotations
