@@ -40,13 +40,15 @@ def crosses_once(layout: ExpertLayout, topology: Topology | None) -> bool:
 
 def held_rows(layout: ExpertLayout, per_node: int) -> list[list[int]]:
     """For each rank, the experts that its node wants of the homes of its number: its own first, each in order."""
-    held = []
-    for rank in range(layout.num_ranks):
-        first = rank - rank % per_node
-        wanted = {e for experts in layout.slots[first : first + per_node] for e in experts if e != -1}
-        rail = [e for homes in layout.homes[rank % per_node :: per_node] for e in homes if e in wanted]
-        own = [e for e in layout.homes[rank] if e in wanted]
-        held.append([*own, *(e for e in rail if e not in own)])
+    rails = [[e for homes in layout.homes[number::per_node] for e in homes] for number in range(per_node)]
+    held: list[list[int]] = []
+    for first in range(0, layout.num_ranks, per_node):
+        ranks = range(first, first + per_node)
+        wanted = {e for rank in ranks for e in layout.slots[rank]}
+        for rank, rail in zip(ranks, rails, strict=True):
+            own = [e for e in layout.homes[rank] if e in wanted]
+            mine = set(own)
+            held.append([*own, *(e for e in rail if e in wanted and e not in mine)])
     return held
 
 

@@ -193,6 +193,11 @@ def say_hello(run: RunState, resume: Path | None) -> None:
     )
     if run.config.model.path is not None and run.config.model.from_scratch:
         say(f"from scratch: {run.config.model.path} has a config.json and no weights")
+    if (narrow := run.config.model.travel_size) is not None:
+        say(f"ANOTHER MODEL: rows are projected to {narrow} elements before they travel (model.travel_size)")
+    if (every := run.config.moe.move_sequences) is not None:
+        often = "each layer with experts" if every == 1 else f"every {every} layers with experts"
+        say(f"sequences may move to other ranks before {often} but the first")
     if run.plan is not None:
         say(f"plan: {run.plan.why}")
     say(f"{run.world} ranks ({info['parallelism']['backend']}): {run.degrees}")
