@@ -22,6 +22,7 @@ half a row a token.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -133,6 +134,7 @@ class _Seam:
     ) -> None:
         self.moving, self.own, self.guess = moving, own, guess
         self.topology, self.seconds_WW = topology, seconds_per_byte(topology, hardware)
+        self._checked = False
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -140,6 +142,9 @@ class _Seam:
         target_BL, group = self.moving.target_BL, self.own.group
         if target_BL is None or group is None:
             return None
+        if not self._checked:
+            check_stays(module, args, kwargs)
+            self._checked = True
         hidden_BLH = args[0] if args else kwargs["hidden_states"]
         to_WB = self._assign(hidden_BLH.detach(), group)
         if (to_WB == np.arange(len(to_WB))[:, None]).all():
@@ -164,6 +169,19 @@ class _Seam:
         seconds_NW = rows_NU.cpu().numpy() @ ride_WU.T + MOVES * length * self.seconds_WW[home_N]
         row_bytes = hidden * hidden_BLH.element_size()
         return assign_sequences(np.rint(PICO * row_bytes * seconds_NW).astype(np.int64), home_N).reshape(ranks, batch)
+
+
+def check_stays(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise ValueError if a decoder layer is given tensors that may belong to sequences, besides their hidden states.
+    Positions and masks of running text are the same for all."""
+    named = dict(zip(inspect.signature(type(layer).forward).parameters, (layer, *args), strict=False)) | kwargs
+    others = [name for name, value in named.items() if isinstance(value, torch.Tensor | list | dict) and name not in
+              ("self", "hidden_states") and "position" not in name and "mask" not in name]  # fmt: skip
+    if others:
+        raise ValueError(
+            f"moe.move_sequences: {type(layer).__name__} is given {', '.join(others)}, which may belong to sequences "
+            "and would have to move with them: leave it out"
+        )
 
 
 def seconds_per_byte(topology: Topology, hardware: Hardware) -> Floats:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from carpool.hf import rides, set_transport
 from carpool.hf.build import build_model
-from carpool.hf.sequence_moves import MovingSequences
+from carpool.hf.sequence_moves import MovingSequences, check_stays
 from carpool.layout.topology import Topology
 from carpool.observe.traffic import MOVES, VERBS
 from carpool.parallel.degrees import Degrees
@@ -51,6 +51,17 @@ def step(transport: str, every: int | None) -> Any:
     moved = sum(own.stats.traffic.remote(own.stats.traffic.rows, "sequences") for own in layers)
     gradients = full_gradients(model)
     return (losses.loss, losses.aux_loss, gradients) if rank == 0 else None, sent, moved
+
+
+class Layer(torch.nn.Module):
+    def forward(self, hidden_states: Any, attention_mask: Any = None, **others: Any) -> Any: ...
+
+
+def test_layers_that_are_given_more_of_a_sequence_are_refused() -> None:
+    hidden = torch.zeros(2, 3, 4)
+    check_stays(Layer(), (hidden, hidden), {"position_embeddings": (hidden, hidden), "use_cache": False})
+    with pytest.raises(ValueError, match="Layer is given shared_keys"):
+        check_stays(Layer(), (hidden,), {"shared_keys": {}, "position_ids": hidden})
 
 
 def between_nodes(found: list[Any], *verbs: str) -> int:
