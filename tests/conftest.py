@@ -9,10 +9,13 @@ import pytest
 import torch
 
 from tests.interpreter import choose_interpreter
-from tests.ranks import Ranks
+from tests.ranks import Ranks, fork_server
 
 # Folders in the order of how long a file of theirs takes.
 FIRST = ["train", "hf", "schedule", "tests", "interpreted"]
+
+POOLS = ("ranks", "two_ranks")
+STARTED = pytest.StashKey[dict[str, Ranks]]()
 
 choose_interpreter()  # before any test imports Triton
 
@@ -27,6 +30,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     They have imported the tests' modules when they start, and what such a module names as RANKS_IMPORT.
     """
     pool = Ranks(_imported(request.session))
+    request.session.stash.setdefault(STARTED, {})["ranks"] = pool
     yield pool
     pool.stop()
 
@@ -35,20 +39,31 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
 def two_ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     """Two such ranks, in a group of their own."""
     pool = Ranks(_imported(request.session), world_size=2)
+    request.session.stash.setdefault(STARTED, {})["two_ranks"] = pool
     yield pool
     pool.stop()
 
 
 def _imported(session: pytest.Session) -> set[str]:
-    pools = {"ranks", "two_ranks"}
-    modules = {item.module for item in session.items if pools & set(getattr(item, "fixturenames", ()))}
+    modules = {item.module for item in session.items if set(POOLS) & set(getattr(item, "fixturenames", ()))}
     return {name for module in modules for name in (module.__name__, *getattr(module, "RANKS_IMPORT", ()))}
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     # What PyTorch and transformers made when they were imported stays; a collection need not look through it each time.
     gc.collect()
     gc.freeze()
+    # xdist's own process collects nothing, and no test runs in it.
+    if (imported := _imported(session)) and not session.config.option.collectonly and not torch.cuda.is_available():
+        fork_server(imported)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Pools that the test does not use rest."""
+    for name, pool in item.session.stash.get(STARTED, {}).items():
+        if name not in getattr(item, "fixturenames", ()):
+            pool.pause()
 
 
 def pytest_sessionfinish() -> None:

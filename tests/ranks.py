@@ -16,22 +16,30 @@ The fixture `two_ranks` is the same with two, for what four would show no better
 When a rank raises, the others may be stuck in a collective that it will never join: the pool then kills all
 of them, starts afresh for the next test, and raises the first traceback here.
 
-Importing PyTorch and transformers takes longer than most tests. So one process imports what the tests import, once,
-and the ranks are forked from it: it has computed nothing yet and has no threads.
+Importing PyTorch and transformers takes longer than most tests. So the ranks are forked from a process that has
+imported what the tests import, has computed nothing yet, and has no threads. Where there is no GPU it is itself a fork
+of pytest, made when the tests are collected (`fork_server`); CUDA does not survive a fork.
+
+Each process group of gloo has a thread that wakes up a hundred times a second. So a pool that is not used is stopped
+(`pause`) until it is called again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
+import signal
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import wait
-from typing import Any
+from typing import Any, NoReturn
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -66,6 +74,47 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
+
+
+def fork_server(imported: Iterable[str]) -> None:
+    """Fork the process that all ranks are forked from. It has what is imported by now, and imports the modules named.
+
+    To be called before anything is computed, in a process without a GPU.
+    """
+
+    resource_tracker.ensure_running()
+    before = _open_files()
+
+    def fork(_: str, command: Sequence[str], handles: Sequence[int]) -> int:
+        if pid := os.fork():
+            return pid
+        # Of the pipes to the server, its own ends alone: it ends when the other ends are closed.
+        _become(command[-1], _open_files() - before - {int(one) for one in handles})
+
+    # Where multiprocessing would start a new Python that knows nothing, a fork of this one does the same.
+    with mock.patch.object(util, "spawnv_passfds", fork):
+        mp.get_context("forkserver").set_forkserver_preload(sorted(imported))
+        forkserver.ensure_running()
+
+
+def _open_files() -> set[int]:
+    return {int(name) for name in os.listdir("/proc/self/fd")}
+
+
+def _become(program: str, foreign: set[int]) -> NoReturn:
+    """Run a program in this process, which was forked, as if it were new. foreign: open files that are not its own."""
+    try:
+        for handle in foreign:
+            with contextlib.suppress(OSError):  # that of the listing itself is closed
+                os.close(handle)
+        # What pytest captures, without what it has buffered.
+        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
+        with contextlib.suppress(SystemExit):
+            exec(program, {})
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(0)
 
 
 def _serve(rank: int, world_size: int, port: int, pipe: Any, path: list[str]) -> None:
@@ -104,6 +153,7 @@ class Ranks:
         self._context.set_forkserver_preload(sorted(imported))
         self._processes: list[Any] = []
         self._pipes: list[Any] = []
+        self._paused = False
 
     def _start(self) -> None:
         port = free_port()
@@ -120,6 +170,7 @@ class Ranks:
     def __call__(self, fn: Callable[..., Any], *args: Any, timeout: float = 240.0, **kwargs: Any) -> list[Any]:
         if not self._processes:
             self._start()
+        self._signal(paused=False)
         for pipe in self._pipes:
             pipe.send((fn, args, kwargs))
         results: list[Any] = [None] * self.world_size
@@ -142,7 +193,18 @@ class Ranks:
                 missing.discard(rank)
         return results
 
+    def pause(self) -> None:
+        """Take no time until the next call."""
+        self._signal(paused=True)
+
+    def _signal(self, paused: bool) -> None:
+        if self._paused != paused:
+            for process in self._processes:
+                os.kill(process.pid, signal.SIGSTOP if paused else signal.SIGCONT)
+            self._paused = paused
+
     def stop(self) -> None:
+        self._paused = False
         for process in self._processes:
             process.kill()  # what it has to tidy up is memory
         for process, pipe in zip(self._processes, self._pipes, strict=True):

@@ -32,13 +32,22 @@ def exchange_forever(config: Config, folder: str) -> None:
         dist.all_reduce(torch.ones(1))
         step += 1
         if step == 3:
-            Path(folder, f"pid{dist.get_rank()}").write_text(str(os.getpid()))
+            leave(folder, "pid", os.getpid())
         time.sleep(0.005)
+
+
+def leave(folder: str, name: str, number: int) -> None:
+    """A file of this rank, which a test may be waiting for: it has its number as soon as it is there."""
+    whole = Path(folder, f"{name}{dist.get_rank()}")
+    part = whole.with_name(f"part-{whole.name}")
+    part.write_text(str(number))
+    part.replace(whole)
 
 
 def until_asked(config: Config, folder: str, word: str = "") -> None:
     """Reports in, then takes steps until all agree that one of them was asked to stop. With a word, none does."""
     report_in(config, folder, word)
+    asked = False
     with StopRequest() as stop:
         step = 0
         while True:
@@ -46,9 +55,10 @@ def until_asked(config: Config, folder: str, word: str = "") -> None:
             signum = torch.tensor(stop.signum)
             dist.all_reduce(signum, op=dist.ReduceOp.MAX)
             if step == 3:
-                Path(folder, f"pid{dist.get_rank()}").write_text(str(os.getpid()))
-            if signum:
-                Path(folder, f"asked{dist.get_rank()}").write_text(str(step))
+                leave(folder, "pid", os.getpid())
+            if signum and not asked:
+                asked = True
+                leave(folder, "asked", step)
             if signum and not word:
                 dist.barrier()
                 raise Stopped(f"stopped by signal {int(signum)}")
@@ -57,7 +67,7 @@ def until_asked(config: Config, folder: str, word: str = "") -> None:
 
 def fail(config: Config, folder: str, rank: int, how: str) -> None:
     """One rank fails in its own way, the others are in a collective that it never joins."""
-    Path(folder, f"pid{dist.get_rank()}").write_text(str(os.getpid()))
+    leave(folder, "pid", os.getpid())
     dist.barrier()
     if dist.get_rank() != rank:
         while True:
