@@ -333,10 +333,17 @@ def _interface(self: AttentionInterface, implementation: str, default: Attention
     return partial(_attend, own)
 
 
-@torch._disable_dynamo
 def _attend(own: Attention, module: nn.Module, *args: Any, **settings: Any) -> tuple[torch.Tensor, Any]:
-    context: ContextParallel | None = vars(module).get(_OWN)
-    if context is None or not context._on:
+    # Other models of this process are compiled as ever: nothing here breaks their graphs.
+    if getattr(module, _OWN, None) is None:
+        return own(module, *args, **settings)
+    return _attend_parts(own, module, *args, **settings)
+
+
+@torch._disable_dynamo
+def _attend_parts(own: Attention, module: nn.Module, *args: Any, **settings: Any) -> tuple[torch.Tensor, Any]:
+    context: ContextParallel = getattr(module, _OWN)
+    if not context._on:
         return own(module, *args, **settings)
     return context.attend(own, module, *args, **settings)
 

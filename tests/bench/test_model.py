@@ -6,8 +6,6 @@ import dataclasses
 import io
 import json
 import re
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from typer.testing import CliRunner
 
 from carpool import cli
@@ -28,6 +26,7 @@ from carpool.bench.model.settings import Settings
 from carpool.bench.model.work import Sizes, Work, roofline_ms, work_of
 from carpool.bench.results import Result
 from carpool.bench.timing import host_waits
+from carpool.hf.context import _interface
 from carpool.hf.forced import balanced_choices, force_choices
 from carpool.layout.topology import Topology
 from carpool.parallel.degrees import Degrees
@@ -45,7 +44,6 @@ TINY = {
     "router_aux_loss_coef": 0.01,
 }  # fmt: skip
 MiB = 2**20
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +101,9 @@ def test_forced_choices_have_the_routers_own_weights():
     assert "forced_TK" not in router.state_dict()
 
 
-def compile_with_forced_choices() -> None:
+def test_compiled_layers_with_forced_choices_share_one_graph(monkeypatch: pytest.MonkeyPatch):
+    """Also where another model of the process has parts of sequences (`carpool.hf.context`), and changed attention."""
+    monkeypatch.setattr(AttentionInterface, "get_interface", _interface)
     model, ids, graphs = build(num_hidden_layers=12), torch.arange(40).reshape(2, 20), []
     choices = {f"model.layers.{i}.mlp.experts": balanced_choices(40, 8, 3, seed=i) for i in range(12)}
     force_choices(model, choices, 8)
@@ -119,13 +119,6 @@ def compile_with_forced_choices() -> None:
     compiled = model(ids, use_cache=False).logits
     torch.testing.assert_close(compiled, eager)
     assert len(graphs) == 1, len(graphs)
-
-
-def test_compiled_layers_with_forced_choices_share_one_graph():
-    """In a process of its own: what other tests have left in this one may break graphs."""
-    code = f"from {__name__} import compile_with_forced_choices; compile_with_forced_choices()"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_what_cannot_be_forced():
@@ -260,10 +253,11 @@ def _measure(settings: Settings) -> dict[str, Any]:
     return dataclasses.asdict(case)
 
 
-def test_contenders_do_the_same_work(two_ranks: Ranks, tiny: str, tmp_path: Path):
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_contenders_do_the_same_work(two_ranks: Ranks, tiny: str, tmp_path: Path, compiled: bool):
     settings = Settings(
         model=tiny, layers=2, device="cpu", sequence=16, batch=2, accumulation=2, steps=1, rounds=1,
-        contenders=("carpool", "transformers", "carpool-compiled"), out=str(tmp_path), json_only=True,
+        contenders=("carpool", "carpool-compiled" if compiled else "transformers"), out=str(tmp_path), json_only=True,
         overrides=("training.torch_compile_backend=eager", "moe.schedule=two-batch"),
     )  # fmt: skip
     (tmp_path / "carpool").mkdir()
@@ -271,8 +265,8 @@ def test_contenders_do_the_same_work(two_ranks: Ranks, tiny: str, tmp_path: Path
     case = two_ranks(_measure, settings)[0]
     assert case["groups"] == [list(settings.contenders)] and case["different"] == [] and case["warnings"] == []
     assert (case["layers"], case["tokens"], case["num_ranks"]) == (2, 64, 2)
-    ours, theirs, compiled = case["rows"]
-    for row in (ours, theirs, compiled):
+    ours, theirs = case["rows"]
+    for row in (ours, theirs):
         assert row["unavailable"] is None and row["times"]["ms"] > 0
         assert sum(kind["ms"] for kind in row["kinds"]) == pytest.approx(row["profiled_ms"])
         assert {kind["kind"] for kind in row["kinds"] if kind["ms"] > 0} >= {
@@ -281,10 +275,9 @@ def test_contenders_do_the_same_work(two_ranks: Ranks, tiny: str, tmp_path: Path
     assert theirs["loss"] == pytest.approx(ours["loss"], rel=1e-5)
     assert theirs["grad_norm"] == pytest.approx(ours["grad_norm"], rel=1e-3)
     # 2 micro-batches of 32 tokens with 3 of 8 experts: 24 for each.
-    assert ours["load"] == 1.0 and theirs["load"] is None
-    assert compiled["loss"] == pytest.approx(ours["loss"], rel=1e-5)
-    assert "layers compiled" in compiled["what"] and "transport dedup" in ours["what"]
-    assert "all_to_all" in theirs["what"]
+    assert ours["load"] == 1.0 and (compiled or theirs["load"] is None)
+    assert "transport dedup" in ours["what"]
+    assert ("layers compiled" if compiled else "all_to_all") in theirs["what"]
 
 
 @pytest.mark.parametrize(
