@@ -55,7 +55,10 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
     # xdist's own process collects nothing, and no test runs in it.
     if (imported := _imported(session)) and not session.config.option.collectonly and not torch.cuda.is_available():
+        capture = session.config.pluginmanager.getplugin("capturemanager")
+        capture.resume_global_capture()  # what ranks write belongs to tests
         fork_server(imported)
+        capture.suspend_global_capture()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -108,7 +108,8 @@ def _become(program: str, foreign: set[int]) -> NoReturn:
             with contextlib.suppress(OSError):  # that of the listing itself is closed
                 os.close(handle)
         # What pytest captures, without what it has buffered.
-        sys.stdout, sys.stderr = (open(number, "w", buffering=1, closefd=False) for number in (1, 2))
+        sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115
+        sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
         with contextlib.suppress(SystemExit):
             exec(program, {})
     except BaseException:
