@@ -15,6 +15,7 @@ refused, too.
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
@@ -57,21 +58,25 @@ def imports(source: str, path: str = "<source>", package: str = "carpool", names
 
     Args:
         names: say also which names are taken from them: `carpool.a.b` for `from carpool.a import b`."""
-    tree = ast.parse(source, path)
-    never: set[ast.AST] = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            never.update(inner for statement in node.body for inner in ast.walk(statement))
-    for node in ast.walk(tree):
-        if node in never:
-            continue
+    for node in _statements(source, path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == package)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+        elif node.level == 0 and node.module:
             if node.module == package or (names and node.module.startswith(f"{package}.")):
                 yield from (f"{node.module}.{alias.name}" for alias in node.names)
             elif node.module.startswith(f"{package}."):
                 yield node.module
+
+
+@functools.cache
+def _statements(source: str, path: str) -> list[ast.Import | ast.ImportFrom]:
+    """The import statements that run."""
+    nodes = list(ast.walk(ast.parse(source, path)))
+    never: set[ast.AST] = set()
+    for node in nodes:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            never.update(inner for statement in node.body for inner in ast.walk(statement))
+    return [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) and node not in never]
 
 
 def arrows(package: Path = PACKAGE) -> dict[tuple[str, str], list[str]]:
