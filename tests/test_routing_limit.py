@@ -217,7 +217,7 @@ def test_dropping_where_scores_are_unknown(options: LimitOptions) -> None:
     assert (visits_TW.sum(1) <= (options.limit_ranks or 4)).all() and (visits_TW <= serving_TW).all()
     whole_T = (kept_TK == expert_TK).all(1) & real_TK.all(1)
     assert torch.equal(scaled_TK[whole_T], weight_TK[whole_T])
-    assert torch.autograd.gradcheck(lambda w: drop_outside(limit, expert_TK, w, layout)[1].sum(1)[:4], weight_TK[:, :])
+    assert torch.autograd.gradcheck(lambda w: drop_outside(limit, expert_TK[:9], w, layout)[1], weight_TK[:9])
 
 
 def test_dropping_beyond_a_cap() -> None:

@@ -82,6 +82,7 @@ def compiled_in_the_first_step(layers: int) -> tuple[int, int]:
     return counters["stats"]["unique_graphs"] - before[0], counters["frames"]["ok"] - before[1]
 
 
+@pytest.mark.slow
 def test_layers_share_what_is_compiled(two_ranks: Ranks) -> None:
     """The compiler gives up at eight graphs of one function, so ten layers would show it."""
     few, many = (two_ranks(compiled_in_the_first_step, layers) for layers in (1, 10))

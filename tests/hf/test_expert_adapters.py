@@ -27,7 +27,7 @@ from tests.hf.tiny_models import discover, tiny_batch, tiny_model
 from tests.ranks import Ranks
 
 FAMILIES = ("olmoe", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "glm4_moe")
-QUICK = ("gpt_oss", "deepseek_v3")
+QUICK = ("gpt_oss",)
 EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 EP2 = {"fsdp_size": 4, "ep_size": 2}  # two ranks hold each expert
 
@@ -127,7 +127,7 @@ def check(errors: dict[str, float]) -> None:
 @pytest.mark.parametrize("folder", [pytest.param(f, marks=[] if f in QUICK else pytest.mark.slow) for f in FAMILIES])
 def test_adapters_train_as_on_one_process(ranks: Ranks, tmp_path: Path, folder: str) -> None:
     kwargs: dict[str, Any] = {"use_rslora": folder == "gpt_oss"}
-    for errors in ranks(_curves, str(tmp_path), folder, EP2 if folder in QUICK[:1] else {}, kwargs):
+    for errors in ranks(_curves, str(tmp_path), folder, EP2 if folder in QUICK else {}, kwargs):
         check(errors)
 
 
@@ -178,7 +178,7 @@ def _moved(path: str, sizes: dict[str, int]) -> tuple[float, float, bool]:
         model = get_peft_model(base, config())
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02, foreach=False)
         losses, ranks = [], next(iter(rides(base).values())).num_ranks
-        for step in range(4):
+        for step in range(3):
             with slots_kept(base):
                 for _ in range(2):
                     loss = model(**_own(base)).loss

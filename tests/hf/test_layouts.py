@@ -56,7 +56,7 @@ def _train(path: str, sizes: dict[str, int], moves: bool) -> tuple[list[float], 
         3: ExpertLayout.permuted(ORDERS[1], ranks).with_replicas([(0, ranks - 1), (5, 0)]),
     }
     losses, moved, right = [], 0, True
-    for step in range(5):
+    for step in range(4):
         if moves and step in layouts:
             before = current_layouts(model)
             done = carpool.hf.set_layout(model, layouts[step], optimizer)

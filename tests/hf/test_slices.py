@@ -147,7 +147,7 @@ def resumed(name: str, folder: str, ways: list[tuple[int, int]]) -> list[bool]:
             load(manager.latest(), model, optimizer, **hooks(model))
             now = everything(model, optimizer)
             equal += [now.keys() == before.keys() and all(torch.equal(now[n], before[n]) for n in now)]
-        steps(model, optimizer, 2)
+        steps(model, optimizer, 1)
         before = everything(model, optimizer)
         change = None if is_logical(model) else (lambda tensors, model=model: logical_order(model, tensors))
         manager.save(number + 1, model, optimizer, {}, to_logical=change)

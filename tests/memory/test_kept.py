@@ -36,7 +36,7 @@ SCHEDULES = {"gather": Schedule("chunks", 3), "alltoall": Schedule("chunks", 4, 
 def layers(transport: str, schedule: Schedule, grid: Any) -> torch.nn.Sequential:
     torch.manual_seed(0)
     return torch.nn.Sequential(
-        *(carpool.MoE(H, F, E, K, ep_mesh=grid, transport=transport, schedule=schedule, bias=True) for _ in range(4))
+        *(carpool.MoE(H, F, E, K, ep_mesh=grid, transport=transport, schedule=schedule, bias=True) for _ in range(3))
     )
 
 
@@ -56,13 +56,13 @@ def train(net: torch.nn.Sequential, policies: KeptPolicies) -> list[torch.Tensor
         assert x.grad is not None
         found += [y.detach(), x.grad]
     if offloader is not None:
-        assert offloader._lanes[0].number == 8 and not offloader._parcels, "each ride has offloaded, and nothing stays"
+        assert offloader._lanes[0].number == 6 and not offloader._parcels, "each ride has offloaded, and nothing stays"
     return found + [p.grad.clone() for p in net.parameters() if p.grad is not None]
 
 
 def differing(transport: str) -> list[str]:
     wrong = []
-    for schedule in (Schedule(), SCHEDULES[transport]):
+    for schedule in (SCHEDULES[transport], *([Schedule()] if transport == "dedup" else [])):
         net = layers(transport, schedule, mesh((2,), ("ep",)))
         want = train(net, KEEP)
         for policies in EVERY[1:]:

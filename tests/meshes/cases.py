@@ -176,6 +176,7 @@ def _powers(most: int) -> list[int]:
     return [2**power for power in range(most.bit_length()) if 2**power <= most]
 
 
+@functools.cache
 def cases(ranks: int) -> list[Case]:
     """Cases in which each mesh meets each value of each factor, and any two values of two factors meet; those that
     cannot be are left out. Deterministic."""

@@ -22,7 +22,6 @@ from tests.ranks import Ranks
 RANKS_IMPORT = ("tests.meshes.parity",)
 # Of float32, on models of two layers.
 BOUND = 1e-5
-AT_ONCE = 16
 FEW = [
     Case(FSDP, family="qwen3_moe", layout="replicated", packing="examples", dense="replicate", rows="resend"),
     Case(TP, family="qwen3_moe", schedule="two-batch", micro_batches=2, hidden="recompute", balance="layer"),
@@ -52,16 +51,11 @@ def test_a_few(two_ranks: Ranks, tmp_path: Path) -> None:
     _check(two_ranks, FEW, tmp_path)
 
 
-def _batches(ranks: int) -> list[pytest.param]:  # type: ignore[valid-type]
-    count = -(-len(cases(ranks)) // AT_ONCE)
-    return [pytest.param(ranks, number, id=f"{ranks} ranks, {number}") for number in range(count)]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("world", "number"), [*_batches(4), *_batches(8)])
-def test_all(world: int, number: int, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    pool = request.getfixturevalue("ranks" if world == 4 else "eight_ranks")
-    _check(pool, cases(world)[number * AT_ONCE : (number + 1) * AT_ONCE], tmp_path)
+@pytest.mark.parametrize("mesh", [*meshes(4), *meshes(8)], ids=str)
+def test_all(mesh: Degrees, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    pool = request.getfixturevalue("ranks" if mesh.world_size == 4 else "eight_ranks")
+    _check(pool, [case for case in cases(mesh.world_size) if case.mesh == mesh], tmp_path)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in BREAKAGES])
@@ -75,10 +69,11 @@ def test_a_mistake_is_noticed(name: str, request: pytest.FixtureRequest, tmp_pat
     assert not [what for what in wrong if broken.right in what.split(".")[0] or broken.right in what], wrong
 
 
+@pytest.mark.slow
 def test_the_matrix_is_large_complete_and_deterministic() -> None:
     every = [*cases(4), *cases(8)]
     assert 500 <= len(every) == len(set(every)) and not any(case.refused for case in every)
-    assert cases(4) == cases(4)
+    assert cases.__wrapped__(4) == cases(4)
     assert {case.mesh for case in every} == {*meshes(4), *meshes(8)}
     for axis in AXES:
         assert any(case.mesh.size(axis) > 1 for case in every), axis

@@ -74,7 +74,7 @@ def trained(output: str, overrides: list[str]) -> tuple[str, set[str]]:
 
 
 def test_a_run_rides_and_computes_as_with_the_packages_own(ranks: Ranks, tmp_path: Path, text: list[str]) -> None:
-    settings = [*MODEL, *text, "training.max_steps=3", "training.logging_steps=1"]
+    settings = [*MODEL, *text, "training.max_steps=2", "training.save_steps=none", "training.eval_steps=none"]
     ours = ["moe.transport=ring", "moe.experts=counting"]
     ours += ["moe.transport_options.reverse=true", "moe.expert_options.label=!"]
     for error, calls in ranks(trained, str(tmp_path / "ring"), [*settings, *ours]):

@@ -118,7 +118,7 @@ def test_the_setting_may_change_at_a_resume(
             ["placement.policy=migrate", "placement.every=1", "placement.solver=search", "placement.replicas=1"],
             marks=pytest.mark.slow,
         ),
-        ["parallelism.dp_replicate_size=2", "training.bf16=true"],
+        pytest.param(["parallelism.dp_replicate_size=2", "training.bf16=true"], marks=pytest.mark.slow),
     ],
     ids=["two-batch", "efsdp", "placement", "hsdp"],
 )

@@ -1,4 +1,4 @@
-"""A run of two ranks stopped in the middle, for real: by kill -9 of a rank, by SIGTERM. Resuming changes nothing."""
+"""A run of two ranks stopped in the middle: by kill -9 of a rank, by SIGTERM. Resuming changes nothing."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
+import torch.distributed as dist
 
-from carpool.train.launch.stopping import EXIT_STOPPED
+from carpool.train.config import load_config
+from carpool.train.launch.stopping import EXIT_STOPPED, Stopped
+from carpool.train.run.loop import train
 from tests.ranks import Ranks
 from tests.train.test_loop import MODEL, losses, start, text
 
@@ -43,7 +48,7 @@ def test_kill_9_of_one_rank(two_ranks: Ranks, text: list[str], whole: Losses, tm
     output = tmp_path / "killed"
     process = started(output, settings)
     try:
-        wait_for_step(output, 3, process)
+        wait_for_step(output, 3, lambda: output_of(process))
         os.kill(pid_of_rank(process.pid, 1), signal.SIGKILL)
         shown, _ = process.communicate(timeout=PATIENCE)
     finally:
@@ -53,24 +58,52 @@ def test_kill_9_of_one_rank(two_ranks: Ranks, text: list[str], whole: Losses, tm
     assert resumed(two_ranks, output, settings) == whole
 
 
+def _stopped(output: str, settings: list[str]) -> str:
+    """On a rank: train until rank 1 gets a SIGTERM, after the second step; what is said then."""
+
+    def send() -> None:
+        wait_for_step(Path(output), 2)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if dist.get_rank() == 1:
+        threading.Thread(target=send, daemon=True).start()
+    with pytest.raises(Stopped) as stopped:
+        train(load_config(None, [*MODEL, *settings, f"training.output_dir={output}"]), command="test")
+    return str(stopped.value)
+
+
 def test_sigterm_loses_no_step(two_ranks: Ranks, text: list[str], whole: Losses, tmp_path: Path) -> None:
+    settings = [*text, *LONG, "training.save_steps=none"]
+    output = tmp_path / "stopped"
+    said = two_ranks(_stopped, str(output), settings)
+    assert all(check_stopped(output) in one for one in said), said
+    assert resumed(two_ranks, output, settings) == whole
+
+
+@pytest.mark.slow
+def test_sigterm_to_the_command_loses_no_step(two_ranks: Ranks, text: list[str], whole: Losses, tmp_path: Path) -> None:
     settings = [*text, *LONG, "training.save_steps=none"]
     output = tmp_path / "stopped"
     process = started(output, settings)
     try:
-        wait_for_step(output, 2, process)
+        wait_for_step(output, 2, lambda: output_of(process))
         process.send_signal(signal.SIGTERM)
         shown, _ = process.communicate(timeout=PATIENCE)
     finally:
         process.kill()
     assert process.returncode == EXIT_STOPPED, shown
-    step = max(losses(output))
-    path = output / "checkpoints" / f"step-{step:08d}"
-    assert f"stopped by SIGTERM after step {step} of 1000; continue from {path} with the same command" in shown
+    assert check_stopped(output) in shown
     assert "Traceback" not in shown and "error" not in shown
+    assert resumed(two_ranks, output, settings) == whole
+
+
+def check_stopped(output: Path) -> str:
+    """Was a run stopped after its last step? What it says of that."""
+    step = max(losses(output))
     last = json.loads((output / "metrics.jsonl").read_text().splitlines()[-1])
     assert (last["kind"], last["step"], last["signal"]) == ("stopped", step, "SIGTERM")
-    assert resumed(two_ranks, output, settings) == whole
+    path = output / "checkpoints" / f"step-{step:08d}"
+    return f"stopped by SIGTERM after step {step} of 1000; continue from {path} with the same command"
 
 
 def resumed(two_ranks: Ranks, output: Path, settings: list[str]) -> Losses:
@@ -92,13 +125,18 @@ def started(output: Path, settings: list[str]) -> subprocess.Popen[str]:
     )
 
 
-def wait_for_step(output: Path, step: int, process: subprocess.Popen[str]) -> None:
+def output_of(process: subprocess.Popen[str]) -> str | None:
+    return None if process.poll() is None else process.communicate()[0]
+
+
+def wait_for_step(output: Path, step: int, ended: Callable[[], str | None] = lambda: None) -> None:
+    """Until a run has taken a step. ended: what its process has written when it has ended, or None while it goes on."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         if (output / "metrics.jsonl").exists() and f'"step": {step},' in (output / "metrics.jsonl").read_text():
             return
-        if process.poll() is not None:
-            pytest.fail(f"the run ended by itself: {process.communicate()[0]}")
+        if (shown := ended()) is not None:
+            pytest.fail(f"the run ended by itself: {shown}")
         time.sleep(0.05)
     pytest.fail("the run did not get going")
 

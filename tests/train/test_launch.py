@@ -155,6 +155,7 @@ def started(tmp_path: Path, entry: str, *words: str, command: tuple[str, ...] = 
     return process
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_all(tmp_path):
     process = started(tmp_path, "exchange_forever")
     process.send_signal(signal.SIGINT)
@@ -179,11 +180,11 @@ def test_a_signal_reaches_all_ranks_at_the_same_step_and_a_second_one_ends_them(
     time.sleep(1.1)  # less would be the same wish, sent to a process group
     assert len(set(asked(tmp_path))) == 1
     assert process.poll() is None and all(map(lives, pids(tmp_path))), "one wish, though one rank was told twice"
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 128 + signal.SIGTERM
+    assert process.returncode == 128 + signal.SIGINT
     assert "SIGUSR1: the step is finished and a checkpoint written; once more to leave at once" in output
-    assert output.splitlines()[-1].startswith("Interrupted: stopped by SIGTERM; no checkpoint")
+    assert output.splitlines()[-1].startswith("Interrupted: stopped by Ctrl-C; no checkpoint")
     assert not any(map(lives, pids(tmp_path)))
 
 
@@ -199,6 +200,7 @@ def test_a_signal_to_one_rank_of_torchrun_stops_both(tmp_path):
     assert [line[:4] for line in found] == [[0, 2, 3, ""], [1, 2, 3, ""]]
 
 
+@pytest.mark.slow
 def test_under_slurm_each_task_is_a_rank(tmp_path):
     tasks = [
         agent(

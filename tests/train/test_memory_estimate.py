@@ -72,8 +72,8 @@ def check(ranks: Ranks, output: Path, overrides: list[str]) -> None:
 
 
 @pytest.mark.parametrize("overrides", SETTINGS.values(), ids=SETTINGS.keys())
-def test_a_step_takes_what_is_predicted(ranks: Ranks, tmp_path: Path, overrides: list[str]) -> None:
-    check(ranks, tmp_path, overrides)
+def test_a_step_takes_what_is_predicted(two_ranks: Ranks, tmp_path: Path, overrides: list[str]) -> None:
+    check(two_ranks, tmp_path, overrides)
 
 
 @pytest.mark.slow
@@ -212,8 +212,8 @@ def start(output: str, overrides: list[str]) -> str:
     return ""
 
 
-def test_a_run_that_clearly_does_not_fit_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_run_that_clearly_does_not_fit_is_refused(two_ranks: Ranks, tmp_path: Path) -> None:
     huge = ["model.config=qwen3-30b-a3b", "model.config.num_hidden_layers=12", "data.max_bytes=100000"]
-    errors = ranks(start, str(tmp_path / "run"), huge)
+    errors = two_ranks(start, str(tmp_path / "run"), huge)
     assert all("does not fit in the" in error and "training.check_memory=false" in error for error in errors), errors
     assert not (tmp_path / "run").exists()

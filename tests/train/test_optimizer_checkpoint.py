@@ -31,7 +31,7 @@ def _build(layout: Layout | None, moments: str, seed: int = 0, dtype: torch.dtyp
         reuse_meshes()
         config = DistributedConfig.from_dict({"ep_implementation": "all_to_all", **layout})
     # Experts whose moments are in blocks, with one that ends in a row.
-    sizes = TINY | {"hidden_size": 48, "intermediate_size": 272, "num_experts": 6}
+    sizes = TINY | {"hidden_size": 48, "intermediate_size": 272, "num_experts": 6, "num_hidden_layers": 1}
     model = build_model(make_config("olmoe", sizes), distributed_config=config, dtype=dtype, seed=seed)
     return model, AdamW(model.parameters(), lr=1e-2, moments=moments)
 

@@ -223,16 +223,16 @@ def losses(output: Path) -> dict[int, tuple[float, float]]:
     return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines if line["kind"] == "train"}
 
 
-def test_recorded_and_used_again(ranks: Ranks, text: list[str], tmp_path: Path) -> None:
+def test_recorded_and_used_again(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:
     whole, output = tmp_path / "whole", tmp_path / "resumed"
-    assert ranks(run, str(whole), text) == [[(Choices(), False)] * 2] * 4
-    # Two sequences of 32 tokens on each of 4 ranks, three experts a token, two slots a rank.
+    assert two_ranks(run, str(whole), text) == [[(Choices(), False)] * 2] * 2
+    # Two sequences of 32 tokens on each of 2 ranks, three experts a token, four slots a rank.
     shape = {
         "device": "cpu",
         "dtype": "float32",
-        "rows": 192,
-        "slots_per_row": 1,
-        "slots": 2,
+        "rows": 96,
+        "slots_per_row": 2,
+        "slots": 4,
         "hidden": 32,
         "inner": 24,
     }
@@ -242,7 +242,7 @@ def test_recorded_and_used_again(ranks: Ranks, text: list[str], tmp_path: Path) 
     }  # fmt: skip
 
     stop = ["moe.expert_stages=measure", "memory.hidden=recompute", "training.stop_at_step=2"]
-    assert ranks(run, str(output), [*text, *stop]) == [[(Choices(), True)] * 2] * 4
+    assert two_ranks(run, str(output), [*text, *stop]) == [[(Choices(), True)] * 2] * 2
     first = info(output)
     assert first["how"] == "default" and "nothing was measured" in first["why"]
     # As if that run had measured: what it chose is used again, though the default is another.
@@ -251,7 +251,7 @@ def test_recorded_and_used_again(ranks: Ranks, text: list[str], tmp_path: Path) 
     written["decisions"]["experts"] |= record_of(MIXED, shape=Shape(**shape))
     path.write_text(json.dumps(written))
     resume = ["training.resume_from_checkpoint=last"]
-    assert ranks(run, str(output), [*text, *resume, "moe.expert_stages=measure"]) == [[(MIXED, False)] * 2] * 4
+    assert two_ranks(run, str(output), [*text, *resume, "moe.expert_stages=measure"]) == [[(MIXED, False)] * 2] * 2
     again = info(output)
     assert again["stages"] == MIXED.to_dict() and again["how"] == "measured"
     assert again["microseconds"] == written["decisions"]["experts"]["microseconds"]
@@ -260,7 +260,7 @@ def test_recorded_and_used_again(ranks: Ranks, text: list[str], tmp_path: Path) 
     # A run that goes on elsewhere from a checkpoint takes the record of the run that wrote it; a table overrides.
     resume = [f"training.resume_from_checkpoint={output}/checkpoints/step-00000002", "moe.expert_stages.up=square"]
     expected = replace(MIXED, up="square")
-    assert ranks(run, str(tmp_path / "branch"), [*text, *resume]) == [[(expected, False)] * 2] * 4
+    assert two_ranks(run, str(tmp_path / "branch"), [*text, *resume]) == [[(expected, False)] * 2] * 2
     assert info(tmp_path / "branch")["how"] == "given" and info(tmp_path / "branch")["stages"] == expected.to_dict()
     assert losses(tmp_path / "branch") == {step: losses(whole)[step] for step in (3, 4)}
 
