@@ -20,13 +20,14 @@ Importing PyTorch and transformers takes longer than most tests. So the ranks ar
 imported what the tests import, has computed nothing yet, and has no threads. Where there is no GPU it is itself a fork
 of pytest, made when the tests are collected (`fork_server`); CUDA does not survive a fork.
 
-Each process group of gloo has a thread that wakes up a hundred times a second. So a pool that is not used is stopped
-(`pause`) until it is called again.
+Each device of gloo has a thread that wakes up a hundred times a second, and each process group has a device. So all
+groups of a rank share one (`share_device`), and a pool that is not used is stopped until it is called again (`pause`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import gc
 import os
@@ -118,6 +119,19 @@ def _become(program: str, foreign: set[int]) -> NoReturn:
         os._exit(0)
 
 
+def share_device() -> None:
+    """From now on, all process groups of gloo that this process makes have the same device."""
+    device = dist.ProcessGroupGloo.create_default_device()
+    make = dist.ProcessGroupGloo.__init__
+
+    def init(group: Any, store: dist.Store, rank: int, size: int, timeout: datetime.timedelta) -> None:
+        options = dist.ProcessGroupGloo._Options()
+        options._devices, options._timeout = [device], timeout
+        make(group, store, rank, size, options)
+
+    dist.ProcessGroupGloo.__init__ = init  # type: ignore[method-assign]
+
+
 def _serve(rank: int, world_size: int, port: int, pipe: Any, path: list[str]) -> None:
     sys.path[:] = path
     torch.set_num_threads(1)
@@ -125,11 +139,12 @@ def _serve(rank: int, world_size: int, port: int, pipe: Any, path: list[str]) ->
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
+    share_device()
     dist.init_process_group("gloo")
     if "transformers" in sys.modules:
         from tests.hf.meshes import reuse_meshes
 
-        reuse_meshes()  # each group has threads that wake up a hundred times a second
+        reuse_meshes()
     while True:
         try:
             fn, args, kwargs = pipe.recv()
