@@ -130,7 +130,12 @@ def config_of(name: str, ranks: int, tiny: bool, folder: Path) -> Config:
             write(folder / "base", *plan({"from": "qwen3-30b-a3b", **numbers}, None, 5.0), 0, lambda _: None)
         dist.barrier()
         given = [one for one in given if not one.startswith("model.config")]
-        given += [f"model.path={folder}/base", "data.train=stdlib", "training.gradient_accumulation_steps=1"]
+        given += [
+            f"model.path={folder}/base",
+            "data.train=stdlib",
+            "data.tokenizer=bytes",
+            "training.gradient_accumulation_steps=1",
+        ]
     own = folder / name.replace(" ", "-").replace(",", "")
     here = [f"parallelism.num_ranks={ranks}", f"parallelism.device={'cpu' if tiny else 'cuda'}"]
     return load_config(None, [*STEPS_ALONE, *given, *here, f"training.output_dir={own}"])

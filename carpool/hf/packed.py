@@ -14,6 +14,9 @@ what is in the rows says so, and nobody looks:
     with packed():
         model(input_ids=..., position_ids=...)      rows may hold several
 
+The mask that keeps them apart has an entry for each two tokens. Attention that knows where documents end needs none
+(`carpool.hf.documents`).
+
 Only attention looks at documents. A layer that carries a state from token to token carries it over seams:
 `why_not_packed` says which models have such layers. Two models of transformers 5.23 do not show the position ids to
 their masks, and so attend over seams without a word; `packed_settings` makes their masks for them.
@@ -30,6 +33,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from transformers import masking_utils
+
+from carpool.hf.documents import bounds, takes_bounds
 
 # Of this thread: two halves of a micro-batch are in the model at the same time (`carpool.schedule.two_batch`).
 _KNOWN: ContextVar[Literal["unpacked", "packed"] | None] = ContextVar("known", default=None)
@@ -95,15 +100,22 @@ def why_not_packed(model: nn.Module) -> str | None:
     return None
 
 
-def packed_settings(model: nn.Module, position_ids_BL: torch.Tensor) -> dict[str, Any]:
+def packed_settings(
+    model: nn.Module, position_ids_BL: torch.Tensor, ends_BD: torch.Tensor | None = None
+) -> dict[str, Any]:
     """For the forward of a model that `why_not_packed` has nothing against: what makes it see the documents.
 
     Args:
         position_ids_BL: the position of each token in its document. For flash attention of transformers, B must be 1.
+        ends_BD: as `carpool.hf.documents.bounds`.
     """
     settings: dict[str, Any] = {"position_ids": position_ids_BL}
     config: Any = model.config
-    if config.model_type in MASKS_WITHOUT_POSITIONS:
+    if takes_bounds(model):
+        mask = bounds(position_ids_BL, ends_BD)
+        apart = config.model_type in MASKS_WITHOUT_POSITIONS
+        settings["attention_mask"] = {"full_attention": mask, "sliding_attention": mask} if apart else mask
+    elif config.model_type in MASKS_WITHOUT_POSITIONS:
         # Of the embeddings only shape, dtype and device matter. bfloat16 has zero and nearly -inf, hence does for all.
         like = torch.empty((*position_ids_BL.shape, 1), dtype=torch.bfloat16, device=position_ids_BL.device)
         asked = {"config": config, "inputs_embeds": like, "attention_mask": None, "past_key_values": None}

@@ -10,10 +10,8 @@ from typing import Any
 from transformers import AutoTokenizer, GenerationConfig
 
 from carpool.train.config.schema import DataSection
+from carpool.train.data.pretrained import check_has_tokenizer
 from carpool.train.data.tokenizer import FileTokenizer
-
-# One of these is in every folder that holds a tokenizer. Transformers makes an empty one where there is none.
-_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
 Messages = Sequence[dict[str, Any]]
 
@@ -35,11 +33,7 @@ class Text:
         ValueError: there is no tokenizer in the folder, or Transformers cannot read it."""
 
     def __init__(self, folder: Path, run: DataSection | None = None) -> None:
-        if not any((folder / name).is_file() for name in _FILES):
-            raise ValueError(
-                f"{folder} has no tokenizer (none of {', '.join(_FILES)}): copy those of the model that it was made "
-                "from into it"
-            )
+        check_has_tokenizer(folder)
         self.folder = folder
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

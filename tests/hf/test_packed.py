@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import masking_utils
 
+from carpool.hf.documents import DOCUMENTS, attend, bounds, takes_bounds, why_no_bounds
 from carpool.hf.packed import packed, packed_settings, unpacked, why_not_packed
 from tests.hf.test_compiled import make
 from tests.hf.tiny_models import VOCAB_SIZE, discover, tiny_model
@@ -59,6 +60,47 @@ def test_a_packed_document_is_computed_as_if_it_were_alone_or_refused(name: str)
     for row in together:
         assert (row - torch.cat(alone)).abs().max() < ROUNDING
     assert together.std() > 0.01
+
+
+@pytest.mark.parametrize("name", [*FAMILIES, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+def test_bounds_in_place_of_a_mask_give_its_loss_and_gradients(name: str) -> None:
+    model = tiny_model(discover()[name]).double().eval()
+    if why_not_packed(model) is not None or why_no_bounds(model, cuda=False, half=False) is not None:
+        assert name in ("gpt_oss", *OTHERS)
+        pytest.skip("takes no bounds")
+    model.set_experts_implementation("eager")
+    ids_BL = torch.randint(3, VOCAB_SIZE, (2, sum(LENGTHS)), generator=torch.Generator().manual_seed(0))
+    # The second row has other documents, the last of which is padding.
+    of_rows = (LENGTHS, [5, 30, 4])
+    positions_BL = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in of_rows])
+    ends_BD = torch.tensor([[13, 17, 36, 39, 39, 39], [5, 35, 39, 39, 39, 39]], dtype=torch.int32)
+    found = []
+    for given in (None, ends_BD):
+        if given is not None:
+            model.config.get_text_config()._attn_implementation = DOCUMENTS
+            assert takes_bounds(model)
+        with packed():
+            settings = packed_settings(model, positions_BL, given)
+            loss = model(input_ids=ids_BL, labels=ids_BL, use_cache=False, **settings).loss
+        loss.backward()
+        found.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+        model.zero_grad(set_to_none=True)
+    assert len(found[0]) == len(found[1]) > 5
+    for mask, without in zip(*found, strict=True):
+        torch.testing.assert_close(without, mask, rtol=ROUNDING, atol=ROUNDING)
+
+
+def test_bounds_are_found_where_nobody_says_them() -> None:
+    positions_BL = torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]])
+    assert bounds(positions_BL).flatten().tolist() == [0, 3, 5, 6, 10]
+    ends_BD = torch.tensor([[3, 5, 5], [1, 5, 5]], dtype=torch.int32)
+    assert bounds(positions_BL, ends_BD).flatten().tolist() == [0, 3, 5, 5, 6, 10, 10]
+
+
+def test_what_attention_by_bounds_does_not_compute_is_refused() -> None:
+    x = torch.zeros(1, 1, 4, 8)
+    with pytest.raises(ValueError, match="softcap"):
+        attend(torch.nn.Identity(), x, x, x, bounds(torch.arange(4)[None]), softcap=30.0)
 
 
 def test_models_with_a_state_are_refused() -> None:

@@ -245,8 +245,14 @@ def test_bad_templates(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "own.jinja").write_text(THINKING)
     found = corpus(tmp_path / "base", path, chat_template=str(tmp_path / "own.jinja"))
     assert make_tokenizer().decode(examples(found)[0][0]).endswith("</think>\n\nHi! 😬<|im_end|>\n")
+    with pytest.raises(ValueError, match=r"has no tokenizer \(none of tokenizer\.json"):
+        corpus(tmp_path, path)
+    (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match="has no tokenizer that transformers can read"):
         corpus(tmp_path, path)
+    (tmp_path / "other.jinja").write_text("as it pleases")
+    with pytest.raises(ValueError, match=r"line 1: the chat template of .*other\.jinja writes nothing of message 2"):
+        corpus(folder, path, chat_template=str(tmp_path / "other.jinja"))
     with pytest.raises(ValueError, match=r'data\.turns = "apart" makes an example of each answer'):
         DataSection(turns="apart", loss="all")
 

@@ -102,6 +102,9 @@ def test_tokenizer_files(tmp_path):
     folder = load_tokenizer(None, model_path=str(tmp_path / "a"))
     assert folder.fingerprint == tokenizer.fingerprint
     assert load_tokenizer(None, model_path=str(tmp_path)).name == "bytes"
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ValueError, match=r"has weights and no tokenizer\.json"):
+        load_tokenizer(None, model_path=str(tmp_path))
     assert load_tokenizer(str(path), eos_token="<x>").eos_id == 1
     assert load_tokenizer(str(path), eos_token="<x>").fingerprint != tokenizer.fingerprint
 

@@ -91,7 +91,12 @@ def test_a_step_with_adapters_takes_what_is_predicted(ranks: Ranks, tmp_path: Pa
     )  # fmt: skip
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
     changed = [one for one in SHAPE if not one.startswith("model.")]
-    given = [f"model.path={tmp_path}/base", "data.train=stdlib", "training.gradient_accumulation_steps=1"]
+    given = [
+        f"model.path={tmp_path}/base",
+        "data.train=stdlib",
+        "data.tokenizer=bytes",
+        "training.gradient_accumulation_steps=1",
+    ]
     for targets, base in (("attention,experts", "none"), ("experts", "none"), ("experts", "nf4"), ("experts", "int8")):
         chosen = [
             f"adapter.targets=[{','.join(repr(one) for one in targets.split(','))}]",

@@ -179,7 +179,10 @@ class Chat:
                     "data.chat_template to a template with {% generation %} marks"
                 )
             if len(after_ids) == len(before_ids):
-                raise ValueError(f"{where}: message {answer + 1} is an answer without a token")
+                raise ValueError(
+                    f"{where}: the chat template of {self._name} writes nothing of message {answer + 1}, an answer, so "
+                    "there is nothing to learn: its content may be empty, or the template not of conversations"
+                )
             learned[len(before_ids) : len(after_ids)] = [True] * (len(after_ids) - len(before_ids))
         return ids, learned
 

@@ -27,7 +27,11 @@ TOOLS = "tools"
 def fields_of(data: DataSection, form: Format) -> Fields:
     """What is read of the rows of a format."""
     if form == "text":
-        return Fields((data.text_field,), (), "data.text_field to the one that holds the text", data.text_field)
+        settings = (
+            "data.text_field to the one that holds the text (of conversations: data.messages_field; of questions "
+        )
+        settings += "with answers: data.prompt_field and data.completion_field)"
+        return Fields((data.text_field,), (), settings, data.text_field)
     if form == "messages":
         settings = "data.messages_field to the one that holds the messages"
         return Fields((data.messages_field,), (TOOLS,), settings, None)

@@ -10,7 +10,8 @@ Ranks may take unequal shares (`carpool.parallel.speeds`). A micro-batch of all 
 each takes its share of it, one rank after the other: of 6, with shares 4 and 2, rank 0 has 0 1 2 3 and rank 1 has 4 5.
 
 A batch is a dictionary of (B, L) tensors on the CPU: `input_ids` and `labels`, int64; of examples also `padding`, bool,
-true where there is no token of one; of packed ones also `position_ids`, int64. Padding is a document by itself.
+true where there is no token of one; of packed ones also `position_ids`, int64, and (B, D) int32
+`document_ends`: where the documents of each row end, filled up with L. Padding is a document by itself.
 """
 
 from __future__ import annotations
@@ -192,16 +193,20 @@ def make_batch(sequences: Sequences, rows: Listed[Sequence], batch_size: int, pa
     padding_BL = np.ones(ids_BL.shape, dtype=bool)
     # Padding is numbered from 0, so that it is a document.
     positions_BL = np.broadcast_to(np.arange(sequences.length), ids_BL.shape).copy()
+    ends_BD = np.full((batch_size, sequences.documents), sequences.length, dtype=np.int32)
     for place, (ids, labels, positions) in enumerate(rows):
         size = len(ids)
         ids_BL[place, :size], labels_BL[place, :size], padding_BL[place, :size] = ids, labels, False
         if positions is not None:
             positions_BL[place, :size], positions_BL[place, size:] = positions, np.arange(sequences.length - size)
+            ends = np.append(np.flatnonzero(positions == 0)[1:], size)
+            ends_BD[place, : len(ends)] = ends
     batch = {"input_ids": torch.from_numpy(ids_BL), "labels": torch.from_numpy(labels_BL)}
     if sequences.padded:
         batch["padding"] = torch.from_numpy(padding_BL)
     if sequences.packed:
         batch["position_ids"] = torch.from_numpy(positions_BL)
+        batch["document_ends"] = torch.from_numpy(ends_BD)
     return batch
 
 

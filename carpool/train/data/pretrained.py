@@ -9,6 +9,18 @@ from typing import Any
 
 from carpool.train.config.schema import DataSection
 
+# One of these is in every folder that holds a tokenizer. Transformers makes an empty one where there is none.
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+
+
+def check_has_tokenizer(folder: Path) -> None:
+    """Raise ValueError if there is no tokenizer in the folder of a checkpoint."""
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ValueError(
+            f"{folder} has no tokenizer (none of {', '.join(TOKENIZER_FILES)}): copy those of the model that it was "
+            "made from into it"
+        )
+
 
 def load_pretrained(data: DataSection, model_path: str | None) -> Any:
     """The tokenizer of transformers that `[data]` and `[model]` name.
@@ -25,6 +37,7 @@ def load_pretrained(data: DataSection, model_path: str | None) -> Any:
             "conversations and prompts need a folder with a tokenizer of transformers, and "
             f"{named}: set model.path to a checkpoint's folder, or data.tokenizer to a folder with a tokenizer's files"
         )
+    check_has_tokenizer(Path(folder))
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # whatever a damaged or missing file makes it raise

@@ -45,12 +45,14 @@ class Sequences(Protocol):
     Attributes:
         length: L; a sequence may have fewer tokens.
         packed: do sequences have positions?
+        documents: the most that one sequence has, padding included.
         padded: do they lack tokens in training too?
         fingerprint: equal for equal sequences.
     """
 
     length: int
     packed: bool
+    documents: int
     padded: bool
     fingerprint: str
 
@@ -82,6 +84,7 @@ class Stream:
     """
 
     packed = padded = False
+    documents = 1
 
     def __init__(self, tokens: NDArray[Any], length: int, fingerprint: str = "", *, partial: bool = False) -> None:
         self._array, self.length, self.fingerprint = tokens, length, fingerprint
@@ -139,6 +142,7 @@ class Examples:
         # Sequence i has the pieces of _order from _first[i] to before _first[i + 1].
         self._order = np.array([piece for group in groups for piece in group], dtype=np.int64)
         self._first = np.cumsum([0, *map(len, groups)])
+        self.documents = 1 + max(map(len, groups))
         self._targets = np.add.reduceat(pieces.targets[self._order], self._first[:-1])
         self._tokens = np.add.reduceat(pieces.length[self._order], self._first[:-1])
         self.fingerprint = f"{corpus.fingerprint}-{data.packing or 'examples'}-{data.too_long}"

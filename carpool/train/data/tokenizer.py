@@ -161,10 +161,16 @@ def load_tokenizer(tokenizer: str | None, model_path: str | None = None, eos_tok
         eos_token: `data.eos_token`.
 
     Raises:
-        ValueError: as `FileTokenizer`; or an `eos_token` for bytes, which have their own.
+        ValueError: as `FileTokenizer`; weights without a tokenizer; or an `eos_token` for bytes, which have their own.
     """
-    if tokenizer is None and model_path is not None and (Path(model_path) / "tokenizer.json").is_file():
-        tokenizer = model_path
+    if tokenizer is None and model_path is not None:
+        if (Path(model_path) / "tokenizer.json").is_file():
+            tokenizer = model_path
+        elif any(Path(model_path).glob("*.safetensors")):
+            raise ValueError(
+                f"{model_path} has weights and no tokenizer.json, so what its tokens mean is not known: copy the "
+                "model's into it, or set data.tokenizer to its folder (data.tokenizer=bytes, if the weights are random)"
+            )
     if tokenizer is None or tokenizer == "bytes":
         if eos_token is not None:
             raise ValueError("data.eos_token is set, but the bytes tokenizer has its own; remove data.eos_token")

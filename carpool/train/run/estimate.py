@@ -42,6 +42,7 @@ from carpool.experts.quantised import quantised_bytes
 from carpool.hf.activations import Activations, measure_activations
 from carpool.hf.attention import FLEX
 from carpool.hf.build import experts_modules
+from carpool.hf.documents import DOCUMENTS
 from carpool.hf.freeze import freeze_all_but_experts
 from carpool.hf.head import output_layer, why_whole
 from carpool.hf.narrow import row_size
@@ -132,8 +133,8 @@ class MemoryEstimate:
         # Of a rank, in layers that are not routed.
         self.own_tokens = self.tokens // degrees.cp
         cut = context_cut(config, degrees, model)
-        # Flash attention of transformers takes the ends of documents in place of a mask.
-        documents = "flash" not in (attention or "") and are_packed(config.data)
+        # These take the ends of documents in place of a mask.
+        documents = "flash" not in (attention or "") and attention != DOCUMENTS and are_packed(config.data)
         self.measured = (batch, length, dtype, autocast, training.freeze, config.adapter, documents, cut, attention)
         # What each layer keeps: of all layers, and of this rank's.
         self.kept_by_all: Activations

@@ -19,6 +19,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 from carpool.hf.attention import fused_attention
 from carpool.hf.build import experts_modules, make_config, read_config
 from carpool.hf.context import choose_way
+from carpool.hf.documents import DOCUMENTS, why_no_bounds
 from carpool.hf.narrow import narrow_experts
 from carpool.hf.sequence_parallel import why_not_sequence_parallel
 from carpool.hf.sizes import TOP_K, check_sizes, first_key
@@ -163,9 +164,15 @@ def attention_of(config: Config, degrees: Degrees, model: PreTrainedModel, cuda:
     """What computes attention, as Transformers names it; None: its default."""
     if config.model.attn_implementation is not None:
         return config.model.attn_implementation
+    packed, training = are_packed(config.data), config.training
     # Not shown to be right, or bitwise repeatable, with these.
-    unsure = are_packed(config.data) or degrees.cp > 1 or config.training.full_determinism
-    return fused_attention(model) if cuda and not unsure else None
+    unsure = degrees.cp > 1 or training.full_determinism
+    if packed and not unsure:
+        half = config.model.dtype == "bfloat16" or (cuda if training.bf16 is None else training.bf16)
+        # Without a GPU the host reads where documents end, which no compiled layer can.
+        compiled = training.torch_compile and not cuda
+        return None if compiled or why_no_bounds(model, cuda, half) else DOCUMENTS
+    return fused_attention(model) if cuda and not packed and not unsure else None
 
 
 def distributed_config(degrees: Degrees, bf16: bool) -> DistributedConfig:

@@ -138,12 +138,13 @@ class Objective:
         """Inside, the model computes as it is trained: this rank's part of a batch, with each position's target, and
         what the model's forward is told besides tokens."""
         batch = {**batch, "target": next_tokens(batch["labels"])}
+        ends_BD = batch.pop("document_ends", None)
         if "position_ids" in batch and one_row_only(self.model):
             batch = {name: value.view(1, -1) for name, value in batch.items()}
         ids_BL, position_BL = batch["input_ids"], batch.get("position_ids")
         device, settings = ids_BL.device, self.settings
         if position_BL is not None:
-            settings = settings | packed_settings(self.model, position_BL)
+            settings = settings | packed_settings(self.model, position_BL, ends_BD)
         whole: AbstractContextManager[None] = nullcontext()
         if self.context is not None:
             settings = settings | self.context.settings(ids_BL, position_BL)
