@@ -1,26 +1,75 @@
-"""The second of an adapter's two thin grouped products: added to what is there, in one pass.
+"""Kernels for adapters of experts: what is thin, beside the grouped products of `gemm_tiles.py`.
 
-    out (P, N)  +=  u (P, Q) @ b[slot] (Q, N)        u = rows @ a[slot], from PyTorch's grouped product
+    inner   u (P, Q)     =  rows @ a[slot]^T        rows where they lie, or in the order of pairs
+    share   out (P, N)  +=  u @ b[slot]             inside the products (`_share`), before anything is written
+    outer   da (S, Q, N) =  u^T @ rows              for each slot over its pairs
 
-With a rank Q of 8 to 64 this is no work but the reading and writing of `out`, which takes as long as an addition. As
-two operations, a product and an addition, it is 5 passes over P x N instead of 2, and a temporary tensor as large as
-the pre-activation. Programs walk the tiles of pairs that there are (`gemm_tiles.py`), so rows past the count cost
-nothing. The sum is in float32 and is rounded once.
+With a rank Q of 8 to 64 this is no work but the reading and writing of rows. So rows of a transport, of the arena or of
+a rank's own tokens are read by their addresses, and no copy is made for each of their pairs; and an adapter's share is
+what the accumulators of a product begin with, so that the activation, its backward and the rounding see the sum. `add`
+is for products of PyTorch's: one pass over their output.
 
-The product before it writes P x Q only, and reads what the product with the weights has just read.
+Of one layer of Qwen3-30B-A3B with 4,096 tokens, P = 32,768 pairs, in passes over P x H rows (134 MB) or their like,
+forward and backward, beside what the layer takes without adapters:
+
+    copies of x and dy, added shares, separate activations        about 22, in 37 launches
+    as it is here                                                   8: rows read once for each u and each outer, in 12
+
+Programs walk the tiles of pairs that there are, so rows past the count cost nothing. Sums are in float32 and are
+rounded once.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from carpool.experts.gemm_tiles import BAND, TILE_ROWS, _place
+from carpool.experts.gemm_tiles import BAND, TILE_ROWS, Tiling, _load_rows, _place, _share
 from carpool.experts.pair_kernels import programs
-from carpool.kernels.quick import power_of_2, quick
+from carpool.kernels.quick import cdiv, power_of_2, quick
 
 COLUMNS = 128
+# The largest rank whose share fits into shared memory beside a product's tiles.
+MOST = 128
+# How deep a step of `inner` is, and pairs of a step of `outer`.
+DEPTH, STEP = 128, 64
+
+
+class Share(NamedTuple):
+    """An adapter's share in a product.
+
+    Attributes:
+        inner_PQ: u.
+        factor: (S, N, Q) if `q_last`, else (S, Q, N).
+    """
+
+    inner_PQ: torch.Tensor
+    factor: torch.Tensor
+    q_last: bool
+
+
+def share_arguments(share: Share | None, unused: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], dict[str, int]]:
+    """What a product with `_share` is given, and what it is compiled for."""
+    if share is None:
+        return (unused, unused), {"Q": 0, "BQ": 0, "Q_LAST": False}
+    rank = share.inner_PQ.shape[1]
+    return (share.inner_PQ, share.factor.contiguous()), {"Q": rank, "BQ": padded(rank), "Q_LAST": share.q_last}
+
+
+def stages(tiling: Tiling, share: Share | None) -> int:
+    """Of a product: as its tiling says, less what the share takes of shared memory (227 KB on Hopper)."""
+    if share is None:
+        return tiling.stages
+    rank = padded(share.inner_PQ.shape[1])
+    return min(tiling.stages, 4 if rank == 16 else 3 if rank <= 64 else 2)
+
+
+def padded(rank: int) -> int:
+    """Of a block: tensor cores take 16 and more."""
+    return max(16, power_of_2(rank))
 
 
 @quick
@@ -33,28 +82,121 @@ def _add(  # type: ignore[no-untyped-def]
     heights = tl.load(tiles)
     for tile in range(tl.program_id(0), heights * COLUMNS, tl.num_programs(0)):
         expert, _, pair, live, n = _place(tiles, tile, heights, COLUMNS, BAND, BM)
-        column, q = n * BN + tl.arange(0, BN), tl.arange(0, BQ)
-        row = pair.to(tl.int64)[:, None]
-        u = tl.load(inner + row * Q + q[None, :], mask=live[:, None] & (q < Q)[None, :], other=0.0)
-        at = column[None, :] * Q + q[:, None] if Q_LAST else q[:, None] * N + column[None, :]
-        inside = (q < Q)[:, None] & (column < N)[None, :]
-        b = tl.load(factor + expert.to(tl.int64) * (Q * N) + at, mask=inside, other=0.0)
-        total = tl.dot(u, b, input_precision="ieee")
+        column = n * BN + tl.arange(0, BN)
+        total = _share(inner, factor, expert, pair, live, column, column < N, Q, N, Q_LAST, BQ)
+        at = out + pair.to(tl.int64)[:, None] * N + column[None, :]
         mask = live[:, None] & (column < N)[None, :]
-        total += tl.load(out + row * N + column[None, :], mask=mask, other=0.0)
-        tl.store(out + row * N + column[None, :], total.to(out.dtype.element_ty), mask=mask)
+        total += tl.load(at, mask=mask, other=0.0)
+        tl.store(at, total.to(out.dtype.element_ty), mask=mask)
 
 
-def add_thin(
-    out_PN: torch.Tensor, inner_PQ: torch.Tensor, factor: torch.Tensor, q_last: bool, tiles_M4: torch.Tensor
-) -> None:
-    """Add each row's product with its slot's factor, (S, N, Q) if `q_last`, else (S, Q, N), to `out_PN`, in place.
+def add(out_PN: torch.Tensor, share: Share, tiles_M4: torch.Tensor) -> None:
+    """Add an adapter's share to `out_PN`, in place.
 
     Args:
         tiles_M4: of `table_kernels.tile_table`.
     """
-    rank, columns = inner_PQ.shape[1], out_PN.shape[1]
+    (inner_PQ, factor), constants = share_arguments(share, out_PN)
     _add[programs(out_PN, TILE_ROWS, COLUMNS)](
-        inner_PQ, factor.contiguous(), out_PN, tiles_M4, Q=rank, N=columns, Q_LAST=q_last, BM=TILE_ROWS, BN=COLUMNS,
-        BQ=max(16, power_of_2(rank)), BAND=BAND, num_warps=8,
+        inner_PQ, factor, out_PN, tiles_M4, N=out_PN.shape[1], BM=TILE_ROWS, BN=COLUMNS, BAND=BAND, num_warps=8,
+        **constants,
     )  # fmt: skip
+
+
+@quick
+@triton.jit
+def _inner(  # type: ignore[no-untyped-def]
+    rows, factor, out, tiles, K: tl.constexpr, Q: tl.constexpr, Q_LAST: tl.constexpr, GATHERED: tl.constexpr,
+    BM: tl.constexpr, BQ: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    heights = tl.load(tiles)
+    q = tl.arange(0, BQ)
+    for tile in range(tl.program_id(0), heights, tl.num_programs(0)):
+        expert, _, pair, live, _ = _place(tiles, tile, heights, 1, 1, BM)
+        matrix = factor + expert.to(tl.int64) * (Q * K)
+        total = tl.zeros((BM, BQ), tl.float32)
+        if GATHERED:
+            row = tl.load(rows + pair, mask=live, other=0)
+        for k in range(0, K, BK):
+            column = k + tl.arange(0, BK)
+            if GATHERED:
+                x = _load_rows(row, k, K, BK, DTYPE)
+            else:
+                at_x = rows + pair.to(tl.int64)[:, None] * K + column[None, :]
+                x = tl.load(at_x, mask=live[:, None] & (column < K)[None, :], other=0.0)
+            at = column[:, None] * Q + q[None, :] if Q_LAST else q[None, :] * K + column[:, None]
+            a = tl.load(matrix + at, mask=(column < K)[:, None] & (q < Q)[None, :], other=0.0)
+            total = tl.dot(x, a, total, input_precision="ieee")
+        at_out = out + pair.to(tl.int64)[:, None] * Q + q[None, :]
+        tl.store(at_out, total.to(DTYPE), mask=live[:, None] & (q < Q)[None, :])
+
+
+def inner(rows: torch.Tensor, factor: torch.Tensor, q_last: bool, tiles_M4: torch.Tensor) -> torch.Tensor:
+    """(P, Q): every row times its slot's factor, (S, K, Q) if `q_last`, else (S, Q, K).
+
+    Args:
+        rows: (P, K), in the order of pairs; or (P,) int64, their addresses (`table_kernels.row_addresses`), which are
+            of rows in the factor's dtype.
+        tiles_M4: of `table_kernels.tile_table`.
+    """
+    width, rank = factor.shape[1:] if q_last else factor.shape[:0:-1]
+    out_PQ = factor.new_empty(rows.shape[0], rank)
+    _inner[programs(out_PQ, TILE_ROWS, rank, 4)](
+        rows, factor.contiguous(), out_PQ, tiles_M4, K=width, Q=rank, Q_LAST=q_last, GATHERED=rows.dim() == 1,
+        BM=TILE_ROWS, BQ=padded(rank), BK=min(DEPTH, power_of_2(width)), num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return out_PQ
+
+
+@quick
+@triton.jit
+def _outer(  # type: ignore[no-untyped-def]
+    inner, rows, out, ranked, N: tl.constexpr, Q: tl.constexpr, Q_LAST: tl.constexpr, GATHERED: tl.constexpr,
+    BN: tl.constexpr, BQ: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    DTYPE: tl.constexpr = out.dtype.element_ty
+    COLUMNS: tl.constexpr = (N + BN - 1) // BN
+    entry = ranked + tl.program_id(0) // COLUMNS * 4
+    expert, begin, end = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    column = tl.program_id(0) % COLUMNS * BN + tl.arange(0, BN)
+    q = tl.arange(0, BQ)
+    total = tl.zeros((BN, BQ), tl.float32)
+    for first in range(begin, end, STEP):
+        pair = first + tl.arange(0, STEP)
+        live = pair < end
+        place = pair.to(tl.int64)[:, None]
+        # Masked on both sides: what follows the slot's last pair may be NaN, and 0 * NaN is NaN.
+        u = tl.load(inner + place * Q + q[None, :], mask=live[:, None] & (q < Q)[None, :], other=0.0)
+        if GATHERED:
+            address = tl.load(rows + pair, mask=live, other=0)
+            row = tl.multiple_of(address.to(tl.pointer_type(DTYPE)), 16)[:, None]
+            mask = (address != 0)[:, None] & (column < N)[None, :]
+        else:
+            row = rows + place * N
+            mask = live[:, None] & (column < N)[None, :]
+        x = tl.load(row + column[None, :], mask=mask, other=0.0)
+        # The wide side is the first one, for tensor cores take 64 and more of it.
+        total = tl.dot(tl.trans(x), u, total, input_precision="ieee")
+    at = column[:, None] * Q + q[None, :] if Q_LAST else q[None, :] * N + column[:, None]
+    mask_out = (column < N)[:, None] & (q < Q)[None, :]
+    tl.store(out + expert.to(tl.int64) * (Q * N) + at, total.to(DTYPE), mask=mask_out)
+
+
+def outer(
+    inner_PQ: torch.Tensor, rows: torch.Tensor, width: int, q_last: bool, ranked_S4: torch.Tensor
+) -> torch.Tensor:
+    """(S, N, Q) if `q_last`, else (S, Q, N): for each slot the sum of u^T row over its pairs; zero without pairs.
+
+    Args:
+        rows: as in `inner`.
+        width: N, of a row.
+        ranked_S4: of `table_kernels.tile_table`.
+    """
+    slots, rank = ranked_S4.shape[0], inner_PQ.shape[1]
+    out = inner_PQ.new_empty(slots, width, rank) if q_last else inner_PQ.new_empty(slots, rank, width)
+    _outer[(slots * cdiv(width, COLUMNS),)](
+        inner_PQ, rows, out, ranked_S4, N=width, Q=rank, Q_LAST=q_last, GATHERED=rows.dim() == 1, BN=COLUMNS,
+        BQ=padded(rank), STEP=STEP, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return out

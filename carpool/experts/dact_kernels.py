@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from carpool.experts.activation_kernels import _slopes, constants
+from carpool.experts.adapter_kernels import Share, share_arguments, stages
 from carpool.experts.base import Activation
 from carpool.experts.gemm_tiles import (
     BAND,
@@ -33,6 +34,7 @@ from carpool.experts.gemm_tiles import (
     _load_rows,
     _of_part,
     _place,
+    _share,
     describe,
     grid,
     in_out,
@@ -107,11 +109,11 @@ def _dact_pieces(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _dact_tiles(  # type: ignore[no-untyped-def]
-    address, weight, factors, order, h, dh, scaled, partial, tiles, heights, mine, pairs, H: tl.constexpr,
-    F: tl.constexpr, WIDTH: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
-    HAS_LIMIT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr,
-    WANTS_SCALED: tl.constexpr, K_FIRST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    BK: tl.constexpr, BAND: tl.constexpr, FLATTEN: tl.constexpr, PIECE: tl.constexpr,
+    address, weight, factors, order, h, dh, scaled, partial, tiles, heights, mine, pairs, inner, thin,
+    Q: tl.constexpr, BQ: tl.constexpr, Q_LAST: tl.constexpr, H: tl.constexpr, F: tl.constexpr, WIDTH: tl.constexpr,
+    NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_LIMIT: tl.constexpr, LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr, SHIFT: tl.constexpr, WANTS_SCALED: tl.constexpr, K_FIRST: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr, FLATTEN: tl.constexpr, PIECE: tl.constexpr,
 ):  # fmt: skip
     """As `_up_tiles`."""
     DTYPE: tl.constexpr = dh.dtype.element_ty
@@ -119,7 +121,11 @@ def _dact_tiles(  # type: ignore[no-untyped-def]
     for tile in tl.range(mine, heights * COLUMNS, tl.num_programs(0), flatten=FLATTEN):
         expert, _, pair, live, n = _place(tiles, tile, heights, COLUMNS, BAND, BM)
         row = tl.load(address + pair, mask=live, other=0)
-        grad = tl.zeros((BM, BN), tl.float32)
+        if Q:
+            column = n * BN + tl.arange(0, BN)
+            grad = _share(inner, thin, expert, pair, live, column, column < F, Q, F, Q_LAST, BQ)
+        else:
+            grad = tl.zeros((BM, BN), tl.float32)
         for k in range(0, H, BK):
             dy = _load_rows(row, k, H, BK, DTYPE)
             grad = tl.dot(dy, _load_b(weight, expert, n * BN, k, BN, BK, K_FIRST), grad)
@@ -136,7 +142,8 @@ def _dact_tiles(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["pairs", "verb", "sources", "each", "parts"])
 def _dact(  # type: ignore[no-untyped-def]
     address, weight, factors, order, h, start, dh, scaled, partial, tiles, pairs, starts, flags, epochs, status,
-    host_status, timeout, verb, sources, each, parts, H: tl.constexpr,
+    host_status, timeout, verb, sources, each, parts, inner, thin, Q: tl.constexpr, BQ: tl.constexpr,
+    Q_LAST: tl.constexpr, H: tl.constexpr,
     F: tl.constexpr, WIDTH: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     HAS_LIMIT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr, HAS_START: tl.constexpr,
     WANTS_SCALED: tl.constexpr, K_FIRST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -152,8 +159,8 @@ def _dact(  # type: ignore[no-untyped-def]
     if not AWAITED:
         _dact_tiles(
             address, weight, factors, order, h, dh, scaled, partial, tiles, tl.load(tiles) * there, tl.program_id(0),
-            pairs, H, F, WIDTH, NAME, GATED, INTERLEAVED, HAS_LIMIT, LIMIT, ALPHA, SHIFT, WANTS_SCALED, K_FIRST, BM, BN,
-            BK, BAND, FLATTEN, PIECE,
+            pairs, inner, thin, Q, BQ, Q_LAST, H, F, WIDTH, NAME, GATED, INTERLEAVED, HAS_LIMIT, LIMIT, ALPHA, SHIFT,
+            WANTS_SCALED, K_FIRST, BM, BN, BK, BAND, FLATTEN, PIECE,
         )  # fmt: skip
     else:
         part, before = 0, 0
@@ -163,8 +170,8 @@ def _dact(  # type: ignore[no-untyped-def]
             first, heights, mine = _of_part(starts, part, before)
             before += _dact_tiles(
                 address, weight, factors, order, h, dh, scaled, partial, tiles + first * 4, heights * there, mine,
-                pairs, H, F, WIDTH, NAME, GATED, INTERLEAVED, HAS_LIMIT, LIMIT, ALPHA, SHIFT, WANTS_SCALED, K_FIRST, BM,
-                BN, BK, BAND, FLATTEN, PIECE,
+                pairs, inner, thin, Q, BQ, Q_LAST, H, F, WIDTH, NAME, GATED, INTERLEAVED, HAS_LIMIT, LIMIT, ALPHA,
+                SHIFT, WANTS_SCALED, K_FIRST, BM, BN, BK, BAND, FLATTEN, PIECE,
             )  # fmt: skip
             part += 1
 
@@ -181,13 +188,14 @@ def down_backward(
     wants_scaled: bool,
     tiling: Tiling,
     parts: Parts | None = None,
+    share: Share | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """With dA = rows of dy @ down^T, which is never written: (dh_PF1, weight * a, share_NP), where the sum of share_NP
     over the blocks of columns is <dA, a>. `weight * a` is empty unless wanted.
 
     Args:
         down_weight: (S, H, F), or (S, F, H) if `transposed`.
-        parts: as in `up_kernels.up`.
+        parts, share: as in `up_kernels.up`.
     """
     if tiling.flatten and parts is None and down_weight.is_cuda:
         from carpool.experts import dact_hopper_kernels
@@ -197,6 +205,7 @@ def down_backward(
                 address_P, down_weight, transposed, activation, h, weight_RJ, order_P, tiles_M4, wants_scaled
             )
     inner, hidden = in_out(down_weight, transposed)
+    adapter, of_adapter = share_arguments(share, down_weight)
     pairs, bn, bk = address_P.shape[0], tiling.columns, tiling.depth
     dh_PF1 = down_weight.new_empty(pairs, h.width)
     scaled_PF = down_weight.new_empty(pairs if wants_scaled else 0, inner)
@@ -204,9 +213,9 @@ def down_backward(
     _dact[grid(dh_PF1, tiling)](
         address_P, describe(down_weight, down_weight.shape, (1, bn, bk) if transposed else (1, bk, bn)), weight_RJ,
         order_P, h.data, tiles_M4 if h.start is None else h.start, dh_PF1, scaled_PF, share_NP, tiles_M4, pairs,
-        *waits(parts, tiles_M4), H=hidden, F=inner, WIDTH=h.width, **constants(activation),
+        *waits(parts, tiles_M4), *adapter, **of_adapter, H=hidden, F=inner, WIDTH=h.width, **constants(activation),
         HAS_START=h.start is not None, WANTS_SCALED=wants_scaled, K_FIRST=not transposed, BM=TILE_ROWS, BN=bn, BK=bk,
-        BAND=BAND, FLATTEN=tiling.flatten, PIECE=16 if activation.interleaved else 32, **waits_for(parts),
-        num_warps=tiling.warps, num_stages=tiling.stages,
+        BAND=BAND, FLATTEN=tiling.flatten and share is None, PIECE=16 if activation.interleaved else 32,
+        **waits_for(parts), num_warps=tiling.warps, num_stages=stages(tiling, share),
     )  # fmt: skip
     return dh_PF1, scaled_PF, share_NP

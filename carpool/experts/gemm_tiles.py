@@ -96,6 +96,23 @@ def _load_rows(address, k, K: tl.constexpr, BK: tl.constexpr, DTYPE: tl.constexp
 
 
 @triton.jit
+def _share(  # type: ignore[no-untyped-def]
+    inner, factor, expert, pair, live, column, inside, Q: tl.constexpr, N: tl.constexpr, Q_LAST: tl.constexpr,
+    BQ: tl.constexpr,
+):  # fmt: skip
+    """An adapter's share in a tile: the pairs' rows of `inner` (P, Q) times the expert's factor, (S, N, Q) if Q_LAST,
+    else (S, Q, N), of these columns (`adapter_kernels.py`). float32."""
+    q = tl.arange(0, BQ)
+    u = tl.load(
+        inner + pair.to(tl.int64)[:, None] * Q + q[None, :], mask=live[:, None] & (q < Q)[None, :], other=0.0
+    )  # fmt: skip
+    at = column[None, :] * Q + q[:, None] if Q_LAST else q[:, None] * N + column[None, :]
+    inside = (q < Q)[:, None] & inside[None, :]
+    b = tl.load(factor + expert.to(tl.int64) * (Q * N) + at, mask=inside, other=0.0)
+    return tl.dot(u, b, input_precision="ieee")
+
+
+@triton.jit
 def _halves(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
     """The left and the right half of the columns; no data moves between threads."""
     return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, WIDTH // 2)), (0, 2, 1)))

@@ -19,9 +19,9 @@ The work is in six stages (`carpool.experts.stages`), each with two implementati
 The library's side of a stage is PyTorch's grouped product between kernels that gather, activate and so on; the fused
 side is one kernel that does all of it and reads rows where they lie.
 
-Adapters (`carpool.experts.base`) are two thin grouped products over the same sorted rows, beside each of the four that
-rows go through. What a stage fuses to its product comes after the adapter's share is added, so up and dact take the
-library's side then. Gradients of adapters are four thin grouped products; those of frozen weights are not computed.
+Adapters (`carpool.experts.base`) are two thin products over the same sorted rows, beside each of the four that rows go
+through: one before it, and one inside it, with which its sums begin (`adapter_kernels.py`). Gradients of adapters are
+four thin products; those of frozen weights are not computed.
 Matrices of a quantised base are dequantised for each product and let go after it (`carpool.experts.quantised`).
 
 Only the device may know how many pairs there are. `arrivals.num_pairs` is then a bound: temporary tensors have that

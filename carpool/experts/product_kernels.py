@@ -9,6 +9,8 @@ stored:
 
     tiles of 4 pairs, slot 2 has pairs 3 to 7      tile (slot 2, pair 7) loads rows 7-10 and writes row 7
 
+Sums begin with an adapter's share, if there is one (`adapter_kernels.py`); the loop of tiles is not flattened then.
+
 Given a part of the rows, a launch takes the tiles of that part alone, so that its sums can leave while the next part is
 computed.
 """
@@ -19,16 +21,28 @@ import torch
 import triton
 import triton.language as tl
 
-from carpool.experts.gemm_tiles import BAND, TILE_ROWS, Tiling, _load_b, _of_part, _place, describe, grid, in_out
+from carpool.experts.adapter_kernels import Share, share_arguments, stages
+from carpool.experts.gemm_tiles import (
+    BAND,
+    TILE_ROWS,
+    Tiling,
+    _load_b,
+    _of_part,
+    _place,
+    _share,
+    describe,
+    grid,
+    in_out,
+)
 from carpool.kernels.quick import quick
 
 
 @quick
 @triton.jit(do_not_specialize=["part"])
 def _plain(  # type: ignore[no-untyped-def]
-    rows, weight, out, tiles, starts, part, K: tl.constexpr, N: tl.constexpr, K_FIRST: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr, FLATTEN: tl.constexpr,
-    PARTED: tl.constexpr,
+    rows, weight, out, tiles, starts, part, inner, factor, K: tl.constexpr, N: tl.constexpr, K_FIRST: tl.constexpr,
+    Q: tl.constexpr, BQ: tl.constexpr, Q_LAST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BAND: tl.constexpr, FLATTEN: tl.constexpr, PARTED: tl.constexpr,
 ):  # fmt: skip
     COLUMNS: tl.constexpr = (N + BN - 1) // BN
     if PARTED:
@@ -38,7 +52,11 @@ def _plain(  # type: ignore[no-untyped-def]
         heights = tl.load(tiles)
     for tile in tl.range(tl.program_id(0), heights * COLUMNS, tl.num_programs(0), flatten=FLATTEN):
         expert, first, pair, live, n = _place(tiles, tile, heights, COLUMNS, BAND, BM)
-        total = tl.zeros((BM, BN), tl.float32)
+        if Q:
+            there = n * BN + tl.arange(0, BN)
+            total = _share(inner, factor, expert, pair, live, there, there < N, Q, N, Q_LAST, BQ)
+        else:
+            total = tl.zeros((BM, BN), tl.float32)
         for k in range(0, K, BK):
             # Rows past the expert's are other experts', or garbage; what they give is not stored.
             total = tl.dot(rows.load([first, k]), _load_b(weight, expert, n * BN, k, BN, BK, K_FIRST), total)
@@ -56,22 +74,25 @@ def product(
     starts_N: torch.Tensor | None = None,
     part: int = 0,
     out_PN: torch.Tensor | None = None,
+    share: Share | None = None,
 ) -> torch.Tensor:
     """(P, N): every row a product with its expert's matrix, (S, K, N) if `k_first`, else (S, N, K).
 
     Args:
         starts_N, part: only this part, of `table_kernels.part_table`.
         out_PN: where to write.
+        share: of an adapter, which the sums begin with.
     """
     width, columns = in_out(weight, k_first)
     if out_PN is None:
         out_PN = rows_PK.new_empty(rows_PK.shape[0], columns)
     bn, bk = tiling.columns, tiling.depth
+    adapter, constants = share_arguments(share, out_PN)
     _plain[grid(out_PN, tiling)](
         describe(rows_PK, rows_PK.shape, (TILE_ROWS, bk)),
         describe(weight, weight.shape, (1, bk, bn) if k_first else (1, bn, bk)), out_PN, tiles_M4,
-        tiles_M4 if starts_N is None else starts_N, part, K=width, N=columns, K_FIRST=k_first, BM=TILE_ROWS, BN=bn,
-        BK=bk, BAND=BAND, FLATTEN=tiling.flatten, PARTED=starts_N is not None, num_warps=tiling.warps,
-        num_stages=tiling.stages,
+        tiles_M4 if starts_N is None else starts_N, part, *adapter, **constants, K=width, N=columns, K_FIRST=k_first,
+        BM=TILE_ROWS, BN=bn, BK=bk, BAND=BAND, FLATTEN=tiling.flatten and share is None, PARTED=starts_N is not None,
+        num_warps=tiling.warps, num_stages=stages(tiling, share),
     )  # fmt: skip
     return out_PN

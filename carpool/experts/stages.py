@@ -8,7 +8,8 @@
     ddown    gather(dy)^T @ (weight * a)
 
 "library" is PyTorch's grouped product between kernels that gather, activate and so on, and what the fused kernels do
-not take falls back to it, as do up and dact of experts with adapters. The fused side is one kernel a stage:
+not take falls back to it. An adapter's share is added inside the fused kernels (`adapter_kernels.py`), and to the
+library's products in a pass of its own. The fused side is one kernel a stage:
 `up_kernels.py`, `product_kernels.py` (down and dx), `dact_kernels.py`, `outer_kernels.py` (dup and ddown);
 `gemm_tiles.py` is what they share.
 """
@@ -31,6 +32,7 @@ from carpool.memory import Arena, Ready, Rows
 OfAdapter = tuple[torch.Tensor | None, torch.Tensor | None]
 
 if TYPE_CHECKING:
+    from carpool.experts.adapter_kernels import Share
     from carpool.experts.gemm_tiles import Parts
 
 
@@ -60,6 +62,7 @@ class Stages:
         # Gradients of the adapters' inner rows, from the stage that makes them to the one that needs them again.
         self._du_up_PQ: torch.Tensor | None = None
         self._du_down_PQ: torch.Tensor | None = None
+        self._dy_address_P: torch.Tensor | None = None
 
     def up(
         self, x: Rows, arena: Arena | None, keep: bool, wants_a: bool = True, ready: Ready | None = None
@@ -67,8 +70,9 @@ class Stages:
         """(a_PF = activation(h), h = x @ up + bias), h in the arena if there is one. Only fused: h is not written
         unless it is to be kept, a is empty unless wanted, and rows that are under way are waited for (`ready`)."""
         function, weights, pairs, activation = self.function, self.weights, self.pairs, self.function.activation
-        plain = weights.up_a_SQH is None
-        if plain and isinstance(activation, Activation) and (way := self._fused(self.choices.up, x)):
+        a_SQH, b_SFQ = weights.up_a_SQH, weights.up_b_SFQ
+        way = self._fused(self.choices.up, x)
+        if way and isinstance(activation, Activation) and (a_SQH is None or _share_fits(a_SQH.shape[1])):
             from carpool.experts import gemm_tiles, table_kernels, up_kernels
 
             width = weights.up_SFH.shape[2 if function.transposed else 1]
@@ -79,24 +83,26 @@ class Stages:
             else:
                 h = arena.reserve(width, self.dtype, pairs.count_1)
             rows = table_kernels.row_addresses(x, *self._order)
+            share = None
+            if a_SQH is not None and b_SFQ is not None:
+                share = self._share(self._thin(rows.address_P, a_SQH, turned=True), b_SFQ, turned=True)
             a_PF = up_kernels.up(
                 rows.address_P, self._up(), function.transposed, weights.up_bias_SF, activation,
-                h if keep else None, self._tiles()[0], wants_a, gemm_tiles.TILINGS[way], self._parts(ready),
+                h if keep else None, self._tiles()[0], wants_a, gemm_tiles.TILINGS[way], self._parts(ready), share,
             )  # fmt: skip
             return a_PF, h
         x_PH = gather_rows(x, pairs, self.dtype)
         h_PF = grouped_mm(x_PH, self._turned(self._up(), not function.transposed), pairs.offsets_S)
-        if weights.up_a_SQH is not None and weights.up_b_SFQ is not None:
-            self._add_thin(h_PF, self._thin(x_PH, weights.up_a_SQH, turned=True), weights.up_b_SFQ, turned=True)
+        if a_SQH is not None and b_SFQ is not None:
+            self._add_thin(h_PF, self._thin(x_PH, a_SQH, turned=True), b_SFQ, turned=True)
         return activate(activation, h_PF, weights.up_bias_SF, pairs, arena if keep else None)
 
     def down(self, a_PF: torch.Tensor, part: int | None = None, out_PH: torch.Tensor | None = None) -> torch.Tensor:
         """(P, H) = a @ down; of one part's pairs, into `out_PH`."""
-        y_PH = self._product(self.choices.down, a_PF, self._down(), self.function.transposed, part, out_PH)
-        down_a_SQF, down_b_SHQ = self.weights.down_a_SQF, self.weights.down_b_SHQ
-        if down_a_SQF is not None and down_b_SHQ is not None:
-            self._add_thin(y_PH, self._thin(a_PF, down_a_SQF, turned=True), down_b_SHQ, turned=True)
-        return y_PH
+        a_SQF, b_SHQ, thin = self.weights.down_a_SQF, self.weights.down_b_SHQ, None
+        if a_SQF is not None and b_SHQ is not None:
+            thin = (self._thin(a_PF, a_SQF, turned=True), b_SHQ, True)
+        return self._product(self.choices.down, a_PF, self._down(), self.function.transposed, part, out_PH, thin)
 
     def dy(self, dpartial: Rows) -> torch.Tensor:
         """(P, H), each pair's row of the gradients; gathered once."""
@@ -110,14 +116,19 @@ class Stages:
         """(dh_PF1, weight * a, dweight_RJ), as `pairs.activate_backward`, of dA = dy @ down^T."""
         function, weights, pairs, activation = self.function, self.weights, self.pairs, self.function.activation
         down_a_SQF, down_b_SHQ = weights.down_a_SQF, weights.down_b_SHQ
-        plain = down_a_SQF is None
-        if plain and isinstance(activation, Activation) and (way := self._fused(self.choices.dact, dpartial)):
+        way = self._fused(self.choices.dact, dpartial)
+        if way and isinstance(activation, Activation) and (down_a_SQF is None or _share_fits(down_a_SQF.shape[1])):
             from carpool.experts import dact_kernels, gemm_tiles, table_kernels
 
             rows = table_kernels.row_addresses(dpartial, *self._order)
+            share = None
+            if down_a_SQF is not None and down_b_SHQ is not None:
+                self._dy_address_P = rows.address_P
+                self._du_down_PQ = self._thin(rows.address_P, down_b_SHQ)
+                share = self._share(self._du_down_PQ, down_a_SQF)
             dh_PF1, scaled_PF, share_NP = dact_kernels.down_backward(
                 rows.address_P, self._down(), function.transposed, activation, h, weight_RJ,
-                pairs.order_P, self._tiles()[0], wants_scaled, gemm_tiles.TILINGS[way], self._parts(ready),
+                pairs.order_P, self._tiles()[0], wants_scaled, gemm_tiles.TILINGS[way], self._parts(ready), share,
             )  # fmt: skip
             bias_SH = weights.down_bias_SH
             dy_PH = None if bias_SH is None else self.dy(dpartial)
@@ -132,21 +143,27 @@ class Stages:
 
     def dx(self, dh_PF1: torch.Tensor, part: int | None = None, out_PH: torch.Tensor | None = None) -> torch.Tensor:
         """(P, H) = dh @ up^T; as `down`."""
-        dx_PH = self._product(self.choices.dx, dh_PF1, self._up(), not self.function.transposed, part, out_PH)
-        if self.weights.up_a_SQH is not None and self.weights.up_b_SFQ is not None:
-            self._du_up_PQ = self._thin(dh_PF1, self.weights.up_b_SFQ)
-            self._add_thin(dx_PH, self._du_up_PQ, self.weights.up_a_SQH)
-        return dx_PH
+        a_SQH, b_SFQ, thin = self.weights.up_a_SQH, self.weights.up_b_SFQ, None
+        if a_SQH is not None and b_SFQ is not None:
+            self._du_up_PQ = self._thin(dh_PF1, b_SFQ)
+            thin = (self._du_up_PQ, a_SQH, False)
+        return self._product(self.choices.dx, dh_PF1, self._up(), not self.function.transposed, part, out_PH, thin)
 
     def up_adapter_gradients(self, dh_PF1: torch.Tensor, x: Rows) -> OfAdapter:
         """Of up's adapter, in the shapes of a and b, after `dx`; Nones without an adapter."""
         if self.weights.up_a_SQH is None:
             return None, None
         assert self._du_up_PQ is not None
-        x_PH = gather_rows(x, self.pairs, self.dtype)
-        u_PQ = self._thin(x_PH, self.weights.up_a_SQH, turned=True)
-        offsets_S = self.pairs.offsets_S
-        return grouped_outer(self._du_up_PQ, x_PH, offsets_S), grouped_outer(dh_PF1, u_PQ, offsets_S)
+        rows: torch.Tensor
+        if self._kernels_take(x):
+            from carpool.experts import table_kernels
+
+            found = table_kernels.row_addresses(x, *self._order)
+            rows = found.address_P
+        else:
+            rows = gather_rows(x, self.pairs, self.dtype)
+        u_PQ = self._thin(rows, self.weights.up_a_SQH, turned=True)
+        return self._thin_outer(self._du_up_PQ, rows, x.width), self._thin_outer(u_PQ, dh_PF1, turned=True)
 
     def down_adapter_gradients(self, dpartial: Rows, scaled_a_PF: torch.Tensor) -> OfAdapter:
         """Of down's adapter, in the shapes of a and b, after `dact`; Nones without an adapter."""
@@ -154,13 +171,28 @@ class Stages:
             return None, None
         assert self._du_down_PQ is not None
         u_PQ = self._thin(scaled_a_PF, self.weights.down_a_SQF, turned=True)
-        offsets_S = self.pairs.offsets_S
-        da = grouped_outer(self._du_down_PQ, scaled_a_PF, offsets_S)
-        return da, grouped_outer(self.dy(dpartial), u_PQ, offsets_S)
+        dy = self.dy(dpartial) if self._dy_address_P is None else self._dy_address_P
+        da = self._thin_outer(self._du_down_PQ, scaled_a_PF)
+        return da, self._thin_outer(u_PQ, dy, dpartial.width, turned=True)
 
-    def _thin(self, rows_PI: torch.Tensor, factor: torch.Tensor, turned: bool = False) -> torch.Tensor:
-        """Rows times an adapter's factor: (S, I, O), or if `turned` (S, O, I)."""
-        return grouped_mm(rows_PI, factor.transpose(1, 2) if turned else factor, self.pairs.offsets_S)
+    def _thin(self, rows: torch.Tensor, factor: torch.Tensor, turned: bool = False) -> torch.Tensor:
+        """Rows, (P, I) or by their addresses, times an adapter's factor: (S, I, O), or if `turned` (S, O, I)."""
+        if self._kernels_take():
+            from carpool.experts import adapter_kernels
+
+            return adapter_kernels.inner(rows, factor, not turned, self._tiles()[0])
+        return grouped_mm(rows, factor.transpose(1, 2) if turned else factor, self.pairs.offsets_S)
+
+    def _thin_outer(
+        self, inner_PQ: torch.Tensor, rows: torch.Tensor, width: int | None = None, turned: bool = False
+    ) -> torch.Tensor:
+        """For each slot u^T row over its pairs, (S, Q, width); if `turned`, (S, width, Q)."""
+        if self._kernels_take():
+            from carpool.experts import adapter_kernels
+
+            return adapter_kernels.outer(inner_PQ, rows, width or rows.shape[1], turned, self._tiles()[1])
+        pair = (rows, inner_PQ) if turned else (inner_PQ, rows)
+        return grouped_outer(*pair, self.pairs.offsets_S)
 
     def dup(self, dh_PF1: torch.Tensor, x: Rows) -> torch.Tensor:
         """The gradient of up, in its shape."""
@@ -184,9 +216,16 @@ class Stages:
         if sides.on_gpu(out_PO) and out_PO.dtype != torch.float64 and pairs.order_P.numel() and pairs.offsets_S.numel():
             from carpool.experts import adapter_kernels
 
-            adapter_kernels.add_thin(out_PO, rows_PQ, factor, turned, self._tiles()[0])
+            adapter_kernels.add(out_PO, self._share(rows_PQ, factor, turned), self._tiles()[0])
         else:
             out_PO += self._thin(rows_PQ, factor, turned)
+
+    @staticmethod
+    def _share(inner_PQ: torch.Tensor, factor: torch.Tensor, turned: bool = False) -> Share:
+        """What `_thin` of these would give, for a product that adds it."""
+        from carpool.experts.adapter_kernels import Share
+
+        return Share(inner_PQ, factor, turned)
 
     def _product(
         self,
@@ -196,17 +235,27 @@ class Stages:
         in_first: bool,
         part: int | None,
         out_PN: torch.Tensor | None,
+        thin: tuple[torch.Tensor, torch.Tensor, bool] | None = None,
     ) -> torch.Tensor:
-        """A grouped product. The matrices lie as (S, in, out) if `in_first`, else as (S, out, in)."""
+        """A grouped product, and what `_thin` gives of `thin`. The matrices lie as (S, in, out) if `in_first`, else as
+        (S, out, in)."""
         if way := self._fused(way):
             from carpool.experts import gemm_tiles, product_kernels
 
             tiles = self._tiles()
             starts_N = None if part is None else tiles[2]
             tiling = gemm_tiles.TILINGS[way]
-            return product_kernels.product(rows_PK, weight, in_first, tiles[0], tiling, starts_N, part or 0, out_PN)
-        assert part is None, "parts are fused"
-        return grouped_mm(rows_PK, self._turned(weight, not in_first), self.pairs.offsets_S)
+            share = None if thin is None or not _share_fits(thin[0].shape[1]) else self._share(*thin)
+            thin = thin if share is None else None
+            product_PN = product_kernels.product(
+                rows_PK, weight, in_first, tiles[0], tiling, starts_N, part or 0, out_PN, share
+            )
+        else:
+            assert part is None, "parts are fused"
+            product_PN = grouped_mm(rows_PK, self._turned(weight, not in_first), self.pairs.offsets_S)
+        if thin is not None:
+            self._add_thin(product_PN, *thin)
+        return product_PN
 
     def _outer(self, way: str, gathered: Rows, values_PN: torch.Tensor, gathered_first: bool) -> torch.Tensor:
         """(S, width of gathered, N), or (S, N, width) unless `gathered_first`: rows^T values, or values^T rows."""
@@ -220,10 +269,14 @@ class Stages:
 
     def _fused(self, way: str, rows: Rows | None = None) -> str:
         """The tiling of the kernel, or "" where the library is chosen, or the kernels do not take what they get."""
+        return way if way != LIBRARY and self._kernels_take(rows) else ""
+
+    def _kernels_take(self, rows: Rows | None = None) -> bool:
+        """Whether there are kernels for these sizes, and for rows where they lie."""
         hidden, inner = self.weights.down_SHF.shape[1:]
         ours = rows is None or rows.data.dtype == self.dtype
         sizes = hidden % 8 == inner % 8 == 0 and self.pairs.order_P.shape[0] > 0 and self.pairs.offsets_S.shape[0] > 0
-        return way if way != LIBRARY and ours and sizes and has_kernels(self.weights.up_SFH) else ""
+        return ours and sizes and has_kernels(self.weights.up_SFH)
 
     def _tiles(self) -> tuple[torch.Tensor, ...]:
         if self.tiles is None:
@@ -263,6 +316,13 @@ class Stages:
     def _turned(weight: torch.Tensor, turn: bool) -> torch.Tensor:
         """(S, in, out), which is how grouped products read them."""
         return weight.transpose(1, 2) if turn else weight
+
+
+def _share_fits(rank: int) -> bool:
+    """Whether the share of an adapter of this rank can be added inside a fused product."""
+    from carpool.experts import adapter_kernels
+
+    return rank <= adapter_kernels.MOST
 
 
 def has_kernels(weights: torch.Tensor) -> bool:

@@ -12,6 +12,8 @@ as they lie. The accumulator is then parted in registers:
 Accumulators are float32; h is rounded before the activation is applied to it, so that the backward, which has only h,
 finds the same a.
 
+Sums begin with an adapter's share, if there is one (`adapter_kernels.py`); the loop of tiles is not flattened then.
+
 A matrix stored (in, out) with gate and up apart takes two products: a block of both would not go from memory to the
 tensor cores as it lies. Two accumulators instead of one of 256 columns let the assembler give up overlapping products
 in flattened loops, so that loop is not flattened.
@@ -24,6 +26,7 @@ import triton
 import triton.language as tl
 
 from carpool.experts.activation_kernels import _value, constants
+from carpool.experts.adapter_kernels import Share, share_arguments, stages
 from carpool.experts.base import Activation
 from carpool.experts.gemm_tiles import (
     BAND,
@@ -35,6 +38,7 @@ from carpool.experts.gemm_tiles import (
     _load_rows,
     _of_part,
     _place,
+    _share,
     describe,
     grid,
     in_out,
@@ -48,7 +52,8 @@ from carpool.memory import Rows
 
 @triton.jit
 def _up_tiles(  # type: ignore[no-untyped-def]
-    address, weight, bias, h, room, a, tiles, heights, mine, H: tl.constexpr, F: tl.constexpr, WIDTH: tl.constexpr,
+    address, weight, bias, h, room, a, tiles, heights, mine, inner, factor, Q: tl.constexpr, BQ: tl.constexpr,
+    Q_LAST: tl.constexpr, H: tl.constexpr, F: tl.constexpr, WIDTH: tl.constexpr,
     NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_LIMIT: tl.constexpr, LIMIT: tl.constexpr,
     ALPHA: tl.constexpr, SHIFT: tl.constexpr, HAS_BIAS: tl.constexpr, WANTS_H: tl.constexpr, WANTS_A: tl.constexpr,
     K_FIRST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr,
@@ -66,14 +71,26 @@ def _up_tiles(  # type: ignore[no-untyped-def]
         row = tl.load(address + pair, mask=live, other=0)
         if HALVES and K_FIRST:
             # Two products: one block of both would not go from memory to the tensor cores as it lies.
-            gate = tl.zeros((BM, BC), tl.float32)
-            up = gate
+            if Q:
+                there = n * BC + tl.arange(0, BC)
+                gate = _share(inner, factor, expert, pair, live, there, there < F, Q, WIDTH, Q_LAST, BQ)
+                up = _share(inner, factor, expert, pair, live, there + F, there < F, Q, WIDTH, Q_LAST, BQ)
+            else:
+                gate = tl.zeros((BM, BC), tl.float32)
+                up = gate
             for k in range(0, H, BK):
                 x = _load_rows(row, k, H, BK, DTYPE)
                 gate = tl.dot(x, weight.load([expert, k, 0, n * BC]).reshape(BK, BC), gate)
                 up = tl.dot(x, weight.load([expert, k, 1, n * BC]).reshape(BK, BC), up)
         else:
-            total = tl.zeros((BM, BN), tl.float32)
+            if Q:
+                # Of halves, columns of the gate, then as many of up.
+                one = tl.arange(0, BN)
+                there = n * BC + (one % BC if HALVES else one)
+                of_h = there + one // BC * F if HALVES else there
+                total = _share(inner, factor, expert, pair, live, of_h, there < C, Q, WIDTH, Q_LAST, BQ)
+            else:
+                total = tl.zeros((BM, BN), tl.float32)
             for k in range(0, H, BK):
                 x = _load_rows(row, k, H, BK, DTYPE)
                 if HALVES:
@@ -102,14 +119,14 @@ def _up_tiles(  # type: ignore[no-untyped-def]
                 tl.store(h + at + F, up16, mask=kept)
         if WANTS_A:
             gate, up = gate16.to(tl.float32), up16.to(tl.float32)
-            inner = column
+            of_a = column
             if INTERLEAVED:
                 gate, up = tl.split(tl.reshape(gate, (BM, BC // 2, 2)))
-                inner = n * (BC // 2) + tl.arange(0, BC // 2)
+                of_a = n * (BC // 2) + tl.arange(0, BC // 2)
             value = _value(gate, up, NAME, GATED, HAS_LIMIT, LIMIT, ALPHA, SHIFT)
             tl.store(
-                a + pair.to(tl.int64)[:, None] * F + inner[None, :], value.to(DTYPE),
-                mask=live[:, None] & (inner < F)[None, :],
+                a + pair.to(tl.int64)[:, None] * F + of_a[None, :], value.to(DTYPE),
+                mask=live[:, None] & (of_a < F)[None, :],
             )  # fmt: skip
     return heights * COLUMNS
 
@@ -118,12 +135,12 @@ def _up_tiles(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["verb", "sources", "each", "parts"])
 def _up(  # type: ignore[no-untyped-def]
     address, weight, bias, h, start, a, tiles, starts, flags, epochs, status, host_status, timeout, verb,
-    sources, each, parts, H: tl.constexpr, F: tl.constexpr, WIDTH: tl.constexpr,
-    NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_LIMIT: tl.constexpr, LIMIT: tl.constexpr,
-    ALPHA: tl.constexpr, SHIFT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_START: tl.constexpr, WANTS_H: tl.constexpr,
-    WANTS_A: tl.constexpr, K_FIRST: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    BAND: tl.constexpr, FLATTEN: tl.constexpr, AWAITED: tl.constexpr, STRIDE: tl.constexpr, PAD: tl.constexpr,
-    SPIN: tl.constexpr,
+    sources, each, parts, inner, factor, Q: tl.constexpr, BQ: tl.constexpr, Q_LAST: tl.constexpr, H: tl.constexpr,
+    F: tl.constexpr, WIDTH: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
+    HAS_LIMIT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_START: tl.constexpr, WANTS_H: tl.constexpr, WANTS_A: tl.constexpr, K_FIRST: tl.constexpr, BM: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, BAND: tl.constexpr, FLATTEN: tl.constexpr, AWAITED: tl.constexpr,
+    STRIDE: tl.constexpr, PAD: tl.constexpr, SPIN: tl.constexpr,
 ):  # fmt: skip
     room = 0x7FFFFFFF
     if HAS_START:
@@ -133,8 +150,9 @@ def _up(  # type: ignore[no-untyped-def]
         room = tl.where(begin < 0, 0, room)
     if not AWAITED:
         _up_tiles(
-            address, weight, bias, h, room, a, tiles, tl.load(tiles), tl.program_id(0), H, F, WIDTH, NAME, GATED,
-            INTERLEAVED, HAS_LIMIT, LIMIT, ALPHA, SHIFT, HAS_BIAS, WANTS_H, WANTS_A, K_FIRST, BM, BN, BK, BAND, FLATTEN,
+            address, weight, bias, h, room, a, tiles, tl.load(tiles), tl.program_id(0), inner, factor, Q, BQ, Q_LAST, H,
+            F, WIDTH, NAME, GATED, INTERLEAVED, HAS_LIMIT, LIMIT, ALPHA, SHIFT, HAS_BIAS, WANTS_H, WANTS_A, K_FIRST, BM,
+            BN, BK, BAND, FLATTEN,
         )  # fmt: skip
     else:
         part, before = 0, 0
@@ -143,9 +161,9 @@ def _up(  # type: ignore[no-untyped-def]
             wait_part(flags, epochs, part, timeout, status, host_status, verb, sources, each, STRIDE, PAD, SPIN)
             first, heights, mine = _of_part(starts, part, before)
             before += _up_tiles(
-                address, weight, bias, h, room, a, tiles + first * 4, heights, mine, H, F, WIDTH, NAME, GATED,
-                INTERLEAVED, HAS_LIMIT, LIMIT, ALPHA, SHIFT, HAS_BIAS, WANTS_H, WANTS_A, K_FIRST, BM, BN, BK, BAND,
-                FLATTEN,
+                address, weight, bias, h, room, a, tiles + first * 4, heights, mine, inner, factor, Q, BQ, Q_LAST, H, F,
+                WIDTH, NAME, GATED, INTERLEAVED, HAS_LIMIT, LIMIT, ALPHA, SHIFT, HAS_BIAS, WANTS_H, WANTS_A, K_FIRST,
+                BM, BN, BK, BAND, FLATTEN,
             )  # fmt: skip
             part += 1
 
@@ -161,6 +179,7 @@ def up(
     wants_a: bool,
     tiling: Tiling,
     parts: Parts | None = None,
+    share: Share | None = None,
 ) -> torch.Tensor:
     """a_PF = activation(rows @ up + bias), and the pre-activation into `h`, if that is given.
 
@@ -169,11 +188,12 @@ def up(
         up_weight: (S, F1, H), or (S, H, F1) if `transposed`.
         wants_a: if not, an empty tensor is returned.
         parts: the rows are under way, and each part is waited for before it is read.
+        share: of an adapter, which the sums begin with.
     """
     slots, hidden, width = up_weight.shape[0], *in_out(up_weight, transposed)
     inner = width // 2 if activation.gated else width
     a_PF = up_weight.new_empty(address_P.shape[0] if wants_a else 0, inner)
-    columns, bk, flatten = tiling.columns, tiling.depth, tiling.flatten
+    columns, bk, flatten = tiling.columns, tiling.depth, tiling.flatten and share is None
     if activation.gated and not activation.interleaved:
         # Blocks of gate and of up together.
         half = columns // 2
@@ -186,11 +206,12 @@ def up(
         weight = describe(up_weight, up_weight.shape, (1, bk, columns) if transposed else (1, columns, bk))
     data = a_PF if h is None else h.data
     start = None if h is None else h.start
+    adapter, of_adapter = share_arguments(share, up_weight)
     _up[grid(a_PF, tiling)](
         address_P, weight, a_PF if bias_SF is None else bias_SF.contiguous(), data,
-        tiles_M4 if start is None else start, a_PF, tiles_M4, *waits(parts, tiles_M4), H=hidden, F=inner, WIDTH=width,
-        **constants(activation), HAS_BIAS=bias_SF is not None, HAS_START=start is not None, WANTS_H=h is not None,
-        WANTS_A=wants_a, K_FIRST=transposed, BM=TILE_ROWS, BN=columns, BK=bk, BAND=BAND, FLATTEN=flatten,
-        **waits_for(parts), num_warps=tiling.warps, num_stages=tiling.stages,
+        tiles_M4 if start is None else start, a_PF, tiles_M4, *waits(parts, tiles_M4), *adapter, **of_adapter, H=hidden,
+        F=inner, WIDTH=width, **constants(activation), HAS_BIAS=bias_SF is not None, HAS_START=start is not None,
+        WANTS_H=h is not None, WANTS_A=wants_a, K_FIRST=transposed, BM=TILE_ROWS, BN=columns, BK=bk, BAND=BAND,
+        FLATTEN=flatten, **waits_for(parts), num_warps=tiling.warps, num_stages=stages(tiling, share),
     )  # fmt: skip
     return a_PF

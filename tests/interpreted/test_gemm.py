@@ -89,13 +89,26 @@ def test_one_fused_stage_among_the_librarys(stage: str) -> None:
     problem.check(got, 5e-6, all_rows=False)
 
 
-@pytest.mark.parametrize("ranks", [(8, 4), (0, 19), (8, 0)])
-def test_adapters(ranks: tuple[int, int]) -> None:
-    """Beside fused down and dx; up and dact take the library's side, whatever was chosen for them."""
-    function, transposed = ACTIVATIONS["gpt-oss"], ranks[0] == 0
-    problem = ExpertProblem(few_rows("random", 3), 24, 40, function, True, torch.float32, transposed, ranks, True)
+@pytest.mark.parametrize("choices", [Choices.all("flat"), Choices.all("library")], ids=["fused", "library"])
+@pytest.mark.parametrize(
+    ("ranks", "name", "transposed", "pattern"),
+    [
+        ((8, 4), "gpt-oss", False, "random"),
+        ((0, 19), "gpt-oss", True, "random"),
+        ((8, 0), "SwiGLU", False, "idle slots"),
+        ((3, 17), "SwiGLU", True, "random"),
+        ((4, 8), "relu2", False, "random"),
+        ((129, 8), "SwiGLU", False, "random"),
+    ],
+)
+def test_adapters(ranks: tuple[int, int], name: str, transposed: bool, pattern: str, choices: Choices) -> None:
+    """Inside the fused products, and beside the library's."""
+    frozen = pattern == "random"
+    problem = ExpertProblem(
+        few_rows(pattern, 3), 24, 40, ACTIVATIONS[name], True, torch.float32, transposed, ranks, frozen
+    )
     with tiny_tiles():
-        got = problem.run(GroupedExperts(problem.function, Choices.all("flat")), True, False)
+        got = problem.run(GroupedExperts(problem.function, choices), True, False)
     problem.check(got, 5e-6, all_rows=False)
 
 

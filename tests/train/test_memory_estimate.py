@@ -152,13 +152,14 @@ def estimate_of(*overrides: str, ranks: int = 2, experts: int = 128) -> MemoryEs
     return MemoryEstimate(config, config.parallelism.resolve(ranks, experts), model, bf16=True, cuda=True)
 
 
-def test_packed_documents_keep_a_mask_in_each_layer() -> None:
+def test_a_mask_of_packed_documents_is_kept_in_each_layer_where_there_is_one() -> None:
     shape = ["model.config.num_hidden_layers=2", "data.sequence_length=1024"]
-    plain, packed = estimate_of(*shape), estimate_of(*shape, "data.packing=examples")
+    plain = estimate_of(*shape)
+    masked = estimate_of(*shape, "data.packing=examples", "model.attn_implementation=sdpa")
     # Of 2 sequences, in bfloat16: the mask, and keys and values of 4 heads repeated for 32, as masked attention wants.
-    assert packed.kept.layers[1] - plain.kept.layers[1] == 2 * 2 * (1024**2 + 2 * 1024 * (32 - 4) * 128)
-    flash = estimate_of(*shape, "data.packing=examples", "model.attn_implementation=flash_attention_2")
-    assert flash.kept == plain.kept
+    assert masked.kept.layers[1] - plain.kept.layers[1] == 2 * 2 * (1024**2 + 2 * 1024 * (32 - 4) * 128)
+    for more in ([], ["model.attn_implementation=flash_attention_2"]):
+        assert estimate_of(*shape, "data.packing=examples", *more).kept == plain.kept
 
 
 def test_flex_attention_keeps_no_scores() -> None:

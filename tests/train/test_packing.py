@@ -105,8 +105,12 @@ def test_batches_are_padded_by_a_document_of_padding() -> None:
     loader = TrainLoader(train_sequences(make_corpus(), section(sequence_length=12)), batch_size=3, pad_id=7)
     (batch,) = next(loader)
     assert {name: value.dtype.is_floating_point for name, value in batch.items()} == dict.fromkeys(
-        ("input_ids", "labels", "position_ids", "padding"), False
+        ("input_ids", "labels", "position_ids", "document_ends", "padding"), False
     )
+    for positions, ends in zip(batch["position_ids"].tolist(), batch["document_ends"].tolist(), strict=True):
+        # Filled up with the length, after which nothing begins.
+        firsts = [place for place, position in enumerate(positions) if position == 0]
+        assert sorted({0, *ends}) == [*firsts, 12] and ends == sorted(ends)
     names = ("input_ids", "labels", "position_ids", "padding")
     for ids, labels, positions, padding in zip(*(batch[name].tolist() for name in names), strict=True):
         size = padding.index(True) if True in padding else 12
