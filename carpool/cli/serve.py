@@ -90,6 +90,12 @@ def generate(
             "matrix (those of the most similar text so far, as MoE-Infinity).",
         ),
     ] = "pairs",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say whether it fits, and what it takes; load nothing.")
+    ] = False,
+    gpu: Annotated[
+        str | None, typer.Option("--gpu", help="With --dry-run: the GPU that it is meant for (h100, h200, ...).")
+    ] = None,
     debug: RanksDebug = False,
 ) -> None:
     """Continue texts, or answer conversations, with a checkpoint or the newest checkpoint of a run.
@@ -103,7 +109,7 @@ def generate(
         from carpool.bench.options import one_of
         from carpool.serve.experts import PREDICTORS, ExpertTier, Where
         from carpool.serve.prompts import read_prompts
-        from carpool.serve.start import start
+        from carpool.serve.start import default_ranks, start
         from carpool.train.config.sizes import size_of
 
         one_of("--experts", experts, get_args(Where))
@@ -114,14 +120,24 @@ def generate(
             "host_memory": 0 if experts_host_memory is None else size_of(experts_host_memory, "--experts-host-memory"),
             "predictor": predictor,
         }
-        ExpertTier(**tier)  # before ranks start
+        there = ExpertTier(**tier)  # before ranks start
+        asked = [{"prompt": one} for one in prompt or ()] if prompts is None else read_prompts(prompts)
+        options = _options(max_new_tokens, temperature, top_k, top_p, seed)
+        if dry_run:
+            from carpool.serve.dry_run import describe
+
+            number = default_ranks(ranks)
+            typer.echo(describe(str(model), asked, options, batch_size, _known(dtype), number, there, gpu))
+            return
+        if gpu is not None:
+            raise ValueError("--gpu says for which GPU --dry-run predicts; give both, or neither")
         start(
             "carpool.serve.generate:run_rank",
             ranks,
             debug=debug,
             model=str(model),
-            prompts=[{"prompt": one} for one in prompt or ()] if prompts is None else read_prompts(prompts),
-            options=_options(max_new_tokens, temperature, top_k, top_p, seed),
+            prompts=asked,
+            options=options,
             batch_size=batch_size,
             dtype=_known(dtype),
             out=None if out is None else str(out),

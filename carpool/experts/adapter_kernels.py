@@ -9,11 +9,13 @@ a rank's own tokens are read by their addresses, and no copy is made for each of
 what the accumulators of a product begin with, so that the activation, its backward and the rounding see the sum. `add`
 is for products of PyTorch's: one pass over their output.
 
-Of one layer of Qwen3-30B-A3B with 4,096 tokens, P = 32,768 pairs, in passes over P x H rows (134 MB) or their like,
-forward and backward, beside what the layer takes without adapters:
+Of one layer, forward and backward, in passes over one row of the hidden size H for each pair (F = 3/8 H, as
+Qwen3-30B-A3B; 134 MB with 4,096 tokens), read or written, by counting:
 
-    copies of x and dy, added shares, separate activations        about 22, in 37 launches
-    as it is here                                                   8: rows read once for each u and each outer, in 12
+    frozen experts without adapters                                  10
+    adapters with copies of x and dy, shares added to products,
+    and the activation and its backward by themselves                29
+    as it is here                                                    18, of which 4 read x and dy where they lie
 
 Programs walk the tiles of pairs that there are, so rows past the count cost nothing. Sums are in float32 and are
 rounded once.

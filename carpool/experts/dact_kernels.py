@@ -197,7 +197,7 @@ def down_backward(
         down_weight: (S, H, F), or (S, F, H) if `transposed`.
         parts, share: as in `up_kernels.up`.
     """
-    if tiling.flatten and parts is None and down_weight.is_cuda:
+    if tiling.flatten and parts is None and share is None and down_weight.is_cuda:
         from carpool.experts import dact_hopper_kernels
 
         if dact_hopper_kernels.takes(down_weight, transposed):

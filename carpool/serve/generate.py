@@ -88,15 +88,8 @@ def run_rank(
     """
     disable_progress_bar()
     source = find_source(Path(model))
-    text, main, context = source.text, not dist.is_initialized() or dist.get_rank() == 0, context_of(source)
-    tokens = encode(prompts, text)
-    if options["max_new_tokens"] is None:
-        left = MOST_NEW_TOKENS if context is None else context - max(map(len, tokens))
-        options = options | {"max_new_tokens": max(1, min(MOST_NEW_TOKENS, left))}
-    sampling = sampling_of(source, options)
-    for number, one in enumerate(tokens, 1):
-        what = f"prompt {number}" if len(tokens) > 1 else "the prompt"
-        check_length(what, len(one), sampling.max_new_tokens, context)
+    text, main = source.text, not dist.is_initialized() or dist.get_rank() == 0
+    tokens, sampling = ready(source, prompts, options)
     batch_size = min(batch_size, -(-len(prompts) // (dist.get_world_size() if dist.is_initialized() else 1)))
     longest = max(map(len, tokens))
     loaded = open_model(
@@ -126,6 +119,22 @@ def run_rank(
     print(f"{speed} ({decoding})", file=sys.stderr, flush=True)
     if (away := host_experts(loaded)) is not None:
         print(what_came(away), file=sys.stderr, flush=True)
+
+
+def ready(source: Source, prompts: list[Prompt], options: dict[str, Any]) -> tuple[list[list[int]], Sampling]:
+    """The tokens of each prompt, and how they are continued. `options`: as `run_rank`.
+
+    Raises:
+        ValueError: prompts without a template, or longer than the model's context."""
+    context, tokens = context_of(source), encode(prompts, source.text)
+    if options["max_new_tokens"] is None:
+        left = MOST_NEW_TOKENS if context is None else context - max(map(len, tokens))
+        options = options | {"max_new_tokens": max(1, min(MOST_NEW_TOKENS, left))}
+    sampling = sampling_of(source, options)
+    for number, one in enumerate(tokens, 1):
+        what = f"prompt {number}" if len(tokens) > 1 else "the prompt"
+        check_length(what, len(one), sampling.max_new_tokens, context)
+    return tokens, sampling
 
 
 def answer(

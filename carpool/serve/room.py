@@ -36,20 +36,12 @@ def check_room(
 
     Raises:
         ValueError: it does not suffice; the message has the sizes."""
-    needed = needed_bytes(source, dtype, ranks, max_tokens, cached_tokens)
+    needed = rank_needs(source, dtype, ranks, max_tokens, cached_tokens, experts)
     if experts.away:
-        elements, layers = expert_elements(source)
-        whole = elements * dtype.itemsize
-        if not layers:
-            raise ValueError(f"--experts {experts.where}: {source} has no experts that Carpool could bring in")
-        two = whole * min(2, layers) // layers
-        if experts.where == "host":
-            check_host_memory(whole, "the experts (--experts host)", advice="Use --experts disk")
-        else:
-            kept = min(max(experts.host_memory, two), whole)
-            check_host_memory(kept, "experts that were read (--experts disk)", advice="Lower --experts-host-memory")
-        # Two layers' are on the GPU, and what stays there.
-        needed["weights"] += two + min(experts.memory, whole) - whole
+        what, advice = "the experts (--experts host)", "Use --experts disk"
+        if experts.where == "disk":
+            what, advice = "experts that were read (--experts disk)", "Lower --experts-host-memory"
+        check_host_memory(host_bytes(source, dtype, experts), what, advice=advice)
     cuda = torch.cuda.is_available()
     memory = rank_memory(cuda, ranks)
     if (total := sum(needed.values())) > memory:
@@ -61,6 +53,41 @@ def check_room(
             + ("" if experts.away else ", or on one rank --experts host")
             + (", or a smaller --experts-memory" if experts.memory else "")
         )
+
+
+def rank_needs(
+    source: Path | PreTrainedConfig,
+    dtype: torch.dtype,
+    ranks: int,
+    max_tokens: int,
+    cached_tokens: int,
+    experts: ExpertTier = ON_DEVICE,
+) -> dict[str, int]:
+    """As `needed_bytes`, with experts where they are.
+
+    Raises:
+        ValueError: experts that come when they are chosen, and the model has none."""
+    needed = needed_bytes(source, dtype, ranks, max_tokens, cached_tokens)
+    if experts.away:
+        whole, two = _expert_bytes(source, dtype, experts)
+        # Two layers' are on the GPU, and what stays there.
+        needed["weights"] += two + min(experts.memory, whole) - whole
+    return needed
+
+
+def host_bytes(source: Path | PreTrainedConfig, dtype: torch.dtype, experts: ExpertTier) -> int:
+    """Of host memory, for experts that are not on the device. ValueError: as `rank_needs`."""
+    whole, two = _expert_bytes(source, dtype, experts)
+    return whole if experts.where == "host" else min(max(experts.host_memory, two), whole)
+
+
+def _expert_bytes(source: Path | PreTrainedConfig, dtype: torch.dtype, experts: ExpertTier) -> tuple[int, int]:
+    """Of all experts, and of those of two layers."""
+    elements, layers = expert_elements(source)
+    if not layers:
+        raise ValueError(f"--experts {experts.where}: {source} has no experts that Carpool could bring in")
+    whole = elements * dtype.itemsize
+    return whole, whole * min(2, layers) // layers
 
 
 def needed_bytes(

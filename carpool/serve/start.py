@@ -23,9 +23,14 @@ def start(entry: str, ranks: int | None, *, debug: bool, **settings: Any) -> Non
         ValueError: there are fewer GPUs.
         carpool.train.launch.failure.RankFailure: a rank failed.
     """
-    ranks = ranks or (torch.cuda.device_count() if torch.cuda.is_available() else 1)
+    ranks = default_ranks(ranks)
     config = load_config(None, [f"parallelism.num_ranks={ranks}"])
     if ranks == 1 and find_world(os.environ) is None:
         find_entry(entry)(config, **settings)
         return
     run(config, entry, debug=debug, **settings)
+
+
+def default_ranks(asked: int | None) -> int:
+    """As many as were asked for, or one for each GPU; 1 on a CPU."""
+    return asked or (torch.cuda.device_count() if torch.cuda.is_available() else 1)

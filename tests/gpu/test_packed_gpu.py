@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from carpool.hf.packed import one_row_only
+from carpool.hf.documents import DOCUMENTS
+from carpool.hf.packed import one_row_only, packed, packed_settings
 from carpool.train.data.sequences import IGNORED
 from carpool.train.run.step import Objective
 from examples.tiny_chat_model import CONVERSATIONS, write
@@ -21,14 +22,14 @@ LENGTHS = [37, 3, 24, 47, 17]
 
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("attention", ["sdpa", "flash_attention_2"])
+@pytest.mark.parametrize("attention", ["sdpa", DOCUMENTS, "flash_attention_2"])
 @pytest.mark.parametrize("name", ["qwen3_moe", "olmoe", "mixtral"])
 def test_the_loss_of_packed_documents_is_the_sum_of_theirs(name: str, attention: str) -> None:
-    if attention != "sdpa":
+    if attention == "flash_attention_2":
         pytest.importorskip("flash_attn")
     model = tiny_model(discover()[name], max_position_embeddings=128, sliding_window=None).to("cuda", torch.bfloat16)
     model.set_attn_implementation(attention)
-    assert one_row_only(model) == (attention != "sdpa")
+    assert one_row_only(model) == (attention == "flash_attention_2")
     objective = Objective(model, top_k=2, aux_coef=0.0, dp_size=1, autocast=None)
     generator = torch.Generator().manual_seed(0)
     documents = [torch.randint(3, VOCAB_SIZE, (length,), generator=generator) for length in LENGTHS]
@@ -47,6 +48,32 @@ def test_the_loss_of_packed_documents_is_the_sum_of_theirs(name: str, attention:
         wrong = objective.forward({"input_ids": ids_BL, "labels": labels_BL})[0].item()
     assert together == pytest.approx(sum(alone), rel=5e-3)
     assert wrong != pytest.approx(sum(alone), rel=5e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3"])
+def test_bounds_give_the_gradients_of_a_mask(name: str) -> None:
+    model = tiny_model(discover()[name], max_position_embeddings=128, sliding_window=8).to("cuda", torch.bfloat16)
+    ids_BL = torch.randint(3, VOCAB_SIZE, (2, 64), generator=torch.Generator().manual_seed(0)).cuda()
+    positions_BL = torch.cat([torch.arange(length) for length in LENGTHS]).view(2, 64).cuda()
+    # Of a row fewer documents than there is room for.
+    ends_BD = torch.tensor([[37, 40, 64, 64], [47, 64, 64, 64]], dtype=torch.int32).cuda()
+    found = []
+    for attention, kind in (("sdpa", torch.float32), ("sdpa", torch.bfloat16), (DOCUMENTS, torch.bfloat16)):
+        one = tiny_model(discover()[name], max_position_embeddings=128, sliding_window=8).to("cuda", kind)
+        one.load_state_dict(model.state_dict())
+        one.set_attn_implementation(attention)
+        with packed():
+            settings = packed_settings(one, positions_BL, ends_BD)
+            loss = one(input_ids=ids_BL, labels=ids_BL, use_cache=False, **settings).loss
+        loss.backward()
+        found.append({key: p.grad.float() for key, p in one.named_parameters() if p.grad is not None})
+    exact, masked, bounded = found
+    assert exact.keys() == bounded.keys()
+    for key in (key for key in exact if "_proj" in key and "attn" in key):
+        errors = [float((of[key] - exact[key]).norm() / exact[key].norm()) for of in (masked, bounded)]
+        assert errors[1] < 1.5 * errors[0] + 1e-3, (key, errors)
 
 
 def rows(documents: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.filesize import decimal
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from typer.testing import CliRunner, Result
 
@@ -17,7 +18,7 @@ from carpool.cli import app
 from carpool.hf import decode_graph
 from carpool.hf.decode_graph import DecodeGraphs
 from carpool.hf.generation import Sampling, generate
-from carpool.serve import room, source
+from carpool.serve import dry_run, room, source
 from carpool.serve.generate import answer
 from carpool.serve.prompts import deal
 from carpool.serve.source import find_source, open_model
@@ -194,6 +195,25 @@ def test_too_little_memory_is_told_before_weights_are_read(tmp_path: Path, monke
     monkeypatch.setattr(room, "rank_memory", lambda *_: size)
     monkeypatch.setattr(source, "build_model", None)
     assert "GiB of host memory: use more ranks" in _error(tmp_path, "--prompt", "x")
+
+
+def test_a_dry_run_says_whether_it_fits_and_loads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, "qwen3_moe")
+    monkeypatch.setattr(source, "build_model", None)
+    asked = ("--prompt", "hello", "--prompt", "x", "--prompt", "y", "--max-new-tokens", 5, "--ranks", 2, "--dry-run")
+    found = _run(tmp_path, *asked)
+    assert found.exit_code == 0, found.stderr
+    lines = found.stdout.splitlines()
+    assert lines[0].startswith("prompts: 3, of ") and lines[0].endswith("and 5 new ones each at most")
+    assert lines[1] == "ranks: 2, with 2 prompts at a time; rounds: 1" and lines[3].startswith("fits into the ")
+    needs = room.needed_bytes(tmp_path, torch.float32, 2, 2 * 6, 2 * 11)
+    assert lines[2].startswith(f"a rank takes {decimal(sum(needs.values()))}: weights {decimal(needs['weights'])}, ")
+    monkeypatch.setattr(dry_run, "rank_memory", lambda *_: sum(needs.values()) - 1)
+    assert "does NOT fit into the" in _run(tmp_path, *asked).stdout
+    assert "at least 1" in _run(tmp_path, *asked, "--gpu", "h100").stdout
+    assert "3 ranks do not divide the 8 experts" in _error(tmp_path, *asked[:-3], 3, "--dry-run")
+    assert "did you mean h100" in _error(tmp_path, *asked, "--gpu", "h10")
+    assert "give both, or neither" in _error(tmp_path, *asked[:-1], "--gpu", "h100")
 
 
 def _run_folder(folder: Path, eos_token: str | None) -> Path:

@@ -120,6 +120,22 @@ def test_weights_that_transformers_does_not_load_are_left_out(tmp_path: Path) ->
     assert torch.equal(_logits(AutoModelForCausalLM.from_pretrained(exported.folder)), _logits(model))
 
 
+def test_an_export_ends_texts_where_the_run_did(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    save_file({"a": torch.zeros(2)}, tmp_path / "model" / "model.safetensors")
+    (tmp_path / "model" / "config.json").write_text('{"eos_token_id": 2}')
+    path = tmp_path / "source" / "generation_config.json"
+    keep_source(tmp_path, tmp_path / "model", None)
+    assert not path.exists()
+    keep_source(tmp_path, tmp_path / "model", None, end=2)
+    assert not path.exists(), "it is the model's own"
+    keep_source(tmp_path, tmp_path / "model", None, end=5)
+    assert json.loads(path.read_text())["eos_token_id"] == [2, 5]
+    (tmp_path / "model" / "generation_config.json").write_text('{"top_k": 3, "eos_token_id": [4, 2]}')
+    keep_source(tmp_path, tmp_path / "model", None, end=5)
+    assert json.loads(path.read_text()) == {"top_k": 3, "eos_token_id": [4, 2, 5]}
+
+
 def test_a_model_from_scratch_gets_its_tokenizer(tmp_path: Path) -> None:
     model: Any = tiny_model(discover()["qwen3_moe"], tie_word_embeddings=True)
     CheckpointManager(tmp_path).save(1, model, torch.optim.SGD(model.parameters()), {})

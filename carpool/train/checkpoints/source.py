@@ -43,7 +43,9 @@ class Source(NamedTuple):
     weights: dict[str, Stored]
 
 
-def keep_source(run: Path, model: Path | None, tokenizer: str | None, chat_template: str | None = None) -> None:
+def keep_source(
+    run: Path, model: Path | None, tokenizer: str | None, chat_template: str | None = None, end: int | None = None
+) -> None:
     """Writes RUN/source.
 
     Args:
@@ -51,6 +53,7 @@ def keep_source(run: Path, model: Path | None, tokenizer: str | None, chat_templ
         model: the folder with the weights that it began from; None: it began from scratch.
         tokenizer: the path of its tokenizer's folder or `tokenizer.json`, or "bytes".
         chat_template: a Jinja file that stands in for the tokenizer's own template.
+        end: a token that ends texts, too, besides those that the folder of the model names.
 
     Raises:
         OSError: it cannot be written.
@@ -59,6 +62,8 @@ def keep_source(run: Path, model: Path | None, tokenizer: str | None, chat_templ
     folder.mkdir(parents=True, exist_ok=True)
     if model is not None:
         _copy(model, folder, _MODEL)
+        if end is not None:
+            _add_end(folder, end)
     if tokenizer == "bytes":
         _bytes_tokenizer().save_pretrained(folder)
     elif tokenizer is not None:
@@ -103,6 +108,18 @@ def _copy(source: Path, target: Path, patterns: tuple[str, ...]) -> None:
             to = target / path.relative_to(source)
             to.parent.mkdir(exist_ok=True)
             shutil.copyfile(path, to)
+
+
+def _add_end(folder: Path, end: int) -> None:
+    """Generation, by whoever reads the folder, then stops there."""
+    path = folder / "generation_config.json"
+    settings = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    known = settings.get("eos_token_id")
+    if known is None:
+        known = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("eos_token_id")
+    ends = known if isinstance(known, list) else [] if known is None else [known]
+    if end not in ends:
+        replace_text(path, json.dumps({**settings, "eos_token_id": [*ends, end]}, indent=2) + "\n")
 
 
 def _bytes_tokenizer() -> PreTrainedTokenizerFast:

@@ -99,7 +99,8 @@ class ModelSection(Section):
     attn_implementation: str | None = Field(
         default=None,
         description="Attention of transformers: sdpa, eager, flash_attention_2 and others. none: transformers chooses, "
-        "but flex_attention on GPUs for models that cannot take sdpa, such as gpt-oss.",
+        "but flex_attention on GPUs for models that cannot take sdpa, such as gpt-oss, and for packed examples "
+        "attention that is told where they end and needs no mask (carpool_documents).",
     )
     experts_implementation: str | None = Field(
         default=None, description="Experts of transformers: eager, batched_mm, grouped_mm. none: transformers chooses."

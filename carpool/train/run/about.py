@@ -113,7 +113,9 @@ def write_files(run: RunState, info: dict[str, Any]) -> None:
     replace_text(run.folder / CONFIG, run.config.to_toml())
     replace_text(run.folder / LAYOUT, json.dumps(run.layouts().to_dict()) + "\n")
     path = None if run.config.model.from_scratch else run.config.model.path
-    keep_source(run.folder, None if path is None else Path(path), run.tokenizer.name, run.config.data.chat_template)
+    data = run.config.data
+    end = None if data.eos_token is None else run.tokenizer.eos_id
+    keep_source(run.folder, None if path is None else Path(path), run.tokenizer.name, data.chat_template, end)
 
 
 def record_graphs(run: RunState, why_not: str | None) -> None:

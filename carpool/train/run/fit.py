@@ -81,8 +81,10 @@ def advise(estimate: MemoryEstimate, transport: str, dense: str, memory: int) ->
         yield Change(settings, total, price)
         if total <= memory:
             return
-    if total > memory and estimate.config.training.per_device_train_batch_size == 1:
-        yield from _shorter(estimate, transport, dense, memory)
+    if total > memory:
+        # Of several sequences in a micro-batch, each takes too little for shorter ones to help.
+        several = estimate.config.training.per_device_train_batch_size > 1
+        yield from [_more_ranks(total)] if several else _shorter(estimate, transport, dense, memory)
 
 
 def _changes(config: Config) -> Iterator[tuple[str, Any, str]]:
@@ -132,7 +134,11 @@ def _shorter(estimate: MemoryEstimate, transport: str, dense: str, memory: int) 
         if total <= memory:
             yield Change(f"data.sequence_length={length}", total, "longer texts are cut")
             return
-    yield Change("parallelism.num_ranks=...", estimate(transport, dense)["total"], "more GPUs, or a smaller model")
+    yield _more_ranks(estimate(transport, dense)["total"])
+
+
+def _more_ranks(total: int) -> Change:
+    return Change("parallelism.num_ranks=...", total, "more GPUs, or a smaller model")
 
 
 def _one(section: str, key: str, value: Any, price: str) -> tuple[str, Any, str]:
