@@ -15,7 +15,7 @@ Qwen3-30B-A3B; 134 MB with 4,096 tokens), read or written, by counting:
     frozen experts without adapters                                  10
     adapters with copies of x and dy, shares added to products,
     and the activation and its backward by themselves                29
-    as it is here                                                    18, of which 4 read x and dy where they lie
+    as it is here                                                    18, of which 7 read x and dy where they lie
 
 Programs walk the tiles of pairs that there are, so rows past the count cost nothing. Sums are in float32 and are
 rounded once.

@@ -206,12 +206,13 @@ def test_a_dry_run_says_whether_it_fits_and_loads_nothing(tmp_path: Path, monkey
     lines = found.stdout.splitlines()
     assert lines[0].startswith("prompts: 3, of ") and lines[0].endswith("and 5 new ones each at most")
     assert lines[1] == "ranks: 2, with 2 prompts at a time; rounds: 1" and lines[3].startswith("fits into the ")
-    needs = room.needed_bytes(tmp_path, torch.float32, 2, 2 * 6, 2 * 11)
+    longest = len(find_source(tmp_path).text.encode("hello"))
+    needs = room.needed_bytes(tmp_path, torch.float32, 2, 2 * longest, 2 * (longest + 5))
     assert lines[2].startswith(f"a rank takes {decimal(sum(needs.values()))}: weights {decimal(needs['weights'])}, ")
     monkeypatch.setattr(dry_run, "rank_memory", lambda *_: sum(needs.values()) - 1)
     assert "does NOT fit into the" in _run(tmp_path, *asked).stdout
-    assert "at least 1" in _run(tmp_path, *asked, "--gpu", "h100").stdout
-    assert "3 ranks do not divide the 8 experts" in _error(tmp_path, *asked[:-3], 3, "--dry-run")
+    assert " s by H100's datasheet: prefill " in _run(tmp_path, *asked, "--gpu", "h100").stdout
+    assert "3 ranks do not divide the 8 experts" in _error(tmp_path, *asked[:-2], 3, "--dry-run")
     assert "did you mean h100" in _error(tmp_path, *asked, "--gpu", "h10")
     assert "give both, or neither" in _error(tmp_path, *asked[:-1], "--gpu", "h100")
 
