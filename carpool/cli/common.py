@@ -69,8 +69,9 @@ def errors(debug: bool) -> Iterator[None]:
     except Exception as error:
         if debug or not (is_user_error(error) or isinstance(error, ImportError)):
             raise
-        told = isinstance(error, OSError) and error.strerror and error.filename is not None
-        fail(f"{error.filename}: {error.strerror}" if told else str(error))
+        if isinstance(error, OSError) and error.strerror and error.filename is not None:
+            fail(f"{error.filename}: {error.strerror}")
+        fail(str(error))
 
 
 def fail(text: str, code: int = 1) -> None:
