@@ -28,11 +28,16 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.distributed.mixin import DistributedMixin
+from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+from transformers.distributed.tensor_parallel import TensorParallelLayer
 
 from carpool.hf.names import list_number
 from carpool.hf.sizes import TOP_K, first_key
 from carpool.parallel import fsdp
 from carpool.parallel.pipeline import cut
+
+
+ALL_PARALLEL_STYLES.register("carpool_absent", TensorParallelLayer())
 
 
 class Part(NamedTuple):
@@ -159,8 +164,9 @@ def keep_parts(model: PreTrainedModel, parts: Sequence[Part]) -> None:
         absent |= {_name_of(model, base.norm): _End(), cast(str, _head_name(model)): _NoHead()}
     for name, module in absent.items():
         model.set_submodule(name, module)
-    # Tensor parallelism would look for what is not there.
-    model.tp_plan = {rule: style for rule, style in model.tp_plan.items() if rule.removesuffix(".weight") not in absent}
+    # Tensor parallelism does nothing about what is not there. A plan without rules would be refused.
+    rules = {rule: style for rule, style in model.tp_plan.items() if rule.removesuffix(".weight") not in absent}
+    model.tp_plan = rules | {rule: "carpool_absent" for rule in model.tp_plan if rule in absent}
 
 
 @contextmanager

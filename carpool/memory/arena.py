@@ -15,6 +15,13 @@ released out of order is given back as soon as everything above it is.
 When the rows do not fit, the reservation's start is -1: nothing may be written or read there, what the step computes is
 worthless, and `needed` says how many bytes it would have taken. Somebody has to look, once per step, and repeat it.
 Other arenas that serve the same layers are *companions* of the first: whoever looks after it looks after them, too.
+
+A pipeline has several micro-batches in flight, and the first one in is the first one out. In one block nothing would be
+given back before the last one is done, so each has a block of its own, a *lane*, and in a lane what is released lies on
+top:
+
+    1F1B, 2 in flight     F0 F1 B0 F2 B1 F3 B2 B3
+    in lane               0  1  0  0  1  1  0  1
 """
 
 from __future__ import annotations
@@ -55,6 +62,9 @@ class Arena:
         self.device, self.host = device, host
         self.companions: list[Arena] = []
         self._allocate(capacity)
+        # Those beside this one, and the one in use if it is one of them.
+        self._lanes: list[Arena] = []
+        self._lane: Arena | None = None
         # Where the next reservation starts, and the furthest that any has reached since `reset_peak`; in bytes.
         self.pointer = torch.zeros(1, dtype=torch.int64, device=device)
         self.peak = torch.zeros(1, dtype=torch.int64, device=device)
@@ -75,6 +85,16 @@ class Arena:
         self.companions.append(Arena(min(self.capacity, COMPANION_BYTES), self.device, host))
         return self.companions[-1]
 
+    def make_lanes(self, number: int) -> None:
+        """Have so many, of no size yet. The first is this arena itself."""
+        while len(self._lanes) < number - 1:
+            self.companions.append(Arena(0, self.device, self.host))
+            self._lanes.append(self.companions[-1])
+
+    def use_lane(self, number: int) -> None:
+        """Reserve there from now on."""
+        self._lane = self._lanes[number - 1] if number else None
+
     def grow(self, capacity: int) -> None:
         """Take so many bytes instead, once nobody holds anything here: between steps."""
         del self.bytes  # first give back, then ask
@@ -91,6 +111,8 @@ class Arena:
             count: (slabs,) integers on the device: how many rows there are in each slab.
             slab: see `Rows`.
         """
+        if self._lane is not None:
+            return self._lane.reserve(width, dtype, count, slab)
         element, row_bytes = dtype.itemsize, width * dtype.itemsize
         count, from_here = count.reshape(-1), self._drop_released()
         if self.device.type == "cuda":

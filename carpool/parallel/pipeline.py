@@ -22,8 +22,10 @@ gradients. All else that a stage reads of a batch (labels, positions) is not sen
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -164,6 +166,8 @@ class Pipeline:
         forward: what a stage computes.
         device: of all tensors.
         around_backward: every backward runs inside of what this returns.
+        lane: is called before each forward with a number that no other micro-batch in flight has, in any stage of this
+            rank, and before its backward with the same one.
         weights: of schedules that split a backward, is called after each one, for what computes the weights' gradients
             of this one. Default: they have come with the backward.
 
@@ -180,16 +184,39 @@ class Pipeline:
         device: torch.device,
         around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext,
         weights: Callable[[], Callable[[], None]] | None = None,
+        lane: Callable[[int], None] = lambda number: None,
     ) -> None:
         self.schedule, self.group, self.number = schedule, group, stages
         self.forward, self.device, self.around_backward = forward, device, around_backward
-        self.weights = weights or (lambda: _nothing)
+        self.weights, self.lane = weights or (lambda: _nothing), lane
         placed = stages_of(schedule, dist.get_world_size(group))
         self.rank_of = {stage: rank for rank, own in enumerate(placed) for stage in own}
         assert len(self.rank_of) == stages, f"{schedule} has {len(self.rank_of)} stages, not {stages}"
         self.stages = placed[dist.get_rank(group)]
-        self._modules = [_StageModule(stage, forward) for stage in self.stages]
+        self._modules = [_StageModule(stage, self._forward) for stage in self.stages]
+        # Of (stage, micro-batch) in flight.
+        self._lanes: dict[tuple[int, int], int] = {}
         self._made: dict[Any, Any] = {}
+
+    def lanes(self, micro_batches: int) -> int:
+        """More than the numbers that `lane` is called with, on any rank."""
+        # Of GPipe all are in flight at once, and nothing comes after the first that is done.
+        if self.schedule == "GPipe":
+            return 1
+        ranks = dist.get_world_size(self.group)
+        return math.ceil(in_flight(self.schedule, ranks, micro_batches) * SCHEDULES[self.schedule].stages)
+
+    def _forward(self, stage: int, number: int, received: Tensors) -> Tensors:
+        taken = set(self._lanes.values())
+        self._lanes[stage, number] = next((lane for lane in range(self._most_lanes) if lane not in taken), 0)
+        self.lane(self._lanes[stage, number])
+        return self.forward(stage, number, received)
+
+    @contextmanager
+    def _backward(self, stage: int, number: int) -> Iterator[None]:
+        self.lane(self._lanes.pop((stage, number)))
+        with self.around_backward():
+            yield
 
     def step(self, micro_batches: int, travels: Tensors) -> None:
         """All forwards and backwards of a step. All ranks of the pipeline call it.
@@ -200,6 +227,8 @@ class Pipeline:
         key = (micro_batches, *((one.shape, one.dtype) for one in travels))
         if key not in self._made:
             self._made = {key: self._make(micro_batches, travels)}
+        self._lanes.clear()
+        self._most_lanes = self.lanes(micro_batches)
         for module in self._modules:
             module.number = 0
         # One row for each micro-batch, of nothing: the loss is made in the last stage's forward.
@@ -213,7 +242,7 @@ class Pipeline:
         loss = torch.empty((), device="meta", requires_grad=True)
         stages = [
             _Stage(
-                self.around_backward,
+                partial(self._backward, module.stage),
                 module,
                 module.stage,
                 self.number,
@@ -256,13 +285,13 @@ class Pipeline:
 class _Stage(PipelineStage):
     """PyTorch's, whose backwards run inside of something."""
 
-    def __init__(self, around: Callable[[], AbstractContextManager[Any]], *args: Any, **kwargs: Any) -> None:
+    def __init__(self, around: Callable[[int], AbstractContextManager[Any]], *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._around = around
 
-    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
-        with self._around():
-            return super().backward_one_chunk(*args, **kwargs)
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        with self._around(bwd_chunk_id):
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
 class _StageModule(nn.Module):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import itertools
 import random
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from carpool.memory import Arena
 from carpool.parallel.pipeline import SCHEDULES, Pipeline, Tensors, check_micro_batches, cut, stages_of
 from tests.ranks import Ranks
 
@@ -89,3 +91,43 @@ def run_toys() -> list[float]:
 
 def test_every_schedule_has_the_gradients_of_one_process(two_ranks: Ranks) -> None:
     assert max(itertools.chain.from_iterable(two_ranks(run_toys))) < 1e-12
+
+
+class Keep(torch.autograd.Function):
+    """Keeps four numbers in an arena until its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, arena: Arena) -> torch.Tensor:
+        ctx.save_for_backward(arena.reserve(4, torch.float32, torch.tensor([1])).start)
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return 2 * dy, None
+
+
+def most_kept(schedule: str, micro_batches: int) -> list[int]:
+    """The most reservations that were in each lane of an arena at one time."""
+    stages, arena = 2 * SCHEDULES[schedule].stages, Arena(1 << 16, torch.device("cpu"))
+    group = dist.group.WORLD
+    assert group is not None
+
+    def forward(stage: int, number: int, received: Tensors) -> Tensors:
+        x = Keep.apply(received[0] if stage else torch.ones(3, requires_grad=True), arena)
+        return (x.sum() if stage == stages - 1 else x,)
+
+    pipeline = Pipeline(schedule, group, stages, forward, torch.device("cpu"), lane=arena.use_lane)
+    arena.make_lanes(pipeline.lanes(micro_batches))
+    pipeline.step(micro_batches, (torch.empty(3, device="meta"),))
+    return [int(one.needed) // 256 for one in (arena, *arena.companions)]
+
+
+def most_kept_of_all() -> dict[str, list[int]]:
+    return {schedule: most_kept(schedule, 8) for schedule in SCHEDULES}
+
+
+def test_what_micro_batches_keep_is_given_back_as_they_are_done(two_ranks: Ranks) -> None:
+    for found in two_ranks(most_kept_of_all):
+        assert found.pop("GPipe") == [8]
+        assert all(max(lanes) == 1 for lanes in found.values()), found
+        assert len(found["1F1B"]) == 2

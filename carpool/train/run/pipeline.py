@@ -27,6 +27,7 @@ from carpool.hf.build import experts_modules
 from carpool.hf.expert_parallel import rides
 from carpool.hf.router_logits import RouterLogits, find_routers
 from carpool.hf.stages import Part, Stages, check_tied, cut_model, layer_number
+from carpool.memory import Arena
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.meshes import Meshes
 from carpool.parallel.pipeline import SCHEDULES, Pipeline, Tensors, check_micro_batches, stages_of
@@ -69,7 +70,9 @@ class PipelineObjective(Objective):
         device = next(model.parameters()).device
         self.split = SplitBackward(model, rides(model).values()) if SCHEDULES[schedule].splits else None
         weights = None if self.split is None else self.split.weights
-        self.pipeline = Pipeline(schedule, group, len(parts), self._compute, device, self._around_backward, weights)
+        self.pipeline = Pipeline(
+            schedule, group, len(parts), self._compute, device, self._around_backward, weights, self._use_lane
+        )
         self.stages = Stages(model, {number: parts[number] for number in self.pipeline.stages})
         # Losses are on the ranks of the last stage alone. (`ranks_per_sequence` counts labels, which all have.)
         self.ranks_per_copy //= dist.get_world_size(group)
@@ -102,8 +105,13 @@ class PipelineObjective(Objective):
     ) -> None:
         assert before_backward is None, "gradients are consumed in one backward, and a pipeline has several"
         self._begin(batches, factor, sums)
+        for arena in self._arenas():
+            arena.make_lanes(self.pipeline.lanes(len(batches)))
         with self.rides_first or nullcontext(), self.split or nullcontext():
-            self.pipeline.step(len(batches), self._travels(batches[0]))
+            try:
+                self.pipeline.step(len(batches), self._travels(batches[0]))
+            finally:
+                self._use_lane(0)
         if self.kept is not None:
             # Nothing more comes: what has come is reduced.
             self.kept.begin(first=False)
@@ -118,6 +126,15 @@ class PipelineObjective(Objective):
             self.kept.begin(self._first, last=False)
             self._first = False
         yield
+
+    def _arenas(self) -> list[Arena]:
+        """In which rides keep rows, each once."""
+        arenas = (own.transport.arena for own in rides(self.model).values() if own.transport is not None)
+        return list({id(arena): arena for arena in arenas if arena is not None}.values())
+
+    def _use_lane(self, number: int) -> None:
+        for arena in self._arenas():
+            arena.use_lane(number)
 
     def _travels(self, batch: Batch) -> Tensors:
         """On the device "meta": what goes from a stage to the next one."""
