@@ -36,7 +36,6 @@ from carpool.hf.sizes import TOP_K, first_key
 from carpool.parallel import fsdp
 from carpool.parallel.pipeline import cut
 
-
 ALL_PARALLEL_STYLES.register("carpool_absent", TensorParallelLayer())
 
 

@@ -34,10 +34,9 @@ def test_stages_learn_what_the_whole_model_learns(tmp_path: Path, bf16: str) -> 
 
 
 @needs(4)
-def test_rides_inside_of_stages(tmp_path: Path) -> None:
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_rides_inside_of_stages(tmp_path: Path, schedule: str) -> None:
     """Over nvlink: their buffers are one stage's, and what they keep is freed in another order than it was made."""
-    ways = {
-        name: losses(tmp_path / name, 4, "parallelism.pp_size=2", "parallelism.ep_size=2", f"moe.transport={name}")
-        for name in ("alltoall", "nvlink")
-    }
+    cut = ["parallelism.pp_size=2", "parallelism.ep_size=2", f"parallelism.pp_schedule={schedule}"]
+    ways = {name: losses(tmp_path / name, 4, *cut, f"moe.transport={name}") for name in ("alltoall", "nvlink")}
     assert ways["nvlink"] == pytest.approx(ways["alltoall"], rel=5e-3)
