@@ -1,14 +1,15 @@
 """Steps of LoRA on attention and all experts: Carpool's experts beside peft on Transformers' own, on one device.
 
     python -m benchmarks.adapters --layers 8 --tokens 4096 --out adapters.json
-    python -m benchmarks.adapters --layers 8 --tokens 4096 --contenders carpool nf4 int8
+    python -m benchmarks.adapters --layers 8 --tokens 4096 --contenders carpool captured nf4 int8
     python -m benchmarks.adapters --layers 1 --tokens 64 --repetitions 2 --keys '{"hidden_size": 64, "num_experts": 8,
         "moe_intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}'    # on a CPU
 
 Both models have the same random weights, and both are peft models of the same configuration. A step is forward,
 backward and AdamW of the adapters. peft's own forward adds b a to all weights of a layer's experts; Carpool multiplies
 rows by a, then by b (`carpool.experts.adapter_kernels`). nf4 and int8 are Carpool on experts in 4 and 8 bits
-(`carpool.experts.quantised`). The contenders take turns.
+(`carpool.experts.quantised`). "captured" is Carpool with forward and backward in one CUDA graph, as `carpool train`
+runs steps; all others are eager. The contenders take turns.
 
     ms         median of a step
     tokens/s   of the layers that were built, embedding and output layer included
@@ -34,9 +35,13 @@ from carpool.bench.script import make_parser, write_results
 from carpool.bench.timing import rounds
 from carpool.hf import install, quantise_experts
 from carpool.hf.build import build_model
+from carpool.hf.packed import unpacked
+from carpool.kernels.capture import capturing
 from carpool.train.run.model import model_config
 
-CONTENDERS = ("carpool", "peft", "nf4", "int8")
+# Before a capture, in which nothing may be compiled or made for the first time.
+EAGER_STEPS = 2
+CONTENDERS = ("carpool", "peft", "nf4", "int8", "captured")
 
 
 class Trained:
@@ -63,15 +68,37 @@ class Trained:
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.parameters = sum(parameter.numel() for parameter in trained)
         self.optimizer = torch.optim.AdamW(trained, lr=1e-4)
-        self.device = device
+        self.device, self.graph, self.eager_steps = device, None, EAGER_STEPS if name == "captured" else -1
         self.gib = (torch.cuda.memory_allocated() - before) / 2**30 if device.type == "cuda" else float("nan")
 
     def step(self, ids: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = self.model(input_ids=ids, labels=ids).loss
-        loss.backward()
+        if self.eager_steps == 0:
+            self._capture(ids)
+        self.eager_steps -= 1
+        if self.graph is None:
+            loss = self._gradients(ids)
+        else:
+            self.ids.copy_(ids)
+            self.graph.replay()
+            loss = self.loss
+            for parameter, gradient in self.captured:
+                parameter.grad = gradient
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        return loss
+
+    def _gradients(self, ids: torch.Tensor) -> torch.Tensor:
+        # Nobody looks for the seams of packed documents: that would wait for the device.
+        with unpacked():
+            loss: torch.Tensor = self.model(input_ids=ids, labels=ids).loss
+        loss.backward()
         return loss.detach()
+
+    def _capture(self, ids: torch.Tensor) -> None:
+        self.ids, self.graph = ids.clone(), torch.cuda.CUDAGraph()
+        with capturing(self.graph):
+            self.loss = self._gradients(self.ids)
+        self.captured = [(p, p.grad) for p in self.model.parameters() if p.grad is not None]
 
     def measured(self, ids: torch.Tensor) -> tuple[float, float, float]:
         """Of a step: its milliseconds, GiB at its peak, and loss."""
@@ -100,8 +127,10 @@ def main() -> None:
     parser.add_argument("--experts-implementation", default="grouped_mm", help="Transformers', for peft")
     parser.add_argument("--checkpointing", action="store_true")
     parser.add_argument("--repetitions", type=int, default=10)
-    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--warmup", type=int, default=4)
     args = parser.parse_args()
+    if "captured" in args.contenders and not torch.cuda.is_available():
+        parser.error("--contenders captured: there is no GPU")
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     keys = {"from": args.model, "num_hidden_layers": args.layers, **json.loads(args.keys)}
     models = {name: Trained(name, model_config(keys), args, device) for name in args.contenders}

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from functools import cache
 
 import torch
 
@@ -79,17 +80,23 @@ FEW_PAIRS = 512
 STAGES = tuple(field.name for field in fields(Choices))
 
 
-def default_choices(device: torch.device, hidden: int, inner: int, pairs_per_slot: int) -> Choices:
+@cache
+def default_choices(
+    device: torch.device, hidden: int, inner: int, pairs_per_slot: int, adapted: bool = False
+) -> Choices:
     """By the shape alone, as measured on one H100 and one H200 (docs/measurements.md); `measure_choices` knows other
     shapes better. GPUs other than Hopper get the library's.
 
     Args:
         hidden, inner: H and F.
         pairs_per_slot: how many there are, or could be, on average.
+        adapted: experts have adapters, whose share the library's products would leave to a pass of its own.
     """
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return Choices()
     if pairs_per_slot < FEW_PAIRS:
         # Matrices then come as fast as memory gives them, and smaller tiles ask for more of them at once.
+        if adapted:
+            return Choices(up="square", down="square", dact="square", dx="square", dup="flat", ddown="flat")
         return Choices(up="square", down=LIBRARY, dact="flat", dx=LIBRARY, dup="flat", ddown="flat")
     return Choices.all("flat")

@@ -9,6 +9,7 @@ are converted together, one layer's experts, and their adapters, however large t
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,9 @@ class _Merged:
         self._weights, self._file = weights, safe_open(path, framework="pt")
         model = meta_model(base)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        with torch.device("meta"):
+        with torch.device("meta"), warnings.catch_warnings():
+            # peft reads an attribute that Transformers calls deprecated.
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
             adapted = get_peft_model(model, PeftConfig.from_pretrained(str(adapter)), _NAME, low_cpu_mem_usage=True)
         parameters: dict[str, Any] = dict(adapted.named_parameters())
         kept = get_peft_model_state_dict(

@@ -82,6 +82,7 @@ def choose_stages(
         return None
     assert isinstance(own.compute, GroupedExperts)
     shape, activation = shape_of(own, tokens, top_k, dtype, device), own.compute.function.activation
+    adapted = own.adapters is not None
 
     def measure(fallback: Chosen[Choices]) -> Chosen[Choices]:
         measured = mean_over_ranks(_measure(own, shape, device), device)
@@ -92,7 +93,7 @@ def choose_stages(
     return decisions.choose(
         STAGES_KIND,
         asdict(shape),
-        lambda kept, note: decide(wanted, shape, device, activation, kept, note),
+        lambda kept, note: decide(wanted, shape, device, activation, kept, note, adapted),
         measure,
     )
 
@@ -104,11 +105,15 @@ def decide(
     activation: Activation | Callable[[torch.Tensor], torch.Tensor],
     kept: Chosen[Choices] | None,
     note: str,
+    adapted: bool = False,
 ) -> tuple[Chosen[Choices], bool]:
-    """(What is used, whether it is still to be measured). `kept`, `note`: as of `Kind.recall`."""
+    """(What is used, whether it is still to be measured). `kept`, `note`: as of `Kind.recall`. `adapted`: experts have
+    adapters."""
     no_kernels = why_no_kernels(shape, device)
     pairs_per_slot = shape.rows * shape.slots_per_row // max(1, shape.slots)
-    default = Choices() if no_kernels else default_choices(device, shape.hidden, shape.inner, pairs_per_slot)
+    default = Choices()
+    if not no_kernels:
+        default = default_choices(device, shape.hidden, shape.inner, pairs_per_slot, adapted)
     base = kept or Chosen(default, asdict(shape), "default", BY_SHAPE + note)
     if not isinstance(wanted, str):
         why = f"{', '.join(wanted)} as moe.expert_stages says; the rest {base.why}"
