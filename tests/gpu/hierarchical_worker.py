@@ -3,6 +3,7 @@
     parity    two nodes of two ranks, rows of fixed size between them and nvlink inside: output and every gradient
               against a float64 reference, and twice the same bits; the all-to-alls in steps, too
     sync      forward and backward never wait for the device
+    slots     what several ranks of a node want crosses once: the same weights, and gradients but for rounding
 
 Which ranks share a node is said (`tests.ranks.mesh`); how they are joined does not matter to what is computed.
 """
@@ -19,6 +20,7 @@ from carpool.transport.fixed import FixedRows
 from carpool.transport.hierarchical import Hierarchical
 from carpool.transport.nvlink import NVLink
 from tests.gpu.ranks import run_mode
+from tests.parallel.test_node_slots import LAYOUTS, filled
 from tests.ranks import mesh
 from tests.test_parity import Case, differences, run_cases
 
@@ -53,6 +55,18 @@ def parity() -> tuple[bool, str]:
     return not found, f"{len(cases)} cases: {found}"
 
 
+def slots() -> tuple[bool, str]:
+    wrong = []
+    for name, layout in LAYOUTS.items():
+        (slots, gradient), (same, close), *_ = filled(name)
+        real = torch.tensor([e != -1 for e in layout.slots[dist.get_rank()]])
+        if not torch.equal(slots[real], same[real]) or not torch.allclose(gradient, close):
+            wrong.append(name)
+    every: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(every, wrong)
+    return not any(every), f"{len(LAYOUTS)} layouts: {every}"
+
+
 def sync() -> tuple[bool, str]:
     hidden, tokens = 64, 200
     ep_mesh = mesh((dist.get_world_size(),), ("ep",))["ep"]
@@ -83,4 +97,4 @@ def sync() -> tuple[bool, str]:
 
 
 if __name__ == "__main__":
-    run_mode({"parity": parity, "sync": sync})
+    run_mode({"parity": parity, "sync": sync, "slots": slots})

@@ -34,8 +34,9 @@ def filled(name: str) -> Any:
     rank, layout = dist.get_rank(), LAYOUTS[name]
     group = mesh((1, WORLD_SIZE), ("edp", "ep"))["ep"].get_group()
     generator, found = torch.Generator().manual_seed(rank), []
-    home = torch.randn(len(layout.homes[rank]), WIDTH, generator=generator, requires_grad=True)
-    dslots = torch.randn(len(layout.slots[rank]), WIDTH, generator=generator)
+    device = mesh((1, WORLD_SIZE), ("edp", "ep")).device_type
+    home = torch.randn(len(layout.homes[rank]), WIDTH, generator=generator).to(device).requires_grad_()
+    dslots = torch.randn(len(layout.slots[rank]), WIDTH, generator=generator).to(device)
     two = make_filler(layout, group)
     assert isinstance(two, NodeSlotFiller)
     for filler in (SlotFiller(layout, group), two):
