@@ -13,13 +13,14 @@ import torch.distributed as dist
 import carpool
 from carpool import ExpertLayout
 from carpool.layout.topology import Topology
+from carpool.observe.traffic import VERBS
 from carpool.parallel.degrees import Degrees
 from carpool.placement import predict
 from carpool.placement.policies import POLICIES, LoadModel
 from carpool.planner.cost import CostModel
 from carpool.recipes import load, names
 from carpool.recipes.resolve import resolve
-from carpool.transport import TransportOptions
+from carpool.transport import HierarchicalOptions, TransportOptions
 from carpool.transport.codecs import PLAIN, Codecs
 from tests.ranks import WORLD_SIZE, Ranks, mesh
 
@@ -89,6 +90,28 @@ def test_hops_change_what_travels_between_nodes(name: str) -> None:
         assert ours.sum() > flat.sum() and all(len(set(of[of > 0])) == 1 for of in ours), "blocks of equal size"
     else:
         assert ours.sum() < flat.sum() / 2 and ours.max() <= TOKENS, "one row for a token and a node"
+
+
+def test_deepep_sends_rows_in_half_the_bytes_and_sums_as_they_are() -> None:
+    codecs = resolve(load("deepep")).codec.codecs
+    generator = torch.Generator().manual_seed(0)
+    routings = [torch.rand(TOKENS, 16, generator=generator).argsort(1)[:, :K] for _ in range(8)]
+    ours, plain = (
+        predict(
+            "hierarchical", routings, ExpertLayout.contiguous(16, 8), hidden=2048, element_size=2,
+            topology=Topology.even(8, 2), options=HierarchicalOptions(codecs=one),
+        )
+        for one in (codecs, PLAIN)
+    )  # fmt: skip
+    assert ours.bytes_remote("dispatch") < 0.53 * plain.bytes_remote("dispatch")
+    assert all(ours.bytes_remote(verb) == plain.bytes_remote(verb) for verb in VERBS if verb != "dispatch")
+
+
+def test_what_whole_models_show_elsewhere() -> None:
+    for name in ("netmoe", "luffy"):
+        assert resolve(load(name)).moe.move_sequences == 1, "tests/hf/test_sequence_moves.py counts what crosses"
+    model = resolve(load("bigmac")).model
+    assert model.travel_size == model.config["hidden_size"] // 4, "tests/hf/test_narrow.py counts its rows' bytes"
 
 
 @pytest.fixture(scope="module")
