@@ -114,6 +114,9 @@ def find_field(settings: Settings, recipes: Sequence[Recipe], transport: str = B
                 f"carpool place), write `carpool recipes show {recipe.name}` to a file, add layout = PATH to its "
                 "[moe], and race that file"
             )
+        if recipe.get("model", "travel_size") is not None:
+            found.left_out[recipe.name] = "it is another model, whose experts have other shapes (model.travel_size)"
+            continue
         own = recipe.get("moe", "transport")
         ways = {recipe.name: own or transport}
         if own not in (None, transport):

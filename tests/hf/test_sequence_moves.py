@@ -21,10 +21,10 @@ from carpool.transport import set_topology
 from tests.hf.meshes import reuse_meshes
 from tests.hf.parity import full_gradients, quiet
 from tests.hf.tiny_models import discover, tiny_config
-from tests.ranks import WORLD_SIZE, Ranks
+from tests.ranks import Ranks
 
-NODES = Topology.even(WORLD_SIZE, 2)
-BATCH, LENGTH = 3, 11
+NODES = Topology.even(2, 2)
+BATCH, LENGTH = 5, 11
 
 
 def step(transport: str, every: int | None) -> Any:
@@ -33,7 +33,7 @@ def step(transport: str, every: int | None) -> Any:
     reuse_meshes()
     rank = dist.get_rank()
     config = tiny_config(discover()["qwen3_moe"], num_experts=8, num_hidden_layers=3)
-    degrees = Degrees(fsdp=WORLD_SIZE, ep=WORLD_SIZE)
+    degrees = Degrees(fsdp=NODES.num_ranks, ep=NODES.num_ranks)
     model = build_model(config, distributed_config=distributed_config(degrees, False), dtype=torch.float32, seed=0)
     layers = list(rides(model).values())
     assert layers[0].group is not None
@@ -42,11 +42,11 @@ def step(transport: str, every: int | None) -> Any:
     for own in layers:
         own.prepare(2, config.hidden_size)
     moving = None if every is None else MovingSequences(model, every, 2, NODES, hardware_of("NVIDIA H200"))
-    objective = Objective(model, top_k=2, aux_coef=0.01, dp_size=WORLD_SIZE, autocast=None, moving=moving)
+    objective = Objective(model, top_k=2, aux_coef=0.01, dp_size=NODES.num_ranks, autocast=None, moving=moving)
     # Tokens of one sequence are alike.
     ids_BL = torch.randint(3, 40, (BATCH, 1), generator=torch.Generator().manual_seed(rank)).expand(-1, LENGTH)
     losses = objective.backward([{"input_ids": ids_BL, "labels": ids_BL}])
-    sent = {verb: [sum(own.stats.traffic.bytes[verb][to] for own in layers) for to in range(WORLD_SIZE)]
+    sent = {verb: [sum(own.stats.traffic.bytes[verb][to] for own in layers) for to in range(NODES.num_ranks)]
             for verb in (*VERBS, *MOVES)}  # fmt: skip
     moved = sum(own.stats.traffic.remote(own.stats.traffic.rows, "sequences") for own in layers)
     gradients = full_gradients(model)
@@ -70,14 +70,14 @@ def between_nodes(found: list[Any], *verbs: str) -> int:
         sizes[to]
         for rank, (_, sent, _) in enumerate(found)
         for verb, sizes in sent.items()
-        for to in range(WORLD_SIZE)
+        for to in range(NODES.num_ranks)
         if verb in verbs and far[rank, to]
     )
 
 
 @pytest.mark.parametrize("transport", ["alltoall", "hierarchical"])
-def test_fewer_bytes_cross_and_numbers_stay(transport: str, ranks: Ranks) -> None:
-    stay, move = (ranks(step, transport, every) for every in (None, 1))
+def test_fewer_bytes_cross_and_numbers_stay(transport: str, two_ranks: Ranks) -> None:
+    stay, move = (two_ranks(step, transport, every) for every in (None, 1))
     (loss, aux, gradients), (moved_loss, moved_aux, moved_gradients) = stay[0][0], move[0][0]
     assert abs(loss - moved_loss) < 1e-5 and abs(aux - moved_aux) < 1e-5
     assert gradients.keys() == moved_gradients.keys()

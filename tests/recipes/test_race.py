@@ -59,6 +59,9 @@ def test_every_recipe_races_or_says_why_not(tmp_path: Path) -> None:
         if read(name).get("placement", "policy") == "place":
             with pytest.raises(ValueError, match=rf"{name} cannot be raced as it is.*carpool recipes show {name}"):
                 field_of(tmp_path, name)
+        elif name == "bigmac":
+            with pytest.raises(ValueError, match="no recipe can be raced: bigmac: it is another model"):
+                field_of(tmp_path, name)
         elif name in ("ez-moe", "megatron-folding"):
             with pytest.raises(ValueError, match=rf"no recipe can be raced: {name}: parallelism.ep_size = . is larger"):
                 field_of(tmp_path, name)

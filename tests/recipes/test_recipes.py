@@ -273,6 +273,8 @@ def test_no_two_rows_are_the_same(trace: Trace) -> None:
         ("routing", "mindspeed", "it leaves the routing as it is"),
         ("placement", "aptmoe", "this version"),
         ("transport", "hybrid-ep", "its rows take several hops"),
+        ("transport", "netmoe", "its sequences move between layers"),
+        ("transport", "bigmac", "it is another model"),
     ],
 )
 def test_what_a_replay_cannot_tell_is_refused(axis: Axis, name: str, why: str, trace: Trace) -> None:
