@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +12,12 @@ from unittest import mock
 import pytest
 import torch
 
+from carpool.layout.topology import Topology
+from carpool.parallel.degrees import Degrees
+from carpool.planner.hardware import find_hardware
+from carpool.train.config.schema import Config
 from carpool.train.run.files import decisions_of
-from carpool.train.run.transports import TRANSPORT_KIND, choose_way
+from carpool.train.run.transports import TRANSPORT_KIND, choose_way, likely_transport
 from carpool.transport import NVLinkOptions
 
 
@@ -31,6 +36,26 @@ def test_as_asked_for_or_by_the_rule() -> None:
     assert way("auto", None).answer == "nvlink"
     with pytest.raises(ValueError, match="transport='pigeon' is not known"):
         way("pigeon")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "top_k", "gpu", "answer"),
+    [(2, 8, "H100", "hierarchical"), (2, 2, "H100", "dedup"), (1, 8, "H100", "nvlink"), (16, 8, "H100", "dedup")],
+)
+def test_a_prediction_knows_the_rule_for_several_nodes(nodes: int, top_k: int, gpu: str, answer: str) -> None:
+    config, degrees = Config(), Degrees(fsdp=16, ep=16)
+    topology = Topology.even(16, nodes)
+    way, why = likely_transport(
+        config, degrees, 2048, top_k, cuda=True, topology=topology, hardware=find_hardware(gpu), here=False
+    )
+    assert way == answer, why
+
+
+def test_without_nvlink_nobody_reaches_peers_memory() -> None:
+    machine = replace(find_hardware("H100"), nvlink=None)
+    place: Any = {"cuda": True, "topology": Topology.even(4), "hardware": machine, "here": False}
+    way, why = likely_transport(Config(), Degrees(fsdp=4, ep=4), 2048, 8, **place)
+    assert way == "dedup" and "H100 has no NVLink" in why
 
 
 def test_a_resumed_run_takes_what_it_recorded_while_it_can(tmp_path: Path) -> None:
