@@ -3,6 +3,7 @@
     parity    two nodes of two ranks, rows of fixed size between them and nvlink inside: output and every gradient
               against a float64 reference, and twice the same bits; the all-to-alls in steps, too
     sync      forward and backward never wait for the device
+    sequences sequences that move: the losses and gradients of those that stay
     slots     what several ranks of a node want crosses once: the same weights, and gradients but for rounding
 
 Which ranks share a node is said (`tests.ranks.mesh`); how they are joined does not matter to what is computed.
@@ -20,6 +21,7 @@ from carpool.transport.fixed import FixedRows
 from carpool.transport.hierarchical import Hierarchical
 from carpool.transport.nvlink import NVLink
 from tests.gpu.ranks import run_mode
+from tests.hf.test_sequence_moves import step
 from tests.parallel.test_node_slots import LAYOUTS, filled
 from tests.ranks import mesh
 from tests.test_parity import Case, differences, run_cases
@@ -67,6 +69,16 @@ def slots() -> tuple[bool, str]:
     return not any(every), f"{len(LAYOUTS)} layouts: {every}"
 
 
+def sequences() -> tuple[bool, str]:
+    (stay, *_), (move, _, moved) = step("hierarchical", None), step("hierarchical", 1)
+    if stay is None or move is None:
+        return moved > 0, ""
+    close = all(torch.allclose(move[2][name], gradient, rtol=1e-3, atol=1e-5) for name, gradient in stay[2].items())
+    return close and abs(
+        stay[0] - move[0]
+    ) < 1e-4 and moved > 0, f"{moved} sequences moved, losses {stay[0]}, {move[0]}"
+
+
 def sync() -> tuple[bool, str]:
     hidden, tokens = 64, 200
     ep_mesh = mesh((dist.get_world_size(),), ("ep",))["ep"]
@@ -97,4 +109,4 @@ def sync() -> tuple[bool, str]:
 
 
 if __name__ == "__main__":
-    run_mode({"parity": parity, "sync": sync, "slots": slots})
+    run_mode({"parity": parity, "sync": sync, "slots": slots, "sequences": sequences})

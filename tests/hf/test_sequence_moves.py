@@ -24,7 +24,7 @@ from tests.hf.tiny_models import discover, tiny_config
 from tests.ranks import Ranks
 
 NODES = Topology.even(2, 2)
-BATCH, LENGTH = 5, 11
+BATCH, LENGTH = 12, 5
 
 
 def step(transport: str, every: int | None) -> Any:
@@ -33,7 +33,8 @@ def step(transport: str, every: int | None) -> Any:
     reuse_meshes()
     rank = dist.get_rank()
     config = tiny_config(discover()["qwen3_moe"], num_experts=8, num_hidden_layers=3)
-    degrees = Degrees(fsdp=NODES.num_ranks, ep=NODES.num_ranks)
+    world = dist.get_world_size()
+    degrees, nodes = Degrees(fsdp=world, ep=world), Topology.even(world, 2)
     model = build_model(config, distributed_config=distributed_config(degrees, False), dtype=torch.float32, seed=0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -41,16 +42,17 @@ def step(transport: str, every: int | None) -> Any:
                 parameter.zero_()  # attention adds nothing, so routers guess right
     layers = list(rides(model).values())
     assert layers[0].group is not None
-    set_topology(layers[0].group, NODES)
+    set_topology(layers[0].group, nodes)
     set_transport(model, transport)
     for own in layers:
         own.prepare(2, config.hidden_size)
-    moving = None if every is None else MovingSequences(model, every, 2, NODES, hardware_of("NVIDIA H200"))
-    objective = Objective(model, top_k=2, aux_coef=0.01, dp_size=NODES.num_ranks, autocast=None, moving=moving)
+    moving = None if every is None else MovingSequences(model, every, 2, nodes, hardware_of("NVIDIA H200"))
+    objective = Objective(model, top_k=2, aux_coef=0.01, dp_size=world, autocast=None, moving=moving)
     # Tokens of one sequence are alike.
     ids_BL = torch.randint(3, 40, (BATCH, 1), generator=torch.Generator().manual_seed(rank)).expand(-1, LENGTH)
+    ids_BL = ids_BL.to(next(model.parameters()).device)
     losses = objective.backward([{"input_ids": ids_BL, "labels": ids_BL}])
-    sent = {verb: [sum(own.stats.traffic.bytes[verb][to] for own in layers) for to in range(NODES.num_ranks)]
+    sent = {verb: [sum(own.stats.traffic.bytes[verb][to] for own in layers) for to in range(world)]
             for verb in (*VERBS, *MOVES)}  # fmt: skip
     moved = sum(own.stats.traffic.remote(own.stats.traffic.rows, "sequences") for own in layers)
     gradients = full_gradients(model)
