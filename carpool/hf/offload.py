@@ -23,6 +23,9 @@ def offload_layers(model: nn.Module) -> ActivationOffload:
         ValueError: layers that cannot be found."""
     offload = ActivationOffload()
     for layer in decoder_layers(model):
+        # Of a stage of a pipeline, layers of other stages have nothing.
+        if not any(True for _ in layer.parameters()):
+            continue
         layer.forward = _offloaded(layer, layer.forward, offload)
     return offload
 

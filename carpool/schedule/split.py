@@ -32,6 +32,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from carpool.memory.activations import stay_on_device
 from carpool.parallel import fsdp
 from carpool.ride.function import first_order
 from carpool.ride.owed import Owed
@@ -102,6 +103,7 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         weight, bias = (None if one is None else one.detach() for one in parameters)
         assert weight is not None
+        stay_on_device((weight,))
         ctx.save_for_backward(x, weight)
         ctx.owed, ctx.parameters = owed, parameters
         return F.linear(x, weight, bias)

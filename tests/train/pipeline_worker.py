@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from transformers.distributed import DistributedConfig
 
-from carpool.hf import install
+from carpool.hf import install, rides
 from carpool.hf.build import build_model
 from carpool.hf.context import ContextParallel
 from carpool.hf.dense import replicate_dense
+from carpool.hf.offload import offload_layers
 from carpool.hf.router_logits import find_routers
 from carpool.hf.stages import cut_model, layer_number
 from carpool.parallel.clip import grad_norm
@@ -21,6 +22,7 @@ from carpool.parallel.degrees import Degrees
 from carpool.parallel.meshes import Meshes
 from carpool.parallel.pipeline import stages_of
 from carpool.parallel.replicated import replicated, sharded_parameters
+from carpool.schedule.priority import RidesFirst
 from carpool.train.run.pipeline import PipelineObjective
 from carpool.train.run.step import Objective
 from tests.full_tensor import full_tensor
@@ -76,6 +78,8 @@ def measure(
     cp: int = 1,
     tp: int = 1,
     sequence: bool = True,
+    priority: bool = False,
+    offload: bool = False,
     length: int = LENGTH,
     dense: str = "fsdp",
     per_layer: bool = False,
@@ -126,6 +130,9 @@ def measure(
         sequence_parallel=tp > 1 and sequence,
     )
     install(model)
+    if offload:
+        offload_layers(model)
+    settings["rides_first"] = RidesFirst(model, rides(model)) if priority else None
     if dense == "replicate" and degrees.dp_cp > 1:
         replicate_dense(model, False)
     group = meshes.group("pp")

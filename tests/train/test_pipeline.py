@@ -61,6 +61,8 @@ def test_every_schedule_of_every_family(two_ranks: Ranks, family: str, schedule:
             "DualPipeV",
             {"cp": 2, "ep": 2, "length": 10, "packed": True, "padded": True, "dense": "replicate"},
         ),
+        ("olmoe", "1F1B", {"ep": 2, "priority": True, "offload": True}),
+        ("qwen3_moe", "ZBVZeroBubble", {"ep": 2, "priority": True, "offload": True}),
         ("qwen3_moe", "DualPipeV", {"tp": 2, "ep": 2}),
         ("olmoe", "1F1B", {"tp": 2, "ep": 2, "sequence": False, "padded": True}),
         ("deepseek_v3", "Interleaved1F1B", {"tp": 2, "ep": 2, "aux": 0.0, "packed": True}),
