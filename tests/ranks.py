@@ -140,7 +140,8 @@ def _serve(rank: int, world_size: int, port: int, pipe: Any, path: list[str]) ->
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
     )
     share_device()
-    dist.init_process_group("gloo")
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     if "transformers" in sys.modules:
         from tests.hf.meshes import reuse_meshes
 
@@ -172,7 +173,9 @@ class Ranks:
         self._paused = False
 
     def _start(self) -> None:
-        port = free_port()
+        # A port that is free may be taken before a rank listens there; this store listens already.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = self._store.port
         for rank in range(self.world_size):
             ours, theirs = self._context.Pipe()
             process = self._context.Process(

@@ -241,7 +241,7 @@ def test_what_the_host_waits_is_known():
                 tensor.item()  # two values
     finally:
         torch.cuda.synchronize = original
-    assert len(waits) == 4 and slow <= sum(waits) < 10 * slow
+    assert len(waits) == 4 and slow <= sum(waits) < 200 * slow
     assert torch.Tensor.item is type(tensor).__base__.item  # and nothing is left behind
 
 

@@ -112,7 +112,7 @@ def on_rank(case: Case) -> Any:
 
 def errors_of(ranks: Ranks, case: Case) -> dict[str, float]:
     """Errors of losses and gradients, by name, against one process."""
-    loss, aux, gradients = ranks(on_rank, case, timeout=90.0)[0]
+    loss, aux, gradients = ranks(on_rank, case)[0]
     reference, expected = reference_of(dataclasses.replace(case, recompute="", broken="", on=False))
     errors, missing = gradient_errors(reference, gradients)
     assert not missing, missing
@@ -294,5 +294,5 @@ def test_deepspeed_ted(two_ranks: Ranks) -> None:
 
 def sent_by(ranks: Ranks, *cases: Case) -> list[tuple[int, int]]:
     """Of rank 0."""
-    found: list[tuple[int, int]] = ranks(sent, list(cases), timeout=90.0)[0]
+    found: list[tuple[int, int]] = ranks(sent, list(cases))[0]
     return found

@@ -45,7 +45,7 @@ def on_rank(dense: str) -> Any:
 
 @pytest.mark.parametrize("dense", ["fsdp", pytest.param("replicate", marks=pytest.mark.slow)])
 def test_gradients(two_ranks: Ranks, dense: str) -> None:
-    homes, loss, gradients = two_ranks(on_rank, dense, timeout=90.0)[0]
+    homes, loss, gradients = two_ranks(on_rank, dense)[0]
     reference, expected = reference_of(Case(config=EXPERTS, on=False))
     assert homes == [4, 3] and abs(loss - expected.loss) < 1e-5
     if gradients:

@@ -83,10 +83,10 @@ def test_a_pipeline_of_many_ranks() -> None:
 
 def test_sixteen_thousand_ranks_take_seconds() -> None:
     """48 layers; the bound is loose, for machines that are busy."""
-    start = time.perf_counter()
+    start = time.process_time()
     step = build(16384, layers=48, ep=8, num_experts=64)
     routing = sampled(step, None)
     found = execute(step.graph, step.ranks, drawn_seconds(step, routing), kept=(0,))
     assert found.step > balanced(48)
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
     assert np.ptp(found.end_SR) == 0

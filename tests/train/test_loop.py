@@ -352,7 +352,7 @@ def test_all_ranks_go_on_from_the_same_checkpoint(
         "training.max_steps=7",
         "training.eval_steps=none",
     ]
-    assert ranks(_resume_of_what_each_sees, str(output), settings, timeout=60) == [""] * 4
+    assert ranks(_resume_of_what_each_sees, str(output), settings) == [""] * 4
     assert json.loads((output / "run.json").read_text())["history"][-1]["from_step"] == 6
 
 

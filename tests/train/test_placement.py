@@ -189,7 +189,7 @@ def test_a_solver_that_fails_ends_the_run_on_all_ranks_alike(
     ranks: Ranks, tmp_path: Path, background: str, reason: str
 ) -> None:
     settings = [*MODEL, *PLACED, f"placement.background={background}"]
-    errors = ranks(_without_a_solver, str(tmp_path / "run"), settings, timeout=90)
+    errors = ranks(_without_a_solver, str(tmp_path / "run"), settings)
     assert len(set(errors)) == 1
     assert f"placement could not be solved: {reason}" in errors[0]
 

@@ -38,7 +38,7 @@ class Ranks:
             self.calls[-1].start()
 
     def wait(self, until: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while not until():
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -48,7 +48,7 @@ class Ranks:
 def ranks_with(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], Ranks]]:
     made: list[Ranks] = []
     monkeypatch.setattr(roll_call, "BEAT_SECONDS", 0.03)
-    monkeypatch.setattr(roll_call, "PATIENCE_SECONDS", 0.4)
+    monkeypatch.setattr(roll_call, "PATIENCE_SECONDS", 0.8)
     monkeypatch.setattr(roll_call, "GRACE_SECONDS", 0.2)
 
     def make(timeout: float) -> Ranks:
@@ -88,8 +88,8 @@ def test_of_many_ranks_the_first_alone_looks(
 
 def test_ranks_are_told_who_is_lost_while_they_wait(ranks_with: Callable[[float], Ranks]) -> None:
     """As in a collective of NCCL: no main thread raises anything."""
-    ranks = ranks_with(0.3)
-    time.sleep(0.6)
+    ranks = ranks_with(1.0)
+    time.sleep(1.5)
     assert not ranks.ended  # longer than the timeout, and all answer
     ranks.calls[2].stop()
     ranks.wait(lambda: {0, 1} <= set(ranks.ended))
