@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -111,7 +112,7 @@ def reference(ranks: Ranks, text: list[str], tmp_path_factory: pytest.TempPathFa
     return output
 
 
-def test_learns_and_records_what_it_did(reference: Path) -> None:
+def test_learns_and_records_what_it_did(ranks: Ranks, reference: Path) -> None:
     train_lines, evals = records(reference), records(reference, "eval")
     assert list(train_lines) == [1, 2, 3, 4, 5, 6] and set(evals) == {0, 3, 6}
     assert evals[6]["loss"] < evals[0]["loss"] - 0.3
@@ -141,6 +142,7 @@ def test_learns_and_records_what_it_did(reference: Path) -> None:
     moved = {probe["transport"]: probe["bytes_remote"] for probe in probes}
     assert moved["dedup"] < moved["alltoall"]
     assert list((reference / "tensorboard").glob("events*"))
+    assert ranks(os.getenv, "TENSORBOARD_LOGGING_DIR") == [None] * 4, "the next run has a folder of its own"
     assert set(records(reference, "sample")) == {0, 3, 6}
     assert "EXACT" in write_report(reference).read_text()
 

@@ -161,12 +161,17 @@ def _cut_partial_line(path: Path) -> None:
             file.truncate(content.rfind(b"\n") + 1)
 
 
+# Read by transformers' callback when it is made.
+_TENSORBOARD = "TENSORBOARD_LOGGING_DIR"
+
+
 class _Trackers:
     def __init__(self, folder: Path, report_to: Sequence[str], settings: dict[str, Any], max_steps: int) -> None:
         from transformers.integrations.integration_utils import get_reporting_integration_callbacks
         from transformers.trainer_callback import TrainerControl, TrainerState
 
-        os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(folder / "tensorboard"))
+        given = os.environ.get(_TENSORBOARD)
+        os.environ.setdefault(_TENSORBOARD, str(folder / "tensorboard"))
         self._args = _Arguments(folder, settings)
         self._state = TrainerState(max_steps=max_steps, is_world_process_zero=True, is_local_process_zero=True)
         self._control = TrainerControl()
@@ -174,6 +179,9 @@ class _Trackers:
             self._callbacks = [callback() for callback in get_reporting_integration_callbacks(list(report_to))]
         except (RuntimeError, ImportError) as error:
             raise ValueError(f"training.report_to = {list(report_to)}: {error}") from error
+        finally:
+            if given is None:
+                del os.environ[_TENSORBOARD]  # or the next run of this process would write into this one's folder
         for callback in self._callbacks:
             callback.on_train_begin(self._args, self._state, self._control)
 
