@@ -25,7 +25,7 @@ from carpool.placement.trace import Trace
 from carpool.planner.candidate import KEEP, Candidate
 from carpool.planner.hardware import Hardware, find_hardware
 from carpool.planner.model_shape import ModelShape
-from carpool.planner.peak import memory_of
+from carpool.planner.peak import Peak, memory_of
 from carpool.planner.routes import Routes
 from carpool.planner.step import Prediction, predict
 from carpool.train.config.published import read_keys
@@ -98,12 +98,24 @@ def compare(points: Sequence[Mapping[str, Any]], hardware: Hardware, per_node: i
         shape, candidate, routes = candidate_of(point)
         prediction = predict(shape, hardware, candidate, per_node, routes)
         memory = memory_of(shape, candidate, routes)
-        predicted = memory.tensors + memory.parts.get("graphs", 0.0)
-        # What replays of graphs take is not counted by PyTorch: such peaks lack what must be there.
-        least = memory.parts["parameters"] + memory.parts["optimizer"] + memory.parts["activations"] / 2
-        peak = point["peak_bytes"] if (point["peak_bytes"] or 0) > least else None
-        found.append(Compared(point["point"], point["milliseconds"] / 1e3, prediction, peak, predicted))
+        found.append(
+            Compared(point["point"], point["milliseconds"] / 1e3, prediction, _peak(point, memory), memory.tensors)
+        )
     return found
+
+
+def _peak(point: Mapping[str, Any], memory: Peak) -> float | None:
+    """The measured peak of a point; None if it was not counted whole.
+
+    What replays of graphs take is not counted by PyTorch, so a point adds what its graphs hold. Points of before
+    `graph_bytes` counted gradients that graphs had made twice: as tensors, and as a part of the graphs' pool."""
+    peak = float(point["peak_bytes"] or 0)
+    if point["captured"] and "graph_bytes" not in point:
+        peak -= memory.own_gradients
+    least = (
+        sum(memory.parts[name] for name in ("parameters", "optimizer", "gradients")) + memory.parts["activations"] / 2
+    )
+    return peak if peak > least else None
 
 
 def order_agreement(compared: Sequence[Compared]) -> tuple[int, int]:

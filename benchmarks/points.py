@@ -170,6 +170,7 @@ def measure_one(config: Config, routing: str, settings: dict[str, Any]) -> dict[
             "transport": run.transport_choice.answer,
             "dense": run.dense.answer,
             "schedule": str(run.schedule.answer),
+            "graph_bytes": 0 if run.objective.graphs is None else run.objective.graphs.bytes,
             "captured": run.objective.graphs is not None and run.objective.graphs.bytes > 0,
             "what": run.what,
             "routing": routing,

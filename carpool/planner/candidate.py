@@ -34,6 +34,7 @@ class Candidate:
         experts: "grouped", or "fp8" (lossy).
         pipeline: the order of stages (`carpool.planner.pipelines`).
         chunks: of a ride, with schedule "chunks".
+        codecs: what is said in [codec], such as {"dispatch": "fp8"} (lossy).
     """
 
     degrees: Degrees
@@ -52,6 +53,7 @@ class Candidate:
     experts: str = "grouped"
     pipeline: str = "1F1B"
     chunks: int = 1
+    codecs: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -150,11 +152,13 @@ class Candidate:
         memory = dict(self.policies)
         if memory["dense"] != "recompute":
             del memory["sums"]
+        codec = {"codec": dict(self.codecs)} if self.codecs else {}
         return {
             "model": {"dtype": "bfloat16"},
             "data": {"sequence_length": self.sequence_length},
             "parallelism": parallelism,
             "moe": moe,
+            **codec,
             "memory": memory,
             "training": training,
         }

@@ -29,6 +29,7 @@ from carpool.planner.simulate import Step
 from carpool.planner.step import step_graph
 
 DEFAULT_CHUNKS = 2  # as of `carpool train`
+_CODECS = ("dispatch", "combine", "dispatch_backward", "combine_backward", "hop")
 Settings = Mapping[str, Mapping[str, Any]]
 
 
@@ -81,6 +82,7 @@ def candidate_of(
         graphs=training["cuda_graphs"] != "off",
         experts="fp8" if moe["experts"] == "fp8" else "grouped",
         pipeline=settings["parallelism"]["pp_schedule"],
+        codecs={key: value for key in _CODECS if (value := settings["codec"][key]) not in ("none", "all")},
     )
     if memory["budget"] is not None:
         notes["memory.budget"] = "not simulated: policies that it leaves open are 'keep'"
@@ -107,7 +109,8 @@ def _transport(candidate: Candidate, shape: ModelShape, hardware: Hardware, per_
         ways = ["nvlink" if hardware.nvlink is not None else "dedup"]
     seconds = {}
     for way in ways:
-        piece = Lengths(shape, hardware, replace(candidate, transport=way), per_node).ride("dispatch", "dispatch")
+        lengths = Lengths(shape, hardware, replace(candidate, transport=way), per_node)
+        piece = lengths.ride("dispatch", "dispatch", "dispatch")
         seconds[way] = 0.0 if piece is None else piece.seconds
     best = min(seconds, key=seconds.__getitem__)
     return best, f"a ride takes {1e3 * seconds[best]:.3g} ms, as modelled"

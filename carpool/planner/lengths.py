@@ -39,6 +39,8 @@ SCORE_PASSES = 21
 OF_PUSH = 0.89
 # A dispatch over NCCL: the host asks the device how many rows there are; rows are packed and unpacked.
 NCCL_PLAN, NCCL_RIDE, PACKED = 0.3e-3, 0.1e-3, 4
+# Of the bytes of a row in bfloat16: one for each element, and a float32 scale for 128 (docs/codecs.md).
+FP8 = (1 + 4 / 128) / ELEMENT
 # What ranks wait for each other in a ride, although their loads are equal (docs/measurements.md: rides of whole steps
 # take 12.3 ms beside 5.9 of their own).
 MEETING = 0.13e-3
@@ -166,18 +168,24 @@ class Lengths:
         """(seconds, of which latency, factors)"""
         return rate.latency + size / rate.bytes_per_second, rate.latency, SPREAD[self.hardware.link_source(link)]
 
-    def ride(self, name: str, kind: str, plan: bool = False) -> Piece | None:
-        """One dispatch or combine. `plan`: its plan is not known yet."""
+    def ride(self, verb: str, name: str, kind: str, plan: bool = False) -> Piece | None:
+        """One dispatch or combine.
+
+        Args:
+            verb: of the codec: "dispatch", "combine", "dispatch_backward" or "combine_backward".
+            plan: its plan is not known yet."""
         shape, degrees, transport = self.shape, self.degrees, self.candidate.transport
         if degrees.ep * degrees.etp == 1:
             return None
         group, per_node = self.members_per_node("ep")
-        row = shape.hidden * ELEMENT * degrees.etp
+        whole = shape.hidden * ELEMENT * degrees.etp
+        encoded = self.candidate.codecs.get(verb) == "fp8"
+        row = whole * FP8 if encoded else whole
         if degrees.ep == 1:
             group, per_node = self.members_per_node("etp")
             inside, between, arrive = (1.0 if per_node > 1 else 0.0), (0.0 if per_node > 1 else 1.0), 1.0
         else:
-            inside, between, arrive = self.routes.rows(transport, shape.num_experts, shape.top_k, degrees.ep, per_node)
+            inside, between, arrive = self.routes.rows(transport, shape.choice, degrees.ep, per_node)
             # A row goes to every slice of its experts, of which the own rank's neighbours have some.
             inside += arrive / degrees.ep * (degrees.etp - 1) / degrees.etp
         fullest = self.routes.fullest(shape.num_experts, degrees.ep)
@@ -186,7 +194,8 @@ class Lengths:
         rate = hardware.rate(link)
         if transport in ("nvlink", "hierarchical") and hardware.push is not None:
             rate = LinkRate(OF_PUSH * hardware.push.bytes_per_second, 12e-6)
-        times = [self._over(link, rate, self.tokens * inside * row * fullest)]
+        inner = whole if self.candidate.codecs.get("hop") == "nodes" else row
+        times = [self._over(link, rate, self.tokens * inside * inner * fullest)]
         if between:
             times.append(self._over("network", hardware.network, self.tokens * between * row * fullest))
         in_turn = transport == "hierarchical"
@@ -194,6 +203,9 @@ class Lengths:
         low = sum(one[0] * one[2][0] for one in times) / sum(one[0] for one in times)
         high = sum(one[0] * one[2][1] for one in times) / sum(one[0] for one in times)
         fixed = sum(one[1] for one in times) if in_turn else max(one[1] for one in times)
+        if encoded:
+            # Read whole and written encoded, and the other way round where rows arrive.
+            seconds += hardware.kernel("elementwise").seconds(0, self.tokens * (1 + arrive) * (whole + row))
         if transport not in ("nvlink", "local"):
             packed = hardware.kernel("elementwise").seconds(0, PACKED * self.tokens * arrive * row)
             extra = NCCL_RIDE + packed + (NCCL_PLAN if plan else 0)
@@ -259,9 +271,9 @@ class Lengths:
         ]
         if layer.experts:
             pieces += [
-                self.ride("dispatch", "dispatch", plan=True),
+                self.ride("dispatch", "dispatch", "dispatch", plan=True),
                 self._experts(False),
-                self.ride("combine", "combine"),
+                self.ride("combine", "combine", "combine"),
             ]
         yield from (piece for piece in pieces if piece is not None)
 
@@ -276,10 +288,10 @@ class Lengths:
                 piece for piece in self.forward(layer) if policies["sums"] == "recompute" or piece.name not in _RIDE
             ]
         if layer.experts:
-            pieces.append(self.ride("gradients to experts", "dispatch"))
+            pieces.append(self.ride("combine_backward", "gradients to experts", "dispatch"))
             if policies["rows"] == "resend":
-                pieces.append(self.ride("rows again", "dispatch"))
-            pieces += [self._experts(True), self.ride("gradients back", "combine")]
+                pieces.append(self.ride("dispatch", "rows again", "dispatch"))
+            pieces += [self._experts(True), self.ride("dispatch_backward", "gradients back", "combine")]
         pieces += [
             self._products("router and MLP", inner, 2, tokens),
             self._tensor_parallel("MLP sums") if layer.dense_width or layer.shared_width else None,
@@ -295,7 +307,9 @@ class Lengths:
         """What a layer's policies copy to host memory, or back."""
         policies, shape, size = self.candidate.policies, self.shape, 0.0
         if policies["dense"] == "offload":
-            size += layer.kept_bytes(shape.hidden, self.candidate.sequence_length) * self.tokens
+            size += self.tokens * layer.kept_bytes(
+                shape.hidden, self.candidate.sequence_length, compiled=self.candidate.compiled
+            )
         if layer.experts and policies["rows"] == "offload":
             size += self.arriving * self.tokens * shape.hidden * ELEMENT
         if layer.experts and policies["hidden"] == "offload":
@@ -316,7 +330,7 @@ class Lengths:
         if ep == 1:
             return 1.0
         per_node = self.members_per_node("ep")[1]
-        return self.routes.rows(self.candidate.transport, shape.num_experts, shape.top_k, ep, per_node).arrive
+        return self.routes.rows(self.candidate.transport, shape.choice, ep, per_node).arrive
 
     def host(self, backward: bool) -> float:
         """Seconds in which the host asks for a layer's forward or backward; 0 where graphs are replayed."""

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+from carpool.planner.routes import Choice
+
 Kind = Literal["full", "window", "linear"]
 
 TOP_K = (
@@ -86,20 +88,21 @@ class LayerShape:
         """Those of the products of attention."""
         return sum(a * b for a, b in self.products[: self.attention_products])
 
-    def kept_bytes(self, hidden: int, length: int, element_size: int = 2) -> float:
-        """Bytes of a token that eager autograd keeps for the backward, without those of its ride.
+    def kept_bytes(self, hidden: int, length: int, element_size: int = 2, compiled: bool = False) -> float:
+        """Bytes of a token that autograd keeps for the backward, without those of its ride.
 
         Each norm keeps its input in float32, the normalised rows and its output (8 bytes an element in bfloat16);
-        attention its queries, keys, values and output; gated MLPs four tensors of F.
+        attention its queries, keys, values and output; gated MLPs four tensors of F. Of norms, compiled layers keep the
+        input as it came, and compute the rest again.
         """
         e = element_size
-        norm = 4 + 2 * e
+        norm = e if compiled else 4 + 2 * e
         q, k, v = self.heads * self.qk_size, self.key_heads * self.qk_size, self.key_heads * self.value_size
         kept = 2 * norm * hidden + e * (q + k + v + self.heads * self.value_size) + 4 * self.heads
         if self.latent:
             # Keys are put together from two parts; values stay a part of a larger product.
             kept += norm * self.latent + e * self.key_heads * self.value_size
-        kept += (4 + e) * self.normed
+        kept += (e if compiled else 4 + e) * self.normed
         kept += 4 * e * (self.dense_width + self.shared_width)
         if self.experts and self.float_router:
             kept += 4 * hidden
@@ -119,7 +122,7 @@ class ModelShape:
         tied: the head is the embedding.
         window: tokens that layers of kind "window" see.
         layers: in order.
-        head_bias: elements outside of layers that are neither embedding nor head: the last norm.
+        groups: of experts, and in how many of them a token chooses.
     """
 
     model_type: str
@@ -132,6 +135,12 @@ class ModelShape:
     tied: bool
     window: int
     layers: tuple[LayerShape, ...]
+    groups: tuple[int, int] = (1, 1)
+
+    @property
+    def choice(self) -> Choice:
+        """Among what a token chooses."""
+        return Choice(self.num_experts, self.top_k, *self.groups)
 
     @classmethod
     def read(cls, keys: Mapping[str, Any], attention: str | None = None) -> ModelShape:
@@ -202,6 +211,24 @@ class ModelShape:
         return Counter(self.layers)
 
 
+def kept_if_compiled(keys: Mapping[str, Any], length: int) -> float:
+    """Of what eager autograd keeps of a model's layers, the share that compiled layers keep.
+
+    Args:
+        keys: of its config.json.
+        length: of a sequence.
+
+    Returns:
+        1.0 for models whose sizes cannot be read."""
+    try:
+        shape = ModelShape.read(keys)
+    except ValueError:
+        return 1.0
+    both = ([layer.kept_bytes(shape.hidden, length, compiled=yes) for layer in shape.layers] for yes in (True, False))
+    compiled, eager = map(sum, both)
+    return compiled / eager
+
+
 class _Reader:
     """Reads keys, and says which one is missing."""
 
@@ -239,7 +266,13 @@ class _Reader:
             tied=bool(self.keys.get("tie_word_embeddings", False)),
             window=window,
             layers=self.layers(number, experts, window),
+            groups=self.groups(experts),
         )
+
+    def groups(self, experts: int) -> tuple[int, int]:
+        groups = max(1, self.get("n_group", default=1))
+        of_groups = self.get("topk_group", default=groups)
+        return (groups, of_groups) if 0 < of_groups < groups and experts % groups == 0 else (1, 1)
 
     def layers(self, number: int, experts: int, window: int) -> tuple[LayerShape, ...]:
         """Equal ones are one object, which makes it quick to see that they are equal."""

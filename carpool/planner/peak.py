@@ -7,8 +7,9 @@
 
 The same accounts as `carpool.train.run.estimate`, which measures what layers keep by the model's own forward and knows
 adapters, quantised bases and experts in host memory; here all follows from sizes, so that thousands of configurations
-take a second. Both are held against each other in `tests/planner/test_peak.py`. Stage s of p in a 1F1B pipeline keeps
-p - s micro-batches at once; others keep p.
+take a second. What both say of a layer's work and of what is beside tensors is in `held.py`, and
+`tests/planner/test_peak.py` holds one against the other. Stage s of p in a 1F1B pipeline keeps p - s micro-batches at
+once; others keep p.
 """
 
 from __future__ import annotations
@@ -18,17 +19,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from carpool.planner.candidate import MOMENT_BYTES, Candidate
+from carpool.planner.held import (
+    ARENA_ROOM,
+    INDEX_BYTES,
+    MiB,
+    beside_tensors,
+    gradient_buffers,
+    products_bytes,
+    scores_bytes,
+)
 from carpool.planner.kept import LayerSizes, kept_bytes
 from carpool.planner.lengths import ELEMENT, REDUCED, stage_layers
 from carpool.planner.model_shape import LayerShape, ModelShape
 from carpool.planner.routes import Routes
 
-MiB, GiB = 2**20, 2**30
-# As in `carpool.train.run.estimate`.
-CONTEXT, NCCL, NCCL_GROUP, FRAGMENTS = GiB // 2, 0.3 * GiB, 0.2 * GiB, 0.03
-ARENA_ROOM, INDEX_BYTES, LOGITS = 1.25, 5 * 4, 2**29
-BUCKET = 100 * MiB
-TILE = 64 * MiB
+# As in `carpool.kernels.cross_entropy`, `carpool.parallel.replicated` and `carpool.memory.optimizer.streamed`.
+LOGITS, BUCKET, TILE = 2**29, 100 * MiB, 64 * MiB
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,7 @@ class Peak:
         stage: of the pipeline.
         timeline: (moment, bytes of PyTorch's tensors) in the order of a step.
         host: bytes in host memory.
+        own_gradients: bytes of gradients of what the rank owns, as the backward leaves them.
     """
 
     parts: Mapping[str, float]
@@ -48,6 +55,7 @@ class Peak:
     stage: int
     timeline: tuple[tuple[str, float], ...]
     host: float
+    own_gradients: float
 
     @property
     def total(self) -> float:
@@ -103,7 +111,9 @@ def _stage(
         reducing += one * (ELEMENT + REDUCED)
     reducing += min(BUCKET, whole * REDUCED)
 
-    own_gradients = dense_own * (REDUCED if replicated else ELEMENT) + experts_own * ELEMENT
+    # Those of whole parameters have buffers of their own.
+    own_gradients = ((0 if replicated else dense_own) + (0 if replicated and together else experts_own)) * ELEMENT
+    own_whole = (dense_own + (experts_own if together else 0)) if replicated else 0
     state = (dense_own + experts_own) * (2 * MOMENT_BYTES[candidate.moments] + 2)
     if candidate.optimizer == "torch":
         state = (dense_own + experts_own) * 2 * ELEMENT
@@ -131,7 +141,10 @@ def _stage(
         indices = number * tokens * copies * choices * INDEX_BYTES
         return (found["rows"] + found["hidden"]) * room + found["sums"] + indices
 
-    by_kind = {layer: layer.kept_bytes(shape.hidden, candidate.sequence_length) * tokens for layer in set(layers)}
+    by_kind = {
+        layer: layer.kept_bytes(shape.hidden, candidate.sequence_length, compiled=candidate.compiled) * tokens
+        for layer in set(layers)
+    }
     of_layer = [by_kind[layer] for layer in layers] or [0.0]
     largest, layer_input = max(of_layer), tokens * shape.hidden * ELEMENT
     if policies["dense"] == "offload":
@@ -161,10 +174,13 @@ def _stage(
     most = tokens * degrees.ep * min(shape.top_k, max(1, shape.num_experts // degrees.ep)) if in_buffers else 0
     pairs = max(most, tokens * shape.top_k * degrees.etp)
     width = shape.expert_hidden / degrees.etp
-    products = pairs * (3 * width + max(width, shape.hidden)) * ELEMENT if moe_layers else 0.0
+    products = products_bytes(pairs, width, shape.hidden, ELEMENT) if moe_layers else 0.0
     if policies["hidden"] == "recompute":
         products += 2 * tokens * shape.top_k * width * ELEMENT
-    work = products + (one_layer * ELEMENT if moe_layers else 0.0) + reducing
+    heads = max((layer.heads for layer in by_kind if layer.whole_scores), default=0)
+    scores = scores_bytes(tokens, heads, candidate.sequence_length, ELEMENT)
+    # Attention's backward comes after that of the experts.
+    work = max(products, scores) + (one_layer * ELEMENT if moe_layers else 0.0) + reducing
     buffers = _buffers(shape, candidate, copies) if moe_layers else 0.0
 
     logits = after_loss = 0.0
@@ -195,7 +211,7 @@ def _stage(
     for i in reversed(range(number)) if every_layer else (0,):
         share = own_gradients if i == 0 else before + (own_gradients - before) * (number - i) / number
         moments.append((f"backward of layer {i}", share, others + kept(i + 1) + work, 0.0))
-    whole_gradients = whole * REDUCED
+    whole_gradients = gradient_buffers(whole, own_whole, ELEMENT, REDUCED)
     constant = sum(always.values()) + whole_gradients
     at, gradients, activations, of_loss = max(moments, key=lambda one: sum(one[1:]))
     parts = {
@@ -207,16 +223,14 @@ def _stage(
     tensors = sum(parts.values())
     groups = (degrees.dp > 1) + (degrees.ep > 1) + (degrees.tp > 1) + (degrees.efsdp not in (1, degrees.dp))
     groups += (degrees.cp > 1) + (degrees.pp > 1) + (degrees.etp > 1)
-    parts |= {"context": CONTEXT, "fragments": FRAGMENTS * tensors}
+    parts |= beside_tensors(tensors, degrees.world_size, groups)
     if candidate.captured:
         # An evaluation of one sequence runs beside the graphs.
         share = 1 / candidate.micro_batch
         piece = min(candidate.sequence_length, LOGITS // shape.vocabulary) * shape.vocabulary * ELEMENT
         parts["graphs"] = largest * share + max(products * share, piece)
-    if degrees.world_size > 1:
-        parts["nccl"] = NCCL + NCCL_GROUP * max(0, groups - 1)
     timeline = tuple((name, constant + sum(sizes)) for name, *sizes in moments)
-    return Peak(parts, at, stage, timeline, host)
+    return Peak(parts, at, stage, timeline, host, own_gradients)
 
 
 def _copies(shape: ModelShape, candidate: Candidate, routes: Routes) -> float:
@@ -224,7 +238,7 @@ def _copies(shape: ModelShape, candidate: Candidate, routes: Routes) -> float:
     ep = candidate.degrees.ep
     if ep == 1:
         return float(candidate.degrees.etp)
-    return candidate.degrees.etp * routes.rows(candidate.transport, shape.num_experts, shape.top_k, ep, ep).arrive
+    return candidate.degrees.etp * routes.rows(candidate.transport, shape.choice, ep, ep).arrive
 
 
 def _buffers(shape: ModelShape, candidate: Candidate, copies: float) -> float:

@@ -23,7 +23,10 @@ import numpy.typing as npt
 if TYPE_CHECKING:
     from carpool.placement.trace import Trace
 
-ONE_ROW_PER_RANK = ("nvlink", "dedup", "hierarchical")
+# One row to each other node, passed on there. Of DeepEP, which comes as a plug-in, the second hop begins with the first
+# row that arrives; hops of "hierarchical" come in turn.
+TWO_HOPS = ("hierarchical", "deepep")
+ONE_ROW_PER_RANK = ("nvlink", "dedup", *TWO_HOPS)
 
 
 class Rows(NamedTuple):
@@ -49,11 +52,45 @@ def check_trace(trace: Trace, num_experts: int, top_k: int) -> None:
         )
 
 
+class Choice(NamedTuple):
+    """Among what a token chooses.
+
+    Attributes:
+        num_experts, top_k: E, K.
+        groups, of_groups: a token's experts are in `of_groups` of so many equal groups in order, as DeepSeek-V3's
+            router has it (arXiv 2412.19437, section 2.1.2): 4 of 8. Equal: anywhere.
+
+    Example: `Choice(256, 8, 8, 4)` with a group on each node: 8 experts of a token are on 4 nodes at most.
+    """
+
+    num_experts: int
+    top_k: int
+    groups: int = 1
+    of_groups: int = 1
+
+
 @cache
-def _reached(num_experts: int, top_k: int, parts: int) -> float:
+def _reached(choice: Choice, parts: int) -> float:
     """The chance that one of so many equal parts of the experts has any of K different ones."""
-    rest = num_experts - num_experts // parts
-    return 1 - math.comb(rest, top_k) / math.comb(num_experts, top_k)
+    experts, top_k, groups, of_groups = choice
+    size, open_to = experts // parts, experts * of_groups // groups
+
+    def any_of(number: int) -> float:
+        """Of so many experts that are open."""
+        return 1 - math.comb(open_to - number, top_k) / math.comb(open_to, top_k)
+
+    if parts % groups == 0:
+        # A part lies in one group.
+        return of_groups / groups * any_of(size)
+    if groups % parts:
+        # Groups lie across parts: as if choices were not limited.
+        return 1 - math.comb(experts - size, top_k) / math.comb(experts, top_k)
+    own = groups // parts
+    found = 0.0
+    for chosen in range(min(own, of_groups) + 1):
+        ways = math.comb(own, chosen) * math.comb(groups - own, of_groups - chosen)
+        found += ways / math.comb(groups, of_groups) * any_of(chosen * experts // groups)
+    return found
 
 
 @dataclass(frozen=True)
@@ -79,10 +116,11 @@ class Routes:
         layers = tuple(np.asarray(layer[:4096], dtype=np.int64) for layer in trace.expert_LTK)
         return cls(layers, f"trace {name}: {len(layers)} layers (measured)")
 
-    def reached(self, num_experts: int, top_k: int, parts: int) -> float:
+    def reached(self, choice: Choice, parts: int) -> float:
         """Of so many equal parts of the experts, the share that a token visits."""
+        num_experts = choice.num_experts
         if not self.chosen:
-            return _reached(num_experts, top_k, parts)
+            return _reached(choice, parts)
         key = num_experts, parts
         if key not in self._found:
             shares = []
@@ -104,13 +142,13 @@ class Routes:
         found: float = self._found[key]
         return found
 
-    def rows(self, transport: str, num_experts: int, top_k: int, ranks: int, per_node: int) -> Rows:
+    def rows(self, transport: str, choice: Choice, ranks: int, per_node: int) -> Rows:
         """For a group of `ranks` ranks, `per_node` of them on each node."""
         nodes = ranks // per_node
-        to_rank = self.reached(num_experts, top_k, ranks)
-        each = to_rank if transport in ONE_ROW_PER_RANK else top_k / ranks
+        to_rank = self.reached(choice, ranks)
+        each = to_rank if transport in ONE_ROW_PER_RANK else choice.top_k / ranks
         arrive = each * ranks
-        if transport == "hierarchical" and nodes > 1:
-            between = (nodes - 1) * self.reached(num_experts, top_k, nodes)
+        if transport in TWO_HOPS and nodes > 1:
+            between = (nodes - 1) * self.reached(choice, nodes)
             return Rows(nodes * (per_node - 1) * to_rank, between, arrive)
         return Rows((per_node - 1) * each, (ranks - per_node) * each, arrive)

@@ -159,6 +159,8 @@ class _Builder:
         self.chunks = self.candidate.chunks if self.candidate.schedule == "chunks" else 1
         pipeline = self.candidate.pipeline if self.degrees.pp > 1 else "1F1B"
         self.pipeline, self.each = pipeline, chunks_of(pipeline)
+        # Whether something computes while rides are under way.
+        self.beside = self.parts == 2 or pipeline == "DualPipeV"
         # A rank of some schedules has two stages of the pipeline, one in each half of the model.
         self.stages = stage_layers(lengths.shape, self.degrees, self.each)
         self.rank_of = [stage_of(pipeline, self.degrees.pp, stage) for stage in range(len(self.stages))]
@@ -254,6 +256,7 @@ class _Builder:
                 if self.chunks > 1 and piece.kind in _RIDE:
                     continue
                 event = self._add(piece, where, "forward", (*last, *asked, *gathered), stage, at, number)
+                self._slow_beside(piece, where, "forward", stage, at, number)
                 last = (event,)
                 yield event
             if self.chunks > 1 and layer.experts:
@@ -303,6 +306,7 @@ class _Builder:
                         yield last[0]
                     continue
                 event = self._add(piece, where, "backward", (*last, *asked, *gathered), stage, at, number)
+                self._slow_beside(piece, where, "backward", stage, at, number)
                 last = (event,)
                 yield event
             if reduces and kind != "I":
@@ -315,6 +319,12 @@ class _Builder:
             free.append(last)
         if not layers:
             yield self._add(Piece("nothing", "elementwise", 0.0), "stage", "backward", last, stage, None, number)
+
+    def _slow_beside(self, piece: Piece, where: str, phase: str, stage: int, layer: int, number: int) -> None:
+        """What computes beside a ride lacks the multiprocessors that carry it."""
+        if self.beside and piece.kind in ("dispatch", "combine"):
+            slower = Piece("beside rides", "elementwise", TAKEN * piece.seconds, piece.low, piece.high)
+            self._add(slower, where, phase, (), stage, layer, number)
 
     def _ride_in_chunks(
         self,

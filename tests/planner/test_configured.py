@@ -75,7 +75,7 @@ def test_between_nodes_the_shorter_ride_is_taken() -> None:
     seconds = {}
     for way in ("dedup", "hierarchical"):
         other = type(candidate)(**{**vars(candidate), "transport": way})
-        piece = Lengths(shape, H100, other, 8).ride("dispatch", "dispatch")
+        piece = Lengths(shape, H100, other, 8).ride("dispatch", "dispatch", "dispatch")
         assert piece is not None
         seconds[way] = piece.seconds
     assert candidate.transport == min(seconds, key=seconds.__getitem__) and "as modelled" in str(notes)

@@ -12,8 +12,9 @@ from benchmarks.planner import Compared, order_agreement
 from carpool.parallel.degrees import Degrees
 from carpool.planner.candidate import KEEP, Candidate
 from carpool.planner.hardware import HARDWARE, LinkRate
+from carpool.planner.lengths import Lengths
 from carpool.planner.model_shape import ModelShape
-from carpool.planner.routes import Routes
+from carpool.planner.routes import Choice, Routes
 from carpool.planner.step import Prediction, predict
 from carpool.train.config.published import read_keys
 from carpool.transport import find_transport
@@ -57,17 +58,17 @@ def test_the_steps_parts_are_the_profiled_ones() -> None:
 @pytest.mark.parametrize("transport", ["nvlink", "alltoall"])
 def test_rows_are_those_that_transports_expect(transport: str) -> None:
     for ranks in (2, 8):
-        rows = Routes().rows(transport, 128, 8, ranks, ranks)
+        rows = Routes().rows(transport, Choice(128, 8), ranks, ranks)
         copies = find_transport(transport).copies_per_token(128, 8, ranks)
         assert rows.arrive == pytest.approx(copies) and rows.inside == pytest.approx(copies * (ranks - 1) / ranks)
-    inside, between, arrive = Routes().rows("hierarchical", 128, 8, 16, 8)
+    inside, between, arrive = Routes().rows("hierarchical", Choice(128, 8), 16, 8)
     assert between == pytest.approx(1, abs=0.01) and inside == pytest.approx(arrive * 7 / 8)
 
 
 def test_a_trace_counts_what_tokens_chose() -> None:
     same_TK = np.tile([[0, 1, 2, 3]], (100, 1))
     routes = Routes((same_TK,), "all tokens choose the first rank's")
-    assert routes.rows("dedup", 16, 4, 4, 4) == pytest.approx((0.75, 0.0, 1.0))
+    assert routes.rows("dedup", Choice(16, 4), 4, 4) == pytest.approx((0.75, 0.0, 1.0))
     assert routes.fullest(16, 4) == 4.0 and Routes().fullest(16, 4) == 1.0
 
 
@@ -98,3 +99,28 @@ def test_order_is_of_pairs_that_differ() -> None:
     points = [point("held/a, 1", 1.0, 1.0), point("held/a, 2", 1.02, 0.9), point("held/a, 3", 1.2, 0.95),
               point("held/b, 1", 9.0, 0.1)]  # fmt: skip
     assert order_agreement(points) == (1, 2)
+
+
+def test_a_token_of_limited_routing_visits_fewer_nodes() -> None:
+    """Against drawn choices: 4 of 8 groups of 4 experts, then 3 of the 16 experts there."""
+    rng = np.random.default_rng(0)
+    groups_TG = np.argsort(rng.random((20_000, 8)), axis=1)[:, :4]
+    open_TE = (groups_TG[:, :, None] * 4 + np.arange(4)).reshape(-1, 16)
+    expert_TK = np.take_along_axis(open_TE, np.argsort(rng.random(open_TE.shape), axis=1)[:, :3], axis=1)
+    for parts in (2, 4, 8, 16, 32):
+        seen_TP = (expert_TK[:, :, None] * parts // 32 == np.arange(parts)).any(1)
+        limited = Routes().reached(Choice(32, 3, 8, 4), parts)
+        assert limited == pytest.approx(seen_TP.mean(), rel=0.02)
+        assert limited < Routes().reached(Choice(32, 3), parts) + 1e-9
+
+
+def test_rows_in_fp8_take_half_the_time_on_the_links() -> None:
+    candidate = Candidate(Degrees(1, 16, 1, 16), 4096, 4, transport="deepep")
+    one, two = (
+        Lengths(shape("qwen3-30b-a3b", 2), HARDWARE["H100"], replace(candidate, codecs=codecs), 8)
+        for codecs in ({}, {"dispatch": "fp8"})
+    )
+    rides = [each.ride("dispatch", "dispatch", "dispatch") for each in (one, two)]
+    assert rides[0] is not None and rides[1] is not None
+    assert 0.5 < rides[1].seconds / rides[0].seconds < 0.75
+    assert one.ride("combine", "combine", "combine") == two.ride("combine", "combine", "combine")

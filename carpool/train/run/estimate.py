@@ -52,7 +52,16 @@ from carpool.memory.optimizer.streamed import TILE_BYTES
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.pipeline import in_flight
 from carpool.parallel.replicated import BUCKET_BYTES
+from carpool.planner.held import (
+    ARENA_ROOM,
+    INDEX_BYTES,
+    beside_tensors,
+    gradient_buffers,
+    products_bytes,
+    scores_bytes,
+)
 from carpool.planner.kept import LayerSizes, kept_bytes
+from carpool.planner.model_shape import kept_if_compiled
 from carpool.train.config.schema import Config
 from carpool.train.data.formats import are_packed
 from carpool.train.run.adapter import outline_adapter
@@ -64,13 +73,8 @@ from carpool.transport import find_transport
 Memory = dict[str, int]
 MiB, GiB = 2**20, 2**30
 STORED = {"float32": 4, "bfloat16": 2, "float16": 2}
-# Beside PyTorch's tensors; see above.
-CONTEXT_BYTES, NCCL_BYTES, NCCL_GROUP_BYTES, FRAGMENTS = GiB // 2, int(0.3 * GiB), int(0.2 * GiB), 0.03
+# On CPUs, beside PyTorch's tensors; see above.
 PROCESS_BYTES, FREED_SHARE = 60 * MiB, 0.35
-# After an arena was too small, it gets this much of what was needed (`carpool.train.run.room`).
-ARENA_ROOM = 1.25
-# Small tensors of int32 or float32 that a ride keeps for each row and choice: slots, weights, positions and orders.
-INDEX_BYTES = 5 * 4
 BESIDE_TENSORS = ("context", "nccl", "fragments", "graphs", "process", "allocator")
 
 
@@ -146,6 +150,12 @@ class MemoryEstimate:
 
         self.kept = self.kept_by_all
         text = model.config.get_text_config()
+        if training.torch_compile and config.memory.policies["dense"] != "recompute":
+            share = kept_if_compiled(text.to_dict(), length)
+            self.kept = replace(self.kept, layers=tuple(int(share * size) for size in self.kept.layers))
+        heads = text.num_attention_heads if attention == "eager" else 0
+        # Divided among ranks of tp and cp, by heads.
+        self.scores = scores_bytes(self.tokens, heads, length, self.computed) / (degrees.tp * degrees.cp)
         self.hidden, self.top_k = text.hidden_size, top_k_of(model)
         self.row = row_size(model.config)
         self.width = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
@@ -219,9 +229,13 @@ class MemoryEstimate:
         here = experts_own = math.ceil(self.expert_bytes / degrees.expert_shards)
         if self.config.memory.experts != "device":
             here = min(here, 3 * math.ceil(self.expert_bytes / degrees.expert_ranks / self.moe_layers))
-        own = dense_trained * (self.reduced if replicated else self.stored)
-        if training.gradients == "kept":
+        # Those of whole parameters have buffers of their own.
+        together = replicated and degrees.expert_ranks == 1
+        own_whole = (dense_trained + (experts_trained if together else 0)) if replicated else 0
+        own = 0 if replicated else dense_trained * self.stored
+        if training.gradients == "kept" and not together:
             own += experts_trained * self.stored
+        of_whole = int(gradient_buffers(whole_trained, own_whole, self.stored, self.reduced))
         # In float32, whole on each rank or with their experts: value, gradient and two moments.
         adapters = self.adapters + self.expert_adapters
         own += 4 * adapters
@@ -229,7 +243,7 @@ class MemoryEstimate:
         if training.optimizer_state != "device":
             state = 2 * TILE_BYTES
         rides = self._rides(transport)
-        layer = rides.products + rides.experts + reducing
+        layer = max(rides.products, self.scores) + rides.experts + reducing
         kept, last_kept = self._kept(rides)
         logits, after_loss = self._logits()
         # Those of earlier micro-batches are there, and those in the tensors of a graph.
@@ -243,7 +257,7 @@ class MemoryEstimate:
         )
         memory = {
             "parameters": 4 * adapters + dense_own * self.stored + here + whole * self.computed + gathered,
-            "gradients": int(highest.gradients) + whole_trained * self.reduced,
+            "gradients": int(highest.gradients) + of_whole,
             "optimizer": state + 8 * adapters,
             "activations": int(highest.activations),
             "logits": int(highest.logits),
@@ -262,11 +276,7 @@ class MemoryEstimate:
                 + (degrees.cp not in (1, degrees.dp_cp))
                 + (degrees.efsdp not in (1, degrees.dp_cp))
             )
-            memory |= {
-                "context": CONTEXT_BYTES,
-                "nccl": NCCL_BYTES + NCCL_GROUP_BYTES * max(0, groups - 1) if degrees.world_size > 1 else 0,
-                "fragments": int(FRAGMENTS * tensors),
-            }
+            memory |= beside_tensors(tensors, degrees.world_size, groups)
         else:
             freed = int(sum(highest)) + (0 if _has_buffers(transport) else rides.buffers)
             memory |= {"process": PROCESS_BYTES, "allocator": int(FREED_SHARE * freed)}
@@ -336,7 +346,7 @@ class MemoryEstimate:
             host = found["host"]
         # Backward: gradients of pre-activations and of activations, activations, and then dx in place of the second.
         most = tokens * ranks * choices if in_buffers else pairs
-        products = most * (3 * width + max(width, self.row)) * self.computed
+        products = products_bytes(most, width, self.row, self.computed)
         if not self.cuda:
             # Gradients are gathered, and each step of the activation's backward makes a tensor.
             products = pairs * (7 * width + self.row) * self.computed

@@ -182,7 +182,7 @@ class StepGraphs:
         places = dict.fromkeys((number == 0, number == len(batches) - 1) for number in range(len(batches)))
         pool, problem = torch.cuda.graph_pool_handle(), None
         torch.cuda.empty_cache()
-        reserved = torch.cuda.memory_reserved(self._sums.device)
+        reserved, allocated = _memory(self._sums.device)
         try:
             for place in places:
                 self._graphs[place] = torch.cuda.CUDAGraph()
@@ -195,7 +195,9 @@ class StepGraphs:
         if failed.item():
             self._abandon(problem)
             return False
-        self.bytes = torch.cuda.memory_reserved(self._sums.device) - reserved
+        now_reserved, now_allocated = _memory(self._sums.device)
+        # The gradients that graphs leave behind are allocated.
+        self.bytes = now_reserved - reserved - max(0, now_allocated - allocated)
         self._gradients = [(p, p.grad) for p in self.model.parameters() if p.grad is not None]
         self.known(None)
         return True
@@ -237,3 +239,8 @@ class StepGraphs:
         gc.collect()
         self._restart_arenas()
         self.known(why)
+
+
+def _memory(device: torch.device) -> tuple[int, int]:
+    """Bytes that PyTorch's allocator holds, and those of them that tensors have."""
+    return torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
