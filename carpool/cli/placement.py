@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -105,6 +106,10 @@ def place(
     expert_groups: Annotated[
         int | None, typer.Option("--expert-groups", min=1, help="Of eplb: groups of experts, in order.")
     ] = None,
+    transport: Annotated[
+        str | None,
+        typer.Option("--transport", help="Whose rows are placed for. Default: what moe.transport=auto takes there."),
+    ] = None,
     hidden: Hidden = 2048,
     expert_hidden: ExpertHidden = 1024,
     tokens_per_rank: TokensPerRank = 8192,
@@ -133,6 +138,9 @@ def place(
 
         names = tuple(one.strip() for one in solvers.split(",") if one.strip()) if solvers else default_solvers()
         recorded = Trace.load(trace)
+        cost = cost_model(hidden, expert_hidden, tokens_per_rank, hardware)
+        name, why = _transport(transport, recorded.top_k, ranks, nodes, cost)
+        cost = replace(cost, transport=name)
         one_thread()
         steps = iter(track(range(len(names) * len(recorded.layers)), description="solving", transient=True))
 
@@ -149,23 +157,38 @@ def place(
             load_limit=load_limit,
             expert_groups=expert_groups,
             seed=seed,
-            cost=cost_model(hidden, expert_hidden, tokens_per_rank, hardware),
+            cost=cost,
             on_row=on_row,
         )
         list(steps)
+        typer.echo(f"rows of transport {name}: {why}")
         out.mkdir(parents=True, exist_ok=True)
         result.layouts.save(out / "layouts.json")
         written = {**result.to_dict(), "command": command(), "trace": str(trace)}
         (out / "place.json").write_text(json.dumps(written, indent=1) + "\n")
         print_table(result, every_layer=every_layer)
-        name = list(result.layouts)[len(result.layouts) // 2]
+        middle = list(result.layouts)[len(result.layouts) // 2]
         figure = find_spec("matplotlib") is not None
         if figure:
-            plot_coactivation(recorded.split(2)[1].layer(name), result.layouts[name], out / "place.png")
+            plot_coactivation(recorded.split(2)[1].layer(middle), result.layouts[middle], out / "place.png")
         else:
             typer.echo("no figure: it needs matplotlib (pip install matplotlib)")
         written_files = f"{out}/layouts.json, place.json{', place.png' if figure else ''}"
         typer.echo(f"wrote {written_files}; train with moe.layout={out}/layouts.json")
+
+
+def _transport(asked: str | None, top_k: int, ranks: int, nodes: int, cost: CostModel) -> tuple[str, str]:
+    """For whose rows experts are placed, and why. Over `nvlink` they are those of `dedup`."""
+    from carpool.layout.topology import Topology
+    from carpool.planner.nodes import automatic_transport
+    from carpool.transport import choose_transport
+
+    if asked is not None:
+        return choose_transport(asked, ranks, top_k)
+    return automatic_transport(
+        ranks, top_k, None, Topology.even(ranks, nodes), hidden=cost.hidden, element_size=cost.element_size,
+        tokens=cost.tokens_per_rank, hardware=cost.hardware, limited=False,
+    )  # fmt: skip
 
 
 def one_thread() -> None:

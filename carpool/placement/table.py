@@ -32,7 +32,7 @@ class Row:
 
     Attributes:
         copies: ranks that serve a token, mean (rows per token, those that stay included).
-        remote, nodes: rows per token to other ranks, and to other nodes (one copy per node).
+        remote, nodes: rows per token to other ranks, and to other nodes, as the cost model's transport sends them.
         load: largest rank load by the mean.
         intra: share of collaborating pairs that one rank serves.
         layer_us: modelled microseconds of the layer, forward and backward.

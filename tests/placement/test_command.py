@@ -49,6 +49,7 @@ def test_place_and_recipes(folder: Path) -> None:
     done = carpool(
         folder,
         "place trace.npz --ranks 4 --out placed",
+        "place trace.npz --ranks 4 --nodes 2 --solvers lpt --transport hierarchical --out two",
         "recipes list",
         "recipes show lina",
         "recipes compare --trace trace.npz --parts 2 --recipes mindspeed,occult",
@@ -57,6 +58,9 @@ def test_place_and_recipes(folder: Path) -> None:
     assert "no figure: it needs matplotlib" in done.stdout and "hypergraph is not available" in done.stdout
     assert all(layout.num_ranks == 4 for layout in Layouts.load(folder / "placed" / "layouts.json").values())
     assert {row["solver"] for row in json.loads((folder / "placed" / "place.json").read_text())["rows"]} >= {"search"}
+    assert "rows of transport dedup: one row per token" in done.stdout
+    costs = [json.loads((folder / name / "place.json").read_text())["settings"]["cost"] for name in ("placed", "two")]
+    assert [cost["transport"] for cost in costs] == ["dedup", "hierarchical"]
     assert not (folder / "placed" / "place.png").exists()
     for text in ("Switch Transformer", 'schedule = "chunks"', "wrote runs/recipes/recipes.json"):
         assert text in done.stdout, text
