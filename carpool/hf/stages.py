@@ -154,8 +154,8 @@ def keep_parts(model: PreTrainedModel, parts: Sequence[Part]) -> None:
     elsewhere = [rf"\.layers\.({'|'.join(map(str, gone))})\."] if gone else []
     elsewhere += [] if first else [r"\.embed_tokens\."]
     elsewhere += [] if last else [r"\.norm\.", rf"^{_head_name(model)}\."]
-    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
-    model._keys_to_ignore_on_load_unexpected = [*ignored, *elsewhere]
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    model._keys_to_ignore_on_load_unexpected = {*ignored, *elsewhere}
     absent: dict[str, nn.Module] = {}
     if not first:
         absent[_name_of(model, base.embed_tokens)] = Absent()

@@ -105,3 +105,7 @@ def test_a_merge_needs_memory_for_one_layer(tmp_path: Path) -> None:
         config.num_hidden_layers = 11
         AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "other")
         merge_adapter(run, tmp_path / "again", base=tmp_path / "other")
+    config.num_hidden_layers, config.num_experts = 12, 2 * config.num_experts
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "wider")
+    with pytest.raises(ValueError, match=r"is \(.*\) there, and beside .*wider it would be \("):
+        merge_adapter(run, tmp_path / "again", base=tmp_path / "wider")

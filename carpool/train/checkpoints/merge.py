@@ -100,6 +100,12 @@ class _Merged:
                 f"{path} is not an adapter of this model: {differ[0]} is in one of the two only; say which model "
                 "it was trained beside (--base)"
             )
+        for key, parameter in kept.items():
+            if (stored := tuple(self._file.get_slice(key).get_shape())) != tuple(parameter.shape):
+                raise ValueError(
+                    f"{path} is not an adapter of this model: {key} is {stored} there, and beside {base} it would be "
+                    f"{tuple(parameter.shape)}; say which model it was trained beside (--base)"
+                )
         # By the name of what they change.
         self._layers: dict[str, Any] = {}
         self._replaced: dict[str, nn.Parameter] = {}
