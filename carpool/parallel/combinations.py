@@ -140,10 +140,15 @@ RULES = (
         ),
     ),
     Rule(("etp", "pp"), "experts in slices are put together by all ranks at once, and stages have layers of their own"),
+    Rule(
+        ("pp",),
+        "two micro-batches of a pipeline are in different stages",
+        {"moe.schedule": "none"},
+        lambda sizes, settings: settings.get("moe.schedule", "none") not in ("none", "chunks"),
+    ),
     *(
         Rule(("pp",), why, {key: instead}, _is_other(key, instead))
         for key, instead, why in (
-            ("moe.schedule", "none", "two micro-batches of a pipeline are in different stages"),
             (
                 "training.gradients",
                 "kept",
