@@ -80,7 +80,7 @@ def plan(
         )  # fmt: skip
         if not found.plans:
             raise ValueError(_why_none(found))
-        _show(found, shape, rates, routes, min(gpus_per_node, gpus), model, out)
+        _show(found, shape, rates, routes, min(gpus_per_node, gpus), model, usable, out)
 
 
 def _why_none(found: Found) -> str:
@@ -114,11 +114,19 @@ def _row(number: int, one: Plan) -> list[str]:
 
 
 def _show(
-    found: Found, shape: ModelShape, rates: Hardware, routes: Routes, per_node: int, model: str, out: Path | None
+    found: Found,
+    shape: ModelShape,
+    rates: Hardware,
+    routes: Routes,
+    per_node: int,
+    model: str,
+    usable: float | None,
+    out: Path | None,
 ) -> None:
     from carpool.bench.results import print_table, terminal
     from carpool.planner.candidate import toml_text
-    from carpool.planner.why import bounded_by, changes, next_best
+    from carpool.planner.search import USABLE
+    from carpool.planner.why import NAMES, bounded_by, changes, next_best
 
     console = terminal(150)
     first = found.plans[0]
@@ -166,9 +174,12 @@ def _show(
         ],
         columns=COLUMNS,
         rows=rows,
-        share=sorted(((k, v / step) for k, v in first.prediction.exposed.items() if v > 0), key=lambda one: -one[1]),
+        share=sorted(
+            ((NAMES.get(k, k), v / step) for k, v in first.prediction.exposed.items() if v > 0.0005 * step),
+            key=lambda one: -one[1],
+        ),
         memory=sorted(first.memory.parts.items(), key=lambda one: -one[1]),
-        capacity=rates.capacity or first.memory.total,
+        capacity=USABLE * (rates.capacity or first.memory.total) if usable is None else usable,
         timeline=first.memory.timeline,
         why=why,
         inputs=first.inputs,

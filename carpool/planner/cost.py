@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from carpool.layout.filling import rows_filled
 from carpool.planner.hardware import DEFAULT, Hardware
 
 if TYPE_CHECKING:
@@ -141,6 +140,8 @@ class CostModel:
 
     def replica_seconds(self, layout: ExpertLayout, topology: Topology) -> float:
         """Slots away from home: parameters there before the forward, gradients back after the backward."""
+        from carpool.layout.filling import rows_filled
+
         bytes_WW = rows_filled(layout, topology) * (self.expert_bytes // layout.slices)
         both = self.transfer_seconds(bytes_WW, topology) + self.transfer_seconds(bytes_WW.T, topology)
         return (1 - self.replicas_hidden) * both

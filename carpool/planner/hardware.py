@@ -218,7 +218,9 @@ _PROFILES: tuple[tuple[str, Hardware], ...] = (
     (r"\bMI300X\b", _datasheet("MI300X", 1300e12, 5300 * GB, 192 * GB, 448 * GB, 64 * GB)),
 )
 # Of a few cores, where ranks are processes of one thread that talk over gloo.
-CPU = Hardware("cpu", 5e9, None, LinkRate(1e9, 2e-5), LinkRate(1e8, 1e-4), None, "assumed: no rates are kept for CPUs")
+CPU = Hardware(
+    "cpu", 5e9, None, LinkRate(1e9, 2e-5), LinkRate(1e8, 1e-4), None, "assumed: no rates are kept for CPUs", 10 * GB
+)
 HARDWARE: Mapping[str, Hardware] = MappingProxyType({**{one.name: one for _, one in _PROFILES}, "cpu": CPU})
 # What `carpool place` and the recipes take where no device is at hand.
 DEFAULT = _H200

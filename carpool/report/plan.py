@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 
 from carpool.report.lines import Chart, Line, draw
-from carpool.report.units import bytes_text
 from carpool.report.write import check_output, fill, write_page
 
 
@@ -44,6 +43,17 @@ class PlanPage:
     command: str
 
 
+_COMPONENTS = {
+    "optimizer": "state of the optimizer",
+    "activations": "activations, and what a layer works with",
+    "transport": "buffers of rides",
+    "context": "CUDA's context and kernels",
+    "nccl": "NCCL",
+    "fragments": "what the allocator cannot use",
+    "graphs": "an evaluation beside the graphs",
+}
+
+
 def write_plan(page: PlanPage, output: Path) -> Path:
     """Writes the page and returns its path.
 
@@ -56,7 +66,9 @@ def write_plan(page: PlanPage, output: Path) -> Path:
         "plan.html.j2",
         page=page,
         share=[(kind, 100 * value) for kind, value in page.share],
-        memory=[(name, bytes_text(value), 100 * value / most) for name, value in page.memory],
+        memory=[
+            (_COMPONENTS.get(name, name), f"{value / 2**30:.1f} GiB", 100 * value / most) for name, value in page.memory
+        ],
         timeline=_timeline(page),
     )
     write_page(text, output, "page")
