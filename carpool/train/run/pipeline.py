@@ -68,7 +68,8 @@ class PipelineObjective(Objective):
         self.stage_group, self.dtype = stage_group, dtype
         self.hidden = model.config.get_text_config().hidden_size
         device = next(model.parameters()).device
-        self.split = SplitBackward(model, rides(model).values()) if SCHEDULES[schedule].splits else None
+        self.riding = list(rides(model).values())
+        self.split = SplitBackward(model, self.riding) if SCHEDULES[schedule].splits else None
         weights = None if self.split is None else self.split.weights
         self.pipeline = Pipeline(
             schedule, group, len(parts), self._compute, device, self._around_backward, weights, self._use_lane
@@ -129,7 +130,7 @@ class PipelineObjective(Objective):
 
     def _arenas(self) -> list[Arena]:
         """In which rides keep rows, each once."""
-        arenas = (own.transport.arena for own in rides(self.model).values() if own.transport is not None)
+        arenas = (own.transport.arena for own in self.riding if own.transport is not None)
         return list({id(arena): arena for arena in arenas if arena is not None}.values())
 
     def _use_lane(self, number: int) -> None:
