@@ -198,6 +198,8 @@ _H200 = Hardware(
 #   H100 PCIe, NVL   756, 835                    nvidia.com/en-us/data-center/h100; torchtitan/tools/utils.py
 #   B200             2,250, NVLink 1,800         datasheet 3384703; torchtitan, same site, processors/B200
 #                    PCIe                        assumed to be an H100's
+#   GB200            2,500, NVLink 1,800 among the 72 of a rack (--gpus-per-node 72, or 64 of them), 900 to the CPU of
+#                    two GPUs; datasheet of GB200 NVL72
 #   A100             312, NVLink 600, PCIe 64    datasheet 1758950; glennklockwood.com/garden/processors/A100
 #   L40S             362, PCIe 64, no NVLink     datasheet 28413; torchtitan, itcreations.com
 #   MI300X           1,300                       amd.com/en/products/accelerators/instinct/mi300/mi300x.html; torchtitan
@@ -211,6 +213,7 @@ _PROFILES: tuple[tuple[str, Hardware], ...] = (
     (r"\bH100 NVL", _datasheet("H100 NVL", 835e12, 3900 * GB, 94 * GB, None, 64 * GB)),
     (r"\bH100\b", _datasheet("H100", 989e12, 3350 * GB, 80 * GB, 450 * GB, 64 * GB)),
     (r"\bH800\b", _datasheet("H800", 989e12, 3350 * GB, 80 * GB, 200 * GB, 64 * GB)),
+    (r"\bGB200\b", _datasheet("GB200", 2500e12, 8000 * GB, 186 * GB, 900 * GB, 225 * GB)),
     (r"\bB200\b", _datasheet("B200", 2250e12, 8000 * GB, 180 * GB, 900 * GB, 64 * GB)),
     (r"\bA100.*PCIe", _datasheet("A100 PCIe", 312e12, 1935 * GB, 80 * GB, None, 32 * GB, 25 * GB)),
     (r"\bA100\b", _datasheet("A100", 312e12, 2039 * GB, 80 * GB, 300 * GB, 32 * GB, 25 * GB)),

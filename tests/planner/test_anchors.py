@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from carpool.parallel.degrees import Degrees
 from carpool.planner.candidate import KEEP, Candidate
 from carpool.planner.hardware import find_hardware
@@ -50,3 +52,25 @@ def test_deepseek_v3_on_2048_h800() -> None:
     # What each of it is worth: without it, the step is longer.
     assert hours(transport="hierarchical")[1] > 1.1 * middle
     assert hours(codecs={}, pipeline="1F1B")[1] > 1.1 * middle
+
+
+def test_deepseek_v3_on_256_gb200() -> None:
+    """943 TFLOP/s a GPU with Hybrid-EP, 829 with DeepEP (NVIDIA, February 2026). Degrees are not published: 8 stages,
+    experts on 32 ranks of a rack."""
+    shape, gb200 = ModelShape.read(read_keys("deepseek-v3")), find_hardware("GB200")
+    fp8 = {name: gb200.kernel(name) for name in ("dense", "experts", "experts backward")}
+    faster = {name: replace(work, flops_per_second=1.6 * (work.flops_per_second or 0)) for name, work in fp8.items()}
+    machine = replace(gb200, kernels={**faster, "host ride": Work(latency=1e-6)})
+    assert machine.nvlink is not None
+    candidate = Candidate(Degrees(1, 32, 1, 32, pp=8), 4096, 1, 32, policies=KEEP, moments="bfloat16")
+
+    def reached(share: float) -> list[float]:
+        """TFLOP/s with rides at a share of the links' rate, (high, middle, low)."""
+        assert machine.nvlink is not None
+        nvlink = replace(machine.nvlink, bytes_per_second=share * machine.nvlink.bytes_per_second)
+        found = predict(shape, replace(machine, nvlink=nvlink), candidate, 64)
+        return [found.flops / seconds / 1e12 for seconds in found.seconds]
+
+    high, middle, low = reached(1.0)
+    assert low < 943 < high
+    assert middle / reached(1 / 1.7)[1] - 1 == pytest.approx(0.14, abs=0.04)

@@ -89,10 +89,11 @@ def test_profiles_by_device_name() -> None:
     assert h100.rate("nvlink") == h200.rate("nvlink") and h100.peak_flops == h200.peak_flops == 989e12
     for name in ("NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe"):
         assert hardware_of(name).nvlink is None and hardware_of(name).source.startswith("datasheet"), name
-    for name in ("NVIDIA GH200 480GB", "NVIDIA GB200", "NVIDIA H20"):
+    for name in ("NVIDIA GH200 480GB", "NVIDIA GB300", "NVIDIA H20"):
         assert hardware_of(name).source.startswith("assumed") and hardware_of(name).peak_flops is None, name
     assert hardware_of("NVIDIA A100-SXM4-80GB").flops < h200.flops < hardware_of("NVIDIA B200").flops
     assert hardware_of("cpu") is CPU and CPU.rate("nvlink") == CPU.node
+    assert hardware_of("NVIDIA GB200").name == "GB200" and hardware_of("NVIDIA B200").name == "B200"
     other = hardware_of("Voodoo 2")
     assert other.source == "assumed: no rates are known for Voodoo 2" and other.peak_flops is None
 
