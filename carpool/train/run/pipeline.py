@@ -176,9 +176,7 @@ class PipelineObjective(Objective):
         loss = ce * self._factor
         if aux and torch.is_grad_enabled():
             balance = loss_of_statistics(found[0], self.stage_group, per_layer=self.balance_layers)
-            ranks = 1 if self.shard is None else self.shard.ranks
-            loss = loss + balance * (self.share * self.aux_coef / (len(self._batches) * ranks))
-            self._sums[1] += balance.detach() / len(self._batches)
+            loss = self._with_balance(loss, balance, len(self._batches), self._sums)
         return (loss,)
 
     def _whole(self, hidden: torch.Tensor, shape: torch.Size) -> torch.Tensor:

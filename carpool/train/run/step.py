@@ -266,11 +266,13 @@ class Objective:
         ce, aux = self.forward(batch)
         loss = ce * (factor.to(ce.dtype) if isinstance(factor, torch.Tensor) else factor)
         sums[0] += ce.detach()
-        if aux is not None:
-            ranks = 1 if self.shard is None else self.shard.ranks
-            loss = loss + aux * (self.share * self.aux_coef / (number * ranks))
-            sums[1] += aux.detach() / number
-        return loss
+        return loss if aux is None else self._with_balance(loss, aux, number, sums)
+
+    def _with_balance(self, loss: torch.Tensor, aux: torch.Tensor, number: int, sums: torch.Tensor) -> torch.Tensor:
+        """A loss and the balance loss of one of a step's `number` micro-batches, which is added to `sums`."""
+        ranks = 1 if self.shard is None else self.shard.ranks
+        sums[1] += aux.detach() / number
+        return loss + aux * (self.share * self.aux_coef / (number * ranks))
 
     def _processors(self) -> int:
         """Multiprocessors that the model's rides take."""
