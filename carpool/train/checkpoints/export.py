@@ -168,15 +168,15 @@ def _plan(
             "model of the two"
         )
     source = read_source(run)
+    records = read_state(checkpoint)["files"]
+    mine = sorted(name for name in records if name.startswith(f"{MODEL}/"))[rank() :: world()]
+    begin("checking", sum(records[name]["bytes"] for name in mine))
+    check_files(checkpoint, records, mine, advance)
     if is_narrow(read_config(checkpoint / MODEL)):
         raise CheckpointError(
             f"{run} trains a model whose rows are projected (model.travel_size), which Transformers does not know: it "
             "cannot be exported; resume, evaluate or sample it with Carpool"
         )
-    records = read_state(checkpoint)["files"]
-    mine = sorted(name for name in records if name.startswith(f"{MODEL}/"))[rank() :: world()]
-    begin("checking", sum(records[name]["bytes"] for name in mine))
-    check_files(checkpoint, records, mine, advance)
     model = meta_model(checkpoint / MODEL)
     parts = stored_parts(checkpoint / MODEL)
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
