@@ -82,7 +82,7 @@ def test_the_dry_run_says_where_values_are_from_and_can_be_read_back(checkpoint:
     found = resolve_config(
         None,
         [f"model.path={checkpoint}", "data.train=a.jsonl", "training.learning_rate=0.5", "parallelism.device=cpu",
-         "parallelism.num_ranks=2"],
+         "parallelism.num_ranks=2", "data.tokenizer=bytes"],
     )  # fmt: skip
     text = dry_run(found.config, found.sources)
     assert "learning_rate = 0.5\n" in text and 'dtype = "bfloat16"  # from the checkpoint\n' in text
