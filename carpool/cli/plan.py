@@ -40,6 +40,9 @@ def plan(
     moments: Annotated[
         str, typer.Option("--moments", help="Of AdamW: float32, or bfloat16 or int8 (lossy).")
     ] = "float32",
+    moves: Annotated[
+        bool, typer.Option("--moves", help="Search by moves away from the bottleneck (Aceso): sooner, one plan.")
+    ] = False,
     best: Annotated[int, typer.Option("--best", min=1, help="Configurations to show.")] = 5,
     out: Annotated[
         Path | None, typer.Option("--out", help="Folder for plan-1.toml, plan-2.toml, ... and plan.html.")
@@ -77,6 +80,7 @@ def plan(
         found = search(
             shape, rates, gpus=gpus, tokens=batch - batch % sequence_length, sequence_length=sequence_length,
             per_node=gpus_per_node, memory=usable, routes=routes, space=Space(moments=moments), best=best,
+            moves=moves,
         )  # fmt: skip
         if not found.plans:
             raise ValueError(_why_none(found))

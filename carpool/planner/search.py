@@ -14,7 +14,7 @@ does). What is left to the run itself, because it measures better: expert stages
 
 Published planners take other ways through the same space: Alpa (arXiv 2201.12023) a dynamic programme over stages and
 an integer programme within each, Mist (arXiv 2503.19050) memory and parallelism in one mixed-integer programme, Aceso
-(EuroSys 2024) moves away from the bottleneck.
+(EuroSys 2024) moves away from the bottleneck, as `carpool.planner.moves` does.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from carpool.planner.candidate import KEEP, Candidate
 from carpool.planner.hardware import Hardware
 from carpool.planner.lengths import STEP_HOST, Lengths, stage_layers
 from carpool.planner.model_shape import LayerShape, ModelShape
+from carpool.planner.moves import Fits, Place, relieve
 from carpool.planner.peak import Peak, memory_of
 from carpool.planner.routes import Routes
 from carpool.planner.step import Prediction, inputs, predict, step_seconds
@@ -131,6 +132,7 @@ def plan(
     routes: Routes | None = None,
     space: Space | None = None,
     best: int = 5,
+    moves: bool = False,
 ) -> Found:
     """The fastest configurations that fit.
 
@@ -141,6 +143,7 @@ def plan(
         routes: what tokens choose; None: uniform.
         space: what may vary; None: all that is known.
         best: how many to return.
+        moves: search by moves away from the bottleneck, which ends at one plan that may not be the fastest.
 
     Raises:
         ValueError: numbers that do not go together; the message says what to change."""
@@ -157,7 +160,7 @@ def plan(
             )
         memory = USABLE * hardware.capacity
     search = _Search(model, hardware, per_node, memory, routes, space, best)
-    search.run(gpus, tokens // sequence_length, sequence_length)
+    (search.relieve if moves else search.run)(gpus, tokens // sequence_length, sequence_length)
     plans = tuple(
         Plan(one.candidate, one, memory_of(model, one.candidate, routes, True), inputs(hardware, one.candidate, routes))
         for one in search.sorted_best()
@@ -242,7 +245,30 @@ class _Search:
             else:
                 heapq.heappushpop(self.found, entry)
 
+    def relieve(self, gpus: int, sequences: int, length: int) -> None:
+        """By moves away from the bottleneck (`carpool.planner.moves`), from experts that are spread over a node."""
+        places = {Place(one.degrees, one.micro_batch): one for one in self._bases(gpus, sequences, length)}
+        if not places:
+            return
+        start = min(
+            places,
+            key=lambda one: (
+                one.size("pp") * one.size("tp") * one.size("cp"),
+                one.size("micro_batch"),
+                abs(one.size("ep") - self.per_node),
+                one.size("dp_replicate"),
+            ),
+        )
+        found = relieve(places, Fits(self), start)
+        if found is not None:
+            self.found = [(0.0, 0, found)]
+
     def _candidates(self, gpus: int, sequences: int, length: int) -> Iterator[Candidate]:
+        for base in self._bases(gpus, sequences, length):
+            yield from self._of_degrees(base)
+
+    def _bases(self, gpus: int, sequences: int, length: int) -> Iterator[Candidate]:
+        """One candidate for each way to divide the ranks and each micro-batch."""
         space = self.space
         for degrees in all_degrees(self.model, gpus, self.per_node, length, space):
             if reason := space.allowed(degrees):
@@ -263,7 +289,7 @@ class _Search:
                     degrees, length, micro_batch, accumulation, compiled=space.compiled and degrees.pp == 1,
                     graphs=space.graphs, moments=space.moments, experts=space.experts,
                 )  # fmt: skip
-                yield from self._of_degrees(base)
+                yield base
 
     def _of_degrees(self, base: Candidate) -> Iterator[Candidate]:
         space, degrees = self.space, base.degrees

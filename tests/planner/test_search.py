@@ -73,6 +73,17 @@ def test_bounds_are_bounds_and_the_first_micro_batches_tell_of_all(candidate: Ca
     assert whole.low < whole.middle < whole.high
 
 
+@pytest.mark.parametrize("memory", [9e9, 60e9])
+def test_moves_end_near_the_best(memory: float) -> None:
+    numbers = {"gpus": 8, "tokens": 16 * 4096, "sequence_length": 4096, "per_node": 4, "memory": memory}
+    best = plan(SHAPE, H100, **numbers, space=SMALL)  # type: ignore[arg-type]
+    found = plan(SHAPE, H100, **numbers, space=SMALL, moves=True)  # type: ignore[arg-type]
+    (one,) = found.plans
+    assert one.memory.total <= memory
+    ratio = one.prediction.seconds.middle / best.plans[0].prediction.seconds.middle
+    assert 1 - 1e-9 <= ratio < 1.1
+
+
 def test_what_is_found_is_a_configuration_that_the_trainer_takes(tmp_path) -> None:  # type: ignore[no-untyped-def]
     from carpool.planner.candidate import toml_text
 
