@@ -181,13 +181,14 @@ def make_plan(
         best=TRIED,
     )
     refused = [
-        _refused(config, _of(one, free).settings, one.candidate.degrees, model, whole=True) for one in found.plans
+        _refused(config, _of(one, free, hardware).settings, one.candidate.degrees, model, whole=True)
+        for one in found.plans
     ]
     plans = [one for one, why in zip(found.plans, refused, strict=True) if why is None]
     if not plans:
         why = "; ".join(dict.fromkeys(filter(None, refused)))
         raise ValueError(f"no plan can be run: {why}" if why else _why_none(found, memory))
-    first, *others = (_of(one, free) for one in plans[:SHOWN])
+    first, *others = (_of(one, free, hardware) for one in plans[:SHOWN])
     low, likely, high = first.step_ms
     why = (
         f"{first.label}: the fastest of {sum(found.counts.values()):,} configurations, as modelled on {hardware.name} "
@@ -269,7 +270,7 @@ def _refused(
     return None
 
 
-def _of(one: Plan, free: Collection[str]) -> Predicted:
+def _of(one: Plan, free: Collection[str], hardware: Hardware) -> Predicted:
     """What is predicted of a plan, and what it sets of what is free."""
     sections = one.candidate.settings().items()
     flat = {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
@@ -284,7 +285,8 @@ def _of(one: Plan, free: Collection[str]) -> Predicted:
         {key: flat[key] for key in sorted(free) if key in flat},
         (1e3 * step.low, 1e3 * step.middle, 1e3 * step.high),
         {kind: 1e3 * seconds for kind, seconds in kinds.items()},
-        one.memory.total,
+        # What is in use beside tensors is counted for GPUs.
+        one.memory.tensors if hardware.name == "cpu" else one.memory.total,
         one.memory.tensors,
     )
 
