@@ -248,6 +248,7 @@ def test_record_from_a_checkpoint(tmp_path: Path) -> None:
         sequence_length=32,
         cache_dir=str(tmp_path / "cache"),
         weights=True,
+        tokenizer="bytes",
         note="x",
     )
     assert trace.num_tokens == 128 and trace.num_sequences == 4 and trace.meta["note"] == "x"
@@ -267,6 +268,8 @@ def test_record_from_a_checkpoint(tmp_path: Path) -> None:
         sequences(np.arange(5), 8, 1)
     tiny_model(discover()["olmoe"]).save_pretrained(tmp_path / "small")
     with pytest.raises(ValueError, match="was trained with 96"):
+        record(tmp_path / "small", [str(tmp_path / "a.txt")], tokenizer="bytes", cache_dir=str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match="has weights and no tokenizer"):
         record(tmp_path / "small", [str(tmp_path / "a.txt")], cache_dir=str(tmp_path / "cache"))
 
 

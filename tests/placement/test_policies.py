@@ -69,8 +69,15 @@ def test_many_candidates_at_once_are_what_each_is_alone() -> None:
         for held_EW in held_CEW:
             copies, filling_WW = held_EW.sum(1), np.zeros((4, 4))
             arriving_W = (pairs * (1 / copies - 1 / 4)) @ held_EW
+            per_node, crossing = 4 // topology.num_nodes, set()
             for expert, rank in np.argwhere(held_EW & ~held(PLAIN)):
-                filling_WW[home_E[expert], rank] += cost.expert_bytes
+                # By the rank of that node with the home's number, to which an expert crosses once.
+                home = home_E[expert]
+                way = rank - rank % per_node + home % per_node
+                crossing |= {(expert, home, way)} if way != home else set()
+                filling_WW[way, rank] += cost.expert_bytes * (way != rank)
+            for _, home, way in crossing:
+                filling_WW[home, way] += cost.expert_bytes
             expected.append(
                 cost.ride_seconds(np.tile(arriving_W / 3, (4, 1)), topology)
                 + cost.compute_seconds((pairs / copies) @ held_EW)

@@ -127,7 +127,7 @@ def test_a_known_measurement() -> None:
 def test_a_dry_run_for_a_cluster_that_is_not_here() -> None:
     text = dry_run(load_config(None, [*QWEN, "parallelism.num_ranks=64"]), gpu="h100")
     assert "# 64 ranks on H100: fsdp 64 x tp 1, experts ep 64 x efsdp 1, copies 1" in text
-    assert "several hosts" in text and "# transport dedup" in text
+    assert "# transport hierarchical: a ride takes" in text and "in two hops" in text
     (verdict,) = (line for line in text.splitlines() if " in 80 GB" in line)
     assert verdict.startswith("# fits in 80 GB (") and verdict.endswith(" GB at the peak)")
     state = 30_532_122_624 / 64 * 10
