@@ -36,6 +36,8 @@ DOCUMENTS = "carpool_documents"
 WIDEST_HEAD = 256
 # Models whose layers add to the mask, or whose mask alone has their sliding window.
 OWN_MASKS = {"doge", "phimoe"}
+# The same of those that have layers with a window, which not all of these models have.
+WINDOW_IN_MASK = {"qwen2_moe"}
 
 
 def why_no_bounds(model: Any, cuda: bool, half: bool) -> str | None:
@@ -49,6 +51,8 @@ def why_no_bounds(model: Any, cuda: bool, half: bool) -> str | None:
     text = model.config.get_text_config()
     if text.model_type in OWN_MASKS:
         return f"{type(model).__name__} has more in its mask than documents"
+    if text.model_type in WINDOW_IN_MASK and "sliding_attention" in (text.layer_types or ()):
+        return f"{type(model).__name__} has its sliding window in its mask alone"
     if not cuda:
         return None
     try:

@@ -84,10 +84,6 @@ class LayerShape:
         """All but routed experts."""
         return sum(a * b for a, b in self.products) + self.others
 
-    def attention_parameters(self) -> int:
-        """Those of the products of attention."""
-        return sum(a * b for a, b in self.products[: self.attention_products])
-
     def kept_bytes(self, hidden: int, length: int, element_size: int = 2, compiled: bool = False) -> float:
         """Bytes of a token that autograd keeps for the backward, without those of its ride.
 

@@ -103,6 +103,13 @@ def test_what_attention_by_bounds_does_not_compute_is_refused() -> None:
         attend(torch.nn.Identity(), x, x, x, bounds(torch.arange(4)[None]), softcap=30.0)
 
 
+def test_a_window_that_only_the_mask_has_needs_the_mask() -> None:
+    windowed = make("qwen2_moe", use_sliding_window=True, sliding_window=8)
+    assert "sliding_attention" in windowed.config.layer_types
+    assert "window" in str(why_no_bounds(windowed, cuda=False, half=False))
+    assert why_no_bounds(make("qwen2_moe"), cuda=False, half=False) is None
+
+
 def test_models_with_a_state_are_refused() -> None:
     for name, why in [("qwen3_next", "linear_attention"), ("lfm2_moe", "conv"), ("nllb_moe", "encoder")]:
         assert why in str(why_not_packed(tiny_model(discover()[name])))
