@@ -29,6 +29,10 @@ def crosses_once(layout: ExpertLayout, topology: Topology | None) -> bool:
         return False
     if not all(any(layout.homes[number::per_node]) for number in range(per_node)):
         return False
+    # A node that computes nothing has nothing to share.
+    busy = {topology.node_of[rank] for rank, experts in enumerate(layout.slots) if set(experts) - {-1}}
+    if len(busy) < topology.num_nodes:
+        return False
     far = [
         (expert, topology.node_of[rank])
         for rank, experts in enumerate(layout.slots)

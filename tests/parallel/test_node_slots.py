@@ -46,6 +46,13 @@ def filled(name: str) -> Any:
     return *found, [(hop.bytes_filled, hop.bytes_summed) for hop in two.hops], (two.bytes_filled, two.bytes_summed)
 
 
+def test_a_node_that_computes_nothing_takes_one_hop() -> None:
+    homes = ((0,), (1,), (2,), (3,))
+    assert crosses_once(ExpertLayout(homes, ((0, 1, 2, 3), (2, 3, 0, 1), (2, -1, -1, -1), (-1,) * 4)), NODES)
+    # On ranks of that node alone there would be no layout of the second hop, and the others would wait for them.
+    assert not crosses_once(ExpertLayout(homes, ((0, 1, 2, 3), (2, 3, 0, 1), (-1,) * 4, (-1,) * 4)), NODES)
+
+
 @pytest.mark.parametrize("name", list(LAYOUTS))
 def test_the_same_with_fewer_bytes_between_nodes(name: str, ranks: Ranks) -> None:
     layout, row = LAYOUTS[name], 4 * WIDTH
