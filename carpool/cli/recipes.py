@@ -35,11 +35,11 @@ def list_recipes(debug: Debug = False) -> None:
 
         for name in names():
             one = read(name)
-            typer.echo(f"{name:<18} {one.system} ({one.source})")
-            typer.echo(f"{'':<18} {one.kind}: {', '.join(one.mechanisms)}")
-            typer.echo(f"{'':<18} {one.note}")
+            typer.echo(f"{name:<20} {one.system} ({one.source})")
+            typer.echo(f"{'':<20} {one.kind}: {', '.join(one.mechanisms)}")
+            typer.echo(f"{'':<20} {one.note}")
             if one.missing:
-                typer.echo(f"{'':<18} REFUSED: this version lacks {', '.join(one.missing)}")
+                typer.echo(f"{'':<20} REFUSED: this version lacks {', '.join(one.missing)}")
 
 
 @recipes.command("show")

@@ -55,6 +55,20 @@ Floats = npt.NDArray[np.float64]
 _all_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+def check_moves(every: int, layers: int, ranks: int) -> None:
+    """Raise ValueError if none of so many layers with experts, on so many expert-parallel ranks, could have moves."""
+    if ranks == 1:
+        raise ValueError(
+            "moe.move_sequences moves sequences to where experts are, but each rank has all experts: raise "
+            "parallelism.ep_size, or leave it out"
+        )
+    if layers <= every:
+        raise ValueError(
+            f"moe.move_sequences = {every}, but the model has {layers} layers with experts, so there is no "
+            "layer before which sequences could move: choose a smaller number"
+        )
+
+
 class MovingSequences:
     """Lets the sequences of a model's batches move while it trains. All ranks construct and call it alike.
 
@@ -72,16 +86,7 @@ class MovingSequences:
     def __init__(self, model: nn.Module, every: int, top_k: int, topology: Topology, hardware: Hardware) -> None:
         layers = required_rides(model)
         self.target_BL: torch.Tensor | None = None
-        if topology.num_ranks == 1:
-            raise ValueError(
-                "moe.move_sequences moves sequences to where experts are, but each rank has all experts: raise "
-                "parallelism.ep_size, or leave it out"
-            )
-        if len(layers) <= every:
-            raise ValueError(
-                f"moe.move_sequences = {every}, but the model has {len(layers)} layers with experts, so there is no "
-                "layer before which sequences could move: choose a smaller number"
-            )
+        check_moves(every, len(layers), topology.num_ranks)
         for number, (name, own) in enumerate(layers.items()):
             if number % every == 0 and number:
                 layer = model.get_submodule(".".join(name.split(".")[: (list_number(name) or 0) + 1]))

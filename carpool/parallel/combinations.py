@@ -198,7 +198,9 @@ def check_supported(sizes: Sizes, settings: Settings) -> None:
         return
     known = {**{_key(axis): size for axis, size in sizes.items()}, **settings}
     given = [f"{key} = {known.get(key)!r}" for key in (*map(_key, rule.axes), *rule.instead)]
-    changes = ", ".join(f"{key} = {value!r}" for key, value in _nearest(sizes, settings).items())
+    nearest = _nearest(sizes, settings)
+    # "none" is how a configuration writes None.
+    changes = ", ".join(f"{key} = {'none' if value is None else value!r}" for key, value in nearest.items())
     raise ValueError(f"{' with '.join(given)}: {rule.why}. The nearest combination that works: {changes}")
 
 

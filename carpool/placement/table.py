@@ -195,8 +195,9 @@ def print_table(result: Placement, console: Console | None = None, *, every_laye
     """Means over layers, or with `every_layer` a table for each."""
     console = console or Console(width=140)
     settings = result.settings
+    nodes = f"{settings['nodes']} node{'s' * (settings['nodes'] != 1)}"
     title = (
-        f"{settings['ranks']} ranks on {settings['nodes']} nodes, {settings['extra_slots']} extra slots per rank, "
+        f"{settings['ranks']} ranks on {nodes}, {settings['extra_slots']} extra slots per rank, "
         f"load limit {settings['load_limit']:g}; solved on {settings['tokens_solved']} tokens, shown for "
         f"{settings['tokens_held_out']} held out"
     )
@@ -212,7 +213,8 @@ def print_table(result: Placement, console: Console | None = None, *, every_laye
     console.print(
         "copies: ranks that serve a token; remote, nodes: rows per token to other ranks and nodes; load: fullest rank "
         "by the mean (of several layers, the largest); intra: pairs of a token's experts that one rank serves; "
-        "modelled: one layer, forward and backward; in brackets: on the half that was solved; *: the best there",
+        "modelled: one layer, forward and backward; in brackets: on the half that was solved"
+        + ("; *: the best there" if every_layer else ""),
         highlight=False,
     )
 

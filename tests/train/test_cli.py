@@ -99,7 +99,7 @@ def test_errors_of_the_input_are_one_line(tmp_path):
         ("model.path={}", "model.path: {} is no checkpoint folder"),
         ("moe.layout={}/no.json", "moe.layout: the file {}/no.json does not exist"),
         ("training.resume_from_checkpoint={}/no", "training.resume_from_checkpoint: {}/no is no folder"),
-        ("data.tokenizer={}", "data.tokenizer: {}/tokenizer.json does not exist"),
+        ("data.tokenizer={}", "tokenizer: {}/tokenizer.json does not exist"),
         ("training.output_dir={}/run", "{}/run already holds a run: continue it with"),
     ],
 )

@@ -121,7 +121,7 @@ def test_bad_tokenizers(tmp_path):
     with pytest.raises(ValueError, match=r"is not a tokenizer\.json"):
         load_tokenizer(str(tmp_path))
     path = make_tokenizer(tmp_path / "b", "<end>")
-    with pytest.raises(ValueError, match=r"set data\.eos_token to one of its tokens \(its special ones are <end>, <x>"):
+    with pytest.raises(ValueError, match=r"name one of its tokens as eos_token \(its special ones are <end>, <x>"):
         load_tokenizer(str(path))
     with pytest.raises(ValueError, match="'<no>' is not in the vocabulary"):
         load_tokenizer(str(path), eos_token="<no>")

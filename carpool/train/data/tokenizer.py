@@ -112,13 +112,13 @@ class FileTokenizer:
             file = file / "tokenizer.json"
         if not file.is_file():
             raise ValueError(
-                f'data.tokenizer: {file} does not exist; give "bytes", a tokenizer.json or a folder that holds one'
+                f'tokenizer: {file} does not exist; give "bytes", a tokenizer.json or a folder that holds one'
             )
         content = file.read_bytes()
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(content.decode("utf-8"))
         except Exception as error:  # the library raises bare Exception
-            raise ValueError(f"data.tokenizer: {file} is not a tokenizer.json: {error}") from None
+            raise ValueError(f"tokenizer: {file} is not a tokenizer.json: {error}") from None
         # What a checkpoint's tokenizer was told to do for inference would cut or pad documents here.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -134,10 +134,10 @@ class FileTokenizer:
             if candidate is not None and token_id is not None:
                 return candidate, token_id
         if eos_token is not None:
-            raise ValueError(f"data.eos_token: {eos_token!r} is not in the vocabulary of {file}")
+            raise ValueError(f"eos_token: {eos_token!r} is not in the vocabulary of {file}")
         special = sorted(str(token) for token in self._tokenizer.get_added_tokens_decoder().values())
         raise ValueError(
-            f"{file} does not say which token ends a document; set data.eos_token to one of its tokens"
+            f"{file} does not say which token ends a document; name one of its tokens as eos_token"
             + (f" (its special ones are {', '.join(special[:8])})" if special else "")
         )
 
@@ -169,11 +169,12 @@ def load_tokenizer(tokenizer: str | None, model_path: str | None = None, eos_tok
         elif any(Path(model_path).glob("*.safetensors")):
             raise ValueError(
                 f"{model_path} has weights and no tokenizer.json, so what its tokens mean is not known: copy the "
-                "model's into it, or set data.tokenizer to its folder (data.tokenizer=bytes, if the weights are random)"
+                "model's into it, or name its folder as the tokenizer, or bytes if the weights are "
+                "random (data.tokenizer of a configuration, --tokenizer of carpool trace)"
             )
     if tokenizer is None or tokenizer == "bytes":
         if eos_token is not None:
-            raise ValueError("data.eos_token is set, but the bytes tokenizer has its own; remove data.eos_token")
+            raise ValueError(f"eos_token = {eos_token!r} is given, but the bytes tokenizer has its own: leave it out")
         return BytesTokenizer()
     return FileTokenizer(tokenizer, eos_token)
 

@@ -15,8 +15,10 @@ import torch
 from transformers import PreTrainedModel
 
 from carpool.hf.narrow import row_size
+from carpool.hf.sequence_moves import check_moves
 from carpool.layout.topology import Topology
 from carpool.parallel.degrees import Degrees
+from carpool.parallel.pipeline import check_micro_batches
 from carpool.planner.hardware import HARDWARE, Hardware, find_hardware, hardware_of
 from carpool.planner.streaming import break_even_tokens
 from carpool.plugins.nearest import nearest
@@ -73,6 +75,10 @@ def dry_run(config: Config, sources: Mapping[tuple[str, str], str] | None = None
     config, sources, planned = _planned(config, sources or {}, model, rates, ranks, hardware is not None, room)
     degrees = config.parallelism.resolve(ranks, min(counts.values()))
     config.check_supported(degrees.sizes)
+    if degrees.pp > 1:
+        check_micro_batches(config.parallelism.pp_schedule, degrees.pp, config.training.gradient_accumulation_steps)
+    if config.moe.move_sequences is not None:
+        check_moves(config.moe.move_sequences, len(counts), degrees.ep)
     check_layout_file(config, model.config.model_type, counts, degrees)
     divided, why_divided = divides_tokens(config, degrees, model)
     cut = context_cut(config, degrees, model)
