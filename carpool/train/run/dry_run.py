@@ -86,7 +86,9 @@ def dry_run(config: Config, sources: Mapping[tuple[str, str], str] | None = None
     bf16 = cuda if config.training.bf16 is None else config.training.bf16
     hidden = row_size(model.config)
     per_node = _per_node(config, ranks, hardware is not None)
-    topology = Topology.even(ranks, -(-ranks // per_node), nvlink=rates.nvlink is not None, source="the settings")
+    # The last node may have fewer.
+    node_of = tuple(rank // per_node for rank in range(ranks))
+    topology = Topology(node_of, node_of if rates.nvlink is not None else tuple(range(ranks)), "the settings")
     transport, why = likely_transport(
         config, degrees, hidden, top_k_of(model), cuda=cuda, topology=topology, hardware=rates, here=hardware is None
     )
