@@ -106,8 +106,8 @@ def test_a_refusal_folds_ranks_of_refused_axes_until_it_works(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("settings", "said", "change"),
     [
-        ({"adapter.kind": "lora"}, "cut into slices have no adapters", "adapter.kind = None"),
-        ({"moe.limit_ranks": 2}, "a token visits every slice", "moe.limit_ranks = None"),
+        ({"adapter.kind": "lora"}, "cut into slices have no adapters", "adapter.kind = 'none'"),
+        ({"moe.limit_ranks": 2}, "a token visits every slice", "moe.limit_ranks = 'none'"),
         ({"training.optimizer_moments": "int8"}, "blocks of int8", "training.optimizer_moments = 'bfloat16'"),
         ({"memory.experts": "host"}, "one by one", "memory.experts = 'device'"),
         ({"placement.every": 5, "placement.policy": "migrate"}, "move whole experts", "placement.policy = 'degree'"),
