@@ -18,6 +18,8 @@ SETTINGS = [
     "training.save_pretrained=false", "training.save_steps=none", "training.sample_prompt=none",
     "parallelism.num_ranks=2", "data.eval_max_sequences=4", "training.per_device_eval_batch_size=2",
     "training.full_determinism=true",
+    # By itself a run within a budget would divide dense parameters first, and have nothing left to choose.
+    "parallelism.dense=replicate",
 ]  # fmt: skip
 
 
