@@ -416,7 +416,7 @@ def test_the_fastest_ways_are_picked_and_dy_is_gathered_at_most_once() -> None:
 
 def test_on_a_cpu_there_is_nothing_to_choose() -> None:
     cpu = torch.device("cpu")
-    assert default_choices(cpu, 64, 32, 16) == Choices()
+    assert default_choices(cpu, 16) == Choices()
     with pytest.raises(ValueError, match="by measurement on a GPU, not on cpu"):
         measure_choices(8, 64, 32, 4, 2, functions(False, Spec()), cpu)
 

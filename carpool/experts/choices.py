@@ -81,14 +81,11 @@ STAGES = tuple(field.name for field in fields(Choices))
 
 
 @cache
-def default_choices(
-    device: torch.device, hidden: int, inner: int, pairs_per_slot: int, adapted: bool = False
-) -> Choices:
+def default_choices(device: torch.device, pairs_per_slot: int, adapted: bool = False) -> Choices:
     """By the shape alone, as measured on one H100 and one H200 (docs/measurements.md); `measure_choices` knows other
     shapes better. GPUs other than Hopper get the library's.
 
     Args:
-        hidden, inner: H and F.
         pairs_per_slot: how many there are, or could be, on average.
         adapted: experts have adapters, whose share the library's products would leave to a pass of its own.
     """

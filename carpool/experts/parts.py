@@ -173,9 +173,8 @@ def stages_of(
     experts: GroupedExperts, weights: ExpertWeights, pairs: Pairs, tiles: tuple[torch.Tensor, ...] | None
 ) -> Stages:
     """The experts' own choices, where they can be used here."""
-    hidden, inner = weights.down_SHF.shape[1:] if not experts.function.transposed else weights.down_SHF.shape[:0:-1]
     pairs_per_slot = pairs.order_P.shape[0] // max(1, weights.up_SFH.shape[0])
-    choices = experts.choices or default_choices(weights.up_SFH.device, hidden, inner, pairs_per_slot)
+    choices = experts.choices or default_choices(weights.up_SFH.device, pairs_per_slot)
     return Stages(experts.function, weights, pairs, fused(choices), tiles)
 
 

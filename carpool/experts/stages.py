@@ -54,9 +54,8 @@ class Stages:
         tiles: tuple[torch.Tensor, ...] | None = None,
     ) -> None:
         self.function, self.weights, self.pairs, self.tiles = function, weights, pairs, tiles
-        hidden, inner = weights.down_SHF.shape[1:] if not function.transposed else reversed(weights.down_SHF.shape[1:])
         pairs_per_slot = pairs.order_P.shape[0] // max(1, weights.up_SFH.shape[0])
-        self.choices = choices or default_choices(weights.up_SFH.device, hidden, inner, pairs_per_slot, weights.adapted)
+        self.choices = choices or default_choices(weights.up_SFH.device, pairs_per_slot, weights.adapted)
         self.dtype = weights.up_SFH.dtype
         self._dy_PH: torch.Tensor | None = None
         # Gradients of the adapters' inner rows, from the stage that makes them to the one that needs them again.

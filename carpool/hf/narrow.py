@@ -46,6 +46,11 @@ def narrow_experts(model: PreTrainedModel, names: Iterable[str]) -> None:
         return
     text: Any = model.config.get_text_config()
     size, hidden, narrow = row_size(model.config), text.hidden_size, copy.deepcopy(text)
+    if size >= hidden:
+        raise ValueError(
+            f"model.travel_size = {size} makes no row smaller, for model.config.hidden_size is {hidden}: choose a "
+            "smaller one, or leave it out"
+        )
     narrow.hidden_size = size
     for name in names:
         path, _, key = name.rpartition(".")

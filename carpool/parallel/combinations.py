@@ -197,7 +197,8 @@ def check_supported(sizes: Sizes, settings: Settings) -> None:
     if rule is None:
         return
     known = {**{_key(axis): size for axis, size in sizes.items()}, **settings}
-    given = [f"{key} = {known.get(key)!r}" for key in (*map(_key, rule.axes), *rule.instead)]
+    named = {key: known.get(key) for key in (*map(_key, rule.axes), *rule.instead)}
+    given = [f"{key} = {value!r}" for key, value in named.items() if value is not None]
     nearest = _nearest(sizes, settings)
     # "none" is how a configuration writes None.
     changes = ", ".join(f"{key} = {'none' if value is None else value!r}" for key, value in nearest.items())

@@ -14,6 +14,7 @@ from carpool.hf.build import build_model, experts_modules
 from carpool.hf.narrow import is_narrow, row_size
 from carpool.parallel.degrees import Degrees
 from carpool.train.config import load_config
+from carpool.train.run.dry_run import dry_run
 from carpool.train.run.model import distributed_config, meta_model
 from carpool.train.run.step import Objective
 from tests.hf.meshes import reuse_meshes
@@ -94,5 +95,9 @@ def test_a_checkpoint_is_not_made_another_model(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_text("")
     with pytest.raises(ValueError, match=r"model.travel_size makes another model"):
         load_config(None, [f"model.path={tmp_path}", "data.train=text.txt", "model.travel_size=8"])
+    with pytest.raises(
+        ValueError, match=r"model.travel_size = 64 makes no row smaller, for .* is 64: choose a smaller"
+    ):
+        dry_run(load_config(None, ["model.config.hidden_size=64", "model.travel_size=64"]), gpu="h100")
     with pytest.raises(ValueError, match=r"tp_size = 2 with model.travel_size = 8: gradients of projections"):
         load_config(None, ["parallelism.tp_size=2", "model.travel_size=8"])

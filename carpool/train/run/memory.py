@@ -58,7 +58,7 @@ def decide_memory(
         ValueError: no policies fit into the budget."""
     config, budget = estimate.config, estimate.config.memory.budget_bytes
     if budget is None:
-        return config.memory.policies, "without memory.budget, what is not said is kept"
+        return config.memory.policies, "as configured, for there is no memory.budget"
     dense = "replicate" if config.parallelism.dense == "replicate" else "fsdp"
     sizes, tokens = layer_sizes(estimate, transport), estimate.degrees.tokens_per_rank(estimate.tokens)
 

@@ -113,7 +113,7 @@ def decide(
     pairs_per_slot = shape.rows * shape.slots_per_row // max(1, shape.slots)
     default = Choices()
     if not no_kernels:
-        default = default_choices(device, shape.hidden, shape.inner, pairs_per_slot, adapted)
+        default = default_choices(device, pairs_per_slot, adapted)
     base = kept or Chosen(default, asdict(shape), "default", BY_SHAPE + note)
     if not isinstance(wanted, str):
         why = f"{', '.join(wanted)} as moe.expert_stages says; the rest {base.why}"
