@@ -19,6 +19,8 @@ the second time).
 
 from __future__ import annotations
 
+import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, Self
@@ -139,7 +141,8 @@ class Relay:
 
     def advance(self) -> None:
         """Start the next hop when the hop before has arrived, which is waited for."""
-        self._pending = self._later.pop(0)(self._pending.wait())
+        self._pending = self._later[0](self._pending.wait())
+        del self._later[0]
 
     def value(self) -> Any:
         """What the last hop brought."""
@@ -147,38 +150,52 @@ class Relay:
 
 
 class Relays:
-    """Starts the hops of pieces that are under way; see the module's docstring."""
+    """Starts the hops of pieces that are under way; see the module's docstring.
+
+    Only who waits for a piece holds its relay. After an error nobody does, and pieces that were left behind are gone:
+    their hops are not started among those of the rides that follow.
+    """
 
     def __init__(self) -> None:
-        self._under_way: dict[Chunk, list[Relay]] = {}
+        # By the order in which they were added, which is the same on all ranks.
+        self._under_way: weakref.WeakValueDictionary[int, Relay] = weakref.WeakValueDictionary()
+        self._added = 0
 
     def add(self, relay: Relay) -> Pending:
         """Whose `wait()` gives the relay's value."""
         if not relay.on_last:
-            self._under_way.setdefault(relay.chunk, []).append(relay)
+            self._under_way[self._added] = relay
+            self._added += 1
         return Pending(lambda: self._wait(relay))
 
     def _wait(self, relay: Relay) -> Any:
-        # Hops are started in the order of the relays, which is the same on all ranks.
         while not relay.on_last:
             self._advance(relay.chunk)
         # A neighbour's first hop was under way while the experts computed on this chunk, or on the one before.
-        for other in [other for other in self._under_way if self._due(other, relay.chunk)]:
+        for other in self._due(relay.chunk):
             self._advance(other)
         return relay.value()
 
     def _advance(self, chunk: Chunk) -> None:
-        """Start the next hop of a chunk: its message leaves with the last piece."""
-        for relay in self._under_way[chunk]:
+        """Start the next hop of a chunk: its message leaves with the last piece. If one fails, all are given up."""
+        pieces = {number: relay for number, relay in self._under_way.items() if relay.chunk == chunk}
+        if not pieces:
+            raise RuntimeError(f"{chunk.verb}: a hop of this message has failed before: it is not under way")
+        for number in pieces:
+            del self._under_way[number]
+        for relay in pieces.values():
             relay.advance()
-        if relay.on_last:
-            del self._under_way[chunk]
+        self._under_way.update((number, relay) for number, relay in pieces.items() if not relay.on_last)
 
-    def _due(self, other: Chunk, waited: Chunk) -> bool:
-        if len(self._under_way[other]) < other.size:
-            return False
-        apart = abs(other.number - waited.number)
-        return apart > 1 if waited.out and not other.out else apart <= 1
+    def _due(self, waited: Chunk) -> list[Chunk]:
+        """The chunks whose next hop starts while one is waited for."""
+        pieces = Counter(relay.chunk for relay in self._under_way.values())
+        return [chunk for chunk, there in pieces.items() if there >= chunk.size and _neighbours(chunk, waited)]
+
+
+def _neighbours(other: Chunk, waited: Chunk) -> bool:
+    apart = abs(other.number - waited.number)
+    return apart > 1 if waited.out and not other.out else apart <= 1
 
 
 class MultiHop(Transport):
