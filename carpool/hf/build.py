@@ -35,6 +35,7 @@ from carpool.experts.quantised import Kind
 from carpool.hf.config_keys import check_keys, suggestion
 from carpool.hf.conversions import unshardable
 from carpool.hf.dense import without_fsdp
+from carpool.hf.expert_parallel import rides
 from carpool.hf.initial_weights import fill, set_tensor
 from carpool.hf.meshes import sharded_over
 from carpool.hf.narrow import is_narrow, narrow_experts
@@ -196,6 +197,9 @@ def build_model(
                 model.generation_config = GenerationConfig.from_pretrained(path, local_files_only=True)
     if dtype == torch.float16:
         fsdp.reduce_in_float32(model)
+    if meshes is not None and parts:
+        for layer in rides(model).values():
+            layer.row_group = meshes.stage_group()
     if sequence_parallel:
         shard_sequences(model, {part.layers.start for part in parts} or {0})
     return model.train()

@@ -94,6 +94,7 @@ class ExpertRides(LayerCore):
         router_limit: what applies `limit` to the model's own router (`carpool.hf.limit.limit_routing`).
         token_slice: (i, n): of the layer's tokens, this rank's are part i of n equal ones.
         states_logical: whether the module's states are in logical order by hooks (`carpool.hf.layouts.set_layout`).
+        row_group: the ranks among which its parameters are sharded, and maybe more; None: all ranks.
         told: whether the log says that slots cannot be filled ahead (`carpool.hf.layouts.slots_kept`).
     """
 
@@ -117,6 +118,7 @@ class ExpertRides(LayerCore):
         self.replay: BeforeRide | None = None
         self.router_limit: RouterLimit | None = None
         self.token_slice = (0, 1)
+        self.row_group: dist.ProcessGroup | None = None
         self.told = self.states_logical = False
         self._adapters_checked = False
         self.set_transport(transport)

@@ -68,12 +68,13 @@ def set_layout(model: nn.Module, layouts: LayoutsLike, optimizer: torch.optim.Op
             everything = [parameter for both in alike.values() for one in both for parameter in one]
             watch = Stopwatch(everything[0].device)
             problem = next(filter(None, (own.why_not_move() for own in moving.values())), "")
-            check_can_move(everything, optimizer, None, problem)
+            group = next(iter(moving.values())).row_group
+            check_can_move(everything, optimizer, group, problem)
             for name, own in moving.items():
                 for parameters in filter(None, alike[name]):
-                    move = row_move(parameters[0], places(own.layout), places(layouts[name]))
+                    move = row_move(parameters[0], places(own.layout), places(layouts[name]), group)
                     experts = move.travelling if parameters is alike[name][0] else 0
-                    moved += Moved(0, experts, move_experts(parameters, move, optimizer, None))
+                    moved += Moved(0, experts, move_experts(parameters, move, optimizer, group))
             moved += Moved(seconds=watch.seconds())
     for name, own in changed.items():
         own.move_to(layouts[name])
@@ -206,13 +207,13 @@ def _lies_logically(layout: ExpertLayout) -> bool:
 def _to_logical(own: ExpertRides, parameter: str, tensor: torch.Tensor) -> torch.Tensor:
     layout, order = own.layout, places(own.layout)
     if layout.slices == 1:
-        return permute_rows(tensor, inverse(order))
+        return permute_rows(tensor, inverse(order), own.row_group)
     field, function = fields_of(own.experts)[parameter], own.function
     assert function is not None
     if not isinstance(tensor, DTensor):
         return join(field, tensor[inverse(order)], layout.slices, function)
     like = _logical_shape(own, parameter, tensor)
-    rows = _between(tensor, order, layout, back=False).apply(tensor.to_local().clone(), None)
+    rows = _between(tensor, order, own, back=False).apply(tensor.to_local().clone(), own.row_group)
     local = join(field, rows, layout.slices, function).contiguous()
     return _like(tensor, local, like.shape)
 
@@ -220,14 +221,14 @@ def _to_logical(own: ExpertRides, parameter: str, tensor: torch.Tensor) -> torch
 def _to_physical(own: ExpertRides, parameter: str, tensor: torch.Tensor) -> torch.Tensor:
     layout, order = own.layout, places(own.layout)
     if layout.slices == 1:
-        return permute_rows(tensor, order)
+        return permute_rows(tensor, order, own.row_group)
     field, function = fields_of(own.experts)[parameter], own.function
     assert function is not None
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     rows = cut(field, local, layout.slices, function)
     if not isinstance(tensor, DTensor):
         return rows[order]
-    rows = _between(tensor, order, layout, back=True).apply(rows.contiguous(), None)
+    rows = _between(tensor, order, own, back=True).apply(rows.contiguous(), own.row_group)
     return _like(tensor, rows, torch.Size([layout.num_rows, *rows.shape[1:]]))
 
 
@@ -243,7 +244,7 @@ def _logical_empty(own: ExpertRides, parameter: str, tensor: torch.Tensor) -> to
     like = _logical_shape(own, parameter, tensor)
     if not isinstance(tensor, DTensor):
         return torch.empty_like(like, device=tensor.device)
-    mine = _held(like.shape[0], tensor)[dist.get_rank()]
+    mine = _held(like.shape[0], tensor, own.row_group)[dist.get_rank(own.row_group)]
     local = torch.empty(len(mine), *like.shape[1:], dtype=tensor.dtype, device=tensor.to_local().device)
     return _like(tensor, local, like.shape)
 
@@ -254,12 +255,13 @@ def _like(tensor: DTensor, local: torch.Tensor, shape: torch.Size) -> DTensor:
     return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=stride)
 
 
-def _between(tensor: DTensor, order: Sequence[int], layout: ExpertLayout, back: bool) -> RowMove:
+def _between(tensor: DTensor, order: Sequence[int], own: ExpertRides, back: bool) -> RowMove:
     """From rows of slices as they lie to whole experts as their tensor is sharded, slice by slice; or back."""
-    lie = [[order[place] for place in held] for held in _held(layout.num_rows, tensor)]
+    layout, group, rank = own.layout, own.row_group, dist.get_rank(own.row_group)
+    lie = [[order[place] for place in held] for held in _held(layout.num_rows, tensor, group)]
     each = range(layout.slices)
-    whole = [[e * layout.slices + i for e in held for i in each] for held in _held(layout.num_experts, tensor)]
-    return RowMove(whole, lie, dist.get_rank()) if back else RowMove(lie, whole, dist.get_rank())
+    whole = [[e * layout.slices + i for e in held for i in each] for held in _held(layout.num_experts, tensor, group)]
+    return RowMove(whole, lie, rank) if back else RowMove(lie, whole, rank)
 
 
 def _keep_states_logical(own: ExpertRides) -> None:
@@ -299,43 +301,47 @@ def inverse(order: Sequence[int]) -> list[int]:
     return where
 
 
-def permute_rows(tensor: torch.Tensor, index: Sequence[int]) -> torch.Tensor:
-    """`tensor[index]` along dimension 0, sharded as before. Collective over the world for a DTensor.
+def permute_rows(tensor: torch.Tensor, index: Sequence[int], group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """`tensor[index]` along dimension 0, sharded as before. Collective over `group` for a DTensor, whose ranks are
+    among those of the group (None: all ranks).
 
     Each rank keeps as many rows as it has; only rows that change rank travel, each once.
     """
     if not isinstance(tensor, DTensor):
         return tensor[list(index)]
-    local = row_move(tensor, range(len(index)), index).apply(tensor.to_local().clone(), None)
+    local = row_move(tensor, range(len(index)), index, group).apply(tensor.to_local().clone(), group)
     mesh = tensor.device_mesh
     return DTensor.from_local(
         local, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
 
 
-def row_move(tensor: torch.Tensor, before: Sequence[int], after: Sequence[int]) -> RowMove:
-    """From rows that are `before[place]` to rows that are `after[place]`, for this rank of the world.
+def row_move(
+    tensor: torch.Tensor, before: Sequence[int], after: Sequence[int], group: dist.ProcessGroup | None = None
+) -> RowMove:
+    """From rows that are `before[place]` to rows that are `after[place]`, for this rank of `group` (None: of all).
 
     What replicates the rows elsewhere (HSDP) does the same among its own ranks.
     """
     if not isinstance(tensor, DTensor):
         return RowMove([before], [after], 0)
-    held = _held(tensor.shape[0], tensor)
+    held = _held(tensor.shape[0], tensor, group)
     return RowMove(
-        [[before[i] for i in rows] for rows in held], [[after[i] for i in rows] for rows in held], dist.get_rank()
+        [[before[i] for i in rows] for rows in held], [[after[i] for i in rows] for rows in held], dist.get_rank(group)
     )
 
 
-def _held(number: int, tensor: DTensor) -> list[list[int]]:
-    """For each rank of the world, which of `number` rows it holds of a tensor that is sharded as this one is; none on
-    ranks with another copy than this rank's."""
+def _held(number: int, tensor: DTensor, group: dist.ProcessGroup | None) -> list[list[int]]:
+    """For each rank of `group` (None: of all), which of `number` rows it holds of a tensor that is sharded as this one
+    is; none on ranks with another copy than this rank's."""
     mesh, me = tensor.device_mesh, dist.get_rank()
     coordinates = {int(rank): tuple(map(int, (mesh.mesh == rank).nonzero()[0])) for rank in mesh.mesh.flatten()}
     copies = [axis for axis, placement in enumerate(tensor.placements) if placement.is_replicate()]
-    held: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+    held: list[list[int]] = [[] for _ in range(dist.get_world_size(group))]
     for rank, place in coordinates.items():
         if all(place[axis] == coordinates[me][axis] for axis in copies):
-            held[rank] = held_rows(tensor, place, number)
+            number_in_group = rank if group is None else dist.get_group_rank(group, rank)
+            held[number_in_group] = held_rows(tensor, place, number)
     return held
 
 

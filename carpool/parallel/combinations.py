@@ -139,7 +139,6 @@ RULES = (
             settings.get("placement.every") is not None and settings.get("placement.policy") != "degree"
         ),
     ),
-    Rule(("etp", "pp"), "experts in slices are put together by all ranks at once, and stages have layers of their own"),
     Rule(
         ("pp",),
         "two micro-batches of a pipeline are in different stages",

@@ -31,6 +31,7 @@ MESHES: dict[str, Sizes] = {
     "cp": {"cp_size": 2, "ep_size": 4},
     "hsdp": {"dp_replicate_size": 2, "ep_size": 2},
     "cp and tp, folded": {"cp_size": 2, "tp_size": 2, "ep_size": 2, "etp_size": 2},
+    "pp and etp": {"pp_size": 2, "ep_size": 1, "etp_size": 2},
     "pp and cp, whole": {"pp_size": 2, "cp_size": 2, "ep_size": 2, "dense": "replicate"},
 }
 # Those that a pipeline of two stages needs; a balance loss is of one of them.
