@@ -24,7 +24,7 @@ from carpool.experts import (
 from carpool.experts.base import NUM_TRAINED
 from carpool.experts.choices import STAGES, WAYS, Choices, default_choices
 from carpool.experts.grouped import GroupedExperts
-from carpool.experts.measure import measure_choices, pick
+from carpool.experts.measure import _Problem, measure_choices, pick
 from carpool.experts.pairs import sort_pairs
 from carpool.experts.stages import grouped_mm, grouped_outer
 from carpool.memory import Arena, Rows
@@ -412,6 +412,24 @@ def test_the_fastest_ways_are_picked_and_dy_is_gathered_at_most_once() -> None:
     assert pick(times, 3.1) == Choices(up="flat", dact="wide", ddown="square")
     times["ddown"]["square"] = 9.0
     assert pick(times, 0.5) == Choices(up="flat", ddown="square"), "one side alone needs the gathered rows too"
+    # Beside adapters ddown is not computed: nobody shares what dact gathers.
+    times["ddown"] = {"library": 1.0, "square": 11.0}
+    assert pick(times, 2.5).dact == "library" and pick(times, 2.5, frozen=True).dact == "wide"
+
+
+def test_what_is_measured_beside_adapters_computes_them() -> None:
+    function = ExpertFunction(make_activation("silu", gated=True), transposed=True)
+    problem = _Problem(9, 16, 24, 3, 2, function, torch.device("cpu"), True, False, None, adapter_rank=5)
+    weights, pairs = problem.weights, problem.pairs
+    calls = {stage: problem.calls(stage, ("library",))["library"] for stage in STAGES}
+    a_PF, _ = calls["up"]()
+    rows = problem.x.data[pairs.order_P // 2].float()
+    slot_P = torch.searchsorted(pairs.offsets_S, torch.arange(18, dtype=torch.int32), right=True)
+    assert weights.up_a_SQH is not None and weights.up_b_SFQ is not None and weights.up_bias_SF is not None
+    up_SHF = weights.up_SFH.float() + (weights.up_b_SFQ.float() @ weights.up_a_SQH.float()).transpose(1, 2)
+    expected = torch.einsum("ph,phf->pf", rows, up_SHF[slot_P]) + weights.up_bias_SF[slot_P].float()
+    torch.testing.assert_close(a_PF.float(), function.activation(expected), rtol=0.05, atol=0.05)
+    assert all(calls[stage]() is not None for stage in STAGES)
 
 
 def test_on_a_cpu_there_is_nothing_to_choose() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -60,8 +61,12 @@ def trace(
     """Record which experts the tokens of a text choose in each layer of a model, for `carpool place`."""
     with errors(debug):
         require(TRAIN_PACKAGES)
+        from transformers.utils.logging import disable_progress_bar
+
         from carpool.train.run.trace import record
 
+        if not sys.stderr.isatty():
+            disable_progress_bar()
         recorded = record(
             model,
             tuple(data or ()),

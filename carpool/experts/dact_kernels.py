@@ -170,7 +170,7 @@ def _dact(  # type: ignore[no-untyped-def]
             first, heights, mine = _of_part(starts, part, before)
             before += _dact_tiles(
                 address, weight, factors, order, h, dh, scaled, partial, tiles + first * 4, heights * there, mine,
-                pairs, inner, thin, Q, BQ, Q_LAST, H, F, WIDTH, NAME, GATED, INTERLEAVED, HAS_LIMIT, LIMIT, ALPHA,
+                pairs, inner, thin, 0, 0, False, H, F, WIDTH, NAME, GATED, INTERLEAVED, HAS_LIMIT, LIMIT, ALPHA,
                 SHIFT, WANTS_SCALED, K_FIRST, BM, BN, BK, BAND, FLATTEN, PIECE,
             )  # fmt: skip
             part += 1
@@ -197,6 +197,7 @@ def down_backward(
         down_weight: (S, H, F), or (S, F, H) if `transposed`.
         parts, share: as in `up_kernels.up`.
     """
+    assert parts is None or share is None
     if tiling.flatten and parts is None and share is None and down_weight.is_cuda:
         from carpool.experts import dact_hopper_kernels
 

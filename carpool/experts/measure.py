@@ -51,6 +51,7 @@ def measure_choices(
     ways: tuple[str, ...] = WAYS,
     repeats: int = 7,
     slot_RJ: torch.Tensor | None = None,
+    adapter_rank: int = 0,
 ) -> Measured:
     """Time every way of every stage in bf16 on random rows and balanced random routing, and pick the fastest.
 
@@ -63,6 +64,7 @@ def measure_choices(
         use_arena: whether the pre-activation is kept in an arena, as transports that do not tell the host how much
             came want it.
         slot_RJ: a routing of one's own.
+        adapter_rank: of adapters on both matrices, whose shares are computed in the products. 0: there are none.
 
     Raises:
         ValueError: the device is no GPU; sizes that do not fit.
@@ -71,16 +73,22 @@ def measure_choices(
         raise ValueError(f"stages are chosen by measurement on a GPU, not on {device}; on a CPU there is one way")
     if not 0 < slots_per_row <= slots:
         raise ValueError(f"slots_per_row={slots_per_row} must be between 1 and slots={slots}")
-    problem = _Problem(rows, hidden, inner, slots, slots_per_row, function, device, bias, use_arena, slot_RJ)
+    problem = _Problem(
+        rows, hidden, inner, slots, slots_per_row, function, device, bias, use_arena, slot_RJ, adapter_rank
+    )
     microseconds = {stage: _times(problem.calls(stage, ways), repeats) for stage in STAGES}
     gather = _times({"": lambda: gather_rows(problem.dy, problem.pairs, torch.bfloat16)}, repeats)[""]
-    return Measured(pick(microseconds, gather), microseconds, gather)
+    return Measured(pick(microseconds, gather, adapter_rank > 0), microseconds, gather)
 
 
-def pick(microseconds: dict[str, dict[str, float]], gather: float) -> Choices:
-    """The fastest ways. Of equally fast ones, those that come first."""
+def pick(microseconds: dict[str, dict[str, float]], gather: float, frozen: bool = False) -> Choices:
+    """The fastest ways. Of equally fast ones, those that come first. `frozen`: the gradients of up and down are not
+    computed, as beside adapters."""
     best = {stage: min(times, key=times.__getitem__) for stage, times in microseconds.items()}
     dact, ddown = microseconds["dact"], microseconds["ddown"]
+    if frozen:
+        best["dact"] = min(dact, key=lambda way: dact[way] + gather * (way == LIBRARY))
+        return Choices(**best)
     best["dact"], best["ddown"] = min(
         product(dact, ddown), key=lambda ways: dact[ways[0]] + ddown[ways[1]] + gather * (LIBRARY in ways)
     )
@@ -92,7 +100,7 @@ class _Problem:
 
     def __init__(
         self, rows: int, hidden: int, inner: int, slots: int, slots_per_row: int, function: ExpertFunction,
-        device: torch.device, bias: bool, use_arena: bool, slot_RJ: torch.Tensor | None,
+        device: torch.device, bias: bool, use_arena: bool, slot_RJ: torch.Tensor | None, adapter_rank: int = 0,
     ) -> None:  # fmt: skip
         generator = torch.Generator(device).manual_seed(0)
 
@@ -104,7 +112,12 @@ class _Problem:
         up, down = draw(slots, width, hidden, scale=hidden**-0.5), draw(slots, hidden, inner, scale=inner**-0.5)
         if function.transposed:
             up, down = up.transpose(1, 2).contiguous(), down.transpose(1, 2).contiguous()
-        self.weights = ExpertWeights(up, down, *((draw(slots, width), draw(slots, hidden)) if bias else (None, None)))
+        biases = (draw(slots, width), draw(slots, hidden)) if bias else (None, None)
+        factors: list[torch.Tensor] = []
+        if rank := adapter_rank:
+            shapes = (rank, hidden), (width, rank), (rank, inner), (hidden, rank)
+            factors = [draw(slots, *shape, scale=shape[1] ** -0.5) for shape in shapes]
+        self.weights = ExpertWeights(up, down, *biases, *factors)
         if slot_RJ is None:
             scores = torch.rand(rows, slots, generator=generator, device=device)
             slot_RJ = scores.topk(slots_per_row, 1).indices.int()

@@ -161,7 +161,7 @@ def _up(  # type: ignore[no-untyped-def]
             wait_part(flags, epochs, part, timeout, status, host_status, verb, sources, each, STRIDE, PAD, SPIN)
             first, heights, mine = _of_part(starts, part, before)
             before += _up_tiles(
-                address, weight, bias, h, room, a, tiles + first * 4, heights, mine, inner, factor, Q, BQ, Q_LAST, H, F,
+                address, weight, bias, h, room, a, tiles + first * 4, heights, mine, inner, factor, 0, 0, False, H, F,
                 WIDTH, NAME, GATED, INTERLEAVED, HAS_LIMIT, LIMIT, ALPHA, SHIFT, HAS_BIAS, WANTS_H, WANTS_A, K_FIRST,
                 BM, BN, BK, BAND, FLATTEN,
             )  # fmt: skip
@@ -188,8 +188,9 @@ def up(
         up_weight: (S, F1, H), or (S, H, F1) if `transposed`.
         wants_a: if not, an empty tensor is returned.
         parts: the rows are under way, and each part is waited for before it is read.
-        share: of an adapter, which the sums begin with.
+        share: of an adapter, which the sums begin with; not of rows that are under way.
     """
+    assert parts is None or share is None
     slots, hidden, width = up_weight.shape[0], *in_out(up_weight, transposed)
     inner = width // 2 if activation.gated else width
     a_PF = up_weight.new_empty(address_P.shape[0] if wants_a else 0, inner)

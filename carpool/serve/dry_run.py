@@ -108,6 +108,13 @@ def _time(
         decode += (new_tokens - 1) * (read + cache) / memory
     made = len(lengths) * new_tokens
     return (
-        f"at least {prefill + decode:.3g} s by {hardware.name}'s datasheet: prefill {prefill:.2g} s, decode "
-        f"{decode:.3g} s, which is at most {made / max(prefill + decode, 1e-9):,.0f} new tokens/s"
+        f"at least {_duration(prefill + decode)} by {hardware.name}'s datasheet: prefill {_duration(prefill)}, decode "
+        f"{_duration(decode)}, which is at most {made / max(prefill + decode, 1e-9):,.0f} new tokens/s"
     )
+
+
+def _duration(seconds: float) -> str:
+    """In the unit that leaves the fewest digits: 13.1 µs, 2.5 ms, 1,200 s."""
+    unit, size = next(((unit, size) for unit, size in (("s", 1.0), ("ms", 1e-3)) if seconds >= size), ("µs", 1e-6))
+    value = seconds / size
+    return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}" if value >= 0.1 else f"under 0.1 {unit}"

@@ -86,8 +86,7 @@ def _over_ranks(settings: dict[str, Any], ranks: int) -> Any:
             return self._in_step(super().generate_until, *args, **kwargs)
 
         def _in_step(self, answer: Any, *args: Any, **kwargs: Any) -> Any:
-            found = answer(*args, **kwargs)
-            self._steps.finish()
-            return found
+            with self._steps.work():
+                return answer(*args, **kwargs)
 
     return OverRanks()

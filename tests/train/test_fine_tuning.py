@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from carpool.train.config import Config, TrainingSection, load_config, resolve_config
 from carpool.train.config.fine_tuning import defaults
 from carpool.train.run.dry_run import dry_run
+from examples.tiny_chat_model import make_tokenizer
 
 
 @pytest.fixture
@@ -79,9 +80,11 @@ def test_without_weights_it_is_the_demos_defaults_which_say_so(checkpoint: Path)
 
 
 def test_the_dry_run_says_where_values_are_from_and_can_be_read_back(checkpoint: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "a.jsonl"
+    rows.write_text('{"text": "a"}')
     found = resolve_config(
         None,
-        [f"model.path={checkpoint}", "data.train=a.jsonl", "training.learning_rate=0.5", "parallelism.device=cpu",
+        [f"model.path={checkpoint}", f"data.train={rows}", "training.learning_rate=0.5", "parallelism.device=cpu",
          "parallelism.num_ranks=2", "data.tokenizer=bytes"],
     )  # fmt: skip
     text = dry_run(found.config, found.sources)
@@ -90,6 +93,17 @@ def test_the_dry_run_says_where_values_are_from_and_can_be_read_back(checkpoint:
     (tmp_path / "again.toml").write_text(text)
     again = resolve_config(tmp_path / "again.toml")
     assert again.config == found.config and again.sources == {}
+
+
+def test_a_dry_run_refuses_conversations_without_a_template(checkpoint: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "a.jsonl"
+    rows.write_text(json.dumps({"messages": [{"role": "user", "content": "a"}]}))
+    settings = [f"model.path={checkpoint}", f"data.train={rows}", "parallelism.device=cpu", "parallelism.num_ranks=2"]
+    make_tokenizer(None).save_pretrained(checkpoint)
+    with pytest.raises(ValueError, match="has no chat template"):
+        dry_run(load_config(None, settings))
+    make_tokenizer().save_pretrained(checkpoint)
+    assert "predicted memory" in dry_run(load_config(None, settings))
 
 
 def test_one_of_steps_and_epochs(checkpoint: Path, tmp_path: Path) -> None:

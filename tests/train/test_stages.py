@@ -235,6 +235,7 @@ def test_recorded_and_used_again(two_ranks: Ranks, text: list[str], tmp_path: Pa
         "slots": 4,
         "hidden": 32,
         "inner": 24,
+        "adapter_rank": 0,
     }
     assert info(whole) == {
         "stages": Choices().to_dict(), "how": "default", "why": "by the shape",
@@ -265,9 +266,9 @@ def test_recorded_and_used_again(two_ranks: Ranks, text: list[str], tmp_path: Pa
     assert losses(tmp_path / "branch") == {step: losses(whole)[step] for step in (3, 4)}
 
 
-def timed(*sizes: Any, bias: bool, use_arena: bool) -> Measured:
+def timed(*sizes: Any, bias: bool, use_arena: bool, adapter_rank: int) -> Measured:
     """In place of times, which a CPU has none of. All else is real: the problem that would be timed is computed."""
-    assert not bias and not use_arena
+    assert not bias and not use_arena and not adapter_rank
     problem = _Problem(*sizes, bias, use_arena, None)
     for stage in STAGES:
         problem.calls(stage, ("library",))["library"]()

@@ -156,6 +156,12 @@ def check_sources(data: DataSection) -> None:
         find_sources(data.eval, "data.eval")
 
 
+def check_encoder(data: DataSection, tokenizer: Tokenizer, model_path: str | None = None) -> None:
+    """Raises the ValueError that `prepare` would before it reads more than the first row: no tokenizer of transformers,
+    no chat template, settings that the format of the rows has no use for. Arguments: as of `prepare`."""
+    make_encoder(data, find_format(data, find_sources(data.train, "data.train")), tokenizer, model_path)
+
+
 def default_cache_dir() -> Path:
     """`$XDG_CACHE_HOME/carpool`, or `~/.cache/carpool`."""
     home = os.environ.get("XDG_CACHE_HOME")

@@ -23,6 +23,7 @@ from carpool.planner.hardware import HARDWARE, Hardware, find_hardware, hardware
 from carpool.planner.streaming import break_even_tokens
 from carpool.plugins.nearest import nearest
 from carpool.train.config.schema import Config, keys
+from carpool.train.data.corpus import check_encoder
 from carpool.train.data.tokenizer import load_tokenizer
 from carpool.train.launch.start import local_ranks, use_cuda
 from carpool.train.launch.world import find_world
@@ -53,7 +54,8 @@ NOT_COUNTED = {
 
 
 def dry_run(config: Config, sources: Mapping[tuple[str, str], str] | None = None, gpu: str | None = None) -> str:
-    """The resolved configuration and what it will need, as text. Reads no data and no weights, starts no ranks.
+    """The resolved configuration and what it will need, as text. Reads no weights, and of the data the first row
+    alone; starts no ranks.
 
     Args:
         sources: as `carpool.train.config.load.Resolved` has them.
@@ -66,6 +68,7 @@ def dry_run(config: Config, sources: Mapping[tuple[str, str], str] | None = None
     cuda = hardware is not None or use_cuda(config)
     ranks = _ranks(config, hardware)
     tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
+    check_encoder(config.data, tokenizer, config.model.path)
     model = meta_model(model_source(config, tokenizer))
     counts = expert_counts(model)
     room = rank_memory(cuda, ranks) if hardware is None else int(hardware.capacity or 0)

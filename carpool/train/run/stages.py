@@ -41,6 +41,7 @@ class Shape:
         device, dtype: a name; in what experts compute.
         rows, slots_per_row: rows that come, and how many of the `slots` each wants.
         hidden, inner: H, F.
+        adapter_rank: of the experts' adapters; 0: there are none.
     """
 
     device: str
@@ -50,6 +51,7 @@ class Shape:
     slots: int
     hidden: int
     inner: int
+    adapter_rank: int = 0
 
 
 STAGES_KIND: Kind[Choices] = Kind(
@@ -82,10 +84,9 @@ def choose_stages(
         return None
     assert isinstance(own.compute, GroupedExperts)
     shape, activation = shape_of(own, tokens, top_k, dtype, device), own.compute.function.activation
-    adapted = own.adapters is not None
 
     def measure(fallback: Chosen[Choices]) -> Chosen[Choices]:
-        measured = mean_over_ranks(_measure(own, shape, device), device)
+        measured = mean_over_ranks(_measure(own, shape, device), device, shape.adapter_rank > 0)
         if measured is None:
             return replace(fallback, why=f"{BY_SHAPE}; measuring needs more memory than some rank has")
         return Chosen(measured.choices, fallback.shape, "measured", explain(measured), measured.microseconds)
@@ -93,7 +94,7 @@ def choose_stages(
     return decisions.choose(
         STAGES_KIND,
         asdict(shape),
-        lambda kept, note: decide(wanted, shape, device, activation, kept, note, adapted),
+        lambda kept, note: decide(wanted, shape, device, activation, kept, note),
         measure,
     )
 
@@ -105,15 +106,13 @@ def decide(
     activation: Activation | Callable[[torch.Tensor], torch.Tensor],
     kept: Chosen[Choices] | None,
     note: str,
-    adapted: bool = False,
 ) -> tuple[Chosen[Choices], bool]:
-    """(What is used, whether it is still to be measured). `kept`, `note`: as of `Kind.recall`. `adapted`: experts have
-    adapters."""
+    """(What is used, whether it is still to be measured). `kept`, `note`: as of `Kind.recall`."""
     no_kernels = why_no_kernels(shape, device)
     pairs_per_slot = shape.rows * shape.slots_per_row // max(1, shape.slots)
     default = Choices()
     if not no_kernels:
-        default = default_choices(device, pairs_per_slot, adapted)
+        default = default_choices(device, pairs_per_slot, shape.adapter_rank > 0)
     base = kept or Chosen(default, asdict(shape), "default", BY_SHAPE + note)
     if not isinstance(wanted, str):
         why = f"{', '.join(wanted)} as moe.expert_stages says; the rest {base.why}"
@@ -141,7 +140,10 @@ def shape_of(own: ExpertRides, tokens: int, top_k: int, dtype: torch.dtype, devi
         per_row = min(slots, max(1, round(top_k / uniform_copies(own.num_experts, top_k, groups))))
     rows = -(-tokens * top_k * own.layout.slices // per_row)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return Shape(name, str(dtype).removeprefix("torch."), rows, per_row, slots, hidden, inner)
+    ranks = [a.shape[1] for a in (() if own.adapters is None else own.adapters.factors()[::2]) if a is not None]
+    return Shape(
+        name, str(dtype).removeprefix("torch."), rows, per_row, slots, hidden, inner, max(ranks, default=0)
+    )  # fmt: skip
 
 
 def why_no_kernels(shape: Shape, device: torch.device) -> str:
@@ -155,9 +157,9 @@ def why_no_kernels(shape: Shape, device: torch.device) -> str:
     return ""
 
 
-def mean_over_ranks(measured: Measured | None, device: torch.device) -> Measured | None:
-    """The mean of all ranks' times and the choice by it. Ways that failed on any rank are left out. None, if that
-    leaves a stage without any, as it does where a rank has measured nothing. Collective."""
+def mean_over_ranks(measured: Measured | None, device: torch.device, frozen: bool = False) -> Measured | None:
+    """The mean of all ranks' times and the choice by it, as `pick`. Ways that failed on any rank are left out. None, if
+    that leaves a stage without any, as it does where a rank has measured nothing. Collective."""
     table = [math.inf] * (len(STAGES) * len(WAYS) + 1)
     if measured is not None:
         times = measured.microseconds
@@ -169,7 +171,7 @@ def mean_over_ranks(measured: Measured | None, device: torch.device) -> Measured
     microseconds = {stage: {way: t for way in WAYS if math.isfinite(t := next(found))} for stage in STAGES}
     if not all(microseconds.values()):
         return None
-    return Measured(pick(microseconds, gather), microseconds, gather)
+    return Measured(pick(microseconds, gather, frozen), microseconds, gather)
 
 
 def explain(measured: Measured) -> str:
@@ -205,6 +207,7 @@ def _measure(own: ExpertRides, shape: Shape, device: torch.device) -> Measured |
             device,
             bias=weight_names(own.experts)[2] is not None,
             use_arena=own.transport is not None and own.transport.arena is not None,
+            adapter_rank=shape.adapter_rank,
         )
     except torch.OutOfMemoryError as error:
         log.warning("experts were not measured: %s", error)
