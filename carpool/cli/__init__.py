@@ -7,7 +7,10 @@ once; for an error of the input it is shown with `--debug`. Ctrl-C and other sig
 
 from __future__ import annotations
 
-from typing import Annotated
+import atexit
+import os
+import sys
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -36,9 +39,23 @@ app.add_typer(bench, name="bench")
 app.add_typer(recipes, name="recipes")
 
 
-def main() -> None:
+def main() -> NoReturn:
     """The command `carpool`."""
-    app()
+    code: object = 0
+    try:
+        try:
+            app()
+        except SystemExit as left:
+            code = left.code
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except OSError as error:
+        # Errors of a command's own files are shown by `errors`. This is the terminal, or what stands in its place.
+        os.write(2, f"error: the output cannot be written: {error.strerror}\n".encode())
+        code = 1
+    # Not sys.exit: it takes PyTorch and Transformers apart, which lasts a second.
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
 def _version(wanted: bool) -> None:

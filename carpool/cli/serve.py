@@ -8,6 +8,8 @@ from typing import Annotated, Any, get_args
 import typer
 
 from carpool.cli.common import TRAIN_PACKAGES, RanksDebug, errors, require
+from carpool.serve.folder import check_folder
+from carpool.train.launch.worker import collector_paused
 
 _Model = Annotated[
     Path, typer.Argument(help="A checkpoint's folder (config.json, safetensors, a tokenizer), or a run's.")
@@ -104,13 +106,15 @@ def generate(
     """
     with errors(debug):
         require(TRAIN_PACKAGES)
+        check_folder(model)
         if (prompt is None) == (prompts is None):
             raise ValueError("give --prompt TEXT, or --prompts FILE.jsonl")
-        from carpool.bench.options import one_of
-        from carpool.serve.experts import PREDICTORS, ExpertTier, Where
-        from carpool.serve.prompts import read_prompts
-        from carpool.serve.start import default_ranks, start
-        from carpool.train.config.sizes import size_of
+        with collector_paused():
+            from carpool.bench.options import one_of
+            from carpool.serve.experts import PREDICTORS, ExpertTier, Where
+            from carpool.serve.prompts import read_prompts
+            from carpool.serve.start import default_ranks, start
+            from carpool.train.config.sizes import size_of
 
         one_of("--experts", experts, get_args(Where))
         one_of("--predictor", predictor, tuple(PREDICTORS))
@@ -124,7 +128,8 @@ def generate(
         asked = [{"prompt": one} for one in prompt or ()] if prompts is None else read_prompts(prompts)
         options = _options(max_new_tokens, temperature, top_k, top_p, seed)
         if dry_run:
-            from carpool.serve.dry_run import describe
+            with collector_paused():
+                from carpool.serve.dry_run import describe
 
             number = default_ranks(ranks)
             typer.echo(describe(str(model), asked, options, batch_size, _known(dtype), number, there, gpu))
@@ -182,6 +187,7 @@ def chat(
     """Talk with a model in the words of its chat template; /reset forgets, /exit ends. Works in a pipe, too."""
     with errors(debug):
         require(TRAIN_PACKAGES)
+        check_folder(model)
         from carpool.serve.start import start
 
         options = _options(max_new_tokens, temperature, top_k, top_p, seed)
@@ -222,6 +228,10 @@ def evaluate(
     """Measure a checkpoint, or the newest checkpoint of a run: perplexity on a text, tasks, or both."""
     with errors(debug):
         require(TRAIN_PACKAGES)
+        check_folder(model)
+        for file in data or ():
+            if not file.is_file():
+                raise ValueError(f"--data: there is no file {file}")
         if not data and tasks is None:
             raise ValueError("give --data FILE for perplexity, or --tasks NAME,...")
         from carpool.bench.options import split

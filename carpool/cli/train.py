@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from carpool.cli.common import TRAIN_PACKAGES, Debug, Ranks, RanksDebug, command, errors, require
+from carpool.train.launch.worker import collector_paused
 
 if TYPE_CHECKING:
     from carpool.train.config import Config
@@ -74,9 +75,10 @@ def train(
         require(TRAIN_PACKAGES)
         check_paths(settings)
         if dry_run:
-            from carpool.train.run.dry_run import dry_run as describe
+            with collector_paused():
+                from carpool.train.run.dry_run import dry_run as describe
 
-            typer.echo(describe(settings, resolved.sources, gpu))
+                typer.echo(describe(settings, resolved.sources, gpu))
             return
         if gpu is not None:
             raise ValueError("--gpu says for which GPUs --dry-run predicts; give both, or neither")
@@ -190,9 +192,6 @@ def read_data(config: Config) -> None:
 
 def check_paths(config: Config) -> None:
     """Refuses paths where nothing is, before any rank is started."""
-    from carpool.train.data.corpus import check_sources
-    from carpool.train.data.tokenizer import load_tokenizer
-
     if config.model.path is not None and not (Path(config.model.path) / "config.json").is_file():
         raise ValueError(f"model.path: {config.model.path} is no checkpoint folder (it has no config.json)")
     if config.moe.layout != "contiguous" and not Path(config.moe.layout).is_file():
@@ -203,5 +202,8 @@ def check_paths(config: Config) -> None:
             f'training.resume_from_checkpoint: {resume} is no folder; give "last" or a folder such as '
             f"{Path(config.training.output_dir) / 'checkpoints' / 'step-00000100'}"
         )
+    from carpool.train.data.corpus import check_sources
+    from carpool.train.data.tokenizer import load_tokenizer
+
     check_sources(config.data)
     load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)

@@ -25,6 +25,7 @@ from carpool.hf.host_experts import keep_experts_in_host_memory
 from carpool.hf.narrow import row_size
 from carpool.hf.stored_experts import StoredExperts
 from carpool.serve.experts import ON_DEVICE, PREDICTORS, ExpertTier
+from carpool.serve.folder import check_folder
 from carpool.serve.room import check_room
 from carpool.serve.text import Text
 from carpool.train.checkpoints.manager import CheckpointManager
@@ -74,8 +75,7 @@ def find_source(path: Path) -> Source:
 
     Raises:
         ValueError: neither a checkpoint nor a run, a run without weights, or no tokenizer."""
-    if not path.is_dir():
-        raise ValueError(f"there is no folder {path}; name a checkpoint's folder, or a run's (training.output_dir)")
+    check_folder(path)
     if not (path / "config.toml").is_file():
         read_config(path)  # says what the folder lacks
         return Source(path, path, None, None, Text(path))

@@ -148,7 +148,13 @@ def test_the_list_says_what_cannot_be_followed() -> None:
     assert "REFUSED: this version lacks dropout:experts" in listed.output
 
 
-@pytest.mark.parametrize("asked", ["--help", "place --help", "recipes list", "recipes show lina", "recipes show lin"])
+@pytest.mark.parametrize(
+    "asked",
+    [
+        *("--help", "place --help", "recipes list", "recipes show lina", "recipes show lin", "train --help-config"),
+        *("train training.max_stps=3", "train training.max_steps=many", "train moe.chunks=2", "train model.path=no"),
+    ],
+)
 def test_the_command_line_answers_without_pytorch(asked: str) -> None:
     """Importing PyTorch takes seconds, and nobody should wait for it to read a page of text."""
     program = f"""

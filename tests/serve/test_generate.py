@@ -162,7 +162,7 @@ def test_bad_input(tmp_path: Path) -> None:
     model, file = tmp_path / "model", tmp_path / "prompts.jsonl"
     assert "give --prompt TEXT, or --prompts FILE.jsonl" in _error(model)
     assert "there is no folder" in _error(tmp_path / "no", "--prompt", "x")
-    assert "has no config.json" in _error(tmp_path, "--prompt", "x")
+    assert "has neither a config.json" in _error(tmp_path, "--prompt", "x")
     for bad, says in (
         ("hello", "Expecting value"),
         ('{"promt": "x"}', '{"prompt": "text"}'),

@@ -37,7 +37,6 @@ from carpool.train.config.schema_moe import CodecSection, MoeSection, NvlinkSect
 from carpool.train.config.schema_parallelism import ParallelismSection
 from carpool.train.config.schema_placement import PlacementSection
 from carpool.train.config.schema_training import TrainingSection
-from carpool.transport import check_codecs
 
 DEMO_MODEL: dict[str, Any] = {
     "model_type": "olmoe",
@@ -290,6 +289,10 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _has_codecs(self) -> Self:
+        if self.codec == CodecSection():
+            return self
+        from carpool.transport import check_codecs
+
         codecs, name = self.codec.codecs, self.moe.transport
         if name == "auto":
             if codecs.hop != "all":

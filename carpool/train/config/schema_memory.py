@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
 
-from carpool.memory.policies import KeptPolicies
 from carpool.planner.kept import POLICIES
 from carpool.train.config.schema_base import Section
 from carpool.train.config.sizes import size_of
+
+if TYPE_CHECKING:
+    from carpool.memory.policies import KeptPolicies
 
 
 class MemorySection(Section):
@@ -76,6 +78,8 @@ class MemorySection(Section):
     @property
     def kept(self) -> KeptPolicies:
         """What rides do."""
+        from carpool.memory.policies import KeptPolicies
+
         return KeptPolicies(self.rows or "keep", self.hidden or "keep")
 
     @model_validator(mode="after")

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from typing import Annotated, Any, Literal, Self, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_type_hints
 
 from pydantic import AfterValidator, BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
 
-from carpool.experts.choices import STAGES, WAYS
-from carpool.layout.topology import Topology
 from carpool.plugins.nearest import nearest
-from carpool.routing import DropOptions
-from carpool.routing.limit import LimitOptions
 from carpool.schedule import MAX_CHUNKS, Schedule
 from carpool.train.config.schema_base import Section
-from carpool.transport.codecs import Codecs
+
+if TYPE_CHECKING:
+    from carpool.layout.topology import Topology
+    from carpool.routing import DropOptions
+    from carpool.routing.limit_options import LimitOptions
+    from carpool.transport.codecs import Codecs
 
 
 def _stages(value: Any) -> Any:
@@ -30,6 +31,8 @@ def _stages(value: Any) -> Any:
         if value in STAGE_WORDS:
             return value
         raise refuse(f"{key} = {value!r}", value, STAGE_WORDS, 'default, measure, or a table such as {up = "flat"}')
+    from carpool.experts.choices import STAGES, WAYS
+
     if not value:
         raise ValueError(f"{key} names no stage: leave it out, or name some of {', '.join(STAGES)}")
     for stage, way in value.items():
@@ -46,6 +49,8 @@ Stages = Annotated[Literal["default", "measure"] | dict[str, str], BeforeValidat
 
 def _known_transport(name: str) -> str:
     """Names are the registry's, plug-ins' included."""
+    if name == "auto":  # without PyTorch, which the registry needs
+        return name
     from carpool.transport import TRANSPORTS
 
     return _known("transport", name, ("auto", *TRANSPORTS))
@@ -61,6 +66,8 @@ def _known(key: str, name: str, names: Sequence[str]) -> str:
 
 
 def _known_experts(name: str) -> str:
+    if name == "auto":
+        return name
     from carpool.experts import EXPERTS
 
     return _known("experts", name, ("auto", *EXPERTS))
@@ -281,10 +288,14 @@ class MoeSection(Section):
     @property
     def drops(self) -> DropOptions:
         """Which choices are dropped."""
+        from carpool.routing import DropOptions
+
         return DropOptions(self.capacity_factor, self.first_choices_first, self.random_second)
 
     def limits(self, topology: Topology) -> LimitOptions:
         """What the routing of an expert-parallel group is limited to. `topology`: of the group's ranks."""
+        from carpool.routing.limit_options import LimitOptions
+
         return LimitOptions(
             limit_ranks=self.limit_ranks,
             limit_nodes=self.limit_nodes,
@@ -308,8 +319,10 @@ class MoeSection(Section):
                     "leave one of them out"
                 )
         self.asked_schedule()
-        _check_options("moe.transport_options", self.transport_options, *_options_of_transport(self.transport))
-        _check_options("moe.expert_options", self.expert_options, *_options_of_experts(self.experts))
+        if self.transport_options:
+            _check_options("moe.transport_options", self.transport_options, *_options_of_transport(self.transport))
+        if self.expert_options:
+            _check_options("moe.expert_options", self.expert_options, *_options_of_experts(self.experts))
         if self.fp8_hold_weights and self.experts != "fp8":
             raise ValueError(
                 f"moe.fp8_hold_weights is of FP8 experts, and moe.experts = {self.experts!r}: leave one of them out"
@@ -363,6 +376,8 @@ class CodecSection(Section):
     @property
     def codecs(self) -> Codecs:
         """As transports take them."""
+        from carpool.transport.codecs import Codecs
+
         return Codecs(**self.model_dump())
 
 

@@ -6,9 +6,19 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from carpool.placement.solvers import solver_names
 from carpool.plugins.nearest import nearest
 from carpool.train.config.schema_base import Section
+
+
+def _check_solver(name: str) -> None:
+    from carpool.placement.solvers import solver_names
+
+    if name not in (known := solver_names()):
+        close = nearest(name, known)
+        raise ValueError(
+            f"placement.solver = {name!r}: expected one of {', '.join(known)}"
+            + (f" (did you mean {close}?)" if close else "")
+        )
 
 
 class PlacementSection(Section):
@@ -86,12 +96,8 @@ class PlacementSection(Section):
 
     @model_validator(mode="after")
     def _fits(self) -> Self:
-        if self.solver not in (known := solver_names()):
-            close = nearest(self.solver, known)
-            raise ValueError(
-                f"placement.solver = {self.solver!r}: expected one of {', '.join(known)}"
-                + (f" (did you mean {close}?)" if close else "")
-            )
+        if self.solver != type(self).model_fields["solver"].default:
+            _check_solver(self.solver)
         if self.policy == "place" and self.every is not None:
             raise ValueError("placement.policy = 'place' leaves experts where they are: leave placement.every out")
         if self.policy in ("shadow", "subset", "expand_shrink", "eplb", "fetch", "degree") and not self.replicas:
