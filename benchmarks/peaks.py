@@ -37,7 +37,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from carpool.bench.model.contenders import CarpoolContender, free_memory
 from carpool.bench.options import find_ranks
-from carpool.bench.ranks import rank_device
 from carpool.bench.results import print_table
 from carpool.bench.script import make_parser, write_results
 from carpool.hf.expert_parallel import buffers_of_rides
@@ -46,6 +45,7 @@ from carpool.train.data.corpus import Corpus, Marks
 from carpool.train.launch.start import run as start_ranks
 from carpool.train.run.estimate import tensors_of
 from carpool.train.run.loop import Run
+from carpool.train.run.machine import rank_device
 from tools.random_checkpoint import plan, write
 
 STEPS_ALONE = [

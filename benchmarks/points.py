@@ -25,12 +25,12 @@ from rich.console import Console
 from benchmarks.peaks import QWEN_TINY, STEPS_ALONE, TINY, leave_groups
 from carpool.bench.model.contenders import CarpoolContender, free_memory
 from carpool.bench.options import find_ranks
-from carpool.bench.ranks import rank_device
 from carpool.bench.results import print_table
 from carpool.bench.script import make_parser, write_results
 from carpool.bench.timing import host_waits
 from carpool.train.config import Config, load_config
 from carpool.train.launch.start import run as start_ranks
+from carpool.train.run.machine import rank_device
 
 BF16 = ["model.dtype=bfloat16", "training.optimizer_moments=bfloat16"]
 QWEN = ["model.config=qwen3-30b-a3b", *BF16]

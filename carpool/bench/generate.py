@@ -29,17 +29,18 @@ from transformers.utils.logging import disable_progress_bar
 
 from carpool.bench.model.routing import route
 from carpool.bench.options import DTYPES, one_of
-from carpool.bench.ranks import rank_device, start_ranks
+from carpool.bench.ranks import start_ranks
 from carpool.bench.results import Result, now, print_table, publish, terminal
 from carpool.bench.timing import rounds
 from carpool.hf.build import build_model
 from carpool.hf.decode_graph import DecodeGraphs
 from carpool.hf.generation import Generated, Sampling, generate
-from carpool.hf.sizes import TOP_K, first_key
 from carpool.serve.source import spread_model
 from carpool.train.config import Config
 from carpool.train.config.published import read_keys
-from carpool.train.run.model import expert_counts, meta_model, model_config
+from carpool.train.run.blueprint import Blueprint
+from carpool.train.run.machine import rank_device
+from carpool.train.run.model import model_config
 
 CONTENDERS = ("carpool", "carpool-eager", "transformers")
 WARMUP = 1
@@ -162,16 +163,14 @@ def _measure(settings: Settings, device: torch.device) -> Case:
     if settings.layers is not None:
         keys["num_hidden_layers"] = settings.layers
     config = model_config(keys)
-    blueprint = meta_model(config)
-    counts = expert_counts(blueprint)
-    text: Any = config.get_text_config()
+    blueprint = Blueprint.of(config)
+    counts, top_k = blueprint.expert_counts, blueprint.top_k
     generator = torch.Generator().manual_seed(settings.seed + dist.get_rank())
-    prompts = torch.randint(text.vocab_size, (settings.batch, settings.prompt), generator=generator).tolist()
+    prompts = torch.randint(blueprint.vocab_size, (settings.batch, settings.prompt), generator=generator).tolist()
     tokens = settings.batch * settings.prompt
-    top_k = int(getattr(text, first_key(text, TOP_K) or ""))
     case = Case(
-        type(blueprint).__name__,
-        sum(parameter.numel() for parameter in blueprint.parameters()),
+        blueprint.architecture,
+        blueprint.size.total,
         dist.get_world_size(),
         settings.batch,
         settings.prompt,

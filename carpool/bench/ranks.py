@@ -6,9 +6,6 @@ import json
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-import torch
-import torch.distributed as dist
-
 from carpool.bench.options import find_ranks
 from carpool.train.config import load_config
 from carpool.train.launch.start import run
@@ -48,9 +45,3 @@ def start_ranks(settings: RankSettings, entry: str, *, debug: bool, command: str
     options = [f"parallelism.num_ranks={num_ranks}", f"parallelism.device={'cuda' if cuda else 'cpu'}"]
     config = load_config(None, [*options, f"training.output_dir={json.dumps(settings.out)}"])
     run(config, entry, debug=debug, settings=settings.to_json(), command=command)
-
-
-def rank_device() -> torch.device:
-    """The device of this rank, whose process group is there."""
-    cuda = dist.get_backend() == "nccl"
-    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")

@@ -33,13 +33,14 @@ from carpool.bench.model.results import Case, Row
 from carpool.bench.model.run import PLOT, ModelBenchmark
 from carpool.bench.model.settings import Own, Settings
 from carpool.bench.options import find_ranks
-from carpool.bench.ranks import rank_device, start_ranks
+from carpool.bench.ranks import start_ranks
 from carpool.bench.results import Result, now, print_table, publish, terminal
 from carpool.recipes import load
 from carpool.recipes.files import Recipe
 from carpool.recipes.resolve import in_effect
 from carpool.train.config import Config
 from carpool.train.config.schema_base import toml_value
+from carpool.train.run.machine import rank_device
 
 BASELINE = "alltoall"
 # Settings by which a recipe computes something else, and what `Run` itself does not name as lossy.

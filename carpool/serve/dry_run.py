@@ -24,8 +24,7 @@ from carpool.serve.generate import ready
 from carpool.serve.prompts import Prompt, Round, deal
 from carpool.serve.room import expert_elements, host_bytes, needed_bytes, rank_needs
 from carpool.serve.source import find_source
-from carpool.train.run.dense import rank_memory
-from carpool.train.run.dry_run import find_gpu
+from carpool.train.run.machine import find_gpu, rank_memory
 
 
 def describe(

@@ -38,7 +38,7 @@ def test_peaks_agree_with_the_trainers_estimate(name: str, candidate: Candidate,
     settings = candidate.settings()
     (tmp_path / "plan.toml").write_text(toml_text(settings))
     config = load_config(tmp_path / "plan.toml", ["data.tokenizer=bytes", f"model.config={name}"])
-    estimate = MemoryEstimate(config, candidate.degrees, meta_model(model_config(keys)), True, True)
+    estimate = MemoryEstimate(config, candidate.degrees, meta_model(model_config(keys)), True)
     theirs = estimate(candidate.transport, candidate.dense)
     peak = memory_of(ModelShape.read(read_keys(keys)), candidate)
     assert peak.total == pytest.approx(theirs["total"], rel=0.03)

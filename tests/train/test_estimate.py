@@ -14,6 +14,10 @@ DEMO_SHAPE = [
     "model.config.num_hidden_layers=2", "model.config.num_attention_heads=4", "model.config.num_key_value_heads=4",
     "model.config.num_experts_per_tok=4", "model.model_type=olmoe",
 ]  # fmt: skip
+UNEVEN = [
+    "parallelism.num_ranks=3", "parallelism.ep_size=3", "model.config.num_experts=16", "training.freeze=dense",
+    "training.gradients=consumed", "training.max_grad_norm=0",
+]  # fmt: skip
 
 
 def predicted(*settings: str) -> dict[str, float]:
@@ -49,3 +53,11 @@ def test_two_micro_batches_at_a_time_take_the_memory_of_both() -> None:
     halves = predicted("moe.schedule=two-batch")
     assert 1.4 * one["activations"] < two["activations"] < 2 * one["activations"]
     assert halves["activations"] == predicted()["activations"]
+
+
+def test_it_refuses_what_the_run_would_refuse() -> None:
+    speeds = ["parallelism.rank_speeds=[1.0, 0.4]", "training.per_device_train_batch_size=2"]
+    with pytest.raises(ValueError, match="two batches at a time cut each rank's only micro-batch in two"):
+        predicted(*speeds, "moe.schedule=two-batch")
+    with pytest.raises(ValueError, match=r"parallelism.ep_size = 3 does not divide the experts"):
+        dry_run(load_config(None, ["memory.experts=host", *UNEVEN]), gpu="h100")

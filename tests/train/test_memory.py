@@ -129,7 +129,7 @@ def _estimate(settings: list[str], num_ranks: int = 1) -> Any:
     config = load_config(None, [*MODEL, *settings])
     model = meta_model(model_source(config, load_tokenizer("bytes", None, None)))
     degrees = config.parallelism.resolve(num_ranks, min(expert_counts(model).values()))
-    return MemoryEstimate(config, degrees, model, bf16=False, cuda=False)
+    return MemoryEstimate(config, degrees, model, cuda=False)
 
 
 def test_a_dry_run_shows_what_was_chosen_and_what_it_costs() -> None:

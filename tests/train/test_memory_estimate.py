@@ -17,9 +17,10 @@ from carpool.planner.streaming import break_even_tokens
 from carpool.train.config import load_config
 from carpool.train.data.tokenizer import load_tokenizer
 from carpool.train.run import fit
-from carpool.train.run.dry_run import dry_run, find_gpu
+from carpool.train.run.dry_run import dry_run
 from carpool.train.run.estimate import MemoryEstimate, tensors_of
 from carpool.train.run.loop import Run
+from carpool.train.run.machine import find_gpu
 from carpool.train.run.model import meta_model, model_source
 from tests.ranks import Ranks
 
@@ -58,7 +59,9 @@ def peak(output: str, overrides: list[str], alone: bool = False) -> tuple[int, i
     try:
         tokens = run.config.training.per_device_train_batch_size * run.config.data.sequence_length
         experts = run.rides[0].num_experts
-        choices = {name: balanced_choices(tokens, experts, run.top_k, n) for n, name in enumerate(rides(run.model))}
+        choices = {
+            name: balanced_choices(tokens, experts, run.blueprint.top_k, n) for n, name in enumerate(rides(run.model))
+        }
         force_choices(run.model, choices, experts)
         measured = int(peaks_on_cpu(run)["tensors"]) - before
         return measured, tensors_of(run.info["predicted"]["memory_per_rank_bytes"])
@@ -149,7 +152,7 @@ def test_what_does_not_fit_is_told_what_to_change_cheapest_first() -> None:
 def estimate_of(*overrides: str, ranks: int = 2, experts: int = 128) -> MemoryEstimate:
     config = load_config(None, [*QWEN, *overrides])
     model = meta_model(model_source(config, load_tokenizer("bytes")))
-    return MemoryEstimate(config, config.parallelism.resolve(ranks, experts), model, bf16=True, cuda=True)
+    return MemoryEstimate(config, config.parallelism.resolve(ranks, experts), model, cuda=True)
 
 
 def test_a_mask_of_packed_documents_is_kept_in_each_layer_where_there_is_one() -> None:

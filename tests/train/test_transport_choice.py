@@ -17,6 +17,7 @@ from carpool.parallel.degrees import Degrees
 from carpool.planner.hardware import find_hardware
 from carpool.train.config.schema import Config
 from carpool.train.run.files import decisions_of
+from carpool.train.run.machine import Machine
 from carpool.train.run.transports import TRANSPORT_KIND, choose_way, likely_transport
 from carpool.transport import NVLinkOptions
 
@@ -27,6 +28,10 @@ def way(wanted: str, unfit: str | None = "there is no CUDA device", folder: Path
     with mock.patch("carpool.train.run.transports.unfit_transports", lambda *args, **kwargs: reasons):
         decisions = decisions_of([] if folder is None else [folder])
         return choose_way(wanted, layer, 8, 64, NVLinkOptions(), torch.device("cpu"), decisions)
+
+
+def blueprint(top_k: int) -> Any:
+    return SimpleNamespace(top_k=top_k, row_size=2048)
 
 
 def test_as_asked_for_or_by_the_rule() -> None:
@@ -43,18 +48,14 @@ def test_as_asked_for_or_by_the_rule() -> None:
     [(2, 8, "H100", "hierarchical"), (2, 2, "H100", "dedup"), (1, 8, "H100", "nvlink"), (16, 8, "H100", "dedup")],
 )
 def test_a_prediction_knows_the_rule_for_several_nodes(nodes: int, top_k: int, gpu: str, answer: str) -> None:
-    config, degrees = Config(), Degrees(fsdp=16, ep=16)
-    topology = Topology.even(16, nodes)
-    way, why = likely_transport(
-        config, degrees, 2048, top_k, cuda=True, topology=topology, hardware=find_hardware(gpu), here=False
-    )
+    machine = Machine(Topology.even(16, nodes), find_hardware(gpu), 0, cuda=True, here=False)
+    way, why = likely_transport(Config(), Degrees(fsdp=16, ep=16), blueprint(top_k), machine)
     assert way == answer, why
 
 
 def test_without_nvlink_nobody_reaches_peers_memory() -> None:
-    machine = replace(find_hardware("H100"), nvlink=None)
-    place: Any = {"cuda": True, "topology": Topology.even(4), "hardware": machine, "here": False}
-    way, why = likely_transport(Config(), Degrees(fsdp=4, ep=4), 2048, 8, **place)
+    machine = Machine(Topology.even(4), replace(find_hardware("H100"), nvlink=None), 0, cuda=True, here=False)
+    way, why = likely_transport(Config(), Degrees(fsdp=4, ep=4), blueprint(8), machine)
     assert way == "dedup" and "H100 has no NVLink" in why
 
 

@@ -23,7 +23,6 @@ from carpool.bench.hardware.links import measure_links, measure_push, measure_ri
 from carpool.bench.hardware.rates import Rate, measure_copies, measure_disk, measure_rates
 from carpool.bench.hardware.work import measure_work
 from carpool.bench.options import find_ranks
-from carpool.bench.ranks import rank_device
 from carpool.bench.results import print_table, terminal
 from carpool.layout.topology import Topology
 from carpool.planner.hardware import Hardware, LinkRate, hardware_of
@@ -32,7 +31,7 @@ from carpool.train.checkpoints.ranks import gather
 from carpool.train.config import Config, load_config
 from carpool.train.launch.start import run
 from carpool.train.run.environment import environment
-from carpool.train.run.topology import find_machine
+from carpool.train.run.machine import device_name, find_machine, rank_device
 
 
 def measure_machine(
@@ -55,7 +54,7 @@ def measure(config: Config, out: str) -> None:
     """One rank's part; the process group is there."""
     began, device, path = time.perf_counter(), rank_device(), Path(out)
     torch.set_num_threads(1)
-    topology, _ = find_machine(config.parallelism, device)
+    topology = find_machine(config.parallelism, device).topology
     links, shared = measure_links(topology, device)
     links += measure_push(topology, device)
     ring = measure_ring(topology, device) if topology.num_nodes > 2 else []
@@ -67,7 +66,7 @@ def measure(config: Config, out: str) -> None:
     if dist.get_rank() != 0:
         return
     slow = [_name(node, topology, hosts) for node in slow_nodes(ring)]
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    name = device_name(device)
     found = {
         "hardware": measured_hardware(hardware_of(name), name, links, rates, shared, kernels).to_dict(),
         "links": [one.to_dict() for one in links],

@@ -40,7 +40,7 @@ from carpool.train.config import Config
 from carpool.train.data.corpus import Corpus
 from carpool.train.run.files import CONFIG, INFO, LAYOUT, METRICS
 from carpool.train.run.loop import Run
-from carpool.train.run.model import distributed_config, top_k_of
+from carpool.train.run.model import distributed_config
 from carpool.train.run.numbers import start_numbers
 from carpool.train.run.setup import Setup
 
@@ -89,15 +89,15 @@ class _RandomText(Setup):
         training, length = self.config.training, self.config.data.sequence_length
         sequences = training.per_device_train_batch_size * training.gradient_accumulation_steps * self.degrees.dp
         count = DIFFERENT_STEPS * sequences * (length - 1) + 1
-        vocabulary = self.vocab_size
+        vocabulary = self.blueprint.vocab_size
         tokens = np.random.default_rng(training.seed).integers(vocabulary, size=count, dtype=np.uint32)
         return Corpus(tokens, tokens[:0], 1, 0, f"random-{training.seed}-{vocabulary}-{count}", "random tokens")
 
     def _force(self, routing: str) -> None:
         training = self.config.training
         tokens = training.per_device_train_batch_size * self.config.data.sequence_length // self.degrees.cp
-        rank = self.degrees.dp_cp_rank(self.rank)
-        route(self.model, self.expert_counts, self.top_k, tokens, routing, rank, self.degrees.dp_cp)
+        rank, blueprint = self.degrees.dp_cp_rank(self.rank), self.blueprint
+        route(self.model, blueprint.expert_counts, blueprint.top_k, tokens, routing, rank, self.degrees.dp_cp)
 
 
 class CarpoolContender(_RandomText, Run):
@@ -167,13 +167,11 @@ class TransformersContender(_RandomText):
     lossy: tuple[str, ...] = ()
 
     def __init__(self, config: Config, routing: str) -> None:
-        self.config, self.compare_with = config, None
-        self._prepare(resumes=False)
+        self._prepare(config, None, resumes=False)
         if self.cut is not None:
             raise ValueError("transformers has no context parallelism (parallelism.cp_size)")
         self._read_data()
         self._build_model()
-        self.top_k = top_k_of(self.model)
         self._force(routing)
         self.balance = self._balance()
         # Its own loss, in a range by which a profile knows it.
@@ -186,7 +184,7 @@ class TransformersContender(_RandomText):
     def _build_model(self) -> None:
         config, training = self.config, self.config.training
         self.model = build_model(
-            self.source,
+            self.blueprint.source,
             distributed_config=dataclasses.replace(
                 distributed_config(self.degrees, self.bf16), ep_implementation="all_to_all"
             ),

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-
-import torch
-import torch.distributed as dist
 
 from carpool.train.run.estimate import Memory
 
@@ -14,17 +10,6 @@ from carpool.train.run.estimate import Memory
 USABLE = 0.92
 CERTAIN = ("parameters", "gradients", "optimizer")
 STAYS = ("parameters", "optimizer", "transport", "process")
-
-
-def find_memory(device: torch.device) -> int:
-    """Bytes that a rank has: of its GPU, or its share of the machine. Of all ranks the least. Collective."""
-    if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device).total_memory
-    else:
-        found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // dist.get_world_size()
-    least = torch.tensor(found, device=device)
-    dist.all_reduce(least, op=dist.ReduceOp.MIN)
-    return int(least)
 
 
 def check_room(estimates: Mapping[str, Memory], memory: int) -> list[str]:

@@ -29,22 +29,23 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from carpool.bench.model.contenders import Contender, free_memory, make_contender
 from carpool.bench.model.results import Case, KindRow, Row, Times, show
-from carpool.bench.model.room import check_room, find_memory, gib, groups_that_fit
+from carpool.bench.model.room import check_room, gib, groups_that_fit
 from carpool.bench.model.settings import Settings
 from carpool.bench.model.work import Sizes, roofline_ms, work_of
 from carpool.bench.moe.agreement import attempt_together
-from carpool.bench.ranks import rank_device, start_ranks
+from carpool.bench.ranks import start_ranks
 from carpool.bench.results import Result, now, publish
 from carpool.bench.timing import host_waits, rounds
 from carpool.profile.kinds import IDLE, KINDS, TimeByKind, time_by_kind
 from carpool.profile.trace import STEP, load
+from carpool.train.checkpoints.ranks import gather
 from carpool.train.config import Config
 from carpool.train.data.tokenizer import load_tokenizer
+from carpool.train.run.blueprint import Blueprint
 from carpool.train.run.determinism import determinism
 from carpool.train.run.estimate import Memory, MemoryEstimate
-from carpool.train.run.flops import flops_per_token, model_size, peak_flops
-from carpool.train.run.model import expert_counts, meta_model, model_source, top_k_of
-from carpool.train.run.topology import find_machine
+from carpool.train.run.flops import flops_per_token, peak_flops
+from carpool.train.run.machine import find_machine, rank_device
 from carpool.train.run.transports import likely_transport
 
 # More than the eager steps before a capture (`carpool.train.run.graphs`).
@@ -102,14 +103,13 @@ class ModelBenchmark:
         self.configs = {name: settings.config_of(name) for name in settings.contenders}
         self.cannot: dict[str, str] = {}
         first = settings.config_of(None)
-        source = model_source(first, load_tokenizer(first.data.tokenizer, first.model.path, first.data.eos_token))
-        self.blueprint = meta_model(source)
-        self.counts, self.top_k = expert_counts(self.blueprint), top_k_of(self.blueprint)
+        tokenizer = load_tokenizer(first.data.tokenizer, first.model.path, first.data.eos_token)
+        self.blueprint = Blueprint.of_config(first, tokenizer)
+        self.counts, self.size = self.blueprint.expert_counts, self.blueprint.size
         self.degrees = first.parallelism.resolve(self.world, min(self.counts.values()))
-        self.size = model_size(self.blueprint, self.counts, self.top_k)
-        self.topology, self.hardware = find_machine(first.parallelism, device)
+        self.machine = find_machine(first.parallelism, device)
         self.peak, self.peak_source = peak_flops(device, first.training.peak_flops)
-        self.bf16 = device.type == "cuda" if first.training.bf16 is None else first.training.bf16
+        self.bf16 = first.training.computes_in_bf16(device.type == "cuda")
         training, self.length = first.training, first.data.sequence_length
         sequences = training.per_device_train_batch_size * training.gradient_accumulation_steps
         self.tokens = sequences * self.length * self.degrees.dp // self.world
@@ -117,7 +117,8 @@ class ModelBenchmark:
 
     def measure(self) -> Case:
         """Everything."""
-        memory, estimates = find_memory(self.device), {}
+        # Of all ranks the least.
+        memory, estimates = min(gather(self.machine.memory)), {}
         for name in self.configs:
             try:
                 estimates[name] = self._estimate(name)
@@ -144,18 +145,14 @@ class ModelBenchmark:
         return case
 
     def _estimate(self, name: str) -> Memory:
-        cuda = self.device.type == "cuda"
         way, config = "alltoall", self.configs[name]
         degrees = config.parallelism.resolve(self.world, min(self.counts.values()))
         if not self.settings.is_theirs(name):
-            hidden = self.blueprint.config.get_text_config().hidden_size
-            way, _ = likely_transport(
-                config, degrees, hidden, self.top_k, cuda=cuda, topology=self.topology, hardware=self.hardware
-            )
-        return MemoryEstimate(config, degrees, self.blueprint, self.bf16, cuda)(way, "fsdp")
+            way, _ = likely_transport(config, degrees, self.blueprint, self.machine)
+        return MemoryEstimate(config, degrees, self.blueprint.model, self.machine.cuda)(way, "fsdp")
 
     def _case(self, groups: list[list[str]], warnings: list[str], estimates: dict[str, Memory]) -> Case:
-        text = self.blueprint.config.get_text_config()
+        text = self.blueprint.model.config.get_text_config()
         sizes = Sizes(
             model=self.size,
             degrees=self.degrees,
@@ -166,12 +163,13 @@ class ModelBenchmark:
             layers=text.num_hidden_layers,
             moe_layers=len(self.counts),
             num_experts=max(self.counts.values()),
-            top_k=self.top_k,
+            top_k=self.blueprint.top_k,
             number_bytes=2 if self.bf16 else 4,
             parameter_bytes={"bfloat16": 2, "float16": 2}.get(self.dtype, 4),
         )
         rooflines = {
-            kind: roofline_ms(work, self.hardware, self.topology, self.peak) for kind, work in work_of(sizes).items()
+            kind: roofline_ms(work, self.machine.hardware, self.machine.topology, self.peak)
+            for kind, work in work_of(sizes).items()
         }
         rows = [
             Row(
@@ -184,7 +182,7 @@ class ModelBenchmark:
         ]
         return Case(
             model=Path(self.settings.model).stem if Path(self.settings.model).is_file() else self.settings.model,
-            architecture=type(self.blueprint).__name__,
+            architecture=self.blueprint.architecture,
             parameters=self.size.total,
             active=self.size.active,
             layers=sizes.layers,

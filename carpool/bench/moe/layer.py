@@ -37,11 +37,12 @@ from carpool.bench.moe.modules import use
 from carpool.bench.moe.results import Row, show
 from carpool.bench.moe.settings import LayerSettings, fast_experts
 from carpool.bench.moe.shapes import Shape
-from carpool.bench.ranks import rank_device, start_ranks
+from carpool.bench.ranks import start_ranks
 from carpool.bench.results import Result, now, publish
 from carpool.bench.timing import Clock
 from carpool.hf import CarpoolEP
 from carpool.train.config import Config
+from carpool.train.run.machine import rank_device
 from carpool.transport import NVLinkOptions, between_ranks, find_transport
 
 BASELINE = Contender("grouped_mm", "all_to_all", theirs=True)

@@ -30,7 +30,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from carpool.bench.ranks import rank_device, start_ranks
+from carpool.bench.ranks import start_ranks
 from carpool.bench.results import Result, now, publish
 from carpool.bench.routings import make_routings
 from carpool.bench.timing import Clock, rounds
@@ -52,6 +52,7 @@ from carpool.bench.transport.settings import Settings, Shape
 from carpool.layout import ExpertLayout
 from carpool.observe.traffic import Traffic
 from carpool.train.config import Config
+from carpool.train.run.machine import rank_device
 from carpool.transport import set_topology, topology_of
 from carpool.transport.nvlink import why_not
 

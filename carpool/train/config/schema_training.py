@@ -189,6 +189,10 @@ class TrainingSection(Section):
             return int(self.warmup_steps)
         return -int(-self.steps * self.warmup_steps // 1)
 
+    def computes_in_bf16(self, cuda: bool) -> bool:
+        """Whether a run computes in bfloat16, on GPUs (`cuda`) or on CPUs."""
+        return cuda if self.bf16 is None else self.bf16
+
     def one_pass(self, dtype: str) -> bool:
         """Whether parameters of this dtype are updated by the one-pass optimizer."""
         if self.optimizer != "auto":

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from rich.filesize import decimal
 
 import carpool
-from carpool.hf.narrow import row_size
 from carpool.layout.layouts import Layouts
 from carpool.train.checkpoints.ranks import from_rank_0
 from carpool.train.checkpoints.source import keep_source
@@ -32,10 +31,11 @@ def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any
     config = run.model.config.get_text_config()
     layouts = run.layouts()
     assert layer.transport is not None
-    name, size = layer.transport.name, 2 if run.bf16 else run.model.dtype.itemsize
+    name = layer.transport.name
     kept = run.config.memory.kept
     options = run.options.under(run.schedule.answer, kept.rows == "resend")
-    buffer_bytes = layer.transport.buffer_bytes(options, layer.num_ranks, row_size(config), size, run.top_k)
+    row, top_k = run.blueprint.row_size, run.blueprint.top_k
+    buffer_bytes = layer.transport.buffer_bytes(options, layer.num_ranks, row, run.element_size, top_k)
     optimizer, optimizer_lossy = describe_optimizer(run.optimizer)
     lossy = [*optimizer_lossy, *run.experts_lossy, *run.limits_lossy, *run.options.lossy_reasons]
     halves = run.schedule.answer.name == "two-batch" and run.config.training.gradient_accumulation_steps == 1
@@ -57,18 +57,18 @@ def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any
         "history": history,
         "environment": environment(run.device, run.world),
         "model": {
-            "architecture": run.architecture,
+            "architecture": run.blueprint.architecture,
             "attention": run.model.config.get_text_config()._attn_implementation,
-            "parameters": run.size.total,
-            "active_parameters": run.size.active,
+            "parameters": run.blueprint.size.total,
+            "active_parameters": run.blueprint.size.active,
             "num_experts": layer.num_experts,
-            "num_experts_per_tok": run.top_k,
+            "num_experts_per_tok": top_k,
             "moe_layers": list(layouts),
             "hidden_size": config.hidden_size,
             "moe_intermediate_size": getattr(config, "moe_intermediate_size", None) or config.intermediate_size,
         },
-        "topology": run.topology.to_dict(),
-        "hardware": run.hardware.to_dict(),
+        "topology": run.machine.topology.to_dict(),
+        "hardware": run.machine.hardware.to_dict(),
         "parallelism": {
             **run.degrees.record(),
             "sequence_parallel": run.divides_tokens,
@@ -88,7 +88,7 @@ def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any
         "predicted": {
             "memory_per_rank_bytes": run.estimate(name, run.dense.answer),
             "copies_per_token_uniform": run.degrees.etp
-            * layer.transport.copies_per_token(layer.num_experts, run.top_k, run.degrees.ep),
+            * layer.transport.copies_per_token(layer.num_experts, top_k, run.degrees.ep),
             "flops_per_token": run.flops,
         },
         "peak_flops": run.peak,
@@ -188,10 +188,10 @@ def _unequal(run: RunState) -> dict[str, Any]:
 
 def say_hello(run: RunState, resume: Path | None) -> None:
     """The first lines on the terminal."""
-    info, say = run.info, run.display.say
+    info, say, blueprint = run.info, run.display.say, run.blueprint
     say(
-        f"{info['model']['architecture']}: {run.size.total:,} parameters, {run.size.active:,} active per token, "
-        f"{info['model']['num_experts']} experts, top-{run.top_k}"
+        f"{blueprint.architecture}: {blueprint.size.total:,} parameters, {blueprint.size.active:,} active per token, "
+        f"{info['model']['num_experts']} experts, top-{blueprint.top_k}"
     )
     if run.config.model.path is not None and run.config.model.from_scratch:
         say(f"from scratch: {run.config.model.path} has a config.json and no weights")
@@ -215,11 +215,11 @@ def say_hello(run: RunState, resume: Path | None) -> None:
         adapter = run.config.adapter
         say(
             f"adapter: {adapter.kind} of rank {adapter.rank} on {', '.join(adapter.targets)}: trains {run.adapted:,} "
-            f"parameters, {run.adapted / run.size.total:.2%} of the model's"
+            f"parameters, {run.adapted / blueprint.size.total:.2%} of the model's"
         )
     say(f"data: {info['data']['source']}, {run.sequences.describe()}; {len(run.corpus.eval):,} tokens held out")
-    if isinstance(run.source, Path):
-        size = sum(path.stat().st_size for path in run.source.glob("*.safetensors"))
+    if isinstance(blueprint.source, Path):
+        size = sum(path.stat().st_size for path in blueprint.source.glob("*.safetensors"))
         rate = decimal(int(size / run.load_seconds))
         say(f"weights: {decimal(size)} loaded in {run.load_seconds:.1f} s by all ranks together, {rate}/s")
     copies = info["predicted"]["copies_per_token_uniform"]

@@ -9,11 +9,8 @@ Checkpoints are the same files under both, so a run may change this when it is r
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
-
-import torch
 
 from carpool.parallel.degrees import Degrees
 from carpool.planner.chosen import Chosen, Decisions, Kind, Record
@@ -84,12 +81,3 @@ def decide_dense(config: Config, degrees: Degrees, predict: Callable[[str], int]
     if needed > ROOM * memory:
         return "fsdp", f"whole dense parameters do not fit: {sizes}"
     return "replicate", f"whole dense parameters fit: {sizes}"
-
-
-def rank_memory(cuda: bool, ranks: int) -> int:
-    """Bytes that a rank may use: of its GPU, or its share of this machine's memory.
-
-    `ranks`: how many are on this machine."""
-    if cuda:
-        return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks

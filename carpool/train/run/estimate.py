@@ -93,7 +93,6 @@ class MemoryEstimate:
         config: the micro-batch, dtypes, optimizer and policies count.
         degrees: of parallelism.
         model: on the meta device.
-        bf16: compute in bfloat16.
         cuda: on GPUs.
         like: an estimate of the same model; what its layers keep is not measured again if it is the same.
     """
@@ -103,12 +102,12 @@ class MemoryEstimate:
         config: Config,
         degrees: Degrees,
         model: PreTrainedModel,
-        bf16: bool,
         cuda: bool,
         like: MemoryEstimate | None = None,
     ) -> None:
-        self.config, self.degrees, self.model, self.bf16, self.cuda = config, degrees, model, bf16, cuda
+        self.config, self.degrees, self.model, self.cuda = config, degrees, model, cuda
         training = config.training
+        self.bf16 = bf16 = training.computes_in_bf16(cuda)
         counts = experts_modules(model)
         self.num_experts, self.moe_layers = max(counts.values()), len(counts)
         self.expert_adapters = 0
@@ -199,7 +198,7 @@ class MemoryEstimate:
 
     def changed(self, config: Config) -> MemoryEstimate:
         """The same of a run with other settings, on the same ranks."""
-        return MemoryEstimate(config, self.degrees, self.model, self.bf16, self.cuda, self)
+        return MemoryEstimate(config, self.degrees, self.model, self.cuda, self)
 
     def __call__(self, transport: str, dense: str) -> Memory:
         """Predicted bytes of each component on one rank when memory is highest, and their total.

@@ -178,7 +178,7 @@ def _summary(run: RunState, comparison: dict[str, Any] | None) -> dict[str, Any]
         **run.totals,
         **run.losses,
         **summarise_steps([Train.model_validate(r) for r in run.step_records], {run.start + 1}),
-        "num_experts_per_tok": run.top_k,
+        "num_experts_per_tok": run.blueprint.top_k,
         "compare": comparison,
         "exact": run.info["exact"],
         "lossy_reasons": run.info["lossy_reasons"],

@@ -18,7 +18,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,9 @@ from carpool.planner.kept import POLICIES
 from carpool.train.checkpoints.ranks import gather
 from carpool.train.config.schema import Config
 from carpool.train.run.room import make_room
-from carpool.train.run.state import RunState
+
+if TYPE_CHECKING:
+    from carpool.train.run.state import RunState
 
 # By item and policy, of a micro-batch of all layers of the run.
 Times = dict[str, dict[str, float]]
@@ -92,7 +94,9 @@ def measure_policies(run: RunState, given: Mapping[str, str | None], layers: int
     device, model = run.device, run.model
     training, length = run.config.training, run.config.data.sequence_length
     generator = torch.Generator().manual_seed(run.rank)
-    ids_BL = torch.randint(0, run.vocab_size, (training.per_device_train_batch_size, length), generator=generator)
+    ids_BL = torch.randint(
+        0, run.blueprint.vocab_size, (training.per_device_train_batch_size, length), generator=generator
+    )
     batch = {"input_ids": ids_BL.to(device), "labels": ids_BL.to(device)}
     tokens = batch["labels"][:, 1:].numel() * run.degrees.dp_cp
     whole = replicated(model)
@@ -175,7 +179,7 @@ def _take(run: RunState, policies: Mapping[str, str]) -> None:
         run.model.gradient_checkpointing_disable()
     hidden = row_size(run.model.config)
     for own in run.rides:
-        own.prepare(run.top_k, hidden)
+        own.prepare(run.blueprint.top_k, hidden)
 
 
 def groups_before(device: torch.device) -> Callable[[], None]:

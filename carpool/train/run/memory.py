@@ -46,42 +46,6 @@ def open_items(config: Config) -> dict[str, str | None]:
     return given
 
 
-def decide_memory(
-    estimate: MemoryEstimate, transport: str, hardware: Hardware, times: Times | None = None
-) -> tuple[Policies, str]:
-    """(policies, why) for the estimate's own configuration, in one process and without a record.
-
-    Args:
-        times: what each policy costs, measured; None: that is modelled by the hardware's rates.
-
-    Raises:
-        ValueError: no policies fit into the budget."""
-    config, budget = estimate.config, estimate.config.memory.budget_bytes
-    if budget is None:
-        return config.memory.policies, "as configured, for there is no memory.budget"
-    dense = "replicate" if config.parallelism.dense == "replicate" else "fsdp"
-    sizes, tokens = layer_sizes(estimate, transport), estimate.degrees.tokens_per_rank(estimate.tokens)
-
-    def allowed(policies: Policies) -> bool:
-        # Where graphs are "auto", a budget comes first.
-        captured = config.training.cuda_graphs == "on"
-        return not captured or why_not_captured(with_policies(config, policies), config.moe.schedule) is None
-
-    def milliseconds(policies: Policies) -> float:
-        if times is not None:
-            return measured_milliseconds(times, policies)
-        return policies_milliseconds(sizes, tokens, policies, hardware)
-
-    return choose_policies(
-        budget,
-        open_items(config),
-        lambda policies: estimate.changed(with_policies(config, policies))(transport, dense)["total"],
-        milliseconds,
-        "modelled" if times is None else "measured",
-        allowed,
-    )
-
-
 def choose_memory(
     estimate: MemoryEstimate,
     transport: str,
@@ -109,11 +73,11 @@ def choose_memory(
 
     def decide(kept: Chosen[Policies] | None, note: str) -> tuple[Chosen[Policies], bool]:
         if config.memory.budget is None:
-            return Chosen(*_given(config, shape)), False
+            return Chosen(config.memory.policies, shape, "given", "as configured, for there is no memory.budget"), False
         if kept is not None:
             return kept, False
         # Whatever costs what: a budget that is too small is refused before anything is measured.
-        policies, why = decide_memory(estimate, transport, hardware)
+        policies, why = _fitting(estimate, transport, hardware, None)
         # If all is kept, nothing costs anything.
         asked = any(policies[item] != "keep" for item, given in open_items(config).items() if given is None)
         return Chosen(policies, shape, "default", why + note), asked and measure_times is not None
@@ -121,14 +85,41 @@ def choose_memory(
     def measure(fallback: Chosen[Policies]) -> Chosen[Policies]:
         assert measure_times is not None
         times = measure_times()
-        policies, why = decide_memory(estimate, transport, hardware, times)
+        policies, why = _fitting(estimate, transport, hardware, times)
         return Chosen(policies, fallback.shape, "measured", why, times)
 
     return decisions.choose(MEMORY_KIND, shape, decide, measure)
 
 
-def _given(config: Config, shape: dict[str, Any]) -> tuple[Policies, dict[str, Any], str, str]:
-    return config.memory.policies, shape, "given", "asked for"
+def _fitting(estimate: MemoryEstimate, transport: str, hardware: Hardware, times: Times | None) -> tuple[Policies, str]:
+    """(policies that fit into the budget and cost least, why). Costs are `times`; None: modelled by the hardware's
+    rates.
+
+    Raises:
+        ValueError: no policies fit into the budget."""
+    config, budget = estimate.config, estimate.config.memory.budget_bytes
+    assert budget is not None
+    dense = "replicate" if config.parallelism.dense == "replicate" else "fsdp"
+    sizes, tokens = layer_sizes(estimate, transport), estimate.degrees.tokens_per_rank(estimate.tokens)
+
+    def allowed(policies: Policies) -> bool:
+        # Where graphs are "auto", a budget comes first.
+        captured = config.training.cuda_graphs == "on"
+        return not captured or why_not_captured(with_policies(config, policies), config.moe.schedule) is None
+
+    def milliseconds(policies: Policies) -> float:
+        if times is not None:
+            return measured_milliseconds(times, policies)
+        return policies_milliseconds(sizes, tokens, policies, hardware)
+
+    return choose_policies(
+        budget,
+        open_items(config),
+        lambda policies: estimate.changed(with_policies(config, policies))(transport, dense)["total"],
+        milliseconds,
+        "modelled" if times is None else "measured",
+        allowed,
+    )
 
 
 def with_policies(config: Config, policies: Policies) -> Config:

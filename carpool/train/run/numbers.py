@@ -81,5 +81,6 @@ def _computed_again(run: RunState) -> float:
     memory = run.config.memory
     if memory.dense != "recompute":
         return 1.0
-    rest = run.size.active - (run.size.total - run.size.experts)
-    return 1 + (1 - rest / run.size.active if memory.sums != "recompute" else 1) / 3
+    size = run.blueprint.size
+    rest = size.active - (size.total - size.experts)
+    return 1 + (1 - rest / size.active if memory.sums != "recompute" else 1) / 3

@@ -14,23 +14,22 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import ValidationError
 from transformers import PreTrainedModel
 
 from carpool.parallel.degrees import Degrees
-from carpool.planner.chosen import Chosen, Kind
+from carpool.planner.chosen import Chosen, Decisions, Kind
 from carpool.planner.hardware import Hardware
 from carpool.planner.kept import POLICIES
 from carpool.planner.model_shape import ModelShape
 from carpool.planner.search import Found, Plan, Space, plan
 from carpool.train.config.schema import Config
+from carpool.train.run.blueprint import Blueprint
+from carpool.train.run.machine import Machine
 from carpool.train.run.model import context_cut
 from carpool.train.run.pipeline import cut_into_stages
-
-if TYPE_CHECKING:
-    from carpool.train.run.state import RunState
 
 AXES = ("dp_replicate", "fsdp", "cp", "tp", "pp", "ep", "etp")
 # What each section leaves to the plan.
@@ -198,26 +197,26 @@ def make_plan(
     return Planned(first, tuple(others), dict(plans[0].inputs)), why
 
 
-def choose_plan(run: RunState, model: PreTrainedModel, fixed: Collection[str], memory: int) -> Chosen[Planned] | None:
+def choose_plan(
+    config: Config, fixed: Collection[str], blueprint: Blueprint, machine: Machine, decisions: Decisions
+) -> Chosen[Planned] | None:
     """The plan of a run; None if nothing is left to one. All ranks together.
 
     Args:
-        run: that knows its configuration, machine and decisions.
-        model, fixed, memory: as of `make_plan`.
+        fixed: as of `make_plan`.
 
     Raises:
         ValueError: nothing fits."""
-    config = run.config
     if not planned_sections(config):
         return None
     free, dumped, training = free_keys(config, fixed), config.model_dump(mode="json"), config.training
     shape = {
-        "device": run.hardware.name,
-        "ranks": run.world,
-        "model": run.architecture,
+        "device": machine.hardware.name,
+        "ranks": machine.ranks,
+        "model": blueprint.architecture,
         "sequences": training.per_device_train_batch_size * training.gradient_accumulation_steps,
         "sequence_length": config.data.sequence_length,
-        "memory_gib": round(memory / 2**30),
+        "memory_gib": round(machine.memory / 2**30),
         "budget": config.memory.budget,
         "free": sorted(free),
         "given": {key: _get(dumped, key) for section in FREE for key in FREE[section] if key not in free},
@@ -226,12 +225,19 @@ def choose_plan(run: RunState, model: PreTrainedModel, fixed: Collection[str], m
     def decide(kept: Chosen[Planned] | None, note: str) -> tuple[Chosen[Planned], bool]:
         if kept is not None:
             return kept, False
-        nodes = run.topology.num_nodes
-        per_node = run.world // nodes if run.world % nodes == 0 else 1
-        found, why = make_plan(config, fixed, model, run.hardware, world=run.world, per_node=per_node, memory=memory)
+        ranks, nodes = machine.ranks, machine.topology.num_nodes
+        found, why = make_plan(
+            config,
+            fixed,
+            blueprint.model,
+            machine.hardware,
+            world=ranks,
+            per_node=ranks // nodes if ranks % nodes == 0 else 1,
+            memory=machine.memory,
+        )
         return Chosen(found, shape, "modelled", why + note), False
 
-    return run.decisions.choose(PLAN_KIND, shape, decide)
+    return decisions.choose(PLAN_KIND, shape, decide)
 
 
 def with_settings(config: Config, settings: Mapping[str, Any]) -> Config:

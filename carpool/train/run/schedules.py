@@ -35,6 +35,7 @@ from carpool.routing import Routing
 from carpool.schedule import MAX_CHUNKS, Schedule
 from carpool.schedule.priority import RidesFirst
 from carpool.train.config.schema_moe import MoeSection
+from carpool.train.run.machine import device_name
 from carpool.train.run.room import make_room
 from carpool.transport import TransportOptions
 
@@ -72,7 +73,7 @@ def choose_schedule(
         ValueError: tiles, and experts that cannot compute on rows that come in parts.
     """
     own = next((own for own in layers if own.compute is not None), None)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    name = device_name(device)
     ranks = layers[0].num_ranks
     options, transport = layers[0].options, layers[0].transport
     shape = {

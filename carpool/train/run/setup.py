@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig
 from carpool.hf import install, rides, set_experts, set_kept, set_transport
 from carpool.hf.bias import BiasBalance, find_biases
 from carpool.hf.build import build_model
-from carpool.hf.compiled import compile_layers, decoder_layers
+from carpool.hf.compiled import check_backend, compile_layers, decoder_layers
 from carpool.hf.context import ContextParallel
 from carpool.hf.dense import replicate_dense
 from carpool.hf.drops import drop_choices, route_in_float32
@@ -33,20 +33,25 @@ from carpool.hf.layouts import is_logical, logical_like, physical_order, set_lay
 from carpool.hf.limit import limit_routing
 from carpool.hf.metrics import RideMetrics
 from carpool.hf.names import name_layers
-from carpool.hf.narrow import row_size
 from carpool.hf.offload import offload_layers
+from carpool.hf.packed import why_not_packed
 from carpool.hf.recompute import recompute_layers
 from carpool.hf.sequence_moves import MovingSequences
 from carpool.hf.shared import compute_shared_beside
 from carpool.observe.meter import NSIGHT
+from carpool.parallel.meshes import Meshes
 from carpool.parallel.replicated import sharded_parameters
-from carpool.train.checkpoints.ranks import gather
+from carpool.train.checkpoints.manager import CheckpointManager
+from carpool.train.checkpoints.ranks import from_rank_0, gather
 from carpool.train.checkpoints.reading import load
+from carpool.train.checkpoints.resume import checkpoint_to_resume, read_run_state
 from carpool.train.config.schema import Config
-from carpool.train.data.corpus import Corpus, prepare
+from carpool.train.data import corpus
+from carpool.train.data.corpus import Corpus
 from carpool.train.data.loader import EvalLoader, TrainLoader
 from carpool.train.data.prefetch import Prefetch
 from carpool.train.data.sequences import eval_sequences, train_sequences
+from carpool.train.data.tokenizer import load_tokenizer
 from carpool.train.launch.stopping import StopRequest
 from carpool.train.launch.watchdog import Watchdog
 from carpool.train.moving.cost import Facts
@@ -54,24 +59,25 @@ from carpool.train.moving.layouts import first_layouts
 from carpool.train.moving.runtime import Placement
 from carpool.train.run.about import record_graphs, say_hello, write_files, write_run
 from carpool.train.run.adapter import add_adapter
+from carpool.train.run.blueprint import Blueprint
 from carpool.train.run.display import Display
+from carpool.train.run.environment import peak_memory
+from carpool.train.run.files import decisions_of, why_not_writable
+from carpool.train.run.fit import check_fits
 from carpool.train.run.flops import flops_per_token, peak_flops
 from carpool.train.run.graphs import StepGraphs, note_graphs, why_no_graphs
 from carpool.train.run.kept_times import Times, groups_before, measure_policies, small_config, small_model
+from carpool.train.run.machine import Machine, find_machine, rank_device, ranks_of
 from carpool.train.run.memory import open_items
-from carpool.train.run.model import (
-    distributed_config,
-    loading_shown,
-    top_k_of,
-)
-from carpool.train.run.prepare import Prepared
-from carpool.train.run.record import Recorder
+from carpool.train.run.model import distributed_config, loading_shown, top_k_of
+from carpool.train.run.prepare import prepare
+from carpool.train.run.record import Recorder, check_trackers
 from carpool.train.run.room import most_tokens, transport_options
 from carpool.train.run.schedules import choose_schedule, rides_first
 from carpool.train.run.stages import choose_stages
+from carpool.train.run.state import RunState
 from carpool.train.run.step import Objective, make_optimizer
 from carpool.train.run.tiers import disk_folder, make_tiers
-from carpool.train.run.topology import ranks_of
 from carpool.train.run.transports import TRANSPORT_KIND, choose_way
 from carpool.transport import TransportOptions, check_codecs, check_transport, set_topology
 
@@ -79,13 +85,13 @@ from carpool.transport import TransportOptions, check_codecs, check_transport, s
 DEEPSEEK_RATE = 0.001
 
 
-class Setup(Prepared):
+class Setup(RunState):
     """Makes a run's state. All ranks construct it alike.
 
     Args:
         compare_with: a transport whose step times are compared at the end.
         command: what the user typed, for the record.
-        fixed: as `Prepared.fixed`.
+        fixed: settings that the user has said, by SECTION.KEY; a plan leaves them.
 
     Raises:
         ValueError: a configuration, data or checkpoint that cannot be used.
@@ -94,8 +100,7 @@ class Setup(Prepared):
     def __init__(
         self, config: Config, compare_with: str | None, command: str, fixed: Collection[str] = frozenset()
     ) -> None:
-        self.config, self.compare_with, self.fixed = config, compare_with, frozenset(fixed)
-        resume, saved = self._prepare()
+        resume, saved = self._prepare(config, compare_with, fixed)
         self._read_data()
         self._build_model()
         self._set_routing(saved)
@@ -115,39 +120,55 @@ class Setup(Prepared):
         )
         self._open_records(command, resume)
 
-    def _measure_policies(self) -> Times:
-        """What each policy of what is kept costs (`carpool.train.run.kept_times`)."""
-        leave_groups = groups_before(self.device)
-        model, config = self.estimate.model.config, self.config
-        layers = decoder_layers(self.estimate.model)
-        experts = self.estimate.model.get_submodule(next(iter(self.expert_counts)))
-        number = next(n for n, layer in enumerate(layers) if any(one is experts for one in layer.modules()))
-        small = _SmallSetup(small_config(config), small_model(model, number))
-        times = measure_policies(small, open_items(config), len(layers), len(self.expert_counts))
-        del small
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(self.device)
-        leave_groups()
-        return times
+    def _prepare(
+        self, config: Config, compare_with: str | None, fixed: Collection[str] = (), resumes: bool = True
+    ) -> tuple[Path | None, dict[str, Any]]:
+        """(the checkpoint to go on from, what it says beside weights); all else is the state so far.
+
+        Args:
+            resumes: it may go on from a checkpoint."""
+        device, training = rank_device(), config.training
+        self.memory_before, self.compare_with = peak_memory(device), compare_with
+        self.folder = Path(training.output_dir)
+        if why := gather(why_not_writable(self.folder) if dist.get_rank() == 0 else None)[0]:
+            raise ValueError(f"training.output_dir = {self.folder}: {why}; choose another folder")
+        self.checkpoints = CheckpointManager(self.folder, training.save_total_limit)
+        check_trackers(training.report_to)
+        if training.torch_compile:
+            check_backend(training.torch_compile_backend)
+        # As far as one rank can tell alone; together they look again when the model is there.
+        for name in (config.moe.transport, compare_with or "auto"):
+            check_transport(name, None)
+        machine = find_machine(config.parallelism, device)
+
+        def find_checkpoint() -> tuple[Path | None, dict[str, Any]]:
+            found = checkpoint_to_resume(training.resume_from_checkpoint, self.folder, self.checkpoints)
+            return found, read_run_state(found) if found is not None else {}
+
+        resume, saved = from_rank_0(find_checkpoint) if resumes else (None, {})
+        decisions = decisions_of([resume.parent.parent, self.folder] if resume is not None else [])
+        self.tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
+        blueprint = Blueprint.of_config(config, self.tokenizer)
+        super().__init__(prepare(config, machine, blueprint, decisions, fixed, measure_on_small_model))
+        # Advice takes a while, and the answer is the same.
+        from_rank_0(lambda: check_fits(self.estimate, self.likely_transport, self.dense.answer, self.rank_memory))
+        return resume, saved
 
     def _read_data(self) -> None:
         config, training = self.config, self.config.training
         self.corpus = self._make_corpus()
         self._check_vocabulary()
         train, held_out = train_sequences(self.corpus, config.data), eval_sequences(self.corpus, config.data)
-        if train.packed and self.why_not_packed is not None:
-            raise ValueError(
-                f'{self.why_not_packed}, so examples cannot be packed: set data.packing="off" (one in a sequence)'
-            )
+        if train.packed and (why := why_not_packed(self.blueprint.model)) is not None:
+            raise ValueError(f'{why}, so examples cannot be packed: set data.packing="off" (one in a sequence)')
         if config.moe.move_sequences is not None and (train.packed or config.data.packing == "off"):
             raise ValueError(
                 "moe.move_sequences moves sequences of running text (data.packing = 'stream'), not of examples, whose "
                 "masks and padding would have to move, too: leave one of them out"
             )
         self.sequences = train
-        share = {"dp_size": self.degrees.dp, "dp_rank": self.dp_rank, "pad_id": self.tokenizer.eos_id}
+        dp_rank = self.degrees.dp_rank(self.rank)
+        share = {"dp_size": self.degrees.dp, "dp_rank": dp_rank, "pad_id": self.tokenizer.eos_id}
         loader = TrainLoader(
             train,
             batch_size=training.per_device_train_batch_size,
@@ -171,15 +192,15 @@ class Setup(Prepared):
         if self.corpus.train_marks is None:
             return
         largest = max(int(tokens.max()) for tokens in (self.corpus.train, self.corpus.eval) if len(tokens))
-        if largest >= self.vocab_size:
+        if largest >= (vocabulary := self.blueprint.vocab_size):
             raise ValueError(
-                f"the tokenizer makes token {largest} of data.train, but the model has {self.vocab_size} tokens; take "
-                "the model's own tokenizer and chat template"
+                f"the tokenizer makes token {largest} of data.train, but the model has {vocabulary} tokens; take the "
+                "model's own tokenizer and chat template"
             )
 
     def _make_corpus(self) -> Corpus:
         config = self.config
-        return prepare(
+        return corpus.prepare(
             config.data,
             self.tokenizer,
             config.model.path,
@@ -189,10 +210,11 @@ class Setup(Prepared):
 
     def _build_model(self) -> None:
         config, training = self.config, self.config.training
+        self.meshes = Meshes(self.degrees, self.device.type)
         with loading_shown(self.main):
             began = time.perf_counter()
             self.model = build_model(
-                self.source,
+                self.blueprint.source,
                 distributed_config=distributed_config(self.degrees, self.bf16),
                 dtype=getattr(torch, config.model.dtype or "float32"),
                 seed=training.seed,
@@ -221,7 +243,7 @@ class Setup(Prepared):
         moe = self.config.moe
         # Before slots are filled, and before there is a transport: both ask which ranks share a node.
         group = next(iter(rides(self.model).values())).group
-        self.ep_topology = self.topology.of(ranks_of(group))
+        self.ep_topology = self.machine.topology.of(ranks_of(group))
         set_topology(group, self.ep_topology)
         layouts, self.layout_source = first_layouts(self.config, rides(self.model), saved)
         set_layout(self.model, layouts)
@@ -256,37 +278,36 @@ class Setup(Prepared):
             # Before there are buffers: those of chunks are smaller.
             for own in self.rides:
                 own.set_schedule(schedule)
-        hidden = row_size(self.model.config)
-        size = 2 if self.bf16 else self.model.dtype.itemsize
-        codecs = config.codec.codecs.for_rows_of(size)
+        hidden, top_k = self.blueprint.row_size, self.blueprint.top_k
+        codecs = config.codec.codecs.for_rows_of(self.element_size)
         layer, options, device = self.rides[0], TransportOptions(self.most_tokens, codecs), self.device
         self.transport_choice = choose_way(
             moe.transport,
             layer,
-            self.top_k,
+            top_k,
             hidden,
             options,
             device,
             self.decisions,
-            element_size=size,
-            hardware=self.hardware,
+            element_size=self.element_size,
+            hardware=self.machine.hardware,
         )
         options = replace(transport_options(config, self.degrees, self.transport_choice.answer), codecs=codecs)
         own_forward = any(own.compute is None for own in self.rides)
-        self.options, note = options.settled(layer.group, self.top_k, hidden, own_forward)
+        self.options, note = options.settled(layer.group, top_k, hidden, own_forward)
         if note:
             noted = replace(self.transport_choice, why=f"{self.transport_choice.why}; {note}")
             self.transport_choice = self.decisions.add(TRANSPORT_KIND, noted)
         set_transport(self.model, self.transport_choice.answer, options=self.options)
         for own in self.rides:
-            own.prepare(self.top_k, hidden)
+            own.prepare(top_k, hidden)
         if self.compare_with is not None:
             check_transport(self.compare_with, self.rides[0].group)
             if self.compare_with != "auto":
                 check_codecs(self.compare_with, codecs)
         measured: dict[str, Any] = {
             "tokens": self.degrees.tokens_per_rank(training.per_device_train_batch_size * config.data.sequence_length),
-            "top_k": self.top_k,
+            "top_k": top_k,
             "dtype": torch.bfloat16 if self.bf16 else self.model.dtype,
             "device": self.device,
             "decisions": self.decisions,
@@ -297,7 +318,7 @@ class Setup(Prepared):
         self.schedule = choose_schedule(moe.asked_schedule(), self.rides, hidden=hidden, **measured)
         compute_shared_beside(self.model, self.schedule.answer.name != "none")
         for own in self.rides:
-            own.prepare(self.top_k, hidden)
+            own.prepare(top_k, hidden)
         if training.torch_compile:
             compile_layers(self.model, training.torch_compile_backend)
         if config.memory.dense == "offload":
@@ -308,7 +329,7 @@ class Setup(Prepared):
         training, moe = self.config.training, self.config.moe
         coef = moe.router_aux_loss_coef
         settings: dict[str, Any] = dict(
-            top_k=self.top_k,
+            top_k=self.blueprint.top_k,
             aux_coef=getattr(self.model.config, "router_aux_loss_coef", 0.0) or 0.0 if coef is None else coef,
             dp_size=self.degrees.dp_cp,
             autocast=torch.bfloat16 if self.bf16 and self.degrees.dp_cp == 1 else None,
@@ -337,7 +358,7 @@ class Setup(Prepared):
         every = self.config.moe.move_sequences
         if every is None:
             return None
-        return MovingSequences(self.model, every, self.top_k, self.ep_topology, self.hardware)
+        return MovingSequences(self.model, every, self.blueprint.top_k, self.ep_topology, self.machine.hardware)
 
     def _context_parallel(self) -> ContextParallel | None:
         group = self.meshes.group("cp")
@@ -401,20 +422,20 @@ class Setup(Prepared):
             topology=self.ep_topology,
             tokens=self.degrees.tokens_per_rank(tokens),
             micro_batches=training.gradient_accumulation_steps,
-            top_k=self.top_k,
-            hidden=row_size(self.model.config),
-            element_size=2 if self.bf16 else self.model.dtype.itemsize,
+            top_k=self.blueprint.top_k,
+            hidden=self.blueprint.row_size,
+            element_size=self.element_size,
             codecs=self.options.codecs,
             expert_elements=layer.layout.slices
             * sum(math.prod(parameter.shape[1:]) for parameter in layer.experts.parameters()),
-            hardware=self.hardware,
+            hardware=self.machine.hardware,
             speeds=tuple(speeds[rank] for rank in ranks_of(layer.group)) if isinstance(speeds, tuple) else (),
         )
 
     def _open_records(self, command: str, resume: Path | None) -> None:
         """From here on, files are written."""
         config, training = self.config, self.config.training
-        self.flops = flops_per_token(self.size, config.data.sequence_length)
+        self.flops = flops_per_token(self.blueprint.size, config.data.sequence_length)
         self.peak, self.peak_source = peak_flops(self.device, training.peak_flops)
         self.step_records = []
         self.stop = StopRequest()
@@ -444,13 +465,28 @@ class Setup(Prepared):
 class _SmallSetup(Setup):
     """A model of a few layers, in the places of a run, for measurements before it. Nothing is written."""
 
-    def __init__(self, config: Config, model: PreTrainedConfig) -> None:
-        self.config, self.compare_with, self._model_config = config, None, model
-        self._prepare(resumes=False)
+    def __init__(self, config: Config, machine: Machine, model: PreTrainedConfig) -> None:
+        self.compare_with = None
+        RunState.__init__(self, prepare(config, machine, Blueprint.of(model), decisions_of([])))
         self._build_model()
         self._set_routing({})
         self._set_rides()
         self._set_objective()
 
-    def _find_source(self) -> PreTrainedConfig:
-        return self._model_config
+
+def measure_on_small_model(config: Config, machine: Machine, blueprint: Blueprint) -> Times:
+    """What each policy of what is kept costs a run, by steps of a few of its layers. All ranks together."""
+    device = rank_device()
+    leave_groups = groups_before(device)
+    layers = decoder_layers(blueprint.model)
+    experts = blueprint.model.get_submodule(next(iter(blueprint.expert_counts)))
+    first = next(n for n, layer in enumerate(layers) if any(one is experts for one in layer.modules()))
+    small = _SmallSetup(small_config(config), machine, small_model(blueprint.model.config, first))
+    times = measure_policies(small, open_items(config), len(layers), len(blueprint.expert_counts))
+    del small
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    leave_groups()
+    return times

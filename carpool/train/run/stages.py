@@ -28,6 +28,7 @@ from carpool.hf.expert_function import weight_names
 from carpool.hf.expert_parallel import ExpertRides
 from carpool.layout.uniform import uniform_copies
 from carpool.planner.chosen import Chosen, Decisions, Kind
+from carpool.train.run.machine import device_name
 
 BY_SHAPE = "by the shape"
 log = logging.getLogger("carpool")
@@ -139,11 +140,9 @@ def shape_of(own: ExpertRides, tokens: int, top_k: int, dtype: torch.dtype, devi
         groups = own.num_ranks // own.layout.slices
         per_row = min(slots, max(1, round(top_k / uniform_copies(own.num_experts, top_k, groups))))
     rows = -(-tokens * top_k * own.layout.slices // per_row)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     ranks = [a.shape[1] for a in (() if own.adapters is None else own.adapters.factors()[::2]) if a is not None]
-    return Shape(
-        name, str(dtype).removeprefix("torch."), rows, per_row, slots, hidden, inner, max(ranks, default=0)
-    )  # fmt: skip
+    name = str(dtype).removeprefix("torch.")
+    return Shape(device_name(device), name, rows, per_row, slots, hidden, inner, max(ranks, default=0))
 
 
 def why_no_kernels(shape: Shape, device: torch.device) -> str:

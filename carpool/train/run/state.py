@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from carpool.experts import Choices
 from carpool.hf.bias import BiasBalance
@@ -24,15 +24,10 @@ from carpool.layout.layouts import Layouts
 from carpool.layout.topology import Topology
 from carpool.memory.host_experts import HostExperts
 from carpool.parallel.consumed import ConsumedGradients
-from carpool.parallel.context import Cut
-from carpool.parallel.degrees import Degrees
 from carpool.parallel.meshes import Meshes
-from carpool.planner.chosen import Chosen, Decisions
-from carpool.planner.hardware import Hardware
-from carpool.planner.policies import Policies
+from carpool.planner.chosen import Chosen
 from carpool.schedule import Schedule
 from carpool.train.checkpoints.manager import CheckpointManager
-from carpool.train.config.schema import Config
 from carpool.train.data.corpus import Corpus
 from carpool.train.data.loader import EvalLoader
 from carpool.train.data.prefetch import Prefetch
@@ -42,10 +37,7 @@ from carpool.train.launch.stopping import StopRequest
 from carpool.train.launch.watchdog import Watchdog
 from carpool.train.moving.runtime import Placement
 from carpool.train.run.display import Display
-from carpool.train.run.estimate import MemoryEstimate
-from carpool.train.run.flops import ModelSize
-from carpool.train.run.pipeline import CutModel
-from carpool.train.run.plan import Planned
+from carpool.train.run.prepare import Prepared
 from carpool.train.run.record import Recorder
 from carpool.train.run.room import make_room, random_state, restore_random_state
 from carpool.train.run.step import Batch, Objective
@@ -54,17 +46,15 @@ from carpool.transport import TransportOptions
 T = TypeVar("T")
 
 
-class RunState:
-    """Everything that lives as long as a run, the same on all ranks but for what belongs to a rank.
+class RunState(Prepared):
+    """Everything that lives as long as a run, the same on all ranks but for what belongs to a rank: what was prepared,
+    and what is made of it.
 
     Attributes:
         compare_with: a transport whose step times are compared at the end; None: no comparison.
         rank, world, main: this rank, their number, whether this is rank 0.
         memory_before: peak bytes of this process before anything was built.
-        topology, ep_topology: of all ranks; of this rank's expert-parallel group.
-        hardware: rates for the cost model.
-        expert_counts: E of each experts module, by name.
-        cut: the part of each sequence that this rank has; None: whole ones.
+        ep_topology: of this rank's expert-parallel group.
         rides: the layers that ride.
         load_seconds: until all ranks had the model.
         parameters: what the optimizer and clipping see: this rank's shards, where the model is sharded.
@@ -72,11 +62,10 @@ class RunState:
         bias: moves the biases of routers; None: nothing does.
         adapted: parameters of the adapter; 0: the model itself is trained.
         options, most_tokens: of the transport; tokens of a rank in the largest forward.
-        decisions: all that was chosen (`carpool.planner.chosen`); of these, kept, dense, transport_choice, stages (None
-            if there are none) and schedule are asked for elsewhere.
+        transport_choice, stages, schedule: of the decisions, those that need the model; stages: None if its experts
+            have none.
         experts_lossy, limits_lossy: how these change the model's function, for the log.
         layout_source: what says where experts live at the start.
-        plan: what was left to the planner; None: nothing was.
         step, start, saved_at, last_step: now, at the start, of the newest checkpoint, at the end.
         consumed: uses gradients in the backward; None: they are kept until the optimizer's step.
         away: keeps experts in host memory; None: they are on the device.
@@ -86,40 +75,22 @@ class RunState:
         info: run.json.
     """
 
-    config: Config
     compare_with: str | None
     rank: int
     world: int
     main: bool
-    bf16: bool
     device: torch.device
     memory_before: int
     folder: Path
     checkpoints: CheckpointManager
-    topology: Topology
-    ep_topology: Topology
-    hardware: Hardware
     tokenizer: Tokenizer
-    source: PreTrainedConfig | Path
-    architecture: str
-    expert_counts: dict[str, int]
-    degrees: Degrees
-    batch_sizes: tuple[int, ...]
-    attention: str | None
-    divides_tokens: bool
-    why_divided: str
     meshes: Meshes
-    pipeline: CutModel | None
-    dp_rank: int
-    cut: Cut | None
+    ep_topology: Topology
     corpus: Corpus
     sequences: Sequences
-    why_not_packed: str | None
-    vocab_size: int
     loader: Prefetch
     eval_loader: EvalLoader
     model: PreTrainedModel
-    top_k: int
     bias: BiasBalance | None
     load_seconds: float
     adapted: int
@@ -128,11 +99,6 @@ class RunState:
     rides: list[ExpertRides]
     options: TransportOptions
     most_tokens: int
-    decisions: Decisions
-    plan: Chosen[Planned] | None
-    kept: Chosen[Policies]
-    dense: Chosen[str]
-    estimate: MemoryEstimate
     transport_choice: Chosen[str]
     stages: Chosen[Choices] | None
     schedule: Chosen[Schedule]
@@ -152,7 +118,6 @@ class RunState:
     last_step: int
     totals: dict[str, int]
     losses: dict[str, float | None]
-    size: ModelSize
     flops: int
     peak: float | None
     peak_source: str
@@ -162,6 +127,23 @@ class RunState:
     recorder: Recorder
     display: Display
     info: dict[str, Any]
+
+    def __init__(self, prepared: Prepared) -> None:
+        vars(self).update(vars(prepared))
+        device = prepared.machine.device
+        assert device is not None, "a run has ranks"
+        self.rank, self.world, self.device = prepared.machine.rank, prepared.machine.ranks, device
+        self.main = self.rank == 0
+
+    @property
+    def bf16(self) -> bool:
+        """Whether it computes in bfloat16."""
+        return self.config.training.computes_in_bf16(self.machine.cuda)
+
+    @property
+    def element_size(self) -> int:
+        """Bytes of an element of a row that travels, before a codec."""
+        return 2 if self.bf16 else self.model.dtype.itemsize
 
     def layouts(self) -> Layouts:
         """Where the experts of each layer are now. Those of other stages of a pipeline are as this rank's."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,27 +25,31 @@ from carpool.memory.optimizer import AdamW
 from carpool.parallel.consumed import ConsumedGradients
 from carpool.train.checkpoints.ranks import gather
 from carpool.train.config.schema import Config
+from carpool.train.run.machine import Machine
 from carpool.train.run.model import meta_model
-from carpool.train.run.state import RunState
+
+if TYPE_CHECKING:
+    from carpool.train.run.state import RunState
 
 
-def check_tiers(run: RunState, host: int, disk: int) -> None:
+def check_tiers(config: Config, machine: Machine, host: int, disk: int) -> None:
     """Raise ValueError, on all ranks, if a machine has not the host memory, or not the disk, for what its ranks will
-    keep there. Collective.
+    keep there. Collective over the ranks, if there are any.
 
     Args:
         host, disk: bytes of each rank."""
     if not host and not disk:
         return
-    ranks, what = run.topology.ranks_beside(run.rank), "what this run keeps there (training.optimizer_state, [memory])"
+    ranks = machine.topology.ranks_beside(machine.rank)
+    what = "what this run keeps there (training.optimizer_state, [memory])"
     problem = None
     try:
         if host:
             check_host_memory(host, what, ranks)
         if disk:
-            check_disk(disk, what, disk_folder(run.config), ranks)
+            check_disk(disk, what, disk_folder(config), ranks)
     except ValueError as error:
-        problem = f"rank {run.rank}: {error}"
+        problem = f"rank {machine.rank}: {error}"
     if found := [text for text in gather(problem) if text]:
         raise ValueError(found[0])
 

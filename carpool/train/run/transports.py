@@ -12,13 +12,14 @@ from __future__ import annotations
 import torch
 
 from carpool.hf.expert_parallel import ExpertRides
-from carpool.layout.topology import Topology
 from carpool.parallel.degrees import Degrees
 from carpool.planner.chosen import Chosen, Decisions, Kind
 from carpool.planner.hardware import Hardware, hardware_of
 from carpool.planner.nodes import automatic_transport
 from carpool.train.checkpoints.ranks import gather
 from carpool.train.config.schema import Config
+from carpool.train.run.blueprint import Blueprint
+from carpool.train.run.machine import Machine, device_name
 from carpool.train.run.room import most_tokens, transport_options
 from carpool.transport import (
     TRANSPORTS,
@@ -66,10 +67,10 @@ def choose_way(
         reasons = gather(unfit_transports(layer.group, hidden, options, own_forward=layer.compute is None))
         unfit = {name: reason for of_rank in reversed(reasons) for name, reason in of_rank.items()}
         several_nodes = layer.group is not None and not any(gather(why_not_nodes(layer.group)))
-    machine = hardware or hardware_of(torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu")
+    machine = hardware or hardware_of(device_name(device))
     shape = {
         "requested": wanted,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "device": device_name(device),
         "ranks": layer.num_ranks,
         "top_k": top_k,
         "hidden": hidden,
@@ -90,32 +91,16 @@ def choose_way(
     return decisions.choose(TRANSPORT_KIND, shape, decide)
 
 
-def likely_transport(
-    config: Config,
-    degrees: Degrees,
-    hidden: int,
-    top_k: int,
-    *,
-    cuda: bool,
-    topology: Topology,
-    hardware: Hardware,
-    here: bool = True,
-) -> tuple[str, str]:
-    """What the ranks will choose, and why, as far as this process can tell without them.
-
-    Args:
-        hidden, top_k: H and K.
-        cuda: on GPUs.
-        topology: of all ranks of the run.
-        here: the run is meant for this machine, which is asked.
-    """
-    moe, group = config.moe, topology.of(degrees.ranks_along(0, "ep", "etp"))
+def likely_transport(config: Config, degrees: Degrees, blueprint: Blueprint, machine: Machine) -> tuple[str, str]:
+    """What the ranks will choose, and why, as far as this process can tell without them."""
+    moe, hardware, here = config.moe, machine.hardware, machine.here
+    group, hidden = machine.topology.of(degrees.ranks_along(0, "ep", "etp")), blueprint.row_size
     if moe.transport != "auto":
         if here:
             check_transport(moe.transport, None)
-        return choose_transport(moe.transport, degrees.expert_ranks, top_k)
+        return choose_transport(moe.transport, degrees.expert_ranks, blueprint.top_k)
     unfit: dict[str, str] | None = None
-    if cuda and degrees.expert_ranks > 1:
+    if machine.cuda and degrees.expert_ranks > 1:
         reasons = {
             cls.name: group.why_no_peer_memory()
             or (None if here or hardware.nvlink is not None else f"{hardware.name} has no NVLink")
@@ -126,9 +111,8 @@ def likely_transport(
             if cls.automatic and not cls.anywhere
         }
         unfit = {one: reason for one, reason in reasons.items() if reason is not None}
-    bf16 = cuda if config.training.bf16 is None else config.training.bf16
+    half = config.training.computes_in_bf16(machine.cuda) or config.model.dtype in ("bfloat16", "float16")
     return automatic_transport(
-        degrees.expert_ranks, top_k, unfit, group, hidden=hidden,
-        element_size=2 if bf16 or config.model.dtype in ("bfloat16", "float16") else 4,
+        degrees.expert_ranks, blueprint.top_k, unfit, group, hidden=hidden, element_size=2 if half else 4,
         tokens=most_tokens(config, degrees), hardware=hardware, limited=moe.limits(group).active(group.num_ranks),
     )  # fmt: skip
