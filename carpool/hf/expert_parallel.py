@@ -45,6 +45,7 @@ from carpool.parallel.sequence import gather_rows, own_rows, split_rows
 from carpool.routing import Routing
 from carpool.transport import TRANSPORTS, Transport, TransportOptions
 from carpool.transport.nvlink import Buffers
+from carpool.transport.room import Room
 
 Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -320,10 +321,15 @@ def transport(model: nn.Module, name: str, options: TransportOptions | None = No
             own.set_transport(requested)
 
 
+def rooms_of_rides(layers: Iterable[ExpertRides]) -> list[Room]:
+    """What may have too few places for the rows of these layers, each once."""
+    rooms = (room for own in layers if own.transport is not None for room in own.transport.rooms)
+    return list({id(one): one for one in rooms}.values())
+
+
 def buffers_of_rides(layers: Iterable[ExpertRides]) -> list[Buffers]:
-    """The buffers that these layers use now, each once; none unless they ride over `nvlink`."""
-    buffers = (getattr(own.transport, "buffers", None) for own in layers)
-    return list({id(one): one for one in buffers if one is not None}.values())
+    """Those of `rooms_of_rides` that are buffers of `nvlink`."""
+    return [one for one in rooms_of_rides(layers) if isinstance(one, Buffers)]
 
 
 def register() -> None:

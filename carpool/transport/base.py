@@ -34,6 +34,7 @@ from carpool.memory import Arena
 from carpool.observe.traffic import VERBS, Traffic
 from carpool.transport.codecs import PLAIN, Codecs
 from carpool.transport.options import TransportOptions
+from carpool.transport.room import Room
 from carpool.transport.volume import Counts, Volume
 
 # What travels beside a row for each choice that it serves: an int32 slot and a float32 weight on the way out, the
@@ -292,6 +293,11 @@ class Transport(ABC):
     def arena(self) -> Arena | None:
         """Where layers keep what only the device can count; None if the host knows, or memory does not matter."""
         return None
+
+    @property
+    def rooms(self) -> tuple[Room, ...]:
+        """What may have too few places for rows; empty if nothing."""
+        return ()
 
     def check(self) -> None:
         """Raise if rows had no place, or a rank did not arrive, since the last call. Waits for the device."""

@@ -14,7 +14,8 @@ dtype, and sends one row for each (token, node). Gradients go the same ways.
 Cost per token: one row for each other node, and one for each rank that it visits, both ways. With 8 of 128 experts on
 2 nodes of 8 ranks that is 1.0 row between nodes instead of 3.3 with `dedup`, if experts are chosen uniformly.
 
-    hop 1    fixed      all tokens to each other node: no counts, the host waits for nothing (`fixed.py`)
+    hop 1    fixed      all tokens to each other node, or as many rows as steps need (`fixed.py`): no counts, the host
+                        waits for nothing
              counted    those that chose experts there (`dedup.py`): the host waits for their number
     hop 2    nvlink     where every rank of every node can use it: the host waits for nothing either
              dedup      elsewhere
@@ -36,7 +37,7 @@ from carpool.layout.topology import Topology
 from carpool.layout.uniform import uniform_copies
 from carpool.memory import Arena
 from carpool.observe.traffic import VERBS
-from carpool.transport.base import bytes_of_rides
+from carpool.transport.base import BufferOverflowError, bytes_of_rides
 from carpool.transport.codecs import PLAIN, Codecs
 from carpool.transport.dedup import Dedup
 from carpool.transport.exchange import COUNT_BYTES
@@ -46,6 +47,7 @@ from carpool.transport.multi_hop import Hop, MultiHop
 from carpool.transport.nodes import hops_of, why_not_nodes
 from carpool.transport.nvlink import Buffers, NVLink, NVLinkOptions
 from carpool.transport.options import TransportOptions
+from carpool.transport.room import NodeRoom, Room, node_room
 from carpool.transport.volume import Counts, Volume, one_row_per_rank
 
 
@@ -96,8 +98,9 @@ class Hierarchical(MultiHop):
         between_WW, inside_WW = _between(rank_TK, num_nodes, per_node), _inside(rank_TK, num_nodes, per_node)
         plan_WW = (rail_WW | node_WW) * COUNT_BYTES
         if options is not None and options.first_hop == "fixed":
-            assert options.max_tokens is not None
-            between_WW = (rail_WW & ~node_WW) * options.max_tokens
+            rows = options.capacity or options.step_tokens or options.max_tokens
+            assert rows is not None
+            between_WW = (rail_WW & ~node_WW) * rows
             plan_WW = node_WW * COUNT_BYTES
         if options is not None and options.inside == "nvlink":
             plan_WW = np.where(node_WW, 0, plan_WW)
@@ -137,7 +140,13 @@ class Hierarchical(MultiHop):
         options = options or HierarchicalOptions()
         hops = hops_of(group)
         node_slots = slots_per_rank * len(hops.node_ranks)
-        between = (FixedRows if options.first_hop == "fixed" else Dedup)(hops.rail, node_slots, options)
+        between: FixedRows | Dedup
+        if options.first_hop == "fixed":
+            assert options.max_tokens is not None
+            room = node_room(hops.rail, options.max_tokens, options.capacity, options.step_tokens)
+            between = FixedRows(hops.rail, node_slots, options, room)
+        else:
+            between = Dedup(hops.rail, node_slots, options)
         inside: Dedup | NVLink
         if options.inside == "nvlink":
             inside = NVLink(hops.node, slots_per_rank, options.nvlink_inside(len(hops.rail_ranks)))
@@ -156,8 +165,32 @@ class Hierarchical(MultiHop):
     def arena(self) -> Arena | None:
         return self.inside.arena
 
+    @property
+    def node_room(self) -> NodeRoom | None:
+        """Of hop 1, if it has a fixed size."""
+        return self.between.room if isinstance(self.between, FixedRows) else None
+
+    @property
+    def rooms(self) -> tuple[Room, ...]:
+        room = self.node_room
+        return (*(() if room is None or not room.counted else (room,)), *self.inside.rooms)
+
     def check(self) -> None:
+        """Raises:
+        BufferOverflowError: more rows for another node than hop 1 has room for. All ranks of a group alike."""
         self.inside.check()
+        if (room := self.node_room) is None or not room.counted:
+            return
+        needed = room.needed.clone()
+        if self.group is not None:
+            dist.all_reduce(needed, op=dist.ReduceOp.MAX, group=self.group)
+        if (rows := int(needed.item())) > room.capacity:
+            raise BufferOverflowError(
+                f"rows had no place: transport 'hierarchical' sends {room.capacity} rows to each other node, and "
+                f"{rows} were needed. The outputs and gradients since then are NaN. Raise capacity "
+                "(HierarchicalOptions), or leave it out: then there is a row for each token",
+                rows,
+            )
 
 
 def _between(rank_TK: Sequence[Counts], num_nodes: int, per_node: int) -> Counts:

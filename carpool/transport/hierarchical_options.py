@@ -2,12 +2,15 @@
 
     HierarchicalOptions(max_tokens=8192).settled(group, 8, 2048)    the options, and a sentence for the log
 
-Hop 1 has a fixed size unless too many of its rows would be empty: as measured (`node_rows`), or as expected of uniform
-choices. With K = 8, of 2 nodes 0.4 % are empty, of 4 nodes 10 %, of 8 nodes 34 %.
+Where steps are repeated if rows had no place (`step_tokens`), and the host waits for nothing inside nodes either, hop 1
+has a fixed size, which follows what steps need (`carpool.transport.room`). Elsewhere it has a fixed size unless too
+many of its rows would be empty: as measured (`node_rows`), or as expected of uniform choices. With K = 8, of 2 nodes
+0.4 % are empty, of 4 nodes 10 %, of 8 nodes 34 %.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -19,6 +22,7 @@ from carpool.transport.codecs import PLAIN, Codecs
 from carpool.transport.nodes import hops_of, topology_of
 from carpool.transport.nvlink import NVLink, NVLinkOptions
 from carpool.transport.options import TransportOptions
+from carpool.transport.room import GROWN
 
 if TYPE_CHECKING:
     from carpool.schedule import Schedule
@@ -32,16 +36,22 @@ class HierarchicalOptions(TransportOptions):
     """How the `hierarchical` transport works; all is exact but codecs.
 
     Attributes:
-        first_hop: "fixed": as many rows to each other node as the largest rank has tokens; takes `max_tokens`.
-            "counted": those that are needed. "auto": what `settled` says; a transport made without it counts.
+        first_hop: "fixed": equally many rows to each other node; takes `max_tokens`. "counted": those that are needed.
+            "auto": what `settled` says; a transport made without it counts.
         inside: what passes rows on inside a node. "auto": as `first_hop`; a transport made without it takes dedup.
         node_rows: rows between nodes that a token needs, mean, if that was measured.
+        capacity: of a hop of fixed size, rows to each other node. None: as many as the largest rank has tokens, which
+            always suffices. If more are needed, sums are NaN, and `Transport.check` raises.
+        step_tokens: tokens of the largest rank in a step, for who repeats a step whose rows had no place, as `carpool
+            train` does. The size then follows what steps need, and starts as `node_rows` says. None: it stays.
         nvlink: of `nvlink` inside; its `max_tokens` and `capacity` are of one rank's tokens, here as there.
     """
 
     first_hop: Literal["auto", "fixed", "counted"] = "auto"
     inside: Literal["auto", "nvlink", "dedup"] = "auto"
     node_rows: float | None = None
+    capacity: int | None = None
+    step_tokens: int | None = None
     nvlink: NVLinkOptions = field(default_factory=NVLinkOptions)
 
     def __post_init__(self) -> None:
@@ -50,6 +60,12 @@ class HierarchicalOptions(TransportOptions):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not known; use one of {', '.join(known)}")
         if self.first_hop == "fixed" and self.max_tokens is None:
             raise ValueError("first_hop='fixed' needs max_tokens: the tokens of the largest rank")
+        if self.capacity is not None and (
+            self.first_hop != "fixed" or not 1 <= self.capacity <= (self.max_tokens or 0)
+        ):
+            raise ValueError(
+                f"capacity={self.capacity} is of first_hop='fixed', between 1 and max_tokens={self.max_tokens}"
+            )
 
     @classmethod
     def from_settings(
@@ -101,13 +117,19 @@ class HierarchicalOptions(TransportOptions):
             inside = "dedup" if reason else "nvlink"
             notes.append(f"inside nodes {inside}" + (f", not nvlink: {reason}" if reason else ""))
         if first_hop == "auto":
-            first_hop, why = self._first_hop(num_nodes, top_k)
+            first_hop, why = self._first_hop(inside, num_nodes, top_k)
             notes.append(f"between nodes {why}")
-        return replace(self, inside=inside, first_hop=first_hop), "; ".join(notes)
+        capacity = self.capacity
+        if first_hop == "fixed" and capacity is None and self.step_tokens is not None and self.node_rows is not None:
+            mean = self.node_rows / max(1, num_nodes - 1) * self.step_tokens
+            capacity = min(self.step_tokens, max(1, math.ceil(GROWN * mean)))
+        return replace(self, inside=inside, first_hop=first_hop, capacity=capacity), "; ".join(notes)
 
-    def _first_hop(self, num_nodes: int, top_k: int) -> tuple[Literal["fixed", "counted"], str]:
+    def _first_hop(self, inside: str, num_nodes: int, top_k: int) -> tuple[Literal["fixed", "counted"], str]:
         if self.max_tokens is None:
             return "counted", "counted rows, because nobody said how many tokens a rank may have (max_tokens)"
+        if inside == "nvlink" and self.step_tokens is not None:
+            return "fixed", "as many rows as steps need: the host waits for nothing"
         others = num_nodes - 1
         needed, source = self.node_rows, "were measured"
         if needed is None:

@@ -3,6 +3,7 @@
     parity    two nodes of two ranks, rows of fixed size between them and nvlink inside: output and every gradient
               against a float64 reference, and twice the same bits; the all-to-alls in steps, too
     sync      forward and backward never wait for the device
+    rows      fewer rows between nodes than tokens
     sequences sequences that move: the losses and gradients of those that stay
     slots     what several ranks of a node want crosses once: the same weights, and gradients but for rounding
 
@@ -11,12 +12,14 @@ Which ranks share a node is said (`tests.ranks.mesh`); how they are joined does 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 import torch.distributed as dist
 
 import carpool
-from carpool.transport import TRANSPORTS
+from carpool.transport import TRANSPORTS, HierarchicalOptions
 from carpool.transport.fixed import FixedRows
 from carpool.transport.hierarchical import Hierarchical
 from carpool.transport.nvlink import NVLink
@@ -79,21 +82,18 @@ def sequences() -> tuple[bool, str]:
     ) < 1e-4 and moved > 0, f"{moved} sequences moved, losses {stay[0]}, {move[0]}"
 
 
-def sync() -> tuple[bool, str]:
-    hidden, tokens = 64, 200
-    ep_mesh = mesh((dist.get_world_size(),), ("ep",))["ep"]
-    moe = carpool.MoE(
-        hidden,
-        48,
-        16,
-        8,
-        ep_mesh=ep_mesh,
-        transport="hierarchical",
-        max_tokens=tokens,
-        device="cuda",
+def layer(tokens: int, **options: Any) -> carpool.MoE:
+    return carpool.MoE(
+        64, 48, 16, 8, ep_mesh=mesh((dist.get_world_size(),), ("ep",))["ep"], transport="hierarchical",
+        transport_options=HierarchicalOptions(tokens, first_hop="fixed", **options), device="cuda",
         dtype=torch.bfloat16,
-    )
-    x = torch.randn(tokens, hidden, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    )  # fmt: skip
+
+
+def sync() -> tuple[bool, str]:
+    tokens = 200
+    moe = layer(tokens, step_tokens=tokens)
+    x = torch.randn(tokens, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     for _ in range(2):  # buffers are made and kernels compiled
         moe(x).square().sum().backward()
     transport = moe.transport
@@ -108,5 +108,30 @@ def sync() -> tuple[bool, str]:
     return both and transport.graphable, f"no wait for the device, {moe.core.why}"
 
 
+def rows() -> tuple[bool, str]:
+    """As many rows between nodes as are needed give the bits of one for each token; fewer are noticed."""
+    tokens, rank = 200, dist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    expert_TK = torch.rand(tokens, 16, generator=generator).argsort(1)[:, :8].int()
+    # Every other token stays on its node.
+    expert_TK[::2] = torch.where(expert_TK[::2] // 8 == rank // 2, expert_TK[::2], -1)
+    x = torch.randn(tokens, 64, generator=generator).to("cuda", torch.bfloat16).requires_grad_()
+    found = []
+    for capacity in (tokens, tokens // 2, tokens // 2 - 1):
+        torch.manual_seed(0)
+        moe, needed = layer(tokens, capacity=capacity), None
+        weight_TK = torch.full((tokens, 8), 0.125, device="cuda")
+        y = moe(x, routing=carpool.Routing(expert_TK.cuda(), weight_TK))
+        (dx,) = torch.autograd.grad(y.float().square().sum(), x)
+        try:
+            carpool.transport.check_overflow(moe.transport)
+        except carpool.transport.BufferOverflowError as error:
+            needed = error.needed
+        found.append((y, dx, needed))
+    (y, dx, _), (same_y, same_dx, enough), (nan, _, needed) = found
+    same = torch.equal(y, same_y) and torch.equal(dx, same_dx) and enough is None
+    return same and needed == tokens // 2 and bool(nan.isnan().all()), f"same bits: {same}, {needed} rows were needed"
+
+
 if __name__ == "__main__":
-    run_mode({"parity": parity, "sync": sync, "slots": slots, "sequences": sequences})
+    run_mode({"parity": parity, "sync": sync, "rows": rows, "slots": slots, "sequences": sequences})

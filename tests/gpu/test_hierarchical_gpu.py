@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(560)]
 
 
 @needs(4)
-@pytest.mark.parametrize("mode", ["parity", "sync", "slots", "sequences"])
+@pytest.mark.parametrize("mode", ["parity", "sync", "rows", "slots", "sequences"])
 def test_two_nodes_of_two_ranks(mode: str) -> None:
     out = torchrun(4, "tests.gpu.hierarchical_worker", mode, seconds=400)
     lines = [line for line in out.splitlines() if line.startswith(f"{mode}: ")]

@@ -29,6 +29,7 @@ from carpool.transport import HierarchicalOptions, make_transport
 from carpool.transport.fixed import FixedRows
 from carpool.transport.hierarchical import Hierarchical
 from carpool.transport.multi_hop import Hop, MultiHop
+from carpool.transport.room import NodeRoom
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("needs TRITON_INTERPRET=1; tests/conftest.py sets it where there is no GPU", allow_module_level=True)
@@ -56,7 +57,7 @@ class Rail:
         return lambda: came
 
 
-def two_hops(pieces: int, resend: bool) -> list[Hierarchical]:
+def two_hops(pieces: int, resend: bool, rows: int) -> list[Hierarchical]:
     """A transport for each rank."""
     lock = threading.Lock()
     rails = [Rail() for _ in range(PER_NODE)]
@@ -73,7 +74,7 @@ def two_hops(pieces: int, resend: bool) -> list[Hierarchical]:
             transport.plan = meeting.locked(transport.plan)  # type: ignore[method-assign]
             for lease in transport.buffers._leases:
                 lease.bytes[lease.regions.rows :] = 0xFF  # NaN, in every place that nobody writes
-            between = FixedRows(None, PER_NODE * SLOTS, HierarchicalOptions(MOST))
+            between = FixedRows(None, PER_NODE * SLOTS, HierarchicalOptions(MOST), NodeRoom(MOST, rows))
             between.num_ranks, between.rank = NODES, node
             between._start = lambda *rows, rail=rails[number], own=node: rail.start(own, *rows)  # type: ignore[assignment, misc]
             both = Hierarchical.__new__(Hierarchical)
@@ -94,6 +95,9 @@ def test_output_and_gradients_are_those_of_one_rank(chunks: int, resend: bool) -
     up, down = draw(EXPERTS, 2 * INNER, HIDDEN), draw(EXPERTS, HIDDEN, INNER)
     slot = torch.rand(sum(TOKENS), EXPERTS, generator=generator).argsort(1)[:, :TOP_K].int()
     slot[::4, 1] = -1
+    slot[::3] = -1
+    # So fewer rows cross than there are tokens, in each piece.
+    rows = 8 if chunks == 2 else 6
     x, dy, weight = draw(sum(TOKENS), HIDDEN), draw(sum(TOKENS), HIDDEN), draw(sum(TOKENS), TOP_K).abs()
 
     def forward_and_backward(transport: Any, mine: slice, homes: slice, stats: LayerStats) -> list[torch.Tensor]:
@@ -107,7 +111,7 @@ def test_output_and_gradients_are_those_of_one_rank(chunks: int, resend: bool) -
 
     every = slice(None)
     want = forward_and_backward(make_transport("dedup", None, EXPERTS), every, every, LayerStats(EXPERTS, 1, 0))
-    transports, stats = two_hops(chunks, resend), [LayerStats(EXPERTS, RANKS, rank) for rank in range(RANKS)]
+    transports, stats = two_hops(chunks, resend, rows), [LayerStats(EXPERTS, RANKS, rank) for rank in range(RANKS)]
     starts = [sum(TOKENS[:rank]) for rank in range(RANKS)]
     mine = [slice(start, start + tokens) for start, tokens in zip(starts, TOKENS, strict=True)]
 
@@ -124,7 +128,7 @@ def test_output_and_gradients_are_those_of_one_rank(chunks: int, resend: bool) -
         return
     # Counted on the host between nodes and by kernels inside, bytes are those that the settled options predict.
     settled, layout = (
-        HierarchicalOptions(MOST, first_hop="fixed", inside="nvlink"),
+        HierarchicalOptions(MOST, first_hop="fixed", inside="nvlink", capacity=rows),
         ExpertLayout.contiguous(EXPERTS, RANKS),
     )
     shape: dict[str, Any] = {"hidden": HIDDEN, "element_size": 4}

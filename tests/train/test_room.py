@@ -7,7 +7,6 @@ import subprocess
 import sys
 import unittest.mock
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,51 +69,54 @@ def test_refused_settings(setting: str) -> None:
 
 @pytest.mark.parametrize(("needed", "most", "capacity"), [(0, 64, 0), (4, 64, 0), (5, 64, 8), (9, 12, 12), (9, 64, 16)])
 def test_room_is_made_when_rows_had_no_place(needed: int, most: int, capacity: int) -> None:
-    buffers = [Buffers(None, CPU, max_tokens=4) for _ in range(2)]
+    buffers = [Buffers(None, CPU, max_tokens=most, capacity=4) for _ in range(2)]
     buffers[1].needed.fill_(needed)
-    assert make_room(buffers, most, CPU) == ((capacity, 0) if capacity else None)
+    assert make_room(buffers, CPU) == ((capacity, 0, None) if capacity else None)
     assert [one.capacity for one in buffers] == [capacity or 4] * 2
-    assert make_room(buffers, most, CPU) is None
+    assert make_room(buffers, CPU) is None
 
 
 def test_an_arena_that_was_too_small_has_the_size_that_was_needed() -> None:
     buffers = Buffers(None, CPU, max_tokens=4, arena_bytes=1024)
     assert buffers.arena is not None
     fits = buffers.arena.reserve(64, torch.float32, torch.tensor([4]))
-    assert make_room([buffers], 4, CPU) is None
+    assert make_room([buffers], CPU) is None
     late = buffers.arena.reserve(64, torch.float32, torch.tensor([12]))
     assert fits.start is not None and late.start is not None and int(late.start) == -1
-    assert make_room([buffers], 4, CPU) == (4, 1.25 * 4096) and buffers.arena.capacity == 1.25 * 4096
-    assert make_room([buffers], 4, CPU) is None
+    assert make_room([buffers], CPU) == (4, 1.25 * 4096, None) and buffers.arena.capacity == 1.25 * 4096
+    assert make_room([buffers], CPU) is None
 
 
 def test_the_worst_case_asks_no_device() -> None:
-    untouchable = SimpleNamespace(capacity=64, arena=None)
-    assert make_room([untouchable], 64, CPU) is None  # type: ignore[list-item]
+    untouchable = Buffers(None, CPU, max_tokens=64)
+    del untouchable.needed
+    assert make_room([untouchable], CPU) is None
 
 
-class Cramped:
+class Cramped(Buffers):
     """Stands for the buffers of a transport: too small on one rank in the first two attempts, and in two more later."""
 
-    num_ranks, size, arena = 1, 0, None
+    asked = 0
 
     def __init__(self) -> None:
-        self.capacity, self.asked = 64, 0
+        super().__init__(None, CPU, max_tokens=10**6, capacity=64)
 
-    def overflow(self) -> int:
+    @property
+    def needed(self) -> torch.Tensor:
         self.asked += 1
-        return self.capacity + 1 if dist.get_rank() == 1 and self.asked in (2, 3, 6) else 0
+        return torch.tensor([self.capacity + 1 if dist.get_rank() == 1 and self.asked in (2, 3, 6) else 0])
+
+    @needed.setter
+    def needed(self, value: torch.Tensor) -> None:
+        pass
 
     def grow(self, capacity: int) -> None:
         self.capacity = capacity
 
-    def check(self) -> None:
-        pass
-
 
 def _train(output: str, settings: list[str], cramped: bool) -> int:
     buffers: list[Any] = [Cramped()] if cramped else []
-    with unittest.mock.patch("carpool.train.run.state.buffers_of_rides", lambda layers: buffers):
+    with unittest.mock.patch("carpool.train.run.state.rooms_of_rides", lambda layers: buffers):
         train(load_config(None, [*MODEL, *settings, *CUT, f"training.output_dir={output}"]))
     return buffers[0].capacity if cramped else 0
 

@@ -82,8 +82,8 @@ def _options_of_transport(name: str) -> tuple[str, dict[str, Any]]:
     if name == "nvlink":
         return "the options of transport 'nvlink' are the section [nvlink]", {}
     cls = TRANSPORTS[name].options_class
-    # What other settings say: the largest number of tokens, and the section [nvlink] of a transport that has it inside.
-    shared = {field.name for field in fields(TransportOptions)} | {"nvlink"}
+    # What other settings say: numbers of tokens, and the section [nvlink] of a transport that has it inside.
+    shared = {field.name for field in fields(TransportOptions)} | {"nvlink", "step_tokens"}
     known = {} if cls is None else {key: kind for key, kind in get_type_hints(cls).items() if key not in shared}
     return f"transport {name!r} has {_listed(known)}", known
 
@@ -140,8 +140,9 @@ class MoeSection(Section):
     transport_options: dict[str, Any] = Field(
         default_factory=dict,
         description="Options of the transport that moe.transport names. Those of nvlink are in the section [nvlink]. "
-        "Of hierarchical: first_hop = auto, fixed (as many rows to each other node as a rank has tokens) or counted; "
-        "inside = auto, nvlink or dedup; node_rows, the rows between nodes that a token needs, if that was measured.",
+        "Of hierarchical: first_hop = auto, fixed (equally many rows to each other node, as many as steps need) or "
+        "counted; inside = auto, nvlink or dedup; node_rows, the rows between nodes that a token needs, if that was "
+        "measured; capacity, the rows to each other node of the first steps, by default one for each token.",
     )
     experts: ExpertsName = Field(
         default="auto",

@@ -9,13 +9,20 @@ import torch
 import torch.distributed as dist
 
 from carpool.hf.compiled import eagerly
+from carpool.hf.expert_parallel import rooms_of_rides
 from carpool.train.data.loader import count_targets
+from carpool.train.run.room import room_for_all
 from carpool.train.run.sample import sample
 from carpool.train.run.state import RunState
 
 
 def evaluate(run: RunState) -> None:
     """Held-out loss, if text is held out, and a sample, if there is a prompt; said and recorded. Collective."""
+    with room_for_all(rooms_of_rides(run.rides)):
+        _evaluate(run)
+
+
+def _evaluate(run: RunState) -> None:
     if len(run.eval_loader):
         loss, tokens = _held_out(run)
         run.recorder.write("eval", run.step, loss=loss, tokens=tokens)

@@ -26,7 +26,7 @@ from torch.distributed.distributed_c10d import _world
 from transformers import PreTrainedConfig
 
 from carpool.hf import set_kept
-from carpool.hf.expert_parallel import buffers_of_rides
+from carpool.hf.expert_parallel import rooms_of_rides
 from carpool.hf.narrow import row_size
 from carpool.hf.offload import offload_layers
 from carpool.hf.recompute import recompute_layers
@@ -100,7 +100,7 @@ def measure_policies(run: RunState, given: Mapping[str, str | None], layers: int
     batch = {"input_ids": ids_BL.to(device), "labels": ids_BL.to(device)}
     tokens = batch["labels"][:, 1:].numel() * run.degrees.dp_cp
     whole = replicated(model)
-    buffers = buffers_of_rides(run.rides)
+    rooms = rooms_of_rides(run.rides)
 
     def micro_batch() -> None:
         while True:
@@ -108,7 +108,7 @@ def measure_policies(run: RunState, given: Mapping[str, str | None], layers: int
             if whole is not None:
                 whole.finish()
             model.zero_grad(set_to_none=True)
-            if not buffers or make_room(buffers, run.most_tokens, device) is None:
+            if not rooms or make_room(rooms, device) is None:
                 return
 
     def timed(count: int, warm_up: int = WARM_UP) -> float:

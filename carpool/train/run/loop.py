@@ -23,7 +23,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from carpool.hf.compiled import eagerly
-from carpool.hf.expert_parallel import buffers_of_rides
+from carpool.hf.expert_parallel import rooms_of_rides
 from carpool.memory.optimizer import AdamW
 from carpool.parallel.clip import clip_factor, clip_grad_norm, grad_norm
 from carpool.parallel.replicated import replicated
@@ -128,6 +128,7 @@ class Run(Setup):
         rank to stop, 0 if none did. The same on all ranks."""
         batches = [self.to_device(batch) for batch in next(self.loader)]
         means, measured = self.with_room(partial(self._gradients, batches))
+        self.fit_room()
         # Here alone the host waits for the device, and what follows depends on it.
         *found, norm = torch.cat([means, measured.to(means).view(1)]).tolist()
         losses, asked = self.objective.losses(found, self.loader.targets), found[2:]
@@ -174,8 +175,8 @@ class Run(Setup):
         """Gradients that come from now on are used at once, unless rows had no place or the loss is not finite."""
         assert self.consumed is not None
         fine = torch.isfinite(loss)
-        for buffers in buffers_of_rides(self.rides):
-            fine &= ~buffers.overflowed()
+        for room in rooms_of_rides(self.rides):
+            fine &= ~room.overflowed().to(fine.device)
         self.consumed.begin(fine)
 
     def _max_norm(self) -> float:

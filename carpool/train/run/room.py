@@ -1,28 +1,35 @@
-"""Room for rows: how large the buffers of transport nvlink are in a run, and more of it when a step needs more.
+"""Room for rows: how large the buffers of a transport are in a run, and more of it when a step needs more.
 
-By default a slab has a place for each token of its sender, and no routing can overflow. A smaller `nvlink.capacity`
-saves memory, and then a step may not fit: sums are NaN, and every rank has counted how much would have been enough.
+By default a slab of nvlink has a place for each token of its sender, and no routing can overflow. A smaller
+`nvlink.capacity` saves memory, and then a step may not fit: sums are NaN, and every rank has counted how much would
+have been enough.
 
     step 7, slabs of 512 rows:  forward, backward -> 700 rows were needed
     gradients thrown away, slabs of 1024 rows, random state of before step 7
     step 7 again, on the same batches:  forward, backward -> all had a place -> optimizer
 
 The same for the arena in which layers keep what their backward needs: it starts small, and after the first step it has
-the size that this step would have taken, and a quarter more. The device is asked once per step.
+the size that this step would have taken, and a quarter more. And for the rows that hierarchical sends to each other
+node, which become fewer, too, where steps need fewer (`carpool.transport.room`). The device is asked once per step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from carpool.memory import Arena
 from carpool.parallel.degrees import Degrees
 from carpool.train.config.schema import Config
-from carpool.transport import TransportOptions, find_transport
+from carpool.transport import HierarchicalOptions, TransportOptions, find_transport
 from carpool.transport.nvlink import Buffers
+from carpool.transport.room import GROWN, NodeRoom, Room
 
 RandomState = tuple[torch.Tensor, torch.Tensor | None]
 
@@ -30,10 +37,14 @@ RandomState = tuple[torch.Tensor, torch.Tensor | None]
 def most_tokens(config: Config, degrees: Degrees) -> int:
     """Tokens of a rank in the largest forward of a run, of training or evaluation. Ranks of a tensor-parallel group
     share theirs."""
-    training = config.training
-    largest = max(config.parallelism.batch_sizes(training.per_device_train_batch_size, degrees))
-    sequences = max(largest, training.per_device_eval_batch_size)
-    return degrees.tokens_per_rank(sequences * config.data.sequence_length)
+    evaluated = config.training.per_device_eval_batch_size * config.data.sequence_length
+    return max(_step_tokens(config, degrees), degrees.tokens_per_rank(evaluated))
+
+
+def _step_tokens(config: Config, degrees: Degrees) -> int:
+    """Of training alone."""
+    largest = max(config.parallelism.batch_sizes(config.training.per_device_train_batch_size, degrees))
+    return degrees.tokens_per_rank(largest * config.data.sequence_length)
 
 
 def transport_options(config: Config, degrees: Degrees, name: str) -> TransportOptions:
@@ -45,63 +56,93 @@ def transport_options(config: Config, degrees: Degrees, name: str) -> TransportO
     codecs = config.codec.codecs
     if options_class is None:
         return TransportOptions(most, codecs)
-    return options_class.from_settings(
+    options = options_class.from_settings(
         config.settings_of_transport(name),
         max_tokens=most,
         sequence_tokens=degrees.tokens_per_rank(config.data.sequence_length),
         timeout_seconds=float(config.parallelism.timeout_seconds),
         codecs=codecs,
     )
+    if isinstance(options, HierarchicalOptions):
+        options = replace(options, step_tokens=_step_tokens(config, degrees))
+    return options
 
 
-class Room(NamedTuple):
-    """What buffers hold after they have grown: rows of a slab, and bytes of the largest arena that has grown."""
+class Made(NamedTuple):
+    """What there is room for after it has grown: rows of a slab, bytes of the largest arena that has grown (0: none),
+    and rows to each other node. None: the transport has no such thing."""
 
-    capacity: int
+    capacity: int | None
     arena_bytes: int
+    node_rows: int | None
 
 
-def make_room(
-    buffers: Sequence[Buffers], most: int, device: torch.device, before: Callable[[], None] = lambda: None
-) -> Room | None:
-    """If rows had no place since the last call, enlarge the slabs, or the arena, of all ranks.
+def make_room(rooms: Sequence[Room], device: torch.device, before: Callable[[], None] = lambda: None) -> Made | None:
+    """If rows had no place since the last call, enlarge what was too small, on all ranks.
 
     Collective over all ranks of the run: they decide alike, also where only one of several expert-parallel groups
     overflowed. Waits for the device.
 
     Args:
-        most: rows that suffice in any case.
         before: is called before anything grows.
 
     Returns:
         The new sizes: what was computed since the last call is void. None: all rows had a place.
     """
-    if min(one.capacity for one in buffers) >= most and not any(one.arena for one in buffers):
-        return None
+    buffers, nodes = _kinds(rooms)
     # Arenas serve the same layers on all ranks, so there are equally many.
-    arenas = [arena for one in buffers if one.arena for arena in one.arenas]
-    needs = [
-        max(one.overflow() for one in buffers),
-        *(n for one in buffers if one.arena for n in one.arena_overflows()),
-    ]
+    arenas = [arena for one in buffers for arena in one.arenas]
+    if not arenas and not nodes and all(one.capacity >= one.most for one in buffers):
+        return None
+    asked: list[Room | Arena] = [*rooms, *arenas]
+    needs = torch.cat([one.needed.to(device, torch.int64) for one in asked])
     if dist.is_initialized():
         # Afterwards all ranks have come here, so nobody reads any more what is about to be freed.
-        anybody = torch.tensor(needs, device=device)
-        dist.all_reduce(anybody, op=dist.ReduceOp.MAX)
-        needs = anybody.tolist()
-    needed, arena_needs = needs[0], needs[1:]
-    if not any(needs):
+        dist.all_reduce(needs, op=dist.ReduceOp.MAX)
+    needed_by = dict(zip(map(id, asked), needs.tolist(), strict=True))
+    short = {id(one): needed_by[id(one)] for one in asked if needed_by[id(one)] > one.capacity}
+    for node in nodes:
+        node.agreed = needed_by[id(node)]
+    if not short:
         return None
     before()
-    for one in buffers:
-        if needed:
+    # Those of several stages or groups grow alike.
+    if needed := max((short.get(id(one), 0) for one in buffers), default=0):
+        for one in buffers:
             # Powers of two: few repetitions until it fits.
-            one.grow(max(needed, min(most, 1 << (needed - 1).bit_length())))
-    for arena, size in zip(arenas, arena_needs, strict=True):
-        if size:
-            # Loads change from step to step.
-            arena.grow(int(1.25 * size))
-    return Room(buffers[0].capacity, int(1.25 * max(arena_needs, default=0)))
+            one.grow(max(needed, min(one.most, 1 << (needed - 1).bit_length())))
+    if needed := max((short.get(id(one), 0) for one in nodes), default=0):
+        for node in nodes:
+            # Loads change from step to step, also below.
+            node.grow(math.ceil(GROWN * needed))
+    grown = [int(GROWN * short[id(one)]) for one in arenas if id(one) in short]
+    for arena, size in zip((one for one in arenas if id(one) in short), grown, strict=True):
+        arena.grow(size)
+    return Made(buffers[0].capacity if buffers else None, max(grown, default=0), nodes[0].capacity if nodes else None)
+
+
+def fewer_node_rows(rooms: Sequence[Room]) -> int | None:
+    """After a step whose rows all had a place: how many rows travel to each other node from now on, if they become
+    fewer. The same on all ranks."""
+    return max((one.capacity for one in _kinds(rooms)[1] if one.fit(one.agreed)), default=None)
+
+
+@contextmanager
+def room_for_all(rooms: Sequence[Room]) -> Iterator[None]:
+    """Inside, a row for each token travels to each other node. For evaluations: a sample of text cannot be drawn from
+    NaN and repeated, and their batches are of another size than a step's."""
+    nodes = _kinds(rooms)[1]
+    for one in nodes:
+        one.whole = True
+    try:
+        yield
+    finally:
+        for one in nodes:
+            one.whole = False
+
+
+def _kinds(rooms: Sequence[Room]) -> tuple[list[Buffers], list[NodeRoom]]:
+    return [one for one in rooms if isinstance(one, Buffers)], [one for one in rooms if isinstance(one, NodeRoom)]
 
 
 def random_state(device: torch.device) -> RandomState:

@@ -26,7 +26,7 @@ from torch import nn
 from carpool.experts import ExpertWeights
 from carpool.experts.parts import why_no_parts
 from carpool.hf.expert_function import weight_names
-from carpool.hf.expert_parallel import ExpertRides, buffers_of_rides, rides
+from carpool.hf.expert_parallel import ExpertRides, rides, rooms_of_rides
 from carpool.layout import assign
 from carpool.observe.stats import LayerStats
 from carpool.planner.chosen import Chosen, Decisions, Kind, fastest
@@ -193,16 +193,15 @@ def _milliseconds(
     slot_TK = assign(routing, own.layout, own.rank)
     x_TH = torch.randn(tokens, hidden, generator=generator, device=device).to(dtype).requires_grad_()
     weights = ExpertWeights.of(_like(own, name, dtype, device) for name in weight_names(own.experts))
-    times, buffers = [], buffers_of_rides([own])
-    most = max(tokens, own.options.max_tokens or 0) if own.options is not None else tokens
+    times, rooms = [], rooms_of_rides([own])
     for number in range(WARM_UP + REPETITIONS):
         dist.barrier(group=own.group)
         _wait(device)
         begin = time.perf_counter()
         ride(x_TH, routing, slot_TK, weights, setup)[0].backward(x_TH.detach())
         _wait(device)
-        # What has no place in the buffers is not computed, and would be timed as nothing.
-        if buffers and make_room(buffers, most, device) is not None:
+        # What has no place is not computed, and would be timed as nothing.
+        if rooms and make_room(rooms, device) is not None:
             assert number < WARM_UP, "the same rows had a place before"
         slowest = torch.tensor([1e3 * (time.perf_counter() - begin)], dtype=torch.float64, device=device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX)

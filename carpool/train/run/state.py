@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from carpool.experts import Choices
 from carpool.hf.bias import BiasBalance
-from carpool.hf.expert_parallel import ExpertRides, buffers_of_rides
+from carpool.hf.expert_parallel import ExpertRides, buffers_of_rides, rooms_of_rides
 from carpool.hf.layouts import current_layouts, slots_kept
 from carpool.hf.metrics import RideMetrics
 from carpool.layout.layouts import Layouts
@@ -39,7 +39,7 @@ from carpool.train.moving.runtime import Placement
 from carpool.train.run.display import Display
 from carpool.train.run.prepare import Prepared
 from carpool.train.run.record import Recorder
-from carpool.train.run.room import make_room, random_state, restore_random_state
+from carpool.train.run.room import fewer_node_rows, make_room, random_state, restore_random_state
 from carpool.train.run.step import Batch, Objective
 from carpool.transport import TransportOptions
 
@@ -159,24 +159,31 @@ class RunState(Prepared):
     def with_room(self, compute: Callable[[], T]) -> T:
         """What `compute` returns once all rows had a place in the transport's buffers. Until then the buffers grow, and
         it is repeated from the same random state."""
-        buffers = buffers_of_rides(self.rides)
-        if not buffers:
+        rooms = rooms_of_rides(self.rides)
+        if not rooms:
             return compute()
         before, mark = random_state(self.device), self.placement.mark()
         while True:
             result = compute()
-            room = make_room(buffers, self.most_tokens, self.device, self._forget_graphs)
-            if room is None:
+            made = make_room(rooms, self.device, self._forget_graphs)
+            if made is None:
                 return result
             self.model.zero_grad(set_to_none=True)
             restore_random_state(before, self.device)
             self.metrics.reset()
             self.placement.rewind(mark)
-            self.recorder.write("repeat", self.step, **room._asdict())
-            kept = f", {room.arena_bytes / 2**20:,.0f} MiB for the backward" if room.arena_bytes else ""
-            self.display.say(
-                f"step {self.step}: more rows than buffers hold: now {room.capacity:,} a slab{kept}, and once more"
-            )
+            self.recorder.write("repeat", self.step, **made._asdict())
+            now = [f"{made.capacity:,} a slab"] if made.capacity is not None else []
+            now += [f"{made.arena_bytes / 2**20:,.0f} MiB for the backward"] if made.arena_bytes else []
+            now += [f"{made.node_rows:,} to each other node"] if made.node_rows is not None else []
+            self.display.say(f"step {self.step}: more rows than there is room for: now {', '.join(now)}, and once more")
+
+    def fit_room(self) -> None:
+        """After a step: from now on send as many rows to each other node as steps need, if these are fewer."""
+        if (rows := fewer_node_rows(rooms_of_rides(self.rides))) is not None:
+            self._forget_graphs()
+            self.recorder.write("node_rows", self.step, rows=rows)
+            self.display.say(f"step {self.step}: from now on {rows:,} rows travel to each other node")
 
     def _forget_graphs(self) -> None:
         if self.objective.graphs is not None:

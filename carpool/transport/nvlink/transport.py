@@ -139,6 +139,10 @@ class NVLink(VerbRunner, Transport):
     def arena(self) -> Arena | None:
         return self.buffers.arena
 
+    @property
+    def rooms(self) -> tuple[Buffers, ...]:
+        return (self.buffers,)
+
     def check(self) -> None:
         """Raises:
         RankMissingError: a rank did not arrive at a verb.
