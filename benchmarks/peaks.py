@@ -244,7 +244,7 @@ def peaks_on_gpu(run: CarpoolContender, steps: int, device: torch.device) -> dic
         peaks["backward"] = max(peaks["backward"], torch.cuda.max_memory_allocated(device))
         torch.cuda.reset_peak_memory_stats(device)
     run.record()
-    symmetric = sum(one.size - sum(arena.capacity for arena in one.arenas if not arena.host) for one in buffers)
+    symmetric = sum(one.symmetric for one in buffers)
     found |= {name: size + symmetric for name, size in peaks.items()}
     found["tensors"] = max(found["forward"], found["backward"], found["setup"])
     found["symmetric"] = symmetric

@@ -25,16 +25,18 @@ from carpool.placement.trace import Trace
 from carpool.planner.candidate import KEEP, Candidate
 from carpool.planner.hardware import Hardware, find_hardware
 from carpool.planner.model_shape import ModelShape
-from carpool.planner.peak import Peak, memory_of
+from carpool.planner.peak import memory_of
 from carpool.planner.routes import Routes
 from carpool.planner.step import Prediction, predict
 from carpool.train.config.published import read_keys
 
 DIFFERENT = 0.05
+# Of a peak.
+UNSURE = 0.01
 
 
 class Compared(NamedTuple):
-    """A point. Seconds; bytes of PyTorch's tensors, measured None where that was not counted."""
+    """A point. Seconds; bytes of PyTorch's tensors, measured None where they are not known."""
 
     name: str
     measured: float
@@ -98,24 +100,17 @@ def compare(points: Sequence[Mapping[str, Any]], hardware: Hardware, per_node: i
         shape, candidate, routes = candidate_of(point)
         prediction = predict(shape, hardware, candidate, per_node, routes)
         memory = memory_of(shape, candidate, routes)
-        found.append(
-            Compared(point["point"], point["milliseconds"] / 1e3, prediction, _peak(point, memory), memory.tensors)
-        )
+        found.append(Compared(point["point"], point["milliseconds"] / 1e3, prediction, _peak(point), memory.tensors))
     return found
 
 
-def _peak(point: Mapping[str, Any], memory: Peak) -> float | None:
-    """The measured peak of a point; None if it was not counted whole.
+def _peak(point: Mapping[str, Any]) -> float | None:
+    """The measured peak of a point; None if it is not known within `UNSURE`.
 
-    What replays of graphs take is not counted by PyTorch, so a point adds what its graphs hold. Points of before
-    `graph_bytes` counted gradients that graphs had made twice: as tensors, and as a part of the graphs' pool."""
-    peak = float(point["peak_bytes"] or 0)
-    if point["captured"] and "graph_bytes" not in point:
-        peak -= memory.own_gradients
-    least = (
-        sum(memory.parts[name] for name in ("parameters", "optimizer", "gradients")) + memory.parts["activations"] / 2
-    )
-    return peak if peak > least else None
+    Earlier points leave memory behind, which may be given back during a later one. Points without `left_bytes` do not
+    say how much, and they counted arenas twice."""
+    peak, left = point["peak_bytes"], point.get("left_bytes")
+    return None if not peak or left is None or left > UNSURE * peak else float(peak)
 
 
 def order_agreement(compared: Sequence[Compared]) -> tuple[int, int]:

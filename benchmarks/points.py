@@ -6,7 +6,8 @@
 Names begin with the set that a point is of. `fit` may be looked at while the planner's model is fitted; `held` was
 chosen before, and says how good the model is. Each point is a run of the trainer: warmed up, then rounds of steps back
 to back. The JSON has for each point its settings, milliseconds of a step (every round, the slowest rank), those of the
-host, the peak of PyTorch's tensors with the rides' buffers, and what the run had chosen for itself.
+host, the peak of PyTorch's tensors with the rides' buffers and what graphs hold, what earlier points had left behind
+when it began (`left_bytes`: a peak is known no better), and what the run had chosen for itself.
 """
 
 from __future__ import annotations
@@ -145,6 +146,7 @@ def measure_one(config: Config, routing: str, settings: dict[str, Any]) -> dict[
     """Times and peak of a point; of all ranks the highest. Collective."""
     device, begin = rank_device(), time.perf_counter()
     cuda = device.type == "cuda"
+    free_memory(device)
     before = torch.cuda.memory_allocated(device) if cuda else 0
     run = CarpoolContender(config, routing, "benchmarks.points")
     try:
@@ -164,6 +166,7 @@ def measure_one(config: Config, routing: str, settings: dict[str, Any]) -> dict[
             "rounds": times,
             "host_milliseconds": statistics.median(host for _, host in times),
             "peak_bytes": int(peak),
+            "left_bytes": before,
             "predicted_bytes": run.estimate(run.transport_choice.answer, run.dense.answer)["total"],
             "load_max_over_mean": loads,
             "degrees": degrees,

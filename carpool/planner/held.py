@@ -47,6 +47,16 @@ def scores_bytes(tokens: float, heads: int, length: int, element: int) -> float:
     return 2 * tokens * heads * length * element
 
 
+def alone_bytes(layer: float, stored: int, reduced: int) -> tuple[float, float, float]:
+    """What FSDP copies of one layer's experts where no other rank has the same ones, so that nothing travels: the
+    parameters, to compute with them; gradients that wait for the next layer's; gradients at once, as they would be
+    sent, divided, and as they would arrive (`foreach_reduce` of PyTorch 2.11 to 2.13, in groups of one rank).
+
+    Args:
+        layer: parameters of a rank; stored, reduced: as of `gradient_buffers`."""
+    return layer * stored, layer * reduced, 3 * layer * reduced
+
+
 def gradient_buffers(whole: float, own: float, stored: int, reduced: int) -> float:
     """Bytes of gradients of parameters that are whole on each rank, which are there all the time: those of this rank,
     the sums of its shards, and these in the dtype of the shards (`carpool.parallel.flat`).

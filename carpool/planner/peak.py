@@ -23,6 +23,7 @@ from carpool.planner.held import (
     ARENA_ROOM,
     INDEX_BYTES,
     MiB,
+    alone_bytes,
     beside_tensors,
     gradient_buffers,
     products_bytes,
@@ -110,6 +111,8 @@ def _stage(
         gathered += (2 * one + (head if last or stage == 0 else 0)) * ELEMENT
         reducing += one * (ELEMENT + REDUCED)
     reducing += min(BUCKET, whole * REDUCED)
+    alone = efsdp == 1 and degrees.expert_ranks > 1 and degrees.dp_cp > 1 and not replicated
+    copied, waiting, at_once = alone_bytes(one_layer, ELEMENT, REDUCED) if alone else (0.0, 0.0, 0.0)
 
     # Those of whole parameters have buffers of their own.
     own_gradients = ((0 if replicated else dense_own) + (0 if replicated and together else experts_own)) * ELEMENT
@@ -132,14 +135,19 @@ def _stage(
     of_rides = {**policies, "dense": "keep" if dense_policy == "offload" else dense_policy}
     choices = min(shape.top_k, max(1, shape.num_experts // degrees.ep))
 
-    def rides(number: int) -> float:
+    def of_layers(number: int) -> Mapping[str, int]:
         sizes = LayerSizes(
             number, number, shape.hidden, shape.expert_hidden // degrees.etp, shape.top_k * degrees.etp, 0, 0, 0,
             ELEMENT, copies=away,
         )  # fmt: skip
-        found = kept_bytes(sizes, tokens, of_rides)
+        return kept_bytes(sizes, tokens, of_rides)
+
+    def rides(number: int) -> float:
+        found = of_layers(number)
         indices = number * tokens * copies * choices * INDEX_BYTES
-        return (found["rows"] + found["hidden"]) * room + found["sums"] + indices
+        # The arena is there all the time.
+        in_arena = of_layers(moe_layers) if in_buffers else found
+        return (in_arena["rows"] + in_arena["hidden"]) * room + found["sums"] + indices
 
     by_kind = {
         layer: layer.kept_bytes(shape.hidden, candidate.sequence_length, compiled=candidate.compiled) * tokens
@@ -155,10 +163,8 @@ def _stage(
 
     def kept(number: int) -> float:
         """By the first layers."""
-        if not number:
-            return 0.0
         dense_kept = sum(of_layer[:number])
-        if dense_policy == "recompute":
+        if dense_policy == "recompute" and number:
             dense_kept = layer_input * number + largest
         elif dense_policy == "offload":
             dense_kept = min(dense_kept, 2 * largest)
@@ -180,7 +186,7 @@ def _stage(
     heads = max((layer.heads for layer in by_kind if layer.whole_scores), default=0)
     scores = scores_bytes(tokens, heads, candidate.sequence_length, ELEMENT)
     # Attention's backward comes after that of the experts.
-    work = max(products, scores) + (one_layer * ELEMENT if moe_layers else 0.0) + reducing
+    work = max(products, scores) + (one_layer * ELEMENT if moe_layers else 0.0) + copied + reducing
     buffers = _buffers(shape, candidate, copies) if moe_layers else 0.0
 
     logits = after_loss = 0.0
@@ -208,9 +214,13 @@ def _stage(
     if last:
         moments.append(("loss", before, others + kept(number), logits))
     moments.append(("backward begins", before, others + kept(number) + work, after_loss))
-    for i in reversed(range(number)) if every_layer else (0,):
-        share = own_gradients if i == 0 else before + (own_gradients - before) * (number - i) / number
-        moments.append((f"backward of layer {i}", share, others + kept(i + 1) + work, 0.0))
+    for i in reversed(range(number)) if every_layer else sorted({0, number - 1}, reverse=True):
+        earlier, share = (before + (own_gradients - before) * done / number for done in (number - 1 - i, number - i))
+        of_loss = after_loss if i == number - 1 else 0.0
+        if i == 0 or i < number - 1:
+            moments.append((f"backward of layer {i}", share, others + kept(i + 1) + work + waiting, 0.0))
+        if alone and layers[i].experts:
+            moments.append((f"reduction of layer {i}", earlier, others + kept(i) + at_once, of_loss))
     whole_gradients = gradient_buffers(whole, own_whole, ELEMENT, REDUCED)
     constant = sum(always.values()) + whole_gradients
     at, gradients, activations, of_loss = max(moments, key=lambda one: sum(one[1:]))

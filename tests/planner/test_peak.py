@@ -5,15 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from benchmarks.peaks import growth
 from carpool.parallel.degrees import Degrees
 from carpool.planner.candidate import KEEP, Candidate, toml_text
+from carpool.planner.held import alone_bytes
 from carpool.planner.model_shape import ModelShape
 from carpool.planner.peak import memory_of
 from carpool.train.config import load_config
 from carpool.train.config.published import read_keys
 from carpool.train.run.estimate import MemoryEstimate
 from carpool.train.run.model import meta_model, model_config
+from tests.ranks import Ranks
 
 QWEN = "qwen3-30b-a3b"
 
@@ -62,3 +69,33 @@ def test_early_stages_of_a_pipeline_keep_more_micro_batches() -> None:
     )
     # A quarter of the layers, four micro-batches of them.
     assert four == pytest.approx(one, rel=0.25)
+
+
+def growth_of_a_backward(stored: str, reduced: str) -> tuple[int, int]:
+    """(parameters, bytes that the backward of a module takes) whose FSDP group is this rank alone."""
+    rows, columns = 37, 4099
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("ep", "efsdp"))["efsdp"]
+    module = torch.nn.Linear(rows, columns, bias=False, dtype=getattr(torch, stored))
+    fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=getattr(torch, reduced)))
+    module.set_gradient_divide_factor(2.0)
+    for _ in range(2):
+        loss = module(torch.ones(1, rows, dtype=getattr(torch, stored), requires_grad=True)).sum()
+        taken = growth(loss.backward)
+        module.zero_grad()
+    return rows * columns, taken
+
+
+def test_fsdp_copies_what_no_other_rank_has(two_ranks: Ranks) -> None:
+    for parameters, taken in two_ranks(growth_of_a_backward, "bfloat16", "float32"):
+        _, _, at_once = alone_bytes(parameters, 2, 4)
+        assert taken == pytest.approx(at_once, rel=0.02)
+
+
+def test_experts_that_fsdp_copies_need_more_memory(tmp_path: Any) -> None:
+    shape = ModelShape.read(read_keys({"from": "mixtral-8x7b", "num_hidden_layers": 2}))
+    alone, whole = (
+        memory_of(shape, Candidate(Degrees(1, 2, 1, 2), 4096, 1, dense=dense, moments="bfloat16", graphs=False))
+        for dense in ("fsdp", "replicate")
+    )
+    layer = shape.num_experts * shape.expert_parameters / 2
+    assert alone.tensors - whole.tensors > 1.5 * 2 * layer

@@ -146,7 +146,7 @@ class CarpoolContender(_RandomText, Run):
     @property
     def buffer_bytes(self) -> int:
         graphs = 0 if self.objective.graphs is None else self.objective.graphs.bytes
-        return sum(buffers.size for buffers in buffers_of_rides(self.rides)) + graphs
+        return sum(buffers.symmetric for buffers in buffers_of_rides(self.rides)) + graphs
 
     @property
     def what(self) -> str:

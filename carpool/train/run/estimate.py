@@ -55,6 +55,7 @@ from carpool.parallel.replicated import BUCKET_BYTES
 from carpool.planner.held import (
     ARENA_ROOM,
     INDEX_BYTES,
+    alone_bytes,
     beside_tensors,
     gradient_buffers,
     products_bytes,
@@ -242,7 +243,8 @@ class MemoryEstimate:
         if training.optimizer_state != "device":
             state = 2 * TILE_BYTES
         rides = self._rides(transport)
-        layer = max(rides.products, self.scores) + rides.experts + reducing
+        copied, waiting, at_once = self._alone(dense == "fsdp")
+        layer = max(rides.products, self.scores) + rides.experts + copied + reducing
         kept, last_kept = self._kept(rides)
         logits, after_loss = self._logits()
         # Those of earlier micro-batches are there, and those in the tensors of a graph.
@@ -251,7 +253,9 @@ class MemoryEstimate:
         highest = max(
             _Moment(before, kept, logits),
             _Moment(before, kept + layer, after_loss),
-            _Moment(own, last_kept + layer, 0),
+            _Moment(before, kept + at_once, after_loss),
+            _Moment(own, last_kept + layer + waiting, 0),
+            _Moment(own, last_kept + at_once, 0),
             key=sum,
         )
         memory = {
@@ -304,11 +308,10 @@ class MemoryEstimate:
 
     def _in_full(self, replicated: bool) -> tuple[int, int]:
         """Bytes of parameters that are gathered besides the shards, and of gradients on their way to the shards."""
-        degrees, casts = self.degrees, self.computed != self.stored
-        layers = len(self.kept.layers)
+        degrees, layers = self.degrees, len(self.kept.layers)
         head = self.words * self.hidden
         gathered = reducing = 0
-        if (degrees.efsdp > 1 or casts) and not (replicated and degrees.expert_ranks == 1) and degrees.dp_cp > 1:
+        if degrees.efsdp > 1 and not (replicated and degrees.expert_ranks == 1) and degrees.dp_cp > 1:
             one = math.ceil(self.experts.total / degrees.expert_ranks / self.moe_layers)
             gathered += 2 * one * self.computed
             reducing += one * self.reduced if self.experts.trained else 0
@@ -318,6 +321,16 @@ class MemoryEstimate:
             gathered += (2 * one + head) * self.computed
             reducing += one * (self.computed + self.reduced) if self.dense.trained else 0
         return gathered, reducing
+
+    def _alone(self, sharded: bool) -> tuple[float, float, float]:
+        """As `alone_bytes`; nothing where FSDP shards the experts, or has nothing to do with them."""
+        degrees, layer = self.degrees, math.ceil(self.experts.total / self.degrees.expert_ranks / self.moe_layers)
+        if degrees.efsdp > 1 or degrees.expert_ranks == 1 or degrees.dp_cp == 1:
+            return 0.0, 0.0, 0.0
+        if not sharded and self.computed == self.stored:
+            return 0.0, 0.0, 0.0
+        copied, waiting, at_once = alone_bytes(layer, self.computed, self.reduced)
+        return copied, *((waiting, at_once) if self.experts.trained else (0.0, 0.0))
 
     def _rides(self, transport: str) -> _Rides:
         config, degrees = self.config, self.degrees
@@ -332,17 +345,20 @@ class MemoryEstimate:
         in_buffers = buffers > 0 and degrees.expert_ranks > 1
         # Rows at home are the layer's input, which is kept anyway.
         away = 0.0 if degrees.expert_ranks == 1 else copies * ((ranks - 1) / ranks if in_buffers else 1)
-        kept_of, host = [], 0
-        for layers in (1, self.moe_layers):
+        policies = config.memory.policies
+        if policies["dense"] == "offload":
+            # `host_bytes` adds what was measured.
+            policies["dense"] = "keep"
+        kept_of, arena, host = [], 0.0, 0
+        for layers in (self.moe_layers, 1):
             sizes = LayerSizes(layers, layers, self.row, width, top_k, 0, 0, 0, self.computed, copies=away)
-            policies = config.memory.policies
-            if policies["dense"] == "offload":
-                # `host_bytes` adds what was measured.
-                policies["dense"] = "keep"
             found = kept_bytes(sizes, tokens, policies)
-            rows = (found["rows"] + found["hidden"]) * (ARENA_ROOM if in_buffers else 1)
+            rows = float(found["rows"] + found["hidden"])
+            if in_buffers:
+                # The arena is there all the time.
+                rows = arena = arena or ARENA_ROOM * rows
             kept_of.append(rows + found["sums"] + layers * tokens * copies * choices * INDEX_BYTES)
-            host = found["host"]
+            host = host or found["host"]
         # Backward: gradients of pre-activations and of activations, activations, and then dx in place of the second.
         most = tokens * ranks * choices if in_buffers else pairs
         products = products_bytes(most, width, self.row, self.computed)
@@ -357,7 +373,7 @@ class MemoryEstimate:
         exchanged = (
             0 if buffers else int((2 if degrees.expert_ranks > 1 else 1) * tokens * copies * self.row * self.computed)
         )
-        return _Rides(kept_of[1], kept_of[0], products + self.dequantised, experts, buffers or exchanged, host)
+        return _Rides(kept_of[0], kept_of[1], products + self.dequantised, experts, buffers or exchanged, host)
 
     def _kept(self, rides: _Rides) -> tuple[float, float]:
         """Bytes that are kept when the backward begins, and when only one layer is left."""

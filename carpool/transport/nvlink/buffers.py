@@ -151,8 +151,12 @@ class Buffers:
     @property
     def size(self) -> int:
         """Bytes on the device of this rank's leases that exist, and of the arenas."""
-        arenas = sum(one.capacity for one in self.arenas if not one.host)
-        return sum(lease.regions.total for lease in self._leases) + arenas
+        return self.symmetric + sum(one.capacity for one in self.arenas if not one.host)
+
+    @property
+    def symmetric(self) -> int:
+        """Bytes of this rank's leases: symmetric memory, which PyTorch does not count among its tensors."""
+        return sum(lease.regions.total for lease in self._leases)
 
     @property
     def stream(self) -> torch.cuda.Stream:
