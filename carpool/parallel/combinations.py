@@ -141,9 +141,17 @@ RULES = (
     ),
     Rule(
         ("pp",),
-        "two micro-batches of a pipeline are in different stages",
+        "stages do not run two forwards at the same time, but a forward and a backward, in the pairs of DualPipeV",
+        {"parallelism.pp_schedule": "DualPipeV", "moe.schedule": "none"},
+        lambda sizes, settings: (
+            settings.get("moe.schedule") == "two-batch" and settings.get("parallelism.pp_schedule") != "DualPipeV"
+        ),
+    ),
+    Rule(
+        ("pp",),
+        "how long rides of a stage take is not timed, and tiles are not tried with stages",
         {"moe.schedule": "none"},
-        lambda sizes, settings: settings.get("moe.schedule", "none") not in ("none", "chunks"),
+        lambda sizes, settings: settings.get("moe.schedule", "none") not in ("none", "chunks", "two-batch"),
     ),
     *(
         Rule(("pp",), why, {key: instead}, _is_other(key, instead))

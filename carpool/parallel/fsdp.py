@@ -68,6 +68,14 @@ def end_backward(model: nn.Module) -> None:
             getattr(state, FINAL_CALLBACK)()
 
 
+def enter_forward(model: nn.Module) -> None:
+    """Before a forward that begins while a backward runs: the root takes it for a forward, and not for a layer that the
+    backward computes again. The backward has been through the root, which has no other use for what it knows of it."""
+    for state in states(model):
+        if state._is_root:
+            state._training_state = TrainingState.IDLE
+
+
 def groups(state: Any) -> list[Any]:
     """The parameter groups of a state; newer releases of PyTorch may have several."""
     several = getattr(state, "_fsdp_param_groups", None)

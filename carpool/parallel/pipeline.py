@@ -10,7 +10,8 @@ forward, B a backward; here P = 2, M = 3, and rank 0 waits where there is a dot:
     InterleavedZeroBubble    the same; a backward is the input's gradients (I), for which others wait, and the weights'
                              (W), which fill the gaps
     ZBVZeroBubble            the same with stages r and 2P - 1 - r, a V: rank 0 has the embedding and the head
-    DualPipeV                a V, and in its middle a forward and a backward of two micro-batches at a time
+    DualPipeV                a V, and in its middle pairs of a forward and a backward of two micro-batches: one after
+                             the other, or the rides of each beside the computation of the other (`Pipeline.pairs`)
 
 Papers: GPipe (arXiv 1811.06965), 1F1B (PipeDream, arXiv 1806.03377; Megatron-LM's interleaving, arXiv 2104.04473),
 zero bubble and ZBV (arXiv 2401.10241, 2405.15362), DualPipe (DeepSeek-V3, arXiv 2412.19437), of
@@ -40,11 +41,14 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
+from torch.distributed.pipelining.schedules import OVERLAP_F_B, _wait_batch_p2p
 
 Tensors = tuple[torch.Tensor, ...]
 # (number of the stage, number of the micro-batch, what the stage before made) -> what the next one gets; of the last
 # stage, the loss.
 Forward = Callable[[int, int, Tensors], Tensors]
+# (forward, backward, what is called whenever half 0, the forward, or 1 has the turn) -> what the forward returns.
+Pairs = Callable[[Callable[[], Any], Callable[[], None], Callable[[int], None]], Any]
 
 
 class Kind(NamedTuple):
@@ -170,6 +174,8 @@ class Pipeline:
             rank, and before its backward with the same one.
         weights: of schedules that split a backward, is called after each one, for what computes the weights' gradients
             of this one. Default: they have come with the backward.
+        pairs: runs the forward and the backward of a pair at the same time
+            (`carpool.schedule.forward_backward.ForwardBesideBackward.run`). Default: one after the other.
 
     Attributes:
         stages: the numbers of this rank's.
@@ -185,10 +191,11 @@ class Pipeline:
         around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext,
         weights: Callable[[], Callable[[], None]] | None = None,
         lane: Callable[[int], None] = lambda number: None,
+        pairs: Pairs | None = None,
     ) -> None:
         self.schedule, self.group, self.number = schedule, group, stages
         self.forward, self.device, self.around_backward = forward, device, around_backward
-        self.weights, self.lane = weights or (lambda: _nothing), lane
+        self.weights, self.lane, self.pairs = weights or (lambda: _nothing), lane, pairs
         placed = stages_of(schedule, dist.get_world_size(group))
         self.rank_of = {stage: rank for rank, own in enumerate(placed) for stage in own}
         assert len(self.rank_of) == stages, f"{schedule} has {len(self.rank_of)} stages, not {stages}"
@@ -206,17 +213,23 @@ class Pipeline:
         ranks = dist.get_world_size(self.group)
         return math.ceil(in_flight(self.schedule, ranks, micro_batches) * SCHEDULES[self.schedule].stages)
 
+    def _lane_of(self, stage: int, number: int) -> int:
+        """That of a micro-batch in flight; a free one for a new one."""
+        if (stage, number) not in self._lanes:
+            taken = set(self._lanes.values())
+            self._lanes[stage, number] = next((lane for lane in range(self._most_lanes) if lane not in taken), 0)
+        return self._lanes[stage, number]
+
     def _forward(self, stage: int, number: int, received: Tensors) -> Tensors:
-        taken = set(self._lanes.values())
-        self._lanes[stage, number] = next((lane for lane in range(self._most_lanes) if lane not in taken), 0)
-        self.lane(self._lanes[stage, number])
+        self.lane(self._lane_of(stage, number))
         return self.forward(stage, number, received)
 
     @contextmanager
     def _backward(self, stage: int, number: int) -> Iterator[None]:
-        self.lane(self._lanes.pop((stage, number)))
+        self.lane(self._lanes[stage, number])
         with self.around_backward():
             yield
+        del self._lanes[stage, number]
 
     def step(self, micro_batches: int, travels: Tensors) -> None:
         """All forwards and backwards of a step. All ranks of the pipeline call it.
@@ -257,7 +270,40 @@ class Pipeline:
         ]
         # Losses are divided by tokens before they come here: PyTorch must not divide gradients by micro-batches.
         whole = stages if kind.stages > 1 else stages[0]
-        return kind.made_by(whole, micro_batches, loss_fn=_given, scale_grads=False)
+        made = kind.made_by(whole, micro_batches, loss_fn=_given, scale_grads=False)
+        if self.pairs is not None:
+            made.register_custom_function(OVERLAP_F_B, self._run_pair)
+        return made
+
+    def _run_pair(self, action: Any, context: Any) -> None:
+        """PyTorch's action OVERLAP_F_B: what its runtime does for the one action and then for the other, at once."""
+        assert self.pairs is not None
+        runtime, stages = context.schedule_ref, {one.stage_index: one for one in context.schedule_ref._stages}
+        (ahead, _, number), (back, _, other) = ((one[0], one[1], one[2]) for one in action.sub_actions)
+        if ahead and ahead - 1 not in stages:
+            _wait_batch_p2p(runtime.fwd_recv_ops.pop((ahead, number)))
+        if back + 1 < self.number and back + 1 not in stages:
+            _wait_batch_p2p(runtime.bwd_recv_ops.pop((back, other)))
+        loss = runtime._maybe_get_loss(stages[back], other)
+        lanes = self._lane_of(ahead, number), self._lane_of(back, other)
+
+        def forward() -> Any:
+            given = context.arg_mbs[number], context.kwarg_mbs[number]
+            made = stages[ahead].forward_one_chunk(number, *given, save_forward_output=False)
+            runtime._maybe_compute_loss(stages[ahead], made, context.target_mbs, number)
+            return made
+
+        def backward() -> None:
+            stages[back].backward_one_chunk(other, loss=loss, full_backward=False)
+
+        made = self.pairs(forward, backward, lambda half: self.lane(lanes[half]))
+        if ahead + 1 in stages:
+            stages[ahead + 1].set_local_fwd_input(made, number)
+        if back - 1 in stages:
+            stages[back - 1].set_local_bwd_input(stages[back].get_local_bwd_output(other), other)
+        # As a schedule that splits the backward does, where nobody waits for it.
+        runtime.backward_counter[back] += 1
+        stages[back].backward_weight_one_chunk(other, runtime.backward_counter[back] == runtime._n_microbatches)
 
     @torch.no_grad()
     def forward_only(self, micro_batches: int, travels: Tensors) -> None:

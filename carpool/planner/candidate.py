@@ -100,6 +100,17 @@ class Candidate:
         )
 
     @property
+    def at_once(self) -> int:
+        """Micro-batches of a rank, or halves of its only one, that go forward and backward at the same time. A pipeline
+        has pairs of a forward and a backward instead (`paired`)."""
+        return 2 if self.schedule == "two-batch" and self.degrees.pp == 1 else 1
+
+    @property
+    def paired(self) -> bool:
+        """Whether the pairs of a pipeline's schedule run at the same time (`carpool.schedule.forward_backward`)."""
+        return self.schedule == "two-batch" and self.degrees.pp > 1 and self.pipeline == "DualPipeV"
+
+    @property
     def label(self) -> str:
         """A few words for tables."""
         degrees = self.degrees

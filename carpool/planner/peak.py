@@ -172,8 +172,8 @@ def _stage(
 
     in_flight = degrees.pp - stage if candidate.pipeline == "1F1B" else degrees.pp
     in_flight = min(in_flight, candidate.accumulation) if degrees.pp > 1 else 1
-    if candidate.schedule == "two-batch" and candidate.accumulation > 1:
-        in_flight *= 2
+    if candidate.accumulation > 1:
+        in_flight *= candidate.at_once
     rest = 6 * shape.hidden * tokens
     others = (in_flight - 1) * kept(len(layers)) + rest
 

@@ -9,7 +9,8 @@ The orders are those of `torch.distributed.pipelining`, by its names, so that wh
     Interleaved1F1B         v, in loops           (p - 1) (F + I + W), of chunks that are v times as short
     InterleavedZeroBubble   v, in loops           (p - 1) (F + I - W)         (Qi et al., arXiv 2401.10241: ZB-H1)
     ZBVZeroBubble           2, as a V             (p - 1) F at the start alone                (the same, section 6)
-    DualPipeV               2, as a V             overlaps forwards and backwards in pairs (DeepSeek, arXiv 2412.19437)
+    DualPipeV               2, as a V             pairs of a forward and a backward, at once where the schedule of rides
+                                                  is "two-batch" (DeepSeek, arXiv 2412.19437)
 
 F is a forward, I the backward for the gradients of inputs, W that for weights, and B both. 1F1B on 3 stages:
 
@@ -37,7 +38,7 @@ class Action(NamedTuple):
     micro_batch: int
 
 
-Order = list[tuple[Action, ...]]  # Actions of one tuple run at once.
+Order = list[tuple[Action, ...]]  # Actions of one tuple may run at once.
 Work = Callable[[Graph | Clock, Action, int, tuple[int, ...]], Iterator[int]]
 
 IN_LOOPS = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")

@@ -110,7 +110,7 @@ def step_seconds(
     Each further micro-batch takes as long as the one before it, and eight further layers as long as the eight before
     them, because kinds of layers repeat after 1, 2, 4 or 8. In a pipeline that holds for one further layer a stage.
     """
-    parts = 2 if candidate.schedule == "two-batch" and candidate.accumulation > 1 else 1
+    parts = candidate.at_once if candidate.accumulation > 1 else 1
     first, number = max(2, 2 * candidate.degrees.pp), candidate.accumulation // parts
     layers = len(shape.layers)
 
@@ -149,7 +149,7 @@ class _Builder:
         self.candidate = candidate = lengths.candidate
         self.degrees = candidate.degrees
         # Two micro-batches at once, or the halves of the only one.
-        self.parts = 2 if candidate.schedule == "two-batch" else 1
+        self.parts = candidate.at_once
         if self.parts > candidate.accumulation:
             half = replace(candidate, micro_batch=candidate.micro_batch / 2)  # type: ignore[arg-type]
             lengths = Lengths(lengths.shape, lengths.hardware, half, lengths.per_node, lengths.routes)
@@ -160,7 +160,7 @@ class _Builder:
         pipeline = self.candidate.pipeline if self.degrees.pp > 1 else "1F1B"
         self.pipeline, self.each = pipeline, chunks_of(pipeline)
         # Whether something computes while rides are under way.
-        self.beside = self.parts == 2 or pipeline == "DualPipeV"
+        self.beside = self.parts == 2 or candidate.paired
         # A rank of some schedules has two stages of the pipeline, one in each half of the model.
         self.stages = stage_layers(lengths.shape, self.degrees, self.each)
         self.rank_of = [stage_of(pipeline, self.degrees.pp, stage) for stage in range(len(self.stages))]
@@ -193,6 +193,8 @@ class _Builder:
                 "step::host", "host", STEP_HOST, stage=stage, fixed=STEP_HOST, stream="computation"
             )
         found = orders(self.pipeline, self.degrees.pp, self.number, self.each)
+        if not self.candidate.paired:
+            found = [[(action,) for actions in order for action in actions] for order in found]
         send = self._send_seconds()
         add_pipeline(self.graph, self.pipeline, self.degrees.pp, found, self._work, send)
         for rank in range(self.degrees.pp):

@@ -24,7 +24,6 @@ from typing import Any, get_args
 from pydantic import TypeAdapter, ValidationError
 
 from carpool.experts import EXPERTS
-from carpool.parallel.pipeline import SCHEDULES
 from carpool.placement.solvers import solver_names
 from carpool.plugins.nearest import nearest
 from carpool.recipes.files import Recipe
@@ -92,10 +91,6 @@ def _several(value: Any) -> bool:
     return isinstance(value, int) and value > 1
 
 
-def _splits(schedule: Any) -> bool:
-    return schedule in SCHEDULES and SCHEDULES[schedule].splits
-
-
 # What is switched on by a setting of its own, or is always at work.
 SWITCHES: Mapping[str, Mechanism] = MappingProxyType({
     "prefetch:blockwise": Mechanism("placement.prefetch"),
@@ -130,9 +125,10 @@ SWITCHES: Mapping[str, Mechanism] = MappingProxyType({
     "kept:activation-recomputed": Mechanism("", code="carpool.experts.pairs:activate_backward"),
     "kept:collectives": Mechanism("", code="carpool.parallel.sequence:sum_over"),
     "parallel:pipeline": Mechanism("parallelism.pp_size", 2, _several, "carpool.parallel.pipeline:Pipeline"),
-    "weight-gradients:apart": Mechanism(
-        "parallelism.pp_schedule", "ZBVZeroBubble", _splits, "carpool.schedule.split:SplitBackward"
+    "pairs:overlapped": Mechanism(
+        "moe.schedule", "two-batch", code="carpool.schedule.forward_backward:ForwardBesideBackward"
     ),
+    "weight-gradients:apart": Mechanism("", code="carpool.schedule.split:SplitBackward"),
     "parallel:tensor": Mechanism("parallelism.tp_size", 2, _several),
     "parallel:context": Mechanism("parallelism.cp_size", 2, _several, "carpool.parallel.context:Cut"),
     "folded:experts": Mechanism("parallelism.ep_size", 4, _several, "carpool.parallel.meshes:Meshes"),

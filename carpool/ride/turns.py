@@ -14,6 +14,7 @@ something else when it is computed again, and its gradients would be wrong.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import NamedTuple
 
@@ -29,10 +30,11 @@ class Turns:
 
     Args:
         device: whose random numbers each half has for itself, besides the CPU's.
+        resume: is called with the number of a half that has the turn again, for what else it has for itself.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, resume: Callable[[int], None] = lambda half: None) -> None:
+        self.device, self.resume = device, resume
         self._closed = threading.Lock(), threading.Lock()
         for lock in self._closed:
             lock.acquire()
@@ -87,6 +89,7 @@ class Turns:
         self._closed[half].acquire()
         if self._failed:
             raise AbandonedError(f"half {half} of two was abandoned, because the other has failed")
+        self.resume(half)
 
 
 class Half(NamedTuple):

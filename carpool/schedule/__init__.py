@@ -5,7 +5,8 @@ compute.
     chunks      tokens ride in chunks; one chunk travels while the experts compute on another (`chunks.py`). With one
                 chunk this is the plain ride, whose backward's combine runs beside a weight gradient
     two-batch   two micro-batches, or two halves of one, run half a layer apart, attention of one beside the ride of the
-                other (`two_batch.py`); whoever calls the model starts them, as `carpool train` does
+                other (`two_batch.py`); whoever calls the model starts them, as `carpool train` does. In a pipeline,
+                the forward of one beside the backward of another (`forward_backward.py`)
     tiles       the experts begin on rows that have arrived, and their sums leave part by part, in one ride
                 (`tiles.py`). Takes a transport that rides in parts. On a CPU, which has none, as many chunks
 

@@ -34,15 +34,14 @@ What was tried, on 4 gloo ranks:
     Otherwise, on a GPU, one thread of autograd's would run both.
 
 Not with CUDA graphs of whole layers (`mode="reduce-overhead"`), which have one memory for all calls. DeepSeek-V3 (arXiv
-2412.19437, section 3.2.1) overlaps two micro-batches of a pipeline like this; here there is no pipeline.
+2412.19437, section 3.2.1) overlaps two micro-batches of a pipeline like this; here there is no pipeline
+(`carpool.schedule.forward_backward` is that of one).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from contextvars import copy_context
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import nn
@@ -50,8 +49,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from carpool.kernels.processors import reserved
-from carpool.ride.turns import HALF, AbandonedError, Half, Turns
+from carpool.ride.turns import Turns
 from carpool.schedule.shared_shards import shared_shards
+from carpool.schedule.two_threads import TwoThreads
 
 Loss = Callable[[], torch.Tensor]
 
@@ -74,7 +74,7 @@ class TwoBatch:
                     "gradients after one backward; shard the model by FSDP2 (fully_shard)"
                 )
         self.model = model
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="carpool-half-1")
+        self._threads = TwoThreads()
 
     def backward(self, losses: Sequence[Loss], processors: int = 0) -> list[torch.Tensor]:
         """Compute two losses and accumulate the gradients of both. All ranks call it together.
@@ -92,59 +92,18 @@ class TwoBatch:
         """
         if len(losses) != 2:
             raise ValueError(f"two batches take two losses, not {len(losses)}")
-        device = next(self.model.parameters()).device
-        turns = Turns(device)
-        inherit = _thread_state(device)
+        turns = Turns(next(self.model.parameters()).device)
         seed = int(torch.randint(2**62, ()))
 
-        def second() -> torch.Tensor:
-            with inherit():
-                return _run(Half(turns, 1), losses[1], seed)
+        def half(number: int) -> torch.Tensor:
+            if number == 1:
+                torch.manual_seed(seed)
+            with torch.enable_grad():
+                value = losses[number]()
+            turns.meet(number)
+            with torch.autograd.set_multithreading_enabled(False):
+                value.backward()
+            return value.detach()
 
         with shared_shards(self.model), reserved(processors):
-            other: Future[torch.Tensor] = self._thread.submit(copy_context().run, second)
-            try:
-                first = _run(Half(turns, 0), losses[0])
-            except AbandonedError:
-                other.result()
-                raise
-            finally:
-                wait([other])
-            return [first, other.result()]
-
-
-def _run(half: Half, loss: Loss, seed: int | None = None) -> torch.Tensor:
-    turns, number = half
-    token = HALF.set(half)
-    try:
-        turns.begin(number)
-        if seed is not None:
-            torch.manual_seed(seed)
-        with torch.enable_grad():
-            value = loss()
-        turns.meet(number)
-        with torch.autograd.set_multithreading_enabled(False):
-            value.backward()
-        turns.end(number)
-        return value.detach()
-    except BaseException:
-        turns.fail(number)
-        raise
-    finally:
-        HALF.reset(token)
-
-
-def _thread_state(device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-    """What this thread has set, for another: autocast, and the device's stream."""
-    on, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
-    stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-
-    @contextmanager
-    def inherit() -> Iterator[None]:
-        if stream is not None:
-            # A thread begins on device 0, and leaving the stream's context would go back there.
-            torch.cuda.set_device(device)
-        with torch.autocast(device.type, dtype) if on else nullcontext(), torch.cuda.stream(stream):
-            yield
-
-    return inherit
+            return list(self._threads.run(turns, partial(half, 0), partial(half, 1)))

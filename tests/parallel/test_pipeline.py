@@ -9,9 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from carpool.memory import Arena
 from carpool.parallel.pipeline import SCHEDULES, Pipeline, Tensors, check_micro_batches, cut, stages_of
+from carpool.ride.turns import handover
+from carpool.schedule.forward_backward import ForwardBesideBackward
 from tests.ranks import Ranks
 
 
@@ -57,7 +60,12 @@ def test_numbers_of_micro_batches(schedule: str, wrong: int, right: int) -> None
     check_micro_batches(schedule, 4, right)
 
 
-def run_toy(schedule: str, micro_batches: int) -> float:
+def at_once() -> Any:
+    """What runs pairs."""
+    return ForwardBesideBackward(nn.Linear(1, 1)).run
+
+
+def run_toy(schedule: str, micro_batches: int, paired: bool = False) -> float:
     """The largest difference of a gradient from that of the same layers on one process, after two steps."""
     stages = 2 * SCHEDULES[schedule].stages
     torch.manual_seed(0)
@@ -75,7 +83,8 @@ def run_toy(schedule: str, micro_batches: int) -> float:
 
     group = dist.group.WORLD
     assert group is not None
-    pipeline = Pipeline(schedule, group, stages, forward, torch.device("cpu"))
+    pairs = at_once() if paired else None
+    pipeline = Pipeline(schedule, group, stages, forward, torch.device("cpu"), pairs=pairs)
     travels = (torch.empty(3, 5, dtype=torch.float64, device="meta"),)
     for _ in range(2):
         for weight in own:
@@ -86,7 +95,8 @@ def run_toy(schedule: str, micro_batches: int) -> float:
 
 
 def run_toys() -> list[float]:
-    return [run_toy(schedule, micro_batches) for schedule in SCHEDULES for micro_batches in (4, 6)]
+    found = [run_toy(schedule, micro_batches) for schedule in SCHEDULES for micro_batches in (4, 6)]
+    return [*found, run_toy("DualPipeV", 5, paired=True)]
 
 
 def test_every_schedule_has_the_gradients_of_one_process(two_ranks: Ranks) -> None:
@@ -94,40 +104,50 @@ def test_every_schedule_has_the_gradients_of_one_process(two_ranks: Ranks) -> No
 
 
 class Keep(torch.autograd.Function):
-    """Keeps four numbers in an arena until its backward."""
+    """Keeps four numbers in an arena until its backward, which takes four more, as rides do. Of a pair, the other one
+    goes on in between."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, arena: Arena) -> torch.Tensor:
-        ctx.save_for_backward(arena.reserve(4, torch.float32, torch.tensor([1])).start)
+        handover()
+        ctx.arena, kept = arena, arena.reserve(4, torch.float32, torch.tensor([1]))
+        ctx.lane = kept.arena
+        ctx.save_for_backward(kept.start)
         return 2 * x
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, None]:
+        handover()
+        assert ctx.arena.reserve(4, torch.float32, torch.tensor([1])).arena is ctx.lane
         return 2 * dy, None
 
 
-def most_kept(schedule: str, micro_batches: int) -> list[int]:
+def most_kept(schedule: str, micro_batches: int, paired: bool = False) -> list[int]:
     """The most reservations that were in each lane of an arena at one time."""
     stages, arena = 2 * SCHEDULES[schedule].stages, Arena(1 << 16, torch.device("cpu"))
     group = dist.group.WORLD
     assert group is not None
 
     def forward(stage: int, number: int, received: Tensors) -> Tensors:
-        x = Keep.apply(received[0] if stage else torch.ones(3, requires_grad=True), arena)
+        x = received[0] if stage else torch.ones(3, requires_grad=True)
+        for _ in range(2):
+            x = Keep.apply(x, arena)
         return (x.sum() if stage == stages - 1 else x,)
 
-    pipeline = Pipeline(schedule, group, stages, forward, torch.device("cpu"), lane=arena.use_lane)
+    pairs = at_once() if paired else None
+    pipeline = Pipeline(schedule, group, stages, forward, torch.device("cpu"), lane=arena.use_lane, pairs=pairs)
     arena.make_lanes(pipeline.lanes(micro_batches))
     pipeline.step(micro_batches, (torch.empty(3, device="meta"),))
     return [int(one.needed) // 256 for one in (arena, *arena.companions)]
 
 
 def most_kept_of_all() -> dict[str, list[int]]:
-    return {schedule: most_kept(schedule, 8) for schedule in SCHEDULES}
+    found = {schedule: most_kept(schedule, 8) for schedule in SCHEDULES}
+    return found | {"DualPipeV in pairs": most_kept("DualPipeV", 8, paired=True)}
 
 
 def test_what_micro_batches_keep_is_given_back_as_they_are_done(two_ranks: Ranks) -> None:
     for found in two_ranks(most_kept_of_all):
-        assert found.pop("GPipe") == [8]
-        assert all(max(lanes) == 1 for lanes in found.values()), found
+        assert found.pop("GPipe") == [17]
+        assert all(max(lanes) == 3 for lanes in found.values()), found
         assert len(found["1F1B"]) == 2

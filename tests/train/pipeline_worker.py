@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,14 +14,20 @@ from carpool.hf.build import build_model
 from carpool.hf.context import ContextParallel
 from carpool.hf.dense import replicate_dense
 from carpool.hf.offload import offload_layers
+from carpool.hf.recompute import recompute_layers
 from carpool.hf.router_logits import find_routers
+from carpool.hf.shared import compute_shared_beside, set_schedule
 from carpool.hf.stages import cut_model, layer_number
+from carpool.parallel import fsdp
 from carpool.parallel.clip import grad_norm
 from carpool.parallel.context import Cut
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.meshes import Meshes
 from carpool.parallel.pipeline import stages_of
 from carpool.parallel.replicated import replicated, sharded_parameters
+from carpool.parallel.slot_steps import local
+from carpool.ride.turns import HALF
+from carpool.schedule import Schedule
 from carpool.schedule.priority import RidesFirst
 from carpool.train.run.pipeline import PipelineObjective
 from carpool.train.run.step import Objective
@@ -78,6 +84,8 @@ def measure(
     cp: int = 1,
     tp: int = 1,
     sequence: bool = True,
+    paired: bool = False,
+    recompute: str = "",
     priority: bool = False,
     offload: bool = False,
     length: int = LENGTH,
@@ -94,7 +102,7 @@ def measure(
     overrides = {"num_hidden_layers": 4, **LAYERS.get(family, {}), **overrides}
     config = tiny_config(discover()[family], **overrides)
     degrees = Degrees(pp=2, cp=cp, fsdp=dist.get_world_size() // 2 // cp // tp, tp=tp, ep=ep)
-    meshes, dtype = make_meshes(degrees), torch.float32
+    dtype = torch.float32
     settings: dict[str, Any] = {"top_k": TOP_K, "aux_coef": aux, "autocast": None, "balance_layers": per_layer}
 
     whole = build_model(config, distributed_config=None, dtype=dtype, seed=3)
@@ -116,42 +124,20 @@ def measure(
     with torch.no_grad():
         expected_eval = sum(float(reference.forward(batch)[0]) for batch in together)
 
-    rank, parts = dist.get_rank(), cut_model(whole, 2 * len(stages_of(schedule, 2)[0]))
-    sizes = DistributedConfig(tp_size=tp, fsdp_size=degrees.fsdp * cp, ep_size=ep, ep_implementation="carpool")
-    own = [parts[stage] for stage in stages_of(schedule, 2)[degrees.coordinate(rank, "pp")]]
-    model = build_model(
+    objective = objective_of(
         config,
-        distributed_config=sizes,
-        dtype=dtype,
-        seed=3,
+        schedule,
+        degrees,
+        whole,
+        settings,
         dense=dense,
-        meshes=meshes,
-        parts=own,
-        sequence_parallel=tp > 1 and sequence,
+        sequence=sequence,
+        paired=paired,
+        recompute=recompute,
+        priority=priority,
+        offload=offload,
     )
-    install(model)
-    if offload:
-        offload_layers(model)
-    settings["rides_first"] = RidesFirst(model, rides(model)) if priority else None
-    if dense == "replicate" and degrees.dp_cp > 1:
-        replicate_dense(model, False)
-    group = meshes.group("pp")
-    assert group is not None
-    if cp > 1:
-        sharers = meshes.group("cp")
-        assert sharers is not None
-        settings["context"] = ContextParallel(model, Cut(cp, degrees.coordinate(rank, "cp")), sharers)
-    objective = PipelineObjective(
-        model,
-        parts,
-        schedule=schedule,
-        group=group,
-        stage_group=meshes.stage_group(),
-        routers=dict.fromkeys(map(layer_number, find_routers(whole)), 8),
-        dtype=dtype,
-        dp_size=degrees.dp_cp,
-        **settings,
-    )
+    model, rank = objective.model, dist.get_rank()
     if breakage is not None:
         breakage(objective)
     mine = batches_of(micro_batches, degrees.dp_rank(rank), degrees.dp, padded, packed, length)
@@ -185,3 +171,144 @@ def measure(
     dist.all_gather_object(names, set(own_parameters))
     assert set.union(*names) == set(theirs), "a parameter is on no stage"
     return errors
+
+
+def objective_of(
+    config: Any,
+    schedule: str,
+    degrees: Degrees,
+    whole: Any,
+    settings: dict[str, Any],
+    *,
+    dense: str = "fsdp",
+    sequence: bool = True,
+    paired: bool = False,
+    recompute: str = "",
+    priority: bool = False,
+    offload: bool = False,
+    shared_beside: bool = True,
+) -> PipelineObjective:
+    """Of a model with the weights of `whole`, cut into stages. `paired`: pairs of DualPipeV run at the same time."""
+    meshes, settings, dtype = make_meshes(degrees), dict(settings), torch.float32
+    rank, parts = dist.get_rank(), cut_model(whole, 2 * len(stages_of(schedule, 2)[0]))
+    shards = degrees.fsdp * degrees.cp
+    sizes = DistributedConfig(tp_size=degrees.tp, fsdp_size=shards, ep_size=degrees.ep, ep_implementation="carpool")
+    own = [parts[stage] for stage in stages_of(schedule, 2)[degrees.coordinate(rank, "pp")]]
+    model = build_model(
+        config,
+        distributed_config=sizes,
+        dtype=dtype,
+        seed=3,
+        dense=dense,
+        meshes=meshes,
+        parts=own,
+        sequence_parallel=degrees.tp > 1 and sequence,
+    )
+    install(model)
+    if recompute:
+        recompute_layers(model, recompute == "with rides")
+    if paired:
+        settings["two_batch"] = True
+        set_schedule(model, Schedule("two-batch"))
+        compute_shared_beside(model, shared_beside)
+    if offload:
+        offload_layers(model)
+    settings["rides_first"] = RidesFirst(model, rides(model)) if priority else None
+    if dense == "replicate" and degrees.dp_cp > 1:
+        replicate_dense(model, False)
+    group = meshes.group("pp")
+    assert group is not None
+    if degrees.cp > 1:
+        sharers = meshes.group("cp")
+        assert sharers is not None
+        settings["context"] = ContextParallel(model, Cut(degrees.cp, degrees.coordinate(rank, "cp")), sharers)
+    return PipelineObjective(
+        model,
+        parts,
+        schedule=schedule,
+        group=group,
+        stage_group=meshes.stage_group(),
+        routers=dict.fromkeys(map(layer_number, find_routers(whole)), 8),
+        dtype=dtype,
+        dp_size=degrees.dp_cp,
+        **settings,
+    )
+
+
+class Pairs(NamedTuple):
+    """Steps whose pairs run at the same time, beside one whose pairs run one after the other.
+
+    Attributes:
+        equal: losses and gradients are those of the latter, bit by bit.
+        order: of each pair, what is launched and computed in turn: (what, 0 of the forward or 1 of the backward).
+        whole: whether FSDP takes each forward of a pair for one of the whole model.
+    """
+
+    equal: bool
+    order: list[tuple[str, int]]
+    whole: bool
+
+
+def compare_pairs(family: str, micro_batches: int, ep: int = 1, **how: Any) -> Pairs:
+    """Two steps of DualPipeV with pairs against one without."""
+    sparse = {"first_k_dense_replace": 0, "mlp_layer_types": ["sparse"] * 8} if family == "deepseek_v3" else {}
+    config = tiny_config(discover()[family], num_hidden_layers=8, attention_dropout=0.5, **sparse)
+    degrees = Degrees(pp=2, fsdp=dist.get_world_size() // 2, ep=ep)
+    whole = build_model(config, distributed_config=None, dtype=torch.float32, seed=3)
+    aux = 0.0 if family == "deepseek_v3" else AUX
+    settings: dict[str, Any] = {"top_k": TOP_K, "aux_coef": aux, "autocast": None}
+    mine = batches_of(micro_batches, degrees.dp_rank(dist.get_rank()), degrees.dp, False, False)
+    found, seen, roots = [], [], [True]
+    for paired in (False, True):
+        objective = objective_of(config, "DualPipeV", degrees, whole, settings, paired=paired, **how)
+        for _ in range(1 + paired):
+            torch.manual_seed(dist.get_rank())
+            objective.model.zero_grad()
+            seen, roots = _watch(objective.model) if found else (seen, roots)
+            loss = objective.backward(mine)
+            if (kept := replicated(objective.model)) is not None:
+                kept.finish()
+            with sharded_parameters(objective.model):
+                gradients = {name: p.grad for name, p in objective.model.named_parameters()}
+            found.append((loss, gradients))
+    (one, expected), *others = found
+    equal = all(loss == one and _same(gradients, expected) for loss, gradients in others)
+    return Pairs(equal, [entry for entry in seen if entry[1] >= 0], all(roots))
+
+
+def _same(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
+    """Bit by bit, of this rank's shards."""
+    pairs = [(ours[name], gradient) for name, gradient in theirs.items()]
+    return any(g is not None for g, _ in pairs) and all(
+        g is e is None or (g is not None and e is not None and torch.equal(local(g), local(e))) for g, e in pairs
+    )
+
+
+def _watch(model: Any) -> tuple[list[tuple[str, int]], list[bool]]:
+    """What is launched and computed from now on, with the half that does it; -1: there are no halves. And of each
+    attention in a forward of a pair, whether FSDP's root is in that forward."""
+    seen: list[tuple[str, int]] = []
+    roots: list[bool] = []
+
+    def watch(owner: Any, name: str, what: str) -> None:
+        own = getattr(owner, name)
+
+        def called(*args: Any, **kwargs: Any) -> Any:
+            half = HALF.get()
+            seen.append((what, -1 if half is None else half.number))
+            if seen[-1] == ("attention", 0):
+                roots.extend(one._state_ctx.iter_forward_root is one for one in fsdp.states(model) if one._is_root)
+            return own(*args, **kwargs)
+
+        object.__setattr__(owner, name, called)
+
+    for layer in rides(model).values():
+        transport = layer.prepare(TOP_K, model.config.hidden_size)
+        for verb in ("dispatch", "combine", "dispatch_gradients", "combine_gradients"):
+            watch(transport, verb, verb)
+        watch(layer.compute, "forward", "experts")
+        watch(layer.compute, "backward", "experts' backward")
+    for module in model.modules():
+        if type(module).__name__.endswith("Attention"):
+            watch(module, "forward", "attention")
+    return seen, roots

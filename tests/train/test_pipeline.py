@@ -13,7 +13,7 @@ import torch
 from carpool.hf.balance import router_statistics
 from carpool.train.run.pipeline import PipelineObjective
 from tests.ranks import Ranks
-from tests.train.pipeline_worker import measure
+from tests.train.pipeline_worker import Pairs, compare_pairs, measure
 from tests.train.test_loop import losses, records, run, start, text, weights
 
 __all__ = ["text"]
@@ -29,7 +29,7 @@ def check(found: list[dict[str, float]]) -> None:
     ("family", "schedule", "micro_batches", "more"),
     [
         ("olmoe", "1F1B", 3, {}),
-        ("gpt_oss", "DualPipeV", 4, {"packed": True, "padded": True}),
+        ("gpt_oss", "DualPipeV", 4, {"packed": True, "padded": True, "paired": True}),
     ],
 )
 def test_two_stages(two_ranks: Ranks, family: str, schedule: str, micro_batches: int, more: dict[str, Any]) -> None:
@@ -63,13 +63,52 @@ def test_every_schedule_of_every_family(two_ranks: Ranks, family: str, schedule:
         ),
         ("olmoe", "1F1B", {"ep": 2, "priority": True, "offload": True}),
         ("qwen3_moe", "ZBVZeroBubble", {"ep": 2, "priority": True, "offload": True}),
-        ("qwen3_moe", "DualPipeV", {"tp": 2, "ep": 2}),
+        ("qwen3_moe", "DualPipeV", {"tp": 2, "ep": 2, "paired": True}),
+        ("qwen3_moe", "DualPipeV", {"ep": 1, "tie_word_embeddings": True, "paired": True}),
+        ("deepseek_v3", "DualPipeV", {"ep": 2, "aux": 0.0, "recompute": "with rides", "paired": True}),
+        ("olmoe", "DualPipeV", {"cp": 2, "ep": 2, "length": 8, "paired": True}),
         ("olmoe", "1F1B", {"tp": 2, "ep": 2, "sequence": False, "padded": True}),
         ("deepseek_v3", "Interleaved1F1B", {"tp": 2, "ep": 2, "aux": 0.0, "packed": True}),
     ],
 )
 def test_two_stages_of_two_ranks(ranks: Ranks, family: str, schedule: str, more: dict[str, Any]) -> None:
     check(ranks(measure, family, schedule, 4, **more))
+
+
+# The ride of each micro-batch is under way while the other one computes.
+LAYER_OF_PAIR = [
+    *(("dispatch_gradients", 1), ("attention", 0), ("dispatch", 0), ("experts' backward", 1)),
+    *(("combine_gradients", 1), ("experts", 0), ("combine", 0)),
+]
+
+
+def check_pairs(found: list[Pairs]) -> None:
+    """Of 4 micro-batches on 2 ranks with 2 layers in each stage."""
+    for one in found:
+        # Attention that is computed again is the backward's.
+        assert one.equal and one.whole
+        assert [what for what in one.order if what != ("attention", 1)] == 3 * 2 * LAYER_OF_PAIR
+
+
+def test_pairs_run_at_the_same_time(two_ranks: Ranks) -> None:
+    check_pairs(two_ranks(compare_pairs, "olmoe", 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "how"),
+    [
+        ("olmoe", {"ep": 2}),
+        # Shared experts need the layer's weights after the ride, when the backward may be done.
+        ("deepseek_v3", {"ep": 2, "shared_beside": False}),
+        ("olmoe", {"ep": 1, "priority": True}),
+        ("olmoe", {"ep": 2, "dense": "replicate"}),
+        ("olmoe", {"ep": 2, "recompute": "rides kept", "priority": True}),
+        ("olmoe", {"ep": 2, "offload": True}),
+    ],
+)
+def test_pairs_of_two_ranks(ranks: Ranks, family: str, how: dict[str, Any]) -> None:
+    check_pairs(ranks(compare_pairs, family, 4, **how))
 
 
 @pytest.mark.slow

@@ -390,7 +390,8 @@ class MemoryEstimate:
         elif policy == "offload":
             dense = min(dense, 2 * one)
         kept, last = dense + rides.kept, one + rides.kept_by_one
-        if self.config.moe.schedule == "two-batch" and self.config.training.gradient_accumulation_steps > 1:
+        two = self.config.moe.schedule == "two-batch" and self.config.training.gradient_accumulation_steps > 1
+        if two and self.degrees.pp == 1:
             # Two micro-batches are in the model at the same time.
             kept, last = 2 * kept, 2 * last
         # Of other micro-batches all is kept until their turn.

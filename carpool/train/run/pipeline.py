@@ -32,6 +32,7 @@ from carpool.parallel.degrees import Degrees
 from carpool.parallel.meshes import Meshes
 from carpool.parallel.pipeline import SCHEDULES, Pipeline, Tensors, check_micro_batches, stages_of
 from carpool.parallel.sequence import gather_rows, num_rows
+from carpool.schedule.forward_backward import ForwardBesideBackward
 from carpool.schedule.split import SplitBackward
 from carpool.train.config.schema import Config
 from carpool.train.run.graphs import Batch
@@ -64,7 +65,10 @@ class PipelineObjective(Objective):
         dtype: torch.dtype,
         **settings: Any,
     ) -> None:
+        # The two batches of a pipeline are the forward and the backward of a pair, in a schedule that has pairs.
+        paired = settings.pop("two_batch", False)
         super().__init__(model, **settings)
+        self.beside = ForwardBesideBackward(model, self._processors) if paired else None
         self.stage_group, self.dtype = stage_group, dtype
         self.hidden = model.config.get_text_config().hidden_size
         device = next(model.parameters()).device
@@ -72,7 +76,15 @@ class PipelineObjective(Objective):
         self.split = SplitBackward(model, self.riding) if SCHEDULES[schedule].splits else None
         weights = None if self.split is None else self.split.weights
         self.pipeline = Pipeline(
-            schedule, group, len(parts), self._compute, device, self._around_backward, weights, self._use_lane
+            schedule,
+            group,
+            len(parts),
+            self._compute,
+            device,
+            self._around_backward,
+            weights,
+            self._use_lane,
+            None if self.beside is None else self.beside.run,
         )
         self.stages = Stages(model, {number: parts[number] for number in self.pipeline.stages})
         # Losses are on the ranks of the last stage alone. (`ranks_per_sequence` counts labels, which all have.)

@@ -110,7 +110,7 @@ def _record(run: Run, steps: int, recorded: Path) -> tuple[RankNumbers, float | 
     profiler saw nothing; None if there is none besides the very first."""
     cuda = run.device.type == "cuda"
     options: dict[str, Any] = {}
-    if run.objective.two_batch is not None:
+    if run.schedule.answer.name == "two-batch":
         # The thread of the second half is older than the profiler, which would not see it.
         options["experimental_config"] = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     path, plain_ms = recorded / f"rank{run.rank}.json.gz", None
