@@ -7,7 +7,6 @@ its contenders in turn. They differ in a layout, a limit or the routing, so all 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from carpool.hf.trace import TraceRecorder
 from carpool.layout import ExpertLayout
 from carpool.layout.layouts import Layouts
 from carpool.layout.topology import Topology
+from carpool.observe.clock import timed
 from carpool.parallel.clip import clip_grad_norm
 from carpool.placement.solvers import solve
 from carpool.placement.trace import Trace
@@ -109,18 +109,17 @@ class Contest:
 
     def step(self, batches: Sequence[Batch], optimizer: torch.optim.Optimizer, max_norm: float) -> tuple[float, float]:
         """One training step: its loss, and the slowest rank's milliseconds."""
-        dist.barrier()
-        self.wait()
-        begin = time.perf_counter()
-        with slots_kept(self.model):
-            loss = self.objective.backward(batches).loss
-        clip_grad_norm([p for p in self.model.parameters() if p.requires_grad], max_norm)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        self.wait()
-        slowest = torch.tensor([1e3 * (time.perf_counter() - begin)], dtype=torch.float64, device=self.device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        return loss, float(slowest)
+        losses = []
+
+        def step() -> None:
+            with slots_kept(self.model):
+                losses.append(self.objective.backward(batches).loss)
+            clip_grad_norm([p for p in self.model.parameters() if p.requires_grad], max_norm)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        took = timed(step, self.device)
+        return losses[0], took.ms
 
     def held_out(self) -> dict[str, float]:
         """Mean loss per held-out token of each kind of text."""
@@ -150,10 +149,6 @@ class Contest:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-
-    def wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
 
     def transports(self) -> list[str]:
         """How rows travel. Raises an error if there was no room for some since the buffers were made."""

@@ -50,6 +50,7 @@ from carpool.bench.transport.rides import Case, check, forward_and_backward, ora
 from carpool.bench.transport.settings import Shape
 from carpool.kernels.processors import reserved
 from carpool.layout import ExpertLayout
+from carpool.observe.clock import slowest
 from carpool.observe.traffic import Traffic
 from carpool.transport import NVLinkOptions, Transport, make_transport
 
@@ -109,9 +110,7 @@ class OnGpu:
             run()
         events[1].record()
         events[1].synchronize()
-        found = torch.tensor(events[0].elapsed_time(events[1]) / 10, device=self.device)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return float(found)
+        return slowest([events[0].elapsed_time(events[1]) / 10], self.device)[0]
 
     def _product(self) -> None:
         F.grouped_mm(self.rows, self.weights, offs=self.ends)
@@ -260,9 +259,7 @@ def measure(shape: Shape, args: argparse.Namespace, device: torch.device, bench:
 
 def _largest(values: list[Timed], device: torch.device) -> float:
     """Median over repetitions, largest of all ranks, which must ask for equal loads."""
-    found = torch.tensor(statistics.median(one.us for one in values), device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return float(found)
+    return slowest([statistics.median(one.us for one in values)], device)[0]
 
 
 def _everyone(values: list[Timed], device: torch.device) -> list[list[Timed]]:
@@ -276,11 +273,11 @@ def _everyone(values: list[Timed], device: torch.device) -> list[list[Timed]]:
 def _row(way: Condition, alone: list[list[Timed]], values: list[list[Timed]], slow_rank: int) -> dict[str, Any]:
     """Percentiles of one case from all ranks' times."""
 
-    def slowest(table: list[list[Timed]]) -> list[float]:
+    def by_repetition(table: list[list[Timed]]) -> list[float]:
         ranks = [one for rank, one in enumerate(table) if not (way.delay_ms and rank == slow_rank)]
         return [max(one.us for one in column) for column in zip(*ranks, strict=True)]
 
-    us, before = slowest(values), statistics.median(slowest(alone))
+    us, before = by_repetition(values), statistics.median(by_repetition(alone))
     flat = [one for column in values for one in column]
     seen = (statistics.median(us) - before) / (1e3 * way.delay_ms) if way.delay_ms else None
     return {

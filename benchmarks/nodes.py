@@ -27,8 +27,8 @@ import os
 import signal
 import statistics
 import sys
-import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ from carpool.bench.transport.rides import Case, check, forward_and_backward, ora
 from carpool.bench.transport.settings import Shape
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
+from carpool.observe.clock import timed
 from carpool.observe.traffic import Traffic
 from carpool.placement.objective import served_by
 from carpool.placement.solvers import solve
@@ -50,6 +51,7 @@ from carpool.placement.trace import Trace
 from carpool.planner.cost import CostModel
 from carpool.planner.hardware import Hardware, find_hardware, hardware_of
 from carpool.routing import Routing
+from carpool.train.run.machine import device_name
 from carpool.transport import (
     TRANSPORTS,
     TransportOptions,
@@ -137,21 +139,18 @@ class Contest:
             for label, (_, case, transport, _) in riders.items():
                 traffics[label].reset()
                 before = self._sent()
-                seconds = self._ride(transport, case, traffics[label])
+                took = timed(partial(self._ride, transport, case, traffics[label]), self.device)
                 dist.barrier()
                 if number:  # the first makes connections
-                    times[label].append(seconds)
+                    times[label].append(1e-3 * took.ms)
                     cable[label].append(self._sent() - before)
         return [
             self._row(label, name, case, options, traffics[label], times[label], cable[label], hardware)
             for label, (name, case, _, options) in riders.items()
         ]
 
-    def _ride(self, transport: Any, case: Case, traffic: Traffic) -> float:
-        """Seconds of a forward and backward of rows, of the slowest rank."""
-        dist.barrier()
-        self._wait()
-        began = time.perf_counter()
+    def _ride(self, transport: Any, case: Case, traffic: Traffic) -> None:
+        """A forward and backward of rows."""
         route = transport.plan(case.slot_TK, case.weight_TK, traffic)
         arrivals = transport.dispatch(case.x_TH, route).wait()
         back = rows_of(arrivals, case.x_TH.dtype)
@@ -159,14 +158,6 @@ class Contest:
         gradients = transport.dispatch_gradients(case.dy_TH, route).wait().widened(case.dy_TH.dtype)
         dx_RH = route.new_partial(self.hidden, back.dtype, self.device).copy_(gradients.contiguous(route.num_rows))
         transport.combine_gradients(route, dx_RH, arrivals.weight_RJ).wait()
-        self._wait()
-        seconds = torch.tensor(time.perf_counter() - began, dtype=torch.float64, device=self.device)
-        dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-        return float(seconds)
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
 
     def _sent(self) -> int:
         """Bytes that all nodes have sent."""
@@ -257,7 +248,7 @@ def measure(args: Any) -> None:
     topology = topology_of(dist.group.WORLD)
     set_topology(dist.group.WORLD, topology)
     found, measured = [], []
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    name = device_name(device)
     for hidden in args.hidden:
         fits, shared = measure_links(topology, device)
         rates: list[Any] = [replace(hardware_of(name), **measured_links(fits), shared_network=shared)]

@@ -32,6 +32,7 @@ from carpool.bench.results import print_table
 from carpool.bench.script import make_parser, write_results
 from carpool.bench.timing import rounds
 from carpool.memory.optimizer import AdamW
+from carpool.observe.clock import synchronize, timed
 from carpool.parallel.clip import clip_factor, clip_grad_norm, grad_norm
 
 WARMUP, MAX_NORM = 2, 1.0
@@ -131,17 +132,8 @@ def copy_rate(device: torch.device) -> float:
     source = torch.zeros(2**30 if device.type == "cuda" else 2**26, dtype=torch.uint8, device=device)
     target, times = torch.empty_like(source), []
     for _ in range(12):
-        synchronize(device)
-        begin = time.perf_counter()
-        target.copy_(source)
-        synchronize(device)
-        times.append(time.perf_counter() - begin)
+        times.append(1e-3 * timed(lambda: target.copy_(source), device).ms)
     return 2 * source.numel() / statistics.median(times)
-
-
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def main() -> None:

@@ -41,9 +41,10 @@ import torch.distributed as dist
 from transformers.distributed import DistributedConfig
 
 from carpool.bench.script import check_arenas, join_group, make_parser, write_results
-from carpool.bench.timing import rounds, timed_step
+from carpool.bench.timing import rounds
 from carpool.hf import rides
 from carpool.hf.build import build_model, make_config
+from carpool.observe.clock import timed
 from carpool.observe.traffic import Traffic
 from carpool.schedule import Schedule
 from carpool.schedule.two_batch import TwoBatch
@@ -208,7 +209,7 @@ def main() -> None:
         for name in order:
             prepare(model, names[name], args)
             clear()
-            took = timed_step(partial(step, names[name]), device)
+            took = timed(partial(step, names[name]), device)
             if number >= 0:
                 times[name].append(took)
         if number == -1:

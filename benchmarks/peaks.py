@@ -19,8 +19,6 @@ between steps (`stays`), when the forward has ended (`kept`), and the peaks of f
 from __future__ import annotations
 
 import gc
-import json
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -32,27 +30,19 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch._C._profiler import _EventType
-from torch.distributed.distributed_c10d import _world
 from torch.profiler import ProfilerActivity, profile
 
-from carpool.bench.model.contenders import CarpoolContender, free_memory
-from carpool.bench.options import find_ranks
+from benchmarks.runs import QWEN_TINY, TINY, GiB, MiB, config_of_run, make_runs_parser, measure_runs, start_runs
+from carpool.bench.model.contenders import CarpoolContender
 from carpool.bench.results import print_table
-from carpool.bench.script import make_parser, write_results
 from carpool.hf.expert_parallel import buffers_of_rides
-from carpool.train.config import Config, load_config
+from carpool.train.config import Config
 from carpool.train.data.corpus import Corpus, Marks
-from carpool.train.launch.start import run as start_ranks
 from carpool.train.run.estimate import tensors_of
 from carpool.train.run.loop import Run
 from carpool.train.run.machine import rank_device
 from tools.random_checkpoint import plan, write
 
-STEPS_ALONE = [
-    "training.max_steps=1000000", "training.warmup_steps=0", "training.learning_rate=1e-5",
-    "training.eval_on_start=false", "training.eval_steps=none", "training.save_steps=none",
-    "training.per_device_eval_batch_size=1", "training.check_memory=false", "data.tokenizer=bytes",
-]  # fmt: skip
 QWEN = [
     "model.config=qwen3-30b-a3b", "model.config.num_hidden_layers=8", "model.config.num_experts=32",
     "model.dtype=bfloat16", "data.sequence_length=4096", "training.per_device_train_batch_size=2",
@@ -87,17 +77,8 @@ SETTINGS: dict[str, tuple[list[str], int]] = {
     "experts whole on each rank": ([*QWEN, EAGER, "parallelism.dense=fsdp", "parallelism.ep_size=1"], 2),
     "rows sent again": ([*QWEN, EAGER, "memory.rows=resend"], 2),
 }  # fmt: skip
-# In place of the sizes above.
-TINY = [
-    "model.config.hidden_size=64", "model.config.num_hidden_layers=3", "model.config.num_experts=8",
-    "model.config.num_experts_per_tok=2", "model.config.intermediate_size=64", "model.config.num_attention_heads=4",
-    "model.config.num_key_value_heads=2", "model.config.vocab_size=997", "data.sequence_length=128",
-    "training.per_device_train_batch_size=4", "model.dtype=float32",
-]  # fmt: skip
-QWEN_TINY = ["model.config.moe_intermediate_size=64", "model.config.head_dim=16"]
 # Before the capture of CUDA graphs.
 EAGER_STEPS = 3
-MiB, GiB = 2**20, 2**30
 # What is measured of PyTorch's tensors.
 ALLOCATED = {"tensors", "stays", "kept", "setup", "forward", "backward"}
 
@@ -114,7 +95,7 @@ class Examples(CarpoolContender):
         return Corpus(stream.train, stream.eval, len(ends), 0, stream.fingerprint, stream.source, marks)
 
 
-def config_of(name: str, ranks: int, tiny: bool, folder: Path) -> Config:
+def config_of(name: str, tiny: bool, folder: Path) -> Config:
     """The configuration of a setting. Collective: adapters need a checkpoint, which rank 0 writes.
 
     Raises:
@@ -136,48 +117,20 @@ def config_of(name: str, ranks: int, tiny: bool, folder: Path) -> Config:
             "data.tokenizer=bytes",
             "training.gradient_accumulation_steps=1",
         ]
-    own = folder / name.replace(" ", "-").replace(",", "")
-    here = [f"parallelism.num_ranks={ranks}", f"parallelism.device={'cpu' if tiny else 'cuda'}"]
-    return load_config(None, [*STEPS_ALONE, *given, *here, f"training.output_dir={own}"])
+    return config_of_run(name, given, tiny, folder)
 
 
 def measure(config: Config, settings: dict[str, Any]) -> None:
     """One rank's part; the process group is there."""
-    device, world = rank_device(), dist.get_world_size()
-    main, console = dist.get_rank() == 0, Console(width=140)
-    began, found, failed = time.perf_counter(), [], {}
+    device, folder = rank_device(), Path(config.training.output_dir)
     first = used_bytes(device)
-    for name in settings["only"]:
-        late = torch.tensor(time.perf_counter() - began > settings["seconds"], device=device)
-        dist.all_reduce(late, op=dist.ReduceOp.MAX)
-        if late:
-            failed[name] = f"not begun within {settings['seconds']} s"
-            continue
-        try:
-            one = config_of(name, world, settings["tiny"], Path(config.training.output_dir))
-            found.append(measure_one(name, one, settings["steps"], device, first))
-        except (ValueError, RuntimeError, torch.OutOfMemoryError) as error:
-            if world > 1 and not isinstance(error, ValueError):
-                raise  # other ranks may wait in a collective
-            failed[name] = f"{type(error).__name__}: {error}".split("\n")[0]
-        else:
-            if main:
-                console.print(f"{name}: {line(found[-1])}", highlight=False, soft_wrap=True)
-        free_memory(device)
-        leave_groups(device)
-        # What comes next may end in an error.
-        out = settings["out"]
-        write_results({**settings, "out": out and Path(out)}, device, before=first, failed=failed, results=found)
-    if main:
-        show(console, found, failed)
 
+    def one(name: str) -> dict[str, Any]:
+        return measure_one(name, config_of(name, settings["tiny"], folder), settings["steps"], device, first)
 
-def leave_groups(device: torch.device) -> None:
-    """Each run makes process groups, and NCCL's hold memory."""
-    if device.type == "cuda":
-        for group in list(_world.pg_map):
-            if group is not dist.group.WORLD:
-                dist.destroy_process_group(group)
+    found, failed = measure_runs(settings, device, one, line, "results", before=first)
+    if dist.get_rank() == 0:
+        show(Console(width=140), found, failed)
 
 
 def measure_one(name: str, config: Config, steps: int, device: torch.device, first: int) -> dict[str, Any]:
@@ -336,26 +289,9 @@ def show(console: Console, found: Sequence[dict[str, Any]], failed: dict[str, st
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--ranks", type=int, default=None, help="none: one for each GPU")
-    parser.add_argument("--only", nargs="+", default=None, help="names of settings, or beginnings of them")
+    parser = make_runs_parser(__doc__, "setting", seconds=150)
     parser.add_argument("--steps", type=int, default=3, help="of each setting; two more where steps are captured")
-    parser.add_argument("--seconds", type=float, default=150, help="after which no further setting begins")
-    parser.add_argument("--tiny", action="store_true", help="tiny models on CPUs")
-    args = parser.parse_args()
-    _, ranks = find_ranks("cpu" if args.tiny else "cuda", args.ranks)
-    names = [name for name, (_, least) in SETTINGS.items() if ranks >= least]
-    if args.only is not None:
-        names = [name for name in names if any(name.startswith(one) for one in args.only)]
-        if not names:
-            parser.error(f"--only {' '.join(args.only)}: no setting begins so; there are {', '.join(SETTINGS)}")
-    settings = {"only": names, "steps": args.steps, "seconds": args.seconds, "tiny": args.tiny}
-    settings["out"] = None if args.out is None else str(args.out.absolute())
-    with tempfile.TemporaryDirectory() as folder:
-        device = "cpu" if args.tiny else "cuda"
-        here = [f"parallelism.num_ranks={ranks}", f"parallelism.device={device}"]
-        config = load_config(None, [*here, f"training.output_dir={json.dumps(folder)}"])
-        start_ranks(config, "benchmarks.peaks:measure", settings=settings)
+    start_runs(parser, {name: least for name, (_, least) in SETTINGS.items()}, "benchmarks.peaks:measure")
 
 
 if __name__ == "__main__":

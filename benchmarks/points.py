@@ -12,9 +12,7 @@ when it began (`left_bytes`: a peak is known no better), and what the run had ch
 
 from __future__ import annotations
 
-import json
 import statistics
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -23,14 +21,12 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from benchmarks.peaks import QWEN_TINY, STEPS_ALONE, TINY, leave_groups
-from carpool.bench.model.contenders import CarpoolContender, free_memory
-from carpool.bench.options import find_ranks
+from benchmarks.runs import QWEN_TINY, TINY, GiB, config_of_run, make_runs_parser, measure_runs, start_runs
+from carpool.bench.model.contenders import CarpoolContender
 from carpool.bench.results import print_table
-from carpool.bench.script import make_parser, write_results
 from carpool.bench.timing import host_waits
-from carpool.train.config import Config, load_config
-from carpool.train.launch.start import run as start_ranks
+from carpool.observe.clock import slowest, synchronize
+from carpool.train.config import Config
 from carpool.train.run.machine import rank_device
 
 BF16 = ["model.dtype=bfloat16", "training.optimizer_moments=bfloat16"]
@@ -43,7 +39,6 @@ COMPILED, EAGER = ["training.torch_compile=true"], ["training.cuda_graphs=off"]
 REPLICATE, FSDP = ["parallelism.dense=replicate"], ["parallelism.dense=fsdp"]
 BALANCED, TRACE = "balanced", "docs/traces/e64-1435.npz"
 WARMUP = 4
-GiB = 2**30
 
 
 def _sizes(layers: int, sequence: int, batch: int) -> list[str]:
@@ -101,44 +96,19 @@ POINTS: dict[str, tuple[list[str], str]] = {
 }  # fmt: skip
 
 
-def config_of(name: str, ranks: int, tiny: bool, folder: Path) -> Config:
-    """The configuration of a point.
-
-    Raises:
-        ValueError: one that cannot be."""
-    given = list(POINTS[name][0])
-    if tiny:
-        given += [*TINY, *(QWEN_TINY if given[0] == QWEN[0] else [])]
-    here = [f"parallelism.num_ranks={ranks}", f"parallelism.device={'cpu' if tiny else 'cuda'}"]
-    own = folder / "".join(letter if letter.isalnum() else "-" for letter in name)
-    return load_config(None, [*STEPS_ALONE, *given, *here, f"training.output_dir={own}"])
-
-
 def measure(config: Config, settings: dict[str, Any]) -> None:
     """One rank's part; the process group is there."""
-    device, main = rank_device(), dist.get_rank() == 0
-    began, found, failed = time.perf_counter(), [], {}
-    for name in settings["only"]:
-        late = torch.tensor(time.perf_counter() - began > settings["seconds"], device=device)
-        dist.all_reduce(late, op=dist.ReduceOp.MAX)
-        if late:
-            failed[name] = f"not begun within {settings['seconds']} s"
-            continue
-        try:
-            one = config_of(name, dist.get_world_size(), settings["tiny"], Path(config.training.output_dir))
-            found.append(
-                {"point": name, **measure_one(one, BALANCED if settings["tiny"] else POINTS[name][1], settings)}
-            )
-        except ValueError as error:
-            failed[name] = f"{type(error).__name__}: {error}".split("\n")[0]
-        else:
-            if main:
-                print(f"{name}: {found[-1]['milliseconds']:.1f} ms, {found[-1]['what']}", flush=True)
-        free_memory(device)
-        leave_groups(device)
-        out = settings["out"]
-        write_results({**settings, "out": out and Path(out)}, device, failed=failed, points=found)
-    if main:
+    device, tiny = rank_device(), settings["tiny"]
+
+    def one(name: str) -> dict[str, Any]:
+        given, routing = POINTS[name]
+        if tiny:
+            given, routing = [*given, *TINY, *(QWEN_TINY if given[0] == QWEN[0] else [])], BALANCED
+        config_of_point = config_of_run(name, given, tiny, Path(config.training.output_dir))
+        return {"point": name, **measure_one(config_of_point, routing, settings)}
+
+    found, failed = measure_runs(settings, device, one, line, "points")
+    if dist.get_rank() == 0:
         show(found, failed)
 
 
@@ -157,14 +127,12 @@ def measure_one(config: Config, routing: str, settings: dict[str, Any]) -> dict[
             torch.cuda.reset_peak_memory_stats(device)
         rounds = [time_round(run, settings["steps"], device) for _ in range(settings["rounds"])]
         peak = torch.cuda.max_memory_allocated(device) - before + run.buffer_bytes if cuda else 0
-        highest = torch.tensor([*rounds, (float(peak), 0.0)], dtype=torch.float64, device=device)
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX)
-        *times, (peak, _) = highest.tolist()
+        *times, peak = slowest([*(ms for both in rounds for ms in both), peak], device)
         degrees = run.degrees.record()
         return {
-            "milliseconds": statistics.median(one for one, _ in times),
-            "rounds": times,
-            "host_milliseconds": statistics.median(host for _, host in times),
+            "milliseconds": statistics.median(times[::2]),
+            "rounds": list(zip(times[::2], times[1::2], strict=True)),
+            "host_milliseconds": statistics.median(times[1::2]),
             "peak_bytes": int(peak),
             "left_bytes": before,
             "predicted_bytes": run.estimate(run.transport_choice.answer, run.dense.answer)["total"],
@@ -186,16 +154,19 @@ def measure_one(config: Config, routing: str, settings: dict[str, Any]) -> dict[
 
 def time_round(run: CarpoolContender, steps: int, device: torch.device) -> tuple[float, float]:
     """(milliseconds of a step, those in which its host is busy) on this rank."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda _: None
     dist.barrier()
-    wait(device)
+    synchronize(device)
     begin = time.perf_counter()
     with host_waits() as waits:
         for _ in range(steps):
             run.take_step()
     launched = time.perf_counter() - begin - sum(waits)
-    wait(device)
+    synchronize(device)
     return 1e3 * (time.perf_counter() - begin) / steps, 1e3 * launched / steps
+
+
+def line(point: dict[str, Any]) -> str:
+    return f"{point['milliseconds']:.1f} ms, {point['what']}"
 
 
 def show(found: list[dict[str, Any]], failed: dict[str, str]) -> None:
@@ -216,24 +187,10 @@ def show(found: list[dict[str, Any]], failed: dict[str, str]) -> None:
 
 
 def main() -> None:
-    parser = make_parser(__doc__)
-    parser.add_argument("--ranks", type=int, default=None, help="none: one for each GPU")
-    parser.add_argument("--only", nargs="+", default=None, help="names of points, or beginnings of them")
+    parser = make_runs_parser(__doc__, "point", seconds=400)
     parser.add_argument("--steps", type=int, default=4, help="of each round")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=400, help="after which no further point begins")
-    parser.add_argument("--tiny", action="store_true", help="tiny models on CPUs")
-    args = parser.parse_args()
-    device = "cpu" if args.tiny else "cuda"
-    _, ranks = find_ranks(device, args.ranks)
-    names = [name for name in POINTS if args.only is None or any(name.startswith(one) for one in args.only)]
-    if not names:
-        parser.error(f"--only {' '.join(args.only)}: no point begins so; there are {', '.join(POINTS)}")
-    settings = {**vars(args), "only": names, "out": None if args.out is None else str(args.out.absolute())}
-    with tempfile.TemporaryDirectory() as folder:
-        here = [f"parallelism.num_ranks={ranks}", f"parallelism.device={device}"]
-        config = load_config(None, [*here, f"training.output_dir={json.dumps(folder)}"])
-        start_ranks(config, "benchmarks.points:measure", settings=settings)
+    start_runs(parser, dict.fromkeys(POINTS, 1), "benchmarks.points:measure")
 
 
 if __name__ == "__main__":

@@ -34,8 +34,9 @@ from torch.distributed.tensor import DTensor
 
 from benchmarks.overlap import make_stack, make_stack_parser
 from carpool.bench.script import check_arenas, join_group, write_results
-from carpool.bench.timing import rounds, timed_step
+from carpool.bench.timing import rounds
 from carpool.hf import rides, set_schedule, set_transport
+from carpool.observe.clock import slowest, timed
 from carpool.schedule import Schedule
 from carpool.schedule.priority import RidesFirst
 from carpool.transport import NVLinkOptions
@@ -63,7 +64,7 @@ def compare(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> s
 
 def backward_rides(model: torch.nn.Module, device: torch.device) -> tuple[float, float]:
     """Milliseconds of a dispatch and of a combine of gradients: mean over layers, of the slowest rank."""
-    sums = torch.zeros(2, dtype=torch.float64, device=device)
+    sums = [0.0, 0.0]
     layers = rides(model).values()
     for own in layers:
         spans = own.stats.meter.milliseconds()
@@ -71,8 +72,8 @@ def backward_rides(model: torch.nn.Module, device: torch.device) -> tuple[float,
             forward_and_backward = spans[name]
             assert len(forward_and_backward) == 2
             sums[number] += forward_and_backward[1] / len(layers)
-    dist.all_reduce(sums, op=dist.ReduceOp.MAX)
-    return float(sums[0]), float(sums[1])
+    dispatch, combine = slowest(sums, device)
+    return dispatch, combine
 
 
 def main() -> None:
@@ -114,7 +115,7 @@ def main() -> None:
             for name in order:
                 first = contenders[name]
                 clear()
-                took = timed_step(lambda first=first: step(first), device)
+                took = timed(lambda first=first: step(first), device)
                 times[name].append((took[0], *backward_rides(model, device), took[1]))
         for name, values in times.items():
             median = dict(zip(COLUMNS, (statistics.median(c) for c in zip(*values, strict=True)), strict=True))

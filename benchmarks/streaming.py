@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -31,9 +30,11 @@ from carpool.bench.results import print_table
 from carpool.bench.script import make_parser, write_results
 from carpool.bench.timing import rounds
 from carpool.memory.optimizer import AdamW
+from carpool.observe.clock import timed
 from carpool.parallel.consumed import ConsumedGradients
 from carpool.planner.hardware import hardware_of
 from carpool.planner.streaming import break_even_tokens
+from carpool.train.run.machine import device_name
 
 WAYS = ("device", "consumed", "after")
 WARMUP = 2
@@ -42,14 +43,9 @@ WARMUP = 2
 def seconds(work: Callable[[], object], steps: int, device: torch.device) -> float:
     """Median of a step, with all copies done."""
     found = []
-    for number in range(-WARMUP, steps):
-        _synchronize(device)
-        begin = time.perf_counter()
-        work()
-        _synchronize(device)
-        if number >= 0:
-            found.append(time.perf_counter() - begin)
-    return statistics.median(found)
+    for _ in range(WARMUP + steps):
+        found.append(1e-3 * timed(work, device).ms)
+    return statistics.median(found[WARMUP:])
 
 
 class Stack:
@@ -93,11 +89,6 @@ def measure(way: str, args: Any, tokens: int, device: torch.device) -> dict[str,
     return found
 
 
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--layers", type=int, default=24)
@@ -126,11 +117,10 @@ def main() -> None:
             results.append(result)
             numbers = f"{1e3 * plain:.1f}", f"{1e3 * step:.1f}", f"{1e3 * update:.1f}", f"{size / update / 1e9:.1f}"
             rows.append([f"{tokens:,}", way, *numbers, f"{result['hidden']:.0%}"])
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     parameters = args.layers * args.hidden**2
     # What a step's copies carry in one direction.
     state = statistics.median(one["bytes"] for one in found[args.tokens[0], "consumed"]) / 2
-    tokens = break_even_tokens(state, 6 * parameters, hardware_of(name), "in the backward")
+    tokens = break_even_tokens(state, 6 * parameters, hardware_of(device_name(device)), "in the backward")
     title = (
         f"{parameters / 1e6:,.0f} M parameters, moments in {args.moments}; foretold: hidden from {tokens:,.0f} tokens"
     )

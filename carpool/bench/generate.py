@@ -35,6 +35,7 @@ from carpool.bench.timing import rounds
 from carpool.hf.build import build_model
 from carpool.hf.decode_graph import DecodeGraphs
 from carpool.hf.generation import Generated, Sampling, generate
+from carpool.observe.clock import slowest
 from carpool.serve.source import spread_model
 from carpool.train.config import Config
 from carpool.train.config.published import read_keys
@@ -192,11 +193,10 @@ def _measure(settings: Settings, device: torch.device) -> Case:
     for number, order in rounds(case.rows, settings.rounds, WARMUP):
         for row in order:
             made = run[row.label]()
-            slowest = torch.tensor([made.prefill_seconds, made.decode_seconds], dtype=torch.float64, device=device)
-            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+            prefill, decode = slowest([made.prefill_seconds, made.decode_seconds], device)
             if number >= 0:
-                row.prefill_ms.append(1e3 * slowest[0].item())
-                row.decode_ms.append(1e3 * slowest[1].item() / (settings.new_tokens - 1))
+                row.prefill_ms.append(1e3 * prefill)
+                row.decode_ms.append(1e3 * decode / (settings.new_tokens - 1))
             first = first or made.tokens
             row.same_tokens = _share_of_equal(made.tokens, first, device)
     for row in case.rows:

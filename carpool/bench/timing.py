@@ -60,23 +60,6 @@ def begin_together(
             dist.all_reduce(torch.zeros(1, device=device) if flag is None else flag, group=group)
 
 
-def timed_step(step: Callable[[], Any], device: torch.device) -> tuple[float, float]:
-    """Milliseconds of the slowest rank: until all was done, and until the host had asked for all. No delay before."""
-    dist.barrier()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    begin = time.perf_counter()
-    step()
-    asked = time.perf_counter()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-    seconds = [time.perf_counter() - begin, asked - begin]
-    slowest = 1e3 * torch.tensor(seconds, dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    done, host = slowest.tolist()
-    return done, host
-
-
 # What waits for the device, of PyTorch's Python interface.
 _WAITS = (
     (torch.Tensor, "item"), (torch.Tensor, "tolist"), (torch.Tensor, "cpu"), (torch.cuda, "synchronize"),

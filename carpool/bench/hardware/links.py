@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from carpool.bench.hardware.fit import Fit, fit
 from carpool.layout.topology import Topology
+from carpool.observe.clock import synchronize, timed
 from carpool.transport.nodes import hops_of, set_topology
 from carpool.transport.nvlink.usable import why_not
 
@@ -146,33 +147,20 @@ def _fit(name: str, make: Callable[[int], Callable[[], object]], device: torch.d
     """The line through times of what `make` makes of each size."""
     points = []
     for size in SIZES:
-        points.append((size, timed(make(size), device)))
+        points.append((size, seconds_of(make(size), device)))
         if points[-1][1] > LONGEST:
             break
     return fit(name, points)
 
 
-def timed(once: Callable[[], object], device: torch.device) -> float:
+def seconds_of(once: Callable[[], object], device: torch.device) -> float:
     """Median seconds of what all ranks do at the same time, on the slowest rank. Collective."""
     once()  # connections are made, memory is touched
     found: list[float] = []
+    # All see the times of the slowest rank, and so all repeat equally often.
     while len(found) < 3 or (len(found) < 25 and sum(found) < EACH):
-        if dist.get_world_size() > 1:
-            dist.barrier()
-        _wait(device)
-        began = time.perf_counter()
-        once()
-        _wait(device)
-        seconds = torch.tensor(time.perf_counter() - began, dtype=torch.float64, device=device)
-        if dist.get_world_size() > 1:
-            dist.all_reduce(seconds, op=dist.ReduceOp.MAX)  # and so all repeat equally often
-        found.append(float(seconds))
+        found.append(timed(once, device).ms / 1e3)
     return statistics.median(found)
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def measure_ring(topology: Topology, device: torch.device) -> list[float]:
@@ -192,7 +180,7 @@ def measure_ring(topology: Topology, device: torch.device) -> list[float]:
             ]
             for work in dist.batch_isend_irecv(ops):
                 work.wait()
-            _wait(device)
+            synchronize(device)
             seconds_N.zero_()[node - 1] = time.perf_counter() - began
     dist.all_reduce(seconds_N)
     return [_RING_BYTES / seconds for seconds in seconds_N.tolist()]

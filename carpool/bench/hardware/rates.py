@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from carpool.bench.hardware.fit import Fit, fit
-from carpool.bench.hardware.links import timed
+from carpool.bench.hardware.links import seconds_of
 from carpool.experts.stages import grouped_mm
 
 MIB = 2**20
@@ -70,7 +70,7 @@ def measure_rates(device: torch.device) -> list[Rate]:
 
 def _dense(n: int, options: dict[str, Any]) -> Rate:
     a_NN, b_NN = (torch.randn(n, n, **options) for _ in range(2))
-    took = timed(lambda: a_NN @ b_NN, options["device"])
+    took = seconds_of(lambda: a_NN @ b_NN, options["device"])
     return Rate("dense products", 2 * n**3 / took, "FLOP/s", f"{n} x {n} x {n}, {options['dtype']}")
 
 
@@ -78,7 +78,7 @@ def _grouped(sizes: Sizes, rows: int, options: dict[str, Any]) -> Rate:
     x_PH = torch.randn(sizes.experts * rows, sizes.hidden, **options)
     weight_SHF = torch.randn(sizes.experts, sizes.hidden, sizes.expert_hidden, **options)
     offsets_S = torch.arange(1, sizes.experts + 1, device=x_PH.device, dtype=torch.int32) * rows
-    took = timed(lambda: grouped_mm(x_PH, weight_SHF, offsets_S), x_PH.device)
+    took = seconds_of(lambda: grouped_mm(x_PH, weight_SHF, offsets_S), x_PH.device)
     detail = f"{rows} rows each for {sizes.experts} experts, {sizes.hidden} x {sizes.expert_hidden}"
     return Rate("grouped products", 2 * x_PH.numel() * sizes.expert_hidden / took, "FLOP/s", detail)
 
@@ -86,13 +86,13 @@ def _grouped(sizes: Sizes, rows: int, options: dict[str, Any]) -> Rate:
 def _elementwise(elements: int, options: dict[str, Any]) -> Rate:
     x_N = torch.randn(elements, **options)
     y_N, moved = torch.empty_like(x_N), 2 * x_N.numel() * x_N.element_size()
-    took = timed(lambda: torch.add(x_N, 1, out=y_N), x_N.device)
+    took = seconds_of(lambda: torch.add(x_N, 1, out=y_N), x_N.device)
     return Rate("elementwise", moved / took, "bytes/s", f"{moved // MIB} MiB read and written")
 
 
 def _attention(tokens: int, heads: int, options: dict[str, Any], head_size: int = 128) -> Rate:
     q, k, v = (torch.randn(1, heads, tokens, head_size, **options) for _ in range(3))
-    took = timed(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), q.device)
+    took = seconds_of(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True), q.device)
     detail = f"causal, {tokens} tokens, {heads} heads of {head_size}; half of the square counted"
     return Rate("attention", 2 * heads * tokens**2 * head_size / took, "FLOP/s", detail)
 
@@ -102,7 +102,9 @@ def _optimizer(parameters: int, device: torch.device) -> Rate:
     parameter.grad = torch.zeros_like(parameter)
     optimizer = torch.optim.AdamW([parameter], fused=True)
     # Parameter, gradient and two moments are read; all but the gradient are written.
-    return Rate("optimizer", 7 * 4 * parameters / timed(optimizer.step, device), "bytes/s", "AdamW, fused, float32")
+    return Rate(
+        "optimizer", 7 * 4 * parameters / seconds_of(optimizer.step, device), "bytes/s", "AdamW, fused, float32"
+    )
 
 
 def _launch(device: torch.device, launches: int = 200) -> Rate:
@@ -112,13 +114,15 @@ def _launch(device: torch.device, launches: int = 200) -> Rate:
         for _ in range(launches):
             one.add_(1)
 
-    return Rate("launch", timed(launch, device) / launches, "s", "an operation on one element, one after the other")
+    return Rate(
+        "launch", seconds_of(launch, device) / launches, "s", "an operation on one element, one after the other"
+    )
 
 
 def _host_memory(device: torch.device) -> Rate:
     here = torch.zeros(64 * MIB, dtype=torch.uint8)
     there = torch.empty_like(here)
-    return Rate("host memory", 2 * here.numel() / timed(lambda: there.copy_(here), device), "bytes/s", "a copy")
+    return Rate("host memory", 2 * here.numel() / seconds_of(lambda: there.copy_(here), device), "bytes/s", "a copy")
 
 
 def measure_copies(device: torch.device) -> list[Fit]:
@@ -136,7 +140,7 @@ def measure_copies(device: torch.device) -> list[Fit]:
             def once(size: int = size, target: torch.Tensor = target, source: torch.Tensor = source) -> None:
                 target[:size].copy_(source[:size], non_blocking=True)
 
-            points.append((size, timed(once, device)))
+            points.append((size, seconds_of(once, device)))
         fits.append(fit(name, points))
     return fits
 
@@ -149,8 +153,8 @@ def measure_disk(folder: Path, device: torch.device) -> list[Fit]:
     try:
         for size in (MIB, 8 * MIB, 32 * MIB):
             data = os.urandom(size)  # not zeros, which some file systems do not write
-            writes.append((size, timed(lambda data=data: _write(path, data), device)))  # type: ignore[misc]
-            reads.append((size, timed(lambda: _read(path), device)))
+            writes.append((size, seconds_of(lambda data=data: _write(path, data), device)))  # type: ignore[misc]
+            reads.append((size, seconds_of(lambda: _read(path), device)))
     finally:
         with contextlib.suppress(OSError):
             path.unlink()

@@ -18,11 +18,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from carpool.bench.hardware.links import timed
+from carpool.bench.hardware.links import seconds_of
 from carpool.bench.timing import begin_together
 from carpool.experts import ExpertFunction, ExpertWeights, make_activation, make_experts
 from carpool.hf.attention import fastest_attention
 from carpool.memory.optimizer import AdamW
+from carpool.observe.clock import slowest
 from carpool.observe.stats import LayerStats
 from carpool.planner.work import Work, fit_work
 from carpool.ride import RideSetup, ride
@@ -122,7 +123,7 @@ def _seconds(once: Callable[[], object], device: torch.device) -> float:
             once()
 
     if device.type != "cuda":
-        return timed(several, device) / REPEATED
+        return seconds_of(several, device) / REPEATED
     found = []
     for number in range(2 + ROUNDS):
         begin_together(device, dist.group.WORLD, DELAY_CYCLES)
@@ -133,9 +134,7 @@ def _seconds(once: Callable[[], object], device: torch.device) -> float:
         torch.cuda.synchronize(device)
         if number >= 2:
             found.append(begin.elapsed_time(end) / 1e3 / REPEATED)
-    seconds = torch.tensor(statistics.median(found), dtype=torch.float64, device=device)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return float(seconds)
+    return slowest([statistics.median(found)], device)[0]
 
 
 class _Add(Protocol):
@@ -228,11 +227,11 @@ def _launch(device: torch.device, launches: int = 200) -> float:
         for _ in range(launches):
             one.add_(1)
 
-    return timed(launch, device) / launches
+    return seconds_of(launch, device) / launches
 
 
 def _host_ride(device: torch.device, dtype: torch.dtype) -> float:
     """Of few tokens, so that the device waits for the host."""
     run, x_TH, leaves = _ride((16, 128, 128, 8, 2), device, dtype)
     dy_TH = torch.ones_like(x_TH)
-    return timed(lambda: torch.autograd.grad(run(), leaves, dy_TH), device)
+    return seconds_of(lambda: torch.autograd.grad(run(), leaves, dy_TH), device)

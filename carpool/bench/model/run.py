@@ -36,6 +36,7 @@ from carpool.bench.moe.agreement import attempt_together
 from carpool.bench.ranks import start_ranks
 from carpool.bench.results import Result, now, publish
 from carpool.bench.timing import host_waits, rounds
+from carpool.observe.clock import slowest, synchronize
 from carpool.profile.kinds import IDLE, KINDS, TimeByKind, time_by_kind
 from carpool.profile.trace import STEP, load
 from carpool.train.checkpoints.ranks import gather
@@ -230,7 +231,7 @@ class ModelBenchmark:
             for number in range(WARMUP):
                 begin = time.perf_counter()
                 found = contender.take_step()
-                self._wait()
+                synchronize(self.device)
                 row.load = contender.load
                 if number == 0:
                     row.loss, row.grad_norm = found
@@ -243,7 +244,7 @@ class ModelBenchmark:
     def _time(self, one: _Running) -> None:
         steps = self.settings.steps
         dist.barrier()
-        self._wait()
+        synchronize(self.device)
         before = self._allocated()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -252,11 +253,9 @@ class ModelBenchmark:
             for _ in range(steps):
                 one.contender.take_step()
         launched = time.perf_counter()
-        self._wait()
+        synchronize(self.device)
         seconds = [time.perf_counter() - begin, launched - begin - sum(waits), sum(waits)]
-        slowest = torch.tensor(seconds, dtype=torch.float64, device=self.device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-        done, host, waited = (1e3 * slowest / steps).tolist()
+        done, host, waited = (1e3 * one / steps for one in slowest(seconds, self.device))
         one.rounds.append((done, host, waited))
         if self.device.type == "cuda":
             other = before - one.own_bytes
@@ -272,9 +271,7 @@ class ModelBenchmark:
         row.tflops = rate * case.flops_per_token / 1e12
         row.mfu = rate * case.flops_per_token / self.peak if self.peak else None
         if self.device.type == "cuda":
-            peak = torch.tensor(one.peak_bytes, device=self.device)
-            dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-            row.peak_bytes = int(peak)
+            row.peak_bytes = int(slowest([one.peak_bytes], self.device)[0])
         found = self._profile(one.contender)
         everyone: list[Any] = [None] * self.world
         dist.all_gather_object(everyone, found)
@@ -306,16 +303,12 @@ class ModelBenchmark:
                     dist.barrier()
                     with record_function(STEP):
                         contender.take_step()
-                        self._wait()
+                        synchronize(self.device)
                     profiler.step()
             return time_by_kind(load(path))
 
     def _allocated(self) -> int:
         return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def _say(self, text: str) -> None:
         if self.main and not self.settings.json_only:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 import math
-import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -31,9 +30,9 @@ from carpool.hf.narrow import row_size
 from carpool.hf.offload import offload_layers
 from carpool.hf.recompute import recompute_layers
 from carpool.memory.policies import KeptPolicies
+from carpool.observe.clock import timed
 from carpool.parallel.replicated import replicated
 from carpool.planner.kept import POLICIES
-from carpool.train.checkpoints.ranks import gather
 from carpool.train.config.schema import Config
 from carpool.train.run.room import make_room
 
@@ -111,17 +110,9 @@ def measure_policies(run: RunState, given: Mapping[str, str | None], layers: int
             if not rooms or make_room(rooms, device) is None:
                 return
 
-    def timed(count: int, warm_up: int = WARM_UP) -> float:
-        """The least milliseconds of a micro-batch."""
-        found = []
-        for number in range(-warm_up, count):
-            _synchronize(device)
-            begin = time.perf_counter()
-            micro_batch()
-            _synchronize(device)
-            if number >= 0:
-                found.append(1e3 * (time.perf_counter() - begin))
-        return min(found)
+    def least(count: int, warm_up: int = WARM_UP) -> float:
+        """Milliseconds of the fastest micro-batch, on the slowest rank."""
+        return min([timed(micro_batch, device).ms for _ in range(warm_up + count)][warm_up:])
 
     base = {item: given.get(item) or "keep" for item in POLICIES}
     if base["dense"] == "offload":
@@ -133,15 +124,13 @@ def measure_policies(run: RunState, given: Mapping[str, str | None], layers: int
             if way["dense"] != "offload":
                 _take(run, way)
                 key = tuple(way.values())
-                spent[key] = min(spent.get(key, math.inf), timed(1, 1 if number else WARM_UP))
+                spent[key] = min(spent.get(key, math.inf), least(1, 1 if number else WARM_UP))
     for way in ways:
         # Last: layers stay so.
         if way["dense"] == "offload":
             _take(run, way | {"dense": "keep"})
             offload_layers(model)
-            spent[tuple(way.values())] = timed(ROUNDS)
-    ranks = gather(spent)
-    slowest = {key: max(one[key] for one in ranks) for key in spent}
+            spent[tuple(way.values())] = least(ROUNDS)
     share = {"dense": layers, "sums": moe_layers, "rows": moe_layers, "hidden": moe_layers}
     here = {"dense": model.config.get_text_config().num_hidden_layers} | dict.fromkeys(
         ("sums", "rows", "hidden"), len(run.rides)
@@ -150,7 +139,7 @@ def measure_policies(run: RunState, given: Mapping[str, str | None], layers: int
     for way in ways[1:]:
         item = next(one for one in reversed(list(POLICIES)) if way[one] != base[one])
         without = base | ({"dense": "recompute"} if item == "sums" else {})
-        more = slowest[tuple(way.values())] - slowest[tuple(without.values())]
+        more = spent[tuple(way.values())] - spent[tuple(without.values())]
         found[item][way[item]] = max(0.0, more) * share[item] / here[item]
     return found
 
@@ -192,8 +181,3 @@ def groups_before(device: torch.device) -> Callable[[], None]:
                 dist.destroy_process_group(group)
 
     return leave
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

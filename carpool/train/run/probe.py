@@ -7,16 +7,15 @@ noisy for both. Nothing is updated: gradients are thrown away and the random sta
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from carpool.hf import transport
 from carpool.hf.metrics import RideMetrics
+from carpool.observe.clock import timed
 from carpool.transport import TransportOptions
 
 
@@ -40,11 +39,11 @@ def compare(
             for name in ways if repetition % 2 else reversed(tuple(ways)):
                 with transport(model, name, ways[name]):
                     metrics.reset()
-                    milliseconds = _timed(step, device)
+                    took = timed(step, device)
                     model.zero_grad(set_to_none=True)
                     moved = metrics.collect(device).record["bytes_remote"]
                 if repetition >= 0:  # the first round warms up
-                    result[name]["step_ms"].append(milliseconds)
+                    result[name]["step_ms"].append(took.ms)
                     result[name]["bytes_remote"] = moved
     return result
 
@@ -60,18 +59,3 @@ def summarise(result: dict[str, dict[str, Any]], ours: str, theirs: str) -> dict
         "ratio": theirs_ms / ours_ms,
         "repetitions": len(result[ours]["step_ms"]),
     }
-
-
-def _timed(step: Callable[[], Any], device: torch.device) -> float:
-    if dist.is_initialized():
-        dist.barrier()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    begin = time.perf_counter()
-    step()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elapsed = torch.tensor([1e3 * (time.perf_counter() - begin)], dtype=torch.float64, device=device)
-    if dist.is_initialized():
-        dist.all_reduce(elapsed, op=dist.ReduceOp.MAX)
-    return float(elapsed.item())

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, record_function
 from transformers.utils.logging import disable_progress_bar
 
+from carpool.observe.clock import synchronize
 from carpool.profile.merge import merge
 from carpool.profile.numbers import Profile, RankNumbers, measure, save_profile
 from carpool.profile.trace import STEP, load, read
@@ -124,13 +125,13 @@ def _record(run: Run, steps: int, recorded: Path) -> tuple[RankNumbers, float | 
         for number in range(steps):
             # All begin together, or the first rides would wait for whoever was late before the step.
             dist.barrier()
-            _wait(run.device)
+            synchronize(run.device)
             begin = time.perf_counter()
             with record_function(STEP):
                 run.update()
                 run.metrics.collect(run.device)
                 run.metrics.reset()
-                _wait(run.device)
+                synchronize(run.device)
             if 0 < number < steps - 2:
                 plain_ms = 1e3 * (time.perf_counter() - begin)
             profiler.step()
@@ -141,11 +142,6 @@ def _record(run: Run, steps: int, recorded: Path) -> tuple[RankNumbers, float | 
             "hold it, or this user may not use it (the driver's NVreg_RestrictProfilingToAdminUsers)"
         )
     return measure(found, run.rank), plain_ms
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _write(run: Run, found: Profile, folder: Path, compare: str | None) -> None:

@@ -14,13 +14,11 @@ from __future__ import annotations
 
 import logging
 import statistics
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from carpool.experts import ExpertWeights
@@ -28,6 +26,7 @@ from carpool.experts.parts import why_no_parts
 from carpool.hf.expert_function import weight_names
 from carpool.hf.expert_parallel import ExpertRides, rides, rooms_of_rides
 from carpool.layout import assign
+from carpool.observe.clock import timed
 from carpool.observe.stats import LayerStats
 from carpool.planner.chosen import Chosen, Decisions, Kind, fastest
 from carpool.ride import ride
@@ -195,18 +194,12 @@ def _milliseconds(
     weights = ExpertWeights.of(_like(own, name, dtype, device) for name in weight_names(own.experts))
     times, rooms = [], rooms_of_rides([own])
     for number in range(WARM_UP + REPETITIONS):
-        dist.barrier(group=own.group)
-        _wait(device)
-        begin = time.perf_counter()
-        ride(x_TH, routing, slot_TK, weights, setup)[0].backward(x_TH.detach())
-        _wait(device)
+        took = timed(lambda: ride(x_TH, routing, slot_TK, weights, setup)[0].backward(x_TH.detach()), device)
         # What has no place is not computed, and would be timed as nothing.
         if rooms and make_room(rooms, device) is not None:
             assert number < WARM_UP, "the same rows had a place before"
-        slowest = torch.tensor([1e3 * (time.perf_counter() - begin)], dtype=torch.float64, device=device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
         if number >= WARM_UP:
-            times.append(float(slowest))
+            times.append(took.ms)
     return statistics.median(times)
 
 
@@ -219,8 +212,3 @@ def _like(
     shape: Iterable[int] = own.experts.get_parameter(name).shape[1:]
     weight = torch.randn(own.layout.slots_per_rank if slots is None else slots, *shape, dtype=dtype, device=device)
     return weight.mul_(0.02).requires_grad_()
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from carpool.observe.clock import synchronize
 from carpool.planner.chosen import Chosen, Decisions, Kind, Record
 from carpool.train.config.schema import Config
 
@@ -62,8 +63,7 @@ def _measured(device: torch.device) -> Speeds:
     for _ in range(REPEATS):
         began = time.perf_counter()
         a_NN @ a_NN
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         times.append(time.perf_counter() - began)
     rate = torch.tensor([1 / statistics.median(times[REPEATS // 3 :])], dtype=torch.float64, device=device)
     rates = [torch.empty_like(rate) for _ in range(dist.get_world_size())]
