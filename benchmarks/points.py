@@ -22,7 +22,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from benchmarks.runs import QWEN_TINY, TINY, GiB, config_of_run, make_runs_parser, measure_runs, start_runs
-from carpool.bench.model.contenders import CarpoolContender
+from carpool.bench.model.contenders import CarpoolContender, free_memory
 from carpool.bench.results import print_table
 from carpool.bench.timing import host_waits
 from carpool.observe.clock import slowest, synchronize

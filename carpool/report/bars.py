@@ -15,6 +15,8 @@ from carpool.report.svg import MARGIN_EM, WIDTH, axis_text, colour, every, hover
 from carpool.report.units import plain_text
 
 _TOP, _HEIGHT = 10.0, 150.0
+BESIDE_TENSORS = ("context", "nccl", "fragments", "graphs")
+"""Predicted components that a GPU has in use, and PyTorch does not count among its tensors."""
 
 
 def copies_by_layer(run: Run) -> str | None:
@@ -68,7 +70,8 @@ def columns(value_L: np.ndarray, names: Sequence[str], predicted: float | None) 
 def memory(run: Run) -> list[tuple[str, float, str, float]]:
     """Bytes per rank, predicted component by component, and the measured peak: name, bytes, kind, share of the largest.
 
-    Components that are empty are left out, and so is everything if nothing is known."""
+    On GPUs PyTorch's tensors are measured, and what is in use beside them is not: then their predicted sum stands
+    beside it. Components that are empty are left out, and so is everything if nothing is known."""
     sizes = run.info.predicted.memory_per_rank_bytes
     pieces = [(name, size) for name, size in sizes.items() if name != "total" and size]
     if not pieces and (total := sizes.get("total")):
@@ -76,7 +79,11 @@ def memory(run: Run) -> list[tuple[str, float, str, float]]:
     rows = [(name.replace("_", " "), size, "predicted") for name, size in pieces]
     if len(pieces) > 1:
         rows.append(("predicted in all", sum(size for _, size in pieces), "predicted sum"))
+    tensors = [size for name, size in pieces if name not in BESIDE_TENSORS]
+    alone = " of tensors" if len(tensors) < len(pieces) else ""
+    if alone:
+        rows.append(("predicted of tensors", sum(tensors), "predicted sum"))
     if (peak := run.memory_peak) is not None:
-        rows.append(("measured peak", peak, "measured sum"))
+        rows.append((f"measured peak{alone}", peak, "measured sum"))
     most = max((size for _, size, _ in rows), default=1.0)
     return [(*row, row[1] / max(most, 1.0)) for row in rows]

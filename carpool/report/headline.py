@@ -184,8 +184,8 @@ def summarise(run: Run) -> Summary:
         final_loss=train[-1].loss,
         final_eval_loss=evals[-1] if evals else None,
         first_eval_loss=evals[0] if evals else None,
-        bytes_remote=_total(t.bytes_remote for t in train),
-        bytes_remote_alltoall=_total(t.bytes_remote_alltoall for t in train),
+        bytes_remote=train[-1].bytes_remote_seen,
+        bytes_remote_alltoall=train[-1].bytes_remote_alltoall_seen,
         num_experts_per_tok=run.info.model.num_experts_per_tok,
         compare=_compare(run),
         exact=run.info.exact,
@@ -210,8 +210,3 @@ def _compare(run: Run) -> Compare | None:
         ratio=theirs / ours if ours else None,
         repetitions=min(len(times[ours_name]), len(times[other])),
     )
-
-
-def _total(values: Iterable[int | None]) -> int | None:
-    known = [v for v in values if v is not None]
-    return sum(known) if known else None

@@ -177,21 +177,22 @@ def plan_rows(run: Run) -> list[tuple[str, str, str, str]]:
     if run.info.plan is None:
         return []
     predicted, measured = run.info.plan.predicted, run.info.plan.measured
-    (low, likely, high), (step,) = predicted.step_ms, measured.step_ms
+    low, likely, high = predicted.step_ms or (None, None, None)
+    step = measured.step_ms[0] if measured.step_ms else None
+    told, found = predicted.memory_bytes, measured.memory_bytes
     rows = [
-        ("Step time", f"{ms_text(likely)} ({ms_text(low)} to {ms_text(high)})", ms_text(step), step / likely),
-        (
-            "Memory of a rank",
-            bytes_text(predicted.memory_bytes),
-            bytes_text(measured.memory_bytes),
-            (measured.memory_bytes or 0) / (predicted.memory_bytes or 1),
-        ),
+        ("Step time", f"{ms_text(likely)} ({ms_text(low)} to {ms_text(high)})", ms_text(step), _over(step, likely)),
+        ("Memory of a rank", bytes_text(told), bytes_text(found), _over(found, told)),
         ("Exposed rides", percent_text(predicted.exposed_share), percent_text(measured.exposed_share), None),
     ]
     for kind, own in predicted.kinds_ms.items():
         factor = measured.factors.get(kind)
         rows.append((f"Of the step: {kind}", ms_text(own), ms_text(None if factor is None else factor * own), factor))
-    return [(what, told, found, plain_text(factor)) for what, told, found, factor in rows]
+    return [(what, before, after, plain_text(factor)) for what, before, after, factor in rows]
+
+
+def _over(one: float | None, other: float | None) -> float | None:
+    return one / other if one is not None and other else None
 
 
 def decision_rows(run: Run) -> list[tuple[str, str, str, str]]:

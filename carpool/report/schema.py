@@ -144,6 +144,8 @@ class Train(Record):
     grad_norm: float | None = None
     tokens: int | None = None
     tokens_seen: int | None = None
+    bytes_remote_seen: int | None = None
+    bytes_remote_alltoall_seen: int | None = None
     step_ms: float | None = None
     tokens_per_second: float | None = None
     mfu: float | None = None

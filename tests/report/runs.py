@@ -86,9 +86,13 @@ def _timing(median: float, calls: int, rng: np.random.Generator) -> dict[str, fl
 def train_lines(shape: Shape, first: int = 1, last: int | None = None) -> list[dict[str, Any]]:
     """The `train` and `layers` lines of the steps from `first` to `last`, in the order of the trainer."""
     lines: list[dict[str, Any]] = []
+    seen: dict[str, int] = {}
     for step in range(first, (last or shape.steps) + 1):
         rng = np.random.default_rng((shape.seed, step))
         routed = _route(shape, step, rng)
+        for key in ("bytes_remote", "bytes_remote_alltoall"):
+            # Of the steps before the first one, about as much.
+            seen[f"{key}_seen"] = seen.get(f"{key}_seen", (first - 1) * routed[key]) + routed[key]
         layers = routed.pop("layers")
         fast = 0.02 if shape.gpu else 1.0
         ms = {
@@ -108,6 +112,7 @@ def train_lines(shape: Shape, first: int = 1, last: int | None = None) -> list[d
                 "grad_norm": 0.6 + 3 * float(np.exp(-step / 8)) + float(abs(rng.normal(0, 0.08))),
                 "tokens": shape.tokens,
                 "tokens_seen": shape.tokens * step,
+                **seen,
                 "step_ms": step_ms,
                 "tokens_per_second": 1000 * shape.tokens / step_ms,
                 "mfu": 0.21 + float(rng.normal(0, 0.004)) if shape.gpu else None,

@@ -18,11 +18,11 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from carpool.report import write_report
+from carpool.report import bars, write_report
 from carpool.report.curves import POINTS, series, smoothed
-from carpool.report.page import decision_rows
+from carpool.report.page import decision_rows, plan_rows
 from carpool.report.read import read_run
-from carpool.report.schema import Train
+from carpool.report.schema import RunInfo, Train
 from carpool.report.svg import ROLES
 from carpool.report.units import bytes_text, count_text, ms_text
 from tests.report.runs import CONFIG, Shape, run_info, train_lines, write_lines, write_run
@@ -302,6 +302,23 @@ def test_memory_bars_have_the_lengths_of_their_numbers(page: Page) -> None:
         size = {"predicted in all": pieces["total"], "measured peak": most}.get(name) or pieces[name]
         assert told == bytes_text(size) and float(width) == pytest.approx(100 * size / most, abs=0.06)
         assert ("measured" in kind) == (name == "measured peak")
+
+
+def test_on_gpus_tensors_are_compared_with_tensors(run: Path) -> None:
+    info, read = run_info(SHAPE), read_run(run)
+    sizes = {"parameters": 300e6, "context": 500e6, "fragments": 9e6, "total": 809e6}
+    read.info = RunInfo.model_validate({**info, "predicted": {"memory_per_rank_bytes": sizes}})
+    told = {name: (size, kind) for name, size, kind, _ in bars.memory(read)}
+    assert told["predicted in all"][0] == 809e6 and told["predicted of tensors"] == (300e6, "predicted sum")
+    assert told["measured peak of tensors"][1] == "measured sum"
+
+
+def test_a_plan_that_is_half_recorded_is_told_as_far_as_it_goes(run: Path) -> None:
+    read = read_run(run)
+    read.info = RunInfo.model_validate({"plan": {"predicted": {"memory_bytes": 2e9}, "measured": {"step_ms": 9.0}}})
+    assert plan_rows(read)[:2] == [
+        ("Step time", "– (– to –)", "9.00 ms", "–"), ("Memory of a rank", "2.00 GB", "–", "–"),
+    ]  # fmt: skip
 
 
 def test_what_ran_and_how_to_run_it_again(page: Page, run: Path) -> None:

@@ -51,6 +51,8 @@ def record_step(run: RunState, numbers: StepNumbers) -> None:
         "learning_rate": learning_rate(step, training),
         "grad_norm": norm,
         "tokens_seen": run.totals["tokens"],
+        "bytes_remote_seen": run.totals["bytes_remote"],
+        "bytes_remote_alltoall_seen": run.totals["bytes_remote_alltoall"],
         "step_ms": step_ms,
         "tokens_per_second": per_second,
         "mfu": used,
