@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from carpool.experts.base import NUM_BASE, ExpertFunction, ExpertWeights
+from carpool.experts.base import NUM_BASE, NUM_TRAINED, ExpertFunction, ExpertWeights
 from carpool.experts.quantised import dequantised
 from carpool.memory import Arena, Arrivals, Rows
 
@@ -29,22 +29,26 @@ def reference_experts(
     partial_RH = torch.zeros_like(x_RH, dtype=accumulate)
     for slot in range(weights.up_SFH.shape[0]):
         row_p, column_p = (slot_RJ == slot).nonzero(as_tuple=True)
-        up_FH, down_HF = weights.up_SFH[slot], weights.down_SHF[slot]
-        if function.transposed:
-            up_FH, down_HF = up_FH.t(), down_HF.t()
-        up_bias_F = None if weights.up_bias_SF is None else weights.up_bias_SF[slot]
-        down_bias_H = None if weights.down_bias_SH is None else weights.down_bias_SH[slot]
-        x_pH = x_RH[row_p]
-        h_pF = F.linear(x_pH, up_FH, up_bias_F)
-        if weights.up_a_SQH is not None and weights.up_b_SFQ is not None:
-            h_pF = h_pF + F.linear(F.linear(x_pH, weights.up_a_SQH[slot]), weights.up_b_SFQ[slot])
-        a_pF = function.activation(h_pF)
-        y_pH = F.linear(a_pF, down_HF, down_bias_H)
-        if weights.down_a_SQF is not None and weights.down_b_SHQ is not None:
-            y_pH = y_pH + F.linear(F.linear(a_pF, weights.down_a_SQF[slot]), weights.down_b_SHQ[slot])
-        scaled_pH = y_pH.to(accumulate) * weight_RJ[row_p, column_p].to(accumulate).unsqueeze(1)
-        partial_RH = partial_RH.index_add(0, row_p, scaled_pH)
+        one = ExpertWeights.of(None if w is None else w[slot] for w in weights[:NUM_TRAINED])
+        y_pH = expert_rows(x_RH[row_p], one, function).to(accumulate)
+        partial_RH = partial_RH.index_add(0, row_p, y_pH * weight_RJ[row_p, column_p].to(accumulate).unsqueeze(1))
     return partial_RH
+
+
+def expert_rows(x_pH: torch.Tensor, weights: ExpertWeights, function: ExpertFunction) -> torch.Tensor:
+    """(p, H): what one expert makes of its rows. `weights`: its own, without the dimension of slots."""
+    up_FH, down_HF, up_bias_F, down_bias_H, up_a_QH, up_b_FQ, down_a_QF, down_b_HQ = weights[:NUM_TRAINED]
+    assert up_FH is not None and down_HF is not None
+    if function.transposed:
+        up_FH, down_HF = up_FH.t(), down_HF.t()
+    h_pF = F.linear(x_pH, up_FH, up_bias_F)
+    if up_a_QH is not None and up_b_FQ is not None:
+        h_pF = h_pF + F.linear(F.linear(x_pH, up_a_QH), up_b_FQ)
+    a_pF = function.activation(h_pF)
+    y_pH = F.linear(a_pF, down_HF, down_bias_H)
+    if down_a_QF is not None and down_b_HQ is not None:
+        y_pH = y_pH + F.linear(F.linear(a_pF, down_a_QF), down_b_HQ)
+    return y_pH
 
 
 class ReferenceExperts:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from carpool.hf.expert_parallel import required_rides
+from carpool.experts import Experts, ExpertWeights
+from carpool.experts.on_host import FewOnHost
+from carpool.hf.expert_function import weight_names
+from carpool.hf.expert_parallel import ExpertRides, required_rides
 from carpool.hf.quantised_base import base_of
 from carpool.memory.host_experts import HostExperts, storage_key
 from carpool.memory.next_experts import Predictor
-from carpool.memory.read_experts import ExpertFiles
 from carpool.parallel import fsdp
 from carpool.parallel.replicated import replicated
 
@@ -21,27 +25,28 @@ def keep_experts_in_host_memory(
     model: nn.Module,
     device: torch.device | None = None,
     predictor: Callable[[int, int], Predictor] | None = None,
-    cache_bytes: int = 0,
-    files: ExpertFiles | None = None,
-    host_bytes: int = 0,
-    folder: Path | None = None,
+    few: int = 0,
+    **options: Any,
 ) -> HostExperts:
     """Move the experts of a model to host memory; its layers bring them in when it is their turn. Called once whatever
     holds these parameters exists: optimizers, `Replicated`.
 
     Args:
         device: which computes; None: where the experts are.
-        predictor, cache_bytes, files, host_bytes, folder: as `HostExperts`.
+        predictor, few, options: of `HostExperts`.
 
     Raises:
-        ValueError: FSDP shards or casts them, which moves them by itself; a predictor with several ranks.
+        ValueError: FSDP shards or casts them, which moves them by itself; or with `few` experts that are not grouped.
     """
     layers = required_rides(model)
     for name, own in layers.items():
         if base_of(own.experts):
             raise ValueError(f"{name}: experts that are quantised (adapter.base_dtype) stay on their device")
-        if predictor is not None and own.num_ranks > 1:
-            raise ValueError(f"{name}: which experts other ranks choose is not known here; use one rank")
+        if few and getattr(own.compute, "name", None) not in FewOnHost.beside:
+            raise ValueError(
+                f"{name}: the CPU computes experts beside {' or '.join(FewOnHost.beside)} ones (moe.experts), so "
+                "memory.few_tokens cannot be used"
+            )
         if fsdp.groups_of(own.experts):
             raise ValueError(
                 f"{name}: FSDP shards or casts these experts, so they cannot come from host memory "
@@ -51,4 +56,34 @@ def keep_experts_in_host_memory(
     kept = replicated(model)
     shards = {} if kept is None else {storage_key(shard): shard for shard in kept.expert_shards}
     modules = [own.experts for own in layers.values()]
-    return HostExperts(model, modules, shards, device, predictor, cache_bytes, files, host_bytes, folder)
+    away = HostExperts(model, modules, shards, device, predictor, few=few, **options)
+    for number, own in enumerate(layers.values()):
+        if predictor is not None:
+            own.on_choice = partial(_tell, away, own, number)
+        if few:
+            own.set_experts_beside(partial(_with_few, away, own, number))
+    return away
+
+
+def _tell(away: HostExperts, own: ExpertRides, number: int, expert_TK: torch.Tensor) -> None:
+    """Tell how many tokens of all ranks have chosen each expert of this one. The host waits for the router."""
+    chosen = expert_TK[expert_TK >= 0].long()
+    tokens_E = torch.bincount(chosen, minlength=own.num_experts)
+    if own.group is not None:
+        dist.all_reduce(tokens_E, group=own.group)
+    tokens = tokens_E.tolist()
+    mine = [tokens[expert] for expert in own.layout.homes[own.rank]]
+    counts = {row: count for row, count in enumerate(mine) if count}
+    away.choose(number, counts, single=own.group is None and len(expert_TK) == 1)
+
+
+def _with_few(away: HostExperts, own: ExpertRides, number: int, experts: Experts) -> FewOnHost:
+    assert own.function is not None
+    names = [name for name, _ in own.experts.named_parameters()]
+    places = [None if name is None else names.index(name) for name in weight_names(own.experts)]
+
+    def host(expert: int) -> ExpertWeights:
+        values = away.host_values(number, expert)
+        return ExpertWeights.of(None if place is None else values[place] for place in places)
+
+    return FewOnHost(experts, own.function, partial(away.few_of, number), host)

@@ -81,6 +81,7 @@ class LayerCore:
             activation checkpointing computes again are not in it.
         routing: the last forward's choices of this rank's tokens, detached: a recording, which can be replayed. With
             drops, of what was left of them.
+        on_choice: is given (T, K) numbers of experts before they compute; -1: none. None: nobody wants to know.
     """
 
     def __init__(
@@ -110,6 +111,9 @@ class LayerCore:
         self.dropped: torch.Tensor | None = None
         self.load_E: torch.Tensor | None = None
         self.routing: Routing | None = None
+        self.on_choice: Callable[[torch.Tensor], None] | None = None
+        self._beside: Callable[[Experts], Experts] | None = None
+        self._computed_by: Experts | None = None
         self._waiting = WaitingRides()
         self.policies = KEEP
         self.offloader: Offloader | None = None
@@ -167,6 +171,10 @@ class LayerCore:
             self.compute = make_experts(name, self.function, choices, recompute, **others)
         elif name != "auto":
             raise ValueError(f"{self.name} runs its own forward: experts={name!r} cannot replace it")
+
+    def set_experts_beside(self, beside: Callable[[Experts], Experts]) -> None:
+        """From now on rides compute with what this makes of the experts (`carpool.experts.on_host`)."""
+        self._beside, self._setup = beside, None
 
     def set_limit(self, options: LimitOptions | None, similarity_EE: torch.Tensor | None = None) -> list[str]:
         """Limit the routing to few ranks or nodes per token (LOSSY; carpool/routing/limit.py), or no longer.
@@ -282,15 +290,18 @@ class LayerCore:
     def _make_setup(self, transport: Transport, device: torch.device) -> RideSetup:
         schedule = self.schedule if self.function is not None else Schedule()
         order = order_of(schedule, transport, device)
+        self._computed_by = experts = self.compute
+        if experts is not None and self._beside is not None:
+            experts = self._beside(experts)
         self._setup = RideSetup(
-            transport, self.compute, self.stats, order, self.hooks, self.policies, self.offloader, self.owed
+            transport, experts, self.stats, order, self.hooks, self.policies, self.offloader, self.owed
         )
         return self._setup
 
     def ride_setup(self, transport: Transport, device: torch.device) -> RideSetup:
         """What this layer's rides are made of now."""
         setup = self._setup
-        if setup is None or setup.transport is not transport or setup.experts is not self.compute:
+        if setup is None or setup.transport is not transport or self._computed_by is not self.compute:
             return self._make_setup(transport, device)
         same = setup.hooks is self.hooks and setup.owed is self.owed
         return setup if same else self._make_setup(transport, device)
@@ -335,6 +346,8 @@ class LayerCore:
                 self.dropped = new_counter((), torch.int64, dropped.device)
             add_once(self.dropped, dropped)
         self.routing = routing.detach()
+        if self.on_choice is not None:
+            self.on_choice(self.routing.expert_TK)
         slot_TK = assign(routing, self.layout, self.rank)
         self.filler.count(slot_TK)
         setup = self.ride_setup(transport, x_TH.device)

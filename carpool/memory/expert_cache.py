@@ -63,13 +63,20 @@ class ExpertCache:
         return None if slot < 0 else self._views(layer, slot)
 
     def put(
-        self, layer: int, expert: int, priority: Priority | None = None, stay: Collection[int] = ()
+        self,
+        layer: int,
+        expert: int,
+        priority: Priority | None = None,
+        stay: Collection[int] = (),
+        only_lower: bool = False,
     ) -> list[torch.Tensor] | None:
         """Where an expert may be written that is not there; None: there is no room.
 
         Args:
             priority: of each layer and expert; of those that are there, the one with the lowest goes.
             stay: layers of which none goes.
+            only_lower: none goes for one of a lower priority than its own. Where layers come in turn, each would
+                otherwise lose its experts to the others before its next turn.
         """
         if self._free:
             slot = self._free.pop()
@@ -78,6 +85,8 @@ class ExpertCache:
             leaves[list(stay)] = np.inf
             lowest = int(leaves.argmin())
             if not np.isfinite(leaves.flat[lowest]):
+                return None
+            if only_lower and priority is not None and leaves.flat[lowest] >= priority[layer, expert]:
                 return None
             slot = int(self._slot.flat[lowest])
             self._slot.flat[lowest] = -1

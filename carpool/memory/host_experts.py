@@ -19,12 +19,14 @@ The memory of a parameter on the device is given back and taken again under the 
 whoever holds the parameter, or saved it for a backward, finds its values there when it is the layer's turn. The last
 layer of a forward stays for its backward, and the first layer of a backward for the next forward.
 
-A forward without a backward need not bring in experts that nobody chose. In generation a token chooses 8 of 128, say.
-With a predictor (`carpool.memory.next_experts`) a layer brings in those that its router has chosen, and while it
-computes, those of the next layer that are likely by what was chosen so far. A wrong guess costs time alone. Where
-tokens choose most of a layer's experts, as in a prompt, the layer comes whole. A cache on the device (`expert_cache`)
-holds those that came for a token, as long as no others have a higher priority. From there they are copied to their
-layer's memory, which takes a hundredth of the time of the way from the host.
+Experts that nobody chose need not come. In generation a token chooses 8 of 128, say. With a predictor
+(`carpool.memory.next_experts`) a layer brings in those that its router has chosen, and while it computes, those of the
+next layer that are likely by what was chosen so far. A wrong guess costs time alone. Where tokens of a generation
+choose most of a layer's experts, as in a prompt, the layer comes whole. In training the backward brings in what the
+forward has chosen; experts that are trained come whole then, because an update changes those that nobody chose, too. A
+cache on the device (`expert_cache`) holds experts that came and are not trained, as long as no others have a higher
+priority. From there they are copied to their layer's memory, which takes a hundredth of the time of the way from the
+host. Experts with few tokens may stay where they are, and be computed by the CPU (`carpool.experts.on_host`).
 
 On disk experts that are not trained stay in the files of their checkpoint, and are read one by one (`read_experts`).
 Those that are trained are in files of this process, layer by layer, and are written back when they have been updated
@@ -50,7 +52,7 @@ from torch.distributed.tensor import DTensor
 from carpool.memory.disk import Staging, mapped_zeros
 from carpool.memory.expert_cache import ExpertCache
 from carpool.memory.host import host_zeros
-from carpool.memory.next_experts import Predictor
+from carpool.memory.next_experts import Counts, Predictor
 from carpool.memory.read_experts import ExpertFiles, ExpertReader
 
 _ATTRIBUTE = "_carpool_host_experts"
@@ -117,10 +119,17 @@ class _Layer:
         gone: when their newest values are in host memory.
         rows: experts that are here; None: all of them.
         foretold: those of them that came because they had been predicted.
+        wanted: those that the last forward has brought in; None: all.
+        few: those that the CPU computes in this forward.
+        staging: between them and the device, if they are in a file of this process.
     """
 
     def __init__(self, weights: Sequence[_Weight]) -> None:
         self.weights = list(weights)
+        self.trained = any(weight.whole.requires_grad for weight in weights)
+        self.wanted: list[int] | None = None
+        self.few: list[int] = []
+        self.staging: Staging | None = None
         self.here = True
         self.rows: set[int] | None = None
         self.reads: list[Future[None]] = []
@@ -146,13 +155,14 @@ class HostExperts:
         modules: the experts modules, in the order of the forward, with the parameters that each of them has.
         shards: of parameters that are sharded: the DTensor by `storage_key`.
         device: where they are computed with; None: where they are.
-        predictor: forwards without a backward bring in what is chosen, and what this makes of the numbers of layers and
-            experts foretells. The modules are called with rows, choices and weights, and choices are numbers of their
-            own experts. None: layers come whole.
-        cache_bytes: of the device, for experts that stay there.
+        predictor: what this makes of the numbers of layers and experts foretells the next layer's. Somebody calls
+            `choose` in each forward, before the experts compute. None: layers come whole.
+        cache_bytes: of the device, for experts that stay there; of those that are not trained.
+        few: in forwards that train, experts with at most so many tokens do not come: the CPU computes them.
         files: where the experts are, by the places of their modules, and stay as they are.
         folder: where files of theirs are made, if they are trained. Neither given: they are in host memory.
-        host_bytes: with `files`, of host memory, for experts that were read. At least two layers' are taken.
+        host_bytes: of host memory: with `files`, for experts that were read, and at least two layers' are taken; with
+            `folder`, for layers that are not on disk.
 
     Attributes:
         bytes_in, bytes_out: that have travelled so far between host memory and the device.
@@ -174,7 +184,11 @@ class HostExperts:
         files: ExpertFiles | None = None,
         host_bytes: int = 0,
         folder: Path | None = None,
+        few: int = 0,
     ) -> None:
+        self.few = few
+        # Batches of all kinds of tokens follow each other, and layers come in turn.
+        self._learns = any(parameter.requires_grad for parameter in model.parameters())
         self.bytes_in = self.bytes_out = 0
         self.hits = Hits()
         self.consuming = False
@@ -190,13 +204,9 @@ class HostExperts:
         if files is not None:
             self._reader = ExpertReader(files, of_layers, host_bytes, device, self._into)
         self._staging = None if folder is None else Staging(device)
+        on_disk = set() if folder is None else _spread(of_layers, host_bytes)
         self._layers: list[_Layer] = []
         self._of: dict[int, int] = {}
-        memory: Callable[[torch.Size, torch.dtype], torch.Tensor] | None = None
-        if folder is not None:
-            memory = partial(mapped_zeros, folder)
-        elif files is None:
-            memory = partial(host_zeros, device=device)
         parameters = [p for layer in of_layers for p in layer if not p.is_meta]
         if len({p.data_ptr() for p in parameters if p.numel()}) < len([p for p in parameters if p.numel()]):
             raise ValueError(
@@ -208,8 +218,15 @@ class HostExperts:
                 if parameter.is_meta:  # it was never read from its file
                     values = torch.empty_like(parameter, device=device)
                     module._parameters[name] = nn.Parameter(values, parameter.requires_grad)
+            memory: Callable[[torch.Size, torch.dtype], torch.Tensor] | None = None
+            if number in on_disk:
+                assert folder is not None
+                memory = partial(mapped_zeros, folder)
+            elif files is None:
+                memory = partial(host_zeros, device=device)
             weights = [_Weight(p, shards.get(storage_key(p)), device, memory) for p in module.parameters()]
             layer = _Layer(weights)
+            layer.staging = self._staging if number in on_disk else None
             self._layers.append(layer)
             self._of |= {weight.key: number for weight in layer.weights}
             self._leave(number)
@@ -219,54 +236,76 @@ class HostExperts:
 
     # -- the turn of a layer ---------------------------------------------------------------------------------------
 
-    def _before_forward(self, number: int, _module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self._predictor is not None and not torch.is_grad_enabled():
-            self._enter_chosen(number, args[1])
-        else:
+    def _before_forward(self, number: int, _module: nn.Module, _args: Any) -> None:
+        if self._predictor is None:
             # Activation checkpointing runs forwards in the backward.
             self._enter(number, -1 if _in_backward() else 1)
 
     def _after_forward(self, number: int, _module: nn.Module, _args: Any, y_TH: torch.Tensor) -> None:
         if y_TH.requires_grad:
-            y_TH.register_hook(partial(self._before_backward, number))
+            y_TH.register_hook(partial(self._before_backward, number, self._layers[number].wanted))
         if not _in_backward() and not (y_TH.requires_grad and number + 1 == len(self._layers)):
             self._leave(number)
 
-    def _before_backward(self, number: int, _: torch.Tensor) -> None:
-        self._enter(number, -1)
+    def _before_backward(self, number: int, wanted: list[int] | None, _: torch.Tensor) -> None:
+        self._enter(number, -1, wanted)
 
     @torch.no_grad()
-    def _enter(self, number: int, direction: int) -> None:
-        """It is a layer's turn: it is here, and the next one is on its way. Those that were before it leave."""
+    def _enter(self, number: int, direction: int, wanted: list[int] | None = None) -> None:
+        """It is a layer's turn: it is here, and the next one is on its way. Those that were before it leave.
+
+        Args:
+            wanted: its experts that compute; None: all."""
         following = number + direction
         self._leave_others(number, following)
-        self._fetch(number)
+        self._fetch(number, None if self._layers[number].trained else wanted, keep=True)
         self._wait_for(number)
         if 0 <= following < len(self._layers):
-            self._fetch(following)
+            # In a pipeline it may be the turn of another micro-batch, which wants others: they come when it is.
+            layer = self._layers[following]
+            self._fetch(following, None if layer.trained else layer.wanted, keep=True)
 
-    @torch.no_grad()
-    def _enter_chosen(self, number: int, expert_TK: torch.Tensor) -> None:
-        """As `_enter`, of the experts that are chosen. The host waits for the router."""
+    def choose(self, number: int, counts: Counts, single: bool) -> None:
+        """With a predictor: the router of a layer has chosen these of its experts, and for how many tokens. They come,
+        and those of the next layer that are likely.
+
+        Args:
+            single: this is the choice of one token."""
         assert self._predictor is not None
+        layer, trains = self._layers[number], torch.is_grad_enabled()
+        layer.few = [expert for expert, count in counts.items() if count <= self.few] if trains else []
+        wanted = [expert for expert in counts if expert not in layer.few]
+        with torch.no_grad():
+            if _in_backward():  # activation checkpointing
+                self._enter(number, -1, wanted)
+                return
+            self._predictor.saw(number, counts)
+            if single:
+                kept, foretold = self._cache.held(number), layer.foretold if layer.here else set()
+                self.hits.chosen += len(counts)
+                self.hits.foretold += len(foretold.intersection(counts))
+                self.hits.kept += len((kept - foretold).intersection(counts))
+            self._leave_others(number, number + 1)
+            most = not trains and 2 * len(counts) > layer.experts
+            whole = len(wanted) == layer.experts or (most and self._reader is None and not self._cache.held(number))
+            layer.wanted = None if whole else wanted
+            self._fetch(number, layer.wanted, keep=not most)
+            self._wait_for(number)
+            if number + 1 < len(self._layers) and (likely := self._predictor.likely(number, counts)):
+                following = self._layers[number + 1]
+                following.foretold = set(likely) - self._cache.held(number + 1)
+                self._fetch(number + 1, likely, keep=True)
+
+    def few_of(self, number: int) -> list[int]:
+        """The experts of a layer that the CPU computes in the forward that goes on."""
+        return self._layers[number].few
+
+    def host_values(self, number: int, expert: int) -> list[torch.Tensor]:
+        """An expert's parameters in host memory."""
         layer = self._layers[number]
-        found = zip(*(one.tolist() for one in expert_TK.unique(return_counts=True)), strict=True)
-        counts = {expert: count for expert, count in found if 0 <= expert < layer.experts}
-        most = 2 * len(counts) > layer.experts
-        self._predictor.saw(number, counts)
-        if len(expert_TK) == 1:
-            kept, foretold = self._cache.held(number), layer.foretold if layer.here else set()
-            self.hits.chosen += len(counts)
-            self.hits.foretold += len(foretold.intersection(counts))
-            self.hits.kept += len((kept - foretold).intersection(counts))
-        self._leave_others(number, number + 1)
-        whole = most and self._reader is None and not self._cache.held(number)
-        self._fetch(number, None if whole else list(counts), keep=not most)
-        self._wait_for(number)
-        if number + 1 < len(self._layers) and (likely := self._predictor.likely(number, counts)):
-            following = self._layers[number + 1]
-            following.foretold = set(likely) - self._cache.held(number + 1)
-            self._fetch(number + 1, likely, keep=True)
+        if layer.gone is not None:
+            layer.gone.synchronize()  # what the last update has made of them
+        return [value[expert] for value in layer.values]
 
     @property
     def disk_bytes(self) -> tuple[int, int]:
@@ -319,13 +358,14 @@ class HostExperts:
                 weight.device.untyped_storage().resize_(weight.size)
         if layer.rows is None:
             return
+        whole = rows is None and not layer.rows and self._reader is None and not self._cache.held(number)
         missing = sorted((set(range(layer.experts)) if rows is None else set(rows)) - layer.rows)
         layer.rows = None if rows is None else layer.rows.union(missing)
         if not missing:
             return
         # The memory was somebody's until what has been asked for so far is done.
         with self._beside(self._into, layer.gone):
-            if self._staging is not None or (rows is None and self._reader is None and not self._cache.held(number)):
+            if layer.staging is not None or whole:
                 self._fetch_whole(number)
             else:
                 self._fetch_rows(number, missing, keep)
@@ -335,13 +375,13 @@ class HostExperts:
         layer = self._layers[number]
         layer.rows = None
         values = layer.values
-        if self._staging is not None:
-            values = self._staging.take(number, values)
+        if layer.staging is not None:
+            values = layer.staging.take(number, values)
         for value, weight in zip(values, layer.weights, strict=True):
             weight.here.copy_(value, non_blocking=True)
             self.bytes_in += weight.size
-        if self._staging is not None:
-            self._staging.release(number, self._now())
+        if layer.staging is not None:
+            layer.staging.release(number, self._now())
 
     def _fetch_rows(self, number: int, rows: Sequence[int], keep: bool) -> None:
         layer = self._layers[number]
@@ -353,7 +393,9 @@ class HostExperts:
             self._copy(self._cache.find(number, row), layer, row)
         priority = None if self._predictor is None else self._predictor.priority()
         for row in [row for row in rows if row not in held]:
-            cached = self._cache.put(number, row, priority, stay) if keep and self._cache.slots else None
+            cached = None
+            if keep and self._cache.slots:
+                cached = self._cache.put(number, row, priority, stay, only_lower=self._learns)
             if self._reader is None:
                 self._bring(layer, row, cached, [value[row] for value in layer.values])
             else:
@@ -403,13 +445,13 @@ class HostExperts:
             self.bytes_out += weight.size
             assert weight.host is not None
             name, values = (number, layer.weights.index(weight)), [weight.host]
-            if self._staging is not None:
-                values = self._staging.put(name, values)
+            if layer.staging is not None:
+                values = layer.staging.put(name, values)
             with self._beside(self._out, None):
                 values[0].copy_(weight.device, non_blocking=True)
                 layer.gone = self._now()
-            if self._staging is not None:
-                self._staging.give(name, layer.gone)
+            if layer.staging is not None:
+                layer.staging.give(name, layer.gone)
 
     # -- streams: nothing on a CPU ---------------------------------------------------------------------------------
 
@@ -456,6 +498,15 @@ class HostExperts:
             weight.whole.data = values
             if isinstance(weight.shard, DTensor):
                 weight.shard._local_tensor = values
+
+
+def _spread(layers: Sequence[Sequence[torch.Tensor]], host_bytes: int) -> set[int]:
+    """The layers that are on disk, if host memory takes the others. Each comes as often as any other, so no choice of
+    them is better; spread over the model, what comes from disk has the time of several layers.
+
+    Example: 6 layers of 2 bytes, 5 of host memory -> {0, 1, 3, 4}; layers 2 and 5 are in host memory."""
+    number = min(len(layers), host_bytes // max(1, *(sum(weight.nbytes for weight in layer) for layer in layers)))
+    return {i for i in range(len(layers)) if (i + 1) * number // len(layers) == i * number // len(layers)}
 
 
 def host_experts(model: nn.Module) -> HostExperts | None:

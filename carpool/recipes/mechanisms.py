@@ -114,6 +114,11 @@ SWITCHES: Mapping[str, Mechanism] = MappingProxyType({
     "disk:optimizer-state": Mechanism("training.optimizer_state", "disk", code="carpool.memory.disk:Staging"),
     "disk:experts": Mechanism("memory.experts", "disk", code="carpool.memory.disk:Staging"),
     "prefetch:activation-matrix": Mechanism("", code="carpool.memory.activation_matrix:ActivationMatrices"),
+    "prefetch:popularity": Mechanism("memory.expert_loading", "popular", code="carpool.memory.popularity:Popularity"),
+    "cpu:experts": Mechanism(
+        "memory.few_tokens", "auto", lambda few: few == "auto" or _positive(few), "carpool.experts.on_host:FewOnHost"
+    ),
+    "cache:trained-experts": Mechanism("memory.experts_host_memory", "50GiB", lambda size: size is not None),
     "cache:experts": Mechanism("", code="carpool.memory.expert_cache:ExpertCache"),
     "gradients:consumed": Mechanism(
         "training.gradients", "consumed", code="carpool.parallel.consumed:ConsumedGradients"

@@ -171,7 +171,9 @@ def spread_model(
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
         files = StoredExperts(build, model, list(rides(model))) if on_disk and isinstance(build, Path) else None
         predictor = PREDICTORS[experts.predictor]
-        keep_experts_in_host_memory(model, device, predictor, experts.memory, files, experts.host_memory)
+        keep_experts_in_host_memory(
+            model, device, predictor, cache_bytes=experts.memory, files=files, host_bytes=experts.host_memory
+        )
         model.to(device)  # type: ignore[arg-type]
     if ranks > 1:
         replicate_dense(model, bfloat16=False)

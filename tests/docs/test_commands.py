@@ -10,6 +10,7 @@ import pytest
 import typer
 
 from carpool.cli import app
+from carpool.recipes import names, path_of
 from carpool.train.config import load_config
 
 ROOT = Path(__file__).parents[2]
@@ -45,6 +46,8 @@ def test_command_is_taken(page: str, line: str, monkeypatch: pytest.MonkeyPatch)
         context = command.make_context(name, list(arguments))  # refuses options that do not exist
         overrides = [word for word in context.params.get("overrides") or () if "$" not in word]
         config = context.params.get("config")
+        if config and str(config) in names():  # a recipe
+            config = path_of(str(config))
         if overrides or config:
             load_config(config if config and config.is_file() else None, overrides)
 

@@ -17,10 +17,11 @@ from carpool.memory.host_experts import HostExperts
 from carpool.memory.next_experts import NextExperts
 from carpool.memory.optimizer import AdamW
 from carpool.parallel.consumed import ConsumedGradients
-from carpool.recipes import load, names, read
+from carpool.recipes import load, names
 from carpool.recipes.mechanisms import find
 from carpool.train.config import Config, load_config
 from carpool.train.run.step import make_optimizer
+from carpool.train.run.tiers import loading_of
 from tests.memory.test_host_experts import LAYERS, batch, loss_of, model_of
 
 # What makes a system that system; a recipe may not lose any of it.
@@ -29,21 +30,20 @@ SYSTEMS = {
     "es-moe": {"host:experts", "host:optimizer-state", "gradients:consumed"},
     "zero-infinity": {"disk:experts", "disk:optimizer-state", "gradients:consumed"},
     "moe-infinity": {"host:experts", "prefetch:activation-matrix", "cache:experts"},
-}
-REFUSED = {
-    "aptmoe": {"cpu:experts", "prefetch:popularity", "parallel:pipeline-of-host-experts"},
-    "moesys": {"cache:trained-experts", "gathered:dense-parameters"},
+    "aptmoe": {"host:experts", "prefetch:popularity", "cpu:experts", "gradients:consumed"},
+    "moesys": {"disk:experts", "cache:trained-experts", "gradients:consumed"},
 }
 
 
 class Travelled(NamedTuple):
     """Of one step: bytes of state in and out, of experts in and out, of state and experts that were written to disk,
-    and the experts' gradients that were there at the end of the backward."""
+    the experts' gradients that were there at the end of the backward, and the experts that the CPU computed."""
 
     state: tuple[int, int]
     experts: tuple[int, int]
     written: tuple[int, int]
     gradients: int
+    computed: int
 
 
 def step(config: Config, folder: Path) -> Travelled:
@@ -53,7 +53,10 @@ def step(config: Config, folder: Path) -> Travelled:
     assert isinstance(optimizer, AdamW)
     away, where = None, config.memory.experts
     if where != "device":
-        away = keep_experts_in_host_memory(model, folder=folder if where == "disk" else None)
+        # As if it had been measured.
+        few = 2 if config.memory.few_tokens else 0
+        options = loading_of(config.memory, few)
+        away = keep_experts_in_host_memory(model, folder=folder if where == "disk" else None, **options)
     consumed = ConsumedGradients(model, optimizer, away) if config.training.gradients == "consumed" else None
     loss = loss_of(model, 0)
     if consumed is not None:
@@ -67,24 +70,27 @@ def step(config: Config, folder: Path) -> Travelled:
         optimizer.step()
     written = optimizer.disk_bytes[1], 0 if away is None else away.disk_bytes[1]
     moved = (0, 0) if away is None else (away.bytes_in, away.bytes_out)
-    return Travelled(optimizer.streamed_bytes, moved, written, left)
+    computed = 0 if away is None else sum(len(away.few_of(number)) for number in range(LAYERS))
+    return Travelled(optimizer.streamed_bytes, moved, written, left, computed)
 
 
-def without(recipe_settings: Mapping[str, Mapping[str, Any]], setting: str, path: Path) -> Config:
-    """A recipe's configuration with one setting at its default, and what must follow."""
+def without(recipe_settings: Mapping[str, Mapping[str, Any]], setting: str, path: Path, drop: str = "") -> Config:
+    """A recipe's configuration with one setting at its default, and what must follow; or another one, too."""
     section, key = setting.split(".")
     changed = {name: dict(values) for name, values in recipe_settings.items()}
     del changed[section][key]
+    if setting == "memory.experts":  # what is about it
+        changed["memory"] = {}
+    if drop:
+        changed[drop.split(".")[0]].pop(drop.split(".")[1])
     path.write_text(tomli_w.dumps(changed))
     return load_config(path, [])
 
 
 def test_they_are_there_and_of_these_parts() -> None:
-    assert set(names("memory")) >= set(SYSTEMS) | set(REFUSED)
+    assert set(names("memory")) >= set(SYSTEMS)
     for name, parts in SYSTEMS.items():
         assert parts <= set(load(name).mechanisms)
-    for name, missing in REFUSED.items():
-        assert set(read(name).missing) == missing
 
 
 @pytest.mark.parametrize(
@@ -99,16 +105,33 @@ def test_a_mechanism_changes_what_travels(
     if not one.setting:
         check_serving(mechanism)
         return
-    whole = step(load_config(recipe.path, []), tmp_path)
-    if mechanism.endswith(":optimizer-state"):
+    config = load_config(recipe.path, [])
+    layer = sum(p.numel() * 2 for p in next(iter(rides(model_of()).values())).experts.parameters())
+    if mechanism == "cache:trained-experts":
+        config = load_config(recipe.path, [f"memory.experts_host_memory={layer + 1}B"])
+    whole = step(config, tmp_path)
+    if mechanism == "prefetch:popularity":
+        changed = without(recipe.settings, one.setting, tmp_path / "mine.toml", drop="memory.few_tokens")
+        lacking = step(changed, tmp_path)
+        # The first batch: nothing is popular yet, and what the CPU computes comes for its update alone.
+        assert whole.experts[0] < lacking.experts[0] == (2 * LAYERS - 1) * layer
+    elif mechanism == "cpu:experts":
+        lacking = step(without(recipe.settings, one.setting, tmp_path / "mine.toml"), tmp_path)
+        assert whole.computed > 0 == lacking.computed
+    elif mechanism == "cache:trained-experts":
+        lacking = step(without(recipe.settings, one.setting, tmp_path / "mine.toml"), tmp_path)
+        assert whole.experts == lacking.experts and whole.written[1] == (LAYERS - 1) * layer < lacking.written[1]
+    elif mechanism.endswith(":optimizer-state"):
         lacking = step(without(recipe.settings, one.setting, tmp_path / "mine.toml"), tmp_path)
         assert whole.written[0] == whole.state[1] * mechanism.startswith("disk")
         assert whole.state[0] == whole.state[1] > 0 and lacking.state == (0, 0)
     elif mechanism.endswith(":experts"):
         lacking = step(without(recipe.settings, one.setting, tmp_path / "mine.toml"), tmp_path)
-        assert whole.written[1] == whole.experts[1] * mechanism.startswith("disk")
-        layer = sum(p.numel() * 2 for p in next(iter(rides(model_of()).values())).experts.parameters())
-        assert whole.experts == ((2 * LAYERS - 1) * layer, LAYERS * layer) and lacking.experts == (0, 0)
+        kept = "experts_host_memory" in recipe.settings["memory"]
+        assert kept or whole.written[1] == whole.experts[1] * mechanism.startswith("disk")
+        popular = "expert_loading" in recipe.settings["memory"]
+        assert popular or whole.experts[0] == (2 * LAYERS - 1) * layer
+        assert whole.experts[1] == LAYERS * layer and lacking.experts == (0, 0)
     else:
         # Gradients that are kept cannot be combined with experts in host memory that are trained.
         settings = {name: values for name, values in recipe.settings.items() if name != "memory"}

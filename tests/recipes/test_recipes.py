@@ -277,7 +277,7 @@ def test_no_two_rows_are_the_same(trace: Trace) -> None:
         ("placement", "occult-pruned", "it limits the routing, too"),
         ("transport", "eplb", "it leaves the transport to the machine"),
         ("routing", "mindspeed", "it leaves the routing as it is"),
-        ("placement", "aptmoe", "this version"),
+        ("placement", "switch-finetune", "this version"),
         ("transport", "hybrid-ep", "its rows take several hops"),
         ("transport", "netmoe", "its sequences move between layers"),
         ("transport", "bigmac", "it is another model"),

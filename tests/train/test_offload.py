@@ -10,11 +10,15 @@ from unittest import mock
 import pytest
 import torch
 
+from carpool.hf.expert_parallel import rides
 from carpool.memory import host
 from carpool.memory.optimizer import streamed
 from carpool.parallel import consumed
 from carpool.parallel.consumed import ConsumedGradients
+from carpool.planner.chosen import Decisions
 from carpool.train.config import load_config
+from carpool.train.run.few_tokens import COUNTS, choose_few_tokens, measured_times, most_tokens
+from tests.memory.test_host_experts import model_of
 from tests.ranks import Ranks
 from tests.train import test_loop
 from tests.train.test_loop import losses, run, text, weights  # noqa: F401  text is a fixture
@@ -64,7 +68,7 @@ def test_streaming_and_consuming_change_nothing(
     folders = []
     away = [f"training.optimizer_state={where}", "training.gradients=consumed", f"memory.disk_folder={tmp_path}"]
     # FSDP moves experts by itself.
-    away += [f"memory.experts={where}"] if dense == "replicate" else []
+    away += [f"memory.experts={where}", "memory.expert_loading=popular"] if dense == "replicate" else []
     for name, overrides in {"kept": [], "consumed": away}.items():
         folder = tmp_path / name
         settings = [*MODEL, *text, f"parallelism.dense={dense}", *overrides]
@@ -102,6 +106,24 @@ def test_experts_that_move_keep_their_state_on_the_device() -> None:
         load_config(None, ["training.optimizer_state=host", "placement.every=2"])
 
 
+def test_the_cpu_takes_experts_as_long_as_it_is_faster() -> None:
+    times = {"cpu": dict.fromkeys(COUNTS, 1.0), "loaded": dict.fromkeys(COUNTS, 2.0)}
+    assert most_tokens(times) == COUNTS[-1]
+    times["cpu"] |= {8: 2.0}  # and faster again with 16: noise
+    assert most_tokens(times) == 4
+    assert most_tokens({**times, "loaded": dict.fromkeys(COUNTS, 0.5)}) == 0
+    own = next(iter(rides(model_of()).values()))
+    cpu = torch.device("cpu")
+    measured = measured_times(own, torch.bfloat16, cpu)
+    assert all(0 < time < 1e6 for of_counts in measured.values() for time in of_counts.values())
+    # Where nothing would be loaded, nothing is measured; what a run has recorded is taken again.
+    assert choose_few_tokens("auto", own, torch.bfloat16, cpu, Decisions()).answer == 0
+    given = Decisions()
+    assert choose_few_tokens(7, own, torch.bfloat16, cpu, given).answer == 7
+    recorded = {**given.record()["few_tokens"], "how": "measured"}
+    assert choose_few_tokens("auto", own, torch.bfloat16, cpu, Decisions(lambda: {"few_tokens": recorded})).answer == 7
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["host", "disk"])
 def test_a_run_goes_on_from_host_memory_bit_by_bit(
@@ -128,6 +150,23 @@ def test_a_run_goes_on_from_host_memory_bit_by_bit(
     one, other = weights(whole, 4), weights(parts, 4)
     assert all((one[name] == value).all() for name, value in other.items())
     assert "gradients are clipped by the norm of the step before" in (whole / "run.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["expert_loading=popular"], "set memory.experts=host"),
+        (["experts=host", "few_tokens=3"], "set memory.experts=host and memory.expert_loading=popular"),
+        (["experts=disk", "expert_loading=popular", "few_tokens=auto"], "the CPU computes experts in host memory"),
+        (["experts=host", "expert_loading=popular", "few_tokens=-1"], "expected 0 (the CPU computes none), or more"),
+        (["experts=host", "experts_memory=1GiB"], "memory.experts_memory keeps the most popular experts"),
+        (["experts=host", "experts_host_memory=1GiB"], "is for experts on disk"),
+        (["experts=disk", "experts_host_memory=lots"], "expected a size with its unit"),
+    ],
+)
+def test_ways_to_load_that_mean_nothing(overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_config(None, [f"memory.{one}" for one in overrides])
 
 
 @pytest.mark.parametrize(

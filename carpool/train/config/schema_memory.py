@@ -58,6 +58,28 @@ class MemorySection(Section):
         "the same way; those that adapters leave frozen from the files of model.path, those that are trained from "
         "files in memory.disk_folder, to which they are written back.",
     )
+    expert_loading: Literal["layers", "popular"] = Field(
+        default="layers",
+        description="With experts = host or disk. layers: all experts of a layer come ahead. popular: those come ahead "
+        "that the last batches chose, the most popular first, and others when a router chooses them. What nobody "
+        "chooses does not come; but experts that are trained come whole in the backward, for their update.",
+    )
+    few_tokens: int | Literal["auto"] = Field(
+        default=0,
+        description="With experts = host and expert_loading = popular: an expert with at most so many tokens stays in "
+        "host memory, and the CPU computes it, with the same bits each time, and those of the device to rounding. "
+        "auto: as many as it takes less time for than loading; measured before the first step, and recorded.",
+    )
+    experts_memory: str | None = Field(
+        default=None,
+        description='With expert_loading = popular and adapters: of the device, such as "20GiB", what keeps the most '
+        "popular experts.",
+    )
+    experts_host_memory: str | None = Field(
+        default=None,
+        description="With experts = disk: of host memory on each rank, what keeps experts: of those that are trained, "
+        "as many layers as fit; of those that adapters leave frozen, the most popular ones (expert_loading).",
+    )
     disk_folder: str | None = Field(
         default=None,
         description="Where the files of training.optimizer_state = disk and memory.experts = disk are made, on a fast "
@@ -81,6 +103,37 @@ class MemorySection(Section):
         from carpool.memory.policies import KeptPolicies
 
         return KeptPolicies(self.rows or "keep", self.hidden or "keep")
+
+    @property
+    def experts_bytes(self) -> tuple[int, int]:
+        """Of the device and of host memory, for experts that stay there."""
+        device, host = self.experts_memory, self.experts_host_memory
+        return (
+            0 if device is None else size_of(device, "memory.experts_memory"),
+            0 if host is None else size_of(host, "memory.experts_host_memory"),
+        )
+
+    @model_validator(mode="after")
+    def _experts_come(self) -> Self:
+        popular = self.experts != "device" and self.expert_loading == "popular"
+        if self.expert_loading == "popular" and not popular:
+            raise ValueError("memory.expert_loading = 'popular' is of experts that come: set memory.experts=host")
+        if self.few_tokens != "auto" and self.few_tokens < 0:
+            raise ValueError(f"memory.few_tokens = {self.few_tokens}: expected 0 (the CPU computes none), or more")
+        if self.few_tokens and not (popular and self.experts == "host"):
+            raise ValueError(
+                f"memory.few_tokens = {self.few_tokens!r}: the CPU computes experts in host memory that need not come: "
+                "set memory.experts=host and memory.expert_loading=popular"
+            )
+        if self.experts_memory is not None and not popular:
+            raise ValueError(
+                "memory.experts_memory keeps the most popular experts on the device: set memory.experts=host (or disk) "
+                "and memory.expert_loading=popular"
+            )
+        if self.experts_host_memory is not None and self.experts != "disk":
+            raise ValueError("memory.experts_host_memory is for experts on disk: set memory.experts=disk")
+        _ = self.experts_bytes
+        return self
 
     @model_validator(mode="after")
     def _means_something(self) -> Self:

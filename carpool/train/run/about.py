@@ -16,6 +16,7 @@ from carpool.layout.layouts import Layouts
 from carpool.train.checkpoints.ranks import from_rank_0
 from carpool.train.checkpoints.source import keep_source
 from carpool.train.run.environment import environment
+from carpool.train.run.few_tokens import FEW_KIND
 from carpool.train.run.files import CONFIG, DECISIONS, INFO, LAYOUT, read_info, replace_text
 from carpool.train.run.graphs import note_graphs
 from carpool.train.run.plan import Planned
@@ -252,7 +253,12 @@ def say_hello(run: RunState, resume: Path | None) -> None:
         say(f"optimizer {optimizer['name']}: {masters}moments in {optimizer['moments']}{where}{when}")
     if run.away is not None:
         where = "in host memory" if run.config.memory.experts == "host" else "on disk"
-        say(f"experts are {where}, and come to the device layer by layer")
+        how = "layer by layer"
+        if run.config.memory.expert_loading == "popular":
+            how = "when they are chosen; popular ones ahead"
+        say(f"experts are {where}, and come to the device {how}")
+        if (few := run.decisions.record().get(FEW_KIND.key)) is not None:
+            say(f"the CPU computes experts with up to {few['tokens']} tokens: {few['why']}")
     if run.layout_source != "contiguous":
         say(f"layout: {info['layout']['kind']}, {info['layout']['replicas']} replicas, from {run.layout_source}")
     if run.placement.on:

@@ -228,7 +228,8 @@ class MemoryEstimate:
         # Of experts in host memory or on disk, three layers' are here at most.
         here = experts_own = math.ceil(self.expert_bytes / degrees.expert_shards)
         if self.config.memory.experts != "device":
-            here = min(here, 3 * math.ceil(self.expert_bytes / degrees.expert_ranks / self.moe_layers))
+            stays = self.config.memory.experts_bytes[0]
+            here = min(here, stays + 3 * math.ceil(self.expert_bytes / degrees.expert_ranks / self.moe_layers))
         # Those of whole parameters have buffers of their own.
         together = replicated and degrees.expert_ranks == 1
         own_whole = (dense_trained + (experts_trained if together else 0)) if replicated else 0
@@ -294,8 +295,10 @@ class MemoryEstimate:
         if self.config.memory.experts == "host":
             experts = own
         elif self.config.memory.experts == "disk":
-            # Buffers for layers that are read ahead.
-            experts = math.ceil((BUFFERS if self.experts.trained else 2) * own / self.moe_layers)
+            # Buffers for layers that are read ahead; and what stays there.
+            stays = self.config.memory.experts_bytes[1]
+            buffers = (BUFFERS if self.experts.trained else 2) * own / self.moe_layers
+            experts = math.ceil(buffers + stays if self.experts.trained else max(buffers, stays))
         return int(state) + experts + dense + self._rides(transport).host
 
     def disk_bytes(self) -> int:
@@ -303,7 +306,8 @@ class MemoryEstimate:
         state = self.trained * state_bytes(self.config) if self.config.training.optimizer_state == "disk" else 0
         experts = 0
         if self.config.memory.experts == "disk" and self.experts.trained:
-            experts = math.ceil(self.expert_bytes / self.degrees.expert_shards)
+            own = math.ceil(self.expert_bytes / self.degrees.expert_shards)
+            experts = max(0, own - self.config.memory.experts_bytes[1])
         return int(state) + experts
 
     def _in_full(self, replicated: bool) -> tuple[int, int]:

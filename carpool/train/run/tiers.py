@@ -9,6 +9,7 @@ both = "disk"                         in files                            carpoo
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +23,11 @@ from carpool.memory.disk import check_disk
 from carpool.memory.host import check_host_memory
 from carpool.memory.host_experts import HostExperts
 from carpool.memory.optimizer import AdamW
+from carpool.memory.popularity import Popularity
 from carpool.parallel.consumed import ConsumedGradients
 from carpool.train.checkpoints.ranks import gather
-from carpool.train.config.schema import Config
+from carpool.train.config.schema import Config, MemorySection
+from carpool.train.run.few_tokens import choose_few_tokens
 from carpool.train.run.machine import Machine
 from carpool.train.run.model import meta_model
 
@@ -76,7 +79,7 @@ def make_tiers(run: RunState) -> tuple[ConsumedGradients | None, HostExperts | N
     if where != "device":
         _check_experts_can_be_away(run, halves)
         on_disk = _on_disk(run) if where == "disk" else {}
-        away = keep_experts_in_host_memory(run.model, **on_disk)
+        away = keep_experts_in_host_memory(run.model, **on_disk, **loading_of(run.config.memory, _few_tokens(run)))
     if training.gradients == "kept":
         return None, away
     assert isinstance(run.optimizer, AdamW)
@@ -95,6 +98,11 @@ def _check_experts_can_be_away(run: RunState, halves: bool) -> None:
         )
     elif any(parameter.dtype != computed for parameter in experts):
         why = f"they are stored in {experts[0].dtype} and computed in {computed}; set model.dtype to the latter"
+    elif run.config.memory.experts_memory is not None and any(parameter.requires_grad for parameter in experts):
+        why = (
+            "they are trained, so that they change in each step, and none can stay on the device "
+            "(memory.experts_memory)"
+        )
     elif halves:
         why = "two batches are at two layers at the same time; choose another moe.schedule"
     elif run.config.training.torch_compile:
@@ -117,6 +125,22 @@ def _on_disk(run: RunState) -> dict[str, Any]:
     ordered = [name for name, _ in blueprint.named_modules() if name in modules]
     first = run.rides[0].layout.homes[run.rides[0].rank][0]
     return {"files": StoredExperts(path, blueprint, ordered, first)}
+
+
+def loading_of(memory: MemorySection, few: int) -> dict[str, Any]:
+    """Which experts come, and which stay, as `keep_experts_in_host_memory` takes it. `few`: tokens of an expert that
+    the CPU computes."""
+    device, host = memory.experts_bytes
+    if memory.expert_loading == "layers":
+        return {"host_bytes": host}
+    return {"predictor": partial(Popularity, few=few), "cache_bytes": device, "host_bytes": host, "few": few}
+
+
+def _few_tokens(run: RunState) -> int:
+    if not run.config.memory.few_tokens:
+        return 0
+    computed = torch.bfloat16 if run.bf16 else run.model.dtype
+    return choose_few_tokens(run.config.memory.few_tokens, run.rides[0], computed, run.device, run.decisions).answer
 
 
 def disk_folder(config: Config) -> Path:
