@@ -134,8 +134,7 @@ class Step(Run):
 
     def __init__(self, case: Case, folder: str) -> None:
         self.case = case
-        self.config, self.compare_with = config_of(case, folder), None
-        self._prepare(resumes=False)
+        self._prepare(config_of(case, folder), None, resumes=False)
         self._read_data()
         self._build_model()
         self._set_routing({})
