@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from carpool.parallel.degrees import DENSE_AXES, Degrees
+from carpool.transport.nodes import timeout_of
 
 
 class Meshes:
@@ -107,13 +108,14 @@ def make_group(parts: tuple[tuple[int, ...], ...], name: str) -> dist.ProcessGro
     if len(parts) == 1:
         return world
     made: dist.ProcessGroup | None = None
+    limit = timeout_of(world)
     if getattr(world, "bound_device_id", None) is not None:
         # One call instead of one for each part, and NCCL need not connect anew.
-        made = dist.split_group(world, [list(part) for part in parts], group_desc=f"mesh_{name}")
+        made = dist.split_group(world, [list(part) for part in parts], group_desc=f"mesh_{name}", timeout=limit)
     else:
         rank = dist.get_rank()
         for part in parts:
-            group = dist.new_group(list(part), group_desc=f"mesh_{name}")
+            group = dist.new_group(list(part), limit, group_desc=f"mesh_{name}")
             made = group if rank in part else made
     assert made is not None
     return made

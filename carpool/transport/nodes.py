@@ -9,7 +9,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from carpool.layout.topology import Topology
@@ -112,8 +114,16 @@ def _part(
     made: dist.ProcessGroup | None
     if backend == "nccl" and getattr(dist.group.WORLD, "bound_device_id", None) is not None:
         # There `new_group` is a collective over all ranks of the run, members or not.
-        made = dist.split_group(group, [list(part) for part in parts])
+        made = dist.split_group(group, [list(part) for part in parts], timeout=timeout_of(group))
     else:
         members = [dist.get_global_rank(group, rank) for rank in mine]
-        made = dist.new_group(members, backend=backend, use_local_synchronization=True)
+        made = dist.new_group(members, timeout_of(group), backend, use_local_synchronization=True)
     return made
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """How long a collective of a group may take. Groups made from it have PyTorch's default, half an hour with gloo,
+    unless they are told. None: it does not say."""
+    backend = group._get_backend(torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu"))
+    found: timedelta | None = getattr(getattr(backend, "options", None), "_timeout", None)
+    return found

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from carpool.layout.topology import Topology
 from carpool.parallel.combinations import check_supported
 from carpool.parallel.degrees import DENSE_AXES, EXPERT_AXES, Degrees
 from carpool.parallel.meshes import Meshes
+from carpool.transport import set_topology
+from carpool.transport.nodes import hops_of, timeout_of
 from tests.ranks import Ranks
 
 EVERY = [
@@ -50,6 +56,21 @@ def _members(degrees: Degrees) -> None:
 @pytest.mark.parametrize("degrees", EVERY, ids=str)
 def test_ranks_of_groups_and_meshes(degrees: Degrees, ranks: Ranks) -> None:
     ranks(_members, degrees)
+
+
+def _limits() -> set[timedelta | None]:
+    seconds = timedelta(seconds=17)
+    group = dist.new_group(range(dist.get_world_size()), seconds)
+    set_topology(group, Topology.even(dist.get_world_size(), 2))
+    hops = hops_of(group)
+    assert hops.rail is not None and hops.node is not None
+    with mock.patch("carpool.parallel.meshes.timeout_of", lambda world: seconds):
+        made = [Meshes(Degrees(fsdp=2, tp=2, ep=2), "cpu").group(axis) for axis in ("fsdp", "ep")]
+    return {timeout_of(one) for one in (hops.rail, hops.node, *made) if one is not None}
+
+
+def test_a_collective_of_any_group_may_take_as_long_as_one_of_all_ranks(ranks: Ranks) -> None:
+    assert ranks(_limits) == [{timedelta(seconds=17)}] * 4
 
 
 def test_a_refusal_names_the_axes_and_what_works() -> None:
