@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -112,13 +114,37 @@ def test_a_rank_that_does_not_reach_the_store_ends(ranks_with: Callable[[float],
 MISSING = why_not()
 
 
+def process_of(rank: int, folder: Path) -> int:
+    """The process of a rank of a run whose settings name a folder."""
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            told, command = (process / "environ").read_bytes().split(b"\0"), (process / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if f"RANK={rank}".encode() in told and str(folder).encode() in command:
+            return int(process.name)
+    raise AssertionError(f"no process of rank {rank}")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(MISSING is not None, reason=f"no network namespaces here: {MISSING}")
-def test_a_cable_is_cut_in_the_middle_of_a_run(text: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("event", "lost", "there"),
+    [
+        ("cable cut", "rank 2, rank 3 on node 1 (node1) does not answer", "has not reached rank 0 on node 0 (node0)"),
+        # The agent ends rank 2, too.
+        (signal.SIGKILL, "rank 3 on node 1 (node1) does not answer", "SIGKILL"),
+        (signal.SIGSTOP, "rank 3 on node 1 (node1) does not answer", "rank 3 on node 1 (node1) does not answer"),
+    ],
+    ids=str,
+)
+def test_lost_in_the_middle_of_a_run(
+    text: list[str], tmp_path: Path, event: str | signal.Signals, lost: str, there: str
+) -> None:
     output, timeout = tmp_path / "run", 10
     settings = [*MODEL, *text, *LONG, "training.save_steps=none", f"training.output_dir={output}"]
-    settings += [f"parallelism.timeout_seconds={timeout}"]
+    settings += [f"parallelism.timeout_seconds={timeout}", "moe.transport=hierarchical"]
     train = ["--no-python", sys.executable, "-m", "carpool", "train", *settings]
     with Cluster(2) as cluster:
         options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -129,11 +155,14 @@ def test_a_cable_is_cut_in_the_middle_of_a_run(text: list[str], tmp_path: Path) 
             assert all(agent.poll() is None for agent in agents), agents[0].communicate()[0]
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        cluster.cut(1)
+        if isinstance(event, str):
+            cluster.cut(1)
+        else:
+            os.kill(process_of(3, output), event)
         began = time.monotonic()
         said = [agent.communicate(timeout=240)[0] for agent in agents]
         took = time.monotonic() - began
     assert [agent.returncode != 0 for agent in agents] == [True, True]
-    assert "rank 2, rank 3 on node 1 (node1) does not answer any more" in said[0], said[0]
-    assert "has not reached rank 0 on node 0 (node0)" in said[1], said[1]
+    assert lost in said[0], said[0]
+    assert there in said[1], said[1]
     assert took < timeout + 60  # torchrun's agents take their time, too
