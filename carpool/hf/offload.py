@@ -8,8 +8,12 @@ from typing import Any
 from torch import nn
 
 from carpool.hf.compiled import decoder_layers
+from carpool.hf.expert_parallel import rides
 from carpool.memory.activations import ActivationOffload
+from carpool.memory.offload import Offloader
 from carpool.ride.turns import half_number
+
+_ATTRIBUTE = "_carpool_offload"
 
 
 def offload_layers(model: nn.Module) -> ActivationOffload:
@@ -27,7 +31,17 @@ def offload_layers(model: nn.Module) -> ActivationOffload:
         if not any(True for _ in layer.parameters()):
             continue
         layer.forward = _offloaded(layer, layer.forward, offload)
+    object.__setattr__(model, _ATTRIBUTE, offload)
     return offload
+
+
+def offloaders(model: nn.Module) -> list[Offloader]:
+    """What keeps activations of a model in host memory: of its layers, and of its rides. Each once."""
+    found = [own.offloader for own in rides(model).values() if own.offloader is not None]
+    of_layers: ActivationOffload | None = getattr(model, _ATTRIBUTE, None)
+    if of_layers is not None:
+        found.append(of_layers.offloader)
+    return list({id(one): one for one in found}.values())
 
 
 def _offloaded(layer: nn.Module, own: Callable[..., Any], offload: ActivationOffload) -> Callable[..., Any]:

@@ -58,6 +58,41 @@ class _Mapping(mmap.mmap):
             self.unregister()
 
 
+class HostPool:
+    """Buffers of host memory that are taken and given back. They keep their addresses and are never freed, so a CUDA
+    graph may copy to them and from them at each replay, as long as the steps before it have taken as much.
+
+    One stream copies to all buffers and from them. So whoever gets one next comes after whoever had it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: list[torch.Tensor] = []
+        self.bytes = 0
+
+    def take(self, size: int) -> torch.Tensor:
+        """At least so many bytes, and less than twice as many.
+
+        Raises:
+            RuntimeError: there is no free buffer of that size, and a CUDA graph is captured."""
+        if not size:
+            return torch.empty(0, dtype=torch.uint8)
+        fit = [one for one in self._free if size <= one.numel() < 2 * size]
+        if fit:
+            best = min(fit, key=torch.Tensor.numel)
+            self._free = [one for one in self._free if one is not best]
+            return best
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("what goes to host memory is of other sizes than in the steps before")
+        self.bytes += size
+        return host_zeros((size,), torch.uint8, self._device)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Take a buffer back."""
+        if buffer.numel():
+            self._free.append(buffer)
+
+
 def free_host_memory() -> int | None:
     """Bytes that processes may still take on this machine, or in this container if it is given less; None: unknown."""
     try:

@@ -16,6 +16,9 @@ the step is repeated. So nothing is copied for the worst case, and the host wait
 Autograd saves a *ticket* in place of what was offloaded, a tensor of one number. When the ticket is gone, so are the
 host's copies: after the backward, or when activation checkpointing has no use for them.
 
+Host memory is of buffers that are used again and again (`HostPool`). So steps can be captured as a CUDA graph: the copy
+stream is forked into the capture by the first copy, and joined at its end; addresses stay, and arenas begin anew.
+
 On a CPU the same code copies at once.
 """
 
@@ -31,6 +34,7 @@ from typing import Any
 import torch
 
 from carpool.memory.arena import Arena
+from carpool.memory.host import HostPool
 from carpool.memory.rows import Rows, copy_rows
 
 
@@ -53,6 +57,7 @@ class _Parcel:
         lane, number: of which rides, and the how manieth.
         device: where the items were.
         host: the items in host memory.
+        buffers: of the pool, in which they are, but for rows in an arena.
         copied: when they are there. None on a CPU.
         back, ready: the items on the device again, if they have been asked for ahead, and when they are there.
     """
@@ -61,6 +66,7 @@ class _Parcel:
     number: int
     device: torch.device
     host: list[Rows]
+    buffers: list[torch.Tensor]
     copied: torch.cuda.Event | None
     back: list[Rows] | None = None
     ready: torch.cuda.Event | None = None
@@ -91,6 +97,7 @@ class Offloader:
         self._stream: torch.cuda.Stream | None = None
         self._lanes: dict[int, _Lane] = {}
         self._host: Arena | None = None
+        self._pool: HostPool | None = None
         # By the number on the ticket. What is gone from here is freed.
         self._parcels: dict[int, _Parcel] = {}
         self._tickets = itertools.count(1)
@@ -123,8 +130,9 @@ class Offloader:
         here = [replace(item, home=None) for item in items]
         device = items[0].data.device
         with self._copying(device):
-            host = [self._to_host(item) for item in here]
-            parcel = _Parcel(lane, lane.number, device, host, _event(device))
+            buffers: list[torch.Tensor] = []
+            host = [self._to_host(item, buffers) for item in here]
+            parcel = _Parcel(lane, lane.number, device, host, buffers, _event(device))
         name = next(self._tickets)
         ticket = torch.tensor([name], device="cpu")
         self._parcels[name] = lane.parcels[lane.number] = parcel
@@ -163,14 +171,28 @@ class Offloader:
             self._fetch(before)
         return [replace(back[one.index], home=one.home) for one in away]
 
+    def join(self) -> None:
+        """Once all backwards have run: the current stream goes on when all copies are done, and nothing is left on the
+        device. Around the capture of a CUDA graph, and at its end."""
+        for lane in self._lanes.values():
+            self._free(lane, -1)
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
     # -- how ----------------------------------------------------------------------------------------------------
 
-    def _to_host(self, item: Rows) -> Rows:
+    def _to_host(self, item: Rows, buffers: list[torch.Tensor]) -> Rows:
         if item.start is not None:
             assert self._host is not None, "a ride asks for its staging arena before it writes"
             return copy_rows(item, self._host)
         data = item.data
-        host = torch.empty_strided(data.shape, data.stride(), dtype=data.dtype, pin_memory=data.is_cuda)
+        if self._pool is None:
+            self._pool = HostPool(data.device)
+        # Gaps between elements have places, too.
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(data.shape, data.stride(), strict=True))
+        size = extent * data.itemsize if data.numel() else 0
+        buffers.append(self._pool.take(size))
+        host = buffers[-1][:size].view(data.dtype).as_strided(data.shape, data.stride())
         return replace(item, data=host.copy_(data, non_blocking=True))
 
     def _fetch(self, parcel: _Parcel) -> None:
@@ -195,8 +217,13 @@ class Offloader:
 
     def _forget(self, name: int) -> None:
         parcel = self._parcels.pop(name, None)
-        if parcel is not None and parcel.back is not None:
+        if parcel is None:
+            return
+        if parcel.back is not None:
             _wait(parcel.ready)  # nobody will use what is on its way back, but its memory is not free before it came
+        for buffer in parcel.buffers:
+            assert self._pool is not None
+            self._pool.give(buffer)
 
     def _copying(self, device: torch.device) -> AbstractContextManager[object]:
         """What is enqueued inside runs on the copy stream, after what is enqueued so far."""

@@ -10,6 +10,9 @@ import torch
 from carpool import KeptPolicies
 from carpool.hf import install, offload_layers, rides, set_kept
 from carpool.hf.compiled import decoder_layers
+from carpool.hf.offload import offloaders
+from carpool.memory.host import HostPool
+from carpool.memory.offload import Away, Offloader
 from tests.hf.parity import quiet
 from tests.hf.tiny_models import discover, tiny_batch, tiny_model
 
@@ -54,6 +57,49 @@ def test_the_gradients_are_those_without(folder: str, autocast: bool) -> None:
     assert all(sum(t.numel() >= tokens * hidden for t in tensors) >= 4 for tensors in put)
     addresses = [t.data_ptr() for t in put[0]]
     assert len(set(addresses)) == len(addresses), "each once"
+
+
+def test_steps_copy_to_the_same_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a CUDA graph must: it knows addresses."""
+    quiet()
+    model: Any = tiny_model(discover()["olmoe"]).train()
+    install(model)
+    offload_layers(model)
+    set_kept(model, KeptPolicies("offload", "offload"))
+    batch, found = tiny_batch(model), []
+    of_layers, of_rides = (one for one in offloaders(model))
+    assert of_layers is not of_rides
+    plain = Offloader.put
+
+    def put(offloader: Offloader, *args: Any) -> list[Away]:
+        away = plain(offloader, *args)
+        found.append([item.data.data_ptr() for item in offloader._parcels[int(away[0].data)].host])
+        return away
+
+    monkeypatch.setattr(Offloader, "put", put)
+    steps = []
+    for _ in range(3):
+        found.clear()
+        gradients(model, batch, False)
+        for offloader in (of_layers, of_rides):
+            offloader.join()
+            assert not any(lane.here for lane in offloader._lanes.values())
+        taken = [0 if one._pool is None else one._pool.bytes for one in (of_layers, of_rides)]
+        steps.append((list(found), taken))
+    assert steps[0][1] == steps[1][1] == steps[2][1] and all(steps[0][1])
+    assert steps[1][0] == steps[2][0]
+    # Of two forwards with a backward in between, the second takes what the first has given back.
+    addresses = [address for item in steps[0][0] for address in item if address]
+    assert len(set(addresses)) == len(addresses) // 2
+
+
+def test_a_buffer_is_not_taken_for_much_less() -> None:
+    pool = HostPool(torch.device("cpu"))
+    first, second = pool.take(1000), pool.take(600)
+    pool.give(first)
+    pool.give(second)
+    assert pool.take(500) is not first and pool.take(501) is first and pool.take(900).numel() == 900
+    assert pool.bytes == 2500
 
 
 def test_rows_that_are_kept_stay() -> None:

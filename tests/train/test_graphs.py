@@ -66,6 +66,8 @@ def layer(
         (OnGpu(dropout=0.1), layer(), [], "none", None),
         (OnGpu(dropout=0.1), layer(), ["memory.dense=recompute"], "none", "drop-out"),
         (OnGpu(), layer(), ["memory.experts=host"], "none", "host memory"),
+        (OnGpu(), layer(), ["memory.dense=offload"], "none", "training.cuda_graphs=on captures that, too"),
+        (OnGpu(), layer(), ["memory.dense=offload", "training.cuda_graphs=on"], "none", None),
     ],
 )
 def test_why_steps_are_not_captured(model: Any, one: Any, overrides: list[str], schedule: str, why: str | None) -> None:

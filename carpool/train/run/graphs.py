@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 from carpool.hf.expert_parallel import ExpertRides, buffers_of_rides, why_experts_wait
+from carpool.hf.offload import offloaders
 from carpool.hf.packed import one_row_only
 from carpool.hf.recompute import draws_random_numbers
 from carpool.kernels.capture import capturing
@@ -85,8 +86,8 @@ def why_not_captured(config: Config, schedule: str) -> str | None:
         return "experts move"
     if config.moe.move_sequences is not None:
         return "the host decides which sequences move"
-    if "offload" in config.memory.policies.values():
-        return "what layers keep goes to host memory"
+    if "offload" in config.memory.policies.values() and config.training.cuda_graphs != "on":
+        return "what layers keep goes to host memory (training.cuda_graphs=on captures that, too)"
     if config.memory.experts != "device":
         return f"experts come from {'host memory' if config.memory.experts == 'host' else 'disk'}"
     if config.training.gradients == "consumed":
@@ -162,6 +163,7 @@ class StepGraphs:
             self._eager += 1
             if self._eager <= EAGER_STEPS or not self._capture(batches):
                 return None
+        self._join_copies()
         self._factor.fill_(factor)
         self._sums.zero_()
         for number, batch in enumerate(batches):
@@ -205,6 +207,7 @@ class StepGraphs:
     def _capture_one(self, place: tuple[bool, bool], number: int, pool: Any) -> None:
         kept = replicated(self.model)
         before = [own.stats.exchange(HostCounts()) for own in self.layers]
+        self._join_copies()
         try:
             # Another thread puts batches into pinned memory meanwhile.
             with capturing(self._graphs[place], pool):
@@ -212,14 +215,22 @@ class StepGraphs:
                 self.compute(self._inputs, self._factor, number, self._sums, *place)
                 if kept is not None:
                     kept.drain()
+                self._join_copies()
         finally:
             self._counted[place] = [own.stats.exchange(counts) for own, counts in zip(self.layers, before, strict=True)]
         self._restart_arenas()
 
+    def _join_copies(self) -> None:
+        """Wait, on the device, for copies to host memory and from there: a graph and what is around it share their
+        memory."""
+        for offloader in offloaders(self.model):
+            offloader.join()
+
     def _restart_arenas(self) -> None:
         for buffers in buffers_of_rides(self.layers):
             if buffers.arena is not None:
-                buffers.arena.restart()
+                for arena in (buffers.arena, *buffers.arena.companions):
+                    arena.restart()
 
     def _abandon(self, problem: Exception | None) -> None:
         """Some rank's capture has failed: what was begun on this one is void, and steps stay eager."""

@@ -20,7 +20,6 @@ from carpool.planner.kept import POLICIES, LayerSizes
 from carpool.planner.policies import Policies, choose_policies, measured_milliseconds, policies_milliseconds
 from carpool.train.config.schema import Config
 from carpool.train.run.estimate import MemoryEstimate
-from carpool.train.run.graphs import why_not_captured
 from carpool.train.run.kept_times import Times
 from carpool.transport import find_transport
 
@@ -103,9 +102,10 @@ def _fitting(estimate: MemoryEstimate, transport: str, hardware: Hardware, times
     sizes, tokens = layer_sizes(estimate, transport), estimate.degrees.tokens_per_rank(estimate.tokens)
 
     def allowed(policies: Policies) -> bool:
-        # Where graphs are "auto", a budget comes first.
-        captured = config.training.cuda_graphs == "on"
-        return not captured or why_not_captured(with_policies(config, policies), config.moe.schedule) is None
+        # Where graphs are "auto", a budget comes first; where they are "on", it offloads nothing by itself.
+        if config.training.cuda_graphs != "on":
+            return True
+        return not any(policies[item] == "offload" for item in POLICIES if getattr(config.memory, item) is None)
 
     def milliseconds(policies: Policies) -> float:
         if times is not None:
