@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -40,6 +42,12 @@ def plan(
     moments: Annotated[
         str, typer.Option("--moments", help="Of AdamW: float32, or bfloat16 or int8 (lossy).")
     ] = "float32",
+    only: Annotated[
+        list[str] | None, typer.Option("--only", help="What the search may choose, such as ep=8,16. Several times.")
+    ] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option("--policy", help="A published planner (alpa, tutel, ...), beside the plan.")
+    ] = None,
     moves: Annotated[
         bool, typer.Option("--moves", help="Search by moves away from the bottleneck (Aceso): sooner, one plan.")
     ] = False,
@@ -54,11 +62,13 @@ def plan(
     Nothing is measured. Each configuration is a file that `carpool train --config` takes.
     """
     with errors(debug):
+        from carpool.planner.constraints import read_constraints
         from carpool.planner.hardware import find_hardware
         from carpool.planner.model_shape import ModelShape
         from carpool.planner.routes import Routes
         from carpool.planner.search import Space
         from carpool.planner.search import plan as search
+        from carpool.planner.systems import SYSTEMS
         from carpool.train.config.published import read_keys
         from carpool.train.config.sizes import size_of
 
@@ -77,14 +87,38 @@ def plan(
                 "(--sequence-length)"
             )
         usable = None if memory is None else float(size_of(memory, "--memory"))
-        found = search(
-            shape, rates, gpus=gpus, tokens=batch - batch % sequence_length, sequence_length=sequence_length,
-            per_node=gpus_per_node, memory=usable, routes=routes, space=Space(moments=moments), best=best,
-            moves=moves,
+        if unknown := [name for name in policy or () if name not in SYSTEMS]:
+            raise ValueError(f"--policy {unknown[0]} is not known; there are {', '.join(SYSTEMS)}")
+        space = read_constraints(Space(moments=moments), only or ())
+        ask = partial(
+            search, shape, rates, gpus=gpus, tokens=batch - batch % sequence_length, sequence_length=sequence_length,
+            per_node=gpus_per_node, memory=usable, routes=routes, space=space,
         )  # fmt: skip
+        found = ask(best=best, system=SYSTEMS["aceso"] if moves else None)
         if not found.plans:
             raise ValueError(_why_none(found))
         _show(found, shape, rates, routes, min(gpus_per_node, gpus), model, usable, out)
+        if policy:
+            _show_policies(found.plans[0], {name: ask(best=1, system=SYSTEMS[name]) for name in policy})
+
+
+def _show_policies(best: Plan, found: Mapping[str, Found]) -> None:
+    """What published planners would have chosen, beside the plan."""
+    from carpool.bench.results import print_table, terminal
+    from carpool.planner.systems import SYSTEMS
+
+    console, rows = terminal(150), []
+    for name, one in found.items():
+        if not one.plans:
+            rows.append([name, _why_none(one), *["–"] * 5])
+            continue
+        chosen = one.plans[0]
+        longer = chosen.prediction.seconds.middle / best.prediction.seconds.middle - 1
+        rows.append([name, *_row(0, chosen)[1:4], f"{100 * longer:+.1f} %", *_row(0, chosen)[6:]])
+    columns = ["", "configuration", "step, s", "interval", "beside the plan", "GiB", "exposed"]
+    print_table(console, "published planners, by the same model of costs", columns, rows, long=1)
+    for name in found:
+        console.print(f"{name}: {SYSTEMS[name].chooses} ({SYSTEMS[name].source})", highlight=False)
 
 
 def _why_none(found: Found) -> str:

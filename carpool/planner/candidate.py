@@ -33,7 +33,7 @@ class Candidate:
         graphs: CUDA graphs are asked for, where they can be.
         experts: "grouped", or "fp8" (lossy).
         pipeline: the order of stages (`carpool.planner.pipelines`).
-        chunks: of a ride, with schedule "chunks".
+        chunks, backward_chunks: of a ride, with schedule "chunks"; None: as many as forward.
         codecs: what is said in [codec], such as {"dispatch": "fp8"} (lossy).
     """
 
@@ -53,6 +53,7 @@ class Candidate:
     experts: str = "grouped"
     pipeline: str = "1F1B"
     chunks: int = 1
+    backward_chunks: int | None = None
     codecs: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -123,7 +124,8 @@ class Candidate:
         kept = [f"{item} {policy}" for item, policy in self.policies.items() if policy != "keep"]
         parts = [found, f"{self.micro_batch} x {self.accumulation}", self.transport, self.dense]
         if self.schedule != "none":
-            parts.append(self.schedule)
+            of = self.chunks, self.chunks if self.backward_chunks is None else self.backward_chunks
+            parts.append(self.schedule if self.schedule != "chunks" else f"{of[0]} and {of[1]} chunks")
         if self.optimizer_state != "device":
             parts.append(f"optimizer in {self.optimizer_state}")
         return ", ".join(parts + kept)
@@ -160,6 +162,8 @@ class Candidate:
             del moe["transport"]
         if self.schedule == "chunks":
             moe["chunks"] = self.chunks
+            if self.backward_chunks is not None:
+                moe["backward_chunks"] = self.backward_chunks
         memory = dict(self.policies)
         if memory["dense"] != "recompute":
             del memory["sums"]

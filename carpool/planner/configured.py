@@ -73,6 +73,7 @@ def candidate_of(
         transport=moe["transport"],
         schedule=schedule,
         chunks=(moe["chunks"] or DEFAULT_CHUNKS) if schedule == "chunks" else 1,
+        backward_chunks=moe["backward_chunks"] if schedule == "chunks" else None,
         dense=settings["parallelism"]["dense"],
         policies={item: memory[item] or "keep" for item in POLICIES},
         moments=training["optimizer_moments"],

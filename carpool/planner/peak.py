@@ -15,8 +15,10 @@ once; others keep p.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 
 from carpool.planner.candidate import MOMENT_BYTES, Candidate
 from carpool.planner.held import (
@@ -92,8 +94,9 @@ def _stage(
     head = shape.vocabulary * shape.hidden / degrees.tp
     # How many of embedding and head are here; a tied one is there once.
     ends = min((stage == 0) + last, 1 if shape.tied else 2)
-    dense = sum(layer.dense_parameters for layer in layers) / degrees.tp + ends * head
-    moe_layers = sum(layer.experts for layer in layers)
+    kinds = Counter(layers)
+    dense = sum(number * layer.dense_parameters for layer, number in kinds.items()) / degrees.tp + ends * head
+    moe_layers = sum(number * layer.experts for layer, number in kinds.items())
     one_layer = shape.num_experts * shape.expert_parameters / (degrees.ep * degrees.etp)
     dense_shards, efsdp = degrees.fsdp * degrees.cp, degrees.efsdp
     dense_own, experts_own = dense / dense_shards, moe_layers * one_layer / efsdp
@@ -129,7 +132,6 @@ def _stage(
     copies = _copies(shape, candidate, routes)
     in_buffers = candidate.transport == "nvlink" and degrees.ep > 1
     away = copies * ((degrees.ep - 1) / degrees.ep if in_buffers else 1.0) if degrees.ep > 1 else 0.0
-    room = ARENA_ROOM if in_buffers else 1.0
     dense_policy = policies["dense"]
 
     of_rides = {**policies, "dense": "keep" if dense_policy == "offload" else dense_policy}
@@ -142,33 +144,35 @@ def _stage(
         )  # fmt: skip
         return kept_bytes(sizes, tokens, of_rides)
 
+    # The arena is there all the time.
+    arena = ARENA_ROOM * sum(of_layers(moe_layers)[item] for item in ("rows", "hidden")) if in_buffers else None
+
     def rides(number: int) -> float:
         found = of_layers(number)
-        indices = number * tokens * copies * choices * INDEX_BYTES
-        # The arena is there all the time.
-        in_arena = of_layers(moe_layers) if in_buffers else found
-        return (in_arena["rows"] + in_arena["hidden"]) * room + found["sums"] + indices
+        rows = found["rows"] + found["hidden"] if arena is None else arena
+        return rows + found["sums"] + number * tokens * copies * choices * INDEX_BYTES
 
     by_kind = {
         layer: layer.kept_bytes(shape.hidden, candidate.sequence_length, compiled=candidate.compiled) * tokens
-        for layer in set(layers)
+        for layer in kinds
     }
-    of_layer = [by_kind[layer] for layer in layers] or [0.0]
-    largest, layer_input = max(of_layer), tokens * shape.hidden * ELEMENT
+    kept_by = [0.0, *accumulate(by_kind[layer] for layer in layers)]
+    experts_in = [0, *accumulate(layer.experts for layer in layers)]
+    largest, layer_input = max(by_kind.values(), default=0.0), tokens * shape.hidden * ELEMENT
     if policies["dense"] == "offload":
-        host += sum(of_layer)
+        host += kept_by[-1]
     for item, rows in (("rows", away * shape.hidden), ("hidden", shape.top_k * 2 * shape.expert_hidden)):
         if policies[item] == "offload":
             host += moe_layers * tokens * rows * ELEMENT
 
     def kept(number: int) -> float:
         """By the first layers."""
-        dense_kept = sum(of_layer[:number])
+        dense_kept = kept_by[number]
         if dense_policy == "recompute" and number:
             dense_kept = layer_input * number + largest
         elif dense_policy == "offload":
             dense_kept = min(dense_kept, 2 * largest)
-        return dense_kept + (rides(sum(layer.experts for layer in layers[:number])) if moe_layers else 0.0)
+        return dense_kept + (rides(experts_in[number]) if moe_layers else 0.0)
 
     in_flight = degrees.pp - stage if candidate.pipeline == "1F1B" else degrees.pp
     in_flight = min(in_flight, candidate.accumulation) if degrees.pp > 1 else 1

@@ -12,9 +12,7 @@
 Nothing that is dropped can be the best, so the result is that of predicting all (`tests/planner/test_search.py`
 does). What is left to the run itself, because it measures better: expert stages, kept policies in finer grain, chunks.
 
-Published planners take other ways through the same space: Alpa (arXiv 2201.12023) a dynamic programme over stages and
-an integer programme within each, Mist (arXiv 2503.19050) memory and parallelism in one mixed-integer programme, Aceso
-(EuroSys 2024) moves away from the bottleneck, as `carpool.planner.moves` does.
+Published planners take other ways through the same space: `carpool.planner.systems` has what each would choose.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from carpool.parallel.combinations import refusal
 from carpool.parallel.degrees import DENSE_AXES, EXPERT_AXES, Degrees
@@ -37,6 +35,9 @@ from carpool.planner.moves import Fits, Place, relieve
 from carpool.planner.peak import Peak, memory_of
 from carpool.planner.routes import Routes
 from carpool.planner.step import Prediction, inputs, predict, step_seconds
+
+if TYPE_CHECKING:
+    from carpool.planner.systems import System
 
 # From those that cost no time on. A later one is tried where none that it contains fits.
 POLICIES: tuple[Mapping[str, str], ...] = (
@@ -109,6 +110,7 @@ class Space:
     micro_batches: Sequence[int] | None = None
     transports: Sequence[str] = ("nvlink", "hierarchical", "dedup")
     schedules: Sequence[str] = SCHEDULES
+    chunks: Sequence[int] = (2,)
     dense: Sequence[str] = ("replicate", "fsdp")
     policies: Sequence[Mapping[str, str]] = POLICIES
     optimizer_state: Sequence[str] = ("device", "host")
@@ -132,7 +134,7 @@ def plan(
     routes: Routes | None = None,
     space: Space | None = None,
     best: int = 5,
-    moves: bool = False,
+    system: System | None = None,
 ) -> Found:
     """The fastest configurations that fit.
 
@@ -143,12 +145,14 @@ def plan(
         routes: what tokens choose; None: uniform.
         space: what may vary; None: all that is known.
         best: how many to return.
-        moves: search by moves away from the bottleneck, which ends at one plan that may not be the fastest.
+        system: a published planner, whose choices these are (`carpool.planner.systems`); None: the fastest.
 
     Raises:
         ValueError: numbers that do not go together; the message says what to change."""
     began = time.perf_counter()
     space, routes, per_node = space or Space(), routes or Routes(), min(per_node, gpus)
+    if system is not None:
+        space = system.restrict(space, model)
     if gpus % per_node:
         raise ValueError(f"{gpus} GPUs are not whole nodes of {per_node}: change one of them")
     if tokens % sequence_length:
@@ -159,8 +163,8 @@ def plan(
                 f"the memory of {hardware.name} is not known: say what a rank may use, such as --memory 70GiB"
             )
         memory = USABLE * hardware.capacity
-    search = _Search(model, hardware, per_node, memory, routes, space, best)
-    (search.relieve if moves else search.run)(gpus, tokens // sequence_length, sequence_length)
+    search = _Search(model, hardware, per_node, memory, routes, space, best, system)
+    search.run(gpus, tokens // sequence_length, sequence_length)
     plans = tuple(
         Plan(one.candidate, one, memory_of(model, one.candidate, routes, True), inputs(hardware, one.candidate, routes))
         for one in search.sorted_best()
@@ -213,9 +217,10 @@ class _Search:
         routes: Routes,
         space: Space,
         best: int,
+        system: System | None = None,
     ) -> None:
         self.model, self.hardware, self.per_node, self.memory = model, hardware, per_node, memory
-        self.routes, self.space, self.best = routes, space, best
+        self.routes, self.space, self.best, self.system = routes, space, best, system
         self.counts: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
         self.least = float("inf")
@@ -225,9 +230,23 @@ class _Search:
 
     def sorted_best(self) -> list[Prediction]:
         found = [predict(self.model, self.hardware, one, self.per_node, self.routes) for _, _, one in self.found]
-        return sorted(found, key=lambda one: one.seconds.middle)
+        own_order = self.system is not None and self.system.order is not None
+        return found if own_order else sorted(found, key=lambda one: one.seconds.middle)
 
     def run(self, gpus: int, sequences: int, length: int) -> None:
+        if self.system is not None and self.system.moves:
+            return self._relieve(gpus, sequences, length)
+        if self.system is not None and (order := self.system.order) is not None:
+            ordered = order(list(self._candidates(gpus, sequences, length)), self.lengths)
+            self.found = [(0.0, number, one) for number, one in enumerate(ordered[: self.best])]
+            self.counts["ordered"] += len(ordered)
+            return None
+        return self._run(gpus, sequences, length)
+
+    def lengths(self, candidate: Candidate) -> Lengths:
+        return Lengths(self.model, self.hardware, candidate, self.per_node, self.routes)
+
+    def _run(self, gpus: int, sequences: int, length: int) -> None:
         waiting = []
         for candidate in self._candidates(gpus, sequences, length):
             waiting.append((self.bound(candidate), next(self.number), candidate))
@@ -245,7 +264,7 @@ class _Search:
             else:
                 heapq.heappushpop(self.found, entry)
 
-    def relieve(self, gpus: int, sequences: int, length: int) -> None:
+    def _relieve(self, gpus: int, sequences: int, length: int) -> None:
         """By moves away from the bottleneck (`carpool.planner.moves`), from experts that are spread over a node."""
         places = {Place(one.degrees, one.micro_batch): one for one in self._bases(gpus, sequences, length)}
         if not places:
@@ -294,15 +313,20 @@ class _Search:
     def _of_degrees(self, base: Candidate) -> Iterator[Candidate]:
         space, degrees = self.space, base.degrees
         replicates = degrees.tp == 1 and degrees.dp_cp > 1
-        for transport, schedule, dense, pipeline in product(
+        schedules = [(one, n) for one in space.schedules for n in (space.chunks if one == "chunks" else (1,))]
+        for transport, (schedule, chunks), dense, pipeline in product(
             transports_of(base, self.per_node, self.hardware, space.transports),
-            space.schedules,
+            schedules,
             [one for one in space.dense if replicates or one != "replicate"] or ["fsdp"],
             space.pipelines if degrees.pp > 1 else ("1F1B",),
         ):
             if schedule == "two-batch" and not self._halves(base):
                 continue
-            one = replace(base, transport=transport, schedule=schedule, dense=dense, pipeline=pipeline)
+            if schedule == "chunks" and degrees.expert_ranks == 1:
+                continue
+            one = replace(base, transport=transport, schedule=schedule, chunks=chunks, dense=dense, pipeline=pipeline)
+            if self.system is not None and self.system.refine is not None:
+                one = self.system.refine(one, self.lengths(one))
             yield from self._that_fit(one)
 
     @staticmethod
@@ -381,7 +405,7 @@ class _Search:
             candidate.captured, candidate.dense, tuple(candidate.policies.values()),
         )  # fmt: skip
         if key not in self.sums:
-            lengths = Lengths(self.model, self.hardware, candidate, self.per_node, self.routes)
+            lengths = self.lengths(candidate)
             host = gathers = reductions = 0.0
             if layer is None:
                 pieces = [*lengths.head(False), *lengths.head(True)]
@@ -401,7 +425,7 @@ class _Search:
     def _update_seconds(self, candidate: Candidate, layers: tuple[LayerShape, ...]) -> float:
         key = "update", candidate.degrees, candidate.dense, candidate.optimizer_state
         if key not in self.sums:
-            lengths = Lengths(self.model, self.hardware, candidate, self.per_node, self.routes)
+            lengths = self.lengths(candidate)
             ends = 1 + (candidate.degrees.pp == 1)
             self.sums[key] = sum(piece.seconds for piece in lengths.update(*lengths.parameters(layers, ends)))
         found: float = self.sums[key]
@@ -424,8 +448,7 @@ def transports_of(candidate: Candidate, per_node: int, hardware: Hardware, among
     axis = "ep" if degrees.ep > 1 else "etp"
     ranks = degrees.ranks_along(0, axis)
     inside = sum(rank < per_node for rank in ranks)
-    if inside == len(ranks):
-        found = [one for one in among if one == "nvlink" and hardware.nvlink is not None]
-        return found or ["dedup"]
-    found = [one for one in among if one == "hierarchical" and inside > 1] + [one for one in among if one == "dedup"]
-    return found or ["dedup"]
+    takes = {"nvlink": inside == len(ranks) and hardware.nvlink is not None, "hierarchical": 1 < inside < len(ranks)}
+    found = [one for one in among if takes.get(one, True)] or ["dedup"]
+    # The same rows, sooner.
+    return [one for one in found if one != "dedup" or "nvlink" not in found]

@@ -156,7 +156,9 @@ class _Builder:
         self.lengths, self.number = lengths, max(1, candidate.accumulation // self.parts)
         self.graph = graph
         self.last_of: dict[int, int] = {}  # the last event of each rank
-        self.chunks = self.candidate.chunks if self.candidate.schedule == "chunks" else 1
+        in_chunks = candidate.schedule == "chunks"
+        self.chunks = candidate.chunks if in_chunks else 1
+        self.backward_chunks = self.chunks if candidate.backward_chunks is None else candidate.backward_chunks
         pipeline = self.candidate.pipeline if self.degrees.pp > 1 else "1F1B"
         self.pipeline, self.each = pipeline, chunks_of(pipeline)
         # Whether something computes while rides are under way.
@@ -262,7 +264,7 @@ class _Builder:
                 last = (event,)
                 yield event
             if self.chunks > 1 and layer.experts:
-                last = self._ride_in_chunks(self.forward(layer), where, "forward", last, stage, at, number)
+                last = self._ride_in_chunks(self.forward(layer), self.chunks, where, "forward", last, stage, at, number)
                 yield last[0]
             free.append(last)
             if (copies := self.offloaded(layer)) is not None:
@@ -297,12 +299,13 @@ class _Builder:
             gathered = [self._add(p, where, "backward", free[-2], stage, at, number) for p in again]
             if kind != "W" and (copies := self.offloaded(layer)) is not None:
                 gathered.append(self._add(copies, where, "backward", free[-2], stage, at, number))
-            ridden = self.chunks == 1
+            ridden = (chunks := self.backward_chunks) == 1
             for piece in self.backward(layer, kind):
-                if self.chunks > 1 and piece.kind in _RIDE:
+                if chunks > 1 and piece.kind in _RIDE:
                     if not ridden:
+                        before = (*last, *asked, *gathered)
                         last = self._ride_in_chunks(
-                            self.backward(layer, kind), where, "backward", (*last, *gathered), stage, at, number
+                            self.backward(layer, kind), chunks, where, "backward", before, stage, at, number
                         )
                         ridden = True
                         yield last[0]
@@ -331,6 +334,7 @@ class _Builder:
     def _ride_in_chunks(
         self,
         pieces: tuple[Piece, ...],
+        chunks: int,
         where: str,
         phase: str,
         after: tuple[int, ...],
@@ -339,21 +343,23 @@ class _Builder:
         number: int,
     ) -> tuple[int, ...]:
         """A dispatch, experts and a combine for each chunk; the next dispatch is asked for before a chunk's experts."""
-        of = {piece.kind: self._part(piece) for piece in pieces if piece.kind in _RIDE}
+        of: dict[str, Piece] = {}
+        for piece in pieces:
+            if piece.kind in _RIDE:
+                # Rows that are sent again, and rides that are repeated, take their time beside.
+                earlier = of[piece.kind].seconds if piece.kind in of else 0.0
+                one = piece.fixed + (piece.seconds - piece.fixed) / chunks
+                of[piece.kind] = piece._replace(seconds=earlier + one)
 
         def add(kind: str, after: tuple[int, ...]) -> tuple[int, ...]:
             return (self._add(of[kind], where, phase, after, stage, layer, number),) if kind in of else after
 
         came, last = [add("dispatch", after)], after
-        for chunk in range(self.chunks):
-            if chunk + 1 < self.chunks:
+        for chunk in range(chunks):
+            if chunk + 1 < chunks:
                 came.append(add("dispatch", after))
             last = add("combine", add("experts", came[chunk]))
         return last
-
-    def _part(self, piece: Piece) -> Piece:
-        """Of a chunk: what grows with the work is divided."""
-        return piece._replace(seconds=piece.fixed + (piece.seconds - piece.fixed) / self.chunks)
 
     def _host(
         self, where: str, backward: bool, after: tuple[int, ...], stage: int, layer: int, number: int

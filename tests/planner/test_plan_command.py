@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,10 +16,13 @@ from carpool.train.config import load_config
 
 
 def test_a_plan_is_a_table_files_and_a_page(tmp_path: Path) -> None:
-    asked = "plan --model deepseek-v3-cut --hardware H100 --gpus 8 --tokens-per-batch 128K --best 2 --memory 70GiB"
+    asked = "plan --model deepseek-v3-cut --hardware H100 --gpus 8 --tokens-per-batch 128K --best 2 --memory 70GiB "
+    asked += "--only pp=1 --only tp=1 --policy bagualu --policy alpa"
     result = CliRunner().invoke(app, [*asked.split(), "--out", str(tmp_path)])
     assert result.exit_code == 0, result.output
     assert "The step goes to: " in result.output and "With network half as fast: " in result.output
+    assert "alpa: least communication within a stage" in result.output
+    assert re.search(r"bagualu +dp8 ep8.* \+[0-9.]+ %", result.output)
     for number in (1, 2):
         config = load_config(tmp_path / f"plan-{number}.toml")
         degrees = config.parallelism.resolve(8, 64)
@@ -47,6 +51,8 @@ def test_what_cannot_be_planned_says_why() -> None:
         ({"--hardware": "half.json"}, "half.json is no whole JSON file"),
         ({"--hardware": "list.json"}, "list.json is not what 'carpool doctor --measure'"),
         ({"--hardware": "cpu"}, "say what a rank may use, such as --memory 70GiB"),
+        ({"--policy": "alpine"}, "--policy alpine is not known; there are aceso, alpa,"),
+        ({"--only": "ep"}, "--only ep: expected NAME=VALUES such as ep=8,16"),
         ({"--trace": "docs/traces/e128-1390.npz"}, "the trace has 8 of 128 experts for each token, and the model 8 of"),
     ],
 )  # fmt: skip

@@ -1,0 +1,136 @@
+"""Published planners, each by what its paper says that it does, beside the fastest plan of the same space."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from carpool.parallel.degrees import Degrees
+from carpool.planner.candidate import Candidate
+from carpool.planner.constraints import read_constraints
+from carpool.planner.hardware import LinkRate, find_hardware
+from carpool.planner.lengths import Lengths
+from carpool.planner.model_shape import ModelShape
+from carpool.planner.routes import Routes
+from carpool.planner.search import Plan, Space, _Search, plan
+from carpool.planner.systems import SYSTEMS, _stages, fsmoe, roofline, tutel
+from carpool.train.config.published import read_keys
+
+SHAPE = ModelShape.read(read_keys({"from": "qwen3-30b-a3b", "num_hidden_layers": 4}))
+H100 = find_hardware("H100")
+NUMBERS: dict[str, Any] = {"gpus": 16, "tokens": 64 * 4096, "sequence_length": 4096, "memory": 14e9}
+
+
+SMALL = Space(pp=(1, 2), tp=(1,), cp=(1,), etp=(1,), micro_batches=(1, 2))
+
+
+def chosen(name: str | None, **changed: Any) -> Plan:
+    system = None if name is None else SYSTEMS[name]
+    return plan(SHAPE, H100, **{**NUMBERS, **changed}, best=1, space=SMALL, system=system).plans[0]
+
+
+@pytest.fixture(scope="module")
+def fastest() -> Plan:
+    return chosen(None)
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_no_policy_finds_a_faster_plan_that_fits(name: str, fastest: Plan) -> None:
+    one = chosen(name)
+    # Some may choose what the search leaves to a run: numbers of chunks, dense tensors in host memory.
+    least = 0.95 if name in ("mist", "fsmoe") else 1 - 1e-9
+    assert one.prediction.seconds.middle >= least * fastest.prediction.seconds.middle
+    assert one.memory.total <= NUMBERS["memory"] and one.candidate.tokens == NUMBERS["tokens"]
+    assert SYSTEMS[name].source and SYSTEMS[name].chooses
+
+
+def candidates(name: str) -> tuple[list[Candidate], _Search]:
+    system = SYSTEMS[name]
+    search = _Search(SHAPE, H100, 8, 14e9, Routes(), system.restrict(SMALL, SHAPE), 1, system)
+    return list(search._candidates(16, 64, 4096)), search
+
+
+def test_alpa_takes_what_communicates_least_within_a_stage(fastest: Plan) -> None:
+    every, search = candidates("alpa")
+    one = chosen("alpa").candidate
+
+    def travels(other: Candidate) -> float:
+        return sum(seconds for _, seconds in _stages(search.lengths(other)))
+
+    same = [other for other in every if (other.degrees.pp, other.accumulation) == (one.degrees.pp, one.accumulation)]
+    assert travels(one) == min(map(travels, same)) < travels(fastest.candidate)
+    assert len({other.degrees.ep for other in same}) > 2
+
+
+def test_mist_computes_whole_layers_again_where_experts_alone_would_do(fastest: Plan) -> None:
+    tight = 7e9
+    mist, best = chosen("mist", memory=tight), chosen(None, memory=tight)
+    assert {mist.candidate.policies[item] for item in ("rows", "hidden")} <= {"keep", "offload"}
+    assert mist.candidate != best.candidate
+    assert mist.prediction.seconds.middle > 1.01 * best.prediction.seconds.middle
+
+
+def test_the_roofline_sees_no_latencies() -> None:
+    every, search = candidates("fastermoe")
+    slow = replace(H100, nvlink=LinkRate(150e9, 5e-3), push=None, network=LinkRate(45e9, 5e-3))
+    late = _Search(SHAPE, slow, 8, 14e9, Routes(), search.space, 1, SYSTEMS["fastermoe"])
+    soon = replace(H100, nvlink=LinkRate(150e9, 0.0), push=None, network=LinkRate(45e9, 0.0))
+    early = _Search(SHAPE, soon, 8, 14e9, Routes(), search.space, 1, SYSTEMS["fastermoe"])
+    assert roofline(every, late.lengths) == roofline(every, early.lengths)
+    predicted = [plan(SHAPE, one, **NUMBERS, best=1, space=SMALL).plans[0].candidate for one in (slow, soon)]
+    assert predicted[0] != predicted[1]
+
+
+def test_fsmoe_has_chunks_of_its_own_in_each_pass() -> None:
+    wide = Candidate(Degrees(1, 16, 1, 16), 4096, 8, 1, "hierarchical", "chunks")
+    one = fsmoe(wide, Lengths(SHAPE, H100, wide, 8))
+    assert 1 < one.chunks <= 8 and one.backward_chunks is not None and one.backward_chunks >= one.chunks
+    moe = one.settings()["moe"]
+    assert (moe["chunks"], moe["backward_chunks"]) == (one.chunks, one.backward_chunks)
+    # Where latency is most of a ride, chunks cost more than they hide.
+    late = replace(H100, nvlink=LinkRate(150e9, 5e-3), push=None, network=LinkRate(45e9, 5e-3))
+    assert fsmoe(wide, Lengths(SHAPE, late, wide, 8)).chunks == 1
+
+
+def test_tutel_pads_to_the_fullest_expert() -> None:
+    every, _ = candidates("tutel")
+    rng = np.random.default_rng(0)
+    # The first expert is in every choice: with 128 experts, 16 times as full as the mean.
+    skewed = np.stack([[0, *(1 + rng.choice(127, 7, replace=False))] for _ in range(512)])
+    routes = Routes((skewed,), "skewed")
+
+    def first(routes: Routes) -> Candidate:
+        return tutel(every, lambda one: Lengths(SHAPE, H100, one, 8, routes))[0]
+
+    assert first(Routes()) != first(routes)
+    # Padded rides are so long that fewer rows, not fewer pieces, count.
+    assert {one.transport for one in every} <= {"alltoall", "hierarchical", "local"}
+
+
+def test_bagualu_spreads_experts_over_all_nodes() -> None:
+    one = chosen("bagualu").candidate
+    assert one.degrees == Degrees(1, 16, 1, 16) and one.transport == "hierarchical" and one.dense == "replicate"
+
+
+def test_constraints_are_kept_by_every_search() -> None:
+    space = read_constraints(Space(), ["ep=2,8", "memory.hidden=keep", "optimizer_state=device"])
+    space = replace(space, tp=(1,), pp=(1,), cp=(1,), micro_batches=(1, 2))
+    one = plan(SHAPE, H100, **NUMBERS, best=1, space=space)
+    assert one.plans[0].candidate.degrees.ep in (2, 8) and one.plans[0].candidate.policies["hidden"] == "keep"
+    assert plan(SHAPE, H100, **NUMBERS, best=1, space=space, system=SYSTEMS["alpa"]).plans[0].candidate.degrees.ep in (
+        2,
+        8,
+    )
+    for given, said in (
+        ("eps=8", "expected NAME=VALUES such as ep=8,16"),
+        ("ep=few", "ep is a positive number"),
+        ("transport=roads", "roads is none of nvlink"),
+        ("memory.rows=recompute", "recompute is none of keep, resend, offload"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            read_constraints(Space(), [given])
+    with pytest.raises(ValueError, match="pp: none of 1 is among what is allowed: 4"):
+        SYSTEMS["bagualu"].restrict(read_constraints(Space(), ["pp=4"]), SHAPE)
