@@ -39,7 +39,7 @@ def constrained(space: Space, only: Mapping[str, Sequence[Any]]) -> Space:
     Raises:
         ValueError: a field has none of them."""
     default = {field.name: field.default for field in fields(space)}
-    changed = {}
+    changed: dict[str, Any] = {}
     for name, values in only.items():
         now = getattr(space, name)
         kept = tuple(values) if not now or now == default[name] else tuple(one for one in now if one in values)

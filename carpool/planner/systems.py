@@ -39,7 +39,7 @@ LengthsOf = Callable[[Candidate], Lengths]
 MOST_CHUNKS = 8
 # Rows of an expert that share an entry of Tutel's dictionary.
 BUCKET = 128
-RECOMPUTE = ({}, {"dense": "recompute", "sums": "recompute"})
+RECOMPUTE: tuple[Mapping[str, str], ...] = ({}, {"dense": "recompute", "sums": "recompute"})
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ def all_experts_apart(model: ModelShape, degrees: Degrees) -> str | None:
 ONE_STAGE: Mapping[str, Any] = {"pp": (1,), "tp": (1,), "cp": (1,), "etp": (1,)}
 SYSTEMS: Mapping[str, System] = MappingProxyType({
     "aceso": System(
-        "Liu et al., EuroSys 2024, arXiv 2304.05329",
+        "Liu et al., EuroSys 2024",
         "moves away from the bottleneck, one after the other",
         moves=True,
     ),
