@@ -1,4 +1,5 @@
-"""Training only what decides and computes in MoE layers, as fine-tuning with limited routing does (Occult)."""
+"""Training only what decides and computes in MoE layers, as fine-tuning with limited routing does (Occult); or all but
+the experts, which then need neither gradients nor an update."""
 
 from __future__ import annotations
 
@@ -32,3 +33,9 @@ def freeze_all_but_experts(model: nn.Module, experts: Iterable[str]) -> int:
     for parameter in model.parameters():
         parameter.requires_grad_(id(parameter) in trained and parameter.requires_grad)
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def freeze_experts(model: nn.Module, experts: Iterable[str]) -> None:
+    """Freeze the parameters of experts modules with these names. Before the optimizer is made."""
+    for name in experts:
+        model.get_submodule(name).requires_grad_(False)

@@ -153,6 +153,16 @@ RULES = (
         {"moe.schedule": "none"},
         lambda sizes, settings: settings.get("moe.schedule", "none") not in ("none", "chunks", "two-batch"),
     ),
+    Rule(
+        ("pp",),
+        "experts outside of the device are updated in the backward of one micro-batch, and stages have several: in "
+        "host memory they must be frozen (training.freeze=experts)",
+        {"memory.experts": "device"},
+        lambda sizes, settings: (
+            settings.get("memory.experts", "device") == "disk"
+            or (settings.get("memory.experts", "device") == "host" and settings.get("training.freeze") != "experts")
+        ),
+    ),
     *(
         Rule(("pp",), why, {key: instead}, _is_other(key, instead))
         for key, instead, why in (
@@ -162,7 +172,6 @@ RULES = (
                 "gradients of several micro-batches are added, and one backward consumes them",
             ),
             ("training.optimizer_state", "device", "state outside of the device is not known by stages"),
-            ("memory.experts", "device", "experts outside of the device come in the order of one micro-batch"),
             ("memory.budget", None, "policies are chosen for one micro-batch at a time"),
             ("moe.layout", "contiguous", "files of layouts are not read stage by stage"),
             ("placement.every", None, "layers of other stages cannot be moved"),

@@ -152,6 +152,30 @@ def test_a_run_goes_on_from_host_memory_bit_by_bit(
     assert "gradients are clipped by the norm of the step before" in (whole / "run.json").read_text()
 
 
+@pytest.mark.parametrize("schedule", ["1F1B", pytest.param("ZBVZeroBubble", marks=pytest.mark.slow)])
+def test_stages_take_frozen_experts_from_host_memory(
+    two_ranks: Ranks,
+    text: list[str],  # noqa: F811
+    tmp_path: Path,
+    schedule: str,
+) -> None:
+    """Several micro-batches are under way; each finds the experts that it has chosen."""
+    settings = [*MODEL, *text, "parallelism.pp_size=2", f"parallelism.pp_schedule={schedule}", "training.max_steps=2"]
+    settings += [
+        "training.gradient_accumulation_steps=4",
+        "training.freeze=experts",
+        "model.config.num_hidden_layers=4",
+    ]
+    settings += ["training.per_device_train_batch_size=1", "data.sequence_length=4"]
+    away = ["memory.experts=host", "memory.expert_loading=popular"]
+    for name, more in {"device": [], "host": away}.items():
+        assert two_ranks(run, str(tmp_path / name), [*settings, *more]) == [""] * 2
+    assert losses(tmp_path / "host") == losses(tmp_path / "device") and len(losses(tmp_path / "host")) == 2
+    refused = [*settings, *away, "training.freeze=none"]
+    with pytest.raises(ValueError, match=r"must be frozen \(training.freeze=experts\).*memory.experts = 'device'"):
+        load_config(None, refused)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

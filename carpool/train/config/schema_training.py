@@ -98,10 +98,11 @@ class TrainingSection(Section):
         description="Tokens whose logits are in memory at once when the loss is computed. none: as many as make 1 GiB "
         "of them in bfloat16. 0: all of a micro-batch, as the model itself makes them.",
     )
-    freeze: Literal["dense"] | None = Field(
+    freeze: Literal["dense", "experts"] | None = Field(
         default=None,
-        description="dense: only experts and routers are trained, as for fine-tuning with moe.limit_ranks. none: "
-        "everything is.",
+        description="dense: only experts and routers are trained, as for fine-tuning with moe.limit_ranks. experts: "
+        "all but the experts is trained, which stages of a pipeline may then have in host memory (memory.experts). "
+        "none: everything is.",
     )
     torch_compile: bool = Field(
         default=False,

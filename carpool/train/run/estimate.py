@@ -43,7 +43,7 @@ from carpool.hf.activations import Activations, measure_activations
 from carpool.hf.attention import FLEX
 from carpool.hf.build import experts_modules
 from carpool.hf.documents import DOCUMENTS
-from carpool.hf.freeze import freeze_all_but_experts
+from carpool.hf.freeze import freeze_all_but_experts, freeze_experts
 from carpool.hf.head import output_layer, why_whole
 from carpool.hf.narrow import row_size
 from carpool.kernels.cross_entropy import piece_size
@@ -112,10 +112,12 @@ class MemoryEstimate:
         counts = experts_modules(model)
         self.num_experts, self.moe_layers = max(counts.values()), len(counts)
         self.expert_adapters = 0
-        if training.freeze == "dense" or config.adapter.kind is not None:
+        if training.freeze is not None or config.adapter.kind is not None:
             model = copy.deepcopy(model)
         if training.freeze == "dense":
             freeze_all_but_experts(model, list(counts))
+        elif training.freeze == "experts":
+            freeze_experts(model, counts)
         if config.adapter.kind is not None:
             one = outline_adapter(model, config.adapter)
             self.expert_adapters = one * math.ceil(self.num_experts / degrees.ep) * self.moe_layers
@@ -305,7 +307,7 @@ class MemoryEstimate:
         """What a rank keeps in files: state of the optimizer, and experts that are trained."""
         state = self.trained * state_bytes(self.config) if self.config.training.optimizer_state == "disk" else 0
         experts = 0
-        if self.config.memory.experts == "disk" and self.experts.trained:
+        if self.config.memory.experts == "disk" and (self.experts.trained or self.config.model.from_scratch):
             own = math.ceil(self.expert_bytes / self.degrees.expert_shards)
             experts = max(0, own - self.config.memory.experts_bytes[1])
         return int(state) + experts

@@ -28,7 +28,7 @@ from carpool.hf.context import ContextParallel
 from carpool.hf.dense import replicate_dense
 from carpool.hf.drops import drop_choices, route_in_float32
 from carpool.hf.expert_parallel import buffers_of_rides
-from carpool.hf.freeze import freeze_dense
+from carpool.hf.freeze import freeze_dense, freeze_experts
 from carpool.hf.layouts import is_logical, logical_like, physical_order, set_layout
 from carpool.hf.limit import limit_routing
 from carpool.hf.metrics import RideMetrics
@@ -232,6 +232,8 @@ class Setup(RunState):
         install(self.model)
         if training.freeze == "dense":
             freeze_dense(self.model)
+        elif training.freeze == "experts":
+            freeze_experts(self.model, rides(self.model))
         self.adapted = 0
         if config.adapter.kind is not None:
             self.adapted = add_adapter(self.model, config.adapter, training.seed, self.dense.answer == "replicate")

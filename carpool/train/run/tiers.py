@@ -115,9 +115,10 @@ def _check_experts_can_be_away(run: RunState, halves: bool) -> None:
 
 
 def _on_disk(run: RunState) -> dict[str, Any]:
-    """Where the experts of a run are on disk: in the files of its checkpoint, or, if they are trained, in files of
-    their own."""
-    if any(parameter.requires_grad for own in run.rides for parameter in own.experts.parameters()):
+    """Where the experts of a run are on disk: in the files of its checkpoint, or, if they are trained or from scratch,
+    in files of their own."""
+    frozen = not any(parameter.requires_grad for own in run.rides for parameter in own.experts.parameters())
+    if not frozen or run.config.model.from_scratch:
         return {"folder": disk_folder(run.config)}
     path = Path(str(run.config.model.path))
     blueprint = meta_model(path)
