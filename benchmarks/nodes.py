@@ -2,13 +2,15 @@
 
     python -m benchmarks.nodes --nodes 2 --ranks 4 --out nodes_2x2.json      # root, Linux: a cluster on this machine
     torchrun --nnodes 2 --nproc-per-node 4 ... -m benchmarks.nodes           # on a real one
+    python -m benchmarks.nodes --compare nodes_2x2.json nodes_2x8.json       # predicted beside measured, as a table
     python -m benchmarks.nodes --nodes 2 --ranks 16 --predict H200 --dtype bfloat16 --tokens 8192 --hidden 2048
 
 Tokens choose experts as a trained model did (`--trace`, a layer of it): half of the trace's sequences are used to place
 experts, the others are timed. Contenders are all transports that can be used here, with experts in order, and
-`hierarchical` with experts placed for it; with `--codec`, also those that take it, for all that travels. Each is first
-checked against `gather` in float64, but for those with a codec, whose rounding the tests check; then they take turns. A
-ride is a plan, a dispatch, a combine, and the two of the backward, without experts: what comes is sent back.
+`hierarchical` with experts placed for it, with counts and with as many rows as are needed at most ("fixed"); with
+`--codec`, also those that take it, for all that travels. Each is first checked against `gather` in float64, but for
+those with a codec, whose rounding the tests check; then they take turns. A ride is a plan, a dispatch, a combine, and
+the two of the backward, without experts: what comes is sent back.
 
     ms          forward and backward, slowest rank: median, and the fastest
     predicted   the same by the cost model, with rates of links that are measured here, before (`alpha + bytes / beta`):
@@ -23,10 +25,12 @@ an expert.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -54,6 +58,7 @@ from carpool.routing import Routing
 from carpool.train.run.machine import device_name
 from carpool.transport import (
     TRANSPORTS,
+    HierarchicalOptions,
     TransportOptions,
     check_transport,
     make_transport,
@@ -110,7 +115,16 @@ class Contest:
         if any(name == PLACED for _, name, _, _ in found):
             placed = solve("search", self.solved, self.topology, cost=cost)
             found.append((f"{PLACED}, placed", PLACED, placed, plain))
+            sent_WW = TRANSPORTS[PLACED].rows_sent(self.rank_TK(placed), self.topology)
+            most = int(sent_WW[self.topology.pairs["network"]].max())
+            fixed = HierarchicalOptions(self.args.tokens, first_hop="fixed", capacity=max(1, most))
+            found.append((f"{PLACED}, placed, fixed", PLACED, placed, fixed))
         return found
+
+    def rank_TK(self, layout: ExpertLayout) -> list[Any]:
+        """For each source rank, the rank that serves each choice."""
+        rank_of_E = np.array([home for home, _ in layout.home_of])
+        return [rank_of_E[part.expert_TK] for part in self.parts]
 
     def case(self, layout: ExpertLayout) -> Case:
         routings = [
@@ -171,8 +185,7 @@ class Contest:
         cable: list[int], hardware: Hardware,
     ) -> dict[str, Any]:  # fmt: skip
         topology, cls = self.topology, TRANSPORTS[name]
-        rank_of_E = np.array([home for home, _ in case.layout.home_of])
-        rank_TK = [rank_of_E[part.expert_TK] for part in self.parts]
+        rank_TK = self.rank_TK(case.layout)
         size = case.x_TH.element_size()
         volume = cls.volume(rank_TK, topology, self.shape.top_k, self.hidden, size, cls.own_options(options))
         between_WW = np.not_equal.outer(topology.node_of, topology.node_of)
@@ -185,7 +198,7 @@ class Contest:
             raise RuntimeError(f"{label}: {counted} bytes were counted between nodes, but {said} are what it sends")
         rows = int(volume.rows_WW[between_WW].sum())
         pairs = token_nodes(rank_TK, topology)
-        if name == PLACED and rows != pairs:
+        if name == PLACED and type(options) is TransportOptions and rows != pairs:
             raise RuntimeError(f"{label}: {rows} rows between nodes, but {pairs} (token, node) pairs")
         cost = CostModel(hidden=self.hidden, element_size=size, hardware=hardware, transport=name)
         predicted = cost.volume_seconds(volume, topology)
@@ -275,6 +288,31 @@ def show(rows: list[dict[str, Any]], topology: Topology) -> None:
         )
 
 
+def compare(files: Sequence[Path], within: float = 0.15) -> None:
+    """What was predicted beside the fastest that was measured, as a table of the docs."""
+    print("| nodes x ranks | H | transport | median ms | fastest | predicted | off | MB between nodes | rows a token |")
+    print("|" + "---|" * 9)
+    close = {"fastest_ms": 0, "ms": 0}
+    points = 0
+    for file in files:
+        told = json.loads(file.read_text())
+        topology = Topology.from_dict(told["topology"])
+        for row in told["rows"]:
+            points += 1
+            for key in close:
+                close[key] += abs(row["predicted_ms"] / row[key] - 1) <= within
+            print(
+                f"| {topology.num_nodes} x {topology.num_ranks // topology.num_nodes} | {row['hidden']} "
+                f"| {row['contender']} | {row['ms']:.0f} | {row['fastest_ms']:.0f} | {row['predicted_ms']:.0f} "
+                f"| {row['predicted_ms'] / row['fastest_ms'] - 1:+.0%} | {row['counted_bytes'] / 1e6:.2f} "
+                f"| {row['rows_between_nodes'] / row['tokens']:.3f} |"
+            )
+    print(
+        f"\nOf {points} points {close['fastest_ms']} are predicted within {within:.0%} of the fastest, "
+        f"{close['ms']} within {within:.0%} of the median."
+    )
+
+
 def main() -> None:
     parser = make_parser(__doc__)
     parser.add_argument("--nodes", type=int, default=2, help="of the cluster that is made on this machine")
@@ -291,7 +329,11 @@ def main() -> None:
     parser.add_argument(
         "--predict", metavar="HARDWARE", help="start nothing, predict: a GPU's name, or a hardware.json"
     )
+    parser.add_argument("--compare", type=Path, nargs="+", metavar="FILE", help="start nothing, read what was measured")
     args = parser.parse_args()
+    if args.compare is not None:
+        compare(args.compare)
+        return
     if args.predict is not None:
         predict(args)
         return
