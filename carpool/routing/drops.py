@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from carpool.routing.routing import Routing
 
@@ -68,10 +67,12 @@ class DropOptions:
         capacity = math.ceil(self.capacity_factor * expert_TK.numel() / num_experts)
         # N: choices in the order in which they take their places.
         order = (lambda matrix: matrix.t()) if self.first_choices_first else (lambda matrix: matrix)
-        chosen_N, wanted_N = (order(matrix).reshape(-1) for matrix in (expert_TK.clamp(min=0).long(), kept_TK))
-        chosen_NE = F.one_hot(chosen_N, num_experts) * wanted_N.unsqueeze(1)
-        before_N = (chosen_NE.cumsum(0) * chosen_NE).sum(1) - 1
-        fits_N = wanted_N & (before_N < capacity)
+        # One expert more, of choices that take no place.
+        expert_N = order(torch.where(kept_TK, expert_TK, num_experts)).reshape(-1).long()
+        sorted_N, choice_N = expert_N.sort(stable=True)
+        every_N = torch.arange(len(expert_N), device=expert_N.device)
+        place_N = torch.empty_like(expert_N).scatter_(0, choice_N, every_N - torch.searchsorted(sorted_N, sorted_N))
+        fits_N = (expert_N < num_experts) & (place_N < capacity)
         return order(fits_N.view(order(expert_TK).shape))
 
     def drop(self, routing: Routing, num_experts: int, training: bool) -> tuple[Routing, torch.Tensor]:

@@ -88,6 +88,8 @@ class Merger:
         """(N,) int64: the number of the row that travels for this one; its own if it travels itself."""
         order_N = torch.argsort(slot_N, stable=True)
         first_N = torch.empty_like(order_N)
+        if not len(order_N):
+            return first_N
         for window in order_N.split(WINDOW):
             unit = F.normalize(x_NH[window].float(), dim=1)
             alike = unit @ unit.t() >= self.codecs.merge_similarity
