@@ -33,14 +33,16 @@ from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.runs import QWEN_TINY, TINY, GiB, MiB, config_of_run, make_runs_parser, measure_runs, start_runs
-from carpool.bench.model.contenders import CarpoolContender
+from carpool.bench.model.contenders import CarpoolContender, random_corpus
 from carpool.bench.results import print_table
 from carpool.hf.expert_parallel import buffers_of_rides
 from carpool.train.config import Config
 from carpool.train.data.corpus import Corpus, Marks
+from carpool.train.data.tokenizer import Tokenizer
 from carpool.train.run.estimate import tensors_of
 from carpool.train.run.loop import Run
 from carpool.train.run.machine import rank_device
+from carpool.train.run.prepare import Prepared
 from tools.random_checkpoint import plan, write
 
 QWEN = [
@@ -83,16 +85,14 @@ EAGER_STEPS = 3
 ALLOCATED = {"tensors", "stays", "kept", "setup", "forward", "backward"}
 
 
-class Examples(CarpoolContender):
-    """A run on packed examples of many lengths."""
-
-    def _make_corpus(self) -> Corpus:
-        stream, length = super()._make_corpus(), self.config.data.sequence_length
-        drawn = np.random.default_rng(0).integers(length // 8, length, size=8 * len(stream.train) // length)
-        ends = drawn.cumsum()
-        ends = ends[ends <= len(stream.train)]
-        marks = Marks(np.ones(len(stream.train), dtype=np.bool_), ends)
-        return Corpus(stream.train, stream.eval, len(ends), 0, stream.fingerprint, stream.source, marks)
+def examples(prepared: Prepared, tokenizer: Tokenizer) -> Corpus:
+    """Packed examples of many lengths."""
+    stream, length = random_corpus(prepared, tokenizer), prepared.config.data.sequence_length
+    drawn = np.random.default_rng(0).integers(length // 8, length, size=8 * len(stream.train) // length)
+    ends = drawn.cumsum()
+    ends = ends[ends <= len(stream.train)]
+    marks = Marks(np.ones(len(stream.train), dtype=np.bool_), ends)
+    return Corpus(stream.train, stream.eval, len(ends), 0, stream.fingerprint, stream.source, marks)
 
 
 def config_of(name: str, tiny: bool, folder: Path) -> Config:
@@ -140,7 +140,8 @@ def measure_one(name: str, config: Config, steps: int, device: torch.device, fir
         first: what of the device was in use before any setting. What earlier settings have left is not counted."""
     before = {"allocated": allocated_bytes(device), "used": used_bytes(device)}
     begin = time.perf_counter()
-    run = (Examples if name == "packed" else CarpoolContender)(config, "balanced", "benchmarks.peaks")
+    make_corpus = examples if name == "packed" else random_corpus
+    run = CarpoolContender(config, "balanced", "benchmarks.peaks", make_corpus)
     try:
         if run.objective.graphs is not None:
             steps += EAGER_STEPS - 1

@@ -21,17 +21,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
 
-from carpool.hf import set_layout
 from carpool.hf.build import build_model, make_config
-from carpool.hf.expert_parallel import rides
 from carpool.hf.layouts import is_logical, logical_order
 from carpool.layout import ExpertLayout
+from carpool.layout.layouts import Layouts
 from carpool.parallel.replicated import sharded_parameters
 from carpool.train.config.schema import Config, DataSection
 from carpool.train.data.corpus import Corpus, Marks
 from carpool.train.data.loader import TrainLoader
 from carpool.train.data.sequences import train_sequences
 from carpool.train.launch.stopping import StopRequest
+from carpool.train.run.assemble import Assembled
 from carpool.train.run.loop import Run
 from tests.full_tensor import full_tensor
 from tests.hf.meshes import reuse_meshes
@@ -134,36 +134,27 @@ class Step(Run):
 
     def __init__(self, case: Case, folder: str) -> None:
         self.case = case
-        self._prepare(config_of(case, folder), None, resumes=False)
-        self._read_data()
-        self._build_model()
-        self._set_routing({})
-        self._set_rides()
-        self._set_objective()
+        prepared, *_ = self._prepare(config_of(case, folder), None, resumes=False)
+        self._read(prepared, lambda *_: corpus_of(case.packing))
+        Assembled.__init__(self, prepared, {})
         self.stop = StopRequest()
 
-    def _make_corpus(self) -> Corpus:
-        return corpus_of(self.case.packing)
-
-    def _set_routing(self, saved: dict[str, Any]) -> None:
-        super()._set_routing(saved)
+    def first_layouts(self, saved: dict[str, Any]) -> tuple[Layouts, str]:
+        first, source = super().first_layouts(saved)
         if self.case.layout == "contiguous":
-            return
-        layouts = {}
-        for name, own in rides(self.model).items():
-            layouts[name] = layout_of(self.case.layout, own.layout)
-        set_layout(self.model, layouts)
+            return first, source
+        return Layouts({name: layout_of(self.case.layout, one) for name, one in first.items()}), "the case"
 
     def found(self) -> Found:
         """What the step found, on every rank; gradients are whole."""
-        batches = [self.to_device(batch) for batch in next(self.loader)]
+        batches = [self.to_device(batch) for batch in next(self.data.train)]
         means, norm = self._gradients(batches)
         loss, balance = means[:2].tolist()
         with sharded_parameters(self.model):
             gradients = {name: p.grad for name, p in self.model.named_parameters() if p.grad is not None}
         if not is_logical(self.model):
             gradients = logical_order(self.model, gradients)
-        self.loader.close()
+        self.data.train.close()
         return Found(loss, balance, float(norm), {name: full_tensor(one) for name, one in gradients.items()})
 
 

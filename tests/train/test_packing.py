@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from carpool.train.data.corpus import Corpus, Marks
 from carpool.train.data.loader import EvalLoader, TrainLoader, count_targets
 from carpool.train.data.packing import best_fit, cut
 from carpool.train.data.sequences import Examples, eval_sequences, train_sequences
-from carpool.train.run.setup import Setup
+from carpool.train.run.data import check_vocabulary
 
 SIZES = [5, 1, 9, 3, 2, 4, 17, 8, 2, 6]
 
@@ -148,9 +147,9 @@ def test_ranks_share_a_step_of_unequal_parts_and_go_on_in_the_middle_of_an_epoch
 def test_tokens_that_the_model_has_not_are_refused() -> None:
     corpus = make_corpus()
     last = 99 + sum(SIZES)
-    Setup._check_vocabulary(SimpleNamespace(corpus=corpus, vocab_size=last + 1))  # type: ignore[arg-type]
+    check_vocabulary(corpus, last + 1)
     with pytest.raises(ValueError, match=rf"makes token {last} of data\.train, but the model has {last} tokens"):
-        Setup._check_vocabulary(SimpleNamespace(corpus=corpus, vocab_size=last))  # type: ignore[arg-type]
+        check_vocabulary(corpus, last)
 
 
 def test_held_out_examples_are_evaluated_whole() -> None:

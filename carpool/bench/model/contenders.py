@@ -30,19 +30,26 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.profiler import record_function
+from transformers import PreTrainedModel
 
 from carpool.bench.model.routing import route
 from carpool.hf.build import build_model, experts_modules
 from carpool.hf.compiled import decoder_layers
 from carpool.hf.expert_parallel import buffers_of_rides
+from carpool.planner.chosen import Decisions
 from carpool.profile.kinds import LOSS, OPTIMIZER
+from carpool.train.checkpoints.ranks import from_rank_0
 from carpool.train.config import Config
 from carpool.train.data.corpus import Corpus
+from carpool.train.data.tokenizer import Tokenizer, load_tokenizer
+from carpool.train.run.blueprint import Blueprint
+from carpool.train.run.data import MakeCorpus, read_data
 from carpool.train.run.files import CONFIG, INFO, LAYOUT, METRICS
 from carpool.train.run.loop import Run
+from carpool.train.run.machine import find_machine, rank_device
 from carpool.train.run.model import distributed_config
 from carpool.train.run.numbers import start_numbers
-from carpool.train.run.setup import Setup
+from carpool.train.run.prepare import Prepared, prepare
 
 # Steps' worth of different tokens, which are then taken again.
 DIFFERENT_STEPS = 8
@@ -82,36 +89,36 @@ class Contender(Protocol):
         """Let go of the model."""
 
 
-class _RandomText(Setup):
-    """A run whose tokens are drawn at random, from the whole vocabulary of the model."""
-
-    def _make_corpus(self) -> Corpus:
-        training, length = self.config.training, self.config.data.sequence_length
-        sequences = training.per_device_train_batch_size * training.gradient_accumulation_steps * self.degrees.dp
-        count = DIFFERENT_STEPS * sequences * (length - 1) + 1
-        vocabulary = self.blueprint.vocab_size
-        tokens = np.random.default_rng(training.seed).integers(vocabulary, size=count, dtype=np.uint32)
-        return Corpus(tokens, tokens[:0], 1, 0, f"random-{training.seed}-{vocabulary}-{count}", "random tokens")
-
-    def _force(self, routing: str) -> None:
-        training = self.config.training
-        tokens = training.per_device_train_batch_size * self.config.data.sequence_length // self.degrees.cp
-        rank, blueprint = self.degrees.dp_cp_rank(self.rank), self.blueprint
-        route(self.model, blueprint.expert_counts, blueprint.top_k, tokens, routing, rank, self.degrees.dp_cp)
+def random_corpus(prepared: Prepared, tokenizer: Tokenizer) -> Corpus:
+    """Tokens drawn at random, from the whole vocabulary of the model."""
+    training, length = prepared.config.training, prepared.config.data.sequence_length
+    sequences = training.per_device_train_batch_size * training.gradient_accumulation_steps * prepared.degrees.dp
+    count = DIFFERENT_STEPS * sequences * (length - 1) + 1
+    vocabulary = prepared.blueprint.vocab_size
+    tokens = np.random.default_rng(training.seed).integers(vocabulary, size=count, dtype=np.uint32)
+    return Corpus(tokens, tokens[:0], 1, 0, f"random-{training.seed}-{vocabulary}-{count}", "random tokens")
 
 
-class CarpoolContender(_RandomText, Run):
+def force_routing(model: nn.Module, prepared: Prepared, routing: str) -> None:
+    """Force the choices of experts on this rank (`carpool.bench.model.routing`)."""
+    config, degrees, blueprint = prepared.config, prepared.degrees, prepared.blueprint
+    tokens = config.training.per_device_train_batch_size * config.data.sequence_length // degrees.cp
+    rank = degrees.dp_cp_rank(prepared.machine.rank)
+    route(model, blueprint.expert_counts, blueprint.top_k, tokens, routing, rank, degrees.dp_cp)
+
+
+class CarpoolContender(Run):
     """The trainer, step by step.
 
     Raises:
         ValueError: a configuration that cannot be."""
 
-    def __init__(self, config: Config, routing: str, command: str) -> None:
-        super().__init__(config, None, command)
+    def __init__(self, config: Config, routing: str, command: str, make_corpus: MakeCorpus = random_corpus) -> None:
+        super().__init__(config, None, command, make_corpus=make_corpus)
         # What it says of its steps; the benchmark says more.
         self.display.close()
         self.display.console.quiet = True
-        self._force(routing)
+        force_routing(self.model, self, routing)
         if self.placement.on and self.placement.section.every is not None:
             # So that experts are placed while it warms up, and then as often as it says.
             self.step = max(0, self.placement.section.every - LOOK_AT)
@@ -156,7 +163,7 @@ class CarpoolContender(_RandomText, Run):
         return ", ".join([*parts, "layers compiled" if self.config.training.torch_compile else "eager", graphs])
 
 
-class TransformersContender(_RandomText):
+class TransformersContender:
     """Transformers by itself, in the places of the same run.
 
     Raises:
@@ -167,12 +174,16 @@ class TransformersContender(_RandomText):
     lossy: tuple[str, ...] = ()
 
     def __init__(self, config: Config, routing: str) -> None:
-        self._prepare(config, None, resumes=False)
-        if self.cut is not None:
+        self.device = rank_device()
+        tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
+        machine, blueprint = find_machine(config.parallelism, self.device), Blueprint.of_config(config, tokenizer)
+        prepared = prepare(config, machine, blueprint, Decisions(from_rank_0=from_rank_0))
+        if prepared.cut is not None:
             raise ValueError("transformers has no context parallelism (parallelism.cp_size)")
-        self._read_data()
-        self._build_model()
-        self._force(routing)
+        self.prepared, self.config, self.degrees = prepared, prepared.config, prepared.degrees
+        self.loader = read_data(prepared, tokenizer, self.device, random_corpus).train
+        self.model = self._build_model()
+        force_routing(self.model, prepared, routing)
         self.balance = self._balance()
         # Its own loss, in a range by which a profile knows it.
         self.model.loss_function = _InRange(self.model.loss_function)
@@ -181,20 +192,22 @@ class TransformersContender(_RandomText):
                 layer.forward = torch.compile(layer.forward, backend=config.training.torch_compile_backend)
         self.optimizer = _their_optimizer(self.model, config)
 
-    def _build_model(self) -> None:
+    def _build_model(self) -> PreTrainedModel:
         config, training = self.config, self.config.training
-        self.model = build_model(
-            self.blueprint.source,
+        bf16 = training.computes_in_bf16(self.device.type == "cuda")
+        model = build_model(
+            self.prepared.blueprint.source,
             distributed_config=dataclasses.replace(
-                distributed_config(self.degrees, self.bf16), ep_implementation="all_to_all"
+                distributed_config(self.degrees, bf16), ep_implementation="all_to_all"
             ),
             dtype=getattr(torch, config.model.dtype or "float32"),
             seed=training.seed,
-            attn_implementation=self.attention,
+            attn_implementation=self.prepared.attention,
             experts_implementation=config.model.experts_implementation,
         )
         if config.memory.dense == "recompute":
-            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return model
 
     def _balance(self) -> float:
         """What the model's balance loss is weighed with; 0: it has none."""
@@ -208,7 +221,9 @@ class TransformersContender(_RandomText):
 
     def take_step(self) -> tuple[float, float]:
         training = self.config.training
-        batches = [self.to_device(batch) for batch in next(self.loader)]
+        batches = [
+            {name: one.to(self.device, non_blocking=True) for name, one in batch.items()} for batch in next(self.loader)
+        ]
         extra = {"output_router_logits": True} if self.balance else {}
         total = torch.zeros((), device=self.device)
         for batch in batches:
@@ -221,7 +236,7 @@ class TransformersContender(_RandomText):
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
         dist.all_reduce(total)
-        return float(total) / self.world, float(norm)
+        return float(total) / dist.get_world_size(), float(norm)
 
     @property
     def buffer_bytes(self) -> int:

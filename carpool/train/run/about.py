@@ -18,7 +18,6 @@ from carpool.train.checkpoints.source import keep_source
 from carpool.train.run.environment import environment
 from carpool.train.run.few_tokens import FEW_KIND
 from carpool.train.run.files import CONFIG, DECISIONS, INFO, LAYOUT, read_info, replace_text
-from carpool.train.run.graphs import note_graphs
 from carpool.train.run.plan import Planned
 from carpool.train.run.plan_check import describe, measured_beside
 from carpool.train.run.stages import describe_ways
@@ -96,11 +95,11 @@ def write_run(run: RunState, command: str, resume: Path | None) -> dict[str, Any
         "peak_flops_source": run.peak_source,
         "seed": run.config.training.seed,
         "data": {
-            "source": run.corpus.source,
-            "train_tokens": len(run.corpus.train),
-            "eval_tokens": len(run.corpus.eval),
+            "source": run.data.corpus.source,
+            "train_tokens": len(run.data.corpus.train),
+            "eval_tokens": len(run.data.corpus.eval),
             "tokenizer": run.tokenizer.name,
-            **run.sequences.numbers(),
+            **run.data.sequences.numbers(),
         },
     }
     if run.main:
@@ -121,8 +120,6 @@ def write_files(run: RunState, info: dict[str, Any]) -> None:
 
 def record_graphs(run: RunState, why_not: str | None) -> None:
     """Write into run.json whether steps are CUDA graphs, once that is known. `why_not`: None if they are."""
-    run.no_graphs = why_not
-    note_graphs(run.decisions, why_not is None, why_not)
     run.info[DECISIONS] = run.decisions.record()
     if why_not is not None:
         run.display.say(f"steps are not captured as CUDA graphs: {why_not}")
@@ -218,7 +215,8 @@ def say_hello(run: RunState, resume: Path | None) -> None:
             f"adapter: {adapter.kind} of rank {adapter.rank} on {', '.join(adapter.targets)}: trains {run.adapted:,} "
             f"parameters, {run.adapted / blueprint.size.total:.2%} of the model's"
         )
-    say(f"data: {info['data']['source']}, {run.sequences.describe()}; {len(run.corpus.eval):,} tokens held out")
+    sequences, held_out = run.data.sequences.describe(), len(run.data.corpus.eval)
+    say(f"data: {info['data']['source']}, {sequences}; {held_out:,} tokens held out")
     if isinstance(blueprint.source, Path):
         size = sum(path.stat().st_size for path in blueprint.source.glob("*.safetensors"))
         rate = decimal(int(size / run.load_seconds))

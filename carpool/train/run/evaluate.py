@@ -23,7 +23,7 @@ def evaluate(run: RunState) -> None:
 
 
 def _evaluate(run: RunState) -> None:
-    if len(run.eval_loader):
+    if len(run.data.held_out):
         loss, tokens = _held_out(run)
         run.recorder.write("eval", run.step, loss=loss, tokens=tokens)
         if run.losses["first_eval_loss"] is None:
@@ -51,7 +51,7 @@ def _held_out(run: RunState) -> tuple[float, int]:
     sums = torch.zeros(2, dtype=torch.float64, device=run.device)
     run.model.eval()
     with torch.no_grad(), run.slots_kept():
-        for batch in run.eval_loader:
+        for batch in run.data.held_out:
             # Counted before it goes to the device, for which nobody waits until the end.
             sums[1] += count_targets(batch["labels"])
             ce, _ = run.with_room(partial(run.objective.forward, run.to_device(batch)))

@@ -39,7 +39,7 @@ def save(run: RunState) -> Path | None:
     state = {
         "totals": run.totals,
         "losses": run.losses,
-        "loader": run.loader.state_dict(),
+        "loader": run.data.train.state_dict(),
         "placement": run.placement.state(),
         "norm": None if run.consumed is None else run.consumed.norm.item(),
     }
@@ -155,14 +155,14 @@ def _compare(run: RunState) -> dict[str, Any] | None:
         return None
     layer = run.rides[0]
     ours = layer.transport.name if layer.transport is not None else layer.requested
-    batches = [run.to_device(batch) for batch in next(run.loader)]
+    batches = [run.to_device(batch) for batch in next(run.data.train)]
     # Graphs hold this run's transport.
     run.objective.graphs = None
     run.display.say(f"comparing {ours} with {run.compare_with} in interleaved probe steps")
     result = compare(
         run.model,
         {name: transport_options(run.config, run.degrees, name) for name in (ours, run.compare_with)},
-        lambda: run.objective.backward(batches, run.loader.targets),
+        lambda: run.objective.backward(batches, run.data.train.targets),
         run.metrics,
         run.config.training.compare_repetitions,
         run.device,

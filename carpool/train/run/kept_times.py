@@ -37,7 +37,7 @@ from carpool.train.config.schema import Config
 from carpool.train.run.room import make_room
 
 if TYPE_CHECKING:
-    from carpool.train.run.state import RunState
+    from carpool.train.run.assemble import Assembled
 
 # By item and policy, of a micro-batch of all layers of the run.
 Times = dict[str, dict[str, float]]
@@ -82,7 +82,7 @@ def small_model(config: PreTrainedConfig, first: int) -> PreTrainedConfig:
     return small
 
 
-def measure_policies(run: RunState, given: Mapping[str, str | None], layers: int, moe_layers: int) -> Times:
+def measure_policies(run: Assembled, given: Mapping[str, str | None], layers: int, moe_layers: int) -> Times:
     """Milliseconds that each open policy adds to a micro-batch of the whole model: those of the slowest rank. All ranks
     together.
 
@@ -158,7 +158,7 @@ def _questions(given: Mapping[str, str | None]) -> list[dict[str, str]]:
     return asked
 
 
-def _take(run: RunState, policies: Mapping[str, str]) -> None:
+def _take(run: Assembled, policies: Mapping[str, str]) -> None:
     """Let the next forward keep what these say. All ranks together."""
     kept: Any = {item: policies[item] for item in ("rows", "hidden")}
     set_kept(run.model, KeptPolicies(**kept))

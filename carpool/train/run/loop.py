@@ -126,12 +126,12 @@ class Run(Setup):
     def update(self) -> tuple[Losses, float, int]:
         """The optimizer's step on the next batches: their losses, the norm of the gradient, and the signal that asked a
         rank to stop, 0 if none did. The same on all ranks."""
-        batches = [self.to_device(batch) for batch in next(self.loader)]
+        batches = [self.to_device(batch) for batch in next(self.data.train)]
         means, measured = self.with_room(partial(self._gradients, batches))
         self.fit_room()
         # Here alone the host waits for the device, and what follows depends on it.
         *found, norm = torch.cat([means, measured.to(means).view(1)]).tolist()
-        losses, asked = self.objective.losses(found, self.loader.targets), found[2:]
+        losses, asked = self.objective.losses(found, self.data.train.targets), found[2:]
         # A ride that lacked a rank is known now, and what it gave is worth nothing.
         self.check_rides()
         if not (math.isfinite(losses.loss) and math.isfinite(norm)):
@@ -160,7 +160,7 @@ class Run(Setup):
         asked = [float(self.stop.signum == signum) for signum in STOP_SIGNALS]
         consume = None if self.consumed is None else self._consume
         with self.slots_kept():
-            means = self.objective.accumulate(batches, self.loader.targets, asked, consume)
+            means = self.objective.accumulate(batches, self.data.train.targets, asked, consume)
         if (kept := replicated(self.model)) is not None:
             kept.finish()
         with torch.profiler.record_function("carpool::optimizer"):

@@ -33,7 +33,7 @@ def start_numbers(run: RunState, losses: Losses, norm: float, begin: float) -> S
     """The numbers of the step that was just done, which began at `begin` (`time.perf_counter`). Collective; waits for
     the end of its rides."""
     rode = run.metrics.start(run.device, beside=(peak_memory(run.device) - run.memory_before,))
-    return StepNumbers(run.step, run.loader.tokens, losses, norm, rode, 1e3 * (time.perf_counter() - begin))
+    return StepNumbers(run.step, run.data.train.tokens, losses, norm, rode, 1e3 * (time.perf_counter() - begin))
 
 
 def record_step(run: RunState, numbers: StepNumbers) -> None:

@@ -32,7 +32,7 @@ from carpool.train.run.machine import Machine
 from carpool.train.run.model import meta_model
 
 if TYPE_CHECKING:
-    from carpool.train.run.state import RunState
+    from carpool.train.run.assemble import Assembled
 
 
 def check_tiers(config: Config, machine: Machine, host: int, disk: int) -> None:
@@ -57,7 +57,7 @@ def check_tiers(config: Config, machine: Machine, host: int, disk: int) -> None:
         raise ValueError(found[0])
 
 
-def make_tiers(run: RunState) -> tuple[ConsumedGradients | None, HostExperts | None]:
+def make_tiers(run: Assembled) -> tuple[ConsumedGradients | None, HostExperts | None]:
     """Of a run that has its optimizer.
 
     Raises:
@@ -86,7 +86,7 @@ def make_tiers(run: RunState) -> tuple[ConsumedGradients | None, HostExperts | N
     return ConsumedGradients(run.model, run.optimizer, away, training.max_grad_norm or math.inf), away
 
 
-def _check_experts_can_be_away(run: RunState, halves: bool) -> None:
+def _check_experts_can_be_away(run: Assembled, halves: bool) -> None:
     """Raise ValueError unless experts can be in host memory."""
     experts = [parameter for own in run.rides for parameter in own.experts.parameters()]
     computed = torch.bfloat16 if run.bf16 else run.model.dtype
@@ -114,7 +114,7 @@ def _check_experts_can_be_away(run: RunState, halves: bool) -> None:
         raise ValueError(f'memory.experts = "{where}": experts cannot come from there layer by layer, because {why}')
 
 
-def _on_disk(run: RunState) -> dict[str, Any]:
+def _on_disk(run: Assembled) -> dict[str, Any]:
     """Where the experts of a run are on disk: in the files of its checkpoint, or, if they are trained or from scratch,
     in files of their own."""
     frozen = not any(parameter.requires_grad for own in run.rides for parameter in own.experts.parameters())
@@ -137,7 +137,7 @@ def loading_of(memory: MemorySection, few: int) -> dict[str, Any]:
     return {"predictor": partial(Popularity, few=few), "cache_bytes": device, "host_bytes": host, "few": few}
 
 
-def _few_tokens(run: RunState) -> int:
+def _few_tokens(run: Assembled) -> int:
     if not run.config.memory.few_tokens:
         return 0
     computed = torch.bfloat16 if run.bf16 else run.model.dtype
