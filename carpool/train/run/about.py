@@ -18,6 +18,7 @@ from carpool.train.checkpoints.source import keep_source
 from carpool.train.run.environment import environment
 from carpool.train.run.few_tokens import FEW_KIND
 from carpool.train.run.files import CONFIG, DECISIONS, INFO, LAYOUT, read_info, replace_text
+from carpool.train.run.graphs import note_graphs
 from carpool.train.run.plan import Planned
 from carpool.train.run.plan_check import describe, measured_beside
 from carpool.train.run.stages import describe_ways
@@ -120,6 +121,8 @@ def write_files(run: RunState, info: dict[str, Any]) -> None:
 
 def record_graphs(run: RunState, why_not: str | None) -> None:
     """Write into run.json whether steps are CUDA graphs, once that is known. `why_not`: None if they are."""
+    run.no_graphs = why_not
+    note_graphs(run.decisions, why_not is None, why_not)
     run.info[DECISIONS] = run.decisions.record()
     if why_not is not None:
         run.display.say(f"steps are not captured as CUDA graphs: {why_not}")

@@ -206,7 +206,6 @@ class Setup(RunState):
         self.watchdog.start()
 
     def note_graphs(self, why_not: str | None) -> None:
-        super().note_graphs(why_not)
         record_graphs(self, why_not)
 
 
