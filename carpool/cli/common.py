@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -72,6 +73,20 @@ def errors(debug: bool) -> Iterator[None]:
         if isinstance(error, OSError) and error.strerror and error.filename is not None:
             fail(f"{error.filename}: {error.strerror}")
         fail(str(error))
+
+
+def check_writable(option: str, file: Path) -> None:
+    """Raise ValueError if a file cannot be written: before the work whose result it is to hold.
+
+    Args:
+        option: that names it."""
+    if file.is_dir():
+        raise ValueError(f"{option} {file} is a folder: name a file in it")
+    folder = file.absolute().parent
+    if not folder.is_dir():
+        raise ValueError(f"{option} {file}: there is no folder {folder}; make it, or name another file")
+    if not os.access(file if file.exists() else folder, os.W_OK):
+        raise ValueError(f"{option} {file} may not be written here; name another file")
 
 
 def fail(text: str, code: int = 1) -> None:

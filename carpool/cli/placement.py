@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from carpool.cli.common import TRAIN_PACKAGES, Debug, Seed, command, errors, require
+from carpool.cli.common import TRAIN_PACKAGES, Debug, Seed, check_writable, command, errors, require
 
 if TYPE_CHECKING:
     from carpool.planner.cost import CostModel
@@ -61,6 +61,7 @@ def trace(
     """Record which experts the tokens of a text choose in each layer of a model, for `carpool place`."""
     with errors(debug):
         require(TRAIN_PACKAGES)
+        check_writable("--out", out)
         from transformers.utils.logging import disable_progress_bar
 
         from carpool.train.run.trace import record

@@ -7,7 +7,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from carpool.cli.common import TRAIN_PACKAGES, RanksDebug, errors, require
+from carpool.cli.common import TRAIN_PACKAGES, RanksDebug, check_writable, errors, require
 from carpool.serve.folder import check_folder
 from carpool.train.launch.worker import collector_paused
 
@@ -125,6 +125,8 @@ def generate(
             "predictor": predictor,
         }
         there = ExpertTier(**tier)  # before ranks start
+        if out is not None:
+            check_writable("--out", out)
         asked = [{"prompt": one} for one in prompt or ()] if prompts is None else read_prompts(prompts)
         options = _options(max_new_tokens, temperature, top_k, top_p, seed)
         if dry_run:

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from carpool.cli.common import TRAIN_PACKAGES, Debug, Ranks, RanksDebug, command, errors, require
+from carpool.cli.common import TRAIN_PACKAGES, Debug, Ranks, RanksDebug, check_writable, command, errors, require
 from carpool.train.launch.worker import collector_paused
 
 if TYPE_CHECKING:
@@ -149,6 +149,7 @@ def doctor(
     """Check this machine: versions, devices, memory, data, and an exchange between two ranks."""
     if measure:
         with errors(debug):
+            check_writable("--out", out)
             from carpool.bench.hardware.measure import measure_machine
 
             measure_machine(out, ranks=ranks, ranks_per_node=ranks_per_node, debug=debug)

@@ -15,7 +15,8 @@ from carpool.experts.on_host import FewOnHost
 from carpool.hf.expert_function import weight_names
 from carpool.hf.expert_parallel import ExpertRides, required_rides
 from carpool.hf.quantised_base import base_of
-from carpool.memory.host_experts import HostExperts, storage_key
+from carpool.memory.host_experts import HostExperts
+from carpool.memory.host_layers import storage_key
 from carpool.memory.next_experts import Predictor
 from carpool.parallel import fsdp
 from carpool.parallel.replicated import replicated

@@ -38,7 +38,6 @@ On a CPU the same code copies at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -52,6 +51,7 @@ from torch.distributed.tensor import DTensor
 from carpool.memory.disk import Staging, mapped_zeros
 from carpool.memory.expert_cache import ExpertCache
 from carpool.memory.host import host_zeros
+from carpool.memory.host_layers import HostLayer, HostWeight, layers_on_disk, storage_key
 from carpool.memory.next_experts import Counts, Predictor
 from carpool.memory.read_experts import ExpertFiles, ExpertReader
 
@@ -66,85 +66,6 @@ class Hits:
     chosen: int = 0
     kept: int = 0
     foretold: int = 0
-
-
-class _Weight:
-    """One parameter, which moves to `device` if it is not there.
-
-    Attributes:
-        device: its memory on the device; without any while the parameter is away.
-        here: the same memory, whose changes autograd does not count.
-        host: its values in host memory or a file of this process, if they are not newer elsewhere; None: they are in a
-            checkpoint's files.
-        shard: the DTensor of the same memory, if the model is sharded.
-    """
-
-    def __init__(
-        self,
-        whole: nn.Parameter,
-        shard: nn.Parameter | None,
-        device: torch.device,
-        memory: Callable[[torch.Size, torch.dtype], torch.Tensor] | None,
-    ) -> None:
-        self.whole, self.shard = whole, shard
-        values: torch.Tensor = whole.detach()
-        self.host = None if memory is None else memory(values.shape, values.dtype).copy_(values)
-        if values.device != device:
-            values = torch.empty_like(values, device=device)
-        elif values.untyped_storage().nbytes() != values.nbytes or not values.untyped_storage().resizable():
-            values = values.clone()  # it was a part of a file that is mapped, say
-        self.device = whole.data = values
-        if isinstance(shard, DTensor):
-            shard._local_tensor = values
-        self.here = values.data
-        self.size = values.untyped_storage().nbytes()
-
-    @property
-    def key(self) -> int:
-        return storage_key(self.whole)
-
-    @property
-    def shown(self) -> bool:
-        """Whether the parameter is its values in host memory."""
-        return self.host is not None and self.whole.data_ptr() == self.host.data_ptr()
-
-
-class _Layer:
-    """The experts of one layer.
-
-    Attributes:
-        here: whether they are on the device, or on their way to it.
-        reads: what threads do for that.
-        ready: when they have come; None: the device has waited for that.
-        gone: when their newest values are in host memory.
-        rows: experts that are here; None: all of them.
-        foretold: those of them that came because they had been predicted.
-        wanted: those that the last forward has brought in; None: all.
-        few: those that the CPU computes in this forward.
-        staging: between them and the device, if they are in a file of this process.
-    """
-
-    def __init__(self, weights: Sequence[_Weight]) -> None:
-        self.weights = list(weights)
-        self.trained = any(weight.whole.requires_grad for weight in weights)
-        self.wanted: list[int] | None = None
-        self.few: list[int] = []
-        self.staging: Staging | None = None
-        self.here = True
-        self.rows: set[int] | None = None
-        self.reads: list[Future[None]] = []
-        self.foretold: set[int] = set()
-        self.ready: Any = None
-        self.gone: Any = None
-
-    @property
-    def experts(self) -> int:
-        return int(self.weights[0].whole.shape[0])
-
-    @property
-    def values(self) -> list[torch.Tensor]:
-        """Of each parameter, in host memory or a file of this process."""
-        return [weight.host for weight in self.weights if weight.host is not None]
 
 
 class HostExperts:
@@ -204,8 +125,8 @@ class HostExperts:
         if files is not None:
             self._reader = ExpertReader(files, of_layers, host_bytes, device, self._into)
         self._staging = None if folder is None else Staging(device)
-        on_disk = set() if folder is None else _spread(of_layers, host_bytes)
-        self._layers: list[_Layer] = []
+        on_disk = set() if folder is None else layers_on_disk(of_layers, host_bytes)
+        self._layers: list[HostLayer] = []
         self._of: dict[int, int] = {}
         parameters = [p for layer in of_layers for p in layer if not p.is_meta]
         if len({p.data_ptr() for p in parameters if p.numel()}) < len([p for p in parameters if p.numel()]):
@@ -224,8 +145,8 @@ class HostExperts:
                 memory = partial(mapped_zeros, folder)
             elif files is None:
                 memory = partial(host_zeros, device=device)
-            weights = [_Weight(p, shards.get(storage_key(p)), device, memory) for p in module.parameters()]
-            layer = _Layer(weights)
+            weights = [HostWeight(p, shards.get(storage_key(p)), device, memory) for p in module.parameters()]
+            layer = HostLayer(weights)
             layer.staging = self._staging if number in on_disk else None
             self._layers.append(layer)
             self._of |= {weight.key: number for weight in layer.weights}
@@ -331,7 +252,7 @@ class HostExperts:
             torch.cuda.current_stream().wait_event(layer.ready)
             layer.ready = None
 
-    def _finish_reads(self, layer: _Layer) -> None:
+    def _finish_reads(self, layer: HostLayer) -> None:
         """Wait until threads have asked for all copies."""
         if layer.reads:
             for read in layer.reads:
@@ -339,7 +260,7 @@ class HostExperts:
             layer.reads.clear()
             layer.ready = None if self._into is None else self._into.record_event()
 
-    def _waits(self, layer: _Layer) -> bool:
+    def _waits(self, layer: HostLayer) -> bool:
         """Whether a gradient has come that is still to be used."""
         return self.consuming and any(
             p.grad is not None for weight in layer.weights for p in (weight.whole, weight.shard) if p is not None
@@ -405,7 +326,7 @@ class HostExperts:
             self.bytes_in += sum(weight.size // layer.experts for weight in layer.weights)
 
     def _bring(
-        self, layer: _Layer, row: int, cached: Sequence[torch.Tensor] | None, values: Sequence[torch.Tensor]
+        self, layer: HostLayer, row: int, cached: Sequence[torch.Tensor] | None, values: Sequence[torch.Tensor]
     ) -> None:
         """An expert from host memory into its layer's memory, and into a place in the cache."""
         self._copy(values, layer, row)
@@ -413,7 +334,7 @@ class HostExperts:
             place.copy_(weight.here[row], non_blocking=True)
 
     @staticmethod
-    def _copy(values: Sequence[torch.Tensor] | None, layer: _Layer, row: int) -> None:
+    def _copy(values: Sequence[torch.Tensor] | None, layer: HostLayer, row: int) -> None:
         assert values is not None
         for value, weight in zip(values, layer.weights, strict=True):
             weight.here[row].copy_(value, non_blocking=True)
@@ -491,7 +412,7 @@ class HostExperts:
             self._point(weights, host=False)
 
     @staticmethod
-    def _point(weights: Sequence[_Weight], host: bool) -> None:
+    def _point(weights: Sequence[HostWeight], host: bool) -> None:
         for weight in weights:
             values = weight.host if host else weight.device
             assert values is not None
@@ -500,25 +421,10 @@ class HostExperts:
                 weight.shard._local_tensor = values
 
 
-def _spread(layers: Sequence[Sequence[torch.Tensor]], host_bytes: int) -> set[int]:
-    """The layers that are on disk, if host memory takes the others. Each comes as often as any other, so no choice of
-    them is better; spread over the model, what comes from disk has the time of several layers.
-
-    Example: 6 layers of 2 bytes, 5 of host memory -> {0, 1, 3, 4}; layers 2 and 5 are in host memory."""
-    number = min(len(layers), host_bytes // max(1, *(sum(weight.nbytes for weight in layer) for layer in layers)))
-    return {i for i in range(len(layers)) if (i + 1) * number // len(layers) == i * number // len(layers)}
-
-
 def host_experts(model: nn.Module) -> HostExperts | None:
     """What keeps a model's experts in host memory; None: nothing does."""
     found: HostExperts | None = getattr(model, _ATTRIBUTE, None)
     return found
-
-
-def storage_key(tensor: torch.Tensor) -> int:
-    """The same for tensors in the same memory, also while it has none."""
-    own = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return int(own.untyped_storage()._cdata)
 
 
 def _in_backward() -> bool:

@@ -109,7 +109,11 @@ def run_rank(
         for prompt, made, read, new in zip(prompts, texts, tokens, answers, strict=True)
     ]
     if out is not None:
-        Path(out).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        try:
+            Path(out).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        except OSError:
+            print("\n".join(lines))  # what was made is not lost with a disk that is full
+            raise
     elif as_json:
         print("\n".join(lines))
     else:

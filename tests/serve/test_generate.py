@@ -180,6 +180,9 @@ def test_bad_input(tmp_path: Path) -> None:
     assert "--dtype: 'float23' is not known; use bfloat16, float16 or float32" in _error(
         model, "--prompt", "x", "--dtype", "float23"
     )
+    asked = ("--prompt", "x", "--out")
+    assert "there is no folder" in _error(model, *asked, tmp_path / "no" / "answers.jsonl")
+    assert "is a folder: name a file in it" in _error(model, *asked, tmp_path)
     (model / "tokenizer.json").unlink()
     assert "has no tokenizer (none of tokenizer.json" in _error(model, "--prompt", "x")
 
