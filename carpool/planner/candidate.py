@@ -84,6 +84,12 @@ class Candidate:
         return self.dense == "replicate" and degrees.ep * degrees.etp == 1 and degrees.dp_cp > 1
 
     @property
+    def copies_experts(self) -> bool:
+        """Whether FSDP has a group of one rank for a layer's experts, and copies (`held.alone_bytes`)."""
+        degrees = self.degrees
+        return self.dense == "fsdp" and degrees.efsdp == 1 and degrees.expert_ranks > 1 and degrees.dp_cp > 1
+
+    @property
     def waits(self) -> bool:
         """Whether the host waits for the device in each MoE layer, to learn how many rows travel."""
         return self.transport not in ("nvlink", "local")

@@ -222,7 +222,7 @@ class Lengths:
             group, per_node = self.members_per_node(axis)
         if group.size == 1 or size == 0:
             return None
-        hardware, nodes = self.hardware, group.size // max(per_node, 1)
+        hardware, nodes = self.hardware, -(-group.size // max(per_node, 1))
         link = "nvlink" if hardware.nvlink is not None else "node"
         seconds, fixed, spread = self._over(
             link, hardware.gather_link, size * (per_node - 1) / per_node if nodes > 1 else size * (1 - 1 / group.size)
@@ -248,10 +248,7 @@ class Lengths:
         degrees = self.degrees
         if degrees.cp == 1:
             return None
-        elements = 2 * layer.heads * (layer.qk_size + layer.value_size) // 2 + layer.key_heads * (
-            layer.qk_size + layer.value_size
-        )
-        size = self.tokens * elements * ELEMENT
+        size = self.tokens * (layer.heads + layer.key_heads) * (layer.qk_size + layer.value_size) * ELEMENT
         return self.collective("sequences", "gather", size * (2 if backward else 1), "cp", "context parallel")
 
     # -- a layer -------------------------------------------------------------------------------------------------------
@@ -271,6 +268,7 @@ class Lengths:
         ]
         if layer.experts:
             pieces += [
+                self._copied_experts(),
                 self.ride("dispatch", "dispatch", "dispatch", plan=True),
                 self._experts(False),
                 self.ride("combine", "combine", "combine"),
@@ -285,9 +283,10 @@ class Lengths:
         again = policies["dense"] == "recompute"
         if again:
             pieces += [
-                piece for piece in self.forward(layer) if policies["sums"] == "recompute" or piece.name not in _RIDE
+                piece for piece in self.forward(layer) if policies["sums"] == "recompute" or piece.name not in _OF_RIDE
             ]
         if layer.experts:
+            pieces.append(None if again and policies["sums"] == "recompute" else self._copied_experts())
             pieces.append(self.ride("combine_backward", "gradients to experts", "dispatch"))
             if policies["rows"] == "resend":
                 pieces.append(self.ride("dispatch", "rows again", "dispatch"))
@@ -302,6 +301,12 @@ class Lengths:
             self._elementwise(layer, True),
         ]
         yield from (piece for piece in pieces if piece is not None)
+
+    def _copied_experts(self) -> Piece | None:
+        """Of parameters, read and written, before each pass where FSDP copies them."""
+        if not self.candidate.copies_experts:
+            return None
+        return self._kernel("copied experts", "elementwise", "elementwise", 0, 2 * ELEMENT * self.experts_of_layer)
 
     def offloaded(self, layer: LayerShape) -> Piece | None:
         """What a layer's policies copy to host memory, or back."""
@@ -410,11 +415,16 @@ class Lengths:
         else:
             yield from _some(self.collective("reduce", "reduction", REDUCED * dense, "fsdp and cp", REDUCTIONS))
             yield from _some(self.collective("reduce experts", "reduction", REDUCED * experts, "efsdp", REDUCTIONS))
+        if experts and self.candidate.copies_experts:
+            # As they would be sent, divided, as they would arrive, and in the dtype of the parameters.
+            moved = experts * (2 * ELEMENT + 6 * REDUCED)
+            one = self._kernel("copied gradients", "reduction", "elementwise", 0, moved)
+            yield one._replace(stream=REDUCTIONS)
         shards = dense / (degrees.fsdp * degrees.cp) + experts / degrees.efsdp
         yield from _some(self.collective("copies", "reduction", 2 * REDUCED * shards, "dp_replicate", REDUCTIONS))
 
 
-_RIDE = ("dispatch", "experts", "combine")
+_OF_RIDE = ("copied experts", "dispatch", "experts", "combine")
 
 
 def _some(piece: Piece | None) -> Iterator[Piece]:

@@ -114,7 +114,7 @@ def _stage(
         gathered += (2 * one + (head if last or stage == 0 else 0)) * ELEMENT
         reducing += one * (ELEMENT + REDUCED)
     reducing += min(BUCKET, whole * REDUCED)
-    alone = efsdp == 1 and degrees.expert_ranks > 1 and degrees.dp_cp > 1 and not replicated
+    alone = candidate.copies_experts
     copied, waiting, at_once = alone_bytes(one_layer, ELEMENT, REDUCED) if alone else (0.0, 0.0, 0.0)
 
     # Those of whole parameters have buffers of their own.

@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import count, product
+from itertools import count, islice, product
 from typing import TYPE_CHECKING, Any
 
 from carpool.parallel.combinations import refusal
@@ -99,6 +99,7 @@ class Space:
         micro_batches: sequences; None: all that divide a rank's.
         replicas: copies of the sharded model; None: 1, and one for each node.
         sizes: (pp, tp, cp, etp, ep): allowed sizes; an empty tuple: all that divide.
+        allowed, runs: why some degrees, or a whole configuration that would be among the best, cannot be; None: it can.
     """
 
     pp: Sequence[int] = ()
@@ -120,6 +121,7 @@ class Space:
     experts: str = "grouped"
     pipelines: Sequence[str] = ("1F1B",)
     allowed: Callable[[Degrees], str | None] = field(default=lambda degrees: None)
+    runs: Callable[[Candidate], str | None] = field(default=lambda candidate: None)
 
 
 def plan(
@@ -238,7 +240,8 @@ class _Search:
             return self._relieve(gpus, sequences, length)
         if self.system is not None and (order := self.system.order) is not None:
             ordered = order(list(self._candidates(gpus, sequences, length)), self.lengths)
-            self.found = [(0.0, number, one) for number, one in enumerate(ordered[: self.best])]
+            best = islice(filter(self._runs, ordered), self.best)
+            self.found = [(0.0, number, one) for number, one in enumerate(best)]
             self.counts["ordered"] += len(ordered)
             return None
         return self._run(gpus, sequences, length)
@@ -258,11 +261,16 @@ class _Search:
                 return
             seconds = step_seconds(self.model, self.hardware, candidate, self.per_node, self.routes)
             self.counts["predicted"] += 1
-            entry = (-seconds, next(self.number), candidate)
-            if len(self.found) < self.best:
-                heapq.heappush(self.found, entry)
-            else:
-                heapq.heappushpop(self.found, entry)
+            if (len(self.found) == self.best and seconds >= -self.found[0][0]) or not self._runs(candidate):
+                continue
+            heapq.heappush(self.found, (-seconds, next(self.number), candidate))
+            if len(self.found) > self.best:
+                heapq.heappop(self.found)
+
+    def _runs(self, candidate: Candidate) -> bool:
+        if reason := self.space.runs(candidate):
+            self.refused[reason] += 1
+        return not reason
 
     def _relieve(self, gpus: int, sequences: int, length: int) -> None:
         """By moves away from the bottleneck (`carpool.planner.moves`), from experts that are spread over a node."""

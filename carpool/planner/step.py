@@ -108,7 +108,7 @@ def step_seconds(
     """The middle of `predict`'s seconds, sooner: of many micro-batches and of many layers only the first ones are run.
 
     Each further micro-batch takes as long as the one before it, and eight further layers as long as the eight before
-    them, because kinds of layers repeat after 1, 2, 4 or 8. In a pipeline that holds for one further layer a stage.
+    them where kinds of layers repeat after eight. In a pipeline that holds for one further layer a stage.
     """
     parts = candidate.at_once if candidate.accumulation > 1 else 1
     first, number = max(2, 2 * candidate.degrees.pp), candidate.accumulation // parts
@@ -125,9 +125,9 @@ def step_seconds(
         pp = candidate.degrees.pp
         # A layer more on each stage of a pipeline whose layers are alike, or one period more.
         period = pp if pp > 1 else _PERIOD
-        if layers < 4 * period or (pp > 1 and len(shape.kinds) > 1):
-            return run(micro_batches, layers)
         start = (2 * period if pp > 1 else period) + layers % period
+        if layers < 4 * period or (pp > 1 and len(shape.kinds) > 1) or not _repeats(shape.layers, start, period):
+            return run(micro_batches, layers)
         one, two = run(micro_batches, start), run(micro_batches, start + period)
         return two + (layers - start - period) / period * (two - one)
 
@@ -135,6 +135,11 @@ def step_seconds(
         return of_layers(number)
     one, two = of_layers(first), of_layers(first + 1)
     return two + (number - first - 1) * (two - one)
+
+
+def _repeats(layers: tuple[LayerShape, ...], start: int, period: int) -> bool:
+    """Whether kinds of layers repeat from `start` on."""
+    return layers[start + period :] == layers[start:-period]
 
 
 def step_graph(lengths: Lengths) -> Graph:

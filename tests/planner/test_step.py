@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from carpool.planner.hardware import HARDWARE, LinkRate
 from carpool.planner.lengths import Lengths
 from carpool.planner.model_shape import ModelShape
 from carpool.planner.routes import Choice, Routes
-from carpool.planner.step import Prediction, predict
+from carpool.planner.step import Prediction, predict, step_seconds
 from carpool.train.config.published import read_keys
 from carpool.transport import find_transport
 
@@ -124,3 +125,58 @@ def test_rows_in_fp8_take_half_the_time_on_the_links() -> None:
     assert rides[0] is not None and rides[1] is not None
     assert 0.5 < rides[1].seconds / rides[0].seconds < 0.75
     assert one.ride("combine", "combine", "combine") == two.ride("combine", "combine", "combine")
+
+
+def test_chunks_of_the_backward_are_its_own_and_carry_all_that_it_sends() -> None:
+    base = Candidate(Degrees(1, 16, 1, 16), 4096, 2, transport="hierarchical", schedule="chunks", chunks=2)
+
+    def dispatches(**changed: Any) -> tuple[Counter[str], float]:
+        events = predict(shape("qwen3-30b-a3b", 1), HARDWARE["H100"], replace(base, **changed), 8).graph.events
+        found = [event for event in events if event.kind == "dispatch"]
+        return Counter(event.phase for event in found), sum(e.seconds for e in found if e.phase == "backward")
+
+    assert dispatches()[0] == {"forward": 2, "backward": 2}
+    assert dispatches(backward_chunks=3)[0] == {"forward": 2, "backward": 3}
+    resent = dispatches(policies={**KEEP, "rows": "resend"})
+    assert resent[0] == {"forward": 2, "backward": 2} and resent[1] > 1.7 * dispatches()[1]
+
+
+def test_layers_that_do_not_repeat_are_all_counted() -> None:
+    every = shape("gpt-oss-20b", 48)
+    # Of three kinds of layer in turn, every sixth is another one.
+    layers = tuple(replace(one, heads=16 if i % 6 == 5 else 64) for i, one in enumerate(every.layers))
+    model, candidate = replace(every, layers=layers), Candidate(Degrees(1, 8, 1, 8), 4096, 1)
+    whole = predict(model, H200, candidate, 8).seconds.middle
+    assert step_seconds(model, H200, candidate, 8) == pytest.approx(whole, rel=1e-6)
+
+
+def test_experts_that_fsdp_copies_take_time() -> None:
+    """Read and written before each pass, and gradients three times in float32: 36 bytes of a parameter."""
+    model, other = shape("mixtral-8x7b", 1), replace(TWO, fsdp=4)
+    here, there = (
+        Lengths(model, H200, Candidate(degrees, 4096, 1, dense="fsdp", graphs=False), 8) for degrees in (TWO, other)
+    )
+    copies = [
+        one
+        for one in (
+            *here.forward(model.layers[0]),
+            *here.backward(model.layers[0]),
+            *here.reductions(0, here.experts_of_layer),
+        )
+        if one.name.startswith("copied")
+    ]
+    moved = (sum(one.seconds - one.fixed for one in copies)) * (H200.kernel("elementwise").bytes_per_second or 0)
+    assert moved == pytest.approx(36 * here.experts_of_layer, rel=0.01)
+    assert not any(one.name.startswith("copied") for one in there.forward(model.layers[0]))
+
+
+def test_a_group_of_more_ranks_than_a_node_has_crosses_the_network() -> None:
+    slow = replace(HARDWARE["H100"], network=LinkRate(1e9, 0.0))
+    crossed, near = (
+        Lengths(shape("mixtral-8x7b", 1), slow, Candidate(Degrees(1, 6, 1, 2), 4096, 1), per_node).collective(
+            "reduce", "reduction", 1e9, "fsdp"
+        )
+        for per_node in (4, 8)
+    )
+    assert crossed is not None and near is not None
+    assert crossed.seconds == pytest.approx(0.5 / 4) and near.seconds < 0.01

@@ -54,6 +54,8 @@ def test_a_section_is_left_to_the_plan_in_one_word(tmp_path: Path) -> None:
     assert free_keys(load_config(None, ["moe.schedule=auto"]), []) == set()
     with pytest.raises(ValueError, match="training is a section"):
         load_config(None, ["training=auto"])
+    with pytest.raises(ValueError, match=r"memory is a section; .*; memory=auto leaves it to the planner"):
+        load_config(None, ["memory=automatic"])
 
 
 def test_what_is_planned_fits_and_keeps_the_tokens_of_a_step() -> None:
@@ -85,6 +87,24 @@ def test_what_the_user_says_stays() -> None:
 def test_nothing_that_fits_is_an_error_that_says_how_much_it_takes() -> None:
     with pytest.raises(ValueError, match=r"no plan fits into 1\.0 GiB of a rank\. The configuration that needs least"):
         planned("parallelism=auto", "memory=auto", memory=GiB)
+
+
+def test_plans_that_cannot_be_run_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many of them would be faster."""
+    seen: list[int] = []
+
+    def refused(config: Config, settings: dict[str, Any], degrees: Any, model: Any, whole: bool = False) -> str | None:
+        if whole:
+            seen.append(degrees.pp)
+        return "not here" if whole and degrees.pp == 1 else None
+
+    monkeypatch.setattr("carpool.train.run.plan._refused", refused)
+    taken = planned("parallelism=auto", "memory=auto", "data.sequence_length=512", "parallelism.tp_size=1")[2]
+    assert seen.count(1) > 5 and taken.taken.settings["parallelism.pp_size"] > 1
+    assert all(one.settings["parallelism.pp_size"] > 1 for one in taken.others)
+    monkeypatch.setattr("carpool.train.run.plan._refused", lambda *_, whole=False: "not here" if whole else None)
+    with pytest.raises(ValueError, match=r"no plan that fits can be run: not here \([0-9]+\)"):
+        planned("memory=auto", "parallelism.dense=fsdp")
 
 
 def test_a_plan_is_recorded_and_read_again() -> None:

@@ -252,9 +252,11 @@ def _check_keys(settings: dict[str, Any], places: Mapping[tuple[str, ...], str])
             kind = "section" if isinstance(table, Mapping) else "key"
             raise ValueError(f"unknown {kind} {section} {where}; did you mean {hint}?")
         if not isinstance(table, Mapping):
+            planned = f"; {section}=auto leaves it to the planner" if section in _PLANNED else ""
+            key = next(key for key in sections[section] if key != "plan")
             raise ValueError(
                 f"{section} = {table!r} ({where}): {section} is a section; set its keys, such as "
-                f"{section}.{sections[section][0]}"
+                f"{section}.{key}{planned}"
             )
         for key in table:
             if key in sections[section]:

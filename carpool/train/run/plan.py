@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from transformers import PreTrainedModel
 
 from carpool.parallel.degrees import Degrees
+from carpool.planner.candidate import Candidate
 from carpool.planner.chosen import Chosen, Decisions, Kind
 from carpool.planner.hardware import Hardware
 from carpool.planner.kept import POLICIES
@@ -40,8 +41,8 @@ FREE: Mapping[str, tuple[str, ...]] = {
     ),
     "memory": (*(f"memory.{item}" for item in POLICIES), "training.optimizer_state"),
 }  # fmt: skip
-# The best plans that are looked at, in case some cannot be run; and those that are shown.
-TRIED, SHOWN = 20, 5
+# Plans that are shown.
+SHOWN = 5
 # Of a device's memory; the rest is for what the prediction misses.
 USABLE = 0.92
 
@@ -176,25 +177,20 @@ def make_plan(
             experts="fp8" if config.moe.experts == "fp8" else "grouped",
             pipelines=(config.parallelism.pp_schedule,),
             allowed=allowed,
+            runs=lambda one: _refused(config, _settings(one, free), one.degrees, model, whole=True),
         ),
-        best=TRIED,
+        best=SHOWN,
     )
-    refused = [
-        _refused(config, _of(one, free, hardware).settings, one.candidate.degrees, model, whole=True)
-        for one in found.plans
-    ]
-    plans = [one for one, why in zip(found.plans, refused, strict=True) if why is None]
-    if not plans:
-        why = "; ".join(dict.fromkeys(filter(None, refused)))
-        raise ValueError(f"no plan can be run: {why}" if why else _why_none(found, memory))
-    first, *others = (_of(one, free, hardware) for one in plans[:SHOWN])
+    if not found.plans:
+        raise ValueError(_why_none(found, memory))
+    first, *others = (_of(one, free, hardware) for one in found.plans)
     low, likely, high = first.step_ms
     why = (
         f"{first.label}: the fastest of {sum(found.counts.values()):,} configurations, as modelled on {hardware.name} "
         f"({hardware.source}): a step of {likely:,.1f} ms ({low:,.0f} to {high:,.0f}), {first.exposed_share:.0%} of it "
         f"exposed rides, {first.memory_bytes / 2**30:.1f} GiB of a rank"
     )
-    return Planned(first, tuple(others), dict(plans[0].inputs)), why
+    return Planned(first, tuple(others), dict(found.plans[0].inputs)), why
 
 
 def choose_plan(
@@ -276,19 +272,20 @@ def _refused(
     return None
 
 
+def _settings(one: Candidate, free: Collection[str]) -> dict[str, Any]:
+    """What a candidate sets of what is free, by SECTION.KEY."""
+    flat = one.flat_settings() | {f"parallelism.{axis}_size": one.degrees.size(axis) for axis in AXES}
+    return {key: flat[key] for key in sorted(free) if key in flat}
+
+
 def _of(one: Plan, free: Collection[str], hardware: Hardware) -> Predicted:
     """What is predicted of a plan, and what it sets of what is free."""
-    sections = one.candidate.settings().items()
-    flat = {f"{section}.{key}": value for section, keys in sections for key, value in keys.items()}
-    flat |= {f"parallelism.{axis}_size": one.candidate.degrees.size(axis) for axis in AXES}
-    if one.candidate.policies["dense"] == "recompute":
-        flat["memory.sums"] = one.candidate.policies["sums"]
     exposed, step = one.prediction.exposed, one.prediction.seconds
     rides, experts = exposed.get("dispatch", 0.0) + exposed.get("combine", 0.0), exposed.get("experts", 0.0)
     kinds = {"rides": rides, "experts": experts, "rest": step.middle - rides - experts}
     return Predicted(
         one.candidate.label,
-        {key: flat[key] for key in sorted(free) if key in flat},
+        _settings(one.candidate, free),
         (1e3 * step.low, 1e3 * step.middle, 1e3 * step.high),
         {kind: 1e3 * seconds for kind, seconds in kinds.items()},
         # What is in use beside tensors is counted for GPUs.
@@ -319,6 +316,8 @@ def _moves_state(config: Config, free: Collection[str]) -> bool:
 def _why_none(found: Found, memory: int) -> str:
     most = sorted(found.refused.items(), key=lambda one: -one[1])[:3]
     refused = "; ".join(f"{why} ({number})" for why, number in most)
+    if found.counts.get("predicted"):
+        return f"no plan that fits can be run: {refused}"
     least = ""
     if found.least_memory != float("inf"):
         least = f" The configuration that needs least takes {found.least_memory / 2**30:.1f} GiB of a rank."
