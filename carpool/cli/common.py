@@ -47,6 +47,45 @@ def require(packages: tuple[str, ...]) -> None:
         raise ValueError(f"this needs {', '.join(missing)}: pip install {' '.join(missing)}")
 
 
+def check_writable(option: str, file: Path) -> None:
+    """Raise ValueError if a file cannot be written: before the work whose result it is to hold.
+
+    Args:
+        option: that names it."""
+    if file.is_dir():
+        raise ValueError(f"{option} {file} is a folder: name a file in it")
+    folder = file.absolute().parent
+    if not folder.is_dir():
+        raise ValueError(f"{option} {file}: there is no folder {folder}; make it, or name another file")
+    if not os.access(file if file.exists() else folder, os.W_OK):
+        raise ValueError(f"{option} {file} may not be written here; name another file")
+
+
+def check_output(option: str, folder: Path) -> None:
+    """Raise ValueError if a folder cannot be written: before the work whose results it is to hold."""
+    from carpool.train.run.files import why_not_writable
+
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"{option} {folder} is a file; name a folder")
+    if why := why_not_writable(folder):
+        raise ValueError(f"{option} {folder}: {why}; name another folder")
+
+
+def check_new_folder(option: str, path: Path) -> None:
+    """Raise ValueError unless a folder is there that is empty, or can be made."""
+    check_output(option, path)
+    if path.is_dir() and any(path.iterdir()):
+        raise ValueError(f"{option} {path}: the folder is not empty; choose a new one")
+
+
+def check_run(path: Path) -> None:
+    """Raise ValueError unless it is the folder of a run with checkpoints."""
+    if not path.is_dir():
+        raise ValueError(f"there is no folder {path}; name a run's (training.output_dir)")
+    if not (path / "checkpoints").is_dir():
+        raise ValueError(f"{path} has no checkpoints; name the folder of a run (training.output_dir) that wrote some")
+
+
 @contextlib.contextmanager
 def errors(debug: bool) -> Iterator[None]:
     """Turns what a user can put right into one line, and a failed rank into its traceback and one message."""
@@ -73,20 +112,6 @@ def errors(debug: bool) -> Iterator[None]:
         if isinstance(error, OSError) and error.strerror and error.filename is not None:
             fail(f"{error.filename}: {error.strerror}")
         fail(str(error))
-
-
-def check_writable(option: str, file: Path) -> None:
-    """Raise ValueError if a file cannot be written: before the work whose result it is to hold.
-
-    Args:
-        option: that names it."""
-    if file.is_dir():
-        raise ValueError(f"{option} {file} is a folder: name a file in it")
-    folder = file.absolute().parent
-    if not folder.is_dir():
-        raise ValueError(f"{option} {file}: there is no folder {folder}; make it, or name another file")
-    if not os.access(file if file.exists() else folder, os.W_OK):
-        raise ValueError(f"{option} {file} may not be written here; name another file")
 
 
 def fail(text: str, code: int = 1) -> None:

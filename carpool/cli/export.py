@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from carpool.cli.common import TRAIN_PACKAGES, Debug, errors, require
+from carpool.cli.common import TRAIN_PACKAGES, Debug, check_new_folder, check_run, errors, require
 
 
 def export(
@@ -24,6 +24,8 @@ def export(
     """
     with errors(debug):
         require(TRAIN_PACKAGES)
+        check_run(run)
+        check_new_folder("--out", out)
         from carpool.train.checkpoints.export import export_checkpoint, find_checkpoint
 
         checkpoint = find_checkpoint(run, step)

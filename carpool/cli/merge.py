@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from carpool.cli.common import TRAIN_PACKAGES, Debug, errors, require
+from carpool.cli.common import TRAIN_PACKAGES, Debug, check_new_folder, check_run, errors, require
 
 
 def merge(
@@ -24,6 +24,8 @@ def merge(
     """
     with errors(debug):
         require((*TRAIN_PACKAGES, "peft"))
+        check_run(run)
+        check_new_folder("--out", out)
         from carpool.train.checkpoints.merge import merge_adapter
 
         typer.echo(f"merged model of {run}: {merge_adapter(run, out, base=base)}")

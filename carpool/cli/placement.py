@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from carpool.cli.common import TRAIN_PACKAGES, Debug, Seed, check_writable, command, errors, require
+from carpool.cli.common import TRAIN_PACKAGES, Debug, Seed, check_output, check_writable, command, errors, require
+from carpool.serve.folder import check_folder
 
 if TYPE_CHECKING:
     from carpool.planner.cost import CostModel
@@ -61,6 +62,7 @@ def trace(
     """Record which experts the tokens of a text choose in each layer of a model, for `carpool place`."""
     with errors(debug):
         require(TRAIN_PACKAGES)
+        check_folder(model)
         check_writable("--out", out)
         from transformers.utils.logging import disable_progress_bar
 
@@ -133,6 +135,7 @@ def place(
     place.png shows the layer in the middle.
     """
     with errors(debug):
+        check_output("--out", out)
         from importlib.util import find_spec
 
         from rich.progress import track

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from carpool.cli.common import Debug, command, errors
+from carpool.cli.common import Debug, check_output, command, errors
 
 if TYPE_CHECKING:
     from carpool.planner.hardware import Hardware
@@ -62,6 +62,8 @@ def plan(
     Nothing is measured. Each configuration is a file that `carpool train --config` takes.
     """
     with errors(debug):
+        if out is not None:
+            check_output("--out", out)
         from carpool.planner.constraints import read_constraints
         from carpool.planner.hardware import find_hardware
         from carpool.planner.model_shape import ModelShape

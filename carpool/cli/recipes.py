@@ -18,6 +18,7 @@ from carpool.cli.common import (
     Ranks,
     RanksDebug,
     Seed,
+    check_output,
     command,
     errors,
     require,
@@ -102,6 +103,7 @@ def compare_recipes(
 ) -> None:
     """Replay a trace under each recipe, one thing varied: rows, load, modelled time, what was moved."""
     with errors(debug):
+        check_output("--out", out)
         from rich.console import Console
         from rich.progress import Progress
 
@@ -198,14 +200,14 @@ def race_recipes(
     """
     with errors(debug):
         require(TRAIN_PACKAGES)
+        if not names.strip():
+            raise ValueError("--recipes is empty: name some; `carpool recipes list` has all")
         from carpool.bench.model.settings import CONTENDERS, Settings
         from carpool.bench.options import one_of, split
         from carpool.recipes.race import race
         from carpool.transport import find_transport
 
         find_transport(transport)
-        if not names.strip():
-            raise ValueError("--recipes is empty: name some; `carpool recipes list` has all")
         for name in split(beside):
             one_of("--beside", name, CONTENDERS)
         settings = Settings(

@@ -109,6 +109,10 @@ def generate(
         check_folder(model)
         if (prompt is None) == (prompts is None):
             raise ValueError("give --prompt TEXT, or --prompts FILE.jsonl")
+        if prompts is not None and not prompts.is_file():
+            raise ValueError(f"--prompts: there is no file {prompts}")
+        if out is not None:
+            check_writable("--out", out)
         with collector_paused():
             from carpool.bench.options import one_of
             from carpool.serve.experts import PREDICTORS, ExpertTier, Where
@@ -125,8 +129,6 @@ def generate(
             "predictor": predictor,
         }
         there = ExpertTier(**tier)  # before ranks start
-        if out is not None:
-            check_writable("--out", out)
         asked = [{"prompt": one} for one in prompt or ()] if prompts is None else read_prompts(prompts)
         options = _options(max_new_tokens, temperature, top_k, top_p, seed)
         if dry_run:

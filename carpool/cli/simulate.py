@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from carpool.cli.common import Debug, errors
+from carpool.cli.common import Debug, check_output, errors
 
 
 def simulate(
@@ -55,6 +56,10 @@ def simulate(
     --show RUN --compare OUT` shows both. profile/trace.json.gz is for ui.perfetto.dev.
     """
     with errors(debug):
+        check_output("--out", out)
+        for option, value in (("--mtbf-hours", mtbf_hours), ("--checkpoint-seconds", checkpoint_seconds)):
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"{option} {value:g} must be a positive number")
         from rich.console import Console
 
         from carpool.placement.trace import Trace

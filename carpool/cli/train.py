@@ -65,14 +65,15 @@ def train(
         _explain_config()
         return
     with errors(debug):
-        from carpool.recipes import names, path_of
         from carpool.train.config import resolve_config
 
-        if config is not None and not config.exists() and str(config) in names():
-            config = path_of(str(config))
+        if config is not None and not config.suffix and not config.exists():
+            config = _recipe(str(config))
         resolved = resolve_config(config, overrides or [])
         settings = resolved.config
         require(TRAIN_PACKAGES)
+        if not dry_run and not show_examples:
+            _check_output(settings)  # before reading data and starting ranks, which take a while
         check_paths(settings)
         if dry_run:
             with collector_paused():
@@ -87,16 +88,14 @@ def train(
 
             show(settings, show_examples, Console())
             return
-        from carpool.train.launch.start import find_world, run
-        from carpool.train.run.files import check_no_run
+        from carpool.train.launch.start import find_world, run, startable_ranks
 
-        if settings.training.resume_from_checkpoint is None:
-            check_no_run(Path(settings.training.output_dir))  # ranks take a while to start
         if compare is not None:
             from carpool.transport import find_transport
 
             find_transport(compare)
         if find_world(os.environ) is None:
+            startable_ranks(settings)
             with Console(stderr=True).status("reading data"):
                 read_data(settings)  # once, with its errors, while there are no ranks
         entry = "carpool.train.run.loop:train"
@@ -179,6 +178,36 @@ def _explain_config() -> None:
         console.print(f"      {escape(description)}", highlight=False)
 
 
+def _recipe(name: str) -> Path:
+    """The file of a recipe, for --config."""
+    from carpool.plugins.nearest import nearest
+    from carpool.recipes import names, path_of
+
+    if name in (known := names()):
+        return path_of(name)
+    close = nearest(name, known)
+    hint = f" (did you mean {close}?)" if close else ""
+    raise ValueError(f"--config {name}: there is no such file, and no such recipe{hint}; see `carpool recipes list`")
+
+
+def _check_output(config: Config) -> None:
+    """Refuses a folder that cannot be written, or in which another run is."""
+    from carpool.train.launch.start import find_world
+    from carpool.train.run.files import check_no_run, why_not_writable
+
+    folder, resume = Path(config.training.output_dir), config.training.resume_from_checkpoint
+    if resume is None:
+        check_no_run(folder)
+    elif resume == "last" and not (folder / "checkpoints").is_dir():
+        raise ValueError(
+            f"training.resume_from_checkpoint = 'last', but {folder} holds no checkpoint; check training.output_dir, "
+            "or leave training.resume_from_checkpoint out to begin with new weights"
+        )
+    # Ranks that are there already try together.
+    if find_world(os.environ) is None and (why := why_not_writable(folder)):
+        raise ValueError(f"training.output_dir = {folder}: {why}; choose another folder")
+
+
 def read_data(config: Config) -> None:
     """Tokenizes the data of a run, unless that has been done, and refuses what cannot be used."""
     from carpool.train.data.corpus import prepare
@@ -193,8 +222,12 @@ def read_data(config: Config) -> None:
 
 def check_paths(config: Config) -> None:
     """Refuses paths where nothing is, before any rank is started."""
+    from carpool.train.config.published import read_keys
+
     if config.model.path is not None and not (Path(config.model.path) / "config.json").is_file():
         raise ValueError(f"model.path: {config.model.path} is no checkpoint folder (it has no config.json)")
+    if config.model.path is not None:
+        read_keys(config.model.path)  # is it whole?
     if config.moe.layout != "contiguous" and not Path(config.moe.layout).is_file():
         raise ValueError(f'moe.layout: the file {config.moe.layout} does not exist; give "contiguous" or a JSON file')
     resume = config.training.resume_from_checkpoint
@@ -203,8 +236,13 @@ def check_paths(config: Config) -> None:
             f'training.resume_from_checkpoint: {resume} is no folder; give "last" or a folder such as '
             f"{Path(config.training.output_dir) / 'checkpoints' / 'step-00000100'}"
         )
+    from carpool.planner.hardware import find_hardware
+    from carpool.train.data.chat import read_template
     from carpool.train.data.corpus import check_sources
     from carpool.train.data.tokenizer import load_tokenizer
 
+    if config.parallelism.hardware is not None:
+        find_hardware(config.parallelism.hardware)
+    read_template(config.data)
     check_sources(config.data)
     load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)

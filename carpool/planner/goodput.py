@@ -49,10 +49,10 @@ class Failures:
     restart: float
 
     def __post_init__(self) -> None:
-        if self.mtbf <= 0 or self.checkpoint <= 0 or self.restart < 0:
+        if not (0 < self.mtbf < math.inf and 0 < self.checkpoint < math.inf and 0 <= self.restart < math.inf):
             raise ValueError(
-                f"times between failures and of a checkpoint must be positive, and that of a restart not negative; "
-                f"they are {self.mtbf:g}, {self.checkpoint:g} and {self.restart:g} s"
+                f"times between failures and of a checkpoint must be positive, and that of a restart not negative, "
+                f"and finite; they are {self.mtbf:g}, {self.checkpoint:g} and {self.restart:g} s"
             )
 
     @classmethod

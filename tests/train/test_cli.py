@@ -101,15 +101,53 @@ def test_errors_of_the_input_are_one_line(tmp_path):
         ("training.resume_from_checkpoint={}/no", "training.resume_from_checkpoint: {}/no is no folder"),
         ("data.tokenizer={}", "tokenizer: {}/tokenizer.json does not exist"),
         ("training.output_dir={}/run", "{}/run already holds a run: continue it with"),
+        ("training.output_dir={}/file", "training.output_dir = {}/file: nothing can be written to it"),
+        ("training.resume_from_checkpoint=last", "training.resume_from_checkpoint = 'last', but"),
+        ("data.chat_template={}/no.jinja", "data.chat_template: the file {}/no.jinja does not exist"),
+        ("parallelism.hardware=H2000", "hardware 'H2000' is not known; did you mean H200?"),
+        ("parallelism.num_ranks=100000", "parallelism.num_ranks = 100000 processes take"),
+        ("parallelism.ep_size=3", "parallelism.ep_size = 3 must divide"),
+        ("--config=lancett", "--config lancett: there is no such file, and no such recipe (did you mean lancet?)"),
     ],
 )
 def test_paths_are_checked_before_ranks_are_started(monkeypatch, tmp_path, setting, message):
     monkeypatch.setattr("carpool.train.launch.start.run", pytest.fail)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").touch()
-    found = error_of("train", setting.format(tmp_path))
+    (tmp_path / "file").touch()
+    free = [] if "output_dir" in setting else [f"training.output_dir={tmp_path / 'new'}"]
+    found = error_of("train", setting.format(tmp_path), *free)
     assert found.startswith(f"error: {message.format(tmp_path)}")
     assert len(found.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ("export {0}/no --out {0}/new", "there is no folder {0}/no"),
+        ("export {0} --out {0}/new", "{0} has no checkpoints; name the folder of a run"),
+        ("export {0}/run --out {0}/run", "--out {0}/run: the folder is not empty"),
+        ("merge {0}/run --out {0}/file", "--out {0}/file is a file; name a folder"),
+        ("generate {0}/run --prompt x --out {0}/no/x", "--out {0}/no/x: there is no folder {0}/no; make it"),
+        ("generate {0}/run --prompts {0}/no", "--prompts: there is no file {0}/no"),
+        ("eval {0}/run --data {0}/no", "--data: there is no file {0}/no"),
+        ("chat {0}", "{0} has neither a config.json"),
+        ("trace {0}/run --out {0}/run", "--out {0}/run is a folder: name a file in it"),
+        ("place {0}/no --ranks 2 --out {0}/file", "--out {0}/file is a file; name a folder"),
+        ("plan --model x --gpus 4 --tokens-per-batch 4K --out {0}/file", "--out {0}/file is a file; name a folder"),
+        ("simulate {0}/no --out {0}/file", "--out {0}/file is a file; name a folder"),
+        ("simulate {0}/no --out {0}/new --mtbf-hours nan", "--mtbf-hours nan must be a positive number"),
+        ("doctor --measure --out {0}/no/x.json", "--out {0}/no/x.json: there is no folder {0}/no; make it"),
+    ],
+)
+def test_what_a_command_reads_and_writes_is_checked_before_its_work(tmp_path, asked, message):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").touch()
+    (tmp_path / "run" / "checkpoints").mkdir()
+    (tmp_path / "file").touch()
+    found = error_of(*asked.format(tmp_path).split())
+    assert found.startswith(f"error: {message.format(tmp_path)}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run"]
 
 
 def test_a_folder_that_holds_a_run_is_profiled(monkeypatch, tmp_path):

@@ -150,10 +150,10 @@ def test_all_wrong_values_are_told_at_once(tmp_path):
 
 def test_files_that_are_none(tmp_path):
     assert "does not exist" in error(tmp_path / "missing.toml")
-    assert "cannot be read" in error(tmp_path)
+    assert "is a folder; name a TOML file" in error(tmp_path)
     assert "is not valid TOML" in error(write(tmp_path, "[training\n"))
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
-    assert "cannot be read" in error(tmp_path / "binary.toml")
+    assert "is not text; name a TOML file" in error(tmp_path / "binary.toml")
 
 
 def test_models_that_contradict_themselves():

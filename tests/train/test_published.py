@@ -251,3 +251,9 @@ def test_tokens_beyond_a_smaller_vocabulary_are_the_tokenizer_s() -> None:
 def test_a_vocabulary_smaller_than_the_tokenizer_s_is_refused() -> None:
     with pytest.raises(ValueError, match=r"vocab_size = 300 is smaller than the tokenizer's vocabulary of 320"):
         _dry_run("model.config=olmoe-1b-7b", "model.config.vocab_size=300")
+
+
+def test_an_attention_that_does_not_exist_is_refused():
+    config = load_config(None, ["model.attn_implementation=flex_atention"])
+    with pytest.raises(ValueError, match=r"model.attn_implementation = 'flex_atention'.*did you mean flex_attention"):
+        model_source(config, BytesTokenizer())

@@ -146,8 +146,12 @@ def _read(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise ValueError(f"configuration file {path} does not exist") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"configuration file {path} cannot be read: {error}") from None
+    except IsADirectoryError:
+        raise ValueError(f"configuration file {path} is a folder; name a TOML file") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"configuration file {path} is not text; name a TOML file") from None
+    except OSError as error:
+        raise ValueError(f"configuration file {path} cannot be read: {error.strerror}") from None
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -170,6 +174,7 @@ def _parse_override(override: str) -> dict[str, Any]:
     if not equals or not all(parts):
         raise ValueError(
             f"cannot read the override {override!r}: expected section.key=value, such as training.max_steps=200"
+            + ("" if equals else "; a file, or a recipe, is named by --config")
         )
     text = text.strip()
     try:

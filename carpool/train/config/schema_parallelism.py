@@ -189,7 +189,8 @@ class ParallelismSection(Section):
         copy = math.prod(shared.values())
         if copy % ((self.ep_size or 1) * self.etp_size):
             raise ValueError(
-                f"{self._experts} must divide {' * '.join(shared)} = {' * '.join(map(str, shared.values()))} = {copy}"
+                f"{self._experts} must divide {' * '.join(shared)} = {' * '.join(map(str, shared.values()))} = {copy}; "
+                f"these do: {', '.join(str(n) for n in range(1, copy + 1) if copy % n == 0)}"
             )
         return fsdp_size, copy
 

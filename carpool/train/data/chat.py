@@ -232,6 +232,8 @@ def read_template(data: DataSection) -> str | None:
         return None
     try:
         return Path(data.chat_template).expanduser().read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ValueError(f"data.chat_template: the file {data.chat_template} does not exist") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"data.chat_template: {data.chat_template} cannot be read: {error}") from None
 

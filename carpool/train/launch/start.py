@@ -39,6 +39,8 @@ from carpool.train.launch.world import World, find_world
 __all__ = ["Interrupted", "RankFailure", "Stopped", "World", "find_world", "local_ranks", "run", "use_cuda"]
 
 CPU_RANKS = 4
+# Of libraries and their buffers, measured.
+_RANK_BYTES = 330 * 2**20
 # How long ranks that were told to stop may take before they are killed.
 _STOP_SECONDS = 10
 
@@ -62,9 +64,7 @@ def run(config: Config, entry: Callable[..., None] | str, *, debug: bool = False
     name = entry if isinstance(entry, str) else entry_name(entry)
     world = find_world(os.environ)
     if world is None:
-        ranks = local_ranks(config)
-        config.parallelism.check_ranks(ranks)
-        _start(config, name, kwargs, ranks, debug)
+        _start(config, name, kwargs, startable_ranks(config), debug)
         return
     config.parallelism.check_ranks(world.world_size)
     os.environ.update(world.environment())
@@ -102,6 +102,23 @@ def local_ranks(config: Config) -> int:
             "parallelism.device=cpu, or start the ranks of several machines with torchrun or srun"
         )
     return gpus if asked is None else asked
+
+
+def startable_ranks(config: Config) -> int:
+    """`local_ranks`, if this machine can start so many.
+
+    Raises:
+        ValueError: it cannot, or the degrees of parallelism do not fit their number."""
+    ranks = local_ranks(config)
+    config.parallelism.check_ranks(ranks)
+    needed, memory = ranks * _RANK_BYTES, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > memory:
+        raise ValueError(
+            f"parallelism.num_ranks = {ranks} processes take {needed / 1e9:,.0f} GB before they train anything, and "
+            f"this machine has {memory / 1e9:,.0f} GB: lower it, or start the ranks of several machines with torchrun "
+            "or srun"
+        )
+    return ranks
 
 
 def _start(config: Config, entry: str, kwargs: dict[str, Any], ranks: int, debug: bool) -> None:

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from carpool.planner.chosen import Decisions
-from carpool.train.checkpoints.ranks import from_rank_0
 
 METRICS, INFO, CONFIG, LAYOUT, SUMMARY = "metrics.jsonl", "run.json", "config.toml", "layout.json", "summary.json"
 DECISIONS = "decisions"  # the section of run.json
@@ -90,6 +89,8 @@ def read_info(folder: Path) -> dict[str, Any] | None:
 
 def decisions_of(folders: Sequence[Path]) -> Decisions:
     """What a run chooses that goes on from these run directories, of which the first with a run.json counts."""
+    from carpool.train.checkpoints.ranks import from_rank_0  # with PyTorch, which `check_no_run` does without
+
     return Decisions(lambda: read_record(folders, DECISIONS), from_rank_0)
 
 

@@ -14,6 +14,7 @@ import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from carpool.hf.attention import fused_attention
@@ -28,7 +29,7 @@ from carpool.parallel.degrees import Degrees
 from carpool.planner.chosen import Kind
 from carpool.plugins.nearest import nearest
 from carpool.train.config.published import FROM, read_keys
-from carpool.train.config.schema import Config
+from carpool.train.config.schema import Config, ModelSection
 from carpool.train.data.formats import are_packed
 from carpool.train.data.tokenizer import Tokenizer
 
@@ -59,10 +60,11 @@ def model_source(config: Config, tokenizer: Tokenizer) -> PreTrainedConfig | Pat
     """What to build: a checkpoint folder, or a transformers configuration for a model from scratch.
 
     Raises:
-        ValueError: an architecture that transformers does not have, a configuration key that it does not know, a
-            vocabulary smaller than the tokenizer's, or settings for a checkpoint, which has its own.
+        ValueError: an architecture or an attention that transformers does not have, a configuration key that it
+            does not know, a vocabulary smaller than the tokenizer's, or settings for a checkpoint, which has its own.
     """
     model = config.model
+    check_attention(model)
     keys, model_type = dict(model.config), model.model_type
     if model.path is not None:
         if not model.from_scratch:
@@ -173,6 +175,15 @@ def attention_of(config: Config, degrees: Degrees, model: PreTrainedModel, cuda:
         compiled = training.torch_compile and not cuda
         return None if compiled or why_no_bounds(model, cuda, half) else DOCUMENTS
     return fused_attention(model) if cuda and not packed and not unsure else None
+
+
+def check_attention(model: ModelSection) -> None:
+    """Raise ValueError for an attention that transformers does not know. Those with a slash are its kernels."""
+    name, known = model.attn_implementation, ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys())
+    if name is not None and name not in known and "/" not in name:
+        close = nearest(name, known)
+        hint = f" (did you mean {close}?)" if close else ""
+        raise ValueError(f"model.attn_implementation = {name!r}: expected one of {', '.join(sorted(known))}{hint}")
 
 
 def distributed_config(degrees: Degrees, bf16: bool) -> DistributedConfig:
