@@ -57,9 +57,9 @@ def simulate(
     """
     with errors(debug):
         check_output("--out", out)
-        for option, value in (("--mtbf-hours", mtbf_hours), ("--checkpoint-seconds", checkpoint_seconds)):
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"{option} {value:g} must be a positive number")
+        for option, given in (("--mtbf-hours", mtbf_hours), ("--checkpoint-seconds", checkpoint_seconds)):
+            if given is not None and not 0 < given < math.inf:
+                raise ValueError(f"{option} {given:g} must be a positive number")
         from rich.console import Console
 
         from carpool.placement.trace import Trace
