@@ -9,6 +9,9 @@ does not ask: carpool/hf/router_logits.py), and FSDP on experts that it shards b
 ride's own preparation (a few operations on choices) is compiled for each layer anew, from the ninth on not at all, and
 PyTorch's log says so: `recompile_limit`. Rides themselves are the same everywhere.
 
+A layer that is computed again (`carpool.hf.recompute`) is compiled inside of PyTorch's checkpoint, and runs
+twice. Layers of Transformers call their checkpoint themselves, and a compiler that meets one compiles nothing.
+
 What grows with each call, like the prefix of a text that is sampled, or looks into layers by hooks, runs eagerly.
 """
 
@@ -26,6 +29,9 @@ from carpool.hf.build import experts_modules
 from carpool.hf.expert_parallel import rides
 from carpool.hf.names import list_number
 from carpool.hf.router_logits import add_collected, traced_logits, with_logits
+
+# Of a layer's arguments, while it is computed again: as Transformers has it.
+_NO_CACHE = {"use_cache": False, "past_key_values": None, "layer_past": None}
 
 
 def compile_layers(model: nn.Module, backend: str = "inductor") -> int:
@@ -53,15 +59,31 @@ def _compiled(layer: nn.Module, backend: str) -> Callable[..., Any]:
     own: Any = layer.forward
     # The class's function, which layers share. One that somebody put in its place is compiled for itself.
     function = own.__func__ if getattr(own, "__self__", None) is layer else _without_layer(own)
+    inside, own_rides = _inside_checkpoint(function), list(rides(layer).values())
+    checkpoints, function = inside is not function, inside
     run, traced = torch.compile(with_logits, backend=backend), traced_logits(layer)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        out, logits = run(function, layer, traced, args, kwargs)
+        if checkpoints and layer.gradient_checkpointing and layer.training:
+            kwargs |= {name: value for name, value in _NO_CACHE.items() if name in kwargs}
+            # What is made for the first time cuts the graph of the first forward, and not that of the second.
+            settled = all(one.settled for one in own_rides)
+            again, call = cast(Any, layer)._gradient_checkpointing_func, run if settled else with_logits
+            out, logits = again(call, function, layer, traced, args, kwargs)
+        else:
+            out, logits = run(function, layer, traced, args, kwargs)
         if logits:
             add_collected(logits)
         return out
 
     return forward
+
+
+def _inside_checkpoint(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's forward without the checkpoint that `GradientCheckpointingLayer` puts around it."""
+    while getattr(getattr(function, "__code__", None), "co_name", "") == "forward_with_checkpointing":
+        function = cast(Any, function).__wrapped__
+    return function
 
 
 def _without_layer(own: Callable[..., Any]) -> Callable[..., Any]:

@@ -168,6 +168,10 @@ class ExpertRides(LayerCore):
             y_TH = self.projections[1](y_TH)
         return y_TH
 
+    @property
+    def settled(self) -> bool:
+        return self._adapters_checked and super().settled
+
     # A walk over the whole model: traced by torch.compile, it took a minute and was different for each layer.
     @torch._disable_dynamo
     def _check_adapters(self) -> None:

@@ -300,11 +300,17 @@ class LayerCore:
 
     def ride_setup(self, transport: Transport, device: torch.device) -> RideSetup:
         """What this layer's rides are made of now."""
-        setup = self._setup
-        if setup is None or setup.transport is not transport or self._computed_by is not self.compute:
+        if self._setup is None or self._setup.transport is not transport or not self.settled:
             return self._make_setup(transport, device)
-        same = setup.hooks is self.hooks and setup.owed is self.owed
-        return setup if same else self._make_setup(transport, device)
+        return self._setup
+
+    @property
+    def settled(self) -> bool:
+        """Whether the next forward makes nothing for the first time, at which `torch.compile` would cut its graph."""
+        setup = self._setup
+        if self.transport is None or setup is None or setup.transport is not self.transport:
+            return False
+        return self._computed_by is self.compute and setup.hooks is self.hooks and setup.owed is self.owed
 
     # -- the forward -----------------------------------------------------------------------------------------------
 

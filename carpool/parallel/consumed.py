@@ -7,7 +7,8 @@ them. Without clipping each parameter may be updated as soon as its own gradient
     backward of layer 1                 gradient of its experts -> update -> freed
 
 A bfloat16 parameter then takes 6 bytes in place of 8 (8-bit moments): weight 2, low bits 2, moments 2. And what its
-update brings from host memory travels beside the backward of the layers below.
+update brings from host memory travels beside the backward of the layers below, for which a few gradients stay until
+their update is done: `HELD` times the elements of the largest parameter.
 
     parameters                            their gradient is final                   updated
     of one process, or sharded by FSDP2   when autograd or FSDP2 has it             then
@@ -29,6 +30,7 @@ Every parameter has one gradient in a step: no micro-batches are added, and no r
 from __future__ import annotations
 
 import math
+from collections import deque
 from typing import Any
 
 import torch
@@ -44,6 +46,8 @@ from carpool.parallel.replicated import replicated
 
 # Gradients wait until there are so many elements, and go in one launch.
 LEAST_ELEMENTS = 2**20
+# Of gradients that wait for an update beside the backward: those of an expert layer are its two largest parameters.
+HELD = 2
 
 
 class ConsumedGradients:
@@ -66,6 +70,9 @@ class ConsumedGradients:
         self._parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
         self._waiting: list[torch.Tensor] = []
         self._events: list[Any] = []
+        # Gradients that an update beside the backward reads, oldest first: until when, and elements.
+        self._held: deque[tuple[list[Any], list[torch.Tensor | None], int]] = deque()
+        self._most_held = HELD * max(local(parameter).numel() for parameter in self._parameters)
         self._begun = False
         device = self._parameters[0].device
         self._squares, self._factor = torch.zeros((), device=device), torch.ones((), device=device)
@@ -91,6 +98,7 @@ class ConsumedGradients:
         self._factor = torch.where(fine > 0, clip_factor(self.norm, self._max_norm), torch.nan)
         self._squares.zero_()
         self._waiting.clear()
+        self._let_go(0)
         self.optimizer.begin(self._factor)
         self._begin(True)
 
@@ -104,10 +112,10 @@ class ConsumedGradients:
         waiting = set(self._waiting)
         self._waiting += [p for p in self._parameters if p.grad is not None and p not in waiting]
         self._flush()
-        for event in self._events:
-            torch.cuda.current_stream().wait_event(event)
+        _wait(self._events)
         self._events.clear()
         self.optimizer.finish(self._factor)
+        self._held.clear()
         self._begin(False)
         if dist.is_initialized():
             dist.all_reduce(self._squares)
@@ -134,16 +142,32 @@ class ConsumedGradients:
     def _flush(self) -> None:
         """Update what waits, and free its gradients."""
         cuda = bool(self._events)
-        for event in self._events:
-            torch.cuda.current_stream().wait_event(event)
+        _wait(self._events)
         add_squares(self._waiting, self._squares)
-        self.optimizer.update(self._waiting, self._factor)
+        done = self.optimizer.update(self._waiting, self._factor)
         if self._away is not None:
+            _wait(done)
             self._away.updated(self._waiting)
-        for parameter in self._waiting:
-            if cuda and parameter.grad is not None:
+        gradients = [parameter.grad for parameter in self._waiting]
+        for parameter, gradient in zip(self._waiting, gradients, strict=True):
+            if cuda and gradient is not None:
                 # It may have been made on another stream, which must not get its memory back too early.
-                local(parameter.grad).record_stream(torch.cuda.current_stream())
+                local(gradient).record_stream(torch.cuda.current_stream())
             parameter.grad = None
+        if done:
+            self._held.append((done, gradients, sum(local(one).numel() for one in gradients if one is not None)))
+            self._let_go(self._most_held)
         self._waiting.clear()
         self._events = [torch.cuda.current_stream().record_event()] if cuda else []
+
+    def _let_go(self, most: int) -> None:
+        """Keep gradients of `most` elements, and the memory of older ones once their update is done."""
+        while self._held and sum(elements for *_, elements in self._held) > most:
+            events, gradients, _ = self._held.popleft()
+            _wait(events)
+            del gradients
+
+
+def _wait(events: list[Any]) -> None:
+    for event in events:
+        torch.cuda.current_stream().wait_event(event)

@@ -363,8 +363,6 @@ class _Search:
                     base,
                     policies={**KEEP, **policies},
                     optimizer_state=state,
-                    # Layers that are computed again are not compiled.
-                    compiled=base.compiled and policies.get("dense") != "recompute",
                 )
                 if (rule := refusal(sizes_of(one.degrees), one.flat_settings())) is not None:
                     self.refused[f"{' and '.join(rule.axes)}: {rule.why}"] += 1

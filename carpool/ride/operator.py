@@ -30,6 +30,7 @@ import torch
 from carpool.experts.base import NUM_BASE, NUM_TRAINED, ExpertWeights
 from carpool.kernels.numbered import by_number
 from carpool.memory import Rows
+from carpool.memory.recompute import kept_rides
 from carpool.ride.kept import bring_back, put_away
 from carpool.ride.setup import RideSetup
 from carpool.transport.base import Route
@@ -69,19 +70,29 @@ def ride_operator(
     # Slices of an expert have its weight.
     slices = weight_TK.shape[1] // max(1, expert_TK.shape[1])
     found.stats.count(expert_TK, weight_TK[:, ::slices])
-    with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.no_grad():
-        started = found.order.start(x_TH, weight_TK, slot_TK, weights, found)
+
+    def take() -> tuple[torch.Tensor, Any]:
+        inputs = x_TH, weight_TK, slot_TK
+        started = found.order.start(*inputs, weights, found)
         y_TH, kept = found.order.forward(started, weights, found, backward)
-        kept = None if kept is None else put_away(kept, found)
+        return y_TH, None if kept is None else _swap(put_away(kept, found), lambda tensor: _lend(tensor, inputs))
+
+    region = kept_rides() if backward else None
+    with torch._C._ForceDispatchKeyGuard(*_OUTSIDE), torch.no_grad():
+        # The graph may write over what it is given; the region gives it once more.
+        y_TH, kept = take() if region is None else _apart(*region.ride(take))
     number = next(_tickets)
     ticket = torch.tensor([number], device="cpu")
     if kept is not None:
-        inputs = x_TH, weight_TK, slot_TK
         # With its setup, which the layer may replace before the backward runs.
-        _KEPT[number] = _swap(kept, lambda tensor: _lend(tensor, inputs)), found
+        _KEPT[number] = kept, found
         # On the storage: what autograd hands back shares it, but is not the same tensor.
         weakref.finalize(ticket.untyped_storage(), _KEPT.pop, number, None).atexit = False
     return y_TH, ticket
+
+
+def _apart(y_TH: torch.Tensor, kept: Any) -> tuple[torch.Tensor, Any]:
+    return y_TH.clone(), kept
 
 
 @ride_operator.register_fake

@@ -11,6 +11,7 @@ import carpool.hf
 from carpool.hf.balance import balance_loss
 from carpool.hf.build import build_model, make_config
 from carpool.hf.compiled import compile_layers, decoder_layers, eagerly
+from carpool.hf.recompute import recompute_layers
 from carpool.hf.router_logits import RouterLogits
 from carpool.parallel.degrees import Degrees
 from carpool.train.run.model import distributed_config
@@ -29,10 +30,10 @@ def make(kind: str, **more: object) -> nn.Module:
     return model
 
 
-def answer(model: nn.Module) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def answer(model: nn.Module, router_logits: bool = True) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     model.zero_grad(set_to_none=True)
     tokens = torch.arange(24).reshape(2, 12) % 64
-    loss = model(input_ids=tokens, labels=tokens, use_cache=False, output_router_logits=True).loss
+    loss = model(input_ids=tokens, labels=tokens, use_cache=False, output_router_logits=router_logits).loss
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -49,6 +50,25 @@ def test_compiled_layers_give_the_same_loss_and_gradients() -> None:
     with eagerly():
         again, theirs = answer(model)
     assert torch.equal(again, loss) and all(torch.equal(theirs[name], g) for name, g in gradients.items())
+
+
+@pytest.mark.parametrize("ride_again", [False, True])
+def test_layers_that_are_computed_again_are_compiled_too(ride_again: bool) -> None:
+    model = make("olmoe", num_experts=4, num_experts_per_tok=2).train()
+    loss, gradients = answer(model, router_logits=False)
+    recompute_layers(model, ride_again)
+    torch._dynamo.reset()
+    compile_layers(model, "aot_eager")
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    with RouterLogits(model).collect() as logits:
+        compiled, ours = answer(model, router_logits=False)
+    assert len(logits) == 3
+    # Once for all layers.
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 1
+    torch.testing.assert_close(compiled, loss, rtol=1e-6, atol=0.0)
+    assert ours.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-7, msg=name)
 
 
 def test_layers_without_experts_are_compiled_too() -> None:

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 
 from carpool.memory.optimizer import AdamW, streamed, update
-from carpool.memory.optimizer.kernel import _code
-from carpool.memory.optimizer.moments import DTYPES, dynamic_map, midpoints
+from carpool.memory.optimizer.kernel import _code, code_tables
+from carpool.memory.optimizer.moments import DTYPES, dynamic_map, quantise, thresholds
 from tests.optimizer_problem import groups, masters, parameters, train
 
 
@@ -45,23 +45,33 @@ def test_the_kernel_equals_plain_pytorch(dtype: torch.dtype, moments: str) -> No
 
 
 @triton.jit
-def _codes(values, bounds, out, SIGNED: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _codes(values, tables, codes, SIGNED: tl.constexpr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    tl.store(out + at, _code(tl.load(values + at), bounds, SIGNED))
+    tl.store(codes + at, _code(tl.load(values + at), tables, SIGNED))
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_the_guess_of_a_code_is_mended_everywhere(signed: bool) -> None:
-    """At every bound, value and power of ten, just beside them, and between."""
-    special = torch.cat([midpoints(signed), dynamic_map(signed), 10.0 ** -torch.arange(12.0), torch.zeros(1)])
+def test_codes_are_those_of_plain_pytorch_everywhere(signed: bool) -> None:
+    """At every bound, value and power of ten, just beside them, and between. A code is the nearest."""
+    values = dynamic_map(signed)
+    bounds = (values[:-1] + values[1:]) / 2
+    special = torch.cat([bounds, values, thresholds(signed), 10.0 ** -torch.arange(12.0), torch.zeros(1)])
     near = [special, special.nextafter(torch.tensor(2.0)), special.nextafter(torch.tensor(-2.0))]
-    values = torch.cat([*near, 10 ** (-9 * torch.rand(3000, generator=torch.Generator().manual_seed(0)))])
-    values = torch.cat([values, -values]).clamp(-1, 1) if signed else values.clamp(0, 1)
-    values = torch.nn.functional.pad(values, (0, -len(values) % 1024))
-    out = torch.zeros(len(values), dtype=torch.int32)
-    _codes[(len(values) // 1024,)](values, midpoints(signed), out, SIGNED=signed, SIZE=1024)
-    assert torch.equal(out, torch.bucketize(values, midpoints(signed), right=True).int())
-    assert len(out.unique()) == 256
+    found = torch.cat([*near, 10 ** (-9 * torch.rand(3000, generator=torch.Generator().manual_seed(0)))])
+    found = torch.cat([found, -found]).clamp(-1, 1) if signed else found.clamp(0, 1)
+    found = torch.nn.functional.pad(found, (0, -len(found) % 255)).view(-1, 255)
+    # Each block's largest is 1.
+    blocks = torch.nn.functional.pad(found, (1, 0), value=1.0)
+    values_B = torch.nn.functional.pad(blocks.flatten(), (0, -blocks.numel() % 1024))
+    codes = torch.zeros(len(values_B), dtype=torch.int32)
+    _codes[(len(values_B) // 1024,)](values_B, code_tables(found.device), codes, SIGNED=signed, SIZE=1024)
+    assert len(codes.unique()) == 256
+    nearest = torch.bucketize(values_B, bounds, right=True).int()
+    between = (values_B.unsqueeze(-1) - bounds).abs().amin(-1) < 1e-6 * values_B.abs()
+    assert torch.equal(codes[~between], nearest[~between]) and (codes - nearest).abs().max() <= 1
+    theirs, _ = quantise(blocks, signed)
+    ours = codes[: blocks.numel()].view(blocks.shape)
+    assert torch.equal(ours if signed else torch.where(blocks > 0, ours.clamp(min=1), ours), theirs.int())
 
 
 @pytest.mark.parametrize("moments", ["bfloat16", "int8"])

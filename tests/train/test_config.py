@@ -257,8 +257,3 @@ def test_every_key_is_described():
     assert [name for name, *_ in described] == [f"{section}.{key}" for section, _, key in keys()]
     for name, kind, default, description in described:
         assert kind and default and len(description) > 10, name
-
-
-def test_compiled_layers_are_not_computed_again() -> None:
-    assert "would compile nothing" in error(None, "training.torch_compile=true", "memory.dense=recompute")
-    load_config(None, ["training.torch_compile=true", "memory.hidden=recompute"])

@@ -198,20 +198,30 @@ class AdamW(torch.optim.Optimizer):
             update.count(settings, rates, [p.requires_grad for p in update.parameters], _on(update, factor))
 
     @torch.no_grad()
-    def update(self, parameters: Iterable[torch.Tensor], factor: torch.Tensor | None = None) -> None:
-        """Update parameters whose gradient is there: each once between `begin` and `finish`."""
+    def update(self, parameters: Iterable[torch.Tensor], factor: torch.Tensor | None = None) -> list[Any]:
+        """Update parameters whose gradient is there: each once between `begin` and `finish`.
+
+        Returns:
+            Events until which these parameters and their gradients are in use, on streams of the optimizer's; none
+            where the current stream does it all.
+        """
         wanted = set(parameters)
         assert not wanted & self._early, "a parameter is updated twice in a step"
         self._early |= wanted
+        done: list[Any] = []
         for update in self._updates:
             numbers = [i for i, parameter in enumerate(update.parameters) if parameter in wanted]
             if numbers:
                 update.apply(numbers, _on(update, factor))
+                if update.done is not None:
+                    done.append(update.done)
+        return done
 
     @torch.no_grad()
     def finish(self, factor: torch.Tensor | None = None) -> None:
         """End such a step. `factor`: as in `begin`."""
         for update in self._updates:
+            update.join()
             late = [i for i, p in enumerate(update.parameters) if p.requires_grad and p not in self._early]
             update.uncount(late, _on(update, factor))
 

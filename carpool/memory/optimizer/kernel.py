@@ -11,26 +11,53 @@ block of 256 elements never crosses a row of the parameter's last dimension wher
 Addresses come out of memory, so the compiler knows nothing of them, and would move one element at a time. Where all
 addresses and the width are multiples of 16, the program says so and takes a way of its own through the same code.
 
+A program is one warp, which has one block at a time, eight elements in a thread: what is one number for a block stays
+one number, and nothing changes threads or waits for other warps.
+
 Multiplications and additions are not fused (`enable_fp_fusion=False`), and square roots and divisions are rounded to
 nearest, so that the results are those of plain PyTorch bit by bit. The kernel waits for memory, not for them.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 
 from carpool.kernels.quick import quick
+from carpool.memory.optimizer.moments import dynamic_map, thresholds, tops
 
 # Of a row of the table.
 COLUMNS = 10
-BLOCKS = 4  # of 256 elements, at once: 116 to 158 registers
-ROUNDS = 16  # of a program
-PIECE = BLOCKS * ROUNDS
+PIECE = 64  # blocks of 256 elements that a program updates
 # How moments are kept.
 FLOAT32, BFLOAT16, INT8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 BLOCK = tl.constexpr(256)
+# Where `code_tables` has the inverses of decades, and the maps; the exponent bits of the smallest number there.
+INVERSES, MAPS, LEAST_EXPONENT = tl.constexpr(128), tl.constexpr(160), tl.constexpr(127 - 31)
+
+
+def code_tables(device: torch.device) -> torch.Tensor:
+    """What the kernel looks up for 8-bit codes: (672,) float32.
+
+    With a sign, then without: for each binary exponent from -31 to 0 the threshold between two decades that lies there
+    (infinity: none), and the decade before it (`moments.quantise`), as the bits of an integer. Then the inverses of
+    `moments.tops`, in 32. Then both maps."""
+    found = torch.zeros(672)
+    for place, signed in ((0, True), (64, False)):
+        bounds = thresholds(signed)
+        edges = 2.0 ** torch.arange(-31.0, 2.0)
+        before = torch.bucketize(edges[:-1], bounds, right=True)
+        until = torch.bucketize(edges[1:], bounds, right=False)
+        inside = torch.where(until > before, bounds[before.clamp(max=len(bounds) - 1)], math.inf)
+        found[place : place + 32] = inside
+        found[place + 32 : place + 64] = before.int().view(torch.float32)
+        map_at = 160 if signed else 416
+        found[map_at : map_at + 256] = dynamic_map(signed)
+    found[128 : 128 + tops().shape[1]] = tops()[1]
+    return found.to(device)
 
 
 @triton.jit
@@ -48,52 +75,44 @@ def _widen(bits):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _code(x, bounds, SIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`moments.quantise` of quotients: a guess from the logarithm, which is off by one at most, and two of the bounds.
+def _code(x, tables, SIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`moments.quantise` of quotients.
 
-    A search among the bounds would read eight of them for each element, one after the other."""
+    The binary exponent of a number leaves two decades, and one threshold between them. What is looked up lies in single
+    lines of the cache."""
     magnitude = tl.abs(x)
-    exponent = tl.minimum(tl.maximum(tl.floor(tl.log2(tl.maximum(magnitude, 1e-30)) * 0.30102999566) + 7, 0), 6)
-    steps = tl.exp2(exponent)  # of this decade; twice as many without a sign
-    if SIGNED:
-        before = steps - 1
-    else:
-        before, steps = 2 * steps - 2, 2 * steps
-    part = (magnitude * tl.exp2((6 - exponent) * 3.32192809489) - 0.1) * (steps / 0.9)
-    place = (before + tl.floor(part)).to(tl.int32)
-    if SIGNED:
-        code = tl.where(x >= 0, 128 + place, 126 - place)
-    else:
-        code = 1 + place
-    code = tl.minimum(tl.maximum(code, 0), 255)
-    above = tl.load(bounds + tl.minimum(code, 254))
-    below = tl.load(bounds + tl.maximum(code - 1, 0))
-    return code + ((code < 255) & (x >= above)).to(tl.int32) - ((code > 0) & (x < below)).to(tl.int32)
+    binary = tl.minimum(tl.maximum((magnitude.to(tl.int32, bitcast=True) >> 23) - LEAST_EXPONENT, 0), 31)
+    ours = tables + (0 if SIGNED else 64) + binary
+    decade = tl.load(ours + 32).to(tl.int32, bitcast=True) + (magnitude >= tl.load(ours)).to(tl.int32)
+    first = ((decade + (126 if SIGNED else 127)) << 23).to(tl.float32, bitcast=True)
+    share = magnitude * tl.load(tables + INVERSES + decade) + (8.0 / 9.0)
+    distance = tl.minimum(tl.maximum(tl.floor(share * first), first), 2 * first - 1).to(tl.int32)
+    return tl.where(x < 0, 127 - tl.minimum(distance, 127), 127 + distance) if SIGNED else distance - 1
 
 
 @triton.jit
-def _keep_codes(values, codes, scales, offset, inside, block, valid, bounds, SIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    magnitude = tl.abs(values)
-    scale = tl.max(magnitude, axis=1)
-    quotient = tl.div_rn(values, tl.where(scale > 0, scale, 1.0)[:, None] + tl.zeros_like(values))
-    code = _code(quotient, bounds, SIGNED)
+def _keep_codes(values, codes, scales, offset, inside, block, tables, SIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    scale = tl.max(tl.abs(values), axis=0)
+    code = _code(values * tl.div_rn(1.0, tl.where(scale > 0, scale, 1.0)), tables, SIGNED)
     if not SIGNED:
         code = tl.where(values > 0, tl.maximum(code, 1), code)
     tl.store(codes + offset, code.to(tl.uint8), mask=inside)
-    tl.store(scales + block, scale, mask=valid)
+    tl.store(scales + block, scale)
 
 
 @triton.jit
 def _piece(  # type: ignore[no-untyped-def]
-    at, gradient, first, coefficients, steps, factor, maps, BFLOAT16_WEIGHT: tl.constexpr,
+    at, gradient, first, coefficients, steps, factor, tables, BFLOAT16_WEIGHT: tl.constexpr,
     BFLOAT16_GRAD: tl.constexpr, MOMENTS: tl.constexpr, ZERO_GRADS: tl.constexpr, ALIGNED: tl.constexpr,
-    BLOCKS: tl.constexpr, ROUNDS: tl.constexpr,
+    PIECE: tl.constexpr,
 ):  # fmt: skip
     grad_type: tl.constexpr = tl.int16 if BFLOAT16_GRAD else tl.float32
     weight_type: tl.constexpr = tl.int16 if BFLOAT16_WEIGHT else tl.float32
     kept_type: tl.constexpr = tl.float32 if MOMENTS == FLOAT32 else tl.int16 if MOMENTS == BFLOAT16 else tl.uint8
     weights, gradients = tl.load(at).to(tl.pointer_type(weight_type)), gradient.to(tl.pointer_type(grad_type))
     firsts, seconds = tl.load(at + 1).to(tl.pointer_type(kept_type)), tl.load(at + 2).to(tl.pointer_type(kept_type))
+    m_scales, v_scales = tl.load(at + 4), tl.load(at + 5)
+    m_scales, v_scales = m_scales.to(tl.pointer_type(tl.float32)), v_scales.to(tl.pointer_type(tl.float32))
     lows, width = tl.load(at + 3).to(tl.pointer_type(tl.int16)), tl.load(at + 6)
     if ALIGNED:
         weights, gradients, lows = tl.multiple_of(weights, 16), tl.multiple_of(gradients, 16), tl.multiple_of(lows, 16)
@@ -102,14 +121,11 @@ def _piece(  # type: ignore[no-untyped-def]
     ours = coefficients + number * 7
     step_size, inverse_root, decay = tl.load(ours), tl.load(ours + 1), tl.load(ours + 2)
     take1, keep2, take2, eps = tl.load(ours + 3), tl.load(ours + 4), tl.load(ours + 5), tl.load(ours + 6)
-    for i in range(ROUNDS):
-        block = first + i * BLOCKS + tl.arange(0, BLOCKS)
-        valid = block < blocks
+    for block in range(first, tl.minimum(first + PIECE, blocks)):
         row = block // per_row
-        part = (block - row * per_row) * BLOCK
-        column = part[:, None] + tl.arange(0, BLOCK)[None, :]
-        inside = valid[:, None] & (column < width)
-        offset = row.to(tl.int64)[:, None] * width + column
+        column = (block - row * per_row) * BLOCK + tl.arange(0, BLOCK)
+        inside = column < width
+        offset = row.to(tl.int64) * width + column
 
         g = tl.load(gradients + offset, mask=inside, other=0)
         if BFLOAT16_GRAD:
@@ -123,14 +139,8 @@ def _piece(  # type: ignore[no-untyped-def]
         if MOMENTS == BFLOAT16:
             m, v = _widen(m), _widen(v)
         if MOMENTS == INT8:
-            m_scales = tl.load(at + 4).to(tl.pointer_type(tl.float32))
-            v_scales = tl.load(at + 5).to(tl.pointer_type(tl.float32))
-            m_scale, v_scale = (
-                tl.load(m_scales + block, mask=valid, other=0),
-                tl.load(v_scales + block, mask=valid, other=0),
-            )
-            m = tl.load(maps + m.to(tl.int32)) * m_scale[:, None]
-            v = tl.load(maps + 256 + v.to(tl.int32)) * v_scale[:, None]
+            m = tl.load(tables + MAPS + m.to(tl.int32)) * tl.load(m_scales + block)
+            v = tl.load(tables + MAPS + 256 + v.to(tl.int32)) * tl.load(v_scales + block)
 
         m = m + (g - m) * take1
         v = v * keep2 + g * g * take2
@@ -146,8 +156,8 @@ def _piece(  # type: ignore[no-untyped-def]
             tl.store(weights + offset, w, mask=inside)
         if MOMENTS == INT8:
             m, v = tl.where(inside, m, 0.0), tl.where(inside, v, 0.0)
-            _keep_codes(m, firsts, m_scales, offset, inside, block, valid, maps + 512, True)
-            _keep_codes(v, seconds, v_scales, offset, inside, block, valid, maps + 768, False)
+            _keep_codes(m, firsts, m_scales, offset, inside, block, tables, True)
+            _keep_codes(v, seconds, v_scales, offset, inside, block, tables, False)
         elif MOMENTS == BFLOAT16:
             bits = m.to(tl.int32, bitcast=True)
             bits = bits + 0x7FFF + ((bits >> 16) & 1)
@@ -166,9 +176,9 @@ def _piece(  # type: ignore[no-untyped-def]
 @quick
 @triton.jit
 def _kernel(  # type: ignore[no-untyped-def]
-    table, gradients, pieces, coefficients, steps, factor, maps, BFLOAT16_WEIGHT: tl.constexpr,
+    table, gradients, pieces, coefficients, steps, factor, tables, BFLOAT16_WEIGHT: tl.constexpr,
     BFLOAT16_GRAD: tl.constexpr, MOMENTS: tl.constexpr, ZERO_GRADS: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCKS: tl.constexpr, ROUNDS: tl.constexpr,
+    PIECE: tl.constexpr,
 ):  # fmt: skip
     piece = tl.program_id(0)
     row, first = tl.load(pieces + 2 * piece), tl.load(pieces + 2 * piece + 1)
@@ -178,13 +188,13 @@ def _kernel(  # type: ignore[no-untyped-def]
         address = gradient | tl.load(at) | tl.load(at + 1) | tl.load(at + 2) | tl.load(at + 3) | tl.load(at + 6)
         if address % 16 == 0:
             _piece(
-                at, gradient, first, coefficients, steps, by, maps,
-                BFLOAT16_WEIGHT, BFLOAT16_GRAD, MOMENTS, ZERO_GRADS, True, BLOCKS, ROUNDS,
+                at, gradient, first, coefficients, steps, by, tables,
+                BFLOAT16_WEIGHT, BFLOAT16_GRAD, MOMENTS, ZERO_GRADS, True, PIECE,
             )  # fmt: skip
         else:
             _piece(
-                at, gradient, first, coefficients, steps, by, maps,
-                BFLOAT16_WEIGHT, BFLOAT16_GRAD, MOMENTS, ZERO_GRADS, False, BLOCKS, ROUNDS,
+                at, gradient, first, coefficients, steps, by, tables,
+                BFLOAT16_WEIGHT, BFLOAT16_GRAD, MOMENTS, ZERO_GRADS, False, PIECE,
             )  # fmt: skip
 
 
@@ -195,7 +205,7 @@ def launch(
     coefficients: torch.Tensor,
     steps: torch.Tensor,
     factor: torch.Tensor,
-    maps: torch.Tensor,
+    tables: torch.Tensor,
     *,
     bfloat16_weight: bool,
     bfloat16_grad: bool,
@@ -212,7 +222,7 @@ def launch(
         coefficients: `(numbers, 7)` float32, `plain.Coefficients` by number.
         steps: `(numbers,)` float32.
         factor: one float32, for all gradients. NaN: nothing is updated.
-        maps: `(1024,)` float32: both maps of codes, and both lists of bounds.
+        tables: of `code_tables`.
         moments: float32, bfloat16 or uint8.
     """
     if len(pieces) == 0:
@@ -225,14 +235,13 @@ def launch(
         coefficients,
         steps,
         factor,
-        maps,
+        tables,
         BFLOAT16_WEIGHT=bfloat16_weight,
         BFLOAT16_GRAD=bfloat16_grad,
         MOMENTS=how.value,
         ZERO_GRADS=zero_grads,
         COLUMNS=COLUMNS,
-        BLOCKS=BLOCKS,
-        ROUNDS=ROUNDS,
-        num_warps=4,
+        PIECE=PIECE,
+        num_warps=1,
         enable_fp_fusion=False,
     )

@@ -39,24 +39,48 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.ui
 _WORD = 0xFFFFFFFF
 
 
+# A code has a distance from that of 0, in which every decade is one power of two:
+#
+#     exponent k of the distance    -1   0              1          ...   6          7
+#     distance (signed)              0   1              2, 3             64 to 127  128
+#     values                         0   1e-7 to 1e-6   to 1e-5          to 1       1
+#
+# Codes without a sign have distances of one exponent more. The kernel makes a code by the
+# arithmetic of `quantise`, with the same roundings (`kernel._code`).
+DECADES = 7
+
+
+@functools.cache
+def tops() -> torch.Tensor:
+    """Of each decade the value with which it ends, then its inverse over 0.9, by k + 1: (2, 9) float32 on the CPU."""
+    found = torch.zeros(2, DECADES + 2, dtype=torch.float64)
+    found[0, 1:-1] = 10.0 ** torch.arange(1 - DECADES, 1, dtype=torch.float64)
+    found[1, 1:-1] = 1 / (0.9 * found[0, 1:-1])
+    return found.float()
+
+
+def _values(codes: torch.Tensor, signed: bool) -> torch.Tensor:
+    """float32 values of integer codes."""
+    middle = ((codes - 127).abs() if signed else codes + 1) + 0.5
+    mantissa, exponent = torch.frexp(middle)
+    top = tops()[0].to(codes.device)[exponent if signed else exponent - 1]
+    value = torch.where(codes == 255, 1.0, (2 * mantissa * 0.9 - 0.8) * top)
+    return torch.where(codes < 127, -value, value) if signed else value
+
+
 @functools.cache
 def dynamic_map(signed: bool) -> torch.Tensor:
     """The 256 values of a code, ascending, float32 on the CPU."""
-    values = [0.0, 1.0]
-    for exponent in range(7):
-        edges = torch.linspace(0.1, 1, 2**exponent * (1 if signed else 2) + 1)
-        middles = (10.0 ** (exponent - 6) * (edges[:-1] + edges[1:]) / 2).tolist()
-        values += middles
-        if signed:
-            values += [-middle for middle in middles]
-    return torch.tensor(sorted(values), dtype=torch.float32)
+    return _values(torch.arange(256), signed)
 
 
 @functools.cache
-def midpoints(signed: bool) -> torch.Tensor:
-    """255 bounds: a quotient gets the number of bounds that are not above it as its code."""
+def thresholds(signed: bool) -> torch.Tensor:
+    """From which magnitude on a value is nearer to the next decade, to the first one after 0, and to 1 after the
+    last: (8,) float32 on the CPU."""
+    ends = (127 if signed else 0) + 2 ** torch.arange(DECADES + 1) * (1 if signed else 2) - (1 if signed else 2)
     values = dynamic_map(signed)
-    return (values[:-1] + values[1:]) / 2
+    return (values[ends] + values[ends + 1]) / 2
 
 
 # Of an element that is 0.
@@ -73,17 +97,22 @@ def quantise(values: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Te
     width, blocks = values.shape[-1], scale_shape(values.shape)[-1]
     padded = torch.nn.functional.pad(values.float(), (0, blocks * BLOCK - width)).unflatten(-1, (blocks, BLOCK))
     scale = padded.abs().amax(-1)
-    quotient = padded / torch.where(scale > 0, scale, 1.0).unsqueeze(-1)
-    codes = torch.bucketize(quotient, midpoints(signed).to(values.device), right=True)
-    if not signed:
-        codes = torch.where(padded > 0, codes.clamp(min=1), codes)
+    quotient = padded * (1 / torch.where(scale > 0, scale, 1.0)).unsqueeze(-1)
+    magnitude = quotient.abs()
+    decade = torch.bucketize(magnitude, thresholds(signed).to(values.device), right=True)  # k + 1
+    first = torch.ldexp(torch.ones_like(magnitude), decade - 1 if signed else decade)  # distance
+    share = magnitude * tops()[1].to(values.device)[decade] + 8 / 9  # from 1 to 2
+    distance = (share * first).floor().maximum(first).minimum(2 * first - 1).int()
+    if signed:
+        codes = torch.where(quotient < 0, 127 - distance.clamp(max=127), 127 + distance)
+    else:
+        codes = torch.where(padded > 0, (distance - 1).clamp(min=1), distance - 1)
     return codes.to(torch.uint8).flatten(-2)[..., :width], scale
 
 
 def dequantise(codes: torch.Tensor, scale: torch.Tensor, signed: bool) -> torch.Tensor:
     """The float32 values that codes stand for."""
-    values = dynamic_map(signed).to(codes.device)[codes.long()]
-    return values * scale.repeat_interleave(BLOCK, dim=-1)[..., : codes.shape[-1]]
+    return _values(codes.int(), signed) * scale.repeat_interleave(BLOCK, dim=-1)[..., : codes.shape[-1]]
 
 
 def mix(x: torch.Tensor | int) -> torch.Tensor | int:

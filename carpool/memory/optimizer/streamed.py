@@ -1,11 +1,14 @@
 """The update of parameters whose state is in host memory: it goes through the device in tiles, double-buffered.
 
     copies in     tile 0 | tile 1 |        tile 2 |        tile 3 | ...      a stream of its own
-    update                 tile 0 | tile 1 |        tile 2 | ...             the stream of the caller
+    update                 tile 0 | tile 1 |        tile 2 | ...             a stream of its own, after the caller's
     copies out                      tile 0 | tile 1 |        tile 2 | ...    a stream of its own
 
 Two buffers of the device take turns. While one is copied out the other is copied in, so that both directions of the
 link are busy; the update itself takes a hundredth of that. A buffer is filled again when its tile has gone out.
+
+The caller's stream waits for none of them until `join`: a backward goes on beside them. What the update reads and
+writes, weights and gradients, must stay until `done`.
 
 The kernel is that of state on the device, and knows nothing of tiles: addresses in its table point so far before the
 buffer that the tile's first element is where it should be. No arithmetic is done on the CPU. On a CPU device tiles are
@@ -21,7 +24,7 @@ What is in host memory is valid on the host after `synchronize`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -66,8 +69,8 @@ class StreamedUpdate(Update):
         self._buffers: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
         self._turn = self.bytes_in = self.bytes_out = 0
         self._of_tiles: dict[tuple[Tile, int], tuple[Any, list[_Table]]] = {}
-        streams: list[Any] = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2)]
-        self._into, self._out = streams
+        streams: list[Any] = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(3)]
+        self._into, self._work, self._out = streams
         self._free: list[Any] = [None, None]
         self.staging = Staging(device) if on_disk else None
 
@@ -76,6 +79,15 @@ class StreamedUpdate(Update):
         if self._into is not None:
             # What the step before has sent out is what this one takes in.
             self._into.wait_stream(self._out)
+
+    def apply(self, numbers: Iterable[int], factor: torch.Tensor | None, zero_grads: bool = False) -> None:
+        with self._on(self._work, self._now()):
+            super().apply(numbers, factor, zero_grads)
+            self.done = self._now()
+
+    def join(self) -> None:
+        if self.done is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.done)
 
     def synchronize(self) -> None:
         """Wait until host memory has what the last update has made."""

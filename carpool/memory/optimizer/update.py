@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from carpool.kernels.device import on_gpu
 from carpool.memory.optimizer import plain
-from carpool.memory.optimizer.moments import BLOCK, dynamic_map, midpoints
+from carpool.memory.optimizer.moments import BLOCK
 
 State = dict[str, torch.Tensor]
 # What a row of the kernel's table has addresses of, after the weight.
@@ -50,7 +50,12 @@ class Update:
         groups: of each parameter, its group's place in `step`'s `settings`.
         states: of each parameter. Their "step" becomes a part of one tensor here.
         device: that computes.
+
+    Attributes:
+        done: an event after the last `apply`; None: it is what the stream of its caller was asked for.
     """
+
+    done: Any = None
 
     def __init__(
         self, parameters: Sequence[torch.Tensor], groups: Sequence[int], states: Sequence[State], device: torch.device
@@ -65,7 +70,7 @@ class Update:
         self._has_grad: list[bool] = []
         # By the numbers of the parameters: their memory and the dtypes of their gradients, and the tables for these.
         self._tables: dict[tuple[int, ...], tuple[Any, list[_Table]]] = {}
-        self._maps: torch.Tensor | None = None
+        self._codes: torch.Tensor | None = None
         self._one = torch.ones((), device=self.device)
 
     def step(
@@ -84,6 +89,10 @@ class Update:
         """
         self.count(settings, rates, [p.grad is not None for p in self.parameters], factor)
         self.apply(range(len(self.parameters)), factor, zero_grads)
+        self.join()
+
+    def join(self) -> None:
+        """The current stream goes on after all that `apply` has asked for."""
 
     def apply(self, numbers: Iterable[int], factor: torch.Tensor | None, zero_grads: bool = False) -> None:
         """Update those of these parameters that have a gradient, with the steps and coefficients of `count`."""
@@ -160,18 +169,10 @@ class Update:
     def _launch_table(
         self, table: _Table, grads: dict[int, torch.Tensor], factor: torch.Tensor | None, zero_grads: bool
     ) -> None:
-        from carpool.memory.optimizer.kernel import launch
+        from carpool.memory.optimizer.kernel import code_tables, launch
 
-        if self._maps is None:
-            maps = [
-                dynamic_map(True),
-                dynamic_map(False),
-                midpoints(True),
-                torch.zeros(1),
-                midpoints(False),
-                torch.zeros(1),
-            ]
-            self._maps = torch.cat(maps).to(self.device)
+        if self._codes is None:
+            self._codes = code_tables(self.device)
         addresses = [0 if (grad := grads.get(i)) is None else grad.data_ptr() for i in table.numbers]
         if addresses != table.addresses:
             table.gradients, table.addresses = upload(addresses, torch.int64, self.device), addresses
@@ -182,7 +183,7 @@ class Update:
             self.coefficients,
             self.steps,
             self._one if factor is None else factor,
-            self._maps,
+            self._codes,
             zero_grads=zero_grads,
             **table.how,
         )

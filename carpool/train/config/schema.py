@@ -302,16 +302,6 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _compiles_what_it_says(self) -> Self:
-        if self.training.torch_compile and self.memory.dense == "recompute":
-            raise ValueError(
-                "training.torch_compile = true would compile nothing with memory.dense = 'recompute': Transformers "
-                "calls each layer inside PyTorch's checkpoint, where torch.compile is off. Leave one of them out; what "
-                "saves memory with compiled layers are memory.hidden=recompute and memory.rows=offload"
-            )
-        return self
-
-    @model_validator(mode="after")
     def _is_placed(self) -> Self:
         if self.placement.policy == "place" and self.moe.layout == "contiguous":
             raise ValueError(

@@ -49,6 +49,7 @@ from carpool.hf.narrow import row_size
 from carpool.kernels.cross_entropy import piece_size
 from carpool.memory.disk import BUFFERS
 from carpool.memory.optimizer.streamed import TILE_BYTES
+from carpool.parallel.consumed import HELD
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.pipeline import in_flight
 from carpool.parallel.replicated import BUCKET_BYTES
@@ -152,7 +153,7 @@ class MemoryEstimate:
 
         self.kept = self.kept_by_all
         text = model.config.get_text_config()
-        if training.torch_compile and config.memory.policies["dense"] != "recompute":
+        if training.torch_compile:
             share = kept_if_compiled(text.to_dict(), length)
             self.kept = replace(self.kept, layers=tuple(int(share * size) for size in self.kept.layers))
         heads = text.num_attention_heads if attention == "eager" else 0
@@ -167,7 +168,8 @@ class MemoryEstimate:
         self.experts = _Parameters.of(of_experts)
         self.expert_bytes = sum(_stored_bytes(p, config, self.stored) for p in of_experts)
         # Products make the matrices of a quantised base again, one at a time.
-        largest = max(p.numel() for p in of_experts) * self.computed
+        self.largest_expert = max(p.numel() for p in of_experts)
+        largest = self.largest_expert * self.computed
         self.dequantised = 0 if config.adapter.base_dtype is None else math.ceil(largest / degrees.expert_ranks)
         added = {id(p) for name, p in model.named_parameters() if "lora_" in name}
         self.dense = _Parameters.of([p for p in model.parameters() if id(p) not in theirs | added])
@@ -238,6 +240,9 @@ class MemoryEstimate:
         own = 0 if replicated else dense_trained * self.stored
         if training.gradients == "kept" and not together:
             own += experts_trained * self.stored
+        elif training.gradients == "consumed" and training.optimizer_state != "device":
+            # Those whose update waits for copies: of this rank's part of the largest parameter.
+            own += HELD * math.ceil(self.largest_expert / degrees.expert_shards) * self.stored
         of_whole = int(gradient_buffers(whole_trained, own_whole, self.stored, self.reduced))
         # In float32, whole on each rank or with their experts: value, gradient and two moments.
         adapters = self.adapters + self.expert_adapters

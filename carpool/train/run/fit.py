@@ -108,7 +108,7 @@ def _changes(config: Config) -> Iterator[tuple[str, Any, str]]:
                 yield _one("adapter", "base_dtype", base, "lossy; experts are dequantised for each product")
     if memory.policies["hidden"] == "keep" and config.moe.experts in ("auto", "grouped"):
         yield _one("memory", "hidden", "recompute", "one of the experts' products again")
-    if memory.dense != "recompute" and not training.torch_compile:
+    if memory.dense != "recompute":
         yield _one("memory", "dense", "recompute", "attention and norms again")
     size, steps = training.per_device_train_batch_size, training.gradient_accumulation_steps
     while size > 1 and training.gradients == "kept":

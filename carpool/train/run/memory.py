@@ -39,9 +39,6 @@ def open_items(config: Config) -> dict[str, str | None]:
     given = {item: getattr(config.memory, item) for item in POLICIES}
     if config.moe.experts not in ("auto", "grouped") and given["hidden"] is None:
         given["hidden"] = "keep"
-    if config.training.torch_compile and given["dense"] is None and given["sums"] != "recompute":
-        # Layers that are computed again are not compiled.
-        given["dense"] = "keep"
     return given
 
 

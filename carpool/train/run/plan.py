@@ -301,10 +301,8 @@ def _policies(config: Config, free: Collection[str]) -> list[Mapping[str, str]]:
     fixed = {item: policy for item, policy in asked.items() if item not in open_items and policy != "keep"}
     found: list[Mapping[str, str]] = []
     for one in Space.policies if open_items else ({},):
-        # Layers that are computed again are not compiled.
-        if not set(one) <= open_items or (config.training.torch_compile and one.get("dense") == "recompute"):
-            continue
-        found.append({**one, **fixed})
+        if set(one) <= open_items:
+            found.append({**one, **fixed})
     return found
 
 
