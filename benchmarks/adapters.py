@@ -9,7 +9,8 @@ Both models have the same random weights, and both are peft models of the same c
 backward and AdamW of the adapters. peft's own forward adds b a to all weights of a layer's experts; Carpool multiplies
 rows by a, then by b (`carpool.experts.adapter_kernels`). nf4 and int8 are Carpool on experts in 4 and 8 bits
 (`carpool.experts.quantised`). "captured" is Carpool with forward and backward in one CUDA graph, as `carpool train`
-runs steps; all others are eager. The contenders take turns.
+runs steps, "compiled" the same with compiled layers (training.torch_compile); all others are eager. The contenders take
+turns.
 
     ms         median of a step
     tokens/s   of the layers that were built, embedding and output layer included
@@ -33,7 +34,7 @@ from transformers import PreTrainedConfig
 from carpool.bench.results import print_table
 from carpool.bench.script import make_parser, write_results
 from carpool.bench.timing import rounds
-from carpool.hf import install, quantise_experts
+from carpool.hf import compile_layers, install, quantise_experts
 from carpool.hf.build import build_model
 from carpool.hf.packed import unpacked
 from carpool.kernels.capture import capturing
@@ -41,7 +42,8 @@ from carpool.train.run.model import model_config
 
 # Before a capture, in which nothing may be compiled or made for the first time.
 EAGER_STEPS = 2
-CONTENDERS = ("carpool", "peft", "nf4", "int8", "captured")
+CONTENDERS = ("carpool", "peft", "nf4", "int8", "captured", "compiled")
+CAPTURED = ("captured", "compiled")
 
 
 class Trained:
@@ -68,7 +70,9 @@ class Trained:
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.parameters = sum(parameter.numel() for parameter in trained)
         self.optimizer = torch.optim.AdamW(trained, lr=1e-4)
-        self.device, self.graph, self.eager_steps = device, None, EAGER_STEPS if name == "captured" else -1
+        if name == "compiled":
+            compile_layers(model)
+        self.device, self.graph, self.eager_steps = device, None, EAGER_STEPS if name in CAPTURED else -1
         self.gib = (torch.cuda.memory_allocated() - before) / 2**30 if device.type == "cuda" else float("nan")
 
     def step(self, ids: torch.Tensor) -> torch.Tensor:
@@ -129,8 +133,8 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=4)
     args = parser.parse_args()
-    if "captured" in args.contenders and not torch.cuda.is_available():
-        parser.error("--contenders captured: there is no GPU")
+    if set(CAPTURED) & set(args.contenders) and not torch.cuda.is_available():
+        parser.error("--contenders captured compiled: there is no GPU")
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     keys = {"from": args.model, "num_hidden_layers": args.layers, **json.loads(args.keys)}
     models = {name: Trained(name, model_config(keys), args, device) for name in args.contenders}

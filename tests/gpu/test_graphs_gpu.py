@@ -33,12 +33,23 @@ def lines(output: Path, *overrides: str) -> list[dict[str, Any]]:
         ("training.torch_compile=true", "training.gradient_accumulation_steps=2"),
         ("moe.schedule=chunks", "moe.chunks=2"),
         ("memory.dense=recompute", "memory.hidden=recompute"),
+        ("memory.dense=recompute", "training.torch_compile=true"),
         ("memory.dense=offload", "memory.rows=offload", "memory.hidden=offload"),
         ("memory.rows=offload", "memory.hidden=offload", "nvlink.capacity=0.125", "training.learning_rate=0.02"),
         # Slabs of an eighth: some step overflows, is repeated eagerly, and captured anew.
         ("nvlink.capacity=0.125", "training.learning_rate=0.02"),
     ],
-    ids=["plain", "accumulated", "compiled", "chunks", "recomputed", "offloaded", "offloaded overflow", "overflow"],
+    ids=[
+        "plain",
+        "accumulated",
+        "compiled",
+        "chunks",
+        "recomputed",
+        "recomputed compiled",
+        "offloaded",
+        "offloaded overflow",
+        "overflow",
+    ],
 )
 def test_a_captured_run_is_an_eager_one(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     eager = lines(tmp_path / "eager", *overrides, "training.cuda_graphs=off")
