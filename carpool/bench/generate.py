@@ -29,18 +29,16 @@ from transformers.utils.logging import disable_progress_bar
 
 from carpool.bench.model.routing import route
 from carpool.bench.options import DTYPES, one_of
-from carpool.bench.ranks import start_ranks
-from carpool.bench.results import Result, now, print_table, publish, terminal
+from carpool.bench.ranks import RankBenchmark
+from carpool.bench.results import Result, print_table, terminal
 from carpool.bench.timing import rounds
 from carpool.hf.build import build_model
 from carpool.hf.decode_graph import DecodeGraphs
 from carpool.hf.generation import Generated, Sampling, generate
 from carpool.observe.clock import slowest
 from carpool.serve.source import spread_model
-from carpool.train.config import Config
 from carpool.train.config.published import read_keys
 from carpool.train.run.blueprint import Blueprint
-from carpool.train.run.machine import rank_device
 from carpool.train.run.model import model_config
 
 CONTENDERS = ("carpool", "carpool-eager", "transformers")
@@ -138,27 +136,9 @@ class Case:
         return 1e3 * self.num_ranks * self.batch / statistics.median(row.decode_ms)
 
 
-def benchmark(settings: Settings, *, debug: bool = False, command: str = "carpool bench generate") -> None:
-    """Start the ranks (or be one, under torchrun or Slurm), measure, and show and write the results.
-
-    Raises:
-        ValueError: settings that do not fit this machine.
-        OSError: the folder cannot be written.
-        carpool.train.launch.failure.RankFailure: a rank failed.
-    """
-    start_ranks(settings, "carpool.bench.generate:measure", debug=debug, command=command)
-
-
-def measure(config: Config, settings: dict[str, Any], command: str) -> None:
-    """One rank's part of the benchmark; the process group is there."""
+def measure(settings: Settings, device: torch.device, command: str) -> list[Case]:
+    """The one case. All ranks together."""
     disable_progress_bar()
-    started, device = now(), rank_device()
-    case = _measure(Settings.from_json(settings), device)
-    if dist.get_rank() == 0:
-        publish(Result.of(started, command, settings, device, dist.get_world_size(), [case]), "generate", show, None)
-
-
-def _measure(settings: Settings, device: torch.device) -> Case:
     assert settings.batch is not None and settings.prompt is not None and settings.dtype is not None
     keys: dict[str, Any] = {"from": settings.model}
     if settings.layers is not None:
@@ -202,7 +182,7 @@ def _measure(settings: Settings, device: torch.device) -> Case:
     for row in case.rows:
         own = graphs[row.label]
         row.decoding = "eager" if own is None else "CUDA graph" if own.why_not is None else f"eager: {own.why_not}"
-    return case
+    return [case]
 
 
 def _build(kind: str, config: PreTrainedConfig, dtype: torch.dtype, tokens: int) -> PreTrainedModel:
@@ -249,3 +229,6 @@ def show(result: Result) -> None:
             for row in case.rows
         ]
         print_table(console, title, headings, cells)
+
+
+BENCHMARK = RankBenchmark("generate", Settings, measure, show)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
 
 from carpool.bench.options import find_ranks
-from carpool.train.config import load_config
+from carpool.bench.results import Result, now, publish
+from carpool.train.config import Config, load_config
 from carpool.train.launch.start import run
+
+if TYPE_CHECKING:
+    import torch
 
 
 class RankSettings(Protocol):
@@ -28,14 +34,33 @@ class RankSettings(Protocol):
     def to_json(self) -> dict[str, Any]: ...
 
 
-def start_ranks(settings: RankSettings, entry: str, *, debug: bool, command: str) -> None:
-    """Start the ranks (or be one, under torchrun or Slurm): each calls `entry(config, settings, command)`.
+class RankBenchmark(NamedTuple):
+    """What one benchmark over ranks is.
+
+    Attributes:
+        name: of its files.
+        settings: their class, with `to_json` and `from_json`.
+        measure: makes the cases, from settings, the rank's device and the command. All ranks call it together.
+        show: prints the tables.
+        plot: as of `carpool.bench.results.publish`.
+    """
+
+    name: str
+    settings: type[Any]
+    measure: Callable[[Any, torch.device, str], Sequence[Any]]
+    show: Callable[[Result], None]
+    plot: str | None = None
+
+
+def start_ranks(settings: RankSettings, benchmark: str, *, debug: bool, command: str) -> None:
+    """Start the ranks (or be one, under torchrun or Slurm), measure, and show and write the results.
 
     Args:
-        entry: "module:function"; it gets the settings, resolved, as JSON.
+        benchmark: "module:NAME" of a `RankBenchmark`, which the ranks alone import.
+        command: what the user typed, for the record.
 
     Raises:
-        ValueError: settings that do not fit this machine.
+        ValueError: settings that do not fit this machine, or contenders asked for by name that cannot run here.
         OSError: the folder cannot be written.
         carpool.train.launch.failure.RankFailure: a rank failed.
     """
@@ -44,4 +69,20 @@ def start_ranks(settings: RankSettings, entry: str, *, debug: bool, command: str
     Path(settings.out).mkdir(parents=True, exist_ok=True)
     options = [f"parallelism.num_ranks={num_ranks}", f"parallelism.device={'cuda' if cuda else 'cpu'}"]
     config = load_config(None, [*options, f"training.output_dir={json.dumps(settings.out)}"])
-    run(config, entry, debug=debug, settings=settings.to_json(), command=command)
+    entry = "carpool.bench.ranks:measure_on_rank"
+    run(config, entry, debug=debug, benchmark=benchmark, settings=settings.to_json(), command=command)
+
+
+def measure_on_rank(config: Config, benchmark: str, settings: dict[str, Any], command: str) -> None:
+    """One rank's part of a benchmark; the process group is there."""
+    import torch.distributed as dist
+
+    from carpool.train.run.machine import rank_device
+
+    module, _, name = benchmark.partition(":")
+    own: RankBenchmark = getattr(importlib.import_module(module), name)
+    started, device = now(), rank_device()
+    cases = own.measure(own.settings.from_json(settings), device, command)
+    if dist.get_rank() == 0:
+        result = Result.of(started, command, settings, device, dist.get_world_size(), cases)
+        publish(result, own.name, own.show, own.plot)

@@ -85,11 +85,11 @@ def bench_transport(
     """
     given = locals()
     with errors(debug):
-        from carpool.bench.transport.benchmark import benchmark
+        from carpool.bench.ranks import start_ranks
         from carpool.bench.transport.settings import Settings, Shape
 
         settings = fill(Settings, given, shapes=tuple(Shape.parse(text) for text in shape or ()))
-        benchmark(settings, debug=debug, command=command())
+        start_ranks(settings, "carpool.bench.transport.benchmark:BENCHMARK", debug=debug, command=command())
 
 
 _SHAPE = typer.Option(
@@ -181,11 +181,11 @@ def bench_layer(
     given = locals()
     with errors(debug):
         require(BENCH_PACKAGES)
-        from carpool.bench.moe.layer import benchmark
         from carpool.bench.moe.settings import LayerSettings, list_shapes
+        from carpool.bench.ranks import start_ranks
 
         settings = fill(LayerSettings, given, shapes=list_shapes(shape or (), model or (), tokens, activation))
-        benchmark(settings, debug=debug, command=command())
+        start_ranks(settings, "carpool.bench.moe.layer:BENCHMARK", debug=debug, command=command())
 
 
 @bench.command("model")
@@ -244,11 +244,11 @@ def bench_model(
     given = locals()
     with errors(debug):
         require(TRAIN_PACKAGES)
-        from carpool.bench.model.run import benchmark
         from carpool.bench.model.settings import Settings
+        from carpool.bench.ranks import start_ranks
 
         settings = fill(Settings, given)
-        benchmark(settings, debug=debug, command=command())
+        start_ranks(settings, "carpool.bench.model.run:BENCHMARK", debug=debug, command=command())
 
 
 @bench.command("generate")
@@ -289,7 +289,8 @@ def bench_generate(
     given = locals()
     with errors(debug):
         require(TRAIN_PACKAGES)
-        from carpool.bench.generate import Settings, benchmark
+        from carpool.bench.generate import Settings
+        from carpool.bench.ranks import start_ranks
 
         settings = fill(Settings, given)
-        benchmark(settings, debug=debug, command=command())
+        start_ranks(settings, "carpool.bench.generate:BENCHMARK", debug=debug, command=command())

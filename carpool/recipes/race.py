@@ -25,22 +25,20 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from typing import Any
 
-import torch.distributed as dist
 from rich.console import Console
 from rich.markup import escape
 
 from carpool.bench.model.results import Case, Row
-from carpool.bench.model.run import PLOT, ModelBenchmark
+from carpool.bench.model.run import PLOT, measure
 from carpool.bench.model.settings import Own, Settings
 from carpool.bench.options import find_ranks
-from carpool.bench.ranks import start_ranks
-from carpool.bench.results import Result, now, print_table, publish, terminal
+from carpool.bench.ranks import RankBenchmark, start_ranks
+from carpool.bench.results import Result, print_table, terminal
 from carpool.recipes import load
 from carpool.recipes.files import Recipe
 from carpool.recipes.resolve import in_effect
 from carpool.train.config import Config
 from carpool.train.config.schema_base import toml_value
-from carpool.train.run.machine import rank_device
 
 BASELINE = "alltoall"
 # Settings by which a recipe computes something else, and what `Run` itself does not name as lossy.
@@ -93,7 +91,7 @@ def race(
         contenders=tuple(dict.fromkeys([*found.own, *settings.contenders])),
         overrides=(*dtype, *settings.overrides),
     )
-    start_ranks(settings, "carpool.recipes.race:measure", debug=debug, command=command)
+    start_ranks(settings, "carpool.recipes.race:BENCHMARK", debug=debug, command=command)
 
 
 def find_field(settings: Settings, recipes: Sequence[Recipe], transport: str = BASELINE) -> Field:
@@ -163,17 +161,6 @@ def _overrides(recipe: Recipe, transport: str) -> list[str]:
 
 def _comparable(config: Config) -> dict[str, Any]:
     return {key: value for key, value in in_effect(config).items() if key != "training.output_dir"}
-
-
-def measure(config: Config, settings: dict[str, Any], command: str) -> None:
-    """One rank's part of the race; the process group is there."""
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    started, device = now(), rank_device()
-    case = ModelBenchmark(Settings.from_json(settings), device, command).measure()
-    if dist.get_rank() == 0:
-        publish(Result.of(started, command, settings, device, dist.get_world_size(), [case]), "race", show, PLOT)
 
 
 def show(result: Result, console: Console | None = None) -> None:
@@ -254,4 +241,6 @@ def libraries(packages: Mapping[str, str] = LIBRARIES) -> str:
     return " ".join(said)
 
 
-__all__ = ["BASELINE", "Field", "find_field", "libraries", "race", "sameness", "show", "table"]
+BENCHMARK = RankBenchmark("race", Settings, measure, show, PLOT)
+
+__all__ = ["BASELINE", "BENCHMARK", "Field", "find_field", "libraries", "race", "sameness", "show", "table"]

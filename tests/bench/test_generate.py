@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from carpool import cli
 from carpool.bench import generate
+from carpool.bench.ranks import measure_on_rank
 from carpool.train.config import load_config
 from tests.hf.meshes import reuse_meshes
 from tests.hf.tiny_models import discover, tiny_config
@@ -22,7 +23,8 @@ def _measure(folder: str) -> None:
     settings = generate.Settings(
         model=f"{folder}/config.json", batch=3, prompt=5, new_tokens=4, rounds=2, out=folder
     ).resolve(cuda=False, num_ranks=4)
-    generate.measure(load_config(None, []), json.loads(json.dumps(settings.to_json())), "carpool bench generate")
+    given = json.loads(json.dumps(settings.to_json()))
+    measure_on_rank(load_config(None, []), "carpool.bench.generate:BENCHMARK", given, "carpool bench generate")
 
 
 def test_all_contenders_make_the_same_tokens(ranks: Ranks, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from carpool.bench.moe.contest import Contender, forward_backward
 from carpool.bench.moe.layer import BASELINE, LayerBenchmark
 from carpool.bench.moe.settings import LayerSettings
 from carpool.bench.moe.shapes import Shape
+from carpool.bench.ranks import measure_on_rank
 from carpool.bench.routings import make_routings
 from carpool.experts import EXPERTS, ReferenceExperts
 from carpool.layout import ExpertLayout
@@ -41,7 +42,8 @@ def _whole(folder: str) -> None:
         shapes=(SMALL, Shape(7, 16, 8, 4, 2, "gpt_oss")), repetitions=2, iterations=1, experts=("grouped",), out=folder,
     ).resolve(cuda=False, num_ranks=4)  # fmt: skip
     with mock.patch.object(layer, "between_ranks", lambda: ("nvlink", *WAYS)):  # others would show no more
-        layer.measure(load_config(None, []), json.loads(json.dumps(settings.to_json())), "carpool bench layer")
+        given = json.loads(json.dumps(settings.to_json()))
+        measure_on_rank(load_config(None, []), "carpool.bench.moe.layer:BENCHMARK", given, "carpool bench layer")
 
 
 @pytest.fixture(scope="module")

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile, record_function
+from transformers.utils.logging import disable_progress_bar
 
 from carpool.bench.model.contenders import Contender, free_memory, make_contender
 from carpool.bench.model.results import Case, KindRow, Row, Times, show
@@ -33,20 +34,18 @@ from carpool.bench.model.room import check_room, gib, groups_that_fit
 from carpool.bench.model.settings import Settings
 from carpool.bench.model.work import Sizes, roofline_ms, work_of
 from carpool.bench.moe.agreement import attempt_together
-from carpool.bench.ranks import start_ranks
-from carpool.bench.results import Result, now, publish
+from carpool.bench.ranks import RankBenchmark
 from carpool.bench.timing import host_waits, rounds
 from carpool.observe.clock import slowest, synchronize
 from carpool.profile.kinds import IDLE, KINDS, TimeByKind, time_by_kind
 from carpool.profile.trace import STEP, load
 from carpool.train.checkpoints.ranks import gather
-from carpool.train.config import Config
 from carpool.train.data.tokenizer import load_tokenizer
 from carpool.train.run.blueprint import Blueprint
 from carpool.train.run.determinism import determinism
 from carpool.train.run.estimate import Memory, MemoryEstimate
 from carpool.train.run.flops import flops_per_token, peak_flops
-from carpool.train.run.machine import find_machine, rank_device
+from carpool.train.run.machine import find_machine
 from carpool.train.run.transports import likely_transport
 
 # More than the eager steps before a capture (`carpool.train.run.graphs`).
@@ -56,28 +55,6 @@ WARMUP = 4
 ALIKE = {"loss": 2e-5, "grad_norm": 1e-3}
 CLOSE = {"loss": 0.02, "grad_norm": 0.02}
 PLOT = "carpool.bench.model.plot:write_plot"
-
-
-def benchmark(settings: Settings, *, debug: bool = False, command: str = "carpool bench model") -> None:
-    """Start the ranks (or be one, under torchrun or Slurm), measure, and show and write the results.
-
-    Raises:
-        ValueError: settings that do not fit this machine.
-        OSError: the folder cannot be written.
-        carpool.train.launch.failure.RankFailure: a rank failed.
-    """
-    start_ranks(settings, "carpool.bench.model.run:measure", debug=debug, command=command)
-
-
-def measure(config: Config, settings: dict[str, Any], command: str) -> None:
-    """One rank's part of the benchmark; the process group is there."""
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    started, device = now(), rank_device()
-    case = ModelBenchmark(Settings.from_json(settings), device, command).measure()
-    if dist.get_rank() == 0:
-        publish(Result.of(started, command, settings, device, dist.get_world_size(), [case]), "model", show, PLOT)
 
 
 @dataclass
@@ -328,3 +305,12 @@ def _differences(rows: list[Row], alike: Mapping[str, Mapping[str, float]]) -> l
                 if abs(one - other) > share * abs(one):
                     told.append(f"{row.label}: {what} of the first step is {other:.5g}, and {one:.5g} of {base.label}")
     return told
+
+
+def measure(settings: Settings, device: torch.device, command: str) -> list[Case]:
+    """The one case. All ranks together."""
+    disable_progress_bar()
+    return [ModelBenchmark(settings, device, command).measure()]
+
+
+BENCHMARK = RankBenchmark("model", Settings, measure, show, PLOT)

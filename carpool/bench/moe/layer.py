@@ -22,7 +22,6 @@ Files: DIR/layer.json, every repetition and where it ran; DIR/layer.png.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,37 +33,15 @@ from carpool.bench.moe.answers import Case
 from carpool.bench.moe.contest import PLOT, Contender, Contest, Forward, forward_backward
 from carpool.bench.moe.layers import Layer, OurLayer, TheirLayer, arena_bytes
 from carpool.bench.moe.modules import use
-from carpool.bench.moe.results import Row, show
+from carpool.bench.moe.results import CaseResult, Row, show
 from carpool.bench.moe.settings import LayerSettings, fast_experts
 from carpool.bench.moe.shapes import Shape
-from carpool.bench.ranks import start_ranks
-from carpool.bench.results import Result, now, publish
+from carpool.bench.ranks import RankBenchmark
 from carpool.bench.timing import Clock
 from carpool.hf import CarpoolEP
-from carpool.train.config import Config
-from carpool.train.run.machine import rank_device
 from carpool.transport import NVLinkOptions, between_ranks, find_transport
 
 BASELINE = Contender("grouped_mm", "all_to_all", theirs=True)
-
-
-def benchmark(settings: LayerSettings, *, debug: bool = False, command: str = "carpool bench layer") -> None:
-    """Start the ranks (or be one, under torchrun or Slurm), measure, and show and write the results.
-
-    Raises:
-        ValueError: settings that do not fit this machine, or contenders asked for by name that cannot run here.
-        OSError: the folder cannot be written.
-        carpool.train.launch.failure.RankFailure: a rank failed.
-    """
-    start_ranks(settings, "carpool.bench.moe.layer:measure", debug=debug, command=command)
-
-
-def measure(config: Config, settings: dict[str, Any], command: str) -> None:
-    """One rank's part of the benchmark; the process group is there."""
-    started, device = now(), rank_device()
-    cases = LayerBenchmark(LayerSettings.from_json(settings), device).measure_all()
-    if dist.get_rank() == 0:
-        publish(Result.of(started, command, settings, device, dist.get_world_size(), cases), "layer", show, PLOT)
 
 
 class LayerBenchmark(Contest):
@@ -129,3 +106,11 @@ class LayerBenchmark(Contest):
         row.saved_bytes, row.peak_bytes, row.buffer_bytes = most.tolist()
         row.peak_bytes = None if peak is None else row.peak_bytes
         row.remote_bytes = int(sent) // self.num_ranks
+
+
+def measure(settings: LayerSettings, device: torch.device, command: str) -> list[CaseResult]:
+    """All cases. All ranks together."""
+    return LayerBenchmark(settings, device).measure_all()
+
+
+BENCHMARK = RankBenchmark("layer", LayerSettings, measure, show, PLOT)

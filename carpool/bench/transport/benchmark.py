@@ -30,8 +30,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from carpool.bench.ranks import start_ranks
-from carpool.bench.results import Result, now, publish
+from carpool.bench.ranks import RankBenchmark
 from carpool.bench.routings import make_routings
 from carpool.bench.timing import Clock, rounds
 from carpool.bench.transport.ceiling import LABEL as CEILING
@@ -51,35 +50,10 @@ from carpool.bench.transport.rides import CALLS, VERB_OF_SECTION, Case, Rider, o
 from carpool.bench.transport.settings import Settings, Shape
 from carpool.layout import ExpertLayout
 from carpool.observe.traffic import Traffic
-from carpool.train.config import Config
-from carpool.train.run.machine import rank_device
 from carpool.transport import set_topology, topology_of
 from carpool.transport.nvlink import why_not
 
 WARMUP = 3
-PLOT = "carpool.bench.transport.plot:write_plot"
-
-
-def benchmark(settings: Settings, *, debug: bool = False, command: str = "carpool bench transport") -> None:
-    """Start the ranks (or be one, under torchrun or Slurm), measure, and show and write the results.
-
-    Raises:
-        ValueError: settings that do not fit this machine, or a transport asked for by name that cannot run here.
-        OSError: the folder cannot be written.
-        carpool.train.launch.failure.RankFailure: a rank failed.
-    """
-    start_ranks(settings, "carpool.bench.transport.benchmark:measure", debug=debug, command=command)
-
-
-def measure(config: Config, settings: dict[str, Any], command: str) -> None:
-    """One rank's part of the benchmark; the process group is there."""
-    started, device = now(), rank_device()
-    bench = TransportBenchmark(Settings.from_json(settings), device)
-    cases = bench.measure_all()
-    if dist.get_rank() != 0:
-        return
-    result = Result.of(started, command, settings, device, dist.get_world_size(), cases)
-    publish(result, "transport", show, PLOT)
 
 
 class TransportBenchmark:
@@ -223,3 +197,11 @@ class TransportBenchmark:
                 )
             sent[verb] = (total_WW.sum(1) // calls[verb]).tolist()
         return sent, {verb: expected[verb].sum(1).tolist() for verb in verbs}
+
+
+def measure(settings: Settings, device: torch.device, command: str) -> list[CaseResult]:
+    """All cases. All ranks together."""
+    return TransportBenchmark(settings, device).measure_all()
+
+
+BENCHMARK = RankBenchmark("transport", Settings, measure, show, "carpool.bench.transport.plot:write_plot")
