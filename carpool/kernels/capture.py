@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -46,3 +46,23 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+class Recorder:
+    """Records pieces of work as CUDA graphs that share one pool of memory, and are replayed in the order in which they
+    were recorded: what one of them frees, a later one uses."""
+
+    def __init__(self) -> None:
+        self.pool: Any = torch.cuda.graph_pool_handle()
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        """What repeats the work, which is not done now.
+
+        Raises:
+            Exception: as `capturing`."""
+        graph = torch.cuda.CUDAGraph()
+        # Another thread puts batches into pinned memory meanwhile.
+        with capturing(graph, self.pool):
+            work()
+        # It holds the graph.
+        return graph.replay

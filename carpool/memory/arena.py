@@ -145,8 +145,8 @@ class Arena:
         return start.data_ptr() in self._starts
 
     def restart(self) -> None:
-        """The next reservation begins at 0, whatever was there before. What a CUDA graph reserves must not depend on
-        where an earlier step has left off, nor a later step on what a graph has reserved.
+        """The next reservation, in each lane, begins at 0, whatever was there before. What a CUDA graph reserves must
+        not depend on where an earlier step has left off, nor a later step on what a graph has reserved.
 
         Raises:
             RuntimeError: somebody still holds a reservation."""
@@ -154,6 +154,8 @@ class Arena:
             raise RuntimeError("the arena cannot begin anew: a layer still keeps rows for a backward that has not run")
         self._stack.clear()
         self.pointer.zero_()
+        for lane in self._lanes:
+            lane.restart()
 
     @property
     def needed(self) -> torch.Tensor:

@@ -160,6 +160,34 @@ def cut(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0
     return ranges
 
 
+class Action(NamedTuple):
+    """What a rank does at once with one micro-batch in one stage: a forward ("F"), a backward ("B"), or, where the
+    schedule splits that, its weight gradients ("W"); and its lane (`Work.lane`)."""
+
+    kind: str
+    stage: int
+    number: int
+    lane: int
+
+
+class Work(NamedTuple):
+    """How a pipeline computes.
+
+    Attributes:
+        forward: of a stage.
+        around_backward: every backward runs inside of what this returns.
+        weights: of schedules that split a backward, is called after each one, for what computes the weights' gradients
+            of this one.
+        lane: is called before each forward with a number that no other micro-batch in flight has, in any stage of this
+            rank, and before its backward with the same one.
+    """
+
+    forward: Forward
+    around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext
+    weights: Callable[[], Callable[[], None]] = lambda: _nothing
+    lane: Callable[[int], None] = lambda number: None
+
+
 class Pipeline:
     """Runs the micro-batches of a step through the stages of this rank and its neighbours.
 
@@ -167,18 +195,14 @@ class Pipeline:
         schedule: one of `SCHEDULES`.
         group: the ranks of this pipeline, in order.
         stages: their number.
-        forward: what a stage computes.
+        work: what is computed, and how.
         device: of all tensors.
-        around_backward: every backward runs inside of what this returns.
-        lane: is called before each forward with a number that no other micro-batch in flight has, in any stage of this
-            rank, and before its backward with the same one.
-        weights: of schedules that split a backward, is called after each one, for what computes the weights' gradients
-            of this one. Default: they have come with the backward.
         pairs: runs the forward and the backward of a pair at the same time
             (`carpool.schedule.forward_backward.ForwardBesideBackward.run`). Default: one after the other.
 
     Attributes:
         stages: the numbers of this rank's.
+        order: what this rank has done in the last step.
     """
 
     def __init__(
@@ -186,16 +210,13 @@ class Pipeline:
         schedule: str,
         group: dist.ProcessGroup,
         stages: int,
-        forward: Forward,
+        work: Work,
         device: torch.device,
-        around_backward: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        weights: Callable[[], Callable[[], None]] | None = None,
-        lane: Callable[[int], None] = lambda number: None,
         pairs: Pairs | None = None,
     ) -> None:
         self.schedule, self.group, self.number = schedule, group, stages
-        self.forward, self.device, self.around_backward = forward, device, around_backward
-        self.weights, self.lane, self.pairs = weights or (lambda: _nothing), lane, pairs
+        self.work, self.device, self.pairs = work, device, pairs
+        self.order: list[Action] = []
         placed = stages_of(schedule, dist.get_world_size(group))
         self.rank_of = {stage: rank for rank, own in enumerate(placed) for stage in own}
         assert len(self.rank_of) == stages, f"{schedule} has {len(self.rank_of)} stages, not {stages}"
@@ -221,15 +242,29 @@ class Pipeline:
         return self._lanes[stage, number]
 
     def _forward(self, stage: int, number: int, received: Tensors) -> Tensors:
-        self.lane(self._lane_of(stage, number))
-        return self.forward(stage, number, received)
+        lane = self._lane_of(stage, number)
+        self.order.append(Action("F", stage, number, lane))
+        self.work.lane(lane)
+        return self.work.forward(stage, number, received)
 
     @contextmanager
     def _backward(self, stage: int, number: int) -> Iterator[None]:
-        self.lane(self._lanes[stage, number])
-        with self.around_backward():
+        self.order.append(Action("B", stage, number, self._lanes[stage, number]))
+        self.work.lane(self._lanes[stage, number])
+        with self.work.around_backward():
             yield
         del self._lanes[stage, number]
+
+    def _weights(self) -> Callable[[], None]:
+        """What computes the weights' gradients of the last backward."""
+        action = next(one for one in reversed(self.order) if one.kind == "B")._replace(kind="W")
+        compute = self.work.weights()
+
+        def weights() -> None:
+            self.order.append(action)
+            compute()
+
+        return weights
 
     def step(self, micro_batches: int, travels: Tensors) -> None:
         """All forwards and backwards of a step. All ranks of the pipeline call it.
@@ -241,6 +276,7 @@ class Pipeline:
         if key not in self._made:
             self._made = {key: self._make(micro_batches, travels)}
         self._lanes.clear()
+        self.order.clear()
         self._most_lanes = self.lanes(micro_batches)
         for module in self._modules:
             module.number = 0
@@ -264,7 +300,7 @@ class Pipeline:
                 output_args=loss if module.stage == self.number - 1 else metas,
                 group=self.group,
                 # Without it PyTorch would run each node of the graph twice, for inputs and for weights: rides, too.
-                dw_builder=self.weights if kind.splits else None,
+                dw_builder=self._weights if kind.splits else None,
             )
             for module in self._modules
         ]
@@ -296,7 +332,7 @@ class Pipeline:
         def backward() -> None:
             stages[back].backward_one_chunk(other, loss=loss, full_backward=False)
 
-        made = self.pairs(forward, backward, lambda half: self.lane(lanes[half]))
+        made = self.pairs(forward, backward, lambda half: self.work.lane(lanes[half]))
         if ahead + 1 in stages:
             stages[ahead + 1].set_local_fwd_input(made, number)
         if back - 1 in stages:
@@ -317,7 +353,7 @@ class Pipeline:
                     received = tuple(torch.empty_like(one, device=self.device) for one in travels)
                     for tensor in received:
                         dist.recv(tensor, group=self.group, group_src=self.rank_of[stage - 1])
-                made = self.forward(stage, number, received)
+                made = self.work.forward(stage, number, received)
                 if stage + 1 < self.number and self.rank_of[stage + 1] != self.rank_of[stage]:
                     for one in made:
                         tensor = one.contiguous()

@@ -40,3 +40,25 @@ def test_rides_inside_of_stages(tmp_path: Path, schedule: str) -> None:
     cut = ["parallelism.pp_size=2", "parallelism.ep_size=2", f"parallelism.pp_schedule={schedule}"]
     ways = {name: losses(tmp_path / name, 4, *cut, f"moe.transport={name}") for name in ("alltoall", "nvlink")}
     assert ways["nvlink"] == pytest.approx(ways["alltoall"], rel=5e-3)
+
+
+EXACT = ["model.dtype=bfloat16", "training.full_determinism=true", "parallelism.pp_size=2"]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=needs(4))])
+@pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])
+def test_captured_stages_are_eager_ones(tmp_path: Path, schedule: str, ranks: int) -> None:
+    """From the third step on each forward and backward of a stage is a graph; rides over nvlink are in it."""
+    cut = [*EXACT, f"parallelism.pp_schedule={schedule}", f"parallelism.ep_size={ranks // 2}"]
+    cut += ["parallelism.dense=replicate"] if ranks == 4 else []
+    ways = [losses(tmp_path / way, ranks, *cut, f"training.cuda_graphs={way}") for way in ("off", "on")]
+    assert ways[0] == ways[1]
+
+
+@needs(4)
+@pytest.mark.parametrize("transport", ["nvlink", "alltoall"])
+def test_pairs_at_the_same_time(tmp_path: Path, transport: str) -> None:
+    """The rides of one micro-batch beside the computation of another: the same bits."""
+    cut = [*EXACT, "parallelism.pp_schedule=DualPipeV", "parallelism.ep_size=2", f"moe.transport={transport}"]
+    ways = [losses(tmp_path / way, 4, *cut, f"moe.schedule={way}") for way in ("none", "two-batch")]
+    assert ways[0] == ways[1]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from carpool.memory import Arena
-from carpool.parallel.pipeline import SCHEDULES, Pipeline, Tensors, check_micro_batches, cut, stages_of
+from carpool.parallel.pipeline import SCHEDULES, Pipeline, Tensors, Work, check_micro_batches, cut, stages_of
 from carpool.ride.turns import handover
 from carpool.schedule.forward_backward import ForwardBesideBackward
 from tests.ranks import Ranks
@@ -84,7 +84,7 @@ def run_toy(schedule: str, micro_batches: int, paired: bool = False) -> float:
     group = dist.group.WORLD
     assert group is not None
     pairs = at_once() if paired else None
-    pipeline = Pipeline(schedule, group, stages, forward, torch.device("cpu"), pairs=pairs)
+    pipeline = Pipeline(schedule, group, stages, Work(forward), torch.device("cpu"), pairs)
     travels = (torch.empty(3, 5, dtype=torch.float64, device="meta"),)
     for _ in range(2):
         for weight in own:
@@ -135,7 +135,8 @@ def most_kept(schedule: str, micro_batches: int, paired: bool = False) -> list[i
         return (x.sum() if stage == stages - 1 else x,)
 
     pairs = at_once() if paired else None
-    pipeline = Pipeline(schedule, group, stages, forward, torch.device("cpu"), lane=arena.use_lane, pairs=pairs)
+    work = Work(forward, lane=arena.use_lane)
+    pipeline = Pipeline(schedule, group, stages, work, torch.device("cpu"), pairs)
     arena.make_lanes(pipeline.lanes(micro_batches))
     pipeline.step(micro_batches, (torch.empty(3, device="meta"),))
     return [int(one.needed) // 256 for one in (arena, *arena.companions)]

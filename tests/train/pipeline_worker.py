@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,9 @@ from carpool.parallel.slot_steps import local
 from carpool.ride.turns import HALF
 from carpool.schedule import Schedule
 from carpool.schedule.priority import RidesFirst
+from carpool.schedule.split import SplitBackward
 from carpool.train.run.pipeline import PipelineObjective
+from carpool.train.run.stage_graphs import StageGraphs
 from carpool.train.run.step import Objective
 from tests.full_tensor import full_tensor
 from tests.hf.tiny_models import VOCAB_SIZE, discover, tiny_config
@@ -274,6 +277,58 @@ def compare_pairs(family: str, micro_batches: int, ep: int = 1, **how: Any) -> P
     (one, expected), *others = found
     equal = all(loss == one and _same(gradients, expected) for loss, gradients in others)
     return Pairs(equal, [entry for entry in seen if entry[1] >= 0], all(roots))
+
+
+class Again:
+    """In the place of `carpool.kernels.capture.Recorder` where nothing can be captured: work is done when it is
+    recorded, with whatever its tensors hold, and again in a replay."""
+
+    def __init__(self, split: SplitBackward | None) -> None:
+        self.split = split
+
+    def record(self, work: Callable[[], None]) -> Callable[[], None]:
+        work()
+
+        def again() -> None:
+            # A graph has what was on when it was recorded.
+            with torch.enable_grad(), self.split or nullcontext():
+                work()
+
+        return again
+
+
+def replay(family: str, schedule: str, micro_batches: int, ep: int = 1, **how: Any) -> list[bool]:
+    """Of each step of a run whose stages are recorded in the third: whether its losses and gradients are those of an
+    eager step, bit by bit."""
+    config = tiny_config(discover()[family], num_hidden_layers=4, **LAYERS.get(family, {}))
+    degrees = Degrees(pp=2, fsdp=dist.get_world_size() // 2, ep=ep)
+    whole = build_model(config, distributed_config=None, dtype=torch.float32, seed=3)
+    settings: dict[str, Any] = {"top_k": TOP_K, "aux_coef": AUX, "autocast": None}
+    objective = objective_of(config, schedule, degrees, whole, settings, **how)
+    model, rank = objective.model, degrees.dp_rank(dist.get_rank())
+    some = [batches_of(micro_batches, rank, degrees.dp, padded, False) for padded in (False, True)]
+    for batch in some[0]:
+        # As in a run, all batches have the same entries.
+        batch["padding"] = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
+
+    def step(batches: list[dict[str, torch.Tensor]]) -> tuple[Any, dict[str, Any]]:
+        model.zero_grad()
+        loss = objective.backward(batches)
+        if (kept := replicated(model)) is not None:
+            kept.finish()
+        with sharded_parameters(model):
+            return loss, {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+
+    expected = [step(batches) for batches in some]
+    told: list[str | None] = []
+    layers = list(rides(model).values())
+    objective.graphs = StageGraphs(objective, layers, told.append, True, lambda: Again(objective.split))
+    found = []
+    for number in (0, 1, 1, 0, 1):
+        loss, gradients = step(some[number])
+        found.append(loss == expected[number][0] and _same(gradients, expected[number][1]))
+    assert told == [None], told
+    return found
 
 
 def _same(ours: dict[str, Any], theirs: dict[str, Any]) -> bool:

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from carpool.hf.balance import router_statistics
+from carpool.parallel.pipeline import SCHEDULES
 from carpool.train.run.pipeline import PipelineObjective
 from tests.ranks import Ranks
-from tests.train.pipeline_worker import Pairs, compare_pairs, measure
+from tests.train.pipeline_worker import Pairs, compare_pairs, measure, replay
 from tests.train.test_loop import losses, records, run, start, text, weights
 
 __all__ = ["text"]
@@ -111,6 +112,19 @@ def test_pairs_of_two_ranks(ranks: Ranks, family: str, how: dict[str, Any]) -> N
     check_pairs(ranks(compare_pairs, family, 4, **how))
 
 
+def test_recorded_stages(two_ranks: Ranks) -> None:
+    """What a graph computes needs GPUs (tests/gpu/test_pipeline_gpu.py). What is recorded, in which order, and between
+    which tensors, does not."""
+    for schedule, micro_batches in (("1F1B", 3), ("DualPipeV", 4)):
+        assert two_ranks(replay, "olmoe", schedule, micro_batches) == [[True] * 5] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_recorded_stages_of_two_ranks(ranks: Ranks, schedule: str) -> None:
+    assert ranks(replay, "gpt_oss", schedule, 4, ep=2, dense="replicate") == [[True] * 5] * 4
+
+
 @pytest.mark.slow
 def test_tied_embeddings_on_one_rank(two_ranks: Ranks) -> None:
     check(two_ranks(measure, "qwen3_moe", "DualPipeV", 4, tie_word_embeddings=True))
@@ -168,7 +182,7 @@ def weights_forgotten(objective: PipelineObjective) -> None:
         compute = right()
         return compute if next(calls) else lambda: None
 
-    objective.pipeline.weights = weights
+    objective.pipeline.work = objective.pipeline.work._replace(weights=weights)
 
 
 @pytest.mark.slow

@@ -112,7 +112,8 @@ class TrainingSection(Section):
     cuda_graphs: Literal["auto", "on", "off"] = Field(
         default="auto",
         description="Capture forward and backward as CUDA graphs, which the host launches at once. auto: where that is "
-        "possible; the run says why where it is not. on: an error where it is not.",
+        "possible, but for stages of a pipeline; the run says why where it is not. on: stages, too, and an error where "
+        "it is not possible.",
     )
     torch_compile_backend: str = Field(default="inductor", description="Backend of torch.compile.")
     seed: int = Field(

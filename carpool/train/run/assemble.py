@@ -50,9 +50,11 @@ from carpool.train.run.adapter import add_adapter
 from carpool.train.run.graphs import StepGraphs, note_graphs, why_no_graphs
 from carpool.train.run.machine import ranks_of
 from carpool.train.run.model import distributed_config, loading_shown, top_k_of
+from carpool.train.run.pipeline import PipelineObjective
 from carpool.train.run.prepare import Prepared
 from carpool.train.run.room import most_tokens, transport_options
 from carpool.train.run.schedules import choose_schedule, rides_first
+from carpool.train.run.stage_graphs import StageGraphs
 from carpool.train.run.stages import choose_stages
 from carpool.train.run.step import Objective, make_optimizer
 from carpool.train.run.tiers import disk_folder, make_tiers
@@ -313,15 +315,15 @@ class Assembled(Prepared):
             note_graphs(self.decisions, False, self.no_graphs)
             return
         self.no_graphs = why_no_graphs(self.config, self.model, self.rides, self.schedule.answer.name)
-        if self.pipeline is not None:
-            self.no_graphs = self.no_graphs or "stages of a pipeline wait for each other"
         # NCCL wants an operation captured by all ranks or by none, and Nsight may watch one of them.
         if any(gather(NSIGHT)):
             self.no_graphs = self.no_graphs or "Nsight watches, and a graph has no names of layers"
         if self.no_graphs is None:
-            self.objective.graphs = StepGraphs(
-                self.model, self.rides, self.objective.micro_batch, self.note_graphs, asked == "on"
-            )
+            known, required = self.note_graphs, asked == "on"
+            if isinstance(self.objective, PipelineObjective):
+                self.objective.graphs = StageGraphs(self.objective, self.rides, known, required)
+            else:
+                self.objective.graphs = StepGraphs(self.model, self.rides, self.objective.micro_batch, known, required)
         elif asked == "on":
             raise ValueError(f"training.cuda_graphs = 'on', but steps cannot be captured: {self.no_graphs}; use 'auto'")
         note_graphs(self.decisions, None if self.no_graphs is None else False, self.no_graphs)

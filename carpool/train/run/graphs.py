@@ -10,7 +10,8 @@ in autograd. A captured graph is launched at once:
 A graph is all of a micro-batch: embedding, layers with their rides, loss, backward, reductions of gradients. With
 several micro-batches in a step there are up to three graphs, because the first one makes the gradients to which the
 others add, and the last one reduces them. All share one pool of memory. Whatever a layer counts on the device it counts
-in a replay too; what it counts on the host is counted once more by hand (`LayerStats.add`).
+in a replay too; what it counts on the host is counted once more by hand (`LayerStats.add`). A pipeline has a graph for
+each forward and backward of a stage (`stage_graphs.py`).
 
 What a graph holds may not move: if buffers grow (`room.py`), the step is repeated eagerly and captured anew. Steps that
 a profiler watches run eagerly, because a graph has no names of layers.
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,7 @@ from carpool.hf.expert_parallel import ExpertRides, buffers_of_rides, why_expert
 from carpool.hf.offload import offloaders
 from carpool.hf.packed import one_row_only
 from carpool.hf.recompute import draws_random_numbers
-from carpool.kernels.capture import capturing
+from carpool.kernels.capture import Recorder
 from carpool.observe.meter import watched
 from carpool.observe.stats import HostCounts
 from carpool.parallel import fsdp
@@ -82,17 +83,34 @@ def why_not_captured(config: Config, schedule: str) -> str | None:
     """As `why_no_graphs`, as far as the settings tell."""
     if schedule == "two-batch":
         return "two batches run in two threads"
+    offloads = "offload" in config.memory.policies.values()
+    if config.parallelism.pp_size > 1 and config.training.cuda_graphs != "on":
+        return "stages of a pipeline are captured where training.cuda_graphs = 'on' asks for it"
+    if config.parallelism.pp_size > 1 and offloads:
+        return "what a stage keeps goes to host memory in one graph, and comes back in another"
     if config.placement.every is not None:
         return "experts move"
     if config.moe.move_sequences is not None:
         return "the host decides which sequences move"
-    if "offload" in config.memory.policies.values() and config.training.cuda_graphs != "on":
+    if offloads and config.training.cuda_graphs != "on":
         return "what layers keep goes to host memory (training.cuda_graphs=on captures that, too)"
     if config.memory.experts != "device":
         return f"experts come from {'host memory' if config.memory.experts == 'host' else 'disk'}"
     if config.training.gradients == "consumed":
         return "gradients are consumed in the backward"
     return None
+
+
+class Replay(NamedTuple):
+    """A recorded piece of work.
+
+    Attributes:
+        again: does it.
+        counted: what each layer counts on the host for it.
+    """
+
+    again: Callable[[], None]
+    counted: list[HostCounts]
 
 
 class StepGraphs:
@@ -104,6 +122,7 @@ class StepGraphs:
         compute: a micro-batch, eagerly.
         known: told after each capture why steps are not captured; None: they are.
         required: raise if the capture fails; else go on eagerly.
+        recorder: makes what records the graphs of a step.
 
     Attributes:
         bytes: that the graphs hold for what layers keep; the allocator counts them as reserved, not as allocated.
@@ -116,8 +135,10 @@ class StepGraphs:
         compute: MicroBatch,
         known: Callable[[str | None], None],
         required: bool = False,
+        recorder: Callable[[], Recorder] = Recorder,
     ) -> None:
         self.model, self.layers, self.compute, self.known, self.required = model, layers, compute, known, required
+        self.recorder = recorder
         device = next(model.parameters()).device
         self._factor = torch.zeros((), dtype=torch.float64, device=device)
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -127,10 +148,9 @@ class StepGraphs:
     def forget(self) -> None:
         """Give the graphs and their memory back: what they hold is about to move. New ones come after two steps."""
         self._eager = 0
-        self._inputs: Batch = {}
         self._shapes: tuple[object, ...] = ()
-        self._graphs: dict[tuple[bool, bool], torch.cuda.CUDAGraph] = {}
-        self._counted: dict[tuple[bool, bool], list[HostCounts]] = {}
+        self._captured = False
+        self._replays: dict[Any, Replay] = {}
         self._gradients: list[tuple[nn.Parameter, torch.Tensor]] = []
         self.bytes = 0
 
@@ -159,36 +179,41 @@ class StepGraphs:
         if shapes != self._shapes:
             self.forget()
             self._shapes = shapes
-        if not self._graphs:
+        if not self._captured:
             self._eager += 1
             if self._eager <= EAGER_STEPS or not self._capture(batches):
                 return None
         self._join_copies()
         self._factor.fill_(factor)
         self._sums.zero_()
-        for number, batch in enumerate(batches):
-            place = number == 0, number == len(batches) - 1
-            for name, value in batch.items():
-                self._inputs[name].copy_(value)
-            self._graphs[place].replay()
-            for own, counted in zip(self.layers, self._counted[place], strict=True):
-                own.stats.add(counted)
+        self._replay(batches)
         self._restart_arenas()
         for parameter, gradient in self._gradients:
-            parameter.grad = gradient
+            if parameter.grad is None:
+                parameter.grad = gradient
         return self._sums
+
+    def _replay(self, batches: Sequence[Batch]) -> None:
+        """Compute a step by what `_record` has recorded."""
+        for number, batch in enumerate(batches):
+            for name, value in batch.items():
+                self._inputs[name].copy_(value)
+            self._repeat((number == 0, number == len(batches) - 1))
+
+    def _repeat(self, key: Any) -> None:
+        """Replay a graph, and count on the host what it has counted there."""
+        replay, counted = self._replays[key]
+        replay()
+        for own, one in zip(self.layers, counted, strict=True):
+            own.stats.add(one)
 
     def _capture(self, batches: Sequence[Batch]) -> bool:
         """Whether all ranks have captured all graphs of a step."""
-        self._inputs = {name: value.clone() for name, value in batches[0].items()}
-        places = dict.fromkeys((number == 0, number == len(batches) - 1) for number in range(len(batches)))
-        pool, problem = torch.cuda.graph_pool_handle(), None
+        problem = None
         torch.cuda.empty_cache()
         reserved, allocated = _memory(self._sums.device)
         try:
-            for place in places:
-                self._graphs[place] = torch.cuda.CUDAGraph()
-                self._capture_one(place, len(batches), pool)
+            self._record(batches)
         except Exception as error:
             problem = error
         failed = torch.tensor([float(problem is not None)], device=self._sums.device)
@@ -201,24 +226,37 @@ class StepGraphs:
         # The gradients that graphs leave behind are allocated.
         self.bytes = now_reserved - reserved - max(0, now_allocated - allocated)
         self._gradients = [(p, p.grad) for p in self.model.parameters() if p.grad is not None]
+        for parameter, _ in self._gradients:
+            parameter.grad = None
+        self._captured = True
         self.known(None)
         return True
 
-    def _capture_one(self, place: tuple[bool, bool], number: int, pool: Any) -> None:
-        kept = replicated(self.model)
-        before = [own.stats.exchange(HostCounts()) for own in self.layers]
-        self._join_copies()
-        try:
-            # Another thread puts batches into pinned memory meanwhile.
-            with capturing(self._graphs[place], pool):
+    def _record(self, batches: Sequence[Batch]) -> None:
+        """Record all graphs of a step."""
+        self._inputs = {name: value.clone() for name, value in batches[0].items()}
+        recorder, kept = self.recorder(), replicated(self.model)
+        for place in dict.fromkeys((number == 0, number == len(batches) - 1) for number in range(len(batches))):
+
+            def work(place: tuple[bool, bool] = place) -> None:
                 self._restart_arenas()
-                self.compute(self._inputs, self._factor, number, self._sums, *place)
+                self.compute(self._inputs, self._factor, len(batches), self._sums, *place)
                 if kept is not None:
                     kept.drain()
                 self._join_copies()
+
+            self._join_copies()
+            self._record_one(place, recorder, work)
+            self._restart_arenas()
+
+    def _record_one(self, key: Any, recorder: Recorder, work: Callable[[], None]) -> None:
+        before = [own.stats.exchange(HostCounts()) for own in self.layers]
+        counted: list[HostCounts] = []
+        try:
+            replay = recorder.record(work)
         finally:
-            self._counted[place] = [own.stats.exchange(counts) for own, counts in zip(self.layers, before, strict=True)]
-        self._restart_arenas()
+            counted += [own.stats.exchange(counts) for own, counts in zip(self.layers, before, strict=True)]
+        self._replays[key] = Replay(replay, counted)
 
     def _join_copies(self) -> None:
         """Wait, on the device, for copies to host memory and from there: a graph and what is around it share their
@@ -253,5 +291,7 @@ class StepGraphs:
 
 
 def _memory(device: torch.device) -> tuple[int, int]:
-    """Bytes that PyTorch's allocator holds, and those of them that tensors have."""
+    """Bytes that PyTorch's allocator of GPU memory holds, and those of them that tensors have."""
+    if device.type != "cuda":
+        return 0, 0
     return torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)

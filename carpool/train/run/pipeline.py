@@ -30,7 +30,7 @@ from carpool.hf.stages import Part, Stages, check_tied, cut_model, layer_number
 from carpool.memory import Arena
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.meshes import Meshes
-from carpool.parallel.pipeline import SCHEDULES, Pipeline, Tensors, check_micro_batches, stages_of
+from carpool.parallel.pipeline import SCHEDULES, Pipeline, Tensors, Work, check_micro_batches, stages_of
 from carpool.parallel.sequence import gather_rows, num_rows
 from carpool.schedule.forward_backward import ForwardBesideBackward
 from carpool.schedule.split import SplitBackward
@@ -74,18 +74,11 @@ class PipelineObjective(Objective):
         device = next(model.parameters()).device
         self.riding = list(rides(model).values())
         self.split = SplitBackward(model, self.riding) if SCHEDULES[schedule].splits else None
-        weights = None if self.split is None else self.split.weights
-        self.pipeline = Pipeline(
-            schedule,
-            group,
-            len(parts),
-            self._compute,
-            device,
-            self._around_backward,
-            weights,
-            self._use_lane,
-            None if self.beside is None else self.beside.run,
-        )
+        work = Work(self.compute, self.around_backward, lane=self.use_lane)
+        if self.split is not None:
+            work = work._replace(weights=self.split.weights)
+        pairs = None if self.beside is None else self.beside.run
+        self.pipeline = Pipeline(schedule, group, len(parts), work, device, pairs)
         self.stages = Stages(model, {number: parts[number] for number in self.pipeline.stages})
         # Losses are on the ranks of the last stage alone. (`ranks_per_sequence` counts labels, which all have.)
         self.ranks_per_copy //= dist.get_world_size(group)
@@ -105,8 +98,8 @@ class PipelineObjective(Objective):
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Without gradients: cross-entropy summed over this rank's tokens on the last stage, 0 on others."""
-        self._begin([batch], 0.0, torch.zeros(2, dtype=torch.float64, device=batch["input_ids"].device))
-        self.pipeline.forward_only(1, self._travels(batch))
+        self.begin([batch], 0.0, torch.zeros(2, dtype=torch.float64, device=batch["input_ids"].device))
+        self.pipeline.forward_only(1, self.travels(batch))
         return self._sums[0].clone(), None
 
     def _accumulate(
@@ -117,23 +110,33 @@ class PipelineObjective(Objective):
         before_backward: Callable[[torch.Tensor], None] | None,
     ) -> None:
         assert before_backward is None, "gradients are consumed in one backward, and a pipeline has several"
-        self._begin(batches, factor, sums)
+        self.begin(batches, factor, sums)
         for arena in self._arenas():
             arena.make_lanes(self.pipeline.lanes(len(batches)))
         with self.rides_first or nullcontext(), self.split or nullcontext():
             try:
-                self.pipeline.step(len(batches), self._travels(batches[0]))
+                self.pipeline.step(len(batches), self.travels(batches[0]))
             finally:
-                self._use_lane(0)
-        if self.kept is not None:
-            # Nothing more comes: what has come is reduced.
-            self.kept.begin(first=False)
+                self.use_lane(0)
+        self.end()
 
-    def _begin(self, batches: Sequence[Batch], factor: float, sums: torch.Tensor) -> None:
+    def begin(self, batches: Sequence[Batch], factor: float | torch.Tensor, sums: torch.Tensor) -> None:
+        """A step begins.
+
+        Args:
+            batches: its micro-batches.
+            factor: of the loss of each.
+            sums: where losses are added."""
         self._batches, self._factor, self._sums, self._first = batches, factor, sums, True
 
+    def end(self) -> None:
+        """After the last backward of a step: what has come is reduced."""
+        if self.kept is not None:
+            self.kept.begin(first=False)
+
     @contextmanager
-    def _around_backward(self) -> Iterator[None]:
+    def around_backward(self) -> Iterator[None]:
+        """Around each backward of a stage."""
         if self.kept is not None:
             # A bucket may have parameters of two stages, which are complete only after all backwards.
             self.kept.begin(self._first, last=False)
@@ -145,11 +148,12 @@ class PipelineObjective(Objective):
         arenas = (own.transport.arena for own in self.riding if own.transport is not None)
         return list({id(arena): arena for arena in arenas if arena is not None}.values())
 
-    def _use_lane(self, number: int) -> None:
+    def use_lane(self, number: int) -> None:
+        """Rides keep rows in this lane of their arenas from now on."""
         for arena in self._arenas():
             arena.use_lane(number)
 
-    def _travels(self, batch: Batch) -> Tensors:
+    def travels(self, batch: Batch) -> Tensors:
         """On the device "meta": what goes from a stage to the next one."""
         with self.inputs(batch) as (part, _):
             shape = part["input_ids"].shape
@@ -160,7 +164,7 @@ class PipelineObjective(Objective):
             return (hidden,)
         return hidden, torch.empty(self.layers, 2 * self.experts + 1, dtype=torch.float32, device="meta")
 
-    def _compute(self, stage: int, number: int, received: Tensors) -> Tensors:
+    def compute(self, stage: int, number: int, received: Tensors) -> Tensors:
         """A stage's forward on a micro-batch: what travels; on the last one, the loss."""
         part, aux = self.stages.parts[stage], bool(self.aux_coef)
         collected: AbstractContextManager[list[torch.Tensor]] = nullcontext([])
@@ -185,7 +189,7 @@ class PipelineObjective(Objective):
         if not part.last:
             return (hidden_BLH, *found)
         self._sums[0] += ce.detach() / self.copies
-        loss = ce * self._factor
+        loss = ce * (self._factor.to(ce.dtype) if isinstance(self._factor, torch.Tensor) else self._factor)
         if aux and torch.is_grad_enabled():
             balance = loss_of_statistics(found[0], self.stage_group, per_layer=self.balance_layers)
             loss = self._with_balance(loss, balance, len(self._batches), self._sums)
