@@ -77,11 +77,10 @@ class HostPool:
             RuntimeError: there is no free buffer of that size, and a CUDA graph is captured."""
         if not size:
             return torch.empty(0, dtype=torch.uint8)
-        fit = [one for one in self._free if size <= one.numel() < 2 * size]
+        fit = [(one.numel(), place) for place, one in enumerate(self._free) if size <= one.numel() < 2 * size]
         if fit:
-            best = min(fit, key=torch.Tensor.numel)
-            self._free = [one for one in self._free if one is not best]
-            return best
+            # What is given back meanwhile comes to the end.
+            return self._free.pop(min(fit)[1])
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("what goes to host memory is of other sizes than in the steps before")
         self.bytes += size

@@ -142,6 +142,7 @@ class StepGraphs:
         device = next(model.parameters()).device
         self._factor = torch.zeros((), dtype=torch.float64, device=device)
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)
+        self._offloaders = offloaders(model)
         self._failed = False
         self.forget()
 
@@ -261,7 +262,7 @@ class StepGraphs:
     def _join_copies(self) -> None:
         """Wait, on the device, for copies to host memory and from there: a graph and what is around it share their
         memory."""
-        for offloader in offloaders(self.model):
+        for offloader in self._offloaders:
             offloader.join()
 
     def _restart_arenas(self) -> None:
