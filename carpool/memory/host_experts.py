@@ -235,6 +235,16 @@ class HostExperts:
             return self._staging.bytes_read, self._staging.bytes_written
         return 0 if self._reader is None else self._reader.bytes_read, 0
 
+    def what_moved(self) -> str:
+        """So far, for people."""
+        text = f"{self.bytes_in / 1e9:.3f} GB came to the device"
+        if self.bytes_out:
+            text += f", and {self.bytes_out / 1e9:.3f} GB went back"
+        read, written = self.disk_bytes
+        if read:
+            text += f", {read / 1e9:.3f} GB were read from disk"
+        return text + (f", and {written / 1e9:.3f} GB written" if written else "")
+
     def begin(self) -> None:
         """New texts begin."""
         if self._predictor is not None:

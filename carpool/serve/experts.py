@@ -53,9 +53,7 @@ ON_DEVICE = ExpertTier()
 
 def what_came(experts: HostExperts) -> str:
     """What of the experts has travelled so far, in a line."""
-    hits, text = experts.hits, f"experts: {experts.bytes_in / 1e9:.3f} GB came to the device"
-    if read := experts.disk_bytes[0]:
-        text += f", {read / 1e9:.3f} GB from disk"
+    hits, text = experts.hits, f"experts: {experts.what_moved()}"
     if hits.chosen:
         kept, foretold = hits.kept / hits.chosen, hits.foretold / hits.chosen
         text += f"; of those that single tokens chose, {kept:.0%} were there, and {foretold:.0%} were foretold"

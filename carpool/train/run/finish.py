@@ -102,6 +102,8 @@ def finish(run: RunState) -> None:
     if training.save_pretrained and not run.adapted and not narrow and run.step == training.steps:
         _export(run)
     comparison = _compare(run)
+    if run.away is not None:
+        run.display.say(f"experts: on a rank {run.away.what_moved()}")
     run.display.close()
     summary = _summary(run, comparison)
     if run.main:
