@@ -13,10 +13,13 @@ from benchmarks.peaks import live_bytes, peaks_on_cpu
 from carpool.cli import app
 from carpool.hf import rides
 from carpool.hf.forced import balanced_choices, force_choices
+from carpool.layout import ExpertLayout
+from carpool.parallel.degrees import Degrees
 from carpool.planner.streaming import break_even_tokens
 from carpool.train.config import load_config
 from carpool.train.data.tokenizer import load_tokenizer
 from carpool.train.run import fit
+from carpool.train.run.copies import Copies, copies_of
 from carpool.train.run.dry_run import dry_run
 from carpool.train.run.estimate import MemoryEstimate, tensors_of
 from carpool.train.run.loop import Run
@@ -48,6 +51,7 @@ MORE = {
     "experts alone are trained": ["training.freeze=dense"],
     "rows sent again": ["memory.rows=resend"],
 }
+PLAIN = ExpertLayout.contiguous(16, 4)
 
 
 def peak(output: str, overrides: list[str], alone: bool = False) -> tuple[int, int]:
@@ -83,6 +87,39 @@ def test_a_step_takes_what_is_predicted(two_ranks: Ranks, tmp_path: Path, overri
 @pytest.mark.parametrize("overrides", MORE.values(), ids=MORE.keys())
 def test_a_step_takes_what_is_predicted_with_other_settings(ranks: Ranks, tmp_path: Path, overrides: list[str]) -> None:
     check(ranks, tmp_path, overrides)
+
+
+FEW = PLAIN.with_replicas((e, (rank + 1) % 4) for rank in range(4) for e in PLAIN.homes[rank][:2])
+EVERYWHERE = PLAIN.with_replicas((e, rank) for rank in range(4) for e in range(16) if e not in PLAIN.homes[rank])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "overrides"),
+    [
+        (FEW, []),
+        (EVERYWHERE, ["parallelism.ranks_per_node=2"]),
+        (EVERYWHERE, ["training.gradient_accumulation_steps=2"]),
+        (EVERYWHERE, ["memory.dense=recompute"]),
+    ],
+)
+def test_a_step_with_copies_of_experts_takes_what_is_predicted(
+    ranks: Ranks, tmp_path: Path, layout: ExpertLayout, overrides: list[str]
+) -> None:
+    layout.save(tmp_path / "layout.json")
+    wide = ["model.config.intermediate_size=512", f"moe.layout={tmp_path}/layout.json"]
+    check(ranks, tmp_path, [*overrides, *wide])
+
+
+def test_room_for_copies_is_counted() -> None:
+    degrees, moving = Degrees(fsdp=4, ep=4), ["placement.every=10", "placement.replicas=3"]
+    assert copies_of(load_config(None, []), degrees, 10, 16, 2, 1) == Copies()
+    # Slots of 4 homes and 3 copies; 3 came in each of 2 layers, and from another node up to as many for neighbours.
+    assert copies_of(load_config(None, moving), degrees, 10, 16, 2, 1) == (70, 60, 2 * (6 + 3) * 10)
+    several = copies_of(load_config(None, [*moving, "placement.prefetch=false"]), degrees, 10, 16, 2, 2)
+    assert several == (70, pytest.approx(2 * (3 + 3 * (1 - 3 / 12)) * 10), 0)
+    everywhere = copies_of(load_config(None, ["placement.every=10", "placement.replicas=99"]), degrees, 10, 16, 2, 2)
+    assert everywhere[:2] == (160, 240), "what it has for neighbours it wants itself"
 
 
 @pytest.mark.slow

@@ -67,6 +67,7 @@ from carpool.planner.model_shape import kept_if_compiled
 from carpool.train.config.schema import Config
 from carpool.train.data.formats import are_packed
 from carpool.train.run.adapter import outline_adapter
+from carpool.train.run.copies import copies_of
 from carpool.train.run.graphs import why_not_captured
 from carpool.train.run.model import attention_of, context_cut, divides_tokens, top_k_of
 from carpool.train.run.room import transport_options
@@ -96,6 +97,7 @@ class MemoryEstimate:
         degrees: of parallelism.
         model: on the meta device.
         cuda: on GPUs.
+        nodes: on which the ranks of an expert-parallel group are.
         like: an estimate of the same model; what its layers keep is not measured again if it is the same.
     """
 
@@ -105,9 +107,10 @@ class MemoryEstimate:
         degrees: Degrees,
         model: PreTrainedModel,
         cuda: bool,
+        nodes: int = 1,
         like: MemoryEstimate | None = None,
     ) -> None:
-        self.config, self.degrees, self.model, self.cuda = config, degrees, model, cuda
+        self.config, self.degrees, self.model, self.cuda, self.nodes = config, degrees, model, cuda, nodes
         training = config.training
         self.bf16 = bf16 = training.computes_in_bf16(cuda)
         counts = experts_modules(model)
@@ -185,6 +188,9 @@ class MemoryEstimate:
         self.in_flight = 1.0
         if degrees.pp > 1:
             self._count_one_stage()
+        rows = self.num_experts * degrees.etp
+        row = self.experts.total * self.computed / (rows * self.moe_layers)
+        self.copies = copies_of(config, degrees, row, rows, self.moe_layers, nodes)
         self.trained = math.ceil(self.dense.trained / degrees.dense_shards)
         self.trained += math.ceil(self.experts.trained / degrees.expert_shards)
 
@@ -203,7 +209,7 @@ class MemoryEstimate:
 
     def changed(self, config: Config) -> MemoryEstimate:
         """The same of a run with other settings, on the same ranks."""
-        return MemoryEstimate(config, self.degrees, self.model, self.cuda, self)
+        return MemoryEstimate(config, self.degrees, self.model, self.cuda, self.nodes, self)
 
     def __call__(self, transport: str, dense: str) -> Memory:
         """Predicted bytes of each component on one rank when memory is highest, and their total.
@@ -213,8 +219,9 @@ class MemoryEstimate:
             dense: "fsdp" or "replicate", as `parallelism.dense`.
 
         Returns:
-            parameters, gradients, optimizer, activations, logits, transport, and loading where that is more; on GPUs
-            context, nccl and fragments, and graphs if steps are captured; on CPUs process and allocator; total.
+            parameters, gradients, optimizer, activations, logits, transport, copies (of experts that came from other
+            ranks) if there are any, and loading where that is more; on GPUs context, nccl and fragments, and graphs if
+            steps are captured; on CPUs process and allocator; total.
         """
         degrees, training = self.degrees, self.config.training
         dense_own = math.ceil(self.dense.total / degrees.dense_shards)
@@ -258,6 +265,9 @@ class MemoryEstimate:
         # Those of earlier micro-batches are there, and those in the tensors of a graph.
         captured = self.cuda and dense == "replicate" and self._captured(transport)
         before = own if training.gradient_accumulation_steps > 1 or captured else 0
+        # Gradients of copies on their way home: of the micro-batch before, and of the layers before.
+        kept += self.copies.late if training.gradient_accumulation_steps > 1 else 0
+        last_kept += self.copies.late * (1 - 1 / self.moe_layers)
         highest = max(
             _Moment(before, kept, logits),
             _Moment(before, kept + layer, after_loss),
@@ -274,6 +284,8 @@ class MemoryEstimate:
             "logits": int(highest.logits),
             "transport": rides.buffers,
         }
+        if self.copies.arrived:
+            memory["copies"] = math.ceil(self.copies.arrived)
         if here < experts_own:
             memory["loading"] = max(0, dense_own * self.stored + experts_own - sum(memory.values()))
         tensors = sum(memory.values())
@@ -400,7 +412,9 @@ class MemoryEstimate:
                 dense += layers * whole * (1 + self.share)
         elif policy == "offload":
             dense = min(dense, 2 * one)
-        kept, last = dense + rides.kept, one + rides.kept_by_one
+        kept, last = dense + rides.kept, one + rides.kept_by_one + self.copies.slots
+        # Layers that are computed again fill their slots again.
+        kept += self.copies.slots * (1 if policy == "recompute" else self.moe_layers)
         two = self.config.moe.schedule == "two-batch" and self.config.training.gradient_accumulation_steps > 1
         if two and self.degrees.pp == 1:
             # Two micro-batches are in the model at the same time.

@@ -112,7 +112,8 @@ def prepare(
     attention = attention_of(config, degrees, model, machine.cuda)
 
     transport, why_transport = likely_transport(config, degrees, blueprint, machine)
-    estimate, memory = MemoryEstimate(config, degrees, model, machine.cuda), machine.memory
+    nodes = machine.topology.of(degrees.ranks_along(0, "ep", "etp")).num_nodes
+    estimate, memory = MemoryEstimate(config, degrees, model, machine.cuda, nodes), machine.memory
     measure = None if measure_policies is None else lambda: measure_policies(config, machine, blueprint)
     kept = choose_memory(estimate, transport, machine.hardware, decisions, measure)
     if (budget := config.memory.budget_bytes) is not None:
