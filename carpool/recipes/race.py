@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -46,8 +47,11 @@ FUNCTION = (
     "model.num_experts_per_tok", "model.config.norm_topk_prob", "moe.router_aux_loss_coef", "moe.balance",
     "training.freeze",
 )  # fmt: skip
-# What publishes a way to train MoE layers, by the package that brings it.
-LIBRARIES = {"DeepEP": "deep_ep", "Hybrid-EP": "deep_ep", "Megatron-Core": "megatron", "Tutel": "tutel"}
+# What publishes a way to train MoE layers, by the package that brings it, and a file in it that says so.
+LIBRARIES = {
+    "DeepEP": ("deep_ep", ""), "Hybrid-EP": ("deep_ep", "hybrid_ep_buffer.py"), "Megatron-Core": ("megatron", "core"),
+    "Tutel": ("tutel", ""),
+}  # fmt: skip
 
 
 @dataclass
@@ -228,10 +232,10 @@ def sameness(row: Row, base: Row | None, different: Sequence[str]) -> str:
     return "bitwise" if off == 0 else f"{off:.0e}"
 
 
-def libraries(packages: Mapping[str, str] = LIBRARIES) -> str:
+def libraries(packages: Mapping[str, tuple[str, str]] = LIBRARIES) -> str:
     """Which published libraries are not in a race, and why."""
-    absent = [name for name, package in packages.items() if find_spec(package) is None]
-    there = [name for name in packages if name not in absent]
+    there = [name for name, (package, file) in packages.items() if _is_installed(package, file)]
+    absent = [name for name in packages if name not in there]
     said = [f"Not raced: {', '.join(absent)} (not installed)."] if absent else []
     if there:
         said.append(
@@ -239,6 +243,12 @@ def libraries(packages: Mapping[str, str] = LIBRARIES) -> str:
             "transport of it is raced by a recipe that names it)."
         )
     return " ".join(said)
+
+
+def _is_installed(package: str, file: str) -> bool:
+    """Whether a package is there, and a file or folder in it, without importing it: that may need a GPU."""
+    spec = find_spec(package)
+    return spec is not None and any((Path(one) / file).exists() for one in spec.submodule_search_locations or ())
 
 
 BENCHMARK = RankBenchmark("race", Settings, measure, show, PLOT)

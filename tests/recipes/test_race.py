@@ -102,7 +102,8 @@ def test_the_table_says_what_is_exposed_and_what_is_the_same() -> None:
     assert dict(zip(headings, found[0], strict=True))["exposed\nms"] == "3.0"
     assert dict(zip(headings, found[0], strict=True))["sent\nMB"] == "2.50"
     assert sameness(row("x", 2.0), None, []) == "LOSSY"
-    assert libraries({"A": "no_such_package", "B": "torch"}).startswith("Not raced: A (not installed). Not raced: B (")
+    asked = {"A": ("no_such_package", ""), "B": ("torch", ""), "C": ("torch", "no_such_file.py")}
+    assert libraries(asked).startswith("Not raced: A, C (not installed). Not raced: B (installed")
 
 
 def run(asked: dict[str, Any]) -> dict[str, Any]:
