@@ -15,8 +15,12 @@ from carpool.hf import rides
 from carpool.hf.forced import balanced_choices, force_choices
 from carpool.layout import ExpertLayout
 from carpool.parallel.degrees import Degrees
+from carpool.planner.configured import candidate_of
+from carpool.planner.model_shape import ModelShape
+from carpool.planner.step import predict
 from carpool.planner.streaming import break_even_tokens
 from carpool.train.config import load_config
+from carpool.train.config.published import read_keys
 from carpool.train.data.tokenizer import load_tokenizer
 from carpool.train.run import fit
 from carpool.train.run.copies import Copies, copies_of
@@ -173,6 +177,12 @@ def test_a_dry_run_for_a_cluster_that_is_not_here() -> None:
     state = 30_532_122_624 / 64 * 10
     tokens = break_even_tokens(state, 23_083_044_864, find_gpu("h100"), "in the backward")
     assert f"would cost no time from {tokens:,.0f} tokens" in text
+    config = load_config(None, [*QWEN, "moe.transport=hierarchical"]).model_dump()
+    shape, h100 = ModelShape.read(read_keys("qwen3-30b-a3b")), find_gpu("h100")
+    config["parallelism"]["dense"] = text.partition("# dense parameters: ")[2].partition(":")[0]
+    candidate, _ = candidate_of(config, Degrees(fsdp=64, ep=64), shape, h100, per_node=8)
+    seconds = predict(shape, h100, candidate, per_node=8).seconds
+    assert f"# time of a step: {1e3 * seconds.middle:,.0f} ms ({1e3 * seconds.low:,.0f} to" in text
 
 
 def test_what_does_not_fit_is_told_what_to_change_cheapest_first() -> None:

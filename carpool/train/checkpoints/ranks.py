@@ -86,7 +86,11 @@ def _describe(error: BaseException) -> str | None:
     if isinstance(error, OSError):
         text = error.strerror or str(error)
         where = f" ({error.filename})" if error.filename else ""
-        hint = "; free some space or lower save_total_limit" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        hint = (
+            "; free some space or lower training.save_total_limit"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT)
+            else ""
+        )
         return f"{text}{where}{hint}"
     return str(error) or type(error).__name__
 

@@ -11,6 +11,9 @@ import textwrap
 from collections.abc import Mapping
 
 from carpool.planner.chosen import Decisions
+from carpool.planner.configured import candidate_of
+from carpool.planner.model_shape import ModelShape
+from carpool.planner.step import predict
 from carpool.planner.streaming import break_even_tokens
 from carpool.train.config.schema import Config, keys
 from carpool.train.data.corpus import check_encoder
@@ -46,7 +49,7 @@ def dry_run(config: Config, sources: Sources | None = None, gpu: str | None = No
     check_encoder(config.data, tokenizer, config.model.path)
     fixed = [f"{section}.{key}" for section, _, key in keys() if (section, key) not in sources]
     run = prepare(config, machine, Blueprint.of_config(config, tokenizer), Decisions(), fixed)
-    lines = [*_decided(run), *_needed(run)]
+    lines = [*_decided(run), *_time(run), *_needed(run)]
     return run.config.to_toml(sources={**sources, **_planned(run)}) + "\n" + "\n".join(f"# {line}" for line in lines)
 
 
@@ -83,6 +86,30 @@ def _decided(run: Prepared) -> list[str]:
         f"dense parameters: {run.dense.answer}: {run.dense.why}",
         f"transport {run.likely_transport}: {run.why_likely}",
         f"memory: {', '.join(f'{item} {policy}' for item, policy in run.kept.answer.items())}: {run.kept.why}",
+    ]
+
+
+def _time(run: Prepared) -> list[str]:
+    """A line about how long a step takes, by the planner's model of costs. None on CPUs, and where not the whole model
+    is trained, of which that knows nothing."""
+    config, machine, dense = run.config, run.machine, run.dense.answer
+    if not machine.cuda or config.adapter.kind is not None or config.training.freeze is not None:
+        return []
+    settings = config.model_dump()
+    settings["moe"]["transport"], settings["parallelism"]["dense"] = run.likely_transport, dense
+    settings["memory"] |= run.kept.answer
+    per_node = machine.topology.ranks_beside(0)
+    try:
+        shape = ModelShape.read(run.blueprint.model.config.to_dict(), config.model.attn_implementation)
+        candidate, _ = candidate_of(settings, run.degrees, shape, machine.hardware, per_node)
+        found = predict(shape, machine.hardware, candidate, per_node)
+    except ValueError as error:
+        return [f"time of a step: not predicted: {error}"]
+    low, middle, high = (1e3 * one for one in found.seconds)
+    mfu = "" if found.mfu is None else f", MFU {found.mfu.middle:.0%}"
+    return [
+        f"time of a step: {middle:,.0f} ms ({low:,.0f} to {high:,.0f}), {found.tokens_per_second():,.0f} tokens/s per "
+        f"GPU{mfu} (modelled, with balanced routing)"
     ]
 
 
