@@ -40,6 +40,7 @@ from carpool.placement.solvers.lpt import pack
 from carpool.placement.solvers.problem import held, homes_of
 from carpool.placement.trace import Array
 from carpool.planner.cost import RIDES, CostModel
+from carpool.transport import find_transport
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,8 @@ class LoadModel:
         # They come from all other ranks alike.
         arriving_CWW = np.repeat(arriving_CW[:, None] / max(1, num_ranks - 1), num_ranks, axis=1)
         filling_CWW = self._filling(held, home_E, slices) * self.cost.expert_bytes / slices
-        rides_C = RIDES * self._over_links(arriving_CWW * self.cost.row_bytes)
+        hops_in_turn = find_transport(self.cost.transport).hops_in_turn
+        rides_C = RIDES * self._over_links(arriving_CWW * self.cost.row_bytes, in_turn=hops_in_turn)
         # Parameters one way, gradients the other, which takes as long.
         upkeep_C = 2 * self._over_links(filling_CWW, idle=False)
         last_C = (load_CW / self.cost.speed_W(num_ranks)).max(1) * self.cost.pair_seconds
@@ -104,15 +106,15 @@ class LoadModel:
             filling_CNPNP[:, node, :, node] += inside_CNPP[:, node]
         return filling_CNPNP.reshape(-1, num_ranks, num_ranks)
 
-    def _over_links(self, bytes_CWW: Array, idle: bool = True) -> Array:
-        """(C,) seconds of the slowest kind of link, as `CostModel` has them. `idle`: one without traffic
+    def _over_links(self, bytes_CWW: Array, idle: bool = True, in_turn: bool = False) -> Array:
+        """(C,) seconds of the slowest kind of link, as `CostModel` has them, or of all. `idle`: one without traffic
         takes its latency all the same."""
         topology, seconds_C = self.topology or Topology.even(bytes_CWW.shape[2]), np.zeros(len(bytes_CWW))
-        for link, pairs_WW in topology.pairs.items():
-            over_CWW, rate = bytes_CWW * pairs_WW, self.cost.hardware.rate(link)
-            most_C = np.maximum(over_CWW.sum(1).max(1), over_CWW.sum(2).max(1))
+        for link in topology.pairs:
+            rate, most_C = self.cost.hardware.rate(link), self.cost.most(link, bytes_CWW, topology)
             each_C = rate.latency + most_C / rate.bytes_per_second
-            seconds_C = np.maximum(seconds_C, each_C if idle else np.where(most_C > 0, each_C, 0.0))
+            each_C = each_C if idle else np.where(most_C > 0, each_C, 0.0)
+            seconds_C = seconds_C + each_C if in_turn else np.maximum(seconds_C, each_C)
         return seconds_C
 
 

@@ -114,13 +114,14 @@ class CostModel:
 
     def link_seconds(self, bytes_WW: Array, topology: Topology) -> dict[Link, float]:
         """For each kind of link that anything travels over, what `transfer_seconds` says of it alone."""
-        found = {link: self._most(link, bytes_WW, topology) for link in topology.pairs}
+        found = {link: float(self.most(link, bytes_WW, topology)) for link in topology.pairs}
         return {link: self._seconds(link, most) for link, most in found.items() if most}
 
     def ride_seconds(self, rows_WW: Array, topology: Topology) -> float:
         """All rides of a layer. `rows_WW`: rows that the transport sends from rank to rank in one dispatch."""
         most = {
-            link: self._most(link, rows_WW, topology) * self._row_bytes(link == "network") for link in topology.pairs
+            link: float(self.most(link, rows_WW, topology)) * self._row_bytes(link == "network")
+            for link in topology.pairs
         }
         times = [self._seconds(link, size) for link, size in most.items()]
         return RIDES * self._of_links(times)
@@ -154,11 +155,12 @@ class CostModel:
         rate = self.hardware.rate(link)
         return float(rate.latency + size / rate.bytes_per_second)
 
-    def _most(self, link: Link, bytes_WW: Array, topology: Topology) -> float:
+    def most(self, link: Link, bytes_WW: Array, topology: Topology) -> Array:
         """Bytes of the rank with most to send, or to receive, over a kind of link; of a port that the ranks of a node
-        share, their mean."""
+        share, their mean. Of (..., W, W) bytes, (...)."""
         over_WW = np.where(topology.pairs[link], bytes_WW, 0)
-        sent_2W = np.stack([over_WW.sum(0), over_WW.sum(1)])
+        sent_W2 = np.stack([over_WW.sum(-2), over_WW.sum(-1)], axis=-1)
         if link == "network" and self.hardware.shared_network:
-            return float(max(sent_2W[:, topology.ranks_of(node)].mean(1).max() for node in range(topology.num_nodes)))
-        return float(sent_2W.max())
+            nodes = range(topology.num_nodes)
+            sent_W2 = np.stack([sent_W2[..., topology.ranks_of(node), :].mean(-2) for node in nodes], axis=-2)
+        return np.asarray(sent_W2.max((-2, -1)))

@@ -179,6 +179,12 @@ class ExchangeTransport(Transport):
     def list_rows(self, slot_TK: torch.Tensor, here_WTK: torch.Tensor, num_rows: int) -> RowsToSend:
         """Which rows go where; `num_rows` is the sum of what `count_rows` said."""
 
+    def whether_here(self, slot_C: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Of each piece, (W, T, K) bool: whether a choice is on a rank."""
+        ranks_W11 = torch.arange(self.num_ranks, device=slot_C[0].device).view(-1, 1, 1)
+        # -1 stays -1.
+        return [slot_TK.div(self.slots_per_rank, rounding_mode="floor") == ranks_W11 for slot_TK in slot_C]
+
     def rows_of(self, x_TH: torch.Tensor, token_N: torch.Tensor) -> torch.Tensor:
         """The rows of these tokens, of which a list may name one past the last where there is none."""
         return x_TH[token_N]
@@ -201,9 +207,7 @@ class ExchangeTransport(Transport):
         traffic: Traffic,
         together: tuple[int, int] = (1, 1),
     ) -> list[ExchangeRoute]:
-        ranks_W11 = torch.arange(self.num_ranks, device=slot_C[0].device).view(-1, 1, 1)
-        # -1 stays -1.
-        here_C = [slot_TK.div(self.slots_per_rank, rounding_mode="floor") == ranks_W11 for slot_TK in slot_C]
+        here_C = self.whether_here(slot_C)
         counts = [count for here_WTK in here_C for count in (self.count_rows(here_WTK), here_WTK.sum((1, 2)))]
         counts_WN = torch.stack(counts, dim=1)
         received_WN = counts_WN

@@ -70,12 +70,11 @@ class FixedRows(Dedup):
                 f"{tokens} tokens on this rank, but at most max_tokens={room.most} were said, and all ranks "
                 "count on it: state the largest number that any rank will have"
             )
-        ranks_W11 = torch.arange(self.num_ranks, device=slot_C[0].device).view(-1, 1, 1)
-        here_C = [slot_TK.div(self.slots_per_rank, rounding_mode="floor") == ranks_W11 for slot_TK in slot_C]
+        here_C = self.whether_here(slot_C)
         if room.counted and self.num_ranks > 1:
-            away_W1 = ranks_W11[:, :, 0] != self.rank
-            needed_C = [(here_WTK.any(-1) & away_W1).sum(1).max() for here_WTK in here_C]
-            lost = room.note(torch.stack(needed_C).max(), pieces)
+            rows_CW = torch.stack([self.count_rows(here_WTK) for here_WTK in here_C])
+            others = rows_CW[:, : self.rank], rows_CW[:, self.rank + 1 :]
+            lost = room.note(torch.cat(others, dim=1).max(), pieces)
             weight_C = [torch.where(lost, torch.nan, weight_TK) for weight_TK in weight_C]
         size_CW = [[room.of_piece(pieces)] * self.num_ranks for _ in slot_C]
         for size_W, slot_TK in zip(size_CW, slot_C, strict=True):

@@ -55,8 +55,7 @@ class AlignedAllToAll(AllToAll):
         traffic: Traffic,
         together: tuple[int, int] = (1, 1),
     ) -> list[ExchangeRoute]:
-        ranks_W11 = torch.arange(self.num_ranks, device=slot_C[0].device).view(-1, 1, 1)
-        here_C = [slot_TK.div(self.slots_per_rank, rounding_mode="floor") == ranks_W11 for slot_TK in slot_C]
+        here_C = self.whether_here(slot_C)
         count_CW = torch.stack([self.count_rows(here_WTK) for here_WTK in here_C])
         count_FW = count_CW  # first those of rank 0
         if self.num_ranks > 1:

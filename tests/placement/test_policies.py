@@ -59,12 +59,14 @@ def test_the_model_of_time_by_hand() -> None:
 
 
 def test_many_candidates_at_once_are_what_each_is_alone() -> None:
-    """Against the cost model's own rides, products and transfers, on one node and on two."""
+    """Against the cost model's own rides, products and transfers, on one node and on two, also in two hops."""
     draw = np.random.default_rng(0)
     held_CEW = held(PLAIN) | (draw.random((5, 8, 4)) < 0.2)
-    for topology in (Topology.even(4), Topology.even(4, 2)):
-        model = replace(MODEL, topology=topology)
-        cost, home_E, pairs = model.cost, homes_of(PLAIN), HOT * (MODEL.cost.tokens_per_rank * 4 * 2 / HOT.sum())
+    shared = replace(MODEL.cost, transport="hierarchical", hardware=replace(DEFAULT, shared_network=True))
+    for nodes, cost in ((1, MODEL.cost), (2, MODEL.cost), (2, shared)):
+        topology = Topology.even(4, nodes)
+        model = replace(MODEL, topology=topology, cost=cost)
+        home_E, pairs = homes_of(PLAIN), HOT * (MODEL.cost.tokens_per_rank * 4 * 2 / HOT.sum())
         expected = []
         for held_EW in held_CEW:
             copies, filling_WW = held_EW.sum(1), np.zeros((4, 4))
