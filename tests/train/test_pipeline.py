@@ -115,14 +115,13 @@ def test_pairs_of_two_ranks(ranks: Ranks, family: str, how: dict[str, Any]) -> N
 def test_recorded_stages(two_ranks: Ranks) -> None:
     """What a graph computes needs GPUs (tests/gpu/test_pipeline_gpu.py). What is recorded, in which order, and between
     which tensors, does not."""
-    for schedule, micro_batches in (("1F1B", 3), ("DualPipeV", 4)):
-        assert two_ranks(replay, "olmoe", schedule, micro_batches) == [[True] * 5] * 2
+    assert two_ranks(replay, "olmoe", "DualPipeV", 4) == [[True] * 4] * 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_recorded_stages_of_two_ranks(ranks: Ranks, schedule: str) -> None:
-    assert ranks(replay, "gpt_oss", schedule, 4, ep=2, dense="replicate") == [[True] * 5] * 4
+    assert ranks(replay, "gpt_oss", schedule, 4, ep=2, dense="replicate") == [[True] * 4] * 4
 
 
 @pytest.mark.slow
