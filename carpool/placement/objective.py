@@ -55,8 +55,8 @@ class Objective:
 
     @property
     def rows_remote(self) -> int:
-        """Rows to other ranks."""
-        return int(self.rows_WW.sum() - self.rows_WW.trace())
+        """Rows to other ranks, as the transport sends them."""
+        return int(self.sent_WW.sum() - self.sent_WW.trace())
 
     @property
     def copies_per_token(self) -> float:

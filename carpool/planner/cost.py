@@ -81,9 +81,10 @@ class CostModel:
     @property
     def row_bytes(self) -> float:
         """Of a row inside a node, the mean over its four rides."""
-        return self._row_bytes(network=False)
+        return self.row_bytes_over(network=False)
 
-    def _row_bytes(self, network: bool) -> float:
+    def row_bytes_over(self, network: bool) -> float:
+        """Of a row between nodes, or inside one, the mean over its four rides."""
         if self.codecs is None or (self.codecs.hop == "nodes" and not network):
             return self.hidden * self.element_size
         from carpool.transport.codecs import ROW_VERBS
@@ -106,7 +107,7 @@ class CostModel:
             return 1.0
         inside = self.hardware.rate("nvlink" if "nvlink" in topology.pairs else "node")
         slower = inside.bytes_per_second / self.hardware.network.bytes_per_second
-        return slower * self._row_bytes(network=True) / self.row_bytes
+        return slower * self.row_bytes_over(network=True) / self.row_bytes
 
     def transfer_seconds(self, bytes_WW: Array, topology: Topology) -> float:
         """Anything between ranks once, as the rank with most to send or receive over any kind of link needs it."""
@@ -120,7 +121,7 @@ class CostModel:
     def ride_seconds(self, rows_WW: Array, topology: Topology) -> float:
         """All rides of a layer. `rows_WW`: rows that the transport sends from rank to rank in one dispatch."""
         most = {
-            link: float(self.most(link, rows_WW, topology)) * self._row_bytes(link == "network")
+            link: float(self.most(link, rows_WW, topology)) * self.row_bytes_over(link == "network")
             for link in topology.pairs
         }
         times = [self._seconds(link, size) for link, size in most.items()]

@@ -16,6 +16,8 @@ from carpool.planner.hardware import DEFAULT as H200
 from carpool.train.moving.cost import Facts, foretell, outlook
 from carpool.train.moving.layouts import load_ratio, padded
 from carpool.train.moving.runtime import newest
+from carpool.transport import Codecs, TransportOptions, find_transport
+from carpool.transport.codecs import PLAIN
 from tests.placement.synthetic import topics
 
 FACTS = Facts(
@@ -65,14 +67,17 @@ def test_what_is_foretold_is_what_transports_would_count() -> None:
     trace, layout = topics(experts=16, top_k=4, tokens=600, length=30).layer(0), ExpertLayout.contiguous(16, 4)
     layout = layout.with_replicas([(3, 2), (9, 0)])
     facts = replace(FACTS, top_k=4, hidden=64)
-    told = outlook([evaluate(trace, layout)] * 2, facts)
-    source_T = trace.source_T(4)
+    source_T, topology = trace.source_T(4), Topology.even(4, 2)
     routings = [trace.expert_TK[source_T == rank] for rank in range(4)]
-    volume = predict("dedup", routings, layout, hidden=64, element_size=2)
-    rides = volume.bytes_remote("dispatch", "combine", "dispatch_backward", "combine_backward")
-    assert told["rows"] == pytest.approx(volume.rows_remote / 600)
-    assert told["bytes"] == pytest.approx(2 * rides / 600)
-    assert outlook([evaluate(trace, layout)], replace(facts, transport="alltoall"))["bytes"] is None
+    halved = Codecs(dispatch="fp8", hop="nodes")
+    for transport, codecs in (("dedup", PLAIN), ("alltoall", PLAIN), ("gather", PLAIN), ("hierarchical", halved)):
+        one = replace(facts, transport=transport, codecs=codecs)
+        told = outlook([evaluate(trace, layout, topology=topology, cost=one.cost)] * 2, one)
+        options = find_transport(transport).own_options(TransportOptions(codecs=codecs))
+        volume = predict(transport, routings, layout, hidden=64, element_size=2, topology=topology, options=options)
+        rides = volume.bytes_remote("dispatch", "combine", "dispatch_backward", "combine_backward")
+        assert told["rows"] == pytest.approx(volume.rows_remote / 600)
+        assert told["bytes"] == pytest.approx(2 * rides / 600), transport
 
 
 def test_load_is_foretold_for_what_tokens_will_choose() -> None:

@@ -96,14 +96,17 @@ def foretell(judge: LayerTrace, layout: ExpertLayout, load_E: Array, facts: Fact
     return replace(found, load_W=load_W, compute_seconds=facts.cost.compute_seconds(load_W * scale))
 
 
-def outlook(found: Sequence[Objective], facts: Facts) -> dict[str, float | None]:
+def outlook(found: Sequence[Objective], facts: Facts) -> dict[str, float]:
     """What is foretold of all layers, as the metrics measure it: remote rows per token and the fullest rank's load,
-    mean over layers; remote bytes per token, over all layers. Rows and bytes: those of one row per (token, rank)."""
-    rows = [one.rows_remote / one.tokens for one in found]
-    row = RIDES * facts.cost.row_bytes + facts.top_k * (CHOICE_BYTES + GRADIENT_BYTES)
-    shared = find_transport(facts.transport).one_row_per_rank
+    mean over layers; remote bytes per token, over all layers. Rows that fill up a fixed number, as of
+    `hierarchical`, are not foretold."""
+    cost, choices = facts.cost, find_transport(facts.transport).choices_per_row(facts.top_k)
+    near, far = (
+        RIDES * cost.row_bytes_over(network) + choices * (CHOICE_BYTES + GRADIENT_BYTES) for network in (False, True)
+    )
+    sent = [(one.rows_remote - one.rows_nodes) * near + one.rows_nodes * far for one in found]
     return {
-        "rows": float(np.mean(rows)) if shared else None,
-        "bytes": float(sum(rows) * row) if shared else None,
+        "rows": float(np.mean([one.rows_remote / one.tokens for one in found])),
+        "bytes": float(sum(size / one.tokens for size, one in zip(sent, found, strict=True))),
         "load": float(np.mean([one.load_ratio for one in found])),
     }
