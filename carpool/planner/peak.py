@@ -37,7 +37,7 @@ from carpool.planner.model_shape import LayerShape, ModelShape
 from carpool.planner.routes import Routes
 
 # As in `carpool.kernels.cross_entropy`, `carpool.parallel.replicated` and `carpool.memory.optimizer.streamed`.
-LOGITS, BUCKET, TILE = 2**29, 100 * MiB, 64 * MiB
+LOGITS, BUCKET, TILES = 2**29, 100 * MiB, 8 * 64 * MiB
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def _stage(
         state = (dense_own + experts_own) * 2 * ELEMENT
     host = 0.0
     if candidate.optimizer_state != "device":
-        host, state = state, 2 * TILE
+        host, state = state, TILES
 
     # What is kept: by layer, and by all.
     tokens = candidate.rank_tokens

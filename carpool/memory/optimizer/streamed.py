@@ -1,11 +1,13 @@
-"""The update of parameters whose state is in host memory: it goes through the device in tiles, double-buffered.
+"""The update of parameters whose state is in host memory: it goes through the device in tiles.
 
     copies in     tile 0 | tile 1 |        tile 2 |        tile 3 | ...      a stream of its own
     update                 tile 0 | tile 1 |        tile 2 | ...             a stream of its own, after the caller's
     copies out                      tile 0 | tile 1 |        tile 2 | ...    a stream of its own
 
-Two buffers of the device take turns. While one is copied out the other is copied in, so that both directions of the
-link are busy; the update itself takes a hundredth of that. A buffer is filled again when its tile has gone out.
+Buffers of the device take turns. While one is copied out another is copied in, so that both directions of the link are
+busy; the update itself takes a tenth of that. A buffer is filled again when its tile has gone out. Two would do if each
+update began at once, but a kernel of the backward may hold all multiprocessors for longer than a tile's copies take:
+there are `TILES` of them, and the update's stream comes first when a multiprocessor is free.
 
 The caller's stream waits for none of them until `join`: a backward goes on beside them. What the update reads and
 writes, weights and gradients, must stay until `done`.
@@ -38,6 +40,7 @@ from carpool.memory.optimizer.update import KINDS, State, Update, _Table, local,
 
 # Of state in a buffer: at 50 GB/s more than a millisecond each way, which the host's work for a tile is hidden behind.
 TILE_BYTES = 64 * 2**20
+TILES = 8  # on the device at a time
 _ROUND = 256
 
 
@@ -66,16 +69,17 @@ class StreamedUpdate(Update):
         super().__init__(parameters, groups, states, device)
         self._slabs, self._tile_bytes = list(slabs), TILE_BYTES
         self._tiles: dict[tuple[int, ...], list[Tile]] = {}
-        self._buffers: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
+        self._buffers: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(TILES)]
         self._turn = self.bytes_in = self.bytes_out = 0
         self._of_tiles: dict[tuple[Tile, int], tuple[Any, list[_Table]]] = {}
-        streams: list[Any] = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(3)]
+        streams: list[Any] = [torch.cuda.Stream(device, -1) if device.type == "cuda" else None for _ in range(3)]
         self._into, self._work, self._out = streams
-        self._free: list[Any] = [None, None]
+        self._free: list[Any] = [None] * TILES
         self.staging = Staging(device) if on_disk else None
 
     def count(self, *args: Any) -> None:
         super().count(*args)
+        self._turn = 0  # so that a tile finds its tables of the step before
         if self._into is not None:
             # What the step before has sent out is what this one takes in.
             self._into.wait_stream(self._out)
@@ -117,7 +121,7 @@ class StreamedUpdate(Update):
         """One tile in, updated, and out."""
         if not any(segment.number in grads for segment in tile.segments):
             return
-        turn, self._turn = self._turn, 1 - self._turn
+        turn, self._turn = self._turn, (self._turn + 1) % TILES
         views = self._views(tile, turn)
         hosts = {name: tile.slab.memory[name][slice(*tile.range_of(name))] for name in views}
         if self.staging is not None:

@@ -48,7 +48,7 @@ from carpool.hf.head import output_layer, why_whole
 from carpool.hf.narrow import row_size
 from carpool.kernels.cross_entropy import piece_size
 from carpool.memory.disk import BUFFERS
-from carpool.memory.optimizer.streamed import TILE_BYTES
+from carpool.memory.optimizer.streamed import TILE_BYTES, TILES
 from carpool.parallel.consumed import HELD
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.pipeline import in_flight
@@ -256,7 +256,7 @@ class MemoryEstimate:
         own += 4 * adapters
         state = int(self.trained * state_bytes(self.config))
         if training.optimizer_state != "device":
-            state = 2 * TILE_BYTES
+            state = TILES * TILE_BYTES
         rides = self._rides(transport)
         copied, waiting, at_once = self._alone(dense == "fsdp")
         layer = max(rides.products, self.scores) + rides.experts + copied + reducing
