@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ import torch
 
 from carpool.hf import install
 from carpool.hf.build import build_model, make_config
+from carpool.hf.expert_parallel import rides
 from carpool.hf.generation import Sampling, generate
 from carpool.hf.host_experts import keep_experts_in_host_memory
 from carpool.memory.host_experts import host_experts
 from carpool.memory.optimizer import AdamW
+from carpool.memory.popularity import Popularity
 from carpool.parallel.consumed import ConsumedGradients
 from carpool.parallel.replicated import sharded_parameters
 from carpool.serve.experts import ExpertTier
@@ -80,6 +83,37 @@ def test_training_has_the_same_bits_in_less_memory(checkpointing: bool, disk: bo
     # Three of eight layers' experts at most, and no state but the tiles'.
     print(f"peak {most / 1e6:.0f} MB, from host memory {least / 1e6:.0f} MB, experts {experts / 1e6:.0f} MB")
     assert least < most - experts // 2
+
+
+@pytest.mark.parametrize(("frozen", "few"), [(True, 0), (False, 0), (True, 40), (False, 40)])
+def test_experts_that_come_when_they_are_chosen(frozen: bool, few: int) -> None:
+    """The same bits; beside experts that the CPU computes, gradients to rounding, and the same bits each time."""
+    found, came = [], []
+    for how in ("device", "layers", "popular", "popular"):
+        model: Any = build_model(make_config("olmoe", SIZES), distributed_config=None, dtype=torch.bfloat16, seed=0)
+        install(model)
+        for own in rides(model).values():
+            own.experts.requires_grad_(not frozen)
+        away = None
+        if how != "device":
+            loading = {"predictor": partial(Popularity, few=few), "few": few} if how == "popular" else {}
+            away = keep_experts_in_host_memory(model, **loading)
+        for step in range(3):
+            model.zero_grad()
+            ids = torch.randint(0, 512, (1, 48), generator=torch.Generator().manual_seed(step)).cuda()
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        found.append({"loss": loss.detach(), **gradients})
+        came.append(0 if away is None else away.bytes_in)
+    right, layers, ours, again = found
+    for name, value in right.items():
+        assert torch.equal(layers[name], value) and torch.equal(ours[name], again[name])
+        error = (ours[name].float() - value.float()).norm()
+        # A token near a tie may choose another expert in a later layer.
+        assert error <= (0.1 if few else 0) * value.float().norm(), name
+    print(f"frozen {frozen}, few {few}: {came[1] / 1e6:.0f} MB came by layers, {came[2] / 1e6:.0f} MB when chosen")
+    assert came[2] < came[1] or not frozen
 
 
 @pytest.mark.parametrize(
