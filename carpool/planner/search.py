@@ -321,9 +321,12 @@ class _Search:
     def _of_degrees(self, base: Candidate) -> Iterator[Candidate]:
         space, degrees = self.space, base.degrees
         replicates = degrees.tp == 1 and degrees.dp_cp > 1
+        transports = transports_of(base, self.per_node, self.hardware, space.transports)
+        if not transports:
+            self.refused[f"no transport of {', '.join(space.transports)} joins the ranks of a layer's experts"] += 1
         schedules = [(one, n) for one in space.schedules for n in (space.chunks if one == "chunks" else (1,))]
         for transport, (schedule, chunks), dense, pipeline in product(
-            transports_of(base, self.per_node, self.hardware, space.transports),
+            transports,
             schedules,
             [one for one in space.dense if replicates or one != "replicate"] or ["fsdp"],
             space.pipelines if degrees.pp > 1 else ("1F1B",),
@@ -454,7 +457,8 @@ def transports_of(candidate: Candidate, per_node: int, hardware: Hardware, among
     axis = "ep" if degrees.ep > 1 else "etp"
     ranks = degrees.ranks_along(0, axis)
     inside = sum(rank < per_node for rank in ranks)
-    takes = {"nvlink": inside == len(ranks) and hardware.nvlink is not None, "hierarchical": 1 < inside < len(ranks)}
-    found = [one for one in among if takes.get(one, True)] or ["dedup"]
+    nvlink, hops = inside == len(ranks) and hardware.nvlink is not None, 1 < inside < len(ranks)
+    takes = {"nvlink": nvlink, "hierarchical": hops, "local": False}
+    found = [one for one in among if takes.get(one, True)]
     # The same rows, sooner.
     return [one for one in found if one != "dedup" or "nvlink" not in found]

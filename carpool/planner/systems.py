@@ -248,7 +248,7 @@ SYSTEMS: Mapping[str, System] = MappingProxyType({
     "bagualu": System(
         "Ma et al., PPoPP 2022, MoDa parallelism",
         "data and expert parallelism alone, experts over all nodes of the tree, rows in two hops",
-        {**ONE_STAGE, "dense": ("replicate",), "transports": ("hierarchical",), "schedules": ("none",)},
+        {**ONE_STAGE, "dense": ("replicate",), "transports": ("hierarchical", "nvlink"), "schedules": ("none",)},
         allowed=all_experts_apart,
     ),
 })  # fmt: skip

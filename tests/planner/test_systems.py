@@ -132,5 +132,8 @@ def test_constraints_are_kept_by_every_search() -> None:
     ):
         with pytest.raises(ValueError, match=said):
             read_constraints(Space(), [given])
+    spread = read_constraints(SMALL, ["transport=nvlink", "ep=16"])
+    nothing = plan(SHAPE, H100, **NUMBERS, space=spread)
+    assert not nothing.plans and any("no transport of nvlink joins" in why for why in nothing.refused)
     with pytest.raises(ValueError, match="pp: none of 1 is among what is allowed: 4"):
         SYSTEMS["bagualu"].restrict(read_constraints(Space(), ["pp=4"]), SHAPE)

@@ -84,6 +84,14 @@ def test_what_the_user_says_stays() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    "asked", [["memory=auto"], ["parallelism=auto", "moe.transport=auto", "parallelism.dense=auto"]]
+)
+def test_what_a_run_decides_by_a_rule_is_predicted_as_something_that_can_be(asked: list[str]) -> None:
+    label = planned(*asked)[2].taken.label
+    assert "auto" not in label and ("replicate" in label or "fsdp" in label)
+
+
 def test_nothing_that_fits_is_an_error_that_says_how_much_it_takes() -> None:
     with pytest.raises(ValueError, match=r"no plan fits into 1\.0 GiB of a rank\. The configuration that needs least"):
         planned("parallelism=auto", "memory=auto", memory=GiB)

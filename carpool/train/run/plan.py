@@ -135,6 +135,10 @@ def make_plan(
         key = f"parallelism.{axis}_size"
         return None if key in free else now.size(axis)
 
+    def is_open(key: str) -> bool:
+        """Whether the plan chooses it, or the run does by a rule of its own."""
+        return key in free or _get(config.model_dump(), key) == "auto"
+
     def allowed(degrees: Degrees) -> str | None:
         if (asked := size("fsdp")) is not None and degrees.fsdp != asked:
             return f"parallelism.fsdp_size is {asked}"
@@ -166,9 +170,9 @@ def make_plan(
             ep=sizes("ep"),
             replicas=sizes("dp_replicate") or None,
             micro_batches=batches,
-            transports=Space.transports if "moe.transport" in free else (config.moe.transport,),
+            transports=Space.transports if is_open("moe.transport") else (config.moe.transport,),
             schedules=("two-batch",) if config.moe.schedule == "two-batch" else ("none",),
-            dense=Space.dense if "parallelism.dense" in free else (config.parallelism.dense,),
+            dense=Space.dense if is_open("parallelism.dense") else (config.parallelism.dense,),
             policies=_policies(config, free),
             optimizer_state=Space.optimizer_state if _moves_state(config, free) else (training.optimizer_state,),
             compiled=training.torch_compile,
