@@ -16,7 +16,7 @@ MOMENT_BYTES: Mapping[str, float] = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 
 
 @dataclass(frozen=True)
 class Candidate:
-    """See the module's docstring. Parameters and computation are in bfloat16, with float32 masters.
+    """See the module's docstring. Computation is in bfloat16.
 
     Attributes:
         degrees: of parallelism.
@@ -34,6 +34,7 @@ class Candidate:
         experts: "grouped", or "fp8" (lossy).
         pipeline: the order of stages (`carpool.planner.pipelines`).
         chunks, backward_chunks: of a ride, with schedule "chunks"; None: as many as forward.
+        stored: bytes of a stored parameter: 2 of bfloat16 with float32 masters, 4 of float32.
         codecs: what is said in [codec], such as {"dispatch": "fp8"} (lossy).
     """
 
@@ -55,6 +56,7 @@ class Candidate:
     chunks: int = 1
     backward_chunks: int | None = None
     codecs: Mapping[str, str] = field(default_factory=dict)
+    stored: int = 2
 
     @property
     def tokens(self) -> int:
@@ -86,8 +88,8 @@ class Candidate:
     @property
     def copies_experts(self) -> bool:
         """Whether FSDP has a group of one rank for a layer's experts, and copies (`held.alone_bytes`)."""
-        degrees = self.degrees
-        return self.dense == "fsdp" and degrees.efsdp == 1 and degrees.expert_ranks > 1 and degrees.dp_cp > 1
+        degrees, asked = self.degrees, self.dense == "fsdp" or self.stored != 2
+        return asked and degrees.efsdp == 1 and degrees.expert_ranks > 1 and degrees.dp_cp > 1
 
     @property
     def waits(self) -> bool:
@@ -175,7 +177,7 @@ class Candidate:
             del memory["sums"]
         codec = {"codec": dict(self.codecs)} if self.codecs else {}
         return {
-            "model": {"dtype": "bfloat16"},
+            "model": {"dtype": "bfloat16" if self.stored == 2 else "float32"},
             "data": {"sequence_length": self.sequence_length},
             "parallelism": parallelism,
             "moe": moe,

@@ -83,6 +83,7 @@ def candidate_of(
         graphs=training["cuda_graphs"] != "off",
         experts="fp8" if moe["experts"] == "fp8" else "grouped",
         pipeline=settings["parallelism"]["pp_schedule"],
+        stored=4 if (settings["model"]["dtype"] or "float32") == "float32" else 2,
         codecs={key: value for key in _CODECS if (value := settings["codec"][key]) not in ("none", "all")},
     )
     if memory["budget"] is not None:

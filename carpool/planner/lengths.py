@@ -385,10 +385,11 @@ class Lengths:
         degrees, candidate = self.degrees, self.candidate
         own = dense / (degrees.fsdp * degrees.cp) + experts / degrees.efsdp
         moments = MOMENT_BYTES[candidate.moments]
-        moved = 2 * ELEMENT + 3 * ELEMENT + 2 * ELEMENT + 4 * moments
+        # The parameter, its low bits, and the gradient, read for the norm and for the update.
+        moved = 7 * ELEMENT + 4 * moments if candidate.stored == 2 else 4 * candidate.stored + 4 * moments
         if candidate.optimizer == "torch":
-            # One kernel for each operation, moments in bfloat16 and no masters.
-            moved = 2.6 * (10 * ELEMENT + ELEMENT)
+            # One kernel for each operation, moments as the parameters and no masters.
+            moved = 2.6 * 11 * candidate.stored
         yield self._kernel("optimizer", "optimizer", "optimizer", 0, moved * own)
         if candidate.optimizer_state == "host":
             rate = self.hardware.host_link

@@ -118,11 +118,13 @@ def _stage(
     copied, waiting, at_once = alone_bytes(one_layer, ELEMENT, REDUCED) if alone else (0.0, 0.0, 0.0)
 
     # Those of whole parameters have buffers of their own.
-    own_gradients = ((0 if replicated else dense_own) + (0 if replicated and together else experts_own)) * ELEMENT
+    stored = candidate.stored
+    own_gradients = ((0 if replicated else dense_own) + (0 if replicated and together else experts_own)) * stored
     own_whole = (dense_own + (experts_own if together else 0)) if replicated else 0
-    state = (dense_own + experts_own) * (2 * MOMENT_BYTES[candidate.moments] + 2)
+    # Masters are the low bits beside parameters in bfloat16.
+    state = (dense_own + experts_own) * (2 * MOMENT_BYTES[candidate.moments] + (2 if stored == 2 else 0))
     if candidate.optimizer == "torch":
-        state = (dense_own + experts_own) * 2 * ELEMENT
+        state = (dense_own + experts_own) * 2 * stored
     host = 0.0
     if candidate.optimizer_state != "device":
         host, state = state, TILES
@@ -205,7 +207,7 @@ def _stage(
             logits = stays + ELEMENT * all_tokens * words / pieces
             after_loss = stays + ELEMENT * words * shape.hidden
     always = {
-        "parameters": dense_own * ELEMENT + experts_own * ELEMENT + whole * ELEMENT + gathered,
+        "parameters": (dense_own + experts_own) * stored + whole * ELEMENT + gathered,
         "optimizer": state,
         "transport": buffers,
     }
@@ -225,7 +227,7 @@ def _stage(
             moments.append((f"backward of layer {i}", share, others + kept(i + 1) + work + waiting, 0.0))
         if alone and layers[i].experts:
             moments.append((f"reduction of layer {i}", earlier, others + kept(i) + at_once, of_loss))
-    whole_gradients = gradient_buffers(whole, own_whole, ELEMENT, REDUCED)
+    whole_gradients = gradient_buffers(whole, own_whole, stored, REDUCED)
     constant = sum(always.values()) + whole_gradients
     at, gradients, activations, of_loss = max(moments, key=lambda one: sum(one[1:]))
     parts = {

@@ -118,6 +118,8 @@ class Space:
     compiled: bool = True
     graphs: bool = True
     moments: str = "float32"
+    optimizer: str = "one-pass"
+    stored: int = 2
     experts: str = "grouped"
     pipelines: Sequence[str] = ("1F1B",)
     allowed: Callable[[Degrees], str | None] = field(default=lambda degrees: None)
@@ -314,7 +316,8 @@ class _Search:
                 # Layers of a pipeline are not compiled.
                 base = Candidate(
                     degrees, length, micro_batch, accumulation, compiled=space.compiled and degrees.pp == 1,
-                    graphs=space.graphs, moments=space.moments, experts=space.experts,
+                    graphs=space.graphs, moments=space.moments, experts=space.experts, optimizer=space.optimizer,
+                    stored=space.stored,
                 )  # fmt: skip
                 yield base
 

@@ -37,6 +37,8 @@ QWEN = "qwen3-30b-a3b"
                                   policies={"dense": "recompute", "sums": "recompute"})),
         ("glm-4.5-air", Candidate(Degrees(1, 8, 1, 8), 4096, 2, policies={"hidden": "offload"})),
         ("mixtral-8x7b", Candidate(Degrees(1, 8, 1, 8), 4096, 2, transport="dedup", optimizer_state="host")),
+        (QWEN, Candidate(Degrees(1, 8, 1, 4), 4096, 1, dense="fsdp", stored=4)),
+        (QWEN, Candidate(Degrees(1, 8, 1, 8), 4096, 1, optimizer="torch", stored=4)),
     ],
 )  # fmt: skip
 def test_peaks_agree_with_the_trainers_estimate(name: str, candidate: Candidate, tmp_path: Any) -> None:

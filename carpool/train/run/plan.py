@@ -178,6 +178,8 @@ def make_plan(
             compiled=training.torch_compile,
             graphs=training.cuda_graphs != "off",
             moments=training.optimizer_moments,
+            optimizer="torch" if training.optimizer == "torch" else "one-pass",
+            stored=4 if (config.model.dtype or "float32") == "float32" else 2,
             experts="fp8" if config.moe.experts == "fp8" else "grouped",
             pipelines=(config.parallelism.pp_schedule,),
             allowed=allowed,
