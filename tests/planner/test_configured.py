@@ -147,7 +147,7 @@ def test_the_command(tmp_path: Path) -> None:
         (PLAN, ["--gpus", "20"], "take a multiple of 8; nearest: 16 and 24"),
         (PLAN, ["--trace", "docs/traces/e128-1390.npz"], "the trace has 8 of 128 experts"),
         (PLAN, ["--hardware", "H101"], "did you mean H100"),
-        (PLAN, ["--checkpoint-seconds", "0"], "must be positive"),
+        (PLAN, ["--checkpoint-seconds", "0"], "must be a positive number"),
         (PLAN.replace("num_ranks = 16", ""), [], "say so with --gpus"),
         ("[model]\nmodle_type = 'olmoe'", [], "modle_type"),
         ("this is no TOML", [], "plan.toml"),
