@@ -28,4 +28,4 @@ def merge(
         check_new_folder("--out", out)
         from carpool.train.checkpoints.merge import merge_adapter
 
-        typer.echo(f"merged model of {run}: {merge_adapter(run, out, base=base)}")
+        typer.echo(f"merged model of {run}: {merge_adapter(run, out, base=base)._replace(folder=out)}")

@@ -17,7 +17,7 @@ _Model = Annotated[
 _Ranks = Annotated[
     int | None,
     typer.Option(
-        "--ranks", min=1, help="Ranks on this machine, which must divide the experts. Default: one per GPU; 1 on a CPU."
+        "--ranks", min=1, help="Ranks on this machine, at most one per expert. Default: one per GPU; 1 on a CPU."
     ),
 ]
 _Dtype = Annotated[

@@ -43,15 +43,15 @@ def describe(
         gpu: the name of a GPU for which it is meant; None: this machine.
 
     Raises:
-        ValueError: a model, prompts or a GPU that cannot be used, or ranks that do not divide the experts."""
+        ValueError: a model, prompts or a GPU that cannot be used, or more ranks than experts go on."""
     source, hardware = find_source(Path(model)), None if gpu is None else find_gpu(gpu)
     kind = source.dtype if dtype is None else getattr(torch, dtype)
     if experts.away and ranks > 1:
         raise ValueError(f"--experts {experts.where}: experts come on one rank alone; use --ranks 1")
     keys = (first_key(source.config, names) for names in (EXPERTS, TOP_K))
     number, top_k = (getattr(source.config, key) if key else 0 for key in keys)
-    if number % ranks:
-        raise ValueError(f"{ranks} ranks do not divide the {number} experts: change --ranks")
+    if number and -(-number // ranks) * (ranks - 1) >= number:
+        raise ValueError(f"{number} experts leave one of {ranks} ranks without any: lower --ranks")
     tokens, sampling = ready(source, prompts, options)
     lengths = [len(one) for one in tokens]
     batch_size = min(batch_size, -(-len(prompts) // ranks))

@@ -215,7 +215,8 @@ def test_a_dry_run_says_whether_it_fits_and_loads_nothing(tmp_path: Path, monkey
     monkeypatch.setattr(dry_run, "rank_memory", lambda *_: sum(needs.values()) - 1)
     assert "does NOT fit into the" in _run(tmp_path, *asked).stdout
     assert " µs by H100's datasheet: prefill " in _run(tmp_path, *asked, "--gpu", "h100").stdout
-    assert "3 ranks do not divide the 8 experts" in _error(tmp_path, *asked[:-2], 3, "--dry-run")
+    assert "8 experts leave one of 5 ranks without any" in _error(tmp_path, *asked[:-2], 5, "--dry-run")
+    assert "ranks: 3, " in _run(tmp_path, *asked[:-2], 3, "--dry-run").stdout
     assert "did you mean h100" in _error(tmp_path, *asked, "--gpu", "h10")
     assert "give both, or neither" in _error(tmp_path, *asked[:-1], "--gpu", "h100")
 

@@ -21,11 +21,13 @@ def load_run(run: Path) -> tuple[PreTrainedModel, Tokenizer, Config]:
     """The model of a run's newest checkpoint, and what it was trained with.
 
     Raises:
-        ValueError: `run` is no run directory, or it has no checkpoint yet.
+        ValueError: `run` is no run directory, has trained an adapter, or has no checkpoint yet.
     """
     if not (run / "config.toml").exists():
         raise ValueError(f"{run} is not a run directory: it has no config.toml; name the training.output_dir of a run")
     config = load_config(run / "config.toml")
+    if config.adapter.kind is not None:
+        raise ValueError(f"{run} has trained an adapter, not a model: name what `carpool merge {run} --out DIR` writes")
     # Not training.output_dir: the run may have been moved since.
     latest = CheckpointManager(run).latest()
     if latest is None:
