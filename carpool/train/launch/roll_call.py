@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -174,15 +173,6 @@ class RollCall:
         for rank in ranks:
             nodes.setdefault(self._where.get(rank, "an unknown node"), []).append(rank)
         return " and ".join(f"rank {', rank '.join(map(str, on))} on {node}" for node, on in nodes.items())
-
-
-def end_process(error: RanksLostError, record: Callable[[BaseException], None]) -> None:
-    """Log and record the error, and leave, whatever the main thread waits for."""
-    log.error("%s", error)
-    record(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
 
 
 def _short(error: BaseException) -> str:

@@ -7,17 +7,12 @@ So another thread looks too, and ends the process.
 
 from __future__ import annotations
 
-import logging
-import os
-import sys
 import threading
 from collections.abc import Callable, Sequence
 
-from carpool.train.launch.worker import record_error
+from carpool.train.launch.worker import end_process
 from carpool.transport import RankMissingError
 from carpool.transport.nvlink import Buffers
-
-log = logging.getLogger("carpool")
 
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 10.0
@@ -57,10 +52,5 @@ class Watchdog:
                     self._end(error)
 
     def _end(self, error: RankMissingError) -> None:
-        if self._stopped.wait(self._grace):
-            return
-        log.error("%s", error)
-        record_error(error)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+        if not self._stopped.wait(self._grace):
+            end_process(error)

@@ -14,10 +14,10 @@ import contextlib
 import ctypes
 import datetime
 import faulthandler
-import functools
 import gc
 import importlib
 import json
+import logging
 import os
 import signal
 import sys
@@ -26,7 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from carpool.train.launch.failure import is_consequence
 from carpool.train.launch.stopping import Stopped
@@ -34,6 +34,8 @@ from carpool.train.launch.stopping import Stopped
 if TYPE_CHECKING:
     from carpool.train.config import Config
     from carpool.train.launch.roll_call import RollCall
+
+log = logging.getLogger("carpool")
 
 _PR_SET_PDEATHSIG = 1
 _LEAVE_SECONDS = 5.0
@@ -56,16 +58,26 @@ def main() -> None:
         run_rank(Config.model_validate_json(json.dumps(job["config"])), find_entry(job["entry"]), job["kwargs"])
     except BaseException as error:
         record_error(error)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Not sys.exit: it waits for threads, and one that is stuck in a collective would keep this rank alive.
-        os._exit(error.exit_code if isinstance(error, Stopped) else 1)
+        _leave(error.exit_code if isinstance(error, Stopped) else 1)
     # The same for a run that went well: while Python is taken down, a library's thread now and then aborts the process,
     # and the agent would call the run failed. What asked to be called at the end is called.
     _within(_END_SECONDS, atexit._run_exitfuncs)
+    _leave(0)
+
+
+def _leave(code: int) -> NoReturn:
+    """End the process. Not by sys.exit: it waits for threads, and one that is stuck in a collective would keep this
+    rank alive."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(code)
+
+
+def end_process(error: BaseException) -> NoReturn:
+    """Log and record an error, and leave, whatever the main thread waits for."""
+    log.error("%s", error)
+    record_error(error)
+    _leave(1)
 
 
 def run_rank(config: Config, entry: Callable[..., None], kwargs: dict[str, Any]) -> None:
@@ -88,14 +100,13 @@ def roll_call(timeout: float) -> Iterator[RollCall | None]:
     """Says that this rank is there, and sees who is, while the process group lasts. None: it is alone."""
     import torch.distributed as dist
 
-    from carpool.train.launch.roll_call import RollCall, end_process
+    from carpool.train.launch.roll_call import RollCall
 
     if dist.get_world_size() == 1:
         yield None
         return
     store: Any = dist.distributed_c10d._get_default_store()
-    end = functools.partial(end_process, record=record_error)
-    roll = RollCall(store.clone(), dist.get_rank(), dist.get_world_size(), timeout, end)
+    roll = RollCall(store.clone(), dist.get_rank(), dist.get_world_size(), timeout, end_process)
     roll.start()
     try:
         yield roll
