@@ -26,6 +26,7 @@ from carpool.planner.events import Group
 from carpool.planner.hardware import Hardware, LinkRate
 from carpool.planner.model_shape import LayerShape, ModelShape
 from carpool.planner.routes import Routes
+from carpool.planner.streaming import stream_seconds
 from carpool.planner.work import HEAD_SIZES, SPREAD, Source
 
 REDUCTIONS = "reductions"  # the stream of reductions, beside gathers
@@ -392,9 +393,8 @@ class Lengths:
             moved = 2.6 * 11 * candidate.stored
         yield self._kernel("optimizer", "optimizer", "optimizer", 0, moved * own)
         if candidate.optimizer_state == "host":
-            rate = self.hardware.host_link
-            size = 2 * own * (ELEMENT + 2 * moments)
-            yield Piece("state", "offload", size / rate.bytes_per_second, *SPREAD[self.host_source])
+            seconds = stream_seconds(own * (ELEMENT + 2 * moments), self.hardware)
+            yield Piece("state", "offload", seconds, *SPREAD[self.host_source])
         if candidate.dense == "replicate":
             size = dense + (experts if candidate.experts_as_dense else 0)
             yield from _some(self.collective("parameters", "gather", ELEMENT * size, "fsdp and cp"))

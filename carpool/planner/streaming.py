@@ -5,15 +5,15 @@ the batch is, and the time to compute grows with the tokens. So there is a numbe
 beside what computes:
 
     30.5 B parameters on one H200, 8-bit moments and low bits: 4.03 bytes each
-    copies     123 GB in and 123 GB out at 45 GB/s                            5.4 s
+    copies     123 GB in, 123 GB out meanwhile, each way at 41 GB/s           3.0 s
     backward   2/3 of 6 * 3.3 B operations a token at 500 TFLOP/s             27 us a token
-    together   5.4 s / 27 us                                                  205,000 tokens of a rank and step
+    together   3.0 s / 27 us                                                  114,000 tokens of a rank and step
 
 What computes beside the copies depends on when updates may begin (`BESIDE`). Clipping by the norm of this step's
 gradient waits for the whole backward, so that nothing is left to hide behind.
 
-All of it is modelled. Copies in and out are counted one after the other; a link that carries both directions at once
-needs less. Experts are taken to compute at the rate of their matrix products; what else a layer does hides more.
+All of it is modelled but for the share of a link's rate that each direction has while both are busy (`BOTH_WAYS`).
+Experts are taken to compute at the rate of their matrix products; what else a layer does hides more.
 """
 
 from __future__ import annotations
@@ -30,15 +30,18 @@ BESIDE: Mapping[str, float] = MappingProxyType({
     "in the backward": 2 / 3,  # as soon as its gradient is there
 })  # fmt: skip
 
+# 41 of 45 GB/s each way: 8 B parameters' state in a training step on an H200 (docs/measurements/streaming.json).
+BOTH_WAYS = 0.9
+
 
 def stream_seconds(state_bytes: float, hardware: Hardware) -> float:
-    """How long the copies of one step take.
+    """How long the copies of one step take, in and out at the same time.
 
     Args:
         state_bytes: of one rank's state in host memory.
         hardware: whose `host_link` they take.
     """
-    return 2 * state_bytes / hardware.host_link.bytes_per_second
+    return state_bytes / (BOTH_WAYS * hardware.host_link.bytes_per_second)
 
 
 def break_even_tokens(state_bytes: float, flops_per_token: float, hardware: Hardware, beside: str) -> float:
