@@ -270,7 +270,7 @@ def train(model: Any, away: HostExperts | None, steps: int = 3) -> tuple[list[fl
     return losses, values(model)
 
 
-@pytest.mark.parametrize(("frozen", "checkpointing", "cached"), [(False, True, 0), (True, False, 0), (True, True, 5)])
+@pytest.mark.parametrize(("frozen", "checkpointing", "cached"), [(False, True, 0), (True, False, 5)])
 def test_in_training_those_come_that_are_chosen(
     monkeypatch: pytest.MonkeyPatch, frozen: bool, checkpointing: bool, cached: int
 ) -> None:
