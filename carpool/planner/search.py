@@ -354,9 +354,6 @@ class _Search:
         """The policies that need memory least, of those that fit."""
         fitting: list[Mapping[str, str]] = []
         for state in self.space.optimizer_state:
-            if fitting:
-                self.counts["dominated"] += len(self.space.policies)
-                continue
             for policies in self.space.policies:
                 if any(contained.items() <= policies.items() for contained in fitting):
                     self.counts["dominated"] += 1
