@@ -237,7 +237,7 @@ def test_experts_that_go_to_host_memory_are_on_the_device_first() -> None:
     away += ["training.optimizer_state=host", "training.per_device_train_batch_size=1", "data.sequence_length=256"]
     found = estimate_of(*away)("nvlink", "replicate")
     # 28.99 of 30.53 B parameters are experts, half of them on each rank.
-    assert found["loading"] > 9e9
+    assert found["loading"] > 8.5e9
     assert tensors_of(found) == pytest.approx(2 * (28.99e9 / 2 + 1.54e9 / 2), rel=0.01)
 
 
