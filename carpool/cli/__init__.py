@@ -15,6 +15,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from carpool.cli.bench import bench
+from carpool.cli.common import UNEXPECTED
 from carpool.cli.export import export
 from carpool.cli.merge import merge
 from carpool.cli.placement import place, trace
@@ -48,9 +49,13 @@ def main() -> NoReturn:
         except SystemExit as left:
             code = left.code
         atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            # None: whoever started the command has closed it.
+            if stream is not None:
+                stream.flush()
     except OSError as error:
+        if getattr(error, UNEXPECTED, False):
+            raise
         # Errors of a command's own files are shown by `errors`. This is the terminal, or what stands in its place.
         os.write(2, f"error: the output cannot be written: {error.strerror}\n".encode())
         code = 1

@@ -18,6 +18,8 @@ from rich.markup import escape
 TRAIN_PACKAGES = ("transformers", "tokenizers", "safetensors")
 # And what `carpool bench experts` and `carpool bench layer` compare with.
 BENCH_PACKAGES = ("transformers",)
+# Set on errors whose traceback is to be shown.
+UNEXPECTED = "carpool_unexpected"
 
 # Options of several commands.
 ZipfExponent = Annotated[float, typer.Option("--zipf-exponent", help="How unequal zipf is.")]
@@ -108,6 +110,7 @@ def errors(debug: bool) -> Iterator[None]:
         fail("stopped by Ctrl-C", 130)
     except Exception as error:
         if debug or not (is_user_error(error) or isinstance(error, ImportError)):
+            setattr(error, UNEXPECTED, True)
             raise
         if isinstance(error, OSError) and error.strerror and error.filename is not None:
             fail(f"{error.filename}: {error.strerror}")

@@ -34,7 +34,7 @@ NUMBERS = ("pp", "tp", "cp", "etp", "ep", "replicas", "micro_batches")
 
 
 def constrained(space: Space, only: Mapping[str, Sequence[Any]]) -> Space:
-    """A space of which some fields have only these values.
+    """A space of which some fields have only these values, in the order of the space, which is that of what they cost.
 
     Raises:
         ValueError: a field has none of them."""
@@ -42,12 +42,14 @@ def constrained(space: Space, only: Mapping[str, Sequence[Any]]) -> Space:
     changed: dict[str, Any] = {}
     for name, values in only.items():
         now = getattr(space, name)
-        kept = tuple(values) if not now or now == default[name] else tuple(one for one in now if one in values)
+        kept = [one for one in now or () if one in values]
+        if not now or now == default[name]:
+            kept += [one for one in values if one not in kept]
         if not kept:
             raise ValueError(
                 f"{name}: none of {', '.join(map(str, values))} is among what is allowed: {', '.join(map(str, now))}"
             )
-        changed[name] = kept
+        changed[name] = tuple(kept)
     return replace(space, **changed)
 
 

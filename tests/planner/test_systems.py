@@ -115,6 +115,12 @@ def test_bagualu_spreads_experts_over_all_nodes() -> None:
     assert one.degrees == Degrees(1, 16, 1, 16) and one.transport == "hierarchical" and one.dense == "replicate"
 
 
+def test_constraints_are_tried_in_the_order_of_what_they_cost() -> None:
+    space = read_constraints(Space(), ["optimizer_state=host,device", "transport=alltoall,dedup,nvlink", "ep=8,2"])
+    assert space.optimizer_state == ("device", "host"), "what fits with the first one is not tried with the second"
+    assert space.transports == ("nvlink", "dedup", "alltoall") and space.ep == (8, 2)
+
+
 def test_constraints_are_kept_by_every_search() -> None:
     space = read_constraints(Space(), ["ep=2,8", "memory.hidden=keep", "optimizer_state=device"])
     space = replace(space, tp=(1,), pp=(1,), cp=(1,), micro_batches=(1, 2))

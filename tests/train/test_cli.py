@@ -206,6 +206,29 @@ def test_the_command_is_installed_and_returns_its_exit_code():
     assert done.stderr.startswith("error: unknown key x on the command line")
 
 
+def test_an_error_that_keeps_its_traceback_is_not_taken_for_one_of_the_terminal(monkeypatch):
+    error = FileNotFoundError(2, "No such file or directory", "there")
+
+    def failed(*args: object) -> None:
+        raise error
+
+    left: list[int] = []
+    monkeypatch.setattr("carpool.train.config.resolve_config", failed)
+    monkeypatch.setattr("os._exit", left.append)
+    monkeypatch.setattr("sys.argv", ["carpool", "train", "--debug"])
+    with pytest.raises(FileNotFoundError, match="there"):
+        cli.main()
+    assert not left
+
+
+@pytest.mark.parametrize(("output", "code"), [(">&-", 0), (">/dev/full", 1)])
+def test_output_that_goes_nowhere(output, code):
+    command = f"{sys.executable} -c 'from carpool.cli import main; main()' --version {output}"
+    done = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == code
+    assert done.stderr == ("error: the output cannot be written: No space left on device\n" if code else "")
+
+
 def test_doctor_finds_this_machine_fit():
     result = carpool_command("doctor")
     assert result.exit_code == 0, result.stdout
