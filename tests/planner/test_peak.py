@@ -80,11 +80,13 @@ def growth_of_a_backward(stored: str, reduced: str) -> tuple[int, int]:
     module = torch.nn.Linear(rows, columns, bias=False, dtype=getattr(torch, stored))
     fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=getattr(torch, reduced)))
     module.set_gradient_divide_factor(2.0)
-    for _ in range(2):
+    taken = []
+    for _ in range(3):
         loss = module(torch.ones(1, rows, dtype=getattr(torch, stored), requires_grad=True)).sum()
-        taken = growth(loss.backward)
+        taken.append(growth(loss.backward))
         module.zero_grad()
-    return rows * columns, taken
+    # What was allocated before and is freed meanwhile makes it less.
+    return rows * columns, max(taken)
 
 
 def test_fsdp_copies_what_no_other_rank_has(two_ranks: Ranks) -> None:

@@ -142,7 +142,7 @@ def test_merges_into_a_model_for_plain_transformers(base: Path, reference: Path,
     again = CliRunner().invoke(app, ["merge", str(reference), "--out", str(tmp_path / "merged")])
     assert again.exit_code == 1 and "not empty" in again.output
     gone = CliRunner().invoke(app, ["merge", str(tmp_path), "--out", str(tmp_path / "other")])
-    assert gone.exit_code == 1 and "has no adapter" in gone.output
+    assert gone.exit_code == 1 and "has no checkpoints" in gone.output
     export = CliRunner().invoke(app, ["export", str(reference), "--out", str(tmp_path / "other")])
     assert export.exit_code == 1 and "carpool merge" in export.output
     with pytest.raises(ValueError, match="carpool merge"):

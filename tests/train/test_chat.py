@@ -203,7 +203,11 @@ def test_prompts_are_texts_or_messages(folder: Path, tmp_path: Path) -> None:
         ([{"messages": [USER, ONE], "tools": 3}], {}, "'tools' holds int, not a list"),
         ([{"messages": [USER, ONE], "text": "a"}], {}, r"several formats \(text, messages\): set data\.format"),
         ([{"messages": [USER, ONE]}], {"packing": "stream"}, 'data.packing = "stream" lays documents end to end'),
-        ([{"messages": [USER, ONE]}], {"chat_template": "no.jinja"}, r"data\.chat_template: no\.jinja cannot be read"),
+        (
+            [{"messages": [USER, ONE]}],
+            {"chat_template": "no.jinja"},
+            r"data\.chat_template: the file no\.jinja does not exist",
+        ),
         ([{"messages": [USER, ONE]}], {"eval": ("EMPTY.jsonl",)}, r"data\.eval \(.*\) has no text"),
         ([{"messages": [USER, ONE]}], {"tokenizer": "bytes"}, "need a folder with a tokenizer of transformers"),
         ("", {}, r"data\.train \(.*\) has no text: every file"),
