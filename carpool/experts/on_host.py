@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from carpool.experts.base import NUM_BASE, NUM_TRAINED, ExpertFunction, Experts, ExpertWeights
+from carpool.experts.pairs import Pairs, gather_rows
 from carpool.experts.reference import expert_rows
 from carpool.memory import Arena, Arrivals, Rows
 
@@ -139,8 +140,10 @@ class FewOnHost:
 
 
 def _take(rows: Rows, slot_RJ: torch.Tensor, row_r: torch.Tensor) -> torch.Tensor:
-    """Some of all rows."""
-    return rows.contiguous(slot_RJ.shape[0])[row_r]
+    """Some of all rows. (There may be places for many more than came.)"""
+    entry_r = (row_r * slot_RJ.shape[1]).int()
+    count_1 = entry_r.new_full((1,), len(entry_r))
+    return gather_rows(rows, Pairs(slot_RJ, entry_r, count_1, slot_RJ), rows.data.dtype)
 
 
 def _sums(

@@ -37,7 +37,8 @@ def keep_experts_in_host_memory(
         predictor, few, options: of `HostExperts`.
 
     Raises:
-        ValueError: FSDP shards or casts them, which moves them by itself; or with `few` experts that are not grouped.
+        ValueError: FSDP shards or casts them, which moves them by itself; or with `few` experts that are not grouped,
+            or rows that come in parts.
     """
     layers = required_rides(model)
     for name, own in layers.items():
@@ -47,6 +48,12 @@ def keep_experts_in_host_memory(
             raise ValueError(
                 f"{name}: the CPU computes experts beside {' or '.join(FewOnHost.beside)} ones (moe.experts), so "
                 "memory.few_tokens cannot be used"
+            )
+        in_parts = own.transport is not None and own.transport.rides_in_parts
+        if few and own.schedule.name == "tiles" and in_parts:
+            raise ValueError(
+                f"{name}: the CPU computes experts once all rows have come, and the rows of moe.schedule = 'tiles' "
+                "come in parts: choose another schedule, or memory.few_tokens=0"
             )
         if fsdp.groups_of(own.experts):
             raise ValueError(

@@ -16,9 +16,10 @@ from unittest import mock
 import pytest
 import torch
 
-from carpool.experts import Activation, GroupedExperts, make_activation
+from carpool.experts import Activation, ExpertWeights, GroupedExperts, make_activation
 from carpool.experts import pairs as sides
 from carpool.experts.base import ActivationFunction
+from carpool.experts.on_host import FewOnHost
 from carpool.experts.pairs import Pairs, sort_pairs
 from carpool.memory import Arena, Rows
 from tests.experts_problem import ACTIVATIONS, PATTERNS, ExpertProblem, draw_slots
@@ -115,6 +116,19 @@ def test_every_pattern(pattern: str) -> None:
         with kernels():
             got = problem.run(GroupedExperts(problem.function), use_arena=i == 0, all_rows=i == 1)
         problem.check(got, 5e-6, all_rows=i == 1)
+
+
+def test_beside_experts_that_the_cpu_computes() -> None:
+    slot_RJ, slots = draw_slots("random", torch.Generator().manual_seed(0))
+    activation = make_activation("silu", True)
+    problem = ExpertProblem((slot_RJ[:20], slots), 37, 19, activation, True, torch.float32, ranks=(3, 5), frozen=True)
+
+    def host(slot: int) -> ExpertWeights:
+        return ExpertWeights.of(None if w is None else w[slot] for w in problem.weights[:4])
+
+    with kernels():
+        experts = FewOnHost(GroupedExperts(problem.function), problem.function, lambda: [0, 3], host)
+        problem.check(problem.run(experts, use_arena=True, all_rows=False), 1e-5, all_rows=False)
 
 
 @pytest.mark.parametrize("name", ["SwiGLU", "gpt-oss"])

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from carpool.memory.optimizer import AdamW
 from carpool.memory.popularity import Popularity
 from carpool.parallel.consumed import ConsumedGradients
 from carpool.parallel.replicated import sharded_parameters
+from carpool.schedule import Schedule
 
 LAYERS = 4
 SIZES = {
@@ -328,6 +330,15 @@ def test_the_cpu_computes_experts_with_few_tokens(monkeypatch: pytest.MonkeyPatc
     # What the CPU computes does not come, unless it is trained: then its update is on the device.
     chosen = sum(sum(map(bool, layer.few)) for layer in came[1]._layers)
     assert chosen > 0 and (came[1].bytes_in < came[0].bytes_in if frozen else came[1].bytes_in <= came[0].bytes_in)
+
+
+def test_the_cpu_takes_no_rows_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of()
+    for own in rides(model).values():
+        own.set_schedule(Schedule("tiles", 2))
+        monkeypatch.setattr(own, "transport", mock.Mock(rides_in_parts=True))
+    with pytest.raises(ValueError, match=r"rows of moe.schedule = 'tiles' come in parts"):
+        keep_experts_in_host_memory(model, predictor=Popularity, few=1)
 
 
 def test_popular_experts_are_those_of_the_last_batches() -> None:

@@ -10,14 +10,15 @@ from unittest import mock
 import pytest
 import torch
 
-from carpool.planner.chosen import Chosen, fastest
+from carpool.planner.chosen import Chosen, Decisions, fastest
 from carpool.ride.plain import PLAIN
 from carpool.schedule import Schedule
 from carpool.schedule.chunks import ChunkedOrder
 from carpool.schedule.orders import order_of
 from carpool.train.config import load_config
 from carpool.train.config.schema_moe import MoeSection
-from carpool.train.run.schedules import SCHEDULE_KIND, decide, neighbours
+from carpool.train.run import schedules
+from carpool.train.run.schedules import SCHEDULE_KIND, TILES, choose_schedule, decide, neighbours
 from carpool.transport import NVLinkOptions
 from carpool.transport.dedup import Dedup
 from carpool.transport.exchange import ExchangeTransport
@@ -69,6 +70,18 @@ def test_a_recorded_choice_is_kept_unless_the_shape_changed() -> None:
     chosen, to_measure = decided(None, {**SHAPE, "tokens": 4096}, RECORD)
     assert to_measure and "tokens was 8192, is 4096" in chosen.why, "it has to be measured again"
     assert decided(None)[1]
+
+
+@pytest.mark.parametrize("in_parts", [True, False])
+def test_tiles_are_no_candidate_where_rows_must_be_whole(monkeypatch: pytest.MonkeyPatch, in_parts: bool) -> None:
+    monkeypatch.setattr(schedules, "device_name", lambda _: "NVIDIA H200")
+    monkeypatch.setattr(schedules, "tiles_of", lambda *_: TILES)
+    monkeypatch.setattr(schedules, "_milliseconds", lambda _, way, *__: 1.0 if way in TILES else 2.0)
+    layer: Any = mock.Mock(num_ranks=4, options=None)
+    cpu = torch.device("cpu")
+    chosen = choose_schedule(None, [layer], 8192, 2, 64, torch.bfloat16, cpu, Decisions(), in_parts=in_parts)
+    assert (chosen.answer in TILES) == in_parts
+    layer.set_schedule.assert_called_with(chosen.answer)
 
 
 @pytest.mark.parametrize("shape", [{**SHAPE, "device": "cpu"}, {**SHAPE, "ranks": 1}])

@@ -264,7 +264,9 @@ class Assembled(Prepared):
         self.stages = choose_stages(moe.expert_stages, self.rides, **measured)
         if self.stages is not None:
             set_experts(self.model, moe.experts, choices=self.stages.answer, **moe.expert_options)
-        self.schedule = choose_schedule(moe.asked_schedule(), self.rides, hidden=self.blueprint.row_size, **measured)
+        # What the CPU computes it computes of whole rides (`keep_experts_in_host_memory`).
+        measured |= {"hidden": self.blueprint.row_size, "in_parts": not config.memory.few_tokens}
+        self.schedule = choose_schedule(moe.asked_schedule(), self.rides, **measured)
 
     def _prepare_rides(self) -> None:
         """Make the buffers of all layers."""

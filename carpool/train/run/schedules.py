@@ -59,6 +59,7 @@ def choose_schedule(
     dtype: torch.dtype,
     device: torch.device,
     decisions: Decisions,
+    in_parts: bool = True,
 ) -> Chosen[Schedule]:
     """Choose, and let the layers follow it. All ranks together.
 
@@ -67,6 +68,7 @@ def choose_schedule(
         tokens: of a rank, in a forward.
         dtype: in which experts compute.
         decisions: of the run.
+        in_parts: whether "auto" may choose tiles.
 
     Raises:
         ValueError: tiles, and experts that cannot compute on rows that come in parts.
@@ -90,7 +92,7 @@ def choose_schedule(
     def measure(fallback: Chosen[Schedule]) -> Chosen[Schedule]:
         assert own is not None
         times: dict[Schedule, float] = {}
-        for candidates in ((*CANDIDATES, *tiles_of(own, dtype, device)), None):
+        for candidates in ((*CANDIDATES, *(tiles_of(own, dtype, device) if in_parts else ())), None):
             # Forward and backward may differ: once their best common number is known, its neighbours.
             for way in candidates or neighbours(fastest(times)):
                 times[way] = _milliseconds(own, way, tokens, top_k, hidden, dtype, device)
