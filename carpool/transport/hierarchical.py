@@ -179,7 +179,7 @@ class Hierarchical(MultiHop):
         """Raises:
         BufferOverflowError: more rows for another node than hop 1 has room for. All ranks of a group alike."""
         self.inside.check()
-        if (room := self.node_room) is None or not room.counted:
+        if (room := self.node_room) is None or not (room.counted and room.noted):
             return
         needed = room.needed.clone()
         if self.group is not None:

@@ -74,6 +74,11 @@ class NodeRoom:
         return not self.whole and (self._step_tokens is not None or self.capacity < self.most)
 
     @property
+    def noted(self) -> bool:
+        """Whether any rows have been counted yet: on all ranks, or on none."""
+        return self._needed is not None
+
+    @property
     def needed(self) -> torch.Tensor:
         return torch.zeros(1, dtype=torch.int32) if self._needed is None else self._needed
 
