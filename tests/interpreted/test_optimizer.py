@@ -17,7 +17,7 @@ import triton.language as tl
 
 from carpool.memory.optimizer import AdamW, streamed, update
 from carpool.memory.optimizer.kernel import _code, code_tables
-from carpool.memory.optimizer.moments import DTYPES, dynamic_map, quantise, thresholds
+from carpool.memory.optimizer.moments import DTYPES, LEAST_SCALE, dynamic_map, quantise, thresholds
 from tests.optimizer_problem import groups, masters, parameters, train
 
 
@@ -42,6 +42,23 @@ def test_the_kernel_equals_plain_pytorch(dtype: torch.dtype, moments: str) -> No
         assert one.keys() == other.keys()
         for name in one.keys() - {"low_bits"}:
             assert torch.equal(one[name], other[name]), name
+
+
+def test_blocks_become_zero_as_in_plain_pytorch() -> None:
+    ended = []
+    for kernel in (False, True):
+        parameter = torch.nn.Parameter(torch.ones(2, 2100))
+        optimizer = AdamW([parameter], moments="int8")
+        with mock.patch.object(update, "on_gpu", lambda _, kernel=kernel: kernel):
+            for step in range(2):
+                # Squares of the first have no inverse.
+                sizes = torch.tensor([[1e-19], [1e-9]])
+                parameter.grad = sizes * torch.randn(2, 2100, generator=torch.Generator().manual_seed(step))
+                optimizer.step()
+        ended.append(optimizer.state[parameter])
+    for name, plain in ended[0].items():
+        assert torch.equal(plain, ended[1][name]), name
+    assert 0 < ended[0]["exp_avg_sq_scale"][0].max() < LEAST_SCALE <= ended[0]["exp_avg_sq_scale"][1].min()
 
 
 @triton.jit

@@ -128,6 +128,18 @@ def test_a_block_of_zeros_stays_zero() -> None:
         assert not dequantise(codes, scale, signed).any()
 
 
+@pytest.mark.parametrize("signed", [True, False])
+def test_a_block_whose_largest_has_no_inverse_is_zero(signed: bool) -> None:
+    """A moment of an expert that nobody chooses decays until float32 has no more exponents."""
+    values = torch.zeros(1, 256)
+    values[0, :2] = torch.tensor([1e-39, -3e-40 if signed else 3e-40])
+    assert not dequantise(*quantise(values, signed), signed).any()
+    # As of one that has an inverse.
+    values[0, 0] = 2e-38
+    got = dequantise(*quantise(values, signed), signed)
+    assert got[0, 0] == values[0, 0] and not got[0, 2:].any()
+
+
 def test_rounding_is_right_on_average() -> None:
     from carpool.memory.optimizer.moments import noise
 

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 
 from carpool.kernels.quick import quick
-from carpool.memory.optimizer.moments import dynamic_map, thresholds, tops
+from carpool.memory.optimizer.moments import LEAST_SCALE, dynamic_map, thresholds, tops
 
 # Of a row of the table.
 COLUMNS = 10
@@ -37,6 +37,7 @@ FLOAT32, BFLOAT16, INT8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 BLOCK = tl.constexpr(256)
 # Where `code_tables` has the inverses of decades, and the maps; the exponent bits of the smallest number there.
 INVERSES, MAPS, LEAST_EXPONENT = tl.constexpr(128), tl.constexpr(160), tl.constexpr(127 - 31)
+LEAST = tl.constexpr(LEAST_SCALE)
 
 
 def code_tables(device: torch.device) -> torch.Tensor:
@@ -93,7 +94,7 @@ def _code(x, tables, SIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
 @triton.jit
 def _keep_codes(values, codes, scales, offset, inside, block, tables, SIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
     scale = tl.max(tl.abs(values), axis=0)
-    code = _code(values * tl.div_rn(1.0, tl.where(scale > 0, scale, 1.0)), tables, SIGNED)
+    code = _code(values * tl.div_rn(1.0, tl.where(scale >= LEAST, scale, 1.0)), tables, SIGNED)
     if not SIGNED:
         code = tl.where(values > 0, tl.maximum(code, 1), code)
     tl.store(codes + offset, code.to(tl.uint8), mask=inside)

@@ -48,6 +48,8 @@ _WORD = 0xFFFFFFFF
 # Codes without a sign have distances of one exponent more. The kernel makes a code by the
 # arithmetic of `quantise`, with the same roundings (`kernel._code`).
 DECADES = 7
+# Of a block's largest value, the smallest normal float32: what is much smaller has no inverse. Such a block becomes 0.
+LEAST_SCALE = 2.0**-126
 
 
 @functools.cache
@@ -97,7 +99,7 @@ def quantise(values: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Te
     width, blocks = values.shape[-1], scale_shape(values.shape)[-1]
     padded = torch.nn.functional.pad(values.float(), (0, blocks * BLOCK - width)).unflatten(-1, (blocks, BLOCK))
     scale = padded.abs().amax(-1)
-    quotient = padded * (1 / torch.where(scale > 0, scale, 1.0)).unsqueeze(-1)
+    quotient = padded * (1 / torch.where(scale >= LEAST_SCALE, scale, 1.0)).unsqueeze(-1)
     magnitude = quotient.abs()
     decade = torch.bucketize(magnitude, thresholds(signed).to(values.device), right=True)  # k + 1
     first = torch.ldexp(torch.ones_like(magnitude), decade - 1 if signed else decade)  # distance

@@ -16,8 +16,6 @@ The kernel is that of state on the device, and knows nothing of tiles: addresses
 buffer that the tile's first element is where it should be. No arithmetic is done on the CPU. On a CPU device tiles are
 copied to buffers and back by plain copies.
 
-Weights and gradients that are in host memory themselves go the same way.
-
 State on disk (ZeRO-Infinity, arXiv 2104.07857) comes and goes through page-locked buffers, which a thread reads ahead
 and writes behind; all else is the same.
 
