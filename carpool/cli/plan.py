@@ -130,7 +130,8 @@ def _why_none(found: Found) -> str:
             "GPUs, shorter sequences, or --moments bfloat16"
         )
     refused = "; ".join(f"{why} ({number:,})" for why, number in found.refused.items())
-    return f"no configuration is allowed: {refused}; change --gpus or --tokens-per-batch"
+    refused = refused or "the GPUs cannot be divided so"
+    return f"no configuration is allowed: {refused}; change --gpus, --tokens-per-batch or --only"
 
 
 def number_of(text: str) -> int:

@@ -108,7 +108,8 @@ def step_seconds(
     """The middle of `predict`'s seconds, sooner: of many micro-batches and of many layers only the first ones are run.
 
     Each further micro-batch takes as long as the one before it, and eight further layers as long as the eight before
-    them where kinds of layers repeat after eight. In a pipeline that holds for one further layer a stage.
+    them where kinds of layers repeat after eight. In a pipeline that holds for one further layer a stage. Where layers
+    offload, all are run: copies fall behind little by little.
     """
     parts = candidate.at_once if candidate.accumulation > 1 else 1
     first, number = max(2, 2 * candidate.degrees.pp), candidate.accumulation // parts
@@ -126,7 +127,8 @@ def step_seconds(
         # A layer more on each stage of a pipeline whose layers are alike, or one period more.
         period = pp if pp > 1 else _PERIOD
         start = (2 * period if pp > 1 else period) + layers % period
-        if layers < 4 * period or (pp > 1 and len(shape.kinds) > 1) or not _repeats(shape.layers, start, period):
+        alike = _repeats(shape.layers, start, period) and "offload" not in candidate.policies.values()
+        if layers < 4 * period or (pp > 1 and len(shape.kinds) > 1) or not alike:
             return run(micro_batches, layers)
         one, two = run(micro_batches, start), run(micro_batches, start + period)
         return two + (layers - start - period) / period * (two - one)

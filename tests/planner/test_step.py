@@ -180,3 +180,13 @@ def test_a_group_of_more_ranks_than_a_node_has_crosses_the_network() -> None:
     )
     assert crossed is not None and near is not None
     assert crossed.seconds == pytest.approx(0.5 / 4) and near.seconds < 0.01
+
+
+def test_copies_of_offloaded_layers_fall_behind_little_by_little() -> None:
+    candidate = Candidate(
+        Degrees(1, 8, 1, 2), 4096, 4, 3, dense="replicate", policies={**KEEP, "hidden": "offload"},
+        optimizer_state="host", moments="float32",
+    )  # fmt: skip
+    model = shape("qwen3-30b-a3b", 48)
+    whole = predict(model, HARDWARE["H100"], candidate, 8).seconds.middle
+    assert step_seconds(model, HARDWARE["H100"], candidate, 8) == pytest.approx(whole, rel=1e-6)
