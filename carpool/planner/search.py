@@ -261,7 +261,8 @@ class _Search:
             if len(self.found) == self.best and bound >= -self.found[0][0]:
                 self.counts["bound"] += 1 + len(waiting)
                 return
-            seconds = step_seconds(self.model, self.hardware, candidate, self.per_node, self.routes)
+            # Of a step that waits for the host, the first layers are too few to tell.
+            seconds = max(bound, step_seconds(self.model, self.hardware, candidate, self.per_node, self.routes))
             self.counts["predicted"] += 1
             if (len(self.found) == self.best and seconds >= -self.found[0][0]) or not self._runs(candidate):
                 continue

@@ -56,6 +56,17 @@ def test_the_best_of_everything_is_found(memory: float) -> None:
     assert all(one.memory.total <= memory for one in found.plans)
 
 
+def test_no_step_is_taken_for_shorter_than_its_bound() -> None:
+    shape = ModelShape.read(read_keys("qwen3-30b-a3b"))
+    one = Space(
+        pp=(1,), tp=(1,), cp=(1,), ep=(2,), micro_batches=(2,), transports=("nvlink",), schedules=("none",),
+        dense=("fsdp",), optimizer_state=("device",),
+    )  # fmt: skip
+    search = _Search(shape, H100, 8, 75e9, Routes(), one, 5)
+    search.run(8, 256, 4096)
+    assert search.found and all(-negative >= search.bound(candidate) for negative, _, candidate in search.found)
+
+
 @pytest.mark.parametrize(
     "candidate",
     [
