@@ -23,6 +23,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from carpool.hf.build import experts_modules
@@ -60,11 +61,13 @@ def _compiled(layer: nn.Module, backend: str) -> Callable[..., Any]:
     # The class's function, which layers share. One that somebody put in its place is compiled for itself.
     function = own.__func__ if getattr(own, "__self__", None) is layer else _without_layer(own)
     inside, own_rides = _inside_checkpoint(function), list(rides(layer).values())
-    checkpoints, function = inside is not function, inside
+    checkpoints, function, sharded = inside is not function, inside, shards_inside(layer)
     run, traced = torch.compile(with_logits, backend=backend), traced_logits(layer)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if checkpoints and layer.gradient_checkpointing and layer.training:
+            if sharded:
+                return own(*args, **kwargs)
             kwargs |= {name: value for name, value in _NO_CACHE.items() if name in kwargs}
             # What is made for the first time cuts the graph of the first forward, and not that of the second.
             settled = all(one.settled for one in own_rides)
@@ -77,6 +80,13 @@ def _compiled(layer: nn.Module, backend: str) -> Callable[..., Any]:
         return out
 
     return forward
+
+
+def shards_inside(layer: nn.Module) -> bool:
+    """Whether FSDP shards a part of a layer by itself, as it does with experts of expert-parallel ranks. Its hooks cut
+    the graphs of a forward and of its recomputation at different places, which PyTorch's checkpoint refuses: such a
+    layer is computed again eagerly."""
+    return any(isinstance(module, FSDPModule) for module in layer.modules() if module is not layer)
 
 
 def _inside_checkpoint(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -92,6 +92,13 @@ class Candidate:
         return asked and degrees.efsdp == 1 and degrees.expert_ranks > 1 and degrees.dp_cp > 1
 
     @property
+    def layers_compiled(self) -> bool:
+        """Layers that are computed again are not where FSDP shards their experts (`carpool.hf.compiled`)."""
+        degrees = self.degrees
+        apart = self.copies_experts or (degrees.expert_ranks > 1 and (degrees.efsdp > 1 or degrees.dp_replicate > 1))
+        return self.compiled and not (apart and self.policies["dense"] == "recompute")
+
+    @property
     def waits(self) -> bool:
         """Whether the host waits for the device in each MoE layer, to learn how many rows travel."""
         return self.transport not in ("nvlink", "local")

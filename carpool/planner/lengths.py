@@ -128,12 +128,13 @@ class Lengths:
         return self._kernel("attention", "attention", name, flops * (2.5 if backward else 1))
 
     def _elementwise(self, layer: LayerShape, backward: bool) -> Piece:
-        per_byte = MOVED_COMPILED if self.candidate.compiled else MOVED_EAGER
+        per_byte = MOVED_COMPILED if self.candidate.layers_compiled else MOVED_EAGER
         share = 1 - FORWARD_SHARE if backward else FORWARD_SHARE
         # Score matrices that are not fused are counted with attention.
         kept = layer.kept_bytes(self.shape.hidden, 0)
         moved = per_byte * share * kept * self.tokens
-        return self._kernel("norms", "elementwise", "elementwise", 0, moved, 8 if self.candidate.compiled else 60)
+        kernels = 8 if self.candidate.layers_compiled else 60
+        return self._kernel("norms", "elementwise", "elementwise", 0, moved, kernels)
 
     def _experts(self, backward: bool) -> Piece:
         shape, degrees = self.shape, self.degrees
@@ -314,7 +315,7 @@ class Lengths:
         policies, shape, size = self.candidate.policies, self.shape, 0.0
         if policies["dense"] == "offload":
             size += self.tokens * layer.kept_bytes(
-                shape.hidden, self.candidate.sequence_length, compiled=self.candidate.compiled
+                shape.hidden, self.candidate.sequence_length, compiled=self.candidate.layers_compiled
             )
         if layer.experts and policies["rows"] == "offload":
             size += self.arriving * self.tokens * shape.hidden * ELEMENT
@@ -343,7 +344,7 @@ class Lengths:
         if self.candidate.captured:
             return 0.0
         ride = self.hardware.kernel("host ride").latency
-        share = 1.0 + (HOST_COMPILED if self.candidate.compiled else HOST_EAGER)
+        share = 1.0 + (HOST_COMPILED if self.candidate.layers_compiled else HOST_EAGER)
         if self.candidate.waits:
             share += HOST_NCCL
         if self.candidate.gathers:

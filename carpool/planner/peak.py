@@ -155,7 +155,7 @@ def _stage(
         return rows + found["sums"] + number * tokens * copies * choices * INDEX_BYTES
 
     by_kind = {
-        layer: layer.kept_bytes(shape.hidden, candidate.sequence_length, compiled=candidate.compiled) * tokens
+        layer: layer.kept_bytes(shape.hidden, candidate.sequence_length, compiled=candidate.layers_compiled) * tokens
         for layer in kinds
     }
     kept_by = [0.0, *accumulate(by_kind[layer] for layer in layers)]

@@ -411,7 +411,7 @@ class _Search:
     def _layer_seconds(self, candidate: Candidate, layer: LayerShape | None, number: int) -> list[float]:
         """The same of so many equal layers; of the head."""
         key = (
-            layer, candidate.degrees, candidate.micro_batch, candidate.transport, candidate.compiled,
+            layer, candidate.degrees, candidate.micro_batch, candidate.transport, candidate.layers_compiled,
             candidate.captured, candidate.dense, tuple(candidate.policies.values()),
         )  # fmt: skip
         if key not in self.sums:

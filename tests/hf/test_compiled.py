@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import carpool.hf
 from carpool.hf.balance import balance_loss
 from carpool.hf.build import build_model, make_config
-from carpool.hf.compiled import compile_layers, decoder_layers, eagerly
+from carpool.hf.compiled import compile_layers, decoder_layers, eagerly, shards_inside
 from carpool.hf.recompute import recompute_layers
 from carpool.hf.router_logits import RouterLogits
 from carpool.parallel.degrees import Degrees
@@ -100,6 +100,29 @@ def compiled_in_the_first_step(layers: int) -> tuple[int, int]:
         out = model(input_ids=tokens, use_cache=False)
     (out.logits.sum() + balance_loss(router_logits, 2)).backward()
     return counters["stats"]["unique_graphs"] - before[0], counters["frames"]["ok"] - before[1]
+
+
+def recomputed_under_fsdp() -> tuple[bool, float, float]:
+    """Whether experts are sharded by themselves, and the norm of all gradients, kept and computed again."""
+    sizes = {**SIZES, "num_experts": 4, "num_experts_per_tok": 2}
+    mesh = distributed_config(Degrees(fsdp=2, ep=2), bf16=False)
+    model = build_model(make_config("olmoe", sizes), distributed_config=mesh, dtype=torch.float32, seed=0)
+    carpool.hf.install(model)
+    tokens, norms = torch.arange(24).reshape(2, 12) % 64, []
+    for again in (False, True):
+        if again:
+            recompute_layers(model, False)
+            compile_layers(model, "eager")
+        for _ in range(2):
+            model.zero_grad()
+            model.train()(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+        norms.append(float(sum(p.grad.to_local().square().sum() for p in model.parameters())))
+    return shards_inside(model.model.layers[0]), norms[0], norms[1]
+
+
+def test_layers_with_experts_that_fsdp_shards_are_computed_again_eagerly(two_ranks: Ranks) -> None:
+    for inside, kept, again in two_ranks(recomputed_under_fsdp):
+        assert inside and again == pytest.approx(kept, rel=1e-6)
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from rich.filesize import decimal
 
 import carpool
+from carpool.hf.compiled import decoder_layers, shards_inside
 from carpool.layout.layouts import Layouts
 from carpool.train.checkpoints.ranks import from_rank_0
 from carpool.train.checkpoints.source import keep_source
@@ -233,6 +234,9 @@ def say_hello(run: RunState, resume: Path | None) -> None:
     if size := info["transport"]["buffer_bytes"]:
         tokens = run.options.under(run.schedule.answer, run.config.memory.kept.rows == "resend").max_tokens
         say(f"buffers: {size / 1e6:,.1f} MB on each rank for a ride of {tokens:,} tokens")
+    compiles_again = run.config.training.torch_compile and run.config.memory.dense == "recompute"
+    if compiles_again and any(shards_inside(layer) for layer in decoder_layers(run.model)):
+        say("layers are computed again eagerly, and not compiled: FSDP shards their experts by themselves")
     if run.config.memory.budget is not None:
         policies = ", ".join(f"{item} {policy}" for item, policy in run.kept.answer.items())
         say(f"memory: {policies}: {run.kept.why}")
