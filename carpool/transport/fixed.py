@@ -13,7 +13,7 @@ nobody reads. If K experts of many are chosen uniformly from N ranks, the share 
 0.4 % for 2 ranks, 10 % for 4. Placement makes it larger.
 
 So there may be room for fewer rows than tokens (`carpool.transport.room`). Then those of the tokens that chose experts
-there travel, in order, and the rest of the room is filled up with any row:
+there travel, in order, and the rest of the room is filled up with any row, or zeros:
 
     room for 2      rank 1          x_0  x_2       its slots are [4, .], [9, .]
 
