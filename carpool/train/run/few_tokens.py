@@ -25,6 +25,7 @@ from carpool.experts.reference import expert_rows
 from carpool.hf.expert_function import weight_names
 from carpool.hf.expert_parallel import ExpertRides
 from carpool.memory.host import host_zeros
+from carpool.observe.clock import synchronize
 from carpool.planner.chosen import Chosen, Decisions, Kind, Record
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -117,15 +118,10 @@ def _seconds(compute: Callable[[int], Any], device: torch.device) -> float:
     """Of one expert; the best of some rounds over all of them."""
     best = float("inf")
     for _ in range(_REPEATS):
-        _wait(device)
+        synchronize(device)
         began = time.perf_counter()
         for number in range(_EXPERTS):
             compute(number)
-        _wait(device)
+        synchronize(device)
         best = min(best, (time.perf_counter() - began) / _EXPERTS)
     return best
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
