@@ -27,6 +27,7 @@ from carpool.hf.expert_parallel import ExpertRides
 from carpool.memory.host import host_zeros
 from carpool.observe.clock import synchronize
 from carpool.planner.chosen import Chosen, Decisions, Kind, Record
+from carpool.train.run.machine import device_name
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 # Different experts, so that none is in the CPU's caches.
@@ -49,9 +50,12 @@ def choose_few_tokens(
         wanted: `memory.few_tokens`.
         dtype: in which experts compute.
         decisions: of the run."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     shapes = [tuple(own.experts.get_parameter(one).shape[1:]) for one in weight_names(own.experts) if one is not None]
-    shape = {"device": name, "dtype": str(dtype).removeprefix("torch."), "experts": [list(one) for one in shapes]}
+    shape = {
+        "device": device_name(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "experts": [list(one) for one in shapes],
+    }
 
     def decide(kept: Chosen[int] | None, note: str) -> tuple[Chosen[int], bool]:
         if wanted != "auto":
