@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _world
 
 from carpool.bench.model.contenders import free_memory
 from carpool.bench.options import find_ranks
@@ -23,6 +22,7 @@ from carpool.bench.script import make_parser, write_results
 from carpool.observe.clock import slowest
 from carpool.train.config import Config, load_config
 from carpool.train.launch.start import run as start_ranks
+from carpool.train.run.kept_times import groups_before
 
 STEPS_ALONE = [
     "training.max_steps=1000000", "training.warmup_steps=0", "training.learning_rate=1e-5",
@@ -98,6 +98,7 @@ def measure_runs(
     began, main = time.perf_counter(), dist.get_rank() == 0
     found: list[dict[str, Any]] = []
     failed: dict[str, str] = {}
+    leave_groups = groups_before(device)
     for name in settings["only"]:
         if slowest([time.perf_counter() - began], device)[0] > settings["seconds"]:
             failed[name] = f"not begun within {settings['seconds']} s"
@@ -112,15 +113,7 @@ def measure_runs(
             if main:
                 print(f"{name}: {line(found[-1])}", flush=True)
         free_memory(device)
-        leave_groups(device)
+        leave_groups()
         out = settings["out"]
         write_results({**settings, "out": out and Path(out)}, device, **about, failed=failed, **{key: found})
     return found, failed
-
-
-def leave_groups(device: torch.device) -> None:
-    """Each run makes process groups, and NCCL's hold memory."""
-    if device.type == "cuda":
-        for group in list(_world.pg_map):
-            if group is not dist.group.WORLD:
-                dist.destroy_process_group(group)

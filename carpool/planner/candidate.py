@@ -29,11 +29,11 @@ class Candidate:
         moments: how AdamW keeps them.
         optimizer: "one-pass" or "torch".
         optimizer_state: "device" or "host".
-        compiled: layers are.
+        compiled: layers are compiled, where they can be (`layers_compiled`).
         graphs: CUDA graphs are asked for, where they can be.
         experts: "grouped", or "fp8" (lossy).
         pipeline: the order of stages (`carpool.planner.pipelines`).
-        chunks, backward_chunks: of a ride, with schedule "chunks"; None: as many as forward.
+        chunks, backward_chunks: of a ride, with schedule "chunks"; None: backward as many as forward.
         stored: bytes of a stored parameter: 2 of bfloat16 with float32 masters, 4 of float32.
         codecs: what is said in [codec], such as {"dispatch": "fp8"} (lossy).
     """
@@ -93,7 +93,8 @@ class Candidate:
 
     @property
     def layers_compiled(self) -> bool:
-        """Layers that are computed again are not where FSDP shards their experts (`carpool.hf.compiled`)."""
+        """Whether layers run compiled. FSDP that shards their experts by themselves makes those that are computed again
+        eager (`carpool.hf.compiled`)."""
         degrees = self.degrees
         apart = self.copies_experts or (degrees.expert_ranks > 1 and (degrees.efsdp > 1 or degrees.dp_replicate > 1))
         return self.compiled and not (apart and self.policies["dense"] == "recompute")

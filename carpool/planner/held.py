@@ -10,6 +10,8 @@ MiB, GiB = 2**20, 2**30
 # Of a GPU, beside PyTorch's tensors: CUDA's context and kernels, NCCL's first group and each further one, and the share
 # of all tensors that the allocator cannot use.
 CONTEXT_BYTES, NCCL_BYTES, NCCL_GROUP_BYTES, FRAGMENTS = GiB // 2, int(0.3 * GiB), int(0.2 * GiB), 0.03
+# Components that a GPU has in use, and PyTorch does not count among its tensors.
+BESIDE_TENSORS = ("context", "nccl", "fragments", "graphs")
 # After an arena was too small, it gets this much of what was needed (`carpool.train.run.room`).
 ARENA_ROOM = 1.25
 # Small tensors of int32 or float32 that a ride keeps for each row and choice: slots, weights, positions and orders.

@@ -75,6 +75,10 @@ class Piece(NamedTuple):
     group: Group | None = None
     stream: str | None = None
 
+    def of_chunk(self, chunks: int) -> float:
+        """Seconds of one of so many chunks: what is fixed stays, and the rest is divided."""
+        return self.fixed + (self.seconds - self.fixed) / chunks
+
 
 class Lengths:
     """See the module's docstring.

@@ -14,13 +14,11 @@ GPUs; enumeration finds the best.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from carpool.parallel.degrees import Degrees
 from carpool.planner.candidate import Candidate
-from carpool.planner.step import predict, step_seconds
 
 if TYPE_CHECKING:
     from carpool.planner.search import _Search
@@ -51,7 +49,7 @@ class Place(NamedTuple):
         return self.micro_batch if axis == "micro_batch" else self.degrees.size(axis)
 
 
-def relieve(places: Mapping[Place, Candidate], search: Fits, start: Place) -> Candidate | None:
+def relieve(places: Mapping[Place, Candidate], search: _Search, start: Place) -> Candidate | None:
     """The candidate at which no move makes the step shorter.
 
     Args:
@@ -84,32 +82,6 @@ def relieve(places: Mapping[Place, Candidate], search: Fits, start: Place) -> Ca
                 break
         else:
             return candidate
-
-
-class Fits:
-    """What a search knows of candidates."""
-
-    def __init__(self, search: _Search) -> None:
-        self._search = search
-
-    def best_of(self, base: Candidate) -> tuple[float, Candidate] | None:
-        """(seconds, the fastest variant that fits); None: none does."""
-        search = self._search
-        model = search.model, search.hardware
-        found: tuple[float, Candidate] | None = None
-        for one in search._of_degrees(base):
-            if found is None or search.bound(one) < found[0]:
-                search.counts["predicted"] += 1
-                seconds = step_seconds(*model, one, search.per_node, search.routes)
-                if found is None or seconds < found[0]:
-                    found = seconds, one
-        return found
-
-    def exposed(self, candidate: Candidate) -> Mapping[str, float]:
-        """Seconds of its step, by kind of event; of its first micro-batches."""
-        search = self._search
-        fewer = replace(candidate, accumulation=min(candidate.accumulation, 2 * candidate.degrees.pp))
-        return predict(search.model, search.hardware, fewer, search.per_node, search.routes).exposed
 
 
 def _next_to(places: Mapping[Place, Candidate], at: Place, moves: tuple[Move, ...]) -> Iterator[Place]:

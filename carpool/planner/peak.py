@@ -23,6 +23,7 @@ from itertools import accumulate
 from carpool.planner.candidate import MOMENT_BYTES, Candidate
 from carpool.planner.held import (
     ARENA_ROOM,
+    BESIDE_TENSORS,
     INDEX_BYTES,
     MiB,
     alone_bytes,
@@ -67,8 +68,7 @@ class Peak:
     @property
     def tensors(self) -> float:
         """Of PyTorch's tensors, as `torch.cuda.max_memory_allocated` counts them."""
-        beside = ("context", "nccl", "fragments", "graphs")
-        return sum(size for name, size in self.parts.items() if name not in beside)
+        return sum(size for name, size in self.parts.items() if name not in BESIDE_TENSORS)
 
 
 def memory_of(shape: ModelShape, candidate: Candidate, routes: Routes | None = None, every_layer: bool = False) -> Peak:

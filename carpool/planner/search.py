@@ -31,7 +31,7 @@ from carpool.planner.candidate import KEEP, Candidate
 from carpool.planner.hardware import Hardware
 from carpool.planner.lengths import STEP_HOST, Lengths, stage_layers
 from carpool.planner.model_shape import LayerShape, ModelShape
-from carpool.planner.moves import Fits, Place, relieve
+from carpool.planner.moves import Place, relieve
 from carpool.planner.peak import Peak, memory_of
 from carpool.planner.routes import Routes
 from carpool.planner.step import Prediction, inputs, predict, step_seconds
@@ -261,14 +261,18 @@ class _Search:
             if len(self.found) == self.best and bound >= -self.found[0][0]:
                 self.counts["bound"] += 1 + len(waiting)
                 return
-            # Of a step that waits for the host, the first layers are too few to tell.
-            seconds = max(bound, step_seconds(self.model, self.hardware, candidate, self.per_node, self.routes))
-            self.counts["predicted"] += 1
+            seconds = self._predicted(candidate, bound)
             if (len(self.found) == self.best and seconds >= -self.found[0][0]) or not self._runs(candidate):
                 continue
             heapq.heappush(self.found, (-seconds, next(self.number), candidate))
             if len(self.found) > self.best:
                 heapq.heappop(self.found)
+
+    def _predicted(self, candidate: Candidate, bound: float) -> float:
+        """Seconds of its step."""
+        self.counts["predicted"] += 1
+        # Of a step that waits for the host, the first layers are too few to tell.
+        return max(bound, step_seconds(self.model, self.hardware, candidate, self.per_node, self.routes))
 
     def _runs(self, candidate: Candidate) -> bool:
         if reason := self.space.runs(candidate):
@@ -289,9 +293,25 @@ class _Search:
                 one.size("dp_replicate"),
             ),
         )
-        found = relieve(places, Fits(self), start)
+        found = relieve(places, self, start)
         if found is not None:
             self.found = [(0.0, 0, found)]
+
+    def best_of(self, base: Candidate) -> tuple[float, Candidate] | None:
+        """(seconds, the fastest variant of these degrees that fits); None: none does."""
+        found: tuple[float, Candidate] | None = None
+        for one in self._of_degrees(base):
+            bound = self.bound(one)
+            if found is None or bound < found[0]:
+                seconds = self._predicted(one, bound)
+                if found is None or seconds < found[0]:
+                    found = seconds, one
+        return found
+
+    def exposed(self, candidate: Candidate) -> Mapping[str, float]:
+        """Seconds of its step, by kind of event; of its first micro-batches."""
+        fewer = replace(candidate, accumulation=min(candidate.accumulation, 2 * candidate.degrees.pp))
+        return predict(self.model, self.hardware, fewer, self.per_node, self.routes).exposed
 
     def _candidates(self, gpus: int, sequences: int, length: int) -> Iterator[Candidate]:
         for base in self._bases(gpus, sequences, length):
@@ -363,11 +383,7 @@ class _Search:
                     continue
                 if base.schedule == "two-batch" and policies.get("sums") == "recompute":
                     continue
-                one = replace(
-                    base,
-                    policies={**KEEP, **policies},
-                    optimizer_state=state,
-                )
+                one = replace(base, policies={**KEEP, **policies}, optimizer_state=state)
                 if (rule := refusal(sizes_of(one.degrees), one.flat_settings())) is not None:
                     self.refused[f"{' and '.join(rule.axes)}: {rule.why}"] += 1
                     continue

@@ -355,8 +355,7 @@ class _Builder:
             if piece.kind in _RIDE:
                 # Rows that are sent again, and rides that are repeated, take their time beside.
                 earlier = of[piece.kind].seconds if piece.kind in of else 0.0
-                one = piece.fixed + (piece.seconds - piece.fixed) / chunks
-                of[piece.kind] = piece._replace(seconds=earlier + one)
+                of[piece.kind] = piece._replace(seconds=earlier + piece.of_chunk(chunks))
 
         def add(kind: str, after: tuple[int, ...]) -> tuple[int, ...]:
             return (self._add(of[kind], where, phase, after, stage, layer, number),) if kind in of else after

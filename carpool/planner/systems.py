@@ -178,12 +178,12 @@ class Padded(Routes):
 
 
 def _part(lengths: Lengths, backward: bool, chunks: int) -> Pieces:
-    """Of one of so many chunks: what is fixed stays, and the rest is divided."""
+    """Of one of so many chunks of a layer's ride."""
     layer = next(layer for layer in lengths.shape.layers if layer.experts)
     of: dict[str, float] = dict.fromkeys(("dispatch", "experts", "combine"), 0.0)
     for piece in lengths.backward(layer) if backward else lengths.forward(layer):
         if piece.kind in of:
-            of[piece.kind] += piece.fixed + (piece.seconds - piece.fixed) / chunks
+            of[piece.kind] += piece.of_chunk(chunks)
     return Pieces(**of)
 
 

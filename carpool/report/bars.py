@@ -9,14 +9,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from carpool.planner.held import BESIDE_TENSORS
 from carpool.report.grids import layer_names
 from carpool.report.read import Run
 from carpool.report.svg import MARGIN_EM, WIDTH, axis_text, colour, every, hover_cells, legend, svg, tag, ticks
 from carpool.report.units import plain_text
 
 _TOP, _HEIGHT = 10.0, 150.0
-BESIDE_TENSORS = ("context", "nccl", "fragments", "graphs")
-"""Predicted components that a GPU has in use, and PyTorch does not count among its tensors."""
 
 
 def copies_by_layer(run: Run) -> str | None:

@@ -40,6 +40,7 @@ from carpool.parallel.consumed import HELD
 from carpool.parallel.replicated import BUCKET_BYTES
 from carpool.planner.held import (
     ARENA_ROOM,
+    BESIDE_TENSORS,
     INDEX_BYTES,
     alone_bytes,
     beside_tensors,
@@ -57,7 +58,6 @@ Memory = dict[str, int]
 MiB, GiB = 2**20, 2**30
 # On CPUs, beside PyTorch's tensors; see above.
 PROCESS_BYTES, FREED_SHARE = 60 * MiB, 0.35
-BESIDE_TENSORS = ("context", "nccl", "fragments", "graphs", "process", "allocator")
 
 
 class _Moment(NamedTuple):
@@ -343,7 +343,7 @@ def _has_buffers(transport: str) -> bool:
 
 def tensors_of(memory: Memory) -> int:
     """Of an estimate: the bytes of PyTorch's tensors, as `torch.cuda.max_memory_allocated` counts them."""
-    return sum(size for name, size in memory.items() if name not in (*BESIDE_TENSORS, "total"))
+    return sum(size for name, size in memory.items() if name not in (*BESIDE_TENSORS, "process", "allocator", "total"))
 
 
 def state_bytes(config: Config) -> float:
