@@ -37,11 +37,14 @@ def plan(
         Path | None, typer.Option("--trace", help="Choices of experts, from `carpool trace`. Default: uniform.")
     ] = None,
     memory: Annotated[
-        str | None, typer.Option("--memory", help="What a rank may use, such as 70GiB. Default: 94 % of the device.")
+        str | None, typer.Option("--memory", help="What a rank may use, such as 70GiB. Default: 92 % of the device.")
     ] = None,
     moments: Annotated[
         str, typer.Option("--moments", help="Of AdamW: float32, or bfloat16 or int8 (lossy).")
     ] = "float32",
+    max_grad_norm: Annotated[
+        float, typer.Option("--max-grad-norm", min=0.0, help="0: no clipping, and gradients may be consumed.")
+    ] = 1.0,
     only: Annotated[
         list[str] | None, typer.Option("--only", help="What the search may choose, such as ep=8,16. Several times.")
     ] = None,
@@ -91,7 +94,14 @@ def plan(
         usable = None if memory is None else float(size_of(memory, "--memory"))
         if unknown := [name for name in policy or () if name not in SYSTEMS]:
             raise ValueError(f"--policy {unknown[0]} is not known; there are {', '.join(SYSTEMS)}")
-        space = read_constraints(Space(moments=moments), only or ())
+        space = read_constraints(
+            Space(
+                moments=moments,
+                max_grad_norm=max_grad_norm,
+                gradients=Space.gradients if max_grad_norm else ("kept", "consumed"),
+            ),
+            only or (),
+        )
         ask = partial(
             search, shape, rates, gpus=gpus, tokens=batch - batch % sequence_length, sequence_length=sequence_length,
             per_node=gpus_per_node, memory=usable, routes=routes, space=space,

@@ -29,6 +29,8 @@ class Candidate:
         moments: how AdamW keeps them.
         optimizer: "one-pass" or "torch".
         optimizer_state: "device" or "host".
+        gradients: "kept", or "consumed": each is used for its update in the backward, and freed.
+        max_grad_norm: gradients are clipped to it; 0: they are not. Of consumed ones by the norm of the step before.
         compiled: layers are compiled, where they can be (`layers_compiled`).
         graphs: CUDA graphs are asked for, where they can be.
         experts: "grouped", or "fp8" (lossy).
@@ -49,6 +51,8 @@ class Candidate:
     moments: str = "float32"
     optimizer: str = "one-pass"
     optimizer_state: str = "device"
+    gradients: str = "kept"
+    max_grad_norm: float = 1.0
     compiled: bool = True
     graphs: bool = True
     experts: str = "grouped"
@@ -114,6 +118,7 @@ class Candidate:
             and self.schedule != "two-batch"
             and self.degrees.pp == self.degrees.tp == 1
             and "offload" not in self.policies.values()
+            and (self.gradients == "kept" or self.optimizer_state == "device")
         )
 
     @property
@@ -142,6 +147,8 @@ class Candidate:
         if self.schedule != "none":
             of = self.chunks, self.chunks if self.backward_chunks is None else self.backward_chunks
             parts.append(self.schedule if self.schedule != "chunks" else f"{of[0]} and {of[1]} chunks")
+        if self.gradients == "consumed":
+            parts.append("gradients consumed")
         if self.optimizer_state != "device":
             parts.append(f"optimizer in {self.optimizer_state}")
         return ", ".join(parts + kept)
@@ -171,6 +178,10 @@ class Candidate:
         }
         if self.optimizer == "one-pass":
             training |= {"optimizer_moments": self.moments, "optimizer_state": self.optimizer_state}
+        if self.max_grad_norm != 1.0:
+            training["max_grad_norm"] = self.max_grad_norm
+        if self.gradients == "consumed":
+            training |= {"gradients": "consumed"} | ({"clip_by": "previous"} if self.max_grad_norm else {})
         if degrees.pp > 1:
             parallelism["pp_schedule"] = self.pipeline
         moe: dict[str, Any] = {"transport": self.transport, "schedule": self.schedule, "experts": self.experts}

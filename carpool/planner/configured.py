@@ -79,6 +79,8 @@ def candidate_of(
         moments=training["optimizer_moments"],
         optimizer="torch" if training["optimizer"] == "torch" else "one-pass",
         optimizer_state="device" if training["optimizer_state"] == "device" else "host",
+        gradients=training["gradients"],
+        max_grad_norm=training["max_grad_norm"],
         compiled=training["torch_compile"],
         graphs=training["cuda_graphs"] != "off",
         experts="fp8" if moe["experts"] == "fp8" else "grouped",

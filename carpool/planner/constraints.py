@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 ONLY: Mapping[str, str] = MappingProxyType({
     **{axis: axis for axis in ("pp", "tp", "cp", "etp", "ep")},
     "dp_replicate": "replicas", "micro_batch": "micro_batches", "transport": "transports", "schedule": "schedules",
-    "dense": "dense", "optimizer_state": "optimizer_state", "pp_schedule": "pipelines",
+    "dense": "dense", "optimizer_state": "optimizer_state", "gradients": "gradients",
+    "pp_schedule": "pipelines",
     **{f"memory.{item}": "policies" for item in POLICIES},
 })  # fmt: skip
 KNOWN: Mapping[str, tuple[str, ...]] = MappingProxyType({
@@ -28,6 +29,7 @@ KNOWN: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "schedules": ("none", "chunks", "two-batch"),
     "dense": ("replicate", "fsdp"),
     "optimizer_state": ("device", "host"),
+    "gradients": ("kept", "consumed"),
     "pipelines": SCHEDULES,
 })  # fmt: skip
 NUMBERS = ("pp", "tp", "cp", "etp", "ep", "replicas", "micro_batches")

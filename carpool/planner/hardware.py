@@ -32,7 +32,7 @@ from typing import Any
 from carpool.planner.work import Source, Work, read_work
 from carpool.plugins.nearest import nearest
 
-GB = 1e9
+GB, GiB = 1e9, 2**30
 # Kinds of kernels on an H200, by its datasheet: (share of its peak, share of its memory's bandwidth, latency). Experts
 # and attention are fitted to docs/measurements.md; "What experts compute" (residual 5 %), "Attention"; the others to
 # the kinds of kernels of whole steps there ("Whole training steps of real configurations").
@@ -81,7 +81,7 @@ class Hardware:
         source: where the rates are from, for people.
         memory: bytes per second between the device and its memory, from the datasheet or measured; None if that is not
             known.
-        capacity: bytes of that memory as the device is sold; None if that is not known. Drivers show up to 6 % more.
+        capacity: bytes of that memory, as PyTorch sees them; None if that is not known.
         host: copies between the device and host memory, the slower way; None: as `node`.
         disk: of the folder where runs are written, reads and writes alike; None if that is not known.
         shared_network: whether the ranks of a node share one port. `network` is then what each has while all send.
@@ -189,7 +189,7 @@ _H200 = Hardware(
     peak_flops=989e12,
     source="measured (docs/measurements.md); network assumed",
     memory=4800 * GB,
-    capacity=141 * GB,
+    capacity=139 * GiB,
 )
 # By a pattern of the device's name; the first that fits counts. Vendors give both directions of NVLink and PCIe
 # together, so half of it stands here. The figures (dense TFLOP/s; GB/s), and who quotes them from the vendor's page:
@@ -204,19 +204,19 @@ _H200 = Hardware(
 #   L40S             362, PCIe 64, no NVLink     datasheet 28413; torchtitan, itcreations.com
 #   MI300X           1,300                       amd.com/en/products/accelerators/instinct/mi300/mi300x.html; torchtitan
 #                    7 links of 128, PCIe 128    emergentmind.com/topics/amd-mi300x-gpu, MLPerf's system descriptions
-#   capacity         GB in the names of the products; A100 80 (there are 40, too), B200 180, MI300X 192
+#   capacity         as PyTorch says of H100, A100 (of 80 GB; there are 40, too) and H200; else GB in products' names
 #   memory           H100 3,350, H200 4,800, B200 8,000, A100 2,039, L40S 864, MI300X 5,300: llmbook.apartsin.com (G.1),
 #                    modal.com/gpu-glossary; H100 PCIe 2,000, NVL 3,900, A100 PCIe 1,935: the vendor's datasheets
 _PROFILES: tuple[tuple[str, Hardware], ...] = (
     (r"\bH200\b", _H200),
-    (r"\bH100 PCIe", _datasheet("H100 PCIe", 756e12, 2000 * GB, 80 * GB, None, 64 * GB)),
+    (r"\bH100 PCIe", _datasheet("H100 PCIe", 756e12, 2000 * GB, 79 * GiB, None, 64 * GB)),
     (r"\bH100 NVL", _datasheet("H100 NVL", 835e12, 3900 * GB, 94 * GB, None, 64 * GB)),
-    (r"\bH100\b", _datasheet("H100", 989e12, 3350 * GB, 80 * GB, 450 * GB, 64 * GB)),
-    (r"\bH800\b", _datasheet("H800", 989e12, 3350 * GB, 80 * GB, 200 * GB, 64 * GB)),
+    (r"\bH100\b", _datasheet("H100", 989e12, 3350 * GB, 79 * GiB, 450 * GB, 64 * GB)),
+    (r"\bH800\b", _datasheet("H800", 989e12, 3350 * GB, 79 * GiB, 200 * GB, 64 * GB)),
     (r"\bGB200\b", _datasheet("GB200", 2500e12, 8000 * GB, 186 * GB, 900 * GB, 225 * GB)),
     (r"\bB200\b", _datasheet("B200", 2250e12, 8000 * GB, 180 * GB, 900 * GB, 64 * GB)),
-    (r"\bA100.*PCIe", _datasheet("A100 PCIe", 312e12, 1935 * GB, 80 * GB, None, 32 * GB, 25 * GB)),
-    (r"\bA100\b", _datasheet("A100", 312e12, 2039 * GB, 80 * GB, 300 * GB, 32 * GB, 25 * GB)),
+    (r"\bA100.*PCIe", _datasheet("A100 PCIe", 312e12, 1935 * GB, 79 * GiB, None, 32 * GB, 25 * GB)),
+    (r"\bA100\b", _datasheet("A100", 312e12, 2039 * GB, 79 * GiB, 300 * GB, 32 * GB, 25 * GB)),
     (r"\bL40S\b", _datasheet("L40S", 362e12, 864 * GB, 48 * GB, None, 32 * GB, 25 * GB)),
     (r"\bMI300X\b", _datasheet("MI300X", 1300e12, 5300 * GB, 192 * GB, 448 * GB, 64 * GB)),
 )

@@ -42,6 +42,8 @@ OF_PUSH = 0.89
 NCCL_PLAN, NCCL_RIDE, PACKED = 0.3e-3, 0.1e-3, 4
 # Of the bytes of a row in bfloat16: one for each element, and a float32 scale for 128 (docs/codecs.md).
 FP8 = (1 + 4 / 128) / ELEMENT
+# What the kernel of 8-bit moments reaches of the optimizer's rate (docs/measurements.md: 61 ms for 8.1 B parameters).
+OF_INT8 = 0.72
 # What ranks wait for each other in a ride, although their loads are equal (docs/measurements.md: rides of whole steps
 # take 12.3 ms beside 5.9 of their own).
 MEETING = 0.13e-3
@@ -396,13 +398,22 @@ class Lengths:
         if candidate.optimizer == "torch":
             # One kernel for each operation, moments as the parameters and no masters.
             moved = 2.6 * 11 * candidate.stored
+        moved /= OF_INT8 if candidate.moments == "int8" else 1
         yield self._kernel("optimizer", "optimizer", "optimizer", 0, moved * own)
-        if candidate.optimizer_state == "host":
-            seconds = stream_seconds(own * (ELEMENT + 2 * moments), self.hardware)
-            yield Piece("state", "offload", seconds, *SPREAD[self.host_source])
+        if candidate.gradients == "kept":
+            yield from _some(self.streamed_state(dense, experts))
         if candidate.dense == "replicate":
             size = dense + (experts if candidate.experts_as_dense else 0)
             yield from _some(self.collective("parameters", "gather", ELEMENT * size, "fsdp and cp"))
+
+    def streamed_state(self, dense: float, experts: float) -> Piece | None:
+        """The optimizer's state of these parameters, from host memory and back; None: it is on the device."""
+        degrees, candidate = self.degrees, self.candidate
+        if candidate.optimizer_state != "host":
+            return None
+        own = dense / (degrees.fsdp * degrees.cp) + experts / degrees.efsdp
+        seconds = stream_seconds(own * (ELEMENT + 2 * MOMENT_BYTES[candidate.moments]), self.hardware)
+        return Piece("state", "offload", seconds, *SPREAD[self.host_source])
 
     def gathers(self, layer: LayerShape) -> Iterator[Piece]:
         """Of a layer's parameters before its forward or backward."""

@@ -120,6 +120,9 @@ def _stage(
     # Those of whole parameters have buffers of their own.
     stored = candidate.stored
     own_gradients = ((0 if replicated else dense_own) + (0 if replicated and together else experts_own)) * stored
+    if candidate.gradients == "consumed":
+        # They wait for what their updates bring from host memory, and else for nothing.
+        own_gradients = 0.0
     own_whole = (dense_own + (experts_own if together else 0)) if replicated else 0
     # Masters are the low bits beside parameters in bfloat16.
     state = (dense_own + experts_own) * (2 * MOMENT_BYTES[candidate.moments] + (2 if stored == 2 else 0))

@@ -52,8 +52,10 @@ POLICIES: tuple[Mapping[str, str], ...] = (
     {"dense": "recompute", "sums": "recompute"},
 )
 SCHEDULES = ("none", "two-batch")
-# Of the memory of a device as it is sold: drivers and other processes have the rest.
-USABLE = 0.94
+# Where the optimizer's state is and how gradients come to it, from those that cost no time on.
+_UPDATES = (("device", "kept"), ("device", "consumed"), ("host", "consumed"), ("host", "kept"))
+# Of the memory of a device: the rest is for what the prediction misses.
+USABLE = 0.92
 # Tokens of a rank's micro-batch.
 MOST_TOKENS = 65_536
 
@@ -115,6 +117,8 @@ class Space:
     dense: Sequence[str] = ("replicate", "fsdp")
     policies: Sequence[Mapping[str, str]] = POLICIES
     optimizer_state: Sequence[str] = ("device", "host")
+    gradients: Sequence[str] = ("kept",)
+    max_grad_norm: float = 1.0
     compiled: bool = True
     graphs: bool = True
     moments: str = "float32"
@@ -338,7 +342,7 @@ class _Search:
                 base = Candidate(
                     degrees, length, micro_batch, accumulation, compiled=space.compiled and degrees.pp == 1,
                     graphs=space.graphs, moments=space.moments, experts=space.experts, optimizer=space.optimizer,
-                    stored=space.stored,
+                    stored=space.stored, max_grad_norm=space.max_grad_norm,
                 )  # fmt: skip
                 yield base
 
@@ -374,7 +378,12 @@ class _Search:
     def _that_fit(self, base: Candidate) -> Iterator[Candidate]:
         """The policies that need memory least, of those that fit."""
         fitting: list[Mapping[str, str]] = []
-        for state in self.space.optimizer_state:
+        # The slowest last: of state in host memory, what travels beside the backward comes first.
+        kept = [(state, "kept") for state in self.space.optimizer_state if "kept" in self.space.gradients]
+        used = [(state, "consumed") for state in self.space.optimizer_state if "consumed" in self.space.gradients]
+        if base.accumulation > 1 or base.schedule == "two-batch":
+            used = []
+        for state, gradients in sorted(kept + used, key=_UPDATES.index):
             for policies in self.space.policies:
                 if any(contained.items() <= policies.items() for contained in fitting):
                     self.counts["dominated"] += 1
@@ -383,7 +392,7 @@ class _Search:
                     continue
                 if base.schedule == "two-batch" and policies.get("sums") == "recompute":
                     continue
-                one = replace(base, policies={**KEEP, **policies}, optimizer_state=state)
+                one = replace(base, policies={**KEEP, **policies}, optimizer_state=state, gradients=gradients)
                 if (rule := refusal(sizes_of(one.degrees), one.flat_settings())) is not None:
                     self.refused[f"{' and '.join(rule.axes)}: {rule.why}"] += 1
                     continue
@@ -449,7 +458,7 @@ class _Search:
         return [number * one for one in self.sums[key]]
 
     def _update_seconds(self, candidate: Candidate, layers: tuple[LayerShape, ...]) -> float:
-        key = "update", candidate.degrees, candidate.dense, candidate.optimizer_state
+        key = "update", candidate.degrees, candidate.dense, candidate.optimizer_state, candidate.gradients
         if key not in self.sums:
             lengths = self.lengths(candidate)
             ends = 1 + (candidate.degrees.pp == 1)

@@ -324,6 +324,8 @@ class _Builder:
             if reduces and kind != "I":
                 experts = lengths.experts_of_layer if layer.experts else 0.0
                 taken = self._reduce(lengths.dense_of(layer), experts, where, last, stage, at, number)
+                if self.candidate.gradients == "consumed":
+                    self._stream_state(lengths.dense_of(layer), experts, where, last, stage, at, number)
                 if taken:
                     slower = Piece("beside reductions", "elementwise", TAKEN * taken)
                     last = (self._add(slower, where, "backward", last, stage, at, number),)
@@ -395,6 +397,13 @@ class _Builder:
             self.reduced.setdefault(self.rank_of[stage], []).append(event)
             taken += piece.seconds
         return taken
+
+    def _stream_state(
+        self, dense: float, experts: float, where: str, after: tuple[int, ...], stage: int, layer: int, number: int
+    ) -> None:
+        """The optimizer's state of a layer whose gradients are there, beside the backward of the layers below."""
+        if (state := self.lengths.streamed_state(dense, experts)) is not None:
+            self._add(state, where, "backward", after, stage, layer, number)
 
     def _update(self, stage: int) -> None:
         """`stage`: the first one of a rank, which has its number."""

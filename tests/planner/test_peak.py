@@ -30,6 +30,7 @@ QWEN = "qwen3-30b-a3b"
     [
         (QWEN, Candidate(Degrees(1, 2, 1, 2), 4096, 2, moments="bfloat16")),
         (QWEN, Candidate(Degrees(1, 4, 1, 4), 4096, 2, dense="fsdp")),
+        (QWEN, Candidate(Degrees(1, 2, 1, 2), 4096, 2, moments="int8", gradients="consumed", graphs=False)),
         (QWEN, Candidate(Degrees(1, 8, 1, 4), 4096, 2, 3, "dedup", dense="fsdp", compiled=False,
                          policies={"dense": "recompute"})),
         (QWEN, Candidate(Degrees(1, 8, 1, 8), 4096, 1, 4, policies={"rows": "resend", "hidden": "recompute"})),
@@ -46,7 +47,8 @@ def test_peaks_agree_with_the_trainers_estimate(name: str, candidate: Candidate,
     candidate = Candidate(**{**vars(candidate), "policies": {**KEEP, **candidate.policies}})
     settings = candidate.settings()
     (tmp_path / "plan.toml").write_text(toml_text(settings))
-    config = load_config(tmp_path / "plan.toml", ["data.tokenizer=bytes", f"model.config={name}"])
+    graphs = f"training.cuda_graphs={'auto' if candidate.graphs else 'off'}"
+    config = load_config(tmp_path / "plan.toml", ["data.tokenizer=bytes", f"model.config={name}", graphs])
     estimate = MemoryEstimate(config, candidate.degrees, meta_model(model_config(keys)), True)
     theirs = estimate(candidate.transport, candidate.dense)
     peak = memory_of(ModelShape.read(read_keys(keys)), candidate)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -21,7 +22,10 @@ from carpool.train.config.published import read_keys
 
 SHAPE = ModelShape.read(read_keys({"from": "qwen3-30b-a3b", "num_hidden_layers": 2}))
 H100 = find_hardware("H100")
-SMALL = Space(pp=(1, 2), tp=(1, 2), cp=(1,), etp=(1,), policies=POLICIES[:4], micro_batches=(1, 2))
+SMALL = Space(
+    pp=(1, 2), tp=(1, 2), cp=(1,), etp=(1,), policies=POLICIES[:4], micro_batches=(1, 2),
+    gradients=("kept", "consumed"), max_grad_norm=0.0,
+)  # fmt: skip
 
 
 class _Everything(_Search):
@@ -31,10 +35,13 @@ class _Everything(_Search):
         return 0.0
 
     def _that_fit(self, base: Candidate):  # type: ignore[no-untyped-def]
-        for state in self.space.optimizer_state:
+        for state, gradients in product(self.space.optimizer_state, self.space.gradients):
             for policies in self.space.policies:
-                one = replace(base, policies={**base.policies, **policies}, optimizer_state=state)
+                kept = {**base.policies, **policies}
+                one = replace(base, policies=kept, optimizer_state=state, gradients=gradients)
                 if "rows" in policies and base.degrees.ep == 1:
+                    continue
+                if gradients == "consumed" and base.accumulation > 1:
                     continue
                 if refusal(sizes_of(one.degrees), one.flat_settings()) is not None:
                     continue
@@ -138,3 +145,18 @@ def test_the_optimizer_in_host_memory_may_cost_less_than_keeping_less() -> None:
     fitting = [one for one in others if memory_of(shape, one).total <= 20e9]
     assert fitting, "keeping less would do"
     assert all(step_seconds(shape, H100, one, 4) > best.prediction.seconds.middle for one in fitting)
+
+
+def test_gradients_are_consumed_where_they_would_not_fit() -> None:
+    """48 layers of Qwen3-30B-A3B on two H200: 27 GiB of experts' gradients, and captured steps."""
+    space = Space(moments="int8", gradients=("kept", "consumed"), max_grad_norm=0.0)
+    shape = ModelShape.read(read_keys("qwen3-30b-a3b"))
+    one = plan(
+        shape, find_hardware("H200"), gpus=2, per_node=2, tokens=2**14, sequence_length=4096, space=space, best=1
+    ).plans[0]
+    training = one.candidate.settings()["training"]
+    assert (one.candidate.dense, one.candidate.captured, one.candidate.degrees.ep) == ("replicate", True, 2)
+    assert training["gradients"] == "consumed" and training["max_grad_norm"] == 0 and "clip_by" not in training
+    kept = replace(one.candidate, gradients="kept")
+    assert memory_of(shape, kept).total - one.memory.total > 25 * 2**30
+    assert not replace(one.candidate, optimizer_state="host").captured

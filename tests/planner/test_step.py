@@ -22,6 +22,7 @@ from carpool.transport import find_transport
 
 H200 = HARDWARE["H200"]
 TWO = Degrees(1, 2, 1, 2)
+ALONE = Candidate(Degrees(1, 1, 1, 1), 4096, 8, transport="local", moments="int8", gradients="consumed", graphs=False)
 
 
 def shape(name: str, layers: int) -> ModelShape:
@@ -36,6 +37,9 @@ def shape(name: str, layers: int) -> ModelShape:
         ("qwen3-30b-a3b", 12, Candidate(TWO, 4096, 2, optimizer="torch"), 211.8),
         ("qwen3-30b-a3b", 12, Candidate(TWO, 4096, 2, optimizer="torch", compiled=False), 261.1),
         ("olmoe-1b-7b", 16, Candidate(TWO, 4096, 4, moments="bfloat16"), 296.3),
+        # docs/measurements/streaming.json, commit f9b7807: copies of state beside the backward, and no copies.
+        ("qwen3-30b-a3b", 12, replace(ALONE, optimizer_state="host"), 1074.7),
+        ("qwen3-30b-a3b", 12, ALONE, 524.7),
     ],
 )
 def test_steps_of_two_h200(name: str, layers: int, candidate: Candidate, milliseconds: float) -> None:

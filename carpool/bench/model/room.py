@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from carpool.planner.search import USABLE
 from carpool.train.run.estimate import Memory
 
-# What a process, its libraries and the allocator leave of a device.
-USABLE = 0.92
 CERTAIN = ("parameters", "gradients", "optimizer")
 STAYS = ("parameters", "optimizer", "transport", "process")
 

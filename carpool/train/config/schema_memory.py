@@ -20,7 +20,8 @@ class MemorySection(Section):
     plan: Literal["auto"] | None = Field(
         default=None,
         description="auto, in short memory=auto: the planner chooses what is not said of rows, hidden, dense and "
-        "sums, and of training.optimizer_state: the fastest that is predicted to fit into the device, or the budget. "
+        "sums, of training.optimizer_state, and, where training.max_grad_norm = 0, of training.gradients: the fastest "
+        "that is predicted to fit into the device, or the budget. "
         "See parallelism.plan. none: the other keys say it.",
     )
     budget: str | None = Field(

@@ -25,7 +25,7 @@ from carpool.planner.chosen import Chosen, Decisions, Kind
 from carpool.planner.hardware import Hardware
 from carpool.planner.kept import POLICIES
 from carpool.planner.model_shape import ModelShape
-from carpool.planner.search import Found, Plan, Space, plan
+from carpool.planner.search import USABLE, Found, Plan, Space, plan
 from carpool.train.config.schema import Config
 from carpool.train.run.blueprint import Blueprint
 from carpool.train.run.machine import Machine
@@ -39,12 +39,10 @@ FREE: Mapping[str, tuple[str, ...]] = {
         *(f"parallelism.{axis}_size" for axis in AXES), "parallelism.dense", "moe.transport",
         "training.per_device_train_batch_size", "training.gradient_accumulation_steps",
     ),
-    "memory": (*(f"memory.{item}" for item in POLICIES), "training.optimizer_state"),
+    "memory": (*(f"memory.{item}" for item in POLICIES), "training.optimizer_state", "training.gradients"),
 }  # fmt: skip
 # Plans that are shown.
 SHOWN = 5
-# Of a device's memory; the rest is for what the prediction misses.
-USABLE = 0.92
 
 
 @dataclass(frozen=True)
@@ -175,6 +173,8 @@ def make_plan(
             dense=Space.dense if is_open("parallelism.dense") else (config.parallelism.dense,),
             policies=_policies(config, free),
             optimizer_state=Space.optimizer_state if _moves_state(config, free) else (training.optimizer_state,),
+            gradients=("kept", "consumed") if _may_consume(config, free) else (training.gradients,),
+            max_grad_norm=training.max_grad_norm,
             compiled=training.torch_compile,
             graphs=training.cuda_graphs != "off",
             moments=training.optimizer_moments,
@@ -315,6 +315,13 @@ def _policies(config: Config, free: Collection[str]) -> list[Mapping[str, str]]:
 def _moves_state(config: Config, free: Collection[str]) -> bool:
     training = config.training
     return "training.optimizer_state" in free and training.optimizer != "torch" and config.placement.every is None
+
+
+def _may_consume(config: Config, free: Collection[str]) -> bool:
+    """Whether updates are the same if each gradient is used in the backward."""
+    training = config.training
+    moves = config.placement.every is not None or config.moe.layout != "contiguous"
+    return "training.gradients" in free and training.optimizer != "torch" and not (training.max_grad_norm or moves)
 
 
 def _why_none(found: Found, memory: int) -> str:
