@@ -24,16 +24,15 @@ import gc
 import json
 import statistics
 import time
+from functools import partial
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from rich.console import Console
 from transformers import PreTrainedConfig
 
-from carpool.bench.results import print_table
-from carpool.bench.script import make_parser, write_results
-from carpool.bench.timing import rounds
+from carpool.bench.script import make_parser, show, write_results
+from carpool.bench.timing import in_turns
 from carpool.hf import compile_layers, install, quantise_experts
 from carpool.hf.build import build_model
 from carpool.hf.packed import unpacked
@@ -141,12 +140,8 @@ def main() -> None:
     gc.collect()
     vocabulary = models[args.contenders[0]].model.config.vocab_size
     ids = torch.randint(0, vocabulary, (1, args.tokens), device=device)
-    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in args.contenders}
-    for number, order in rounds(args.contenders, args.repetitions, args.warmup):
-        for name in order:
-            one = models[name].measured(ids)
-            if number >= 0:
-                found[name].append(one)
+    ways = {name: partial(model.measured, ids) for name, model in models.items()}
+    found = in_turns(ways, args.repetitions, args.warmup)
     results = [
         {
             "contender": name,
@@ -167,7 +162,7 @@ def main() -> None:
         for r in results
     ]
     title = f"LoRA of rank {args.rank}, {args.layers} layers of {args.model}, {args.tokens:,} tokens"
-    print_table(Console(), title, ["", "ms", "tokens/s", "GiB", "model", "loss"], rows)
+    show(title, ["", "ms", "tokens/s", "GiB", "model", "loss"], rows)
     write_results(args, device, results=results)
 
 

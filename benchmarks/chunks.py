@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from carpool.bench.script import join_group, make_parser, write_results
+from carpool.bench.script import join_group, make_parser, show, write_results
 from carpool.bench.timing import Clock, begin_together, rounds, slowest_medians
 from carpool.experts import ExpertFunction, ExpertWeights, make_activation, make_experts
 from carpool.kernels.processors import reserved
@@ -157,28 +157,25 @@ def main() -> None:
     results = []
     for shape in args.shapes:
         results.append(contest(shape, args, device))
-        if dist.get_rank() == 0:
-            show(results[-1], first=len(results) == 1)
         if device.type == "cuda":
             torch.cuda.empty_cache()
+    ways = [way for way in results[0]["measured"] if way not in map(str, CHUNKS)]
+    columns = ["T,H,F,E,K", *ways, *(f"r={r} (model)" for r in CHUNKS), "best", "model", "loses", "perfect", "hidden"]
+    show("milliseconds of a ride, forward and backward", columns, [cells(result, ways) for result in results])
     write_results(args, device, results=results)
     dist.destroy_process_group()
 
 
-def show(result: dict[str, Any], first: bool) -> None:
-    if first:
-        columns = "".join(f"{f'r={r} (model)':>18}" for r in CHUNKS)
-        print(f"{'T,H,F,E,K':<22}{'none':>8}{columns}{'best':>6}{'model':>7}{'loses':>8}{'perfect':>9}{'hidden':>8}")
+def cells(result: dict[str, Any], ways: list[str]) -> list[str]:
     measured, predicted = result["measured"], result["predicted"]
-    cells = "".join(f"{f'{measured[str(r)]:.2f} ({predicted[r]:.2f})':>18}" for r in CHUNKS)
     best = min(CHUNKS, key=lambda r: measured[str(r)])
-    print(
-        f"{result['shape']:<22}{measured['none']:>8.2f}{cells}{best:>6}{result['predicted_best']:>7}"
-        f"{100 * result['loses']:>7.1f}%{result['perfect']:>9.2f}{100 * result['hidden']:>7.0f}%",
-        flush=True,
-    )
-    if tiles := [f"{name[6:]} {ms:.2f}" for name, ms in measured.items() if name.startswith("tiles")]:
-        print(f"  tiles, parts/multiprocessors: {', '.join(tiles)}", flush=True)
+    return [
+        result["shape"],
+        *(f"{measured[way]:.2f}" for way in ways),
+        *(f"{measured[str(r)]:.2f} ({predicted[r]:.2f})" for r in CHUNKS),
+        *(str(best), str(result["predicted_best"]), f"{result['loses']:.1%}"),
+        *(f"{result['perfect']:.2f}", f"{result['hidden']:.0%}"),
+    ]
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from carpool.bench.routings import make_routings
-from carpool.bench.script import join_group, make_parser, write_results
+from carpool.bench.script import join_group, make_parser, show, write_results
 from carpool.bench.timing import begin_together, percentile, rounds
 from carpool.bench.transport.contenders import why_unavailable
 from carpool.bench.transport.rides import Case, check, forward_and_backward, oracle
@@ -293,17 +293,15 @@ def _row(way: Condition, alone: list[list[Timed]], values: list[list[Timed]], sl
     }
 
 
-def show(results: list[dict[str, Any]]) -> None:
-    def share(value: float | None) -> str:
-        return "" if value is None else f"{100 * value:.0f}%"
-
-    columns = "".join(f"{name:>11}" for name in ("p50", "p99", "max", "x alone", "seen", "under", "ahead"))
-    print(f"{'tokens':<8}{'transport':<10}{'verb':<10}{'condition':<20}{columns}    (microseconds)")
-    for row in results:
-        times = "".join(f"{row[key]:>11.1f}" for key in ("p50_us", "p99_us", "max_us"))
-        shares = "".join(f"{share(row[key]):>11}" for key in ("seen", "under", "ahead"))
-        place = f"{row['tokens']:<8}{row['transport']:<10}{row['verb']:<10}{row['condition']:<20}"
-        print(f"{place}{times}{row['against_alone']:>11.2f}{shares}", flush=True)
+def cells(row: dict[str, Any]) -> list[str]:
+    shares = (row[key] for key in ("seen", "under", "ahead"))
+    return [
+        f"{row['transport']}, {row['verb']}, {row['condition']}",
+        str(row["tokens"]),
+        *(f"{row[key]:.1f}" for key in ("p50_us", "p99_us", "max_us")),
+        f"{row['against_alone']:.2f}",
+        *("" if share is None else f"{share:.0%}" for share in shares),
+    ]
 
 
 def main() -> None:
@@ -329,8 +327,8 @@ def main() -> None:
     shape, results = Shape(0, args.hidden, args.experts, args.top_k), []
     for tokens in args.tokens:
         results += measure(replace(shape, tokens=tokens), args, device, bench)
-    if rank == 0:
-        show(results)
+    columns = ["", "tokens", "p50", "p99", "max", "x alone", "seen", "under", "ahead"]
+    show("microseconds of a verb", columns, [cells(row) for row in results])
     write_results(args, device, results=results)
     dist.destroy_process_group()
 

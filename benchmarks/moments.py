@@ -19,10 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
-from carpool.bench.results import print_table
-from carpool.bench.script import make_parser, write_results
+from carpool.bench.script import make_parser, show, write_results
 
 SPAN = 50
 # By name: settings of `carpool train`.
@@ -62,8 +60,7 @@ def main() -> None:
         first = results[0]["loss"] if results else means(curve)
         furthest = max(abs(a - b) for a, b in zip(means(curve), first, strict=True))
         results.append({"name": name, "loss": means(curve), "held_out": held_out, "furthest": furthest})
-    print_table(
-        Console(),
+    show(
         f"the demo's model, {args.steps} steps, one rank",
         ["", "loss", "held out", "furthest"],
         [[r["name"], f"{r['loss'][-1]:.4f}", f"{r['held_out']:.4f}", f"{r['furthest']:.4f}"] for r in results],

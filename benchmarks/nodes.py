@@ -42,7 +42,7 @@ import torch.distributed as dist
 
 from carpool.bench.hardware.links import measure_links
 from carpool.bench.hardware.measure import measured_links
-from carpool.bench.script import join_group, make_parser, write_results
+from carpool.bench.script import join_group, make_parser, show, write_results
 from carpool.bench.transport.rides import Case, check, forward_and_backward, oracle, rows_of
 from carpool.bench.transport.settings import Shape
 from carpool.layout import ExpertLayout
@@ -222,10 +222,9 @@ def predict(args: Any) -> None:
     hardware, topology = find_hardware(args.predict), Topology.even(args.ranks, args.nodes)
     solved, timed = (one.layer(args.layer) for one in Trace.load(args.trace).split(2))
     source_T = timed.source_T(args.ranks)
-    print(f"{args.ranks} ranks on {args.nodes} nodes, {hardware.name} ({hardware.source}), {args.tokens} tokens a rank")
-    print(f"{'contender':<24}{'H':>6}{'predicted us':>14}{'MB between nodes':>18}{'rows':>7}")
     in_order = ExpertLayout.contiguous(timed.num_experts, args.ranks)
     placed = solve("search", solved, topology, cost=CostModel(transport=PLACED, hardware=hardware))
+    table: list[list[str]] = []
     ways = [(name, name, in_order) for name in TRANSPORTS if name != "nvlink" or args.nodes == 1]
     for hidden in args.hidden:
         for label, name, layout in [*ways, (f"{PLACED}, placed", PLACED, placed)]:
@@ -241,7 +240,11 @@ def predict(args: Any) -> None:
             sent = sum(bytes_WW[between_WW].sum() for bytes_WW in volume.bytes_WW.values())
             seconds = sum(cost.volume_seconds(volume, topology).values())
             rows = volume.rows_WW[between_WW].sum() / timed.num_tokens
-            print(f"{label:<24}{hidden:>6}{1e6 * seconds:>14.0f}{sent / 1e6:>18.1f}{rows:>7.3f}")
+            table.append([label, str(hidden), f"{1e6 * seconds:.0f}", f"{sent / 1e6:.1f}", f"{rows:.3f}"])
+    title = (
+        f"{args.ranks} ranks on {args.nodes} nodes, {hardware.name} ({hardware.source}), {args.tokens} tokens a rank"
+    )
+    show(title, ["contender", "H", "predicted us", "MB between nodes", "rows"], table)
 
 
 def token_nodes(rank_TK: list[Any], topology: Topology) -> int:
@@ -268,24 +271,22 @@ def measure(args: Any) -> None:
         dist.broadcast_object_list(rates)
         found += Contest(args, device, hidden).run(rates[0])
         measured.append({"hidden": hidden, "shared_network": shared, "links": [one.to_dict() for one in fits]})
-    if dist.get_rank() == 0:
-        show(found, topology)
+    columns = ["contender", "H", "ms", "fastest", "predicted", "counted MB", "cable MB", "rows"]
+    title = f"{topology.num_ranks} ranks on {topology.num_nodes} nodes (by {topology.source})"
+    show(title, columns, [cells(row) for row in found])
     write_results(args, device, topology=topology.to_dict(), measured=measured, rows=found)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def show(rows: list[dict[str, Any]], topology: Topology) -> None:
-    print(f"{topology.num_ranks} ranks on {topology.num_nodes} nodes (by {topology.source})")
-    titles = ("H", "ms", "fastest", "predicted", "counted MB", "cable MB", "rows")
-    print(f"{'contender':<24}" + "".join(f"{title:>11}" for title in titles))
-    for row in rows:
-        print(
-            f"{row['contender']:<24}{row['hidden']:>11}{row['ms']:>11.1f}{row['fastest_ms']:>11.1f}"
-            f"{row['predicted_ms']:>11.1f}{row['counted_bytes'] / 1e6:>11.2f}{row['cable_bytes'] / 1e6:>11.2f}"
-            f"{row['rows_between_nodes'] / row['tokens']:>11.3f}",
-            flush=True,
-        )
+def cells(row: dict[str, Any]) -> list[str]:
+    return [
+        row["contender"],
+        str(row["hidden"]),
+        *(f"{row[key]:.1f}" for key in ("ms", "fastest_ms", "predicted_ms")),
+        *(f"{row[key] / 1e6:.2f}" for key in ("counted_bytes", "cable_bytes")),
+        f"{row['rows_between_nodes'] / row['tokens']:.3f}",
+    ]
 
 
 def compare(files: Sequence[Path], within: float = 0.15) -> None:

@@ -8,7 +8,7 @@ parameters): `--layers` of its 48, with embeddings and output layer. All 48 in f
 norm of all gradients, clips and updates. Contenders follow each other in turns, `--rounds` times, each with fresh
 memory and two steps of warm-up.
 
-    ms           median over all steps of all rounds, by the device's clock
+    ms           median over all steps of all rounds
     host         until the host has asked for the step
     GB           that the update has to read and write once: weight, gradient, state; and the gradient once more for the
                  norm. Whoever passes over gradients again moves more
@@ -21,18 +21,17 @@ import gc
 import importlib.util
 import math
 import statistics
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
-from rich.console import Console
 
-from carpool.bench.results import print_table
-from carpool.bench.script import make_parser, write_results
-from carpool.bench.timing import rounds
+from carpool.bench.script import make_parser, show, write_results
+from carpool.bench.timing import in_turns, medians
 from carpool.memory.optimizer import AdamW
-from carpool.observe.clock import synchronize, timed
+from carpool.observe.clock import Took, timed
 from carpool.parallel.clip import clip_factor, clip_grad_norm, grad_norm
 
 WARMUP, MAX_NORM = 2, 1.0
@@ -99,32 +98,18 @@ CONTENDERS: dict[str, tuple[torch.dtype, float, Callable[..., Step], dict[str, A
 }  # fmt: skip
 
 
-def measure(name: str, sizes: list[tuple[int, ...]], steps: int, device: torch.device) -> list[tuple[float, float]]:
-    """(ms, ms of the host) of each step."""
+def measure(name: str, sizes: list[tuple[int, ...]], steps: int, device: torch.device) -> list[Took]:
+    """Of each step."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     dtype, _, make, how = CONTENDERS[name]
     torch.manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(size, device=device, dtype=dtype) * 0.02) for size in sizes]
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
-    step, found = make(parameters, **how), []
-    for number in range(-WARMUP, steps):
-        synchronize(device)
-        begin = time.perf_counter()
-        if device.type == "cuda":
-            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-            events[0].record()
-            step()
-            host = time.perf_counter() - begin
-            events[1].record()
-            synchronize(device)
-            took = events[0].elapsed_time(events[1])
-        else:
-            step()
-            host = time.perf_counter() - begin
-            took = 1e3 * host
-        if number >= 0:
-            found.append((took, 1e3 * host))
-    return found
+    step = make(parameters, **how)
+    return [timed(step, device) for _ in range(WARMUP + steps)][WARMUP:]
 
 
 def copy_rate(device: torch.device) -> float:
@@ -153,21 +138,15 @@ def main() -> None:
         if args.only in name and ("name" not in how or importlib.util.find_spec(how["name"]) is not None)
     ]
     rate = copy_rate(device)
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
-    for _, order in rounds(names, args.rounds, 0):
-        for name in order:
-            found[name] += measure(name, sizes, args.steps, device)
-            gc.collect()
-            torch.cuda.empty_cache()
+    found = in_turns({name: partial(measure, name, sizes, args.steps, device) for name in names}, args.rounds)
     results = []
     for name in names:
         dtype, state, _, _ = CONTENDERS[name]
         size = torch.empty(0, dtype=dtype).element_size()
         moved = numel * (2 * size + 2 * size + 2 * state)  # the gradient is read twice and not written
-        ms, host = (statistics.median(times) for times in zip(*found[name], strict=True))
+        ms, host = medians(chain(*found[name]))
         results.append({"name": name, "ms": ms, "host_ms": host, "bytes": moved, "of_copy": moved / (ms / 1e3) / rate})
-    print_table(
-        Console(),
+    show(
         f"a step of {numel / 1e9:.2f} B parameters in {len(sizes)} tensors; a copy: {rate / 1e9:,.0f} GB/s",
         ["", "ms", "host", "GB", "of a copy"],
         [

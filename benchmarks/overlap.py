@@ -31,7 +31,7 @@ of the stack's input.
 from __future__ import annotations
 
 import argparse
-import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -40,11 +40,11 @@ import torch
 import torch.distributed as dist
 from transformers.distributed import DistributedConfig
 
-from carpool.bench.script import check_arenas, join_group, make_parser, write_results
-from carpool.bench.timing import rounds
+from carpool.bench.script import check_arenas, join_group, make_parser, show, write_results
+from carpool.bench.timing import in_turns, medians
 from carpool.hf import rides
 from carpool.hf.build import build_model, make_config
-from carpool.observe.clock import timed
+from carpool.observe.clock import Took, timed
 from carpool.observe.traffic import Traffic
 from carpool.schedule import Schedule
 from carpool.schedule.two_batch import TwoBatch
@@ -169,7 +169,6 @@ def main() -> None:
     args = parser.parse_args()
 
     device = join_group()
-    rank = dist.get_rank()
     model, x, dy = make_stack(args, device, mixed=False)
     halves = [part.detach().requires_grad_() for part in x.tensor_split(2)]
     if args.compile:
@@ -202,38 +201,31 @@ def main() -> None:
             one.grad = None
         model.zero_grad(set_to_none=True)
 
+    def once(contender: Contender) -> Took:
+        prepare(model, contender, args)
+        clear()
+        return timed(partial(step, contender), device)
+
     names = contenders(args)
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     plain: tuple[torch.Tensor, torch.Tensor] | None = None
-    for number, order in rounds(names, args.steps, WARMUP):
-        for name in order:
-            prepare(model, names[name], args)
-            clear()
-            took = timed(partial(step, names[name]), device)
-            if number >= 0:
-                times[name].append(took)
-        if number == -1:
-            for name in names:
-                prepare(model, names[name], args)
-                clear()
-                answer = step(names[name])
-                plain = answer if plain is None else plain
-                if rank == 0 and names[name].transport != "nothing":
-                    worst = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(answer, plain, strict=True)]
-                    print(f"{name}: output off by {worst[0]:.1e}, input gradient by {worst[1]:.1e}", flush=True)
-            plain = None
+    for name, contender in names.items():
+        once(contender)
+        clear()
+        answer = step(contender)
+        plain = answer if plain is None else plain
+        if dist.get_rank() == 0 and contender.transport != "nothing":
+            worst = [float((a - b).abs().max() / b.abs().max()) for a, b in zip(answer, plain, strict=True)]
+            print(f"{name}: output off by {worst[0]:.1e}, input gradient by {worst[1]:.1e}", flush=True)
+    del plain, answer
+    times = in_turns({name: partial(once, one) for name, one in names.items()}, args.steps, WARMUP)
     check_arenas(model)
-    if rank == 0:
-        report(args, times, device)
+    report(args, times, device)
     dist.destroy_process_group()
 
 
-def report(args: argparse.Namespace, times: dict[str, list[tuple[float, float]]], device: torch.device) -> None:
-    median = {name: [statistics.median(c) for c in zip(*values, strict=True)] for name, values in times.items()}
-    rows = []
-    shown = f"{args.model}, {args.layers} layers, {args.batch} x {args.sequence} tokens a rank, {args.transport}"
-    print(shown + (", compiled" if args.compile else ""))
-    print(f"{'schedule':<22}{'ms':>9}{'host':>9}{'exposed':>10}{'of perfect':>12}{'against none':>14}")
+def report(args: argparse.Namespace, times: Mapping[str, Sequence[Took]], device: torch.device) -> None:
+    median = {name: medians(values) for name, values in times.items()}
+    rows, cells = [], []
     for name, (ms, host) in median.items():
         plain, bare = ("in two", "nothing in two") if "two" in name else ("none", "nothing")
         exposed = perfect = None
@@ -241,13 +233,13 @@ def report(args: argparse.Namespace, times: dict[str, list[tuple[float, float]]]
             none, nothing = median[plain][0], median[bare][0]
             exposed, perfect = (ms - nothing) / ms, max(nothing, none - nothing) / ms
         against = median["none"][0] / ms if "none" in median else None
-        shares = [
-            f"{'-':>{wide}}" if share is None else f"{share:>{wide}.{digits}%}"
-            for share, wide, digits in ((exposed, 10, 1), (perfect, 12, 0), (against, 14, 0))
-        ]
-        print(f"{name:<22}{ms:>9.2f}{host:>9.2f}{''.join(shares)}", flush=True)
+        shares = ("-" if share is None else f"{share:.1%}" for share in (exposed, perfect, against))
+        cells.append([name, f"{ms:.2f}", f"{host:.2f}", *shares])
         row = {"schedule": name, "ms": ms, "host_ms": host, "exposed": exposed, "of_perfect": perfect}
         rows.append({**row, "all_ms": times[name]})
+    title = f"{args.model}, {args.layers} layers, {args.batch} x {args.sequence} tokens a rank, {args.transport}"
+    columns = ["schedule", "ms", "host", "exposed", "of perfect", "against none"]
+    show(title + (", compiled" if args.compile else ""), columns, cells)
     write_results(args, device, results=rows)
 
 

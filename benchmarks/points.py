@@ -12,7 +12,6 @@ when it began (`left_bytes`: a peak is known no better), and what the run had ch
 
 from __future__ import annotations
 
-import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -23,9 +22,10 @@ from rich.console import Console
 
 from benchmarks.runs import QWEN_TINY, TINY, GiB, config_of_run, make_runs_parser, measure_runs, start_runs
 from carpool.bench.model.contenders import CarpoolContender, free_memory
+from carpool.bench.model.run import time_steps
 from carpool.bench.results import print_table
-from carpool.bench.timing import host_waits
-from carpool.observe.clock import slowest, synchronize
+from carpool.bench.timing import medians
+from carpool.observe.clock import slowest
 from carpool.train.config import Config
 from carpool.train.run.machine import rank_device
 
@@ -125,19 +125,18 @@ def measure_one(config: Config, routing: str, settings: dict[str, Any]) -> dict[
         loads = run.load
         if cuda:
             torch.cuda.reset_peak_memory_stats(device)
-        rounds = [time_round(run, settings["steps"], device) for _ in range(settings["rounds"])]
+        rounds = [time_steps(run, settings["steps"], device)[:2] for _ in range(settings["rounds"])]
         peak = torch.cuda.max_memory_allocated(device) - before + run.buffer_bytes if cuda else 0
-        *times, peak = slowest([*(ms for both in rounds for ms in both), peak], device)
-        degrees = run.degrees.record()
+        milliseconds, host = medians(rounds)
         return {
-            "milliseconds": statistics.median(times[::2]),
-            "rounds": list(zip(times[::2], times[1::2], strict=True)),
-            "host_milliseconds": statistics.median(times[1::2]),
-            "peak_bytes": int(peak),
+            "milliseconds": milliseconds,
+            "rounds": rounds,
+            "host_milliseconds": host,
+            "peak_bytes": int(slowest([peak], device)[0]),
             "left_bytes": before,
             "predicted_bytes": run.estimate(run.transport_choice.answer, run.dense.answer)["total"],
             "load_max_over_mean": loads,
-            "degrees": degrees,
+            "degrees": run.degrees.record(),
             "transport": run.transport_choice.answer,
             "dense": run.dense.answer,
             "schedule": str(run.schedule.answer),
@@ -150,19 +149,6 @@ def measure_one(config: Config, routing: str, settings: dict[str, Any]) -> dict[
         }
     finally:
         run.close()
-
-
-def time_round(run: CarpoolContender, steps: int, device: torch.device) -> tuple[float, float]:
-    """(milliseconds of a step, those in which its host is busy) on this rank."""
-    dist.barrier()
-    synchronize(device)
-    begin = time.perf_counter()
-    with host_waits() as waits:
-        for _ in range(steps):
-            run.take_step()
-    launched = time.perf_counter() - begin - sum(waits)
-    synchronize(device)
-    return 1e3 * (time.perf_counter() - begin) / steps, 1e3 * launched / steps
 
 
 def line(point: dict[str, Any]) -> str:

@@ -23,9 +23,8 @@ Before anything is timed, gradients of all parameters are compared with those as
 
 from __future__ import annotations
 
-import argparse
-import statistics
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,8 +32,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from benchmarks.overlap import make_stack, make_stack_parser
-from carpool.bench.script import check_arenas, join_group, write_results
-from carpool.bench.timing import rounds
+from carpool.bench.script import check_arenas, join_group, show, write_results
+from carpool.bench.timing import in_turns, medians
 from carpool.hf import rides, set_schedule, set_transport
 from carpool.observe.clock import slowest, timed
 from carpool.schedule import Schedule
@@ -97,6 +96,11 @@ def main() -> None:
         for own in rides(model).values():
             own.stats.reset()
 
+    def once(first: AbstractContextManager[Any] | None) -> tuple[float, ...]:
+        clear()
+        took = timed(partial(step, first), device)
+        return took.ms, *backward_rides(model, device), took.host_ms
+
     report: list[dict[str, Any]] = []
     contenders = ways(model)
     for schedule in args.schedules:
@@ -110,31 +114,20 @@ def main() -> None:
             plain = plain or ours
             if rank == 0 and first is not None:
                 print(f"{schedule}, {name}: {compare(ours, plain)}", flush=True)
-        times: dict[str, list[tuple[float, ...]]] = {name: [] for name in contenders}
-        for _, order in rounds(contenders, args.steps, warmup=0):
-            for name in order:
-                first = contenders[name]
-                clear()
-                took = timed(lambda first=first: step(first), device)
-                times[name].append((took[0], *backward_rides(model, device), took[1]))
+        times = in_turns({name: partial(once, first) for name, first in contenders.items()}, args.steps)
         for name, values in times.items():
-            median = dict(zip(COLUMNS, (statistics.median(c) for c in zip(*values, strict=True)), strict=True))
-            report.append({"schedule": schedule, "way": name, **median, "all": values})
+            median = dict(zip(COLUMNS, medians(values), strict=True))
+            gain = medians(times["as ever"])[0] / median["step"]
+            report.append({"schedule": schedule, "way": name, **median, "gain": gain, "all": values})
     check_arenas(model)
-    if rank == 0:
-        show(args, report)
+    title = f"{args.model}, {args.layers} layers, {args.batch} x {args.sequence} tokens a rank, {args.transport}"
+    cells = [
+        [f"{row['schedule']}, {row['way']}", *(f"{row[name]:.2f}" for name in COLUMNS), f"{row['gain']:.3f}x"]
+        for row in report
+    ]
+    show(title, ["schedule, way", *COLUMNS, "gain"], cells)
     write_results(args, device, results=report)
     dist.destroy_process_group()
-
-
-def show(args: argparse.Namespace, report: list[dict[str, Any]]) -> None:
-    print(f"{args.model}, {args.layers} layers, {args.batch} x {args.sequence} tokens a rank, {args.transport}")
-    print(f"{'schedule':<10}{'way':<18}" + "".join(f"{name:>10}" for name in COLUMNS) + f"{'gain':>9}")
-    ever = {row["schedule"]: row["step"] for row in report if row["way"] == "as ever"}
-    for row in report:
-        numbers = "".join(f"{row[name]:>10.2f}" for name in COLUMNS)
-        gain = ever[row["schedule"]] / row["step"]
-        print(f"{row['schedule']:<10}{row['way']:<18}{numbers}{gain:>8.3f}x", flush=True)
 
 
 if __name__ == "__main__":

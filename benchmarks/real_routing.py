@@ -35,6 +35,7 @@ and `--warmup` steps follow that are not timed either.
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from typing import Any
@@ -45,9 +46,10 @@ import torch.distributed as dist
 
 from benchmarks.contest import Contest, add_arguments
 from benchmarks.texts import KINDS, say
-from carpool.bench.script import join_group, make_parser, write_results
+from carpool.bench.script import join_group, make_parser, show, write_results
 from carpool.hf import rides, set_layout
 from carpool.hf.expert_parallel import ExpertRides
+from carpool.hf.forced import balanced_choices
 from carpool.hf.layouts import current_layouts
 from carpool.hf.limit import limit_routing
 from carpool.hf.metrics import SPANS, RideMetrics
@@ -67,20 +69,6 @@ CONTENDERS = (
     "real, EPLB",
     "real, placed, replicas",
 )
-
-
-def balanced_choices(tokens: int, experts: int, top_k: int, generator: torch.Generator) -> torch.Tensor:
-    """(tokens, top_k) int32: distinct experts for each token, every expert equally often to within one, at random.
-
-    Experts are dealt like cards, a newly shuffled deck when one is used up. 4 experts, top-2: [2, 0] [3, 1] | [0, 1]
-
-    Raises:
-        ValueError: a deck does not divide into hands, so a token might get the same expert twice."""
-    if experts % top_k:
-        raise ValueError(f"balanced choices of {top_k} among {experts} experts: the first must divide the second")
-    decks = -(-tokens * top_k // experts)
-    dealt = torch.rand(decks, experts, generator=generator, device=generator.device).argsort(dim=1)
-    return dealt.flatten()[: tokens * top_k].view(tokens, top_k).int()
 
 
 class Balanced:
@@ -140,11 +128,14 @@ class RoutingContest(Contest):
                 )
                 self.seconds[name] = time.perf_counter() - began
         # Of each layer, for a few steps, other tokens of other ranks.
-        generator = torch.Generator(device).manual_seed(1000 * args.seed + self.rank)
+        seeds = itertools.count(1_000_000 * (1 + args.seed) + 10_000 * self.rank)
         self.dealt = {
-            layer: [balanced_choices(self.tokens, own.num_experts, self.top_k, generator) for _ in range(4)]
+            layer: [self.deal(self.tokens, own.num_experts, next(seeds)).to(device) for _ in range(4)]
             for layer, own in rides(self.model).items()
         }
+
+    def deal(self, tokens: int, experts: int, seed: int) -> torch.Tensor:
+        return balanced_choices(tokens, experts, self.top_k, seed).int()
 
     def turn(self, name: str) -> list[dict[str, Any]]:
         """One round of a contender: what each timed step took and counted."""
@@ -192,8 +183,7 @@ class RoutingContest(Contest):
     def predicted_bytes(self, name: str) -> float | None:
         """Bytes between ranks in a step, from the trace, or from choices dealt anew for "balanced"."""
         (transport,) = self.transports()
-        anew = torch.Generator().manual_seed(self.args.seed)
-        total = 0.0
+        seeds, total = itertools.count(self.args.seed), 0.0
         for layer, layout in self.layouts[name].items():
             trace = self.trace.layer(layer)
             source_T = trace.source_T(self.world)
@@ -201,7 +191,7 @@ class RoutingContest(Contest):
                 torch.from_numpy(trace.expert_TK[source_T == rank].astype(np.int32)) for rank in range(self.world)
             ]
             if name == BALANCED:
-                routings = [balanced_choices(len(one), trace.num_experts, self.top_k, anew) for one in routings]
+                routings = [self.deal(len(one), trace.num_experts, next(seeds)) for one in routings]
             volume = predict(
                 transport, routings, layout, hidden=self.model.config.hidden_size, element_size=self.element_size
             )
@@ -246,20 +236,18 @@ def loss_difference(results: list[dict[str, Any]]) -> float | None:
     return max(float(np.abs(loss_RS / first_S - 1).max()) for loss_RS in loss_CRS)
 
 
-def show(results: list[dict[str, Any]]) -> None:
-    say(
-        f"{'':<24}{'step ms':>8}{'tokens/s':>10}{'of balanced':>13}{'d, e, c ms':>22}{'copies':>8}"
-        f"{'MB (predicted)':>18}{'load (worst)':>15}{'replicas MB':>13}"
-    )
-    for own in results:
-        spans = ", ".join(f"{own['layer_ms'][span]:.2f}" for span in SPANS)
-        ratio = f"{own['of_balanced']:.1%}" if own["of_balanced"] else "-"
-        megabytes = f"{own['bytes_remote'] / 1e6:.1f} ({own['bytes_predicted'] / 1e6:.1f})"
-        load = f"{own['load']:.2f} ({own['load_worst']:.2f})"
-        say(
-            f"{own['contender']:<24}{own['step_ms']:>8.1f}{own['tokens_per_second']:>10.0f}{ratio:>13}{spans:>22}"
-            f"{own['copies_per_token']:>8.2f}{megabytes:>18}{load:>15}{own['bytes_replicas'] / 1e6:>13.1f}"
-        )
+def cells(own: dict[str, Any]) -> list[str]:
+    return [
+        own["contender"],
+        f"{own['step_ms']:.1f}",
+        f"{own['tokens_per_second']:.0f}",
+        f"{own['of_balanced']:.1%}" if own["of_balanced"] else "-",
+        ", ".join(f"{own['layer_ms'][span]:.2f}" for span in SPANS),
+        f"{own['copies_per_token']:.2f}",
+        f"{own['bytes_remote'] / 1e6:.1f} ({own['bytes_predicted'] / 1e6:.1f})",
+        f"{own['load']:.2f} ({own['load_worst']:.2f})",
+        f"{own['bytes_replicas'] / 1e6:.1f}",
+    ]
 
 
 def main() -> None:
@@ -286,10 +274,10 @@ def main() -> None:
     for own in results:
         own["of_balanced"] = goal / own["step_ms"] if goal else None
     difference = loss_difference(results)
-    if contest.rank == 0:
-        show(results)
-        if difference is not None:
-            say(f"losses of the same step with the model's own routing differ by {difference:.1e} at most")
+    columns = ["", "step ms", "tokens/s", "of balanced", "d, e, c ms", "copies", "MB (predicted)", "load (worst)"]
+    show("steps of one trained model", [*columns, "replicas MB"], [cells(own) for own in results])
+    if contest.rank == 0 and difference is not None:
+        say(f"losses of the same step with the model's own routing differ by {difference:.1e} at most")
     about = {"transport": contest.transports(), "loss_difference": difference}
     write_results(contest.args, contest.device, **about, results=results)
     dist.destroy_process_group()

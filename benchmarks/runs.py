@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from carpool.bench.model.contenders import free_memory
+from carpool.bench.model.settings import STEPS_ALONE
 from carpool.bench.options import find_ranks
 from carpool.bench.script import make_parser, write_results
 from carpool.observe.clock import slowest
@@ -24,11 +25,6 @@ from carpool.train.config import Config, load_config
 from carpool.train.launch.start import run as start_ranks
 from carpool.train.run.kept_times import groups_before
 
-STEPS_ALONE = [
-    "training.max_steps=1000000", "training.warmup_steps=0", "training.learning_rate=1e-5",
-    "training.eval_on_start=false", "training.eval_steps=none", "training.save_steps=none",
-    "training.per_device_eval_batch_size=1", "training.check_memory=false", "data.tokenizer=bytes",
-]  # fmt: skip
 # In place of the sizes of published models.
 TINY = [
     "model.config.hidden_size=64", "model.config.num_hidden_layers=3", "model.config.num_experts=8",
@@ -78,7 +74,7 @@ def config_of_run(name: str, given: list[str], tiny: bool, folder: Path) -> Conf
         ValueError: one that cannot be."""
     own = folder / "".join(letter if letter.isalnum() else "-" for letter in name)
     here = [f"parallelism.num_ranks={dist.get_world_size()}", f"parallelism.device={'cpu' if tiny else 'cuda'}"]
-    return load_config(None, [*STEPS_ALONE, *given, *here, f"training.output_dir={own}"])
+    return load_config(None, [*STEPS_ALONE, "training.check_memory=false", *given, *here, f"training.output_dir={own}"])
 
 
 def measure_runs(

@@ -20,15 +20,14 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import nn
 
-from carpool.bench.results import print_table
-from carpool.bench.script import make_parser, write_results
-from carpool.bench.timing import rounds
+from carpool.bench.script import make_parser, show, write_results
+from carpool.bench.timing import in_turns
 from carpool.memory.optimizer import AdamW
 from carpool.observe.clock import timed
 from carpool.parallel.consumed import ConsumedGradients
@@ -80,6 +79,9 @@ class Stack:
 
 def measure(way: str, args: Any, tokens: int, device: torch.device) -> dict[str, float]:
     """Seconds of a step, and of its update alone; bytes that an update moves."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     stack = Stack(way, args, device)
     x_TH = torch.randn(tokens, args.hidden, device=device, dtype=torch.bfloat16)
     found = {"step": seconds(lambda: stack.step(x_TH), args.steps, device)}
@@ -99,12 +101,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found: dict[tuple[int, str], list[dict[str, float]]] = {}
-    for _, order in rounds([(tokens, way) for tokens in args.tokens for way in WAYS], args.rounds, 0):
-        for tokens, way in order:
-            found.setdefault((tokens, way), []).append(measure(way, args, tokens, device))
-            gc.collect()
-            torch.cuda.empty_cache()
+    ways = {(tokens, way): partial(measure, way, args, tokens, device) for tokens in args.tokens for way in WAYS}
+    found = in_turns(ways, args.rounds)
     results, rows = [], []
     for tokens in args.tokens:
         plain = statistics.median(one["step"] for one in found[tokens, "device"])
@@ -125,7 +123,7 @@ def main() -> None:
         f"{parameters / 1e6:,.0f} M parameters, moments in {args.moments}; foretold: hidden from {tokens:,.0f} tokens"
     )
     columns = ["tokens", "", "ms, state on device", "ms", "update alone", "GB/s", "hidden"]
-    print_table(Console(), title, columns, rows)
+    show(title, columns, rows)
     write_results(args, device, parameters=parameters, foretold_tokens=tokens, results=results)
 
 

@@ -7,9 +7,10 @@
 | `layer`     | whole MoE layers over ranks, against transformers' expert parallelism             | `moe/`       |
 | `model`     | whole training steps of real configurations, and where their time goes            | `model/`     |
 
-They share how things are timed and who is next (`timing.py`), who chooses which expert (`routings.py`), what one can
-ask for (`options.py`), how ranks are started (`ranks.py`), and how a run becomes files (`results.py`, `plot.py`). The
-scripts of `benchmarks/` time in the same way, and share what stands in `script.py`.
+They share how things are timed and who is next (`timing.py`), what a case is and who is in it (`cases.py`), who chooses
+which expert (`routings.py`), what one can ask for (`options.py`), how ranks are started (`ranks.py`), and how a run
+becomes files (`results.py`, `plot.py`). The scripts of `benchmarks/` take turns in the same way (`timing.in_turns`), and
+share what stands in `script.py`.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from transformers.distributed import DistributedConfig
 from transformers.utils.logging import disable_progress_bar
 
 from carpool.bench.model.routing import route
-from carpool.bench.options import DTYPES, one_of
+from carpool.bench.options import DTYPES, RankOptions, check_contenders, one_of
 from carpool.bench.ranks import RankBenchmark
 from carpool.bench.results import Result, print_table, terminal
 from carpool.bench.timing import rounds
@@ -46,7 +46,7 @@ WARMUP = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(RankOptions):
     """See the options of the command. `batch` and `prompt`: None: 64 and 256 on GPUs, 4 and 32 on a CPU.
 
     Raises:
@@ -54,8 +54,6 @@ class Settings:
 
     model: str
     layers: int | None = None
-    ranks: int | None = None
-    device: str = "auto"
     batch: int | None = None
     prompt: int | None = None
     new_tokens: int = 32
@@ -63,24 +61,18 @@ class Settings:
     contenders: tuple[str, ...] = CONTENDERS
     dtype: str | None = None
     rounds: int = 3
-    seed: int = 0
-    out: str = ""
-    json_only: bool = False
 
     def __post_init__(self) -> None:
-        one_of("--device", self.device, ("auto", "cpu", "cuda"))
+        super().__post_init__()
         one_of("--routing", self.routing, ("balanced", "learned"))
-        for name in self.contenders:
-            one_of("--contenders", name, CONTENDERS)
-        if not self.contenders:
-            raise ValueError(f"--contenders is empty; name some of {', '.join(CONTENDERS)}")
+        check_contenders(self.contenders, CONTENDERS)
         if self.dtype is not None:
             one_of("--dtype", self.dtype, DTYPES)
         if self.new_tokens < 2:
             raise ValueError(f"--new-tokens {self.new_tokens} must be at least 2: the first is of the prefill")
         read_keys(self.model)
 
-    def resolve(self, *, cuda: bool, num_ranks: int) -> Settings:
+    def resolve(self, *, cuda: bool, num_ranks: int) -> Self:
         return replace(
             self,
             ranks=num_ranks,
@@ -89,14 +81,6 @@ class Settings:
             prompt=self.prompt or (256 if cuda else 32),
             dtype=self.dtype or ("bfloat16" if cuda else "float32"),
         )
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Settings:
-        """What `to_json` gave."""
-        return cls(**{**values, "contenders": tuple(values["contenders"])})
 
 
 @dataclass

@@ -1,8 +1,9 @@
-"""What every benchmark can be asked: device, dtype, routing, repetitions, where to write; checked before it starts."""
+"""What benchmarks can be asked: device, ranks, dtype, routing, repetitions; checked before they start."""
 
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Self
@@ -14,7 +15,40 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """See the options of the commands.
+    """What every benchmark can be asked. Settings are these and its own; see the options of the commands."""
+
+    device: str = "auto"
+    seed: int = 0
+    out: str = ""
+    json_only: bool = False
+
+    def __post_init__(self) -> None:
+        one_of("--device", self.device, ("auto", "cpu", "cuda"))
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Self:
+        """What `to_json` gave."""
+        given: dict[str, Any] = {name: tuple(it) if isinstance(it, list) else it for name, it in values.items()}
+        return cls(**given)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankOptions(Options, ABC):
+    """Those of a benchmark over ranks. `ranks`: None: one for each GPU, or 4 on a CPU."""
+
+    ranks: int | None = None
+
+    @abstractmethod
+    def resolve(self, *, cuda: bool, num_ranks: int) -> Self:
+        """With every default filled in. ValueError: what so many ranks cannot do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShapeOptions(Options):
+    """Those of a benchmark of shapes and routings.
 
     Attributes:
         shapes: empty: the benchmark's own, by the device.
@@ -25,18 +59,15 @@ class Options:
     ROUTINGS: ClassVar[tuple[str, ...]] = ()
     SHAPE: ClassVar[type[Any]]
 
-    device: str = "auto"
+    shapes: tuple[Any, ...] = ()
     dtype: str = "bfloat16"
     routings: tuple[str, ...] = ("uniform",)
     zipf_exponent: float = 1.0
     repetitions: int = 15
-    seed: int = 0
-    out: str = ""
-    json_only: bool = False
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         one_of("--dtype", self.dtype, DTYPES)
-        one_of("--device", self.device, ("auto", "cpu", "cuda"))
         for name in self.routings:
             one_of("--routing", name, (*self.ROUTINGS, "all"))
         if self.repetitions < 1:
@@ -49,20 +80,22 @@ class Options:
         """Each kind once, "all" resolved."""
         return self.ROUTINGS if "all" in self.routings else tuple(dict.fromkeys(self.routings))
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:
-        """What `to_json` gave."""
-        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list | tuple)}
-        shapes = tuple(cls.SHAPE(**shape) for shape in values["shapes"])
-        return cls(**{**values, **lists, "shapes": shapes})
+        return super().from_json({**values, "shapes": [cls.SHAPE(**shape) for shape in values["shapes"]]})
 
 
 def split(text: str | None) -> tuple[str, ...]:
     """("a", "b") from "a,b"; of None nothing."""
     return tuple(dict.fromkeys(part.strip() for part in text.split(","))) if text is not None else ()
+
+
+def check_contenders(names: Sequence[str], known: Sequence[str]) -> None:
+    """ValueError unless --contenders names some, and only known ones."""
+    for name in names:
+        one_of("--contenders", name, known)
+    if not names:
+        raise ValueError(f"--contenders is empty; name some of {', '.join(known)}")
 
 
 def one_of(option: str, value: str, known: Sequence[str]) -> None:

@@ -6,9 +6,9 @@ import importlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from carpool.bench.options import find_ranks
+from carpool.bench.options import RankOptions, find_ranks
 from carpool.bench.results import Result, now, publish
 from carpool.train.config import Config, load_config
 from carpool.train.launch.start import run
@@ -17,42 +17,25 @@ if TYPE_CHECKING:
     import torch
 
 
-class RankSettings(Protocol):
-    """What `start_ranks` asks of settings."""
-
-    @property
-    def device(self) -> str: ...
-
-    @property
-    def ranks(self) -> int | None: ...
-
-    @property
-    def out(self) -> str: ...
-
-    def resolve(self, *, cuda: bool, num_ranks: int) -> Self: ...
-
-    def to_json(self) -> dict[str, Any]: ...
-
-
 class RankBenchmark(NamedTuple):
     """What one benchmark over ranks is.
 
     Attributes:
         name: of its files.
-        settings: their class, with `to_json` and `from_json`.
+        settings: their class.
         measure: makes the cases, from settings, the rank's device and the command. All ranks call it together.
         show: prints the tables.
         plot: as of `carpool.bench.results.publish`.
     """
 
     name: str
-    settings: type[Any]
+    settings: type[RankOptions]
     measure: Callable[[Any, torch.device, str], Sequence[Any]]
     show: Callable[[Result], None]
     plot: str | None = None
 
 
-def start_ranks(settings: RankSettings, benchmark: str, *, debug: bool, command: str) -> None:
+def start_ranks(settings: RankOptions, benchmark: str, *, debug: bool, command: str) -> None:
     """Start the ranks (or be one, under torchrun or Slurm), measure, and show and write the results.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from carpool.bench.results import print_table, terminal
 from carpool.hf import rides
 from carpool.hf.expert_parallel import buffers_of_rides
 from carpool.train.run.environment import environment
@@ -41,6 +42,12 @@ def check_arenas(model: nn.Module) -> None:
     for buffers in buffers_of_rides(rides(model).values()):
         if needed := buffers.arena_overflow():
             raise RuntimeError(f"the arena was too small: {needed / 2**30:.1f} GiB were needed; raise --arena-gib")
+
+
+def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a table, on rank 0."""
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print_table(terminal(150), title, columns, rows)
 
 
 def write_results(args: argparse.Namespace | Mapping[str, Any], device: torch.device, **found: Any) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 DELAY_CYCLES = 2_000_000  # about a millisecond at 2 GHz: a slow host takes 500 us to launch a plan and a dispatch
 
+K = TypeVar("K")
 T = TypeVar("T")
 
 
@@ -41,6 +42,17 @@ def rounds(contenders: Collection[T], repetitions: int, warmup: int) -> Iterator
     for number in range(-warmup, repetitions):
         order = list(contenders)
         yield number, order if number % 2 else order[::-1]
+
+
+def in_turns(contenders: Mapping[K, Callable[[], T]], repetitions: int, warmup: int = 0) -> dict[K, list[T]]:
+    """What each contender returned in each repetition; they take turns (`rounds`)."""
+    found: dict[K, list[T]] = {name: [] for name in contenders}
+    for number, order in rounds(contenders, repetitions, warmup):
+        for name in order:
+            one = contenders[name]()
+            if number >= 0:
+                found[name].append(one)
+    return found
 
 
 def begin_together(
@@ -93,11 +105,16 @@ def host_waits() -> Iterator[list[float]]:
             setattr(owner, name, original)
 
 
+def medians(rows: Iterable[Sequence[float]]) -> list[float]:
+    """Of each column."""
+    return [statistics.median(column) for column in zip(*rows, strict=True)]
+
+
 def slowest_medians(rows: Sequence[Sequence[float]], device: torch.device) -> list[float]:
     """Of each column the median over rows of the largest over ranks."""
     table = torch.tensor(rows, dtype=torch.float64, device=device)
     dist.all_reduce(table, op=dist.ReduceOp.MAX)
-    return [statistics.median(column) for column in table.t().tolist()]
+    return medians(table.tolist())
 
 
 class Clock:

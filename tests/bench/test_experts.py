@@ -23,7 +23,7 @@ from carpool.bench.moe.experts import ExpertsBenchmark, carpool_experts, their_e
 from carpool.bench.moe.memory import measure
 from carpool.bench.moe.modules import make_module, use
 from carpool.bench.moe.plot import write_plot
-from carpool.bench.moe.results import CaseResult, Row, Times, show
+from carpool.bench.moe.results import CaseResult, ContenderResult, Times, show
 from carpool.bench.moe.settings import CPU_SHAPES, GPU_SHAPES, LayerSettings, Settings, list_shapes
 from carpool.bench.moe.shapes import MODELS, Shape
 from carpool.bench.results import Result
@@ -359,16 +359,18 @@ def test_percentiles():
 def test_how_a_gpu_is_shown(tmp_path: Path):
     shape = Shape.of_model("olmoe", 8192)
 
-    def row(label: str, ms: float, saved: int) -> Row:
+    def row(label: str, ms: float, saved: int) -> ContenderResult:
         sections = {
             name: Times.of([n * ms, n * ms * 1.1, n * ms * 0.9], 1.0, n * shape.flops, 989e12)
             for n, name in zip((1, 2, 3), SECTIONS, strict=True)
         }
-        found = Row(label, label, error=0.25, sections=sections, saved_bytes=saved << 20, peak_bytes=(3 * saved) << 20)
+        found = ContenderResult(label=label, experts=label, error=0.25, sections=sections)
+        found.saved_bytes, found.peak_bytes = saved << 20, (3 * saved) << 20
         found.lossy = ("experts compute in FP8",) if "fp8" in label else ()
         return found
 
-    rows = [row("carpool fp8", 1.5, 250), row("transformers grouped_mm", 4.5, 1058), Row("x", "x", unavailable="why")]
+    missing = ContenderResult(label="x", experts="x", unavailable="why")
+    rows = [row("carpool fp8", 1.5, 250), row("transformers grouped_mm", 4.5, 1058), missing]
     case = CaseResult(shape, "zipf", 1, shape.flops, 989e12, "transformers grouped_mm", rows)
     case.compare()
     where = {"device_count": 1, "device": "a GPU", "torch": "2", "commit": None}

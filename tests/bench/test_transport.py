@@ -164,7 +164,7 @@ def test_where_and_how_it_ran_is_written(run: tuple[dict[str, Any], str, Path]):
     assert result["settings"]["repetitions"] == REPETITIONS and result["settings"]["ctas"] == [4]
     assert (folder / "transport.png").read_bytes().startswith(b"\x89PNG")
     assert f"T {TOKENS}, H {HIDDEN}, E {EXPERTS}, K {TOP_K}, bfloat16, skewed routing, 4 ranks" in shown
-    assert "nvlink is not available: there is no CUDA device" in shown
+    assert "nvlink (4 CTAs) is not available: there is no CUDA device" in shown
     assert len(re.findall(r"^ *dedup +- .*\d / \d", shown, re.MULTILINE)) == 6  # forward, backward, decode; 2 routings
     assert re.search(r"^wrote .*transport.json, .*transport.png$", shown, re.MULTILINE)
 
@@ -434,11 +434,13 @@ def test_how_a_ceiling_is_shown(tmp_path: Path):
 
     sections = {"plan_dispatch": times(400.0), "dispatch": times(250.0), "combine": times(800.0)}
     rows = [
-        ContenderResult("nvlink (fp8, 8 CTAs)", "nvlink", 8, lossy=("rows travel as FP8",), sections=sections),
-        ContenderResult("dedup", "dedup", None, sections=sections),
+        ContenderResult(
+            label="nvlink (fp8, 8 CTAs)", transport="nvlink", ctas=8, lossy=("rows travel as FP8",), sections=sections
+        ),
+        ContenderResult(label="dedup", transport="dedup", sections=sections),
     ]
     case = CaseResult(Shape(8192, 2048, 64, 8), "zipf", "train", 4, rows, times(200.0), 72_000_000)
-    decoded = ContenderResult("nvlink (8 CTAs)", "nvlink", 8, sections={"decode": times(60.0)}, graph=True)
+    decoded = ContenderResult(label="nvlink", transport="nvlink", ctas=8, sections={"decode": times(60.0)}, graph=True)
     decode = CaseResult(Shape(128, 2048, 64, 8), "zipf", "decode", 4, [decoded])
     settings = {"dtype": "bfloat16", "repetitions": 15, "backward": False}
     where = {"device_count": 4, "device": "a GPU", "torch": "2", "commit": None}

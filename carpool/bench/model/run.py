@@ -219,21 +219,10 @@ class ModelBenchmark:
         running[row.label] = _Running(contender, self._allocated() - before)
 
     def _time(self, one: _Running) -> None:
-        steps = self.settings.steps
-        dist.barrier()
-        synchronize(self.device)
         before = self._allocated()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        begin = time.perf_counter()
-        with host_waits() as waits:
-            for _ in range(steps):
-                one.contender.take_step()
-        launched = time.perf_counter()
-        synchronize(self.device)
-        seconds = [time.perf_counter() - begin, launched - begin - sum(waits), sum(waits)]
-        done, host, waited = (1e3 * one / steps for one in slowest(seconds, self.device))
-        one.rounds.append((done, host, waited))
+        one.rounds.append(time_steps(one.contender, self.settings.steps, self.device))
         if self.device.type == "cuda":
             other = before - one.own_bytes
             peak = torch.cuda.max_memory_allocated(self.device) - other + one.contender.buffer_bytes
@@ -290,6 +279,22 @@ class ModelBenchmark:
     def _say(self, text: str) -> None:
         if self.main and not self.settings.json_only:
             print(text, flush=True)
+
+
+def time_steps(contender: Contender, steps: int, device: torch.device) -> tuple[float, float, float]:
+    """(milliseconds of a step, those that its host is busy, those that it waits) of steps back to back, on the slowest
+    rank. Collective."""
+    dist.barrier()
+    synchronize(device)
+    begin = time.perf_counter()
+    with host_waits() as waits:
+        for _ in range(steps):
+            contender.take_step()
+    launched = time.perf_counter()
+    synchronize(device)
+    seconds = [time.perf_counter() - begin, launched - begin - sum(waits), sum(waits)]
+    done, busy, waited = (1e3 * one / steps for one in slowest(seconds, device))
+    return done, busy, waited
 
 
 def _differences(rows: list[Row], alike: Mapping[str, Mapping[str, float]]) -> list[str]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from carpool.bench.options import one_of
+from carpool.bench.options import RankOptions, check_contenders
 from carpool.plugins.nearest import nearest
 from carpool.train.config import Config, load_config
 from carpool.train.config.published import read_keys
@@ -46,14 +46,13 @@ class Own:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(RankOptions):
     """See the options of the command.
 
     Raises:
         ValueError: a model, routing or contender that is not known, or a number that cannot be.
 
     Attributes:
-        ranks: None: one for each GPU.
         overrides: `section.key=value` of the training configuration, of all contenders.
         own: contenders of other names than `CONTENDERS` has.
         steps: that a contender takes back to back in a round.
@@ -61,8 +60,6 @@ class Settings:
 
     model: str
     layers: int | None = None
-    ranks: int | None = None
-    device: str = "auto"
     sequence: int = 4096
     batch: int = 2
     accumulation: int = 1
@@ -72,17 +69,10 @@ class Settings:
     rounds: int = 3
     overrides: tuple[str, ...] = ()
     own: Mapping[str, Own] = field(default_factory=dict)
-    seed: int = 0
-    out: str = ""
-    json_only: bool = False
 
     def __post_init__(self) -> None:
-        one_of("--device", self.device, ("auto", "cpu", "cuda"))
-        for name in self.contenders:
-            if name not in self.own:
-                one_of("--contenders", name, CONTENDERS)
-        if not self.contenders:
-            raise ValueError(f"--contenders is empty; name some of {', '.join(CONTENDERS)}")
+        super().__post_init__()
+        check_contenders(self.contenders, (*CONTENDERS, *self.own))
         counts = {
             "--layers": self.layers, "--sequence": self.sequence, "--batch": self.batch,
             "--accumulation": self.accumulation, "--steps": self.steps, "--rounds": self.rounds,
@@ -104,18 +94,13 @@ class Settings:
         for name in self.contenders:
             self.config_of(name)
 
-    def resolve(self, *, cuda: bool, num_ranks: int) -> Settings:
+    def resolve(self, *, cuda: bool, num_ranks: int) -> Self:
         return replace(self, ranks=num_ranks, device="cuda" if cuda else "cpu")
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Settings:
-        """What `to_json` gave."""
-        lists = {name: tuple(value) for name, value in values.items() if isinstance(value, list | tuple)}
+    def from_json(cls, values: dict[str, Any]) -> Self:
         own = {name: Own(tuple(one["overrides"]), tuple(one["changes"])) for name, one in values.get("own", {}).items()}
-        return cls(**{**values, **lists, "own": own})
+        return super().from_json({**values, "own": own})
 
     def is_theirs(self, contender: str) -> bool:
         """Whether it is transformers', not the trainer."""

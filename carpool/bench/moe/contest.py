@@ -21,15 +21,14 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from carpool.bench.cases import draw_routings, draw_rows, measure_cases
 from carpool.bench.moe.agreement import OUT_OF_MEMORY, attempt_together
 from carpool.bench.moe.answers import Case, check
 from carpool.bench.moe.modules import make_module
-from carpool.bench.moe.results import PASSES, CaseResult, Row, Times
+from carpool.bench.moe.results import PASSES, CaseResult, ContenderResult, Times
 from carpool.bench.moe.settings import LayerSettings, Settings, lossy_reasons
 from carpool.bench.moe.shapes import Shape
-from carpool.bench.routings import make_routings
 from carpool.bench.timing import Clock, rounds
-from carpool.layout import ExpertLayout
 from carpool.train.run.flops import peak_flops
 from carpool.transport import find_transport
 
@@ -110,23 +109,19 @@ class Contest(ABC):
         """One repetition of all `PASSES`, each a section of the clock."""
 
     @abstractmethod
-    def _weigh(self, row: Row, forward: Forward, case: Case) -> None:
+    def _weigh(self, row: ContenderResult, forward: Forward, case: Case) -> None:
         """Fill in memory and bytes of one forward and backward. Collective."""
 
     def measure_all(self) -> list[CaseResult]:
         """The results in the order of the settings."""
-        settings = self.settings
-        # Buffers of `nvlink` grow and never shrink: small shapes first, so that each has buffers of its size.
-        results = {
-            (shape, kind): self._measure(shape, kind)
-            for shape in sorted(settings.shapes, key=lambda shape: shape.tokens)
-            for kind in settings.routings
-        }
-        return [results[shape, kind] for shape in settings.shapes for kind in settings.routings]
+        return measure_cases(self.settings, self._measure)
 
     def _measure(self, shape: Shape, kind: str) -> CaseResult:
         result = CaseResult(shape, kind, self.num_ranks, shape.flops, self.peak, self.baseline.label)
-        rows = {c: Row(c.label, c.experts, c.transport, c.lossy) for c in self.contenders}
+        rows = {
+            c: ContenderResult(label=c.label, experts=c.experts, transport=c.transport, lossy=c.lossy)
+            for c in self.contenders
+        }
         result.rows = list(rows.values())
         made: list[Case] = []
         if why := attempt_together(lambda: made.append(self._case(shape, kind)), self.group, self.device):
@@ -138,7 +133,7 @@ class Contest(ABC):
         result.compare()
         return result
 
-    def _run(self, case: Case, rows: dict[Contender, Row], shape: Shape, scope: ExitStack) -> None:
+    def _run(self, case: Case, rows: dict[Contender, ContenderResult], shape: Shape, scope: ExitStack) -> None:
         running = {c: made for c, row in rows.items() if (made := self._start(c, case, row, scope)) is not None}
         clock = Clock(self.device, self.group, self.delay_cycles)
         for number, order in rounds(running, self.settings.repetitions, self.WARMUP):
@@ -157,23 +152,16 @@ class Contest(ABC):
             self._weigh(rows[c], forward, case)
 
     def _case(self, shape: Shape, kind: str) -> Case:
-        settings, device, rank = self.settings, self.device, self.rank
-        layout = ExpertLayout.contiguous(shape.experts, self.num_ranks)
-        routings = make_routings(
-            kind, shape.tokens, shape.top_k, layout, seed=settings.seed, zipf_exponent=settings.zipf_exponent
-        )
-        local = shape.experts // self.num_ranks
-        module = make_module(shape, local, device, self.dtype, 1000 * settings.seed + rank)
-        generator = torch.Generator(device).manual_seed(7919 * (settings.seed + 1) + rank)
-        x_TH, dy_TH = (
-            torch.randn(shape.tokens, shape.hidden, generator=generator, device=device).to(self.dtype) for _ in range(2)
-        )
+        device, rank, seed = self.device, self.rank, self.settings.seed
+        _, routings = draw_routings(self.settings, shape, kind, self.num_ranks)
+        module = make_module(shape, shape.experts // self.num_ranks, device, self.dtype, 1000 * seed + rank)
+        x_TH, dy_TH = draw_rows(shape.tokens, shape.hidden, self.dtype, device, seed, rank)
         weight_TK = routings[rank].weight_TK
         assert weight_TK is not None
         weight_TK = weight_TK.to(device, self.dtype).requires_grad_()
         return Case(module, x_TH.requires_grad_(), routings, weight_TK, dy_TH, self.group, rank)
 
-    def _start(self, contender: Contender, case: Case, row: Row, scope: ExitStack) -> Forward | None:
+    def _start(self, contender: Contender, case: Case, row: ContenderResult, scope: ExitStack) -> Forward | None:
         """The contender, checked; None if it cannot run, which `row` then says. Collective.
 
         Raises:

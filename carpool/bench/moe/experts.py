@@ -31,7 +31,7 @@ from carpool.bench.moe import memory
 from carpool.bench.moe.answers import Case
 from carpool.bench.moe.contest import PLOT, Contender, Contest, Forward
 from carpool.bench.moe.modules import use
-from carpool.bench.moe.results import PASSES, Row, show
+from carpool.bench.moe.results import PASSES, ContenderResult, show
 from carpool.bench.moe.settings import HELD, Settings, fast_experts
 from carpool.bench.options import find_device
 from carpool.bench.results import Result, now, publish
@@ -91,7 +91,7 @@ class ExpertsBenchmark(Contest):
         with clock.section(label, "forward_backward"):
             torch.autograd.grad(forward(), case.leaves, case.dy_TH)
 
-    def _weigh(self, row: Row, forward: Forward, case: Case) -> None:
+    def _weigh(self, row: ContenderResult, forward: Forward, case: Case) -> None:
         row.saved_bytes, row.peak_bytes = memory.measure(forward, case.leaves, case.dy_TH)
 
 

@@ -33,7 +33,7 @@ from carpool.bench.moe.answers import Case
 from carpool.bench.moe.contest import PLOT, Contender, Contest, Forward, forward_backward
 from carpool.bench.moe.layers import Layer, OurLayer, TheirLayer, arena_bytes
 from carpool.bench.moe.modules import use
-from carpool.bench.moe.results import CaseResult, Row, show
+from carpool.bench.moe.results import CaseResult, ContenderResult, show
 from carpool.bench.moe.settings import LayerSettings, fast_experts
 from carpool.bench.moe.shapes import Shape
 from carpool.bench.ranks import RankBenchmark
@@ -90,7 +90,7 @@ class LayerBenchmark(Contest):
             for _ in range(self.iterations):
                 torch.autograd.grad(forward(), case.leaves, case.dy_TH)
 
-    def _weigh(self, row: Row, forward: Forward, case: Case) -> None:
+    def _weigh(self, row: ContenderResult, forward: Forward, case: Case) -> None:
         assert isinstance(forward, Layer)
         forward.check()
         forward.reset()

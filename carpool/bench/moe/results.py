@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from rich.console import Console
 from rich.markup import escape
 
+from carpool.bench.cases import Row, print_remarks
 from carpool.bench.moe.shapes import Shape
 from carpool.bench.results import Result, print_table, terminal
 from carpool.bench.timing import percentile
@@ -45,16 +46,13 @@ class Times:
         )
 
 
-@dataclass
-class Row:
+@dataclass(kw_only=True)
+class ContenderResult(Row):
     """One contender of a case.
 
     Attributes:
         experts: by what name they are known to whoever computes them.
         transport: how rows travel; None if they do not.
-        lossy: what changes the answer beyond rounding.
-        unavailable: why it could not run; then all else is empty.
-        error: the largest error, as a share of what is allowed (`answers.py`).
         sections: `Times` by pass.
         ratio: how many times faster than the baseline, forward and backward.
         saved_bytes: what is kept between forward and backward, beyond input, output and weights.
@@ -64,13 +62,8 @@ class Row:
         buffer_bytes: what the transport has allocated once, for all layers.
     """
 
-    label: str
     experts: str
     transport: str | None = None
-    lossy: tuple[str, ...] = ()
-    unavailable: str | None = None
-    error: float | None = None
-    sections: dict[str, Times] = field(default_factory=dict)
     ratio: float | None = None
     saved_bytes: int | None = None
     peak_bytes: int | None = None
@@ -94,7 +87,7 @@ class CaseResult:
     flops: int
     peak_flops: float | None
     baseline: str
-    rows: list[Row] = field(default_factory=list)
+    rows: list[ContenderResult] = field(default_factory=list)
 
     def compare(self) -> None:
         """Fill in the ratios."""
@@ -152,11 +145,7 @@ def _print(console: Console, result: Result, case: CaseResult) -> None:
     ranks = f", {case.num_ranks} ranks" if layer else ""
     title = f"{case.shape}, {result.settings['dtype']}, {case.routing} routing{ranks}"
     print_table(console, title, headings, rows)
-    for row in case.rows:
-        if row.unavailable:
-            console.print(f"{row.label} is not available: {row.unavailable}\n", highlight=False, markup=False)
-        if row.lossy:
-            console.print(f"{row.label} is lossy: {', '.join(row.lossy)}\n", highlight=False, markup=False)
+    print_remarks(console, case.rows)
 
 
 def _number(value: int | None, unit: float) -> str:

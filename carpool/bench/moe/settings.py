@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
 from carpool.bench.moe.modules import IMPLEMENTATIONS
 from carpool.bench.moe.shapes import Shape
-from carpool.bench.options import Options, one_of
+from carpool.bench.options import RankOptions, ShapeOptions, one_of
 from carpool.bench.routings import EXPERT_ROUTINGS
 from carpool.experts import EXPERTS, exact_experts
 from carpool.transport import between_ranks
@@ -38,7 +38,7 @@ def fast_experts() -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(Options):
+class Settings(ShapeOptions):
     """See the options of `carpool bench experts`.
 
     Attributes:
@@ -50,10 +50,8 @@ class Settings(Options):
     ROUTINGS: ClassVar[tuple[str, ...]] = EXPERT_ROUTINGS
     SHAPE: ClassVar[type[Shape]] = Shape
 
-    shapes: tuple[Shape, ...] = ()
     experts: tuple[str, ...] = ()
     against: tuple[str, ...] = ()
-    out: str = "runs/bench/experts"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -69,7 +67,7 @@ class Settings(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerSettings(Options):
+class LayerSettings(ShapeOptions, RankOptions):
     """See the options of `carpool bench layer`.
 
     Attributes:
@@ -81,12 +79,9 @@ class LayerSettings(Options):
     ROUTINGS: ClassVar[tuple[str, ...]] = EXPERT_ROUTINGS
     SHAPE: ClassVar[type[Shape]] = Shape
 
-    ranks: int | None = None
-    shapes: tuple[Shape, ...] = ()
     transports: tuple[str, ...] = ()
     experts: tuple[str, ...] = ()
     iterations: int = 5
-    out: str = "runs/bench/layer"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,7 +92,7 @@ class LayerSettings(Options):
         if self.iterations < 1:
             raise ValueError(f"--iterations {self.iterations} must be at least 1")
 
-    def resolve(self, *, cuda: bool, num_ranks: int) -> LayerSettings:
+    def resolve(self, *, cuda: bool, num_ranks: int) -> Self:
         """With every default filled in, and checked against the number of ranks.
 
         Raises:

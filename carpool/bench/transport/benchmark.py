@@ -24,14 +24,15 @@ Files: DIR/transport.json, every repetition and where it ran; DIR/transport.png.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from carpool.bench.cases import draw_routings, measure_cases
 from carpool.bench.ranks import RankBenchmark
-from carpool.bench.routings import make_routings
 from carpool.bench.timing import Clock, rounds
 from carpool.bench.transport.ceiling import LABEL as CEILING
 from carpool.bench.transport.ceiling import Ceiling
@@ -48,7 +49,6 @@ from carpool.bench.transport.decode import Decoder
 from carpool.bench.transport.results import CaseResult, ContenderResult, Times, show
 from carpool.bench.transport.rides import CALLS, VERB_OF_SECTION, Case, Rider, oracle
 from carpool.bench.transport.settings import Settings, Shape
-from carpool.layout import ExpertLayout
 from carpool.observe.traffic import Traffic
 from carpool.transport import set_topology, topology_of
 from carpool.transport.nvlink import why_not
@@ -77,15 +77,9 @@ class TransportBenchmark:
             self._runnable(shape, self.group)
 
     def measure_all(self) -> list[CaseResult]:
-        """The results in the order of the settings."""
-        settings = self.settings
-        modes, results = ((False, True) if settings.decode else (False,)), {}
-        for decode in modes:
-            # Buffers grow and never shrink: small shapes first, so that each is measured with buffers of its size.
-            for shape in sorted(settings.shapes, key=lambda shape: shape.tokens):
-                for kind in settings.routings:
-                    results[decode, shape, kind] = self._measure(shape, kind, decode)
-        return [results[mode, shape, kind] for mode in modes for shape in settings.shapes for kind in settings.routings]
+        """The results in the order of the settings, and once more with few tokens."""
+        modes = (False, True) if self.settings.decode else (False,)
+        return [case for mode in modes for case in measure_cases(self.settings, partial(self._measure, decode=mode))]
 
     def _measure(self, shape: Shape, kind: str, decode: bool) -> CaseResult:
         settings, group, rank = self.settings, self.decode_group if decode else self.group, self.rank
@@ -123,7 +117,8 @@ class TransportBenchmark:
         ceiling_rate = None if result.ceiling is None else result.ceiling.gb_per_s
         for c in self.contenders:
             lossy = tuple(c.codecs.lossy_reasons)
-            row = ContenderResult(c.label, c.transport, c.ctas, lossy, unavailable=reasons.get(c.transport))
+            why = reasons.get(c.transport)
+            row = ContenderResult(label=c.label, transport=c.transport, ctas=c.ctas, lossy=lossy, unavailable=why)
             result.rows.append(row)
             if (own := running.get(c)) is None:
                 continue
@@ -140,12 +135,8 @@ class TransportBenchmark:
         return result
 
     def _case(self, shape: Shape, kind: str) -> Case:
-        layout = ExpertLayout.contiguous(shape.experts, self.num_ranks)
-        settings = self.settings
-        routings = make_routings(
-            kind, shape.tokens, shape.top_k, layout, seed=settings.seed, zipf_exponent=settings.zipf_exponent
-        )
-        return Case.make(shape, layout, routings, self.rank, self.dtype, self.device, settings.seed)
+        layout, routings = draw_routings(self.settings, shape, kind, self.num_ranks)
+        return Case.make(shape, layout, routings, self.rank, self.dtype, self.device, self.settings.seed)
 
     def _expected(self, contender: Contender, case: Case) -> dict[str, np.ndarray]:
         shape = (case.shape.hidden, self.dtype.itemsize)

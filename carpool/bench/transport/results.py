@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from rich.console import Console
 
+from carpool.bench.cases import Row, print_remarks
 from carpool.bench.results import Result, print_table, terminal
 from carpool.bench.timing import p99
 from carpool.bench.transport.settings import Shape
@@ -42,28 +43,20 @@ class Times:
         return cls(us, median, p99(us), host_us, num_bytes, rate, share)
 
 
-@dataclass
-class ContenderResult:
+@dataclass(kw_only=True)
+class ContenderResult(Row):
     """One contender of a case.
 
     Attributes:
-        lossy: what changes the answer beyond rounding.
-        unavailable: why it could not run; then all else is empty.
-        error: the largest error, as a share of what rounding allows.
         bytes_sent, bytes_predicted: per verb, bytes that each rank sent to others in one call.
-        sections: see `carpool.bench.transport`.
+        sections: `Times`; see `carpool.bench.transport`.
         graph: decoding was replayed from a CUDA graph.
     """
 
-    label: str
     transport: str
-    ctas: int | None
-    lossy: tuple[str, ...] = ()
-    unavailable: str | None = None
-    error: float | None = None
+    ctas: int | None = None
     bytes_sent: dict[str, list[int]] = field(default_factory=dict)
     bytes_predicted: dict[str, list[int]] = field(default_factory=dict)
-    sections: dict[str, Times] = field(default_factory=dict)
     graph: bool = False
 
 
@@ -127,11 +120,10 @@ def _print(
     """One table. `rates`: the sections, out and back, whose bytes and GB/s are shown."""
     headings = ["transport", "CTAs", *(f"{name}\nus / {last}" for name in sections)]
     headings += ["MB", "GB/s", "share of\nceiling"] if rates else ["how"]
-    rows, missing = [], {}
+    rows = []
     for row in case.rows:
         begin = [row.transport + (" fp8" if row.lossy else ""), "-" if row.ctas is None else str(row.ctas)]
         if row.unavailable:
-            missing[row.transport] = row.unavailable
             rows.append([*begin, "not available"])
             continue
         shown = [row.sections[section] for section in sections.values()]
@@ -146,5 +138,4 @@ def _print(
             cells.append("-" if None in shares else " / ".join(f"{share:.0%}" for share in shares))
         rows.append([*begin, *cells])
     print_table(console, title, headings, rows)
-    for name, why in missing.items():
-        console.print(f"{name} is not available: {why}\n", highlight=False)
+    print_remarks(console, case.rows)

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from carpool.bench.cases import draw_rows
 from carpool.bench.timing import Clock
 from carpool.bench.transport.settings import Shape
 from carpool.layout import ExpertLayout, assign
@@ -53,10 +54,7 @@ class Case:
         cls, shape: Shape, layout: ExpertLayout, routings: list[Routing], rank: int, dtype: torch.dtype,
         device: torch.device, seed: int,
     ) -> Case:  # fmt: skip
-        """Rows are normal random numbers, other ones on each rank."""
-        generator = torch.Generator(device).manual_seed(7919 * (seed + 1) + rank)
-        rows = (2, shape.tokens, shape.hidden)
-        x_TH, dy_TH = torch.randn(rows, generator=generator, device=device).to(dtype)
+        x_TH, dy_TH = draw_rows(shape.tokens, shape.hidden, dtype, device, seed, rank)
         weight_TK = routings[rank].weight_TK
         assert weight_TK is not None
         slot_TK = assign(routings[rank], layout, rank).to(device)

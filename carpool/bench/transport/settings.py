@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Self
 
-from carpool.bench.options import Options, check_experts, one_of, parse_sizes
+from carpool.bench.options import RankOptions, ShapeOptions, check_experts, one_of, parse_sizes
 from carpool.bench.routings import ROUTINGS, check_skew
 from carpool.kernels.awaited import MAX_CTAS
 from carpool.layout import ExpertLayout
@@ -46,7 +46,7 @@ CPU_SHAPES = (Shape(1024, 256, 32, 4),)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings(Options):
+class Settings(ShapeOptions, RankOptions):
     """See the options of `carpool bench transport`.
 
     Attributes:
@@ -58,14 +58,11 @@ class Settings(Options):
     ROUTINGS: ClassVar[tuple[str, ...]] = ROUTINGS
     SHAPE: ClassVar[type[Shape]] = Shape
 
-    ranks: int | None = None
-    shapes: tuple[Shape, ...] = ()
     transports: tuple[str, ...] = ()
     ctas: tuple[int, ...] = ()
     backward: bool = False
     decode: bool = False
     fp8: bool = False
-    out: str = "runs/bench/transport"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,7 +75,7 @@ class Settings(Options):
             if not 1 <= ctas <= MAX_CTAS:
                 raise ValueError(f"--ctas {ctas} must be 1..{MAX_CTAS}")
 
-    def resolve(self, *, cuda: bool, num_ranks: int) -> Settings:
+    def resolve(self, *, cuda: bool, num_ranks: int) -> Self:
         """With every default filled in, and checked against the number of ranks.
 
         Raises:
