@@ -9,7 +9,7 @@
 
 They share how things are timed and who is next (`timing.py`), what a case is and who is in it (`cases.py`), who chooses
 which expert (`routings.py`), what one can ask for (`options.py`), how ranks are started (`ranks.py`), and how a run
-becomes files (`results.py`, `plot.py`). The scripts of `benchmarks/` take turns in the same way (`timing.in_turns`), and
+becomes files (`results.py`, `plot.py`). The scripts of `benchmarks/` take turns by `timing.in_turns`, and
 share what stands in `script.py`.
 """
 
