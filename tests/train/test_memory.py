@@ -136,7 +136,7 @@ def test_a_dry_run_shows_what_was_chosen_and_what_it_costs() -> None:
     shown = dry_run(load_config(None, [*MODEL, "memory.budget=70GB", "memory.hidden=offload"]), gpu="h100")
     line = next(line for line in shown.splitlines() if line.startswith("# memory: "))
     assert "hidden offload, dense keep" in line and "of 66,757 MiB, for " in line and "ms more in a micro" in line
-    assert "# host memory of one rank" in shown and "# fits in 70 GB" in shown
+    assert "# host memory of one rank" in shown and "# fits in 65 GiB" in shown
 
 
 @pytest.mark.slow

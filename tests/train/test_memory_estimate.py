@@ -172,8 +172,8 @@ def test_a_dry_run_for_a_cluster_that_is_not_here() -> None:
     text = dry_run(load_config(None, [*QWEN, "parallelism.num_ranks=64"]), gpu="h100")
     assert "# 64 ranks on H100: fsdp 64 x tp 1, experts ep 64 x efsdp 1, copies 1" in text
     assert "# transport hierarchical: a ride takes" in text and "in two hops" in text
-    (verdict,) = (line for line in text.splitlines() if " in 80 GB" in line)
-    assert verdict.startswith("# fits in 80 GB (") and verdict.endswith(" GB at the peak)")
+    (verdict,) = (line for line in text.splitlines() if " in 79 GiB" in line)
+    assert verdict.startswith("# fits in 79 GiB (") and verdict.endswith(" GiB at the peak)")
     state = 30_532_122_624 / 64 * 10
     tokens = break_even_tokens(state, 23_083_044_864, find_gpu("h100"), "in the backward")
     assert f"would cost no time from {tokens:,.0f} tokens" in text
@@ -187,13 +187,14 @@ def test_a_dry_run_for_a_cluster_that_is_not_here() -> None:
 
 def test_what_does_not_fit_is_told_what_to_change_cheapest_first() -> None:
     settings = [*QWEN, "parallelism.num_ranks=4"]
-    advice = dry_run(load_config(None, settings), gpu="h100").partition("# does not fit in 80 GB: ")[2].splitlines()[1:]
+    told = dry_run(load_config(None, settings), gpu="h100")
+    advice = told.partition("# does not fit in 79 GiB: ")[2].splitlines()[1:]
     changes = [line.removeprefix("#").split()[0] for line in advice]
     assert changes[0] == "training.optimizer_moments=bfloat16" and "memory.dense=recompute" in changes
     assert all("not enough" in line for line in advice[:-1]) and " fits: " in advice[-1]
     # Whoever follows the advice fits.
     kept = [one for one in changes if not one.startswith("training.optimizer_moments=bf")]
-    assert "# fits in 80 GB" in dry_run(load_config(None, [*settings, *kept]), gpu="h100")
+    assert "# fits in 79 GiB" in dry_run(load_config(None, [*settings, *kept]), gpu="h100")
 
 
 def estimate_of(*overrides: str, ranks: int = 2, experts: int = 128) -> MemoryEstimate:
@@ -253,7 +254,7 @@ def test_advice_is_of_what_the_run_may_do() -> None:
 
 
 def test_names_of_gpus() -> None:
-    assert find_gpu("H100").capacity == 80e9 and find_gpu("b200").name == "B200"
+    assert find_gpu("H100").capacity == 79 * 2**30 and find_gpu("b200").name == "B200"
     with pytest.raises(ValueError, match=r"--gpu h101 is not known; did you mean h10.*; known are h200"):
         find_gpu("h101")
     refused = CliRunner().invoke(app, ["train", "--gpu", "h100"])

@@ -130,7 +130,7 @@ def _needed(run: Prepared) -> list[str]:
             f"optimizer state of {state / 1e9:,.1f} GB in host memory would cost no time from {tokens:,.0f} tokens of "
             "a rank and step, if parameters are updated in the backward (modelled)"
         )
-    name = f"{room / 1e9:,.0f} GB" if cuda else f"{room / 1e9:,.1f} GB, a rank's share of this machine"
+    name = f"{room / 2**30:,.0f} GiB" if cuda else f"{room / 2**30:,.1f} GiB, a rank's share of this machine"
     return lines + describe_fit(run.estimate, transport, dense, room, name)
 
 

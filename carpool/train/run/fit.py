@@ -21,7 +21,7 @@ from typing import Any
 from carpool.train.config.schema import Config
 from carpool.train.run.estimate import MemoryEstimate
 
-GB = 1e9
+GiB = 2**30
 # A run is refused if it would need this much more than there is: estimates are wrong by less.
 CLEARLY = 1.15
 LEAST_SAVING = 0.01
@@ -42,15 +42,15 @@ def describe_fit(estimate: MemoryEstimate, transport: str, dense: str, memory: i
     Args:
         transport, dense: as `MemoryEstimate.__call__` takes them.
         memory: bytes of a rank.
-        name: of that memory, such as "80 GB".
+        name: of that memory, such as "79 GiB".
     """
     needed = estimate(transport, dense)["total"]
     if needed <= memory:
-        return [f"fits in {name} ({needed / GB:,.1f} GB at the peak)"]
-    lines = [f"does not fit in {name}: {needed / GB:,.1f} GB at the peak. In the order of what it costs:"]
+        return [f"fits in {name} ({needed / GiB:,.1f} GiB at the peak)"]
+    lines = [f"does not fit in {name}: {needed / GiB:,.1f} GiB at the peak. In the order of what it costs:"]
     for change in advise(estimate, transport, dense, memory):
         verdict = "fits" if change.total <= memory else "not enough"
-        lines.append(f"  {change.settings:<58} {change.total / GB:8,.1f} GB, {verdict}: {change.price}")
+        lines.append(f"  {change.settings:<58} {change.total / GiB:8,.1f} GiB, {verdict}: {change.price}")
     if len(lines) == 1:
         lines.append("  a smaller model, or more ranks")
     return lines
@@ -63,7 +63,7 @@ def check_fits(estimate: MemoryEstimate, transport: str, dense: str, memory: int
         ValueError: unless `training.check_memory` is false."""
     if not estimate.config.training.check_memory or estimate(transport, dense)["total"] <= CLEARLY * memory:
         return
-    lines = describe_fit(estimate, transport, dense, memory, f"the {memory / GB:,.1f} GB of a rank")
+    lines = describe_fit(estimate, transport, dense, memory, f"the {memory / GiB:,.1f} GiB of a rank")
     raise ValueError(
         "\n".join(["this run " + lines[0], *lines[1:], "to try it all the same: training.check_memory=false"])
     )
