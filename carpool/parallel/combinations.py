@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from carpool.parallel.schedules import PAIRED
+
 # Ranks by axis of `carpool.parallel.degrees`; an axis that is not there is 1 or not known yet.
 Sizes = Mapping[str, int]
 # Values by the key of the configuration, such as "moe.transport"; a key that is not there has its default.
@@ -141,10 +143,11 @@ RULES = (
     ),
     Rule(
         ("pp",),
-        "stages do not run two forwards at the same time, but a forward and a backward, in the pairs of DualPipeV",
+        f"stages do not run two forwards at the same time, but a forward and a backward, in the pairs of "
+        f"{' or '.join(PAIRED)}",
         {"parallelism.pp_schedule": "DualPipeV", "moe.schedule": "none"},
         lambda sizes, settings: (
-            settings.get("moe.schedule") == "two-batch" and settings.get("parallelism.pp_schedule") != "DualPipeV"
+            settings.get("moe.schedule") == "two-batch" and settings.get("parallelism.pp_schedule") not in PAIRED
         ),
     ),
     Rule(

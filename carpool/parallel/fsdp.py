@@ -16,7 +16,8 @@ are objects of PyTorch, and their methods are FSDP's hooks, which run around the
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -66,14 +67,6 @@ def end_backward(model: nn.Module) -> None:
     for state in states(model):
         if state._is_root:
             getattr(state, FINAL_CALLBACK)()
-
-
-def enter_forward(model: nn.Module) -> None:
-    """Before a forward that begins while a backward runs: the root takes it for a forward, and not for a layer that the
-    backward computes again. The backward has been through the root, which has no other use for what it knows of it."""
-    for state in states(model):
-        if state._is_root:
-            state._training_state = TrainingState.IDLE
 
 
 def groups(state: Any) -> list[Any]:
@@ -135,6 +128,38 @@ def dtensor_like(local: torch.Tensor, tensor: DTensor) -> DTensor:
     """A DTensor that is sharded as `tensor` is, and holds `local`: FSDP's way to make one, which takes the host a
     twentieth of the time of `DTensor.from_local`."""
     return _from_local_no_grad(local, tensor._spec)
+
+
+class TwoPhases:
+    """Where a forward and a backward of one model are, which take turns: each has phases of its own of every state and
+    group, so that FSDP takes neither for the other (a forward inside of a backward would be a layer computed again).
+
+    Both may be in one module at the same time. Then the first to leave does not free what the other computes with.
+
+    Args:
+        model: between two steps of it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        own = states(model)
+        self._groups = [group for state in own for group in groups(state)]
+        self._owners = [*self._groups, *own]
+        self._others = [one._training_state for one in self._owners]
+
+    def switch(self) -> None:
+        """The other one has the turn."""
+        own = [one._training_state for one in self._owners]
+        for one, phase in zip(self._owners, self._others, strict=True):
+            one._training_state = phase
+        self._others = own
+
+    def keep_for_other(self, replaced: Replaced) -> None:
+        """From now on a group stays gathered while the other one is inside of it."""
+        for number, group in enumerate(self._groups):
+            replaced.replace(group, "reshard", partial(self._reshard, number, group.reshard))
+
+    def _reshard(self, number: int, reshard: Callable[[], None]) -> None:
+        if self._others[number] not in (TrainingState.FORWARD, TrainingState.PRE_BACKWARD):
+            reshard()
 
 
 class Replaced:

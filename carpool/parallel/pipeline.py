@@ -6,16 +6,16 @@ forward, B a backward; here P = 2, M = 3, and rank 0 waits where there is a dot:
     GPipe                    rank 0   F0 F1 F2 .  .  B0 B1 B2      all forwards, then all backwards
     1F1B                     rank 0   F0 F1 .  B0 F2 B1 .  B2      a backward as soon as there is one: at most P
                                                                    micro-batches are in flight
-    Interleaved1F1B          each rank has two stages, r and P + r: the pipeline fills in half the time
+    Interleaved1F1B          each rank has two stages, r and P + r: the pipeline fills in half the time. Has pairs, too
     InterleavedZeroBubble    the same; a backward is the input's gradients (I), for which others wait, and the weights'
                              (W), which fill the gaps
     ZBVZeroBubble            the same with stages r and 2P - 1 - r, a V: rank 0 has the embedding and the head
     DualPipeV                a V, and in its middle pairs of a forward and a backward of two micro-batches: one after
                              the other, or the rides of each beside the computation of the other (`Pipeline.pairs`)
 
-Papers: GPipe (arXiv 1811.06965), 1F1B (PipeDream, arXiv 1806.03377; Megatron-LM's interleaving, arXiv 2104.04473),
-zero bubble and ZBV (arXiv 2401.10241, 2405.15362), DualPipe (DeepSeek-V3, arXiv 2412.19437), of
-which DualPipeV is one half.
+Papers: GPipe (arXiv 1811.06965), 1F1B (PipeDream, arXiv 1806.03377; Megatron-LM's interleaving, arXiv 2104.04473; its
+pairs, Pangu Ultra MoE, arXiv 2505.04519), zero bubble and ZBV (arXiv 2401.10241, 2405.15362), DualPipe (DeepSeek-V3,
+arXiv 2412.19437), of which DualPipeV is one half.
 
 What travels between stages is a tuple of tensors that are the same size for all micro-batches, and back come their
 gradients. All else that a stage reads of a batch (labels, positions) is not sent: the ranks of a pipeline have it.
@@ -41,7 +41,9 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
-from torch.distributed.pipelining.schedules import OVERLAP_F_B, _wait_batch_p2p
+from torch.distributed.pipelining.schedules import OVERLAP_F_B, _Action, _wait_batch_p2p
+
+from carpool.parallel.schedules import PAIRED, SCHEDULES, check_micro_batches, in_flight, in_pairs, stages_of
 
 Tensors = tuple[torch.Tensor, ...]
 # (number of the stage, number of the micro-batch, what the stage before made) -> what the next one gets; of the last
@@ -51,66 +53,15 @@ Forward = Callable[[int, int, Tensors], Tensors]
 Pairs = Callable[[Callable[[], Any], Callable[[], None], Callable[[int], None]], Any]
 
 
-class Kind(NamedTuple):
-    """A schedule.
-
-    Attributes:
-        made_by: PyTorch's class.
-        stages: of each rank.
-        is_v: whether a rank's stages are r and 2P - 1 - r, not r and P + r.
-        splits: whether it asks for the gradients of weights by themselves.
-    """
-
-    made_by: Any
-    stages: int = 1
-    is_v: bool = False
-    splits: bool = False
-
-
-SCHEDULES = {
-    "GPipe": Kind(ScheduleGPipe),
-    "1F1B": Kind(Schedule1F1B),
-    "Interleaved1F1B": Kind(ScheduleInterleaved1F1B, 2),
-    "InterleavedZeroBubble": Kind(ScheduleInterleavedZeroBubble, 2, splits=True),
-    "ZBVZeroBubble": Kind(ScheduleZBVZeroBubble, 2, is_v=True, splits=True),
-    "DualPipeV": Kind(ScheduleDualPipeV, 2, is_v=True, splits=True),
+# PyTorch's class of each of `carpool.parallel.schedules.SCHEDULES`.
+_MADE_BY: dict[str, Any] = {
+    "GPipe": ScheduleGPipe,
+    "1F1B": Schedule1F1B,
+    "Interleaved1F1B": ScheduleInterleaved1F1B,
+    "InterleavedZeroBubble": ScheduleInterleavedZeroBubble,
+    "ZBVZeroBubble": ScheduleZBVZeroBubble,
+    "DualPipeV": ScheduleDualPipeV,
 }
-
-
-def stages_of(schedule: str, ranks: int) -> list[tuple[int, ...]]:
-    """The stages of each rank, in order.
-
-    Example: ZBVZeroBubble on 2 ranks has 4 stages: [(0, 3), (1, 2)]; Interleaved1F1B: [(0, 2), (1, 3)].
-    """
-    kind = SCHEDULES[schedule]
-    if kind.is_v:
-        return [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]
-    return [tuple(rank + ranks * turn for turn in range(kind.stages)) for rank in range(ranks)]
-
-
-def check_micro_batches(schedule: str, ranks: int, micro_batches: int) -> None:
-    """Raise ValueError, with the nearest number that can be, if a schedule cannot run so many micro-batches."""
-    least = {"GPipe": 1, "ZBVZeroBubble": 1, "DualPipeV": 2 * ranks}.get(schedule, ranks)
-    # PyTorch's interleaved orders go in rounds of equally many micro-batches.
-    rounds = max(1, micro_batches // ranks) if schedule.startswith("Interleaved") else 1
-    if micro_batches < least or micro_batches % rounds:
-        nearest = max(least, round(micro_batches / ranks) * ranks)
-        raise ValueError(
-            f"parallelism.pp_schedule = {schedule!r} on parallelism.pp_size = {ranks} ranks cannot run "
-            f"{micro_batches} micro-batches: set training.gradient_accumulation_steps = {nearest}"
-        )
-
-
-def in_flight(schedule: str, ranks: int, micro_batches: int) -> float:
-    """The most micro-batches whose forwards a rank has done and whose backwards it has not, all of its stages counted.
-
-    Example: 4 ranks, 8 micro-batches: GPipe 8, 1F1B 4, Interleaved1F1B 5.5, a V 4.5.
-    """
-    if schedule == "GPipe":
-        return micro_batches
-    # Of two stages on a rank, each micro-batch keeps half.
-    most = ranks if schedule == "1F1B" else (3 * ranks - 1) / 2 if schedule.startswith("Interleaved") else ranks + 0.5
-    return min(micro_batches, most)
 
 
 def cut(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0.0) -> list[range]:
@@ -198,7 +149,8 @@ class Pipeline:
         work: what is computed, and how.
         device: of all tensors.
         pairs: runs the forward and the backward of a pair at the same time
-            (`carpool.schedule.forward_backward.ForwardBesideBackward.run`). Default: one after the other.
+            (`carpool.schedule.forward_backward.ForwardBesideBackward.run`), of a schedule that has pairs. Default: one
+            after the other.
 
     Attributes:
         stages: the numbers of this rank's.
@@ -217,6 +169,7 @@ class Pipeline:
         self.schedule, self.group, self.number = schedule, group, stages
         self.work, self.device, self.pairs = work, device, pairs
         self.order: list[Action] = []
+        assert pairs is None or schedule in PAIRED, f"{schedule} has no pairs"
         placed = stages_of(schedule, dist.get_world_size(group))
         self.rank_of = {stage: rank for rank, own in enumerate(placed) for stage in own}
         assert len(self.rank_of) == stages, f"{schedule} has {len(self.rank_of)} stages, not {stages}"
@@ -231,8 +184,8 @@ class Pipeline:
         # Of GPipe all are in flight at once, and nothing comes after the first that is done.
         if self.schedule == "GPipe":
             return 1
-        ranks = dist.get_world_size(self.group)
-        return math.ceil(in_flight(self.schedule, ranks, micro_batches) * SCHEDULES[self.schedule].stages)
+        ranks, paired = dist.get_world_size(self.group), self.pairs is not None
+        return math.ceil(in_flight(self.schedule, ranks, micro_batches, paired) * SCHEDULES[self.schedule].stages)
 
     def _lane_of(self, stage: int, number: int) -> int:
         """That of a micro-batch in flight; a free one for a new one."""
@@ -306,8 +259,10 @@ class Pipeline:
         ]
         # Losses are divided by tokens before they come here: PyTorch must not divide gradients by micro-batches.
         whole = stages if kind.stages > 1 else stages[0]
-        made = kind.made_by(whole, micro_batches, loss_fn=_given, scale_grads=False)
+        made = _MADE_BY[self.schedule](whole, micro_batches, loss_fn=_given, scale_grads=False)
         if self.pairs is not None:
+            if not kind.splits:
+                made._prepare_schedule_with_comms({rank: _paired(one) for rank, one in made.pipeline_order.items()})
             made.register_custom_function(OVERLAP_F_B, self._run_pair)
         return made
 
@@ -321,6 +276,9 @@ class Pipeline:
         if back + 1 < self.number and back + 1 not in stages:
             _wait_batch_p2p(runtime.bwd_recv_ops.pop((back, other)))
         loss = runtime._maybe_get_loss(stages[back], other)
+        splits = SCHEDULES[self.schedule].splits
+        runtime.backward_counter[back] += 1
+        last = runtime.backward_counter[back] == runtime._n_microbatches
         lanes = self._lane_of(ahead, number), self._lane_of(back, other)
 
         def forward() -> Any:
@@ -330,16 +288,18 @@ class Pipeline:
             return made
 
         def backward() -> None:
-            stages[back].backward_one_chunk(other, loss=loss, full_backward=False)
+            stages[back].backward_one_chunk(
+                other, loss=loss, full_backward=not splits, last_backward=last and not splits
+            )
 
         made = self.pairs(forward, backward, lambda half: self.work.lane(lanes[half]))
         if ahead + 1 in stages:
             stages[ahead + 1].set_local_fwd_input(made, number)
         if back - 1 in stages:
             stages[back - 1].set_local_bwd_input(stages[back].get_local_bwd_output(other), other)
-        # As a schedule that splits the backward does, where nobody waits for it.
-        runtime.backward_counter[back] += 1
-        stages[back].backward_weight_one_chunk(other, runtime.backward_counter[back] == runtime._n_microbatches)
+        if splits:
+            # Nobody waits for it.
+            stages[back].backward_weight_one_chunk(other, last)
 
     @torch.no_grad()
     def forward_only(self, micro_batches: int, travels: Tensors) -> None:
@@ -387,6 +347,12 @@ class _StageModule(nn.Module):
         number, self.number = self.number, self.number + 1
         made = self.compute(self.stage, number, received)
         return made if len(made) > 1 else made[0]
+
+
+def _paired(order: Sequence[_Action | None]) -> list[_Action | None]:
+    """PyTorch's order of a rank with the pairs of `in_pairs`."""
+    pairs = in_pairs([one for one in order if one is not None], lambda one: one.computation_type.value)
+    return [one[0] if len(one) == 1 else _Action(-1, OVERLAP_F_B, None, one) for one in pairs]
 
 
 def _given(loss: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

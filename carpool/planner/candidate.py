@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from carpool.parallel.degrees import Degrees
+from carpool.parallel.schedules import PAIRED
 from carpool.planner.kept import POLICIES
 
 KEEP: Mapping[str, str] = dict.fromkeys(POLICIES, "keep")
@@ -130,7 +131,7 @@ class Candidate:
     @property
     def paired(self) -> bool:
         """Whether the pairs of a pipeline's schedule run at the same time (`carpool.schedule.forward_backward`)."""
-        return self.schedule == "two-batch" and self.degrees.pp > 1 and self.pipeline == "DualPipeV"
+        return self.schedule == "two-batch" and self.degrees.pp > 1 and self.pipeline in PAIRED
 
     @property
     def label(self) -> str:

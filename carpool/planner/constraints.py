@@ -10,8 +10,8 @@ from dataclasses import fields, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from carpool.parallel.schedules import SCHEDULES
 from carpool.planner.kept import POLICIES
-from carpool.planner.pipelines import SCHEDULES
 
 if TYPE_CHECKING:
     from carpool.planner.search import Space
@@ -30,7 +30,7 @@ KNOWN: Mapping[str, tuple[str, ...]] = MappingProxyType({
     "dense": ("replicate", "fsdp"),
     "optimizer_state": ("device", "host"),
     "gradients": ("kept", "consumed"),
-    "pipelines": SCHEDULES,
+    "pipelines": tuple(SCHEDULES),
 })  # fmt: skip
 NUMBERS = ("pp", "tp", "cp", "etp", "ep", "replicas", "micro_batches")
 

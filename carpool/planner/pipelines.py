@@ -6,7 +6,7 @@ The orders are those of `torch.distributed.pipelining`, by its names, so that wh
     name                    chunks of a stage     bubble, where F = I = W is the time of one micro-batch on one chunk
     GPipe                   1                     (p - 1) (F + I + W)
     1F1B                    1                     (p - 1) (F + I + W)
-    Interleaved1F1B         v, in loops           (p - 1) (F + I + W), of chunks that are v times as short
+    Interleaved1F1B         v, in loops           (p - 1) (F + I + W), of chunks that are v times as short; pairs, too
     InterleavedZeroBubble   v, in loops           (p - 1) (F + I - W)         (Qi et al., arXiv 2401.10241: ZB-H1)
     ZBVZeroBubble           2, as a V             (p - 1) F at the start alone                (the same, section 6)
     DualPipeV               2, as a V             pairs of a forward and a backward, at once where the schedule of rides
@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Literal, NamedTuple
 
+from carpool.parallel.schedules import SCHEDULES, in_pairs, rank_of
 from carpool.planner.events import Clock, Graph
 
 Kind = Literal["F", "I", "W", "B"]
@@ -41,33 +42,19 @@ class Action(NamedTuple):
 Order = list[tuple[Action, ...]]  # Actions of one tuple may run at once.
 Work = Callable[[Graph | Clock, Action, int, tuple[int, ...]], Iterator[int]]
 
-IN_LOOPS = ("GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble")
-AS_A_V = ("ZBVZeroBubble", "DualPipeV")
-SCHEDULES = IN_LOOPS + AS_A_V
 
-
-def stage_of(schedule: str, stages: int, chunk: int) -> int:
-    """Which stage has a chunk. In loops: 0 1 2 0 1 2; as a V: 0 1 2 2 1 0."""
-    loop, place = divmod(chunk, stages)
-    return stages - 1 - place if schedule in AS_A_V and loop else place
-
-
-def chunks_of(schedule: str) -> int:
-    """Of each stage, as `carpool.parallel.pipeline` has them."""
-    return 1 if schedule in ("GPipe", "1F1B") else 2
-
-
-def orders(schedule: str, stages: int, micro_batches: int, chunks: int = 1) -> list[Order]:
+def orders(schedule: str, stages: int, micro_batches: int, chunks: int = 1, paired: bool = False) -> list[Order]:
     """What each stage does, in order.
 
     Args:
         chunks: of each stage.
+        paired: pairs of a forward and a backward, where the schedule has them, run at once.
 
     Raises:
         ValueError: an unknown schedule, or numbers that it cannot have."""
     if schedule not in SCHEDULES:
         raise ValueError(f"pipeline schedule {schedule!r} is not known; known are {', '.join(SCHEDULES)}")
-    needed = 2 if schedule in AS_A_V else 1 if schedule in ("GPipe", "1F1B") else chunks
+    needed = chunks if schedule.startswith("Interleaved") else SCHEDULES[schedule].stages
     if chunks != needed or min(stages, micro_batches, chunks) < 1:
         raise ValueError(
             f"{schedule} needs {needed} chunks of layers for each stage, and at least one stage and micro-batch; here "
@@ -92,6 +79,10 @@ def orders(schedule: str, stages: int, micro_batches: int, chunks: int = 1) -> l
             found.append(_dual_pipe_v(stages, micro_batches, stage))
         else:
             found.append(_one_by_one(schedule, stages, micro_batches, chunks, stage, micro_batches // rounds))
+    if not paired:
+        return [_alone([action for actions in order for action in actions]) for order in found]
+    if schedule == "Interleaved1F1B":
+        return [in_pairs([one for (one,) in order], lambda one: one.kind) for order in found]
     return found
 
 
@@ -239,7 +230,7 @@ def add_pipeline(
         if target > last_chunk:
             ready["I", chunk, number] = end
             return
-        if stage_of(schedule, stages, target) != stage:
+        if rank_of(schedule, stages, target) != stage:
             name = f"chunks.{chunk}::{'forward' if forward else 'backward'}::send"
             phase = "forward" if forward else "backward"
             stream = f"sends {phase}"

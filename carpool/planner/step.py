@@ -25,12 +25,13 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import NamedTuple
 
+from carpool.parallel.schedules import SCHEDULES, rank_of
 from carpool.planner.candidate import Candidate
 from carpool.planner.events import Clock, Execution, Graph, execute
 from carpool.planner.hardware import Hardware
 from carpool.planner.lengths import ELEMENT, STEP_HOST, TAKEN, Lengths, Piece, stage_layers
 from carpool.planner.model_shape import LayerShape, ModelShape
-from carpool.planner.pipelines import Action, add_pipeline, alternate, chunks_of, orders, stage_of
+from carpool.planner.pipelines import Action, add_pipeline, alternate, orders
 from carpool.planner.routes import Routes
 
 _RIDE = ("dispatch", "experts", "combine")
@@ -167,12 +168,12 @@ class _Builder:
         self.chunks = candidate.chunks if in_chunks else 1
         self.backward_chunks = self.chunks if candidate.backward_chunks is None else candidate.backward_chunks
         pipeline = self.candidate.pipeline if self.degrees.pp > 1 else "1F1B"
-        self.pipeline, self.each = pipeline, chunks_of(pipeline)
+        self.pipeline, self.each = pipeline, SCHEDULES[pipeline].stages
         # Whether something computes while rides are under way.
         self.beside = self.parts == 2 or candidate.paired
         # A rank of some schedules has two stages of the pipeline, one in each half of the model.
         self.stages = stage_layers(lengths.shape, self.degrees, self.each)
-        self.rank_of = [stage_of(pipeline, self.degrees.pp, stage) for stage in range(len(self.stages))]
+        self.rank_of = [rank_of(pipeline, self.degrees.pp, stage) for stage in range(len(self.stages))]
         self.first = [sum(len(one) for one in self.stages[:stage]) for stage in range(len(self.stages))]
         self.reduced: dict[int, list[int]] = {}
         self.forward, self.backward = cache(self._forward_pieces), cache(self._backward_pieces)
@@ -201,9 +202,7 @@ class _Builder:
             self.last_of[stage] = self.graph.add(
                 "step::host", "host", STEP_HOST, stage=stage, fixed=STEP_HOST, stream="computation"
             )
-        found = orders(self.pipeline, self.degrees.pp, self.number, self.each)
-        if not self.candidate.paired:
-            found = [[(action,) for actions in order for action in actions] for order in found]
+        found = orders(self.pipeline, self.degrees.pp, self.number, self.each, self.candidate.paired)
         send = self._send_seconds()
         add_pipeline(self.graph, self.pipeline, self.degrees.pp, found, self._work, send)
         for rank in range(self.degrees.pp):

@@ -12,10 +12,11 @@ layer's last step:
 The backward has the first turn, because it begins with a ride and the forward with attention. The forward is half 0 and
 runs in the caller's thread, which so goes on with its random numbers, as if there were no backward.
 
-What is computed is the same as one after the other, bit by bit: the two have no layer in common, and only the backward
-has gradients. So FSDP can gather and reduce as ever, but for two things that it does for a whole model at once. After a
-backward it closes the books of all modules, and would free what the forward computes with: here that comes when both
-are done. And its root is in a forward and a backward at the same time: it is told of the forward.
+What is computed is the same as one after the other, bit by bit, because only the backward has gradients. FSDP gathers
+and reduces as ever, but for two things. Its hooks count on one pass at a time, and here its root is in two, and so are
+the layers of a stage whose forward and backward meet (Interleaved1F1B; a V pairs two stages). So each of the two has
+phases of its own, and what the other still computes with is not freed (`carpool.parallel.fsdp.TwoPhases`). And after a
+backward FSDP closes the books of all modules: here that comes when both are done.
 
 Weight gradients that a schedule of stages computes apart (`carpool.schedule.split`) come after the pair.
 """
@@ -52,17 +53,22 @@ class ForwardBesideBackward:
         """What `forward` returns, once both are done. All ranks call it together.
 
         Args:
-            forward, backward: of two micro-batches, through layers of which none is in both.
+            forward, backward: of two micro-batches.
             resume: is called whenever one of them has the turn again: 0 the forward, 1 the backward.
 
         Raises:
             The error of the one that failed first, if one does."""
         device = next(self.model.parameters()).device
-        turns = Turns(device, resume)
+        phases, replaced = fsdp.TwoPhases(self.model), fsdp.Replaced()
+
+        def resumed(half: int) -> None:
+            phases.switch()
+            resume(half)
+
+        turns = Turns(device, resumed)
 
         def ahead() -> Result:
             turns.hand_over(0)
-            fsdp.enter_forward(self.model)
             return forward()
 
         def back() -> None:
@@ -70,8 +76,8 @@ class ForwardBesideBackward:
             with torch.autograd.set_multithreading_enabled(False):
                 backward()
 
-        replaced = fsdp.Replaced()
         try:
+            phases.keep_for_other(replaced)
             for state in fsdp.states(self.model):
                 replaced.replace(state, fsdp.REGISTER_FINAL_CALLBACK, _nothing)
             with reserved(self.processors()):

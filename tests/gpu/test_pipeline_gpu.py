@@ -56,9 +56,10 @@ def test_captured_stages_are_eager_ones(tmp_path: Path, schedule: str, ranks: in
 
 
 @needs(4)
+@pytest.mark.parametrize("schedule", ["DualPipeV", "Interleaved1F1B"])
 @pytest.mark.parametrize("transport", ["nvlink", "alltoall"])
-def test_pairs_at_the_same_time(tmp_path: Path, transport: str) -> None:
+def test_pairs_at_the_same_time(tmp_path: Path, transport: str, schedule: str) -> None:
     """The rides of one micro-batch beside the computation of another: the same bits."""
-    cut = [*EXACT, "parallelism.pp_schedule=DualPipeV", "parallelism.ep_size=2", f"moe.transport={transport}"]
+    cut = [*EXACT, f"parallelism.pp_schedule={schedule}", "parallelism.ep_size=2", f"moe.transport={transport}"]
     ways = [losses(tmp_path / way, 4, *cut, f"moe.schedule={way}") for way in ("none", "two-batch")]
     assert ways[0] == ways[1]

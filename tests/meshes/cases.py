@@ -17,7 +17,7 @@ from typing import Any
 
 from carpool.parallel.combinations import refusal
 from carpool.parallel.degrees import Degrees
-from carpool.parallel.pipeline import SCHEDULES, check_micro_batches
+from carpool.parallel.schedules import SCHEDULES, check_micro_batches
 
 # Largest degree of each axis. Models have 8 heads of keys and 8 experts.
 AXES = {"pp": 2, "dp_replicate": 4, "fsdp": 8, "cp": 4, "tp": 4, "ep": 8, "etp": 2}

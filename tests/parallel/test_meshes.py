@@ -116,7 +116,9 @@ def test_what_sequences_that_move_and_narrow_rows_do_not_go_with(
 def test_two_batches_go_with_the_pairs_of_a_pipeline() -> None:
     both = {"moe.schedule": "two-batch", "parallelism.pp_schedule": "DualPipeV"}
     check_supported({"pp": 2, "etp": 2}, both)
-    with pytest.raises(ValueError, match=r"pairs of DualPipeV. .* works: parallelism.pp_schedule = 'DualPipeV'$"):
+    check_supported({"pp": 2}, both | {"parallelism.pp_schedule": "Interleaved1F1B"})
+    said = r"pairs of Interleaved1F1B or DualPipeV. .* works: parallelism.pp_schedule = 'DualPipeV'$"
+    with pytest.raises(ValueError, match=said):
         check_supported({"pp": 2}, both | {"parallelism.pp_schedule": "ZBVZeroBubble"})
     with pytest.raises(ValueError, match=r"works: moe.schedule = .none.$"):
         check_supported({"pp": 2}, both | {"moe.schedule": "tiles"})

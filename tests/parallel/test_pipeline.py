@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from carpool.memory import Arena
-from carpool.parallel.pipeline import SCHEDULES, Pipeline, Tensors, Work, check_micro_batches, cut, stages_of
+from carpool.parallel.pipeline import Pipeline, Tensors, Work, cut
+from carpool.parallel.schedules import PAIRED, SCHEDULES, check_micro_batches, stages_of
 from carpool.ride.turns import handover
 from carpool.schedule.forward_backward import ForwardBesideBackward
 from tests.ranks import Ranks
@@ -96,7 +97,7 @@ def run_toy(schedule: str, micro_batches: int, paired: bool = False) -> float:
 
 def run_toys() -> list[float]:
     found = [run_toy(schedule, micro_batches) for schedule in SCHEDULES for micro_batches in (4, 6)]
-    return [*found, run_toy("DualPipeV", 5, paired=True)]
+    return [*found, *(run_toy(schedule, 6, paired=True) for schedule in PAIRED)]
 
 
 def test_every_schedule_has_the_gradients_of_one_process(two_ranks: Ranks) -> None:
@@ -144,7 +145,7 @@ def most_kept(schedule: str, micro_batches: int, paired: bool = False) -> list[i
 
 def most_kept_of_all() -> dict[str, list[int]]:
     found = {schedule: most_kept(schedule, 8) for schedule in SCHEDULES}
-    return found | {"DualPipeV in pairs": most_kept("DualPipeV", 8, paired=True)}
+    return found | {f"{schedule} in pairs": most_kept(schedule, 8, paired=True) for schedule in PAIRED}
 
 
 def test_what_micro_batches_keep_is_given_back_as_they_are_done(two_ranks: Ranks) -> None:

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
 
+from carpool.parallel.schedules import SCHEDULES, in_flight
 from carpool.planner.events import Execution, Graph, execute
-from carpool.planner.pipelines import SCHEDULES, Action, add_pipeline, alternate, orders
+from carpool.planner.pipelines import Action, add_pipeline, alternate, orders
 
 F, I, W = 3.0, 4.0, 2.0  # noqa: E741
 
@@ -43,7 +44,7 @@ def test_orders_are_pytorchs(schedule: str, chunks: int, stages: int, micro_batc
         with pytest.raises(ValueError, match="take a multiple of 2, not 13"):
             orders(schedule, stages, micro_batches, chunks)
     else:
-        found = orders(schedule, stages, micro_batches, chunks)
+        found = orders(schedule, stages, micro_batches, chunks, schedule == "DualPipeV")
         for stage in range(stages):
             assert found[stage] == _torch_order(schedule, stages, micro_batches, chunks, stage)
 
@@ -57,10 +58,39 @@ def test_one_forward_one_backward_by_hand() -> None:
     ]
 
 
+def test_pairs_of_interleaved_stages_by_hand() -> None:
+    """Chunks c and 2 + c of stage c; a pair is in brackets, and its forward comes first."""
+    text = []
+    for order in orders("Interleaved1F1B", 2, 4, 2, paired=True):
+        parts = [" ".join(f"{one.kind}{one.chunk}.{one.micro_batch}" for one in actions) for actions in order]
+        text.append(" ".join(f"[{part}]" if " " in part else part for part in parts))
+    assert text == [
+        "F0.0 F0.1 F2.0 F2.1 F0.2 [F0.3 B2.0] [F2.2 B2.1] [F2.3 B0.0] B0.1 B2.2 B2.3 B0.2 B0.3",
+        "F1.0 F1.1 F3.0 [F3.1 B3.0] [F1.2 B3.1] [F1.3 B1.0] [F3.2 B1.1] [F3.3 B3.2] B3.3 B1.2 B1.3",
+    ]
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_everything_is_done_once(schedule: str) -> None:
-    chunks = 1 if schedule in ("GPipe", "1F1B") else 2
-    done = Counter(one for order in orders(schedule, 4, 8, chunks) for both in order for one in both)
+@pytest.mark.parametrize("paired", [False, True])
+def test_micro_batches_in_flight(schedule: str, paired: bool) -> None:
+    """Begun, and their backward not done; what a pair begins is counted before what it ends."""
+    chunks = SCHEDULES[schedule].stages
+    most = 0.0
+    for order in orders(schedule, 4, 16, chunks, paired):
+        now = 0
+        for actions in order:
+            now += sum(one.kind == "F" for one in actions)
+            most = max(most, now / chunks)
+            now -= sum(one.kind in "BI" for one in actions)
+    told = in_flight(schedule, 4, 16, paired)
+    assert most == told or (schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV") and most < told)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("paired", [False, True])
+def test_everything_is_done_once(schedule: str, paired: bool) -> None:
+    chunks = SCHEDULES[schedule].stages
+    done = Counter(one for order in orders(schedule, 4, 8, chunks, paired) for both in order for one in both)
     assert set(done.values()) == {1}
     pieces = Counter((kind, one.chunk) for one in done for kind in ("IW" if one.kind == "B" else one.kind))
     assert pieces == {(kind, chunk): 8 for kind in "FIW" for chunk in range(4 * chunks)}

@@ -25,8 +25,8 @@ from carpool.parallel.clip import grad_norm
 from carpool.parallel.context import Cut
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.meshes import Meshes
-from carpool.parallel.pipeline import stages_of
 from carpool.parallel.replicated import replicated, sharded_parameters
+from carpool.parallel.schedules import stages_of
 from carpool.parallel.slot_steps import local
 from carpool.ride.turns import HALF
 from carpool.schedule import Schedule
@@ -192,7 +192,7 @@ def objective_of(
     offload: bool = False,
     shared_beside: bool = True,
 ) -> PipelineObjective:
-    """Of a model with the weights of `whole`, cut into stages. `paired`: pairs of DualPipeV run at the same time."""
+    """Of a model with the weights of `whole`, cut into stages. `paired`: pairs run at the same time."""
     meshes, settings, dtype = make_meshes(degrees), dict(settings), torch.float32
     rank, parts = dist.get_rank(), cut_model(whole, 2 * len(stages_of(schedule, 2)[0]))
     shards = degrees.fsdp * degrees.cp
@@ -253,8 +253,8 @@ class Pairs(NamedTuple):
     whole: bool
 
 
-def compare_pairs(family: str, micro_batches: int, ep: int = 1, **how: Any) -> Pairs:
-    """Steps of DualPipeV on two ranks or four."""
+def compare_pairs(family: str, schedule: str, micro_batches: int, ep: int = 1, **how: Any) -> Pairs:
+    """Steps of a schedule on two ranks or four."""
     sparse = {"first_k_dense_replace": 0, "mlp_layer_types": ["sparse"] * 8} if family == "deepseek_v3" else {}
     config = tiny_config(discover()[family], num_hidden_layers=8, attention_dropout=0.5, **sparse)
     degrees = Degrees(pp=2, fsdp=dist.get_world_size() // 2, ep=ep)
@@ -266,7 +266,7 @@ def compare_pairs(family: str, micro_batches: int, ep: int = 1, **how: Any) -> P
     seen: list[tuple[str, int]] = []
     roots: list[bool] = []
     for paired in (False, True):
-        objective = objective_of(config, "DualPipeV", degrees, whole, settings, paired=paired, **how)
+        objective = objective_of(config, schedule, degrees, whole, settings, paired=paired, **how)
         torch.manual_seed(dist.get_rank())
         if paired:
             seen, roots = _watch(objective.model)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from carpool.hf.balance import router_statistics
-from carpool.parallel.pipeline import SCHEDULES
+from carpool.parallel.schedules import SCHEDULES
 from carpool.train.run.pipeline import PipelineObjective
 from tests.ranks import Ranks
 from tests.train.pipeline_worker import Pairs, compare_pairs, measure, replay
@@ -52,7 +52,7 @@ def test_every_schedule_of_every_family(two_ranks: Ranks, family: str, schedule:
         ("olmoe", "1F1B", {"ep": 2}),
         ("olmoe", "DualPipeV", {"ep": 2, "dense": "replicate", "per_layer": True}),
         ("qwen3_moe", "ZBVZeroBubble", {"ep": 2, "packed": True}),
-        ("qwen3_moe", "Interleaved1F1B", {"ep": 1, "tie_word_embeddings": False}),
+        ("qwen3_moe", "Interleaved1F1B", {"ep": 1, "tie_word_embeddings": False, "paired": True}),
         ("deepseek_v3", "InterleavedZeroBubble", {"ep": 2, "aux": 0.0}),
         ("gpt_oss", "GPipe", {"ep": 2, "dense": "replicate", "padded": True}),
         ("olmoe", "1F1B", {"cp": 2, "ep": 2, "length": 8}),
@@ -83,19 +83,27 @@ LAYER_OF_PAIR = [
 ]
 
 
-def check_pairs(found: list[Pairs]) -> None:
-    """Of 4 micro-batches on 2 ranks with 2 layers in each stage."""
-    for one in found:
+def check_pairs(found: list[Pairs], pairs: tuple[int, int] = (3, 3)) -> None:
+    """Of 2 layers in each stage. `pairs`: how many a rank of the first stages has, and one of the last."""
+    for rank, one in enumerate(found):
         # Attention that is computed again is the backward's.
         assert one.equal and one.whole
-        assert [what for what in one.order if what != ("attention", 1)] == 3 * 2 * LAYER_OF_PAIR
+        assert [what for what in one.order if what != ("attention", 1)] == pairs[
+            2 * rank // len(found)
+        ] * 2 * LAYER_OF_PAIR
+
+
+# PyTorch's interleaved order of 4 micro-batches on 2 ranks; in some of its pairs both are in one stage.
+INTERLEAVED = (3, 5)
 
 
 def test_pairs_run_at_the_same_time(two_ranks: Ranks) -> None:
-    check_pairs(two_ranks(compare_pairs, "olmoe", 4))
+    check_pairs(two_ranks(compare_pairs, "olmoe", "DualPipeV", 4))
+    check_pairs(two_ranks(compare_pairs, "olmoe", "Interleaved1F1B", 4), INTERLEAVED)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "pairs"), [("DualPipeV", (3, 3)), ("Interleaved1F1B", INTERLEAVED)])
 @pytest.mark.parametrize(
     ("family", "how"),
     [
@@ -108,8 +116,10 @@ def test_pairs_run_at_the_same_time(two_ranks: Ranks) -> None:
         ("olmoe", {"ep": 2, "offload": True}),
     ],
 )
-def test_pairs_of_two_ranks(ranks: Ranks, family: str, how: dict[str, Any]) -> None:
-    check_pairs(ranks(compare_pairs, family, 4, **how))
+def test_pairs_of_two_ranks(
+    ranks: Ranks, family: str, how: dict[str, Any], schedule: str, pairs: tuple[int, int]
+) -> None:
+    check_pairs(ranks(compare_pairs, family, schedule, 4, **how), pairs)
 
 
 def test_recorded_stages(two_ranks: Ranks) -> None:

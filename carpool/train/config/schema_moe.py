@@ -173,7 +173,7 @@ class MoeSection(Section):
         description="What runs at the same time. none: one thing after the other. chunks: tokens ride in chunks, "
         "and experts compute on one chunk while another rides. two-batch: two micro-batches, or the "
         "halves of a step's only one, run half a layer apart: one's attention beside the other's ride; in a "
-        "pipeline (DualPipeV) the forward of one and the backward of another. tiles: "
+        "pipeline (DualPipeV, Interleaved1F1B) the forward of one and the backward of another. tiles: "
         "with nvlink, experts begin on rows that have arrived while others still ride. auto: none, "
         "chunks or tiles, whichever is fastest when timed before the first step; run.json records it "
         "and a resumed run keeps it. On a CPU auto means none.",

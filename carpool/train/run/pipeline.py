@@ -30,7 +30,8 @@ from carpool.hf.stages import Part, Stages, check_tied, cut_model, layer_number
 from carpool.memory import Arena
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.meshes import Meshes
-from carpool.parallel.pipeline import SCHEDULES, Pipeline, Tensors, Work, check_micro_batches, stages_of
+from carpool.parallel.pipeline import Pipeline, Tensors, Work
+from carpool.parallel.schedules import SCHEDULES, check_micro_batches, stages_of
 from carpool.parallel.sequence import gather_rows, num_rows
 from carpool.schedule.forward_backward import ForwardBesideBackward
 from carpool.schedule.split import SplitBackward
@@ -45,7 +46,7 @@ class PipelineObjective(Objective):
     Args:
         model: of which this rank keeps its stages' layers.
         parts: of all stages.
-        schedule: one of `carpool.parallel.pipeline.SCHEDULES`.
+        schedule: one of `carpool.parallel.schedules.SCHEDULES`.
         group: the ranks of this pipeline, in order.
         stage_group: the ranks that have the same stages as this one.
         routers: the layers that have a router with a balance loss, and the number of its experts.
@@ -223,7 +224,7 @@ class CutModel(NamedTuple):
     """How a run cuts its model into stages.
 
     Attributes:
-        schedule: one of `carpool.parallel.pipeline.SCHEDULES`.
+        schedule: one of `carpool.parallel.schedules.SCHEDULES`.
         parts: all stages.
         own: those of this rank.
         routers: the layers that have a router with a balance loss, with the number of its experts.

@@ -20,7 +20,7 @@ from carpool.hf.freeze import freeze_all_but_experts, freeze_experts
 from carpool.hf.head import output_layer, why_whole
 from carpool.hf.narrow import row_size
 from carpool.parallel.degrees import Degrees
-from carpool.parallel.pipeline import in_flight
+from carpool.parallel.schedules import in_flight
 from carpool.planner.held import scores_bytes
 from carpool.planner.model_shape import kept_if_compiled
 from carpool.train.config.schema import Config
@@ -147,8 +147,8 @@ class RankSizes:
         self.experts = _Parameters(math.ceil(self.experts.total / ranks), math.ceil(self.experts.trained / ranks))
         self.expert_bytes, self.moe_layers = self.expert_bytes // ranks, math.ceil(self.moe_layers / ranks)
         self.kept = replace(self.kept, layers=self.kept.layers[-math.ceil(len(self.kept.layers) / ranks) :])
-        training = self.config.training
-        self.in_flight = in_flight(self.config.parallelism.pp_schedule, ranks, training.gradient_accumulation_steps)
+        schedule, micro_batches = self.config.parallelism.pp_schedule, self.config.training.gradient_accumulation_steps
+        self.in_flight = in_flight(schedule, ranks, micro_batches, self.config.moe.schedule == "two-batch")
 
 
 class _Parameters(NamedTuple):

@@ -1,0 +1,110 @@
+"""What is known of each schedule of a pipeline's stages: facts for plans, refusals and the pipeline itself.
+
+The names, and the orders, are those of `torch.distributed.pipelining`. `carpool.parallel.pipeline` runs them, and
+`carpool.planner.pipelines` plays them on paper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
+
+Action = TypeVar("Action")
+
+
+class Kind(NamedTuple):
+    """A schedule.
+
+    Attributes:
+        stages: of each rank.
+        is_v: whether a rank's stages are r and 2P - 1 - r, not r and P + r.
+        splits: whether it asks for the gradients of weights by themselves.
+        has_pairs: whether a forward and a backward of two micro-batches can run at the same time.
+    """
+
+    stages: int = 1
+    is_v: bool = False
+    splits: bool = False
+    has_pairs: bool = False
+
+
+SCHEDULES = {
+    "GPipe": Kind(),
+    "1F1B": Kind(),
+    "Interleaved1F1B": Kind(2, has_pairs=True),
+    "InterleavedZeroBubble": Kind(2, splits=True),
+    "ZBVZeroBubble": Kind(2, is_v=True, splits=True),
+    "DualPipeV": Kind(2, is_v=True, splits=True, has_pairs=True),
+}
+PAIRED = tuple(name for name, kind in SCHEDULES.items() if kind.has_pairs)
+
+
+def rank_of(schedule: str, ranks: int, stage: int) -> int:
+    """Which rank has a stage. In loops: 0 1 2 0 1 2; as a V: 0 1 2 2 1 0."""
+    loop, place = divmod(stage, ranks)
+    return ranks - 1 - place if SCHEDULES[schedule].is_v and loop else place
+
+
+def stages_of(schedule: str, ranks: int) -> list[tuple[int, ...]]:
+    """The stages of each rank, in order.
+
+    Example: ZBVZeroBubble on 2 ranks has 4 stages: [(0, 3), (1, 2)]; Interleaved1F1B: [(0, 2), (1, 3)].
+    """
+    every = range(ranks * SCHEDULES[schedule].stages)
+    return [tuple(stage for stage in every if rank_of(schedule, ranks, stage) == rank) for rank in range(ranks)]
+
+
+def check_micro_batches(schedule: str, ranks: int, micro_batches: int) -> None:
+    """Raise ValueError, with the nearest number that can be, if a schedule cannot run so many micro-batches."""
+    least = {"GPipe": 1, "ZBVZeroBubble": 1, "DualPipeV": 2 * ranks}.get(schedule, ranks)
+    # PyTorch's interleaved orders go in rounds of equally many micro-batches.
+    rounds = max(1, micro_batches // ranks) if schedule.startswith("Interleaved") else 1
+    if micro_batches < least or micro_batches % rounds:
+        nearest = max(least, round(micro_batches / ranks) * ranks)
+        raise ValueError(
+            f"parallelism.pp_schedule = {schedule!r} on parallelism.pp_size = {ranks} ranks cannot run "
+            f"{micro_batches} micro-batches: set training.gradient_accumulation_steps = {nearest}"
+        )
+
+
+def in_flight(schedule: str, ranks: int, micro_batches: int, paired: bool = False) -> float:
+    """The most micro-batches whose forwards a rank has begun and whose backwards it has not done, all of its stages
+    counted.
+
+    Args:
+        paired: pairs run at the same time.
+
+    Example: 4 ranks, 8 micro-batches: GPipe 8, 1F1B 4, Interleaved1F1B 5.5, or 6 in pairs, a V 4.5.
+    """
+    if schedule == "GPipe":
+        return micro_batches
+    # Of two stages on a rank, each micro-batch keeps half.
+    if schedule == "1F1B":
+        most: float = ranks
+    elif schedule.startswith("Interleaved"):
+        # The forward of a pair has begun before its backward is done; that of DualPipeV's, too, where fewer are.
+        most = (3 * ranks - (not paired)) / 2
+    else:
+        most = ranks + 0.5
+    return min(micro_batches, most)
+
+
+def in_pairs(order: Sequence[Action], kind: Callable[[Action], str]) -> list[tuple[Action, ...]]:
+    """The order of a rank in Interleaved1F1B with pairs: a backward and the forward that follows it, (F, B), at once.
+
+    Neither waits for the other, because the forward is of a later micro-batch. PyTorch's order takes two micro-batches
+    more for each rank before it, so pairs of all ranks follow each other without a gap, as in Pangu Ultra MoE (arXiv
+    2505.04519, section 4) and Megatron-Core.
+
+    Args:
+        kind: of an action: "F" or "B".
+
+    Example: F0 F1 B0 F2 B1 B2 becomes F0 F1 (F2 B0) B1 B2.
+    """
+    found: list[tuple[Action, ...]] = []
+    for action in order:
+        if kind(action) == "F" and found and len(found[-1]) == 1 and kind(found[-1][0]) == "B":
+            found[-1] = action, *found[-1]
+        else:
+            found.append((action,))
+    return found
