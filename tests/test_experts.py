@@ -419,9 +419,9 @@ def test_the_fastest_ways_are_picked_and_dy_is_gathered_at_most_once() -> None:
 
 def test_what_is_measured_beside_adapters_computes_them() -> None:
     function = ExpertFunction(make_activation("silu", gated=True), transposed=True)
-    problem = _Problem(9, 16, 24, 3, 2, function, torch.device("cpu"), True, False, None, adapter_rank=5)
+    problem = _Problem(9, 16, 24, 3, 2, function, torch.device("cpu"), True, False, adapter_rank=5)
     weights, pairs = problem.weights, problem.pairs
-    calls = {stage: problem.calls(stage, ("library",))["library"] for stage in STAGES}
+    calls = {stage: problem.calls(stage)["library"] for stage in STAGES}
     a_PF, _ = calls["up"]()
     rows = problem.x.data[pairs.order_P // 2].float()
     slot_P = torch.searchsorted(pairs.offsets_S, torch.arange(18, dtype=torch.int32), right=True)

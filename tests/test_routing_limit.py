@@ -120,7 +120,7 @@ def test_as_defined(options: LimitOptions, layout: str) -> None:
     score_TE, share_TE = draw(137, experts)
     generator = torch.Generator().manual_seed(1)
     similarity_EE = router_similarity(torch.randn(experts, 16, generator=generator))
-    limit = RoutingLimit(on(where, options), where.num_ranks, 0, similarity_EE)
+    limit = RoutingLimit(on(where, options), where.num_ranks, similarity_EE)
     expert_TK, serving_TW = limit.choose(score_TE, share_TE, top_k, where)
     for token in range(137):
         chosen, ranks = define(options, where, score_TE[token].tolist(), share_TE[token].tolist(), top_k, similarity_EE)
@@ -139,7 +139,7 @@ def test_whatever_the_scores(options: LimitOptions) -> None:
             score_TE[0] = -torch.inf
             share_TE[1 % tokens] = 0.0
         similarity_EE = torch.zeros(layout.num_experts, layout.num_experts)
-        limit = RoutingLimit(on(layout, options), layout.num_ranks, 0, similarity_EE)
+        limit = RoutingLimit(on(layout, options), layout.num_ranks, similarity_EE)
         expert_TK, serving_TW = limit.choose(score_TE, share_TE, 5, layout)
         assert (expert_TK.sort(1).values.diff(dim=1) > 0).all()
         slot_TK = assign(Routing(expert_TK.int(), None, serving_TW), layout, 0)
@@ -161,32 +161,14 @@ def test_who_is_within_the_limit_keeps_its_choices() -> None:
     chosen_TK = score_TE.topk(3, dim=-1).indices
     home_E = torch.tensor([rank for rank, _ in layout.home_of])
     ranks_T = (home_E[chosen_TK].unsqueeze(-1) == torch.arange(4)).any(1).sum(1)
-    limit = RoutingLimit(LimitOptions(limit_ranks=2), 4, 0)
+    limit = RoutingLimit(LimitOptions(limit_ranks=2), 4)
     expert_TK, _ = limit.choose(score_TE, share_TE, 3, layout)
     same_T = (expert_TK == chosen_TK).all(1)
     assert same_T[ranks_T <= 2].all() and not same_T[ranks_T > 2].any()
     assert 0 < (ranks_T <= 2).sum() < 2000
 
 
-@pytest.mark.parametrize("cap", [0.0, 0.14, 0.3])
-@pytest.mark.parametrize("rank", [0, 3])
-def test_topology_cap(cap: float, rank: int) -> None:
-    layout, options = LAYOUTS["permuted"], LimitOptions(topology_cap=cap, topology=TWO_NODES)
-    score_TE, share_TE = draw(199, layout.num_experts)
-    expert_TK, _ = RoutingLimit(options, 4, rank).choose(score_TE, share_TE, 5, layout)
-    inside = {e for r in range(4) if r // 2 == rank // 2 for e in layout.homes[r]}
-    chosen = [best(row, 5, range(len(row))) for row in score_TE.tolist()]
-    leaving = [(score_TE[t, e].item(), t, e) for t, row in enumerate(chosen) for e in row if e not in inside]
-    assert len(leaving) > cap * 199 * 5, "the cap would not bind"
-    stays = {(t, e) for _, t, e in sorted(leaving, reverse=True)[: int(cap * 199 * 5)]}
-    for token, row in enumerate(chosen):
-        out = {e for e in row if (token, e) in stays}
-        expected = out | set(best(score_TE[token].tolist(), 5 - len(out), inside))
-        assert set(expert_TK[token].tolist()) == expected
-    assert (score_TE.gather(1, expert_TK).diff(dim=1) <= 0).all()
-
-
-def test_a_cap_serves_replicas_inside_the_node() -> None:
+def test_a_choice_that_no_serving_rank_holds_is_served_at_home() -> None:
     layout = ExpertLayout.contiguous(8, 4).with_replicas([(6, 0)])
     serving_TW = torch.tensor([[True, True, False, False]])
     slot_TK = assign(Routing(torch.tensor([[6, 7, -1, 2]], dtype=torch.int32), None, serving_TW), layout, 1)
@@ -205,7 +187,7 @@ def test_dropping_where_scores_are_unknown(options: LimitOptions) -> None:
     expert_TK[::3, 5:] = -1
     expert_TK[7] = -1
     weight_TK = torch.rand(200, 8, generator=generator, dtype=torch.float64, requires_grad=True)
-    limit = RoutingLimit(options, 4, 0)
+    limit = RoutingLimit(options, 4)
     kept_TK, scaled_TK, serving_TW = drop_outside(limit, expert_TK, weight_TK, layout)
     real_TK = expert_TK >= 0
     assert ((kept_TK == expert_TK) | (kept_TK == -1)).all() and (kept_TK < 0).any()
@@ -220,19 +202,6 @@ def test_dropping_where_scores_are_unknown(options: LimitOptions) -> None:
     assert torch.autograd.gradcheck(lambda w: drop_outside(limit, expert_TK[:9], w, layout)[1], weight_TK[:9])
 
 
-def test_dropping_beyond_a_cap() -> None:
-    layout, generator = LAYOUTS["permuted"], torch.Generator().manual_seed(0)
-    expert_TK = torch.rand(100, 37, generator=generator).argsort(1)[:, :4].int()
-    weight_TK = torch.rand(100, 4, generator=generator)
-    options = LimitOptions(topology_cap=0.1, topology=TWO_NODES)
-    kept_TK, scaled_TK, _ = drop_outside(RoutingLimit(options, 4, 0), expert_TK, weight_TK, layout)
-    inside_E = torch.tensor([rank < 2 for rank, _ in layout.home_of])
-    out_TK = ~inside_E[kept_TK.clamp(min=0).long()] & (kept_TK >= 0)
-    alone_T = (~inside_E[expert_TK.long()]).all(1)
-    assert out_TK[~alone_T].sum() <= 40 and (kept_TK >= 0).any(1).all()
-    torch.testing.assert_close(scaled_TK.sum(1), weight_TK.sum(1))
-
-
 def test_similarities() -> None:
     weight_EH = torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, -3.0]])
     expected = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
@@ -243,12 +212,12 @@ def test_similarities() -> None:
     assert similar_EE[0, 1] > 0.99 and similar_EE[0, 2] < 0.2
 
 
-@pytest.mark.parametrize("options", [*OPTIONS, LimitOptions(topology_cap=0.14, topology=TWO_NODES)], ids=name)
+@pytest.mark.parametrize("options", OPTIONS, ids=name)
 def test_nothing_is_read_from_the_device(options: LimitOptions) -> None:
     """The meta device has no values: whoever reads one fails."""
     layout = LAYOUTS["replicated"]
     score_TE = torch.empty(64, 48, device="meta")
-    limit = RoutingLimit(options, 4, 1, torch.empty(48, 48, device="meta"))
+    limit = RoutingLimit(options, 4, torch.empty(48, 48, device="meta"))
     expert_TK, serving_TW = limit.choose(score_TE, score_TE, 5, layout)
     assert assign(Routing(expert_TK.int(), None, serving_TW), layout, 1).shape == (64, 5)
     weight_TK = torch.empty(64, 5, device="meta")
@@ -261,28 +230,21 @@ def test_errors_say_what_to_do() -> None:
         (LimitOptions(limit_ranks=0), "limit_ranks=0 must be at least 1"),
         (LimitOptions(topology=Topology.even(6, 3)), "the topology of the limit has 6 ranks, but the expert-parallel"),
         (LimitOptions(limit_nodes=1, topology=Topology((0, 0, 0, 1), (0, 0, 0, 1))), "equally many consecutive ranks"),
-        (LimitOptions(topology_cap=1.5, topology=TWO_NODES), "topology_cap=1.5 is a share"),
-        (LimitOptions(topology_cap=0.1, limit_ranks=2, topology=TWO_NODES), "contradict each other"),
         (LimitOptions(limit_ranks=2, limit_by="similarity"), "needs a matrix of similarities"),
     ]:
         with pytest.raises(ValueError, match=message):
-            RoutingLimit(options, 4, 0)
+            RoutingLimit(options, 4)
     score_TE, share_TE = draw(3, 12)
     with pytest.raises(ValueError, match="limit_ranks: 1 rank may hold only 3 different experts, fewer than the 4"):
-        RoutingLimit(LimitOptions(limit_ranks=1), 4, 0).choose(score_TE, share_TE, 4, ExpertLayout.contiguous(12, 4))
+        RoutingLimit(LimitOptions(limit_ranks=1), 4).choose(score_TE, share_TE, 4, ExpertLayout.contiguous(12, 4))
 
 
 def test_what_it_says_of_itself() -> None:
     assert LimitOptions().lossy_reasons(4) == [] and not LimitOptions(limit_ranks=4).active(4)
-    assert not LimitOptions(topology_cap=0.14).active(4)
-    assert LimitOptions(topology_cap=0.14, topology=TWO_NODES).active(4)
     options = LimitOptions(limit_ranks=2, limit_nodes=1, topology=TWO_NODES)
     assert options.lossy_reasons(4) == [
         "each token's experts are limited to 1 node, by score",
         "each token's experts are limited to 2 ranks, by score",
-    ]
-    assert LimitOptions(topology_cap=0.14, topology=TWO_NODES).lossy_reasons(4) == [
-        "at most 14 % of the choices leave their node"
     ]
 
 
@@ -297,7 +259,6 @@ CASES = [
     (Case(top_k=4, layout="replicated", tokens="empty_ranks"), LimitOptions(limit_ranks=3)),
     (Case(top_k=3, layout="replicated_permuted", selection="groups"), LimitOptions(limit_ranks=3)),
     (Case(top_k=4, layout="permuted"), LimitOptions(limit_nodes=1, topology=TWO_NODES)),
-    (Case(top_k=4, transport="alltoall"), LimitOptions(topology_cap=0.14, topology=TWO_NODES)),
     (Case(top_k=2, tokens="no_tokens"), LimitOptions(limit_ranks=1)),
 ]  # fmt: skip
 
@@ -371,7 +332,7 @@ def test_four_ranks_as_one_process_with_the_same_choices(ranks: Ranks, number: i
             ranks_of = torch.tensor([r for r, _ in layout.home_of])[expert[rank].long()]
             assert ((ranks_of // 2) == (ranks_of // 2)[:, :1]).all()
         assert result["reasons"] == options.lossy_reasons(4)
-    if options.topology_cap is None and case.selection != "groups":
+    if case.selection != "groups":
         chosen = [[set(row) for row in e.tolist()] for e in expert]
         assert chosen == _define_all(case, options)
 

@@ -48,9 +48,7 @@ def measure_choices(
     *,
     bias: bool = False,
     use_arena: bool = True,
-    ways: tuple[str, ...] = WAYS,
     repeats: int = 7,
-    slot_RJ: torch.Tensor | None = None,
     adapter_rank: int = 0,
 ) -> Measured:
     """Time every way of every stage in bf16 on random rows and balanced random routing, and pick the fastest.
@@ -63,7 +61,6 @@ def measure_choices(
         bias: whether the experts have biases.
         use_arena: whether the pre-activation is kept in an arena, as transports that do not tell the host how much
             came want it.
-        slot_RJ: a routing of one's own.
         adapter_rank: of adapters on both matrices, whose shares are computed in the products. 0: there are none.
 
     Raises:
@@ -73,10 +70,8 @@ def measure_choices(
         raise ValueError(f"stages are chosen by measurement on a GPU, not on {device}; on a CPU there is one way")
     if not 0 < slots_per_row <= slots:
         raise ValueError(f"slots_per_row={slots_per_row} must be between 1 and slots={slots}")
-    problem = _Problem(
-        rows, hidden, inner, slots, slots_per_row, function, device, bias, use_arena, slot_RJ, adapter_rank
-    )
-    microseconds = {stage: _times(problem.calls(stage, ways), repeats) for stage in STAGES}
+    problem = _Problem(rows, hidden, inner, slots, slots_per_row, function, device, bias, use_arena, adapter_rank)
+    microseconds = {stage: _times(problem.calls(stage), repeats) for stage in STAGES}
     gather = _times({"": lambda: gather_rows(problem.dy, problem.pairs, torch.bfloat16)}, repeats)[""]
     return Measured(pick(microseconds, gather, adapter_rank > 0), microseconds, gather)
 
@@ -100,7 +95,7 @@ class _Problem:
 
     def __init__(
         self, rows: int, hidden: int, inner: int, slots: int, slots_per_row: int, function: ExpertFunction,
-        device: torch.device, bias: bool, use_arena: bool, slot_RJ: torch.Tensor | None, adapter_rank: int = 0,
+        device: torch.device, bias: bool, use_arena: bool, adapter_rank: int,
     ) -> None:  # fmt: skip
         generator = torch.Generator(device).manual_seed(0)
 
@@ -118,9 +113,8 @@ class _Problem:
             shapes = (rank, hidden), (width, rank), (rank, inner), (hidden, rank)
             factors = [draw(slots, *shape, scale=shape[1] ** -0.5) for shape in shapes]
         self.weights = ExpertWeights(up, down, *biases, *factors)
-        if slot_RJ is None:
-            scores = torch.rand(rows, slots, generator=generator, device=device)
-            slot_RJ = scores.topk(slots_per_row, 1).indices.int()
+        scores = torch.rand(rows, slots, generator=generator, device=device)
+        slot_RJ = scores.topk(slots_per_row, 1).indices.int()
         num_pairs = slot_RJ.numel()
         self.function, self.pairs = function, sort_pairs(slot_RJ, slots, num_pairs)
         self.x, self.dy = Rows.of(draw(rows, hidden)), Rows.of(draw(rows, hidden))
@@ -135,8 +129,8 @@ class _Problem:
             self.h = h
         self.a, self.dh = draw(num_pairs, inner), draw(num_pairs, width)
 
-    def calls(self, stage: str, ways: tuple[str, ...]) -> dict[str, Callable[[], Any]]:
-        return {way: self._call(stage, way) for way in ways}
+    def calls(self, stage: str) -> dict[str, Callable[[], Any]]:
+        return {way: self._call(stage, way) for way in WAYS}
 
     def _call(self, stage: str, way: str) -> Callable[[], Any]:
         stages = Stages(self.function, self.weights, self.pairs, Choices.all(way))

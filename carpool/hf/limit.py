@@ -67,7 +67,7 @@ def limit_routing(
             own_similarity = (similarity or {}).get(name)
             if options.limit_by == "similarity" and own_similarity is None:
                 own_similarity = router_similarity(_rows(router, own.num_experts, name))
-            limits[name] = router, LayerLimit(own, RoutingLimit(options, ranks, own.rank, own_similarity))
+            limits[name] = router, LayerLimit(own, RoutingLimit(options, ranks, own_similarity))
     for name, own in layers.items():
         if own.router_limit is not None:
             own.router_limit.remove()

@@ -194,7 +194,7 @@ class LayerCore:
                 "ranks per token cannot be limited"
             )
         if options.active(self.num_ranks):
-            self.limit = RoutingLimit(options, self.num_ranks, self.rank, similarity_EE)
+            self.limit = RoutingLimit(options, self.num_ranks, similarity_EE)
         return options.lossy_reasons(self.num_ranks)
 
     def set_drops(self, options: DropOptions | None) -> None:

@@ -3,11 +3,11 @@
 Moving an expert's home sends its parameters, their float32 master copies and both Adam moments, once. Adopting a
 replica costs nothing: replicas are filled in every step, and the modelled step times contain that.
 
-    saved    = (seconds per step now - then) * min(steps left, window)    loads drift: no layout is good for ever
+    saved    = (seconds per step now - then) * min(steps left, WINDOW)    loads drift: no layout is good for ever
     cost     = bytes of the fullest link / its bandwidth
-    adopt if saved > hysteresis * cost, and a step gets faster by at least `least_gain`
+    adopt if saved > hysteresis * cost, and a step gets faster by at least hysteresis * LEAST_GAIN
 
-Without hysteresis and a least gain, two layouts of nearly equal worth would take turns.
+Without hysteresis two layouts of nearly equal worth would take turns.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
 from carpool.planner.cost import CostModel
 
+WINDOW = 500  # steps
+LEAST_GAIN = 0.005  # of a step
 STATE_BYTES = 12  # of a parameter beside its own: float32 master, two float32 Adam moments
 
 
@@ -75,9 +77,7 @@ def decide(
     new_seconds: float,
     *,
     steps_left: int,
-    window: int = 500,
     hysteresis: float = 2.0,
-    least_gain: float = 0.01,
     topology: Topology | None = None,
     cost: CostModel | None = None,
 ) -> Decision:
@@ -86,9 +86,9 @@ def decide(
     Args:
         before, after: layout of each layer, by name; the same layers.
         now_seconds, new_seconds: modelled time per step of all these layers (`Objective.seconds`, summed), under each.
-        steps_left: of the training; window: of those, how many the new layout is trusted for.
-        hysteresis: by how many times the saving must exceed the cost.
-        least_gain: share of `now_seconds` by which a step must get faster.
+        steps_left: of the training.
+        hysteresis: by how many times the saving must exceed the cost; and how many times `LEAST_GAIN` of
+            `now_seconds` a step must get faster. 0: any gain will do.
         topology, cost: links; None: one node of H200s.
 
     Raises:
@@ -102,7 +102,7 @@ def decide(
     ranks = next((layout.num_ranks for layout in before.values()), 1)
     links = topology or Topology.even(ranks)
     cost_seconds = sum(cost.transfer_seconds(sent, links) for sent, _ in moves)
-    steps = max(0, min(steps_left, window))
+    steps, least_gain = max(0, min(steps_left, WINDOW)), hysteresis * LEAST_GAIN
     gain = now_seconds - new_seconds
     saved = gain * steps
     share = gain / now_seconds if now_seconds > 0 else 0.0

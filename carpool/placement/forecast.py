@@ -12,7 +12,7 @@ over a history, always on the past only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
 import numpy as np
@@ -70,9 +70,7 @@ def predict(name: str, history_NE: Array) -> Array:
     return PREDICTORS[name](history_NE)
 
 
-def compare(
-    history_NE: Array, num_ranks: int, *, names: Sequence[str] = tuple(PREDICTORS), warmup: int = 8, every: int = 1
-) -> list[dict[str, float | str]]:
+def compare(history_NE: Array, num_ranks: int, *, warmup: int = 8, every: int = 1) -> list[dict[str, float | str]]:
     """Each predictor on each step after `warmup`, given the steps before it.
 
     Returns:
@@ -86,7 +84,7 @@ def compare(
     num_experts = loads_NE.shape[1]
     room_W = np.full(num_ranks, -(-num_experts // num_ranks))
     records: list[dict[str, float | str]] = []
-    for name in (*names, "oracle"):
+    for name in (*PREDICTORS, "oracle"):
         rows = []
         for step in range(warmup, len(loads_NE), every):
             real_E = loads_NE[step]

@@ -67,7 +67,7 @@ class Work:
         return min(low, 1 - self.residual), max(high, 1 + self.residual)
 
 
-def fit_work(points: Sequence[tuple[float, float, float]], source: Source = "measured") -> Work:
+def fit_work(points: Sequence[tuple[float, float, float]]) -> Work:
     """The best sum of terms, none of them negative, through (flops, bytes, seconds).
 
     A point weighs as the inverse of its time, so the residual is one of shares.
@@ -87,7 +87,7 @@ def fit_work(points: Sequence[tuple[float, float, float]], source: Source = "mea
     assert best is not None, "every kernel takes time"
     residual, of = best
     rates = [1 / of[term] if term in of else None for term in (1, 2)]
-    return Work(rates[0], rates[1], of.get(0, 0.0), residual, source)
+    return Work(rates[0], rates[1], of.get(0, 0.0), residual, "measured")
 
 
 def read_work(settings: Mapping[str, Any] | None) -> dict[str, Work]:

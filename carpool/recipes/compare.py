@@ -39,7 +39,7 @@ __all__ = ["Axis", "Outcome", "chosen", "compare", "print_table", "refusal", "wa
 
 Axis = Literal["placement", "transport", "routing"]
 IN_ORDER, RECORDED = "experts in order", "as recorded"
-_LIMITS = ("limit_ranks", "limit_nodes", "limit_by", "topology_cap")
+_LIMITS = ("limit_ranks", "limit_nodes", "limit_by")
 # Settings that change what a router chooses, so that a recording of another router says nothing about them.
 _ROUTERS = ("model.num_experts_per_tok", "moe.capacity_factor", "moe.random_second")
 

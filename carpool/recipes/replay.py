@@ -128,9 +128,8 @@ class _Replay:
         then = min(times)
         found = layouts[1 + times.index(then)]
         decision = decide(
-            {"layer": self.layout}, {"layer": found}, now, then,
-            steps_left=left * (section.every or 1), window=section.horizon,
-            hysteresis=section.hysteresis, least_gain=section.least_gain, topology=self.topology, cost=self.cost,
+            {"layer": self.layout}, {"layer": found}, now, then, steps_left=left * (section.every or 1),
+            hysteresis=section.hysteresis, topology=self.topology, cost=self.cost,
         )  # fmt: skip
         return found if decision.adopt else self.layout
 
@@ -151,7 +150,7 @@ class _Replay:
         source_T = part.source_T(self.ranks)
         for rank in range(self.ranks):
             mine = torch.from_numpy(np.flatnonzero(source_T == rank))
-            limit = RoutingLimit(self.limit, self.ranks, rank, similarity_EE)
+            limit = RoutingLimit(self.limit, self.ranks, similarity_EE)
             chosen, _ = limit.choose(score_TE[mine], score_TE[mine], part.top_k, self.layout)
             chosen_TK[mine.numpy()] = chosen.numpy()
         return replace(part, expert_TK=chosen_TK)

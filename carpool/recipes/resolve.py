@@ -68,7 +68,7 @@ def _copies(config: Config) -> bool:
 
 def _limits(config: Config) -> bool:
     moe = config.moe
-    return not (moe.limit_ranks is moe.limit_nodes is moe.topology_cap is None)
+    return not (moe.limit_ranks is moe.limit_nodes is None)
 
 
 # When a setting, or every setting of a section, does something. What is not here always does.

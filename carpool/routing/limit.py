@@ -10,8 +10,6 @@ pruning", arXiv 2505.13345) or for training from the start (DeepSeek-V3's node-l
       limit_by = "similarity"    the same ranks; a choice that is not there is replaced by the expert there that is
                                  most similar to it
       limit_by = "groups"        DeepSeek's: the ranks whose two best experts have the largest sum, then K among them
-    topology_cap = 0.14          FasterMoE's: of all choices of this rank's tokens at most this share leaves the node,
-                                 the best ones; the others are replaced by the token's best experts inside the node
 
 Worked example, K = 3, experts 0 1 2 on rank 0, 3 4 5 on rank 1, limit_ranks = 1:
 
@@ -66,13 +64,11 @@ class RoutingLimit:
         ValueError: limits that do not fit, or no similarity where it is needed.
     """
 
-    def __init__(
-        self, options: LimitOptions, num_ranks: int, rank: int, similarity_EE: torch.Tensor | None = None
-    ) -> None:
+    def __init__(self, options: LimitOptions, num_ranks: int, similarity_EE: torch.Tensor | None = None) -> None:
         options.check(num_ranks)
         if options.limit_by == "similarity" and similarity_EE is None:
             raise ValueError('limit_by="similarity" needs a matrix of similarities between experts')
-        self.options, self.num_ranks, self.rank, self.similarity_EE = options, num_ranks, rank, similarity_EE
+        self.options, self.num_ranks, self.similarity_EE = options, num_ranks, similarity_EE
         self.ranks_per_node = num_ranks // options.num_nodes
         self._tables: tuple[ExpertLayout, torch.device, Tables] | None = None
         self._fits: tuple[ExpertLayout, int] | None = None
@@ -93,8 +89,6 @@ class RoutingLimit:
         self._check_fits(layout, top_k)
         score_TE, share_TE = score_TE.detach(), share_TE.detach()
         chosen_TK = score_TE.topk(top_k, dim=-1).indices
-        if self.options.topology_cap is not None:
-            return self._capped(score_TE, chosen_TK, layout)
         present_WE = self._of(layout, score_TE.device).present_WE
         kept_TW = torch.ones(len(chosen_TK), self.num_ranks, dtype=torch.bool, device=chosen_TK.device)
         for size, count in self._stages():
@@ -161,28 +155,6 @@ class RoutingLimit:
             taken_TE.scatter_(1, expert_TK[:, k : k + 1], True)
         return expert_TK
 
-    def _capped(
-        self, score_TE: torch.Tensor, chosen_TK: torch.Tensor, layout: ExpertLayout
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The best choices that leave the node stay, up to the cap; inside the node tokens choose anew."""
-        cap = self.options.topology_cap
-        assert cap is not None
-        ranks = self.ranks_per_node
-        own = slice(self.rank // ranks * ranks, self.rank // ranks * ranks + ranks)
-        inside_E = self._of(layout, score_TE.device).present_WE[own].any(0)
-        leaves_TK = ~inside_E[chosen_TK]
-        score_TK = score_TE.gather(1, chosen_TK).masked_fill(~leaves_TK, -math.inf)
-        order = score_TK.flatten().sort(descending=True, stable=True).indices
-        place = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel(), device=order.device))
-        stays_TK = leaves_TK & (place.view_as(chosen_TK) < math.floor(cap * chosen_TK.numel()))
-        wanted_TE = score_TE.clamp(min=torch.finfo(score_TE.dtype).min).masked_fill(~inside_E, -math.inf)
-        top = torch.full_like(score_TK, math.inf)
-        wanted_TE = wanted_TE.scatter(1, chosen_TK, torch.where(stays_TK, top, wanted_TE.gather(1, chosen_TK)))
-        serving_W = torch.zeros(self.num_ranks, dtype=torch.bool, device=score_TE.device)
-        serving_W[own] = True
-        expert_TK = _by_score(score_TE, wanted_TE.topk(chosen_TK.shape[1], dim=-1).indices)
-        return expert_TK, serving_W.expand(chosen_TK.shape[0], -1)
-
     def _of(self, layout: ExpertLayout, device: torch.device) -> Tables:
         if self._tables is None or self._tables[0] is not layout or self._tables[1] != device:
             expert_WS = layout.expert_WS.long()
@@ -199,8 +171,7 @@ class RoutingLimit:
         options, ranks = self.options, self.ranks_per_node
         held = [sum(e >= 0 for e in rank) for rank in layout.slots]
         nodes = [sum(held[first : first + ranks]) for first in range(0, self.num_ranks, ranks)]
-        limits = [("topology_cap", nodes, 1, "node")] if options.topology_cap is not None else []
-        limits += [("limit_nodes", nodes, options.limit_nodes, "node")] if options.limit_nodes else []
+        limits = [("limit_nodes", nodes, options.limit_nodes, "node")] if options.limit_nodes else []
         limits += [("limit_ranks", held, options.limit_ranks, "rank")] if options.limit_ranks else []
         for name, sizes, limit, what in limits:
             # Replicas may be of the same expert, but not on one rank.
@@ -220,24 +191,13 @@ def drop_outside(
     """For routers whose scores are not known: choices outside the kept ranks are dropped (-1), and the weights of the
     others scaled so that the token's sum stays. A token keeps at least the choices of the rank that weighs most.
 
-    Under `topology_cap` there is no score to choose others by: choices beyond the cap are dropped, but never all.
-
     Returns: expert_TK, weight_TK (differentiable), serving_TW."""
     with torch.no_grad():
-        if limit.options.topology_cap is not None:
-            score_TE = weight_TK.new_full((expert_TK.shape[0], layout.num_experts + 1), -math.inf)
-            index_TK = torch.where(expert_TK < 0, layout.num_experts, expert_TK).long()
-            score_TE = score_TE.scatter(1, index_TK, weight_TK.detach())[:, :-1]
-            within_TK, serving_TW = limit._capped(score_TE, expert_TK.clamp(min=0).long(), layout)
-            kept_TK = (expert_TK.unsqueeze(-1) == within_TK.unsqueeze(1)).any(-1) & (expert_TK >= 0)
-            first_TK = torch.zeros_like(kept_TK).scatter_(1, weight_TK.argmax(1, keepdim=True), True)
-            kept_TK |= first_TK & ~kept_TK.any(1, keepdim=True) & (expert_TK >= 0)
-        else:
-            serving_TW = torch.ones(len(expert_TK), limit.num_ranks, dtype=torch.bool, device=expert_TK.device)
-            for size, count in limit._stages():
-                serving_TW = limit._narrowed(serving_TW, size, count, None, weight_TK, expert_TK.long(), layout)
-            present_TKW = limit._of(layout, expert_TK.device).present_WE.t()[expert_TK.clamp(min=0).long()]
-            kept_TK = (present_TKW & serving_TW.unsqueeze(1)).any(-1) & (expert_TK >= 0)
+        serving_TW = torch.ones(len(expert_TK), limit.num_ranks, dtype=torch.bool, device=expert_TK.device)
+        for size, count in limit._stages():
+            serving_TW = limit._narrowed(serving_TW, size, count, None, weight_TK, expert_TK.long(), layout)
+        present_TKW = limit._of(layout, expert_TK.device).present_WE.t()[expert_TK.clamp(min=0).long()]
+        kept_TK = (present_TKW & serving_TW.unsqueeze(1)).any(-1) & (expert_TK >= 0)
     left_TK = weight_TK.masked_fill(~kept_TK, 0.0)
     total_T1 = weight_TK.masked_fill(expert_TK < 0, 0.0).sum(1, keepdim=True)
     left_T1 = left_TK.sum(1, keepdim=True)

@@ -21,7 +21,6 @@ class LimitOptions:
     limit_ranks: int | None = None
     limit_nodes: int | None = None
     limit_by: LimitBy = "score"
-    topology_cap: float | None = None
     topology: Topology | None = None
 
     @property
@@ -37,23 +36,16 @@ class LimitOptions:
                 f"the topology of the limit has {self.topology.num_ranks} ranks, but the expert-parallel group "
                 f"{num_ranks}: give the topology of the group (`Topology.of`)"
             )
-        if self.topology is not None and (self.limit_nodes is not None or self.topology_cap is not None):
+        if self.topology is not None and self.limit_nodes is not None:
             self.topology.even_nodes()
         for name, limit in (("limit_ranks", self.limit_ranks), ("limit_nodes", self.limit_nodes)):
             if limit is not None and limit < 1:
                 raise ValueError(f"{name}={limit} must be at least 1, or None for no limit")
-        if self.topology_cap is not None:
-            if not 0 <= self.topology_cap <= 1:
-                raise ValueError(f"topology_cap={self.topology_cap} is a share of the choices: between 0 and 1")
-            if self.limit_ranks or self.limit_nodes:
-                raise ValueError("topology_cap and limit_ranks or limit_nodes contradict each other; give one of them")
 
     def active(self, num_ranks: int) -> bool:
         """Whether this changes any routing on `num_ranks` ranks: a limit of all ranks is none."""
-        return (
-            (self.limit_ranks is not None and self.limit_ranks < num_ranks)
-            or (self.limit_nodes is not None and self.limit_nodes < self.num_nodes)
-            or (self.topology_cap is not None and self.topology_cap < 1 and self.num_nodes > 1)
+        return (self.limit_ranks is not None and self.limit_ranks < num_ranks) or (
+            self.limit_nodes is not None and self.limit_nodes < self.num_nodes
         )
 
     def lossy_reasons(self, num_ranks: int) -> list[str]:
@@ -67,8 +59,6 @@ class LimitOptions:
             reasons.append(
                 f"each token's experts are limited to {counted(self.limit_ranks, 'rank')}, by {self.limit_by}"
             )
-        if self.topology_cap is not None and self.topology_cap < 1 and self.num_nodes > 1:
-            reasons.append(f"at most {100 * self.topology_cap:g} % of the choices leave their node")
         return reasons
 
 

@@ -16,7 +16,7 @@ SETTINGS = [
     "training.full_determinism=true", f"training.max_steps={STEPS}", f"training.save_steps={STOP}",
     "moe.schedule=auto", "training.eval_steps=none", "training.eval_on_start=false", "training.sample_prompt=none",
     "training.save_pretrained=false", "parallelism.num_ranks=2", "placement.every=5", "placement.lag=2",
-    "placement.hysteresis=0", "placement.least_gain=0", "placement.solver=search",
+    "placement.hysteresis=0", "placement.solver=search",
 ]  # fmt: skip
 
 

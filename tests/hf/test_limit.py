@@ -59,7 +59,7 @@ def _reference(folder: str, path: str, options: LimitOptions) -> Any:
         assert router is not None
         own = SimpleNamespace(num_experts=experts.num_experts, layout=ExpertLayout.contiguous(experts.num_experts, 4))
         similarity = router_similarity(router.weight) if options.limit_by == "similarity" else None
-        layer = LayerLimit(cast(ExpertRides, own), RoutingLimit(options, 4, 0, similarity))
+        layer = LayerLimit(cast(ExpertRides, own), RoutingLimit(options, 4, similarity))
         layer.install(router)
         experts.register_forward_pre_hook(_Drop(layer))
     return model
@@ -75,7 +75,7 @@ def test_every_router_is_answered(folder: str) -> None:
         experts = cast(Any, model.get_submodule(name))
         layout = ExpertLayout.contiguous(experts.num_experts, 4)
         own = SimpleNamespace(num_experts=experts.num_experts, layout=layout)
-        limits[name] = LayerLimit(cast(ExpertRides, own), RoutingLimit(ONE, 4, 0))
+        limits[name] = LayerLimit(cast(ExpertRides, own), RoutingLimit(ONE, 4))
         limits[name].install(find_router(model, name))
         experts.register_forward_pre_hook(
             lambda _, args, kwargs, name=name: seen.__setitem__(name, (*args, *kwargs.values())[1]), with_kwargs=True
@@ -173,26 +173,6 @@ def test_as_one_process_with_the_same_limit(
         assert all(copies <= limit for copies in result["copies"])
     assert any(copies > limit for result in results for copies in result["before"]) or options.limit_nodes
     assert first["again"] == pytest.approx(float(first["free"]), rel=1e-6)
-
-
-def _cap(path: str) -> list[float]:
-    from tests.hf.test_behaviours import _model, _own, _save
-
-    _save("olmoe", path)
-    model = _model("olmoe", path)
-    limit_routing(model, LimitOptions(topology_cap=0.14, topology=Topology.even(4, 2)))
-    model(**_own(model)).loss.backward()
-    shares = []
-    for ride in carpool.hf.rides(model).values():
-        assert ride.routing is not None
-        rank_TK = ride.routing.expert_TK // 2
-        shares.append(float((rank_TK // 2 != ride.rank // 2).float().mean()))
-    return shares
-
-
-def test_a_capped_share_leaves_the_node(ranks: Ranks, tmp_path: Path) -> None:
-    shares = [share for result in ranks(_cap, str(tmp_path)) for share in result]
-    assert all(share <= 0.14 for share in shares) and max(shares) > 0
 
 
 def test_errors_come_before_anything_changes() -> None:

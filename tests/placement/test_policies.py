@@ -185,10 +185,10 @@ def test_moves_only_if_it_pays() -> None:
     assert ask(1.0, 0.9) == (True, ask(1.0, 0.9)[1])  # 10 s saved, 1.5 s paid
     assert ask(1.0, 0.9)[1].startswith("move: moving 2 experts (0.0 MB, 1500.00 ms) saves 100 ms per step (10.0%)")
     assert ask(1.0, 0.9, steps_left=20)[0] is False and "not 2 times its cost" in ask(1.0, 0.9, steps_left=20)[1]
-    assert ask(1.0, 0.9, window=20)[0] is False
     assert ask(1.0, 0.9, steps_left=20, hysteresis=1.0)[0] is True
     assert ask(1.0, 1.1)[0] is False and "slower" in ask(1.0, 1.1)[1]
-    assert ask(1.0, 0.995, steps_left=10**6, window=10**6)[0] is False
+    assert ask(1.0, 0.995, steps_left=500)[0] is False and ask(1.0, 0.995, steps_left=500, hysteresis=0.9)[0] is True
+    assert ask(1.0, 0.9, steps_left=10**6)[1].endswith("in 500 steps, more than 2 times its cost")
     assert ask(1.0, 0.9, steps_left=0)[0] is False
 
 

@@ -43,16 +43,14 @@ def test_limits_of_the_configuration() -> None:
     options = config.moe.limits(Topology.even(4, 2))
     assert (options.limit_nodes, options.num_nodes, options.limit_by) == (1, 2, "groups")
     assert not MoeSection().limits(Topology.even(4)).active(4)
-    with pytest.raises(ValueError, match=r"moe.topology_cap and moe.limit_ranks"):
-        load_config(None, ["moe.topology_cap=0.14", "moe.limit_ranks=2"])
 
 
 def test_limits_by_node_need_even_nodes() -> None:
-    uneven, cap = Topology((0, 0, 0, 1), (0, 0, 0, 1), "GROUP_RANK"), load_config(None, ["moe.topology_cap=0.14"]).moe
+    uneven, by_node = Topology((0, 0, 0, 1), (0, 0, 0, 1), "GROUP_RANK"), MoeSection(limit_nodes=1)
     MoeSection(limit_ranks=1).limits(uneven).check(4)  # nobody asks for nodes
     with pytest.raises(ValueError, match=r"by GROUP_RANK its nodes hold ranks 0, 1, 2; ranks 3: start equally many"):
-        cap.limits(uneven).check(4)
-    assert cap.limits(Topology.even(4, 2)).num_nodes == 2
+        by_node.limits(uneven).check(4)
+    assert by_node.limits(Topology.even(4, 2)).num_nodes == 2
 
 
 def test_ranks_per_node_reach_the_limit(ranks: Ranks, text: list[str], tmp_path: Path) -> None:  # noqa: F811

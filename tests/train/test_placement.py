@@ -48,8 +48,7 @@ MODEL = [
 PLACED = [
     "placement.every=3",
     "placement.lag=2",
-    "placement.hysteresis=1",
-    "placement.least_gain=0",
+    "placement.hysteresis=0",
     "placement.background=false",
 ]
 

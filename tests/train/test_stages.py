@@ -269,9 +269,9 @@ def test_recorded_and_used_again(two_ranks: Ranks, text: list[str], tmp_path: Pa
 def timed(*sizes: Any, bias: bool, use_arena: bool, adapter_rank: int) -> Measured:
     """In place of times, which a CPU has none of. All else is real: the problem that would be timed is computed."""
     assert not bias and not use_arena and not adapter_rank
-    problem = _Problem(*sizes, bias, use_arena, None)
+    problem = _Problem(*sizes, bias, use_arena, 0)
     for stage in STAGES:
-        problem.calls(stage, ("library",))["library"]()
+        problem.calls(stage)["library"]()
     assert problem.weights.up_SFH.shape == (2, 48, 32) and problem.x.data.shape == (192, 32)
     return times_of(dist.get_rank())
 

@@ -239,13 +239,6 @@ class MoeSection(Section):
         "rows of the router as the run starts. groups: as DeepSeek, the ranks whose best two experts "
         "have the largest sum.",
     )
-    topology_cap: float | None = Field(
-        default=None,
-        ge=0,
-        le=1,
-        description="LOSSY. At most this share of the choices may leave its node: the best ones. The others are "
-        "replaced by the best experts inside the node. FasterMoE takes 0.14. none: no cap.",
-    )
     capacity_factor: float | None = Field(
         default=None,
         gt=0,
@@ -302,16 +295,11 @@ class MoeSection(Section):
             limit_ranks=self.limit_ranks,
             limit_nodes=self.limit_nodes,
             limit_by=self.limit_by,
-            topology_cap=self.topology_cap,
             topology=topology,
         )
 
     @model_validator(mode="after")
     def _have_options(self) -> Self:
-        if self.topology_cap is not None and (self.limit_ranks or self.limit_nodes):
-            raise ValueError(
-                "moe.topology_cap and moe.limit_ranks or moe.limit_nodes contradict each other: give one of them"
-            )
         if self.first_choices_first and self.capacity_factor is None:
             raise ValueError("moe.first_choices_first is of moe.capacity_factor, and that is none: set it")
         for key, of in (("chunks", ("chunks", "tiles")), ("backward_chunks", ("chunks",))):

@@ -65,17 +65,11 @@ class PlacementSection(Section):
         gt=1,
         description="The most that any rank may have to compute, as a multiple of the mean over ranks.",
     )
-    horizon: int = Field(
-        default=500, gt=0, description="For how many of the steps that are left a layout is trusted to stay good."
-    )
     hysteresis: float = Field(
         default=2.0,
         ge=0,
-        description="A move must save this many times what it costs, over the horizon, by the cost model. Raise "
-        "it if experts move to and fro.",
-    )
-    least_gain: float = Field(
-        default=0.01, ge=0, lt=1, description="A move must save at least this share of a layer's modelled time."
+        description="By the cost model, a move must save this many times what it costs in the next 500 steps, and this "
+        "many times half a percent of a layer's time. Raise it if experts move to and fro. 0: any gain will do.",
     )
     tokens: int = Field(
         default=16384,

@@ -159,9 +159,6 @@ class TrainingSection(Section):
         description="Where metrics go beside metrics.jsonl: tensorboard, wandb, or others that transformers "
         "knows; one or a list. none: nowhere else.",
     )
-    compare_repetitions: int = Field(
-        default=5, gt=0, description="With --compare: how often each transport's step is timed, in turns."
-    )
     peak_flops: float | None = Field(
         default=None,
         gt=0,

@@ -153,9 +153,7 @@ def solve(question: Question) -> dict[str, Any]:
             facts.micro_batches * now.seconds,
             facts.micro_batches * then.seconds,
             steps_left=question.remaining,
-            window=section.horizon,
             hysteresis=section.hysteresis,
-            least_gain=section.least_gain,
             topology=facts.topology,
             cost=facts.cost,
         )

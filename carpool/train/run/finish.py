@@ -166,7 +166,6 @@ def _compare(run: RunState) -> dict[str, Any] | None:
         {name: transport_options(run.config, run.degrees, name) for name in (ours, run.compare_with)},
         lambda: run.objective.backward(batches, run.data.train.targets),
         run.metrics,
-        run.config.training.compare_repetitions,
         run.device,
     )
     for name, values in result.items():

@@ -18,13 +18,14 @@ from carpool.hf.metrics import RideMetrics
 from carpool.observe.clock import timed
 from carpool.transport import TransportOptions
 
+REPETITIONS = 5
+
 
 def compare(
     model: nn.Module,
     ways: Mapping[str, TransportOptions],
     step: Callable[[], Any],
     metrics: RideMetrics,
-    repetitions: int,
     device: torch.device,
 ) -> dict[str, dict[str, Any]]:
     """Time `step` (a forward and backward) under two transports with their options. All ranks call it together.
@@ -34,7 +35,7 @@ def compare(
     """
     result: dict[str, dict[str, Any]] = {name: {"step_ms": [], "bytes_remote": 0} for name in ways}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        for repetition in range(-1, repetitions):
+        for repetition in range(-1, REPETITIONS):
             # Whoever goes first in one round goes second in the next.
             for name in ways if repetition % 2 else reversed(tuple(ways)):
                 with transport(model, name, ways[name]):
