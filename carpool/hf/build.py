@@ -17,7 +17,6 @@ import logging
 import math
 import os
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,7 +33,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from carpool.experts.quantised import Kind
 from carpool.hf.config_keys import check_keys, suggestion
 from carpool.hf.conversions import unshardable
-from carpool.hf.dense import without_fsdp
+from carpool.hf.dense import sharded_as
 from carpool.hf.expert_parallel import rides
 from carpool.hf.initial_weights import fill, set_tensor
 from carpool.hf.meshes import sharded_over
@@ -103,7 +102,7 @@ def build_model(
     seed: int,
     attn_implementation: str | None = None,
     experts_implementation: str | None = None,
-    dense: str = "fsdp",
+    dense: str | None = None,
     device: torch.device | None = None,
     read_experts: bool = True,
     base_dtype: Kind | None = None,
@@ -125,8 +124,9 @@ def build_model(
         dtype: of the parameters, but for those that the model itself insists on keeping in float32.
         seed: of the random weights; they are the same for any number of ranks.
         attn_implementation, experts_implementation: as in Transformers; None takes its default.
-        dense: "fsdp", or "replicate", which leaves FSDP's hooks away; `carpool.hf.dense.replicate_dense` then comes
-            before the first forward.
+        dense: "fsdp", after which `carpool.hf.dense.keep_experts` comes before the first backward; or "replicate",
+            which leaves FSDP's hooks away, and `carpool.hf.dense.replicate_dense` comes before the first forward. None:
+            FSDP shards all, as Transformers has it.
         device: of a model on one process; None: its accelerator.
         read_experts: of a folder. False, on one process: parameters of experts have no memory (device "meta").
         base_dtype: experts of a folder are kept in "nf4" or "int8", to be frozen (`carpool.hf.quantised_base`). With
@@ -171,9 +171,9 @@ def build_model(
     if base_dtype is not None:
         for name in experts_modules(blueprint, distributed_config):
             check_can_be_quantised(name, blueprint.get_submodule(name), base_dtype)
-    if dense == "fsdp":
+    if dense != "replicate":
         _check_tied(blueprint, distributed_config)
-    with without_fsdp() if dense == "replicate" else nullcontext(), sharded_over(meshes), kept_parts(parts):
+    with sharded_as(dense), sharded_over(meshes), kept_parts(parts):
         if path is not None and sliced is None:
             _check_shardable(path, blueprint, distributed_config)
             if read_experts:

@@ -5,9 +5,9 @@
 
 Layers of one kind share their graphs: one for training, one for evaluation, one more when sizes change. But what hangs
 hooks on the inside of a layer may cut its graph there: transformers, once it was asked for router logits (the trainer
-does not ask: carpool/hf/router_logits.py), and FSDP on experts that it shards by themselves. What is then left of a
-ride's own preparation (a few operations on choices) is compiled for each layer anew, from the ninth on not at all, and
-PyTorch's log says so: `recompile_limit`. Rides themselves are the same everywhere.
+does not ask: carpool/hf/router_logits.py), and FSDP on experts that it shards by themselves (carpool/hf/dense.py). What
+is then left of a ride's own preparation (a few operations on choices) is compiled for each layer anew, from the ninth
+on not at all, and PyTorch's log says so: `recompile_limit`. Rides themselves are the same everywhere.
 
 A layer that is computed again (`carpool.hf.recompute`) is compiled inside of PyTorch's checkpoint, and runs
 twice. Layers of Transformers call their checkpoint themselves, and a compiler that meets one compiles nothing.
@@ -83,7 +83,7 @@ def _compiled(layer: nn.Module, backend: str) -> Callable[..., Any]:
 
 
 def shards_inside(layer: nn.Module) -> bool:
-    """Whether FSDP shards a part of a layer by itself, as it does with experts of expert-parallel ranks. Its hooks cut
+    """Whether FSDP shards a part of a layer by itself, as it does with experts that several ranks hold. Its hooks cut
     the graphs of a forward and of its recomputation at different places, which PyTorch's checkpoint refuses: such a
     layer is computed again eagerly."""
     return any(isinstance(module, FSDPModule) for module in layer.modules() if module is not layer)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from carpool.experts import Experts, ExpertWeights
 from carpool.experts.on_host import FewOnHost
@@ -40,7 +41,7 @@ def keep_experts_in_host_memory(
         ValueError: FSDP shards or casts them, which moves them by itself; or with `few` experts that are not grouped,
             or rows that come in parts.
     """
-    layers = required_rides(model)
+    layers, kept, by_fsdp = required_rides(model), replicated(model), fsdp.modules_of(model)
     for name, own in layers.items():
         if base_of(own.experts):
             raise ValueError(f"{name}: experts that are quantised (adapter.base_dtype) stay on their device")
@@ -55,13 +56,13 @@ def keep_experts_in_host_memory(
                 f"{name}: the CPU computes experts once all rows have come, and the rows of moe.schedule = 'tiles' "
                 "come in parts: choose another schedule, or memory.few_tokens=0"
             )
-        if fsdp.groups_of(own.experts):
+        sharded = kept is None and any(isinstance(parameter, DTensor) for parameter in own.experts.parameters())
+        if sharded or id(own.experts) in by_fsdp:
             raise ValueError(
                 f"{name}: FSDP shards or casts these experts, so they cannot come from host memory "
                 'or disk (memory.experts): keep the parameters in the dtype that computes (model.dtype = "bfloat16"), '
                 'use as many expert-parallel ranks as there are, and parallelism.dense = "replicate"'
             )
-    kept = replicated(model)
     shards = {} if kept is None else {storage_key(shard): shard for shard in kept.expert_shards}
     modules = [own.experts for own in layers.values()]
     away = HostExperts(model, modules, shards, device, predictor, few=few, **options)

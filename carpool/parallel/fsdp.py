@@ -62,6 +62,14 @@ def reduce_in_float32(model: nn.Module) -> None:
         group.mp_policy = dataclasses.replace(group.mp_policy, reduce_dtype=torch.float32)
 
 
+def sum_gradients(model: nn.Module) -> None:
+    """From now on, gradients of what FSDP shards are summed over ranks, and not averaged."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
 def end_backward(model: nn.Module) -> None:
     """As at the end of a backward: reduce the gradients that are there, and let the computation wait for them."""
     for state in states(model):
@@ -88,6 +96,11 @@ def is_alone(group: Any) -> bool:
 def parameters_of(group: Any) -> list[tuple[nn.Module, str]]:
     """The parameters that a group has sharded: module and name there."""
     return [(one._module_info.module, one._module_info.param_name) for one in group.fsdp_params]
+
+
+def modules_of(model: nn.Module) -> set[int]:
+    """The ids of all modules whose own parameters FSDP has."""
+    return {id(module) for state in states(model) for group in groups(state) for module, _ in parameters_of(group)}
 
 
 def root_modules(state: Any) -> tuple[nn.Module, ...]:

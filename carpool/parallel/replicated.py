@@ -26,7 +26,8 @@ Cost. Parameters P, stored in s bytes, computed with in c, reduced in r:
     here               P * (c + r) + P * (s + r) / W         P * (c + r) * (W - 1) / W
 
 Gradients are *summed* over ranks, not averaged: whoever makes the loss divides it by the number of ranks. So experts
-that no other rank has need no pass over their gradients; the optimizer takes them as the backward leaves them.
+that no other rank has need no pass over their gradients; the optimizer takes them as the backward leaves them. This is
+all that is left to do where FSDP has all dense parameters (`carpool.hf.dense.keep_experts`).
 
 Micro-batches are added in the dtype of the reduction. A bucket is added when all of its gradients are there, by few
 kernels, and buckets are reduced in one order, the same on all ranks. Nothing here waits for the host.
@@ -90,17 +91,17 @@ class _Pass:
 
 
 class Replicated:
-    """Takes over a model's dense parameters. All ranks construct and call it alike.
+    """Takes over those of a model's sharded parameters that FSDP does not have. All ranks construct and call it alike.
 
     Args:
-        model: its dense parameters are DTensors, `Shard(0)` on a mesh of the axes `DENSE_AXES`, without hooks of FSDP;
-            experts may have these, or be DTensors on another mesh, of which modules then get this rank's part.
-            Afterwards modules have plain parameters. What is frozen is frozen before.
+        model: its dense parameters are DTensors, `Shard(0)` on a mesh of the axes `DENSE_AXES`; experts are DTensors on
+            another mesh, of which modules then get this rank's part. Either may have hooks of FSDP instead. Afterwards
+            modules have plain parameters. What is frozen is frozen before.
         computed: the dtype of whole parameters; None: as they are stored. Gradients are added in float32 then.
         bucket_bytes: gradients that are reduced together.
 
     Raises:
-        ValueError: the model has no dense parameters that are sharded.
+        ValueError: the model is not sharded.
     """
 
     def __init__(self, model: nn.Module, computed: torch.dtype | None = None, bucket_bytes: int = BUCKET_BYTES) -> None:
@@ -114,7 +115,7 @@ class Replicated:
             else:
                 whole = nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)
                 self._experts.append(Place(owners, whole, parameter))
-        if not kinds:
+        if not kinds and not fsdp.states(model):
             raise ValueError("no dense parameter of this model is sharded, so there is nothing to keep whole")
         self.buffers = [
             FlatBuffers(parameters, computed or dtype, torch.float32 if computed else dtype, bucket_bytes)
@@ -292,7 +293,7 @@ class Replicated:
 
 
 def replicated(model: nn.Module) -> Replicated | None:
-    """What keeps the dense parameters of a model whole; None: nothing does."""
+    """What has taken over parameters of a model; None: nothing has."""
     found: Replicated | None = getattr(model, _ATTRIBUTE, None)
     return found
 

@@ -92,8 +92,9 @@ class Candidate:
 
     @property
     def copies_experts(self) -> bool:
-        """Whether FSDP has a group of one rank for a layer's experts, and copies (`held.alone_bytes`)."""
-        degrees, asked = self.degrees, self.dense == "fsdp" or self.stored != 2
+        """Whether FSDP has a group of one rank for a layer's experts, and copies (`held.alone_bytes`): it casts them,
+        or there are copies of the model."""
+        degrees, asked = self.degrees, self.stored != 2 or self.degrees.dp_replicate > 1
         return asked and degrees.efsdp == 1 and degrees.expert_ranks > 1 and degrees.dp_cp > 1
 
     @property

@@ -11,9 +11,12 @@ import carpool.hf
 from carpool.hf.balance import balance_loss
 from carpool.hf.build import build_model, make_config
 from carpool.hf.compiled import compile_layers, decoder_layers, eagerly, shards_inside
+from carpool.hf.dense import keep_experts
 from carpool.hf.recompute import recompute_layers
 from carpool.hf.router_logits import RouterLogits
+from carpool.parallel.clip import grad_norm
 from carpool.parallel.degrees import Degrees
+from carpool.parallel.replicated import replicated, sharded_parameters
 from carpool.train.run.model import distributed_config
 from tests.ranks import Ranks
 
@@ -102,27 +105,44 @@ def compiled_in_the_first_step(layers: int) -> tuple[int, int]:
     return counters["stats"]["unique_graphs"] - before[0], counters["frames"]["ok"] - before[1]
 
 
-def recomputed_under_fsdp() -> tuple[bool, float, float]:
-    """Whether experts are sharded by themselves, and the norm of all gradients, kept and computed again."""
+def recomputed_under_fsdp(dense: str | None) -> tuple[bool, int, float, float]:
+    """Whether FSDP shards experts by themselves, how many graphs layers have, and the norm of all gradients, kept and
+    computed again."""
     sizes = {**SIZES, "num_experts": 4, "num_experts_per_tok": 2}
     mesh = distributed_config(Degrees(fsdp=2, ep=2), bf16=False)
-    model = build_model(make_config("olmoe", sizes), distributed_config=mesh, dtype=torch.float32, seed=0)
+    config = make_config("olmoe", sizes)
+    model = build_model(config, distributed_config=mesh, dtype=torch.float32, seed=0, dense=dense)
     carpool.hf.install(model)
+    keep_experts(model)
+    with sharded_parameters(model):
+        parameters = list(model.parameters())
     tokens, norms = torch.arange(24).reshape(2, 12) % 64, []
+    torch._dynamo.reset()
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     for again in (False, True):
         if again:
             recompute_layers(model, False)
-            compile_layers(model, "eager")
+            compile_layers(model, "aot_eager")
         for _ in range(2):
             model.zero_grad()
+            if (kept := replicated(model)) is not None:
+                kept.begin()
             model.train()(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
-        norms.append(float(sum(p.grad.to_local().square().sum() for p in model.parameters())))
-    return shards_inside(model.model.layers[0]), norms[0], norms[1]
+            if kept is not None:
+                kept.finish()
+        norms.append(float(grad_norm(parameters)))
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
+    return shards_inside(model.model.layers[0]), graphs, norms[0], norms[1]
 
 
 def test_layers_with_experts_that_fsdp_shards_are_computed_again_eagerly(two_ranks: Ranks) -> None:
-    for inside, kept, again in two_ranks(recomputed_under_fsdp):
-        assert inside and again == pytest.approx(kept, rel=1e-6)
+    for inside, graphs, kept, again in two_ranks(recomputed_under_fsdp, None):
+        assert inside and graphs == 0 and again == pytest.approx(kept, rel=1e-6)
+
+
+def test_layers_whose_experts_fsdp_does_not_have_are_compiled(two_ranks: Ranks) -> None:
+    for inside, graphs, kept, again in two_ranks(recomputed_under_fsdp, "fsdp"):
+        assert not inside and graphs == 1 and again == pytest.approx(kept, rel=1e-6)
 
 
 @pytest.mark.slow

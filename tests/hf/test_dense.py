@@ -15,7 +15,7 @@ from transformers.distributed import DistributedConfig
 
 import carpool.hf  # noqa: F401  registers the layers
 from carpool.hf.build import build_model, make_config
-from carpool.hf.dense import replicate_dense
+from carpool.hf.dense import keep_experts, replicate_dense
 from carpool.parallel.clip import clip_grad_norm
 from carpool.parallel.replicated import sharded_parameters
 from tests.full_tensor import full_tensor
@@ -37,10 +37,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "olmoe": {"intermediate_size": 16},
     "qwen3_moe": {"moe_intermediate_size": 16, "tie_word_embeddings": True},
 }
+BY_FSDP = ("fsdp", "transformers")
 
 
 def _steps(kind: str, dense: str, sizes: dict[str, int], dtype: str, bfloat16: bool) -> dict[str, torch.Tensor]:
-    """Two steps of two micro-batches; dense: or "alone", one process on the batch of all."""
+    """Two steps of two micro-batches; dense: or "alone", one process on the batch of all; "transformers", its FSDP."""
     reuse_meshes()
     alone = dense == "alone"
     config = DistributedConfig(**sizes, ep_implementation="carpool", fsdp_mixed_precision=bfloat16)
@@ -49,9 +50,15 @@ def _steps(kind: str, dense: str, sizes: dict[str, int], dtype: str, bfloat16: b
         distributed_config=None if alone else config,
         dtype=getattr(torch, dtype),
         seed=0,
-        dense=dense,
+        dense=dense if dense in ("fsdp", "replicate") else None,
     )
-    kept = replicate_dense(model, bfloat16, bucket_bytes=20_000) if dense == "replicate" else None
+    kept = None
+    if dense == "replicate":
+        kept = replicate_dense(model, bfloat16, bucket_bytes=20_000)
+    elif dense == "fsdp":
+        kept = keep_experts(model)
+        apart = sizes["fsdp_size"] == sizes["ep_size"] > 1 and len(sizes) == 2 and (dtype == "bfloat16") == bfloat16
+        assert (kept is not None) == apart
     world, rank = math.prod(sizes.get(name, 1) for name in ("fsdp_size", "dp_replicate_size")), 0
     if not alone:
         rank = dist.get_rank()
@@ -109,8 +116,8 @@ def test_every_step_is_fsdps_and_one_processes(
     ranks: Ranks, two_ranks: Ranks, kind: str, sizes: dict[str, int]
 ) -> None:
     pool = two_ranks if len(sizes) == 2 and sizes["fsdp_size"] == 2 else ranks
-    ours, by_fsdp = (pool(_steps, kind, dense, sizes, "float32", False)[0] for dense in ("replicate", "fsdp"))
-    for theirs in (by_fsdp, _steps(kind, "alone", sizes, "float32", False)):
+    ours, *others = (pool(_steps, kind, dense, sizes, "float32", False)[0] for dense in ("replicate", *BY_FSDP))
+    for theirs in (*others, _steps(kind, "alone", sizes, "float32", False)):
         errors = _errors(ours, theirs)
         assert max(errors.values()) < 1e-5, errors
 
@@ -119,10 +126,11 @@ def test_every_step_is_fsdps_and_one_processes(
 def test_bfloat16_steps_are_fsdps(two_ranks: Ranks, dtype: str) -> None:
     """Stored in float32, experts are FSDP's, which casts them; stored in bfloat16, nothing is."""
     sizes = {"fsdp_size": 2, "ep_size": 2}
-    ours, theirs = (two_ranks(_steps, "olmoe", dense, sizes, dtype, True)[0] for dense in ("replicate", "fsdp"))
-    errors = _errors(ours, theirs)
-    # A rounding may send a token to another expert, which then shows in the gradients of both.
-    assert max(errors.values()) < 0.1, errors
+    ours, *others = (two_ranks(_steps, "olmoe", dense, sizes, dtype, True)[0] for dense in ("replicate", *BY_FSDP))
+    for theirs in others:
+        errors = _errors(ours, theirs)
+        # A rounding may send a token to another expert, which then shows in the gradients of both.
+        assert max(errors.values()) < 0.1, errors
 
 
 def _saved(folder: str) -> dict[str, torch.Tensor]:

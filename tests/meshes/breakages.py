@@ -20,7 +20,7 @@ import carpool
 from carpool.hf import balance
 from carpool.hf import tensor_parallel as heads
 from carpool.layout import assigning
-from carpool.parallel import clip, flat, sequence, slots
+from carpool.parallel import clip, flat, fsdp, sequence, slots
 from carpool.parallel.degrees import Degrees
 from carpool.train.run.step import Objective
 from tests.meshes.cases import Case
@@ -50,6 +50,13 @@ def fsdp_adds() -> Iterator[None]:
         return (None, None, dist.ReduceOp.SUM, dist.ReduceOp.SUM) if found[0] is found[1] is None else found
 
     with mock.patch.object(_fsdp_collectives, "_get_gradient_divide_factors", wrong):
+        yield
+
+
+@contextmanager
+def fsdp_averages() -> Iterator[None]:
+    """FSDP averages gradients of a loss whose gradients are to be added, as those of experts that it has not are."""
+    with mock.patch.object(fsdp, "sum_gradients", lambda model: None):
         yield
 
 
@@ -239,7 +246,8 @@ FSDP, TP, HSDP = Degrees(fsdp=2, ep=2), Degrees(tp=2, ep=2), Degrees(dp_replicat
 BREAKAGES: dict[str, Broken] = {
     broken.mistake.__name__: broken
     for broken in (
-        Broken(fsdp_adds, Case(FSDP), "q_proj"),
+        Broken(fsdp_adds, Case(Degrees(fsdp=2), transport="local"), "q_proj"),
+        Broken(fsdp_averages, Case(FSDP), "q_proj", "experts"),
         Broken(experts_averaged_over_copies, Case(Degrees(fsdp=4, ep=2)), "experts", "q_proj"),
         Broken(copies_not_added, Case(HSDP), "q_proj"),
         Broken(whole_parameters_averaged, Case(FSDP, dense="replicate"), "q_proj"),

@@ -99,9 +99,9 @@ def test_fsdp_copies_what_no_other_rank_has(two_ranks: Ranks) -> None:
 
 def test_experts_that_fsdp_copies_need_more_memory(tmp_path: Any) -> None:
     shape = ModelShape.read(read_keys({"from": "mixtral-8x7b", "num_hidden_layers": 2}))
-    alone, whole = (
-        memory_of(shape, Candidate(Degrees(1, 2, 1, 2), 4096, 1, dense=dense, moments="bfloat16", graphs=False))
-        for dense in ("fsdp", "replicate")
+    alone, without = (
+        memory_of(shape, Candidate(degrees, 4096, 1, dense="fsdp", moments="bfloat16"))
+        for degrees in (Degrees(dp_replicate=2, fsdp=2, ep=2), Degrees(fsdp=2, ep=2))
     )
     layer = shape.num_experts * shape.expert_parameters / 2
-    assert alone.tensors - whole.tensors > 1.5 * 2 * layer
+    assert alone.tensors - without.tensors > 1.5 * 2 * layer

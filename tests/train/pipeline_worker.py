@@ -13,7 +13,7 @@ from transformers.distributed import DistributedConfig
 from carpool.hf import install, rides
 from carpool.hf.build import build_model
 from carpool.hf.context import ContextParallel
-from carpool.hf.dense import replicate_dense
+from carpool.hf.dense import keep_experts, replicate_dense
 from carpool.hf.offload import offload_layers
 from carpool.hf.recompute import recompute_layers
 from carpool.hf.router_logits import find_routers
@@ -220,6 +220,8 @@ def objective_of(
     settings["rides_first"] = RidesFirst(model, rides(model)) if priority else None
     if dense == "replicate" and degrees.dp_cp > 1:
         replicate_dense(model, False)
+    else:
+        keep_experts(model)
     group = meshes.group("pp")
     assert group is not None
     if degrees.cp > 1:

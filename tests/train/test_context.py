@@ -16,7 +16,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from carpool.hf.build import build_model
 from carpool.hf.compiled import compile_layers
 from carpool.hf.context import ContextParallel
-from carpool.hf.dense import replicate_dense
+from carpool.hf.dense import keep_experts, replicate_dense
 from carpool.hf.packed import packed, packed_settings, unpacked
 from carpool.hf.recompute import recompute_layers
 from carpool.hf.router_logits import RouterLogits
@@ -103,7 +103,7 @@ def _step(
         meshes=meshes,
         sequence_parallel=divided,
     )
-    kept = replicate_dense(model, bfloat16=False) if dense == "replicate" else None
+    kept = replicate_dense(model, bfloat16=False) if dense == "replicate" else keep_experts(model)
     group = meshes.group("cp")
     assert group is not None
     if how == "recomputed":

@@ -33,6 +33,7 @@ MODEL = [
     "training.max_grad_norm=0",
     "training.optimizer_moments=int8",
 ]
+FSDP = ["parallelism.dense=fsdp"]
 BOTH = ["training.optimizer_state=host", "training.gradients=consumed"]
 
 
@@ -67,8 +68,7 @@ def test_streaming_and_consuming_change_nothing(
 ) -> None:
     folders = []
     away = [f"training.optimizer_state={where}", "training.gradients=consumed", f"memory.disk_folder={tmp_path}"]
-    # FSDP moves experts by itself.
-    away += [f"memory.experts={where}", "memory.expert_loading=popular"] if dense == "replicate" else []
+    away += [f"memory.experts={where}", "memory.expert_loading=popular"]
     for name, overrides in {"kept": [], "consumed": away}.items():
         folder = tmp_path / name
         settings = [*MODEL, *text, f"parallelism.dense={dense}", *overrides]
@@ -197,7 +197,7 @@ def test_ways_to_load_that_mean_nothing(overrides: list[str], message: str) -> N
     ("overrides", "message"),
     [
         ([], "they are trained, and their gradients would be on the device all together"),
-        (["training.gradients=consumed", "parallelism.dense=fsdp"], "FSDP shards or casts these experts"),
+        (["training.gradients=consumed", *FSDP, "parallelism.ep_size=1"], "FSDP shards or casts these experts"),
         (["training.gradients=consumed", "training.bf16=true", "model.dtype=float32"], "stored in torch.float32"),
     ],
 )

@@ -82,7 +82,7 @@ def check_base(config: Config, degrees: Degrees, dense: str, bf16: bool) -> None
             f"each expert is on one rank then; set parallelism.ep_size={degrees.world_size}, and no copies of the model"
         )
     elif dense != "replicate":
-        why = 'FSDP shards experts, too; set parallelism.dense="replicate"'
+        why = 'they are beside whole dense parameters; set parallelism.dense="replicate"'
     elif bf16 and config.model.dtype != "bfloat16":
         why = 'FSDP casts experts that are stored in another dtype; set model.dtype="bfloat16"'
     if why is not None:

@@ -23,7 +23,7 @@ from carpool.hf.bias import BiasBalance, find_biases
 from carpool.hf.build import build_model
 from carpool.hf.compiled import compile_layers
 from carpool.hf.context import ContextParallel
-from carpool.hf.dense import replicate_dense
+from carpool.hf.dense import keep_experts, replicate_dense
 from carpool.hf.drops import drop_choices, route_in_float32
 from carpool.hf.expert_parallel import ExpertRides
 from carpool.hf.freeze import freeze_dense, freeze_experts
@@ -173,6 +173,8 @@ class Assembled(Prepared):
             self.adapted = add_adapter(self.model, config.adapter, training.seed, self.dense.answer == "replicate")
         if self.dense.answer == "replicate":
             replicate_dense(self.model, self.bf16)
+        elif not self.adapted:
+            keep_experts(self.model)
 
     def _set_routing(self, saved: dict[str, Any]) -> None:
         """Where experts live, and which of a token's choices count."""

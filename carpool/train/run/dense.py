@@ -75,7 +75,7 @@ def decide_dense(config: Config, degrees: Degrees, predict: Callable[[str], int]
     if reason is not None:
         return "fsdp", reason
     if config.adapter.base_dtype is not None:
-        return "replicate", "FSDP cannot shard experts that are quantised"
+        return "replicate", "experts that are quantised are beside whole dense parameters"
     needed = predict("replicate")
     sizes = f"about {needed / 2**30:.1f} of {memory / 2**30:.1f} GiB of a rank would be used"
     if needed > ROOM * memory:

@@ -122,7 +122,7 @@ class MemoryEstimate(RankSizes):
         if training.optimizer_state != "device":
             state = TILES * TILE_BYTES
         rides = self._rides(transport)
-        copied, waiting, at_once = self._alone(dense == "fsdp")
+        copied, waiting, at_once = self._alone()
         layer = max(rides.products, self.scores) + rides.experts + copied + reducing
         kept, last_kept = self._kept(rides)
         logits, after_loss = self._logits()
@@ -209,12 +209,12 @@ class MemoryEstimate(RankSizes):
             reducing += one * (self.computed + self.reduced) if self.dense.trained else 0
         return gathered, reducing
 
-    def _alone(self, sharded: bool) -> tuple[float, float, float]:
+    def _alone(self) -> tuple[float, float, float]:
         """As `alone_bytes`; nothing where FSDP shards the experts, or has nothing to do with them."""
         degrees, layer = self.degrees, math.ceil(self.experts.total / self.degrees.expert_ranks / self.moe_layers)
         if degrees.efsdp > 1 or degrees.expert_ranks == 1 or degrees.dp_cp == 1:
             return 0.0, 0.0, 0.0
-        if not sharded and self.computed == self.stored:
+        if degrees.dp_replicate == 1 and self.computed == self.stored:
             return 0.0, 0.0, 0.0
         copied, waiting, at_once = alone_bytes(layer, self.computed, self.reduced)
         return copied, *((waiting, at_once) if self.experts.trained else (0.0, 0.0))

@@ -98,7 +98,7 @@ class Objective:
         self.balance_layers = balance_layers
         self.two_batch = TwoBatch(model) if two_batch else None
         self.rides_first, self.context, self.moving = rides_first, context, moving
-        # Gradients of whole dense parameters are summed over ranks, those that FSDP shards are averaged.
+        # With it, gradients are summed over ranks; without it, FSDP averages them.
         self.kept = replicated(model)
         self.share = 1.0 if self.kept is None else 1 / dp_size
         # Computes steps without the host, once there is something to capture.
