@@ -156,9 +156,9 @@ def test_layers_that_do_not_repeat_are_all_counted() -> None:
 
 def test_experts_that_fsdp_copies_take_time() -> None:
     """Read and written before each pass, and gradients three times in float32: 36 bytes of a parameter."""
-    model, other = shape("mixtral-8x7b", 1), replace(TWO, fsdp=4)
+    model, copied = shape("mixtral-8x7b", 1), replace(TWO, dp_replicate=2)
     here, there = (
-        Lengths(model, H200, Candidate(degrees, 4096, 1, dense="fsdp", graphs=False), 8) for degrees in (TWO, other)
+        Lengths(model, H200, Candidate(degrees, 4096, 1, dense="fsdp", graphs=False), 8) for degrees in (copied, TWO)
     )
     copies = [
         one
