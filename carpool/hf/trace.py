@@ -19,7 +19,8 @@ Choices are taken where they enter the experts module, so models without Carpool
 a limit on the routing (carpool/hf/limit.py) is in what is recorded. What activation checkpointing computes again is
 not recorded again, and an evaluation only if that was asked for.
 
-Of ranks that hold the same tokens (tensor parallelism) the first one's sample counts. `carpool.record` is the simpler
+Of ranks that hold the same tokens (tensor parallelism) the first one's sample counts; ranks that divide them (sequence
+parallelism) each sample their own. `carpool.record` is the simpler
 way where the layers are Carpool's: it records all tokens of a forward, and no token ids.
 """
 
@@ -32,6 +33,7 @@ import torch
 from torch import nn
 
 from carpool.hf.build import experts_modules
+from carpool.hf.sequence_parallel import sequence_shard
 from carpool.layer.recorder import Mark, Recorder
 from carpool.observe.recompute import in_recompute
 
@@ -72,8 +74,10 @@ class TraceRecorder(Recorder):
         if not names:
             raise ValueError(f"{type(model).__name__} has no experts whose choices could be recorded")
         experts = [model.get_submodule(name) for name in names]
-        manager = getattr(model, "_mesh_manager", None)
-        copy, copies = (0, 1) if manager is None else _place(manager.get_mesh("tp"))
+        manager, self._shard = getattr(model, "_mesh_manager", None), sequence_shard(model)
+        copy, copies = 0, 1
+        if manager is not None and self._shard is None:
+            copy, copies = _place(manager.get_mesh("tp"))
         super().__init__(
             names,
             max(_num_experts(module, model) for module in experts),
@@ -101,23 +105,32 @@ class TraceRecorder(Recorder):
     @torch._disable_dynamo
     @torch.no_grad()
     def _before_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._now = []
+        self._forward.stretches = []
         if not (module.training or self.evaluation) or in_recompute():
             return
         ids = kwargs.get("input_ids", args[0] if args else None)
         shaped = ids if ids is not None else kwargs.get("inputs_embeds")
         if shaped is None:
             return
-        sequences, tokens = shaped.shape[:2]
-        self._begin(sequences, tokens)
         mask = kwargs.get("attention_mask")
         padding = mask.reshape(-1) == 0 if isinstance(mask, torch.Tensor) and mask.shape == shaped.shape[:2] else None
         flat = None if ids is None else ids.reshape(-1)
-        for start, length, first in self._now:
+        if self._shard is not None:
+            flat, padding = (None if one is None else self._shard.own(one) for one in (flat, padding))
+        self._begin(*self._arranged(*shaped.shape[:2]))
+        for start, length, first in self._forward.stretches:
             here_C = self._token_ring(shaped.device)[first : first + length]
             here_C.copy_(flat[start : start + length]) if flat is not None else here_C.zero_()
             if padding is not None:
                 here_C.masked_fill_(padding[start : start + length], -1)
+
+    def _arranged(self, sequences: int, tokens: int) -> tuple[int, int]:
+        """Sequences, and tokens of each, that this rank's layers see of a batch: all of it, or, where tensor-parallel
+        ranks divide tokens, its rows. Rows that are no whole sequences count as one."""
+        if self._shard is None:
+            return sequences, tokens
+        own = self._shard.own(torch.empty(sequences * tokens, device="meta")).shape[0]
+        return (1, own) if own % tokens else (own // tokens, tokens)
 
     @torch._disable_dynamo
     @torch.no_grad()

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -62,6 +63,14 @@ def record(
     return Recording(module, capacity_tokens, every=every, stretch=stretch, weights=weights, layers=layers)
 
 
+class _Inputs(threading.local):
+    """Of a thread's forward: the shapes of its inputs, and whether a layer has been reached."""
+
+    def __init__(self) -> None:
+        self.shapes: list[tuple[int, int]] = []
+        self.begun = False
+
+
 class Recording(Recorder):
     """What `record` returns: hooks on a module and its MoE layers."""
 
@@ -98,8 +107,7 @@ class Recording(Recorder):
             weights=weights,
             name=type(module).__name__,
         )
-        self._begun = False
-        self._shapes: list[tuple[int, int]] = []
+        self._inputs = _Inputs()
         self._handles = [module.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True)]
         for number, name in enumerate(names):
             hook = _AfterLayer(self, number, found[name][1])
@@ -109,8 +117,8 @@ class Recording(Recorder):
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A forward of the whole module begins; how its tokens are arranged, its inputs tell."""
         if not in_recompute():
-            self._begun, self._now = False, []
-            self._shapes = [
+            self._forward.stretches, self._inputs.begun = [], False
+            self._inputs.shapes = [
                 (one.shape[0], one.shape[1]) for one in _tensors((*args, *kwargs.values())) if one.dim() >= 2
             ]
 
@@ -120,8 +128,8 @@ class Recording(Recorder):
         if core.routing is None or in_recompute():
             return
         expert_TK, weight_TK = core.routing.expert_TK, core.routing.weight_TK
-        if not self._begun:
-            self._begun = True
+        if not self._inputs.begun:
+            self._inputs.begun = True
             self._begin(*self._arranged(expert_TK.shape[0], next(iter(_tensors(inputs)), None)))
         self._keep(number, expert_TK.long(), weight_TK)
 
@@ -129,7 +137,7 @@ class Recording(Recorder):
         """Sequences, and tokens of each: as the layer's input has them, or else an input of the whole module."""
         if x is not None and x.dim() > 2 and math.prod(x.shape[:-1]) == tokens:
             return math.prod(x.shape[:-2]), x.shape[-2]
-        return next((shape for shape in self._shapes if math.prod(shape) == tokens), (1, tokens))
+        return next((shape for shape in self._inputs.shapes if math.prod(shape) == tokens), (1, tokens))
 
 
 class _AfterLayer:

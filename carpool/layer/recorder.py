@@ -12,6 +12,7 @@ second: sequence i comes from rank i % W, as `Trace.source_T` says, if all ranks
 from __future__ import annotations
 
 import datetime
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -43,6 +44,20 @@ class _Stretch(NamedTuple):
     start: int
     length: int
     first: int
+
+
+class _Forward(threading.local):
+    """What a thread knows of the forward that it is in: two halves of a micro-batch are in a model at the same time,
+    each in a thread of its own (`carpool.schedule.two_batch`).
+
+    Attributes:
+        stretches: that are recorded.
+        tokens: of the batch.
+    """
+
+    def __init__(self) -> None:
+        self.stretches: list[_Stretch] = []
+        self.tokens = 0
 
 
 class Recorder:
@@ -94,8 +109,7 @@ class Recorder:
         # How many tokens each place of the ring holds. All places are of the same size.
         self._lengths = [0] * places
         self._forwards = self._recorded = 0
-        self._now: list[_Stretch] = []
-        self._tokens = 0
+        self._forward = _Forward()
         self._expert_LCK: torch.Tensor | None = None
         self._weight_LCK: torch.Tensor | None = None
         self._token_C: torch.Tensor | None = None
@@ -174,7 +188,7 @@ class Recorder:
         """Record no further forwards. What was recorded stays, for `trace`."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._now = [], []
+        self._handles, self._forward = [], _Forward()
 
     def close(self) -> None:
         """`stop`, and give the memory back."""
@@ -193,7 +207,7 @@ class Recorder:
     def _begin(self, sequences: int, tokens: int) -> None:
         """A forward of a batch of so many sequences of so many tokens begins: which stretches are recorded. A rank
         without tokens takes a place all the same, so that all ranks' places are of the same forwards."""
-        self._now, self._tokens = [], sequences * tokens
+        self._forward.stretches, self._forward.tokens = [], sequences * tokens
         self._forwards += 1
         if (self._forwards - 1) % self.every:
             return
@@ -212,21 +226,21 @@ class Recorder:
             self._lengths[place] = length
             self._recorded += 1
             if length:
-                self._now.append(_Stretch(first, length, place * self.stretch))
+                self._forward.stretches.append(_Stretch(first, length, place * self.stretch))
 
     def _keep(self, number: int, expert_TK: torch.Tensor, weight_TK: torch.Tensor | None) -> None:
         """Layer `number` has chosen: logical ids, anything outside 0..E-1 for none; without weights, best first."""
-        if not self._now:
+        if not self._forward.stretches:
             return
-        if expert_TK.shape[0] != self._tokens:
+        if expert_TK.shape[0] != (tokens := self._forward.tokens):
             self._misfit = (
-                f"{self.layers[number]} got {expert_TK.shape[0]} tokens while the model's input has {self._tokens}: "
+                f"{self.layers[number]} got {expert_TK.shape[0]} tokens while the model's input has {tokens}: "
                 "its choices belong to other tokens; name the layers to record with layers=[...]"
             )
             return
         self._make_room(expert_TK.shape[1], expert_TK.device)
         assert self._expert_LCK is not None
-        for start, length, first in self._now:
+        for start, length, first in self._forward.stretches:
             chosen_TK = expert_TK[start : start + length]
             if weight_TK is not None:
                 # Routers are free to return their choices in any order; a trace has the best first.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,18 @@ import torch.distributed as dist
 from torch import nn
 
 from carpool.hf import install, rides
-from carpool.hf.build import experts_modules
+from carpool.hf.build import build_model, experts_modules
 from carpool.hf.trace import TraceRecorder
+from carpool.parallel.degrees import Degrees
 from carpool.placement.trace import Trace
 from carpool.train.config import load_config
 from carpool.train.run.loop import train
+from carpool.train.run.model import distributed_config
 from carpool.train.run.trace import record, sequences
+from tests.hf.meshes import reuse_meshes
+from tests.hf.parity import quiet
 from tests.hf.test_behaviours import _model, _save
-from tests.hf.tiny_models import NUM_SEQUENCES, SEQUENCE_LENGTH, discover, tiny_batch, tiny_model
+from tests.hf.tiny_models import NUM_SEQUENCES, SEQUENCE_LENGTH, discover, tiny_batch, tiny_config, tiny_model
 from tests.ranks import Ranks
 from tests.train.test_loop import MODEL
 
@@ -170,6 +175,24 @@ def test_errors_say_what_is_wrong() -> None:
         TraceRecorder(tiny_model(discover()["longcat_flash"]))
 
 
+def test_two_batches_at_a_time_are_two_forwards() -> None:
+    """Halves of a micro-batch are in the model at the same time (schedule = two-batch), and need not be equal."""
+    model = tiny_model(discover()["olmoe"])
+    recorder = TraceRecorder(model, 64, stretch=8)
+    chosen = [torch.tensor([[sequences, 0]]).expand(sequences * 8, 2) for sequences in (1, 2)]
+    weight = [torch.ones(one.shape) for one in chosen]
+    with ThreadPoolExecutor(1) as pool:
+        layers = range(len(recorder.layers))
+        recorder._before_model(model, (), {"input_ids": torch.zeros(1, 8, dtype=torch.long)})
+        pool.submit(recorder._before_model, model, (), {"input_ids": torch.ones(2, 8, dtype=torch.long)}).result()
+        for layer in layers:
+            recorder._before_layer(layer, chosen[0], weight[0])
+            pool.submit(recorder._before_layer, layer, chosen[1], weight[1]).result()
+    trace = recorder.trace()
+    assert trace.token_T is not None and trace.token_T.tolist() == [0] * 8 + [1] * 8
+    assert (trace.expert_LTK[..., 0] == [1] * 8 + [2] * 8).all()
+
+
 def test_on_the_device_nothing_is_read() -> None:
     """A hot path that reads a value cannot run on the meta device, which has none."""
     model = tiny_model(discover()["olmoe"]).train()
@@ -219,6 +242,37 @@ def test_four_ranks_make_one_trace(ranks: Ranks, tmp_path: Path, sizes: dict[str
                 assert (trace.expert_LTK[layer, rows] == expert_TK[:8]).all()
             number += 1
     assert trace.num_sequences == number
+
+
+def _divided(sequences: int) -> tuple[Trace, list[Any], list[list[Any]]]:
+    """The trace of ranks that divide the tokens of each batch, the batches, and what this rank's layers chose."""
+    quiet()
+    reuse_meshes()
+    config = distributed_config(Degrees(tp=2, ep=2), bf16=False)
+    blueprint = tiny_config(discover()["olmoe"])
+    model = build_model(blueprint, distributed_config=config, dtype=torch.float32, seed=0, sequence_parallel=True)
+    watch, recorder = Watch(model), TraceRecorder(model, 256, stretch=64)
+    batches = [tiny_batch(model, seed)["input_ids"][:sequences] for seed in range(2)]
+    for ids in batches:
+        model(input_ids=ids)
+    layers = len(recorder.layers)
+    seen = [expert_TK for expert_TK, _ in watch.seen]
+    return recorder.trace(), [ids.flatten().numpy() for ids in batches], [seen[:layers], seen[layers:]]
+
+
+@pytest.mark.parametrize("sequences", [2, 3])
+def test_ranks_that_divide_tokens_record_their_own(two_ranks: Ranks, sequences: int) -> None:
+    """Each has whole sequences of a batch of two, and not of one of three."""
+    (trace, batches, _), *_ = results = two_ranks(_divided, sequences)
+    assert trace.num_sequences == 4 and trace.token_T is not None
+    whole = sequences == 2
+    each = SEQUENCE_LENGTH * sequences // 2 + (not whole)
+    for number in range(4):
+        forward, rank = divmod(number, 2)
+        rows = trace.sequence_T == number
+        assert trace.token_T[rows].tolist() == batches[forward][rank * each : (rank + 1) * each].tolist()
+        for layer, expert_TK in enumerate(results[rank][2][forward]):
+            assert (trace.expert_LTK[layer, rows] == expert_TK).all()
 
 
 def test_installed_layers_record_the_same() -> None:

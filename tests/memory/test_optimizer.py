@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from carpool.memory.optimizer import AdamW
 from carpool.memory.optimizer.masters import join, split
@@ -302,7 +302,9 @@ def _sharded(dtype: torch.dtype, moments: str) -> list[str]:
     for step in range(3):
         for p, q, grad in zip(whole, sharded, gradients(step), strict=True):
             p.grad = grad.to(dtype)
-            q.grad = distribute_tensor(p.grad, q.device_mesh, q.placements, src_data_rank=None)
+            # As tensor parallelism does it with embeddings: the gradient of a shard is whole.
+            placements = [Replicate()] if q is sharded[0] else q.placements
+            q.grad = distribute_tensor(p.grad, q.device_mesh, placements, src_data_rank=None)
         ours.step()
         theirs.step()
     wrong = []

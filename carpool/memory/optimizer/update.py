@@ -98,7 +98,7 @@ class Update:
         """Update those of these parameters that have a gradient, with the steps and coefficients of `count`."""
         numbers = tuple(numbers)
         theirs = {i: local(grad) for i in numbers if (grad := self.parameters[i].grad) is not None}
-        grads = {i: grad.contiguous() for i, grad in theirs.items()}
+        grads = {i: _placed(self.parameters[i], grad).contiguous() for i, grad in theirs.items()}
         if on_gpu(self.coefficients):
             self._launch(numbers, grads, factor, zero_grads)
         else:
@@ -239,6 +239,16 @@ def make_table(
         torch.zeros(len(rows), dtype=torch.int64, device=device),
         how,
     )
+
+
+def _placed(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Of a rank's gradient, the part that belongs to its part of the parameter. PyTorch gives each tensor-parallel rank
+    the whole gradient of an embedding of which it has some rows."""
+    own = local(parameter)
+    if own.shape == grad.shape:
+        return grad
+    assert isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor)
+    return local(parameter.grad.redistribute(placements=parameter.placements))
 
 
 def _memory(parameter: torch.Tensor, state: State) -> Any:
