@@ -28,8 +28,8 @@ def check(ranks: Ranks, folder: Path, only: list[str]) -> None:
         assert one["ratios"]["tensors"] == pytest.approx(1, abs=0.1), one["setting"]
 
 
-def test_a_setting_is_a_run(ranks: Ranks, tmp_path: Path) -> None:
-    check(ranks, tmp_path, ["adapters"])
+def test_a_setting_is_a_run(two_ranks: Ranks, tmp_path: Path) -> None:
+    check(two_ranks, tmp_path, ["adapters"])
 
 
 @pytest.mark.slow

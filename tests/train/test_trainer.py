@@ -33,7 +33,7 @@ def _trainer(path: str, trainer_class: type = CarpoolTrainer, moved: bool = Fals
     reuse_meshes()
     model = AutoModelForCausalLM.from_pretrained(
         f"{path}/published",
-        distributed_config=DistributedConfig(fsdp_size=4, ep_size=2, ep_implementation="carpool"),
+        distributed_config=DistributedConfig(fsdp_size=2, ep_size=2, ep_implementation="carpool"),
     )
     if moved:
         set_layout(model, MOVED)
@@ -71,9 +71,9 @@ def _train_and_resume(path: str, moved: bool) -> tuple[list[float], list[float],
 
 
 @pytest.mark.parametrize("moved", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["same", "moved"])
-def test_a_resumed_run_equals_one_that_went_on(ranks: Ranks, tmp_path: Path, moved: bool) -> None:
+def test_a_resumed_run_equals_one_that_went_on(two_ranks: Ranks, tmp_path: Path, moved: bool) -> None:
     """Also with experts on other ranks than before."""
-    results = ranks(_train_and_resume, str(tmp_path), moved)
+    results = two_ranks(_train_and_resume, str(tmp_path), moved)
     for whole, losses, equal, _ in results:
         assert len(set(whole)) == 4
         if moved:
@@ -107,8 +107,8 @@ def _refusals(path: str) -> list[str]:
     return messages
 
 
-def test_what_cannot_be_resumed_is_told(ranks: Ranks, tmp_path: Path) -> None:
-    for plain, none, *files in ranks(_refusals, str(tmp_path)):
+def test_what_cannot_be_resumed_is_told(two_ranks: Ranks, tmp_path: Path) -> None:
+    for plain, none, *files in two_ranks(_refusals, str(tmp_path)):
         assert "Resuming is not supported" in plain, "Trainer saves sharded models itself now: drop our class"
         assert "holds no whole checkpoint of a sharded model" in none
         assert files == ["model.safetensors"]
