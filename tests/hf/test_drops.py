@@ -61,7 +61,7 @@ def _measure(path: str, folder: str, top_k: int, options: DropOptions) -> dict[s
         assert (theirs is None) == (ours[name] is None), name
         if theirs is not None:
             dist.all_reduce(theirs)
-            worst = max(worst, relative_error(ours[name], theirs / 4, 1e-6))
+            worst = max(worst, relative_error(ours[name], theirs / 2, 1e-6))
     unserved = sum(int((own.routing.expert_TK < 0).sum()) for own in rides(model).values() if own.routing is not None)
     total = torch.tensor(unserved)
     dist.all_reduce(total)
@@ -76,9 +76,9 @@ def _measure(path: str, folder: str, top_k: int, options: DropOptions) -> dict[s
 
 @pytest.mark.parametrize(("folder", "top_k", "options"), CASES, ids=[f"{f}-{o}" for f, _, o in CASES])
 def test_as_one_process_that_drops_the_same(
-    ranks: Ranks, tmp_path: Path, folder: str, top_k: int, options: DropOptions
+    two_ranks: Ranks, tmp_path: Path, folder: str, top_k: int, options: DropOptions
 ) -> None:
-    for seen in ranks(_measure, str(tmp_path), folder, top_k, options):
+    for seen in two_ranks(_measure, str(tmp_path), folder, top_k, options):
         assert seen["loss"] <= BOUND and seen["worst"] <= BOUND, seen
         assert seen["dropped"] == seen["unserved"] > 0 and seen["reasons"] == options.lossy_reasons
         assert seen["changed"] > 1e-6 and seen["again"] == 0.0
@@ -103,8 +103,8 @@ def _checkpointed(path: str) -> tuple[bool, int, int]:
     return same, dropped, other
 
 
-def test_recomputation_drops_the_same(ranks: Ranks, tmp_path: Path) -> None:
-    for same, dropped, other in ranks(_checkpointed, str(tmp_path)):
+def test_recomputation_drops_the_same(two_ranks: Ranks, tmp_path: Path) -> None:
+    for same, dropped, other in two_ranks(_checkpointed, str(tmp_path)):
         assert same and dropped == other > 0
 
 
@@ -119,7 +119,7 @@ def _float32(path: str, folder: str) -> dict[str, Any]:
     plain = [out for out in _logits(model, router, experts)]
     route_in_float32(model)
     ours = [out for out in _logits(model, router, experts)]
-    limit_routing(model, LimitOptions(limit_ranks=2))
+    limit_routing(model, LimitOptions(limit_ranks=1))
     limited = [out for out in _logits(model, router, experts)]
     limit_routing(model, None)
     model(**_own(model)).loss.backward()
@@ -151,7 +151,7 @@ def _logits(model: Any, router: nn.Module, experts: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("folder", ["olmoe", "qwen3_moe"])
-def test_logits_in_float32(ranks: Ranks, tmp_path: Path, folder: str) -> None:
-    for seen in ranks(_float32, str(tmp_path), folder):
+def test_logits_in_float32(two_ranks: Ranks, tmp_path: Path, folder: str) -> None:
+    for seen in two_ranks(_float32, str(tmp_path), folder):
         assert seen["dtypes"] == (torch.bfloat16, torch.float32, torch.float32)
         assert seen["exact"] <= 1e-5 < 1e-4 < seen["rounded"] and seen["gradient"]

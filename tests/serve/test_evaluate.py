@@ -58,9 +58,9 @@ def _perplexity(folder: str, length: int, stride: int) -> Perplexity:
     return perplexity(model, source.text, TEXTS, length=length, stride=stride, batch_size=2)
 
 
-def test_perplexity_is_that_of_single_forwards(ranks: Ranks, tmp_path: Path) -> None:
+def test_perplexity_is_that_of_single_forwards(two_ranks: Ranks, tmp_path: Path) -> None:
     total, count = _reference(tmp_path, 17, 5)
-    for found in (_perplexity(str(tmp_path), 17, 5), *ranks(_perplexity, str(tmp_path), 17, 5)):
+    for found in (_perplexity(str(tmp_path), 17, 5), *two_ranks(_perplexity, str(tmp_path), 17, 5)):
         assert (found.tokens, found.documents) == (count, len(TEXTS))
         assert found.bytes == sum(map(len, TEXTS)) - len(TEXTS)
         assert found.loss == pytest.approx(total / count, rel=1e-5)
