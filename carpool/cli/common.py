@@ -91,6 +91,7 @@ def check_run(path: Path) -> None:
 @contextlib.contextmanager
 def errors(debug: bool) -> Iterator[None]:
     """Turns what a user can put right into one line, and a failed rank into its traceback and one message."""
+    from carpool.train.launch.ahead import text_of
     from carpool.train.launch.failure import Interrupted, RankFailure
     from carpool.train.launch.stopping import Stopped
     from carpool.train.launch.worker import is_user_error
@@ -112,9 +113,7 @@ def errors(debug: bool) -> Iterator[None]:
         if debug or not (is_user_error(error) or isinstance(error, ImportError)):
             setattr(error, UNEXPECTED, True)
             raise
-        if isinstance(error, OSError) and error.strerror and error.filename is not None:
-            fail(f"{error.filename}: {error.strerror}")
-        fail(str(error))
+        fail(text_of(error))
 
 
 def fail(text: str, code: int = 1) -> None:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from carpool.cli.common import TRAIN_PACKAGES, Debug, Ranks, RanksDebug, check_writable, command, errors, require
+from carpool.train.launch.ahead import look_ahead
 from carpool.train.launch.worker import collector_paused
 
 if TYPE_CHECKING:
@@ -90,14 +91,14 @@ def train(
             return
         from carpool.train.launch.start import find_world, run, startable_ranks
 
-        if compare is not None:
-            from carpool.transport import find_transport
-
-            find_transport(compare)
         if find_world(os.environ) is None:
-            startable_ranks(settings)
-            with Console(stderr=True).status("reading data"):
-                read_data(settings)  # once, with its errors, while there are no ranks
+            # Their errors come while there are no ranks.
+            with Console(stderr=True).status("checking the settings") as status:
+                check = "carpool.train.run.check:check_run"
+                with look_ahead(settings, check, debug=debug, fixed=resolved.fixed, compare=compare):
+                    startable_ranks(settings)
+                status.update("reading data")
+                read_data(settings)
         entry = "carpool.train.run.loop:train"
         run(settings, entry, debug=debug, compare=compare, command=command(), fixed=resolved.fixed)
 

@@ -15,6 +15,7 @@ is equal on all ranks, because all add the same to it.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 
 import torch
@@ -30,18 +31,32 @@ from carpool.routing.bias import update_biases
 NAMES = ("e_score_correction_bias", "expert_bias")
 
 
-def find_biases(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+def find_biases(model: nn.Module, experts: Mapping[str, int] | None = None) -> dict[str, tuple[nn.Module, str]]:
     """For each MoE layer that has a bias, by the name of its experts module: the module that holds it, and its name
-    there. The holder is the block around the experts, or something in it (the router)."""
+    there. The holder is the block around the experts, or something in it (the router).
+
+    Args:
+        experts: E of each experts module, by name. None: the model has Carpool's layers, which know it."""
     found: dict[str, tuple[nn.Module, str]] = {}
-    for layer, own in required_rides(model).items():
+    if experts is None:
+        experts = {layer: own.num_experts for layer, own in required_rides(model).items()}
+    for layer, number in experts.items():
         block = model.get_submodule(layer.rpartition(".")[0])
         for holder in block.modules():
             for name in NAMES:
                 bias = getattr(holder, name, None)
-                if isinstance(bias, torch.Tensor) and bias.numel() == own.num_experts and not bias.requires_grad:
+                if isinstance(bias, torch.Tensor) and bias.numel() == number and not bias.requires_grad:
                     found.setdefault(layer, (holder, name))
     return found
+
+
+def check_biases(model: nn.Module, found: Collection[str]) -> None:
+    """Raise ValueError if no router of a model has a bias. `found`: what `find_biases` found."""
+    if not found:
+        raise ValueError(
+            f"{type(model).__name__} has no bias per expert that its routers choose by ({' or '.join(NAMES)}), so "
+            "there is nothing to move; balance it by a loss instead"
+        )
 
 
 class BiasBalance:
@@ -60,11 +75,7 @@ class BiasBalance:
             raise ValueError(f"the rate {rate:g} must be positive: it is what a bias moves by in a step")
         self.model, self.rate, self.group, layers = model, rate, group, required_rides(model)
         self.holders = find_biases(model)
-        if not self.holders:
-            raise ValueError(
-                f"{type(model).__name__} has no bias per expert that its routers choose by ({' or '.join(NAMES)}), so "
-                "there is nothing to move; balance it by a loss instead"
-            )
+        check_biases(model, self.holders)
         self.layers: dict[str, ExpertRides] = {name: layers[name] for name in self.holders}
         for name, (holder, attribute) in self.holders.items():
             bias = getattr(holder, attribute)

@@ -10,6 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+
+from carpool.hf.config_keys import suggestion
 
 # Names under which transformers' configurations keep K, the experts of a token.
 TOP_K = (
@@ -22,6 +25,7 @@ _POSITIVE = (
     "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers",
     "num_attention_heads", "num_key_value_heads", "head_dim",
 )  # fmt: skip
+_ACTIVATIONS = ("hidden_act", "hidden_activation")
 
 
 def check_sizes(config: PreTrainedConfig) -> None:
@@ -35,8 +39,8 @@ def check_sizes(config: PreTrainedConfig) -> None:
 
 
 def impossible_sizes(config: PreTrainedConfig) -> list[str]:
-    """Sentences about sizes below 1, more experts for a token than there are, and attention heads that do not divide
-    the hidden size or among each other."""
+    """Sentences about sizes below 1, activations that Transformers does not have, drop-out of all, more experts for a
+    token than there are, and attention heads that do not divide the hidden size or among each other."""
     text: Any = config.get_text_config()
     kind = text.model_type
 
@@ -50,6 +54,16 @@ def impossible_sizes(config: PreTrainedConfig) -> list[str]:
         f"{key} = {value} in the {kind} configuration must be at least 1"
         for key in keys
         if (value := size(key)) is not None and value < 1
+    ]
+    wrong += [
+        f"{key} = {value!r} in the {kind} configuration is no activation of Transformers{suggestion(value, ACT2FN)}"
+        for key in _ACTIVATIONS
+        if isinstance(value := getattr(text, key, None), str) and value not in ACT2FN
+    ]
+    wrong += [
+        f"{key} = {value} in the {kind} configuration must be at least 0 and below 1"
+        for key, value in vars(text).items()
+        if key.endswith(("dropout", "pdrop")) and isinstance(value, (int, float)) and not 0 <= value < 1
     ]
     if wrong:
         return wrong

@@ -30,6 +30,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from carpool.layout.topology import Topology
 from carpool.memory import Arrivals, Rows
 from carpool.plugins import Registry, unknown
 from carpool.transport.alltoall import AllToAll
@@ -199,9 +200,19 @@ def check_transport(name: str, group: dist.ProcessGroup | None) -> None:
         return
     cls = find_transport(name)
     if reason := _why_not(cls, group):
-        # What "auto" picks where nothing is known.
-        anywhere, _ = choose_transport("auto", 2, 2)
-        raise ValueError(f"transport {name!r} cannot be used here: {reason}; use 'auto' or {anywhere!r}")
+        raise _refused(name, reason)
+
+
+def check_topology(name: str, topology: Topology) -> None:
+    """Raise ValueError if ranks that lie so cannot use a transport that is asked for by name. Asks nobody."""
+    if name != "auto" and (reason := find_transport(name).why_not_lying(topology)):
+        raise _refused(name, reason)
+
+
+def _refused(name: str, reason: str) -> ValueError:
+    # What "auto" picks where nothing is known.
+    anywhere, _ = choose_transport("auto", 2, 2)
+    return ValueError(f"transport {name!r} cannot be used here: {reason}; use 'auto' or {anywhere!r}")
 
 
 def check_codecs(name: str, codecs: Codecs) -> None:

@@ -258,6 +258,11 @@ class Transport(ABC):
         return None
 
     @classmethod
+    def why_not_lying(cls, topology: Topology) -> str | None:
+        """Why ranks that lie so cannot use it, or None if they can, as far as that tells. Asks nobody."""
+        return None
+
+    @classmethod
     def why_no_rows(cls, hidden: int, element_size: int) -> str | None:
         """Why rows of H elements cannot travel so, or None if they can."""
         return None

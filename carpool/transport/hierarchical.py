@@ -44,7 +44,7 @@ from carpool.transport.exchange import COUNT_BYTES
 from carpool.transport.fixed import FixedRows
 from carpool.transport.hierarchical_options import HierarchicalOptions
 from carpool.transport.multi_hop import Hop, MultiHop
-from carpool.transport.nodes import hops_of, why_not_nodes
+from carpool.transport.nodes import hops_of, why_not_nodes, why_not_several
 from carpool.transport.nvlink import Buffers, NVLink, NVLinkOptions
 from carpool.transport.options import TransportOptions
 from carpool.transport.room import NodeRoom, Room, node_room
@@ -133,6 +133,10 @@ class Hierarchical(MultiHop):
     @classmethod
     def why_not(cls, group: dist.ProcessGroup | None) -> str | None:
         return why_not_nodes(group)
+
+    @classmethod
+    def why_not_lying(cls, topology: Topology) -> str | None:
+        return why_not_several(topology)
 
     def __init__(
         self, group: dist.ProcessGroup | None, slots_per_rank: int, options: HierarchicalOptions | None = None

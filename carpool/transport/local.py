@@ -41,8 +41,11 @@ class Local(Transport):
 
     @classmethod
     def why_not(cls, group: dist.ProcessGroup | None) -> str | None:
-        ranks = 1 if group is None else dist.get_world_size(group)
-        return None if ranks == 1 else f"its rows stay where they are, and experts are on {ranks} ranks"
+        return _why_not_among(1 if group is None else dist.get_world_size(group))
+
+    @classmethod
+    def why_not_lying(cls, topology: Topology) -> str | None:
+        return _why_not_among(topology.num_ranks)
 
     @classmethod
     def rows_sent(cls, rank_TK: Sequence[Counts], topology: Topology) -> Counts:
@@ -88,3 +91,7 @@ def _at_home(x_TH: torch.Tensor) -> Rows:
     """Rows that never left their rank: autograd keeps them anyway, so there is nothing to offload."""
     x_TH = x_TH.contiguous()
     return Rows(x_TH.new_empty(0, x_TH.shape[1]), x_TH.shape[1], home=x_TH)
+
+
+def _why_not_among(ranks: int) -> str | None:
+    return None if ranks == 1 else f"its rows stay where they are, and experts are on {ranks} ranks"

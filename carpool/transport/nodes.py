@@ -70,9 +70,11 @@ def known_topology(group: dist.ProcessGroup) -> Topology | None:
 
 def why_not_nodes(group: dist.ProcessGroup | None) -> str | None:
     """Why the ranks of a group do not lie on several nodes of equally many consecutive ranks; None: they do."""
-    if group is None:
-        return None
-    topology = topology_of(group)
+    return None if group is None else why_not_several(topology_of(group))
+
+
+def why_not_several(topology: Topology) -> str | None:
+    """As `why_not_nodes`, of ranks that lie so."""
     if topology.num_nodes == 1:
         return (
             f"by {topology.source} all {topology.num_ranks} ranks of the expert-parallel group are on one node, "

@@ -38,7 +38,7 @@ from carpool.transport.base import bytes_of_rides
 from carpool.transport.codecs import PLAIN, Codecs
 from carpool.transport.exchange import COUNT_BYTES, ExchangeRoute, RowsToSend, Sizes
 from carpool.transport.multi_hop import Hop, MultiHop
-from carpool.transport.nodes import hops_of, why_not_nodes
+from carpool.transport.nodes import hops_of, why_not_nodes, why_not_several
 from carpool.transport.options import TransportOptions
 from carpool.transport.volume import Counts, Volume, one_row_per_choice
 
@@ -168,6 +168,10 @@ class Stepwise(MultiHop):
     @classmethod
     def why_not(cls, group: dist.ProcessGroup | None) -> str | None:
         return why_not_nodes(group)
+
+    @classmethod
+    def why_not_lying(cls, topology: Topology) -> str | None:
+        return why_not_several(topology)
 
     @classmethod
     def why_no_codecs(cls, codecs: Codecs) -> str | None:

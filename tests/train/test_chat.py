@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -285,6 +287,7 @@ def test_what_is_learned_is_shown_and_data_is_read_before_ranks_start(
         read_data(load_config(None, [*named, "data.sequence_length=16"]))
     bad = lines(tmp_path / "bad.jsonl", {"messages": [USER]})
     monkeypatch.setattr("carpool.train.launch.start.run", lambda *_, **__: pytest.fail("ranks were started"))
+    monkeypatch.setattr(sys.modules["carpool.cli.train"], "look_ahead", lambda *_, **__: contextlib.nullcontext())
     for argument in ([], ["--show-examples", "2"]):
         overrides = [*named, f"data.train={bad}", f"training.output_dir={tmp_path}/run"]
         done = CliRunner().invoke(app, ["train", *overrides, *argument])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import subprocess
@@ -96,6 +97,7 @@ def test_errors_of_the_input_are_one_line(tmp_path):
     ("setting", "message"),
     [
         ("data.train={}/no.txt", "data.train: {}/no.txt does not exist"),
+        ("data.train=", "data.train has a name that is empty"),
         ("model.path={}", "model.path: {} is no checkpoint folder"),
         ("moe.layout={}/no.json", "moe.layout: the file {}/no.json does not exist"),
         ("training.resume_from_checkpoint={}/no", "training.resume_from_checkpoint: {}/no is no folder"),
@@ -187,6 +189,8 @@ def test_how_failures_are_shown(monkeypatch, tmp_path, error, debug, code, shown
 
     # What starts the ranks raises these (tests/train/test_launch.py has it raise them for real).
     monkeypatch.setattr("carpool.train.launch.start.run", failed)
+    monkeypatch.setattr(sys.modules["carpool.cli.train"], "look_ahead", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(sys.modules["carpool.cli.train"], "read_data", lambda config: None)
     result = carpool_command("train", f"training.output_dir={tmp_path}", *["--debug"] * debug)
     if code is None:
         assert result.exception is error, "a bug keeps its traceback"

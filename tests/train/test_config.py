@@ -125,6 +125,9 @@ def test_unknown_keys_name_the_nearest(tmp_path):
         ("training..max_steps=3", "expected section.key=value"),
         ("data.train=[a.txt]", "put single quotes around"),
         ("parallelism.ep_size=-4", "expected a number above 0"),
+        ("parallelism.rank_speeds=fast", "'fast' (on the command line): expected 'measured' or a list of numbers"),
+        ("memory.budget=76", "memory.budget = '76': expected a size with its unit"),
+        ("adapter.rank=8", "adapter.rank = 8 is of an adapter, but adapter.kind is none"),
     ],
 )
 def test_bad_values_say_key_value_place_and_expectation(override, message):
@@ -170,6 +173,7 @@ def test_models_that_contradict_themselves():
         (["num_ranks=8", "fsdp_size=4", "ep_size=8"], "fsdp_size * tp_size * dp_replicate_size = 4 * 1 * 1 = 4, but"),
         (["num_ranks=8", "dp_replicate_size=2", "ep_size=8"], "ep_size = 8 must divide fsdp_size * tp_size = 4 * 1"),
         (["fsdp_size=4", "ep_size=3"], "ep_size = 3 must divide"),
+        (["fsdp_size=4", "etp_size=3"], "ep_size * etp_size = 1 * 3 = 3 must divide"),
         (["tp_size=4", "ep_size=2"], "ep_size = 2 must be a multiple of parallelism.tp_size = 4"),
         (["num_ranks=8", "cp_size=3"], "divided by parallelism.tp_size * dp_replicate_size * cp_size = 1 * 1 * 3"),
         (

@@ -128,8 +128,13 @@ def resolve_config(path: Path | None, overrides: Sequence[str] = ()) -> Resolved
     try:
         return Resolved(Config.model_validate(settings), sources)
     except ValidationError as error:
-        lines = list(dict.fromkeys(_explain(detail, places) for detail in error.errors()))
-        raise ValueError("\n".join(lines)) from None
+        lines: dict[str, list[str]] = {}
+        for detail in error.errors():
+            what, expected = _explain(detail, places)
+            # Of a key that may be several things, there is one error for each of them.
+            lines.setdefault(what, []).append(expected)
+        texts = [what + " or ".join(dict.fromkeys(expected)) for what, expected in lines.items()]
+        raise ValueError("\n".join(texts)) from None
 
 
 def describe() -> Iterator[tuple[str, str, str, str]]:
@@ -275,18 +280,21 @@ def _check_keys(settings: dict[str, Any], places: Mapping[tuple[str, ...], str])
             raise ValueError(f"unknown key {section}.{key} {where}{hint}")
 
 
-def _explain(error: Any, places: Mapping[tuple[str, ...], str]) -> str:
-    """One pydantic error as one line: key, value, place, and what was expected."""
+def _explain(error: Any, places: Mapping[tuple[str, ...], str]) -> tuple[str, str]:
+    """One pydantic error in words: (key, value and place, what was expected)."""
     loc = tuple(str(part) for part in error["loc"])
     kind, context = error["type"], error.get("ctx", {})
     if kind == "value_error":
-        return str(context["error"])
+        return str(context["error"]), ""
     key = loc[:2]
     value = error["input"]
-    if kind in _EXPECTED:
+    if kind == "tuple_type" and "float" in str(loc[2:]):
+        expected = "a list of numbers"
+    elif kind in _EXPECTED:
         expected = _EXPECTED[kind]
     elif kind == "literal_error":
-        expected = f"one of {context['expected']}"
+        several = "," in context["expected"] or " or " in context["expected"]
+        expected = f"one of {context['expected']}" if several else context["expected"]
         guess = nearest(str(value), [word.strip("' ") for word in context["expected"].replace(" or ", ",").split(",")])
         expected += f" (did you mean {guess}?)" if guess else ""
     elif kind.startswith(("greater_than", "less_than")):
@@ -299,7 +307,7 @@ def _explain(error: Any, places: Mapping[tuple[str, ...], str]) -> str:
     item = f", item {at[0]}" if at and at[0].isdigit() else ""
     place = places.get(key) or places.get(key[:1]) or ""
     shown = "true" if value is True else "false" if value is False else repr(value)
-    return f"{'.'.join(key)} = {shown}{f' ({place}{item})' if place else ''}: expected {expected}"
+    return f"{'.'.join(key)} = {shown}{f' ({place}{item})' if place else ''}: expected ", expected
 
 
 def _type_name(field: FieldInfo) -> str:

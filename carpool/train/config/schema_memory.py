@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from carpool.planner.kept import POLICIES
 from carpool.train.config.schema_base import Section
-from carpool.train.config.sizes import size_of
+from carpool.train.config.sizes import Size, size_of
 
 if TYPE_CHECKING:
     from carpool.memory.policies import KeptPolicies
@@ -24,7 +24,7 @@ class MemorySection(Section):
         "that is predicted to fit into the device, or the budget. "
         "See parallelism.plan. none: the other keys say it.",
     )
-    budget: str | None = Field(
+    budget: Size | None = Field(
         default=None,
         description='What a rank may use of its device, such as "70GiB". The policies that are none are then chosen: '
         "those that fit and cost least time: before the first step a run measures what each costs, on a few layers of "
@@ -71,12 +71,12 @@ class MemorySection(Section):
         "host memory, and the CPU computes it, with the same bits each time, and those of the device to rounding. "
         "auto: as many as it takes less time for than loading; measured before the first step, and recorded.",
     )
-    experts_memory: str | None = Field(
+    experts_memory: Size | None = Field(
         default=None,
         description='With expert_loading = popular and adapters: of the device, such as "20GiB", what keeps the most '
         "popular experts.",
     )
-    experts_host_memory: str | None = Field(
+    experts_host_memory: Size | None = Field(
         default=None,
         description="With experts = disk: of host memory on each rank, what keeps experts: of those that are trained, "
         "as many layers as fit; of those that adapters leave frozen, the most popular ones (expert_loading).",

@@ -153,7 +153,7 @@ class ParallelismSection(Section):
 
     @property
     def _experts(self) -> str:
-        etp = f" * etp_size = {self.ep_size} * {self.etp_size}" if self.etp_size > 1 else ""
+        etp = f" * etp_size = {self.ep_size or 1} * {self.etp_size}" if self.etp_size > 1 else ""
         return f"parallelism.ep_size{etp} = {(self.ep_size or 1) * self.etp_size}"
 
     def check_ranks(self, world_size: int) -> tuple[int, int]:

@@ -169,11 +169,13 @@ class EvalLoader:
         max_sequences: int | None = None,
         pad_id: int = 0,
     ) -> None:
-        self._sequences, self._batch_size, self._pad_id = sequences, batch_size, pad_id
+        self._sequences, self._pad_id = sequences, pad_id
         self._rank, self._ranks = dp_rank, dp_size
         available = len(sequences)
         self.num_sequences = available if max_sequences is None else min(available, max_sequences)
         self._chosen = [i * available // self.num_sequences for i in range(self.num_sequences)]
+        # Rows beyond what is there would be empty on all ranks.
+        self._batch_size = min(batch_size, max(1, -(-self.num_sequences // dp_size)))
 
     def __len__(self) -> int:
         """Batches of each rank; 0 if nothing is held out."""

@@ -60,6 +60,8 @@ def find_sources(named: Sequence[str], key: str) -> list[Source]:
     """
     found: dict[Source, None] = {}
     for entry in named:
+        if not entry.strip():
+            raise ValueError(f'{key} has a name that is empty: name a file, a folder, a glob, or "stdlib"')
         if entry == STDLIB:
             sources = _stdlib()
         else:

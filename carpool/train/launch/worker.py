@@ -58,14 +58,14 @@ def main() -> None:
         run_rank(Config.model_validate_json(json.dumps(job["config"])), find_entry(job["entry"]), job["kwargs"])
     except BaseException as error:
         record_error(error)
-        _leave(error.exit_code if isinstance(error, Stopped) else 1)
+        leave(error.exit_code if isinstance(error, Stopped) else 1)
     # The same for a run that went well: while Python is taken down, a library's thread now and then aborts the process,
     # and the agent would call the run failed. What asked to be called at the end is called.
     _within(_END_SECONDS, atexit._run_exitfuncs)
-    _leave(0)
+    leave(0)
 
 
-def _leave(code: int) -> NoReturn:
+def leave(code: int) -> NoReturn:
     """End the process. Not by sys.exit: it waits for threads, and one that is stuck in a collective would keep this
     rank alive."""
     sys.stdout.flush()
@@ -77,7 +77,7 @@ def end_process(error: BaseException) -> NoReturn:
     """Log and record an error, and leave, whatever the main thread waits for."""
     log.error("%s", error)
     record_error(error)
-    _leave(1)
+    leave(1)
 
 
 def run_rank(config: Config, entry: Callable[..., None], kwargs: dict[str, Any]) -> None:

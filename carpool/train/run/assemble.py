@@ -47,7 +47,7 @@ from carpool.schedule import Schedule
 from carpool.train.checkpoints.ranks import gather
 from carpool.train.moving.layouts import first_layouts
 from carpool.train.run.adapter import add_adapter
-from carpool.train.run.graphs import StepGraphs, note_graphs, why_no_graphs
+from carpool.train.run.graphs import StepGraphs, check_graphs, note_graphs, why_no_graphs
 from carpool.train.run.machine import ranks_of
 from carpool.train.run.model import distributed_config, loading_shown, top_k_of
 from carpool.train.run.pipeline import PipelineObjective
@@ -329,7 +329,7 @@ class Assembled(Prepared):
             else:
                 self.objective.graphs = StepGraphs(self.model, self.rides, self.objective.micro_batch, known, required)
         elif asked == "on":
-            raise ValueError(f"training.cuda_graphs = 'on', but steps cannot be captured: {self.no_graphs}; use 'auto'")
+            check_graphs(self.no_graphs)
         note_graphs(self.decisions, None if self.no_graphs is None else False, self.no_graphs)
 
     def note_graphs(self, why_not: str | None) -> None:

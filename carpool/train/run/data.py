@@ -46,13 +46,7 @@ def read_data(
     corpus = (make_corpus or read_corpus)(prepared, tokenizer)
     check_vocabulary(corpus, prepared.blueprint.vocab_size)
     sequences, held_out = train_sequences(corpus, config.data), eval_sequences(corpus, config.data)
-    if sequences.packed and (why := why_not_packed(prepared.blueprint.model)) is not None:
-        raise ValueError(f'{why}, so examples cannot be packed: set data.packing="off" (one in a sequence)')
-    if config.moe.move_sequences is not None and (sequences.packed or config.data.packing == "off"):
-        raise ValueError(
-            "moe.move_sequences moves sequences of running text (data.packing = 'stream'), not of examples, whose "
-            "masks and padding would have to move, too: leave one of them out"
-        )
+    check_sequences(prepared, sequences.packed)
     dp_rank = prepared.degrees.dp_rank(prepared.machine.rank)
     share = {"dp_size": prepared.degrees.dp, "dp_rank": dp_rank, "pad_id": tokenizer.eos_id}
     train = TrainLoader(
@@ -77,6 +71,18 @@ def read_corpus(prepared: Prepared, tokenizer: Tokenizer) -> Corpus:
     """The text that `[data]` names, as tokens. All ranks together."""
     config, build = prepared.config, int(os.environ.get("LOCAL_RANK", "0")) == 0
     return corpora.prepare(config.data, tokenizer, config.model.path, build=build, barrier=dist.barrier)
+
+
+def check_sequences(prepared: Prepared, packed: bool) -> None:
+    """Raise ValueError for a model that cannot be given examples so, or sequences of them that are to move."""
+    config = prepared.config
+    if packed and (why := why_not_packed(prepared.blueprint.model)) is not None:
+        raise ValueError(f'{why}, so examples cannot be packed: set data.packing="off" (one in a sequence)')
+    if config.moe.move_sequences is not None and (packed or config.data.packing == "off"):
+        raise ValueError(
+            "moe.move_sequences moves sequences of running text (data.packing = 'stream'), not of examples, whose "
+            "masks and padding would have to move, too: leave one of them out"
+        )
 
 
 def check_vocabulary(corpus: Corpus, vocabulary: int) -> None:

@@ -16,14 +16,12 @@ from carpool.planner.model_shape import ModelShape
 from carpool.planner.step import predict
 from carpool.planner.streaming import break_even_tokens
 from carpool.train.config.schema import Config, keys
-from carpool.train.data.corpus import check_encoder
-from carpool.train.data.tokenizer import load_tokenizer
-from carpool.train.run.blueprint import Blueprint
+from carpool.train.run.check import check_choices, decisions_from, find_checkpoint, foresee
 from carpool.train.run.estimate import state_bytes
 from carpool.train.run.fit import describe_fit
 from carpool.train.run.flops import flops_per_token
 from carpool.train.run.machine import imagine_machine
-from carpool.train.run.prepare import Prepared, prepare
+from carpool.train.run.prepare import Prepared
 
 NOT_COUNTED = {
     True: "evaluation with larger batches than training",
@@ -45,10 +43,13 @@ def dry_run(config: Config, sources: Sources | None = None, gpu: str | None = No
         ValueError: whatever would stop the run before its first step, as far as this machine can tell.
     """
     sources, machine = sources or {}, imagine_machine(config, gpu)
-    tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
-    check_encoder(config.data, tokenizer, config.model.path)
+    decisions = Decisions()
+    if machine.here:
+        check_choices(config, None)
+        if config.training.resume_from_checkpoint is not None:
+            decisions = decisions_from(config, find_checkpoint(config)[0])
     fixed = [f"{section}.{key}" for section, _, key in keys() if (section, key) not in sources]
-    run = prepare(config, machine, Blueprint.of_config(config, tokenizer), Decisions(), fixed)
+    run = foresee(config, fixed, machine, decisions)
     lines = [*_decided(run), *_time(run), *_needed(run)]
     return run.config.to_toml(sources={**sources, **_planned(run)}) + "\n" + "\n".join(f"# {line}" for line in lines)
 

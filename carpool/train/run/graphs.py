@@ -79,6 +79,12 @@ def why_no_graphs(config: Config, model: nn.Module, layers: Sequence[ExpertRides
     return why_not_captured(config, schedule)
 
 
+def check_graphs(why_not: str | None) -> None:
+    """Raise ValueError if steps that are to be captured cannot be."""
+    if why_not is not None:
+        raise ValueError(f"training.cuda_graphs = 'on', but steps cannot be captured: {why_not}; use 'auto'")
+
+
 def why_not_captured(config: Config, schedule: str) -> str | None:
     """As `why_no_graphs`, as far as the settings tell."""
     if schedule == "two-batch":

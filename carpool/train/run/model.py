@@ -186,6 +186,25 @@ def check_attention(model: ModelSection) -> None:
         raise ValueError(f"model.attn_implementation = {name!r}: expected one of {', '.join(sorted(known))}{hint}")
 
 
+def check_implementations(section: ModelSection, model: PreTrainedModel) -> None:
+    """Raise ValueError for attention or experts that this model, or this machine, does not have. What names a kernel of
+    a repository (with a slash) is known when it is loaded."""
+    if (name := section.attn_implementation) is not None and "/" not in name:
+        with _refused(f"model.attn_implementation = {name!r}"):
+            model.get_correct_attn_implementation(name, is_init_check=True)
+    if (name := section.experts_implementation) is not None and "/" not in name:
+        with _refused(f"model.experts_implementation = {name!r}"):
+            model.get_correct_experts_implementation(name)
+
+
+@contextmanager
+def _refused(setting: str) -> Iterator[None]:
+    try:
+        yield
+    except (ValueError, ImportError) as error:
+        raise ValueError(f"{setting}: {error}") from None
+
+
 def distributed_config(degrees: Degrees, bf16: bool) -> DistributedConfig:
     """The mesh for transformers: FSDP2 x TP for dense parameters, FSDP2 x EP for experts."""
     return DistributedConfig(

@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from carpool.hf.bias import check_biases, find_biases
 from carpool.hf.sequence_moves import check_moves
+from carpool.hf.slices import SlicedExperts
 from carpool.parallel.context import Cut
 from carpool.parallel.degrees import Degrees
 from carpool.planner.chosen import Chosen, Decisions
@@ -27,11 +29,11 @@ from carpool.train.run.estimate import MemoryEstimate
 from carpool.train.run.kept_times import Times
 from carpool.train.run.machine import Machine, device_name
 from carpool.train.run.memory import choose_memory, with_policies
-from carpool.train.run.model import SEQUENCE_KIND, attention_of, context_cut, divides_tokens
+from carpool.train.run.model import SEQUENCE_KIND, attention_of, check_implementations, context_cut, divides_tokens
 from carpool.train.run.pipeline import CutModel, cut_into_stages
 from carpool.train.run.plan import Planned, choose_plan, with_settings
 from carpool.train.run.speeds import with_speeds
-from carpool.train.run.tiers import check_tiers
+from carpool.train.run.tiers import check_experts_away, check_tiers
 from carpool.train.run.transports import likely_transport
 
 
@@ -97,6 +99,8 @@ def prepare(
     config.check_supported(degrees.sizes)
     check_layout_file(config, model.config.model_type, counts, degrees)
     _check_whole_experts(config, blueprint, degrees)
+    _check_model_has(config, blueprint, degrees)
+    check_experts_away(config)
     if config.moe.move_sequences is not None:
         check_moves(config.moe.move_sequences, len(counts), degrees.ep)
     if machine.device is not None:
@@ -110,6 +114,8 @@ def prepare(
     cut = context_cut(config, degrees, model, machine.rank)
     pipeline = cut_into_stages(config, degrees, model, machine.rank)
     attention = attention_of(config, degrees, model, machine.cuda)
+    if machine.here:
+        check_implementations(config.model, model)
 
     transport, why_transport = likely_transport(config, degrees, blueprint, machine)
     nodes = machine.topology.of(degrees.ranks_along(0, "ep", "etp")).num_nodes
@@ -157,9 +163,20 @@ def _check_whole_experts(config: Config, blueprint: Blueprint, degrees: Degrees)
 
 def _check_halves(config: Config, batch_sizes: tuple[int, ...]) -> None:
     halves = config.moe.schedule == "two-batch" and config.training.gradient_accumulation_steps == 1
-    if halves and min(batch_sizes) == 1 < max(batch_sizes):
+    if halves and min(batch_sizes) == 1:
+        one = "by parallelism.rank_speeds a rank has one sequence" if max(batch_sizes) > 1 else "it has one sequence"
         raise ValueError(
-            "two batches at a time cut each rank's only micro-batch in two, and by parallelism.rank_speeds a rank "
-            "has one sequence: set training.gradient_accumulation_steps=2, or a larger "
+            f"moe.schedule = 'two-batch' cuts each rank's only micro-batch in two, but {one}: set "
+            "training.gradient_accumulation_steps=2, whose micro-batches then run in pairs, or a larger "
             "training.per_device_train_batch_size"
         )
+
+
+def _check_model_has(config: Config, blueprint: Blueprint, degrees: Degrees) -> None:
+    """What settings of routing and of slices ask of a model."""
+    model, counts = blueprint.model, blueprint.expert_counts
+    config.moe.drops.check(blueprint.top_k)
+    if config.moe.bias_update_rate:
+        check_biases(model, find_biases(model, counts))
+    if degrees.etp > 1:
+        SlicedExperts(model, counts, degrees.expert_ranks, degrees.etp)

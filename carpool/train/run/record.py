@@ -21,8 +21,8 @@ _MOST_WAITING = 64 << 20
 
 
 def check_trackers(report_to: Sequence[str]) -> None:
-    """Raise ValueError for a tracker that transformers does not know. On all ranks: one alone would leave the others
-    waiting."""
+    """Raise ValueError for a tracker that transformers does not know, or whose package is missing. On all ranks: one
+    alone would leave the others waiting."""
     if not report_to:
         return  # transformers' trackers take a second to import
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
@@ -32,6 +32,7 @@ def check_trackers(report_to: Sequence[str]) -> None:
             f"training.report_to names {', '.join(unknown)}, which transformers does not know; it knows "
             f"{', '.join(sorted(INTEGRATION_TO_CALLBACK))}"
         )
+    _make_callbacks(report_to)
 
 
 class Recorder:
@@ -167,7 +168,6 @@ _TENSORBOARD = "TENSORBOARD_LOGGING_DIR"
 
 class _Trackers:
     def __init__(self, folder: Path, report_to: Sequence[str], settings: dict[str, Any], max_steps: int) -> None:
-        from transformers.integrations.integration_utils import get_reporting_integration_callbacks
         from transformers.trainer_callback import TrainerControl, TrainerState
 
         given = os.environ.get(_TENSORBOARD)
@@ -176,9 +176,7 @@ class _Trackers:
         self._state = TrainerState(max_steps=max_steps, is_world_process_zero=True, is_local_process_zero=True)
         self._control = TrainerControl()
         try:
-            self._callbacks = [callback() for callback in get_reporting_integration_callbacks(list(report_to))]
-        except (RuntimeError, ImportError) as error:
-            raise ValueError(f"training.report_to = {list(report_to)}: {error}") from error
+            self._callbacks = _make_callbacks(report_to)
         finally:
             if given is None:
                 del os.environ[_TENSORBOARD]  # or the next run of this process would write into this one's folder
@@ -193,6 +191,15 @@ class _Trackers:
     def close(self) -> None:
         for callback in self._callbacks:
             callback.on_train_end(self._args, self._state, self._control)
+
+
+def _make_callbacks(report_to: Sequence[str]) -> list[Any]:
+    from transformers.integrations.integration_utils import get_reporting_integration_callbacks
+
+    try:
+        return [callback() for callback in get_reporting_integration_callbacks(list(report_to))]
+    except (RuntimeError, ImportError) as error:
+        raise ValueError(f"training.report_to = {list(report_to)}: {error}") from error
 
 
 class _Arguments:

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from carpool.hf.compiled import check_backend, decoder_layers
+from carpool.hf.compiled import decoder_layers
 from carpool.hf.expert_parallel import buffers_of_rides
 from carpool.hf.layouts import is_logical, logical_like, physical_order
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.ranks import from_rank_0, gather
 from carpool.train.checkpoints.reading import load
-from carpool.train.checkpoints.resume import checkpoint_to_resume, read_run_state
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import load_tokenizer
 from carpool.train.launch.stopping import StopRequest
@@ -31,6 +30,7 @@ from carpool.train.moving.runtime import Placement
 from carpool.train.run.about import record_graphs, say_hello, write_files, write_run
 from carpool.train.run.assemble import Assembled
 from carpool.train.run.blueprint import Blueprint
+from carpool.train.run.check import check_choices, decisions_from, find_checkpoint
 from carpool.train.run.data import MakeCorpus, read_data
 from carpool.train.run.display import Display
 from carpool.train.run.environment import peak_memory
@@ -41,7 +41,7 @@ from carpool.train.run.kept_times import Times, groups_before, measure_policies,
 from carpool.train.run.machine import Machine, find_machine, rank_device, ranks_of
 from carpool.train.run.memory import open_items
 from carpool.train.run.prepare import Prepared, prepare
-from carpool.train.run.record import Recorder, check_trackers
+from carpool.train.run.record import Recorder
 from carpool.train.run.state import RunState
 from carpool.transport import check_codecs, check_transport
 
@@ -101,20 +101,11 @@ class Setup(RunState):
         if why := gather(why_not_writable(self.folder) if dist.get_rank() == 0 else None)[0]:
             raise ValueError(f"training.output_dir = {self.folder}: {why}; choose another folder")
         self.checkpoints = CheckpointManager(self.folder, training.save_total_limit)
-        check_trackers(training.report_to)
-        if training.torch_compile:
-            check_backend(training.torch_compile_backend)
-        # As far as one rank can tell alone; together they look again when the model is there.
-        for name in (config.moe.transport, compare_with or "auto"):
-            check_transport(name, None)
+        # Together they look again when the model is there.
+        check_choices(config, compare_with)
         machine = find_machine(config.parallelism, device)
-
-        def find_checkpoint() -> tuple[Path | None, dict[str, Any]]:
-            found = checkpoint_to_resume(training.resume_from_checkpoint, self.folder, self.checkpoints)
-            return found, read_run_state(found) if found is not None else {}
-
-        resume, saved = from_rank_0(find_checkpoint) if resumes else (None, {})
-        decisions = decisions_of([resume.parent.parent, self.folder] if resume is not None else [])
+        resume, saved = from_rank_0(lambda: find_checkpoint(config)) if resumes else (None, {})
+        decisions = decisions_from(config, resume)
         self.tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
         blueprint = Blueprint.of_config(config, self.tokenizer)
         found = prepare(config, machine, blueprint, decisions, fixed, measure_on_small_model)

@@ -77,7 +77,7 @@ def make_tiers(run: Assembled) -> tuple[ConsumedGradients | None, HostExperts | 
         )
     away = None
     if where != "device":
-        _check_experts_can_be_away(run, halves)
+        _check_experts_can_be_away(run)
         on_disk = _on_disk(run) if where == "disk" else {}
         away = keep_experts_in_host_memory(run.model, **on_disk, **loading_of(run.config.memory, _few_tokens(run)))
     if training.gradients == "kept":
@@ -86,31 +86,49 @@ def make_tiers(run: Assembled) -> tuple[ConsumedGradients | None, HostExperts | 
     return ConsumedGradients(run.model, run.optimizer, away, training.max_grad_norm or math.inf), away
 
 
-def _check_experts_can_be_away(run: Assembled, halves: bool) -> None:
-    """Raise ValueError unless experts can be in host memory."""
-    experts = [parameter for own in run.rides for parameter in own.experts.parameters()]
-    computed = torch.bfloat16 if run.bf16 else run.model.dtype
-    why = None
-    if run.config.training.gradients == "kept" and any(parameter.requires_grad for parameter in experts):
+def check_experts_away(config: Config) -> None:
+    """Raise ValueError if settings keep experts from being in host memory, or on disk, that are to be there."""
+    training, memory, why = config.training, config.memory, None
+    if memory.experts == "device":
+        return
+    trained = config.adapter.kind is None and training.freeze != "experts"
+    if trained and training.gradients == "kept":
         why = (
             "they are trained, and their gradients would be on the device all together; set "
             'training.gradients="consumed" and training.max_grad_norm=0 (or training.clip_by="previous")'
         )
-    elif any(parameter.dtype != computed for parameter in experts):
-        why = f"they are stored in {experts[0].dtype} and computed in {computed}; set model.dtype to the latter"
-    elif run.config.memory.experts_memory is not None and any(parameter.requires_grad for parameter in experts):
+    elif trained and memory.experts_memory is not None:
         why = (
             "they are trained, so that they change in each step, and none can stay on the device "
             "(memory.experts_memory)"
         )
-    elif halves:
+    elif config.moe.schedule == "two-batch":
         why = "two batches are at two layers at the same time; choose another moe.schedule"
-    elif run.config.training.torch_compile:
+    elif training.torch_compile:
         why = "compiled layers hold their parameters; set training.torch_compile=false"
-    elif not is_logical(run.model) or run.config.placement.every is not None:
-        why = 'they are to move between ranks; use moe.layout="contiguous", without placement.every'
+    elif config.placement.every is not None:
+        why = _MOVE
+    _refuse_away(config, why)
+
+
+_MOVE = 'they are to move between ranks; use moe.layout="contiguous", without placement.every'
+
+
+def _check_experts_can_be_away(run: Assembled) -> None:
+    """The same for what the model says."""
+    experts = [parameter for own in run.rides for parameter in own.experts.parameters()]
+    computed = torch.bfloat16 if run.bf16 else run.model.dtype
+    why = None
+    if any(parameter.dtype != computed for parameter in experts):
+        why = f"they are stored in {experts[0].dtype} and computed in {computed}; set model.dtype to the latter"
+    elif not is_logical(run.model):
+        why = _MOVE
+    _refuse_away(run.config, why)
+
+
+def _refuse_away(config: Config, why: str | None) -> None:
     if why is not None:
-        where = run.config.memory.experts
+        where = config.memory.experts
         raise ValueError(f'memory.experts = "{where}": experts cannot come from there layer by layer, because {why}')
 
 

@@ -24,6 +24,7 @@ from carpool.train.run.room import most_tokens, transport_options
 from carpool.transport import (
     TRANSPORTS,
     TransportOptions,
+    check_topology,
     check_transport,
     choose_transport,
     topology_of,
@@ -98,6 +99,7 @@ def likely_transport(config: Config, degrees: Degrees, blueprint: Blueprint, mac
     if moe.transport != "auto":
         if here:
             check_transport(moe.transport, None)
+        check_topology(moe.transport, group)
         return choose_transport(moe.transport, degrees.expert_ranks, blueprint.top_k)
     unfit: dict[str, str] | None = None
     if machine.cuda and degrees.expert_ranks > 1:

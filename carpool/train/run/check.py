@@ -1,0 +1,85 @@
+"""What would stop a run, found before there are ranks: by `carpool train` before it starts them, and by its dry run.
+
+settings that no rank accepts -> the checkpoint to go on from -> the first row of the data -> the model -> `prepare`
+
+The ranks look again (`setup.py`): they alone know their machine, and under torchrun or Slurm nobody looks before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from carpool.hf.compiled import check_backend
+from carpool.planner.chosen import Decisions
+from carpool.train.checkpoints.manager import CheckpointManager
+from carpool.train.checkpoints.resume import checkpoint_to_resume, read_run_state
+from carpool.train.config.schema import Config
+from carpool.train.data.corpus import check_encoder
+from carpool.train.data.formats import are_packed
+from carpool.train.data.tokenizer import load_tokenizer
+from carpool.train.run.blueprint import Blueprint
+from carpool.train.run.data import check_sequences
+from carpool.train.run.files import decisions_of
+from carpool.train.run.fit import check_fits
+from carpool.train.run.graphs import check_graphs, why_not_captured
+from carpool.train.run.machine import Machine, imagine_machine
+from carpool.train.run.prepare import Prepared, prepare
+from carpool.train.run.record import check_trackers
+from carpool.transport import check_transport
+
+
+def check_run(config: Config, fixed: Collection[str], compare: str | None = None) -> None:
+    """Refuse what the ranks of this machine would refuse before their first step. Loads neither weights nor data.
+
+    Args:
+        fixed: settings that the user has said, by SECTION.KEY.
+        compare: a transport whose step times are to be compared at the end.
+
+    Raises:
+        ValueError: that."""
+    check_choices(config, compare)
+    checkpoint, _ = find_checkpoint(config)
+    run = foresee(config, fixed, imagine_machine(config, None), decisions_from(config, checkpoint))
+    check_fits(run.estimate, run.likely_transport, run.dense.answer, run.rank_memory)
+
+
+def foresee(config: Config, fixed: Collection[str], machine: Machine, decisions: Decisions) -> Prepared:
+    """What a run will be, as far as this process can tell without its ranks.
+
+    Raises:
+        ValueError: it cannot be."""
+    tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
+    check_encoder(config.data, tokenizer, config.model.path)
+    run = prepare(config, machine, Blueprint.of_config(config, tokenizer), decisions, fixed)
+    check_sequences(run, are_packed(config.data))
+    if config.training.cuda_graphs == "on":
+        check_graphs(why_not_captured(run.config, config.moe.schedule) if machine.cuda else "there is no GPU")
+    return run
+
+
+def check_choices(config: Config, compare_with: str | None) -> None:
+    """Refuse trackers, compilers and transports that this machine does not have, as far as one process can tell."""
+    check_trackers(config.training.report_to)
+    if config.training.torch_compile:
+        check_backend(config.training.torch_compile_backend)
+    for name in (config.moe.transport, compare_with or "auto"):
+        check_transport(name, None)
+
+
+def find_checkpoint(config: Config) -> tuple[Path | None, dict[str, Any]]:
+    """The checkpoint that a run goes on from, and what it says beside weights; (None, {}) for one that starts.
+
+    Raises:
+        ValueError: none is there, it is damaged, or a start in a folder that already holds a run."""
+    training = config.training
+    folder = Path(training.output_dir)
+    checkpoints = CheckpointManager(folder, training.save_total_limit)
+    found = checkpoint_to_resume(training.resume_from_checkpoint, folder, checkpoints)
+    return found, {} if found is None else read_run_state(found)
+
+
+def decisions_from(config: Config, checkpoint: Path | None) -> Decisions:
+    """What was chosen in the run that this checkpoint is of, to be taken again."""
+    return decisions_of([] if checkpoint is None else [checkpoint.parent.parent, Path(config.training.output_dir)])

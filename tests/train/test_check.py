@@ -1,0 +1,100 @@
+"""What would stop a run is said before there are ranks, by the run and by its dry run alike."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from carpool import cli
+from carpool.train.config import Config, resolve_config
+from carpool.train.launch.ahead import look_ahead
+from carpool.train.launch.worker import find_entry
+from carpool.train.run.check import check_run
+from carpool.train.run.dry_run import dry_run
+
+REFUSED = [
+    ("model.config.hiden_size=4", "the configuration of olmoe has no key 'hiden_size'"),
+    ("model.config.hidden_act=sillu", "no activation of Transformers; did you mean 'silu'"),
+    ("model.config.attention_dropout=3", "attention_dropout = 3 in the olmoe configuration must be at least 0 and"),
+    ("model.attn_implementation=flex_attention", "model.attn_implementation = 'flex_attention': OlmoeForCausalLM"),
+    ("model.experts_implementation=loop", "model.experts_implementation = 'loop': "),
+    ("training.report_to=tensorbord", "training.report_to names tensorbord, which transformers does not know"),
+    ("training.cuda_graphs=on", "training.cuda_graphs = 'on', but steps cannot be captured: there is no GPU"),
+    ("training.resume_from_checkpoint={0}", "{0} is not a Carpool checkpoint"),
+    ("moe.layout={0}/file", "{0}/file is not an expert layout"),
+    ("moe.transport=nvlink", "transport 'nvlink' cannot be used here"),
+    ("moe.transport=hierarchical", "transport 'hierarchical' cannot be used here: by the settings all 4 ranks of the"),
+    (
+        "moe.transport=local",
+        "transport 'local' cannot be used here: its rows stay where they are, and experts are",
+    ),
+    ("moe.schedule=two-batch training.per_device_train_batch_size=1", "moe.schedule = 'two-batch' cuts each rank's"),
+    ("moe.bias_update_rate=0.1", "OlmoeForCausalLM has no bias per expert"),
+    ("moe.random_second=true", "random_second drops second choices of two, but a token has 4"),
+    ("parallelism.etp_size=2 model.config.intermediate_size=33", "a hidden dimension of 33, which 2 slices do not"),
+    ("memory.experts=host", 'memory.experts = "host": experts cannot come from there layer by layer, because they are'),
+]
+
+
+@pytest.mark.parametrize(("setting", "message"), REFUSED)
+def test_the_run_and_its_dry_run_refuse_the_same(tmp_path: Path, setting: str, message: str) -> None:
+    (tmp_path / "file").touch()
+    settings = ["parallelism.device=cpu", f"training.output_dir={tmp_path / 'new'}", *setting.format(tmp_path).split()]
+    found = resolve_config(None, settings)
+    for ask in (
+        lambda: check_run(found.config, found.fixed),
+        lambda: dry_run(found.config, found.sources),
+    ):
+        with pytest.raises(ValueError) as refused:
+            ask()
+        assert message.format(tmp_path) in str(refused.value)
+    assert not (tmp_path / "new").exists()
+
+
+def test_what_clearly_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("carpool.train.run.machine.rank_memory", lambda cuda, ranks: 2**20)
+    monkeypatch.setattr("carpool.train.run.fit.advise", lambda *_: [])
+    found = resolve_config(None, ["parallelism.device=cpu", f"training.output_dir={tmp_path}"])
+    with pytest.raises(ValueError, match="this run does not fit"):
+        check_run(found.config, found.fixed)
+
+
+def test_the_command_looks_ahead_before_it_reads_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    @contextlib.contextmanager
+    def here(config: Config, entry: str, *, debug: bool, **kwargs: Any) -> Iterator[None]:
+        yield
+        find_entry(entry)(config, **kwargs)
+
+    command = sys.modules["carpool.cli.train"]
+    monkeypatch.setattr(command, "look_ahead", here)
+    monkeypatch.setattr(command, "read_data", pytest.fail)
+    settings = ["model.config.hidden_size=33", "parallelism.device=cpu", f"training.output_dir={tmp_path}"]
+    found = CliRunner(env={"COLUMNS": "1000"}).invoke(cli.app, ["train", *settings])
+    assert found.exit_code == 1
+    assert found.stderr.startswith("error: hidden_size = 33 in the olmoe configuration is no multiple")
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [("refuse", "rank 0: no\nsecond line"), ("open_nothing", "/no/such/file: No such file or directory")],
+)
+def test_looking_ahead_brings_the_error_back(entry: str, message: str) -> None:
+    with pytest.raises(ValueError) as refused, look_ahead(Config(), f"tests.train.ahead_entries:{entry}", rank=0):
+        pass
+    assert str(refused.value) == message
+
+
+def test_errors_that_no_user_makes_are_left_to_the_ranks() -> None:
+    with look_ahead(Config(), "tests.train.ahead_entries:fail", rank=0):
+        pass
+
+
+def test_an_error_meanwhile_ends_the_look_ahead() -> None:
+    with pytest.raises(KeyError), look_ahead(Config(), "tests.train.ahead_entries:sleep_long", rank=0):
+        raise KeyError
