@@ -54,7 +54,7 @@ class AdapterSection(Section):
         if changed is not None and self.kind is None:
             raise ValueError(
                 f"adapter.{changed} = {getattr(self, changed)!r} is of an adapter, but adapter.kind is none, so the "
-                "model itself would be trained: set adapter.kind, for example to 'lora', or leave it out"
+                "model itself would be trained: say adapter.kind, for example 'lora', or leave it out"
             )
         parameters = {"experts", "router", "all-linear"} & set(self.targets)
         if parameters and self.kind == "dora":
