@@ -21,7 +21,7 @@ import torch.distributed as dist
 from carpool.transport.codecs import PLAIN, Codecs
 from carpool.transport.nodes import hops_of, topology_of
 from carpool.transport.nvlink import NVLink, NVLinkOptions
-from carpool.transport.options import TransportOptions
+from carpool.transport.options import RunSizes, TransportOptions
 from carpool.transport.room import GROWN
 
 if TYPE_CHECKING:
@@ -68,24 +68,11 @@ class HierarchicalOptions(TransportOptions):
             )
 
     @classmethod
-    def from_settings(
-        cls,
-        settings: Mapping[str, Any],
-        *,
-        max_tokens: int,
-        sequence_tokens: int,
-        timeout_seconds: float,
-        codecs: Codecs = PLAIN,
-    ) -> Self:
+    def from_settings(cls, settings: Mapping[str, Any], sizes: RunSizes, codecs: Codecs = PLAIN) -> Self:
         """`settings["nvlink"]`: the section [nvlink]."""
         others = dict(settings)
-        nvlink = NVLinkOptions.from_settings(
-            others.pop("nvlink"),
-            max_tokens=max_tokens,
-            sequence_tokens=sequence_tokens,
-            timeout_seconds=timeout_seconds,
-        )
-        return cls(max_tokens=max_tokens, codecs=codecs, nvlink=nvlink, **others)
+        nvlink = NVLinkOptions.from_settings(others.pop("nvlink"), sizes)
+        return cls(max_tokens=sizes.max_tokens, codecs=codecs, nvlink=nvlink, **others)
 
     @property
     def codecs_inside(self) -> Codecs:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from carpool.transport.codecs import PLAIN, Codecs
 
@@ -29,6 +29,20 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from carpool.schedule import Schedule
+
+
+class RunSizes(NamedTuple):
+    """What a training run tells the options of its transport.
+
+    Attributes:
+        max_tokens: of the largest rank, in a micro-batch.
+        sequence_tokens: a rank's share of one sequence. Buffers hold as many whatever the settings say.
+        timeout_seconds: how long a rank may wait for another.
+    """
+
+    max_tokens: int
+    sequence_tokens: int
+    timeout_seconds: float
 
 
 @dataclass(frozen=True)
@@ -44,25 +58,12 @@ class TransportOptions:
     codecs: Codecs = PLAIN
 
     @classmethod
-    def from_settings(
-        cls,
-        settings: Mapping[str, Any],
-        *,
-        max_tokens: int,
-        sequence_tokens: int,
-        timeout_seconds: float,
-        codecs: Codecs = PLAIN,
-    ) -> Self:
-        """Those of a training run.
-
-        Args:
-            settings: what the configuration says, by name.
-            sequence_tokens: a rank's share of one sequence. Buffers hold as many whatever the settings say.
-            timeout_seconds: how long a rank may wait for another.
+    def from_settings(cls, settings: Mapping[str, Any], sizes: RunSizes, codecs: Codecs = PLAIN) -> Self:
+        """Those of a training run. `settings`: what the configuration says, by name.
 
         Raises:
             ValueError: values that cannot be."""
-        return cls(max_tokens=max_tokens, codecs=codecs, **settings)
+        return cls(max_tokens=sizes.max_tokens, codecs=codecs, **settings)
 
     @property
     def lossy_reasons(self) -> list[str]:

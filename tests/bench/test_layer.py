@@ -96,10 +96,7 @@ def test_bytes_are_those_of_the_routing(run: tuple[dict[str, Any], Path]):
     [
         (("--shape", "8,16,8,6,2"), "6 experts .* do not divide evenly among 4 ranks"),
         (("--transports", "dedupe"), "--transports: 'dedupe' is not known; .*did you mean dedup"),
-        (("--experts", "group"), "--experts: 'group' is not known"),
-        (("--model", "gpt-oss"), "--model: 'gpt-oss' is not known; .*did you mean gpt-oss-120b"),
         (("--iterations", "0"), "--iterations 0 must be at least 1"),
-        (("--ranks", "0"), "--ranks 0 must be at least 1"),
     ],
 )
 def test_errors_of_the_input_are_one_line(args: tuple[str, ...], message: str):

@@ -29,6 +29,7 @@ from carpool.parallel.degrees import Degrees
 from carpool.train.config.schema import Config
 from carpool.transport import HierarchicalOptions, TransportOptions, find_transport
 from carpool.transport.nvlink import Buffers
+from carpool.transport.options import RunSizes
 from carpool.transport.room import GROWN, NodeRoom, Room
 
 RandomState = tuple[torch.Tensor, torch.Tensor | None]
@@ -56,13 +57,9 @@ def transport_options(config: Config, degrees: Degrees, name: str) -> TransportO
     codecs = config.codec.codecs
     if options_class is None:
         return TransportOptions(most, codecs)
-    options = options_class.from_settings(
-        config.settings_of_transport(name),
-        max_tokens=most,
-        sequence_tokens=degrees.tokens_per_rank(config.data.sequence_length),
-        timeout_seconds=float(config.parallelism.timeout_seconds),
-        codecs=codecs,
-    )
+    sequence_tokens = degrees.tokens_per_rank(config.data.sequence_length)
+    sizes = RunSizes(most, sequence_tokens, float(config.parallelism.timeout_seconds))
+    options = options_class.from_settings(config.settings_of_transport(name), sizes, codecs)
     if isinstance(options, HierarchicalOptions):
         options = replace(options, step_tokens=_step_tokens(config, degrees))
     return options

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from carpool.kernels.awaited import MAX_CTAS
 from carpool.transport.codecs import PLAIN, Codecs
-from carpool.transport.options import TransportOptions
+from carpool.transport.options import RunSizes, TransportOptions
 
 if TYPE_CHECKING:
     from carpool.schedule import Schedule
@@ -62,22 +62,14 @@ class NVLinkOptions(TransportOptions):
             raise ValueError(f"timeout_seconds={self.timeout_seconds} must be positive")
 
     @classmethod
-    def from_settings(
-        cls,
-        settings: Mapping[str, Any],
-        *,
-        max_tokens: int,
-        sequence_tokens: int,
-        timeout_seconds: float,
-        codecs: Codecs = PLAIN,
-    ) -> Self:
+    def from_settings(cls, settings: Mapping[str, Any], sizes: RunSizes, codecs: Codecs = PLAIN) -> Self:
         """Of the section [nvlink], whose `capacity` is a share. There is room for one sequence in any case: a sample
         of text cannot be drawn from NaN and repeated."""
-        share, capacity, others = settings["capacity"], None, dict(settings)
+        most, share, capacity, others = sizes.max_tokens, settings["capacity"], None, dict(settings)
         if share is not None:
-            capacity = min(max_tokens, max(sequence_tokens, math.ceil(share * max_tokens)))
+            capacity = min(most, max(sizes.sequence_tokens, math.ceil(share * most)))
         others |= {"capacity": capacity, "num_leases": others.pop("leases"), "codecs": codecs}
-        return cls(max_tokens=max_tokens, timeout_seconds=timeout_seconds, arena_bytes=ARENA_BYTES, **others)
+        return cls(max_tokens=most, timeout_seconds=sizes.timeout_seconds, arena_bytes=ARENA_BYTES, **others)
 
     def under(self, schedule: Schedule, resend: bool = False) -> Self:
         """A stream of its own, buffers for a chunk, enough leases.
