@@ -7,7 +7,9 @@
     routes.py     rows that a token sends inside a node and between nodes
     lengths.py    how long the pieces of a layer take
     step.py       the event graph of a step, and what is predicted of it
-    peak.py       its memory as a timeline
+    sizes.py      what a rank takes and keeps: of a plan; a run asks its model
+    peak.py       its memory as a timeline, of plans and of runs
+    held.py       what is in use beside tensors, and what a layer works with
     search.py     the best configurations: `plan`
     kept.py       bytes that are kept for the backward, under which policies
     policies.py   the policies that fit into a budget and cost least

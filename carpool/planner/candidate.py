@@ -17,7 +17,7 @@ MOMENT_BYTES: Mapping[str, float] = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 
 
 @dataclass(frozen=True)
 class Candidate:
-    """See the module's docstring. Computation is in bfloat16.
+    """See the module's docstring. Plans compute in bfloat16.
 
     Attributes:
         degrees: of parallelism.
@@ -38,6 +38,7 @@ class Candidate:
         pipeline: the order of stages (`carpool.planner.pipelines`).
         chunks, backward_chunks: of a ride, with schedule "chunks"; None: backward as many as forward.
         stored: bytes of a stored parameter: 2 of bfloat16 with float32 masters, 4 of float32.
+        computed: of one as it is computed.
         codecs: what is said in [codec], such as {"dispatch": "fp8"} (lossy).
     """
 
@@ -62,6 +63,7 @@ class Candidate:
     backward_chunks: int | None = None
     codecs: Mapping[str, str] = field(default_factory=dict)
     stored: int = 2
+    computed: int = 2
 
     @property
     def tokens(self) -> int:
@@ -94,7 +96,7 @@ class Candidate:
     def copies_experts(self) -> bool:
         """Whether FSDP has a group of one rank for a layer's experts, and copies (`held.alone_bytes`): it casts them,
         or there are copies of the model."""
-        degrees, asked = self.degrees, self.stored != 2 or self.degrees.dp_replicate > 1
+        degrees, asked = self.degrees, self.stored != self.computed or self.degrees.dp_replicate > 1
         return asked and degrees.efsdp == 1 and degrees.expert_ranks > 1 and degrees.dp_cp > 1
 
     @property
@@ -104,6 +106,12 @@ class Candidate:
         degrees = self.degrees
         apart = self.copies_experts or (degrees.expert_ranks > 1 and (degrees.efsdp > 1 or degrees.dp_replicate > 1))
         return self.compiled and not (apart and self.policies["dense"] == "recompute")
+
+    @property
+    def divides_tokens(self) -> bool:
+        """Whether tensor-parallel ranks divide tokens where blocks do not need all of them, if the model can
+        (`carpool.train.run.model.divides_tokens`)."""
+        return self.degrees.tp > 1 and not self.compiled and self.gradients == "kept"
 
     @property
     def waits(self) -> bool:

@@ -1,8 +1,5 @@
-"""What a rank holds beside parameters and what layers keep, for the planner and for the trainer's own estimate.
-
-`carpool.planner.peak` counts a model by its sizes, `carpool.train.run.estimate` by the model's own forward. What
-neither can count from there is here, once: what is in use beside PyTorch's tensors, and what a layer works with.
-"""
+"""What a rank holds beside parameters and what layers keep: what is in use beside PyTorch's tensors, and what a layer
+works with. `carpool.planner.peak` says when it is there."""
 
 from __future__ import annotations
 

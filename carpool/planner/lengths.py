@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
+from itertools import pairwise
 from typing import NamedTuple
 
 from carpool.parallel.degrees import Degrees
@@ -449,15 +450,17 @@ def _some(piece: Piece | None) -> Iterator[Piece]:
         yield piece
 
 
+def layer_ranges(layers: int, parts: int) -> list[range]:
+    """Which layers each part has: equally many, the first parts one more if they do not divide."""
+    each, more = divmod(layers, parts)
+    starts = [part * each + min(part, more) for part in range(parts + 1)]
+    return [range(start, end) for start, end in pairwise(starts)]
+
+
 def stage_layers(shape: ModelShape, degrees: Degrees, of_rank: int = 1) -> list[tuple[LayerShape, ...]]:
-    """The layers of each stage of a pipeline: equally many, the first stages one more if they do not divide.
+    """The layers of each stage of a pipeline.
 
     Args:
         of_rank: stages that each rank has."""
-    each, more = divmod(len(shape.layers), degrees.pp * of_rank)
-    found, at = [], 0
-    for stage in range(degrees.pp * of_rank):
-        end = at + each + (stage < more)
-        found.append(shape.layers[at:end])
-        at = end
-    return found
+    parts = layer_ranges(len(shape.layers), degrees.pp * of_rank)
+    return [shape.layers[one.start : one.stop] for one in parts]

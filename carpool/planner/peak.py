@@ -1,26 +1,36 @@
 """The memory of a rank as a timeline: what is there while a step goes through its layers, and the moment of the most.
 
-    peak = memory_of(shape, candidate)
-    peak.total                    bytes of the fullest rank at its highest moment
-    peak.at, peak.parts           "backward begins", {"parameters": ..., "activations": ...}
-    peak.timeline                 (moment, bytes) through forward, loss and backward
+    peak = memory_of(shape, candidate)             of a plan
+    peak = peak_of(sizes, candidate)               of sizes that someone else knows, such as a run
+    peak.total                                     bytes of the fullest rank at its highest moment
+    peak.at, peak.parts                            "backward begins", {"parameters": ..., "activations": ...}
+    peak.timeline                                  (moment, bytes) through forward, loss and backward
 
-The same accounts as `carpool.train.run.estimate`, which measures what layers keep by the model's own forward and knows
-adapters, quantised bases and experts in host memory; here all follows from sizes, so that thousands of configurations
-take a second. What both say of a layer's work and of what is beside tensors is in `held.py`, and
-`tests/planner/test_peak.py` holds one against the other. Stage s of p in a 1F1B pipeline keeps p - s micro-batches at
-once; others keep p.
+What it assumes, which is where a prediction goes wrong:
+
+    balance       each rank gets the mean number of rows, each expert the mean number of tokens. Not temporaries of
+                  transport nvlink, which are for the worst case, nor its arena, which has a quarter more than was kept
+    one layer     of rides, backward: products, their gradients, rows, and the gradients of one layer's experts.
+                  Under FSDP: a layer in full and the next one, which is gathered ahead; a layer's gradients as they are
+                  computed and as they are reduced. With gradient checkpointing: the layer that is computed again
+    transport     nvlink: one lease (schedules that overlap rides take more). Others: rows packed, arrived, summed, sent
+    context       on GPUs: 0.5 GiB of CUDA context and kernels; NCCL: 0.3 GiB, and 0.2 for each further kind of group
+    fragments     on GPUs: 3 % of what PyTorch's tensors take, which its allocator cannot use
+    graphs        CUDA graphs of a step keep all that it takes, also between steps. What is computed eagerly beside them
+                  takes memory of its own: the evaluation, of which one layer and a piece of the logits are there
+    loading       experts that are to be in host memory are on the device first, before there is any step
+    process       on CPUs: 60 MiB of code, threads and buffers that every rank takes once it trains
+    allocator     on CPUs: 0.35 of what a step takes and frees, which the C library keeps in pieces of the wrong sizes
 """
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-from carpool.planner.candidate import MOMENT_BYTES, Candidate
+from carpool.parallel.schedules import in_flight
+from carpool.planner.candidate import Candidate
 from carpool.planner.held import (
     ARENA_ROOM,
     BESIDE_TENSORS,
@@ -30,15 +40,18 @@ from carpool.planner.held import (
     beside_tensors,
     gradient_buffers,
     products_bytes,
-    scores_bytes,
 )
 from carpool.planner.kept import LayerSizes, kept_bytes
-from carpool.planner.lengths import ELEMENT, REDUCED, stage_layers
-from carpool.planner.model_shape import LayerShape, ModelShape
+from carpool.planner.model_shape import ModelShape
 from carpool.planner.routes import Routes
+from carpool.planner.sizes import RankSizes, sizes_of
 
-# As in `carpool.kernels.cross_entropy`, `carpool.parallel.replicated` and `carpool.memory.optimizer.streamed`.
-LOGITS, BUCKET, TILES = 2**29, 100 * MiB, 8 * 64 * MiB
+# As in `carpool.parallel.replicated`, `carpool.memory.optimizer.streamed` and `carpool.parallel.consumed`: of gradients
+# that wait for their updates, in elements of the largest parameter.
+BUCKET, TILES, HELD = 100 * MiB, 8 * 64 * MiB, 2
+# On CPUs, beside PyTorch's tensors; see above.
+PROCESS_BYTES, FREED_SHARE = 60 * MiB, 0.35
+Moment = tuple[str, float, float, float]  # its name; bytes of gradients, activations and logits
 
 
 @dataclass(frozen=True)
@@ -50,7 +63,7 @@ class Peak:
         at: that moment.
         stage: of the pipeline.
         timeline: (moment, bytes of PyTorch's tensors) in the order of a step.
-        host: bytes in host memory.
+        host: bytes in host memory: the optimizer's state, and activations that are offloaded.
         own_gradients: bytes of gradients of what the rank owns, as the backward leaves them.
     """
 
@@ -73,200 +86,218 @@ class Peak:
 
 def memory_of(shape: ModelShape, candidate: Candidate, routes: Routes | None = None, every_layer: bool = False) -> Peak:
     """Of the fullest stage. `every_layer`: its timeline has a moment for each layer, forward and backward."""
-    stages = stage_layers(shape, candidate.degrees)
-    ends = {0, len(stages) - 1}
     # Stages between the ends hold less than the first, which has as many layers, the embedding and more micro-batches.
-    found = (_stage(shape, candidate, routes or Routes(), stage, stages[stage], every_layer) for stage in sorted(ends))
+    ends, routes = {0, candidate.degrees.pp - 1}, routes or Routes()
+    found = (peak_of(sizes_of(shape, candidate, one, routes), candidate, one, every_layer) for one in sorted(ends))
     return max(found, key=lambda one: one.total)
 
 
-def _stage(
-    shape: ModelShape,
-    candidate: Candidate,
-    routes: Routes,
-    stage: int,
-    layers: tuple[LayerShape, ...],
-    every_layer: bool,
-) -> Peak:
-    degrees, policies = candidate.degrees, candidate.policies
-    last = stage == degrees.pp - 1
+def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer: bool = False) -> Peak:
+    """Of one rank of the pipeline. Of the candidate's model nothing is asked; `every_layer` as of `memory_of`."""
+    degrees, moe_layers, number = candidate.degrees, sizes.moe_layers, len(sizes.layers)
+    computed, stored = candidate.computed, candidate.stored
     replicated = candidate.dense == "replicate" and degrees.dp_cp > 1
-    head = shape.vocabulary * shape.hidden / degrees.tp
-    # How many of embedding and head are here; a tied one is there once.
-    ends = min((stage == 0) + last, 1 if shape.tied else 2)
-    kinds = Counter(layers)
-    dense = sum(number * layer.dense_parameters for layer, number in kinds.items()) / degrees.tp + ends * head
-    moe_layers = sum(number * layer.experts for layer, number in kinds.items())
-    one_layer = shape.num_experts * shape.expert_parameters / (degrees.ep * degrees.etp)
-    dense_shards, efsdp = degrees.fsdp * degrees.cp, degrees.efsdp
-    dense_own, experts_own = dense / dense_shards, moe_layers * one_layer / efsdp
     # With ep = 1 experts lie as dense parameters do.
-    together = candidate.experts_as_dense
-    whole = (dense + (moe_layers * one_layer if together else 0)) if replicated else 0
+    together = replicated and degrees.expert_ranks == 1
+    whole, whole_trained = (
+        (dense + (experts if together else 0)) if replicated else 0
+        for dense, experts in zip(sizes.dense, sizes.experts, strict=True)
+    )
+    dense_own, dense_trained = (one / degrees.dense_shards for one in sizes.dense)
+    experts_own = sizes.expert_bytes / degrees.expert_shards
+    experts_trained = sizes.experts.trained / degrees.expert_shards
+    layer_total, layer_trained = (one / max(1, moe_layers) / degrees.expert_ranks for one in sizes.experts)
 
     # Gathered parameters, and gradients on their way to shards.
     gathered = reducing = 0.0
-    if efsdp > 1 and not together:
-        gathered += 2 * one_layer * ELEMENT
-        reducing += one_layer * REDUCED
+    if degrees.efsdp > 1 and degrees.dp_cp > 1 and not together:
+        gathered += 2 * layer_total * computed
+        reducing += layer_trained * sizes.reduced
     if degrees.dp_cp > 1 and not replicated:
-        one = max(0.0, dense - head * min(1, ends)) / max(1, len(layers))
-        gathered += (2 * one + (head if last or stage == 0 else 0)) * ELEMENT
-        reducing += one * (ELEMENT + REDUCED)
-    reducing += min(BUCKET, whole * REDUCED)
-    alone = candidate.copies_experts
-    copied, waiting, at_once = alone_bytes(one_layer, ELEMENT, REDUCED) if alone else (0.0, 0.0, 0.0)
+        head = sizes.words * sizes.hidden if sizes.ends else 0
+        one = max(0.0, sizes.dense.total - head) / degrees.tp / max(1, number)
+        # The output layer is not given back between forward and backward.
+        gathered += (2 * one + head / degrees.tp) * computed
+        reducing += one * (computed + sizes.reduced) if sizes.dense.trained else 0.0
+    reducing += min(BUCKET, whole_trained * sizes.reduced)
+    copied = waiting = at_once = 0.0
+    if candidate.copies_experts:
+        copied, *later = alone_bytes(layer_total, computed, sizes.reduced)
+        waiting, at_once = later if sizes.experts.trained else (0.0, 0.0)
 
     # Those of whole parameters have buffers of their own.
-    stored = candidate.stored
-    own_gradients = ((0 if replicated else dense_own) + (0 if replicated and together else experts_own)) * stored
+    own = 0.0 if replicated else dense_trained * stored
+    own += 0.0 if together else experts_trained * stored
     if candidate.gradients == "consumed":
-        # They wait for what their updates bring from host memory, and else for nothing.
-        own_gradients = 0.0
-    own_whole = (dense_own + (experts_own if together else 0)) if replicated else 0
-    # Masters are the low bits beside parameters in bfloat16.
-    state = (dense_own + experts_own) * (2 * MOMENT_BYTES[candidate.moments] + (2 if stored == 2 else 0))
-    if candidate.optimizer == "torch":
-        state = (dense_own + experts_own) * 2 * stored
+        # Those whose update waits for copies.
+        own = 0.0 if candidate.optimizer_state == "device" else HELD * sizes.largest * stored
+    own_whole = (dense_trained + (experts_trained if together else 0)) if replicated else 0
+    own += 4 * sizes.adapters
     host = 0.0
+    state = (dense_trained + experts_trained) * sizes.state
     if candidate.optimizer_state != "device":
         host, state = state, TILES
 
-    # What is kept: by layer, and by all.
-    tokens = candidate.rank_tokens
-    copies = _copies(shape, candidate, routes)
-    in_buffers = candidate.transport == "nvlink" and degrees.ep > 1
-    away = copies * ((degrees.ep - 1) / degrees.ep if in_buffers else 1.0) if degrees.ep > 1 else 0.0
-    dense_policy = policies["dense"]
+    kept = _Kept(sizes, candidate)
+    host += kept.host
+    others = sizes.rest
+    if degrees.pp > 1:
+        waits = in_flight(candidate.pipeline, degrees.pp, candidate.accumulation, candidate.paired) - 1
+        if candidate.pipeline == "1F1B":
+            waits = min(waits, degrees.pp - stage - 1)
+        others += waits * (kept.by(number) + sizes.rest)
+    # Gradients of copies on their way home: of the micro-batch before, and of the layers before.
+    late = sizes.late if candidate.accumulation > 1 else 0.0
 
-    of_rides = {**policies, "dense": "keep" if dense_policy == "offload" else dense_policy}
-    choices = min(shape.top_k, max(1, shape.num_experts // degrees.ep))
-
-    def of_layers(number: int) -> Mapping[str, int]:
-        sizes = LayerSizes(
-            number, number, shape.hidden, shape.expert_hidden // degrees.etp, shape.top_k * degrees.etp, 0, 0, 0,
-            ELEMENT, copies=away,
-        )  # fmt: skip
-        return kept_bytes(sizes, tokens, of_rides)
-
-    # The arena is there all the time.
-    arena = ARENA_ROOM * sum(of_layers(moe_layers)[item] for item in ("rows", "hidden")) if in_buffers else None
-
-    def rides(number: int) -> float:
-        found = of_layers(number)
-        rows = found["rows"] + found["hidden"] if arena is None else arena
-        return rows + found["sums"] + number * tokens * copies * choices * INDEX_BYTES
-
-    by_kind = {
-        layer: layer.kept_bytes(shape.hidden, candidate.sequence_length, compiled=candidate.layers_compiled) * tokens
-        for layer in kinds
-    }
-    kept_by = [0.0, *accumulate(by_kind[layer] for layer in layers)]
-    experts_in = [0, *accumulate(layer.experts for layer in layers)]
-    largest, layer_input = max(by_kind.values(), default=0.0), tokens * shape.hidden * ELEMENT
-    if policies["dense"] == "offload":
-        host += kept_by[-1]
-    for item, rows in (("rows", away * shape.hidden), ("hidden", shape.top_k * 2 * shape.expert_hidden)):
-        if policies[item] == "offload":
-            host += moe_layers * tokens * rows * ELEMENT
-
-    def kept(number: int) -> float:
-        """By the first layers."""
-        dense_kept = kept_by[number]
-        if dense_policy == "recompute" and number:
-            dense_kept = layer_input * number + largest
-        elif dense_policy == "offload":
-            dense_kept = min(dense_kept, 2 * largest)
-        return dense_kept + (rides(experts_in[number]) if moe_layers else 0.0)
-
-    in_flight = degrees.pp - stage if candidate.pipeline == "1F1B" else degrees.pp
-    in_flight = min(in_flight, candidate.accumulation) if degrees.pp > 1 else 1
-    if candidate.accumulation > 1:
-        in_flight *= candidate.at_once
-    rest = 6 * shape.hidden * tokens
-    others = (in_flight - 1) * kept(len(layers)) + rest
-
-    most = tokens * degrees.ep * min(shape.top_k, max(1, shape.num_experts // degrees.ep)) if in_buffers else 0
-    pairs = max(most, tokens * shape.top_k * degrees.etp)
-    width = shape.expert_hidden / degrees.etp
-    products = products_bytes(pairs, width, shape.hidden, ELEMENT) if moe_layers else 0.0
-    if policies["hidden"] == "recompute":
-        products += 2 * tokens * shape.top_k * width * ELEMENT
-    heads = max((layer.heads for layer in by_kind if layer.whole_scores), default=0)
-    scores = scores_bytes(tokens, heads, candidate.sequence_length, ELEMENT)
     # Attention's backward comes after that of the experts.
-    work = max(products, scores) + (one_layer * ELEMENT if moe_layers else 0.0) + copied + reducing
-    buffers = _buffers(shape, candidate, copies) if moe_layers else 0.0
-
-    logits = after_loss = 0.0
-    if last:
-        words = shape.vocabulary / degrees.tp
-        all_tokens = tokens * degrees.tp
-        if degrees.tp > 1:
-            logits = 12 * all_tokens * words
-        else:
-            stays = 4 * words * shape.hidden + tokens * shape.hidden * ELEMENT
-            pieces = max(1, math.ceil(all_tokens * words / LOGITS))
-            logits = stays + ELEMENT * all_tokens * words / pieces
-            after_loss = stays + ELEMENT * words * shape.hidden
+    work = max(kept.products + sizes.dequantised, sizes.scores) + layer_trained * computed + copied + reducing
+    here = experts_own if sizes.here is None else min(experts_own, sizes.here)
     always = {
-        "parameters": (dense_own + experts_own) * stored + whole * ELEMENT + gathered,
-        "optimizer": state,
-        "transport": buffers,
+        "parameters": 4 * sizes.adapters + dense_own * stored + here + whole * computed + gathered,
+        "optimizer": state + 8 * sizes.adapters,
+        "transport": kept.exchanged,
+        "copies": sizes.arrived,
     }
+    logits, after_loss = _loss(sizes, candidate) if sizes.has_head else (0.0, 0.0)
     # Those of earlier micro-batches are there, and those in the tensors of a graph.
-    before = own_gradients if candidate.accumulation > 1 or candidate.captured else 0.0
-    number = len(layers)
-    moments: list[tuple[str, float, float, float]] = [("step begins", before, others, 0.0)]
+    before = own if candidate.accumulation > 1 or sizes.captured else 0.0
+    moments: list[Moment] = [("step begins", before, others, 0.0)]
     if every_layer:
-        moments += [(f"forward of layer {i}", before, others + kept(i + 1), 0.0) for i in range(number)]
-    if last:
-        moments.append(("loss", before, others + kept(number), logits))
-    moments.append(("backward begins", before, others + kept(number) + work, after_loss))
+        moments += [(f"forward of layer {i}", before, others + kept.by(i + 1), 0.0) for i in range(number)]
+    if sizes.has_head:
+        moments.append(("loss", before, others + kept.by(number) + late, logits))
+    moments.append(("backward begins", before, others + kept.by(number) + late + work, after_loss))
     for i in reversed(range(number)) if every_layer else sorted({0, number - 1}, reverse=True):
-        earlier, share = (before + (own_gradients - before) * done / number for done in (number - 1 - i, number - i))
-        of_loss = after_loss if i == number - 1 else 0.0
+        there = others + kept.by(i + 1) + sizes.late * (number - 1 - i) / number
         if i == 0 or i < number - 1:
-            moments.append((f"backward of layer {i}", share, others + kept(i + 1) + work + waiting, 0.0))
-        if alone and layers[i].experts:
-            moments.append((f"reduction of layer {i}", earlier, others + kept(i) + at_once, of_loss))
-    whole_gradients = gradient_buffers(whole, own_whole, stored, REDUCED)
-    constant = sum(always.values()) + whole_gradients
+            gradients = before + (own - before) * (number - i) / number
+            moments.append((f"backward of layer {i}", gradients, there + work + waiting, 0.0))
+        if candidate.copies_experts and i >= number - moe_layers:
+            gradients = before + (own - before) * (number - 1 - i) / max(1, number - 1)
+            of_loss = after_loss if i == number - 1 else 0.0
+            moments.append((f"reduction of layer {i}", gradients, there + at_once, of_loss))
+    of_whole = gradient_buffers(whole_trained, own_whole, stored, sizes.reduced)
+    constant = sum(always.values()) + of_whole
     at, gradients, activations, of_loss = max(moments, key=lambda one: sum(one[1:]))
-    parts = {
-        **always,
-        "gradients": gradients + whole_gradients,
-        "activations": activations,
-        "logits": of_loss,
-    }
+    parts = {**always, "gradients": gradients + of_whole, "activations": activations, "logits": of_loss}
+    if here < experts_own:
+        parts["loading"] = max(0.0, dense_own * stored + experts_own - sum(parts.values()))
     tensors = sum(parts.values())
-    groups = (degrees.dp > 1) + (degrees.ep > 1) + (degrees.tp > 1) + (degrees.efsdp not in (1, degrees.dp))
-    groups += (degrees.cp > 1) + (degrees.pp > 1) + (degrees.etp > 1)
-    parts |= beside_tensors(tensors, degrees.world_size, groups)
-    if candidate.captured:
-        # An evaluation of one sequence runs beside the graphs.
-        share = 1 / candidate.micro_batch
-        piece = min(candidate.sequence_length, LOGITS // shape.vocabulary) * shape.vocabulary * ELEMENT
-        parts["graphs"] = largest * share + max(products * share, piece)
-    timeline = tuple((name, constant + sum(sizes)) for name, *sizes in moments)
-    return Peak(parts, at, stage, timeline, host, own_gradients)
+    if sizes.cuda:
+        parts |= beside_tensors(tensors, degrees.world_size, _groups(candidate))
+        if sizes.captured:
+            parts["graphs"] = _evaluation(sizes, candidate, kept.products)
+    else:
+        freed = gradients + activations + of_loss + (0 if sizes.buffers else kept.exchanged)
+        parts |= {"process": PROCESS_BYTES, "allocator": FREED_SHARE * freed}
+    return Peak(parts, at, stage, tuple((name, constant + sum(of)) for name, *of in moments), host, own)
 
 
-def _copies(shape: ModelShape, candidate: Candidate, routes: Routes) -> float:
-    """Rows that the experts of a rank get for each of its tokens."""
-    ep = candidate.degrees.ep
-    if ep == 1:
-        return float(candidate.degrees.etp)
-    return candidate.degrees.etp * routes.rows(candidate.transport, shape.choice, ep, ep).arrive
+class _Kept:
+    """What layers keep for their backward, and what rides work with and exchange.
+
+    Attributes:
+        products: bytes that the backward of one layer's experts works with.
+        exchanged: of the transport: buffers that all layers share, or what one ride exchanges.
+        host: of activations that are offloaded.
+    """
+
+    def __init__(self, sizes: RankSizes, candidate: Candidate) -> None:
+        self.sizes, self.policies = sizes, candidate.policies
+        degrees, computed = candidate.degrees, candidate.computed
+        ranks, self.tokens = degrees.expert_ranks, degrees.tokens_per_rank(sizes.tokens)
+        own_tokens = sizes.tokens // degrees.cp
+        # Two micro-batches are in the model at the same time.
+        self.at_once = candidate.at_once if candidate.accumulation > 1 else 1
+        # Blocks divide heads and widths, and all else is divided with the tokens; but what blocks read is whole.
+        self.share = 1 / degrees.tp if sizes.divided else 1.0
+        self.whole = own_tokens * sizes.hidden * computed if sizes.divided else 0.0
+        self.one = self.share * max(sizes.layers, default=0.0) + self.whole
+        self.kept_by = [0.0, *accumulate(self.share * layer + self.whole for layer in sizes.layers)]
+
+        top_k, width = sizes.top_k * degrees.etp, sizes.width // degrees.etp
+        choices = min(sizes.top_k, -(-sizes.num_experts // degrees.ep))
+        self.indices = self.tokens * sizes.copies * choices * INDEX_BYTES
+        in_buffers = sizes.buffers > 0 and ranks > 1
+        # Rows at home are the layer's input, which is kept anyway.
+        away = 0.0 if ranks == 1 else sizes.copies * ((ranks - 1) / ranks if in_buffers else 1)
+        self.of_one = LayerSizes(1, 1, sizes.row, width, top_k, 0, 0, 0, computed, copies=away)
+        # What goes to host memory of dense layers is counted here, by what each of them keeps.
+        dense = self.policies["dense"]
+        self.of_rides = {**self.policies, "dense": "keep" if dense == "offload" else dense}
+        of_all = self._rides(sizes.moe_layers)
+        self.host = of_all["host"] + (self.kept_by[-1] if dense == "offload" else 0.0)
+        # The arena is there all the time.
+        self.arena = ARENA_ROOM * (of_all["rows"] + of_all["hidden"]) if in_buffers else None
+
+        self.products = self.exchanged = 0.0
+        if not sizes.moe_layers:
+            return
+        pairs = self.tokens * top_k
+        self.products = products_bytes(
+            self.tokens * ranks * choices if in_buffers else pairs, width, sizes.row, computed
+        )
+        if not sizes.cuda:
+            # Gradients are gathered, and each step of the activation's backward makes a tensor.
+            self.products = pairs * (7 * width + sizes.row) * computed
+        if self.policies["hidden"] == "recompute":
+            self.products += 2 * pairs * width * computed
+        self.exchanged = sizes.buffers * (2 if self.policies["rows"] == "resend" else 1)
+        if not sizes.buffers:
+            self.exchanged = (2 if ranks > 1 else 1) * self.tokens * sizes.copies * sizes.row * computed
+
+    def _rides(self, layers: int) -> Mapping[str, int]:
+        sizes = LayerSizes(**{**vars(self.of_one), "layers": layers, "moe_layers": layers})
+        return kept_bytes(sizes, self.tokens, self.of_rides)
+
+    def by(self, number: int) -> float:
+        """Bytes that the first layers keep."""
+        sizes, dense = self.sizes, self.kept_by[number]
+        moe_layers = max(0, number - (len(sizes.layers) - sizes.moe_layers))
+        slots = moe_layers
+        if self.policies["dense"] == "recompute" and number:
+            dense = self.share * sizes.layer_input * number + self.one
+            if self.policies["sums"] == "keep":
+                # What collectives brought: all that a block reads, and this rank's rows of its sums.
+                dense += number * self.whole * (1 + self.share)
+            # Layers that are computed again fill their slots again.
+            slots = min(1, moe_layers)
+        elif self.policies["dense"] == "offload":
+            dense = min(dense, 2 * self.one)
+        rides = 0.0
+        if sizes.moe_layers:
+            found = self._rides(moe_layers)
+            rows = found["rows"] + found["hidden"] if self.arena is None else self.arena
+            rides = rows + found["sums"] + moe_layers * self.indices
+        return self.at_once * (dense + rides + slots * sizes.slots)
 
 
-def _buffers(shape: ModelShape, candidate: Candidate, copies: float) -> float:
-    """Of a transport: those that all layers share, or what one ride exchanges."""
-    degrees, tokens = candidate.degrees, candidate.rank_tokens
-    row = shape.hidden * ELEMENT
-    if candidate.transport == "nvlink" and degrees.ep > 1:
-        # A slab for each other rank, partial sums, choices and weights (`carpool.transport.nvlink.buffers.Regions`).
-        away = (degrees.ep - 1) * tokens
-        size = away * row + (away + tokens) * (row + 12 * shape.top_k)
-        return size * (2 if candidate.policies["rows"] == "resend" else 1)
-    return (2 if degrees.ep > 1 else 1) * tokens * copies * row
+def _groups(candidate: Candidate) -> int:
+    """Kinds of process groups with more than one rank."""
+    degrees = candidate.degrees
+    apart = (degrees.efsdp not in (1, degrees.dp_cp)) + (degrees.cp not in (1, degrees.dp_cp))
+    return (degrees.dp_cp > 1) + (degrees.expert_ranks > 1) + (degrees.tp > 1) + (degrees.pp > 1) + apart
+
+
+def _evaluation(sizes: RankSizes, candidate: Candidate, products: float) -> float:
+    """Bytes that a forward without a backward needs."""
+    share = sizes.eval_tokens / (sizes.tokens // candidate.degrees.cp)
+    logits = sizes.eval_loss_tokens * sizes.words * candidate.computed
+    return max(sizes.layers, default=0.0) * share + max(products * share, logits)
+
+
+def _loss(sizes: RankSizes, candidate: Candidate) -> tuple[float, float]:
+    """Bytes that the loss needs, and those that stay when the backward begins."""
+    degrees, head, computed = candidate.degrees, sizes.words * sizes.hidden, candidate.computed
+    tokens = sizes.tokens // degrees.cp
+    if sizes.whole_logits:
+        # Log-softmax, its gradient and that of the loss; all in float32.
+        return 12 * tokens * sizes.words, 0
+    tokens = -(-tokens // degrees.tp) if sizes.divided else tokens
+    stays = (4 * head if sizes.head_trains else 0) + tokens * sizes.hidden * computed
+    if sizes.divided:
+        # The whole matrix, and what scatters its gradient.
+        stays += head * computed
+    piece = (computed + (0 if sizes.cuda else 4)) * min(tokens, sizes.loss_tokens) * sizes.words
+    # The gradient of the weight is narrowed for who reduces it.
+    return stays + piece, stays + (computed * head if computed < 4 else 0)

@@ -1,4 +1,4 @@
-"""The memory that a plan counts, against the trainer's own estimate."""
+"""The memory of a step: of a plan, whose sizes are counted, and of a run, whose model is asked for them."""
 
 from __future__ import annotations
 
@@ -40,9 +40,12 @@ QWEN = "qwen3-30b-a3b"
         ("mixtral-8x7b", Candidate(Degrees(1, 8, 1, 8), 4096, 2, transport="dedup", optimizer_state="host")),
         (QWEN, Candidate(Degrees(1, 8, 1, 4), 4096, 1, dense="fsdp", stored=4)),
         (QWEN, Candidate(Degrees(1, 8, 1, 8), 4096, 1, optimizer="torch", stored=4)),
+        (QWEN, Candidate(Degrees(1, 4, 2, 4), 4096, 2, dense="fsdp")),
+        (QWEN, Candidate(Degrees(1, 4, 1, 4, pp=2), 4096, 2, 4, dense="fsdp", compiled=False,
+                         pipeline="ZBVZeroBubble")),
     ],
 )  # fmt: skip
-def test_peaks_agree_with_the_trainers_estimate(name: str, candidate: Candidate, tmp_path: Any) -> None:
+def test_what_is_counted_is_what_the_model_has(name: str, candidate: Candidate, tmp_path: Any) -> None:
     keys = {"from": name, "num_hidden_layers": 5}
     candidate = Candidate(**{**vars(candidate), "policies": {**KEEP, **candidate.policies}})
     settings = candidate.settings()
@@ -52,8 +55,8 @@ def test_peaks_agree_with_the_trainers_estimate(name: str, candidate: Candidate,
     estimate = MemoryEstimate(config, candidate.degrees, meta_model(model_config(keys)), True)
     theirs = estimate(candidate.transport, candidate.dense)
     peak = memory_of(ModelShape.read(read_keys(keys)), candidate)
-    assert peak.total == pytest.approx(theirs["total"], rel=0.03)
-    assert peak.host == pytest.approx(estimate.host_bytes(candidate.transport), rel=0.03)
+    assert peak.total == pytest.approx(theirs["total"], rel=0.015)
+    assert peak.host == pytest.approx(estimate.host_bytes(candidate.transport), rel=0.01)
 
 
 def test_the_timeline_rises_and_falls() -> None:

@@ -1,12 +1,16 @@
-"""What the memory of a rank is made of, whatever transport and dense parameters will be: parameters of its model, and
-what its layers keep. `carpool.train.run.estimate` adds up what is there at each moment of a step."""
+"""What a rank of a run takes and keeps, of its model and its settings, before anything is built: for the memory of a
+step (`carpool.planner.peak`), which is predicted for plans in the same way.
+
+Parameters are exact sums of what each rank holds, and what decoder layers keep is measured by the model's own forward
+without memory (`carpool.hf.activations`).
+"""
 
 from __future__ import annotations
 
 import copy
 import math
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -19,21 +23,35 @@ from carpool.hf.documents import DOCUMENTS
 from carpool.hf.freeze import freeze_all_but_experts, freeze_experts
 from carpool.hf.head import output_layer, why_whole
 from carpool.hf.narrow import row_size
+from carpool.kernels.cross_entropy import piece_size
 from carpool.parallel.degrees import Degrees
-from carpool.parallel.schedules import in_flight
+from carpool.planner.candidate import Candidate
 from carpool.planner.held import scores_bytes
 from carpool.planner.model_shape import kept_if_compiled
+from carpool.planner.sizes import Parameters, RankSizes, stage_part
 from carpool.train.config.schema import Config
 from carpool.train.data.formats import are_packed
 from carpool.train.run.adapter import outline_adapter
 from carpool.train.run.copies import copies_of
+from carpool.train.run.graphs import why_not_captured
 from carpool.train.run.model import attention_of, context_cut, divides_tokens, top_k_of
+from carpool.train.run.room import transport_options
+from carpool.transport import find_transport
 
 STORED = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-class RankSizes:
-    """Sizes of one rank of a run.
+def state_bytes(config: Config) -> float:
+    """What the optimizer keeps of a parameter; see `carpool.memory.optimizer.adamw`."""
+    dtype, training = config.model.dtype or "float32", config.training
+    if not training.one_pass(dtype):
+        return 2 * STORED[dtype]
+    moments = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 / 256}[training.optimizer_moments]
+    return 2 * moments + (2 if dtype == "bfloat16" else 0)
+
+
+class ModelSizes:
+    """Sizes of the model of a run, whatever transport and dense parameters will be.
 
     Args:
         config: the micro-batch, dtypes, optimizer and policies count.
@@ -51,7 +69,7 @@ class RankSizes:
         model: PreTrainedModel,
         cuda: bool,
         nodes: int = 1,
-        like: RankSizes | None = None,
+        like: ModelSizes | None = None,
     ) -> None:
         self.config, self.degrees, self.model, self.cuda, self.nodes = config, degrees, model, cuda, nodes
         training = config.training
@@ -75,30 +93,24 @@ class RankSizes:
             model.config.get_text_config()._attn_implementation = "sdpa"
         self.stored = STORED[config.model.dtype or "float32"]
         self.computed = 2 if bf16 else self.stored
-        # Of gradients as they are added up over ranks.
-        self.reduced = 4 if bf16 else self.stored
         dtype = torch.bfloat16 if bf16 and degrees.dp_cp > 1 else getattr(torch, config.model.dtype or "float32")
         autocast = torch.bfloat16 if bf16 and degrees.dp_cp == 1 and dtype != torch.bfloat16 else None
         # Of the rank with most, where their speeds differ.
         batch = max(config.parallelism.batch_sizes(training.per_device_train_batch_size, degrees))
         length = config.data.sequence_length
         self.tokens = batch * length
-        # Of a rank, in layers that are not routed.
-        self.own_tokens = self.tokens // degrees.cp
         cut = context_cut(config, degrees, model)
         # These take the ends of documents in place of a mask.
         documents = "flash" not in (attention or "") and attention != DOCUMENTS and are_packed(config.data)
         self.measured = (batch, length, dtype, autocast, training.freeze, config.adapter, documents, cut, attention)
-        # What each layer keeps: of all layers, and of this rank's.
-        self.kept_by_all: Activations
+        # What each layer keeps, before layers are compiled.
+        self.eager: Activations
         if like is not None and like.measured == self.measured:
-            self.kept_by_all = like.kept_by_all
+            self.eager = like.eager
         else:
             adapters = self.expert_adapters > 0
-            self.kept_by_all = measure_activations(model, batch, length, dtype, autocast, adapters, documents, cut)
-
-        self.kept = self.kept_by_all
-        text = model.config.get_text_config()
+            self.eager = measure_activations(model, batch, length, dtype, autocast, adapters, documents, cut)
+        self.kept, text = self.eager, model.config.get_text_config()
         if training.torch_compile:
             share = kept_if_compiled(text.to_dict(), length)
             self.kept = replace(self.kept, layers=tuple(int(share * size) for size in self.kept.layers))
@@ -106,58 +118,91 @@ class RankSizes:
         # Divided among ranks of tp and cp, by heads.
         self.scores = scores_bytes(self.tokens, heads, length, self.computed) / (degrees.tp * degrees.cp)
         self.hidden, self.top_k = text.hidden_size, top_k_of(model)
-        self.row = row_size(model.config)
         self.width = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
         self.words = text.vocab_size
         theirs = {id(p) for name in counts for p in model.get_submodule(name).parameters()}
         of_experts = [p for p in model.parameters() if id(p) in theirs]
-        self.experts = _Parameters.of(of_experts)
+        self.experts = _count(of_experts)
         self.expert_bytes = sum(_stored_bytes(p, config, self.stored) for p in of_experts)
-        # Products make the matrices of a quantised base again, one at a time.
         self.largest_expert = max(p.numel() for p in of_experts)
-        largest = self.largest_expert * self.computed
-        self.dequantised = 0 if config.adapter.base_dtype is None else math.ceil(largest / degrees.expert_ranks)
         added = {id(p) for name, p in model.named_parameters() if "lora_" in name}
-        self.dense = _Parameters.of([p for p in model.parameters() if id(p) not in theirs | added])
+        self.dense = _count([p for p in model.parameters() if id(p) not in theirs | added])
         self.adapters = sum(p.numel() for p in model.parameters() if id(p) in added)
-        head: Any = output_layer(model)
-        self.head_trains = head is not None and head.weight.requires_grad
+        self.head: Any = output_layer(model)
+        self.tied = bool(getattr(model.config, "tie_word_embeddings", False))
         # Of all tokens of a tensor-parallel group, what this rank has between two blocks, and in the loss.
         self.divided, _ = divides_tokens(config, degrees, model)
-        self.share = 1 / degrees.tp if self.divided else 1.0
         over_words = degrees.tp > 1 and not self.divided
         self.whole_logits = training.loss_chunk == 0 or over_words or why_whole(model) is not None
+        self.trained = math.ceil(self.dense.trained / degrees.dense_shards / degrees.pp)
+        self.trained += math.ceil(self.experts.trained / degrees.expert_shards / degrees.pp)
 
-        self.in_flight = 1.0
-        if degrees.pp > 1:
-            self._count_one_stage()
-        rows = self.num_experts * degrees.etp
-        row = self.experts.total * self.computed / (rows * self.moe_layers)
-        self.copies = copies_of(config, degrees, row, rows, self.moe_layers, nodes)
-        self.trained = math.ceil(self.dense.trained / degrees.dense_shards)
-        self.trained += math.ceil(self.experts.trained / degrees.expert_shards)
+    def candidate(self, transport: str, dense: str) -> Candidate:
+        """What the planner calls such a configuration."""
+        config, training = self.config, self.config.training
+        return Candidate(
+            degrees=self.degrees, sequence_length=config.data.sequence_length,
+            micro_batch=self.tokens // config.data.sequence_length, accumulation=training.gradient_accumulation_steps,
+            transport=transport, schedule=config.moe.schedule, dense=dense, policies=config.memory.policies,
+            optimizer_state="device" if training.optimizer_state == "device" else "host",
+            gradients=training.gradients, compiled=training.torch_compile, pipeline=config.parallelism.pp_schedule,
+            stored=self.stored, computed=self.computed,
+        )  # fmt: skip
 
-    def _count_one_stage(self) -> None:
-        """From here on, of a rank of a pipeline: the embedding and the head, which a V has on one rank, and its share
-        of all else."""
-        ranks, ends = self.degrees.pp, 2 * self.words * self.hidden
-        body = max(0, self.dense.total - ends)
-        share = (math.ceil(body / ranks) + ends) / self.dense.total
-        self.dense = _Parameters(int(self.dense.total * share), int(self.dense.trained * share))
-        self.experts = _Parameters(math.ceil(self.experts.total / ranks), math.ceil(self.experts.trained / ranks))
-        self.expert_bytes, self.moe_layers = self.expert_bytes // ranks, math.ceil(self.moe_layers / ranks)
-        self.kept = replace(self.kept, layers=self.kept.layers[-math.ceil(len(self.kept.layers) / ranks) :])
-        schedule, micro_batches = self.config.parallelism.pp_schedule, self.config.training.gradient_accumulation_steps
-        self.in_flight = in_flight(schedule, ranks, micro_batches, self.config.moe.schedule == "two-batch")
+    def of_stage(self, candidate: Candidate, stage: int) -> RankSizes:
+        """Of a rank of the pipeline. Layers are taken to be alike, and those with experts to be the last ones."""
+        config, degrees, training = self.config, self.degrees, self.config.training
+        part = stage_part(candidate.pipeline, degrees.pp, stage, len(self.kept.layers))
+        own = [i for one in part.layers for i in one]
+        moe_layers = sum(i >= len(self.kept.layers) - self.moe_layers for i in own)
+        ends, head = min(part.first + part.last, 1 if self.tied else 2), self.words * self.hidden
+        all_ends = (1 if self.tied else 2) * head
+        body = max(0.0, self.dense.total - all_ends) * len(own) / len(self.kept.layers)
+        share = (body + ends * head) / self.dense.total if degrees.pp > 1 else 1.0
+        of_experts = moe_layers / self.moe_layers
+        way = find_transport(candidate.transport)
+        options = transport_options(config, degrees, candidate.transport)
+        row, rows = row_size(self.model.config), self.num_experts * degrees.etp
+        # A token chooses every slice of its experts, which are on neighbouring ranks.
+        copies = degrees.etp * way.copies_per_token(self.num_experts, self.top_k, degrees.ep)
+        of_copies = copies_of(
+            config, degrees, self.experts.total * self.computed / (rows * self.moe_layers), rows, moe_layers, self.nodes
+        )
+        here = None
+        if config.memory.experts != "device":
+            # Three layers' at most.
+            one = math.ceil(self.expert_bytes / degrees.expert_ranks / self.moe_layers)
+            here = config.memory.experts_bytes[0] + 3 * one
+        # A matrix of a quantised base is made again for each product.
+        dequantised = 0 if config.adapter.base_dtype is None else self.largest_expert * self.computed
+        own_tokens, chunk = self.tokens // degrees.cp, training.loss_chunk
+        eval_tokens = training.per_device_eval_batch_size * config.data.sequence_length // degrees.cp
+        loss_tokens = -(-own_tokens // degrees.tp) if self.divided else own_tokens
+        captured = self.cuda and training.cuda_graphs != "off" and getattr(way, "graphable", False)
+        return RankSizes(
+            dense=Parameters(*(one * share for one in self.dense)),
+            experts=Parameters(*(one * of_experts for one in self.experts)),
+            expert_bytes=self.expert_bytes * of_experts,
+            largest=max(self.largest_expert / degrees.expert_shards, head / degrees.dense_shards),
+            ends=ends, has_head=part.last, num_experts=self.num_experts, top_k=self.top_k, hidden=self.hidden,
+            row=row, width=self.width, words=self.words,
+            layers=tuple(self.kept.layers[i] for i in own), moe_layers=moe_layers,
+            layer_input=self.kept.layer_input, rest=self.kept.rest, tokens=self.tokens, scores=self.scores,
+            copies=copies,
+            buffers=way.buffer_bytes(options, degrees.expert_ranks, row, self.computed, self.top_k * degrees.etp),
+            loss_tokens=chunk or piece_size(loss_tokens, self.words),
+            eval_tokens=eval_tokens, eval_loss_tokens=min(eval_tokens, chunk or piece_size(eval_tokens, self.words)),
+            whole_logits=self.whole_logits, divided=self.divided,
+            captured=captured and not candidate.gathers and why_not_captured(config, config.moe.schedule) is None,
+            state=state_bytes(config), reduced=4 if self.bf16 else self.stored,
+            head_trains=self.head is not None and self.head.weight.requires_grad,
+            dequantised=dequantised / degrees.expert_ranks, adapters=self.adapters + self.expert_adapters, here=here,
+            slots=of_copies.slots, arrived=of_copies.arrived, late=of_copies.late, cuda=self.cuda,
+        )  # fmt: skip
 
 
-class _Parameters(NamedTuple):
-    total: int
-    trained: int
-
-    @staticmethod
-    def of(parameters: list[torch.nn.Parameter]) -> _Parameters:
-        return _Parameters(sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad))
+def _count(parameters: list[torch.nn.Parameter]) -> Parameters:
+    return Parameters(sum(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad))
 
 
 def _stored_bytes(parameter: torch.nn.Parameter, config: Config, stored: int) -> int:

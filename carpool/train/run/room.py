@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from carpool.memory import Arena
 from carpool.parallel.degrees import Degrees
+from carpool.planner.held import ARENA_ROOM
 from carpool.train.config.schema import Config
 from carpool.transport import HierarchicalOptions, TransportOptions, find_transport
 from carpool.transport.nvlink import Buffers
@@ -112,7 +113,7 @@ def make_room(rooms: Sequence[Room], device: torch.device, before: Callable[[], 
         for node in nodes:
             # Loads change from step to step, also below.
             node.grow(math.ceil(GROWN * needed))
-    grown = [int(GROWN * short[id(one)]) for one in arenas if id(one) in short]
+    grown = [int(ARENA_ROOM * short[id(one)]) for one in arenas if id(one) in short]
     for arena, size in zip((one for one in arenas if id(one) in short), grown, strict=True):
         arena.grow(size)
     return Made(buffers[0].capacity if buffers else None, max(grown, default=0), nodes[0].capacity if nodes else None)
