@@ -2,18 +2,22 @@
 
     ep8, 1 x 4     the step goes to rides            ep halved           4.1 s -> 3.2 s, taken
     ep4, 1 x 4     the step goes to experts          micro-batch doubled 3.2 s -> 2.9 s, taken
-    ep4, 2 x 2     no move makes it shorter          the end
+    ep4, 2 x 2     no move makes it shorter          on from the fastest place that is left: several hops in a row
+                   none of `HOPS` does               the end
 
 A place is degrees and a micro-batch. What else may vary there (transport, schedule, kept policies) is few, and is tried
 as `carpool.planner.search` does. Each move halves or doubles one degree. Those that relieve the kind of event to which
-most of the step goes come first, and the first that makes the step shorter is taken. Where nothing fits, moves are
-those that take memory from a rank. The end is a local optimum, found by a few dozen predictions whatever the number of
-GPUs; enumeration finds the best.
+most of the step goes come first, and the first that makes the step shorter is taken. Where none does, the way may lead
+through longer steps: experts that share a rank need no rides, but halving `ep` once only brings more experts to a rank
+(Aceso's hops, section 3.3). Where nothing fits, moves are those that take memory from a rank. The end is a local
+optimum, found by some hundred predictions whatever the number of GPUs; enumeration finds the best.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from heapq import heappop, heappush
+from itertools import count
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -26,6 +30,8 @@ if TYPE_CHECKING:
 Move = tuple[str, int]  # an axis or "micro_batch", and whether it is doubled (1) or halved (-1)
 AXES = ("pp", "tp", "cp", "ep", "dp_replicate", "micro_batch")
 EVERY: tuple[Move, ...] = tuple((axis, way) for axis in AXES for way in (1, -1))
+# Places in a row that are left without a shorter step.
+HOPS = 7
 LESS_MEMORY: tuple[Move, ...] = (("micro_batch", -1), ("ep", 1), ("dp_replicate", -1), ("pp", 1), ("tp", 1))
 # By the kind of event to which most of the step goes; the others come after these.
 RELIEF: Mapping[str, tuple[Move, ...]] = MappingProxyType({
@@ -68,20 +74,26 @@ def relieve(places: Mapping[Place, Candidate], search: _Search, start: Place) ->
         if smaller is None:
             return None
         at, best = smaller, search.best_of(places[smaller])
-    while True:
-        seconds, candidate = best
+    number, hops = count(), 0
+    there = [(best[0], next(number), at, best[1])]
+    while there and hops <= HOPS:
+        seconds, _, at, candidate = heappop(there)
         kinds = search.exposed(candidate)
         first = RELIEF.get(max(kinds, key=kinds.__getitem__), ())
+        hops += 1
         for to in _next_to(places, at, tuple(dict.fromkeys((*first, *EVERY)))):
             if to in seen:
                 continue
             seen.add(to)
-            other = search.best_of(places[to])
-            if other is not None and other[0] < seconds:
-                best, at = other, to
+            if (other := search.best_of(places[to])) is None:
+                continue
+            heappush(there, (other[0], next(number), to, other[1]))
+            if other[0] < best[0]:
+                best, hops = other, 0
+                # What is left of this place's moves comes again if hops lead back to it.
+                heappush(there, (seconds, next(number), at, candidate))
                 break
-        else:
-            return candidate
+    return best[1]
 
 
 def _next_to(places: Mapping[Place, Candidate], at: Place, moves: tuple[Move, ...]) -> Iterator[Place]:

@@ -308,7 +308,7 @@ class _Search:
             bound = self.bound(one)
             if found is None or bound < found[0]:
                 seconds = self._predicted(one, bound)
-                if found is None or seconds < found[0]:
+                if (found is None or seconds < found[0]) and self._runs(one):
                     found = seconds, one
         return found
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from carpool.parallel.combinations import refusal
 from carpool.parallel.degrees import Degrees
+from carpool.planner import moves
 from carpool.planner.candidate import Candidate
 from carpool.planner.hardware import find_hardware
 from carpool.planner.model_shape import ModelShape
@@ -101,6 +104,28 @@ def test_moves_end_near_the_best(memory: float) -> None:
     assert one.memory.total <= memory
     ratio = one.prediction.seconds.middle / best.plans[0].prediction.seconds.middle
     assert 1 - 1e-9 <= ratio < 1.1
+
+
+@pytest.mark.parametrize(("hops", "ends"), [(0, 16), (moves.HOPS, 1)])
+def test_moves_go_on_through_longer_steps(hops: int, ends: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From 8 experts' ranks, 16 are a little better, and 1 is best, behind 4 and 2, which are worse."""
+    seconds = {1: 1.0, 2: 6.0, 4: 5.0, 8: 4.0, 16: 3.0}
+    places = {moves.Place(one := Degrees(1, 16, 1, ep), 1): Candidate(one, 4096, 1) for ep in seconds}
+    search: Any = SimpleNamespace(
+        best_of=lambda one: (seconds[one.degrees.ep], one), exposed=lambda one: {"dispatch": 1.0}
+    )
+    monkeypatch.setattr(moves, "HOPS", hops)
+    found = moves.relieve(places, search, moves.Place(Degrees(1, 16, 1, 8), 1))
+    assert found is not None and found.degrees.ep == ends
+
+
+def test_moves_end_at_what_can_be_run() -> None:
+    small = replace(SMALL, runs=lambda one: "not whole" if one.dense == "replicate" else None)
+    numbers = {"gpus": 8, "tokens": 16 * 4096, "sequence_length": 4096, "memory": 60e9, "space": small}
+    for system in (None, SYSTEMS["aceso"]):
+        found = plan(SHAPE, H100, **numbers, system=system)  # type: ignore[arg-type]
+        assert found.refused["not whole"] and found.plans
+        assert all(one.candidate.dense == "fsdp" for one in found.plans)
 
 
 def test_what_is_found_is_a_configuration_that_the_trainer_takes(tmp_path) -> None:  # type: ignore[no-untyped-def]
