@@ -95,12 +95,17 @@ class Found:
 
 @dataclass(frozen=True)
 class Space:
-    """What may vary. A value that is given once is fixed.
+    """What may vary, as sequences of what is allowed, and what does not. Words are those of `Candidate`.
 
     Attributes:
-        micro_batches: sequences; None: all that divide a rank's.
+        pp, tp, cp, etp, ep: sizes; an empty sequence: all that divide.
         replicas: copies of the sharded model; None: 1, and one for each node.
-        sizes: (pp, tp, cp, etp, ep): allowed sizes; an empty tuple: all that divide.
+        micro_batches: sequences; None: all that divide a rank's.
+        transports, schedules, dense, optimizer_state, gradients: words, from those that cost no time on.
+        chunks: numbers of them, with schedule "chunks".
+        policies: of what is kept, from those that cost no time on; what one leaves out is kept.
+        pipelines: the orders of stages, where there are several.
+        max_grad_norm, compiled, graphs, moments, optimizer, stored, experts: the same for all.
         allowed, runs: why some degrees, or a whole configuration that would be among the best, cannot be; None: it can.
     """
 

@@ -249,6 +249,14 @@ def test_advice_is_of_what_the_run_may_do() -> None:
     ]
     assert prices[0]["model.dtype=bfloat16"] == "gradients are rounded; masters stay float32"
     assert prices[1]["model.dtype=bfloat16"] == "gradients, parameters and moments are rounded, without masters"
+    alone = ["training.per_device_train_batch_size=1", "training.gradient_accumulation_steps=1"]
+    for norm, found in (
+        (1.0, "training.gradients=consumed training.clip_by=previous"),
+        (0, "training.gradients=consumed"),
+    ):
+        changes = fit._changes(load_config(None, [*QWEN[:1], *alone, f"training.max_grad_norm={norm}"]))
+        assert found in [settings for settings, _, _ in changes]
+    assert not any("consumed" in one for one in prices[0])
     host = "training.optimizer_state=host"
     assert [host in one for one in prices] == [True, False, False]
 

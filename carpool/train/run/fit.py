@@ -1,7 +1,8 @@
 """Whether a run fits into the memory of its devices, and what to change if it does not, cheapest first.
 
     free              the loss in pieces
-    lossy, no time    parameters in bfloat16 (with float32 masters); moments of the optimizer in fewer bits
+    lossy, no time    parameters in bfloat16 (with float32 masters); moments of the optimizer in fewer bits; gradients
+                      that are consumed in the backward, which costs nothing where none are clipped
     lossy, some time  experts under adapters in 8 or 4 bits
     little time       pre-activations of experts are computed again; then attention and norms
     smaller products  smaller micro-batches, more of them
@@ -101,7 +102,15 @@ def _changes(config: Config) -> Iterator[tuple[str, Any, str]]:
         for moments in ("bfloat16", "int8"):
             if training.optimizer_moments in ("float32", "bfloat16") and moments != training.optimizer_moments:
                 yield _one("training", "optimizer_moments", moments, "lossy, no time")
-    adapter, moe = config.adapter, config.moe
+    adapter, moe, stays = config.adapter, config.moe, config.placement.every is None
+    # Where micro-batches can be smaller, gradients of several are added.
+    numbers = training.per_device_train_batch_size, training.gradient_accumulation_steps, config.parallelism.pp_size
+    homes = stays and moe.layout == "contiguous" and adapter.kind is None
+    if training.gradients == "kept" and training.optimizer != "torch" and numbers == (1, 1, 1) and homes:
+        consumed = {"gradients": "consumed"} | ({"clip_by": "previous"} if training.max_grad_norm else {})
+        price = "clipped by the norm of the step before" if training.max_grad_norm else "nothing"
+        written = " ".join(f"training.{key}={value}" for key, value in consumed.items())
+        yield written, _setter("training", **consumed), price
     if adapter.kind is not None and moe.layout == "contiguous" and moe.experts != "fp8" and memory.experts == "device":
         for base in ("int8", "nf4"):
             if adapter.base_dtype is None or (adapter.base_dtype, base) == ("int8", "nf4"):
@@ -118,7 +127,6 @@ def _changes(config: Config) -> Iterator[tuple[str, Any, str]]:
             _setter("training", per_device_train_batch_size=size, gradient_accumulation_steps=steps),
             "smaller products",
         )
-    stays = config.placement.every is None
     if stays and training.optimizer != "torch" and training.optimizer_state == "device":
         yield _one("training", "optimizer_state", "host", "copies, hidden in steps of many tokens; host memory")
     if memory.sums != "recompute" and "offload" not in (memory.rows, memory.hidden):
