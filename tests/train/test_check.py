@@ -17,6 +17,7 @@ from carpool.train.launch.ahead import look_ahead
 from carpool.train.launch.worker import find_entry
 from carpool.train.run.check import check_run
 from carpool.train.run.dry_run import dry_run
+from carpool.train.run.record import Recorder
 
 REFUSED = [
     ("model.config.hiden_size=4", "the configuration of olmoe has no key 'hiden_size'"),
@@ -98,3 +99,16 @@ def test_errors_that_no_user_makes_are_left_to_the_ranks() -> None:
 def test_an_error_meanwhile_ends_the_look_ahead() -> None:
     with pytest.raises(KeyError), look_ahead(Config(), "tests.train.ahead_entries:sleep_long", rank=0):
         raise KeyError
+
+
+def test_a_folder_is_one_run_s_at_a_time(tmp_path: Path) -> None:
+    settings = [f"training.output_dir={tmp_path}", "training.resume_from_checkpoint=last", "parallelism.device=cpu"]
+    found = resolve_config(None, settings)
+    running = Recorder(tmp_path, True, [], {}, 1)
+    with pytest.raises(ValueError, match=r"a run is writing into .* now: wait until it has ended"):
+        check_run(found.config, found.fixed)
+    with pytest.raises(ValueError, match="another run has just begun"):
+        Recorder(tmp_path, True, [], {}, 1)
+    running.close()
+    with pytest.raises(ValueError, match="holds no checkpoint that can be read"):
+        check_run(found.config, found.fixed)

@@ -21,7 +21,7 @@ from carpool.train.data.formats import are_packed
 from carpool.train.data.tokenizer import load_tokenizer
 from carpool.train.run.blueprint import Blueprint
 from carpool.train.run.data import check_sequences
-from carpool.train.run.files import decisions_of
+from carpool.train.run.files import check_idle, decisions_of
 from carpool.train.run.fit import check_fits
 from carpool.train.run.graphs import check_graphs, why_not_captured
 from carpool.train.run.machine import Machine, imagine_machine
@@ -72,9 +72,10 @@ def find_checkpoint(config: Config) -> tuple[Path | None, dict[str, Any]]:
     """The checkpoint that a run goes on from, and what it says beside weights; (None, {}) for one that starts.
 
     Raises:
-        ValueError: none is there, it is damaged, or a start in a folder that already holds a run."""
+        ValueError: none is there, it is damaged, a run is in the folder now, or a start where one was."""
     training = config.training
     folder = Path(training.output_dir)
+    check_idle(folder)
     checkpoints = CheckpointManager(folder, training.save_total_limit)
     found = checkpoint_to_resume(training.resume_from_checkpoint, folder, checkpoints)
     return found, {} if found is None else read_run_state(found)

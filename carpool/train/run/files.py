@@ -3,19 +3,20 @@
 run.json        what the run is: versions, model, mesh, choices. Written at the start, again by each resumed run.
 config.toml     the resolved settings
 layout.json     where experts live
-metrics.jsonl   one line per record (`carpool.train.run.record`)
+metrics.jsonl   one line per record (`carpool.train.run.record`); locked while a run writes
 summary.json    written at the end
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from carpool.planner.chosen import Decisions
 
@@ -49,6 +50,32 @@ def check_no_run(folder: Path) -> None:
             f"{folder} already holds a run: continue it with training.resume_from_checkpoint=last, or choose "
             "another training.output_dir (or delete that folder)"
         )
+
+
+def check_idle(folder: Path) -> None:
+    """Raise ValueError if a run writes into a folder now: two at a time would spoil each other's checkpoints."""
+    try:
+        with (folder / METRICS).open("rb") as file:
+            free = lock(file)
+    except OSError:
+        return
+    if not free:
+        raise ValueError(
+            f"a run is writing into {folder} now: wait until it has ended, stop it (SIGTERM, after a checkpoint), or "
+            "choose another training.output_dir"
+        )
+
+
+def lock(file: IO[bytes]) -> bool:
+    """Lock a file for as long as it is open, or its process lives. False: another has. True where there are no locks,
+    as on some network file systems."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        pass
+    return True
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -14,7 +14,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from carpool.train.run.files import METRICS
+from carpool.train.run.files import METRICS, lock
 
 # Bytes of records that wait for a disk; beyond, they are dropped and counted.
 _MOST_WAITING = 64 << 20
@@ -51,7 +51,7 @@ class Recorder:
         restore: writes the run directory's other files again, after it was deleted.
 
     Raises:
-        ValueError: a tracker whose package is missing.
+        ValueError: a tracker whose package is missing, or another run writes into the folder.
     """
 
     def __init__(
@@ -72,8 +72,10 @@ class Recorder:
         self._last_step, self._dropped = 0, 0
         self._deleted_after: int | None = None
         if main:
-            _cut_partial_line(self._path)
             self._file = FileIO(self._path, "a")
+            if not lock(self._file):
+                raise ValueError(f"another run has just begun to write into {folder}: choose another folder")
+            _cut_partial_line(self._path)
 
     def write(self, kind: str, step: int, **fields: Any) -> None:
         """One line of metrics, in the file when this returns, unless that failed."""
@@ -152,6 +154,7 @@ class Recorder:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._restore()
         self._file = FileIO(self._path, "a")
+        lock(self._file)
 
 
 def _cut_partial_line(path: Path) -> None:
