@@ -32,7 +32,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from carpool.experts.quantised import Kind
 from carpool.hf.config_keys import check_keys, suggestion
-from carpool.hf.conversions import unshardable
+from carpool.hf.conversions import merges_experts, unshardable
 from carpool.hf.dense import sharded_as
 from carpool.hf.expert_parallel import rides
 from carpool.hf.initial_weights import fill, set_tensor
@@ -314,6 +314,16 @@ def _check_shardable(folder: Path, blueprint: PreTrainedModel, distributed_confi
             f"{', '.join(names[:2])}{', ...' if len(names) > 2 else ''} would come out wrong; train it from scratch "
             "or on one process"
         )
+    ep = _size(distributed_config, "ep")
+    shards = _size(distributed_config, "fsdp") * _size(distributed_config, "tp") // ep
+    for name, number in experts_modules(blueprint).items():
+        own = -(-number // ep)
+        if min(chunks(own, shards)) == 0 and merges_experts(blueprint) and not is_sharded_checkpoint(str(folder)):
+            raise ValueError(
+                f"FSDP would divide the {own} experts that {name} has on a rank (ep_size = {ep}) over {shards} ranks, "
+                "and Transformers cannot read a checkpoint on those that get none: raise parallelism.ep_size, or shard "
+                "over fewer ranks (parallelism.dp_replicate_size)"
+            )
 
 
 # ---------------------------------------------------------------------------------------------------- from a folder

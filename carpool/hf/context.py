@@ -252,8 +252,11 @@ def choose_way(
             f"cp_size can be {', '.join(fits) or 'nothing but 1'}, or use cp_attention=auto"
         )
     if way == "ring" and (why := _why_no_ring(model, length, packed, implementation)):
-        hint = f"{heads} heads can be divided by cp_size = {math.gcd(heads, ranks)}"
-        raise ValueError(f"{size} asks for ring attention ({why}), which is causal and nothing else: {hint}")
+        instead = "cp_attention=ulysses" if heads % ranks == 0 else f"cp_size={math.gcd(heads, ranks)}"
+        raise ValueError(
+            f"{size} asks for ring attention, which is causal and nothing else ({why}): set parallelism.{instead}, "
+            f"which divides the {heads} heads"
+        )
     divisor = Cut(ranks, 0, way).divisor
     if length % divisor:
         below, above = length // divisor * divisor, -(-length // divisor) * divisor

@@ -26,6 +26,12 @@ def unshardable(model: PreTrainedModel) -> list[str]:
     return [name for name in names if any(re.search(pattern, name) for pattern in patterns)]
 
 
+def merges_experts(model: PreTrainedModel) -> bool:
+    """Whether a checkpoint of this model has experts one by one, which transformers stacks; it cannot stack none."""
+    converters = [c for c in get_model_conversion_mapping(model) if isinstance(c, WeightConverter)]
+    return any(isinstance(op, MergeModulelist) for c in converters for op in c.operations)
+
+
 def _keeps_dimension_0(operation: Any) -> bool:
     if isinstance(operation, Concatenate | Interleave):
         return operation.dim >= 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import unittest.mock
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.distributed.sharding_utils import DtensorShardOperation
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.olmoe.modeling_olmoe import OlmoePreTrainedModel
 
-from carpool.hf.build import build_model, experts_modules, make_config
+from carpool.hf.build import _check_shardable, build_model, experts_modules, make_config
 from tests.hf.meshes import reuse_meshes
 from tests.ranks import Ranks
 
@@ -457,6 +458,16 @@ def test_tensor_parallelism_that_gives_wrong_gradients_is_refused(ranks: Ranks) 
     for norms, clip in ranks(_wrong_tensor_parallelism):
         assert "model.layers.0.self_attn.q_norm" in norms and "would be wrong; use tp_size=1" in norms
         assert "clip_qkv=8 of OlmoeForCausalLM" in clip and "use tp_size=1" in clip
+
+
+@pytest.mark.parametrize(("experts", "ep", "refused"), [(6, 1, True), (6, 2, False), (5, 1, True), (7, 1, False)])
+def test_a_rank_without_experts_cannot_read_a_checkpoint(tmp_path: Path, experts: int, ep: int, refused: bool) -> None:
+    """FSDP gives four ranks 2, 2, 2 and 0 of 6."""
+    config = make_config("olmoe", TINY["olmoe"] | {"num_experts": experts})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(ValueError, match=r"raise parallelism\.ep_size") if refused else nullcontext():
+        _check_shardable(tmp_path, model, DistributedConfig(fsdp_size=4, ep_size=ep))
 
 
 def test_sizes_of_one_are_one_process() -> None:
