@@ -293,9 +293,17 @@ def _check_experts(blueprint: PreTrainedModel, distributed_config: DistributedCo
 
 
 def _check_tied(blueprint: PreTrainedModel, distributed_config: DistributedConfig | None) -> None:
-    """Refuse what FSDP would train wrongly without an error: it pads uneven shards, and keeps two of a tied weight, of
-    which the optimizer updates one."""
+    """Refuse a tied weight that tensor parallelism divides in one of its places only, and what FSDP would train wrongly
+    without an error: it pads uneven shards, and keeps two of a tied weight, of which the optimizer updates one."""
     ranks = _size(distributed_config, "fsdp")
+    divided = blueprint._expand_parallel_plan(blueprint.tp_plan) if _size(distributed_config, "tp") > 1 else {}
+    for name, other in (blueprint.all_tied_weights_keys or {}).items():
+        if (name.rpartition(".")[0] in divided) != (other.rpartition(".")[0] in divided):
+            raise ValueError(
+                f"{name} and {other} are one weight, which the tensor-parallel plan of {type(blueprint).__name__} "
+                "divides in one of these places only: use tp_size=1, or do not tie "
+                "(model.config.tie_word_embeddings=false)"
+            )
     for name in sorted(set((blueprint.all_tied_weights_keys or {}).values())):
         if (rows := blueprint.get_parameter(name).shape[0]) % ranks:
             raise ValueError(

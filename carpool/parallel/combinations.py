@@ -104,6 +104,12 @@ RULES = (
         lambda sizes, settings: _moves(sizes, settings) and settings.get("parallelism.rank_speeds") is not None,
     ),
     Rule(
+        ("tp",),
+        "adapters would be divided as the tensor-parallel layers beside them are",
+        {"adapter.kind": None},
+        lambda sizes, settings: settings.get("adapter.kind") is not None,
+    ),
+    Rule(
         ("etp",),
         "experts that are cut into slices have no adapters",
         {"adapter.kind": None},

@@ -18,8 +18,9 @@ from transformers.distributed.sharding_utils import DtensorShardOperation
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.olmoe.modeling_olmoe import OlmoePreTrainedModel
 
-from carpool.hf.build import _check_shardable, build_model, experts_modules, make_config
+from carpool.hf.build import _check_shardable, _check_tied, build_model, experts_modules, make_config
 from tests.hf.meshes import reuse_meshes
+from tests.hf.tiny_models import discover, tiny_model
 from tests.ranks import Ranks
 
 EP_IMPLEMENTATION = "all_to_all"
@@ -458,6 +459,15 @@ def test_tensor_parallelism_that_gives_wrong_gradients_is_refused(ranks: Ranks) 
     for norms, clip in ranks(_wrong_tensor_parallelism):
         assert "model.layers.0.self_attn.q_norm" in norms and "would be wrong; use tp_size=1" in norms
         assert "clip_qkv=8 of OlmoeForCausalLM" in clip and "use tp_size=1" in clip
+
+
+@pytest.mark.parametrize(
+    ("family", "tp", "refused"), [("gpt_oss", 2, True), ("gpt_oss", 1, False), ("olmoe", 2, False)]
+)
+def test_a_tied_weight_is_divided_in_both_places(family: str, tp: int, refused: bool) -> None:
+    model = tiny_model(discover()[family], tie_word_embeddings=True)
+    with pytest.raises(ValueError, match="in one of these places only") if refused else nullcontext():
+        _check_tied(model, DistributedConfig(fsdp_size=2, tp_size=tp, ep_size=tp))
 
 
 @pytest.mark.parametrize(("experts", "ep", "refused"), [(6, 1, True), (6, 2, False), (5, 1, True), (7, 1, False)])

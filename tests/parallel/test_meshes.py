@@ -102,6 +102,7 @@ def test_a_refusal_names_the_axes_and_what_works() -> None:
         ({"tp": 2}, {"model.travel_size": 8}, "of a part of the tokens"),
         ({"etp": 2}, {"model.travel_size": 8}, "the model's own size"),
         ({}, {"model.travel_size": 8, "adapter.kind": "lora"}, "models from scratch"),
+        ({"tp": 2}, {"adapter.kind": "lora"}, "layers beside them"),
     ],
 )
 def test_what_sequences_that_move_and_narrow_rows_do_not_go_with(

@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from carpool.cli import app
+from carpool.parallel.degrees import Degrees
 from carpool.serve.source import find_source
 from carpool.train.config import load_config
-from carpool.train.run.adapter import resolve_targets
+from carpool.train.run.adapter import check_adapter, resolve_targets
 from tests.hf.tiny_models import discover, tiny_model
 from tests.ranks import Ranks
 from tests.train.test_loop import run, text
@@ -160,6 +161,17 @@ def test_a_base_in_8_bits(ranks: Ranks, base: Path, reference: Path, text: list[
     assert 0 < errors(adapter(first), adapter(reference)) < 0.1
     assert json.loads((first / "run.json").read_text())["lossy_reasons"] == ["the frozen experts are kept in int8"]
     check_merged(base, second, tmp_path / "merged")
+
+
+def test_modules_that_are_trained_themselves_are_whole_and_get_rows_of_their_dtype() -> None:
+    trained = ["model.path=base", "adapter.kind=lora", "adapter.modules_to_save=lm_head"]
+    config, narrow = load_config(None, trained), load_config(None, [*trained, "model.dtype=bfloat16"])
+    check_adapter(config, Degrees(fsdp=2), "replicate", bf16=False)
+    check_adapter(narrow, Degrees(), "fsdp", bf16=True)
+    with pytest.raises(ValueError, match=r"set parallelism\.dense=replicate"):
+        check_adapter(config, Degrees(fsdp=2), "fsdp", bf16=False)
+    with pytest.raises(ValueError, match=r"set training\.bf16=true, or model\.dtype=float32"):
+        check_adapter(narrow, Degrees(), "fsdp", bf16=False)
 
 
 def test_a_quantised_base_has_each_expert_on_one_rank(

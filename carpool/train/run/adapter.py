@@ -67,13 +67,25 @@ def add_adapter(model: PreTrainedModel, section: AdapterSection, seed: int, repl
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
 
-def check_base(config: Config, degrees: Degrees, dense: str, bf16: bool) -> None:
-    """Raise ValueError if the ranks of a run cannot hold experts that are quantised (`adapter.base_dtype`).
+def check_adapter(config: Config, degrees: Degrees, dense: str, bf16: bool) -> None:
+    """Raise ValueError if modules that are trained themselves (`adapter.modules_to_save`), in float32, are sharded or
+    would get rows in another dtype, or if the ranks of a run cannot hold experts that are quantised
+    (`adapter.base_dtype`).
 
-    FSDP shards and casts parameters, of which there are none then.
+    FSDP shards and casts parameters, of which quantised experts have none.
 
     Args:
         dense: "fsdp" or "replicate"."""
+    if config.adapter.modules_to_save and dense != "replicate" and degrees.world_size > 1:
+        raise ValueError(
+            "adapter.modules_to_save are copied, and FSDP has given each rank a part of them: set "
+            "parallelism.dense=replicate"
+        )
+    if config.adapter.modules_to_save and config.model.dtype in ("bfloat16", "float16") and not bf16:
+        raise ValueError(
+            f"adapter.modules_to_save are trained in float32, and without training.bf16 a model of model.dtype = "
+            f"{config.model.dtype!r} computes in that alone: set training.bf16=true, or model.dtype=float32"
+        )
     if config.adapter.base_dtype is None or degrees.world_size == 1:
         return
     why = None

@@ -22,7 +22,7 @@ from carpool.planner.policies import Policies
 from carpool.train.checkpoints.ranks import gather
 from carpool.train.config.schema import Config
 from carpool.train.moving.layouts import check_layout_file
-from carpool.train.run.adapter import check_base
+from carpool.train.run.adapter import check_adapter
 from carpool.train.run.blueprint import Blueprint
 from carpool.train.run.dense import choose_dense
 from carpool.train.run.estimate import MemoryEstimate
@@ -129,7 +129,7 @@ def prepare(
     if machine.here:
         check_tiers(config, machine, estimate.host_bytes(transport), estimate.disk_bytes())
     dense = choose_dense(config, degrees, lambda one: estimate(transport, one)["total"], memory, decisions)
-    check_base(config, degrees, dense.answer, estimate.bf16)
+    check_adapter(config, degrees, dense.answer, estimate.bf16)
     return Prepared(
         config=config,
         machine=machine,
