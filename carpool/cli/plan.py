@@ -177,7 +177,7 @@ def _show(
     from carpool.bench.results import print_table, terminal
     from carpool.planner.candidate import toml_text
     from carpool.planner.search import USABLE
-    from carpool.planner.why import NAMES, bounded_by, changes, next_best
+    from carpool.planner.why import NAMES, bounded_by, changes, in_words, next_best
 
     console = terminal(150)
     first = found.plans[0]
@@ -191,6 +191,8 @@ def _show(
         ("Next best of another kind", next_best(found.plans)),
         *((f"With {what}", text) for what, text in changes(found.plans, shape, rates, per_node, routes)),
     ]
+    words = in_words(first, per_node)
+    console.print(" ".join(words), highlight=False)
     for question, answer in why:
         console.print(f"{question}: {answer}", highlight=False)
     counts = ", ".join(f"{number:,} {what}" for what, number in found.counts.items())
@@ -215,16 +217,21 @@ def _show(
     step = sum(first.prediction.exposed.values())
     page = PlanPage(
         title=title,
+        words=words,
         facts=[
             ("Step", f"{seconds.middle:.3g} s", f"{seconds.low:.3g} to {seconds.high:.3g} s"),
             ("MFU", "–" if mfu is None else f"{100 * mfu.middle:.1f} %",
              "" if mfu is None else f"{100 * mfu.low:.0f} to {100 * mfu.high:.0f} %"),
             ("Tokens per second", f"{first.prediction.tokens_per_second():,.0f}", "of one GPU"),
+            ("GPU hours", f"{1e12 / first.prediction.tokens_per_second() / 3600:,.0f}", "for 10¹² tokens"),
             ("Memory", f"{first.memory.total / GiB:.1f} GiB", f"of a rank, {first.memory.at}"),
+            *([("Host memory", f"{per_node * first.memory.host / GiB:,.0f} GiB", f"of a node of {per_node}")]
+              if first.memory.host else []),
             ("Exposed communication", f"{first.prediction.communication:.3g} s", "a step"),
         ],
         columns=COLUMNS,
         rows=rows,
+        steps=[(one.candidate.label, one.prediction.seconds) for one in found.plans],
         share=sorted(
             ((NAMES.get(k, k), v / step) for k, v in first.prediction.exposed.items() if v > 0.0005 * step),
             key=lambda one: -one[1],

@@ -156,7 +156,7 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
         "parameters": 4 * sizes.adapters + dense_own * stored + here + whole * computed + gathered,
         "optimizer": state + 8 * sizes.adapters,
         "transport": kept.exchanged,
-        "copies": sizes.arrived,
+        **({"copies": sizes.arrived} if sizes.arrived else {}),
     }
     logits, after_loss = _loss(sizes, candidate) if sizes.has_head else (0.0, 0.0)
     # Those of earlier micro-batches are there, and those in the tensors of a graph.

@@ -1,8 +1,8 @@
-"""Why a plan is the best: what bounds it, what the next best costs, and what would change the answer.
+"""A plan in words, and why it is the best: what bounds it, what the next best costs, what would change the answer.
 
 bound by     the largest shares of the step on the busiest stage, and what is exposed
 next best    how much longer the first plan takes that differs in its degrees, its transport or its schedule
-changes      which of the first plans is best if a link, or the experts' products, were half or twice as fast
+changes      which of the plans is best if a link, or the experts' products, were half or twice as fast
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from carpool.planner.events import execute
 from carpool.planner.hardware import Hardware, LinkRate
-from carpool.planner.lengths import Lengths
 from carpool.planner.model_shape import ModelShape
 from carpool.planner.routes import Routes
 from carpool.planner.search import Plan
-from carpool.planner.step import step_graph
+from carpool.planner.step import step_seconds
 
 NAMES = {
     "dense": "dense products", "attention": "attention", "experts": "experts", "elementwise": "norms and other passes",
@@ -24,6 +22,55 @@ NAMES = {
     "gather": "gathers of parameters", "reduction": "reductions of gradients", "send": "sends between stages",
     "offload": "copies to and from host memory", "host": "the host", "idle": "waiting for other stages",
 }  # fmt: skip
+
+
+def in_words(plan: Plan, per_node: int) -> list[str]:
+    """Sentences for who does not know the settings.
+
+    Args:
+        per_node: GPUs of a node."""
+    one, degrees = plan.candidate, plan.candidate.degrees
+    times = "one micro-batch" if one.accumulation == 1 else f"{one.accumulation} micro-batches"
+    said = [
+        f"{degrees.dp:,} data-parallel ranks; each step of one is {times} of {one.micro_batch} x "
+        f"{one.sequence_length:,} tokens."
+    ]
+    for size, what in (
+        (degrees.pp, "The layers are cut into {} stages of a pipeline."),
+        (degrees.tp, "{} ranks share each matrix of the dense layers."),
+        (degrees.cp, "{} ranks share each sequence."),
+    ):
+        said += [what.format(size)] if size > 1 else []
+    if degrees.expert_ranks == 1:
+        said.append("Every rank computes all experts of a layer for its own tokens, so that no rows travel.")
+    else:
+        inside = sum(rank < per_node for rank in degrees.ranks_along(0, "ep", "etp"))
+        where = "one node" if inside == degrees.expert_ranks else f"{degrees.expert_ranks // inside} nodes"
+        said.append(
+            f"The experts of a layer are spread over {degrees.expert_ranks} ranks of {where}; rows travel there and "
+            f"back by transport {one.transport}."
+        )
+    shards = degrees.dense_shards // degrees.tp
+    if one.gathers:
+        what = "Parameters are" if one.dense == "fsdp" and degrees.efsdp > 1 else "Some parameters are"
+        said.append(
+            f"{what} sharded over up to {max(shards, degrees.efsdp):,} ranks, and gathered layer by layer (FSDP)."
+        )
+    if one.dense == "replicate":
+        said.append("Dense parameters are whole on each rank.")
+    again = [item for item, policy in one.policies.items() if policy == "recompute"]
+    if "dense" in again:
+        rides = ", with their experts" if "sums" in again else ""
+        said.append(f"The backward computes layers again{rides}, so that each keeps its input only.")
+    elif "hidden" in again:
+        said.append("The backward computes the experts' first product again.")
+    if away := [item for item, policy in one.policies.items() if policy == "offload"]:
+        said.append(f"What layers keep goes to host memory in part: {', '.join(away)}.")
+    if one.gradients == "consumed":
+        said.append("Each gradient is used for its update in the backward, and freed.")
+    if one.optimizer_state != "device":
+        said.append("The optimizer's state is in host memory.")
+    return said
 
 
 def bounded_by(plan: Plan) -> str:
@@ -48,18 +95,22 @@ def next_best(plans: Sequence[Plan]) -> str:
 def changes(
     plans: Sequence[Plan], shape: ModelShape, hardware: Hardware, per_node: int, routes: Routes | None = None
 ) -> list[tuple[str, str]]:
-    """(what is different, which plan is best then) among the first three of these plans."""
-    found, plans = [], plans[:3]
+    """(what is different, which of these plans is best then)."""
+    found = []
+
+    def seconds_on(one: Hardware) -> list[float]:
+        return [step_seconds(shape, one, plan.candidate, per_node, routes) for plan in plans]
+
+    now = seconds_on(hardware)[0]
     for name, other in _others(hardware):
-        seconds = [execute(step_graph(Lengths(shape, other, plan.candidate, per_node, routes))).step for plan in plans]
+        seconds = seconds_on(other)
         best = min(range(len(plans)), key=seconds.__getitem__)
-        change = 100 * (seconds[0] / plans[0].prediction.seconds.middle - 1)
-        text = f"the same plan; its step takes {change:+.0f} %"
+        change = round(100 * (seconds[0] / now - 1))
+        longer = f"its step takes {change:+} %" if change else "its step takes as long"
+        text = f"the same plan; {longer}"
         if best:
-            gain = 100 * (1 - seconds[best] / seconds[0])
-            text = (
-                f"{plans[best].candidate.label} is {gain:.0f} % faster than the plan, whose step takes {change:+.0f} %"
-            )
+            less = 100 * (1 - seconds[best] / seconds[0])
+            text = f"{plans[best].candidate.label} is best, by {less:.0f} %; of the plan, {longer}"
         found.append((name, text))
     return found
 

@@ -18,8 +18,10 @@ class PlanPage:
 
     Attributes:
         title: the model and the machine.
+        words: sentences that say what the first plan is.
         facts: (what, value, detail).
         columns, rows: of the table of plans.
+        steps: (plan, (least, likely, most) seconds of its step).
         share: (kind, share of the step) of the first plan.
         memory: (component, bytes) of the first plan; capacity: what may be used.
         timeline: (moment, bytes) of the first plan.
@@ -30,9 +32,11 @@ class PlanPage:
     """
 
     title: str
+    words: Sequence[str]
     facts: Sequence[tuple[str, str, str]]
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
+    steps: Sequence[tuple[str, tuple[float, float, float]]]
     share: Sequence[tuple[str, float]]
     memory: Sequence[tuple[str, float]]
     capacity: float
@@ -62,9 +66,11 @@ def write_plan(page: PlanPage, output: Path) -> Path:
         ImportError: jinja2 is missing."""
     check_output(output, "page")
     most = max(value for _, value in page.memory)
+    longest = max(high for _, (_, _, high) in page.steps)
     text = fill(
         "plan.html.j2",
         page=page,
+        steps=[(name, *(100 * one / longest for one in of), f"{of[1]:.3g} s") for name, of in page.steps],
         share=[(kind, 100 * value) for kind, value in page.share],
         memory=[
             (_COMPONENTS.get(name, name), f"{value / 2**30:.1f} GiB", 100 * value / most) for name, value in page.memory

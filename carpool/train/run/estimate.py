@@ -38,8 +38,6 @@ class MemoryEstimate(ModelSizes):
             steps are captured; on CPUs process and allocator; total.
         """
         found = {name: math.ceil(size) for name, size in self._peak(transport, dense).parts.items()}
-        if not found["copies"]:
-            del found["copies"]
         return {**found, "total": sum(found.values())}
 
     def _peak(self, transport: str, dense: str) -> Peak:
