@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from carpool.parallel.degrees import Degrees
@@ -48,6 +48,7 @@ class Candidate:
     accumulation: int = 1
     transport: str = "nvlink"
     schedule: str = "none"
+    _: KW_ONLY
     dense: str = "replicate"
     policies: Mapping[str, str] = field(default_factory=lambda: KEEP)
     moments: str = "float32"

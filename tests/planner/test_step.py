@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks.planner import Compared, order_agreement
+from benchmarks.planner import Compared, compare, order_agreement
 from carpool.parallel.degrees import Degrees
 from carpool.planner.candidate import KEEP, Candidate
 from carpool.planner.hardware import HARDWARE, LinkRate
@@ -21,6 +24,7 @@ from carpool.train.config.published import read_keys
 from carpool.transport import find_transport
 
 H200 = HARDWARE["H200"]
+DOCS = Path(__file__).parents[2] / "docs"
 TWO = Degrees(1, 2, 1, 2)
 ALONE = Candidate(Degrees(1, 1, 1, 1), 4096, 8, transport="local", moments="int8", gradients="consumed", graphs=False)
 
@@ -46,6 +50,14 @@ def test_steps_of_two_h200(name: str, layers: int, candidate: Candidate, millise
     seconds = predict(shape(name, layers), H200, candidate, 8).seconds
     assert seconds.low < milliseconds / 1e3 < seconds.high
     assert seconds.middle == pytest.approx(milliseconds / 1e3, rel=0.08)
+
+
+def test_measured_points_are_predicted() -> None:
+    """docs/planner.md, "Is it right?". Points under FSDP were measured when it copied experts that one rank has."""
+    points = json.loads((DOCS / "measurements" / "points.json").read_text())["points"]
+    found = compare([one for one in points if one["dense"] == "replicate"], H200, 8)
+    assert len(found) == 22 and sum(one.inside for one in found) >= 21
+    assert median(abs(one.error) for one in found) < 0.03
 
 
 def test_the_steps_parts_are_the_profiled_ones() -> None:
