@@ -25,12 +25,19 @@ multiplied by what that norm would have been clipped by, which is LOSSY: a gradi
 step late. The first step is not clipped.
 
 Every parameter has one gradient in a step: no micro-batches are added, and no replicas.
+
+A forward and backward with the updates between can be captured in a CUDA graph, if the optimizer's state is on the
+device. What is left for `finish` is not in it:
+
+    with consumed.record(): capture (forward, begin, backward, drain)
+    each step               prepare, replay, replayed, ..., finish
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -74,6 +81,9 @@ class ConsumedGradients:
         self._held: deque[tuple[list[Any], list[torch.Tensor | None], int]] = deque()
         self._most_held = HELD * max(local(parameter).numel() for parameter in self._parameters)
         self._begun = False
+        # Parameters that this step has updated so far, and those that a captured one updates.
+        self._updated: set[torch.Tensor] = set()
+        self._replayed: set[torch.Tensor] = set()
         device = self._parameters[0].device
         self._squares, self._factor = torch.zeros((), device=device), torch.ones((), device=device)
         self.norm = torch.zeros((), device=device)
@@ -95,9 +105,11 @@ class ConsumedGradients:
         fine = fine.float()
         if dist.is_initialized():
             dist.all_reduce(fine, op=dist.ReduceOp.MIN)
-        self._factor = torch.where(fine > 0, clip_factor(self.norm, self._max_norm), torch.nan)
+        self._factor.copy_(torch.where(fine > 0, clip_factor(self.norm, self._max_norm), torch.nan))
         self._squares.zero_()
+        self._updated.clear()
         self._waiting.clear()
+        self._events.clear()
         self._let_go(0)
         self.optimizer.begin(self._factor)
         self._begin(True)
@@ -109,19 +121,44 @@ class ConsumedGradients:
         Returns:
             The norm of the gradient over all ranks: 0-dimensional, on the device.
         """
-        waiting = set(self._waiting)
-        self._waiting += [p for p in self._parameters if p.grad is not None and p not in waiting]
-        self._flush()
-        _wait(self._events)
-        self._events.clear()
+        self.drain()
+        self._waiting += [p for p in self._parameters if p.grad is not None]
+        self.drain()
         self.optimizer.finish(self._factor)
         self._held.clear()
         self._begin(False)
         if dist.is_initialized():
             dist.all_reduce(self._squares)
         norm = self._squares.sqrt()
-        self.norm = torch.where(torch.isfinite(self._factor), norm, self.norm)
+        self.norm.copy_(torch.where(torch.isfinite(self._factor), norm, self.norm))
         return norm
+
+    @torch.no_grad()
+    def drain(self) -> None:
+        """Update what waits. At the end of a capture, inside: nothing of it is left for later."""
+        if self._waiting:
+            self._flush()
+        _wait(self._events)
+        self._events.clear()
+
+    # -- in a CUDA graph ------------------------------------------------------------------------------------------
+
+    def record(self) -> AbstractContextManager[None]:
+        """Around captures. Call `prepare` before."""
+        return self.optimizer.record()
+
+    def prepare(self) -> None:
+        """Before captures, and before each replay."""
+        self.optimizer.prepare()
+
+    def recorded(self) -> None:
+        """After captures: what they have updated is what each replay updates."""
+        self._replayed = set(self._updated)
+
+    def replayed(self) -> None:
+        """After a replay, as if its `begin` and its backward had been computed eagerly."""
+        self.optimizer.replayed(self._replayed)
+        self._begin(True)
 
     def _begin(self, begun: bool) -> None:
         self._begun = begun
@@ -142,15 +179,18 @@ class ConsumedGradients:
     def _flush(self) -> None:
         """Update what waits, and free its gradients."""
         cuda = bool(self._events)
+        # All that is captured is on one stream, and in a capture such memory would never be used again.
+        others = cuda and not torch.cuda.is_current_stream_capturing()
         _wait(self._events)
         add_squares(self._waiting, self._squares)
+        self._updated.update(self._waiting)
         done = self.optimizer.update(self._waiting, self._factor)
         if self._away is not None:
             _wait(done)
             self._away.updated(self._waiting)
         gradients = [parameter.grad for parameter in self._waiting]
         for parameter, gradient in zip(self._waiting, gradients, strict=True):
-            if cuda and gradient is not None:
+            if others and gradient is not None:
                 # It may have been made on another stream, which must not get its memory back too early.
                 local(gradient).record_stream(torch.cuda.current_stream())
             parameter.grad = None

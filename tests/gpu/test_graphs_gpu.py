@@ -35,6 +35,8 @@ def lines(output: Path, *overrides: str) -> list[dict[str, Any]]:
         ("memory.dense=recompute", "memory.hidden=recompute"),
         ("memory.dense=recompute", "training.torch_compile=true"),
         ("memory.dense=offload", "memory.rows=offload", "memory.hidden=offload"),
+        ("training.gradients=consumed", "training.clip_by=previous", "training.optimizer_moments=int8"),
+        ("training.gradients=consumed", "training.max_grad_norm=0", "nvlink.capacity=0.125"),
         ("memory.rows=offload", "memory.hidden=offload", "nvlink.capacity=0.125", "training.learning_rate=0.02"),
         # Slabs of an eighth: some step overflows, is repeated eagerly, and captured anew.
         ("nvlink.capacity=0.125", "training.learning_rate=0.02"),
@@ -47,6 +49,8 @@ def lines(output: Path, *overrides: str) -> list[dict[str, Any]]:
         "recomputed",
         "recomputed compiled",
         "offloaded",
+        "consumed",
+        "consumed overflow",
         "offloaded overflow",
         "overflow",
     ],

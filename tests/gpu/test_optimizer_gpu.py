@@ -6,12 +6,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from carpool.memory.optimizer import AdamW, streamed, update
+from carpool.kernels.capture import capturing
+from carpool.memory.optimizer import AdamW, Moments, streamed, update
 from carpool.memory.optimizer.moments import DTYPES
 from carpool.parallel import consumed
 from tests.optimizer_problem import gradients, groups, masters, parameters, train
@@ -205,3 +207,49 @@ def test_gradients_consumed_in_a_backward(offload: bool) -> None:
                     optimizer.zero_grad()
         ended.append([p.detach().clone() for p in model.parameters()])
     assert all(torch.equal(p, q) for p, q in zip(*ended, strict=True))
+
+
+@pytest.mark.parametrize("moments", ["float32", "int8"])
+def test_gradients_consumed_in_a_captured_backward(moments: Moments) -> None:
+    """The bits of eager steps, clipped by the norm of the step before, with rates that change and a loss that is not
+    finite; eager steps between replays change no address that the graph reads."""
+    ended = []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(6))).bfloat16().cuda()
+        optimizer = AdamW(model.parameters(), moments=moments)
+        gradients = consumed.ConsumedGradients(model, optimizer, max_norm=1e-3)
+        x, graph = torch.empty(256, 1024, device="cuda", dtype=torch.bfloat16), torch.cuda.CUDAGraph()
+
+        def step(x: torch.Tensor = x, model: Any = model, gradients: Any = gradients) -> None:
+            loss = model(x).square().mean()
+            gradients.begin(torch.isfinite(loss))
+            loss.backward()
+            gradients.drain()
+
+        norms = []
+        for number in range(8):
+            optimizer.param_groups[0]["lr"] = 1e-2 / (1 + number)
+            x.copy_(torch.randn(256, 1024, generator=torch.Generator().manual_seed(number)))
+            if number == 5:
+                x.fill_(torch.inf)
+            if captured and number == 2:
+                gradients.prepare()
+                with gradients.record(), capturing(graph):
+                    step()
+                gradients.recorded()
+            if captured and number not in (0, 1, 4):
+                gradients.prepare()
+                graph.replay()
+                gradients.replayed()
+            else:
+                other = torch.empty(2**20 * (number + 1), device="cuda")
+                step()
+                del other
+            norms.append(gradients.finish().item())
+            assert all(p.grad is None for p in model.parameters())
+        ended.append((norms, [p.detach().clone() for p in model.parameters()], optimizer.state_dict()["state"]))
+    (norms, weights, state), (theirs, others, other_state) = ended
+    assert norms == pytest.approx(theirs, rel=1e-5, nan_ok=True)
+    assert all(torch.equal(p, q) for p, q in zip(weights, others, strict=True))
+    assert all(torch.equal(state[i][name], other_state[i][name]) for i in state for name in state[i])

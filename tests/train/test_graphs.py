@@ -48,6 +48,9 @@ def layer(
     )
 
 
+CONSUMED = ["training.gradients=consumed", "training.max_grad_norm=0", "training.optimizer=one-pass"]
+
+
 @pytest.mark.parametrize(
     ("model", "one", "overrides", "schedule", "why"),
     [
@@ -77,6 +80,8 @@ def layer(
         ),
         (OnGpu(), layer(), ["memory.dense=offload"], "none", "training.cuda_graphs=on captures that, too"),
         (OnGpu(), layer(), ["memory.dense=offload", "training.cuda_graphs=on"], "none", None),
+        (OnGpu(), layer(), CONSUMED, "none", None),
+        (OnGpu(), layer(), [*CONSUMED, "training.optimizer_state=host"], "none", "a state that comes from host memory"),
     ],
 )
 def test_why_steps_are_not_captured(model: Any, one: Any, overrides: list[str], schedule: str, why: str | None) -> None:

@@ -26,6 +26,9 @@ Where nothing waits for the norm of all gradients, each may be used and freed as
     optimizer.update([parameter])    in the backward, where its gradient is
     optimizer.finish(factor)         what had no gradient has taken no step
 
+`begin` and `update` can be captured in a CUDA graph with the backward (`record`), if a step has been taken before. Each
+replay is between `prepare` and `replayed`.
+
 State of a parameter: `step`, `exp_avg` and `exp_avg_sq`, as those of `torch.optim.AdamW`; `low_bits` (int16) beside
 bfloat16; `exp_avg_scale` and `exp_avg_sq_scale` beside 8-bit codes. It exists from the start. All but `step` has one
 row for each row of the parameter, and is a DTensor where the parameter is one.
@@ -33,7 +36,8 @@ row for each row of the parameter, and is a DTensor where the parameter is one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -190,12 +194,41 @@ class AdamW(torch.optim.Optimizer):
     # -- a step in parts -------------------------------------------------------------------------------------------
 
     @torch.no_grad()
+    def prepare(self) -> None:
+        """Before a capture of `begin`, and before each replay: what has changed on the host goes to the device."""
+        settings, _ = self._settings()
+        for update in self._updates:
+            update.prepare(settings, [p.requires_grad for p in update.parameters])
+
+    @torch.no_grad()
     def begin(self, factor: torch.Tensor | None = None) -> None:
         """Begin a step whose gradients come one after the other. All parameters that require one count as updated."""
-        settings, rates = self._settings()
+        self.prepare()
+        _, rates = self._settings()
         self._early = set()
         for update in self._updates:
-            update.count(settings, rates, [p.requires_grad for p in update.parameters], _on(update, factor))
+            update.count(rates, _on(update, factor))
+
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        """Around a capture of `begin` and `update` with a backward, which makes gradients of its own. Call
+        `prepare` before.
+
+        Raises:
+            ValueError: the optimizer's state is not on the device."""
+        if self.offload:
+            raise ValueError("what streams the optimizer's state from host memory cannot be captured in a CUDA graph")
+        for update in self._updates:
+            update.recording = True
+        try:
+            yield
+        finally:
+            for update in self._updates:
+                update.note_recorded()
+
+    def replayed(self, parameters: Iterable[torch.Tensor]) -> None:
+        """A captured `begin` was replayed, with an `update` of each of these parameters."""
+        self._early = set(parameters)
 
     @torch.no_grad()
     def update(self, parameters: Iterable[torch.Tensor], factor: torch.Tensor | None = None) -> list[Any]:

@@ -75,8 +75,8 @@ class StreamedUpdate(Update):
         self._free: list[Any] = [None] * TILES
         self.staging = Staging(device) if on_disk else None
 
-    def count(self, *args: Any) -> None:
-        super().count(*args)
+    def count(self, rates: dict[int, torch.Tensor], factor: torch.Tensor | None) -> None:
+        super().count(rates, factor)
         self._turn = 0  # so that a tile finds its tables of the step before
         if self._into is not None:
             # What the step before has sent out is what this one takes in.

@@ -4,7 +4,9 @@ Addresses and sizes are worked out once, and again where a parameter got other m
 compared at each step, and uploaded where they have changed. The step counts lie side by side in one tensor, so that a
 few operations on vectors count and correct for all parameters. Nothing waits for the device.
 
-A step is `count`, for all parameters, and then `apply`, of all at once or of some as their gradients come.
+A step is `prepare` and `count`, for all parameters, and then `apply`, of all at once or of some as their gradients
+come. What `prepare` puts on the device is all that a step needs to know of the host, so the rest can be captured in a
+CUDA graph. The addresses of gradients that a capture makes are known after it (`note_recorded`).
 """
 
 from __future__ import annotations
@@ -38,6 +40,8 @@ class _Table:
     rows: torch.Tensor
     pieces: torch.Tensor
     gradients: torch.Tensor
+    # As `gradients`, of those that a CUDA graph makes.
+    recorded: torch.Tensor
     how: dict[str, Any]
     addresses: list[int] = field(default_factory=list)
 
@@ -53,9 +57,11 @@ class Update:
 
     Attributes:
         done: an event after the last `apply`; None: it is what the stream of its caller was asked for.
+        recording: whether what is captured makes gradients of its own.
     """
 
     done: Any = None
+    recording = False
 
     def __init__(
         self, parameters: Sequence[torch.Tensor], groups: Sequence[int], states: Sequence[State], device: torch.device
@@ -68,6 +74,9 @@ class Update:
         self._groups = torch.tensor(groups, device=self.device)
         self._settings: list[tuple[float, ...]] = []
         self._has_grad: list[bool] = []
+        self._hyper = torch.zeros(max(groups) + 1, 5, dtype=torch.float64, device=self.device)
+        self._counted = torch.zeros(len(states), device=self.device)
+        self._recorded: list[tuple[_Table, list[int]]] = []
         # By the numbers of the parameters: their memory and the dtypes of their gradients, and the tables for these.
         self._tables: dict[tuple[int, ...], tuple[Any, list[_Table]]] = {}
         self._codes: torch.Tensor | None = None
@@ -87,7 +96,8 @@ class Update:
             rates: learning rates that are tensors, by group.
             factor: float32 scalar on this device, for the gradients. NaN: nothing changes.
         """
-        self.count(settings, rates, [p.grad is not None for p in self.parameters], factor)
+        self.prepare(settings, [p.grad is not None for p in self.parameters])
+        self.count(rates, factor)
         self.apply(range(len(self.parameters)), factor, zero_grads)
         self.join()
 
@@ -111,22 +121,20 @@ class Update:
         written = [self.parameters[i] for i in grads]
         torch.autograd.graph.increment_version(written + [local(p) for p in written if isinstance(p, DTensor)])
 
-    def count(
-        self,
-        settings: list[tuple[float, ...]],
-        rates: dict[int, torch.Tensor],
-        has_grad: list[bool],
-        factor: torch.Tensor | None,
-    ) -> None:
-        """Steps and coefficients of this step, for those that have, or will have, a gradient."""
+    def prepare(self, settings: list[tuple[float, ...]], has_grad: list[bool]) -> None:
+        """Put on the device what has changed of the settings, and of which parameters have, or will have, a
+        gradient."""
         if settings != self._settings:
-            self._hyper = upload(settings, torch.float64, self.device)
+            self._hyper.copy_(upload(settings, torch.float64, self.device))
             self._settings = settings
+        if has_grad != self._has_grad:
+            self._counted.copy_(upload(has_grad, torch.float32, self.device))
+            self._has_grad = has_grad
+
+    def count(self, rates: dict[int, torch.Tensor], factor: torch.Tensor | None) -> None:
+        """Steps and coefficients of this step, for those that have, or will have, a gradient."""
         for group, rate in rates.items():
             self._hyper[group, 0].copy_(rate)
-        if has_grad != self._has_grad:
-            self._counted = upload(has_grad, torch.float32, self.device)
-            self._has_grad = has_grad
         self.steps += self._counted if factor is None else self._counted * (factor == factor)
         lr, beta1, beta2, eps, decay = self._hyper[self._groups].unbind(1)
         # A parameter that had no gradient yet has 0 here, and is not updated.
@@ -139,6 +147,13 @@ class Update:
         if numbers:
             one = torch.ones((), device=self.device) if factor is None else (factor == factor).float()
             self.steps[list(numbers)] -= one
+
+    def note_recorded(self) -> None:
+        """After a capture: its launches find the gradients that it makes."""
+        for table, addresses in self._recorded:
+            table.recorded.copy_(upload(addresses, torch.int64, self.device))
+        self._recorded.clear()
+        self.recording = False
 
     def _plainly(self, grads: dict[int, torch.Tensor], factor: torch.Tensor | None, zero_grads: bool) -> None:
         by = 1.0 if factor is None else float(factor)
@@ -174,11 +189,13 @@ class Update:
         if self._codes is None:
             self._codes = code_tables(self.device)
         addresses = [0 if (grad := grads.get(i)) is None else grad.data_ptr() for i in table.numbers]
-        if addresses != table.addresses:
+        if self.recording:
+            self._recorded.append((table, addresses))
+        elif addresses != table.addresses:
             table.gradients, table.addresses = upload(addresses, torch.int64, self.device), addresses
         launch(
             table.rows,
-            table.gradients,
+            table.recorded if self.recording else table.gradients,
             table.pieces,
             self.coefficients,
             self.steps,
@@ -236,6 +253,7 @@ def make_table(
         [row[-1] for row, _ in rows],
         upload([row for row, _ in rows], torch.int64, device),
         upload(torch.cat(pieces), torch.int32, device),
+        torch.zeros(len(rows), dtype=torch.int64, device=device),
         torch.zeros(len(rows), dtype=torch.int64, device=device),
         how,
     )

@@ -327,7 +327,8 @@ class Assembled(Prepared):
             if isinstance(self.objective, PipelineObjective):
                 self.objective.graphs = StageGraphs(self.objective, self.rides, known, required)
             else:
-                self.objective.graphs = StepGraphs(self.model, self.rides, self.objective.micro_batch, known, required)
+                compute = self.objective.micro_batch
+                self.objective.graphs = StepGraphs(self.model, self.rides, compute, known, required, self.consumed)
         elif asked == "on":
             check_graphs(self.no_graphs)
         note_graphs(self.decisions, None if self.no_graphs is None else False, self.no_graphs)

@@ -35,13 +35,17 @@ from carpool.kernels.capture import Recorder
 from carpool.observe.meter import watched
 from carpool.observe.stats import HostCounts
 from carpool.parallel import fsdp
+from carpool.parallel.consumed import ConsumedGradients
 from carpool.parallel.replicated import replicated
 from carpool.planner.chosen import Chosen, Decisions, Kind
 from carpool.train.config.schema import Config
 
 Batch = dict[str, torch.Tensor]
+# Is called with a loss between forward and backward.
+BeforeBackward = Callable[[torch.Tensor], None]
 # As `Objective.micro_batch`.
-MicroBatch = Callable[[Batch, torch.Tensor, int, torch.Tensor, bool, bool], None]
+MicroBatch = Callable[[Batch, torch.Tensor, int, torch.Tensor, bool, bool, BeforeBackward | None], None]
+_TIERS = {"host": "host memory", "disk": "disk"}
 # Steps before the capture, of which the first may be repeated with larger buffers.
 EAGER_STEPS = 2
 
@@ -101,9 +105,9 @@ def why_not_captured(config: Config, schedule: str) -> str | None:
     if offloads and config.training.cuda_graphs != "on":
         return "what layers keep goes to host memory (training.cuda_graphs=on captures that, too)"
     if config.memory.experts != "device":
-        return f"experts come from {'host memory' if config.memory.experts == 'host' else 'disk'}"
-    if config.training.gradients == "consumed":
-        return "gradients are consumed in the backward"
+        return f"experts come from {_TIERS[config.memory.experts]}"
+    if config.training.gradients == "consumed" and config.training.optimizer_state != "device":
+        return f"gradients are consumed, by a state that comes from {_TIERS[config.training.optimizer_state]}"
     return None
 
 
@@ -128,6 +132,7 @@ class StepGraphs:
         compute: a micro-batch, eagerly.
         known: told after each capture why steps are not captured; None: they are.
         required: raise if the capture fails; else go on eagerly.
+        consumed: what uses gradients in the backward.
         recorder: makes what records the graphs of a step.
 
     Attributes:
@@ -141,10 +146,11 @@ class StepGraphs:
         compute: MicroBatch,
         known: Callable[[str | None], None],
         required: bool = False,
+        consumed: ConsumedGradients | None = None,
         recorder: Callable[[], Recorder] = Recorder,
     ) -> None:
         self.model, self.layers, self.compute, self.known, self.required = model, layers, compute, known, required
-        self.recorder = recorder
+        self.consumed, self.recorder = consumed, recorder
         device = next(model.parameters()).device
         self._factor = torch.zeros((), dtype=torch.float64, device=device)
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -161,11 +167,14 @@ class StepGraphs:
         self._gradients: list[tuple[nn.Parameter, torch.Tensor]] = []
         self.bytes = 0
 
-    def run(self, batches: Sequence[Batch], factor: float) -> torch.Tensor | None:
+    def run(
+        self, batches: Sequence[Batch], factor: float, before_backward: BeforeBackward | None = None
+    ) -> torch.Tensor | None:
         """Compute the micro-batches of a step by graphs.
 
         Args:
             factor: of the loss of each micro-batch.
+            before_backward: is captured, too, and must not ask the host for anything.
 
         Returns:
             (2,) float64 on the device: sums of losses, as `compute` adds them, valid until the next call. None: this
@@ -188,13 +197,17 @@ class StepGraphs:
             self._shapes = shapes
         if not self._captured:
             self._eager += 1
-            if self._eager <= EAGER_STEPS or not self._capture(batches):
+            if self._eager <= EAGER_STEPS or not self._capture(batches, before_backward):
                 return None
         self._join_copies()
+        if self.consumed is not None:
+            self.consumed.prepare()
         self._factor.fill_(factor)
         self._sums.zero_()
         self._replay(batches)
         self._restart_arenas()
+        if self.consumed is not None:
+            self.consumed.replayed()
         for parameter, gradient in self._gradients:
             if parameter.grad is None:
                 parameter.grad = gradient
@@ -214,13 +227,19 @@ class StepGraphs:
         for own, one in zip(self.layers, counted, strict=True):
             own.stats.add(one)
 
-    def _capture(self, batches: Sequence[Batch]) -> bool:
+    def _capture(self, batches: Sequence[Batch], before_backward: BeforeBackward | None) -> bool:
         """Whether all ranks have captured all graphs of a step."""
         problem = None
         torch.cuda.empty_cache()
         reserved, allocated = _memory(self._sums.device)
         try:
-            self._record(batches)
+            if self.consumed is None:
+                self._record(batches, before_backward)
+            else:
+                self.consumed.prepare()
+                with self.consumed.record():
+                    self._record(batches, before_backward)
+                self.consumed.recorded()
         except Exception as error:
             problem = error
         failed = torch.tensor([float(problem is not None)], device=self._sums.device)
@@ -239,7 +258,7 @@ class StepGraphs:
         self.known(None)
         return True
 
-    def _record(self, batches: Sequence[Batch]) -> None:
+    def _record(self, batches: Sequence[Batch], before_backward: BeforeBackward | None) -> None:
         """Record all graphs of a step."""
         self._inputs = {name: value.clone() for name, value in batches[0].items()}
         recorder, kept = self.recorder(), replicated(self.model)
@@ -247,9 +266,11 @@ class StepGraphs:
 
             def work(place: tuple[bool, bool] = place) -> None:
                 self._restart_arenas()
-                self.compute(self._inputs, self._factor, len(batches), self._sums, *place)
+                self.compute(self._inputs, self._factor, len(batches), self._sums, *place, before_backward)
                 if kept is not None:
                     kept.drain()
+                if self.consumed is not None:
+                    self.consumed.drain()
                 self._join_copies()
 
             self._join_copies()

@@ -13,7 +13,7 @@ the gradient of the statistics. No collective of a pipeline's ranks is needed fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -36,7 +36,7 @@ from carpool.parallel.sequence import gather_rows, num_rows
 from carpool.schedule.forward_backward import ForwardBesideBackward
 from carpool.schedule.split import SplitBackward
 from carpool.train.config.schema import Config
-from carpool.train.run.graphs import Batch
+from carpool.train.run.graphs import Batch, BeforeBackward
 from carpool.train.run.step import Objective
 
 
@@ -108,7 +108,7 @@ class PipelineObjective(Objective):
         batches: Sequence[Batch],
         factor: float,
         sums: torch.Tensor,
-        before_backward: Callable[[torch.Tensor], None] | None,
+        before_backward: BeforeBackward | None,
     ) -> None:
         assert before_backward is None, "gradients are consumed in one backward, and a pipeline has several"
         self.begin(batches, factor, sums)

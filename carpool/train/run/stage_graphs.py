@@ -30,7 +30,7 @@ import torch
 from carpool.hf.expert_parallel import ExpertRides
 from carpool.kernels.capture import Recorder
 from carpool.parallel.pipeline import Action, Tensors
-from carpool.train.run.graphs import Batch, StepGraphs
+from carpool.train.run.graphs import Batch, BeforeBackward, StepGraphs
 
 if TYPE_CHECKING:
     from carpool.train.run.pipeline import PipelineObjective
@@ -64,7 +64,7 @@ class StageGraphs(StepGraphs):
     ) -> None:
         self.objective = objective
         self._anchor = torch.zeros((), requires_grad=True)
-        super().__init__(objective.model, layers, objective.micro_batch, known, required, recorder)
+        super().__init__(objective.model, layers, objective.micro_batch, known, required, recorder=recorder)
 
     def forget(self) -> None:
         super().forget()
@@ -75,7 +75,7 @@ class StageGraphs(StepGraphs):
 
     # -- recording ------------------------------------------------------------------------------------------------
 
-    def _record(self, batches: Sequence[Batch]) -> None:
+    def _record(self, batches: Sequence[Batch], before_backward: BeforeBackward | None) -> None:
         objective, recorder = self.objective, self.recorder()
         self._batches = [{name: value.clone() for name, value in batch.items()} for batch in batches]
         travels = objective.travels(batches[0])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +36,7 @@ from carpool.parallel.replicated import replicated
 from carpool.schedule.priority import RidesFirst
 from carpool.schedule.two_batch import TwoBatch
 from carpool.train.config.schema import TrainingSection
-from carpool.train.run.graphs import Batch, StepGraphs
+from carpool.train.run.graphs import Batch, BeforeBackward, StepGraphs
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ class Objective:
         batches: Sequence[Batch],
         tokens: int,
         beside: Sequence[float] = (),
-        before_backward: Callable[[torch.Tensor], None] | None = None,
+        before_backward: BeforeBackward | None = None,
     ) -> torch.Tensor:
         """As `backward`, without waiting for the device.
 
@@ -214,7 +214,7 @@ class Objective:
         factor = self.share * self.dp_size / tokens
         # In the backward too: layers that are computed again there must save what they saved before.
         with fastest_attention(sums.device):
-            if self.graphs is not None and (captured := self.graphs.run(batches, factor)) is not None:
+            if self.graphs is not None and (captured := self.graphs.run(batches, factor, before_backward)) is not None:
                 sums[:2] += captured
             else:
                 self._accumulate(batches, factor, sums, before_backward)
@@ -232,7 +232,7 @@ class Objective:
         batches: Sequence[Batch],
         factor: float,
         sums: torch.Tensor,
-        before_backward: Callable[[torch.Tensor], None] | None,
+        before_backward: BeforeBackward | None,
     ) -> None:
         """Eagerly: the gradients of micro-batches, and the sums of their losses in `sums`."""
         at_once = 1 if self.two_batch is None else 2
@@ -253,13 +253,23 @@ class Objective:
                     loss.backward()
 
     def micro_batch(
-        self, batch: Batch, factor: torch.Tensor, number: int, sums: torch.Tensor, first: bool, last: bool
+        self,
+        batch: Batch,
+        factor: torch.Tensor,
+        number: int,
+        sums: torch.Tensor,
+        first: bool,
+        last: bool,
+        before_backward: BeforeBackward | None = None,
     ) -> None:
         """The gradients of one of a step's `number` micro-batches, and its losses added to `sums`, without a word from
         the host: so it can be captured."""
         if self.kept is not None:
             self.kept.begin(first, last)
-        self._loss(batch, factor, number, sums).backward()
+        loss = self._loss(batch, factor, number, sums)
+        if before_backward is not None:
+            before_backward(loss.detach())
+        loss.backward()
 
     def _loss(self, batch: Batch, factor: float | torch.Tensor, number: int, sums: torch.Tensor) -> torch.Tensor:
         """What a micro-batch differentiates. `factor`: of its cross-entropy."""
