@@ -6,9 +6,10 @@ them. Without clipping each parameter may be updated as soon as its own gradient
     backward of layer 2    gradient of its experts -> update -> freed
     backward of layer 1                 gradient of its experts -> update -> freed
 
-A bfloat16 parameter then takes 6 bytes in place of 8 (8-bit moments): weight 2, low bits 2, moments 2. And what its
-update brings from host memory travels beside the backward of the layers below, for which a few gradients stay until
-their update is done: `HELD` times the elements of the largest parameter.
+A bfloat16 parameter then takes 6 bytes in place of 8 (8-bit moments): weight 2, low bits 2, moments 2. The update of
+a layer runs beside the backward of the layers below, on a stream of its own: while rows travel, most multiprocessors
+have nothing else to do, and what comes from host memory takes no computation. A few gradients stay until their update
+is done: `HELD` times the elements of the largest parameter.
 
     parameters                            their gradient is final                   updated
     of one process, or sharded by FSDP2   when autograd or FSDP2 has it             then
@@ -37,7 +38,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -85,6 +87,8 @@ class ConsumedGradients:
         self._updated: set[torch.Tensor] = set()
         self._replayed: set[torch.Tensor] = set()
         device = self._parameters[0].device
+        # Experts in host memory have streams of their own, which wait for what computes.
+        self._beside = torch.cuda.Stream(device) if device.type == "cuda" and away is None else None
         self._squares, self._factor = torch.zeros((), device=device), torch.ones((), device=device)
         self.norm = torch.zeros((), device=device)
         shards: set[torch.Tensor] = set()
@@ -125,7 +129,6 @@ class ConsumedGradients:
         self._waiting += [p for p in self._parameters if p.grad is not None]
         self.drain()
         self.optimizer.finish(self._factor)
-        self._held.clear()
         self._begin(False)
         if dist.is_initialized():
             dist.all_reduce(self._squares)
@@ -135,11 +138,13 @@ class ConsumedGradients:
 
     @torch.no_grad()
     def drain(self) -> None:
-        """Update what waits. At the end of a capture, inside: nothing of it is left for later."""
+        """Update what waits, and wait for all updates. At the end of a capture, inside: nothing of it is left for
+        later."""
         if self._waiting:
             self._flush()
         _wait(self._events)
         self._events.clear()
+        self._let_go(0)
 
     # -- in a CUDA graph ------------------------------------------------------------------------------------------
 
@@ -178,27 +183,40 @@ class ConsumedGradients:
 
     def _flush(self) -> None:
         """Update what waits, and free its gradients."""
-        cuda = bool(self._events)
-        # All that is captured is on one stream, and in a capture such memory would never be used again.
-        others = cuda and not torch.cuda.is_current_stream_capturing()
-        _wait(self._events)
-        add_squares(self._waiting, self._squares)
+        with self._on_its_stream() as stream:
+            _wait(self._events)
+            add_squares(self._waiting, self._squares)
+            done = self.optimizer.update(self._waiting, self._factor)
+            if self._away is not None:
+                _wait(done)
+                self._away.updated(self._waiting)
+            now = [] if stream is None else [stream.record_event()]
         self._updated.update(self._waiting)
-        done = self.optimizer.update(self._waiting, self._factor)
-        if self._away is not None:
-            _wait(done)
-            self._away.updated(self._waiting)
         gradients = [parameter.grad for parameter in self._waiting]
-        for parameter, gradient in zip(self._waiting, gradients, strict=True):
-            if others and gradient is not None:
-                # It may have been made on another stream, which must not get its memory back too early.
-                local(gradient).record_stream(torch.cuda.current_stream())
+        for parameter in self._waiting:
             parameter.grad = None
-        if done:
-            self._held.append((done, gradients, sum(local(one).numel() for one in gradients if one is not None)))
+        if stream is not None and not torch.cuda.is_current_stream_capturing():
+            # It may have been made on yet another stream, which must not get its memory back too early. (In a capture
+            # all are made on one stream, which waits for the update before their memory is used again.)
+            for gradient in gradients:
+                if gradient is not None:
+                    local(gradient).record_stream(stream)
+        if done or self._beside is not None:
+            elements = sum(local(one).numel() for one in gradients if one is not None)
+            self._held.append(([*done, *now], gradients, elements))
             self._let_go(self._most_held)
         self._waiting.clear()
-        self._events = [torch.cuda.current_stream().record_event()] if cuda else []
+        self._events = now if self._beside is None else []
+
+    @contextmanager
+    def _on_its_stream(self) -> Iterator[Any]:
+        """Inside, updates are launched. The stream on which they are; None on a CPU."""
+        if self._beside is None:
+            yield torch.cuda.current_stream() if self._events else None
+            return
+        self._beside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._beside):
+            yield self._beside
 
     def _let_go(self, most: int) -> None:
         """Keep gradients of `most` elements, and the memory of older ones once their update is done."""
