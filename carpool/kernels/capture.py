@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
     gc.collect()
     gc.disable()
     try:
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=_stream(stream.device), capture_error_mode="thread_local"):
             try:
                 yield
             except Exception as error:
@@ -46,6 +47,12 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """What is captured goes before what runs beside it on streams as others."""
+    return torch.cuda.Stream(device, priority=-1)
 
 
 class Recorder:

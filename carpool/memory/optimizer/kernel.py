@@ -15,19 +15,18 @@ A program is one warp, which has one block at a time, eight elements in a thread
 one number, and nothing changes threads or waits for other warps.
 
 Multiplications and additions are not fused (`enable_fp_fusion=False`), and square roots and divisions are rounded to
-nearest, so that the results are those of plain PyTorch bit by bit. The kernel waits for memory, not for them.
+nearest, so that the results are those of plain PyTorch bit by bit. The kernel waits for memory, not for them. With
+8-bit moments it waits for arithmetic: an update's root and quotient are the GPU's approximations then.
 """
 
 from __future__ import annotations
-
-import math
 
 import torch
 import triton
 import triton.language as tl
 
 from carpool.kernels.quick import quick
-from carpool.memory.optimizer.moments import LEAST_SCALE, dynamic_map, thresholds, tops
+from carpool.memory.optimizer.moments import BELOW_2, EIGHT_NINTHS, LEAST_SCALE, NINTH, dynamic_map, thresholds
 
 # Of a row of the table.
 COLUMNS = 10
@@ -35,30 +34,16 @@ PIECE = 64  # blocks of 256 elements that a program updates
 # How moments are kept.
 FLOAT32, BFLOAT16, INT8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 BLOCK = tl.constexpr(256)
-# Where `code_tables` has the inverses of decades, and the maps; the exponent bits of the smallest number there.
-INVERSES, MAPS, LEAST_EXPONENT = tl.constexpr(128), tl.constexpr(160), tl.constexpr(127 - 31)
 LEAST = tl.constexpr(LEAST_SCALE)
+# Of `moments.quantise`.
+SIGNED_BOUNDS = tl.constexpr(tuple(thresholds(True).tolist()))
+UNSIGNED_BOUNDS = tl.constexpr(tuple(thresholds(False).tolist()))
+RATIO, START, BELOW = tl.constexpr(NINTH), tl.constexpr(EIGHT_NINTHS), tl.constexpr(BELOW_2)
 
 
 def code_tables(device: torch.device) -> torch.Tensor:
-    """What the kernel looks up for 8-bit codes: (672,) float32.
-
-    With a sign, then without: for each binary exponent from -31 to 0 the threshold between two decades that lies there
-    (infinity: none), and the decade before it (`moments.quantise`), as the bits of an integer. Then the inverses of
-    `moments.tops`, in 32. Then both maps."""
-    found = torch.zeros(672)
-    for place, signed in ((0, True), (64, False)):
-        bounds = thresholds(signed)
-        edges = 2.0 ** torch.arange(-31.0, 2.0)
-        before = torch.bucketize(edges[:-1], bounds, right=True)
-        until = torch.bucketize(edges[1:], bounds, right=False)
-        inside = torch.where(until > before, bounds[before.clamp(max=len(bounds) - 1)], math.inf)
-        found[place : place + 32] = inside
-        found[place + 32 : place + 64] = before.int().view(torch.float32)
-        map_at = 160 if signed else 416
-        found[map_at : map_at + 256] = dynamic_map(signed)
-    found[128 : 128 + tops().shape[1]] = tops()[1]
-    return found.to(device)
+    """The values of 8-bit codes, with a sign, then without: (512,) float32."""
+    return torch.cat([dynamic_map(True), dynamic_map(False)]).to(device)
 
 
 @triton.jit
@@ -76,27 +61,33 @@ def _widen(bits):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _code(x, tables, SIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """`moments.quantise` of quotients.
-
-    The binary exponent of a number leaves two decades, and one threshold between them. What is looked up lies in single
-    lines of the cache."""
+def _code(x, BOUNDS: tl.constexpr, SIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`moments.quantise` of quotients; without a sign, of those that are not 0."""
     magnitude = tl.abs(x)
-    binary = tl.minimum(tl.maximum((magnitude.to(tl.int32, bitcast=True) >> 23) - LEAST_EXPONENT, 0), 31)
-    ours = tables + (0 if SIGNED else 64) + binary
-    decade = tl.load(ours + 32).to(tl.int32, bitcast=True) + (magnitude >= tl.load(ours)).to(tl.int32)
-    first = ((decade + (126 if SIGNED else 127)) << 23).to(tl.float32, bitcast=True)
-    share = magnitude * tl.load(tables + INVERSES + decade) + (8.0 / 9.0)
-    distance = tl.minimum(tl.maximum(tl.floor(share * first), first), 2 * first - 1).to(tl.int32)
-    return tl.where(x < 0, 127 - tl.minimum(distance, 127), 127 + distance) if SIGNED else distance - 1
+    low4 = magnitude < BOUNDS[4]
+    low2 = magnitude < tl.where(low4, BOUNDS[2], BOUNDS[6])
+    low1 = magnitude < tl.where(low4, tl.where(low2, BOUNDS[1], BOUNDS[3]), tl.where(low2, BOUNDS[5], BOUNDS[7]))
+    ratio = tl.where(low4, RATIO * 1e4, RATIO)
+    ratio = tl.where(low2, ratio * 1e2, ratio)
+    ratio = tl.where(low1, ratio * 10.0, ratio)
+    share = tl.minimum(tl.maximum(magnitude * ratio + START, 1.0), BELOW)
+    # Exponents of the ratios are 123, 127, 130, 133, 137, 140, 143 and 147: numbers from 0 to 7.
+    shift = ((ratio.to(tl.int32, bitcast=True) >> 23) * 20 + (64 * (16 if SIGNED else 15) - 123 * 20)) >> 6
+    distance = (share.to(tl.int32, bitcast=True) - (126 << 23)) >> shift
+    if SIGNED:
+        distance = tl.where(magnitude < BOUNDS[0], 0, distance)
+        sign = x.to(tl.int32, bitcast=True) >> 31
+        return tl.maximum((distance ^ sign) - sign + 127, 0)
+    else:
+        return distance - 1
 
 
 @triton.jit
-def _keep_codes(values, codes, scales, offset, inside, block, tables, SIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _keep_codes(values, codes, scales, offset, inside, block, BOUNDS: tl.constexpr, SIGNED: tl.constexpr):  # type: ignore[no-untyped-def]
     scale = tl.max(tl.abs(values), axis=0)
-    code = _code(values * tl.div_rn(1.0, tl.where(scale >= LEAST, scale, 1.0)), tables, SIGNED)
+    code = _code(values * tl.div_rn(1.0, tl.where(scale >= LEAST, scale, 1.0)), BOUNDS, SIGNED)
     if not SIGNED:
-        code = tl.where(values > 0, tl.maximum(code, 1), code)
+        code = tl.where(values > 0, code, 0)
     tl.store(codes + offset, code.to(tl.uint8), mask=inside)
     tl.store(scales + block, scale)
 
@@ -140,13 +131,16 @@ def _piece(  # type: ignore[no-untyped-def]
         if MOMENTS == BFLOAT16:
             m, v = _widen(m), _widen(v)
         if MOMENTS == INT8:
-            m = tl.load(tables + MAPS + m.to(tl.int32)) * tl.load(m_scales + block)
-            v = tl.load(tables + MAPS + 256 + v.to(tl.int32)) * tl.load(v_scales + block)
+            m = tl.load(tables + m.to(tl.int32)) * tl.load(m_scales + block)
+            v = tl.load(tables + 256 + v.to(tl.int32)) * tl.load(v_scales + block)
 
         m = m + (g - m) * take1
         v = v * keep2 + g * g * take2
         w = w - w * decay
-        w = w - tl.div_rn(m * step_size, tl.sqrt_rn(v) * inverse_root + eps)
+        if MOMENTS == INT8:
+            w = w - m * step_size / (tl.sqrt(v) * inverse_root + eps)
+        else:
+            w = w - tl.div_rn(m * step_size, tl.sqrt_rn(v) * inverse_root + eps)
 
         if BFLOAT16_WEIGHT:
             bits = tl.where(w == w, w.to(tl.int32, bitcast=True), 0x7FC00000)
@@ -157,8 +151,8 @@ def _piece(  # type: ignore[no-untyped-def]
             tl.store(weights + offset, w, mask=inside)
         if MOMENTS == INT8:
             m, v = tl.where(inside, m, 0.0), tl.where(inside, v, 0.0)
-            _keep_codes(m, firsts, m_scales, offset, inside, block, tables, True)
-            _keep_codes(v, seconds, v_scales, offset, inside, block, tables, False)
+            _keep_codes(m, firsts, m_scales, offset, inside, block, SIGNED_BOUNDS, True)
+            _keep_codes(v, seconds, v_scales, offset, inside, block, UNSIGNED_BOUNDS, False)
         elif MOMENTS == BFLOAT16:
             bits = m.to(tl.int32, bitcast=True)
             bits = bits + 0x7FFF + ((bits >> 16) & 1)

@@ -48,16 +48,17 @@ _WORD = 0xFFFFFFFF
 # Codes without a sign have distances of one exponent more. The kernel makes a code by the
 # arithmetic of `quantise`, with the same roundings (`kernel._code`).
 DECADES = 7
+# Of float32: what makes a number from 1 to 10 one from 1 to 2.
+NINTH, EIGHT_NINTHS, BELOW_2 = float(torch.tensor(1 / 9)), float(torch.tensor(8 / 9)), 2 - 2.0**-23
 # Of a block's largest value, the smallest normal float32: what is much smaller has no inverse. Such a block becomes 0.
 LEAST_SCALE = 2.0**-126
 
 
 @functools.cache
 def tops() -> torch.Tensor:
-    """Of each decade the value with which it ends, then its inverse over 0.9, by k + 1: (2, 9) float32 on the CPU."""
-    found = torch.zeros(2, DECADES + 2, dtype=torch.float64)
-    found[0, 1:-1] = 10.0 ** torch.arange(1 - DECADES, 1, dtype=torch.float64)
-    found[1, 1:-1] = 1 / (0.9 * found[0, 1:-1])
+    """Of each decade the value with which it ends, by k + 1: (9,) float32 on the CPU."""
+    found = torch.zeros(DECADES + 2, dtype=torch.float64)
+    found[1:-1] = 10.0 ** torch.arange(1 - DECADES, 1, dtype=torch.float64)
     return found.float()
 
 
@@ -65,7 +66,7 @@ def _values(codes: torch.Tensor, signed: bool) -> torch.Tensor:
     """float32 values of integer codes."""
     middle = ((codes - 127).abs() if signed else codes + 1) + 0.5
     mantissa, exponent = torch.frexp(middle)
-    top = tops()[0].to(codes.device)[exponent if signed else exponent - 1]
+    top = tops().to(codes.device)[exponent if signed else exponent - 1]
     value = torch.where(codes == 255, 1.0, (2 * mantissa * 0.9 - 0.8) * top)
     return torch.where(codes < 127, -value, value) if signed else value
 
@@ -100,15 +101,25 @@ def quantise(values: torch.Tensor, signed: bool) -> tuple[torch.Tensor, torch.Te
     padded = torch.nn.functional.pad(values.float(), (0, blocks * BLOCK - width)).unflatten(-1, (blocks, BLOCK))
     scale = padded.abs().amax(-1)
     quotient = padded * (1 / torch.where(scale >= LEAST_SCALE, scale, 1.0)).unsqueeze(-1)
-    magnitude = quotient.abs()
-    decade = torch.bucketize(magnitude, thresholds(signed).to(values.device), right=True)  # k + 1
-    first = torch.ldexp(torch.ones_like(magnitude), decade - 1 if signed else decade)  # distance
-    share = magnitude * tops()[1].to(values.device)[decade] + 8 / 9  # from 1 to 2
-    distance = (share * first).floor().maximum(first).minimum(2 * first - 1).int()
+    magnitude, bounds = quotient.abs(), thresholds(signed).tolist()
+    # Halves of what is left until one decade is; that ends at 10 then.
+    low4 = magnitude < bounds[4]
+    low2 = magnitude < torch.where(low4, bounds[2], bounds[6])
+    low1 = magnitude < torch.where(
+        low4, torch.where(low2, bounds[1], bounds[3]), torch.where(low2, bounds[5], bounds[7])
+    )
+    ratio = torch.where(low4, 1e4 * NINTH, NINTH)
+    ratio = torch.where(low2, ratio * 1e2, ratio)
+    ratio = torch.where(low1, ratio * 10, ratio)
+    share = (magnitude * ratio + EIGHT_NINTHS).clamp(1.0, BELOW_2)
+    # Its first bits, behind the one that is not written, are the distance.
+    bits = share.view(torch.int32) - (126 << 23)
+    distance = bits >> (16 if signed else 15) + 4 * low4.int() + 2 * low2.int() + low1.int()
     if signed:
+        distance = torch.where(magnitude < bounds[0], 0, distance)
         codes = torch.where(quotient < 0, 127 - distance.clamp(max=127), 127 + distance)
     else:
-        codes = torch.where(padded > 0, (distance - 1).clamp(min=1), distance - 1)
+        codes = torch.where(padded > 0, distance - 1, 0)
     return codes.to(torch.uint8).flatten(-2)[..., :width], scale
 
 
