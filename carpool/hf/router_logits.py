@@ -90,8 +90,12 @@ def with_logits(
     all that it is given only the kind counts, so layers share their graphs."""
     logits: list[torch.Tensor] = []
     traced.logits = logits
-    out = own(layer, *args, **kwargs)
-    traced.logits = None
+    try:
+        out = own(layer, *args, **kwargs)
+    finally:
+        # A checkpoint ends a layer that it computes again by an exception. What stayed here would keep the step's
+        # graph of autograd, and no later step could be captured.
+        traced.logits = None
     return out, logits
 
 

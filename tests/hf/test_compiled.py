@@ -13,7 +13,7 @@ from carpool.hf.build import build_model, make_config
 from carpool.hf.compiled import compile_layers, decoder_layers, eagerly, shards_inside
 from carpool.hf.dense import keep_experts
 from carpool.hf.recompute import recompute_layers
-from carpool.hf.router_logits import RouterLogits
+from carpool.hf.router_logits import RouterLogits, traced_logits
 from carpool.parallel.clip import grad_norm
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.replicated import replicated, sharded_parameters
@@ -72,6 +72,19 @@ def test_layers_that_are_computed_again_are_compiled_too(ride_again: bool) -> No
     assert ours.keys() == gradients.keys()
     for name, gradient in gradients.items():
         torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-7, msg=name)
+
+
+def test_no_step_outlives_a_layer_that_is_computed_again() -> None:
+    """Its checkpoint leaves the layer before its end, with what routers made."""
+    model = make("olmoe", num_experts=4, num_experts_per_tok=2).train()
+    recompute_layers(model, ride_again=False)
+    compile_layers(model, "aot_eager")
+    tokens = torch.arange(24).reshape(2, 12) % 64
+    for _ in range(2):
+        with RouterLogits(model).collect():
+            loss = model(input_ids=tokens, labels=tokens, use_cache=False, output_router_logits=False).loss
+        loss.backward()
+        assert all(traced_logits(layer).logits is None for layer in decoder_layers(model))
 
 
 def test_layers_without_experts_are_compiled_too() -> None:
