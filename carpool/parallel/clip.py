@@ -35,6 +35,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+# Elements from which on a tensor's norm is a launch of its own: of one for many tensors such a large one takes several,
+# each of which ends before the next begins.
+LARGE = 2**24
+
 
 def clip_grad_norm(parameters: Iterable[torch.Tensor], max_norm: float, ranks: int | None = None) -> torch.Tensor:
     """Scales the gradients of `parameters` in place so that their global norm is at most `max_norm`.
@@ -171,5 +175,7 @@ def _sum_of_squares(shards: Shards, total: torch.Tensor) -> torch.Tensor:
 
 def _add_squares(shards: Shards, total: torch.Tensor) -> None:
     for (_, _, copies), local in shards.items():
-        norms = torch.stack(torch._foreach_norm(local, 2, dtype=total.dtype))
-        total += (norms.square().sum() / copies).to(total.device)
+        small = [one for one in local if one.numel() < LARGE]
+        norms = [torch.linalg.vector_norm(one, dtype=total.dtype) for one in local if one.numel() >= LARGE]
+        norms += torch._foreach_norm(small, 2, dtype=total.dtype) if small else ()
+        total += (torch.stack(norms).square().sum() / copies).to(total.device)

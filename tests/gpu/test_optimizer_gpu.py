@@ -35,7 +35,10 @@ def test_the_kernel_equals_plain_pytorch(dtype: torch.dtype, moments: str) -> No
         ended.append((masters(optimizer, found), [optimizer.state[p] for p in found]))
     (plain, plain_state), (ours, state) = ended
     for p, q, one, other in zip(ours, plain, state, plain_state, strict=True):
-        torch.testing.assert_close(p, q, rtol=2e-7, atol=3e-9)
+        # With 8-bit moments an update's root and quotient are approximations.
+        torch.testing.assert_close(
+            p, q, rtol=1e-6 if moments == "int8" else 2e-7, atol=2e-7 if moments == "int8" else 3e-9
+        )
         for name in one.keys() - {"low_bits"}:
             assert torch.equal(one[name], other[name]), name
 
