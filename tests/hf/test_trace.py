@@ -328,13 +328,14 @@ def test_record_from_a_checkpoint(tmp_path: Path) -> None:
 
 
 def _train(path: str) -> None:
-    train(load_config(None, [*MODEL, f"data.train={path}/a.txt", f"data.cache_dir={path}/cache",
+    short = ["training.max_steps=1", "training.warmup_steps=0", "training.eval_on_start=false"]
+    train(load_config(None, [*MODEL, *short, f"data.train={path}/a.txt", f"data.cache_dir={path}/cache",
                              f"training.output_dir={path}/run"]), command="test")  # fmt: skip
 
 
-def test_record_from_a_run(ranks: Ranks, tmp_path: Path) -> None:
+def test_record_from_a_run(two_ranks: Ranks, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("".join(f"def f{i}(x): return x + {i}\n" for i in range(4000)))
-    ranks(_train, str(tmp_path))
+    two_ranks(_train, str(tmp_path))
     trace = record(tmp_path / "run", tokens=64, cache_dir=str(tmp_path / "cache"))
     assert trace.num_tokens == 64 and trace.meta["sequence_length"] == 32 and trace.num_experts == 8
     assert trace.top_k == 3 and trace.layers == ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")

@@ -14,17 +14,17 @@ from carpool.train.config.schema import MoeSection
 from tests.ranks import Ranks
 from tests.train.test_loop import losses, records, start, text, weights  # noqa: F401
 
-LIMITED = ["moe.limit_ranks=2", "moe.limit_by=similarity", "training.freeze=dense", "training.eval_steps=none"]
+LIMITED = ["moe.limit_ranks=1", "moe.limit_by=similarity", "training.freeze=dense", "training.eval_steps=none"]
 
 
-def test_limited_and_frozen(ranks: Ranks, text: list[str], tmp_path: Path) -> None:  # noqa: F811
+def test_limited_and_frozen(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:  # noqa: F811
     whole, parts = tmp_path / "whole", tmp_path / "parts"
-    assert start(ranks, whole, [*text, *LIMITED]) == [""] * 4
+    assert start(two_ranks, whole, [*text, *LIMITED]) == [""] * 2
     info = json.loads((whole / "run.json").read_text())
     assert not info["exact"]
-    assert info["lossy_reasons"] == ["each token's experts are limited to 2 ranks, by similarity"]
+    assert info["lossy_reasons"] == ["each token's experts are limited to 1 rank, by similarity"]
     lines = records(whole)
-    assert all(line["copies_per_token"] <= 2 for line in lines.values())
+    assert all(line["copies_per_token"] <= 1 for line in lines.values())
     assert lines[6]["loss"] < lines[1]["loss"]
 
     before, after = weights(whole, 3), weights(whole, 6)
@@ -34,7 +34,7 @@ def test_limited_and_frozen(ranks: Ranks, text: list[str], tmp_path: Path) -> No
 
     # The same, interrupted: similarities are those of the beginning, not of where it goes on.
     resume = f"training.resume_from_checkpoint={whole}/checkpoints/step-00000003"
-    assert start(ranks, parts, [*text, *LIMITED, resume]) == [""] * 4
+    assert start(two_ranks, parts, [*text, *LIMITED, resume]) == [""] * 2
     assert losses(parts) == {step: losses(whole)[step] for step in (4, 5, 6)}
 
 
