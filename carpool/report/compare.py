@@ -24,7 +24,7 @@ from carpool.report.read import Run, read_run
 from carpool.report.schema import Summary
 from carpool.report.steps import STEP_TIME
 from carpool.report.units import MISSING, bytes_text, count_text, ms_text, percent_text, plain_text
-from carpool.report.write import check_output, fill, write_page
+from carpool.report.write import fill, write_page
 
 ROLES = ("loss", "other-run")
 
@@ -57,9 +57,7 @@ def write_comparison(first: Path, second: Path, output: Path | None = None) -> P
         raise ValueError(f"{first} and {second} are the same run: give two, for example `carpool report runs/a runs/b`")
     sides = _sides(read_run(first), read_run(second))
     output = Path(output) if output is not None else second / "compare.html"
-    check_output(output, "comparison")
-    write_page(render(*sides), output, "comparison")
-    return output
+    return write_page(output, "comparison", lambda: render(*sides))
 
 
 def _sides(first: Run, second: Run) -> tuple[Side, Side]:

@@ -21,7 +21,7 @@ from carpool.report.read import Run, read_run
 from carpool.report.schema import PARTS, Summary
 from carpool.report.steps import STEP_TIME
 from carpool.report.units import bytes_text, count_text, ms_text, percent_text, plain_text
-from carpool.report.write import check_output, fill, write_page
+from carpool.report.write import fill, write_page
 
 
 def write_report(run_dir: Path, output: Path | None = None) -> Path:
@@ -36,10 +36,7 @@ def write_report(run_dir: Path, output: Path | None = None) -> Path:
     run_dir = Path(run_dir)
     output = Path(output) if output is not None else run_dir / "report.html"
     run = read_run(run_dir)
-    check_output(output, "report")
-    page = render(run)
-    write_page(page, output, "report")
-    return output
+    return write_page(output, "report", lambda: render(run))
 
 
 def render(run: Run) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from carpool.report.lines import Chart, Line, draw
-from carpool.report.write import check_output, fill, write_page
+from carpool.report.write import fill, write_page
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,13 @@ def write_plan(page: PlanPage, output: Path) -> Path:
     Raises:
         ValueError: it cannot be written there.
         ImportError: jinja2 is missing."""
-    check_output(output, "page")
+    return write_page(output, "page", lambda: _render(page))
+
+
+def _render(page: PlanPage) -> str:
     most = max(value for _, value in page.memory)
     longest = max(high for _, (_, _, high) in page.steps)
-    text = fill(
+    return fill(
         "plan.html.j2",
         page=page,
         steps=[(name, *(100 * one / longest for one in of), f"{of[1]:.3g} s") for name, of in page.steps],
@@ -77,8 +80,6 @@ def write_plan(page: PlanPage, output: Path) -> Path:
         ],
         timeline=_timeline(page),
     )
-    write_page(text, output, "page")
-    return output
 
 
 def _timeline(page: PlanPage) -> str | None:

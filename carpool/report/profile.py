@@ -12,7 +12,7 @@ from typing import Any
 from carpool.profile.numbers import LayerTimes, Profile, Times, load_profile
 from carpool.report.lanes import NAMES, lanes
 from carpool.report.units import MISSING, ms_text, percent_text
-from carpool.report.write import check_output, fill, write_page
+from carpool.report.write import fill, write_page
 
 TOTALS = {
     "step": "Step",
@@ -42,11 +42,9 @@ def write_profile(run: Path, before: Path | None = None, output: Path | None = N
     found = load_profile(profile_path(run))
     other = load_profile(profile_path(before)) if before is not None else None
     output = output or run / "profile.html"
-    check_output(output, "page")
     named = [(str(run), found)] if before is None or other is None else [(str(before), other), (str(run), found)]
-    page = render_profile(named, report=before is None and (output.parent / "report.html").is_file())
-    write_page(page, output, "page")
-    return output
+    report = before is None and (output.parent / "report.html").is_file()
+    return write_page(output, "page", lambda: render_profile(named, report))
 
 
 def profile_summary(run: Path) -> str | None:

@@ -25,7 +25,7 @@ from carpool.report.lanes import lanes
 from carpool.report.lines import Chart, Line, draw
 from carpool.report.profile import lanes_legend, profile_path, write_profile
 from carpool.report.units import bytes_text, count_text, ms_text, percent_text
-from carpool.report.write import check_output, fill, write_page
+from carpool.report.write import fill, write_page
 
 SIZES = ("GPUs", "Degrees", "Balanced", "Drawn", "Bounds", "Tokens/s of a GPU", "Efficiency", "Fullest rank", "Memory")
 TROUBLES = ("What", "Step", "Longer by")
@@ -52,10 +52,7 @@ def write_simulation(found: Simulation, folder: Path, about: Mapping[str, str]) 
     except OSError as error:
         raise ValueError(f"{folder} cannot be written ({error.strerror}); name another folder with --out") from None
     write_profile(folder)
-    output = folder / "simulation.html"
-    check_output(output, "page")
-    write_page(_page(found, profile, about), output, "page")
-    return output
+    return write_page(folder / "simulation.html", "page", lambda: _page(found, profile, about))
 
 
 def _page(found: Simulation, profile: Profile, about: Mapping[str, str]) -> str:

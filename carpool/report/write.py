@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +43,15 @@ def fill(template: str, **context: Any) -> str:
     return _UNPRINTABLE.sub("\ufffd", page)
 
 
-def check_output(output: Path, what: str) -> None:
-    """Raise ValueError if a page cannot be written there. `what`: "report", "page"."""
+def write_page(output: Path, what: str, render: Callable[[], str]) -> Path:
+    """Replace the file by what `render` makes, at once; returns its path. `what`: "report", "page".
+
+    Raises:
+        ValueError: it cannot be written there, which is looked at first."""
     if output.is_dir() or not output.parent.is_dir():
         problem = "is a folder" if output.is_dir() else f"cannot be written: the folder {output.parent} does not exist"
         raise ValueError(f"{output} {problem}; name a file to write the {what} to")
-
-
-def write_page(page: str, output: Path, what: str) -> None:
-    """Replace the file at once. Raises ValueError if it cannot be written."""
+    page = render()
     draft = output.with_name(f".{output.name}.part")
     try:
         draft.write_text(page, encoding="utf-8")
@@ -59,3 +60,4 @@ def write_page(page: str, output: Path, what: str) -> None:
         with contextlib.suppress(OSError):
             draft.unlink()
         raise ValueError(f"{output} cannot be written ({error.strerror}); name another file for the {what}") from error
+    return output
