@@ -82,10 +82,9 @@ class Candidate:
         return self.degrees.tokens_per_rank(self.micro_tokens)
 
     @property
-    def gathers(self) -> bool:
-        """Whether FSDP gathers parameters layer by layer."""
-        experts = self.degrees.efsdp > 1 and not self.experts_as_dense
-        return experts or (self.dense == "fsdp" and self.degrees.dp_cp > 1)
+    def has_fsdp(self) -> bool:
+        """Whether FSDP has parameters, and its hooks run layer by layer."""
+        return self.experts_apart or (self.dense == "fsdp" and self.degrees.dp_cp > 1)
 
     @property
     def experts_as_dense(self) -> bool:
@@ -101,12 +100,16 @@ class Candidate:
         return asked and degrees.efsdp == 1 and degrees.expert_ranks > 1 and degrees.dp_cp > 1
 
     @property
-    def layers_compiled(self) -> bool:
-        """Whether layers run compiled. FSDP that shards their experts by themselves makes those that are computed again
-        eager (`carpool.hf.compiled`)."""
+    def experts_apart(self) -> bool:
+        """Whether FSDP shards a layer's experts by themselves, with hooks on the inside of the layer."""
         degrees = self.degrees
-        apart = self.copies_experts or (degrees.expert_ranks > 1 and (degrees.efsdp > 1 or degrees.dp_replicate > 1))
-        return self.compiled and not (apart and self.policies["dense"] == "recompute")
+        return self.copies_experts or (degrees.expert_ranks > 1 and (degrees.efsdp > 1 or degrees.dp_replicate > 1))
+
+    @property
+    def layers_compiled(self) -> bool:
+        """Whether layers run compiled. Hooks on the inside of those that are computed again make these eager
+        (`carpool.hf.compiled`)."""
+        return self.compiled and not (self.experts_apart and self.policies["dense"] == "recompute")
 
     @property
     def divides_tokens(self) -> bool:
@@ -125,7 +128,7 @@ class Candidate:
         return (
             self.graphs
             and self.transport in ("nvlink", "local")
-            and not self.gathers
+            and not self.has_fsdp
             and self.schedule != "two-batch"
             and self.degrees.pp == self.degrees.tp == 1
             and "offload" not in self.policies.values()

@@ -52,9 +52,12 @@ MEETING = 0.13e-3
 TAKEN = 0.12
 # Seconds in which the host has to have seen the step before (docs/measurements.md: 167 ms, of which 165 kernels).
 STEP_HOST = 2e-3
-# The host's time for a layer, in rides (`host ride`): attention, norms, router; the same of compiled layers; what FSDP
-# adds, and what transports over NCCL add.
-HOST_EAGER, HOST_COMPILED, HOST_FSDP, HOST_NCCL = 2.4, 1.4, 1.7, 0.5
+# The host's time for a layer, in rides (`host ride`): attention, norms, router; the same of compiled layers; what
+# transports over NCCL add.
+HOST_EAGER, HOST_COMPILED, HOST_NCCL = 2.4, 1.4, 0.5
+# What FSDP adds for a layer, and for its experts where it shards these by themselves: 1.7 together, as fitted, divided
+# as their calls of Python are (docs/log.md, 2026-11-23).
+HOST_FSDP, HOST_FSDP_EXPERTS = 1.1, 0.6
 
 
 class Piece(NamedTuple):
@@ -354,8 +357,10 @@ class Lengths:
         share = 1.0 + (HOST_COMPILED if self.candidate.layers_compiled else HOST_EAGER)
         if self.candidate.waits:
             share += HOST_NCCL
-        if self.candidate.gathers:
+        if self.candidate.dense == "fsdp" and self.degrees.dp_cp > 1:
             share += HOST_FSDP
+        if self.candidate.experts_apart:
+            share += HOST_FSDP_EXPERTS
         return ride * share / 2
 
     # -- outside of layers ---------------------------------------------------------------------------------------------

@@ -193,7 +193,7 @@ class ModelSizes:
             loss_tokens=chunk or piece_size(loss_tokens, self.words),
             eval_tokens=eval_tokens, eval_loss_tokens=min(eval_tokens, chunk or piece_size(eval_tokens, self.words)),
             whole_logits=self.whole_logits, divided=self.divided,
-            captured=captured and not candidate.gathers and why_not_captured(config, config.moe.schedule) is None,
+            captured=captured and not candidate.has_fsdp and why_not_captured(config, config.moe.schedule) is None,
             state=state_bytes(config), reduced=4 if self.bf16 else self.stored,
             head_trains=self.head is not None and self.head.weight.requires_grad,
             dequantised=dequantised / degrees.expert_ranks, adapters=self.adapters + self.expert_adapters, here=here,
