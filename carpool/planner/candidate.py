@@ -82,9 +82,15 @@ class Candidate:
         return self.degrees.tokens_per_rank(self.micro_tokens)
 
     @property
+    def gathers(self) -> bool:
+        """Whether FSDP gathers parameters layer by layer."""
+        experts = self.degrees.efsdp > 1 and not self.experts_as_dense
+        return experts or (self.dense == "fsdp" and self.degrees.dp_cp > 1)
+
+    @property
     def has_fsdp(self) -> bool:
-        """Whether FSDP has parameters, and its hooks run layer by layer."""
-        return self.experts_apart or (self.dense == "fsdp" and self.degrees.dp_cp > 1)
+        """Whether FSDP has parameters at all, so that its hooks run layer by layer."""
+        return self.gathers or self.experts_apart
 
     @property
     def experts_as_dense(self) -> bool:
