@@ -179,7 +179,8 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
     of_whole = gradient_buffers(whole_trained, own_whole, stored, sizes.reduced)
     constant = sum(always.values()) + of_whole
     at, gradients, activations, of_loss = max(moments, key=lambda one: sum(one[1:]))
-    parts = {**always, "gradients": gradients + of_whole, "activations": activations, "logits": of_loss}
+    at_peak = {"gradients": gradients + of_whole, "activations": activations, "logits": of_loss}
+    parts = {"parameters": 0.0, "gradients": 0.0, "optimizer": 0.0, **at_peak, **always}
     if here < experts_own:
         parts["loading"] = max(0.0, dense_own * stored + experts_own - sum(parts.values()))
     tensors = sum(parts.values())
