@@ -67,12 +67,13 @@ def check_micro_batches(schedule: str, ranks: int, micro_batches: int) -> None:
         )
 
 
-def in_flight(schedule: str, ranks: int, micro_batches: int, paired: bool = False) -> float:
+def in_flight(schedule: str, ranks: int, micro_batches: int, paired: bool = False, rank: int = 0) -> float:
     """The most micro-batches whose forwards a rank has begun and whose backwards it has not done, all of its stages
     counted.
 
     Args:
         paired: pairs run at the same time.
+        rank: of the pipeline. The first has most.
 
     Example: 4 ranks, 8 micro-batches: GPipe 8, 1F1B 4, Interleaved1F1B 5.5, or 6 in pairs, a V 4.5.
     """
@@ -80,10 +81,10 @@ def in_flight(schedule: str, ranks: int, micro_batches: int, paired: bool = Fals
         return micro_batches
     # Of two stages on a rank, each micro-batch keeps half.
     if schedule == "1F1B":
-        most: float = ranks
+        most: float = ranks - rank
     elif schedule.startswith("Interleaved"):
         # The forward of a pair has begun before its backward is done; that of DualPipeV's, too, where fewer are.
-        most = (3 * ranks - (not paired)) / 2
+        most = (3 * ranks - 2 * rank - (not paired)) / 2
     else:
         most = ranks + 0.5
     return min(micro_batches, most)

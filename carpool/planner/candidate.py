@@ -34,6 +34,7 @@ class Candidate:
         max_grad_norm: gradients are clipped to it; 0: they are not. Of consumed ones by the norm of the step before.
         compiled: layers are compiled, where they can be (`layers_compiled`).
         graphs: CUDA graphs are asked for, where they can be.
+        stage_graphs: of the stages of a pipeline, too (training.cuda_graphs = "on").
         experts: "grouped", or "fp8" (lossy).
         pipeline: the order of stages (`carpool.planner.pipelines`).
         chunks, backward_chunks: of a ride, with schedule "chunks"; None: backward as many as forward.
@@ -58,6 +59,7 @@ class Candidate:
     max_grad_norm: float = 1.0
     compiled: bool = True
     graphs: bool = True
+    stage_graphs: bool = False
     experts: str = "grouped"
     pipeline: str = "1F1B"
     chunks: int = 1
@@ -130,13 +132,14 @@ class Candidate:
 
     @property
     def captured(self) -> bool:
-        """Whether forward and backward are CUDA graphs (`carpool.train.run.graphs`)."""
+        """Whether forward and backward are CUDA graphs (`carpool.train.run.graphs`, `stage_graphs`)."""
         return (
             self.graphs
             and self.transport in ("nvlink", "local")
             and not self.has_fsdp
             and self.schedule != "two-batch"
-            and self.degrees.pp == self.degrees.tp == 1
+            and self.degrees.tp == 1
+            and (self.degrees.pp == 1 or self.stage_graphs)
             and "offload" not in self.policies.values()
             and (self.gradients == "kept" or self.optimizer_state == "device")
         )
@@ -164,7 +167,9 @@ class Candidate:
             found += f" x{degrees.dp_replicate} copies"
         kept = [f"{item} {policy}" for item, policy in self.policies.items() if policy != "keep"]
         parts = [found, f"{self.micro_batch} x {self.accumulation}", self.transport, self.dense]
-        if self.schedule != "none":
+        if degrees.pp > 1:
+            parts.append(self.pipeline + (" in pairs" if self.paired else ""))
+        if self.schedule != "none" and not self.paired:
             of = self.chunks, self.chunks if self.backward_chunks is None else self.backward_chunks
             parts.append(self.schedule if self.schedule != "chunks" else f"{of[0]} and {of[1]} chunks")
         if self.gradients == "consumed":
@@ -204,6 +209,8 @@ class Candidate:
             training |= {"gradients": "consumed"} | ({"clip_by": "previous"} if self.max_grad_norm else {})
         if degrees.pp > 1:
             parallelism["pp_schedule"] = self.pipeline
+            if self.captured:
+                training["cuda_graphs"] = "on"
         moe: dict[str, Any] = {"transport": self.transport, "schedule": self.schedule, "experts": self.experts}
         if self.transport == "local":
             del moe["transport"]

@@ -83,6 +83,7 @@ def candidate_of(
         max_grad_norm=training["max_grad_norm"],
         compiled=training["torch_compile"],
         graphs=training["cuda_graphs"] != "off",
+        stage_graphs=training["cuda_graphs"] == "on",
         experts="fp8" if moe["experts"] == "fp8" else "grouped",
         pipeline=settings["parallelism"]["pp_schedule"],
         stored=4 if (settings["model"]["dtype"] or "float32") == "float32" else 2,

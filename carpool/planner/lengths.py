@@ -52,6 +52,9 @@ MEETING = 0.13e-3
 TAKEN = 0.12
 # Seconds in which the host has to have seen the step before (docs/measurements.md: 167 ms, of which 165 kernels).
 STEP_HOST = 2e-3
+# The host's time for a forward or backward of a pipeline's stage, beside its layers: PyTorch's runtime (0.13 to 0.17 ms
+# on a CPU's core), sends and receives, the launch of a graph. Not measured beside GPUs.
+HOST_ACTION = 0.3e-3
 # The host's time for a layer, in rides (`host ride`): attention, norms, router; the same of compiled layers; what
 # transports over NCCL add.
 HOST_EAGER, HOST_COMPILED, HOST_NCCL = 2.4, 1.4, 0.5

@@ -142,9 +142,7 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
     host += kept.host
     others = sizes.rest
     if degrees.pp > 1:
-        waits = in_flight(candidate.pipeline, degrees.pp, candidate.accumulation, candidate.paired) - 1
-        if candidate.pipeline == "1F1B":
-            waits = min(waits, degrees.pp - stage - 1)
+        waits = in_flight(candidate.pipeline, degrees.pp, candidate.accumulation, candidate.paired, stage) - 1
         others += waits * (kept.by(number) + sizes.rest)
     # Gradients of copies on their way home: of the micro-batch before, and of the layers before.
     late = sizes.late if candidate.accumulation > 1 else 0.0

@@ -254,7 +254,9 @@ def add_pipeline(
                         yield number
 
                 afters = [() if one is None else (ready[one],) for one in awaited]
-                for _ in alternate(*(told(i, a, b) for i, (a, b) in enumerate(zip(actions, afters, strict=True)))):
+                # Of a pair the backward begins (`carpool.schedule.forward_backward`).
+                pieces = [told(i, a, b) for i, (a, b) in enumerate(zip(actions, afters, strict=True))]
+                for _ in alternate(*reversed(pieces)):
                     pass
                 for action, end in zip(actions, ends, strict=True):
                     passed_on(action, stage, end)

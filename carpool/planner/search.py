@@ -27,9 +27,10 @@ from typing import TYPE_CHECKING, Any
 
 from carpool.parallel.combinations import refusal
 from carpool.parallel.degrees import DENSE_AXES, EXPERT_AXES, Degrees
+from carpool.parallel.schedules import PAIRED, SCHEDULES, check_micro_batches, rank_of
 from carpool.planner.candidate import KEEP, Candidate
 from carpool.planner.hardware import Hardware
-from carpool.planner.lengths import STEP_HOST, Lengths, stage_layers
+from carpool.planner.lengths import STEP_HOST, TAKEN, Lengths, stage_layers
 from carpool.planner.model_shape import LayerShape, ModelShape
 from carpool.planner.moves import Place, relieve
 from carpool.planner.peak import Peak, memory_of
@@ -51,7 +52,7 @@ POLICIES: tuple[Mapping[str, str], ...] = (
     {"dense": "recompute", "hidden": "recompute", "rows": "resend"},
     {"dense": "recompute", "sums": "recompute"},
 )
-SCHEDULES = ("none", "two-batch")
+OF_RIDES = ("none", "two-batch")
 # Where the optimizer's state is and how gradients come to it, from those that cost no time on.
 _UPDATES = (("device", "kept"), ("device", "consumed"), ("host", "consumed"), ("host", "kept"))
 # Of the memory of a device: the rest is for what the prediction misses.
@@ -104,8 +105,8 @@ class Space:
         transports, schedules, dense, optimizer_state, gradients: words, from those that cost no time on.
         chunks: numbers of them, with schedule "chunks".
         policies: of what is kept, from those that cost no time on; what one leaves out is kept.
-        pipelines: the orders of stages, where there are several.
-        max_grad_norm, compiled, graphs, moments, optimizer, stored, experts: the same for all.
+        pipelines, pairs: the orders of stages, and whether pairs of a forward and a backward may run at once.
+        max_grad_norm, compiled, graphs, stage_graphs, moments, optimizer, stored, experts: the same for all.
         allowed, runs: why some degrees, or a whole configuration that would be among the best, cannot be; None: it can.
     """
 
@@ -117,7 +118,7 @@ class Space:
     replicas: Sequence[int] | None = None
     micro_batches: Sequence[int] | None = None
     transports: Sequence[str] = ("nvlink", "hierarchical", "dedup")
-    schedules: Sequence[str] = SCHEDULES
+    schedules: Sequence[str] = OF_RIDES
     chunks: Sequence[int] = (2,)
     dense: Sequence[str] = ("replicate", "fsdp")
     policies: Sequence[Mapping[str, str]] = POLICIES
@@ -126,11 +127,13 @@ class Space:
     max_grad_norm: float = 1.0
     compiled: bool = True
     graphs: bool = True
+    stage_graphs: bool = False
     moments: str = "float32"
     optimizer: str = "one-pass"
     stored: int = 2
     experts: str = "grouped"
-    pipelines: Sequence[str] = ("1F1B",)
+    pipelines: Sequence[str] = ("1F1B", "Interleaved1F1B", "DualPipeV")
+    pairs: bool = True
     allowed: Callable[[Degrees], str | None] = field(default=lambda degrees: None)
     runs: Callable[[Candidate], str | None] = field(default=lambda candidate: None)
 
@@ -165,7 +168,8 @@ def plan(
     began = time.perf_counter()
     space, routes, per_node = space or Space(), routes or Routes(), min(per_node, gpus)
     if system is not None:
-        space = system.restrict(space, model)
+        # Published planners know one schedule of stages.
+        space = replace(system.restrict(space, model), pipelines=space.pipelines[:1], pairs=False)
     if gpus % per_node:
         raise ValueError(f"{gpus} GPUs are not whole nodes of {per_node}: change one of them")
     if tokens % sequence_length:
@@ -347,7 +351,7 @@ class _Search:
                 base = Candidate(
                     degrees, length, micro_batch, accumulation, compiled=space.compiled and degrees.pp == 1,
                     graphs=space.graphs, moments=space.moments, experts=space.experts, optimizer=space.optimizer,
-                    stored=space.stored, max_grad_norm=space.max_grad_norm,
+                    stored=space.stored, max_grad_norm=space.max_grad_norm, stage_graphs=space.stage_graphs,
                 )  # fmt: skip
                 yield base
 
@@ -358,13 +362,19 @@ class _Search:
         if not transports:
             self.refused[f"no transport of {', '.join(space.transports)} joins the ranks of a layer's experts"] += 1
         schedules = [(one, n) for one in space.schedules for n in (space.chunks if one == "chunks" else (1,))]
+        if degrees.pp > 1:
+            schedules = [one for one in schedules if one[0] != "two-batch"] + [("two-batch", 1)] * space.pairs
         for transport, (schedule, chunks), dense, pipeline in product(
             transports,
             schedules,
             [one for one in space.dense if replicates or one != "replicate"] or ["fsdp"],
-            space.pipelines if degrees.pp > 1 else ("1F1B",),
+            self._pipelines(base) if degrees.pp > 1 else ("1F1B",),
         ):
-            if schedule == "two-batch" and not self._halves(base):
+            if degrees.pp == 1 and schedule == "two-batch" and not self._halves(base):
+                continue
+            # Where there are rides, pairs hide them, and the same schedule without pairs is not looked at.
+            pairs = pipeline in PAIRED and degrees.expert_ranks > 1 and space.pairs
+            if degrees.pp > 1 and (schedule == "two-batch") != pairs:
                 continue
             if schedule == "chunks" and degrees.expert_ranks == 1:
                 continue
@@ -373,10 +383,28 @@ class _Search:
                 one = self.system.refine(one, self.lengths(one))
             yield from self._that_fit(one)
 
+    def _pipelines(self, base: Candidate) -> Iterator[str]:
+        """The schedules of stages that can be."""
+        pp = base.degrees.pp
+        for one in self.space.pipelines:
+            kind, why = SCHEDULES[one], None
+            if pp * kind.stages > len(self.model.layers):
+                why = f"{one}: there are fewer layers than stages"
+            elif self.model.tied and not kind.is_v:
+                why = f"{one}: the embedding and the head, which share a weight, would be on two ranks"
+            try:
+                check_micro_batches(one, pp, base.accumulation)
+            except ValueError:
+                why = f"{one} on {pp} stages needs another number of micro-batches"
+            if why is None:
+                yield one
+            else:
+                self.refused[why] += 1
+
     @staticmethod
     def _halves(base: Candidate) -> bool:
         """Whether two halves, or two micro-batches, can be in turns."""
-        if base.degrees.ep * base.degrees.etp == 1 or base.degrees.pp > 1:
+        if base.degrees.ep * base.degrees.etp == 1:
             return False
         return base.accumulation % 2 == 0 if base.accumulation > 1 else base.micro_batch % 2 == 0
 
@@ -415,24 +443,32 @@ class _Search:
         """Seconds that the step takes at least, by what each stream has to do one after the other.
 
         With schedule "none" one micro-batch does all pieces but gathers and reductions in turn. With two batches that
-        holds for what computes alone. In a pipeline the last stage waits for the first forward through the others, and
-        its last backward goes back through them.
+        holds for what computes alone. In a pipeline the last rank waits for the first forward through the stages before
+        its first one, and its last backward goes back through them, at least its half that others wait for.
         """
-        stages = stage_layers(self.model, candidate.degrees)
         pp, accumulation = candidate.degrees.pp, candidate.accumulation
-        alone = [self._stage_seconds(candidate, layers, stage == pp - 1) for stage, layers in enumerate(stages)]
-        update = self._update_seconds(candidate, stages[-1])
-        chain, computing, *beside = alone[-1]
+        schedule = candidate.pipeline if pp > 1 else "1F1B"
+        kind = SCHEDULES[schedule]
+        stages = stage_layers(self.model, candidate.degrees, kind.stages)
+        own = [stage for stage in range(len(stages)) if rank_of(schedule, pp, stage) == pp - 1]
+        layers = tuple(layer for stage in own for layer in stages[stage])
+        before = sum(self._stage_seconds(candidate, stages[stage], False)[0] for stage in range(pp - 1))
+        chain, computing, rides, *beside = self._stage_seconds(candidate, layers, own[-1] == len(stages) - 1)
         one = chain if candidate.schedule == "none" else computing
+        if candidate.schedule == "two-batch":
+            one, beside = computing + TAKEN * rides, [*beside, rides]
+        if pp > 1:
+            alone = one if candidate.paired else computing
+            one = alone if kind.stages > 1 else ((accumulation - 1) * computing + chain) / accumulation
         return (
             STEP_HOST
-            + sum(before[0] for before in alone[:-1])
-            + max(accumulation * one if pp == 1 else (accumulation - 1) * computing + chain, accumulation * max(beside))
-            + update
+            + before * (0.5 if kind.splits else 1.0)
+            + accumulation * max(one, *beside)
+            + self._update_seconds(candidate, layers)
         )
 
     def _stage_seconds(self, candidate: Candidate, layers: tuple[LayerShape, ...], last: bool) -> list[float]:
-        """[all pieces, what computes, gathers, reductions, host] of one micro-batch's forward and backward."""
+        """[all pieces, what computes, rides, gathers, reductions, host] of one micro-batch's forward and backward."""
         parts = [self._layer_seconds(candidate, layer, number) for layer, number in Counter(layers).items()]
         if last:
             parts.append(self._layer_seconds(candidate, None, 1))
@@ -459,7 +495,8 @@ class _Search:
                     reductions = sum(piece.seconds for piece in reduced if piece.name != "copies")
             chain = sum(piece.seconds for piece in pieces)
             travels = sum(piece.seconds for piece in pieces if piece.kind in _TRAVELS)
-            self.sums[key] = [chain, chain - travels, gathers, reductions, host]
+            rides = sum(piece.seconds for piece in pieces if piece.kind in ("dispatch", "combine"))
+            self.sums[key] = [chain, chain - travels, rides, gathers, reductions, host]
         return [number * one for one in self.sums[key]]
 
     def _update_seconds(self, candidate: Candidate, layers: tuple[LayerShape, ...]) -> float:

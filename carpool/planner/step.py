@@ -10,10 +10,11 @@ over many that are not. The order on each stream is the order in which events ar
 
     computation     the layers of a micro-batch, forward and backward, as the pipeline's schedule orders them
     rides           dispatch, combine. Schedule "none": computation waits for them. "two-batch": two halves of a
-                    micro-batch (or two micro-batches) in turns, one's ride beside the other's computation
+                    micro-batch (or two micro-batches; in a pipeline a backward and a forward) in turns, one's ride
+                    beside the other's computation
     collectives     gathers of parameters one layer ahead; reductions of gradients behind their layer
     copies          what layers keep in host memory: out behind their forward, back one layer ahead
-    host            asks for a layer before it runs; replayed graphs need no host
+    host            asks for a layer before it runs; replayed graphs need no host but to start, stage by stage
 
 Bounds: all rates at once at their better, or worse, end. So an interval is wider than what is likely.
 """
@@ -29,7 +30,7 @@ from carpool.parallel.schedules import SCHEDULES, rank_of
 from carpool.planner.candidate import Candidate
 from carpool.planner.events import Clock, Execution, Graph, execute
 from carpool.planner.hardware import Hardware
-from carpool.planner.lengths import ELEMENT, STEP_HOST, TAKEN, Lengths, Piece, stage_layers
+from carpool.planner.lengths import ELEMENT, HOST_ACTION, STEP_HOST, TAKEN, Lengths, Piece, stage_layers
 from carpool.planner.model_shape import LayerShape, ModelShape
 from carpool.planner.pipelines import Action, add_pipeline, alternate, orders
 from carpool.planner.routes import Routes
@@ -114,6 +115,8 @@ def step_seconds(
     """
     parts = candidate.at_once if candidate.accumulation > 1 else 1
     first, number = max(2, 2 * candidate.degrees.pp), candidate.accumulation // parts
+    # Interleaved schedules go in rounds.
+    more = candidate.degrees.pp if candidate.pipeline.startswith("Interleaved") else 1
     layers = len(shape.layers)
 
     def run(micro_batches: int, some: int) -> float:
@@ -126,7 +129,7 @@ def step_seconds(
     def of_layers(micro_batches: int) -> float:
         pp = candidate.degrees.pp
         # A layer more on each stage of a pipeline whose layers are alike, or one period more.
-        period = pp if pp > 1 else _PERIOD
+        period = pp * SCHEDULES[candidate.pipeline].stages if pp > 1 else _PERIOD
         start = (2 * period if pp > 1 else period) + layers % period
         alike = _repeats(shape.layers, start, period) and "offload" not in candidate.policies.values()
         if layers < 4 * period or (pp > 1 and len(shape.kinds) > 1) or not alike:
@@ -134,10 +137,10 @@ def step_seconds(
         one, two = run(micro_batches, start), run(micro_batches, start + period)
         return two + (layers - start - period) / period * (two - one)
 
-    if number <= first + 1:
+    if number <= first + more:
         return of_layers(number)
-    one, two = of_layers(first), of_layers(first + 1)
-    return two + (number - first - 1) * (two - one)
+    one, two = of_layers(first), of_layers(first + more)
+    return two + (number - first - more) / more * (two - one)
 
 
 def _repeats(layers: tuple[LayerShape, ...], start: int, period: int) -> bool:
@@ -229,6 +232,11 @@ class _Builder:
 
     def _work(self, graph: Graph | Clock, action: Action, stage: int, after: tuple[int, ...]) -> Iterator[int]:
         """Of one micro-batch of the pipeline, or of both halves."""
+        if self.degrees.pp > 1:
+            piece = Piece("host", "host", HOST_ACTION, 0.5, 2.0)
+            phase = "forward" if action.kind == "F" else "backward"
+            asked = self._add(piece, f"chunks.{action.chunk}", phase, (), action.chunk, None, action.micro_batch)
+            after = (*after, asked)
 
         def make(number: int) -> Iterator[int]:
             if action.kind == "F":
@@ -277,9 +285,10 @@ class _Builder:
                 self._add(copies, where, "forward", last, stage, at, number)
         if stage == len(self.stages) - 1:
             for piece in self.lengths.head(False):
-                event = self._add(piece, "head", "forward", last, stage, None, number)
-                last = (event,)
-                yield event
+                last = (self._add(piece, "head", "forward", last, stage, None, number),)
+                yield last[0]
+        if not layers:
+            yield self._nothing("forward", last, stage, number)
 
     def _backward(self, stage: int, number: int, after: tuple[int, ...], kind: str = "B") -> Iterator[int]:
         layers, lengths = self.stages[stage], self.lengths
@@ -290,9 +299,8 @@ class _Builder:
         asked: tuple[int, ...] = ()
         if stage == len(self.stages) - 1 and kind != "W":
             for piece in lengths.head(True):
-                event = self._add(piece, "head", "backward", last, stage, None, number)
-                last = (event,)
-                yield event
+                last = (self._add(piece, "head", "backward", last, stage, None, number),)
+                yield last[0]
             if reduces:
                 self._reduce(
                     lengths.embeddings / (1 if lengths.shape.tied else 2), 0, "head", last, stage, None, number
@@ -331,7 +339,11 @@ class _Builder:
                     yield last[0]
             free.append(last)
         if not layers:
-            yield self._add(Piece("nothing", "elementwise", 0.0), "stage", "backward", last, stage, None, number)
+            yield self._nothing("backward", last, stage, number)
+
+    def _nothing(self, phase: str, last: tuple[int, ...], stage: int, number: int) -> int:
+        """Of a stage without layers: what whoever waits for it waits for."""
+        return self._add(Piece("nothing", "elementwise", 0.0), "stage", phase, last, stage, None, number)
 
     def _slow_beside(self, piece: Piece, where: str, phase: str, stage: int, layer: int, number: int) -> None:
         """What computes beside a ride lacks the multiprocessors that carry it."""

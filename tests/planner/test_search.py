@@ -13,7 +13,7 @@ from carpool.parallel.combinations import refusal
 from carpool.parallel.degrees import Degrees
 from carpool.planner import moves
 from carpool.planner.candidate import Candidate
-from carpool.planner.hardware import find_hardware
+from carpool.planner.hardware import LinkRate, find_hardware
 from carpool.planner.model_shape import ModelShape
 from carpool.planner.peak import memory_of
 from carpool.planner.routes import Routes
@@ -83,6 +83,8 @@ def test_no_step_is_taken_for_shorter_than_its_bound() -> None:
         Candidate(Degrees(1, 8, 1, 8), 4096, 1, 9, dense="fsdp"),
         Candidate(Degrees(1, 8, 1, 4), 4096, 1, 8, "nvlink", "two-batch", dense="fsdp"),
         Candidate(Degrees(1, 4, 1, 4, pp=2), 4096, 1, 12),
+        Candidate(Degrees(1, 4, 1, 4, pp=2), 4096, 1, 12, schedule="two-batch", pipeline="Interleaved1F1B"),
+        Candidate(Degrees(1, 4, 1, 4, pp=2), 4096, 1, 12, schedule="two-batch", pipeline="DualPipeV"),
     ],
 )
 def test_bounds_are_bounds_and_the_first_micro_batches_tell_of_all(candidate: Candidate) -> None:
@@ -126,6 +128,23 @@ def test_moves_end_at_what_can_be_run() -> None:
         found = plan(SHAPE, H100, **numbers, system=system)  # type: ignore[arg-type]
         assert found.refused["not whole"] and found.plans
         assert all(one.candidate.dense == "fsdp" for one in found.plans)
+
+
+def test_pairs_are_proposed_where_rides_are_slow() -> None:
+    shape = replace(SHAPE, layers=SHAPE.layers * 4)
+    space = Space(pp=(2,), tp=(1,), cp=(1,), ep=(4,), policies=POLICIES[:1], micro_batches=(4,))
+    numbers = {"gpus": 8, "tokens": 64 * 4096, "sequence_length": 4096, "space": space, "best": 1}
+    slow = replace(H100, nvlink=LinkRate(2e10, 1e-5), push=None)
+    (one,) = plan(shape, slow, **numbers).plans  # type: ignore[arg-type]
+    assert one.candidate.paired and one.candidate.settings()["moe"]["schedule"] == "two-batch"
+    apart = replace(one.candidate, schedule="none")
+    assert one.prediction.seconds.middle < 0.97 * predict(shape, slow, apart, 8).seconds.middle
+    for fixed in (replace(space, pairs=False), replace(space, pipelines=("1F1B",))):
+        (other,) = plan(shape, slow, **{**numbers, "space": fixed}).plans  # type: ignore[arg-type]
+        assert not other.candidate.paired
+    tied = plan(replace(shape, tied=True), slow, **numbers)  # type: ignore[arg-type]
+    assert tied.plans[0].candidate.pipeline == "DualPipeV"
+    assert any("would be on two ranks" in why for why in tied.refused)
 
 
 def test_what_is_found_is_a_configuration_that_the_trainer_takes(tmp_path) -> None:  # type: ignore[no-untyped-def]

@@ -16,7 +16,7 @@ from benchmarks.planner import Compared, compare, order_agreement
 from carpool.parallel.degrees import Degrees
 from carpool.planner.candidate import KEEP, Candidate
 from carpool.planner.hardware import HARDWARE, LinkRate
-from carpool.planner.lengths import Lengths
+from carpool.planner.lengths import HOST_ACTION, Lengths
 from carpool.planner.model_shape import ModelShape
 from carpool.planner.routes import Choice, Routes
 from carpool.planner.step import Prediction, predict, step_seconds
@@ -155,6 +155,18 @@ def test_chunks_of_the_backward_are_its_own_and_carry_all_that_it_sends() -> Non
     assert dispatches(backward_chunks=3)[0] == {"forward": 2, "backward": 3}
     resent = dispatches(policies={**KEEP, "rows": "resend"})
     assert resent[0] == {"forward": 2, "backward": 2} and resent[1] > 1.7 * dispatches()[1]
+
+
+def test_captured_stages_start_without_asking_for_layers() -> None:
+    """The host: PyTorch's runtime, 2 stages and 4 micro-batches, forward and backward."""
+    candidate = Candidate(Degrees(1, 1, 1, 1, pp=2), 4096, 1, 4, transport="local")
+    model = shape("mixtral-8x7b", 4)
+    eager, captured = (predict(model, H200, replace(candidate, stage_graphs=asked), 8) for asked in (False, True))
+    assert not eager.candidate.captured and captured.candidate.captured
+    hosts = [[one for one in found.graph.events if one.stream == "host"] for found in (eager, captured)]
+    assert len(hosts[1]) == 2 * 4 * 2 and {one.seconds for one in hosts[1]} == {HOST_ACTION}
+    assert len(hosts[0]) == 2 * 4 * 2 + 4 * 4 * 2 and captured.seconds.middle <= eager.seconds.middle
+    assert captured.candidate.settings()["training"]["cuda_graphs"] == "on"
 
 
 def test_layers_that_do_not_repeat_are_all_counted() -> None:

@@ -1,6 +1,7 @@
 """The plan of a run: what `parallelism=auto` and `memory=auto` leave to the planner, and how right it was.
 
-    parallelism=auto    the degrees, dense, moe.transport, and how a step's tokens are cut into micro-batches
+    parallelism=auto    the degrees, dense, moe.transport, how a step's tokens are cut into micro-batches, and in which
+                        order these go through stages; moe.schedule, where stages have pairs
     memory=auto         what is kept for the backward, and where the optimizer's state is
 
 What the user says stays. So do the tokens of a step, as they would be without a plan. The search
@@ -36,8 +37,8 @@ AXES = ("dp_replicate", "fsdp", "cp", "tp", "pp", "ep", "etp")
 # What each section leaves to the plan.
 FREE: Mapping[str, tuple[str, ...]] = {
     "parallelism": (
-        *(f"parallelism.{axis}_size" for axis in AXES), "parallelism.dense", "moe.transport",
-        "training.per_device_train_batch_size", "training.gradient_accumulation_steps",
+        *(f"parallelism.{axis}_size" for axis in AXES), "parallelism.pp_schedule", "parallelism.dense",
+        "moe.transport", "moe.schedule", "training.per_device_train_batch_size", "training.gradient_accumulation_steps",
     ),
     "memory": (*(f"memory.{item}" for item in POLICIES), "training.optimizer_state", "training.gradients"),
 }  # fmt: skip
@@ -181,7 +182,9 @@ def make_plan(
             optimizer="torch" if training.optimizer == "torch" else "one-pass",
             stored=4 if (config.model.dtype or "float32") == "float32" else 2,
             experts="fp8" if config.moe.experts == "fp8" else "grouped",
-            pipelines=(config.parallelism.pp_schedule,),
+            pipelines=Space.pipelines if "parallelism.pp_schedule" in free else (config.parallelism.pp_schedule,),
+            pairs="moe.schedule" in free or config.moe.schedule == "two-batch",
+            stage_graphs=training.cuda_graphs == "on",
             allowed=allowed,
             runs=lambda one: _refused(config, _settings(one, free), one.degrees, model, whole=True),
         ),
