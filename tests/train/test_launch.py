@@ -359,6 +359,10 @@ def test_a_rank_that_merely_hangs_is_named_by_who_waited(tmp_path):
     failure = rank_failure(failures, 3, config(tmp_path), tmp_path, 0.0)
     assert failure.rank == 1 and not failure.user_error
     assert f"RankMissingError: {text}; the other 2 ranks were stopped" in str(failure)
+    # One that stands still does not hear SIGTERM, and is killed some seconds later.
+    killed = failed(tmp_path, 2, -signal.SIGKILL)
+    killed.timestamp += 10
+    assert first_cause(failures | {2: killed}) == 1
 
 
 def test_an_error_of_the_input_is_told_as_it_was_raised(tmp_path):

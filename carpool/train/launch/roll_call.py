@@ -157,7 +157,8 @@ class RollCall:
 
     def _gone(self, ranks: Sequence[int]) -> str:
         return (
-            f"{self._name(ranks)} does not answer any more: its processes have ended, or its link is down or too slow"
+            f"{self._name(ranks)} does not answer any more: its processes have ended or stand still, or its link is "
+            "down or too slow"
         )
 
     def _unreached(self, seconds: float) -> str:
