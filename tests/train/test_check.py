@@ -9,9 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import OlmoeConfig, OlmoeForCausalLM
 from typer.testing import CliRunner
 
 from carpool import cli
+from carpool.train.checkpoints.files import CheckpointError
+from carpool.train.checkpoints.manager import CheckpointManager
+from carpool.train.checkpoints.reading import check_model
 from carpool.train.config import Config, resolve_config
 from carpool.train.launch.ahead import look_ahead
 from carpool.train.launch.worker import find_entry
@@ -112,3 +117,20 @@ def test_a_folder_is_one_run_s_at_a_time(tmp_path: Path) -> None:
     running.close()
     with pytest.raises(ValueError, match="holds no checkpoint that can be read"):
         check_run(found.config, found.fixed)
+
+
+def test_a_checkpoint_of_another_model_is_told_by_names_and_shapes(tmp_path: Path) -> None:
+    def tiny(**sizes: int) -> OlmoeForCausalLM:
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2} | sizes
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+        return OlmoeForCausalLM(OlmoeConfig(vocab_size=64, intermediate_size=16, num_experts=4, **sizes, **heads))
+
+    model = tiny()
+    saved = CheckpointManager(tmp_path).save(1, model, torch.optim.AdamW(model.parameters()), {}).path
+    check_model(saved, tiny())
+    with pytest.raises(CheckpointError, match=r"lacks model\.layers\.2\..* and 8 more; was the model's config"):
+        check_model(saved, tiny(num_hidden_layers=3))
+    with pytest.raises(CheckpointError, match="of another model, which also has"):
+        check_model(saved, tiny(num_hidden_layers=1))
+    with pytest.raises(CheckpointError, match=r"has shape \(64, 32\) in the checkpoint"):
+        check_model(saved, tiny(hidden_size=64))

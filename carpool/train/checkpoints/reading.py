@@ -96,6 +96,7 @@ def load(
                 tensors = parts[part] = {name: tensor for name, tensor in tensors.items() if name not in zero}
             wanted = tensors if logical_like is None else logical_like(tensors, True)
             _check_tensors(folder, part, stored, wanted, everywhere[part])
+            _note_conversions(folder, stored, wanted)
     with sharded_parameters(model, write=True):
         for part, tensors in parts.items():
             _read(folder / part, tensors, from_logical, logical_like)
@@ -107,6 +108,18 @@ def load(
         elif rank() == 0:
             logger.info("%s is of %d ranks: random generators are not restored", folder, content["world_size"])
     return {**content["state"], "step": content["step"]}
+
+
+def check_model(path: Path, model: nn.Module) -> None:
+    """Refuse a checkpoint of another model, by the names and shapes of its tensors. Reads no values.
+
+    Args:
+        model: may be on the meta device, and has no adapters.
+
+    Raises:
+        CheckpointError: that."""
+    wanted = model_tensors(model)
+    _check_tensors(path, MODEL, stored_tensors(path / MODEL), wanted, set(wanted))
 
 
 def _low_bits_to_zero(folder: Path, stored: dict[str, TensorStorageMetadata], wanted: Tensors) -> Tensors:
@@ -150,6 +163,9 @@ def _check_tensors(
                 f"{name} has shape {tuple(stored[name].size)} in the checkpoint {folder}, but {tuple(tensor.shape)} in "
                 "the model; was the model's configuration changed?"
             )
+
+
+def _note_conversions(folder: Path, stored: dict[str, TensorStorageMetadata], wanted: Tensors) -> None:
     recast = [name for name, tensor in wanted.items() if stored[name].properties.dtype != tensor.dtype]
     if recast and rank() == 0:
         name = recast[0]

@@ -14,6 +14,7 @@ from typing import Any
 from carpool.hf.compiled import check_backend
 from carpool.planner.chosen import Decisions
 from carpool.train.checkpoints.manager import CheckpointManager
+from carpool.train.checkpoints.reading import check_model
 from carpool.train.checkpoints.resume import checkpoint_to_resume, read_run_state
 from carpool.train.config.schema import Config
 from carpool.train.data.corpus import check_encoder
@@ -41,18 +42,25 @@ def check_run(config: Config, fixed: Collection[str], compare: str | None = None
         ValueError: that."""
     check_choices(config, compare)
     checkpoint, _ = find_checkpoint(config)
-    run = foresee(config, fixed, imagine_machine(config, None), decisions_from(config, checkpoint))
+    run = foresee(config, fixed, imagine_machine(config, None), checkpoint)
     check_fits(run.estimate, run.likely_transport, run.dense.answer, run.rank_memory)
 
 
-def foresee(config: Config, fixed: Collection[str], machine: Machine, decisions: Decisions) -> Prepared:
+def foresee(config: Config, fixed: Collection[str], machine: Machine, checkpoint: Path | None = None) -> Prepared:
     """What a run will be, as far as this process can tell without its ranks.
+
+    Args:
+        checkpoint: to go on from.
 
     Raises:
         ValueError: it cannot be."""
     tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
     check_encoder(config.data, tokenizer, config.model.path)
-    run = prepare(config, machine, Blueprint.of_config(config, tokenizer), decisions, fixed)
+    blueprint = Blueprint.of_config(config, tokenizer)
+    run = prepare(config, machine, blueprint, decisions_from(config, checkpoint), fixed)
+    # Adapters are not in the blueprint, and stages name what they have.
+    if checkpoint is not None and config.adapter.kind is None and run.degrees.pp == 1:
+        check_model(checkpoint, blueprint.model)
     check_sequences(run, are_packed(config.data))
     if config.training.cuda_graphs == "on":
         check_graphs(why_not_captured(run.config, config.moe.schedule) if machine.cuda else "there is no GPU")

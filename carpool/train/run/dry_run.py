@@ -10,13 +10,12 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Mapping
 
-from carpool.planner.chosen import Decisions
 from carpool.planner.configured import candidate_of
 from carpool.planner.model_shape import ModelShape
 from carpool.planner.step import predict
 from carpool.planner.streaming import break_even_tokens
 from carpool.train.config.schema import Config, keys
-from carpool.train.run.check import check_choices, decisions_from, find_checkpoint, foresee
+from carpool.train.run.check import check_choices, find_checkpoint, foresee
 from carpool.train.run.estimate import state_bytes
 from carpool.train.run.fit import describe_fit
 from carpool.train.run.flops import flops_per_token
@@ -43,13 +42,13 @@ def dry_run(config: Config, sources: Sources | None = None, gpu: str | None = No
         ValueError: whatever would stop the run before its first step, as far as this machine can tell.
     """
     sources, machine = sources or {}, imagine_machine(config, gpu)
-    decisions = Decisions()
+    checkpoint = None
     if machine.here:
         check_choices(config, None)
         if config.training.resume_from_checkpoint is not None:
-            decisions = decisions_from(config, find_checkpoint(config)[0])
+            checkpoint, _ = find_checkpoint(config)
     fixed = [f"{section}.{key}" for section, _, key in keys() if (section, key) not in sources]
-    run = foresee(config, fixed, machine, decisions)
+    run = foresee(config, fixed, machine, checkpoint)
     lines = [*_decided(run), *_time(run), *_needed(run)]
     return run.config.to_toml(sources={**sources, **_planned(run)}) + "\n" + "\n".join(f"# {line}" for line in lines)
 
