@@ -6,7 +6,6 @@ from these consequences. `rank_failure` makes the message: what happened to that
 
 from __future__ import annotations
 
-import math
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,6 +21,8 @@ if TYPE_CHECKING:
 # A crash shows where each thread was.
 _LOG_TAIL_LINES = 40
 
+# The agent waits longer than that before it kills a rank that does not stop.
+_PATIENCE_SECONDS = 5
 # What peers of a failed rank raise: consequences, never the cause that a person looks for.
 _CONSEQUENCES = ("DistBackendError", "DistNetworkError", "ConnectionError", "ConnectionResetError", "BrokenPipeError")
 # What says itself which rank is missing.
@@ -60,11 +61,10 @@ def first_cause(failures: Mapping[int, ProcessFailure]) -> int:
     In this order: a rank that a signal killed; one with an error of its own; one that aborted or left without a
     word; one that waited in vain for others and names them; one that lost the connection to a peer; one that was told
     to stop by SIGTERM, or, because it did not, killed. Nobody was told before something had failed: if a SIGTERM came
-    first of all, it came from outside, and so did a SIGKILL before others missed the rank.
+    first of all, it came from outside, and so did a SIGKILL soon after the first failure.
     """
     first = next(iter(failures))
-    errors = [_error_of(failure) for failure in failures.values()]
-    missed = min((error["time_ns"] / 1e9 for error in errors if error.get("type") in _MISSING), default=math.inf)
+    began = min(failure.timestamp for failure in failures.values())
 
     def order(rank: int) -> tuple[int, int]:
         failure = failures[rank]
@@ -73,7 +73,7 @@ def first_cause(failures: Mapping[int, ProcessFailure]) -> int:
             kind = 3 if error["type"] in _MISSING else 4 if _is_consequence(error) else 1
             return kind, int(error.get("time_ns", 0))
         told = failure.exitcode == -signal.SIGTERM and rank != first
-        if told or (failure.exitcode == -signal.SIGKILL and failure.timestamp >= missed):
+        if told or (failure.exitcode == -signal.SIGKILL and failure.timestamp - began >= _PATIENCE_SECONDS):
             return 5, 0
         return (0 if failure.exitcode < 0 and failure.exitcode != -signal.SIGABRT else 2), 0
 
