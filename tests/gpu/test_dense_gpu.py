@@ -22,12 +22,17 @@ def losses(output: Path, *overrides: str) -> list[float]:
     return [line["loss"] for line in lines if line["kind"] in ("train", "eval")]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_run_learns_what_it_learns_under_fsdp(tmp_path: Path, dtype: str) -> None:
-    runs = {
-        dense: losses(tmp_path / dense, f"parallelism.dense={dense}", f"model.dtype={dtype}")
-        for dense in ("fsdp", "replicate")
-    }
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["model.dtype=float32"],
+        ["model.dtype=bfloat16"],
+        ["model.dtype=bfloat16", "training.torch_compile=true", "memory.dense=recompute"],
+    ],
+    ids=str,
+)
+def test_a_run_learns_what_it_learns_under_fsdp(tmp_path: Path, settings: list[str]) -> None:
+    runs = {dense: losses(tmp_path / dense, f"parallelism.dense={dense}", *settings) for dense in ("fsdp", "replicate")}
     # bf16: gradients are rounded at other places.
     assert runs["replicate"] == pytest.approx(runs["fsdp"], rel=5e-3)
 
