@@ -89,13 +89,6 @@ def grad_norm(parameters: Iterable[torch.Tensor], ranks: int | None = None) -> t
 
 
 @torch.no_grad()
-def add_squares(parameters: Iterable[torch.Tensor], total: torch.Tensor, ranks: int | None = None) -> None:
-    """Add the squares of what this rank holds of the gradients to `total`, which is summed over all ranks afterwards:
-    then it is the square of `grad_norm`."""
-    _add_squares(_gradient_shards(_unique(parameters), ranks), total)
-
-
-@torch.no_grad()
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     """By what gradients of this norm are multiplied: 1 if it is at most `max_norm`, NaN if it is not finite.
 
@@ -124,6 +117,18 @@ def _unique(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 Shards = dict[tuple[torch.device, torch.dtype, int], list[torch.Tensor]]
 
 
+def copies_of(tensor: torch.Tensor, ranks: int) -> int:
+    """How many of these ranks hold the same elements of a tensor: all, or those along axes that replicate it."""
+    if not isinstance(tensor, DTensor):
+        return ranks
+    # An axis either replicates or shards (`Shard`, and `_StridedShard`, which is no subclass of it everywhere).
+    mesh, placements = tensor.device_mesh, tensor.placements
+    split = [size for size, placement in zip(mesh.shape, placements, strict=True) if not placement.is_replicate()]
+    copies, rest = divmod(ranks, math.prod(split))
+    assert rest == 0, f"mesh {mesh} does not tile {ranks} ranks"
+    return copies
+
+
 def _gradient_shards(parameters: list[torch.Tensor], ranks: int | None) -> Shards:
     """What this rank holds of the gradients, in the order of the parameters; empty shards are left out."""
     if ranks is None:
@@ -133,19 +138,13 @@ def _gradient_shards(parameters: list[torch.Tensor], ranks: int | None) -> Shard
         grad = parameter.grad
         if grad is None:
             continue
-        copies = ranks
+        copies = copies_of(grad, ranks)
         if isinstance(grad, DTensor):
             if any(placement.is_partial() for placement in grad.placements):
                 raise ValueError(
                     f"a gradient of shape {tuple(grad.shape)} is still a partial sum over its mesh {grad.placements}; "
                     "reduce it before clipping, a norm of partial sums means nothing"
                 )
-            # An axis either replicates or shards (`Shard`, and `_StridedShard`, which is no subclass of it everywhere).
-            split = [
-                size for size, p in zip(grad.device_mesh.shape, grad.placements, strict=True) if not p.is_replicate()
-            ]
-            copies, rest = divmod(ranks, math.prod(split))
-            assert rest == 0, f"mesh {grad.device_mesh} does not tile {ranks} ranks"
             grad = grad.to_local()
         if grad.numel() > 0:
             shards.setdefault((grad.device, grad.dtype, copies), []).append(grad)
@@ -167,15 +166,11 @@ def _accumulator(parameters: list[torch.Tensor]) -> torch.Tensor:
 
 def _sum_of_squares(shards: Shards, total: torch.Tensor) -> torch.Tensor:
     """The sum over all ranks of the squares of all gradients, each element counted once."""
-    _add_squares(shards, total)
-    if dist.is_initialized():
-        dist.all_reduce(total)
-    return total
-
-
-def _add_squares(shards: Shards, total: torch.Tensor) -> None:
     for (_, _, copies), local in shards.items():
         small = [one for one in local if one.numel() < LARGE]
         norms = [torch.linalg.vector_norm(one, dtype=total.dtype) for one in local if one.numel() >= LARGE]
         norms += torch._foreach_norm(small, 2, dtype=total.dtype) if small else ()
         total += (torch.stack(norms).square().sum() / copies).to(total.device)
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return total

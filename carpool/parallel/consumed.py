@@ -49,7 +49,7 @@ from torch import nn
 from carpool.memory.host_experts import HostExperts
 from carpool.memory.optimizer import AdamW
 from carpool.memory.optimizer.update import local
-from carpool.parallel.clip import add_squares, clip_factor
+from carpool.parallel.clip import clip_factor, copies_of
 from carpool.parallel.hooks import on_gradient
 from carpool.parallel.replicated import replicated
 
@@ -89,7 +89,11 @@ class ConsumedGradients:
         device = self._parameters[0].device
         # Experts in host memory have streams of their own, which wait for what computes.
         self._beside = torch.cuda.Stream(device) if device.type == "cuda" and away is None else None
-        self._squares, self._factor = torch.zeros((), device=device), torch.ones((), device=device)
+        self._factor = torch.ones((), device=device)
+        # Of the gradients, by the number of ranks that hold the same ones.
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        self._copies = {parameter: copies_of(parameter, ranks) for parameter in self._parameters}
+        self._squares = {copies: torch.zeros((), device=device) for copies in sorted(set(self._copies.values()))}
         self.norm = torch.zeros((), device=device)
         shards: set[torch.Tensor] = set()
         if (kept := replicated(model)) is not None:
@@ -110,7 +114,8 @@ class ConsumedGradients:
         if dist.is_initialized():
             dist.all_reduce(fine, op=dist.ReduceOp.MIN)
         self._factor.copy_(torch.where(fine > 0, clip_factor(self.norm, self._max_norm), torch.nan))
-        self._squares.zero_()
+        for squares in self._squares.values():
+            squares.zero_()
         self._updated.clear()
         self._waiting.clear()
         self._events.clear()
@@ -123,16 +128,17 @@ class ConsumedGradients:
         """After the backward, and after `Replicated.finish`: update what is left.
 
         Returns:
-            The norm of the gradient over all ranks: 0-dimensional, on the device.
+            The norm of the gradient over all ranks: 0-dimensional, on the device. NaN if nothing was updated.
         """
         self.drain()
         self._waiting += [p for p in self._parameters if p.grad is not None]
         self.drain()
         self.optimizer.finish(self._factor)
         self._begin(False)
+        total = sum((squares / copies for copies, squares in self._squares.items()), torch.zeros_like(self.norm))
         if dist.is_initialized():
-            dist.all_reduce(self._squares)
-        norm = self._squares.sqrt()
+            dist.all_reduce(total)
+        norm = total.sqrt() / self._factor
         self.norm.copy_(torch.where(torch.isfinite(self._factor), norm, self.norm))
         return norm
 
@@ -185,8 +191,10 @@ class ConsumedGradients:
         """Update what waits, and free its gradients."""
         with self._on_its_stream() as stream:
             _wait(self._events)
-            add_squares(self._waiting, self._squares)
-            done = self.optimizer.update(self._waiting, self._factor)
+            done = []
+            for copies, squares in self._squares.items():
+                if alike := [parameter for parameter in self._waiting if self._copies[parameter] == copies]:
+                    done += self.optimizer.update(alike, self._factor, squares)
             if self._away is not None:
                 _wait(done)
                 self._away.updated(self._waiting)

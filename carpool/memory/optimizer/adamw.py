@@ -231,8 +231,17 @@ class AdamW(torch.optim.Optimizer):
         self._early = set(parameters)
 
     @torch.no_grad()
-    def update(self, parameters: Iterable[torch.Tensor], factor: torch.Tensor | None = None) -> list[Any]:
+    def update(
+        self,
+        parameters: Iterable[torch.Tensor],
+        factor: torch.Tensor | None = None,
+        squares: torch.Tensor | None = None,
+    ) -> list[Any]:
         """Update parameters whose gradient is there: each once between `begin` and `finish`.
+
+        Args:
+            squares: float32 scalar on the parameters' device, to which the squares of what this rank holds of the
+                gradients, times `factor`, are added. It is right when the update is done.
 
         Returns:
             Events until which these parameters and their gradients are in use, on streams of the optimizer's; none
@@ -245,7 +254,7 @@ class AdamW(torch.optim.Optimizer):
         for update in self._updates:
             numbers = [i for i, parameter in enumerate(update.parameters) if parameter in wanted]
             if numbers:
-                update.apply(numbers, _on(update, factor))
+                update.apply(numbers, _on(update, factor), squares=squares)
                 if update.done is not None:
                     done.append(update.done)
         return done

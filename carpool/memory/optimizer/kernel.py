@@ -94,7 +94,7 @@ def _keep_codes(values, codes, scales, offset, inside, block, BOUNDS: tl.constex
 
 @triton.jit
 def _piece(  # type: ignore[no-untyped-def]
-    at, gradient, first, coefficients, steps, factor, tables, BFLOAT16_WEIGHT: tl.constexpr,
+    at, gradient, first, coefficients, steps, factor, tables, square, BFLOAT16_WEIGHT: tl.constexpr,
     BFLOAT16_GRAD: tl.constexpr, MOMENTS: tl.constexpr, ZERO_GRADS: tl.constexpr, ALIGNED: tl.constexpr,
     PIECE: tl.constexpr,
 ):  # fmt: skip
@@ -113,6 +113,8 @@ def _piece(  # type: ignore[no-untyped-def]
     ours = coefficients + number * 7
     step_size, inverse_root, decay = tl.load(ours), tl.load(ours + 1), tl.load(ours + 2)
     take1, keep2, take2, eps = tl.load(ours + 3), tl.load(ours + 4), tl.load(ours + 5), tl.load(ours + 6)
+    # One number for each thread.
+    squares = tl.zeros([BLOCK // 8], tl.float32)
     for block in range(first, tl.minimum(first + PIECE, blocks)):
         row = block // per_row
         column = (block - row * per_row) * BLOCK + tl.arange(0, BLOCK)
@@ -123,6 +125,7 @@ def _piece(  # type: ignore[no-untyped-def]
         if BFLOAT16_GRAD:
             g = _widen(g)
         g = g * factor
+        squares += tl.sum(tl.reshape(g * g, [BLOCK // 8, 8]), axis=1)
         w = tl.load(weights + offset, mask=inside, other=0)
         if BFLOAT16_WEIGHT:
             low = tl.load(lows + offset, mask=inside, other=0)
@@ -166,12 +169,13 @@ def _piece(  # type: ignore[no-untyped-def]
             tl.store(seconds + offset, v, mask=inside)
         if ZERO_GRADS:
             tl.store(gradients + offset, tl.zeros_like(w).to(grad_type), mask=inside)
+    tl.store(square, tl.sum(squares, axis=0))
 
 
 @quick
 @triton.jit
 def _kernel(  # type: ignore[no-untyped-def]
-    table, gradients, pieces, coefficients, steps, factor, tables, BFLOAT16_WEIGHT: tl.constexpr,
+    table, gradients, pieces, coefficients, steps, factor, tables, squares, BFLOAT16_WEIGHT: tl.constexpr,
     BFLOAT16_GRAD: tl.constexpr, MOMENTS: tl.constexpr, ZERO_GRADS: tl.constexpr, COLUMNS: tl.constexpr,
     PIECE: tl.constexpr,
 ):  # fmt: skip
@@ -183,14 +187,16 @@ def _kernel(  # type: ignore[no-untyped-def]
         address = gradient | tl.load(at) | tl.load(at + 1) | tl.load(at + 2) | tl.load(at + 3) | tl.load(at + 6)
         if address % 16 == 0:
             _piece(
-                at, gradient, first, coefficients, steps, by, tables,
+                at, gradient, first, coefficients, steps, by, tables, squares + piece,
                 BFLOAT16_WEIGHT, BFLOAT16_GRAD, MOMENTS, ZERO_GRADS, True, PIECE,
             )  # fmt: skip
         else:
             _piece(
-                at, gradient, first, coefficients, steps, by, tables,
+                at, gradient, first, coefficients, steps, by, tables, squares + piece,
                 BFLOAT16_WEIGHT, BFLOAT16_GRAD, MOMENTS, ZERO_GRADS, False, PIECE,
             )  # fmt: skip
+    else:
+        tl.store(squares + piece, 0.0)
 
 
 def launch(
@@ -201,6 +207,7 @@ def launch(
     steps: torch.Tensor,
     factor: torch.Tensor,
     tables: torch.Tensor,
+    squares: torch.Tensor,
     *,
     bfloat16_weight: bool,
     bfloat16_grad: bool,
@@ -218,6 +225,7 @@ def launch(
         steps: `(numbers,)` float32.
         factor: one float32, for all gradients. NaN: nothing is updated.
         tables: of `code_tables`.
+        squares: `(n,)` float32, gets the sums of squares of the gradients, times `factor`, by piece.
         moments: float32, bfloat16 or uint8.
     """
     if len(pieces) == 0:
@@ -231,6 +239,7 @@ def launch(
         steps,
         factor,
         tables,
+        squares,
         BFLOAT16_WEIGHT=bfloat16_weight,
         BFLOAT16_GRAD=bfloat16_grad,
         MOMENTS=how.value,

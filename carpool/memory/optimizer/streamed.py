@@ -82,9 +82,15 @@ class StreamedUpdate(Update):
             # What the step before has sent out is what this one takes in.
             self._into.wait_stream(self._out)
 
-    def apply(self, numbers: Iterable[int], factor: torch.Tensor | None, zero_grads: bool = False) -> None:
+    def apply(
+        self,
+        numbers: Iterable[int],
+        factor: torch.Tensor | None,
+        zero_grads: bool = False,
+        squares: torch.Tensor | None = None,
+    ) -> None:
         with self._on(self._work, self._now()):
-            super().apply(numbers, factor, zero_grads)
+            super().apply(numbers, factor, zero_grads, squares)
             self.done = self._now()
 
     def join(self) -> None:
@@ -99,14 +105,19 @@ class StreamedUpdate(Update):
             self.staging.flush()
 
     def _launch(
-        self, numbers: tuple[int, ...], grads: dict[int, torch.Tensor], factor: torch.Tensor | None, zero_grads: bool
+        self,
+        numbers: tuple[int, ...],
+        grads: dict[int, torch.Tensor],
+        factor: torch.Tensor | None,
+        zero_grads: bool,
+        squares: torch.Tensor | None,
     ) -> None:
         for tile in self._tiles_of(numbers):
-            self._stream(tile, grads, factor, zero_grads)
+            self._stream(tile, grads, factor, zero_grads, squares)
 
     def _plainly(self, grads: dict[int, torch.Tensor], factor: torch.Tensor | None, zero_grads: bool) -> None:
         for tile in self._tiles_of(tuple(grads)):
-            self._stream(tile, grads, factor, zero_grads)
+            self._stream(tile, grads, factor, zero_grads, None)
 
     def _tiles_of(self, numbers: tuple[int, ...]) -> list[Tile]:
         if numbers not in self._tiles:
@@ -114,7 +125,12 @@ class StreamedUpdate(Update):
         return self._tiles[numbers]
 
     def _stream(
-        self, tile: Tile, grads: dict[int, torch.Tensor], factor: torch.Tensor | None, zero_grads: bool
+        self,
+        tile: Tile,
+        grads: dict[int, torch.Tensor],
+        factor: torch.Tensor | None,
+        zero_grads: bool,
+        squares: torch.Tensor | None,
     ) -> None:
         """One tile in, updated, and out."""
         if not any(segment.number in grads for segment in tile.segments):
@@ -131,7 +147,7 @@ class StreamedUpdate(Update):
         self._after(self._into)
         if on_gpu(self.coefficients):
             for table in self._tables_of(tile, turn, views, grads):
-                self._launch_table(table, grads, factor, zero_grads)
+                self._launch_table(table, grads, factor, zero_grads, squares)
         else:
             self._update_plainly(tile, views, grads, factor, zero_grads)
         with self._on(self._out, self._now()):

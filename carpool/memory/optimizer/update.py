@@ -42,6 +42,8 @@ class _Table:
     gradients: torch.Tensor
     # As `gradients`, of those that a CUDA graph makes.
     recorded: torch.Tensor
+    # Of the gradients of each piece.
+    squares: torch.Tensor
     how: dict[str, Any]
     addresses: list[int] = field(default_factory=list)
 
@@ -104,15 +106,27 @@ class Update:
     def join(self) -> None:
         """The current stream goes on after all that `apply` has asked for."""
 
-    def apply(self, numbers: Iterable[int], factor: torch.Tensor | None, zero_grads: bool = False) -> None:
-        """Update those of these parameters that have a gradient, with the steps and coefficients of `count`."""
+    def apply(
+        self,
+        numbers: Iterable[int],
+        factor: torch.Tensor | None,
+        zero_grads: bool = False,
+        squares: torch.Tensor | None = None,
+    ) -> None:
+        """Update those of these parameters that have a gradient, with the steps and coefficients of `count`.
+
+        Args:
+            squares: float32 scalar on the device, to which the squares of the gradients, times `factor`, are added."""
         numbers = tuple(numbers)
         theirs = {i: local(grad) for i in numbers if (grad := self.parameters[i].grad) is not None}
         grads = {i: _placed(self.parameters[i], grad).contiguous() for i, grad in theirs.items()}
         if on_gpu(self.coefficients):
-            self._launch(numbers, grads, factor, zero_grads)
+            self._launch(numbers, grads, factor, zero_grads, squares)
         else:
             self._plainly(grads, factor, zero_grads)
+            if squares is not None:
+                by = 1.0 if factor is None else factor
+                squares += sum((grad.float() * by).square().sum() for grad in grads.values())
         if zero_grads:
             for i, grad in theirs.items():
                 if grad is not grads[i]:
@@ -170,7 +184,12 @@ class Update:
                 grad.zero_()
 
     def _launch(
-        self, numbers: tuple[int, ...], grads: dict[int, torch.Tensor], factor: torch.Tensor | None, zero_grads: bool
+        self,
+        numbers: tuple[int, ...],
+        grads: dict[int, torch.Tensor],
+        factor: torch.Tensor | None,
+        zero_grads: bool,
+        squares: torch.Tensor | None,
     ) -> None:
         dtypes = [self.parameters[i].dtype if (grad := grads.get(i)) is None else grad.dtype for i in numbers]
         memory = [_memory(self.parameters[i], self.states[i]) for i in numbers], dtypes
@@ -179,10 +198,15 @@ class Update:
             tables = self._make_tables(numbers, dtypes)
             self._tables[numbers] = memory, tables
         for table in tables:
-            self._launch_table(table, grads, factor, zero_grads)
+            self._launch_table(table, grads, factor, zero_grads, squares)
 
     def _launch_table(
-        self, table: _Table, grads: dict[int, torch.Tensor], factor: torch.Tensor | None, zero_grads: bool
+        self,
+        table: _Table,
+        grads: dict[int, torch.Tensor],
+        factor: torch.Tensor | None,
+        zero_grads: bool,
+        squares: torch.Tensor | None,
     ) -> None:
         from carpool.memory.optimizer.kernel import code_tables, launch
 
@@ -201,9 +225,12 @@ class Update:
             self.steps,
             self._one if factor is None else factor,
             self._codes,
+            table.squares,
             zero_grads=zero_grads,
             **table.how,
         )
+        if squares is not None:
+            squares += table.squares.sum()
 
     def _make_tables(self, numbers: Sequence[int], grad_dtypes: list[torch.dtype]) -> list[_Table]:
         alike: dict[tuple[torch.dtype, torch.dtype, torch.dtype], list[int]] = {}
@@ -244,6 +271,7 @@ def make_table(
     for place, (row, first) in enumerate(rows):
         begins = torch.arange(first, row[7], PIECE)
         pieces.append(torch.stack([torch.full_like(begins, place), begins], 1))
+    cut = torch.cat(pieces)
     how = {
         "bfloat16_weight": weight == torch.bfloat16,
         "bfloat16_grad": grad == torch.bfloat16,
@@ -252,9 +280,10 @@ def make_table(
     return _Table(
         [row[-1] for row, _ in rows],
         upload([row for row, _ in rows], torch.int64, device),
-        upload(torch.cat(pieces), torch.int32, device),
+        upload(cut, torch.int32, device),
         torch.zeros(len(rows), dtype=torch.int64, device=device),
         torch.zeros(len(rows), dtype=torch.int64, device=device),
+        torch.zeros(len(cut), device=device),
         how,
     )
 
