@@ -30,7 +30,7 @@ from carpool.memory.optimizer.moments import BELOW_2, EIGHT_NINTHS, LEAST_SCALE,
 
 # Of a row of the table.
 COLUMNS = 10
-PIECE = 64  # blocks of 256 elements that a program updates
+PIECE = 32  # blocks of 256 elements that a program updates
 # How moments are kept.
 FLOAT32, BFLOAT16, INT8 = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 BLOCK = tl.constexpr(256)
@@ -248,4 +248,6 @@ def launch(
         PIECE=PIECE,
         num_warps=1,
         enable_fp_fusion=False,
+        # Of 8-bit moments' way as many programs as there can be on a multiprocessor, to hide its latencies.
+        maxnreg=64 if how is INT8 else None,
     )
