@@ -6,6 +6,7 @@ import gc
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from carpool.hf.forced import force_choices
 from carpool.hf.generation import Sampling, generate
 from carpool.hf.host_experts import keep_experts_in_host_memory
 from carpool.memory.host_experts import host_experts
-from carpool.memory.optimizer import AdamW
+from carpool.memory.optimizer import AdamW, streamed
 from carpool.memory.popularity import Popularity
 from carpool.parallel.consumed import ConsumedGradients
 from carpool.parallel.replicated import sharded_parameters
@@ -75,7 +76,9 @@ def test_training_has_the_same_bits_in_less_memory(checkpointing: bool, disk: bo
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         losses, values, most = _trained(False, checkpointing)
-        other, others, least = _trained(True, checkpointing, tmp_path if disk else None)
+        # Tiles for a model of this size.
+        with mock.patch.object(streamed, "TILE_BYTES", 2**22):
+            other, others, least = _trained(True, checkpointing, tmp_path if disk else None)
     finally:
         torch.use_deterministic_algorithms(False)
     assert losses == other
