@@ -149,6 +149,7 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
 
     # Attention's backward comes after that of the experts.
     work = max(kept.products + sizes.dequantised, sizes.scores) + layer_trained * computed + copied + reducing
+    work += kept.again
     here = experts_own if sizes.here is None else min(experts_own, sizes.here)
     always = {
         "parameters": 4 * sizes.adapters + dense_own * stored + here + whole * computed + gathered,
@@ -161,7 +162,7 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
     before = own if candidate.accumulation > 1 or sizes.captured else 0.0
     moments: list[Moment] = [("step begins", before, others, 0.0)]
     if every_layer:
-        moments += [(f"forward of layer {i}", before, others + kept.by(i + 1), 0.0) for i in range(number)]
+        moments += [(f"forward of layer {i}", before, others + kept.by(i + 1) + kept.again, 0.0) for i in range(number)]
     if sizes.has_head:
         moments.append(("loss", before, others + kept.by(number) + late, logits))
     moments.append(("backward begins", before, others + kept.by(number) + late + work, after_loss))
@@ -173,7 +174,7 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
         if candidate.copies_experts and i >= number - moe_layers:
             gradients = before + (own - before) * (number - 1 - i) / max(1, number - 1)
             of_loss = after_loss if i == number - 1 else 0.0
-            moments.append((f"reduction of layer {i}", gradients, there + at_once, of_loss))
+            moments.append((f"reduction of layer {i}", gradients, there + kept.again + at_once, of_loss))
     of_whole = gradient_buffers(whole_trained, own_whole, stored, sizes.reduced)
     constant = sum(always.values()) + of_whole
     at, gradients, activations, of_loss = max(moments, key=lambda one: sum(one[1:]))
@@ -199,6 +200,7 @@ class _Kept:
         products: bytes that the backward of one layer's experts works with.
         exchanged: of the transport: buffers that all layers share, or what one ride exchanges.
         host: of activations that are offloaded.
+        again: of the layer that is computed again in the backward.
     """
 
     def __init__(self, sizes: RankSizes, candidate: Candidate) -> None:
@@ -212,6 +214,10 @@ class _Kept:
         self.share = 1 / degrees.tp if sizes.divided else 1.0
         self.whole = own_tokens * sizes.hidden * computed if sizes.divided else 0.0
         self.one = self.share * max(sizes.layers, default=0.0) + self.whole
+        # The layer that is computed again keeps all until its backward is done. In float32 its first norm keeps the
+        # layer's input as it is, which is counted with those of the others.
+        counted = self.share * sizes.layer_input if computed == 4 else 0.0
+        self.again = self.at_once * (self.one - counted) if self.policies["dense"] == "recompute" else 0.0
         self.kept_by = [0.0, *accumulate(self.share * layer + self.whole for layer in sizes.layers)]
 
         top_k, width = sizes.top_k * degrees.etp, sizes.width // degrees.etp
@@ -255,7 +261,7 @@ class _Kept:
         moe_layers = max(0, number - (len(sizes.layers) - sizes.moe_layers))
         slots = moe_layers
         if self.policies["dense"] == "recompute" and number:
-            dense = self.share * sizes.layer_input * number + self.one
+            dense = self.share * sizes.layer_input * number
             if self.policies["sums"] == "keep":
                 # What collectives brought: all that a block reads, and this rank's rows of its sums.
                 dense += number * self.whole * (1 + self.share)

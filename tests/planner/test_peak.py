@@ -15,7 +15,9 @@ from carpool.parallel.degrees import Degrees
 from carpool.planner.candidate import KEEP, Candidate, toml_text
 from carpool.planner.held import alone_bytes
 from carpool.planner.model_shape import ModelShape
-from carpool.planner.peak import memory_of
+from carpool.planner.peak import _loss, memory_of
+from carpool.planner.routes import Routes
+from carpool.planner.sizes import sizes_of
 from carpool.train.config import load_config
 from carpool.train.config.published import read_keys
 from carpool.train.run.estimate import MemoryEstimate
@@ -67,6 +69,16 @@ def test_the_timeline_rises_and_falls() -> None:
     assert max(sizes.values()) == pytest.approx(peak.tensors) and peak.at in sizes
     assert sizes["forward of layer 3"] < sizes["forward of layer 30"] < sizes["loss"]
     assert memory_of(shape, candidate).parts == peak.parts
+
+
+def test_the_layer_that_is_computed_again_is_there_in_the_backward_alone() -> None:
+    shape = ModelShape.read(read_keys(QWEN))
+    candidate = Candidate(Degrees(1, 8, 1, 8), 4096, 1, 2, policies={**KEEP, "dense": "recompute"})
+    found, sizes = dict(memory_of(shape, candidate, every_layer=True).timeline), sizes_of(shape, candidate, 0, Routes())
+    last = len(sizes.layers) - 1
+    logits, _ = _loss(sizes, candidate)
+    assert found[f"forward of layer {last}"] - (found["loss"] - logits) == pytest.approx(max(sizes.layers))
+    assert found[f"backward of layer {last - 1}"] > found["loss"] - logits + max(sizes.layers)
 
 
 def test_early_stages_of_a_pipeline_keep_more_micro_batches() -> None:
