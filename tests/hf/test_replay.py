@@ -78,7 +78,7 @@ def test_choices_train_the_router_and_weights_do_not() -> None:
 
 
 def _several(path: str, how: str) -> tuple[list[bool], list[str]]:
-    """Replays on four ranks, with layers computed again; of a limited or dropping model, without that; errors."""
+    """Replays on two ranks, with layers computed again; of a limited or dropping model, without that; errors."""
     _save("olmoe", path)
     model, same, said = _model("olmoe", path), [], []
     if how == "limited":
@@ -119,8 +119,8 @@ def _several(path: str, how: str) -> tuple[list[bool], list[str]]:
 
 
 @pytest.mark.parametrize("how", ["plain", "limited", "dropped"])
-def test_replays_on_several_ranks(ranks: Ranks, tmp_path: Path, how: str) -> None:
-    for rank, (same, said) in enumerate(ranks(_several, str(tmp_path), how)):
+def test_replays_on_several_ranks(two_ranks: Ranks, tmp_path: Path, how: str) -> None:
+    for rank, (same, said) in enumerate(two_ranks(_several, str(tmp_path), how)):
         assert all(same), (rank, same)
         if how == "plain":
             assert "fit" in said[0] or "but the layer got" in said[0]
