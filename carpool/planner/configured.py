@@ -77,7 +77,7 @@ def candidate_of(
         dense=settings["parallelism"]["dense"],
         policies={item: memory[item] or "keep" for item in POLICIES},
         moments=training["optimizer_moments"],
-        optimizer="torch" if training["optimizer"] == "torch" else "one-pass",
+        optimizer="one-pass" if _one_pass(settings) else "torch",
         optimizer_state="device" if training["optimizer_state"] == "device" else "host",
         gradients=training["gradients"],
         max_grad_norm=training["max_grad_norm"],
@@ -102,6 +102,15 @@ def candidate_of(
         why = "dense parameters fit whole" if fits else "dense parameters do not fit whole"
         found = replace(found, dense=decided("parallelism.dense", "auto", dense, why))
     return found, notes
+
+
+def _one_pass(settings: Settings) -> bool:
+    """Whether parameters are updated by the one-pass optimizer: as `carpool train` decides "auto"."""
+    training = settings["training"]
+    if training["optimizer"] != "auto":
+        return bool(training["optimizer"] == "one-pass")
+    plain = {"optimizer_moments": "float32", "optimizer_state": "device", "gradients": "kept"}
+    return settings["model"]["dtype"] == "bfloat16" or any(training[key] != value for key, value in plain.items())
 
 
 def _transport(candidate: Candidate, shape: ModelShape, hardware: Hardware, per_node: int) -> tuple[str, str]:

@@ -414,7 +414,8 @@ class _Search:
         # The slowest last: of state in host memory, what travels beside the backward comes first.
         kept = [(state, "kept") for state in self.space.optimizer_state if "kept" in self.space.gradients]
         used = [(state, "consumed") for state in self.space.optimizer_state if "consumed" in self.space.gradients]
-        if base.accumulation > 1 or base.schedule == "two-batch":
+        if used and (base.accumulation > 1 or base.schedule == "two-batch"):
+            self.refused["one backward consumes gradients, and those of several would be added"] += not kept
             used = []
         for state, gradients in sorted(kept + used, key=_UPDATES.index):
             for policies in self.space.policies:

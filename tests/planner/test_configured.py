@@ -54,6 +54,8 @@ def test_settings_become_a_candidate() -> None:
     assert (candidate.transport, candidate.schedule, candidate.dense) == ("dedup", "two-batch", "fsdp")
     assert (candidate.micro_batch, candidate.accumulation, candidate.sequence_length) == (3, 2, 4096)
     assert candidate.optimizer == "torch" and not candidate.compiled and candidate.graphs
+    auto = [_configured(model={"dtype": dtype})[1].optimizer for dtype in ("float32", "bfloat16")]
+    assert auto == ["torch", "one-pass"]
     assert candidate.policies["hidden"] == "recompute" and candidate.policies["rows"] == "keep"
 
 

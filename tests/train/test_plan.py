@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from carpool.planner.hardware import HARDWARE
+from carpool.planner.search import USABLE
 from carpool.report.page import plan_rows
 from carpool.report.read import read_run
 from carpool.train.config import Config, load_config, resolve_config
@@ -82,6 +83,25 @@ def test_what_the_user_says_stays() -> None:
     assert set(plan.taken.settings) <= {f"memory.{item}" for item in ("rows", "hidden", "dense", "sums")} | {
         "training.optimizer_state"
     }
+
+
+def test_gradients_are_left_to_the_plan_where_none_are_clipped() -> None:
+    kept = [f"memory.{item}=keep" for item in ("rows", "hidden", "dense", "sums")]
+    asked = (
+        "memory=auto",
+        "parallelism.ep_size=8",
+        *kept,
+        "training.optimizer_state=device",
+        "parallelism.dense=replicate",
+    )
+    room = int(planned(*asked, memory=200 * GiB)[2].taken.memory_bytes / USABLE - GiB)
+    consumed = planned(*asked, "training.max_grad_norm=0", memory=room)[2].taken
+    assert consumed.settings["training.gradients"] == "consumed" and consumed.memory_bytes < USABLE * room
+    with pytest.raises(ValueError, match="no plan fits"):
+        planned(*asked, memory=room)
+    several = ("training.gradients=consumed", "training.max_grad_norm=0", "moe.schedule=two-batch")
+    with pytest.raises(ValueError, match="one backward consumes gradients"):
+        planned("parallelism=auto", "training.per_device_train_batch_size=2", *several)
 
 
 @pytest.mark.parametrize(

@@ -151,6 +151,9 @@ def make_plan(
         asked = size(axis)
         return default if asked is None else (asked,)
 
+    # State in host memory and consumed gradients take it, too.
+    one_pass = training.one_pass(config.model.dtype or "float32")
+    one_pass = one_pass or (training.optimizer == "auto" and "training.optimizer_state" in free)
     cut = {"training.per_device_train_batch_size", "training.gradient_accumulation_steps"}
     batches = None if cut <= free else (training.per_device_train_batch_size,)
     found = plan(
@@ -179,7 +182,7 @@ def make_plan(
             compiled=training.torch_compile,
             graphs=training.cuda_graphs != "off",
             moments=training.optimizer_moments,
-            optimizer="torch" if training.optimizer == "torch" else "one-pass",
+            optimizer="one-pass" if one_pass else "torch",
             stored=4 if (config.model.dtype or "float32") == "float32" else 2,
             experts="fp8" if config.moe.experts == "fp8" else "grouped",
             pipelines=Space.pipelines if "parallelism.pp_schedule" in free else (config.parallelism.pp_schedule,),
