@@ -22,9 +22,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from carpool.hf.limit import find_router
-from carpool.hf.topk import AnsweredRouter
-
-_TOPK = (torch.topk, torch.Tensor.topk)
+from carpool.hf.topk import TOPK, AnsweredRouter
 
 
 def force_choices(model: nn.Module, choices: Mapping[str, torch.Tensor], num_experts: int) -> None:
@@ -76,7 +74,7 @@ class _Answer(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _TOPK:
+        if func in TOPK:
             score_TE: torch.Tensor = args[0] if args else kwargs["input"]
             if score_TE.dim() == 2 and score_TE.shape[1] == self.num_experts:
                 expert_TK = self.expert_TK[: score_TE.shape[0]]

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-_TOPK = (torch.topk, torch.Tensor.topk)
+TOPK = (torch.topk, torch.Tensor.topk)
 _SCORES = (
     torch.softmax, torch.nn.functional.softmax, torch.Tensor.softmax, torch.sigmoid, torch.nn.functional.sigmoid,
     torch.Tensor.sigmoid, torch.nn.functional.softplus,
@@ -52,7 +52,7 @@ class _TopK(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _TOPK:
+        if func in TOPK:
             score_TE: torch.Tensor = args[0] if args else kwargs["input"]
             if score_TE.dim() == 2 and score_TE.shape[1] == self.num_experts:
                 top_k = args[1] if len(args) > 1 else kwargs["k"]

@@ -257,7 +257,6 @@ def _mixed() -> tuple[bool, float, float]:
 def test_mixed_precision(ranks: Ranks) -> None:
     """Gradients of both halves are added in the dtype of the reduction, as FSDP adds those of micro-batches."""
     for equal, to_reduced_once, to_one_by_one in ranks(_mixed):
-        print(equal, to_reduced_once, to_one_by_one)
         assert equal and to_reduced_once <= 1e-2 and to_one_by_one <= 1e-2
 
 
