@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fcntl
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from carpool.train.config import Config, load_config
-from carpool.train.launch import stopping
+from carpool.train.launch import start, stopping
 from carpool.train.launch.failure import first_cause, rank_failure, resume_hint
 from carpool.train.launch.start import RankFailure, find_world, local_ranks, run
 from carpool.train.launch.stopping import STOP_SIGNALS, Relay, StopRequest
@@ -393,6 +394,19 @@ def test_resume_hint_names_the_newest_whole_checkpoint(tmp_path):
     for name in ("step-00000100", "step-00000200", "step-00000300.tmp"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert f"{tmp_path / 'checkpoints' / 'step-00000200'} with" in resume_hint(config(tmp_path))
+
+
+def test_folders_of_agents_that_were_killed_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    for name, agent in (("carpool-killed", 2**30), ("carpool-alive", os.getpid()), ("carpool-elsewhere", 2**30)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "job.json").write_text(json.dumps({"agent": agent}))
+    (tmp_path / "carpool-foreign").mkdir()
+    (tmp_path / "carpool-foreign" / "job.json").write_text("[]")
+    with (tmp_path / "carpool-elsewhere" / "job.json").open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        start._remove_left_folders()
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["carpool-alive", "carpool-elsewhere", "carpool-foreign"]
 
 
 def test_number_of_local_ranks(tmp_path):

@@ -19,9 +19,11 @@ native code), the last lines that it wrote are part of the message. With `debug`
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import logging
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -39,6 +41,8 @@ from carpool.train.launch.world import World, find_world
 __all__ = ["Interrupted", "RankFailure", "Stopped", "World", "find_world", "local_ranks", "run", "use_cuda"]
 
 CPU_RANKS = 4
+# Of an agent's folder for its ranks, and of the file there that says what they do.
+_PREFIX, _JOB = "carpool-", "job.json"
 # Of libraries and their buffers, measured.
 _RANK_BYTES = 330 * 2**20
 # How long ranks that were told to stop may take before they are killed.
@@ -127,19 +131,26 @@ def _start(config: Config, entry: str, kwargs: dict[str, Any], ranks: int, debug
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     started = time.time()
-    with tempfile.TemporaryDirectory(prefix="carpool-", ignore_cleanup_errors=True) as folder:
-        job = Path(folder) / "job.json"
-        job.write_text(
-            json.dumps(
-                {
-                    "entry": entry,
-                    "config": config.model_dump(mode="json"),
-                    "kwargs": kwargs,
-                    "agent": os.getpid(),
-                    "path": [str(Path(p).absolute()) for p in sys.path],
-                }
-            )
+    if sys.platform == "linux":
+        _remove_left_folders()
+    with (
+        tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as folder,
+        (job := Path(folder) / _JOB).open("w") as file,
+    ):
+        # Says to agents in other containers that this one lives.
+        with contextlib.suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
+        json.dump(
+            {
+                "entry": entry,
+                "config": config.model_dump(mode="json"),
+                "kwargs": kwargs,
+                "agent": os.getpid(),
+                "path": [str(Path(p).absolute()) for p in sys.path],
+            },
+            file,
         )
+        file.flush()
         redirects = {rank: Std.NONE if debug or rank == 0 else Std.ALL for rank in range(ranks)}
         launch_config = LaunchConfig(
             min_nodes=1,
@@ -180,6 +191,16 @@ def _start(config: Config, entry: str, kwargs: dict[str, Any], ranks: int, debug
                 signum = relayed[0] or int(stopped.sigval)
                 name = "Ctrl-C" if signum == signal.SIGINT else signal.Signals(signum).name
                 raise Interrupted(f"stopped by {name}; {resume_hint(config)}", signum) from None
+
+
+def _remove_left_folders() -> None:
+    """Remove the folders of agents that were killed with SIGKILL, and so could not."""
+    for job in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/{_JOB}"):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError), job.open() as file:
+            agent = json.load(file)["agent"]
+            if not Path(f"/proc/{agent}").exists():
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(job.parent, ignore_errors=True)
 
 
 def _worker_environment(ranks: int) -> dict[str, str]:
