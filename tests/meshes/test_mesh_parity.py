@@ -25,6 +25,7 @@ BOUND = 1e-5
 FEW = [
     Case(FSDP, family="qwen3_moe", layout="replicated", packing="examples", dense="replicate", rows="resend"),
     Case(TP, family="qwen3_moe", schedule="two-batch", micro_batches=2, hidden="recompute", balance="layer"),
+    Case(FSDP, schedule="chunks", recompute="recompute", hidden="offload"),
 ]
 QUICK = ("copies_not_added",)
 
