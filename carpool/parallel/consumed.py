@@ -171,6 +171,13 @@ class ConsumedGradients:
         self.optimizer.replayed(self._replayed)
         self._begin(True)
 
+    def abandon(self) -> None:
+        """Forget what a capture that has failed has begun. Nobody may wait for its events any more."""
+        self._waiting.clear()
+        self._events.clear()
+        self._held.clear()
+        self._begin(False)
+
     def _begin(self, begun: bool) -> None:
         self._begun = begun
         if self._away is not None:

@@ -11,6 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from carpool.memory.optimizer import AdamW
+from carpool.parallel import consumed
+from carpool.parallel.consumed import ConsumedGradients
 from carpool.planner.chosen import Decisions
 from carpool.train.config import load_config
 from carpool.train.run import graphs
@@ -100,6 +103,33 @@ def test_a_capture_that_fails_is_told() -> None:
     steps = StepGraphs(nn.Linear(2, 2), [], lambda *_: None, told.append)
     steps._abandon(RuntimeError("operation not permitted\nmore"))
     assert told == ["RuntimeError: operation not permitted"]
+
+
+def test_a_capture_that_fails_leaves_no_gradients_to_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An event that was recorded in a capture must not be waited for after it."""
+    model = nn.Linear(2, 2)
+    gradients = ConsumedGradients(model, AdamW(model.parameters()))
+    steps = StepGraphs(model, [], lambda *_: None, lambda _: None, consumed=gradients)
+    waited: list[Any] = []
+    monkeypatch.setattr(consumed, "_wait", waited.extend)
+
+    def record(*_: Any) -> None:
+        gradients.begin(torch.tensor(True))
+        gradients._waiting.append(model.weight)
+        gradients._events.append("event")
+        gradients._held.append((["held"], [torch.ones(2)], 2))
+        raise RuntimeError("operation not permitted")
+
+    monkeypatch.setattr(steps, "_record", record)
+    assert not steps._capture([], None)
+    # Somebody else's backward, then a step.
+    model(torch.ones(1, 2)).sum().backward()
+    assert model.weight.grad is not None
+    model.zero_grad()
+    gradients.begin(torch.tensor(True))
+    model(torch.ones(1, 2)).sum().backward()
+    assert gradients.finish() == pytest.approx(6**0.5)
+    assert not waited
 
 
 def test_run_json_says_whether_steps_are_graphs(tmp_path: Path) -> None:

@@ -305,6 +305,8 @@ class StepGraphs:
         self.model.zero_grad(set_to_none=True)
         if (kept := replicated(self.model)) is not None:
             kept.abandon()
+        if self.consumed is not None:
+            self.consumed.abandon()
         for buffers in buffers_of_rides(self.layers):
             buffers.abandon()
         why = "another rank could not" if problem is None else f"{type(problem).__name__}: {problem}".split("\n")[0]
