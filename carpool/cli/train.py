@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from carpool.cli.common import TRAIN_PACKAGES, Debug, Ranks, RanksDebug, check_writable, command, errors, require
-from carpool.train.launch.ahead import look_ahead
+from carpool.train.launch.ahead import look_ahead, stopped_at_once
 from carpool.train.launch.worker import collector_paused
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def train(
 
         if find_world(os.environ) is None:
             # Their errors come while there are no ranks.
-            with Console(stderr=True).status("checking the settings") as status:
+            with stopped_at_once(), Console(stderr=True).status("checking the settings") as status:
                 check = "carpool.train.run.check:check_run"
                 with look_ahead(settings, check, debug=debug, fixed=resolved.fixed, compare=compare):
                     startable_ranks(settings)

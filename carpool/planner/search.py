@@ -415,8 +415,9 @@ class _Search:
         kept = [(state, "kept") for state in self.space.optimizer_state if "kept" in self.space.gradients]
         used = [(state, "consumed") for state in self.space.optimizer_state if "consumed" in self.space.gradients]
         if used and (base.accumulation > 1 or base.schedule == "two-batch"):
-            self.refused["one backward consumes gradients, and those of several would be added"] += not kept
             used = []
+            if not kept:
+                self.refused["one backward consumes gradients, and those of several would be added"] += 1
         for state, gradients in sorted(kept + used, key=_UPDATES.index):
             for policies in self.space.policies:
                 if any(contained.items() <= policies.items() for contained in fitting):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import check_model
 from carpool.train.config import Config, resolve_config
 from carpool.train.launch.ahead import look_ahead
+from carpool.train.launch.stopping import STOP_SIGNALS
 from carpool.train.launch.worker import find_entry
 from carpool.train.run.check import check_run
 from carpool.train.run.dry_run import dry_run
@@ -104,6 +108,18 @@ def test_errors_that_no_user_makes_are_left_to_the_ranks() -> None:
 def test_an_error_meanwhile_ends_the_look_ahead() -> None:
     with pytest.raises(KeyError), look_ahead(Config(), "tests.train.ahead_entries:sleep_long", rank=0):
         raise KeyError
+
+
+@pytest.mark.parametrize("signum", STOP_SIGNALS)
+def test_a_signal_ends_the_look_ahead_and_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, signum: int) -> None:
+    command, before = sys.modules["carpool.cli.train"], signal.getsignal(signum)
+    ahead, sleep = command.look_ahead, "tests.train.ahead_entries:sleep_long"
+    monkeypatch.setattr(command, "look_ahead", lambda config, *_, **__: ahead(config, sleep, rank=0))
+    threading.Timer(0.3, os.kill, (os.getpid(), signum)).start()
+    found = CliRunner().invoke(cli.app, ["train", "parallelism.device=cpu", f"training.output_dir={tmp_path}"])
+    assert found.exit_code == 128 + signum
+    assert f"stopped by {signal.Signals(signum).name} before the ranks were started" in found.stderr
+    assert signal.getsignal(signum) == before
 
 
 def test_a_folder_is_one_run_s_at_a_time(tmp_path: Path) -> None:
