@@ -51,7 +51,8 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any = None) -> Iterator[None]:
 
 @cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """What is captured goes before what runs beside it on streams as others."""
+    """On which work is captured. Kernels of a graph keep its priority, and go before what runs beside them on ordinary
+    streams (`carpool.parallel.consumed`)."""
     return torch.cuda.Stream(device, priority=-1)
 
 

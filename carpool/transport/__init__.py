@@ -204,8 +204,8 @@ def check_transport(name: str, group: dist.ProcessGroup | None) -> None:
 
 
 def check_topology(name: str, topology: Topology) -> None:
-    """Raise ValueError if ranks that lie so cannot use a transport that is asked for by name. Asks nobody."""
-    if name != "auto" and (reason := find_transport(name).why_not_lying(topology)):
+    """Raise ValueError if ranks on these nodes cannot use a transport that is asked for by name. Asks nobody."""
+    if name != "auto" and (reason := find_transport(name).why_not_on(topology)):
         raise _refused(name, reason)
 
 

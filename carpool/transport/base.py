@@ -258,8 +258,8 @@ class Transport(ABC):
         return None
 
     @classmethod
-    def why_not_lying(cls, topology: Topology) -> str | None:
-        """Why ranks that lie so cannot use it, or None if they can, as far as that tells. Asks nobody."""
+    def why_not_on(cls, topology: Topology) -> str | None:
+        """Why ranks on these nodes cannot use it, or None if they can, as far as the topology tells. Asks nobody."""
         return None
 
     @classmethod

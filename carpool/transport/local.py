@@ -44,7 +44,7 @@ class Local(Transport):
         return _why_not_among(1 if group is None else dist.get_world_size(group))
 
     @classmethod
-    def why_not_lying(cls, topology: Topology) -> str | None:
+    def why_not_on(cls, topology: Topology) -> str | None:
         return _why_not_among(topology.num_ranks)
 
     @classmethod

@@ -74,7 +74,7 @@ def why_not_nodes(group: dist.ProcessGroup | None) -> str | None:
 
 
 def why_not_several(topology: Topology) -> str | None:
-    """As `why_not_nodes`, of ranks that lie so."""
+    """As `why_not_nodes`, of ranks on these nodes."""
     if topology.num_nodes == 1:
         return (
             f"by {topology.source} all {topology.num_ranks} ranks of the expert-parallel group are on one node, "

@@ -170,7 +170,7 @@ class Stepwise(MultiHop):
         return why_not_nodes(group)
 
     @classmethod
-    def why_not_lying(cls, topology: Topology) -> str | None:
+    def why_not_on(cls, topology: Topology) -> str | None:
         return why_not_several(topology)
 
     @classmethod

@@ -212,6 +212,38 @@ def test_gradients_consumed_in_a_backward(offload: bool) -> None:
     assert all(torch.equal(p, q) for p, q in zip(*ended, strict=True))
 
 
+def test_a_capture_that_fails_in_a_backward_that_consumes() -> None:
+    """Steps after it are those of a run without it: no event of the capture is waited for, and nothing was updated."""
+    ended = []
+    for fails in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(6))).bfloat16().cuda()
+        consuming = consumed.ConsumedGradients(model, AdamW(model.parameters(), lr=1e-2), max_norm=1e-3)
+        x = torch.randn(256, 1024, device="cuda", dtype=torch.bfloat16)
+
+        def forward_and_backward(x: torch.Tensor = x, model: Any = model, consuming: Any = consuming) -> None:
+            loss = model(x).square().mean()
+            consuming.begin(torch.isfinite(loss))
+            loss.backward()
+
+        for number in range(3):
+            if fails and number == 1:
+                consuming.prepare()
+                with (
+                    pytest.raises(RuntimeError, match="given up"),
+                    consuming.record(),
+                    capturing(torch.cuda.CUDAGraph()),
+                ):
+                    forward_and_backward()
+                    raise RuntimeError("given up")
+                model.zero_grad()
+                consuming.abandon()
+            forward_and_backward()
+            consuming.finish()
+        ended.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(p, q) for p, q in zip(*ended, strict=True))
+
+
 @pytest.mark.parametrize("moments", ["float32", "int8"])
 def test_gradients_consumed_in_a_captured_backward(moments: Moments) -> None:
     """The bits of eager steps, clipped by the norm of the step before, with rates that change and a loss that is not

@@ -163,6 +163,7 @@ class Buffers:
         """Where rides run beside the computation: one for all layers, so that they run in the order in which they were
         asked for on every rank, and a lease's next ride after its last one, whichever layers they are of."""
         if self._stream is None:
+            # Before captured work (`carpool.kernels.capture`), which waits for rides.
             self._stream = torch.cuda.Stream(self.device, priority=-2)
         return self._stream
 
