@@ -71,7 +71,7 @@ def describe(
     if experts.away:
         lines.append(f"and {decimal(host_bytes(source.build, kind, experts))} of host memory for experts")
     fits = total <= room
-    lines.append(f"{'fits' if fits else 'does NOT fit'} into the {decimal(int(room))} {where}")
+    lines.append(f"{'fits' if fits else 'does NOT fit'} into the {room / 2**30:,.1f} GiB {where}")
     if hardware is not None:
         lines.append(_time(hardware, source, kind, ranks, rounds, lengths, sampling.max_new_tokens, number, top_k))
     return "\n".join(lines)

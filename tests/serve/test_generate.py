@@ -214,6 +214,7 @@ def test_a_dry_run_says_whether_it_fits_and_loads_nothing(tmp_path: Path, monkey
     assert lines[2].startswith(f"a rank takes {decimal(sum(needs.values()))}: weights {decimal(needs['weights'])}, ")
     monkeypatch.setattr(dry_run, "rank_memory", lambda *_: sum(needs.values()) - 1)
     assert "does NOT fit into the" in _run(tmp_path, *asked).stdout
+    assert "fits into the 79.0 GiB of H100\n" in _run(tmp_path, *asked, "--gpu", "h100").stdout
     assert " µs by H100's datasheet: prefill " in _run(tmp_path, *asked, "--gpu", "h100").stdout
     assert "8 experts leave one of 5 ranks without any" in _error(tmp_path, *asked[:-2], 5, "--dry-run")
     assert "ranks: 3, " in _run(tmp_path, *asked[:-2], 3, "--dry-run").stdout
