@@ -24,7 +24,7 @@ from carpool.profile.simulated import simulated_profile, write_simulated_trace
 from carpool.report.lanes import lanes
 from carpool.report.lines import Chart, Line, draw
 from carpool.report.profile import lanes_legend, profile_path, write_profile
-from carpool.report.units import count_text, ms_text, percent_text
+from carpool.report.units import MISSING, count_text, ms_text, percent_text
 from carpool.report.write import fill, write_page
 
 SIZES = ("GPUs", "Degrees", "Balanced", "Drawn", "Bounds", "Tokens/s of a GPU", "Efficiency", "Fullest rank", "Memory")
@@ -115,7 +115,7 @@ def size_rows(found: Simulation) -> Rows:
         [
             f"{one.gpus:,}", one.label, _s(one.balanced), _s(one.drawn), f"{_s(one.low)} to {_s(one.high)}",
             count_text(one.tokens_per_second), percent_text(one.efficiency), f"{one.imbalance:.3f}",
-            f"{one.memory / 2**30:.1f} GiB",
+            MISSING if one.memory is None else f"{one.memory / 2**30:.1f} GiB",
         ]
         for one in found.sizes
     ]  # fmt: skip
