@@ -144,7 +144,8 @@ def test_equals_fsdp_with(ranks: Ranks, two_ranks: Ranks, text: list[str], tmp_p
     ("settings", "degrees", "memory", "answer", "why"),
     [
         ({}, Degrees(fsdp=4, ep=4), 100, "replicate", "fit"),
-        ({}, Degrees(fsdp=4, ep=4), 99, "fsdp", "do not fit"),
+        ({}, Degrees(fsdp=4, ep=4), 99, "fsdp", "of a rank would be used, more than 80%"),
+        ({}, Degrees(fsdp=4, ep=4), 79, "fsdp", "do not fit"),
         ({}, Degrees(fsdp=1), 100, "fsdp", "nothing to shard"),
         ({}, Degrees(fsdp=2, tp=2, ep=2), 100, "fsdp", "tensor parallelism"),
         ({"moe": {"priority": True}}, Degrees(fsdp=4, ep=4), 100, "fsdp", "moe.priority"),

@@ -79,5 +79,6 @@ def decide_dense(config: Config, degrees: Degrees, predict: Callable[[str], int]
     needed = predict("replicate")
     sizes = f"about {needed / 2**30:.1f} of {memory / 2**30:.1f} GiB of a rank would be used"
     if needed > ROOM * memory:
-        return "fsdp", f"whole dense parameters do not fit: {sizes}"
+        most = f", more than {ROOM:.0%}" if needed <= memory else ""
+        return "fsdp", f"whole dense parameters do not fit: {sizes}{most}"
     return "replicate", f"whole dense parameters fit: {sizes}"
