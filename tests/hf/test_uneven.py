@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 import carpool
 from carpool.hf.build import build_model
-from carpool.hf.dense import replicate_dense
+from carpool.hf.dense import keep_experts, replicate_dense
 from carpool.parallel.degrees import Degrees
+from carpool.parallel.replicated import sharded_parameters
 from carpool.train.run.model import distributed_config
 from carpool.train.run.step import Objective
 from tests.hf.meshes import reuse_meshes
@@ -32,14 +33,14 @@ def on_rank(dense: str) -> Any:
     config = tiny_config(discover()["qwen3_moe"], **dict(EXPERTS))
     settings: dict[str, Any] = {"dtype": torch.float32, "seed": 0, "dense": dense}
     model = build_model(config, distributed_config=distributed_config(degrees, False), **settings)
-    if dense == "replicate":
-        replicate_dense(model, False)
+    kept = replicate_dense(model, False) if dense == "replicate" else keep_experts(model)
+    assert kept is not None
     objective = Objective(model, top_k=2, aux_coef=0.0, dp_size=world, autocast=None)
     losses = objective.backward(batches(Case(), rank, world))
     homes = [len(rank) for rank in next(iter(carpool.hf.rides(model).values())).layout.homes]
-    if objective.kept is not None:  # which has the gradients of dense parameters in flat shards
-        return None if rank else (homes, losses.loss, {})
-    gradients = full_gradients(model)
+    kept.finish()
+    with sharded_parameters(model):
+        gradients = full_gradients(model)
     return None if rank else (homes, losses.loss, gradients)
 
 
@@ -48,6 +49,5 @@ def test_gradients(two_ranks: Ranks, dense: str) -> None:
     homes, loss, gradients = two_ranks(on_rank, dense)[0]
     reference, expected = reference_of(Case(config=EXPERTS, on=False))
     assert homes == [4, 3] and abs(loss - expected.loss) < 1e-5
-    if gradients:
-        errors, missing = gradient_errors(reference, gradients)
-        assert not missing and max(errors.values()) < 1e-5, errors
+    errors, missing = gradient_errors(reference, gradients)
+    assert not missing and max(errors.values()) < 1e-5, errors
