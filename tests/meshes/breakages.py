@@ -144,7 +144,7 @@ def balance_of_one_rank() -> Iterator[None]:
 @contextmanager
 def norms_of_own_heads() -> Iterator[None]:
     """Norms of queries and keys get the gradients of a rank's own heads."""
-    with _without(heads), _without(sequence):
+    with _without(heads):
         yield
 
 
