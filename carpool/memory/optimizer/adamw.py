@@ -48,7 +48,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from carpool.memory.optimizer.moments import DTYPES, ZERO_CODE, can_be_blocks, dequantise, quantise, scale_shape
 from carpool.memory.optimizer.streamed import StreamedUpdate
 from carpool.memory.optimizer.tiles import Slab
-from carpool.memory.optimizer.update import State, Update, local
+from carpool.memory.optimizer.update import State, Update, Use, local
 
 Moments = Literal["float32", "bfloat16", "int8"]
 _SIGNED = {"exp_avg": True, "exp_avg_sq": False}
@@ -161,7 +161,7 @@ class AdamW(torch.optim.Optimizer):
                 loss = closure()
         settings, rates = self._settings()
         for update in self._updates:
-            update.step(settings, rates, _on(update, factor), zero_grads)
+            update.step(settings, rates, Use(_on(update, factor), zero_grads))
         return loss
 
     def _settings(self) -> tuple[list[tuple[float, ...]], dict[int, torch.Tensor]]:
@@ -254,7 +254,7 @@ class AdamW(torch.optim.Optimizer):
         for update in self._updates:
             numbers = [i for i, parameter in enumerate(update.parameters) if parameter in wanted]
             if numbers:
-                update.apply(numbers, _on(update, factor), squares=squares)
+                update.apply(numbers, Use(_on(update, factor), squares=squares))
                 if update.done is not None:
                     done.append(update.done)
         return done

@@ -34,7 +34,7 @@ from carpool.kernels.device import on_gpu
 from carpool.memory.disk import Staging
 from carpool.memory.optimizer import plain
 from carpool.memory.optimizer.tiles import SCALES, Segment, Slab, Tile, cut
-from carpool.memory.optimizer.update import KINDS, State, Update, _Table, local, make_table
+from carpool.memory.optimizer.update import KINDS, State, Update, Use, _Table, local, make_table
 
 # Of state in a buffer: at 50 GB/s more than a millisecond each way, which the host's work for a tile is hidden behind.
 TILE_BYTES = 64 * 2**20
@@ -82,15 +82,9 @@ class StreamedUpdate(Update):
             # What the step before has sent out is what this one takes in.
             self._into.wait_stream(self._out)
 
-    def apply(
-        self,
-        numbers: Iterable[int],
-        factor: torch.Tensor | None,
-        zero_grads: bool = False,
-        squares: torch.Tensor | None = None,
-    ) -> None:
+    def apply(self, numbers: Iterable[int], use: Use) -> None:
         with self._on(self._work, self._now()):
-            super().apply(numbers, factor, zero_grads, squares)
+            super().apply(numbers, use)
             self.done = self._now()
 
     def join(self) -> None:
@@ -104,34 +98,20 @@ class StreamedUpdate(Update):
         if self.staging is not None:
             self.staging.flush()
 
-    def _launch(
-        self,
-        numbers: tuple[int, ...],
-        grads: dict[int, torch.Tensor],
-        factor: torch.Tensor | None,
-        zero_grads: bool,
-        squares: torch.Tensor | None,
-    ) -> None:
+    def _launch(self, numbers: tuple[int, ...], grads: dict[int, torch.Tensor], use: Use) -> None:
         for tile in self._tiles_of(numbers):
-            self._stream(tile, grads, factor, zero_grads, squares)
+            self._stream(tile, grads, use)
 
-    def _plainly(self, grads: dict[int, torch.Tensor], factor: torch.Tensor | None, zero_grads: bool) -> None:
+    def _plainly(self, grads: dict[int, torch.Tensor], use: Use) -> None:
         for tile in self._tiles_of(tuple(grads)):
-            self._stream(tile, grads, factor, zero_grads, None)
+            self._stream(tile, grads, use)
 
     def _tiles_of(self, numbers: tuple[int, ...]) -> list[Tile]:
         if numbers not in self._tiles:
             self._tiles[numbers] = list(cut(self._slabs, numbers, self._tile_bytes))
         return self._tiles[numbers]
 
-    def _stream(
-        self,
-        tile: Tile,
-        grads: dict[int, torch.Tensor],
-        factor: torch.Tensor | None,
-        zero_grads: bool,
-        squares: torch.Tensor | None,
-    ) -> None:
+    def _stream(self, tile: Tile, grads: dict[int, torch.Tensor], use: Use) -> None:
         """One tile in, updated, and out."""
         if not any(segment.number in grads for segment in tile.segments):
             return
@@ -147,9 +127,9 @@ class StreamedUpdate(Update):
         self._after(self._into)
         if on_gpu(self.coefficients):
             for table in self._tables_of(tile, turn, views, grads):
-                self._launch_table(table, grads, factor, zero_grads, squares)
+                self._launch_table(table, grads, use)
         else:
-            self._update_plainly(tile, views, grads, factor, zero_grads)
+            self._update_plainly(tile, views, grads, use)
         with self._on(self._out, self._now()):
             for name, view in views.items():
                 hosts[name].copy_(view, non_blocking=True)
@@ -236,14 +216,9 @@ class StreamedUpdate(Update):
         return [*row, place.width, segment.stop, place.blocks_per_row, segment.number]
 
     def _update_plainly(
-        self,
-        tile: Tile,
-        views: dict[str, torch.Tensor],
-        grads: dict[int, torch.Tensor],
-        factor: torch.Tensor | None,
-        zero_grads: bool,
+        self, tile: Tile, views: dict[str, torch.Tensor], grads: dict[int, torch.Tensor], use: Use
     ) -> None:
-        by = 1.0 if factor is None else float(factor)
+        by = 1.0 if use.factor is None else float(use.factor)
         if by != by:
             return
         steps, coefficients = self.steps.tolist(), self.coefficients.tolist()
@@ -263,7 +238,7 @@ class StreamedUpdate(Update):
             part = self._rows(grad.view(-1)[segment.start : segment.end], tile, place.width)
             numbers = plain.Coefficients(*coefficients[number])
             plain.update(weight, part, state, numbers, by, int(steps[number]), number, segment.start)
-            if zero_grads:
+            if use.zero:
                 part.zero_()
 
     @staticmethod

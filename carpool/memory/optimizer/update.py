@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -30,6 +30,20 @@ KINDS = ("exp_avg", "exp_avg_sq", "low_bits", "exp_avg_scale", "exp_avg_sq_scale
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """What this rank holds of it, without a record for autograd."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+class Use(NamedTuple):
+    """How an update uses gradients.
+
+    Attributes:
+        factor: float32 scalar on the device, for the gradients. NaN: nothing changes. None: 1.
+        zero: they are zero afterwards.
+        squares: float32 scalar on the device, to which the squares of the gradients, times `factor`, are added.
+    """
+
+    factor: torch.Tensor | None = None
+    zero: bool = False
+    squares: torch.Tensor | None = None
 
 
 @dataclass
@@ -88,46 +102,35 @@ class Update:
         self,
         settings: list[tuple[float, ...]],
         rates: dict[int, torch.Tensor],
-        factor: torch.Tensor | None,
-        zero_grads: bool,
+        use: Use,
     ) -> None:
         """Update those that have a gradient.
 
         Args:
             settings: of each group: lr, beta1, beta2, eps, weight decay.
             rates: learning rates that are tensors, by group.
-            factor: float32 scalar on this device, for the gradients. NaN: nothing changes.
         """
         self.prepare(settings, [p.grad is not None for p in self.parameters])
-        self.count(rates, factor)
-        self.apply(range(len(self.parameters)), factor, zero_grads)
+        self.count(rates, use.factor)
+        self.apply(range(len(self.parameters)), use)
         self.join()
 
     def join(self) -> None:
         """The current stream goes on after all that `apply` has asked for."""
 
-    def apply(
-        self,
-        numbers: Iterable[int],
-        factor: torch.Tensor | None,
-        zero_grads: bool = False,
-        squares: torch.Tensor | None = None,
-    ) -> None:
-        """Update those of these parameters that have a gradient, with the steps and coefficients of `count`.
-
-        Args:
-            squares: float32 scalar on the device, to which the squares of the gradients, times `factor`, are added."""
+    def apply(self, numbers: Iterable[int], use: Use) -> None:
+        """Update those of these parameters that have a gradient, with the steps and coefficients of `count`."""
         numbers = tuple(numbers)
         theirs = {i: local(grad) for i in numbers if (grad := self.parameters[i].grad) is not None}
         grads = {i: _placed(self.parameters[i], grad).contiguous() for i, grad in theirs.items()}
         if on_gpu(self.coefficients):
-            self._launch(numbers, grads, factor, zero_grads, squares)
+            self._launch(numbers, grads, use)
         else:
-            self._plainly(grads, factor, zero_grads)
-            if squares is not None:
-                by = 1.0 if factor is None else factor
-                squares += sum((grad.float() * by).square().sum() for grad in grads.values())
-        if zero_grads:
+            if use.squares is not None:
+                by = 1.0 if use.factor is None else use.factor
+                use.squares.add_(sum((grad.float() * by).square().sum() for grad in grads.values()))
+            self._plainly(grads, use)
+        if use.zero:
             for i, grad in theirs.items():
                 if grad is not grads[i]:
                     grad.zero_()
@@ -164,13 +167,12 @@ class Update:
 
     def note_recorded(self) -> None:
         """After a capture: its launches find the gradients that it makes."""
-        for table, addresses in self._recorded:
+        recorded, self._recorded, self.recording = self._recorded, [], False
+        for table, addresses in recorded:
             table.recorded.copy_(upload(addresses, torch.int64, self.device))
-        self._recorded.clear()
-        self.recording = False
 
-    def _plainly(self, grads: dict[int, torch.Tensor], factor: torch.Tensor | None, zero_grads: bool) -> None:
-        by = 1.0 if factor is None else float(factor)
+    def _plainly(self, grads: dict[int, torch.Tensor], use: Use) -> None:
+        by = 1.0 if use.factor is None else float(use.factor)
         if by != by:
             return
         steps, coefficients = self.steps.tolist(), self.coefficients.tolist()
@@ -180,17 +182,10 @@ class Update:
             state = {name: local(value) for name, value in self.states[i].items()}
             numbers = plain.Coefficients(*coefficients[i])
             plain.update(local(self.parameters[i]), grad, state, numbers, by, int(steps[i]), i)
-            if zero_grads:
+            if use.zero:
                 grad.zero_()
 
-    def _launch(
-        self,
-        numbers: tuple[int, ...],
-        grads: dict[int, torch.Tensor],
-        factor: torch.Tensor | None,
-        zero_grads: bool,
-        squares: torch.Tensor | None,
-    ) -> None:
+    def _launch(self, numbers: tuple[int, ...], grads: dict[int, torch.Tensor], use: Use) -> None:
         dtypes = [self.parameters[i].dtype if (grad := grads.get(i)) is None else grad.dtype for i in numbers]
         memory = [_memory(self.parameters[i], self.states[i]) for i in numbers], dtypes
         known, tables = self._tables.get(numbers, (None, []))
@@ -198,16 +193,9 @@ class Update:
             tables = self._make_tables(numbers, dtypes)
             self._tables[numbers] = memory, tables
         for table in tables:
-            self._launch_table(table, grads, factor, zero_grads, squares)
+            self._launch_table(table, grads, use)
 
-    def _launch_table(
-        self,
-        table: _Table,
-        grads: dict[int, torch.Tensor],
-        factor: torch.Tensor | None,
-        zero_grads: bool,
-        squares: torch.Tensor | None,
-    ) -> None:
+    def _launch_table(self, table: _Table, grads: dict[int, torch.Tensor], use: Use) -> None:
         from carpool.memory.optimizer.kernel import code_tables, launch
 
         if self._codes is None:
@@ -223,14 +211,14 @@ class Update:
             table.pieces,
             self.coefficients,
             self.steps,
-            self._one if factor is None else factor,
+            self._one if use.factor is None else use.factor,
             self._codes,
             table.squares,
-            zero_grads=zero_grads,
+            zero_grads=use.zero,
             **table.how,
         )
-        if squares is not None:
-            squares += table.squares.sum()
+        if use.squares is not None:
+            use.squares.add_(table.squares.sum())
 
     def _make_tables(self, numbers: Sequence[int], grad_dtypes: list[torch.dtype]) -> list[_Table]:
         alike: dict[tuple[torch.dtype, torch.dtype, torch.dtype], list[int]] = {}
