@@ -35,9 +35,8 @@ def test_a_budget_is_kept_by_what_was_measured(tmp_path: Path) -> None:
     total = info["predicted"]["memory_per_rank_bytes"]["total"]
     info, steps = run(tmp_path / "budget", f"memory.budget={int(0.9 * total)}B", "training.check_memory=false")
     assert info["decisions"]["memory"]["how"] == "measured"
-    # A layer that is computed again takes longer; its activations alone may not, as far as can be measured.
-    times = info["decisions"]["memory"]["milliseconds"]
-    assert times["dense"]["recompute"] > 0 and times["hidden"]["recompute"] >= 0
+    # A layer that is computed again takes longer. (Its activations alone may take too little to be measured.)
+    assert info["decisions"]["memory"]["milliseconds"]["dense"]["recompute"] > 0
     assert info["predicted"]["memory_per_rank_bytes"]["total"] <= 0.9 * total
     # The same bits, in less memory; the measurement before it has given all back.
     assert [one["loss"] for one in steps] == [one["loss"] for one in plain]
