@@ -292,7 +292,8 @@ def show(console: Console, found: Sequence[dict[str, Any]], failed: dict[str, st
 def main() -> None:
     parser = make_runs_parser(__doc__, "setting", seconds=150)
     parser.add_argument("--steps", type=int, default=3, help="of each setting; two more where steps are captured")
-    start_runs(parser, {name: least for name, (_, least) in SETTINGS.items()}, "benchmarks.peaks:measure")
+    least = {name: least for name, (_, least) in SETTINGS.items()}
+    start_runs(parser, least, "benchmarks.peaks:measure", key="results")
 
 
 if __name__ == "__main__":

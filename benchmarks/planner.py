@@ -82,6 +82,7 @@ def candidate_of(point: Mapping[str, Any]) -> tuple[ModelShape, Candidate, Route
         optimizer="torch" if training.get("optimizer") == "torch" else "one-pass",
         optimizer_state=training.get("optimizer_state", "device"),
         gradients=training.get("gradients", "kept"),
+        max_grad_norm=training.get("max_grad_norm", 1.0),
         compiled=training.get("torch_compile", False),
         graphs=training.get("cuda_graphs", "auto") != "off",
         experts=config.get("moe", {}).get("experts", "grouped"),

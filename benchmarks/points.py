@@ -1,10 +1,12 @@
 """Whole training steps of many configurations, timed: what the planner's predictions are held against.
 
     python -m benchmarks.points --ranks 2 --out points.json           # GPUs; --only held for the points held out
+    python -m benchmarks.points --ranks 1 --only one --apart --out one.json
     python -m benchmarks.points --ranks 2 --tiny --only fit/olmoe     # on CPUs, tiny models
 
 Names begin with the set that a point is of. `fit` may be looked at while the planner's model is fitted; `held` was
-chosen before, and says how good the model is. Each point is a run of the trainer: warmed up, then rounds of steps back
+chosen before, and says how good the model is; `one` is held out, too, for one GPU. With `--apart` each point has a
+process of its own, in which nothing is left of earlier ones. Each point is a run of the trainer: warmed up, then rounds of steps back
 to back. The JSON has for each point its settings, milliseconds of a step (every round, the slowest rank), those of the
 host, the peak of PyTorch's tensors with the rides' buffers and what graphs hold, what earlier points had left behind
 when it began (`left_bytes`: a peak is known no better), and what the run had chosen for itself.
@@ -36,6 +38,7 @@ GPT_OSS = ["model.config=gpt-oss-20b", *BF16]
 MIXTRAL = ["model.config=mixtral-8x7b", *BF16]
 GLM = ["model.config=glm-4.5-air", *BF16]
 COMPILED, EAGER = ["training.torch_compile=true"], ["training.cuda_graphs=off"]
+CONSUMED = ["training.gradients=consumed", "training.max_grad_norm=0"]
 REPLICATE, FSDP = ["parallelism.dense=replicate"], ["parallelism.dense=fsdp"]
 BALANCED, TRACE = "balanced", "docs/traces/e64-1435.npz"
 WARMUP = 4
@@ -93,6 +96,41 @@ POINTS: dict[str, tuple[list[str], str]] = {
     "held/mixtral 2 layers, 8k tokens": ([*MIXTRAL, *_sizes(2, 8192, 1), *REPLICATE], BALANCED),
     "held/mixtral 2 layers, fsdp": ([*MIXTRAL, *_sizes(2, 4096, 1), *FSDP], BALANCED),
     "held/glm-4.5-air 4 layers": ([*GLM, *_sizes(4, 4096, 2), *REPLICATE], BALANCED),
+    "one/qwen3 10 layers, graphs": ([*QWEN, *_sizes(10, 4096, 2)], BALANCED),
+    "one/qwen3 12 layers, consumed, int8": (
+        [*QWEN, *_sizes(12, 4096, 2), "training.optimizer_moments=int8", *CONSUMED], BALANCED,
+    ),
+    "one/qwen3 6 layers, compiled, 16 short sequences": ([*QWEN, *_sizes(6, 1024, 16), *COMPILED], BALANCED),
+    "one/qwen3 8 layers, all recomputed": (
+        [*QWEN, *_sizes(8, 4096, 8), "memory.dense=recompute", "memory.hidden=recompute"], BALANCED,
+    ),
+    "one/qwen3 4 layers, state in host memory": (
+        [*QWEN, *_sizes(4, 4096, 4), "training.optimizer_state=host"], BALANCED,
+    ),
+    "one/qwen3-235b 2 layers": (["model.config=qwen3-235b-a22b", *BF16, *_sizes(2, 4096, 2)], BALANCED),
+    "one/olmoe 16 layers": ([*OLMOE, *_sizes(16, 4096, 2)], BALANCED),
+    "one/olmoe 8 layers, trace, three micro-batches": (
+        [*OLMOE, *_sizes(8, 2048, 4), "training.gradient_accumulation_steps=3"], TRACE,
+    ),
+    "one/olmoe 8 layers, PyTorch's AdamW": (
+        ["model.config=olmoe-1b-7b", "model.dtype=bfloat16", *_sizes(8, 4096, 2), "training.optimizer=torch"], BALANCED,
+    ),
+    "one/olmoe 6 layers, float32 moments, eager": (
+        ["model.config=olmoe-1b-7b", "model.dtype=bfloat16", *_sizes(6, 4096, 4), *EAGER], BALANCED,
+    ),
+    "one/gpt-oss 6 layers, flex": ([*GPT_OSS, *_sizes(6, 4096, 2)], BALANCED),
+    "one/gpt-oss 4 layers, 8k tokens, hidden recomputed": (
+        [*GPT_OSS, *_sizes(4, 8192, 2), "memory.hidden=recompute"], BALANCED,
+    ),
+    "one/mixtral 3 layers": ([*MIXTRAL, *_sizes(3, 4096, 2)], BALANCED),
+    "one/mixtral 2 layers, hidden in host memory": (
+        [*MIXTRAL, *_sizes(2, 4096, 2), "memory.hidden=offload"], BALANCED,
+    ),
+    "one/glm-4.5-air 3 layers, compiled": ([*GLM, *_sizes(3, 4096, 2), *COMPILED], BALANCED),
+    "one/ernie 6 layers, eager": (
+        ["model.config=ernie-4.5-21b-a3b", *BF16, *_sizes(6, 4096, 2), *EAGER], BALANCED,
+    ),
+    "one/deepseek-v3-cut 2 layers": (["model.config=deepseek-v3-cut", *BF16, *_sizes(2, 4096, 1)], BALANCED),
 }  # fmt: skip
 
 
@@ -176,7 +214,7 @@ def main() -> None:
     parser = make_runs_parser(__doc__, "point", seconds=400)
     parser.add_argument("--steps", type=int, default=4, help="of each round")
     parser.add_argument("--rounds", type=int, default=3)
-    start_runs(parser, dict.fromkeys(POINTS, 1), "benchmarks.points:measure")
+    start_runs(parser, dict.fromkeys(POINTS, 1), "benchmarks.points:measure", key="points")
 
 
 if __name__ == "__main__":

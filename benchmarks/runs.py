@@ -22,6 +22,7 @@ from carpool.bench.options import find_ranks
 from carpool.bench.script import make_parser, write_results
 from carpool.observe.clock import slowest
 from carpool.train.config import Config, load_config
+from carpool.train.launch.failure import RankFailure
 from carpool.train.launch.start import run as start_ranks
 from carpool.train.run.kept_times import groups_before
 
@@ -43,15 +44,17 @@ def make_runs_parser(doc: str | None, what: str, seconds: float) -> argparse.Arg
     parser.add_argument("--only", nargs="+", default=None, help=f"names of {what}s, or beginnings of them")
     parser.add_argument("--seconds", type=float, default=seconds, help=f"after which no further {what} begins")
     parser.add_argument("--tiny", action="store_true", help="tiny models on CPUs")
+    parser.add_argument("--apart", action="store_true", help=f"each {what} in processes of its own")
     return parser
 
 
-def start_runs(parser: argparse.ArgumentParser, least_ranks: Mapping[str, int], entry: str) -> None:
+def start_runs(parser: argparse.ArgumentParser, least_ranks: Mapping[str, int], entry: str, key: str) -> None:
     """Start the ranks: each calls `entry(config, settings)` with the options, and with names of runs as "only".
 
     Args:
         least_ranks: by the name of a run; with fewer, it is left out.
-        entry: "module:function"."""
+        entry: "module:function".
+        key: of the results in the JSON file."""
     args = parser.parse_args()
     device = "cpu" if args.tiny else "cuda"
     _, ranks = find_ranks(device, args.ranks)
@@ -64,7 +67,33 @@ def start_runs(parser: argparse.ArgumentParser, least_ranks: Mapping[str, int], 
     with tempfile.TemporaryDirectory() as folder:
         here = [f"parallelism.num_ranks={ranks}", f"parallelism.device={device}"]
         config = load_config(None, [*here, f"training.output_dir={json.dumps(folder)}"])
-        start_ranks(config, entry, settings=settings)
+        if args.apart:
+            _start_apart(config, entry, settings, key, Path(folder))
+        else:
+            start_ranks(config, entry, settings=settings)
+
+
+def _start_apart(config: Config, entry: str, settings: dict[str, Any], key: str, folder: Path) -> None:
+    """One run after the other, each in processes of its own, which leave nothing to the next; one file of results."""
+    began, all_of_them, one = time.perf_counter(), {}, folder / "one.json"
+    for name in settings["only"]:
+        if time.perf_counter() - began > settings["seconds"]:
+            break
+        one.unlink(missing_ok=True)
+        why = ""
+        try:
+            start_ranks(config, entry, settings={**settings, "only": [name], "out": str(one)})
+        except RankFailure as failure:
+            why = str(failure).split("\n")[0]
+        found = json.loads(one.read_text()) if one.is_file() else {"failed": {name: why}, key: []}
+        before = all_of_them or {**found, key: [], "failed": {}}
+        all_of_them = before | {
+            "settings": {**found.get("settings", {}), "only": settings["only"]},
+            key: before[key] + found[key],
+            "failed": before["failed"] | found["failed"],
+        }
+        if settings["out"] is not None:
+            Path(settings["out"]).write_text(json.dumps(all_of_them, indent=1) + "\n")
 
 
 def config_of_run(name: str, given: list[str], tiny: bool, folder: Path) -> Config:
