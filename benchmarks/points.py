@@ -6,10 +6,10 @@
 
 Names begin with the set that a point is of. `fit` may be looked at while the planner's model is fitted; `held` was
 chosen before, and says how good the model is; `one` is held out, too, for one GPU. With `--apart` each point has a
-process of its own, in which nothing is left of earlier ones. Each point is a run of the trainer: warmed up, then rounds of steps back
-to back. The JSON has for each point its settings, milliseconds of a step (every round, the slowest rank), those of the
-host, the peak of PyTorch's tensors with the rides' buffers and what graphs hold, what earlier points had left behind
-when it began (`left_bytes`: a peak is known no better), and what the run had chosen for itself.
+process of its own, in which nothing is left of earlier ones. Each point is a run of the trainer: warmed up, then
+rounds of steps back to back. The JSON has for each point its settings, milliseconds of a step (every round, the slowest
+rank), those of the host, the peak of PyTorch's tensors with the rides' buffers and what graphs hold, what earlier
+points had left behind when it began (`left_bytes`: a peak is known no better), and what the run had chosen for itself.
 """
 
 from __future__ import annotations
