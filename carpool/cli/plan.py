@@ -71,8 +71,8 @@ def plan(
         from carpool.planner.hardware import find_hardware
         from carpool.planner.model_shape import ModelShape
         from carpool.planner.routes import Routes
-        from carpool.planner.search import Space
         from carpool.planner.search import plan as search
+        from carpool.planner.space import Space
         from carpool.planner.systems import SYSTEMS
         from carpool.train.config.published import read_keys
         from carpool.train.config.sizes import size_of

@@ -10,7 +10,12 @@
     sizes.py      what a rank takes and keeps: of a plan; a run asks its model
     peak.py       its memory as a timeline, of plans and of runs
     held.py       what is in use beside tensors, and what a layer works with
+    space.py      what a search is asked: the problem, and what may vary
+    enumeration.py  every configuration of a space that fits, without those that cannot be the best
+    bounds.py     how long a step takes at least
     search.py     the best configurations: `plan`
+    moves.py      another way to them, by moves away from the bottleneck
+    systems.py    what published planners would choose among the same
     kept.py       bytes that are kept for the backward, under which policies
     policies.py   the policies that fit into a budget and cost least
     cost.py       how long rides, matrix products and replicas take on that hardware

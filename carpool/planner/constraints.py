@@ -14,7 +14,7 @@ from carpool.parallel.schedules import SCHEDULES
 from carpool.planner.kept import POLICIES
 
 if TYPE_CHECKING:
-    from carpool.planner.search import Space
+    from carpool.planner.space import Space
 
 # What `--only` calls it, and the field of `Space`.
 ONLY: Mapping[str, str] = MappingProxyType({

@@ -19,13 +19,10 @@ from collections.abc import Iterator, Mapping
 from heapq import heappop, heappush
 from itertools import count
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from carpool.parallel.degrees import Degrees
 from carpool.planner.candidate import Candidate
-
-if TYPE_CHECKING:
-    from carpool.planner.search import _Search
 
 Move = tuple[str, int]  # an axis or "micro_batch", and whether it is doubled (1) or halved (-1)
 AXES = ("pp", "tp", "cp", "ep", "dp_replicate", "micro_batch")
@@ -55,12 +52,19 @@ class Place(NamedTuple):
         return self.micro_batch if axis == "micro_batch" else self.degrees.size(axis)
 
 
-def relieve(places: Mapping[Place, Candidate], search: _Search, start: Place) -> Candidate | None:
+class Variants(Protocol):
+    """Who knows what else may vary at a place, and how long its steps take (`carpool.planner.search.Search`)."""
+
+    def best_of(self, base: Candidate) -> tuple[float, Candidate] | None: ...
+
+    def exposed(self, candidate: Candidate) -> Mapping[str, float]: ...
+
+
+def relieve(places: Mapping[Place, Candidate], search: Variants, start: Place) -> Candidate | None:
     """The candidate at which no move makes the step shorter.
 
     Args:
         places: all that are allowed, and a candidate of each.
-        search: that knows which variants of a candidate fit, and the model.
         start: where to begin.
 
     Returns:

@@ -33,7 +33,7 @@ from carpool.planner.routes import Routes
 
 if TYPE_CHECKING:
     from carpool.planner.model_shape import ModelShape
-    from carpool.planner.search import Space
+    from carpool.planner.space import Space
 
 LengthsOf = Callable[[Candidate], Lengths]
 MOST_CHUNKS = 8

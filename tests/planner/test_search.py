@@ -12,12 +12,15 @@ import pytest
 from carpool.parallel.combinations import refusal
 from carpool.parallel.degrees import Degrees
 from carpool.planner import moves
+from carpool.planner.bounds import Bounds
 from carpool.planner.candidate import Candidate
+from carpool.planner.enumeration import Enumeration, sizes_of
 from carpool.planner.hardware import LinkRate, find_hardware
 from carpool.planner.model_shape import ModelShape
 from carpool.planner.peak import memory_of
 from carpool.planner.routes import Routes
-from carpool.planner.search import POLICIES, Space, _Search, plan, sizes_of
+from carpool.planner.search import Search, plan
+from carpool.planner.space import POLICY_SETS, Problem, Space
 from carpool.planner.step import predict, step_seconds
 from carpool.planner.systems import SYSTEMS
 from carpool.train.config import load_config
@@ -26,16 +29,18 @@ from carpool.train.config.published import read_keys
 SHAPE = ModelShape.read(read_keys({"from": "qwen3-30b-a3b", "num_hidden_layers": 2}))
 H100 = find_hardware("H100")
 SMALL = Space(
-    pp=(1, 2), tp=(1, 2), cp=(1,), etp=(1,), policies=POLICIES[:4], micro_batches=(1, 2),
+    pp=(1, 2), tp=(1, 2), cp=(1,), etp=(1,), policies=POLICY_SETS[:4], micro_batches=(1, 2),
     gradients=("kept", "consumed"), max_grad_norm=0.0,
 )  # fmt: skip
 
 
-class _Everything(_Search):
-    """Without any pruning: what fits is predicted."""
-
-    def bound(self, candidate: Candidate) -> float:
+class _NoBounds(Bounds):
+    def seconds(self, candidate: Candidate) -> float:
         return 0.0
+
+
+class _Everything(Enumeration):
+    """Without any pruning: all that fits."""
 
     def _that_fit(self, base: Candidate):  # type: ignore[no-untyped-def]
         for state, gradients in product(self.space.optimizer_state, self.space.gradients):
@@ -48,7 +53,7 @@ class _Everything(_Search):
                     continue
                 if refusal(sizes_of(one.degrees), one.flat_settings()) is not None:
                     continue
-                if memory_of(self.model, one, self.routes).total <= self.memory:
+                if memory_of(self.problem.model, one, self.problem.routes).total <= self.problem.memory:
                     yield one
 
 
@@ -57,8 +62,9 @@ def test_the_best_of_everything_is_found(memory: float) -> None:
     found = plan(
         SHAPE, H100, gpus=8, tokens=16 * 4096, sequence_length=4096, per_node=4, memory=memory, space=SMALL, best=3
     )
-    everything = _Everything(SHAPE, H100, 4, memory, Routes(), SMALL, 3)
-    everything.run(8, 16, 4096)
+    problem = Problem(SHAPE, H100, 8, 4, 16, 4096, memory, Routes())
+    everything = Search(_Everything(problem, SMALL), _NoBounds(problem), 3)
+    everything.run()
     best = [one.seconds.middle for one in everything.sorted_best()]
     # Further ones may be dominated: the best with a policy that it does not need.
     assert found.plans[0].prediction.seconds.middle == pytest.approx(best[0])
@@ -72,9 +78,11 @@ def test_no_step_is_taken_for_shorter_than_its_bound() -> None:
         pp=(1,), tp=(1,), cp=(1,), ep=(2,), micro_batches=(2,), transports=("nvlink",), schedules=("none",),
         dense=("fsdp",), optimizer_state=("device",),
     )  # fmt: skip
-    search = _Search(shape, H100, 8, 75e9, Routes(), one, 5)
-    search.run(8, 256, 4096)
-    assert search.found and all(-negative >= search.bound(candidate) for negative, _, candidate in search.found)
+    problem = Problem(shape, H100, 8, 8, 256, 4096, 75e9, Routes())
+    bounds = Bounds(problem)
+    search = Search(Enumeration(problem, one), bounds, 5)
+    search.run()
+    assert search.found and all(-negative >= bounds.seconds(candidate) for negative, _, candidate in search.found)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +100,7 @@ def test_bounds_are_bounds_and_the_first_micro_batches_tell_of_all(candidate: Ca
     shape = replace(shape, layers=shape.layers * 2)
     whole = predict(shape, H100, candidate, 8).seconds
     assert step_seconds(shape, H100, candidate, 8) == pytest.approx(whole.middle, rel=0.01)
-    bound = _Search(shape, H100, 8, 1e12, Routes(), Space(), 1).bound(candidate)
+    bound = Bounds(Problem(shape, H100, 8, 8, 256, 4096, 1e12, Routes())).seconds(candidate)
     assert 0.7 * whole.middle < bound <= whole.middle
     assert whole.low < whole.middle < whole.high
 
@@ -132,7 +140,7 @@ def test_moves_end_at_what_can_be_run() -> None:
 
 def test_pairs_are_proposed_where_rides_are_slow() -> None:
     shape = replace(SHAPE, layers=SHAPE.layers * 4)
-    space = Space(pp=(2,), tp=(1,), cp=(1,), ep=(4,), policies=POLICIES[:1], micro_batches=(4,))
+    space = Space(pp=(2,), tp=(1,), cp=(1,), ep=(4,), policies=POLICY_SETS[:1], micro_batches=(4,))
     numbers = {"gpus": 8, "tokens": 64 * 4096, "sequence_length": 4096, "space": space, "best": 1}
     slow = replace(H100, nvlink=LinkRate(2e10, 1e-5), push=None)
     (one,) = plan(shape, slow, **numbers).plans  # type: ignore[arg-type]
@@ -184,7 +192,7 @@ def test_the_optimizer_in_host_memory_may_cost_less_than_keeping_less() -> None:
     assert best.candidate.optimizer_state == "host" and set(best.candidate.policies.values()) == {"keep"}
     others = [
         replace(best.candidate, optimizer_state="device", policies={**best.candidate.policies, **policies})
-        for policies in POLICIES
+        for policies in POLICY_SETS
     ]
     fitting = [one for one in others if memory_of(shape, one).total <= 20e9]
     assert fitting, "keeping less would do"

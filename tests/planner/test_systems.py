@@ -11,11 +11,13 @@ import pytest
 from carpool.parallel.degrees import Degrees
 from carpool.planner.candidate import Candidate
 from carpool.planner.constraints import read_constraints
+from carpool.planner.enumeration import Enumeration
 from carpool.planner.hardware import LinkRate, find_hardware
 from carpool.planner.lengths import Lengths
 from carpool.planner.model_shape import ModelShape
 from carpool.planner.routes import Routes
-from carpool.planner.search import Plan, Space, _Search, plan
+from carpool.planner.search import Plan, plan
+from carpool.planner.space import Problem, Space
 from carpool.planner.systems import SYSTEMS, _stages, fsmoe, roofline, tutel
 from carpool.train.config.published import read_keys
 
@@ -47,18 +49,18 @@ def test_no_policy_finds_a_faster_plan_that_fits(name: str, fastest: Plan) -> No
     assert SYSTEMS[name].source and SYSTEMS[name].chooses
 
 
-def candidates(name: str) -> tuple[list[Candidate], _Search]:
+def candidates(name: str) -> tuple[list[Candidate], Problem]:
     system = SYSTEMS[name]
-    search = _Search(SHAPE, H100, 8, 14e9, Routes(), system.restrict(SMALL, SHAPE), 1, system)
-    return list(search._candidates(16, 64, 4096)), search
+    problem = Problem(SHAPE, H100, 16, 8, 64, 4096, 14e9, Routes())
+    return list(Enumeration(problem, system.restrict(SMALL, SHAPE), system).candidates()), problem
 
 
 def test_alpa_takes_what_communicates_least_within_a_stage(fastest: Plan) -> None:
-    every, search = candidates("alpa")
+    every, problem = candidates("alpa")
     one = chosen("alpa").candidate
 
     def travels(other: Candidate) -> float:
-        return sum(seconds for _, seconds in _stages(search.lengths(other)))
+        return sum(seconds for _, seconds in _stages(problem.lengths(other)))
 
     same = [other for other in every if (other.degrees.pp, other.accumulation) == (one.degrees.pp, one.accumulation)]
     assert travels(one) == min(map(travels, same)) < travels(fastest.candidate)
@@ -74,11 +76,11 @@ def test_mist_computes_whole_layers_again_where_experts_alone_would_do(fastest: 
 
 
 def test_the_roofline_sees_no_latencies() -> None:
-    every, search = candidates("fastermoe")
+    every, problem = candidates("fastermoe")
     slow = replace(H100, nvlink=LinkRate(150e9, 5e-3), push=None, network=LinkRate(45e9, 5e-3))
-    late = _Search(SHAPE, slow, 8, 14e9, Routes(), search.space, 1, SYSTEMS["fastermoe"])
+    late = replace(problem, hardware=slow)
     soon = replace(H100, nvlink=LinkRate(150e9, 0.0), push=None, network=LinkRate(45e9, 0.0))
-    early = _Search(SHAPE, soon, 8, 14e9, Routes(), search.space, 1, SYSTEMS["fastermoe"])
+    early = replace(problem, hardware=soon)
     assert roofline(every, late.lengths) == roofline(every, early.lengths)
     predicted = [plan(SHAPE, one, **NUMBERS, best=1, space=SMALL).plans[0].candidate for one in (slow, soon)]
     assert predicted[0] != predicted[1]

@@ -26,7 +26,8 @@ from carpool.planner.chosen import Chosen, Decisions, Kind
 from carpool.planner.hardware import Hardware
 from carpool.planner.kept import POLICIES
 from carpool.planner.model_shape import ModelShape
-from carpool.planner.search import USABLE, Found, Plan, Space, plan
+from carpool.planner.search import USABLE, Found, Plan, plan
+from carpool.planner.space import Space
 from carpool.train.config.schema import Config
 from carpool.train.run.blueprint import Blueprint
 from carpool.train.run.machine import Machine
