@@ -27,8 +27,8 @@ step late. The first step is not clipped.
 
 Every parameter has one gradient in a step: no micro-batches are added, and no replicas.
 
-A forward and backward with the updates between can be captured in a CUDA graph, if the optimizer's state is on the
-device. What is left for `finish` is not in it:
+A forward and backward with the updates between can be captured in a CUDA graph, with copies of the optimizer's state
+from host memory and back, but not from disk. What is left for `finish` is not in it:
 
     with consumed.record(): capture (forward, begin, backward, drain)
     each step               prepare, replay, replayed, ..., finish
@@ -151,6 +151,7 @@ class ConsumedGradients:
         _wait(self._events)
         self._events.clear()
         self._let_go(0)
+        self.optimizer.join()
 
     # -- in a CUDA graph ------------------------------------------------------------------------------------------
 

@@ -212,13 +212,16 @@ def test_gradients_consumed_in_a_backward(offload: bool) -> None:
     assert all(torch.equal(p, q) for p, q in zip(*ended, strict=True))
 
 
-def test_a_capture_that_fails_in_a_backward_that_consumes() -> None:
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_capture_that_fails_in_a_backward_that_consumes(offload: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps after it are those of a run without it: no event of the capture is waited for, and nothing was updated."""
+    monkeypatch.setattr(streamed, "TILE_BYTES", 2**19)
     ended = []
     for fails in (False, True):
         torch.manual_seed(0)
         model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(6))).bfloat16().cuda()
-        consuming = consumed.ConsumedGradients(model, AdamW(model.parameters(), lr=1e-2), max_norm=1e-3)
+        optimizer = AdamW(model.parameters(), lr=1e-2, offload=offload)
+        consuming = consumed.ConsumedGradients(model, optimizer, max_norm=1e-3)
         x = torch.randn(256, 1024, device="cuda", dtype=torch.bfloat16)
 
         def forward_and_backward(x: torch.Tensor = x, model: Any = model, consuming: Any = consuming) -> None:
@@ -244,15 +247,20 @@ def test_a_capture_that_fails_in_a_backward_that_consumes() -> None:
     assert all(torch.equal(p, q) for p, q in zip(*ended, strict=True))
 
 
+@pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("moments", ["float32", "int8"])
-def test_gradients_consumed_in_a_captured_backward(moments: Moments) -> None:
+def test_gradients_consumed_in_a_captured_backward(
+    moments: Moments, offload: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The bits of eager steps, clipped by the norm of the step before, with rates that change and a loss that is not
-    finite; eager steps between replays change no address that the graph reads."""
-    ended = []
+    finite; eager steps between replays change no address that the graph reads. State in host memory comes and goes
+    inside the graph, through buffers that are used again and again."""
+    monkeypatch.setattr(streamed, "TILE_BYTES", 2**19)
+    ended, travelled = [], list[tuple[int, int]]()
     for captured in (False, True):
         torch.manual_seed(0)
         model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(6))).bfloat16().cuda()
-        optimizer = AdamW(model.parameters(), moments=moments)
+        optimizer = AdamW(model.parameters(), moments=moments, offload=offload)
         gradients = consumed.ConsumedGradients(model, optimizer, max_norm=1e-3)
         x, graph = torch.empty(256, 1024, device="cuda", dtype=torch.bfloat16), torch.cuda.CUDAGraph()
 
@@ -283,8 +291,10 @@ def test_gradients_consumed_in_a_captured_backward(moments: Moments) -> None:
                 del other
             norms.append(gradients.finish().item())
             assert all(p.grad is None for p in model.parameters())
+        travelled.append(optimizer.streamed_bytes)
         ended.append((norms, [p.detach().clone() for p in model.parameters()], optimizer.state_dict()["state"]))
     (norms, weights, state), (theirs, others, other_state) = ended
+    assert travelled[0] == travelled[1] and (travelled[0][0] > 0) == offload
     assert norms == pytest.approx(theirs, rel=1e-5, nan_ok=True)
     assert all(torch.equal(p, q) for p, q in zip(weights, others, strict=True))
     assert all(torch.equal(state[i][name], other_state[i][name]) for i in state for name in state[i])

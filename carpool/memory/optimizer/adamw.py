@@ -196,6 +196,11 @@ class AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def prepare(self) -> None:
         """Before a capture of `begin`, and before each replay: what has changed on the host goes to the device."""
+        self._prepare()
+        for update in self._updates:
+            update.settle()
+
+    def _prepare(self) -> None:
         settings, _ = self._settings()
         for update in self._updates:
             update.prepare(settings, [p.requires_grad for p in update.parameters])
@@ -203,7 +208,7 @@ class AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def begin(self, factor: torch.Tensor | None = None) -> None:
         """Begin a step whose gradients come one after the other. All parameters that require one count as updated."""
-        self.prepare()
+        self._prepare()
         _, rates = self._settings()
         self._early = set()
         for update in self._updates:
@@ -215,11 +220,11 @@ class AdamW(torch.optim.Optimizer):
         `prepare` before.
 
         Raises:
-            ValueError: the optimizer's state is not on the device."""
-        if self.offload:
-            raise ValueError("what streams the optimizer's state from host memory cannot be captured in a CUDA graph")
+            ValueError: the optimizer's state is on disk."""
+        if self.folder is not None:
+            raise ValueError("what reads the optimizer's state from files cannot be captured in a CUDA graph")
         for update in self._updates:
-            update.recording = True
+            update.record()
         try:
             yield
         finally:
@@ -229,6 +234,13 @@ class AdamW(torch.optim.Optimizer):
     def replayed(self, parameters: Iterable[torch.Tensor]) -> None:
         """A captured `begin` was replayed, with an `update` of each of these parameters."""
         self._early = set(parameters)
+        for update in self._updates:
+            update.replayed()
+
+    def join(self) -> None:
+        """The current stream goes on after all updates. At the end of a capture, inside."""
+        for update in self._updates:
+            update.join()
 
     @torch.no_grad()
     def update(
@@ -262,8 +274,8 @@ class AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def finish(self, factor: torch.Tensor | None = None) -> None:
         """End such a step. `factor`: as in `begin`."""
+        self.join()
         for update in self._updates:
-            update.join()
             late = [i for i, p in enumerate(update.parameters) if p.requires_grad and p not in self._early]
             update.uncount(late, _on(update, factor))
 

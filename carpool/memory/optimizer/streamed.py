@@ -19,6 +19,11 @@ copied to buffers and back by plain copies.
 State on disk (ZeRO-Infinity, arXiv 2104.07857) comes and goes through page-locked buffers, which a thread reads ahead
 and writes behind; all else is the same.
 
+A CUDA graph may hold all of it but state on disk (`carpool.memory.optimizer.adamw`): memory in slabs and buffers stays
+where it is, so the copies of a replay are those of the capture. The three streams are forked into the capture by
+`count` and joined by `join`, which waits for copies out, too: nothing of a graph is under way when it ends. Tables are
+those of the eager steps before, in which tiles came in the same turns.
+
 What is in host memory is valid on the host after `synchronize`.
 """
 
@@ -70,16 +75,25 @@ class StreamedUpdate(Update):
         self._buffers: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(TILES)]
         self._turn = self.bytes_in = self.bytes_out = 0
         self._of_tiles: dict[tuple[Tile, int], tuple[Any, list[_Table]]] = {}
-        streams: list[Any] = [torch.cuda.Stream(device, -1) if device.type == "cuda" else None for _ in range(3)]
+        # Before what is captured, too (`carpool.kernels.capture`).
+        streams: list[Any] = [torch.cuda.Stream(device, -2) if device.type == "cuda" else None for _ in range(3)]
         self._into, self._work, self._out = streams
         self._free: list[Any] = [None] * TILES
         self.staging = Staging(device) if on_disk else None
+        # Bytes each way before a capture; and what was captured: the next turn, and bytes each way.
+        self._before, self._captured = (0, 0), (0, 0, 0)
 
     def count(self, rates: dict[int, torch.Tensor], factor: torch.Tensor | None) -> None:
         super().count(rates, factor)
         self._turn = 0  # so that a tile finds its tables of the step before
-        if self._into is not None:
-            # What the step before has sent out is what this one takes in.
+        if self._into is None:
+            return
+        self._free = [None] * TILES
+        if torch.cuda.is_current_stream_capturing():
+            # After what was sent out before (`settle`).
+            self._fork()
+        else:
+            # What the step before has sent out is what this one takes in, through the same buffers.
             self._into.wait_stream(self._out)
 
     def apply(self, numbers: Iterable[int], use: Use) -> None:
@@ -88,8 +102,32 @@ class StreamedUpdate(Update):
             self.done = self._now()
 
     def join(self) -> None:
-        if self.done is not None:
+        if self._into is not None and torch.cuda.is_current_stream_capturing():
+            for stream in (self._into, self._work, self._out):
+                self._after(stream)
+        elif self.done is not None:
             torch.cuda.current_stream(self.device).wait_event(self.done)
+
+    def settle(self) -> None:
+        self._after(self._out)
+
+    def record(self) -> None:
+        super().record()
+        self._before = self.bytes_in, self.bytes_out
+
+    def note_recorded(self) -> None:
+        super().note_recorded()
+        bytes_in, bytes_out = self._before
+        self._captured = self._turn, self.bytes_in - bytes_in, self.bytes_out - bytes_out
+        self.bytes_in, self.bytes_out = bytes_in, bytes_out
+        # Nobody may wait for events of a capture after it.
+        self.done, self._free = None, [None] * TILES
+
+    def replayed(self) -> None:
+        self._turn, bytes_in, bytes_out = self._captured
+        self.bytes_in, self.bytes_out = self.bytes_in + bytes_in, self.bytes_out + bytes_out
+        self.done, self._free = None, [None] * TILES
+        self._fork()
 
     def synchronize(self) -> None:
         """Wait until host memory has what the last update has made."""
@@ -151,6 +189,12 @@ class StreamedUpdate(Update):
         if after is not None:
             stream.wait_event(after)
         return torch.cuda.stream(stream)
+
+    def _fork(self) -> None:
+        """All streams go on after what the current one has been asked for."""
+        for stream in (self._into, self._work, self._out):
+            if stream is not None:
+                stream.wait_stream(torch.cuda.current_stream(self.device))
 
     def _after(self, stream: Any) -> None:
         """The current stream goes on when another has done what it was asked for."""

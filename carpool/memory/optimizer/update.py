@@ -165,11 +165,21 @@ class Update:
             one = torch.ones((), device=self.device) if factor is None else (factor == factor).float()
             self.steps[list(numbers)] -= one
 
+    def settle(self) -> None:
+        """Before a capture, and before each replay: the current stream goes on after all that was done eagerly."""
+
+    def record(self) -> None:
+        """Before a capture, which makes gradients of its own."""
+        self.recording = True
+
     def note_recorded(self) -> None:
         """After a capture: its launches find the gradients that it makes."""
         recorded, self._recorded, self.recording = self._recorded, [], False
         for table, addresses in recorded:
             table.recorded.copy_(upload(addresses, torch.int64, self.device))
+
+    def replayed(self) -> None:
+        """After a replay: what follows eagerly comes after it."""
 
     def _plainly(self, grads: dict[int, torch.Tensor], use: Use) -> None:
         by = 1.0 if use.factor is None else float(use.factor)
