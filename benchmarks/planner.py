@@ -84,7 +84,7 @@ def candidate_of(point: Mapping[str, Any]) -> tuple[ModelShape, Candidate, Route
         gradients=training.get("gradients", "kept"),
         max_grad_norm=training.get("max_grad_norm", 1.0),
         compiled=training.get("torch_compile", False),
-        graphs=training.get("cuda_graphs", "auto") != "off",
+        eager="asked for" if training.get("cuda_graphs", "auto") == "off" else None,
         experts=config.get("moe", {}).get("experts", "grouped"),
         chunks=config.get("moe", {}).get("chunks", 1),
     )

@@ -8,6 +8,7 @@ from typing import Any
 
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.schedules import PAIRED
+from carpool.planner.captured import FSDP, by_plan, of_transport
 from carpool.planner.kept import POLICIES
 
 KEEP: Mapping[str, str] = dict.fromkeys(POLICIES, "keep")
@@ -29,12 +30,11 @@ class Candidate:
         policies: of what is kept, by item of `carpool.planner.kept`.
         moments: how AdamW keeps them.
         optimizer: "one-pass" or "torch".
-        optimizer_state: "device" or "host".
+        optimizer_state: "device", "host" or "disk", which is priced as "host".
         gradients: "kept", or "consumed": each is used for its update in the backward, and freed.
         max_grad_norm: gradients are clipped to it; 0: they are not. Of consumed ones by the norm of the step before.
         compiled: layers are compiled, where they can be (`layers_compiled`).
-        graphs: CUDA graphs are asked for, where they can be.
-        stage_graphs: of the stages of a pipeline, too (training.cuda_graphs = "on").
+        eager: why steps are not CUDA graphs, for a reason that is not in the other attributes; None: there is none.
         experts: "grouped", or "fp8" (lossy).
         pipeline: the order of stages (`carpool.planner.pipelines`).
         chunks, backward_chunks: of a ride, with schedule "chunks"; None: backward as many as forward.
@@ -58,8 +58,7 @@ class Candidate:
     gradients: str = "kept"
     max_grad_norm: float = 1.0
     compiled: bool = True
-    graphs: bool = True
-    stage_graphs: bool = False
+    eager: str | None = None
     experts: str = "grouped"
     pipeline: str = "1F1B"
     chunks: int = 1
@@ -131,18 +130,15 @@ class Candidate:
         return self.transport not in ("nvlink", "local")
 
     @property
+    def why_eager(self) -> str | None:
+        """Why forward and backward are not CUDA graphs; None: they are."""
+        found = self.eager or (of_transport(self.transport) if self.waits else None)
+        return found or (FSDP if self.has_fsdp else by_plan(self))
+
+    @property
     def captured(self) -> bool:
         """Whether forward and backward are CUDA graphs (`carpool.train.run.graphs`, `stage_graphs`)."""
-        return (
-            self.graphs
-            and self.transport in ("nvlink", "local")
-            and not self.has_fsdp
-            and self.schedule != "two-batch"
-            and self.degrees.tp == 1
-            and (self.degrees.pp == 1 or self.stage_graphs)
-            and "offload" not in self.policies.values()
-            and (self.gradients == "kept" or self.optimizer_state == "device")
-        )
+        return self.why_eager is None
 
     @property
     def at_once(self) -> int:
@@ -209,8 +205,6 @@ class Candidate:
             training |= {"gradients": "consumed"} | ({"clip_by": "previous"} if self.max_grad_norm else {})
         if degrees.pp > 1:
             parallelism["pp_schedule"] = self.pipeline
-            if self.captured:
-                training["cuda_graphs"] = "on"
         moe: dict[str, Any] = {"transport": self.transport, "schedule": self.schedule, "experts": self.experts}
         if self.transport == "local":
             del moe["transport"]

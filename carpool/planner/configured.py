@@ -17,6 +17,7 @@ from typing import Any
 
 from carpool.parallel.degrees import Degrees
 from carpool.planner.candidate import Candidate
+from carpool.planner.captured import by_settings
 from carpool.planner.events import Group
 from carpool.planner.hardware import Hardware
 from carpool.planner.kept import POLICIES
@@ -78,12 +79,11 @@ def candidate_of(
         policies={item: memory[item] or "keep" for item in POLICIES},
         moments=training["optimizer_moments"],
         optimizer="one-pass" if _one_pass(settings) else "torch",
-        optimizer_state="device" if training["optimizer_state"] == "device" else "host",
+        optimizer_state=training["optimizer_state"],
         gradients=training["gradients"],
         max_grad_norm=training["max_grad_norm"],
         compiled=training["torch_compile"],
-        graphs=training["cuda_graphs"] != "off",
-        stage_graphs=training["cuda_graphs"] == "on",
+        eager=by_settings(settings),
         experts="fp8" if moe["experts"] == "fp8" else "grouped",
         pipeline=settings["parallelism"]["pp_schedule"],
         stored=4 if (settings["model"]["dtype"] or "float32") == "float32" else 2,

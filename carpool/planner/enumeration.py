@@ -110,8 +110,8 @@ class Enumeration:
                 # Layers of a pipeline are not compiled.
                 base = Candidate(
                     degrees, length, micro_batch, accumulation, compiled=space.compiled and degrees.pp == 1,
-                    graphs=space.graphs, moments=space.moments, experts=space.experts, optimizer=space.optimizer,
-                    stored=space.stored, max_grad_norm=space.max_grad_norm, stage_graphs=space.stage_graphs,
+                    eager=space.eager, moments=space.moments, experts=space.experts, optimizer=space.optimizer,
+                    stored=space.stored, max_grad_norm=space.max_grad_norm,
                 )  # fmt: skip
                 yield base
 

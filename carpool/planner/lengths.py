@@ -419,7 +419,7 @@ class Lengths:
     def streamed_state(self, dense: float, experts: float) -> Piece | None:
         """The optimizer's state of these parameters, from host memory and back; None: it is on the device."""
         degrees, candidate = self.degrees, self.candidate
-        if candidate.optimizer_state != "host":
+        if candidate.optimizer_state == "device":
             return None
         own = dense / (degrees.fsdp * degrees.cp) + experts / degrees.efsdp
         seconds = stream_seconds(own * (ELEMENT + 2 * MOMENT_BYTES[candidate.moments]), self.hardware)

@@ -159,7 +159,7 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
     }
     logits, after_loss = _loss(sizes, candidate) if sizes.has_head else (0.0, 0.0)
     # Those of earlier micro-batches are there, and those in the tensors of a graph.
-    before = own if candidate.accumulation > 1 or sizes.captured else 0.0
+    before = own if candidate.accumulation > 1 or candidate.captured else 0.0
     moments: list[Moment] = [("step begins", before, others, 0.0)]
     if every_layer:
         moments += [(f"forward of layer {i}", before, others + kept.by(i + 1) + kept.again, 0.0) for i in range(number)]
@@ -185,7 +185,7 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
     tensors = sum(parts.values())
     if sizes.cuda:
         parts |= beside_tensors(tensors, degrees.world_size, _groups(candidate))
-        if sizes.captured:
+        if candidate.captured:
             parts["graphs"] = _evaluation(sizes, candidate, kept.products)
     else:
         freed = gradients + activations + of_loss + (0 if sizes.buffers else kept.exchanged)

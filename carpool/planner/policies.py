@@ -83,7 +83,6 @@ def choose_policies(
     total_bytes: Callable[[Policies], int],
     milliseconds: Callable[[Policies], float],
     how: str = "modelled",
-    allowed: Callable[[Policies], bool] = lambda _: True,
 ) -> tuple[Policies, str]:
     """(the policies that fit into a budget and cost least, why).
 
@@ -93,11 +92,10 @@ def choose_policies(
         total_bytes: of a rank under some policies.
         milliseconds: that they add to a micro-batch.
         how: these are known, for people.
-        allowed: whether the run can have some policies.
 
     Raises:
         ValueError: none fits. Says the smallest budget for which one does."""
-    every = [(total_bytes(one), milliseconds(one), one) for one in combinations(given) if allowed(one)]
+    every = [(total_bytes(one), milliseconds(one), one) for one in combinations(given)]
     fitting = [one for one in every if one[0] <= budget]
     if not fitting:
         least, _, policies = min(every, key=lambda one: one[0])

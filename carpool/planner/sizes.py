@@ -50,7 +50,6 @@ class RankSizes:
         loss_tokens: whose logits are there at once; eval_tokens, eval_loss_tokens: the same of an evaluation.
         whole_logits: the loss has log-softmax and gradients of all logits, in float32.
         divided: tensor-parallel ranks divide tokens where blocks do not need all of them.
-        captured: forward and backward are CUDA graphs.
         reduced: bytes of an element of a gradient as it is added up over ranks.
         state: bytes of the optimizer's state for each trained parameter.
         head_trains: whether the output layer does.
@@ -87,7 +86,6 @@ class RankSizes:
     eval_loss_tokens: int
     whole_logits: bool
     divided: bool
-    captured: bool
     state: float
     reduced: int = REDUCED
     head_trains: bool = True
@@ -139,7 +137,7 @@ def sizes_of(shape: ModelShape, candidate: Candidate, stage: int, routes: Routes
         loss_tokens=_piece(own_tokens // (degrees.tp if candidate.divides_tokens else 1), shape.vocabulary),
         eval_tokens=eval_tokens, eval_loss_tokens=_piece(eval_tokens, shape.vocabulary),
         whole_logits=degrees.tp > 1 and not candidate.divides_tokens, divided=candidate.divides_tokens,
-        captured=candidate.captured, state=state,
+        state=state,
     )  # fmt: skip
 
 

@@ -63,7 +63,7 @@ class Space:
         chunks: numbers of them, with schedule "chunks".
         policies: of what is kept, from those that cost no time on; what one leaves out is kept.
         pipelines, pairs: the orders of stages, and whether pairs of a forward and a backward may run at once.
-        max_grad_norm, compiled, graphs, stage_graphs, moments, optimizer, stored, experts: the same for all.
+        max_grad_norm, compiled, eager, moments, optimizer, stored, experts: the same for all.
         allowed, runs: why some degrees, or a whole configuration that would be among the best, cannot be; None: it can.
     """
 
@@ -83,8 +83,7 @@ class Space:
     gradients: Sequence[str] = ("kept",)
     max_grad_norm: float = 1.0
     compiled: bool = True
-    graphs: bool = True
-    stage_graphs: bool = False
+    eager: str | None = None
     moments: str = "float32"
     optimizer: str = "one-pass"
     stored: int = 2

@@ -1,4 +1,5 @@
-"""Steps that are captured as CUDA graphs, on two ranks: bit by bit those of an eager run, whatever is in the run."""
+"""Steps that are captured as CUDA graphs, on one rank and on two: bit by bit those of eager runs, with all that runs
+may have."""
 
 from __future__ import annotations
 
@@ -13,16 +14,54 @@ from tests.gpu.ranks import needs, torchrun
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(560), needs(2)]
 SETTINGS = [
     "training.max_steps=9", "training.eval_steps=5", "training.save_pretrained=false", "training.save_steps=none",
-    "training.sample_tokens=4", "parallelism.num_ranks=2", "parallelism.dense=replicate",
+    "training.sample_tokens=4", "parallelism.dense=replicate",
     "training.full_determinism=true", "model.dtype=bfloat16", "parallelism.timeout_seconds=120",
     "data.eval_max_sequences=16",
 ]  # fmt: skip
 COUNTED = ("loss", "grad_norm", "bytes_remote", "copies_per_token", "load_max_over_mean", "router_entropy")
 
 
-def lines(output: Path, *overrides: str) -> list[dict[str, Any]]:
-    torchrun(2, "carpool.cli", "train", *SETTINGS, f"training.output_dir={output}", *overrides, seconds=240)
+STREAMED = ("training.optimizer_state=host", "training.gradients=consumed", "training.optimizer_moments=int8")
+OFFLOADED = ("memory.dense=offload", "memory.hidden=offload")
+
+
+def lines(ranks: int, output: Path, *overrides: str) -> list[dict[str, Any]]:
+    settings = [*SETTINGS, f"parallelism.num_ranks={ranks}", f"training.output_dir={output}", *overrides]
+    torchrun(ranks, "carpool.cli", "train", *settings, seconds=240)
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def compare(tmp_path: Path, ranks: int, *overrides: str) -> None:
+    eager = lines(ranks, tmp_path / "eager", *overrides, "training.cuda_graphs=off")
+    captured = lines(ranks, tmp_path / "captured", *overrides)
+    decided = json.loads((tmp_path / "captured" / "run.json").read_text())["decisions"]["cuda_graphs"]
+    assert decided["used"], decided
+    kinds = ("train", "eval", "repeat")
+    assert [line["kind"] for line in captured if line["kind"] in kinds] == [
+        line["kind"] for line in eager if line["kind"] in kinds
+    ]
+    for one, other in zip(eager, captured, strict=True):
+        if one["kind"] in ("train", "eval"):
+            assert {key: one.get(key) for key in COUNTED} == {key: other.get(key) for key in COUNTED}, one["step"]
+        if one["kind"] == "train":
+            # Times of rides come from events in the graph.
+            spans = ("dispatch", "experts", "combine") if ranks > 1 else ("experts",)
+            assert all(other["ms"][span]["total"] > 0 for span in spans)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        OFFLOADED,
+        (*OFFLOADED, "training.gradient_accumulation_steps=3"),
+        (*STREAMED, "training.max_grad_norm=0"),
+        (*STREAMED, "training.clip_by=previous", "memory.hidden=offload"),
+        (*STREAMED, "training.max_grad_norm=0", "memory.dense=recompute", "training.torch_compile=true"),
+    ],
+    ids=["offloaded", "offloaded accumulated", "streamed", "streamed offloaded", "streamed recomputed compiled"],
+)
+def test_alone(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    compare(tmp_path, 1, *overrides)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +76,8 @@ def lines(output: Path, *overrides: str) -> list[dict[str, Any]]:
         ("memory.dense=offload", "memory.rows=offload", "memory.hidden=offload"),
         ("training.gradients=consumed", "training.clip_by=previous", "training.optimizer_moments=int8"),
         ("training.gradients=consumed", "training.max_grad_norm=0", "nvlink.capacity=0.125"),
+        (*STREAMED, "training.clip_by=previous"),
+        ("parallelism.tp_size=2", "parallelism.dense=fsdp"),
         ("memory.rows=offload", "memory.hidden=offload", "nvlink.capacity=0.125", "training.learning_rate=0.02"),
         # Slabs of an eighth: some step overflows, is repeated eagerly, and captured anew.
         ("nvlink.capacity=0.125", "training.learning_rate=0.02"),
@@ -51,20 +92,11 @@ def lines(output: Path, *overrides: str) -> list[dict[str, Any]]:
         "offloaded",
         "consumed",
         "consumed overflow",
+        "streamed",
+        "tensor parallel",
         "offloaded overflow",
         "overflow",
     ],
 )
 def test_a_captured_run_is_an_eager_one(tmp_path: Path, overrides: tuple[str, ...]) -> None:
-    eager = lines(tmp_path / "eager", *overrides, "training.cuda_graphs=off")
-    captured = lines(tmp_path / "captured", *overrides, "training.cuda_graphs=on")
-    kinds = ("train", "eval", "repeat")
-    assert [line["kind"] for line in captured if line["kind"] in kinds] == [
-        line["kind"] for line in eager if line["kind"] in kinds
-    ]
-    for one, other in zip(eager, captured, strict=True):
-        if one["kind"] in ("train", "eval"):
-            assert {key: one.get(key) for key in COUNTED} == {key: other.get(key) for key in COUNTED}, one["step"]
-        if one["kind"] == "train":
-            # Times of rides come from events in the graph.
-            assert all(other["ms"][span]["total"] > 0 for span in ("dispatch", "experts", "combine"))
+    compare(tmp_path, 2, *overrides)

@@ -51,8 +51,9 @@ def test_captured_stages_are_eager_ones(tmp_path: Path, schedule: str, ranks: in
     """From the third step on each forward and backward of a stage is a graph; rides over nvlink are in it."""
     cut = [*EXACT, f"parallelism.pp_schedule={schedule}", f"parallelism.ep_size={ranks // 2}"]
     cut += ["parallelism.dense=replicate"] if ranks == 4 else []
-    ways = [losses(tmp_path / way, ranks, *cut, f"training.cuda_graphs={way}") for way in ("off", "on")]
+    ways = [losses(tmp_path / way, ranks, *cut, f"training.cuda_graphs={way}") for way in ("off", "auto")]
     assert ways[0] == ways[1]
+    assert json.loads((tmp_path / "auto" / "run.json").read_text())["decisions"]["cuda_graphs"]["used"]
 
 
 @needs(4)

@@ -53,7 +53,7 @@ def test_settings_become_a_candidate() -> None:
     assert candidate.degrees == Degrees(fsdp=16, ep=4)
     assert (candidate.transport, candidate.schedule, candidate.dense) == ("dedup", "two-batch", "fsdp")
     assert (candidate.micro_batch, candidate.accumulation, candidate.sequence_length) == (3, 2, 4096)
-    assert candidate.optimizer == "torch" and not candidate.compiled and candidate.graphs
+    assert candidate.optimizer == "torch" and not candidate.compiled and candidate.eager is None
     auto = [_configured(model={"dtype": dtype})[1].optimizer for dtype in ("float32", "bfloat16")]
     assert auto == ["torch", "one-pass"]
     assert candidate.policies["hidden"] == "recompute" and candidate.policies["rows"] == "keep"

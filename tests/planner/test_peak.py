@@ -31,7 +31,7 @@ QWEN = "qwen3-30b-a3b"
     ("name", "candidate"),
     [
         (QWEN, Candidate(Degrees(1, 2, 1, 2), 4096, 2, moments="bfloat16")),
-        (QWEN, Candidate(Degrees(1, 2, 1, 2), 4096, 2, moments="int8", gradients="consumed", graphs=False)),
+        (QWEN, Candidate(Degrees(1, 2, 1, 2), 4096, 2, moments="int8", gradients="consumed", eager="asked for")),
         (QWEN, Candidate(Degrees(1, 8, 1, 4), 4096, 2, 3, "dedup", dense="fsdp", compiled=False,
                          policies={"dense": "recompute"})),
         ("deepseek-v3", Candidate(Degrees(1, 8, 1, 8), 4096, 1, dense="fsdp", compiled=False,
@@ -50,7 +50,7 @@ def test_what_is_counted_is_what_the_model_has(name: str, candidate: Candidate, 
     candidate = Candidate(**{**vars(candidate), "policies": {**KEEP, **candidate.policies}})
     settings = candidate.settings()
     (tmp_path / "plan.toml").write_text(toml_text(settings))
-    graphs = f"training.cuda_graphs={'auto' if candidate.graphs else 'off'}"
+    graphs = f"training.cuda_graphs={'off' if candidate.eager else 'auto'}"
     config = load_config(tmp_path / "plan.toml", ["data.tokenizer=bytes", f"model.config={name}", graphs])
     estimate = MemoryEstimate(config, candidate.degrees, meta_model(model_config(keys)), True)
     theirs = estimate(candidate.transport, candidate.dense)

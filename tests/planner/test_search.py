@@ -211,4 +211,5 @@ def test_gradients_are_consumed_where_they_would_not_fit() -> None:
     assert training["gradients"] == "consumed" and training["max_grad_norm"] == 0 and "clip_by" not in training
     kept = replace(one.candidate, gradients="kept")
     assert memory_of(shape, kept).total - one.memory.total > 25 * 2**30
-    assert not replace(one.candidate, optimizer_state="host").captured
+    assert replace(one.candidate, optimizer_state="host").captured
+    assert not replace(one.candidate, optimizer_state="disk").captured

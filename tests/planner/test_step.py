@@ -26,7 +26,9 @@ from carpool.transport import find_transport
 H200 = HARDWARE["H200"]
 DOCS = Path(__file__).parents[2] / "docs"
 TWO = Degrees(1, 2, 1, 2)
-ALONE = Candidate(Degrees(1, 1, 1, 1), 4096, 8, transport="local", moments="int8", gradients="consumed", graphs=False)
+ALONE = Candidate(
+    Degrees(1, 1, 1, 1), 4096, 8, transport="local", moments="int8", gradients="consumed", eager="asked for"
+)
 
 
 def shape(name: str, layers: int) -> ModelShape:
@@ -94,7 +96,7 @@ def test_what_hides_is_not_exposed() -> None:
     slow = replace(H200, nvlink=LinkRate(60e9, 2e-5))
     model, ranks = shape("mixtral-8x7b", 4), Degrees(1, 4, 1, 4)
     one, two = (
-        predict(model, slow, Candidate(ranks, 4096, 2, 2, schedule=schedule, graphs=False, policies=KEEP), 8)
+        predict(model, slow, Candidate(ranks, 4096, 2, 2, schedule=schedule, eager="asked for", policies=KEEP), 8)
         for schedule in ("none", "two-batch")
     )
     rides = sum(event.seconds for event in one.graph.events if event.kind in ("dispatch", "combine"))
@@ -161,12 +163,11 @@ def test_captured_stages_start_without_asking_for_layers() -> None:
     """The host: PyTorch's runtime, 2 stages and 4 micro-batches, forward and backward."""
     candidate = Candidate(Degrees(1, 1, 1, 1, pp=2), 4096, 1, 4, transport="local")
     model = shape("mixtral-8x7b", 4)
-    eager, captured = (predict(model, H200, replace(candidate, stage_graphs=asked), 8) for asked in (False, True))
+    eager, captured = (predict(model, H200, replace(candidate, eager=why), 8) for why in ("asked for", None))
     assert not eager.candidate.captured and captured.candidate.captured
     hosts = [[one for one in found.graph.events if one.stream == "host"] for found in (eager, captured)]
     assert len(hosts[1]) == 2 * 4 * 2 and {one.seconds for one in hosts[1]} == {HOST_ACTION}
     assert len(hosts[0]) == 2 * 4 * 2 + 4 * 4 * 2 and captured.seconds.middle <= eager.seconds.middle
-    assert captured.candidate.settings()["training"]["cuda_graphs"] == "on"
 
 
 def test_layers_that_do_not_repeat_are_all_counted() -> None:
@@ -182,7 +183,8 @@ def test_experts_that_fsdp_copies_take_time() -> None:
     """Read and written before each pass, and gradients three times in float32: 36 bytes of a parameter."""
     model, copied = shape("mixtral-8x7b", 1), replace(TWO, dp_replicate=2)
     here, there = (
-        Lengths(model, H200, Candidate(degrees, 4096, 1, dense="fsdp", graphs=False), 8) for degrees in (copied, TWO)
+        Lengths(model, H200, Candidate(degrees, 4096, 1, dense="fsdp", eager="asked for"), 8)
+        for degrees in (copied, TWO)
     )
     copies = [
         one

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +15,19 @@ from torch import nn
 from carpool.memory.optimizer import AdamW
 from carpool.parallel import consumed
 from carpool.parallel.consumed import ConsumedGradients
+from carpool.parallel.degrees import Degrees
+from carpool.planner.candidate import Candidate
 from carpool.planner.chosen import Decisions
+from carpool.planner.configured import candidate_of
+from carpool.planner.hardware import HARDWARE
+from carpool.planner.model_shape import ModelShape
 from carpool.train.config import load_config
+from carpool.train.config.published import read_keys
+from carpool.train.config.schema import Config
 from carpool.train.run import graphs
 from carpool.train.run.about import record_graphs
 from carpool.train.run.graphs import StepGraphs, why_no_graphs
+from carpool.transport import TRANSPORTS
 
 
 class OnGpu(nn.Module):
@@ -72,30 +81,48 @@ CONSUMED = ["training.gradients=consumed", "training.max_grad_norm=0", "training
         (OnGpu(dropout=0.1), layer(), [], "none", None),
         (OnGpu(dropout=0.1), layer(), ["memory.dense=recompute"], "none", "drop-out"),
         (OnGpu(), layer(), ["memory.experts=host"], "none", "host memory"),
-        (OnGpu(), layer(), ["parallelism.pp_size=2"], "none", "asks for it"),
-        (OnGpu(), layer(), ["parallelism.pp_size=2", "training.cuda_graphs=on"], "none", None),
-        (
-            OnGpu(),
-            layer(),
-            ["parallelism.pp_size=2", "training.cuda_graphs=on", "memory.hidden=offload"],
-            "none",
-            "in another",
-        ),
-        (OnGpu(), layer(), ["memory.dense=offload"], "none", "training.cuda_graphs=on captures that, too"),
-        (OnGpu(), layer(), ["memory.dense=offload", "training.cuda_graphs=on"], "none", None),
+        (OnGpu(), layer(), ["training.cuda_graphs=off"], "none", "training.cuda_graphs = 'off'"),
+        (OnGpu(), layer(), ["parallelism.pp_size=2"], "none", None),
+        (OnGpu(), layer(), ["parallelism.pp_size=2", "memory.hidden=offload"], "none", "in another"),
+        (OnGpu(), layer(), ["memory.dense=offload"], "none", None),
         (OnGpu(), layer(), CONSUMED, "none", None),
-        (OnGpu(), layer(), [*CONSUMED, "training.optimizer_state=host"], "none", "a state that comes from host memory"),
+        (OnGpu(), layer(), [*CONSUMED, "training.optimizer_state=host"], "none", None),
+        (OnGpu(), layer(), [*CONSUMED, "training.optimizer_state=disk"], "none", "a state that comes from disk"),
+        (OnGpu(), layer(), ["training.optimizer_state=disk"], "none", None),
     ],
 )
 def test_why_steps_are_not_captured(model: Any, one: Any, overrides: list[str], schedule: str, why: str | None) -> None:
-    found = why_no_graphs(load_config(None, overrides), model, [one], schedule)
+    config = load_config(None, overrides)
+    found = why_no_graphs(config, candidate(config, schedule), model, [one])
     assert found is None if why is None else why in (found or "")
+    # What settings and plans know, plans and estimates say alike.
+    by_ranks = ("own forward", "how many rows", "8 x 8", "copies", "lengths of documents", "drop-out", "GPU", "some")
+    if why is None or not any(part in why for part in by_ranks):
+        assert candidate(config, schedule).why_eager == found
+
+
+def candidate(config: Config, schedule: str = "none") -> Candidate:
+    """Of a run on one rank of each stage, whose experts stay there."""
+    degrees = Degrees(1, 1, 1, 1, pp=config.parallelism.pp_size)
+    found, _ = candidate_of(
+        config.model_dump(), degrees, ModelShape.read(read_keys("qwen3-30b-a3b")), HARDWARE["H200"], 8
+    )
+    return replace(found, schedule=schedule)
 
 
 def test_fsdp_is_not_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs.fsdp, "states", lambda model: [object()])
     model: Any = OnGpu()
-    assert "FSDP" in (why_no_graphs(load_config(None, []), model, [layer()], "none") or "")
+    config = load_config(None, [])
+    reason = why_no_graphs(config, candidate(config), model, [layer()])
+    assert reason is not None and "FSDP" in reason
+    assert Candidate(Degrees(1, 8, 1, 8), 4096, 1, dense="fsdp").why_eager == reason
+
+
+def test_plans_know_which_transports_wait() -> None:
+    """(A run may find that "hierarchical" does not, where rooms between nodes have a fixed size.)"""
+    for name, way in TRANSPORTS.items():
+        assert Candidate(Degrees(1, 8, 1, 8), 4096, 1, transport=name).waits != way.graphable
 
 
 def test_a_capture_that_fails_is_told() -> None:

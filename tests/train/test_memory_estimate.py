@@ -230,7 +230,8 @@ def test_captured_steps_leave_nothing_for_an_evaluation() -> None:
     assert gradients > 0
     assert captured["total"] - captured["graphs"] == pytest.approx(eager["total"] + 1.03 * gradients, rel=1e-6)
     assert "graphs" not in estimate_of(*shape)("dedup", "replicate")
-    assert "graphs" not in estimate_of(*shape, "memory.dense=offload")("nvlink", "replicate")
+    assert "graphs" in estimate_of(*shape, "memory.dense=offload")("nvlink", "replicate")
+    assert "graphs" not in estimate_of(*shape, "memory.experts=host", "training.freeze=experts")("nvlink", "replicate")
 
 
 def test_experts_that_go_to_host_memory_are_on_the_device_first() -> None:

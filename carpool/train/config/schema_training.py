@@ -111,9 +111,9 @@ class TrainingSection(Section):
     )
     cuda_graphs: Literal["auto", "on", "off"] = Field(
         default="auto",
-        description="Capture forward and backward as CUDA graphs, which the host launches at once. auto: where that is "
-        "possible, but for stages of a pipeline; the run says why where it is not. on: stages, too, and an error where "
-        "it is not possible.",
+        description="Capture forward and backward as CUDA graphs, which the host launches at once; of a pipeline, "
+        "those of each stage. auto: where that is possible; the run says why where it is not. on: an error where it is "
+        "not.",
     )
     torch_compile_backend: str = Field(default="inductor", description="Backend of torch.compile.")
     seed: int = Field(

@@ -19,7 +19,7 @@ from carpool.train.checkpoints.source import keep_source
 from carpool.train.run.environment import environment
 from carpool.train.run.few_tokens import FEW_KIND
 from carpool.train.run.files import CONFIG, DECISIONS, INFO, LAYOUT, read_info, replace_text
-from carpool.train.run.graphs import note_graphs
+from carpool.train.run.graphs import describe_graphs, note_graphs
 from carpool.train.run.plan import Planned
 from carpool.train.run.plan_check import describe, measured_beside
 from carpool.train.run.stages import describe_ways
@@ -248,7 +248,7 @@ def say_hello(run: RunState, resume: Path | None) -> None:
     if run.schedule.answer.name != "none" or run.schedule.times:
         say(f"schedule {run.schedule.answer}: {run.schedule.why}")
     if run.device.type == "cuda":
-        say(f"CUDA graphs: {'forward and backward' if run.no_graphs is None else f'none, because {run.no_graphs}'}")
+        say(describe_graphs(run.no_graphs))
     if why := run.objective.cross_entropy.why_whole:
         say(f"loss: logits of a whole micro-batch at once, because {why}")
     if (optimizer := info["optimizer"])["name"] != "torch":

@@ -314,11 +314,10 @@ class Assembled(Prepared):
         return ContextParallel(self.model, self.cut, group)
 
     def _set_graphs(self) -> None:
-        asked, self.no_graphs = self.config.training.cuda_graphs, "training.cuda_graphs = 'off'"
-        if asked == "off":
-            note_graphs(self.decisions, False, self.no_graphs)
-            return
-        self.no_graphs = why_no_graphs(self.config, self.model, self.rides, self.schedule.answer.name)
+        asked = self.config.training.cuda_graphs
+        one = self.estimate.candidate(self.transport_choice.answer, self.dense.answer)
+        one = replace(one, schedule=self.schedule.answer.name)
+        self.no_graphs = why_no_graphs(self.config, one, self.model, self.rides)
         # NCCL wants an operation captured by all ranks or by none, and Nsight may watch one of them.
         if any(gather(NSIGHT)):
             self.no_graphs = self.no_graphs or "Nsight watches, and a graph has no names of layers"

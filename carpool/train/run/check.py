@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from carpool.hf.compiled import check_backend
+from carpool.planner.captured import by_plan
 from carpool.planner.chosen import Decisions
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import check_model
@@ -24,7 +25,7 @@ from carpool.train.run.blueprint import Blueprint
 from carpool.train.run.data import check_sequences
 from carpool.train.run.files import check_idle, decisions_of
 from carpool.train.run.fit import check_fits
-from carpool.train.run.graphs import check_graphs, why_not_captured
+from carpool.train.run.graphs import check_graphs
 from carpool.train.run.machine import Machine, imagine_machine
 from carpool.train.run.prepare import Prepared, prepare
 from carpool.train.run.record import check_trackers
@@ -63,7 +64,9 @@ def foresee(config: Config, fixed: Collection[str], machine: Machine, checkpoint
         check_model(checkpoint, blueprint.model)
     check_sequences(run, are_packed(config.data))
     if config.training.cuda_graphs == "on":
-        check_graphs(why_not_captured(run.config, config.moe.schedule) if machine.cuda else "there is no GPU")
+        # By its transport and its dense parameters only the ranks can tell.
+        one = run.estimate.candidate(run.likely_transport, run.dense.answer)
+        check_graphs(one.eager or by_plan(one))
     return run
 
 

@@ -24,6 +24,17 @@ class Copies(NamedTuple):
     late: float = 0.0
 
 
+def most_copies(config: Config) -> int:
+    """Of experts, on a rank that has room for them."""
+    copies = config.placement.replicas if config.placement.every is not None else 0
+    if config.moe.layout != "contiguous":
+        file = Layouts.load(config.moe.layout)
+        for layout in [file.same] if file.same is not None else file.values():
+            pairs = zip(layout.slots, layout.homes, strict=True)
+            copies = max(copies, *(len(slots) - len(homes) for slots, homes in pairs))
+    return copies
+
+
 def copies_of(config: Config, degrees: Degrees, row: float, rows: int, layers: int, nodes: int) -> Copies:
     """With as many copies on each rank as there is room for.
 
@@ -32,12 +43,7 @@ def copies_of(config: Config, degrees: Degrees, row: float, rows: int, layers: i
         rows: experts of a layer, or slices.
         layers: with experts.
         nodes: on which the ranks of an expert-parallel group are."""
-    copies = config.placement.replicas if config.placement.every is not None else 0
-    if config.moe.layout != "contiguous":
-        file = Layouts.load(config.moe.layout)
-        for layout in [file.same] if file.same is not None else file.values():
-            pairs = zip(layout.slots, layout.homes, strict=True)
-            copies = max(copies, *(len(slots) - len(homes) for slots, homes in pairs))
+    copies = most_copies(config)
     homes = -(-rows // degrees.expert_ranks)
     away = rows - homes
     copies = min(copies, away)

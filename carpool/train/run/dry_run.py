@@ -19,6 +19,7 @@ from carpool.train.run.check import check_choices, find_checkpoint, foresee
 from carpool.train.run.estimate import state_bytes
 from carpool.train.run.fit import describe_fit
 from carpool.train.run.flops import flops_per_token
+from carpool.train.run.graphs import describe_graphs
 from carpool.train.run.machine import imagine_machine
 from carpool.train.run.prepare import Prepared
 
@@ -80,12 +81,14 @@ def _decided(run: Prepared) -> list[str]:
     sequences = training.per_device_train_batch_size * training.gradient_accumulation_steps
     tokens = sequences * degrees.dp * config.data.sequence_length
     flops = flops_per_token(size, config.data.sequence_length)
+    candidate = run.estimate.candidate(run.likely_transport, run.dense.answer)
     return [
         *lines,
         f"{tokens:,} tokens per step, {flops:,} operations per token",
         f"dense parameters: {run.dense.answer}: {run.dense.why}",
         f"transport {run.likely_transport}: {run.why_likely}",
         f"memory: {', '.join(f'{item} {policy}' for item, policy in run.kept.answer.items())}: {run.kept.why}",
+        *([describe_graphs(candidate.why_eager)] if machine.cuda else []),
     ]
 
 

@@ -37,6 +37,8 @@ from carpool.observe.stats import HostCounts
 from carpool.parallel import fsdp
 from carpool.parallel.consumed import ConsumedGradients
 from carpool.parallel.replicated import replicated
+from carpool.planner.candidate import Candidate
+from carpool.planner.captured import COPIES, FSDP, LENGTHS, RANDOM, by_plan, by_settings, of_transport
 from carpool.planner.chosen import Chosen, Decisions, Kind
 from carpool.train.config.schema import Config
 
@@ -45,7 +47,6 @@ Batch = dict[str, torch.Tensor]
 BeforeBackward = Callable[[torch.Tensor], None]
 # As `Objective.micro_batch`.
 MicroBatch = Callable[[Batch, torch.Tensor, int, torch.Tensor, bool, bool, BeforeBackward | None], None]
-_TIERS = {"host": "host memory", "disk": "disk"}
 # Steps before the capture, of which the first may be repeated with larger buffers.
 EAGER_STEPS = 2
 
@@ -60,55 +61,42 @@ def note_graphs(decisions: Decisions, used: bool | None, why_not: str | None) ->
     decisions.add(GRAPHS_KIND, Chosen(used, {}, "default", why))
 
 
-def why_no_graphs(config: Config, model: nn.Module, layers: Sequence[ExpertRides], schedule: str) -> str | None:
-    """Why the steps of a run cannot be captured; None: they can."""
+def why_no_graphs(config: Config, candidate: Candidate, model: nn.Module, layers: Sequence[ExpertRides]) -> str | None:
+    """Why the steps of a run are not captured; None: they can be.
+
+    Args:
+        candidate: the run in the planner's words, with the schedule that it has.
+        model, layers: as they were built, and its rides."""
     transport = layers[0].transport
-    name = None if transport is None else transport.name
-    if next(model.parameters()).device.type != "cuda":
-        return "there is no GPU"
+    gpu = next(model.parameters()).device.type == "cuda"
+    if reason := by_settings(config.model_dump(), gpu):
+        return reason
     if not getattr(transport, "graphable", False):
-        return f"transport {name} waits for the host"
+        return of_transport(None if transport is None else transport.name)
     if any(own.compute is None for own in layers):
         return "experts run the model's own forward, which may wait for the host"
     if reason := why_experts_wait(layers[0]):
         return reason
     if fsdp.states(model):
-        return "FSDP gathers parameters layer by layer from the host (parallelism.dense)"
+        return FSDP
     if any(own.layout.num_replicas for own in layers):
-        return "experts have copies"
+        return COPIES
     if one_row_only(model):
-        return "this attention reads the lengths of documents on the host (model.attn_implementation)"
-    if config.memory.dense == "recompute" and draws_random_numbers(model):
-        return "layers are computed again, and what is random in them (drop-out) asks the host for its state"
-    return why_not_captured(config, schedule)
+        return LENGTHS
+    if candidate.policies["dense"] == "recompute" and draws_random_numbers(model):
+        return RANDOM
+    return by_plan(candidate)
+
+
+def describe_graphs(why_not: str | None) -> str:
+    """A line for people. `why_not`: why steps are not captured; None: they are."""
+    return f"CUDA graphs: {'forward and backward' if why_not is None else f'none, because {why_not}'}"
 
 
 def check_graphs(why_not: str | None) -> None:
     """Raise ValueError if steps that are to be captured cannot be."""
     if why_not is not None:
         raise ValueError(f"training.cuda_graphs = 'on', but steps cannot be captured: {why_not}; use 'auto'")
-
-
-def why_not_captured(config: Config, schedule: str) -> str | None:
-    """As `why_no_graphs`, as far as the settings tell."""
-    if schedule == "two-batch":
-        return "two batches run in two threads"
-    offloads = "offload" in config.memory.policies.values()
-    if config.parallelism.pp_size > 1 and config.training.cuda_graphs != "on":
-        return "stages of a pipeline are captured where training.cuda_graphs = 'on' asks for it"
-    if config.parallelism.pp_size > 1 and offloads:
-        return "what a stage keeps goes to host memory in one graph, and comes back in another"
-    if config.placement.every is not None:
-        return "experts move"
-    if config.moe.move_sequences is not None:
-        return "the host decides which sequences move"
-    if offloads and config.training.cuda_graphs != "on":
-        return "what layers keep goes to host memory (training.cuda_graphs=on captures that, too)"
-    if config.memory.experts != "device":
-        return f"experts come from {_TIERS[config.memory.experts]}"
-    if config.training.gradients == "consumed" and config.training.optimizer_state != "device":
-        return f"gradients are consumed, by a state that comes from {_TIERS[config.training.optimizer_state]}"
-    return None
 
 
 class Replay(NamedTuple):

@@ -98,12 +98,6 @@ def _fitting(estimate: MemoryEstimate, transport: str, hardware: Hardware, times
     dense = "replicate" if config.parallelism.dense == "replicate" else "fsdp"
     sizes, tokens = layer_sizes(estimate, transport), estimate.degrees.tokens_per_rank(estimate.tokens)
 
-    def allowed(policies: Policies) -> bool:
-        # Where graphs are "auto", a budget comes first; where they are "on", it offloads nothing by itself.
-        if config.training.cuda_graphs != "on":
-            return True
-        return not any(policies[item] == "offload" for item in POLICIES if getattr(config.memory, item) is None)
-
     def milliseconds(policies: Policies) -> float:
         if times is not None:
             return measured_milliseconds(times, policies)
@@ -115,7 +109,6 @@ def _fitting(estimate: MemoryEstimate, transport: str, hardware: Hardware, times
         lambda policies: estimate.changed(with_policies(config, policies))(transport, dense)["total"],
         milliseconds,
         "modelled" if times is None else "measured",
-        allowed,
     )
 
 

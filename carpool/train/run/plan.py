@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 
 from carpool.parallel.degrees import Degrees
 from carpool.planner.candidate import Candidate
+from carpool.planner.captured import by_settings
 from carpool.planner.chosen import Chosen, Decisions, Kind
 from carpool.planner.hardware import Hardware
 from carpool.planner.kept import POLICIES
@@ -181,14 +182,13 @@ def make_plan(
             gradients=("kept", "consumed") if _may_consume(config, free) else (training.gradients,),
             max_grad_norm=training.max_grad_norm,
             compiled=training.torch_compile,
-            graphs=training.cuda_graphs != "off",
+            eager=by_settings(config.model_dump()),
             moments=training.optimizer_moments,
             optimizer="one-pass" if one_pass else "torch",
             stored=4 if (config.model.dtype or "float32") == "float32" else 2,
             experts="fp8" if config.moe.experts == "fp8" else "grouped",
             pipelines=Space.pipelines if "parallelism.pp_schedule" in free else (config.parallelism.pp_schedule,),
             pairs="moe.schedule" in free or config.moe.schedule == "two-batch",
-            stage_graphs=training.cuda_graphs == "on",
             allowed=allowed,
             runs=lambda one: _refused(config, _settings(one, free), one.degrees, model, whole=True),
         ),

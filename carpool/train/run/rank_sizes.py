@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -23,17 +24,18 @@ from carpool.hf.documents import DOCUMENTS
 from carpool.hf.freeze import freeze_all_but_experts, freeze_experts
 from carpool.hf.head import output_layer, why_whole
 from carpool.hf.narrow import row_size
+from carpool.hf.recompute import draws_random_numbers
 from carpool.kernels.cross_entropy import piece_size
 from carpool.parallel.degrees import Degrees
 from carpool.planner.candidate import Candidate
+from carpool.planner.captured import COPIES, LENGTHS, RANDOM, by_settings
 from carpool.planner.held import scores_bytes
 from carpool.planner.model_shape import kept_if_compiled
 from carpool.planner.sizes import Parameters, RankSizes, stage_part
 from carpool.train.config.schema import Config
 from carpool.train.data.formats import are_packed
 from carpool.train.run.adapter import outline_adapter
-from carpool.train.run.copies import copies_of
-from carpool.train.run.graphs import why_not_captured
+from carpool.train.run.copies import copies_of, most_copies
 from carpool.train.run.model import attention_of, context_cut, divides_tokens, top_k_of
 from carpool.train.run.room import transport_options
 from carpool.transport import find_transport
@@ -144,10 +146,23 @@ class ModelSizes:
             degrees=self.degrees, sequence_length=config.data.sequence_length,
             micro_batch=self.tokens // config.data.sequence_length, accumulation=training.gradient_accumulation_steps,
             transport=transport, schedule=config.moe.schedule, dense=dense, policies=config.memory.policies,
-            optimizer_state="device" if training.optimizer_state == "device" else "host",
+            optimizer_state=training.optimizer_state,
             gradients=training.gradients, compiled=training.torch_compile, pipeline=config.parallelism.pp_schedule,
-            stored=self.stored, computed=self.computed,
+            stored=self.stored, computed=self.computed, eager=self._why_eager,
         )  # fmt: skip
+
+    @cached_property
+    def _why_eager(self) -> str | None:
+        """Why steps are not CUDA graphs, by settings and model."""
+        config = self.config
+        if found := by_settings(config.model_dump(), self.cuda):
+            return found
+        if most_copies(config):
+            return COPIES
+        if "flash" in (self.measured[-1] or ""):
+            return LENGTHS
+        again = config.memory.dense == "recompute"
+        return RANDOM if again and (config.moe.drops.random_second or draws_random_numbers(self.model)) else None
 
     def of_stage(self, candidate: Candidate, stage: int) -> RankSizes:
         """Of a rank of the pipeline. Layers are taken to be alike, and those with experts to be the last ones."""
@@ -178,7 +193,6 @@ class ModelSizes:
         own_tokens, chunk = self.tokens // degrees.cp, training.loss_chunk
         eval_tokens = training.per_device_eval_batch_size * config.data.sequence_length // degrees.cp
         loss_tokens = -(-own_tokens // degrees.tp) if self.divided else own_tokens
-        captured = self.cuda and training.cuda_graphs != "off" and getattr(way, "graphable", False)
         return RankSizes(
             dense=Parameters(*(one * share for one in self.dense)),
             experts=Parameters(*(one * of_experts for one in self.experts)),
@@ -193,7 +207,6 @@ class ModelSizes:
             loss_tokens=chunk or piece_size(loss_tokens, self.words),
             eval_tokens=eval_tokens, eval_loss_tokens=min(eval_tokens, chunk or piece_size(eval_tokens, self.words)),
             whole_logits=self.whole_logits, divided=self.divided,
-            captured=captured and not candidate.has_fsdp and why_not_captured(config, config.moe.schedule) is None,
             state=state_bytes(config), reduced=4 if self.bf16 else self.stored,
             head_trains=self.head is not None and self.head.weight.requires_grad,
             dequantised=dequantised / degrees.expert_ranks, adapters=self.adapters + self.expert_adapters, here=here,
