@@ -13,7 +13,7 @@ same batches in the same order, everything but experts and routers frozen (`--tr
     step                  milliseconds, median, slowest rank
     held out              loss per token before and after, on the text that it trains on and on the other kinds
 
-Contenders: no limit; 2 ranks and 1 rank, each by router score and by similarity (of experts' co-activation rows).
+Contenders: no limit; 2 ranks and 1 rank, by router score.
 """
 
 from __future__ import annotations
@@ -37,17 +37,15 @@ from carpool.hf.trace import TraceRecorder
 from carpool.layout import ExpertLayout
 from carpool.placement.solvers import solver_names
 from carpool.placement.trace import Trace
-from carpool.routing.limit import LimitOptions, coactivation_similarity
+from carpool.routing.limit import LimitOptions
 from carpool.train.config.schema import TrainingSection
 from carpool.train.data.loader import TrainLoader
 from carpool.train.run.step import learning_rate, make_optimizer
 
 CONTENDERS: dict[str, LimitOptions | None] = {
     "unlimited": None,
-    "2 ranks, score": LimitOptions(limit_ranks=2, limit_by="score"),
-    "2 ranks, similarity": LimitOptions(limit_ranks=2, limit_by="similarity"),
-    "1 rank, score": LimitOptions(limit_ranks=1, limit_by="score"),
-    "1 rank, similarity": LimitOptions(limit_ranks=1, limit_by="similarity"),
+    "2 ranks, score": LimitOptions(limit_ranks=2),
+    "1 rank, score": LimitOptions(limit_ranks=1),
 }
 
 
@@ -60,10 +58,6 @@ class PruneContest(Contest):
         self.trained = trained if args.train_all else freeze_dense(self.model)
         self.trace = self.record(self.training_text(), args.text)
         set_layout(self.model, self.solve(args.solver, self.trace))
-        self.similarity = {
-            name: coactivation_similarity(torch.from_numpy(self.trace.layer(name).coactivation_EE)).to(device)
-            for name in rides(self.model)
-        }
         self.start = [local(parameter).detach().clone() for parameter in self.model.parameters()]
 
     def training_text(self) -> TrainLoader:
@@ -76,7 +70,7 @@ class PruneContest(Contest):
         with torch.no_grad():
             for parameter, start in zip(self.model.parameters(), self.start, strict=True):
                 local(parameter).copy_(start)
-        reasons = limit_routing(self.model, CONTENDERS[name], similarity=self.similarity)
+        reasons = limit_routing(self.model, CONTENDERS[name])
         settings = TrainingSection(
             max_steps=args.steps, learning_rate=args.learning_rate, warmup_steps=max(1, args.steps // 20)
         )

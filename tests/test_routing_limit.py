@@ -15,13 +15,7 @@ import torch.distributed as dist
 import carpool
 from carpool import ExpertLayout, Routing, assign
 from carpool.layout.topology import Topology
-from carpool.routing.limit import (
-    LimitOptions,
-    RoutingLimit,
-    coactivation_similarity,
-    drop_outside,
-    router_similarity,
-)
+from carpool.routing.limit import LimitOptions, RoutingLimit, drop_outside
 from tests.layouts import layout_of
 from tests.ranks import WORLD_SIZE, Ranks, mesh
 from tests.reference import Problem, rank_loss, solve
@@ -38,7 +32,7 @@ def best(scores: list[float], count: int, among: Any) -> list[int]:
 
 
 def define(
-    options: LimitOptions, layout: Layout, scores: list[float], shares: list[float], top_k: int, similar: Any
+    options: LimitOptions, layout: Layout, scores: list[float], shares: list[float], top_k: int
 ) -> tuple[list[int], set[int]]:
     """The experts of one token, and its ranks."""
     holds = [{e for e in slots if e >= 0} for slots in layout.slots]
@@ -62,13 +56,7 @@ def define(
                 left = [e for e in left if e not in held[kept[-1]]]
         ranks &= set().union(*(groups[g] for g in kept))
         reach = set().union(*(holds[r] for r in ranks))
-        if options.limit_by == "similarity":
-            taken = [e for e in chosen if e in reach]
-            for e in (e for e in chosen if e not in reach):
-                taken.append(max(reach - set(taken), key=lambda other: float(similar[e][other])))
-            chosen = taken
-        else:
-            chosen = best(scores, top_k, reach)
+        chosen = best(scores, top_k, reach)
     return chosen, ranks
 
 
@@ -81,11 +69,11 @@ LAYOUTS = {
 }
 TWO_NODES = Topology.even(4, 2)
 OPTIONS = [
-    *(LimitOptions(limit_ranks=d, limit_by=by) for d in (1, 2, 3) for by in ("score", "similarity", "groups")),
-    *(LimitOptions(limit_nodes=1, topology=TWO_NODES, limit_by=by) for by in ("score", "similarity", "groups")),
+    *(LimitOptions(limit_ranks=d, limit_by=by) for d in (1, 2, 3) for by in ("score", "groups")),
+    *(LimitOptions(limit_nodes=1, topology=TWO_NODES, limit_by=by) for by in ("score", "groups")),
     LimitOptions(limit_nodes=1, limit_ranks=1, topology=TWO_NODES),
     LimitOptions(limit_nodes=1, limit_ranks=2, topology=TWO_NODES, limit_by="groups"),
-    LimitOptions(limit_nodes=2, limit_ranks=3, topology=Topology.even(4, 4), limit_by="similarity"),
+    LimitOptions(limit_nodes=2, limit_ranks=3, topology=Topology.even(4, 4)),
 ]
 
 
@@ -118,12 +106,10 @@ def test_as_defined(options: LimitOptions, layout: str) -> None:
         pytest.skip("which two experts of a node are best is not defined where it holds one twice")
     experts, top_k = where.num_experts, 5
     score_TE, share_TE = draw(137, experts)
-    generator = torch.Generator().manual_seed(1)
-    similarity_EE = router_similarity(torch.randn(experts, 16, generator=generator))
-    limit = RoutingLimit(on(where, options), where.num_ranks, similarity_EE)
+    limit = RoutingLimit(on(where, options), where.num_ranks)
     expert_TK, serving_TW = limit.choose(score_TE, share_TE, top_k, where)
     for token in range(137):
-        chosen, ranks = define(options, where, score_TE[token].tolist(), share_TE[token].tolist(), top_k, similarity_EE)
+        chosen, ranks = define(options, where, score_TE[token].tolist(), share_TE[token].tolist(), top_k)
         assert set(expert_TK[token].tolist()) == set(chosen)
         assert set(serving_TW[token].nonzero().flatten().tolist()) == ranks
     own = score_TE.gather(1, expert_TK)
@@ -138,8 +124,7 @@ def test_whatever_the_scores(options: LimitOptions) -> None:
         if masked and tokens:
             score_TE[0] = -torch.inf
             share_TE[1 % tokens] = 0.0
-        similarity_EE = torch.zeros(layout.num_experts, layout.num_experts)
-        limit = RoutingLimit(on(layout, options), layout.num_ranks, similarity_EE)
+        limit = RoutingLimit(on(layout, options), layout.num_ranks)
         expert_TK, serving_TW = limit.choose(score_TE, share_TE, 5, layout)
         assert (expert_TK.sort(1).values.diff(dim=1) > 0).all()
         slot_TK = assign(Routing(expert_TK.int(), None, serving_TW), layout, 0)
@@ -202,22 +187,12 @@ def test_dropping_where_scores_are_unknown(options: LimitOptions) -> None:
     assert torch.autograd.gradcheck(lambda w: drop_outside(limit, expert_TK[:9], w, layout)[1], weight_TK[:9])
 
 
-def test_similarities() -> None:
-    weight_EH = torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, -3.0]])
-    expected = torch.tensor([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
-    torch.testing.assert_close(router_similarity(weight_EH), expected)
-    # 0 and 1 are never together, but both go with 2.
-    together_EE = torch.tensor([[5, 0, 5, 0], [0, 3, 3, 0], [5, 3, 9, 1], [0, 0, 1, 1]])
-    similar_EE = coactivation_similarity(together_EE)
-    assert similar_EE[0, 1] > 0.99 and similar_EE[0, 2] < 0.2
-
-
 @pytest.mark.parametrize("options", OPTIONS, ids=name)
 def test_nothing_is_read_from_the_device(options: LimitOptions) -> None:
     """The meta device has no values: whoever reads one fails."""
     layout = LAYOUTS["replicated"]
     score_TE = torch.empty(64, 48, device="meta")
-    limit = RoutingLimit(options, 4, torch.empty(48, 48, device="meta"))
+    limit = RoutingLimit(options, 4)
     expert_TK, serving_TW = limit.choose(score_TE, score_TE, 5, layout)
     assert assign(Routing(expert_TK.int(), None, serving_TW), layout, 1).shape == (64, 5)
     weight_TK = torch.empty(64, 5, device="meta")
@@ -230,7 +205,6 @@ def test_errors_say_what_to_do() -> None:
         (LimitOptions(limit_ranks=0), "limit_ranks=0 must be at least 1"),
         (LimitOptions(topology=Topology.even(6, 3)), "the topology of the limit has 6 ranks, but the expert-parallel"),
         (LimitOptions(limit_nodes=1, topology=Topology((0, 0, 0, 1), (0, 0, 0, 1))), "equally many consecutive ranks"),
-        (LimitOptions(limit_ranks=2, limit_by="similarity"), "needs a matrix of similarities"),
     ]:
         with pytest.raises(ValueError, match=message):
             RoutingLimit(options, 4)
@@ -255,7 +229,7 @@ CASES = [
     (Case(top_k=4, layout="permuted"), LimitOptions(limit_ranks=2)),
     (Case(top_k=4, layout="permuted", score="sigmoid", selection="bias", balance="aux+z", scaling=2.5),
      LimitOptions(limit_ranks=2, limit_by="groups")),
-    (Case(top_k=5, normalize=False, balance="aux"), LimitOptions(limit_ranks=2, limit_by="similarity")),
+    (Case(top_k=5, normalize=False, balance="aux"), LimitOptions(limit_ranks=2)),
     (Case(top_k=4, layout="replicated", tokens="empty_ranks"), LimitOptions(limit_ranks=3)),
     (Case(top_k=3, layout="replicated_permuted", selection="groups"), LimitOptions(limit_ranks=3)),
     (Case(top_k=4, layout="permuted"), LimitOptions(limit_nodes=1, topology=TWO_NODES)),
@@ -292,7 +266,6 @@ def _define_all(case: Case, options: LimitOptions) -> list[list[set[int]]]:
     """The experts of each token of each rank, from the definition."""
     numbers, layout = problem(case), layout_of(case.layout, 4)
     weight_EH = numbers.parameters["router.weight"]
-    similar = router_similarity(weight_EH)
     result = []
     for x_TH in numbers.x:
         logits_TE = x_TH @ weight_EH.t()
@@ -300,7 +273,7 @@ def _define_all(case: Case, options: LimitOptions) -> list[list[set[int]]]:
         score_TE = share_TE + numbers.parameters.get("selection_bias", torch.zeros(1))
         result.append(
             [
-                set(define(options, layout, s, p, case.top_k, similar)[0])
+                set(define(options, layout, s, p, case.top_k)[0])
                 for s, p in zip(score_TE.tolist(), share_TE.tolist(), strict=True)
             ]
         )

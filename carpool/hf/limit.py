@@ -22,38 +22,31 @@ leaves of it.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from carpool.hf.expert_parallel import ExpertRides, required_rides
 from carpool.hf.topk import AnsweredRouter
 from carpool.routing import Routing
-from carpool.routing.limit import LimitOptions, RoutingLimit, drop_outside, router_similarity
+from carpool.routing.limit import LimitOptions, RoutingLimit, drop_outside
 
 _ROUTER = re.compile(r"Router$|Gate$")
 
 
-def limit_routing(
-    model: nn.Module, options: LimitOptions | None, *, similarity: Mapping[str, torch.Tensor] | None = None
-) -> list[str]:
+def limit_routing(model: nn.Module, options: LimitOptions | None) -> list[str]:
     """Limit the routing of all MoE layers of a model, or no longer. On all ranks alike, between steps.
 
     Args:
         options: what to limit it to; None: nothing.
-        similarity: for limit_by="similarity", an (E, E) matrix for each layer by the name of its experts module
-            (`carpool.routing.limit.coactivation_similarity`). Default: of the routers' present rows.
 
     Returns:
         What that changes of the model's function, for logs.
 
     Raises:
-        ValueError: limits that do not fit the model, or a router whose experts cannot be compared.
-    """
+        ValueError: limits that do not fit the model."""
     layers = required_rides(model)
     ranks = next(iter(layers.values())).num_ranks
     if options is not None:
@@ -63,11 +56,7 @@ def limit_routing(
     for name, own in layers.items():
         if active:
             assert options is not None
-            router = find_router(model, name)
-            own_similarity = (similarity or {}).get(name)
-            if options.limit_by == "similarity" and own_similarity is None:
-                own_similarity = router_similarity(_rows(router, own.num_experts, name))
-            limits[name] = router, LayerLimit(own, RoutingLimit(options, ranks, own_similarity))
+            limits[name] = find_router(model, name), LayerLimit(own, RoutingLimit(options, ranks))
     for name, own in layers.items():
         if own.router_limit is not None:
             own.router_limit.remove()
@@ -127,15 +116,3 @@ class LayerLimit:
             each = -(-len(serving_TW) // parts)
             serving_TW = serving_TW[number * each : (number + 1) * each]
         return replace(routing, serving_TW=serving_TW)
-
-
-def _rows(router: nn.Module | None, num_experts: int, layer: str) -> torch.Tensor:
-    """The router's matrix, whole. Collective for a sharded one."""
-    for parameter in router.parameters() if router is not None else ():
-        if parameter.dim() == 2 and parameter.shape[0] == num_experts:
-            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            return whole.detach()
-    raise ValueError(
-        f'{layer}: its router has no matrix with a row per expert to compare experts by; use limit_by="score", or give '
-        "similarities"
-    )

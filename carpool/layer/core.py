@@ -176,11 +176,8 @@ class LayerCore:
         """From now on rides compute with what this makes of the experts (`carpool.experts.on_host`)."""
         self._beside, self._setup = beside, None
 
-    def set_limit(self, options: LimitOptions | None, similarity_EE: torch.Tensor | None = None) -> list[str]:
+    def set_limit(self, options: LimitOptions | None) -> list[str]:
         """Limit the routing to few ranks or nodes per token (LOSSY; carpool/routing/limit.py), or no longer.
-
-        Args:
-            similarity_EE: for limit_by="similarity".
 
         Returns:
             What that changes of the layer's function, for logs."""
@@ -194,7 +191,7 @@ class LayerCore:
                 "ranks per token cannot be limited"
             )
         if options.active(self.num_ranks):
-            self.limit = RoutingLimit(options, self.num_ranks, similarity_EE)
+            self.limit = RoutingLimit(options, self.num_ranks)
         return options.lossy_reasons(self.num_ranks)
 
     def set_drops(self, options: DropOptions | None) -> None:

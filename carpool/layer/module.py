@@ -24,7 +24,7 @@ from carpool.observe.stats import RideStats
 from carpool.parallel.migrate import Moved, RowMove, Stopwatch, check_can_move, move_experts
 from carpool.routing import DropOptions, Router, Routing
 from carpool.routing.draw import draw_weight
-from carpool.routing.limit import LimitOptions, router_similarity
+from carpool.routing.limit import LimitOptions
 from carpool.schedule import Schedule
 from carpool.transport import Transport, TransportOptions
 
@@ -72,17 +72,12 @@ class LayerModule(nn.Module):
         self.core.set_kept(policies, offloader)
         self._prepare()
 
-    def set_limit(self, options: LimitOptions | None, similarity_EE: torch.Tensor | None = None) -> list[str]:
+    def set_limit(self, options: LimitOptions | None) -> list[str]:
         """Limit the routing to few ranks or nodes per token (LOSSY; carpool/routing/limit.py), or no longer.
-
-        Args:
-            similarity_EE: for limit_by="similarity". Default: of the router's present rows.
 
         Returns:
             What that changes of the layer's function, for logs."""
-        if options is not None and options.limit_by == "similarity" and similarity_EE is None:
-            similarity_EE = router_similarity(self.router.weight)
-        return self.core.set_limit(options, similarity_EE)
+        return self.core.set_limit(options)
 
     def set_drops(self, options: DropOptions | None) -> None:
         """Drop choices behind the router (LOSSY), or no longer; beside what the router itself drops."""

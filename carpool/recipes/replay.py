@@ -35,7 +35,7 @@ from carpool.placement.policies import POLICIES, LoadModel, make_pool
 from carpool.placement.solvers import solve_both
 from carpool.placement.trace import Array, LayerTrace
 from carpool.planner.cost import CostModel
-from carpool.routing.limit import RoutingLimit, coactivation_similarity
+from carpool.routing.limit import RoutingLimit
 from carpool.routing.limit_options import LimitOptions
 from carpool.train.config.schema_placement import PlacementSection
 
@@ -145,12 +145,11 @@ class _Replay:
         order_K = torch.arange(part.top_k, 0, -1, dtype=torch.float32)
         own_TK = torch.from_numpy(part.weight_TK.astype(np.float32)) if part.weight_TK is not None else order_K
         score_TE.scatter_(1, expert_TK, (1 + own_TK).expand_as(expert_TK))
-        similarity_EE = coactivation_similarity(torch.from_numpy(seen.coactivation_EE))
         chosen_TK = np.empty_like(part.expert_TK)
         source_T = part.source_T(self.ranks)
         for rank in range(self.ranks):
             mine = torch.from_numpy(np.flatnonzero(source_T == rank))
-            limit = RoutingLimit(self.limit, self.ranks, similarity_EE)
+            limit = RoutingLimit(self.limit, self.ranks)
             chosen, _ = limit.choose(score_TE[mine], score_TE[mine], part.top_k, self.layout)
             chosen_TK[mine.numpy()] = chosen.numpy()
         return replace(part, expert_TK=chosen_TK)

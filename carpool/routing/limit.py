@@ -7,15 +7,12 @@ pruning", arXiv 2505.13345) or for training from the start (DeepSeek-V3's node-l
     limit_ranks, limit_nodes     at most so many ranks, or nodes, per token. Which ones, and what it gets there:
       limit_by = "score"         the ranks that hold most of the weight of the token's own choices; its K choices are
                                  then made anew among the experts of those ranks
-      limit_by = "similarity"    the same ranks; a choice that is not there is replaced by the expert there that is
-                                 most similar to it
       limit_by = "groups"        DeepSeek's: the ranks whose two best experts have the largest sum, then K among them
 
 Worked example, K = 3, experts 0 1 2 on rank 0, 3 4 5 on rank 1, limit_ranks = 1:
 
     scores     .30 .02 .10 | .25 .15 .18      chosen 0, 3, 5: rank 0 holds .30 of it, rank 1 .43, so rank 1 is kept
     "score"        3, 5, 4                    the best three of rank 1
-    "similarity"   3, 5, and in place of 0 what is most like it of rank 1 and not chosen yet
     "groups"       rank 0: .30 + .10, rank 1: .25 + .18, so rank 1 here too; in general they differ
 
 The weights of the new choices are the router's own, taken from its scores and normalised as it does that, so gradients
@@ -36,13 +33,7 @@ import torch
 from carpool.layout import ExpertLayout
 from carpool.routing.limit_options import LimitOptions, counted
 
-__all__ = [
-    "LimitOptions",
-    "RoutingLimit",
-    "coactivation_similarity",
-    "drop_outside",
-    "router_similarity",
-]
+__all__ = ["LimitOptions", "RoutingLimit", "drop_outside"]
 
 
 class Tables(NamedTuple):
@@ -56,19 +47,12 @@ class Tables(NamedTuple):
 class RoutingLimit:
     """Chooses experts within the limits, for one layer on one rank.
 
-    Args:
-        similarity_EE: how alike two experts are, for limit_by="similarity"; see `router_similarity` and
-            `coactivation_similarity`.
-
     Raises:
-        ValueError: limits that do not fit, or no similarity where it is needed.
-    """
+        ValueError: limits that do not fit."""
 
-    def __init__(self, options: LimitOptions, num_ranks: int, similarity_EE: torch.Tensor | None = None) -> None:
+    def __init__(self, options: LimitOptions, num_ranks: int) -> None:
         options.check(num_ranks)
-        if options.limit_by == "similarity" and similarity_EE is None:
-            raise ValueError('limit_by="similarity" needs a matrix of similarities between experts')
-        self.options, self.num_ranks, self.similarity_EE = options, num_ranks, similarity_EE
+        self.options, self.num_ranks = options, num_ranks
         self.ranks_per_node = num_ranks // options.num_nodes
         self._tables: tuple[ExpertLayout, torch.device, Tables] | None = None
         self._fits: tuple[ExpertLayout, int] | None = None
@@ -95,12 +79,9 @@ class RoutingLimit:
             share_TK = share_TE.gather(1, chosen_TK)
             kept_TW = self._narrowed(kept_TW, size, count, score_TE, share_TK, chosen_TK, layout)
             open_TE = (kept_TW.float() @ present_WE.float()) > 0
-            if self.options.limit_by == "similarity":
-                chosen_TK = _by_score(score_TE, self._replaced(chosen_TK, open_TE))
-            else:
-                # What the router does not want is still better than what is out of reach.
-                wanted_TE = score_TE.clamp(min=torch.finfo(score_TE.dtype).min).masked_fill(~open_TE, -math.inf)
-                chosen_TK = wanted_TE.topk(top_k, dim=-1).indices
+            # What the router does not want is still better than what is out of reach.
+            wanted_TE = score_TE.clamp(min=torch.finfo(score_TE.dtype).min).masked_fill(~open_TE, -math.inf)
+            chosen_TK = wanted_TE.topk(top_k, dim=-1).indices
         return chosen_TK, kept_TW
 
     def _stages(self) -> list[tuple[int, int]]:
@@ -141,19 +122,6 @@ class RoutingLimit:
         score_TGe = score_TWS.flatten(1).unflatten(1, (self.num_ranks // ranks, -1))
         best_TG2 = score_TGe.topk(min(2, score_TGe.shape[-1]), dim=-1).values
         return best_TG2.clamp(min=torch.finfo(best_TG2.dtype).min / 4).sum(-1)
-
-    def _replaced(self, chosen_TK: torch.Tensor, open_TE: torch.Tensor) -> torch.Tensor:
-        """Each choice that is not open, best first, replaced by the most similar expert that is open and free."""
-        assert self.similarity_EE is not None
-        similarity_EE = self.similarity_EE.to(chosen_TK.device)
-        stays_TK = open_TE.gather(1, chosen_TK)
-        taken_TE = torch.zeros_like(open_TE).scatter_(1, chosen_TK, stays_TK)
-        expert_TK = chosen_TK.clone()
-        for k in range(chosen_TK.shape[1]):
-            like_TE = similarity_EE[chosen_TK[:, k]].masked_fill(taken_TE | ~open_TE, -math.inf)
-            expert_TK[:, k] = torch.where(stays_TK[:, k], chosen_TK[:, k], like_TE.argmax(-1))
-            taken_TE.scatter_(1, expert_TK[:, k : k + 1], True)
-        return expert_TK
 
     def _of(self, layout: ExpertLayout, device: torch.device) -> Tables:
         if self._tables is None or self._tables[0] is not layout or self._tables[1] != device:
@@ -205,20 +173,6 @@ def drop_outside(
     return expert_TK.masked_fill(~kept_TK, -1), left_TK * scale_T1, serving_TW
 
 
-def router_similarity(weight_EH: torch.Tensor) -> torch.Tensor:
-    """(E, E) cosines between the router's rows: experts that the same tokens are drawn to are alike."""
-    row_EH = torch.nn.functional.normalize(weight_EH.detach().float(), dim=1)
-    return row_EH @ row_EH.t()
-
-
-def coactivation_similarity(together_EE: torch.Tensor) -> torch.Tensor:
-    """(E, E) from counts of tokens that chose both experts (`LayerTrace.coactivation_EE`): cosines between the experts'
-    rows. Alike are those that go with the same others."""
-    together_EE = together_EE.float().clone()
-    together_EE.fill_diagonal_(0.0)
-    return router_similarity(together_EE)
-
-
 def _cover(present_TKG: torch.Tensor, share_TK: torch.Tensor, count: int) -> torch.Tensor:
     """(T, G) bool: `count` groups, one after the other the one that holds most of what is not held yet. Tokens that
     need fewer get fewer."""
@@ -238,8 +192,3 @@ def _top(value_TG: torch.Tensor, count: int) -> torch.Tensor:
     # Of equal ones the first: ranks with the same two replicas do tie.
     best = value_TG.sort(dim=-1, descending=True, stable=True).indices[:, :count]
     return torch.zeros_like(value_TG, dtype=torch.bool).scatter_(1, best, True)
-
-
-def _by_score(score_TE: torch.Tensor, expert_TK: torch.Tensor) -> torch.Tensor:
-    order_TK = score_TE.gather(1, expert_TK).sort(dim=1, descending=True, stable=True).indices
-    return expert_TK.gather(1, order_TK)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from carpool.layout.topology import Topology
 
-LimitBy = Literal["score", "similarity", "groups"]
+LimitBy = Literal["score", "groups"]
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class LimitOptions:
 
     def check(self, num_ranks: int) -> None:
         """Raise ValueError for what cannot be on `num_ranks` ranks."""
-        if self.limit_by not in ("score", "similarity", "groups"):
-            raise ValueError(f"limit_by={self.limit_by!r} is not known; use 'score', 'similarity' or 'groups'")
+        if self.limit_by not in ("score", "groups"):
+            raise ValueError(f"limit_by={self.limit_by!r} is not known; use 'score' or 'groups'")
         if self.topology is not None and self.topology.num_ranks != num_ranks:
             raise ValueError(
                 f"the topology of the limit has {self.topology.num_ranks} ranks, but the expert-parallel group "

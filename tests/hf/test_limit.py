@@ -17,7 +17,7 @@ from carpool.hf.expert_parallel import ExpertRides
 from carpool.hf.limit import LayerLimit, find_router, limit_routing
 from carpool.layout import ExpertLayout
 from carpool.layout.topology import Topology
-from carpool.routing.limit import LimitOptions, RoutingLimit, drop_outside, router_similarity
+from carpool.routing.limit import LimitOptions, RoutingLimit, drop_outside
 from tests.hf.parity import (
     EXCEPTIONS,
     HANDLING,
@@ -38,7 +38,6 @@ ONE, TWO = LimitOptions(limit_ranks=1), LimitOptions(limit_ranks=2)
 # routing; a sampler. The last two have no top-k that could be answered.
 CASES = [
     ("olmoe", ONE, Mesh()),
-    ("olmoe", LimitOptions(limit_ranks=1, limit_by="similarity"), Mesh()),
     ("olmoe", ONE, Mesh(fsdp=2, tp=2, ep=4)),
     ("gpt_oss", ONE, Mesh()),
     ("gpt_oss", LimitOptions(limit_nodes=1, topology=Topology.even(4, 2), limit_by="groups"), Mesh()),
@@ -58,8 +57,7 @@ def _reference(folder: str, path: str, options: LimitOptions) -> Any:
         experts, router = model.get_submodule(name), find_router(model, name)
         assert router is not None
         own = SimpleNamespace(num_experts=experts.num_experts, layout=ExpertLayout.contiguous(experts.num_experts, 4))
-        similarity = router_similarity(router.weight) if options.limit_by == "similarity" else None
-        layer = LayerLimit(cast(ExpertRides, own), RoutingLimit(options, 4, similarity))
+        layer = LayerLimit(cast(ExpertRides, own), RoutingLimit(options, 4))
         layer.install(router)
         experts.register_forward_pre_hook(_Drop(layer))
     return model

@@ -14,7 +14,7 @@ from carpool.train.config.schema import MoeSection
 from tests.ranks import Ranks
 from tests.train.test_loop import losses, records, start, text, weights  # noqa: F401
 
-LIMITED = ["moe.limit_ranks=1", "moe.limit_by=similarity", "training.freeze=dense", "training.eval_steps=none"]
+LIMITED = ["moe.limit_ranks=1", "training.freeze=dense", "training.eval_steps=none"]
 
 
 def test_limited_and_frozen(two_ranks: Ranks, text: list[str], tmp_path: Path) -> None:  # noqa: F811
@@ -22,7 +22,7 @@ def test_limited_and_frozen(two_ranks: Ranks, text: list[str], tmp_path: Path) -
     assert start(two_ranks, whole, [*text, *LIMITED]) == [""] * 2
     info = json.loads((whole / "run.json").read_text())
     assert not info["exact"]
-    assert info["lossy_reasons"] == ["each token's experts are limited to 1 rank, by similarity"]
+    assert info["lossy_reasons"] == ["each token's experts are limited to 1 rank, by score"]
     lines = records(whole)
     assert all(line["copies_per_token"] <= 1 for line in lines.values())
     assert lines[6]["loss"] < lines[1]["loss"]
@@ -32,7 +32,7 @@ def test_limited_and_frozen(two_ranks: Ranks, text: list[str], tmp_path: Path) -
     assert moved and all(".experts." in name or ".mlp.gate." in name for name in moved)
     assert any(".mlp.gate." in name for name in moved)
 
-    # The same, interrupted: similarities are those of the beginning, not of where it goes on.
+    # The same, interrupted.
     resume = f"training.resume_from_checkpoint={whole}/checkpoints/step-00000003"
     assert start(two_ranks, parts, [*text, *LIMITED, resume]) == [""] * 2
     assert losses(parts) == {step: losses(whole)[step] for step in (4, 5, 6)}

@@ -231,13 +231,11 @@ class MoeSection(Section):
         description="LOSSY. The experts of a token may be on at most this many nodes. With limit_ranks: on at "
         "most that many ranks of these nodes. none: no limit.",
     )
-    limit_by: Literal["score", "similarity", "groups"] = Field(
+    limit_by: Literal["score", "groups"] = Field(
         default="score",
         description="For limit_ranks and limit_nodes: which ranks a token keeps, and which experts it gets there. "
         "score: the ranks with the largest sum of its routing weights, and its best experts there. "
-        "similarity: the same ranks, and for each choice elsewhere the most similar expert, by the "
-        "rows of the router as the run starts. groups: as DeepSeek, the ranks whose best two experts "
-        "have the largest sum.",
+        "groups: as DeepSeek, the ranks whose best two experts have the largest sum.",
     )
     capacity_factor: float | None = Field(
         default=None,
