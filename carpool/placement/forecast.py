@@ -2,9 +2,6 @@
 
     last    the load of the last step (FasterMoE, Prophet). Right where loads drift slowly, noisy for small batches.
     ema     the exponential moving average (MindSpeed's migrator, decay 0.9). Averages noise away, follows drift late.
-    ridge   the moving average plus a correction. A small regression, fitted on this history alone, predicts it from
-            how far the last few shares and the long mean are from the moving average. With little to learn from, ridge
-            regression makes the correction small.
 
 Each is a function of a history (N, E), oldest first, to a load (E,) with the sum of the last step. `compare` runs them
 over a history, always on the past only.
@@ -36,31 +33,7 @@ def ema(history_NE: Array, decay: float = 0.9) -> Array:
     return share_E * loads_NE[-1].sum()
 
 
-def ridge(history_NE: Array, lags: int = 3, strength: float = 0.1, decay: float = 0.9) -> Array:
-    """Moving average, corrected by a regression that all experts share."""
-    loads_NE = _checked(history_NE)
-    shares_NE = _shares(loads_NE)
-    averages_NE = _running(shares_NE, decay)
-    if len(loads_NE) < 2 * lags + 2:
-        return averages_NE[-1] * loads_NE[-1].sum()
-    means_NE = np.cumsum(shares_NE, axis=0) / np.arange(1, len(shares_NE) + 1)[:, None]
-
-    def features(step: int) -> Array:
-        """(E, lags + 1) what was known after this step, relative to the moving average."""
-        recent = [shares_NE[step - lag] for lag in range(lags)]
-        return np.stack([*recent, means_NE[step]], axis=1) - averages_NE[step][:, None]
-
-    steps = range(lags - 1, len(loads_NE) - 1)
-    x_MF = np.concatenate([features(step) for step in steps])
-    y_M = np.concatenate([shares_NE[step + 1] - averages_NE[step] for step in steps])
-    gram_FF = x_MF.T @ x_MF
-    scale = strength * np.trace(gram_FF) / len(gram_FF) + 1e-12
-    weight_F = np.linalg.solve(gram_FF + scale * np.eye(len(gram_FF)), x_MF.T @ y_M)
-    share_E = np.maximum(averages_NE[-1] + features(len(loads_NE) - 1) @ weight_F, 0)
-    return share_E / max(share_E.sum(), 1e-12) * loads_NE[-1].sum()
-
-
-PREDICTORS: Mapping[str, Predictor] = MappingProxyType({"last": last, "ema": ema, "ridge": ridge})
+PREDICTORS: Mapping[str, Predictor] = MappingProxyType({"last": last, "ema": ema})
 
 
 def predict(name: str, history_NE: Array) -> Array:
@@ -112,16 +85,6 @@ def _checked(history_NE: Array) -> Array:
 def _shares(loads_NE: Array) -> Array:
     total_N1 = loads_NE.sum(1, keepdims=True)
     return np.where(total_N1 > 0, loads_NE / np.maximum(total_N1, 1e-12), 1 / loads_NE.shape[1])
-
-
-def _running(shares_NE: Array, decay: float) -> Array:
-    """`ema` after each step."""
-    sums_NE, weight = np.empty_like(shares_NE), 0.0
-    total_E = np.zeros(shares_NE.shape[1])
-    for step, share_E in enumerate(shares_NE):
-        total_E, weight = decay * total_E + share_E, decay * weight + 1
-        sums_NE[step] = total_E / weight
-    return sums_NE
 
 
 def _rank_correlation(a_E: Array, b_E: Array) -> float:

@@ -55,10 +55,9 @@ class PlacementSection(Section):
         description="Copies are filled while earlier layers compute, and the backward does not wait for their "
         "gradients. false: each layer waits for both. The bits are the same.",
     )
-    predictor: Literal["last", "ema", "ridge"] = Field(
+    predictor: Literal["last", "ema"] = Field(
         default="ema",
-        description="How the load of the next steps is predicted. last: as in the last step. ema: a moving "
-        "average. ridge: a regression on the last 64 steps.",
+        description="How the load of the next steps is predicted. last: as in the last step. ema: a moving average.",
     )
     load_limit: float = Field(
         default=1.1,
