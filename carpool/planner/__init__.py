@@ -6,7 +6,8 @@
     candidate.py  one configuration as numbers and words, and its TOML
     routes.py     rows that a token sends inside a node and between nodes
     lengths.py    how long the pieces of a layer take
-    step.py       the event graph of a step, and what is predicted of it
+    step_graph.py   the event graph of a step
+    step.py       what is predicted of it
     sizes.py      what a rank takes and keeps: of a plan; a run asks its model
     peak.py       its memory as a timeline, of plans and of runs
     held.py       what is in use beside tensors, and what a layer works with

@@ -27,7 +27,7 @@ from carpool.planner.peak import memory_of
 from carpool.planner.sampling import Spread
 from carpool.planner.search import USABLE
 from carpool.planner.simulate import Step
-from carpool.planner.step import step_graph
+from carpool.planner.step_graph import step_graph
 
 DEFAULT_CHUNKS = 2  # as of `carpool train`
 _CODECS = ("dispatch", "combine", "dispatch_backward", "combine_backward", "hop")
