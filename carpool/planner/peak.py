@@ -158,8 +158,9 @@ def peak_of(sizes: RankSizes, candidate: Candidate, stage: int = 0, every_layer:
         **({"copies": sizes.arrived} if sizes.arrived else {}),
     }
     logits, after_loss = _loss(sizes, candidate) if sizes.has_head else (0.0, 0.0)
-    # Those of earlier micro-batches are there, and those in the tensors of a graph.
-    before = own if candidate.accumulation > 1 or candidate.captured else 0.0
+    # Those of earlier micro-batches are there, and those that a graph leaves in tensors of its own.
+    stay = candidate.accumulation > 1 or (candidate.captured and candidate.gradients == "kept")
+    before = own if stay else 0.0
     moments: list[Moment] = [("step begins", before, others, 0.0)]
     if every_layer:
         moments += [(f"forward of layer {i}", before, others + kept.by(i + 1) + kept.again, 0.0) for i in range(number)]

@@ -175,3 +175,29 @@ def test_a_container_may_have_less_than_its_machine(tmp_path: Path) -> None:
             assert host.free_host_memory() == 8_192_000
     with mock.patch.object(host, "_MEMINFO", tmp_path / "none"), mock.patch.object(host, "_CGROUP", tmp_path / "none"):
         assert host.free_host_memory() is None
+
+
+def test_a_capture_counts_what_each_replay_copies(tmp_path: Path) -> None:
+    """What is copied in a capture counts when it is replayed. (What it computes: tests/gpu/test_optimizer_gpu.py.)"""
+    found = parameters(torch.bfloat16)
+    optimizer = AdamW(groups(found), lr=1e-2, offload=True)
+
+    def step() -> None:
+        optimizer.begin()
+        for parameter, grad in zip(found, gradients(0), strict=True):
+            parameter.grad = grad.to(torch.bfloat16)
+        optimizer.update(found)
+
+    step()
+    optimizer.finish()
+    once = optimizer.streamed_bytes
+    optimizer.prepare()
+    with optimizer.record():
+        step()
+    assert optimizer.streamed_bytes == once and once[0] == once[1] > 0
+    for times in (2, 3):
+        optimizer.replayed(found)
+        assert optimizer.streamed_bytes == (times * once[0], times * once[1])
+    on_disk = AdamW(parameters(torch.bfloat16), offload=True, folder=tmp_path)
+    with pytest.raises(ValueError, match="state from files cannot be captured"), on_disk.record():
+        pass

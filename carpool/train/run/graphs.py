@@ -32,6 +32,7 @@ from carpool.hf.offload import offloaders
 from carpool.hf.packed import one_row_only
 from carpool.hf.recompute import draws_random_numbers
 from carpool.kernels.capture import Recorder
+from carpool.memory.offload import Offloader
 from carpool.observe.meter import watched
 from carpool.observe.stats import HostCounts
 from carpool.parallel import fsdp
@@ -142,18 +143,23 @@ class StepGraphs:
         device = next(model.parameters()).device
         self._factor = torch.zeros((), dtype=torch.float64, device=device)
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)
-        self._offloaders = offloaders(model)
         self._failed = False
         self.forget()
 
     def forget(self) -> None:
         """Give the graphs and their memory back: what they hold is about to move. New ones come after two steps."""
+        self._offloaders: list[Offloader] = []
         self._eager = 0
         self._shapes: tuple[object, ...] = ()
         self._captured = False
         self._replays: dict[Any, Replay] = {}
         self._gradients: list[tuple[nn.Parameter, torch.Tensor]] = []
         self.bytes = 0
+
+    def try_again(self) -> None:
+        """As `forget`, although a capture may have failed: what is to be captured is another step."""
+        self.forget()
+        self._failed = False
 
     def run(
         self, batches: Sequence[Batch], factor: float, before_backward: BeforeBackward | None = None
@@ -218,6 +224,7 @@ class StepGraphs:
     def _capture(self, batches: Sequence[Batch], before_backward: BeforeBackward | None) -> bool:
         """Whether all ranks have captured all graphs of a step."""
         problem = None
+        self._offloaders = offloaders(self.model)
         torch.cuda.empty_cache()
         reserved, allocated = _memory(self._sums.device)
         try:

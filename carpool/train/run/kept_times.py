@@ -9,7 +9,8 @@ The layers are the run's own, with its widths, its micro-batch, its ranks and it
 tokens. A difference to the time in which all is kept, by the number of layers, is what a policy costs. Costs are added:
 copies of two items that are offloaded share a link, which is not measured.
 
-What a run adds to that is left out: the optimizer, CUDA graphs, compiled layers. It changes both times alike.
+Where steps of the run are CUDA graphs, these are, too: to ask for copies one by one may cost the host more than copies
+cost such a run. What else a run adds is left out: the optimizer, compiled layers. It changes both times alike.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from carpool.observe.clock import timed
 from carpool.parallel.replicated import replicated
 from carpool.planner.kept import POLICIES
 from carpool.train.config.schema import Config
+from carpool.train.run.graphs import EAGER_STEPS
 from carpool.train.run.room import make_room
 
 if TYPE_CHECKING:
@@ -50,7 +52,8 @@ def small_config(config: Config) -> Config:
     """What is measured of a run: one micro-batch, with nothing around it."""
     alone = {
         "gradients": "kept", "clip_by": "norm", "optimizer_state": "device", "gradient_accumulation_steps": 1,
-        "cuda_graphs": "off", "torch_compile": False, "resume_from_checkpoint": None,
+        "torch_compile": False, "resume_from_checkpoint": None,
+        "cuda_graphs": "off" if config.training.cuda_graphs == "off" else "auto",
     }  # fmt: skip
     # Layouts and traces are of all layers.
     moe: dict[str, Any] = {"expert_stages": "default", "layout": "contiguous"}
@@ -99,7 +102,17 @@ def measure_policies(run: Assembled, given: Mapping[str, str | None], layers: in
     batch = {"input_ids": ids_BL.to(device), "labels": ids_BL.to(device)}
     tokens = batch["labels"][:, 1:].numel() * run.degrees.dp_cp
     whole = replicated(model)
-    rooms = rooms_of_rides(run.rides)
+    rooms, graphs = rooms_of_rides(run.rides), run.objective.graphs
+
+    def forget() -> None:
+        if graphs is not None:
+            graphs.forget()
+
+    def take(policies: Mapping[str, str]) -> None:
+        if graphs is not None:
+            # Policies that cannot be captured cost what they cost eagerly, also in the run.
+            graphs.try_again()
+        _take(run, policies)
 
     def micro_batch() -> None:
         while True:
@@ -107,11 +120,14 @@ def measure_policies(run: Assembled, given: Mapping[str, str | None], layers: in
             if whole is not None:
                 whole.finish()
             model.zero_grad(set_to_none=True)
-            if not rooms or make_room(rooms, device) is None:
+            if not rooms or make_room(rooms, device, forget) is None:
                 return
 
     def least(count: int, warm_up: int = WARM_UP) -> float:
         """Milliseconds of the fastest micro-batch, on the slowest rank."""
+        if graphs is not None:
+            # The first replay comes with the capture.
+            warm_up = EAGER_STEPS + 1
         return min([timed(micro_batch, device).ms for _ in range(warm_up + count)][warm_up:])
 
     base = {item: given.get(item) or "keep" for item in POLICIES}
@@ -122,15 +138,17 @@ def measure_policies(run: Assembled, given: Mapping[str, str | None], layers: in
     for number in range(ROUNDS):
         for way in ways:
             if way["dense"] != "offload":
-                _take(run, way)
+                take(way)
                 key = tuple(way.values())
                 spent[key] = min(spent.get(key, math.inf), least(1, 1 if number else WARM_UP))
     for way in ways:
         # Last: layers stay so.
         if way["dense"] == "offload":
-            _take(run, way | {"dense": "keep"})
+            take(way | {"dense": "keep"})
             offload_layers(model)
             spent[tuple(way.values())] = least(ROUNDS)
+    # Graphs go before the process groups that they use (`groups_before`).
+    forget()
     share = {"dense": layers, "sums": moe_layers, "rows": moe_layers, "hidden": moe_layers}
     here = {"dense": model.config.get_text_config().num_hidden_layers} | dict.fromkeys(
         ("sums", "rows", "hidden"), len(run.rides)
