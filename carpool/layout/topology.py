@@ -161,6 +161,12 @@ class Whereabouts:
         """What its NVLink domain is told by; None: it is alone."""
         return self.fabric or (f"node {self.node}" if self.nvlink else None)
 
+    def __str__(self) -> str:
+        """For people: "node 1 (gpu07)"; "host gpu07" where nobody numbers the nodes."""
+        if self.node == self.host:
+            return f"host {self.host}"
+        return f"node {self.node.removeprefix('number ')} ({self.host})"
+
 
 def whereabouts(
     env: Mapping[str, str],

@@ -111,9 +111,9 @@ class LoadModel:
         takes its latency all the same."""
         topology, seconds_C = self.topology or Topology.even(bytes_CWW.shape[2]), np.zeros(len(bytes_CWW))
         for link in topology.pairs:
-            rate, most_C = self.cost.hardware.rate(link), self.cost.most(link, bytes_CWW, topology)
-            each_C = rate.latency + most_C / rate.bytes_per_second
-            each_C = each_C if idle else np.where(most_C > 0, each_C, 0.0)
+            each_C = self.cost.seconds_over(link, bytes_CWW, topology)
+            used_C = np.any(bytes_CWW * topology.pairs[link], axis=(1, 2))
+            each_C = each_C if idle else np.where(used_C, each_C, 0.0)
             seconds_C = seconds_C + each_C if in_turn else np.maximum(seconds_C, each_C)
         return seconds_C
 

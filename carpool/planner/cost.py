@@ -9,7 +9,7 @@ Time of one layer, forward and backward, as the rank that is slowest needs it:
 A link takes `latency + bytes / bandwidth`; links of different kinds work at the same time. A rank that sends
 90 MB to GPUs of its node and 20 MB to other nodes needs, on H200s, max(12 + 281, 30 + 400) = 430 us. A transport that
 sends one row to a node and passes it on there uses them one after the other: 293 + 430 us. Where the ranks of a node
-share one port, what the whole node sends counts.
+share one port, what the whole node sends counts, and a rank that sends for all of them is no faster than it is alone.
 
 The model ranks layouts and schedules. It is no forecast of a step, for it counts what is hidden behind other work in
 full.
@@ -115,24 +115,24 @@ class CostModel:
 
     def link_seconds(self, bytes_WW: Array, topology: Topology) -> dict[Link, float]:
         """For each kind of link that anything travels over, what `transfer_seconds` says of it alone."""
-        found = {link: float(self.most(link, bytes_WW, topology)) for link in topology.pairs}
-        return {link: self._seconds(link, most) for link, most in found.items() if most}
+        used = [link for link, joined_WW in topology.pairs.items() if np.any(bytes_WW * joined_WW)]
+        return {link: float(self.seconds_over(link, bytes_WW, topology)) for link in used}
 
     def ride_seconds(self, rows_WW: Array, topology: Topology) -> float:
         """All rides of a layer. `rows_WW`: rows that the transport sends from rank to rank in one dispatch."""
-        most = {
-            link: float(self.most(link, rows_WW, topology)) * self.row_bytes_over(link == "network")
+        times = [
+            float(self.seconds_over(link, rows_WW * self.row_bytes_over(link == "network"), topology))
             for link in topology.pairs
-        }
-        times = [self._seconds(link, size) for link, size in most.items()]
+        ]
         return RIDES * self._of_links(times)
 
     def volume_seconds(self, volume: Volume, topology: Topology) -> dict[str, float]:
         """What one forward and backward of a layer send, verb by verb; see `carpool.placement.volume.predict`."""
-        found = {}
-        for verb, bytes_WW in volume.bytes_WW.items():
-            found[verb] = self._of_links(self.link_seconds(bytes_WW, topology).values())
-        return found
+        hops = volume.hops or (volume.bytes_WW,)
+        return {
+            verb: sum(self._of_links(self.link_seconds(hop[verb], topology).values()) for hop in hops)
+            for verb in volume.bytes_WW
+        }
 
     def _of_links(self, times: Collection[float]) -> float:
         """Of a ride over links of several kinds that take so long."""
@@ -152,16 +152,16 @@ class CostModel:
         """Matrix products of the rank that is last: the fullest, if all are equally fast."""
         return float((load_W / self.speed_W(len(load_W))).max() * self.pair_seconds)
 
-    def _seconds(self, link: Link, size: float) -> float:
-        rate = self.hardware.rate(link)
-        return float(rate.latency + size / rate.bytes_per_second)
-
-    def most(self, link: Link, bytes_WW: Array, topology: Topology) -> Array:
-        """Bytes of the rank with most to send, or to receive, over a kind of link; of a port that the ranks of a node
-        share, their mean. Of (..., W, W) bytes, (...)."""
-        over_WW = np.where(topology.pairs[link], bytes_WW, 0)
+    def seconds_over(self, link: Link, bytes_WW: Array, topology: Topology) -> Array:
+        """Seconds of (..., W, W) bytes over a kind of link, (...): as the rank with most to send, or to receive, needs
+        them. Of a port that the ranks of a node share, as their mean does, and no rank faster than it can alone."""
+        rate, over_WW = self.hardware.rate(link), np.where(topology.pairs[link], bytes_WW, 0)
         sent_W2 = np.stack([over_WW.sum(-2), over_WW.sum(-1)], axis=-1)
-        if link == "network" and self.hardware.shared_network:
-            nodes = range(topology.num_nodes)
-            sent_W2 = np.stack([sent_W2[..., topology.ranks_of(node), :].mean(-2) for node in nodes], axis=-2)
-        return np.asarray(sent_W2.max((-2, -1)))
+        if link != "network" or not self.hardware.shared_network:
+            return np.asarray(rate.latency + sent_W2.max((-2, -1)) / rate.bytes_per_second)
+        of_nodes = [sent_W2[..., topology.ranks_of(node), :].mean(-2).max(-1) for node in range(topology.num_nodes)]
+        seconds = rate.latency + np.max(of_nodes, axis=0) / rate.bytes_per_second
+        if (alone := self.hardware.network_alone) is None:
+            return np.asarray(seconds)
+        both_ways = sent_W2.sum(-1).max(-1) / 2
+        return np.maximum(seconds, alone.latency + both_ways / alone.bytes_per_second)

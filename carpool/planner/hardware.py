@@ -85,6 +85,8 @@ class Hardware:
         host: copies between the device and host memory, the slower way; None: as `node`.
         disk: of the folder where runs are written, reads and writes alike; None if that is not known.
         shared_network: whether the ranks of a node share one port. `network` is then what each has while all send.
+        network_alone: between nodes, of a rank while the others of its node send nothing, both ways at once; asked for
+            where a port is shared. None: not measured.
         push: between GPUs of an NVLink domain by copies that no multiprocessor makes: the ceiling of transport nvlink.
             None: not measured.
         gathered: an all-gather of NCCL inside a node, by bytes that a rank receives. None: as `nvlink`.
@@ -103,6 +105,7 @@ class Hardware:
     host: LinkRate | None = None
     disk: LinkRate | None = None
     shared_network: bool = False
+    network_alone: LinkRate | None = None
     push: LinkRate | None = None
     gathered: LinkRate | None = None
     kernels: Mapping[str, Work] = field(default_factory=dict)
@@ -154,7 +157,7 @@ class Hardware:
         return cls(**{**settings, **links, "kernels": read_work(settings.get("kernels"))})
 
 
-_LINKS = ("nvlink", "node", "network", "host", "disk", "push", "gathered")
+_LINKS = ("nvlink", "node", "network", "host", "disk", "push", "gathered", "network_alone")
 
 
 def _datasheet(

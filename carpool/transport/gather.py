@@ -7,6 +7,9 @@ all ranks hold equally many tokens (others are padded to the largest), and only 
 
     rank 0 has tokens a, b; rank 1 has c          every rank receives [a, b | c, -]; `-` is padding, wanted by none
 
+On the way out rows go round in a ring, as gloo's and NCCL's all-gathers do, and are counted so: each rank passes W - 1
+blocks on to the next one, and of a node only its last rank sends to another node. Sums come back by an all-to-all.
+
 Cost per token: W - 1 rows to other ranks there and back, whatever was chosen. That is less than one row per expert
 when K is larger than W, which is why MegaScale-MoE (arXiv 2505.11432, section 4) uses it for large top-k.
 """
@@ -14,8 +17,10 @@ when K is larger than W, which is why MegaScale-MoE (arXiv 2505.11432, section 4
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -25,7 +30,7 @@ from carpool.layout.topology import Topology
 from carpool.memory import Arrivals, Rows
 from carpool.observe.traffic import Traffic
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Pending, Route, Transport
-from carpool.transport.volume import Counts, one_row_to_all
+from carpool.transport.volume import Counts, Volume, one_row_to_all
 
 COUNT_BYTES = 8
 
@@ -46,6 +51,21 @@ class Gather(Transport):
     @classmethod
     def rows_sent(cls, rank_TK: Sequence[Counts], topology: Topology) -> Counts:
         return one_row_to_all(rank_TK, topology.num_ranks)
+
+    @classmethod
+    def volume(
+        cls,
+        rank_TK: Sequence[Counts],
+        topology: Topology,
+        top_k: int,
+        hidden: int,
+        element_size: int,
+        options: Any = None,
+    ) -> Volume:
+        volume = super().volume(rank_TK, topology, top_k, hidden, element_size, options)
+        around_WW = np.array([_around(1, rank, topology.num_ranks) for rank in range(topology.num_ranks)])
+        ring = {verb: around_WW * volume.bytes_WW[verb][0, 0] for verb in ("dispatch", "combine_backward")}
+        return replace(volume, bytes_WW={**volume.bytes_WW, **ring})
 
     @classmethod
     def copies_per_token(cls, num_experts: int, top_k: int, num_ranks: int) -> float:
@@ -81,13 +101,13 @@ class Gather(Transport):
 
     def dispatch(self, x_TH: torch.Tensor, route: GatherRoute) -> Pending:
         x_RH = self._gather(F.pad(x_TH, (0, 0, 0, route.padded_tokens - route.num_tokens)))
-        route.count("out", [route.padded_tokens] * self.num_ranks, x_TH, CHOICE_BYTES)
+        route.count("out", _around(route.padded_tokens, self.rank, self.num_ranks), x_TH, CHOICE_BYTES)
         return Pending(lambda: Arrivals(Rows.of(x_RH), route.slot_RK, route.weight_RK, route.num_pairs))
 
     def dispatch_gradients(self, dy_TH: torch.Tensor, route: GatherRoute) -> Pending:
         route.backward = True
         dpartial_RH = self._gather(F.pad(dy_TH, (0, 0, 0, route.padded_tokens - route.num_tokens)))
-        route.count("out", [route.padded_tokens] * self.num_ranks, dy_TH, 0)
+        route.count("out", _around(route.padded_tokens, self.rank, self.num_ranks), dy_TH, 0)
         return Pending(lambda: Rows.of(dpartial_RH))
 
     def combine(self, route: GatherRoute, partial_RH: torch.Tensor) -> Pending:
@@ -120,3 +140,11 @@ class Gather(Transport):
             back = partial_RH
         token_N = torch.arange(route.padded_tokens, device=back.device).repeat(self.num_ranks)
         return ordered_sum(back, token_N, route.padded_tokens)[: route.num_tokens]
+
+
+def _around(rows: int, rank: int, num_ranks: int) -> list[int]:
+    """Rows that a rank sends to each rank in a ring: all blocks but one to the next."""
+    sent = [0] * num_ranks
+    sent[(rank + 1) % num_ranks] = (num_ranks - 1) * rows
+    sent[rank] = rows
+    return sent

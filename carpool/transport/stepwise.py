@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -149,15 +149,15 @@ class Stepwise(MultiHop):
         element_size: int,
         options: TransportOptions | None = None,
     ) -> Volume:
-        bytes_WW: dict[str, Any] = dict.fromkeys(VERBS, 0)
+        hops: list[dict[str, Counts]] = []
         codecs = PLAIN if options is None else options.codecs
         for step in cls._steps(rank_TK, topology):
             own = codecs if step.between or codecs.hop == "all" else PLAIN
             row = {verb: own.of(verb).row_bytes(hidden, element_size) for verb in VERBS}
-            sent = {"plan": step.joined_WW * step.size_bytes, **bytes_of_rides(step.rows_WW, row, 1)}
-            bytes_WW = {verb: bytes_WW[verb] + sent[verb] for verb in VERBS}
+            hops.append({"plan": step.joined_WW * step.size_bytes, **bytes_of_rides(step.rows_WW, row, 1)})
+        bytes_WW = {verb: np.sum([hop[verb] for hop in hops], axis=0) for verb in VERBS}
         tokens_W = tuple(len(one) for one in rank_TK)
-        return Volume(cls.name, tokens_W, cls.rows_sent(rank_TK, topology), bytes_WW)
+        return Volume(cls.name, tokens_W, cls.rows_sent(rank_TK, topology), bytes_WW, tuple(hops))
 
     @classmethod
     def _steps(cls, rank_TK: Sequence[Counts], topology: Topology) -> list[Step]:

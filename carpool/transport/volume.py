@@ -32,12 +32,14 @@ class Volume:
         tokens_W: tokens of each rank.
         rows_WW: rows dispatched from rank [i] to rank [j]; the diagonal stays on its rank.
         bytes_WW: for each of `VERBS`, bytes from rank [i] to rank [j].
+        hops: the same for each hop by itself, where hops that follow one another use the same kind of link; else ().
     """
 
     transport: str
     tokens_W: tuple[int, ...]
     rows_WW: Counts
     bytes_WW: Mapping[str, Counts]
+    hops: tuple[Mapping[str, Counts], ...] = ()
 
     @property
     def rows_remote(self) -> int:

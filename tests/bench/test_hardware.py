@@ -67,11 +67,12 @@ def test_four_ranks_on_two_nodes(ranks: Ranks, tmp_path: Path) -> None:
     ranks(_measure, str(tmp_path / "hardware.json"))
     found = json.loads((tmp_path / "hardware.json").read_text())
     assert [one["name"] for one in found["links"]] == [
-        "node", "gathered", "network", "network, alone", "disk, write", "disk, read",
+        "node", "gathered", "network", "network, alone", "network, alone, both ways", "disk, write", "disk, read",
     ]  # fmt: skip
     assert found["topology"]["node_of"] == [0, 0, 1, 1] and all(rate["value"] > 0 for rate in found["rates"])
     hardware = find_hardware(str(tmp_path / "hardware.json"))
     assert hardware.network.bytes_per_second > 1e6 and hardware.nvlink is None and hardware.peak_flops is None
+    assert hardware.network_alone is not None and hardware.network_alone.bytes_per_second > 1e6
     assert {"dense", "experts backward", "attention 128", "optimizer"} < set(hardware.kernels)
     assert hardware.kernels["experts"].seconds(1e9, 1e6) > 0 and hardware.gathered is not None
     assert hardware.source == "measured" and hardware.flops != CPU.flops and not list(tmp_path.glob(".measure*"))

@@ -131,6 +131,9 @@ def test_the_configuration_overrides_the_launcher() -> None:
     found = agree([whereabouts(env, rank, "host", ranks_per_node=2) for rank in range(4)])
     assert (found.node_of, found.nvlink_of) == ((0, 0, 1, 1), (0, 1, 2, 3))
     assert found.source == "parallelism.ranks_per_node = 2"
+    # As errors name a place.
+    assert str(whereabouts(env, 3, "gpu07")) == "node 0 (gpu07)" and str(whereabouts({}, 3, "gpu07")) == "host gpu07"
+    assert str(whereabouts(env, 3, "gpu07", ranks_per_node=2)) == "node 1 (gpu07)"
 
 
 def test_ranks_that_contradict_each_other_are_named() -> None:

@@ -54,6 +54,12 @@ def test_hops_are_one_after_the_other_and_a_shared_port_carries_its_node() -> No
     shared = replace(hops, hardware=replace(hardware, shared_network=True))
     # Rank 1 sends nothing, and the port sends 20 bytes at twice the rate of each of the two.
     assert shared.link_seconds(rows_WW, topology) == {"nvlink": 1 + 300 / 100, "network": 3 + 20 / 20}
+    # Alone it is as fast as that one way, and half as fast each way if it receives as much.
+    alone = replace(shared, hardware=replace(shared.hardware, network_alone=LinkRate(10.0, 3.0)))
+    assert alone.link_seconds(rows_WW, topology)["network"] == 3 + 20 / 20
+    rows_WW[2, 0] = 20
+    assert shared.link_seconds(rows_WW, topology)["network"] == 3 + 20 / 20
+    assert alone.link_seconds(rows_WW, topology)["network"] == 3 + 20 / 10
 
 
 def test_a_volume_is_timed_verb_by_verb() -> None:
@@ -66,6 +72,17 @@ def test_a_volume_is_timed_verb_by_verb() -> None:
         row = 10 * 4
         assert seconds["combine_backward"] == 3 + network * row / 10 + (1 + row / 100 if nvlink else 0), name
         assert seconds["dispatch"] == 3 + network * (row + 16) / 10 + (1 + (row + 16) / 100 if nvlink else 0), name
+
+
+def test_hops_over_the_same_kind_of_link_are_timed_one_by_one() -> None:
+    """Rank 1's row for rank 3 goes up to its leader, across, and down from the other leader."""
+    hardware = replace(DEFAULT, nvlink=LinkRate(100.0, 1.0), network=LinkRate(10.0, 3.0))
+    topology, rank_TK = Topology.even(4, 2), [np.zeros((0, 1), int)] * 4
+    rank_TK[1] = np.array([[3]])
+    volume = find_transport("1d").volume(rank_TK, topology, 1, 10, 4)
+    assert len(volume.hops) == 3
+    seconds = CostModel(hardware=hardware, transport="1d").volume_seconds(volume, topology)
+    assert seconds["combine"] == (1 + 40 / 100) + (3 + 40 / 10) + (1 + 40 / 100)
 
 
 def test_hardware_by_name_and_from_a_file(tmp_path: Path) -> None:

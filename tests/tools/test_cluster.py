@@ -105,6 +105,6 @@ def test_bytes_between_nodes_are_the_pairs_of_token_and_node(tmp_path: Path) -> 
         # Two ways forward, two backward; choices and weights beside some, and counts.
         payload = 4 * 1024 * 4 * rows[name]["token_node_pairs"]
         assert payload < rows[name]["counted_bytes"] < 1.05 * payload
-    for name in set(rows) - {"gather"}:  # whose exchanges in one are fewer than its rows
+    for name in rows:
         assert rows[name]["counted_bytes"] < rows[name]["cable_bytes"] < 1.1 * rows[name]["counted_bytes"], name
     assert rows["hierarchical, placed"]["counted_bytes"] < rows["hierarchical"]["counted_bytes"]

@@ -419,6 +419,17 @@ def test_ranks_that_do_not_fit_are_refused_before_any_is_started(tmp_path):
         run(config(tmp_path, "parallelism.num_ranks=none", "parallelism.ep_size=8"), launch_entries.fail)
 
 
+def test_a_launcher_decides_how_many_ranks_there_are(tmp_path, monkeypatch):
+    """A file that says how many one machine starts is a cluster's, too; what does not fit its ranks is refused."""
+    with pytest.raises(ValueError, match="ep_size = 8 is larger than the number of ranks, 2"):
+        config(tmp_path, "parallelism.ep_size=8")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    asked = config(tmp_path, "parallelism.ep_size=8")
+    with pytest.raises(ValueError, match="ep_size = 8 is larger than the number of ranks, 4"):
+        run(asked, launch_entries.fail)
+
+
 @pytest.mark.skipif(os.path.exists("/dev/nvidia0"), reason="there is a GPU")
 def test_gpus_that_are_not_there(tmp_path):
     with pytest.raises(ValueError, match="PyTorch finds no GPU"):

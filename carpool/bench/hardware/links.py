@@ -5,10 +5,12 @@
     push              copies into the memory of the other GPUs, which no multiprocessor makes
     network           every rank to all ranks of other nodes, all at once
     network, alone    the first rank of every second node sends to the first of the next, while all others wait
+    network, alone, both ways    the first ranks of all nodes exchange, while all others wait
 
 What a rank sends while all do is what a ride lets it send, so its rate is that of a ride. If a rank alone sends much
 faster, the ranks of a node share a port (`Hardware.shared_network`). It sends one way, because one connection of gloo
-reaches half of a link when it works both ways.
+reaches half of a link when it works both ways. What it reaches both ways is asked for where one rank sends for all of
+its node (`Hardware.network_alone`).
 
 A slow cable shows where each node sends to the next one and receives from the one before, all at once: both of its
 neighbours see it, and say so (`slow_nodes`).
@@ -56,13 +58,15 @@ def measure_links(topology: Topology, device: torch.device) -> tuple[list[Fit], 
         fits.append(_measure_gather(hops.node, device))
     if topology.num_nodes == 1:
         return fits, False
-    mine = topology.node_of[dist.get_rank()]
+    rank = dist.get_rank()
+    mine = topology.node_of[rank]
     together = _measure("network", group, [int(node != mine) for node in topology.node_of], device)
     fits.append(together)
     if len(hops.node_ranks) == 1:
         return fits, False
     alone = _measure_alone(_firsts(topology), device)
-    fits.append(alone)
+    first, everyone = hops.node_ranks[0] == rank, len(hops.rail_ranks) * [1]
+    fits += [alone, _measure(f"{alone.name}, both ways", hops.rail, everyone, device, first)]
     return fits, alone.rate.bytes_per_second > SHARED * together.rate.bytes_per_second
 
 
@@ -71,8 +75,10 @@ def _firsts(topology: Topology) -> list[int]:
     return [topology.ranks_of(node)[0] for node in range(topology.num_nodes)]
 
 
-def _measure(name: str, group: dist.ProcessGroup | None, share_W: Sequence[int], device: torch.device) -> Fit:
-    """An all-to-all within each rank's `group`, equally much to all that have a share of 1."""
+def _measure(
+    name: str, group: dist.ProcessGroup | None, share_W: Sequence[int], device: torch.device, joins: bool = True
+) -> Fit:
+    """An all-to-all within each rank's `group`, equally much to all that have a share of 1. `joins`: this rank does."""
     own = dist.get_rank(group)
     peers = sum(share_W) - share_W[own]
 
@@ -80,6 +86,8 @@ def _measure(name: str, group: dist.ProcessGroup | None, share_W: Sequence[int],
         splits = [share * (size // peers) for share in share_W]
         sent = torch.zeros(sum(splits), dtype=torch.uint8, device=device)
         received = torch.empty_like(sent)
+        if not joins:
+            return lambda: None
         return lambda: dist.all_to_all_single(received, sent, splits, splits, group=group)
 
     return _fit(name, exchange, device)
@@ -89,12 +97,14 @@ def _measure_gather(group: dist.ProcessGroup | None, device: torch.device) -> Fi
     """An all-gather within each rank's `group`; sizes are of what a rank receives."""
     peers = dist.get_world_size(group) - 1
 
-    def gather(size: int) -> Callable[[], object]:
+    def exchange(size: int) -> Callable[[], object]:
         shard = torch.zeros(size // peers, dtype=torch.uint8, device=device)
         whole = torch.empty((peers + 1) * shard.numel(), dtype=torch.uint8, device=device)
-        return lambda: dist.all_gather_into_tensor(whole, shard, group=group)
+        # Newer torch calls it all_gather_single and warns whoever uses the name that torch 2.11 knows.
+        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+        return lambda: gather(whole, shard, group=group)
 
-    return _fit("gathered", gather, device)
+    return _fit("gathered", exchange, device)
 
 
 def measure_push(topology: Topology, device: torch.device) -> list[Fit]:

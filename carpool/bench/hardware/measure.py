@@ -113,7 +113,9 @@ def measured_hardware(
 
 def measured_links(links: Sequence[Fit]) -> dict[str, LinkRate]:
     """Rates of the links between ranks, by their fields of `Hardware`."""
-    return {one.name: one.rate for one in links if one.name in ("nvlink", "node", "network", "push", "gathered")}
+    fields = {one: one for one in ("nvlink", "node", "network", "push", "gathered")}
+    fields["network, alone, both ways"] = "network_alone"
+    return {fields[one.name]: one.rate for one in links if one.name in fields}
 
 
 def slower(one: LinkRate, other: LinkRate) -> LinkRate:

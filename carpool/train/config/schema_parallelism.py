@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -10,6 +11,7 @@ from pydantic import Field, model_validator
 from carpool.parallel.degrees import DENSE_AXES, Degrees, chunks
 from carpool.parallel.speeds import data_speeds, shares
 from carpool.train.config.schema_base import Numbers, Section
+from carpool.train.launch.world import find_world
 
 
 class ParallelismSection(Section):
@@ -128,7 +130,8 @@ class ParallelismSection(Section):
             )
         if isinstance(self.rank_speeds, tuple) and not all(speed > 0 for speed in self.rank_speeds):
             raise ValueError(f"parallelism.rank_speeds = {list(self.rank_speeds)}: speeds are above 0")
-        if self.asked_ranks is not None:
+        # Under torchrun or Slurm there are as many ranks as these started, whatever a file says of one machine.
+        if self.asked_ranks is not None and find_world(os.environ) is None:
             self.check_ranks(self.asked_ranks)
         return self
 

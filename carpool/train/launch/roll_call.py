@@ -24,6 +24,8 @@ from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
 
+from carpool.layout.topology import whereabouts
+
 log = logging.getLogger("carpool")
 
 BEAT_SECONDS = 1.0
@@ -46,16 +48,23 @@ class RollCall:
         store: of the process group; with a connection of its own, because a call may never return.
         timeout: seconds after which a rank that says nothing is lost.
         end: called with the error where the main thread cannot raise it.
+        ranks_per_node: `parallelism.ranks_per_node`.
     """
 
     def __init__(
-        self, store: dist.Store, rank: int, world: int, timeout: float, end: Callable[[RanksLostError], None]
+        self,
+        store: dist.Store,
+        rank: int,
+        world: int,
+        timeout: float,
+        end: Callable[[RanksLostError], None],
+        ranks_per_node: int | None = None,
     ) -> None:
         self._store, self.rank, self.world, self.timeout, self._end = store, rank, world, timeout, end
         self._prefix = f"carpool/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._beats = [f"{self._prefix}/beat/{one}" for one in range(world)]
         self._watches = rank == 0
-        self._where: dict[int, str] = {}
+        self._where = {rank: str(whereabouts(os.environ, rank, socket.gethostname(), ranks_per_node))}
         self._stopped = threading.Event()
         self._reached = time.monotonic()
         self._latest = [""] * world
@@ -65,9 +74,6 @@ class RollCall:
         self._threads = [threading.Thread(target=one, name="carpool-roll-call", daemon=True) for one in threads]
 
     def start(self) -> None:
-        node = os.environ.get("GROUP_RANK", os.environ.get("SLURM_NODEID"))
-        host = socket.gethostname()
-        self._where[self.rank] = f"node {node} ({host})" if node else f"host {host}"
         self._store.set(f"{self._prefix}/where/{self.rank}", self._where[self.rank])
         for thread in self._threads:
             thread.start()

@@ -32,7 +32,7 @@ from carpool.train.launch.failure import is_consequence
 from carpool.train.launch.stopping import Stopped
 
 if TYPE_CHECKING:
-    from carpool.train.config import Config
+    from carpool.train.config import Config, ParallelismSection
     from carpool.train.launch.roll_call import RollCall
 
 log = logging.getLogger("carpool")
@@ -82,7 +82,7 @@ def end_process(error: BaseException) -> NoReturn:
 
 def run_rank(config: Config, entry: Callable[..., None], kwargs: dict[str, Any]) -> None:
     """Calls `entry(config, **kwargs)` inside the process group that RANK, WORLD_SIZE and the like describe."""
-    with process_group(config), roll_call(config.parallelism.timeout_seconds) as roll:
+    with process_group(config), roll_call(config.parallelism) as roll:
         try:
             entry(config, **kwargs)
         except BaseException as error:
@@ -96,7 +96,7 @@ def run_rank(config: Config, entry: Callable[..., None], kwargs: dict[str, Any])
 
 
 @contextlib.contextmanager
-def roll_call(timeout: float) -> Iterator[RollCall | None]:
+def roll_call(section: ParallelismSection) -> Iterator[RollCall | None]:
     """Says that this rank is there, and sees who is, while the process group lasts. None: it is alone."""
     import torch.distributed as dist
 
@@ -106,7 +106,8 @@ def roll_call(timeout: float) -> Iterator[RollCall | None]:
         yield None
         return
     store: Any = dist.distributed_c10d._get_default_store()
-    roll = RollCall(store.clone(), dist.get_rank(), dist.get_world_size(), timeout, end_process)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    roll = RollCall(store.clone(), rank, world, section.timeout_seconds, end_process, section.ranks_per_node)
     roll.start()
     try:
         yield roll
