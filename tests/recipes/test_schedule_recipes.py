@@ -163,6 +163,9 @@ def between(order: list[str], what: str, first: str, last: str) -> bool:
 OTHER: Mapping[str, tuple[str, str, Any, str]] = {
     "transport:alltoall": ("moe", "transport", "gather", "bytes"),
     "transport:hierarchical": ("moe", "transport", "dedup", "bytes"),
+    "transport:1d": ("moe", "transport", "alltoall", "bytes"),
+    "transport:2d": ("moe", "transport", "alltoall", "bytes"),
+    "transport:2dh": ("moe", "transport", "2d", "bytes"),
     "experts:grouped": ("moe", "experts", "reference", "products"),
     "schedule:none": ("moe", "schedule", "chunks", "order"),
     "schedule:chunks": ("moe", "schedule", "none", "options"),
@@ -186,13 +189,19 @@ ALWAYS: Mapping[str, tuple[str, str, str]] = {
 # Where a whole model or other devices are needed: the test that shows it.
 ELSEWHERE = {
     "priority:rides": "tests/schedule/test_priority.py::test_the_order_of_things",
+    "dispatch:fp8": "tests/recipes/test_transport_recipes.py::"
+    "test_deepep_sends_rows_in_half_the_bytes_and_sums_as_they_are",
     "router:float32": "tests/hf/test_drops.py::test_logits_in_float32",
     "transport:nvlink": "tests/interpreted/test_nvlink.py::test_rows_arrive_once_per_rank_with_their_slots_and_weights",
     "kernels:triton": "tests/interpreted/test_nvlink.py::test_rows_arrive_once_per_rank_with_their_slots_and_weights",
 }
 ROOT = Path(__file__).parents[2]
 NAMES = sorted({*names("schedule"), *names("routing")})
-PARTS = [(name, mechanism) for name in NAMES if not read(name).missing for mechanism in read(name).mechanisms]
+# Their hops are shown elsewhere too, chunks and batches over these hops here.
+OVER_HOPS = ["deepep", "deepspeed-moe", "hetumoe", "schemoe", "tutel-2dh"]
+PARTS = [
+    (name, mechanism) for name in [*NAMES, *OVER_HOPS] if not read(name).missing for mechanism in read(name).mechanisms
+]
 
 
 def test_the_recipes_are_there_and_of_these_parts() -> None:

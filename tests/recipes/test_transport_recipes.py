@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,14 @@ from carpool.layout.topology import Topology
 from carpool.observe.traffic import VERBS
 from carpool.parallel.degrees import Degrees
 from carpool.placement import predict
+from carpool.placement.objective import served_by
 from carpool.placement.policies import POLICIES, LoadModel
+from carpool.placement.solvers import solve
+from carpool.placement.trace import Trace
 from carpool.planner.cost import CostModel
 from carpool.recipes import load, names
 from carpool.recipes.resolve import resolve
-from carpool.transport import HierarchicalOptions, TransportOptions
+from carpool.transport import TRANSPORTS, HierarchicalOptions, TransportOptions
 from carpool.transport.codecs import PLAIN, Codecs
 from tests.ranks import WORLD_SIZE, Ranks, mesh
 
@@ -45,6 +49,7 @@ HOPS = {
     "hiermoe": {"transport:hierarchical", "policy:migrate", "solver:search"},
 }
 H, E, K, TOKENS = 128, 8, 4, 48
+TRACE = Path(__file__).parents[2] / "docs/traces/e64-1435.npz"
 
 
 def sent(settings: list[tuple[str, Codecs]]) -> list[dict[str, int]]:
@@ -105,6 +110,22 @@ def test_deepep_sends_rows_in_half_the_bytes_and_sums_as_they_are() -> None:
     )  # fmt: skip
     assert ours.bytes_remote("dispatch") < 0.53 * plain.bytes_remote("dispatch")
     assert all(ours.bytes_remote(verb) == plain.bytes_remote(verb) for verb in VERBS if verb != "dispatch")
+
+
+def test_hiermoe_moves_experts_to_where_fewer_rows_cross() -> None:
+    """Placed on one half of a recording, counted on the other; what a run's policy "migrate" asks for."""
+    config, nodes = resolve(load("hiermoe")), Topology.even(8, 4)
+    assert config.placement.policy == "migrate"
+    solved, shown = (half.layer(4) for half in Trace.load(TRACE).split(2))
+    cost = CostModel(transport=config.moe.transport)
+    placed = solve(config.placement.solver, solved, nodes, cost=cost)
+    source_T = shown.source_T(8)
+    crossing = []
+    for layout in (ExpertLayout.contiguous(shown.num_experts, 8), placed):
+        rank_TK = served_by(shown, layout)
+        rows_WW = TRANSPORTS[config.moe.transport].rows_sent([rank_TK[source_T == rank] for rank in range(8)], nodes)
+        crossing.append(rows_WW[nodes.pairs["network"]].sum())
+    assert crossing[1] < 0.92 * crossing[0]
 
 
 def test_what_whole_models_show_elsewhere() -> None:
