@@ -30,7 +30,7 @@ from carpool.layout.topology import Topology
 from carpool.memory import Arrivals, Rows
 from carpool.observe.traffic import Traffic
 from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Pending, Route, Transport
-from carpool.transport.volume import Counts, Volume, one_row_to_all
+from carpool.transport.volume import Counts, Volume
 
 COUNT_BYTES = 8
 
@@ -50,7 +50,8 @@ class Gather(Transport):
 
     @classmethod
     def rows_sent(cls, rank_TK: Sequence[Counts], topology: Topology) -> Counts:
-        return one_row_to_all(rank_TK, topology.num_ranks)
+        padded_tokens, num_ranks = max(map(len, rank_TK)), topology.num_ranks
+        return np.array([_around(padded_tokens, rank, num_ranks) for rank in range(num_ranks)], dtype=np.int64)
 
     @classmethod
     def volume(
@@ -63,9 +64,9 @@ class Gather(Transport):
         options: Any = None,
     ) -> Volume:
         volume = super().volume(rank_TK, topology, top_k, hidden, element_size, options)
-        around_WW = np.array([_around(1, rank, topology.num_ranks) for rank in range(topology.num_ranks)])
-        ring = {verb: around_WW * volume.bytes_WW[verb][0, 0] for verb in ("dispatch", "combine_backward")}
-        return replace(volume, bytes_WW={**volume.bytes_WW, **ring})
+        own = {verb: volume.bytes_WW[verb].diagonal() for verb in ("combine", "dispatch_backward")}
+        back = {verb: np.tile(own_W, (topology.num_ranks, 1)) for verb, own_W in own.items()}
+        return replace(volume, bytes_WW={**volume.bytes_WW, **back})
 
     @classmethod
     def copies_per_token(cls, num_experts: int, top_k: int, num_ranks: int) -> float:

@@ -5,7 +5,6 @@
                           rows from rank 0 to (0, 1)     rows from rank 1 to (0, 1)
         one per rank      3, 2                           1, 1
         one per choice    4, 2                           1, 1
-        one to all        3, 3                           3, 3             padded to the longest rank
 
 Every transport says which of these it sends, or computes its own (`Transport.rows_sent`).
 """
@@ -66,8 +65,3 @@ def one_row_per_rank(rank_TK: Sequence[Counts], num_ranks: int) -> Counts:
     """As `one_row_per_choice`: one row to each rank that serves any choice of the token."""
     visits = [[np.sum(np.any(ranks == to, axis=1)) for to in range(num_ranks)] for ranks in rank_TK]
     return np.array(visits, dtype=np.int64)
-
-
-def one_row_to_all(rank_TK: Sequence[Counts], num_ranks: int) -> Counts:
-    """As `one_row_per_choice`: every token to every rank, as many as the longest rank has."""
-    return np.full((num_ranks, num_ranks), max(len(ranks) for ranks in rank_TK), dtype=np.int64)
