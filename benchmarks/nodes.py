@@ -227,7 +227,7 @@ def predict(args: Any) -> None:
     in_order = ExpertLayout.contiguous(timed.num_experts, args.ranks)
     placed = solve("search", solved, topology, cost=CostModel(transport=PLACED, hardware=hardware))
     table: list[list[str]] = []
-    ways = [(name, name, in_order) for name in TRANSPORTS if name != "nvlink" or args.nodes == 1]
+    ways = [(name, name, in_order) for name, way in TRANSPORTS.items() if way.why_not_on(topology) is None]
     for hidden in args.hidden:
         for label, name, layout in [*ways, (f"{PLACED}, placed", PLACED, placed)]:
             rank_TK = served_by(timed, layout)

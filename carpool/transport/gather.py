@@ -8,7 +8,8 @@ all ranks hold equally many tokens (others are padded to the largest), and only 
     rank 0 has tokens a, b; rank 1 has c          every rank receives [a, b | c, -]; `-` is padding, wanted by none
 
 On the way out rows go round in a ring, as gloo's and NCCL's all-gathers do, and are counted so: each rank passes W - 1
-blocks on to the next one, and of a node only its last rank sends to another node. Sums come back by an all-to-all.
+blocks on to the next one, and of a node only its last rank sends to another node. (With several adapters NCCL makes
+several such rings, which leave a node by other ranks.) Sums come back by an all-to-all.
 
 Cost per token: W - 1 rows to other ranks there and back, whatever was chosen. That is less than one row per expert
 when K is larger than W, which is why MegaScale-MoE (arXiv 2505.11432, section 4) uses it for large top-k.

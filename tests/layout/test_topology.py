@@ -16,6 +16,7 @@ import torch.distributed as dist
 from carpool.layout.topology import Topology, Whereabouts, agree, whereabouts
 from carpool.train.config.schema import ParallelismSection
 from carpool.train.run.machine import find_machine
+from carpool.transport import check_topology
 from carpool.transport.places import fabric_of
 from tests.ranks import Ranks
 
@@ -41,6 +42,10 @@ def test_a_group_of_ranks_is_numbered_anew() -> None:
 def test_memory_of_peers_is_reached_in_a_node_and_in_an_nvlink_domain() -> None:
     for reached in (Topology.even(4), Topology.even(4, nvlink=False), Topology((0, 0, 1, 1), (0, 0, 0, 0))):
         assert reached.why_no_peer_memory() is None
+        check_topology("nvlink", reached)
+    # As a dry run asks, which has no ranks.
+    with pytest.raises(ValueError, match="'nvlink' cannot be used here: by given rank 0 shares neither a node nor"):
+        check_topology("nvlink", TWO_NODES)
     assert TWO_NODES.why_no_peer_memory() == (
         "by given rank 0 shares neither a node nor an NVLink domain with ranks 2, 3"
     )

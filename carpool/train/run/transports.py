@@ -104,7 +104,7 @@ def likely_transport(config: Config, degrees: Degrees, blueprint: Blueprint, mac
     unfit: dict[str, str] | None = None
     if machine.cuda and degrees.expert_ranks > 1:
         reasons = {
-            cls.name: group.why_no_peer_memory()
+            cls.name: cls.why_not_on(group)
             or (None if here or hardware.nvlink is not None else f"{hardware.name} has no NVLink")
             or cls.why_not_automatic(transport_options(config, degrees, cls.name))
             or cls.why_no_rows(hidden, 2)

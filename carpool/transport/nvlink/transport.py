@@ -86,6 +86,10 @@ class NVLink(VerbRunner, Transport):
         return why_not(group)
 
     @classmethod
+    def why_not_on(cls, topology: Topology) -> str | None:
+        return topology.why_no_peer_memory()
+
+    @classmethod
     def why_no_rows(cls, hidden: int, element_size: int) -> str | None:
         row = hidden * element_size
         return f"rows travel in pieces of 16 bytes, and {row} bytes ({hidden} elements) are none" if row % 16 else None
