@@ -20,6 +20,7 @@ FSDP = "FSDP gathers parameters layer by layer from the host (parallelism.dense)
 COPIES = "experts have copies"
 LENGTHS = "this attention reads the lengths of documents on the host (model.attn_implementation)"
 RANDOM = "layers are computed again, and what is random in them (drop-out) asks the host for its state"
+RANDOM_HALVES = "each of two batches has random numbers of its own (drop-out), and a graph has those of one"
 _TIERS = {"host": "host memory", "disk": "disk"}
 
 
@@ -49,8 +50,10 @@ def by_settings(settings: Mapping[str, Mapping[str, Any]], gpu: bool = True) -> 
 
 def by_plan(one: Candidate) -> str | None:
     """Why, by what plans vary beside the transport and FSDP; None: nothing of that speaks against it."""
-    if one.schedule == "two-batch":
-        return "two batches run in two threads"
+    if one.schedule == "two-batch" and one.degrees.pp > 1:
+        return "a forward and a backward of a pipeline run in two threads"
+    if one.schedule == "two-batch" and "offload" in one.policies.values():
+        return "what layers keep of two batches goes to host memory"
     if one.degrees.pp > 1 and "offload" in one.policies.values():
         return "what a stage keeps goes to host memory in one graph, and comes back in another"
     if one.gradients == "consumed" and one.optimizer_state == "disk":

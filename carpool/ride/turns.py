@@ -31,10 +31,14 @@ class Turns:
     Args:
         device: whose random numbers each half has for itself, besides the CPU's.
         resume: is called with the number of a half that has the turn again, for what else it has for itself.
+        draws: whether the halves may draw random numbers. While a CUDA graph is captured they may not: a generator's
+            state is the graph's then.
     """
 
-    def __init__(self, device: torch.device, resume: Callable[[int], None] = lambda half: None) -> None:
-        self.device, self.resume = device, resume
+    def __init__(
+        self, device: torch.device, resume: Callable[[int], None] = lambda half: None, draws: bool = True
+    ) -> None:
+        self.device, self.resume, self.draws = device, resume, draws
         self._closed = threading.Lock(), threading.Lock()
         for lock in self._closed:
             lock.acquire()
@@ -77,11 +81,12 @@ class Turns:
         self._closed[1 - half].release()
 
     def _give_turn(self, half: int) -> None:
-        cpu, cuda = torch.get_rng_state(), self.device.type == "cuda"
-        own = torch.cuda.get_rng_state(self.device) if cuda else None
+        cpu = torch.get_rng_state() if self.draws else None
+        own = torch.cuda.get_rng_state(self.device) if self.draws and self.device.type == "cuda" else None
         self._closed[1 - half].release()
         self._wait(half)
-        torch.set_rng_state(cpu)
+        if cpu is not None:
+            torch.set_rng_state(cpu)
         if own is not None:
             torch.cuda.set_rng_state(own, self.device)
 

@@ -33,6 +33,10 @@ What was tried, on 4 gloo ranks:
   - Each backward must run in the thread that called it, or it could not wait: `set_multithreading_enabled(False)`.
     Otherwise, on a GPU, one thread of autograd's would run both.
 
+Under the capture of a CUDA graph nothing changes: both threads enqueue into the stream that is captured, one at a time,
+as autograd's own thread does, and rides fork from it and join it. A replay has the same two streams and no threads, so
+the host's time is gone. The model must draw no random numbers (`carpool.hf.recompute.draws_random_numbers`).
+
 Not with CUDA graphs of whole layers (`mode="reduce-overhead"`), which have one memory for all calls. DeepSeek-V3 (arXiv
 2412.19437, section 3.2.1) overlaps two micro-batches of a pipeline like this; here there is no pipeline
 (`carpool.schedule.forward_backward` is that of one).
@@ -92,11 +96,13 @@ class TwoBatch:
         """
         if len(losses) != 2:
             raise ValueError(f"two batches take two losses, not {len(losses)}")
-        turns = Turns(next(self.model.parameters()).device)
-        seed = int(torch.randint(2**62, ()))
+        device = next(self.model.parameters()).device
+        draws = device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
+        turns = Turns(device, draws=draws)
+        seed = int(torch.randint(2**62, ())) if draws else 0
 
         def half(number: int) -> torch.Tensor:
-            if number == 1:
+            if number == 1 and draws:
                 torch.manual_seed(seed)
             with torch.enable_grad():
                 value = losses[number]()

@@ -23,17 +23,21 @@ from transformers.distributed import DistributedConfig
 import carpool
 from carpool.hf import rides, set_layout, set_transport
 from carpool.hf.build import build_model
+from carpool.hf.dense import replicate_dense
 from carpool.hf.layouts import slots_kept
 from carpool.layout import ExpertLayout
 from carpool.memory import Arena
 from carpool.parallel import fsdp
+from carpool.parallel.replicated import sharded_parameters
 from carpool.ride.turns import HALF, handover
 from carpool.schedule.two_batch import TwoBatch
+from carpool.train.run.graphs import StepGraphs
 from carpool.train.run.step import Objective, in_two
 from tests.hf.meshes import reuse_meshes
 from tests.hf.parity import full_gradients, quiet, relative_error
 from tests.hf.tiny_models import VOCAB_SIZE, discover, tiny_config
 from tests.ranks import Ranks
+from tests.replayed import Again
 
 RANKS_IMPORT = ["transformers.models.olmoe.modeling_olmoe", "transformers.models.deepseek_v3.modeling_deepseek_v3"]
 BOUND = 1e-6
@@ -301,6 +305,63 @@ def test_objective(ranks: Ranks, aux_coef: float, micro_batches: int, side_by_si
         assert equal and gradients <= BOUND
         assert seen == side_by_side
         assert "training.gradient_accumulation_steps to 2" in refused
+
+
+def _replayed(aux_coef: float, micro_batches: int) -> list[tuple[bool, list[int]]]:
+    """Of each step that replays what the third one has recorded: whether it is that of micro-batches one by one, bit by
+    bit, and in which halves its forwards were."""
+    quiet()
+    reuse_meshes()
+    sizes = DistributedConfig(fsdp_size=4, ep_size=4, ep_implementation="carpool")
+    config = tiny_config(discover()["olmoe"])
+    model = build_model(config, distributed_config=sizes, dtype=torch.float32, seed=3, dense="replicate")
+    whole = replicate_dense(model, False)
+    settings: dict[str, Any] = {"top_k": 2, "aux_coef": aux_coef, "dp_size": 4, "autocast": None}
+    plain, paired = Objective(model, **settings), Objective(model, **settings, two_batch=True)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    ids = torch.randint(3, VOCAB_SIZE, (2, micro_batches, 3, LENGTH), generator=generator)
+    steps = [[{"input_ids": one, "labels": one} for one in step] for step in ids]
+
+    def step(objective: Objective, batches: Any) -> tuple[Any, Gradients]:
+        model.zero_grad()
+        loss = objective.backward(batches)
+        whole.finish()
+        with sharded_parameters(model):
+            gradients = {name: p.grad for name, p in model.named_parameters()}
+        return loss, {name: None if g is None else g.to_local().clone() for name, g in gradients.items()}
+
+    expected = [step(plain, batches if micro_batches > 1 else in_two(batches[0])) for batches in steps]
+    told: list[str | None] = []
+    paired.graphs = StepGraphs(
+        model, list(rides(model).values()), paired.run_together, told.append, True, recorder=Again, at_once=2
+    )
+    seen: list[int] = []
+    model.register_forward_pre_hook(lambda *_: seen.append(-1 if HALF.get() is None else HALF.get().number))
+    found = []
+    for number in (0, 1, 1, 0):
+        seen.clear()
+        loss, gradients = step(paired, steps[number])
+        equal = loss == expected[number][0] and same(gradients, expected[number][1])
+        found.append((equal and any(gradient is not None for gradient in gradients.values()), list(seen)))
+    assert told == [None], told
+    return found
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "forwards"),
+    [
+        # The halves of one, which are not equal.
+        pytest.param(1, [0, 1], marks=pytest.mark.slow),
+        (3, [0, 1, -1]),
+        pytest.param(5, [0, 1, 0, 1, -1], marks=pytest.mark.slow),
+    ],
+)
+def test_two_batches_are_recorded_together(ranks: Ranks, micro_batches: int, forwards: list[int]) -> None:
+    """As CUDA graphs are, which tests/gpu/test_graphs_gpu.py captures."""
+    for steps in ranks(_replayed, 0.1, micro_batches):
+        assert all(equal for equal, _ in steps)
+        # Two eager steps, one that is recorded and then replayed, and one that is replayed.
+        assert [seen for _, seen in steps] == [forwards, forwards, 2 * forwards, forwards]
 
 
 # -- on one rank, without FSDP ---------------------------------------------------------------------------------------

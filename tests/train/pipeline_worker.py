@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +18,6 @@ from carpool.hf.recompute import recompute_layers
 from carpool.hf.router_logits import find_routers
 from carpool.hf.shared import compute_shared_beside, set_schedule
 from carpool.hf.stages import cut_model, layer_number
-from carpool.kernels.capture import Recorder
 from carpool.parallel import fsdp
 from carpool.parallel.clip import grad_norm
 from carpool.parallel.context import Cut
@@ -31,12 +29,12 @@ from carpool.parallel.slot_steps import local
 from carpool.ride.turns import HALF
 from carpool.schedule import Schedule
 from carpool.schedule.priority import RidesFirst
-from carpool.schedule.split import SplitBackward
 from carpool.train.run.pipeline import PipelineObjective
 from carpool.train.run.stage_graphs import StageGraphs
 from carpool.train.run.step import Objective
 from tests.full_tensor import full_tensor
 from tests.hf.tiny_models import VOCAB_SIZE, discover, tiny_config
+from tests.replayed import Again
 
 LENGTH, SEQUENCES, TOP_K, AUX = 7, 2, 2, 0.3
 # More than two layers, so that there is something to cut; the first one of some is dense.
@@ -281,24 +279,6 @@ def compare_pairs(family: str, schedule: str, micro_batches: int, ep: int = 1, *
     (one, expected), (other, ours) = found
     equal = one == other and _same(ours, expected)
     return Pairs(equal, [entry for entry in seen if entry[1] >= 0], all(roots))
-
-
-class Again(Recorder):
-    """In the place of `carpool.kernels.capture.Recorder` where nothing can be captured: work is done when it is
-    recorded, with whatever its tensors hold, and again in a replay."""
-
-    def __init__(self, split: SplitBackward | None) -> None:
-        self.split = split
-
-    def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        work()
-
-        def again() -> None:
-            # A graph has what was on when it was recorded.
-            with torch.enable_grad(), self.split or nullcontext():
-                work()
-
-        return again
 
 
 def replay(family: str, schedule: str, micro_batches: int, ep: int = 1, **how: Any) -> list[bool]:

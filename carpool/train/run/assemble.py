@@ -326,8 +326,10 @@ class Assembled(Prepared):
             if isinstance(self.objective, PipelineObjective):
                 self.objective.graphs = StageGraphs(self.objective, self.rides, known, required)
             else:
-                compute = self.objective.micro_batch
-                self.objective.graphs = StepGraphs(self.model, self.rides, compute, known, required, self.consumed)
+                compute, at_once = self.objective.run_together, self.objective.at_once
+                self.objective.graphs = StepGraphs(
+                    self.model, self.rides, compute, known, required, self.consumed, at_once=at_once
+                )
         elif asked == "on":
             check_graphs(self.no_graphs)
         note_graphs(self.decisions, None if self.no_graphs is None else False, self.no_graphs)

@@ -9,9 +9,10 @@ in autograd. A captured graph is launched at once:
 
 A graph is all of a micro-batch: embedding, layers with their rides, loss, backward, reductions of gradients. With
 several micro-batches in a step there are up to three graphs, because the first one makes the gradients to which the
-others add, and the last one reduces them. All share one pool of memory. Whatever a layer counts on the device it counts
-in a replay too; what it counts on the host is counted once more by hand (`LayerStats.add`). A pipeline has a graph for
-each forward and backward of a stage (`stage_graphs.py`).
+others add, and the last one reduces them. All share one pool of memory. Where two micro-batches run at a time
+(`carpool.schedule.two_batch`), a graph is of both; an odd last one has its own. Whatever a layer counts on the device
+it counts in a replay too; what it counts on the host is counted once more by hand (`LayerStats.add`). A pipeline has a
+graph for each forward and backward of a stage (`stage_graphs.py`).
 
 What a graph holds may not move: if buffers grow (`room.py`), the step is repeated eagerly and captured anew. Steps that
 a profiler watches run eagerly, because a graph has no names of layers.
@@ -20,7 +21,7 @@ a profiler watches run eagerly, because a graph has no names of layers.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,15 +40,17 @@ from carpool.parallel import fsdp
 from carpool.parallel.consumed import ConsumedGradients
 from carpool.parallel.replicated import replicated
 from carpool.planner.candidate import Candidate
-from carpool.planner.captured import COPIES, FSDP, LENGTHS, RANDOM, by_plan, by_settings, of_transport
+from carpool.planner.captured import COPIES, FSDP, LENGTHS, RANDOM, RANDOM_HALVES, by_plan, by_settings, of_transport
 from carpool.planner.chosen import Chosen, Decisions, Kind
 from carpool.train.config.schema import Config
 
 Batch = dict[str, torch.Tensor]
 # Is called with a loss between forward and backward.
 BeforeBackward = Callable[[torch.Tensor], None]
-# As `Objective.micro_batch`.
-MicroBatch = Callable[[Batch, torch.Tensor, int, torch.Tensor, bool, bool, BeforeBackward | None], None]
+# As `Objective.run_together`.
+Together = Callable[[Sequence[Batch], torch.Tensor, int, torch.Tensor, bool, bool, BeforeBackward | None], None]
+# Of a graph: whether its micro-batches are the first of a step, whether they are the last, and how many they are.
+Place = tuple[bool, bool, int]
 # Steps before the capture, of which the first may be repeated with larger buffers.
 EAGER_STEPS = 2
 
@@ -86,6 +89,8 @@ def why_no_graphs(config: Config, candidate: Candidate, model: nn.Module, layers
         return LENGTHS
     if candidate.policies["dense"] == "recompute" and draws_random_numbers(model):
         return RANDOM
+    if candidate.schedule == "two-batch" and draws_random_numbers(model):
+        return RANDOM_HALVES
     return by_plan(candidate)
 
 
@@ -118,11 +123,12 @@ class StepGraphs:
     Args:
         model: may be captured (`why_no_graphs`).
         layers: its rides.
-        compute: a micro-batch, eagerly.
+        compute: micro-batches of a step, eagerly.
         known: told after each capture why steps are not captured; None: they are.
         required: raise if the capture fails; else go on eagerly.
         consumed: what uses gradients in the backward.
         recorder: makes what records the graphs of a step.
+        at_once: micro-batches that `compute` takes together; fewer are left at the end of a step.
 
     Attributes:
         bytes: that the graphs hold for what layers keep; the allocator counts them as reserved, not as allocated.
@@ -132,14 +138,15 @@ class StepGraphs:
         self,
         model: nn.Module,
         layers: Sequence[ExpertRides],
-        compute: MicroBatch,
+        compute: Together,
         known: Callable[[str | None], None],
         required: bool = False,
         consumed: ConsumedGradients | None = None,
         recorder: Callable[[], Recorder] = Recorder,
+        at_once: int = 1,
     ) -> None:
         self.model, self.layers, self.compute, self.known, self.required = model, layers, compute, known, required
-        self.consumed, self.recorder = consumed, recorder
+        self.consumed, self.recorder, self.at_once = consumed, recorder, at_once
         device = next(model.parameters()).device
         self._factor = torch.zeros((), dtype=torch.float64, device=device)
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -183,8 +190,8 @@ class StepGraphs:
             # Both would need memory for what layers keep.
             self.forget()
             return None
-        shapes = (len(batches), *((name, tuple(x.shape), x.dtype) for name, x in batches[0].items()))
-        if any(one[name].shape != x.shape for one in batches for name, x in batches[0].items()):
+        shapes = tuple(tuple((name, tuple(x.shape), x.dtype) for name, x in one.items()) for one in batches)
+        if any(shape != shapes[number % self.at_once] for number, shape in enumerate(shapes)):
             return None
         if shapes != self._shapes:
             self.forget()
@@ -209,10 +216,17 @@ class StepGraphs:
 
     def _replay(self, batches: Sequence[Batch]) -> None:
         """Compute a step by what `_record` has recorded."""
-        for number, batch in enumerate(batches):
-            for name, value in batch.items():
-                self._inputs[name].copy_(value)
-            self._repeat((number == 0, number == len(batches) - 1))
+        for place, together in self._places(batches):
+            for static, batch in zip(self._inputs, together, strict=False):
+                for name, value in batch.items():
+                    static[name].copy_(value)
+            self._repeat(place)
+
+    def _places(self, batches: Sequence[Batch]) -> Iterator[tuple[Place, Sequence[Batch]]]:
+        """The micro-batches of a step that are computed together, and which graph's they are."""
+        for first in range(0, len(batches), self.at_once):
+            together = batches[first : first + self.at_once]
+            yield (first == 0, first + len(together) == len(batches), len(together)), together
 
     def _repeat(self, key: Any) -> None:
         """Replay a graph, and count on the host what it has counted there."""
@@ -255,13 +269,15 @@ class StepGraphs:
 
     def _record(self, batches: Sequence[Batch], before_backward: BeforeBackward | None) -> None:
         """Record all graphs of a step."""
-        self._inputs = {name: value.clone() for name, value in batches[0].items()}
+        self._inputs = [{name: value.clone() for name, value in one.items()} for one in batches[: self.at_once]]
         recorder, kept = self.recorder(), replicated(self.model)
-        for place in dict.fromkeys((number == 0, number == len(batches) - 1) for number in range(len(batches))):
+        for place in dict.fromkeys(place for place, _ in self._places(batches)):
 
-            def work(place: tuple[bool, bool] = place) -> None:
+            def work(place: Place = place) -> None:
+                first, last, number = place
                 self._restart_arenas()
-                self.compute(self._inputs, self._factor, len(batches), self._sums, *place, before_backward)
+                inputs = self._inputs[:number]
+                self.compute(inputs, self._factor, len(batches), self._sums, first, last, before_backward)
                 if kept is not None:
                     kept.drain()
                 if self.consumed is not None:

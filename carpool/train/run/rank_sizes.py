@@ -28,7 +28,7 @@ from carpool.hf.recompute import draws_random_numbers
 from carpool.kernels.cross_entropy import piece_size
 from carpool.parallel.degrees import Degrees
 from carpool.planner.candidate import Candidate
-from carpool.planner.captured import COPIES, LENGTHS, RANDOM, by_settings
+from carpool.planner.captured import COPIES, LENGTHS, RANDOM, RANDOM_HALVES, by_settings
 from carpool.planner.held import scores_bytes
 from carpool.planner.model_shape import kept_if_compiled
 from carpool.planner.sizes import Parameters, RankSizes, stage_part
@@ -161,8 +161,10 @@ class ModelSizes:
             return COPIES
         if "flash" in (self.measured[-1] or ""):
             return LENGTHS
-        again = config.memory.dense == "recompute"
-        return RANDOM if again and (config.moe.drops.random_second or draws_random_numbers(self.model)) else None
+        again, halves = config.memory.dense == "recompute", config.moe.schedule == "two-batch"
+        if (again or halves) and (config.moe.drops.random_second or draws_random_numbers(self.model)):
+            return RANDOM if again else RANDOM_HALVES
+        return None
 
     def of_stage(self, candidate: Candidate, stage: int) -> RankSizes:
         """Of a rank of the pipeline. Layers are taken to be alike, and those with experts to be the last ones."""

@@ -64,7 +64,7 @@ class StageGraphs(StepGraphs):
     ) -> None:
         self.objective = objective
         self._anchor = torch.zeros((), requires_grad=True)
-        super().__init__(objective.model, layers, objective.micro_batch, known, required, recorder=recorder)
+        super().__init__(objective.model, layers, objective.run_together, known, required, recorder=recorder)
 
     def forget(self) -> None:
         super().forget()

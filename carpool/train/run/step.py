@@ -97,6 +97,7 @@ class Objective:
         self.settings = {"use_cache": False, **({"output_router_logits": False} if returns_logits else {})}
         self.balance_layers = balance_layers
         self.two_batch = TwoBatch(model) if two_batch else None
+        self.at_once = 2 if two_batch else 1
         self.rides_first, self.context, self.moving = rides_first, context, moving
         # With it, gradients are summed over ranks; without it, FSDP averages them.
         self.kept = replicated(model)
@@ -235,38 +236,35 @@ class Objective:
         before_backward: BeforeBackward | None,
     ) -> None:
         """Eagerly: the gradients of micro-batches, and the sums of their losses in `sums`."""
-        at_once = 1 if self.two_batch is None else 2
         with self.rides_first or nullcontext():
-            for first in range(0, len(batches), at_once):
-                last = first + at_once >= len(batches)
-                together = [
-                    partial(self._loss, batch, factor, len(batches), sums) for batch in batches[first : first + at_once]
-                ]
-                if self.kept is not None:
-                    self.kept.begin(first == 0, last, len(together))
-                if self.two_batch is not None and len(together) == 2:
-                    self.two_batch.backward(together, self._processors())
-                else:
-                    loss = together[0]()
-                    if before_backward is not None:
-                        before_backward(loss.detach())
-                    loss.backward()
+            for first in range(0, len(batches), self.at_once):
+                together, last = batches[first : first + self.at_once], first + self.at_once >= len(batches)
+                self.run_together(together, factor, len(batches), sums, first == 0, last, before_backward)
 
-    def micro_batch(
+    def run_together(
         self,
-        batch: Batch,
-        factor: torch.Tensor,
+        batches: Sequence[Batch],
+        factor: float | torch.Tensor,
         number: int,
         sums: torch.Tensor,
         first: bool,
         last: bool,
         before_backward: BeforeBackward | None = None,
     ) -> None:
-        """The gradients of one of a step's `number` micro-batches, and its losses added to `sums`, without a word from
-        the host: so it can be captured."""
+        """The gradients of one of a step's `number` micro-batches, or of two at the same time, and their losses added
+        to `sums`, without a word from the host: so it can be captured.
+
+        Args:
+            first, last: they are the first of the step, or the last.
+            before_backward: as of `accumulate`; not of two."""
         if self.kept is not None:
-            self.kept.begin(first, last)
-        loss = self._loss(batch, factor, number, sums)
+            self.kept.begin(first, last, len(batches))
+        losses = [partial(self._loss, batch, factor, number, sums) for batch in batches]
+        if self.two_batch is not None and len(losses) == 2:
+            self.two_batch.backward(losses, self._processors())
+            return
+        (loss_of,) = losses
+        loss = loss_of()
         if before_backward is not None:
             before_backward(loss.detach())
         loss.backward()
