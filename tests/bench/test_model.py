@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from carpool import cli
 from carpool.bench.model.results import Case, KindRow, Row, Times, show
 from carpool.bench.model.room import check_room, groups_that_fit
-from carpool.bench.model.routing import recorded_choices, route
+from carpool.bench.model.routing import check_routing, recorded_choices, route
 from carpool.bench.model.run import ModelBenchmark
 from carpool.bench.model.settings import Settings
 from carpool.bench.model.work import Sizes, Work, roofline_ms, work_of
@@ -147,6 +147,17 @@ def test_recorded_choices():
         recorded_choices(trace, 0, 13, 8, 2, 0, 2)
     with pytest.raises(ValueError, match=r"fewer sequences than there are ranks \(5\)"):
         recorded_choices(trace, 0, 13, 8, 3, 4, 5)
+
+
+def test_choices_that_cannot_be_forced_are_refused_before_anything_is_built(tmp_path: Path):
+    make_trace().save(tmp_path / "trace.npz")
+    for routing in ("learned", "balanced", str(tmp_path / "trace.npz")):
+        check_routing({"a": 8, "b": 8, "c": 8}, 3, routing, 4)
+    with pytest.raises(ValueError, match="chooses 3 of 8 experts, and the model 3 of 16"):
+        check_routing({"a": 16}, 3, str(tmp_path / "trace.npz"), 4)
+    with pytest.raises(ValueError, match="different numbers of experts; use learned"):
+        check_routing({"a": 8, "b": 4}, 3, "balanced", 4)
+    check_routing({"a": 8, "b": 4}, 3, "learned", 4)
 
 
 # -- room and roofline ---------------------------------------------------------------------------------------------
@@ -276,7 +287,7 @@ def test_contenders_do_the_same_work(two_ranks: Ranks, tiny: str, tmp_path: Path
     assert theirs["grad_norm"] == pytest.approx(ours["grad_norm"], rel=1e-3)
     # 2 micro-batches of 32 tokens with 3 of 8 experts: 24 for each.
     assert ours["load"] == 1.0 and (compiled or theirs["load"] is None)
-    assert "transport dedup" in ours["what"]
+    assert "transport dedup" in ours["what"] and ours["what"].endswith("no CUDA graphs (there is no GPU)")
     assert ("layers compiled" if compiled else "all_to_all") in theirs["what"]
 
 

@@ -9,6 +9,7 @@ import re
 import runpy
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,19 @@ def test_the_configuration_is_valid() -> None:
 
     config = load_config(EXAMPLES / "train_from_config" / "olmoe_tiny.toml", [])
     assert config.parallelism.ep_size == 2
+
+
+def test_the_large_configuration_fits() -> None:
+    """At most 12 keys, and on two H200 there is little room: whatever a run takes more of is seen here."""
+    from carpool.train.config import load_config
+    from carpool.train.run.dry_run import dry_run
+
+    path = EXAMPLES / "train_from_config" / "qwen3_30b_a3b.toml"
+    assert sum(map(len, tomllib.loads(path.read_text()).values())) <= 12
+    said = dry_run(load_config(path, ["parallelism.num_ranks=2"]), gpu="h200").splitlines()
+    assert re.fullmatch(r"# fits in 139 GiB \(1[23][0-9]\.[0-9] GiB at the peak\)", said[-1]), said[-1]
+    assert any("parameters, 3,353,032,704 active per token" in line for line in said)
+    assert "# CUDA graphs: forward and backward" in said
 
 
 def test_examples_are_short() -> None:

@@ -159,7 +159,7 @@ class CarpoolContender(Run):
     def what(self) -> str:
         name, schedule = self.transport_choice.answer, self.schedule.answer
         parts = [f"{self.degrees}", f"dense {self.dense.answer}", f"transport {name}", f"schedule {schedule}"]
-        graphs = "no graphs" if self.objective.graphs is None else "CUDA graphs"
+        graphs = "CUDA graphs" if self.no_graphs is None else f"no CUDA graphs ({self.no_graphs})"
         return ", ".join([*parts, "layers compiled" if self.config.training.torch_compile else "eager", graphs])
 
 

@@ -17,6 +17,18 @@ from carpool.hf.forced import balanced_choices, force_choices
 from carpool.placement.trace import Trace
 
 
+def check_routing(experts: dict[str, int], top_k: int, routing: str, world: int) -> None:
+    """Raise ValueError if the routers of a model cannot be made to choose so; arguments as of `route`."""
+    if routing == "learned":
+        return
+    if len(set(experts.values())) > 1:
+        raise ValueError(f"--routing {routing}: this model's layers have different numbers of experts; use learned")
+    if routing != "balanced":
+        trace, num_experts = Trace.load(routing), next(iter(experts.values()))
+        for rank in range(world):
+            recorded_choices(trace, 0, 1, num_experts, top_k, rank, world)
+
+
 def route(
     model: nn.Module, experts: dict[str, int], top_k: int, tokens: int, routing: str, rank: int, world: int
 ) -> None:
@@ -29,14 +41,13 @@ def route(
         rank, world: of all ranks; each has choices of its own.
 
     Raises:
-        ValueError: a trace that does not fit, or a router that is not known.
+        ValueError: as of `check_routing`, or a router that is not known.
     """
+    check_routing(experts, top_k, routing, world)
     if routing == "learned":
         return
     trace = None if routing == "balanced" else Trace.load(routing)
     choices, num_experts = {}, next(iter(experts.values()))
-    if len(set(experts.values())) > 1:
-        raise ValueError(f"--routing {routing}: this model's layers have different numbers of experts; use learned")
     for number, name in enumerate(experts):
         if trace is None:
             seed = 1_000_003 * (number + 1) + rank

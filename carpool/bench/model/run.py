@@ -31,6 +31,7 @@ from transformers.utils.logging import disable_progress_bar
 from carpool.bench.model.contenders import Contender, free_memory, make_contender
 from carpool.bench.model.results import Case, KindRow, Row, Times, show
 from carpool.bench.model.room import check_room, gib, groups_that_fit
+from carpool.bench.model.routing import check_routing
 from carpool.bench.model.settings import Settings
 from carpool.bench.model.work import Sizes, roofline_ms, work_of
 from carpool.bench.moe.agreement import attempt_together
@@ -84,6 +85,7 @@ class ModelBenchmark:
         tokenizer = load_tokenizer(first.data.tokenizer, first.model.path, first.data.eos_token)
         self.blueprint = Blueprint.of_config(first, tokenizer)
         self.counts, self.size = self.blueprint.expert_counts, self.blueprint.size
+        check_routing(self.counts, self.blueprint.top_k, settings.routing, self.world)
         self.degrees = first.parallelism.resolve(self.world, min(self.counts.values()))
         self.machine = find_machine(first.parallelism, device)
         self.peak, self.peak_source = peak_flops(device, first.training.peak_flops)
@@ -213,6 +215,8 @@ class ModelBenchmark:
                 if number == 0:
                     row.loss, row.grad_norm = found
                     row.first_step_seconds = time.perf_counter() - begin
+            # A capture may have failed.
+            row.what = contender.what
         except BaseException:
             contender.close()
             raise

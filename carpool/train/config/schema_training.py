@@ -37,7 +37,9 @@ class TrainingSection(Section):
     per_device_train_batch_size: int = Field(
         default=12, gt=0, description="Sequences in one micro-batch of each data-parallel rank."
     )
-    per_device_eval_batch_size: int = Field(default=8, gt=0, description="The same in evaluation.")
+    per_device_eval_batch_size: int | None = Field(
+        default=None, gt=0, description="The same in evaluation. none: as many as in training."
+    )
     gradient_accumulation_steps: int = Field(default=1, gt=0, description="Micro-batches in one optimizer step.")
     learning_rate: float = Field(default=5e-3, ge=0, description="Peak learning rate of AdamW.")
     lr_scheduler_type: Literal["cosine", "linear", "constant"] = Field(
@@ -181,6 +183,11 @@ class TrainingSection(Section):
             return self
         steps = max(1, math.ceil(self.num_train_epochs * steps_per_epoch))
         return self.model_validate({**self.model_dump(), "max_steps": steps, "num_train_epochs": None})
+
+    @property
+    def eval_batch_size(self) -> int:
+        """Sequences in one batch of each data-parallel rank in evaluation."""
+        return self.per_device_eval_batch_size or self.per_device_train_batch_size
 
     def warmup(self) -> int:
         """Steps of warm-up: `warmup_steps` itself, or that share of `max_steps`, rounded up, if it is below 1."""

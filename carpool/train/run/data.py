@@ -59,7 +59,7 @@ def read_data(
     )
     evaluation = EvalLoader(
         held_out,
-        batch_size=training.per_device_eval_batch_size,
+        batch_size=training.eval_batch_size,
         max_sequences=config.data.eval_max_sequences,
         **share,
     )

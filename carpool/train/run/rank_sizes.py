@@ -193,7 +193,7 @@ class ModelSizes:
         # A matrix of a quantised base is made again for each product.
         dequantised = 0 if config.adapter.base_dtype is None else self.largest_expert * self.computed
         own_tokens, chunk = self.tokens // degrees.cp, training.loss_chunk
-        eval_tokens = training.per_device_eval_batch_size * config.data.sequence_length // degrees.cp
+        eval_tokens = training.eval_batch_size * config.data.sequence_length // degrees.cp
         loss_tokens = -(-own_tokens // degrees.tp) if self.divided else own_tokens
         return RankSizes(
             dense=Parameters(*(one * share for one in self.dense)),

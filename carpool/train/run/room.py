@@ -39,7 +39,7 @@ RandomState = tuple[torch.Tensor, torch.Tensor | None]
 def most_tokens(config: Config, degrees: Degrees) -> int:
     """Tokens of a rank in the largest forward of a run, of training or evaluation. Ranks of a tensor-parallel group
     share theirs."""
-    evaluated = config.training.per_device_eval_batch_size * config.data.sequence_length
+    evaluated = config.training.eval_batch_size * config.data.sequence_length
     return max(_step_tokens(config, degrees), degrees.tokens_per_rank(evaluated))
 
 
