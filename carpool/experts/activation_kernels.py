@@ -141,7 +141,7 @@ def _load_gate_and_up(  # type: ignore[no-untyped-def]
 
 @quick
 @triton.jit
-def _forward(  # type: ignore[no-untyped-def]
+def _activation(  # type: ignore[no-untyped-def]
     h, bias, kept, start, order, slot, offsets, out, slots, F: tl.constexpr, WIDTH: tl.constexpr, NAME: tl.constexpr,
     GATED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_LIMIT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     SHIFT: tl.constexpr, HAS_BIAS: tl.constexpr, KEEP: tl.constexpr, HAS_START: tl.constexpr, ACC: tl.constexpr,
@@ -176,7 +176,7 @@ def _forward(  # type: ignore[no-untyped-def]
 
 @quick
 @triton.jit
-def _backward(  # type: ignore[no-untyped-def]
+def _activation_backward(  # type: ignore[no-untyped-def]
     h, start, d, weight, dy, bias, order, slot, offsets, dh, scaled, dweight, slots, F: tl.constexpr,
     WIDTH: tl.constexpr, H: tl.constexpr, NAME: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
     HAS_LIMIT: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr, SHIFT: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -246,7 +246,7 @@ def activate(
     if h_PF1.numel() and offsets_S.numel():
         interleaved = activation is not None and activation.interleaved
         tile, block = tiling(inner, 1024 if interleaved else 2048)
-        _forward[programs(h_PF1[:, :inner], tile, block)](
+        _activation[programs(h_PF1[:, :inner], tile, block)](
             h_PF1, h_PF1 if bias_SF is None else bias_SF.contiguous(), kept.data,
             h_PF1 if kept.start is None else kept.start, order_P, slot_RJ, offsets_S, a_PF, offsets_S.shape[0],
             F=inner, WIDTH=width, **constants(activation), HAS_BIAS=bias_SF is not None,
@@ -275,7 +275,7 @@ def activate_backward(
     dweight_RJ = torch.zeros_like(weight_RJ)
     if dA_PF.numel() and offsets_S.numel():
         tile, block = tiling(inner, 1024)
-        _backward[programs(dA_PF[:, :block], tile, block, per_processor=8)](
+        _activation_backward[programs(dA_PF[:, :block], tile, block, per_processor=8)](
             h.data, h.data if h.start is None else h.start, dA_PF, weight_RJ, dy_PH,
             dy_PH if bias_SH is None else bias_SH.contiguous(), order_P, slot_RJ, offsets_S, dh_PF1, scaled_PF,
             dweight_RJ, offsets_S.shape[0], F=inner, WIDTH=h.width, H=dy_PH.shape[1], **constants(activation),

@@ -23,7 +23,7 @@ LOWEST = tl.constexpr(-3.4e38)
 
 @quick
 @triton.jit
-def _kernel(  # type: ignore[no-untyped-def]
+def _cross_entropy(  # type: ignore[no-untyped-def]
     logits, target, loss, columns, IGNORED: tl.constexpr, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -60,4 +60,4 @@ def launch(logits_CV: torch.Tensor, target_C: torch.Tensor, loss_C: torch.Tensor
     block = min(BLOCK, power_of_2(columns))
     warps = 16 if block == BLOCK else 4
     constants = {"IGNORED": ignored, "GRADIENT": gradient, "BLOCK": block}
-    _kernel[(rows,)](logits_CV, target_C, loss_C, columns, **constants, num_warps=warps)
+    _cross_entropy[(rows,)](logits_CV, target_C, loss_C, columns, **constants, num_warps=warps)

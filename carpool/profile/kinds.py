@@ -58,7 +58,8 @@ SECTIONS = {LOSS: "loss", OPTIMIZER: "optimizer"}
 OUR_EXPERTS = frozenset({
     "_up", "_up_tiles", "_plain", "_dact", "_dact_tiles", "_dact_pieces", "_outer", "_gather_rows", "_gather_wide",
     "_sum_pairs", "_sum_part", "_sum_shares", "_slot_sums", "_count", "_scan", "_scatter", "_row_addresses",
-    "_tile_table", "_quantise_weight", "_activate_backward", "_dequantise",
+    "_tile_table", "_quantise_weight", "_activate_backward", "_dequantise", "_activation", "_activation_backward",
+    "_gemm", "_inner", "_add",
 })  # fmt: skip
 OUR_PACKING = frozenset({
     "plan_kernel", "choices_kernel", "quantise_kernel", "dequantise_kernel", "_assign", "_reserve", "_copy_slabs",

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd import profiler
 
 from carpool.memory.optimizer import AdamW
 from carpool.parallel import consumed
@@ -28,6 +29,7 @@ from carpool.train.run import graphs
 from carpool.train.run.about import record_graphs
 from carpool.train.run.graphs import StepGraphs, why_no_graphs
 from carpool.transport import TRANSPORTS
+from tests.replayed import Again
 
 
 class OnGpu(nn.Module):
@@ -166,6 +168,28 @@ def test_a_capture_that_fails_leaves_no_gradients_to_wait_for(monkeypatch: pytes
     model(torch.ones(1, 2)).sum().backward()
     assert gradients.finish() == pytest.approx(6**0.5)
     assert not waited
+
+
+@pytest.mark.parametrize("replays", [False, True])
+def test_steps_that_a_profiler_watches(replays: bool) -> None:
+    model, computed = nn.Linear(2, 2), []
+
+    def compute(batches: Any, factor: torch.Tensor, number: int, sums: torch.Tensor, *_: Any) -> None:
+        computed.append(profiler._is_profiler_enabled)
+        sums[0] += (model(batches[0]["x"]).sum() * factor).detach()
+
+    steps = StepGraphs(model, [], compute, lambda _: None, recorder=Again)
+    steps.replays_watched = replays
+    batch = {"x": torch.ones(1, 2)}
+    found = [steps.run([batch], 1.0) for _ in range(graphs.EAGER_STEPS + 2)]
+    assert [one is None for one in found] == [True, True, False, False]
+    # When it was recorded, and in two replays.
+    assert computed == [False] * 3
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        seen = steps.run([batch], 1.0)
+    assert (seen is not None) == replays and computed[3:] == [True] * replays
+    # What was forgotten is captured anew.
+    assert (steps.run([batch], 1.0) is not None) == replays
 
 
 def test_run_json_says_whether_steps_are_graphs(tmp_path: Path) -> None:

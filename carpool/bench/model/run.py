@@ -262,7 +262,7 @@ class ModelBenchmark:
             options["experimental_config"] = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "trace.json"
-            # The profiler's own start takes time, and so does the first step without a graph's memory.
+            # The profiler's own start takes time.
             with profile(
                 activities=activities,
                 schedule=torch.profiler.schedule(wait=0, warmup=2, active=1, repeat=1),

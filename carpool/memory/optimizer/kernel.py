@@ -174,7 +174,7 @@ def _piece(  # type: ignore[no-untyped-def]
 
 @quick
 @triton.jit
-def _kernel(  # type: ignore[no-untyped-def]
+def _adamw(  # type: ignore[no-untyped-def]
     table, gradients, pieces, coefficients, steps, factor, tables, squares, BFLOAT16_WEIGHT: tl.constexpr,
     BFLOAT16_GRAD: tl.constexpr, MOMENTS: tl.constexpr, ZERO_GRADS: tl.constexpr, COLUMNS: tl.constexpr,
     PIECE: tl.constexpr,
@@ -231,7 +231,7 @@ def launch(
     if len(pieces) == 0:
         return
     how = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.uint8: INT8}[moments]
-    _kernel[(len(pieces),)](
+    _adamw[(len(pieces),)](
         table,
         gradients,
         pieces,

@@ -15,7 +15,8 @@ it counts in a replay too; what it counts on the host is counted once more by ha
 graph for each forward and backward of a stage (`stage_graphs.py`).
 
 What a graph holds may not move: if buffers grow (`room.py`), the step is repeated eagerly and captured anew. Steps that
-a profiler watches run eagerly, because a graph has no names of layers.
+a profiler watches run eagerly, because a graph has no names of layers, unless whoever watches needs none
+(`replays_watched`).
 """
 
 from __future__ import annotations
@@ -132,7 +133,10 @@ class StepGraphs:
 
     Attributes:
         bytes: that the graphs hold for what layers keep; the allocator counts them as reserved, not as allocated.
+        replays_watched: also replay where a profiler watches.
     """
+
+    replays_watched = False
 
     def __init__(
         self,
@@ -186,7 +190,7 @@ class StepGraphs:
         """
         if self._failed:
             return None
-        if watched():
+        if watched() and not self.replays_watched:
             # Both would need memory for what layers keep.
             self.forget()
             return None
