@@ -76,7 +76,7 @@ CONSUMED = ["training.gradients=consumed", "training.max_grad_norm=0", "training
         (OnGpu(), layer(name="reference"), [], "none", "how many rows"),
         (OnGpu(), layer(dtype=torch.float32), [], "none", "8 x 8 in float32"),
         (OnGpu(), layer(), [], "two-batch", None),
-        (OnGpu(dropout=0.1), layer(), [], "two-batch", "random numbers of its own"),
+        (OnGpu(dropout=0.1), layer(), [], "two-batch", "two batches has random numbers of its own (drop-out)"),
         (OnGpu(), layer(), ["memory.dense=offload"], "two-batch", "of two batches"),
         (
             OnGpu(),
