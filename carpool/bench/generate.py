@@ -10,13 +10,17 @@ All read the same random prompts, and choose greedily, as many tokens as were as
 together, and contenders take turns. Prefill is the time to the first token of each sequence, decoding the time for the
 others; the slowest rank counts.
 
+What weights and caches need is predicted before a model is built (`carpool.serve.room`). What fits nowhere is refused.
+Models that do not fit beside each other are built and measured one after the other, and the table says so.
+
 Files: DIR/generate.json, every round and where it ran.
 """
 
 from __future__ import annotations
 
+import gc
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
@@ -33,12 +37,15 @@ from carpool.bench.ranks import RankBenchmark
 from carpool.bench.results import Result, print_table, terminal
 from carpool.bench.timing import rounds
 from carpool.hf.build import build_model
-from carpool.hf.decode_graph import DecodeGraphs
+from carpool.hf.decode_graph import ROUND, DecodeGraphs
 from carpool.hf.generation import Generated, Sampling, generate
 from carpool.observe.clock import slowest
+from carpool.planner.search import USABLE
+from carpool.serve.room import needed_bytes
 from carpool.serve.source import spread_model
 from carpool.train.config.published import read_keys
 from carpool.train.run.blueprint import Blueprint
+from carpool.train.run.machine import rank_memory
 from carpool.train.run.model import model_config
 
 CONTENDERS = ("carpool", "carpool-eager", "transformers")
@@ -101,7 +108,10 @@ class Row:
 
 @dataclass
 class Case:
-    """The sizes, of a rank and at all, and the rows."""
+    """The sizes, of a rank and at all, and the rows.
+
+    Attributes:
+        groups: contenders that took turns with each other."""
 
     architecture: str
     parameters: int
@@ -109,6 +119,7 @@ class Case:
     batch: int
     prompt: int
     new_tokens: int
+    groups: list[list[str]]
     rows: list[Row]
 
     def prefill_rate(self, row: Row) -> float:
@@ -121,40 +132,103 @@ class Case:
 
 
 def measure(settings: Settings, device: torch.device, command: str) -> list[Case]:
-    """The one case. All ranks together."""
+    """The one case. All ranks together.
+
+    Raises:
+        ValueError: a model that does not fit into memory by itself."""
     disable_progress_bar()
     assert settings.batch is not None and settings.prompt is not None and settings.dtype is not None
     keys: dict[str, Any] = {"from": settings.model}
     if settings.layers is not None:
         keys["num_hidden_layers"] = settings.layers
     config = model_config(keys)
-    blueprint = Blueprint.of(config)
-    counts, top_k = blueprint.expert_counts, blueprint.top_k
-    generator = torch.Generator().manual_seed(settings.seed + dist.get_rank())
-    prompts = torch.randint(blueprint.vocab_size, (settings.batch, settings.prompt), generator=generator).tolist()
-    tokens = settings.batch * settings.prompt
+    blueprint, ranks = Blueprint.of(config), dist.get_world_size()
+    models = groups_that_fit(_needs(settings, config), rank_memory(device.type == "cuda", ranks))
     case = Case(
         blueprint.architecture,
         blueprint.size.total,
-        dist.get_world_size(),
+        ranks,
         settings.batch,
         settings.prompt,
         settings.new_tokens,
+        [[name for name in settings.contenders if _kind(name) in group] for group in models],
         [Row(name) for name in settings.contenders],
     )
+    generator = torch.Generator().manual_seed(settings.seed + dist.get_rank())
+    prompts = torch.randint(blueprint.vocab_size, (settings.batch, settings.prompt), generator=generator).tolist()
+    first: list[list[int]] = []
+    for group in case.groups:
+        rows = [row for row in case.rows if row.label in group]
+        first = _measure_group(rows, settings, config, blueprint, prompts, first, device)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return [case]
+
+
+def _kind(contender: str) -> str:
+    """Its model: eagerly and in a graph, it is the same."""
+    return contender.partition("-")[0]
+
+
+def _needs(settings: Settings, config: PreTrainedConfig) -> dict[str, int]:
+    """Bytes of each model on a rank, with a cache for each of its contenders."""
+    assert settings.batch is not None and settings.prompt is not None and settings.dtype is not None
+    length, needs = settings.prompt + settings.new_tokens, dict[str, int]()
+    for name in settings.contenders:
+        # A graph reads a cache of a fixed length.
+        cached = -(-length // ROUND) * ROUND if name == "carpool" else length
+        tokens, caches = settings.batch * settings.prompt, settings.batch * cached
+        needed = needed_bytes(config, getattr(torch, settings.dtype), dist.get_world_size(), tokens, caches)
+        kind = _kind(name)
+        needs[kind] = needs[kind] + needed["cache"] if kind in needs else sum(needed.values())
+    return needs
+
+
+def groups_that_fit(needs: Mapping[str, int], memory: int) -> list[list[str]]:
+    """The models that are in memory together: all of them, or each by itself.
+
+    Args:
+        needs: bytes of each model.
+        memory: bytes of a rank.
+
+    Raises:
+        ValueError: a model that does not fit by itself.
+    """
+    for kind, size in needs.items():
+        if size > memory:
+            raise ValueError(
+                f"{kind} does not fit: a rank needs about {size / 2**30:.1f} GiB for weights and caches, and has "
+                f"{memory / 2**30:.1f} GiB; lower --layers, --batch or --prompt, or raise --ranks"
+            )
+    return [list(needs)] if sum(needs.values()) <= USABLE * memory else [[kind] for kind in needs]
+
+
+def _measure_group(
+    rows: list[Row],
+    settings: Settings,
+    config: PreTrainedConfig,
+    blueprint: Blueprint,
+    prompts: list[list[int]],
+    first: list[list[int]],
+    device: torch.device,
+) -> list[list[int]]:
+    """Measure these contenders in turns. `first`: tokens of the first contender of all; empty: this group has it.
+    Returns them. When this returns, nothing of the models is left."""
+    assert settings.batch is not None and settings.prompt is not None and settings.dtype is not None
+    counts, top_k, tokens = blueprint.expert_counts, blueprint.top_k, settings.batch * settings.prompt
     models: dict[str, PreTrainedModel] = {}
     run: dict[str, Callable[[], Generated]] = {}
     graphs: dict[str, DecodeGraphs | None] = {}
-    for name in settings.contenders:
-        # Eagerly and in a graph: one model.
-        kind = name.partition("-")[0]
+    for row in rows:
+        kind = _kind(row.label)
         if kind not in models:
             models[kind] = _build(kind, config, getattr(torch, settings.dtype), tokens)
             route(models[kind], counts, top_k, tokens, settings.routing, dist.get_rank(), dist.get_world_size())
-        graphs[name] = DecodeGraphs() if name == "carpool" else None
-        run[name] = _run(models[kind], prompts, Sampling(max_new_tokens=settings.new_tokens), graphs[name])
-    first: list[list[int]] = []
-    for number, order in rounds(case.rows, settings.rounds, WARMUP):
+        graphs[row.label] = DecodeGraphs() if row.label == "carpool" else None
+        sampling = Sampling(max_new_tokens=settings.new_tokens)
+        run[row.label] = _run(models[kind], prompts, sampling, graphs[row.label])
+    for number, order in rounds(rows, settings.rounds, WARMUP):
         for row in order:
             made = run[row.label]()
             prefill, decode = slowest([made.prefill_seconds, made.decode_seconds], device)
@@ -163,10 +237,10 @@ def measure(settings: Settings, device: torch.device, command: str) -> list[Case
                 row.decode_ms.append(1e3 * decode / (settings.new_tokens - 1))
             first = first or made.tokens
             row.same_tokens = _share_of_equal(made.tokens, first, device)
-    for row in case.rows:
+    for row in rows:
         own = graphs[row.label]
         row.decoding = "eager" if own is None else "CUDA graph" if own.why_not is None else f"eager: {own.why_not}"
-    return [case]
+    return first
 
 
 def _build(kind: str, config: PreTrainedConfig, dtype: torch.dtype, tokens: int) -> PreTrainedModel:
@@ -213,6 +287,9 @@ def show(result: Result) -> None:
             for row in case.rows
         ]
         print_table(console, title, headings, cells)
+        if len(case.groups) > 1:
+            told = "; then ".join(", ".join(group) for group in case.groups)
+            console.print(f"NOT INTERLEAVED, because the models do not fit into memory together: {told}.")
 
 
 BENCHMARK = RankBenchmark("generate", Settings, measure, show)
