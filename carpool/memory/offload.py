@@ -179,6 +179,13 @@ class Offloader:
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
+    def abandon(self) -> None:
+        """A capture has failed: what it has offloaded is nobody's, and nobody may wait for its events any more."""
+        for parcel in self._parcels.values():
+            parcel.copied = parcel.ready = None
+        for lane in self._lanes.values():
+            lane.here.clear()
+
     # -- how ----------------------------------------------------------------------------------------------------
 
     def _to_host(self, item: Rows, buffers: list[torch.Tensor]) -> Rows:

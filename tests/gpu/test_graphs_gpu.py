@@ -4,11 +4,17 @@ may have."""
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from carpool.hf.offload import _ATTRIBUTE
+from carpool.memory.activations import ActivationOffload
+from carpool.train.run.graphs import StepGraphs
 from tests.gpu.ranks import needs, torchrun
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(560), needs(2)]
@@ -109,3 +115,40 @@ def test_alone(tmp_path: Path, overrides: tuple[str, ...]) -> None:
 )
 def test_a_captured_run_is_an_eager_one(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     compare(tmp_path, 2, *overrides)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_gradients_of_offloaded_layers(fails: bool) -> None:
+    """Replayed, or computed eagerly because the backward cannot be captured: those of layers that keep all."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList(nn.Linear(256, 256) for _ in range(5)).bfloat16().cuda()
+    offload, told = ActivationOffload(), list[str | None]()
+    object.__setattr__(layers, _ATTRIBUTE, offload)
+
+    def compute(batch: Any, factor: Any, _: int, sums: torch.Tensor, *__: Any, away: bool = True) -> None:
+        x = batch["x"]
+        for layer in layers:
+            with offload.layer(x.device) if away else nullcontext():
+                x = torch.nn.functional.silu(layer(x))
+        loss = x.square().mean() * factor
+        sums[0] += loss.detach()
+        loss.backward()
+
+    def refuse(gradient: torch.Tensor) -> None:
+        if fails and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("this layer cannot be captured")
+
+    layers[2].weight.register_hook(refuse)
+    graphs = StepGraphs(layers, [], compute, told.append)
+    for number in range(6):
+        batch = {"x": torch.randn(512, 256, generator=torch.Generator().manual_seed(number)).bfloat16().cuda()}
+        sums = torch.zeros(2, dtype=torch.float64, device="cuda")
+        found: list[list[torch.Tensor]] = []
+        for away in (True, False):
+            layers.zero_grad()
+            if not away or graphs.run([batch], 0.5) is None:
+                compute(batch, 0.5, 1, sums, away=away)
+            found.append([p.grad.clone() for p in layers.parameters() if p.grad is not None])
+        assert len(found[0]) == 10 and all(torch.equal(one, other) for one, other in zip(*found, strict=True)), number
+    assert offload.offloader._pool is not None and offload.offloader._pool.bytes > 0
+    assert told == (["RuntimeError: this layer cannot be captured"] if fails else [None])

@@ -13,7 +13,10 @@ import torch
 from torch import nn
 from torch.autograd import profiler
 
+from carpool.memory import Arena
+from carpool.memory.offload import Offloader
 from carpool.memory.optimizer import AdamW
+from carpool.memory.rows import Rows
 from carpool.parallel import consumed
 from carpool.parallel.consumed import ConsumedGradients
 from carpool.parallel.degrees import Degrees
@@ -190,6 +193,39 @@ def test_steps_that_a_profiler_watches(replays: bool) -> None:
     assert (seen is not None) == replays and computed[3:] == [True] * replays
     # What was forgotten is captured anew.
     assert (steps.run([batch], 1.0) is not None) == replays
+
+
+def test_a_capture_that_fails_lets_go_of_what_layers_keep(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows in an arena, and what was offloaded: the eager steps after it find both as if there had been no capture."""
+    told: list[str | None] = []
+    arena, offloader = Arena(1 << 12, torch.device("cpu")), Offloader()
+    steps = StepGraphs(nn.Linear(2, 2), [], lambda *_: None, told.append)
+    monkeypatch.setattr(graphs, "buffers_of_rides", lambda _: [SimpleNamespace(arena=arena, abandon=lambda: None)])
+    monkeypatch.setattr(graphs, "offloaders", lambda _: [offloader])
+
+    def backward(*_: Any) -> None:
+        rows = arena.reserve(8, torch.float32, torch.tensor([3]))
+        offloader.staging(None)
+        away = offloader.put([Rows(torch.ones(4), 0)])
+        # As an event of a capture, for which nobody may wait.
+        offloader._lanes[0].here[0] = offloader._lanes[0].here[0][0], Unreached()
+        assert rows.start is not None and away
+        raise RuntimeError("operation not permitted")
+
+    monkeypatch.setattr(steps, "_record", backward)
+    assert not steps._capture([], None) and told == ["RuntimeError: operation not permitted"]
+    assert not arena._stack and not offloader._parcels
+    for _ in range(3):
+        offloader.staging(None)
+        away = offloader.put([Rows(torch.ones(4), 0)])
+    assert offloader.get(away)[0].data.sum() == 4
+
+
+class Unreached:
+    """An event that nobody waits for."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError("an event of a capture is waited for")
 
 
 def test_run_json_says_whether_steps_are_graphs(tmp_path: Path) -> None:

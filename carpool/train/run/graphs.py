@@ -22,6 +22,7 @@ a profiler watches run eagerly, because a graph has no names of layers, unless w
 from __future__ import annotations
 
 import gc
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -155,11 +156,11 @@ class StepGraphs:
         self._factor = torch.zeros((), dtype=torch.float64, device=device)
         self._sums = torch.zeros(2, dtype=torch.float64, device=device)
         self._failed = False
+        self._offloaders: list[Offloader] = []
         self.forget()
 
     def forget(self) -> None:
         """Give the graphs and their memory back: what they hold is about to move. New ones come after two steps."""
-        self._offloaders: list[Offloader] = []
         self._eager = 0
         self._shapes: tuple[object, ...] = ()
         self._captured = False
@@ -313,7 +314,7 @@ class StepGraphs:
                 for arena in (buffers.arena, *buffers.arena.companions):
                     arena.restart()
 
-    def _abandon(self, problem: Exception | None) -> None:
+    def _abandon(self, problem: BaseException | None) -> None:
         """Some rank's capture has failed: what was begun on this one is void, and steps stay eager."""
         self._failed = True
         self.forget()
@@ -322,6 +323,8 @@ class StepGraphs:
             kept.abandon()
         if self.consumed is not None:
             self.consumed.abandon()
+        for offloader in self._offloaders:
+            offloader.abandon()
         for buffers in buffers_of_rides(self.layers):
             buffers.abandon()
         why = "another rank could not" if problem is None else f"{type(problem).__name__}: {problem}".split("\n")[0]
@@ -329,7 +332,10 @@ class StepGraphs:
             raise RuntimeError(
                 f"a step could not be captured as a CUDA graph ({why}); set training.cuda_graphs=auto"
             ) from problem
-        del problem
+        # What failed holds all that its layers have kept.
+        while problem is not None:
+            traceback.clear_frames(problem.__traceback__)
+            problem = problem.__context__
         gc.collect()
         self._restart_arenas()
         self.known(why)
