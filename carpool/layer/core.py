@@ -356,7 +356,7 @@ class LayerCore:
         setup = self.ride_setup(transport, x_TH.device)
         weights = fill_slots(home, self.filler) if isinstance(home, ExpertWeights) else None
 
-        def rows(
+        def one_ride(
             x_TH: torch.Tensor, routing: Routing, slot_TK: torch.Tensor, setup: RideSetup
         ) -> tuple[torch.Tensor, Result | None]:
             if isinstance(home, ExpertWeights):
@@ -369,9 +369,9 @@ class LayerCore:
             return y_TH, made
 
         if self.merger is None:
-            y_TH, made = rows(x_TH, routing, slot_TK, setup)
+            y_TH, made = one_ride(x_TH, routing, slot_TK, setup)
         else:
-            y_TH, made = ride_merged(x_TH, routing, slot_TK, setup, self.merger, rows)
+            y_TH, made = ride_merged(x_TH, routing, slot_TK, setup, self.merger, one_ride)
         self.filler.start_next()
         return y_TH, made
 

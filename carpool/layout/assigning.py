@@ -14,7 +14,7 @@ from carpool.kernels.device import on_gpu
 from carpool.layout.expert_layout import ExpertLayout
 
 
-class Choices(Protocol):
+class RoutingLike(Protocol):
     """What `assign` reads of a `carpool.routing.Routing`."""
 
     @property
@@ -24,7 +24,7 @@ class Choices(Protocol):
     def serving_TW(self) -> torch.Tensor | None: ...
 
 
-def assign(routing: Choices, layout: ExpertLayout, source_rank: int) -> torch.Tensor:
+def assign(routing: RoutingLike, layout: ExpertLayout, source_rank: int) -> torch.Tensor:
     """The slot that serves each choice of each token, so that the token visits few ranks.
 
     An expert with one slot leaves no choice. With replicas, the fewest ranks that hold all experts of a token are a

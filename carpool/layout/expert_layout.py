@@ -32,7 +32,9 @@ Which slot serves a token is chosen in `carpool.layout.assign`.
 
 Dimension letters, used as suffixes of tensor names in all of Carpool: T tokens of this rank, H hidden, F expert
 hidden, E logical experts, K experts per token, W ranks of the expert-parallel group, S slots of one rank, R rows
-that a rank receives, C copies of an expert.
+that a rank receives, J slots beside such a row, P pairs of a row and a slot, C copies of an expert (in rides: pieces of
+a ride). N counts what the function at hand lists, such as the rows that a rank sends. slot_TK are global slot ids;
+slot_RJ, beside rows that arrived, slots of the rank itself.
 """
 
 from __future__ import annotations

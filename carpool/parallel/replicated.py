@@ -49,7 +49,7 @@ from carpool.parallel.flat import Bucket, FlatBuffers, Place
 from carpool.parallel.hooks import on_gradient
 
 # Axes of the mesh of dense parameters: the last one shards, the one before copies.
-DENSE_AXES = {"dp_replicate", "fsdp"}
+MESH_AXES = {"dp_replicate", "fsdp"}
 BUCKET_BYTES = 100 * 2**20
 _ATTRIBUTE = "_carpool_replicated"
 
@@ -94,7 +94,7 @@ class Replicated:
     """Takes over those of a model's sharded parameters that FSDP does not have. All ranks construct and call it alike.
 
     Args:
-        model: its dense parameters are DTensors, `Shard(0)` on a mesh of the axes `DENSE_AXES`; experts are DTensors on
+        model: its dense parameters are DTensors, `Shard(0)` on a mesh of the axes `MESH_AXES`; experts are DTensors on
             another mesh, of which modules then get this rank's part. Either may have hooks of FSDP instead. Afterwards
             modules have plain parameters. What is frozen is frozen before.
         computed: the dtype of whole parameters; None: as they are stored. Gradients are added in float32 then.
@@ -110,7 +110,7 @@ class Replicated:
         kinds: dict[tuple[torch.dtype, bool], list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]] = {}
         for parameter, owners in _sharded(model):
             assert isinstance(parameter, DTensor)
-            if set(parameter.device_mesh.mesh_dim_names or ()) <= DENSE_AXES:
+            if set(parameter.device_mesh.mesh_dim_names or ()) <= MESH_AXES:
                 kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append((parameter, owners))
             else:
                 whole = nn.Parameter(parameter.to_local().detach(), requires_grad=parameter.requires_grad)

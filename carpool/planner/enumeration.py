@@ -15,7 +15,7 @@ from dataclasses import replace
 from itertools import product
 
 from carpool.parallel.combinations import refusal
-from carpool.parallel.degrees import DENSE_AXES, EXPERT_AXES, Degrees
+from carpool.parallel.degrees import Degrees
 from carpool.parallel.schedules import PAIRED, SCHEDULES, check_micro_batches
 from carpool.planner.candidate import KEEP, Candidate
 from carpool.planner.hardware import Hardware
@@ -189,7 +189,7 @@ class Enumeration:
                 if base.schedule == "two-batch" and policies.get("sums") == "recompute":
                     continue
                 one = replace(base, policies={**KEEP, **policies}, optimizer_state=state, gradients=gradients)
-                if (rule := refusal(sizes_of(one.degrees), one.flat_settings())) is not None:
+                if (rule := refusal(one.degrees.sizes, one.flat_settings())) is not None:
                     self.refused[f"{' and '.join(rule.axes)}: {rule.why}"] += 1
                     continue
                 total = memory_of(self.problem.model, one, self.problem.routes).total
@@ -199,11 +199,6 @@ class Enumeration:
                     continue
                 fitting.append(policies)
                 yield one
-
-
-def sizes_of(degrees: Degrees) -> dict[str, int]:
-    """Ranks by axis, as `carpool.parallel.combinations` asks for them."""
-    return {axis: degrees.size(axis) for axis in dict.fromkeys((*DENSE_AXES, *EXPERT_AXES))}
 
 
 def transports_of(candidate: Candidate, per_node: int, hardware: Hardware, among: Sequence[str]) -> list[str]:

@@ -14,7 +14,7 @@ from carpool.parallel.degrees import Degrees
 from carpool.planner import moves
 from carpool.planner.bounds import Bounds
 from carpool.planner.candidate import Candidate
-from carpool.planner.enumeration import Enumeration, sizes_of
+from carpool.planner.enumeration import Enumeration
 from carpool.planner.hardware import LinkRate, find_hardware
 from carpool.planner.model_shape import ModelShape
 from carpool.planner.peak import memory_of
@@ -51,7 +51,7 @@ class _Everything(Enumeration):
                     continue
                 if gradients == "consumed" and base.accumulation > 1:
                     continue
-                if refusal(sizes_of(one.degrees), one.flat_settings()) is not None:
+                if refusal(one.degrees.sizes, one.flat_settings()) is not None:
                     continue
                 if memory_of(self.problem.model, one, self.problem.routes).total <= self.problem.memory:
                     yield one

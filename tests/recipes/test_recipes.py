@@ -18,7 +18,6 @@ import torch
 from typer.testing import CliRunner
 
 from carpool.cli import app
-from carpool.layer.keep import slots_kept
 from carpool.layout import ExpertLayout
 from carpool.moe import MoE
 from carpool.placement.trace import Trace
@@ -27,6 +26,7 @@ from carpool.recipes.compare import Axis, chosen, compare, ways
 from carpool.recipes.mechanisms import Mechanism, find
 from carpool.recipes.resolve import in_effect, resolve
 from carpool.train.config import Config, load_config
+from tests.kept_slots import slots_kept
 from tests.ranks import mesh
 
 TRACE = Path(__file__).parents[2] / "docs/traces/e64-noaux-1615.npz"

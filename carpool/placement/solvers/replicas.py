@@ -27,7 +27,7 @@ EXCHANGES = 2
 DROPPED = 0.25  # of the replicas, in each exchange
 
 
-def fill_slots(problem: Problem, layout: ExpertLayout, allowed_load: Array) -> ExpertLayout:
+def with_replicas(problem: Problem, layout: ExpertLayout, allowed_load: Array) -> ExpertLayout:
     """`layout` with replicas in the extra slots of each rank, fewer where none would help."""
     if problem.extra_slots == 0:
         return layout

@@ -38,7 +38,7 @@ import numpy as np
 
 from carpool.layout import ExpertLayout
 from carpool.placement.solvers.problem import OVERLOAD, Problem, homes_of
-from carpool.placement.solvers.replicas import fill_slots
+from carpool.placement.solvers.replicas import with_replicas
 from carpool.placement.trace import Array
 
 EASED = (
@@ -54,7 +54,7 @@ KICKS = 6
 def search(problem: Problem, *starts: ExpertLayout) -> ExpertLayout:
     """Swaps from the better of `starts`, then replicas."""
     rank_E = swap_search(problem, *map(homes_of, starts))
-    return fill_slots(problem, problem.layout(rank_E), aimed_load(problem))
+    return with_replicas(problem, problem.layout(rank_E), aimed_load(problem))
 
 
 def aimed_load(problem: Problem) -> Array:
