@@ -55,7 +55,7 @@ class Topology:
             )
 
     @classmethod
-    def even(cls, num_ranks: int, num_nodes: int = 1, *, nvlink: bool = True, source: str = "given") -> Topology:
+    def even(cls, num_ranks: int, num_nodes: int = 1, *, nvlink: bool = True) -> Topology:
         """`num_nodes` nodes with equally many consecutive ranks, each node one NVLink domain (or without NVLink).
 
         Raises:
@@ -64,7 +64,7 @@ class Topology:
         if num_nodes < 1 or num_ranks < 1 or num_ranks % num_nodes:
             raise ValueError(f"{num_ranks} ranks cannot be divided evenly among {num_nodes} nodes")
         node_of = tuple(rank * num_nodes // num_ranks for rank in range(num_ranks))
-        return cls(node_of, node_of if nvlink else tuple(range(num_ranks)), source)
+        return cls(node_of, node_of if nvlink else tuple(range(num_ranks)))
 
     @property
     def num_ranks(self) -> int:

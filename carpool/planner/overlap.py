@@ -46,20 +46,18 @@ class Pieces:
         return self.dispatch + self.experts + self.combine + self.after
 
 
-def chunked(pieces: Pieces, chunks: int, beside: bool = True, parts: int = 1) -> float:
+def chunked(pieces: Pieces, chunks: int, beside: bool = True) -> float:
     """How long a ride takes whose chunks, so many, have these pieces each.
 
     Args:
-        beside: whether rides run beside the computation. If not, there is one lane for both.
-        parts: of a chunk, in which the experts compute; `experts`, `after` and `host` are of one.
-    """
+        beside: whether rides run beside the computation. If not, there is one lane for both."""
     graph = Graph()
-    # A part's share of the host for each that is asked for; a chunk's rides are asked for with each of its parts.
+    # What is asked for takes the host equally long, each.
     share = pieces.host / (4 if pieces.after else 3)
     links = RIDES if beside else COMPUTATION
 
     def ride(kind: str, seconds: float, *after: int) -> int:
-        asked = graph.add(f"ask for {kind}", "host", share * parts)
+        asked = graph.add(f"ask for {kind}", "host", share)
         return graph.add(kind, kind, seconds, (asked, *after), stream=links)
 
     def compute(seconds: float, after: int) -> int:
@@ -70,10 +68,8 @@ def chunked(pieces: Pieces, chunks: int, beside: bool = True, parts: int = 1) ->
         here = came
         if chunk + 1 < chunks:
             came = ride("dispatch", pieces.dispatch)
-        for part in range(parts):
-            done = compute(pieces.experts, here)
-            if part == parts - 1:
-                ride("combine", pieces.combine, done)
-            if pieces.after:
-                compute(pieces.after, done)
+        done = compute(pieces.experts, here)
+        ride("combine", pieces.combine, done)
+        if pieces.after:
+            compute(pieces.after, done)
     return execute(graph).step

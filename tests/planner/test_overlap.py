@@ -33,12 +33,3 @@ def test_a_slow_host_makes_chunks_useless() -> None:
     slow = {r: chunked(Pieces(2 / r, 4 / r, 2 / r, host=6.0), r) for r in (1, 2, 4)}
     assert min(ready, key=ready.__getitem__) == 4 and min(slow, key=slow.__getitem__) == 1
     assert slow[2] > 12.0
-
-
-def test_parts_of_a_chunk_travel_together() -> None:
-    """By hand: the chunk of two parts comes at 2, is computed until 6, and combined until 9, beside what is put off."""
-    assert chunked(Pieces(2.0, 2.0, 3.0), 1, parts=2) == 9.0
-    assert chunked(Pieces(2.0, 2.0, 3.0, after=1.0), 1, parts=2) == 2 + 2 + 1 + 2 + 3
-    # Two such: links 0-2, 2-4, combines 7-9 (after 6) and 13-15 (after 12); processors 2-6, 6-10.
-    assert chunked(Pieces(2.0, 2.0, 3.0), 2, parts=2) == 13.0
-    assert chunked(Pieces(1.0, 2.0, 3.0), 3, beside=False, parts=2) == 3 * (1 + 4 + 3)
