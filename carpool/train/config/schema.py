@@ -1,4 +1,4 @@
-"""What a run of `carpool train` is made of: eight frozen sections, every key with its type, limits and meaning.
+"""What a run of `carpool train` is made of: ten frozen sections, every key with its type, limits and meaning.
 
     [model]        which transformers MoE model: a checkpoint folder, or an architecture trained from scratch
     [data]         which text, how it is tokenized, how long a sequence is
@@ -6,12 +6,14 @@
     [training]     optimizer, schedule, steps, and where the run is written
     [parallelism]  how many ranks, and how FSDP, tensor and expert parallelism divide them
     [moe]          how tokens ride to their experts
+    [codec]        how rows become bytes on their way
     [nvlink]       how the transport of that name works
     [memory]       what is kept for the backward, and where
     [placement]    where experts live while a run goes on
 
-Names are transformers' own wherever transformers has one. `Config()` without arguments is the demo: a small
-OLMoE-shaped model trained on the Python standard library's source code by four processes of this machine.
+Each section has a file, `schema_SECTION.py`; [codec] and [nvlink] are beside [moe]. What several sections say together
+is checked here. Names are transformers' own wherever transformers has one. `Config()` without arguments is the demo: a
+small OLMoE-shaped model trained on the Python standard library's source code by four processes of this machine.
 
 Reading a file, overriding keys and the errors that name key, value and place are `carpool.train.config`'s task;
 a validator here only says what is wrong with values that have the right type.
@@ -23,224 +25,20 @@ command line it is written as the word "none".
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from pydantic import Field, model_validator
 
 from carpool.parallel.combinations import check_supported
-from carpool.train.config.published import is_configuration_alone, read_keys
 from carpool.train.config.schema_adapter import AdapterSection
-from carpool.train.config.schema_base import Section, Texts, toml_value
+from carpool.train.config.schema_base import Section, toml_value
+from carpool.train.config.schema_data import DataSection
 from carpool.train.config.schema_memory import MemorySection
+from carpool.train.config.schema_model import DEMO_MODEL, ModelSection
 from carpool.train.config.schema_moe import CodecSection, MoeSection, NvlinkSection
 from carpool.train.config.schema_parallelism import ParallelismSection
 from carpool.train.config.schema_placement import PlacementSection
 from carpool.train.config.schema_training import TrainingSection
-
-DEMO_MODEL: dict[str, Any] = {
-    "model_type": "olmoe",
-    "config": {
-        "hidden_size": 128,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "num_experts": 16,
-        "num_experts_per_tok": 4,
-        "norm_topk_prob": True,
-        # So narrow a model starts from larger weights than transformers' 0.02.
-        "initializer_range": 0.06,
-        "router_aux_loss_coef": 0.1,
-        # One table for both ends: with few steps, each byte is learned from twice as much.
-        "tie_word_embeddings": True,
-        "max_position_embeddings": 1024,
-    },
-}
-
-
-class ModelSection(Section):
-    """Which model: `path`, or `config` as published, or `architecture` / `model_type` with keys in `config`.
-
-    Once read, `config` holds all keys, and `model_type` is set: a run's settings need no other file.
-    """
-
-    path: str | None = Field(
-        default=None,
-        description="Folder of a checkpoint in transformers' format, which from_pretrained loads. A folder with a "
-        "config.json and no weights, or none: a model from scratch.",
-    )
-    architecture: str | None = Field(
-        default=None, description="For a model from scratch: the class of transformers, such as OlmoeForCausalLM."
-    )
-    model_type: str | None = Field(
-        default=None, description="Instead of architecture: transformers' model_type, such as olmoe."
-    )
-    config: dict[str, Any] = Field(
-        default_factory=dict,
-        description="For a model from scratch: a published config.json (its path, or a short name such as "
-        'qwen3-30b-a3b), or keys of one as a table, which names what it changes under "from". vocab_size is the '
-        "tokenizer's unless given.",
-    )
-    num_experts_per_tok: int | None = Field(
-        default=None,
-        gt=0,
-        description="For a model from scratch: experts that each token visits (top-k). none: as the configuration "
-        "says.",
-    )
-    travel_size: int | None = Field(
-        default=None,
-        gt=0,
-        description="ANOTHER MODEL, for one from scratch: rows are projected to so many elements before they travel, "
-        "experts compute with rows of that size, and sums are projected back (BigMac). It has other parameters, and is "
-        "not exported to Transformers, which does not know it. none: rows travel as they are.",
-    )
-    attn_implementation: str | None = Field(
-        default=None,
-        description="Attention of transformers: sdpa, eager, flash_attention_2 and others. none: transformers chooses, "
-        "but flex_attention on GPUs for models that cannot take sdpa, such as gpt-oss, and for packed examples "
-        "attention that is told where they end and needs no mask (carpool_documents).",
-    )
-    experts_implementation: str | None = Field(
-        default=None, description="Experts of transformers: eager, batched_mm, grouped_mm. none: transformers chooses."
-    )
-    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        default=None,
-        description="dtype in which parameters are stored and updated; training.bf16 says in which they compute. "
-        "none: float32.",
-    )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_config(cls, data: Any) -> Any:
-        config = data.get("config") if isinstance(data, dict) else None
-        if not isinstance(config, (str, dict)):
-            return data
-        keys = read_keys(config)
-        model_type = keys.pop("model_type", None)
-        if model_type is None:
-            return {**data, "config": keys}
-        if (data.get("model_type") or model_type) != model_type:
-            raise ValueError(
-                f"model.model_type = {data['model_type']!r} contradicts model.config, whose model_type is "
-                f"{model_type!r}: leave model.model_type out"
-            )
-        return {**data, "config": keys, "model_type": model_type}
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        given = [name for name in ("path", "architecture", "model_type") if getattr(self, name) is not None]
-        if not given:
-            raise ValueError(
-                "model needs a path (a checkpoint's folder), a published configuration (model.config = "
-                '"qwen3-30b-a3b", or a config.json that says its model_type), or an architecture or model_type'
-            )
-        if len(given) > 1:
-            raise ValueError(f"model.{' and model.'.join(given)} contradict each other: give only one of them")
-        if self.travel_size is not None and not self.from_scratch:
-            raise ValueError(
-                f"model.travel_size makes another model, but model.path = {self.path} names a checkpoint: leave one out"
-            )
-        return self
-
-    @property
-    def from_scratch(self) -> bool:
-        """Does the model start from random weights?"""
-        return self.path is None or is_configuration_alone(Path(self.path))
-
-
-class DataSection(Section):
-    """Which text or conversations, and how they become sequences."""
-
-    train: Texts = Field(
-        default=("stdlib",),
-        description="Files, folders or globs: text, JSON-lines (.jsonl, .json, also .gz), Parquet, local Hugging Face "
-        'dataset folders. "stdlib" is the source code of this machine\'s Python: real text, no download.',
-    )
-    eval: Texts | None = Field(
-        default=None, description="Held-out data, given in the same way. none: eval_fraction of train."
-    )
-    eval_fraction: float = Field(
-        default=0.05,
-        ge=0,
-        lt=1,
-        description="Share of train's rows (documents, conversations) that is held out when eval is none.",
-    )
-    eval_max_sequences: int | None = Field(
-        default=170,
-        gt=0,
-        description="The most held-out sequences that are evaluated, evenly spread over the held-out data. none: all.",
-    )
-    format: Literal["text", "messages", "prompt"] | None = Field(
-        default=None,
-        description="What a row is: text, messages (a conversation), or prompt (a prompt and its completion). none: "
-        "as the fields of the first row say.",
-    )
-    tokenizer: str | None = Field(
-        default=None,
-        description='"bytes" (built in), the path of a tokenizer.json, or a folder that holds one. none: the '
-        "tokenizer in model.path if there is one, otherwise bytes.",
-    )
-    eos_token: str | None = Field(
-        default=None, description="Token put after each document. none: the one that the tokenizer's files name."
-    )
-    text_field: str = Field(
-        default="text", description="Field that holds the text in JSON-lines, Parquet and datasets."
-    )
-    messages_field: str = Field(
-        default="messages", description="Field that holds the messages of a conversation; tools are in the field tools."
-    )
-    prompt_field: str = Field(default="prompt", description="Field that holds a prompt: text, or messages.")
-    completion_field: str = Field(default="completion", description="Field that holds its completion, in the same way.")
-    chat_template: str | None = Field(
-        default=None, description="A Jinja file that writes conversations. none: the tokenizer's own chat template."
-    )
-    chat_template_kwargs: dict[str, Any] = Field(
-        default_factory=dict, description="What the chat template is told beside, such as {enable_thinking = false}."
-    )
-    loss: Literal["answers", "all"] = Field(
-        default="answers",
-        description="What is learned of conversations and prompts: the assistant's answers and completions, or all "
-        "tokens. Of plain text, all.",
-    )
-    turns: Literal["together", "apart"] = Field(
-        default="together",
-        description="A conversation is one example, or each of its answers is one, with the conversation before it: "
-        "for chat templates that leave out earlier thinking.",
-    )
-    packing: Literal["stream", "examples", "off"] | None = Field(
-        default=None,
-        description="stream: documents end to end, cut into sequences. examples: whole examples in a sequence, none "
-        "sees another. off: one example in a sequence. none: stream for text, otherwise examples.",
-    )
-    too_long: Literal["refuse", "truncate", "split"] = Field(
-        default="refuse",
-        description="What becomes of an example that is longer than a sequence: an error before training, or its end "
-        "is cut off, or its parts are examples.",
-    )
-    sequence_length: int = Field(
-        default=96, ge=2, description="Tokens in one sequence. Documents or examples are packed into these."
-    )
-    max_bytes: int | None = Field(
-        default=None,
-        gt=0,
-        description="Read at most this many bytes of train's text, in whole documents. none: all.",
-    )
-    cache_dir: str | None = Field(
-        default=None,
-        description="Where tokens are kept between runs. none: $XDG_CACHE_HOME/carpool or ~/.cache/carpool.",
-    )
-
-    @model_validator(mode="after")
-    def _has_train(self) -> Self:
-        if not self.train:
-            raise ValueError('data.train is empty: name files, folders or globs, or "stdlib"')
-        if self.turns == "apart" and self.loss == "all":
-            raise ValueError(
-                'data.turns = "apart" makes an example of each answer, but data.loss = "all" learns the conversation '
-                "before it too, and so again with each answer; leave one of them out"
-            )
-        return self
 
 
 class Config(Section):
