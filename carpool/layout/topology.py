@@ -98,6 +98,11 @@ class Topology:
         """The ranks of a node."""
         return [rank for rank, of in enumerate(self.node_of) if of == node]
 
+    @cached_property
+    def number_of(self) -> tuple[int, ...]:
+        """The number of each rank among those of its node. Ranks of equal number are a rail."""
+        return tuple(self.node_of[:rank].count(node) for rank, node in enumerate(self.node_of))
+
     def ranks_beside(self, rank: int) -> int:
         """How many ranks share the node of this one, itself included."""
         return self.node_of.count(self.node_of[rank])

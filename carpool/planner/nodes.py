@@ -91,7 +91,6 @@ def _rows(topology: Topology, top_k: int, tokens: int, way: str) -> np.ndarray:
         each = to_rank if find_transport(way).one_row_per_rank else top_k / num_ranks
         return np.full((num_ranks, num_ranks), each * tokens)
     same_WW = np.equal.outer(topology.node_of, topology.node_of)
-    number_W = np.arange(num_ranks) % (num_ranks // num_nodes)
-    rail_WW = np.equal.outer(number_W, number_W) & ~same_WW
+    rail_WW = np.equal.outer(topology.number_of, topology.number_of) & ~same_WW
     # A rank passes on what came over its rail, its own tokens among it.
     return tokens * (rail_WW * to_node + same_WW * num_nodes * to_rank)

@@ -72,8 +72,8 @@ class Hierarchical(MultiHop):
     @classmethod
     def rows_sent(cls, rank_TK: Sequence[Counts], topology: Topology) -> Counts:
         """With counts in hop 1: what placement can improve."""
-        num_nodes, per_node = topology.even_nodes(), topology.num_ranks // topology.even_nodes()
-        return _between(rank_TK, num_nodes, per_node) + _inside(rank_TK, num_nodes, per_node)
+        topology.even_nodes()
+        return _between(rank_TK, topology) + _inside(rank_TK, topology)
 
     @classmethod
     def copies_per_token(cls, num_experts: int, top_k: int, num_ranks: int) -> float:
@@ -91,11 +91,9 @@ class Hierarchical(MultiHop):
         options: HierarchicalOptions | None = None,
     ) -> Volume:
         """Options that are settled say what both hops are; without them rows are counted in both."""
-        num_ranks, num_nodes = topology.num_ranks, topology.even_nodes()
-        per_node = num_ranks // num_nodes
-        number_W = np.arange(num_ranks) % per_node
-        rail_WW, node_WW = np.equal.outer(number_W, number_W), np.equal.outer(topology.node_of, topology.node_of)
-        between_WW, inside_WW = _between(rank_TK, num_nodes, per_node), _inside(rank_TK, num_nodes, per_node)
+        topology.even_nodes()
+        rail_WW, node_WW = (np.equal.outer(of, of) for of in (topology.number_of, topology.node_of))
+        between_WW, inside_WW = _between(rank_TK, topology), _inside(rank_TK, topology)
         plan_WW = (rail_WW | node_WW) * COUNT_BYTES
         if options is not None and options.first_hop == "fixed":
             rows = options.capacity or options.step_tokens or options.max_tokens
@@ -197,23 +195,19 @@ class Hierarchical(MultiHop):
             )
 
 
-def _between(rank_TK: Sequence[Counts], num_nodes: int, per_node: int) -> Counts:
+def _between(rank_TK: Sequence[Counts], topology: Topology) -> Counts:
     """(W, W) rows of hop 1: of each token one to each other node that it visits."""
-    sent_WW = np.zeros((len(rank_TK), len(rank_TK)), dtype=np.int64)
+    sent_WW, node_W = np.zeros((len(rank_TK), len(rank_TK)), dtype=np.int64), np.array(topology.node_of)
     for rank, ranks_TK in enumerate(rank_TK):
-        node, number = divmod(rank, per_node)
-        node_TK = np.where(ranks_TK < 0, -1, ranks_TK // per_node)
-        for other in set(range(num_nodes)) - {node}:
-            sent_WW[rank, other * per_node + number] = np.sum(np.any(node_TK == other, axis=1))
+        node_TK = np.where(ranks_TK < 0, -1, node_W[ranks_TK])
+        for other in set(range(topology.num_nodes)) - {topology.node_of[rank]}:
+            ahead = topology.ranks_of(other)[topology.number_of[rank]]
+            sent_WW[rank, ahead] = np.sum(np.any(node_TK == other, axis=1))
     return sent_WW
 
 
-def _inside(rank_TK: Sequence[Counts], num_nodes: int, per_node: int) -> Counts:
+def _inside(rank_TK: Sequence[Counts], topology: Topology) -> Counts:
     """(W, W) rows of hop 2: what came for a node from a rail, own tokens among them, goes on from there."""
-    visits_WW = one_row_per_rank(rank_TK, len(rank_TK))
-    sent_WW = np.zeros_like(visits_WW)
-    for rank in range(len(rank_TK)):
-        node, number = divmod(rank, per_node)
-        here = slice(node * per_node, (node + 1) * per_node)
-        sent_WW[rank, here] = visits_WW[number::per_node, here].sum(0)
+    rail_WW, node_WW = (np.equal.outer(of, of) for of in (topology.number_of, topology.node_of))
+    sent_WW: Counts = (rail_WW @ one_row_per_rank(rank_TK, len(rank_TK))) * node_WW
     return sent_WW

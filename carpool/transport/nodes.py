@@ -97,10 +97,9 @@ def hops_of(group: dist.ProcessGroup | None) -> Hops:
     topology, rank = topology_of(group), dist.get_rank(group)
     made = _HOPS.setdefault(group, {})
     if topology.node_of not in made:
-        every, per_node = range(topology.num_ranks), topology.num_ranks // topology.even_nodes()
-        rails = [tuple(every[number::per_node]) for number in range(per_node)]
-        nodes = [tuple(every[first : first + per_node]) for first in every[::per_node]]
-        rail_ranks, node_ranks = rails[rank % per_node], nodes[rank // per_node]
+        nodes = [tuple(topology.ranks_of(node)) for node in range(topology.even_nodes())]
+        rails = list(zip(*nodes, strict=True))
+        rail_ranks, node_ranks = rails[topology.number_of[rank]], nodes[topology.node_of[rank]]
         along, inside = _part(group, rails, rail_ranks), _part(group, nodes, node_ranks)
         made[topology.node_of] = Hops(along, rail_ranks, inside, node_ranks)
     return made[topology.node_of]

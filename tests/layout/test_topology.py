@@ -34,6 +34,11 @@ def test_links_between_ranks() -> None:
     assert set(TWO_NODES.pairs) == {"nvlink", "network"} and not Topology.even(1).pairs
 
 
+def test_ranks_have_a_number_in_their_node() -> None:
+    assert Topology.even(6, 3).number_of == (0, 1) * 3
+    assert Topology((0, 1, 0, 1, 1), (0, 1, 0, 1, 1)).number_of == (0, 0, 1, 1, 2)
+
+
 def test_a_group_of_ranks_is_numbered_anew() -> None:
     assert TWO_NODES.of([2, 3]) == Topology((0, 0), (0, 0)) and TWO_NODES.of([1, 2]) == Topology((0, 1), (0, 1))
     assert Topology.from_dict(TWO_NODES.to_dict()) == TWO_NODES
