@@ -216,7 +216,8 @@ def bench_model(
         typer.Option(
             "--contenders",
             metavar="NAME,...",
-            help="Some of carpool, carpool-compiled, transformers, transformers-compiled.",
+            help="Some of carpool, carpool-compiled, transformers, transformers-compiled. Carpool's may have "
+            "settings of their own: carpool-compiled+moe.schedule=two-batch.",
         ),
     ] = "carpool,carpool-compiled,transformers,transformers-compiled",
     steps: Annotated[int, typer.Option("--steps", help="Steps back to back in a round.")] = 5,

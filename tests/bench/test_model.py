@@ -264,11 +264,22 @@ def _measure(settings: Settings) -> dict[str, Any]:
     return dataclasses.asdict(case)
 
 
+def test_contenders_with_settings_of_their_own(tiny: str):
+    name = "carpool-compiled+moe.schedule=chunks+moe.chunks=4+parallelism.dense=fsdp"
+    settings = Settings(model=tiny, contenders=("carpool", name), overrides=("moe.schedule=two-batch",))
+    plain, own = (settings.config_of(one) for one in settings.contenders)
+    assert (plain.moe.schedule, plain.training.torch_compile) == ("two-batch", False)
+    assert (own.moe.schedule, own.moe.chunks, own.training.torch_compile) == ("chunks", 4, True)
+    assert (plain.parallelism.dense, own.parallelism.dense) == ("auto", "fsdp")
+    assert plain.training.output_dir != own.training.output_dir
+
+
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_contenders_do_the_same_work(two_ranks: Ranks, tiny: str, tmp_path: Path, compiled: bool):
     settings = Settings(
         model=tiny, layers=2, device="cpu", sequence=16, batch=2, accumulation=2, steps=1, rounds=1,
-        contenders=("carpool", "carpool-compiled" if compiled else "transformers"), out=str(tmp_path), json_only=True,
+        contenders=("carpool", "carpool-compiled+moe.schedule=none" if compiled else "transformers"), out=str(tmp_path),
+        json_only=True,
         overrides=("training.torch_compile_backend=eager", "moe.schedule=two-batch"),
     )  # fmt: skip
     (tmp_path / "carpool").mkdir()
@@ -300,6 +311,9 @@ def test_contenders_do_the_same_work(two_ranks: Ranks, tiny: str, tmp_path: Path
         (("--model", "olmoe-1b-7b", "--layers", "0"), "--layers 0 must be at least 1"),
         (("--model", "olmoe-1b-7b", "--set", "moe.transprt=dedup"), "unknown key moe.transprt.*mean moe.transport"),
         (("--model", "olmoe-1b-7b", "--set", "data.tokenizer=x.json"), "tokens are drawn at random"),
+        (("--model", "olmoe-1b-7b", "--contenders", "carpool+moe.shedule=none"), "unknown key moe.shedule"),
+        (("--model", "olmoe-1b-7b", "--contenders", "carpool+data.sequence_length=8"), "the same for all contenders"),
+        (("--model", "olmoe-1b-7b", "--contenders", "transformers+moe.schedule=none"), "is a setting of carpool alone"),
     ],
 )
 def test_errors_of_the_input_are_one_line(args: tuple[str, ...], message: str, tmp_path: Path):

@@ -82,6 +82,10 @@ class Contender(Protocol):
         """What it has allocated beside PyTorch's own memory."""
 
     @property
+    def captured(self) -> bool:
+        """Whether its steps are CUDA graphs."""
+
+    @property
     def what(self) -> str:
         """What it is, for people."""
 
@@ -154,6 +158,10 @@ class CarpoolContender(Run):
         return list(self.info["lossy_reasons"])
 
     @property
+    def captured(self) -> bool:
+        return self.no_graphs is None
+
+    @property
     def buffer_bytes(self) -> int:
         graphs = 0 if self.objective.graphs is None else self.objective.graphs.bytes
         return sum(buffers.symmetric for buffers in buffers_of_rides(self.rides)) + graphs
@@ -162,7 +170,7 @@ class CarpoolContender(Run):
     def what(self) -> str:
         name, schedule = self.transport_choice.answer, self.schedule.answer
         parts = [f"{self.degrees}", f"dense {self.dense.answer}", f"transport {name}", f"schedule {schedule}"]
-        graphs = "CUDA graphs" if self.no_graphs is None else f"no CUDA graphs ({self.no_graphs})"
+        graphs = "CUDA graphs" if self.captured else f"no CUDA graphs ({self.no_graphs})"
         return ", ".join([*parts, "layers compiled" if self.config.training.torch_compile else "eager", graphs])
 
 
@@ -175,6 +183,7 @@ class TransformersContender:
     load: float | None = None
     bytes_remote: int | None = None
     lossy: tuple[str, ...] = ()
+    captured = False
 
     def __init__(self, config: Config, routing: str) -> None:
         self.device = rank_device()

@@ -64,6 +64,7 @@ class Row:
         peak_bytes: of the largest rank, in PyTorch's memory and in buffers. None on CPU.
         ratio: how many times faster than the first contender that ran.
         kinds: the time of a step by kind; profiled_ms: of that step, under the profiler.
+        captured: its steps are CUDA graphs.
     """
 
     label: str
@@ -85,6 +86,7 @@ class Row:
     kinds: list[KindRow] = field(default_factory=list)
     profiled_ms: float | None = None
     on_device: bool = False
+    captured: bool = False
 
 
 @dataclass
@@ -197,6 +199,11 @@ def _notes(result: Result, case: Case) -> str:
         f"ms: median of {settings['rounds']} rounds of {settings['steps']} steps back to back, smallest and largest; "
         "host: what it takes to launch a step, and what it waits for the device meanwhile."
     ]
+    if any(row.captured for row in case.rows):
+        notes.append(
+            "Where steps are CUDA graphs, host has the launch of a graph, which returns when most of it has run. What "
+            "the device waits for the host is idle."
+        )
     if len(case.groups) > 1:
         told = "; then ".join(", ".join(group) for group in case.groups)
         notes.append(f"NOT INTERLEAVED, because the models do not fit into memory together: {told}.")

@@ -216,7 +216,7 @@ class ModelBenchmark:
                     row.loss, row.grad_norm = found
                     row.first_step_seconds = time.perf_counter() - begin
             # A capture may have failed.
-            row.what = contender.what
+            row.what, row.captured = contender.what, contender.captured
         except BaseException:
             contender.close()
             raise

@@ -16,6 +16,12 @@ from carpool.train.config.schema_base import toml_value
 
 CONTENDERS = ("carpool", "carpool-compiled", "transformers", "transformers-compiled")
 ROUTINGS = ("balanced", "learned")
+# What all contenders have in common: they compute the same steps over the same ranks.
+_OF_ALL = (
+    "model.", "data.", "parallelism.", "training.per_device", "training.gradient_accumulation", "training.seed",
+    "training.resume", "training.output",
+)  # fmt: skip
+_OF_ONE = ("parallelism.dense",)
 # The model of `carpool train` without arguments.
 DEMO = "demo"
 # Nothing but steps, and as many as are asked for.
@@ -72,7 +78,7 @@ class Settings(RankOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_contenders(self.contenders, (*CONTENDERS, *self.own))
+        check_contenders([self._name(one) for one in self.contenders], (*CONTENDERS, *self.own))
         counts = {
             "--layers": self.layers, "--sequence": self.sequence, "--batch": self.batch,
             "--accumulation": self.accumulation, "--steps": self.steps, "--rounds": self.rounds,
@@ -92,6 +98,11 @@ class Settings(RankOptions):
             if key == "training.resume_from_checkpoint":
                 raise ValueError(f"--set {key}: weights are random here, so leave it out")
         for name in self.contenders:
+            for key in (override.partition("=")[0] for override in self._more(name)):
+                if self.is_theirs(name):
+                    raise ValueError(f"--contenders {name}: {key} is a setting of carpool alone")
+                if key.startswith(_OF_ALL) and key not in _OF_ONE:
+                    raise ValueError(f"--contenders {name}: {key} is the same for all contenders; use --set")
             self.config_of(name)
 
     def resolve(self, *, cuda: bool, num_ranks: int) -> Self:
@@ -117,11 +128,21 @@ class Settings(RankOptions):
             ValueError: a model, or an override, that cannot be.
         """
         own: tuple[str, ...] = ()
+        more: tuple[str, ...] = ()
         if contender is not None and contender in self.own:
             own = self.own[contender].overrides
-        elif contender is not None and contender.endswith("-compiled"):
-            own = ("training.torch_compile=true",)
-        return load_config(None, [*self._base(), *own, *self.overrides, *self._place(contender)])
+        elif contender is not None:
+            own = ("training.torch_compile=true",) if self._name(contender).endswith("-compiled") else ()
+            more = self._more(contender)
+        return load_config(None, [*self._base(), *own, *self.overrides, *more, *self._place(contender)])
+
+    def _name(self, contender: str) -> str:
+        """One of `CONTENDERS` or of `own`."""
+        return contender if contender in self.own else contender.partition("+")[0]
+
+    def _more(self, contender: str) -> tuple[str, ...]:
+        """The settings that it has after its name."""
+        return () if contender in self.own else tuple(contender.split("+")[1:])
 
     def _base(self) -> Iterable[str]:
         yield from STEPS_ALONE
