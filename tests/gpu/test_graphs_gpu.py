@@ -125,8 +125,8 @@ def test_gradients_of_offloaded_layers(fails: bool) -> None:
     offload, told = ActivationOffload(), list[str | None]()
     object.__setattr__(layers, _ATTRIBUTE, offload)
 
-    def compute(batch: Any, factor: Any, _: int, sums: torch.Tensor, *__: Any, away: bool = True) -> None:
-        x = batch["x"]
+    def compute(batches: Any, factor: Any, _: int, sums: torch.Tensor, *__: Any, away: bool = True) -> None:
+        x = batches[0]["x"]
         for layer in layers:
             with offload.layer(x.device) if away else nullcontext():
                 x = torch.nn.functional.silu(layer(x))
@@ -147,7 +147,7 @@ def test_gradients_of_offloaded_layers(fails: bool) -> None:
         for away in (True, False):
             layers.zero_grad()
             if not away or graphs.run([batch], 0.5) is None:
-                compute(batch, 0.5, 1, sums, away=away)
+                compute([batch], 0.5, 1, sums, away=away)
             found.append([p.grad.clone() for p in layers.parameters() if p.grad is not None])
         assert len(found[0]) == 10 and all(torch.equal(one, other) for one, other in zip(*found, strict=True)), number
     assert offload.offloader._pool is not None and offload.offloader._pool.bytes > 0
