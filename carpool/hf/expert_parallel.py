@@ -16,7 +16,7 @@ Two ways through the layer:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.distributed.expert_parallel import EPImplementation, EPImplementationInterface
 
@@ -41,7 +42,9 @@ from carpool.hf.tensor_parallel import check_tensor_parallel_around
 from carpool.layer.core import LayerCore
 from carpool.layout import ExpertLayout
 from carpool.memory import KeptPolicies, Offloader
+from carpool.parallel import fsdp
 from carpool.parallel.sequence import gather_rows, own_rows, split_rows
+from carpool.ride.turns import HALF
 from carpool.routing import Routing
 from carpool.transport import TRANSPORTS, Transport, TransportOptions
 from carpool.transport.nvlink import Buffers
@@ -187,11 +190,21 @@ class ExpertRides(LayerCore):
             return self._own_forward
         # A list: torch 2.11 cannot compile what comes after a graph break in a generator.
         weights = [self.experts._parameters[name] if name else None for name in names]
+        if not torch.compiler.is_compiling() and HALF.get() is not None:
+            weights = self._of_this_pass(names, weights)
         if base := base_of(self.experts):
             factors = (None,) * 4 if self.adapters is None else self.adapters.factors()
             codes = [tensor for name in names[:2] if name for tensor in base[name]]
             return ExpertWeights.of([*weights, *factors, *codes])
         return ExpertWeights.of(weights if self.adapters is None else [*weights, *self.adapters.factors()])
+
+    def _of_this_pass(self, names: Sequence[str | None], weights: list[Any]) -> list[Any]:
+        """With nodes of autograd that this pass has made: of two passes that take turns in this module, the second finds
+        the local tensors that transformers has made for the first. Their nodes are of the other thread, so their place
+        in the order of the backward is another one, and FSDP would reduce before their gradients have come."""
+        whole = fsdp.gathered(self.experts)
+        found = (whole.get(name, weight) if name else None for name, weight in zip(names, weights, strict=True))
+        return [weight.to_local() if isinstance(weight, DTensor) else weight for weight in found]
 
     def adapter_parameters(self) -> list[nn.Parameter]:
         """The parameters of the experts' adapters; each has a row for each expert."""

@@ -98,6 +98,12 @@ def parameters_of(group: Any) -> list[tuple[nn.Module, str]]:
     return [(one._module_info.module, one._module_info.param_name) for one in group.fsdp_params]
 
 
+def gathered(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Inside of the forward of a module that FSDP shards by itself: its whole parameters by name, leaves of autograd."""
+    found = ((one._module_info, one.unsharded_param) for group in groups_of(module) for one in group.fsdp_params)
+    return {info.param_name: parameter for info, parameter in found if info.module is module}
+
+
 def modules_of(model: nn.Module) -> set[int]:
     """The ids of all modules whose own parameters FSDP has."""
     return {id(module) for state in states(model) for group in groups(state) for module, _ in parameters_of(group)}

@@ -292,8 +292,23 @@ def fill_slots(home: ExpertWeights, filler: SlotFiller) -> ExpertWeights:
         )
     if slots.down_bias_SH is not None:
         # Those of other slices than the first are zeros, but would get a gradient each.
-        slots = slots._replace(down_bias_SH=slots.down_bias_SH * filler.indices(slots.down_bias_SH.device).first_S1)
+        slots = slots._replace(down_bias_SH=_OfFirstSlices.apply(slots.down_bias_SH, filler))
     return slots
+
+
+class _OfFirstSlices(torch.autograd.Function):
+    """Zeros for other slices. Autograd saves nothing: a product would save its factor, and a weight's gradient that is
+    computed after its backward (`carpool.ride.owed`) would have a checkpointed layer computed again for that."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_SH: torch.Tensor, filler: SlotFiller) -> torch.Tensor:
+        ctx.filler = filler
+        return rows_SH * filler.indices(rows_SH.device).first_S1
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, drows_SH: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return drows_SH * ctx.filler.indices(drows_SH.device).first_S1, None
 
 
 class _Fill(torch.autograd.Function):

@@ -10,6 +10,8 @@ import torch.distributed as dist
 
 import carpool
 from carpool import ExpertLayout
+from carpool.experts import ExpertWeights
+from carpool.parallel.slots import SlotFiller, fill_slots
 from carpool.routing.limit import LimitOptions
 from tests.ranks import WORLD_SIZE, Ranks, mesh
 
@@ -61,6 +63,19 @@ def test_a_degree_changes_what_travels_and_nothing_else(ranks: Ranks) -> None:
         assert [remote for _, remote in other["rows"]] == [63, 21, 0]
         assert other["filled"][0] == 0 < other["filled"][1] < other["filled"][2]
         assert one["rows"] == [(84, 63)] * 3 and one["filled"] == [0] * 3
+
+
+def test_weights_of_slices_save_nothing_for_their_gradients() -> None:
+    """A schedule of stages computes them after the backward: layers that are computed again would be so once more."""
+    home = ExpertWeights.of(torch.randn(shape, requires_grad=True) for shape in ((2, 6, 4), (2, 4, 3), (2, 6), (2, 4)))
+    saved: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(saved.append, lambda packed: saved[0]):
+        slots = fill_slots(home, SlotFiller(ExpertLayout(((0, 1),), slices=2), None))
+    assert not saved
+    sum(slot.sum() for slot in slots if slot is not None).backward()
+    gradients = [None if weight is None else weight.grad for weight in home]
+    assert gradients[3] is not None and gradients[3].tolist() == [[1.0] * 4, [0.0] * 4]
+    assert all(g is not None and bool((g == 1).all()) for g in gradients[:3])
 
 
 def states(layout: ExpertLayout, whole: dict[str, torch.Tensor]) -> bool:
