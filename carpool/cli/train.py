@@ -223,10 +223,13 @@ def read_data(config: Config) -> None:
 
 def check_paths(config: Config) -> None:
     """Refuses paths where nothing is, before any rank is started."""
-    from carpool.train.config.published import read_keys
+    from carpool.train.config.published import download_hint, read_keys
 
     if config.model.path is not None and not (Path(config.model.path) / "config.json").is_file():
-        raise ValueError(f"model.path: {config.model.path} is no checkpoint folder (it has no config.json)")
+        raise ValueError(
+            f"model.path: {config.model.path} is no checkpoint folder (it has no config.json)"
+            + download_hint(config.model.path)
+        )
     if config.model.path is not None:
         read_keys(config.model.path)  # is it whole?
     if config.moe.layout != "contiguous" and not Path(config.moe.layout).is_file():

@@ -83,6 +83,30 @@ def test_answers_alone_are_learned_to_the_token_that_ends_them() -> None:
     assert answer == "Yes. It is on shelf E 14, and nobody has it.<|im_end|>\n"
 
 
+def test_arguments_of_tools_are_objects_or_texts_as_the_template_takes_them() -> None:
+    def asked(*calls: Any) -> list[dict[str, Any]]:
+        return [USER, {"role": "assistant", "content": "", "tool_calls": list(calls)}, HI, TWO]
+
+    given: Any = {"title": "Ä", "of": [1]}
+    both = (given, json.dumps(given), json.dumps(given, ensure_ascii=False))
+    text = '{"title": "Ä", "of": [1]}'
+    quoting = "<tool_call>\n{}\n</tool_call><|im_end|>\n"
+    wants_text = TEMPLATE.replace("call.function | tojson", "call.function.name + ':' + call.function.arguments")
+    wants_items = TEMPLATE.replace("call.function | tojson", "call.function.arguments.items() | first | first")
+    assert wants_text != TEMPLATE != wants_items
+    for arguments in both:
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        for template, wanted in (
+            (TEMPLATE, f'{{"name": "f", "arguments": {text}}}'),
+            (wants_text, f"f:{arguments if isinstance(arguments, str) else text}"),
+            (wants_items, "title"),
+        ):
+            assert encode(asked(call), template, turns="apart")[0] == [quoting.format(wanted)]
+    for arguments, message in (("{", "the arguments of a tool call are no JSON: '{'"), ("[1]", "no JSON object")):
+        with pytest.raises(ValueError, match=f"here: .*{message}"):
+            encode(asked({"function": {"name": "f", "arguments": arguments}}))
+
+
 def test_a_template_that_marks_its_answers_is_believed() -> None:
     assert encode([USER, ONE, HI, TWO], MARKED) == [["Hi! 😬<|im_end|>", "Nothing.<|im_end|>"]]
 

@@ -99,6 +99,11 @@ def test_errors_of_the_input_are_one_line(tmp_path):
         ("data.train={}/no.txt", "data.train: {}/no.txt does not exist"),
         ("data.train=", "data.train has a name that is empty"),
         ("model.path={}", "model.path: {} is no checkpoint folder"),
+        (
+            "model.path=some/OLMoE-1B",
+            "model.path: some/OLMoE-1B is no checkpoint folder (it has no config.json); if that is a name of the "
+            "Hugging Face Hub, download it first: hf download some/OLMoE-1B --local-dir DIR",
+        ),
         ("moe.layout={}/no.json", "moe.layout: the file {}/no.json does not exist"),
         ("training.resume_from_checkpoint={}/no", "training.resume_from_checkpoint: {}/no is no folder"),
         ("data.tokenizer={}", "tokenizer: {}/tokenizer.json does not exist"),

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 from carpool.train.config.schema import DataSection
 from carpool.train.data.pretrained import fingerprint_of
+from carpool.train.data.tool_calls import with_fitting_arguments
 
 Messages = list[dict[str, Any]]
 ANSWERS = "assistant"
@@ -129,11 +130,12 @@ class Chat:
                 f'{where}: the conversation has no answer (no message of the role "{ANSWERS}", but {roles}), so there '
                 "is nothing to learn; add one, or leave the conversation out"
             )
+        messages = with_fitting_arguments(messages, lambda these: self._write(these, tools, where), where)
         if self._apart:
             for answer in answers:
                 yield self._example(Conversation(messages[: answer + 1], tools, where, answer), [answer])
         else:
-            yield self._example(conversation, answers)
+            yield self._example(conversation._replace(messages=messages), answers)
 
     def _example(self, conversation: Conversation, answers: list[int]) -> _Example:
         """What the template writes of the whole, and, where that is needed, before and after each answer."""

@@ -121,7 +121,7 @@ def _read_json(path: Path, wanted: Fields) -> Iterator[Row]:
                 fields = json.loads(line)
             except json.JSONDecodeError as error:
                 hint = "; a JSON array is not read: one object per line is needed" if line.lstrip()[0] == "[" else ""
-                raise ValueError(f"{where} is not JSON: {error}{hint}") from None
+                raise ValueError(f"{where} is not JSON: {error.msg} in column {error.colno}{hint}") from None
             if not isinstance(fields, dict):
                 raise ValueError(f"{where} is a JSON {type(fields).__name__}; one object per line is needed")
             for name in wanted.required:

@@ -3,7 +3,7 @@
 | named                                    | one row is                                                  |
 |------------------------------------------|-------------------------------------------------------------|
 | "stdlib"                                 | one module of this Python's standard library                |
-| a text file (.txt, .md, .py, ... or any) | the file; a long one is cut at line ends, about every 64 KB |
+| a text file (.txt, .py, any but .csv)    | the file; a long one is cut at line ends, about every 64 KB |
 | .jsonl, .ndjson, .json, also with .gz    | one line                                                    |
 | .parquet                                 | one row                                                     |
 | a folder saved by `Dataset.save_to_disk` | one row                                                     |
@@ -24,11 +24,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from carpool.train.config.published import download_hint
+
 STDLIB = "stdlib"
 
 _JSON = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 _JSON_IF_NAMED = (".json", ".json.gz")
 _TEXT = (".txt", ".text", ".md", ".rst", ".py", ".txt.gz", ".text.gz")
+_TABLES = (".csv", ".tsv")
 # Not prose of Python: packages of others, test suites, and modules that are tables or generated text.
 _STDLIB_SKIPPED = frozenset(
     ("site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo", "encodings", "pydoc_data")
@@ -56,7 +59,7 @@ def find_sources(named: Sequence[str], key: str) -> list[Source]:
         key: That key, such as "data.train", for errors.
 
     Raises:
-        ValueError: nothing there, or a folder in which nothing can be read.
+        ValueError: nothing there, a folder in which nothing can be read, or a table of a kind that is not read.
     """
     found: dict[Source, None] = {}
     for entry in named:
@@ -69,6 +72,7 @@ def find_sources(named: Sequence[str], key: str) -> list[Source]:
             if path.is_dir():
                 sources = _in_folder(path, key)
             elif path.exists():
+                _check_ending(path, key)
                 sources = [Source(_kind(path), path)]
             elif glob.has_magic(entry):
                 matches = sorted(Path(m) for m in glob.glob(str(path), recursive=True) if Path(m).is_file())
@@ -76,7 +80,8 @@ def find_sources(named: Sequence[str], key: str) -> list[Source]:
                     raise ValueError(f"{key}: no file matches {entry} (seen from {Path.cwd()})")
                 sources = [Source(_kind(match), match) for match in matches]
             else:
-                raise ValueError(f"{key}: {entry} does not exist (seen from {Path.cwd()})")
+                hint = download_hint(entry, " --repo-type dataset")
+                raise ValueError(f"{key}: {entry} does not exist (seen from {Path.cwd()}){hint}")
         found.update(dict.fromkeys(sources))
     return list(found)
 
@@ -85,6 +90,15 @@ def describe_sources(named: Sequence[str]) -> str:
     """For people: what is read, on one line."""
     python = f"Python {sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro} standard library"
     return ", ".join(python if entry == STDLIB else entry for entry in named)
+
+
+def _check_ending(path: Path, key: str) -> None:
+    """Refuse a table that would be learned as a text."""
+    if path.name.lower().endswith(_TABLES):
+        raise ValueError(
+            f"{key}: {path} is a table of a kind that is not read; write it as JSON lines or Parquet, such as with "
+            f"datasets.load_dataset('csv', data_files='{path}')['train'].to_json('data.jsonl')"
+        )
 
 
 def _kind(path: Path) -> Literal["text", "json", "parquet"]:

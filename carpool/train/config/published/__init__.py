@@ -54,6 +54,20 @@ def read_keys(source: str | Mapping[str, Any]) -> dict[str, Any]:
     return _changed(read_keys(base), keys)
 
 
+def download_hint(name: str, kind: str = "") -> str:
+    """Advice on a path where nothing is, if it may be a name of the Hugging Face Hub; else an empty text.
+
+    `kind`: further options of `hf download`, from a space on."""
+    if (
+        name.count("/") != 1
+        or name.startswith(("/", ".", "~"))
+        or name.endswith("/")
+        or Path(name).suffix[1:].isalpha()
+    ):
+        return ""
+    return f"; if that is a name of the Hugging Face Hub, download it first: hf download {name}{kind} --local-dir DIR"
+
+
 def is_configuration_alone(folder: Path) -> bool:
     """True for a folder with a `config.json` and without any weights: a model to be trained from scratch."""
     return (folder / "config.json").is_file() and not any(path.name.endswith(_WEIGHTS) for path in folder.iterdir())
