@@ -25,9 +25,9 @@ from carpool.planner.lengths import Lengths
 from carpool.planner.model_shape import ModelShape
 from carpool.planner.peak import memory_of
 from carpool.planner.sampling import Spread
-from carpool.planner.search import USABLE
 from carpool.planner.simulate import Step
 from carpool.planner.step_graph import step_graph
+from carpool.planner.whole import dense_by_rule
 
 DEFAULT_CHUNKS = 2  # as of `carpool train`
 _CODECS = ("dispatch", "combine", "dispatch_backward", "combine_backward", "hop")
@@ -96,10 +96,7 @@ def candidate_of(
         found = replace(found, transport=decided("moe.transport", "auto", transport, why))
     if found.dense == "auto":
         whole = replace(found, dense="replicate")
-        fits = hardware.capacity is None or memory_of(shape, whole).total <= USABLE * hardware.capacity
-        fits = fits and degrees.tp == 1
-        dense = "replicate" if fits else "fsdp"
-        why = "dense parameters fit whole" if fits else "dense parameters do not fit whole"
+        dense, why = dense_by_rule(degrees, moe["priority"], lambda: memory_of(shape, whole).total, hardware.capacity)
         found = replace(found, dense=decided("parallelism.dense", "auto", dense, why))
     return found, notes
 

@@ -11,7 +11,7 @@ off, by where its rate is from. What is counted:
                    a third in the forward
     experts        grouped products of the fullest rank
     rides          rows of `carpool.planner.routes` over each class of link; what transports over NCCL pack
-    collectives    an all-gather's bytes over the slower of NVLink and the node's ports
+    collectives    an all-gather's bytes over the slower of NVLink and the node's ports; between nodes a ring's steps
 """
 
 from __future__ import annotations
@@ -37,6 +37,9 @@ REDUCED = 4  # bytes of a gradient as it is added up over ranks
 MOVED_COMPILED, MOVED_EAGER, FORWARD_SHARE, MOVED_BY_LOSS = 6.2, 30.0, 1 / 3, 5.8
 # Passes over score matrices in bfloat16 where attention is not fused, forward; twice as many backward.
 SCORE_PASSES = 21
+# Seconds of a step of NCCL's rings inside a node and from one node to the next, as NCCL itself reckons for large
+# messages (src/graph/tuning.cc, hwLat of Ring, Simple). A ring of many nodes has as many steps as ranks.
+RING_INSIDE, RING_BETWEEN = 3.4e-6, 14e-6
 # What kernels of transport nvlink reach of copies that no multiprocessor makes (docs/measurements.md).
 OF_PUSH = 0.89
 # A dispatch over NCCL: the host asks the device how many rows there are; rows are packed and unpacked.
@@ -247,6 +250,8 @@ class Lengths:
             ports = 1 if hardware.shared_network else per_node
             between = self._over("network", hardware.network, size * (nodes - 1) / nodes / ports)
             seconds, fixed, spread = max((seconds, fixed, spread), between)
+            steps = RING_BETWEEN * (nodes - 1) + RING_INSIDE * (group.size - nodes)
+            seconds, fixed = seconds + steps, fixed + steps
         return Piece(name, kind, seconds, *spread, fixed, group, stream)
 
     def _sharing(self) -> tuple[Group, int]:

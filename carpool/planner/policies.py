@@ -9,16 +9,21 @@ what is computed. So combinations are compared, and not items by milliseconds pe
 the one with fewer bytes on the device is taken.
 
 A run measures what each policy of each item costs before it chooses, and adds these costs (`measured_milliseconds`,
-`carpool.train.run.kept_times`). Whoever cannot run anything models them by the rates of the hardware.
+`carpool.train.run.kept_times`). Whoever cannot run anything asks the planner's model of a step for its length under
+each combination (`modelled_milliseconds`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import product
 
+from carpool.planner.candidate import KEEP, Candidate
 from carpool.planner.hardware import Hardware
-from carpool.planner.kept import POLICIES, LayerSizes, kept_bytes
+from carpool.planner.kept import POLICIES
+from carpool.planner.model_shape import ModelShape
+from carpool.planner.step import step_seconds
 
 Policies = dict[str, str]
 MiB = 2**20
@@ -37,34 +42,21 @@ def combinations(given: Mapping[str, str | None]) -> list[Policies]:
     return found
 
 
-def policies_milliseconds(sizes: LayerSizes, tokens: int, policies: Mapping[str, str], hardware: Hardware) -> float:
-    """What policies add to a micro-batch's forward and backward on one rank.
+def modelled_milliseconds(
+    shape: ModelShape, hardware: Hardware, candidate: Candidate, per_node: int
+) -> Callable[[Mapping[str, str]], float]:
+    """What policies add to a micro-batch's forward and backward, as a function of them.
 
     Args:
-        tokens: of a rank in a micro-batch."""
-    attention = 4 * tokens * sizes.hidden * (sizes.heads + sizes.key_heads) * sizes.head_size / hardware.flops
-    product = 2 * tokens * sizes.top_k * sizes.hidden * sizes.expert_hidden / hardware.flops
-    link = hardware.rate("nvlink")
-    ride = link.latency + sizes.copies * tokens * sizes.hidden * sizes.element_size / link.bytes_per_second
-    one_layer = LayerSizes(**{**vars(sizes), "layers": 1, "moe_layers": 1})
-    layer = kept_bytes(one_layer, tokens)
-    traffic = hardware.memory or 1e12
-    seconds = 0.0
-    if policies["hidden"] == "recompute":
-        seconds += sizes.moe_layers * 2 * product
-    if policies["rows"] == "resend":
-        seconds += sizes.moe_layers * ride
-    if policies["dense"] == "recompute":
-        # Norms and the like read and write what the layer keeps.
-        seconds += sizes.layers * (attention + 2 * layer["dense"] / traffic)
-        if policies["sums"] == "recompute":
-            seconds += sizes.moe_layers * (3 * product + 2 * ride)
-    away = sum(layer[item] for item in ("rows", "hidden", "dense") if policies[item] == "offload")
-    if away:
-        forward, copies = attention + 3 * product + 2 * ride, away / hardware.host_link.bytes_per_second
-        exposed = max(0.0, copies - forward) + max(0.0, copies - 2 * forward)
-        seconds += sizes.layers * (exposed + 2 * away / traffic)
-    return 1e3 * seconds
+        candidate: the configuration, whatever it keeps.
+        per_node: ranks of a node."""
+
+    def seconds(policies: Mapping[str, str]) -> float:
+        one = replace(candidate, policies=policies, accumulation=1)
+        return step_seconds(shape, hardware, one, per_node)
+
+    kept = seconds(KEEP)
+    return lambda policies: 1e3 * (seconds(policies) - kept)
 
 
 def measured_milliseconds(times: Mapping[str, Mapping[str, float]], policies: Mapping[str, str]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from carpool.planner.configured import candidate_of, model_of, scaled, step_on
 from carpool.planner.events import execute
 from carpool.planner.hardware import find_hardware
 from carpool.planner.lengths import Lengths
+from carpool.planner.peak import memory_of
 from carpool.planner.simulate import drawn_seconds, sampled
 from carpool.planner.step import predict
 from carpool.train.config import load_config
+from carpool.train.run.dense import decide_dense
 
 H100 = find_hardware("H100")
 PLAN = """
@@ -64,6 +67,21 @@ def test_what_a_run_decides_is_noted(ep: int, transport: str) -> None:
     _, candidate, notes = _configured(parallelism={"ep_size": ep}, moe={"schedule": "auto"})
     assert candidate.transport == transport
     assert set(notes) == {"moe.schedule = auto", "moe.transport = auto", "parallelism.dense = auto"}
+
+
+@pytest.mark.parametrize("share", [0.78, 0.85])
+def test_dense_parameters_are_whole_by_the_rule_of_runs(share: float) -> None:
+    given = {"parallelism": {"ep_size": 8}, "moe": {"transport": "nvlink"}}
+    _, whole, _ = _configured(**{**given, "parallelism": {"ep_size": 8, "dense": "replicate"}})
+    config = load_config(None, ["model.config=olmoe-1b-7b", "data.sequence_length=4096", "parallelism.ep_size=8"])
+    shape = model_of(config.model_dump(), config.model.config)
+    needed = memory_of(shape, whole).total
+    machine = replace(H100, capacity=needed / share)
+    settings = config.model_dump() | {"moe": config.model_dump()["moe"] | {"transport": "nvlink"}}
+    found, notes = candidate_of(settings, whole.degrees, shape, machine, 8)
+    assert found.dense == decide_dense(config, whole.degrees, lambda _: int(needed), int(needed / share))[0]
+    assert found.dense == ("replicate" if share < 0.8 else "fsdp")
+    assert ("more than 80%" in notes["parallelism.dense = auto"]) == (share > 0.8)
 
 
 def test_chunks_of_a_ride() -> None:

@@ -14,10 +14,8 @@ from typing import Any
 
 from carpool.parallel.degrees import Degrees
 from carpool.planner.chosen import Chosen, Decisions, Kind, Record
+from carpool.planner.whole import dense_by_rule, why_not_whole
 from carpool.train.config.schema import Config
-
-# Of a device's memory. The rest is for what the estimate does not count.
-ROOM = 0.8
 
 
 def _read(record: Record) -> str:
@@ -62,23 +60,12 @@ def decide_dense(config: Config, degrees: Degrees, predict: Callable[[str], int]
     """("fsdp" or "replicate", why), as `choose_dense`, in one process and without a record."""
     wanted = config.parallelism.dense
     if degrees.dp_cp == 1:
-        return "fsdp", "one data-parallel rank has nothing to shard"
-    reason = None
-    if degrees.tp > 1:
-        reason = "tensor parallelism divides dense parameters"
-    elif config.moe.priority:
-        reason = "moe.priority holds back the reductions of FSDP"
+        return dense_by_rule(degrees, config.moe.priority, lambda: predict("replicate"), memory)
+    reason = why_not_whole(degrees, config.moe.priority)
     if wanted == "replicate" and reason is not None:
         raise ValueError(f"parallelism.dense = 'replicate' cannot be used here: {reason}; use 'fsdp' or 'auto'")
     if wanted != "auto":
         return wanted, "asked for"
-    if reason is not None:
-        return "fsdp", reason
-    if config.adapter.base_dtype is not None:
+    if reason is None and config.adapter.base_dtype is not None:
         return "replicate", "experts that are quantised are beside whole dense parameters"
-    needed = predict("replicate")
-    sizes = f"about {needed / 2**30:.1f} of {memory / 2**30:.1f} GiB of a rank would be used"
-    if needed > ROOM * memory:
-        most = f", more than {ROOM:.0%}" if needed <= memory else ""
-        return "fsdp", f"whole dense parameters do not fit: {sizes}{most}"
-    return "replicate", f"whole dense parameters fit: {sizes}"
+    return dense_by_rule(degrees, config.moe.priority, lambda: predict("replicate"), memory)

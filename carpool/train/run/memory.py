@@ -5,23 +5,24 @@
     a size          what they leave open: what fits and costs least               as recorded in run.json
 
 What each policy costs is measured (`carpool.train.run.kept_times`), recorded, and not measured again by a run that is
-resumed. A dry run, which has no ranks, models it by the rates of the hardware (`carpool.planner.policies`).
+resumed. A dry run, which has no ranks, takes it from the planner's model of a step (`carpool.planner.policies`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from carpool.hf.sizes import head_sizes
 from carpool.planner.chosen import Chosen, Decisions, Kind, Record
 from carpool.planner.hardware import Hardware
-from carpool.planner.kept import POLICIES, LayerSizes
-from carpool.planner.policies import Policies, choose_policies, measured_milliseconds, policies_milliseconds
+from carpool.planner.kept import POLICIES
+from carpool.planner.model_shape import ModelShape
+from carpool.planner.policies import Policies, choose_policies, measured_milliseconds, modelled_milliseconds
 from carpool.train.config.schema import Config
 from carpool.train.run.estimate import MemoryEstimate
 from carpool.train.run.kept_times import Times
-from carpool.transport import find_transport
 
 
 def _read(record: Record) -> Policies:
@@ -48,6 +49,7 @@ def choose_memory(
     hardware: Hardware,
     decisions: Decisions,
     measure_times: Callable[[], Times] | None = None,
+    per_node: int = 1,
 ) -> Chosen[Policies]:
     """Choose. All ranks together.
 
@@ -55,6 +57,7 @@ def choose_memory(
         estimate: of the run as it is configured.
         decisions: of the run.
         measure_times: what each policy costs, the same on all ranks. None: costs are modelled.
+        per_node: ranks of a node.
 
     Raises:
         ValueError: no policies fit into the budget."""
@@ -73,7 +76,7 @@ def choose_memory(
         if kept is not None:
             return kept, False
         # Whatever costs what: a budget that is too small is refused before anything is measured.
-        policies, why = _fitting(estimate, transport, hardware, None)
+        policies, why = _fitting(estimate, transport, _modelled(estimate, transport, hardware, per_node), "modelled")
         # If all is kept, nothing costs anything.
         asked = any(policies[item] != "keep" for item, given in open_items(config).items() if given is None)
         return Chosen(policies, shape, "default", why + note), asked and measure_times is not None
@@ -81,50 +84,60 @@ def choose_memory(
     def measure(fallback: Chosen[Policies]) -> Chosen[Policies]:
         assert measure_times is not None
         times = measure_times()
-        policies, why = _fitting(estimate, transport, hardware, times)
+        costs = partial(measured_milliseconds, times)
+        policies, why = _fitting(estimate, transport, costs, "measured")
         return Chosen(policies, fallback.shape, "measured", why, times)
 
     return decisions.choose(MEMORY_KIND, shape, decide, measure)
 
 
-def _fitting(estimate: MemoryEstimate, transport: str, hardware: Hardware, times: Times | None) -> tuple[Policies, str]:
-    """(policies that fit into the budget and cost least, why). Costs are `times`; None: modelled by the hardware's
-    rates.
+def _fitting(
+    estimate: MemoryEstimate, transport: str, milliseconds: Callable[[Policies], float], how: str
+) -> tuple[Policies, str]:
+    """(policies that fit into the budget and cost least, why).
+
+    Args:
+        milliseconds: that policies add to a micro-batch; how: these are known.
 
     Raises:
         ValueError: no policies fit into the budget."""
     config, budget = estimate.config, estimate.config.memory.budget_bytes
     assert budget is not None
-    dense = "replicate" if config.parallelism.dense == "replicate" else "fsdp"
-    sizes, tokens = layer_sizes(estimate, transport), estimate.degrees.tokens_per_rank(estimate.tokens)
+    dense = _lies(config)
 
-    def milliseconds(policies: Policies) -> float:
-        if times is not None:
-            return measured_milliseconds(times, policies)
-        return policies_milliseconds(sizes, tokens, policies, hardware)
 
     return choose_policies(
         budget,
         open_items(config),
         lambda policies: estimate.changed(with_policies(config, policies))(transport, dense)["total"],
         milliseconds,
-        "modelled" if times is None else "measured",
+        how,
     )
+
+
+def _modelled(
+    estimate: MemoryEstimate, transport: str, hardware: Hardware, per_node: int
+) -> Callable[[Mapping[str, str]], float]:
+    """What policies add to a micro-batch, by the planner's model of a step. Of a model whose sizes cannot be read: how
+    many items are not kept."""
+    config, model = estimate.config, estimate.model.config
+    try:
+        shape = ModelShape.read(model.to_dict(), config.model.attn_implementation)
+    except ValueError:
+        return lambda policies: float(sum(policy != "keep" for policy in policies.values()))
+    candidate = replace(
+        estimate.candidate(transport, _lies(config)),
+        graphs=estimate.cuda and config.training.cuda_graphs != "off",
+        experts="fp8" if config.moe.experts == "fp8" else "grouped",
+    )
+    return modelled_milliseconds(shape, hardware, candidate, per_node)
+
+
+def _lies(config: Config) -> str:
+    """How dense parameters are taken to lie while that is not decided."""
+    return "replicate" if config.parallelism.dense == "replicate" else "fsdp"
 
 
 def with_policies(config: Config, policies: Policies) -> Config:
     """The configuration of a run under these policies."""
     return config.model_copy(update={"memory": config.memory.model_copy(update=policies)})
-
-
-def layer_sizes(estimate: MemoryEstimate, transport: str) -> LayerSizes:
-    """Of the model, for `carpool.planner`."""
-    text = estimate.model.config.get_text_config()
-    heads = getattr(text, "num_attention_heads", 0)
-    degrees = estimate.degrees
-    copies = degrees.etp * find_transport(transport).copies_per_token(estimate.num_experts, estimate.top_k, degrees.ep)
-    return LayerSizes(
-        text.num_hidden_layers, estimate.moe_layers, estimate.hidden,
-        estimate.width // degrees.etp, estimate.top_k * degrees.etp, heads,
-        getattr(text, "num_key_value_heads", None) or heads, max(head_sizes(text)), estimate.computed, copies,
-    )  # fmt: skip

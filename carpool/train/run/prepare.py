@@ -121,7 +121,8 @@ def prepare(
     nodes = machine.topology.of(degrees.ranks_along(0, "ep", "etp")).num_nodes
     estimate, memory = MemoryEstimate(config, degrees, model, machine.cuda, nodes), machine.memory
     measure = None if measure_policies is None else lambda: measure_policies(config, machine, blueprint)
-    kept = choose_memory(estimate, transport, machine.hardware, decisions, measure)
+    per_node = machine.topology.ranks_beside(0)
+    kept = choose_memory(estimate, transport, machine.hardware, decisions, measure, per_node)
     if (budget := config.memory.budget_bytes) is not None:
         # All that follows reads one configuration.
         config, memory = with_policies(config, kept.answer), min(memory, budget)
