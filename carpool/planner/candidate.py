@@ -18,7 +18,7 @@ MOMENT_BYTES: Mapping[str, float] = {"float32": 4, "bfloat16": 2, "int8": 1 + 4 
 
 @dataclass(frozen=True)
 class Candidate:
-    """See the module's docstring. Plans compute in bfloat16.
+    """See the module's docstring.
 
     Attributes:
         degrees: of parallelism.
@@ -39,7 +39,7 @@ class Candidate:
         pipeline: the order of stages (`carpool.planner.pipelines`).
         chunks, backward_chunks: of a ride, with schedule "chunks"; None: backward as many as forward.
         stored: bytes of a stored parameter: 2 of bfloat16 with float32 masters, 4 of float32.
-        computed: of one as it is computed.
+        computed: of one as it is computed, and of an activation.
         codecs: what is said in [codec], such as {"dispatch": "fp8"} (lossy).
     """
 
@@ -199,6 +199,8 @@ class Candidate:
         }
         if self.optimizer == "one-pass":
             training |= {"optimizer_moments": self.moments, "optimizer_state": self.optimizer_state}
+        if self.computed == 4:
+            training["bf16"] = False
         if self.max_grad_norm != 1.0:
             training["max_grad_norm"] = self.max_grad_norm
         if self.gradients == "consumed":

@@ -66,6 +66,8 @@ def candidate_of(
     schedule = moe["schedule"]
     if schedule not in ("none", "chunks", "two-batch"):
         schedule = decided("moe.schedule", schedule, "none", "what runs beside rides is measured by a run")
+    stored = 4 if (settings["model"]["dtype"] or "float32") == "float32" else 2
+    bf16 = hardware.name != "cpu" if training["bf16"] is None else training["bf16"]
     found = Candidate(
         degrees=degrees,
         sequence_length=settings["data"]["sequence_length"],
@@ -86,7 +88,8 @@ def candidate_of(
         eager=by_settings(settings),
         experts="fp8" if moe["experts"] == "fp8" else "grouped",
         pipeline=settings["parallelism"]["pp_schedule"],
-        stored=4 if (settings["model"]["dtype"] or "float32") == "float32" else 2,
+        stored=stored,
+        computed=2 if bf16 else stored,
         codecs={key: value for key in _CODECS if (value := settings["codec"][key]) not in ("none", "all")},
     )
     if memory["budget"] is not None:

@@ -24,7 +24,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -91,6 +91,8 @@ class Hardware:
             None: not measured.
         gathered: an all-gather of NCCL inside a node, by bytes that a rank receives. None: as `nvlink`.
         kernels: how long kinds of kernels take (`carpool.planner.work`), as far as that was measured on this device.
+        peak_float32: as `peak_flops`, of float32 without TF32, as PyTorch multiplies it by default. None: kernels of
+            float32 are as fast as the others (CPUs are measured with them).
     """
 
     name: str
@@ -109,6 +111,7 @@ class Hardware:
     push: LinkRate | None = None
     gathered: LinkRate | None = None
     kernels: Mapping[str, Work] = field(default_factory=dict)
+    peak_float32: float | None = None
 
     @property
     def host_link(self) -> LinkRate:
@@ -120,9 +123,19 @@ class Hardware:
         found: LinkRate | None = getattr(self, link)
         return self.node if found is None else found
 
-    def kernel(self, name: str) -> Work:
+    def kernel(self, name: str, element: int = 2) -> Work:
         """How long a kind of kernel of `carpool.planner.work` takes: as measured on this device, or as an H200 does by
-        its share of the datasheet."""
+        its share of the datasheet.
+
+        Args:
+            element: bytes in which it computes; of 4, the same share of the datasheet's float32 is assumed."""
+        work = self._kernel(name)
+        if element == 2 or work.flops_per_second is None or self.peak_float32 is None or self.peak_flops is None:
+            return work
+        flops = work.flops_per_second * self.peak_float32 / self.peak_flops
+        return replace(work, flops_per_second=flops, source="assumed")
+
+    def _kernel(self, name: str) -> Work:
         if name in self.kernels:
             return self.kernels[name]
         flops, moved, latency = _KERNELS[name]
@@ -167,9 +180,11 @@ def _datasheet(
     capacity: float,
     nvlink: float | None,
     pcie: float,
+    float32: float,
     network: float = 50 * GB,
 ) -> Hardware:
-    """`peak`: dense bfloat16; `capacity`: bytes; the others: bytes per second, of links in one direction."""
+    """`peak`, `float32`: dense bfloat16, and float32 without TF32; `capacity`: bytes; the others: bytes per second, of
+    links in one direction."""
     return Hardware(
         name=name,
         flops=REACHED_FLOPS * peak,
@@ -180,6 +195,7 @@ def _datasheet(
         source=f"datasheet of {name}, times what an H200 reaches of its own; network assumed",
         memory=memory,
         capacity=capacity,
+        peak_float32=float32,
     )
 
 
@@ -193,6 +209,7 @@ _H200 = Hardware(
     source="measured (docs/measurements.md); network assumed",
     memory=4800 * GB,
     capacity=139 * GiB,
+    peak_float32=67e12,
 )
 # By a pattern of the device's name; the first that fits counts. Vendors give both directions of NVLink and PCIe
 # together, so half of it stands here. The figures (dense TFLOP/s; GB/s), and who quotes them from the vendor's page:
@@ -207,21 +224,23 @@ _H200 = Hardware(
 #   L40S             362, PCIe 64, no NVLink     datasheet 28413; torchtitan, itcreations.com
 #   MI300X           1,300                       amd.com/en/products/accelerators/instinct/mi300/mi300x.html; torchtitan
 #                    7 links of 128, PCIe 128    emergentmind.com/topics/amd-mi300x-gpu, MLPerf's system descriptions
+#   float32          without TF32: H100 67, PCIe 51, NVL 60, A100 19.5, L40S 91.6, B200 75, GB200 80, MI300X 163.4: the
+#                    vendors' datasheets
 #   capacity         as PyTorch says of H100, A100 (of 80 GB; there are 40, too) and H200; else GB in products' names
 #   memory           H100 3,350, H200 4,800, B200 8,000, A100 2,039, L40S 864, MI300X 5,300: llmbook.apartsin.com (G.1),
 #                    modal.com/gpu-glossary; H100 PCIe 2,000, NVL 3,900, A100 PCIe 1,935: the vendor's datasheets
 _PROFILES: tuple[tuple[str, Hardware], ...] = (
     (r"\bH200\b", _H200),
-    (r"\bH100 PCIe", _datasheet("H100 PCIe", 756e12, 2000 * GB, 79 * GiB, None, 64 * GB)),
-    (r"\bH100 NVL", _datasheet("H100 NVL", 835e12, 3900 * GB, 94 * GB, None, 64 * GB)),
-    (r"\bH100\b", _datasheet("H100", 989e12, 3350 * GB, 79 * GiB, 450 * GB, 64 * GB)),
-    (r"\bH800\b", _datasheet("H800", 989e12, 3350 * GB, 79 * GiB, 200 * GB, 64 * GB)),
-    (r"\bGB200\b", _datasheet("GB200", 2500e12, 8000 * GB, 186 * GB, 900 * GB, 225 * GB)),
-    (r"\bB200\b", _datasheet("B200", 2250e12, 8000 * GB, 180 * GB, 900 * GB, 64 * GB)),
-    (r"\bA100.*PCIe", _datasheet("A100 PCIe", 312e12, 1935 * GB, 79 * GiB, None, 32 * GB, 25 * GB)),
-    (r"\bA100\b", _datasheet("A100", 312e12, 2039 * GB, 79 * GiB, 300 * GB, 32 * GB, 25 * GB)),
-    (r"\bL40S\b", _datasheet("L40S", 362e12, 864 * GB, 48 * GB, None, 32 * GB, 25 * GB)),
-    (r"\bMI300X\b", _datasheet("MI300X", 1300e12, 5300 * GB, 192 * GB, 448 * GB, 64 * GB)),
+    (r"\bH100 PCIe", _datasheet("H100 PCIe", 756e12, 2000 * GB, 79 * GiB, None, 64 * GB, 51e12)),
+    (r"\bH100 NVL", _datasheet("H100 NVL", 835e12, 3900 * GB, 94 * GB, None, 64 * GB, 60e12)),
+    (r"\bH100\b", _datasheet("H100", 989e12, 3350 * GB, 79 * GiB, 450 * GB, 64 * GB, 67e12)),
+    (r"\bH800\b", _datasheet("H800", 989e12, 3350 * GB, 79 * GiB, 200 * GB, 64 * GB, 67e12)),
+    (r"\bGB200\b", _datasheet("GB200", 2500e12, 8000 * GB, 186 * GB, 900 * GB, 225 * GB, 80e12)),
+    (r"\bB200\b", _datasheet("B200", 2250e12, 8000 * GB, 180 * GB, 900 * GB, 64 * GB, 75e12)),
+    (r"\bA100.*PCIe", _datasheet("A100 PCIe", 312e12, 1935 * GB, 79 * GiB, None, 32 * GB, 19.5e12, 25 * GB)),
+    (r"\bA100\b", _datasheet("A100", 312e12, 2039 * GB, 79 * GiB, 300 * GB, 32 * GB, 19.5e12, 25 * GB)),
+    (r"\bL40S\b", _datasheet("L40S", 362e12, 864 * GB, 48 * GB, None, 32 * GB, 91.6e12, 25 * GB)),
+    (r"\bMI300X\b", _datasheet("MI300X", 1300e12, 5300 * GB, 192 * GB, 448 * GB, 64 * GB, 163.4e12)),
 )
 # Of a few cores, where ranks are processes of one thread that talk over gloo.
 CPU = Hardware(

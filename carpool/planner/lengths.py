@@ -28,11 +28,11 @@ from carpool.planner.hardware import Hardware, LinkRate
 from carpool.planner.model_shape import LayerShape, ModelShape
 from carpool.planner.routes import Routes
 from carpool.planner.streaming import stream_seconds
-from carpool.planner.work import HEAD_SIZES, SPREAD, Source
+from carpool.planner.work import HEAD_SIZES, SPREAD, Source, Work
 
 REDUCTIONS = "reductions"  # the stream of reductions, beside gathers
-ELEMENT = 2  # bytes of an activation
 REDUCED = 4  # bytes of a gradient as it is added up over ranks
+LOW_BITS = 2  # bytes of a master beside its parameter in bfloat16
 # Bytes moved for each byte that a layer keeps, and the forward's share; of the loss, for each byte of logits.
 MOVED_COMPILED, MOVED_EAGER, FORWARD_SHARE, MOVED_BY_LOSS = 6.2, 30.0, 1 / 3, 5.8
 # Passes over score matrices in bfloat16 where attention is not fused, forward; twice as many backward.
@@ -44,8 +44,8 @@ RING_INSIDE, RING_BETWEEN = 3.4e-6, 14e-6
 OF_PUSH = 0.89
 # A dispatch over NCCL: the host asks the device how many rows there are; rows are packed and unpacked.
 NCCL_PLAN, NCCL_RIDE, PACKED = 0.3e-3, 0.1e-3, 4
-# Of the bytes of a row in bfloat16: one for each element, and a float32 scale for 128 (docs/codecs.md).
-FP8 = (1 + 4 / 128) / ELEMENT
+# Bytes of an element of a row in FP8: its own, and a float32 scale for 128 (docs/codecs.md).
+FP8 = 1 + 4 / 128
 # What the kernel of 8-bit moments reaches of the optimizer's rate, which was fitted to steps whose norms took longer
 # (docs/measurements.md: 4.4 ps for a parameter, and 0.6 for its norm).
 OF_INT8 = 1.1
@@ -106,20 +106,24 @@ class Lengths:
     ) -> None:
         self.shape, self.hardware, self.candidate, self.per_node = shape, hardware, candidate, per_node
         self.routes, self.degrees = routes or Routes(), candidate.degrees
-        self.tokens = candidate.rank_tokens
+        self.tokens, self.element = candidate.rank_tokens, candidate.computed
 
     # -- what computes -------------------------------------------------------------------------------------------------
 
+    def _work(self, what: str) -> Work:
+        """How long a kind of kernel takes, in the dtype in which this computes."""
+        return self.hardware.kernel(what, self.element)
+
     def _kernel(self, name: str, kind: str, what: str, flops: float, moved: float = 0.0, number: int = 1) -> Piece:
         """`number`: of kernels."""
-        work = self.hardware.kernel(what)
+        work = self._work(what)
         seconds = work.seconds(flops, moved) + (number - 1) * work.latency
         return Piece(name, kind, seconds, *work.spread, number * work.latency)
 
     def _products(self, name: str, products: tuple[tuple[int, int], ...], passes: int, tokens: int) -> Piece:
         tp = self.degrees.tp
         flops = passes * 2 * tokens * sum(a * b for a, b in products) / tp
-        moved = passes * ELEMENT * sum(tokens * (a + b / tp) + a * b / tp for a, b in products)
+        moved = passes * self.element * sum(tokens * (a + b / tp) + a * b / tp for a, b in products)
         return self._kernel(name, "dense", "dense", flops, moved, passes * len(products))
 
     def _attention(self, layer: LayerShape, backward: bool) -> Piece:
@@ -136,11 +140,9 @@ class Lengths:
             # Products that are not fused, and passes over whole matrices.
             entries = candidate.micro_tokens * length * layer.heads / (self.degrees.tp * self.degrees.cp)
             passes = 2 if backward else 1
-            moved = passes * SCORE_PASSES * ELEMENT * entries
+            moved = passes * SCORE_PASSES * self.element * entries
             one = self._kernel("attention", "attention", "elementwise", 0, moved, 4)
-            return one._replace(
-                seconds=one.seconds + self.hardware.kernel("dense").seconds(passes * 4 * entries * mean)
-            )
+            return one._replace(seconds=one.seconds + self._work("dense").seconds(passes * 4 * entries * mean))
         name = f"attention {size}" + (" backward" if backward else "")
         return self._kernel("attention", "attention", name, flops * (2.5 if backward else 1))
 
@@ -148,7 +150,7 @@ class Lengths:
         per_byte = MOVED_COMPILED if self.candidate.layers_compiled else MOVED_EAGER
         share = 1 - FORWARD_SHARE if backward else FORWARD_SHARE
         # Score matrices that are not fused are counted with attention.
-        kept = layer.kept_bytes(self.shape.hidden, 0)
+        kept = layer.kept_bytes(self.shape.hidden, 0, self.element)
         moved = per_byte * share * kept * self.tokens
         kernels = 8 if self.candidate.layers_compiled else 60
         return self._kernel("norms", "elementwise", "elementwise", 0, moved, kernels)
@@ -162,13 +164,17 @@ class Lengths:
         flops = 6 * pairs * shape.hidden * width
         if not backward:
             found = self._kernel(
-                "experts", "experts", "experts", flops, ELEMENT * (pairs * (2 * shape.hidden + 3 * width) + weights)
+                "experts",
+                "experts",
+                "experts",
+                flops,
+                self.element * (pairs * (2 * shape.hidden + 3 * width) + weights),
             )
         else:
-            moved = ELEMENT * (pairs * (4 * shape.hidden + 8 * width) + 3 * weights)
+            moved = self.element * (pairs * (4 * shape.hidden + 8 * width) + 3 * weights)
             found = self._kernel("experts", "experts", "experts backward", 2 * flops, moved)
             if self.candidate.policies["hidden"] == "recompute":
-                again = self.hardware.kernel("experts").seconds(2 / 3 * flops)
+                again = self._work("experts").seconds(2 / 3 * flops)
                 found = found._replace(seconds=found.seconds + again)
         if self.candidate.experts == "fp8":
             # Quantised anew in every pass: 1.05 to 1.15 times as fast (docs/measurements.md).
@@ -197,9 +203,9 @@ class Lengths:
         if degrees.ep * degrees.etp == 1:
             return None
         group, per_node = self.members_per_node("ep")
-        whole = shape.hidden * ELEMENT * degrees.etp
+        whole = shape.hidden * self.element * degrees.etp
         encoded = self.candidate.codecs.get(verb) == "fp8"
-        row = whole * FP8 if encoded else whole
+        row = whole * FP8 / self.element if encoded else whole
         if degrees.ep == 1:
             group, per_node = self.members_per_node("etp")
             inside, between, arrive = (1.0 if per_node > 1 else 0.0), (0.0 if per_node > 1 else 1.0), 1.0
@@ -261,7 +267,7 @@ class Lengths:
 
     def _tensor_parallel(self, name: str) -> Piece | None:
         """Before or after a part of a layer: sums over tensor-parallel ranks, twice the bytes of an all-gather."""
-        size = 2 * self.tokens * self.degrees.tp * self.shape.hidden * ELEMENT
+        size = 2 * self.tokens * self.degrees.tp * self.shape.hidden * self.element
         return self.collective(name, "reduction", size, "tp", "tensor parallel")
 
     def _context_parallel(self, layer: LayerShape, backward: bool) -> Piece | None:
@@ -269,7 +275,7 @@ class Lengths:
         degrees = self.degrees
         if degrees.cp == 1:
             return None
-        size = self.tokens * (layer.heads + layer.key_heads) * (layer.qk_size + layer.value_size) * ELEMENT
+        size = self.tokens * (layer.heads + layer.key_heads) * (layer.qk_size + layer.value_size) * self.element
         return self.collective("sequences", "gather", size * (2 if backward else 1), "cp", "context parallel")
 
     # -- a layer -------------------------------------------------------------------------------------------------------
@@ -327,19 +333,19 @@ class Lengths:
         """Of parameters, read and written, before each pass where FSDP copies them."""
         if not self.candidate.copies_experts:
             return None
-        return self._kernel("copied experts", "elementwise", "elementwise", 0, 2 * ELEMENT * self.experts_of_layer)
+        return self._kernel("copied experts", "elementwise", "elementwise", 0, 2 * self.element * self.experts_of_layer)
 
     def offloaded(self, layer: LayerShape) -> Piece | None:
         """What a layer's policies copy to host memory, or back."""
         policies, shape, size = self.candidate.policies, self.shape, 0.0
         if policies["dense"] == "offload":
             size += self.tokens * layer.kept_bytes(
-                shape.hidden, self.candidate.sequence_length, compiled=self.candidate.layers_compiled
+                shape.hidden, self.candidate.sequence_length, self.element, self.candidate.layers_compiled
             )
         if layer.experts and policies["rows"] == "offload":
-            size += self.arriving * self.tokens * shape.hidden * ELEMENT
+            size += self.arriving * self.tokens * shape.hidden * self.element
         if layer.experts and policies["hidden"] == "offload":
-            size += self.tokens * shape.top_k * 2 * shape.expert_hidden * ELEMENT
+            size += self.tokens * shape.top_k * 2 * shape.expert_hidden * self.element
         if not size:
             return None
         rate = self.hardware.host_link
@@ -378,7 +384,7 @@ class Lengths:
         """The output layer and the loss, in pieces of tokens."""
         shape, tokens = self.shape, self.tokens * self.degrees.tp
         yield self._products("head", ((shape.hidden, shape.vocabulary),), 2 if backward else 1, tokens)
-        moved = MOVED_BY_LOSS * tokens * shape.vocabulary * ELEMENT / self.degrees.tp / 2
+        moved = MOVED_BY_LOSS * tokens * shape.vocabulary * self.element / self.degrees.tp / 2
         yield self._kernel("loss", "loss", "elementwise", 0, moved)
 
     def dense_of(self, layer: LayerShape) -> float:
@@ -409,7 +415,7 @@ class Lengths:
         own = dense / (degrees.fsdp * degrees.cp) + experts / degrees.efsdp
         moments = MOMENT_BYTES[candidate.moments]
         # The parameter, its low bits, and the gradient, read for the norm and for the update.
-        moved = 7 * ELEMENT + 4 * moments if candidate.stored == 2 else 4 * candidate.stored + 4 * moments
+        moved = 7 * candidate.stored + 4 * moments if candidate.stored == 2 else 4 * candidate.stored + 4 * moments
         if candidate.optimizer == "torch":
             # One kernel for each operation, moments as the parameters and no masters.
             moved = 2.6 * 11 * candidate.stored
@@ -419,7 +425,7 @@ class Lengths:
             yield from _some(self.streamed_state(dense, experts))
         if candidate.dense == "replicate":
             size = dense + (experts if candidate.experts_as_dense else 0)
-            yield from _some(self.collective("parameters", "gather", ELEMENT * size, "fsdp and cp"))
+            yield from _some(self.collective("parameters", "gather", self.element * size, "fsdp and cp"))
 
     def streamed_state(self, dense: float, experts: float) -> Piece | None:
         """The optimizer's state of these parameters, from host memory and back; None: it is on the device."""
@@ -427,15 +433,15 @@ class Lengths:
         if candidate.optimizer_state == "device":
             return None
         own = dense / (degrees.fsdp * degrees.cp) + experts / degrees.efsdp
-        seconds = stream_seconds(own * (ELEMENT + 2 * MOMENT_BYTES[candidate.moments]), self.hardware)
+        seconds = stream_seconds(own * (LOW_BITS + 2 * MOMENT_BYTES[candidate.moments]), self.hardware)
         return Piece("state", "offload", seconds, *SPREAD[self.host_source])
 
     def gathers(self, layer: LayerShape) -> Iterator[Piece]:
         """Of a layer's parameters before its forward or backward."""
         if self.candidate.dense == "fsdp":
-            yield from _some(self.collective("gather", "gather", ELEMENT * self.dense_of(layer), "fsdp and cp"))
+            yield from _some(self.collective("gather", "gather", self.element * self.dense_of(layer), "fsdp and cp"))
         if layer.experts and not self.candidate.experts_as_dense:
-            yield from _some(self.collective("gather experts", "gather", ELEMENT * self.experts_of_layer, "efsdp"))
+            yield from _some(self.collective("gather experts", "gather", self.element * self.experts_of_layer, "efsdp"))
 
     def reductions(self, dense: float, experts: float) -> Iterator[Piece]:
         """Of gradients of so many parameters, to their shards and over copies of the model."""
@@ -449,7 +455,7 @@ class Lengths:
             yield from _some(self.collective("reduce experts", "reduction", REDUCED * experts, "efsdp", REDUCTIONS))
         if experts and self.candidate.copies_experts:
             # As they would be sent, divided, as they would arrive, and in the dtype of the parameters.
-            moved = experts * (2 * ELEMENT + 6 * REDUCED)
+            moved = experts * (2 * self.element + 6 * REDUCED)
             one = self._kernel("copied gradients", "reduction", "elementwise", 0, moved)
             yield one._replace(stream=REDUCTIONS)
         shards = dense / (degrees.fsdp * degrees.cp) + experts / degrees.efsdp

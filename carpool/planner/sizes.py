@@ -15,7 +15,7 @@ from typing import NamedTuple
 from carpool.parallel.schedules import stages_of
 from carpool.planner.candidate import MOMENT_BYTES, Candidate
 from carpool.planner.held import scores_bytes
-from carpool.planner.lengths import ELEMENT, REDUCED, layer_ranges
+from carpool.planner.lengths import REDUCED, layer_ranges
 from carpool.planner.model_shape import ModelShape
 from carpool.planner.routes import Routes
 
@@ -111,7 +111,7 @@ def sizes_of(shape: ModelShape, candidate: Candidate, stage: int, routes: Routes
     own_tokens = candidate.micro_tokens // degrees.cp
     kept = {
         layer: own_tokens
-        * layer.kept_bytes(shape.hidden, candidate.sequence_length, compiled=candidate.layers_compiled)
+        * layer.kept_bytes(shape.hidden, candidate.sequence_length, candidate.computed, candidate.layers_compiled)
         for layer in set(layers)
     }
     heads = max((layer.heads for layer in kept if layer.whole_scores), default=0)
@@ -130,9 +130,10 @@ def sizes_of(shape: ModelShape, candidate: Candidate, stage: int, routes: Routes
         ends=ends, has_head=part.last, num_experts=shape.num_experts, top_k=shape.top_k, hidden=shape.hidden,
         row=shape.hidden, width=shape.expert_hidden, words=shape.vocabulary,
         layers=tuple(kept[layer] for layer in layers), moe_layers=moe_layers,
-        layer_input=own_tokens * shape.hidden * ELEMENT, rest=6 * shape.hidden * own_tokens,
+        layer_input=own_tokens * shape.hidden * candidate.computed,
+        rest=(candidate.computed + 4) * shape.hidden * own_tokens,
         tokens=candidate.micro_tokens,
-        scores=scores_bytes(candidate.rank_tokens, heads, candidate.sequence_length, ELEMENT),
+        scores=scores_bytes(candidate.rank_tokens, heads, candidate.sequence_length, candidate.computed),
         copies=copies, buffers=_buffers(shape, candidate),
         loss_tokens=_piece(own_tokens // (degrees.tp if candidate.divides_tokens else 1), shape.vocabulary),
         eval_tokens=eval_tokens, eval_loss_tokens=_piece(eval_tokens, shape.vocabulary),
@@ -168,5 +169,5 @@ def _buffers(shape: ModelShape, candidate: Candidate) -> float:
     degrees, tokens = candidate.degrees, candidate.rank_tokens
     if candidate.transport != "nvlink" or degrees.expert_ranks == 1:
         return 0.0
-    row, away = shape.hidden * ELEMENT, (degrees.expert_ranks - 1) * tokens
+    row, away = shape.hidden * candidate.computed, (degrees.expert_ranks - 1) * tokens
     return away * row + (away + tokens) * (row + 12 * shape.top_k * degrees.etp)

@@ -63,7 +63,7 @@ class Space:
         chunks: numbers of them, with schedule "chunks".
         policies: of what is kept, from those that cost no time on; what one leaves out is kept.
         pipelines, pairs: the orders of stages, and whether pairs of a forward and a backward may run at once.
-        max_grad_norm, compiled, eager, moments, optimizer, stored, experts: the same for all.
+        max_grad_norm, compiled, eager, moments, optimizer, stored, computed, experts: the same for all.
         allowed, runs: why some degrees, or a whole configuration that would be among the best, cannot be; None: it can.
     """
 
@@ -87,6 +87,7 @@ class Space:
     moments: str = "float32"
     optimizer: str = "one-pass"
     stored: int = 2
+    computed: int = 2
     experts: str = "grouped"
     pipelines: Sequence[str] = ("1F1B", "Interleaved1F1B", "DualPipeV")
     pairs: bool = True

@@ -23,7 +23,7 @@ from functools import cache
 
 from carpool.parallel.schedules import SCHEDULES, rank_of
 from carpool.planner.events import Clock, Graph
-from carpool.planner.lengths import ELEMENT, HOST_ACTION, STEP_HOST, TAKEN, Lengths, Piece, stage_layers
+from carpool.planner.lengths import HOST_ACTION, STEP_HOST, TAKEN, Lengths, Piece, stage_layers
 from carpool.planner.model_shape import LayerShape
 from carpool.planner.pipelines import Action, add_pipeline, alternate, orders
 
@@ -103,7 +103,7 @@ class _Builder:
         lengths, hardware = self.lengths, self.lengths.hardware
         between = self.degrees.stage_size >= lengths.per_node
         rate = hardware.network if between else hardware.rate("nvlink")
-        return rate.latency + lengths.tokens * lengths.shape.hidden * ELEMENT / rate.bytes_per_second
+        return rate.latency + lengths.tokens * lengths.shape.hidden * lengths.element / rate.bytes_per_second
 
     def _add(
         self, piece: Piece, where: str, phase: str, after: tuple[int, ...], stage: int, layer: int | None, number: int

@@ -209,7 +209,37 @@ def test_a_group_of_more_ranks_than_a_node_has_crosses_the_network() -> None:
         for per_node in (4, 8)
     )
     assert crossed is not None and near is not None
-    assert crossed.seconds == pytest.approx(0.5 / 4) and near.seconds < 0.01
+    assert crossed.seconds == pytest.approx(0.5 / 4, rel=1e-3) and near.seconds < 0.01
+
+
+def test_a_ring_of_many_nodes_has_as_many_steps_as_ranks() -> None:
+    small, large = (
+        Lengths(shape("mixtral-8x7b", 1), HARDWARE["H100"], Candidate(Degrees(fsdp=ranks), 4096, 1), 8).collective(
+            "gather", "gather", 1e6, "fsdp"
+        )
+        for ranks in (512, 16384)
+    )
+    assert small is not None and large is not None
+    # 14 us from a node to the next, 3.4 us from a GPU to the next.
+    assert large.fixed - small.fixed == pytest.approx((2048 - 64) * 14e-6 + (16384 - 512 - 1984) * 3.4e-6)
+    assert large.seconds > 20 * small.seconds > 0.02
+
+
+def test_float32_moves_twice_the_bytes_and_multiplies_without_tensor_cores() -> None:
+    one = Candidate(Degrees(fsdp=8, ep=8), 4096, 2, stored=4, computed=2, transport="dedup", dense="fsdp")
+    h100, model = HARDWARE["H100"], shape("qwen3-30b-a3b", 2)
+    half, whole = (Lengths(model, h100, replace(one, computed=size), 8) for size in (2, 4))
+    layer = model.layers[0]
+    pieces = [{p.name: p for p in [*of.forward(layer), *of.gathers(layer)]} for of in (half, whole)]
+    ratio = {name: pieces[1][name].seconds / pieces[0][name].seconds for name in pieces[1]}
+    assert ratio["attention"] == pytest.approx(989 / 67, rel=0.03) and ratio["experts"] > 8
+    for name in ("norms", "dispatch", "gather"):
+        assert 1.5 < ratio[name] < 2.05, name
+    assert pieces[1]["experts"].high == 1.6, "no kernel was measured in float32"
+    assert replace(one, computed=4).settings()["training"]["bf16"] is False
+    # CPUs are measured in float32.
+    cpu = [Lengths(model, HARDWARE["cpu"], replace(one, computed=size), 8)._attention(layer, False) for size in (2, 4)]
+    assert cpu[0] == cpu[1]
 
 
 def test_copies_of_offloaded_layers_fall_behind_little_by_little() -> None:

@@ -104,8 +104,6 @@ def _fitting(
     config, budget = estimate.config, estimate.config.memory.budget_bytes
     assert budget is not None
     dense = _lies(config)
-
-
     return choose_policies(
         budget,
         open_items(config),
@@ -127,7 +125,7 @@ def _modelled(
         return lambda policies: float(sum(policy != "keep" for policy in policies.values()))
     candidate = replace(
         estimate.candidate(transport, _lies(config)),
-        graphs=estimate.cuda and config.training.cuda_graphs != "off",
+        eager=not estimate.cuda or config.training.cuda_graphs == "off",
         experts="fp8" if config.moe.experts == "fp8" else "grouped",
     )
     return modelled_milliseconds(shape, hardware, candidate, per_node)

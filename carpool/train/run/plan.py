@@ -158,6 +158,7 @@ def make_plan(
     one_pass = one_pass or (training.optimizer == "auto" and "training.optimizer_state" in free)
     cut = {"training.per_device_train_batch_size", "training.gradient_accumulation_steps"}
     batches = None if cut <= free else (training.per_device_train_batch_size,)
+    stored = 4 if (config.model.dtype or "float32") == "float32" else 2
     found = plan(
         shape,
         hardware,
@@ -185,7 +186,8 @@ def make_plan(
             eager=by_settings(config.model_dump()),
             moments=training.optimizer_moments,
             optimizer="one-pass" if one_pass else "torch",
-            stored=4 if (config.model.dtype or "float32") == "float32" else 2,
+            stored=stored,
+            computed=2 if training.computes_in_bf16(hardware.name != "cpu") else stored,
             experts="fp8" if config.moe.experts == "fp8" else "grouped",
             pipelines=Space.pipelines if "parallelism.pp_schedule" in free else (config.parallelism.pp_schedule,),
             pairs="moe.schedule" in free or config.moe.schedule == "two-batch",
