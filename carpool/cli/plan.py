@@ -177,7 +177,7 @@ def _show(
     from carpool.bench.results import print_table, terminal
     from carpool.planner.candidate import toml_text
     from carpool.planner.search import USABLE
-    from carpool.planner.why import NAMES, bounded_by, changes, in_words, next_best
+    from carpool.planner.why import NAMES, bounded_by, changes, in_words, next_best, with_all_memory
 
     console = terminal(150)
     first = found.plans[0]
@@ -189,6 +189,7 @@ def _show(
         ("The step goes to", bounded_by(first)),
         ("Its memory is highest", f"{first.memory.at}, stage {first.memory.stage}"),
         ("Next best of another kind", next_best(found.plans)),
+        *([("With all of the memory", tight)] if (tight := with_all_memory(found, rates.capacity or 0)) else []),
         *((f"With {what}", text) for what, text in changes(found.plans, shape, rates, per_node, routes)),
     ]
     words = in_words(first, per_node)

@@ -101,7 +101,7 @@ def simulate(
             "Configuration": candidate.label,
             "Hardware": f"{rates.name}: {rates.source}",
             "GPUs of a node": str(per_node),
-            **inputs(rates, candidate, Routes()),
+            **inputs(rates, candidate, Routes(), shape),
             "choices of experts": routing,
             "failures of a GPU": "given" if mtbf_hours is not None else f"{GPU_MTBF_SOURCE} (assumed)",
             "checkpoint, restart": f"{checkpoint_seconds:g} s, {restart_seconds:g} s (assumed unless given)",

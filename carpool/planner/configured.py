@@ -44,7 +44,12 @@ def model_of(settings: Settings, keys: Mapping[str, Any]) -> ModelShape:
         ValueError: a size is missing, or there are no experts."""
     model = settings["model"]
     keys = {**keys, "model_type": keys.get("model_type") or model["model_type"]}
-    shape = ModelShape.read(keys, model["attn_implementation"])
+    attention = model["attn_implementation"]
+    unfused = settings["parallelism"]["cp_size"] > 1 or settings["training"]["full_determinism"]
+    shape = ModelShape.read(keys, attention)
+    if attention is None and shape.sinks and unfused:
+        # As `carpool.train.run.model.attention_of`.
+        shape = ModelShape.read(keys, "eager")
     top_k = model["num_experts_per_tok"]
     return shape if top_k is None else replace(shape, top_k=top_k)
 

@@ -76,6 +76,7 @@ class Enumeration:
         counts: configurations left out, by why: "dominated", "memory".
         refused: why configurations are not allowed, and how many.
         least: bytes of the one that needs least, of all that were looked at.
+        tight: those that need more than the memory that may be used, and no more than there is.
     """
 
     def __init__(self, problem: Problem, space: Space, system: System | None = None) -> None:
@@ -83,6 +84,7 @@ class Enumeration:
         self.counts: Counter[str] = Counter()
         self.refused: Counter[str] = Counter()
         self.least = float("inf")
+        self.tight: list[Candidate] = []
 
     def candidates(self) -> Iterator[Candidate]:
         """The variants of all bases."""
@@ -96,6 +98,9 @@ class Enumeration:
         for degrees in all_degrees(problem, space):
             if reason := space.allowed(degrees):
                 self.refused[reason] += 1
+                continue
+            if degrees.cp > 1 and problem.model.sinks:
+                self.refused["cp: attention with sinks would write down whole score matrices"] += 1
                 continue
             if sequences % degrees.dp:
                 self.refused[f"{sequences} sequences of a step cannot be divided among all data-parallel ranks"] += 1
@@ -196,6 +201,8 @@ class Enumeration:
                 self.least = min(self.least, total)
                 if total > self.problem.memory:
                     self.counts["memory"] += 1
+                    if total <= self.problem.capacity:
+                        self.tight.append(one)
                     continue
                 fitting.append(policies)
                 yield one

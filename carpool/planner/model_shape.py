@@ -35,6 +35,7 @@ _WHOLE_NORMS = ("olmoe", "minimax_m2", "flex_olmo")
 # Routers that compute with float32 copies of their rows and weights.
 _FLOAT_ROUTERS = ("deepseek_v3", "deepseek_v2", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "kimi_linear", "dots1")
 _WITHOUT_OUTPUT_BIAS = ("glm4_moe",)
+_SINKS = ("gpt_oss",)
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,7 @@ class ModelShape:
         window: tokens that layers of kind "window" see.
         layers: in order.
         groups: of experts, and in how many of them a token chooses.
+        sinks: attention has sinks, which no fused kernel knows where ranks share a sequence.
     """
 
     model_type: str
@@ -132,6 +134,7 @@ class ModelShape:
     window: int
     layers: tuple[LayerShape, ...]
     groups: tuple[int, int] = (1, 1)
+    sinks: bool = False
 
     @property
     def choice(self) -> Choice:
@@ -263,6 +266,7 @@ class _Reader:
             window=window,
             layers=self.layers(number, experts, window),
             groups=self.groups(experts),
+            sinks=self.type in _SINKS,
         )
 
     def groups(self, experts: int) -> tuple[int, int]:

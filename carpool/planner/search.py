@@ -65,6 +65,7 @@ class Found:
         seconds: that the search took.
         least_memory: bytes of the configuration that needs least; for who finds no plan.
         refused: why configurations were not allowed, and how many.
+        tight: one that is faster than all plans, and needs some of what is held back of a device's memory; None: none.
     """
 
     plans: tuple[Plan, ...]
@@ -72,6 +73,7 @@ class Found:
     seconds: float
     least_memory: float
     refused: Mapping[str, int]
+    tight: Plan | None = None
 
 
 def plan(
@@ -110,22 +112,30 @@ def plan(
         raise ValueError(f"{gpus} GPUs are not whole nodes of {per_node}: change one of them")
     if tokens % sequence_length:
         raise ValueError(f"{tokens:,} tokens of a step are not whole sequences of {sequence_length:,} tokens")
+    capacity = memory
     if memory is None:
+        capacity = hardware.capacity
         if hardware.capacity is None:
             raise ValueError(
                 f"the memory of {hardware.name} is not known: say what a rank may use, such as --memory 70GiB"
             )
         memory = USABLE * hardware.capacity
-    problem = Problem(model, hardware, gpus, per_node, tokens // sequence_length, sequence_length, memory, routes)
+    problem = Problem(
+        model, hardware, gpus, per_node, tokens // sequence_length, sequence_length, memory, routes, capacity or memory
+    )
     enumeration = Enumeration(problem, space, system)
     search = Search(enumeration, Bounds(problem), best)
     search.run()
-    plans = tuple(
-        Plan(one.candidate, one, memory_of(model, one.candidate, routes, True), inputs(hardware, one.candidate, routes))
-        for one in search.sorted_best()
-    )
+
+    def planned(one: Prediction) -> Plan:
+        memory = memory_of(model, one.candidate, routes, True)
+        return Plan(one.candidate, one, memory, inputs(hardware, one.candidate, routes, model))
+
+    plans, tight = tuple(map(planned, search.sorted_best())), search.fastest_tight()
     counts, refused = enumeration.counts + search.counts, enumeration.refused + search.refused
-    return Found(plans, dict(counts), time.perf_counter() - began, enumeration.least, dict(refused))
+    return Found(
+        plans, dict(counts), time.perf_counter() - began, enumeration.least, dict(refused), tight and planned(tight)
+    )
 
 
 class Search:
@@ -177,6 +187,19 @@ class Search:
             heapq.heappush(self.found, (-seconds, next(number), candidate))
             if len(self.found) > self.best:
                 heapq.heappop(self.found)
+
+    def fastest_tight(self) -> Prediction | None:
+        """Of `Enumeration.tight` the fastest, if it is faster than all that were found."""
+        if self.system is not None or not self.found:
+            return None
+        best, fastest = min(-seconds for seconds, *_ in self.found), None
+        bounds = [(self.bounds.seconds(one), number, one) for number, one in enumerate(self.enumeration.tight)]
+        for bound, _, one in sorted(bounds):
+            if bound >= best:
+                break
+            if (seconds := self._predicted(one, bound)) < best and self._runs(one):
+                best, fastest = seconds, one
+        return fastest and self._prediction(fastest)
 
     def _predicted(self, candidate: Candidate, bound: float) -> float:
         """Seconds of its step."""

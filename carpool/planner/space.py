@@ -36,6 +36,7 @@ class Problem:
         sequences, sequence_length: of a step, all GPUs together; tokens of each.
         memory: bytes that a rank may use.
         routes: what tokens choose.
+        capacity: bytes that a rank has, where some of them are held back for what predictions miss.
     """
 
     model: ModelShape
@@ -46,6 +47,7 @@ class Problem:
     sequence_length: int
     memory: float
     routes: Routes
+    capacity: float = 0.0
 
     def lengths(self, candidate: Candidate) -> Lengths:
         return Lengths(self.model, self.hardware, candidate, self.per_node, self.routes)

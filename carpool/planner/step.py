@@ -136,7 +136,7 @@ def _repeats(layers: tuple[LayerShape, ...], start: int, period: int) -> bool:
     return layers[start + period :] == layers[start:-period]
 
 
-def inputs(hardware: Hardware, candidate: Candidate, routes: Routes) -> Mapping[str, str]:
+def inputs(hardware: Hardware, candidate: Candidate, routes: Routes, shape: ModelShape) -> Mapping[str, str]:
     """What a prediction rests on, and where each is from."""
     kernels = ("dense", "experts", "experts backward", "attention 128", "elementwise", "optimizer")
     found = {f"{name} (kernels)": hardware.kernel(name).source for name in kernels}
@@ -146,4 +146,6 @@ def inputs(hardware: Hardware, candidate: Candidate, routes: Routes) -> Mapping[
     found["links between nodes"] = hardware.link_source("network")
     found["choices of experts"] = "measured" if routes.chosen else "assumed"
     found["passes over memory, host's time for a layer"] = "fitted"
+    if any(layer.kind == "linear" for layer in shape.kinds):
+        found["linear attention, by kernels such as flash-linear-attention's"] = "assumed"
     return found

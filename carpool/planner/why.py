@@ -2,6 +2,7 @@
 
 bound by     the largest shares of the step on the busiest stage, and what is exposed
 next best    how much longer the first plan takes that differs in its degrees, its transport or its schedule
+memory       what would be faster if none of the memory were held back
 changes      which of the plans is best if a link, or the experts' products, were half or twice as fast
 """
 
@@ -13,9 +14,10 @@ from dataclasses import replace
 from carpool.planner.hardware import Hardware, LinkRate
 from carpool.planner.model_shape import ModelShape
 from carpool.planner.routes import Routes
-from carpool.planner.search import Plan
+from carpool.planner.search import USABLE, Found, Plan
 from carpool.planner.step import step_seconds
 
+GiB = 2**30
 NAMES = {
     "dense": "dense products", "attention": "attention", "experts": "experts", "elementwise": "norms and other passes",
     "loss": "the loss", "optimizer": "the optimizer", "dispatch": "dispatches", "combine": "combines",
@@ -90,6 +92,21 @@ def next_best(plans: Sequence[Plan]) -> str:
             longer = plan.prediction.seconds.middle / first.prediction.seconds.middle - 1
             return f"{two.label}: {100 * longer:.1f} % longer"
     return "all others are of the same degrees"
+
+
+def with_all_memory(found: Found, capacity: float) -> str | None:
+    """A sentence about the plan that the memory which is held back would allow; None: no faster one.
+
+    Args:
+        capacity: bytes of the device."""
+    if (tight := found.tight) is None:
+        return None
+    less = 1 - tight.prediction.seconds.middle / found.plans[0].prediction.seconds.middle
+    return (
+        f"{tight.candidate.label} would take {100 * less:.1f} % less, with {tight.memory.total / GiB:.1f} of "
+        f"{capacity / GiB:.0f} GiB; {100 * (1 - USABLE):.0f} % are held back for what the prediction misses "
+        "(--memory says otherwise)"
+    )
 
 
 def changes(

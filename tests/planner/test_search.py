@@ -14,6 +14,7 @@ from carpool.parallel.degrees import Degrees
 from carpool.planner import moves
 from carpool.planner.bounds import Bounds
 from carpool.planner.candidate import Candidate
+from carpool.planner.configured import model_of
 from carpool.planner.enumeration import Enumeration
 from carpool.planner.hardware import LinkRate, find_hardware
 from carpool.planner.model_shape import ModelShape
@@ -23,6 +24,7 @@ from carpool.planner.search import Search, plan
 from carpool.planner.space import POLICY_SETS, Problem, Space
 from carpool.planner.step import predict, step_seconds
 from carpool.planner.systems import SYSTEMS
+from carpool.planner.why import with_all_memory
 from carpool.train.config import load_config
 from carpool.train.config.published import read_keys
 
@@ -70,6 +72,31 @@ def test_the_best_of_everything_is_found(memory: float) -> None:
     assert found.plans[0].prediction.seconds.middle == pytest.approx(best[0])
     assert found.counts["predicted"] < everything.counts["predicted"]
     assert all(one.memory.total <= memory for one in found.plans)
+
+
+def test_what_the_memory_that_is_held_back_would_allow_is_named() -> None:
+    numbers: dict[str, Any] = {"gpus": 8, "tokens": 16 * 4096, "sequence_length": 4096, "per_node": 4, "space": SMALL}
+    roomy = plan(SHAPE, H100, **numbers, memory=60e9, best=1)
+    needed = roomy.plans[0].memory.total
+    # The fastest of all needs 95 % of this device.
+    found = plan(SHAPE, replace(H100, capacity=needed / 0.95), **numbers, best=1)
+    assert found.tight is not None and found.tight.candidate == roomy.plans[0].candidate
+    assert found.plans[0].memory.total <= 0.92 * needed / 0.95 < found.tight.memory.total
+    assert found.tight.prediction.seconds.middle < found.plans[0].prediction.seconds.middle
+    said = with_all_memory(found, needed / 0.95)
+    assert said is not None and said.startswith(found.tight.candidate.label) and "8 % are held back" in said
+    # With room for it nothing is held back, and what was asked for by name is used to the end.
+    assert roomy.tight is None and plan(SHAPE, H100, **numbers, memory=0.9 * needed, best=1).tight is None
+
+
+def test_sequences_of_a_model_with_sinks_are_not_divided() -> None:
+    shape = ModelShape.read(read_keys({"from": "gpt-oss-20b", "num_hidden_layers": 2}))
+    assert shape.sinks and not shape.layers[0].whole_scores
+    found = plan(shape, H100, gpus=8, tokens=2**19, sequence_length=8192, space=replace(SMALL, cp=(1, 2)), best=3)
+    assert all(one.candidate.degrees.cp == 1 for one in found.plans)
+    assert any("attention with sinks" in why for why in found.refused)
+    with_it = load_config(None, ["model.config=gpt-oss-20b", "parallelism.cp_size=2"]).model_dump()
+    assert model_of(with_it, read_keys("gpt-oss-20b")).layers[0].whole_scores
 
 
 def test_no_step_is_taken_for_shorter_than_its_bound() -> None:

@@ -21,6 +21,7 @@ from carpool.train.run.fit import describe_fit
 from carpool.train.run.flops import flops_per_token
 from carpool.train.run.graphs import describe_graphs
 from carpool.train.run.machine import imagine_machine
+from carpool.train.run.model import planned_attention
 from carpool.train.run.prepare import Prepared
 
 NOT_COUNTED = {
@@ -103,7 +104,9 @@ def _time(run: Prepared) -> list[str]:
     settings["memory"] |= run.kept.answer
     per_node = machine.topology.ranks_beside(0)
     try:
-        shape = ModelShape.read(run.blueprint.model.config.to_dict(), config.model.attn_implementation)
+        model = run.blueprint.model
+        attention = planned_attention(config, run.degrees, model, machine.cuda)
+        shape = ModelShape.read(model.config.to_dict(), attention)
         candidate, _ = candidate_of(settings, run.degrees, shape, machine.hardware, per_node)
         found = predict(shape, machine.hardware, candidate, per_node)
     except ValueError as error:

@@ -23,6 +23,7 @@ from carpool.planner.policies import Policies, choose_policies, measured_millise
 from carpool.train.config.schema import Config
 from carpool.train.run.estimate import MemoryEstimate
 from carpool.train.run.kept_times import Times
+from carpool.train.run.model import planned_attention
 
 
 def _read(record: Record) -> Policies:
@@ -118,9 +119,10 @@ def _modelled(
 ) -> Callable[[Mapping[str, str]], float]:
     """What policies add to a micro-batch, by the planner's model of a step. Of a model whose sizes cannot be read: how
     many items are not kept."""
-    config, model = estimate.config, estimate.model.config
+    config, model = estimate.config, estimate.model
     try:
-        shape = ModelShape.read(model.to_dict(), config.model.attn_implementation)
+        attention = planned_attention(config, estimate.degrees, model, estimate.cuda)
+        shape = ModelShape.read(model.config.to_dict(), attention)
     except ValueError:
         return lambda policies: float(sum(policy != "keep" for policy in policies.values()))
     candidate = replace(

@@ -177,6 +177,11 @@ def attention_of(config: Config, degrees: Degrees, model: PreTrainedModel, cuda:
     return fused_attention(model) if cuda and not packed and not unsure else None
 
 
+def planned_attention(config: Config, degrees: Degrees, model: PreTrainedModel, cuda: bool) -> str | None:
+    """The same as the planner reads it (`carpool.planner.model_shape`), to which what is not "eager" is fused."""
+    return attention_of(config, degrees, model, cuda) or ("eager" if fused_attention(model) else None)
+
+
 def check_attention(model: ModelSection) -> None:
     """Raise ValueError for an attention that transformers does not know. Those with a slash are its kernels."""
     name, known = model.attn_implementation, ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys())

@@ -32,7 +32,7 @@ from carpool.planner.space import Space
 from carpool.train.config.schema import Config
 from carpool.train.run.blueprint import Blueprint
 from carpool.train.run.machine import Machine
-from carpool.train.run.model import context_cut
+from carpool.train.run.model import context_cut, planned_attention
 from carpool.train.run.pipeline import cut_into_stages
 
 AXES = ("dp_replicate", "fsdp", "cp", "tp", "pp", "ep", "etp")
@@ -125,7 +125,8 @@ def make_plan(
 
     Raises:
         ValueError: nothing that is allowed fits."""
-    shape = ModelShape.read(model.config.to_dict(), config.model.attn_implementation)
+    attention = planned_attention(config, Degrees(), model, hardware.name != "cpu")
+    shape = ModelShape.read(model.config.to_dict(), attention)
     free = free_keys(config, fixed)
     training, length = config.training, config.data.sequence_length
     now = config.parallelism.resolve(world, shape.num_experts)
