@@ -6,7 +6,7 @@
 
 What a policy costs depends on the others, because what is offloaded shares one link, and because the copies hide behind
 what is computed. So combinations are compared, and not items by milliseconds per byte. Of those that take equally long,
-the one with fewer bytes on the device is taken.
+the one that keeps most items is taken, and then the one with fewer bytes on the device.
 
 A run measures what each policy of each item costs before it chooses, and adds these costs (`measured_milliseconds`,
 `carpool.train.run.kept_times`). Whoever cannot run anything asks the planner's model of a step for its length under
@@ -97,6 +97,10 @@ def choose_policies(
             f"memory.budget = {budget // MiB:,} MiB is not enough under any policies; the smallest that is: "
             f"memory.budget={-(-least // MiB)}MiB, which takes {shown}"
         )
-    size, cost, policies = min(fitting, key=lambda one: (round(one[1], 6), one[0]))
+
+    def price(one: tuple[int, float, Policies]) -> tuple[float, int, int]:
+        return round(one[1], 6), sum(policy != "keep" for policy in one[2].values()), one[0]
+
+    size, cost, policies = min(fitting, key=price)
     why = f"{size // MiB:,} of {budget // MiB:,} MiB, for {cost:.1f} ms more in a micro-batch ({how})"
     return policies, why

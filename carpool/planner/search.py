@@ -134,7 +134,12 @@ def plan(
     plans, tight = tuple(map(planned, search.sorted_best())), search.fastest_tight()
     counts, refused = enumeration.counts + search.counts, enumeration.refused + search.refused
     return Found(
-        plans, dict(counts), time.perf_counter() - began, enumeration.least, dict(refused), tight and planned(tight)
+        plans,
+        dict(counts),
+        time.perf_counter() - began,
+        enumeration.least,
+        dict(refused),
+        None if tight is None else planned(tight),
     )
 
 
@@ -192,14 +197,14 @@ class Search:
         """Of `Enumeration.tight` the fastest, if it is faster than all that were found."""
         if self.system is not None or not self.found:
             return None
-        best, fastest = min(-seconds for seconds, *_ in self.found), None
+        best, fastest = min(-seconds for seconds, *_ in self.found), None  # type: float, Candidate | None
         bounds = [(self.bounds.seconds(one), number, one) for number, one in enumerate(self.enumeration.tight)]
         for bound, _, one in sorted(bounds):
             if bound >= best:
                 break
             if (seconds := self._predicted(one, bound)) < best and self._runs(one):
                 best, fastest = seconds, one
-        return fastest and self._prediction(fastest)
+        return None if fastest is None else self._prediction(fastest)
 
     def _predicted(self, candidate: Candidate, bound: float) -> float:
         """Seconds of its step."""

@@ -127,7 +127,6 @@ def _modelled(
         return lambda policies: float(sum(policy != "keep" for policy in policies.values()))
     candidate = replace(
         estimate.candidate(transport, _lies(config)),
-        eager=not estimate.cuda or config.training.cuda_graphs == "off",
         experts="fp8" if config.moe.experts == "fp8" else "grouped",
     )
     return modelled_milliseconds(shape, hardware, candidate, per_node)
