@@ -60,11 +60,19 @@ def compare(tmp_path: Path, ranks: int, *overrides: str) -> None:
     [
         OFFLOADED,
         (*OFFLOADED, "training.gradient_accumulation_steps=3"),
+        ("moe.schedule=two-batch", "training.gradient_accumulation_steps=3"),
         (*STREAMED, "training.max_grad_norm=0"),
         (*STREAMED, "training.clip_by=previous", "memory.hidden=offload"),
         (*STREAMED, "training.max_grad_norm=0", "memory.dense=recompute", "training.torch_compile=true"),
     ],
-    ids=["offloaded", "offloaded accumulated", "streamed", "streamed offloaded", "streamed recomputed compiled"],
+    ids=[
+        "offloaded",
+        "offloaded accumulated",
+        "two batches",
+        "streamed",
+        "streamed offloaded",
+        "streamed recomputed compiled",
+    ],
 )
 def test_alone(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     compare(tmp_path, 1, *overrides)
