@@ -13,9 +13,10 @@ The sizes have to be known on the host before an all-to-all, so `plan` exchanges
 host synchronisation per layer on CUDA. That is the price of NCCL; the transports that write into peers' memory
 do not pay it.
 
-Pieces of one ride share what is small: one message has the counts of all of them, one their slots and weights, and in
-the backward one the weights' gradients. Rows of as many neighbouring pieces as the schedule says share a message. To
-each rank, of four pieces by two in the forward:
+A ride in chunks has several pieces (`carpool.schedule.chunks`), any other ride one. Pieces of one ride share what is
+small: one message has the counts of all of them, one their slots and weights, and in the backward one the weights'
+gradients. Rows of as many neighbouring pieces as the schedule says share a message. To each rank, of four pieces by two
+in the forward:
 
     counts [pieces 0 1 2 3]     choices [of pieces 0 1 2 3]     rows [of pieces 0 1]     rows [of pieces 2 3]
 """
@@ -37,7 +38,7 @@ from carpool.transport.base import CHOICE_BYTES, GRADIENT_BYTES, Pending, Route,
 from carpool.transport.codecs import PLAIN, Codec, Codecs
 from carpool.transport.options import TransportOptions
 
-# Each rank tells each other how many rows and how many (row, slot) pairs will come of a chunk: two int64.
+# Each rank tells each other how many rows and how many (row, slot) pairs will come of a piece: two int64.
 COUNT_BYTES = 16
 # Why `Codecs.hop` cannot be "nodes".
 ONE_HOP = "its rows travel over one hop, and hop='nodes' is of transports with two: leave hop at 'all'"
