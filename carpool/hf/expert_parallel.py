@@ -199,9 +199,9 @@ class ExpertRides(LayerCore):
         return ExpertWeights.of(weights if self.adapters is None else [*weights, *self.adapters.factors()])
 
     def _of_this_pass(self, names: Sequence[str | None], weights: list[Any]) -> list[Any]:
-        """With nodes of autograd that this pass has made: of two passes that take turns in this module, the second finds
-        the local tensors that transformers has made for the first. Their nodes are of the other thread, so their place
-        in the order of the backward is another one, and FSDP would reduce before their gradients have come."""
+        """With nodes of autograd that this pass has made. Of two passes that take turns, the second finds local tensors
+        that transformers has made for the first. Their nodes are of the other thread, so their place in the order of
+        the backward is another one, and FSDP would reduce before their gradients have come."""
         whole = fsdp.gathered(self.experts)
         found = (whole.get(name, weight) if name else None for name, weight in zip(names, weights, strict=True))
         return [weight.to_local() if isinstance(weight, DTensor) else weight for weight in found]

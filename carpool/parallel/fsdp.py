@@ -99,7 +99,7 @@ def parameters_of(group: Any) -> list[tuple[nn.Module, str]]:
 
 
 def gathered(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Inside of the forward of a module that FSDP shards by itself: its whole parameters by name, leaves of autograd."""
+    """Inside the forward of a module that FSDP shards by itself: its whole parameters by name, leaves of autograd."""
     found = ((one._module_info, one.unsharded_param) for group in groups_of(module) for one in group.fsdp_params)
     return {info.param_name: parameter for info, parameter in found if info.module is module}
 

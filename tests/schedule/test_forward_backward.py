@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-
 from transformers.distributed import DistributedConfig
 
 import carpool.hf  # noqa: F401  registers the layers
