@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -104,8 +104,13 @@ def current_layouts(model: nn.Module) -> Layouts:
     return Layouts({name: own.layout for name, own in rides(model).items()})
 
 
+def slots_kept(model: nn.Module, quantised: bool = False, prefetch: bool = True) -> AbstractContextManager[None]:
+    """As `slots_of_rides_kept`, of a model's rides."""
+    return slots_of_rides_kept(list(rides(model).values()), quantised, prefetch)
+
+
 @contextmanager
-def slots_kept(model: nn.Module, quantised: bool = False, prefetch: bool = True) -> Iterator[None]:
+def slots_of_rides_kept(layers: Sequence[ExpertRides], quantised: bool, prefetch: bool) -> Iterator[None]:
     """Inside, no weight changes: replicas are filled once and serve all forwards (micro-batches, what checkpointing
     computes again, batches of an evaluation). All ranks together.
 
@@ -113,7 +118,6 @@ def slots_kept(model: nn.Module, quantised: bool = False, prefetch: bool = True)
         quantised: FP8 experts keep their quantised weights, too, which takes as much memory as the weights in bf16.
         prefetch: slots are filled ahead of their layer, and no backward waits for replicas' gradients: these are
             complete at the end. The same bits (carpool/parallel/slot_steps.py)."""
-    layers = list(rides(model).values())
     ahead = [homes(own) if prefetch else None for own in layers]
     if prefetch:
         _tell(layers, ahead)

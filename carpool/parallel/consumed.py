@@ -197,7 +197,8 @@ class ConsumedGradients:
 
     def _flush(self) -> None:
         """Update what waits, and free its gradients."""
-        with self._on_its_stream() as stream:
+        # The range in which profiles look for it (`carpool.profile.kinds`).
+        with torch.profiler.record_function("carpool::optimizer"), self._on_its_stream() as stream:
             _wait(self._events)
             done = []
             for copies, squares in self._squares.items():

@@ -157,7 +157,8 @@ def keep_slots(layers: Iterable[tuple[SlotFiller, Homes | None]]) -> Iterator[No
         layers: in the order of their forwards, each with its homes, or None: it then fills and sums when it runs."""
     # Of several hops, only the first has homes that are there between two forwards.
     hops = [(hop, homes if not number else None) for filler, homes in layers for number, hop in enumerate(filler.hops)]
-    steps = [SlotStep(filler, homes) for filler, homes in hops]
+    # Without replicas there is nothing to keep, and a captured step waits for a host that prepares it.
+    steps = [SlotStep(filler, homes) for filler, homes in hops] if any(hop.travels for hop, _ in hops) else []
     for before, after in pairwise(steps):
         before.next = after
     for step in steps:

@@ -48,7 +48,7 @@ from carpool.train.run.files import CONFIG, INFO, LAYOUT, METRICS
 from carpool.train.run.loop import Run
 from carpool.train.run.machine import find_machine, rank_device
 from carpool.train.run.model import distributed_config
-from carpool.train.run.numbers import start_numbers
+from carpool.train.run.numbers import step_numbers
 from carpool.train.run.prepare import Prepared, prepare
 
 # Steps' worth of different tokens, which are then taken again.
@@ -135,9 +135,7 @@ class CarpoolContender(Run):
         begin = time.perf_counter()
         self.step += 1
         losses, norm, _ = self.update()
-        numbers = start_numbers(self, losses, norm, begin)
-        self.record()
-        self.unrecorded = numbers
+        self.unrecorded = step_numbers(self, losses, norm, self.rode, begin)
         if self.placement.decides(self.step):
             self.record()
         self.placement.after_step(self.step)

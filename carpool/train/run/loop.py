@@ -24,6 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from carpool.hf.compiled import eagerly
 from carpool.hf.expert_parallel import rooms_of_rides
+from carpool.hf.metrics import LaterRecord
 from carpool.memory.optimizer import AdamW
 from carpool.parallel.clip import clip_factor, clip_grad_norm, grad_norm
 from carpool.parallel.replicated import replicated
@@ -33,7 +34,7 @@ from carpool.train.run.determinism import determinism
 from carpool.train.run.diagnose import NonFiniteError, explain
 from carpool.train.run.evaluate import evaluate
 from carpool.train.run.finish import finish, leave, save
-from carpool.train.run.numbers import StepNumbers, record_step, start_numbers
+from carpool.train.run.numbers import StepNumbers, record_step, start_numbers, step_numbers
 from carpool.train.run.setup import Setup
 from carpool.train.run.step import Batch, Losses, learning_rate
 
@@ -79,10 +80,12 @@ class Run(Setup):
     """The steps of a run.
 
     Attributes:
-        unrecorded: the step whose numbers are on their way to the host; None: all are recorded.
+        unrecorded: the step that was done last; None: its numbers are recorded.
+        rode: the rides of the latest step, on their way to the host.
     """
 
     unrecorded: StepNumbers | None = None
+    rode: LaterRecord
 
     def loop(self) -> None:
         training = self.config.training
@@ -95,11 +98,8 @@ class Run(Setup):
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate(self.step, training)
             losses, norm, signum = self.update()
-            numbers = start_numbers(self, losses, norm, begin)
+            self.unrecorded = step_numbers(self, losses, norm, self.rode, begin)
             begin = time.perf_counter()
-            # The device has work: time for the numbers of the step before.
-            self.record()
-            self.unrecorded = numbers
             last = self.step == self.last_step
             evaluates = training.eval_steps is not None and self.step % training.eval_steps == 0 and not last
             saves = training.save_steps is not None and self.step % training.save_steps == 0
@@ -118,16 +118,16 @@ class Run(Setup):
                 begin = time.perf_counter()
 
     def record(self, wait: bool = True) -> None:
-        """Record the step whose numbers are on their way, if there is one. `wait`: until they are there."""
+        """Record the step that was done last, if it is not recorded yet. `wait`: until its numbers are there."""
         numbers, self.unrecorded = self.unrecorded, None
         if numbers is not None and (wait or numbers.rode.arrived()):
             record_step(self, numbers)
 
     def update(self) -> tuple[Losses, float, int]:
         """The optimizer's step on the next batches: their losses, the norm of the gradient, and the signal that asked a
-        rank to stop, 0 if none did. The same on all ranks."""
+        rank to stop, 0 if none did. The same on all ranks. The step before is recorded meanwhile."""
         batches = [self.to_device(batch) for batch in next(self.data.train)]
-        means, measured = self.with_room(partial(self._gradients, batches))
+        means, measured = self.with_room(partial(self._launch, batches))
         self.fit_room()
         # Here alone the host waits for the device, and what follows depends on it.
         *found, norm = torch.cat([means, measured.to(means).view(1)]).tolist()
@@ -150,6 +150,13 @@ class Run(Setup):
                 kept.write()
         signum = max((signum for signum, ranks in zip(STOP_SIGNALS, asked, strict=True) if ranks), default=0)
         return losses, norm, signum
+
+    def _launch(self, batches: Sequence[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `_gradients`. Then the device has work, and the host does what would else keep it waiting."""
+        found = self._gradients(batches)
+        self.record()
+        self.rode = start_numbers(self)
+        return found
 
     def _gradients(self, batches: Sequence[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
         """Of one step, on the device: means of the losses with how many ranks each signal asked to stop, and the norm.

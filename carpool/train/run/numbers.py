@@ -1,6 +1,9 @@
 """The numbers of a step: for metrics.jsonl, for the terminal, and for the summary at the end.
 
-Those of step n are recorded while step n+1 computes, so that nothing waits for them.
+Those of step n are recorded while step n+1 computes, so that nothing waits for them:
+
+    the host      launches step n+1   records step n, starts numbers of n+1   waits for the norm of n+1   launches n+2
+    the device              computes step n+1 ....................................................
 """
 
 from __future__ import annotations
@@ -29,10 +32,14 @@ class StepNumbers(NamedTuple):
     step_ms: float
 
 
-def start_numbers(run: RunState, losses: Losses, norm: float, begin: float) -> StepNumbers:
-    """The numbers of the step that was just done, which began at `begin` (`time.perf_counter`). Collective; waits for
-    the end of its rides."""
-    rode = run.metrics.start(run.device, beside=(peak_memory(run.device) - run.memory_before,))
+def start_numbers(run: RunState) -> LaterRecord:
+    """The numbers of the rides of the step that is being computed, and its peak of memory up to here. Collective; waits
+    for the end of its rides if they are timed."""
+    return run.metrics.start(run.device, beside=(peak_memory(run.device) - run.memory_before,))
+
+
+def step_numbers(run: RunState, losses: Losses, norm: float, rode: LaterRecord, begin: float) -> StepNumbers:
+    """The numbers of the step that was just done, which began at `begin` (`time.perf_counter`)."""
     return StepNumbers(run.step, run.data.train.tokens, losses, norm, rode, 1e3 * (time.perf_counter() - begin))
 
 

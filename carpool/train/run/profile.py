@@ -129,8 +129,6 @@ def _record(run: Run, steps: int, recorded: Path) -> tuple[RankNumbers, float | 
             begin = time.perf_counter()
             with record_function(STEP):
                 run.update()
-                run.metrics.collect(run.device)
-                run.metrics.reset()
                 synchronize(run.device)
             if 0 < number < steps - 2:
                 plain_ms = 1e3 * (time.perf_counter() - begin)

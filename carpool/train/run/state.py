@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from carpool.hf.expert_parallel import buffers_of_rides, rooms_of_rides
-from carpool.hf.layouts import current_layouts, slots_kept
+from carpool.hf.layouts import current_layouts, slots_of_rides_kept
 from carpool.layout.layouts import Layouts
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.data.tokenizer import Tokenizer
@@ -76,7 +76,7 @@ class RunState(Assembled):
 
     def slots_kept(self) -> AbstractContextManager[None]:
         """Inside, slots are filled once, not in every forward."""
-        return slots_kept(self.model, self.config.moe.fp8_hold_weights, self.config.placement.prefetch)
+        return slots_of_rides_kept(self.rides, self.config.moe.fp8_hold_weights, self.config.placement.prefetch)
 
     def with_room(self, compute: Callable[[], T]) -> T:
         """What `compute` returns once all rows had a place in the transport's buffers. Until then the buffers grow, and
