@@ -26,6 +26,7 @@ from carpool.hf.expert_parallel import ExpertRides, rides
 from carpool.layout import ExpertLayout
 from carpool.observe.to_host import ToHost, to_device
 from carpool.observe.traffic import Traffic
+from carpool.transport.nodes import known_topology
 
 SPANS = ("dispatch", "experts", "combine")
 # See `RideMetrics._counts`.
@@ -118,7 +119,7 @@ class RideMetrics:
         """What this rank has counted: a row per layer, to be summed over ranks, and each layer's milliseconds."""
         layers, ranks, rank = self.layers, self.layers[0].num_ranks, self.layers[0].rank
         experts = max(own.num_experts for own in layers)
-        traffic = Traffic.totals([own.stats.traffic for own in layers], device)
+        traffic = Traffic.totals([own.stats.traffic for own in layers], device, self._far() or ())
         rows_LWW = torch.zeros(len(layers), ranks, ranks, dtype=torch.float64, device=device)
         rows_LWW[:, rank] = traffic[:, :ranks]
         tokens, filled = [], []
@@ -144,6 +145,14 @@ class RideMetrics:
             own_LN = own_LN.new_zeros(self.number, own_LN.shape[1]).index_copy(0, self._rows(device), own_LN)
         return own_LN, [own.stats.meter.milliseconds() for own in layers]
 
+    def _far(self) -> list[int] | None:
+        """The ranks of other nodes; None: there are none, or nobody has said where ranks are."""
+        topology = None if self.layers[0].group is None else known_topology(self.layers[0].group)
+        if topology is None or topology.num_nodes == 1:
+            return None
+        own = topology.node_of[self.layers[0].rank]
+        return [rank for rank, node in enumerate(topology.node_of) if node != own]
+
     def _rows(self, device: torch.device) -> torch.Tensor:
         return torch.tensor(self.rows, device=device)
 
@@ -162,8 +171,8 @@ class RideMetrics:
     ) -> RideRecord:
         """From what `start` has reduced."""
         experts, ranks, world = max(own.num_experts for own in self.layers), self.layers[0].num_ranks, len(own_ms) // 2
-        load_LE, replicas_LW, rows_LWW, numbers = total.split([experts, ranks, ranks * ranks, 8], dim=1)
-        tokens_L, dispatched_L, rows_L, bytes_L, baseline_L, slots_L, entropy_L, dropped_L = numbers.unbind(1)
+        load_LE, replicas_LW, rows_LWW, numbers = total.split([experts, ranks, ranks * ranks, 9], dim=1)
+        tokens_L, dispatched_L, rows_L, bytes_L, baseline_L, far_L, slots_L, entropy_L, dropped_L = numbers.unbind(1)
         copies_L = (rows_LWW.sum(1) / dispatched_L.clamp(min=1)).tolist()
         loads = [row[: layout.num_experts] for row, layout in zip(load_LE, layouts, strict=True)]
         parts = zip(layouts, loads, replicas_LW, strict=True)
@@ -174,6 +183,7 @@ class RideMetrics:
             "rows_remote_per_token": float(rows_L.sum() / dispatched_L.sum().clamp(min=1)),
             "bytes_remote": int(bytes_L.sum()),
             "bytes_remote_alltoall": int(baseline_L.sum()),
+            **({} if self._far() is None else {"bytes_network": int(far_L.sum())}),
             "bytes_replicas": int(slots_L.sum()),
             "load_max_over_mean": max((float(load.max() / load.mean()) if load.sum() else 0.0) for load in loads),
             "rank_load_max_over_mean": float((served_LW.amax(1) / served_LW.mean(1).clamp(min=1e-9)).mean()),

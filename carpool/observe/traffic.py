@@ -118,19 +118,22 @@ class Traffic:
         return tally.new_zeros(2, self.num_ranks).index_copy_(1, column, tally)
 
     @staticmethod
-    def totals(layers: Sequence[Traffic], device: torch.device) -> torch.Tensor:
+    def totals(layers: Sequence[Traffic], device: torch.device, far: Sequence[int] = ()) -> torch.Tensor:
         """What several layers counted, without waiting for the device.
 
+        Args:
+            far: the ranks of other nodes.
+
         Returns:
-            (L, W + 3) float64: rows dispatched to each rank; and to other ranks rows dispatched, bytes, and the bytes
-            that one row per (token, expert) would have taken, plans included."""
+            (L, W + 4) float64: rows dispatched to each rank; and to other ranks rows dispatched, bytes, and the bytes
+            that one row per (token, expert) would have taken, plans included; bytes to ranks that are far."""
         on_host = []
         for one in layers:
             plan = one.remote(one._bytes, "plan")
             baseline = sum(one._baseline.values()) + plan
-            on_host.append(
-                [*one._rows["dispatch"], one.remote(one._rows, "dispatch"), one.remote(one._bytes), baseline]
-            )
+            crossed = sum(sizes[rank] for sizes in one._bytes.values() for rank in far)
+            own = [one.remote(one._rows, "dispatch"), one.remote(one._bytes), baseline, crossed]
+            on_host.append([*one._rows["dispatch"], *own])
         total = to_device(on_host, device)
         places = [(number, one.rank, key) for number, one in enumerate(layers) for key in one._tallies]
         if not places:
@@ -144,7 +147,8 @@ class Traffic:
         counted_N2W = torch.stack(tallies).double()
         own_N2 = counted_N2W.gather(2, rank_N.long().view(-1, 1, 1).expand(-1, 2, 1)).squeeze(2)
         rows_N, choices_N = (counted_N2W.sum(2) - own_N2).unbind(1)
-        rest = [rows_N * dispatch_N, rows_N * row_N, choices_N * baseline_N + rows_N * row_N * plan_N]
+        far_N = counted_N2W[:, 0] @ to_device([float(r in far) for r in range(layers[0].num_ranks)], device)
+        rest = [rows_N * dispatch_N, rows_N * row_N, choices_N * baseline_N + rows_N * row_N * plan_N, far_N * row_N]
         rows_NW = counted_N2W[:, 0] * dispatch_N.unsqueeze(1)
         return total.index_add_(0, layer_N.long(), torch.cat([rows_NW, torch.stack(rest, 1)], 1))
 

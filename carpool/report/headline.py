@@ -128,6 +128,8 @@ def _moved(summary: Summary) -> Fact:
         detail += f"; one row per (token, expert) would have moved {bytes_text(theirs)}"
         if ours:
             detail += f", {theirs / ours:.2f}× as much"
+    if summary.bytes_network is not None:
+        detail = f"{bytes_text(summary.bytes_network)} of them between nodes; {detail}"
     return Fact("bytes moved", bytes_text(ours), detail)
 
 
@@ -186,6 +188,7 @@ def summarise(run: Run) -> Summary:
         first_eval_loss=evals[0] if evals else None,
         bytes_remote=train[-1].bytes_remote_seen,
         bytes_remote_alltoall=train[-1].bytes_remote_alltoall_seen,
+        bytes_network=train[-1].bytes_network_seen,
         num_experts_per_tok=run.info.model.num_experts_per_tok,
         compare=_compare(run),
         exact=run.info.exact,

@@ -146,6 +146,7 @@ class Train(Record):
     tokens_seen: int | None = None
     bytes_remote_seen: int | None = None
     bytes_remote_alltoall_seen: int | None = None
+    bytes_network_seen: int | None = None
     step_ms: float | None = None
     tokens_per_second: float | None = None
     mfu: float | None = None
@@ -155,6 +156,7 @@ class Train(Record):
     rows_remote_per_token: float | None = None
     bytes_remote: int | None = None
     bytes_remote_alltoall: int | None = None
+    bytes_network: int | None = None
     load_max_over_mean: float | None = None
     rank_load_max_over_mean: float | None = None
     dead_experts: int | None = None
@@ -288,6 +290,7 @@ class Summary(Record):
     first_eval_loss: float | None = None
     bytes_remote: int | None = None
     bytes_remote_alltoall: int | None = None
+    bytes_network: int | None = None
     copies_per_token: float | None = None
     num_experts_per_tok: int | None = None
     step_ms_median: float | None = None

@@ -28,19 +28,22 @@ def layers() -> list[Traffic]:
 
 
 def test_totals_are_those_of_each_layer() -> None:
-    totals_LC = Traffic.totals(layers(), CPU)
-    assert totals_LC.shape == (4, RANKS + 3) and totals_LC.dtype == torch.float64
-    for one, (*rows, remote, sent, baseline) in zip(layers(), totals_LC.tolist(), strict=True):
+    totals_LC = Traffic.totals(layers(), CPU, far=[0, 2])
+    assert totals_LC[0, -1] > 0
+    assert totals_LC.shape == (4, RANKS + 4) and totals_LC.dtype == torch.float64
+    for one, (*rows, remote, sent, baseline, crossed) in zip(layers(), totals_LC.tolist(), strict=True):
         # These move what kernels counted to the host, so they come second.
         assert rows == one.rows["dispatch"]
         assert remote == one.remote(one.rows, "dispatch") and sent == one.remote(one.bytes)
         assert baseline == sum(one.baseline.values()) + one.remote(one.bytes, "plan")
+        assert crossed == sum(sizes[0] + sizes[2] for sizes in one.bytes.values())
 
 
 def test_totals_of_the_host_alone() -> None:
     one = Traffic(RANKS, RANK)
     one.add("combine", [1, 2, 3], 10)
-    assert Traffic.totals([one], CPU).tolist() == [[0, 0, 0, 0, 40, 0]]
+    assert Traffic.totals([one], CPU).tolist() == [[0, 0, 0, 0, 40, 0, 0]]
+    assert Traffic.totals([one], CPU, far=[2]).tolist() == [[0, 0, 0, 0, 40, 0, 30]]
 
 
 def test_numbers_that_travel() -> None:

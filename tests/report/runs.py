@@ -268,6 +268,7 @@ def summary_of(lines: list[dict[str, Any]], shape: Shape, **changes: Any) -> dic
         "first_eval_loss": evals[0] if evals else None,
         "bytes_remote": sum(t["bytes_remote"] for t in train),
         "bytes_remote_alltoall": sum(t["bytes_remote_alltoall"] for t in train),
+        "bytes_network": None,
         "copies_per_token": float(np.mean([t["copies_per_token"] for t in train])),
         "num_experts_per_tok": shape.chosen,
         "step_ms_median": step_ms,

@@ -113,6 +113,11 @@ def test_one_rank_moves_nothing() -> None:
     assert "0 B between ranks: every expert lives where its tokens are" in _line(block, "bytes moved")
 
 
+def test_bytes_between_nodes_are_said_where_there_are_several() -> None:
+    line = _line(text_block({**SUMMARY, "bytes_network": 300_000_000}, run_info(SHAPE)), "bytes moved")
+    assert "1.23 GB 300 MB of them between nodes; between ranks, forward and backward;" in line
+
+
 def test_mfu_and_nan() -> None:
     block = text_block({**SUMMARY, "mfu_median": 0.2137, "final_loss": math.nan}, run_info(SHAPE))
     assert "MFU 21 %" in _line(block, "step time")

@@ -61,4 +61,6 @@ def test_ranks_per_node_reach_the_limit(ranks: Ranks, text: list[str], tmp_path:
     assert json.loads((tmp_path / "run" / "run.json").read_text())["lossy_reasons"] == [
         "each token's experts are limited to 1 node, by score"
     ]
-    assert records(tmp_path / "run")[1]["copies_per_token"] <= 2
+    step = records(tmp_path / "run")[1]
+    assert step["copies_per_token"] <= 2
+    assert 0 < step["bytes_network"] < step["bytes_remote"] and step["bytes_network_seen"] == step["bytes_network"]

@@ -18,11 +18,12 @@ class _Strict(BaseModel):
 
 
 class Totals(_Strict):
-    """Sums over all steps."""
+    """Sums over all steps. `bytes_network`: over those on several nodes; None: there were none."""
 
     tokens: int = Field(ge=0)
     bytes_remote: int = Field(ge=0)
     bytes_remote_alltoall: int = Field(ge=0)
+    bytes_network: int | None = Field(default=None, ge=0)
 
 
 class Losses(_Strict):

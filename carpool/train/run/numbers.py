@@ -51,8 +51,9 @@ def record_step(run: RunState, numbers: StepNumbers) -> None:
     per_second = tokens / step_ms * 1e3
     used = run.flops * per_second / run.world / run.peak if run.peak else None
     run.totals["tokens"] += losses.tokens
-    for key in ("bytes_remote", "bytes_remote_alltoall"):
-        run.totals[key] += rode.record[key]
+    for key in ("bytes_remote", "bytes_remote_alltoall", "bytes_network"):
+        if key in rode.record:
+            run.totals[key] = run.totals.get(key, 0) + rode.record[key]
     record = {
         **asdict(losses),
         "learning_rate": learning_rate(step, training),
@@ -60,6 +61,7 @@ def record_step(run: RunState, numbers: StepNumbers) -> None:
         "tokens_seen": run.totals["tokens"],
         "bytes_remote_seen": run.totals["bytes_remote"],
         "bytes_remote_alltoall_seen": run.totals["bytes_remote_alltoall"],
+        **({"bytes_network_seen": run.totals["bytes_network"]} if "bytes_network" in run.totals else {}),
         "step_ms": step_ms,
         "tokens_per_second": per_second,
         "mfu": used,
