@@ -75,6 +75,7 @@ def choose_policies(
     total_bytes: Callable[[Policies], int],
     milliseconds: Callable[[Policies], float],
     how: str = "modelled",
+    preferred: Callable[[Policies], bool] = lambda _: True,
 ) -> tuple[Policies, str]:
     """(the policies that fit into a budget and cost least, why).
 
@@ -84,10 +85,13 @@ def choose_policies(
         total_bytes: of a rank under some policies.
         milliseconds: that they add to a micro-batch.
         how: these are known, for people.
+        preferred: others are taken only where all are others.
 
     Raises:
         ValueError: none fits. Says the smallest budget for which one does."""
-    every = [(total_bytes(one), milliseconds(one), one) for one in combinations(given)]
+    found = combinations(given)
+    found = [one for one in found if preferred(one)] or found
+    every = [(total_bytes(one), milliseconds(one), one) for one in found]
     fitting = [one for one in every if one[0] <= budget]
     if not fitting:
         least, _, policies = min(every, key=lambda one: one[0])

@@ -72,6 +72,8 @@ def in_words(plan: Plan, per_node: int) -> list[str]:
         said.append("Each gradient is used for its update in the backward, and freed.")
     if one.optimizer_state != "device":
         said.append("The optimizer's state is in host memory.")
+    if (why := one.why_eager) is not None:
+        said.append(f"Steps are not CUDA graphs, because {why}.")
     return said
 
 

@@ -95,6 +95,21 @@ def test_what_is_measured_decides() -> None:
         assert chosen.how == "measured" and chosen.times == times and "for 1.0 ms more" in chosen.why
         taken.append([one for one in POLICIES if chosen.answer[one] != "keep"])
     assert taken == [["hidden"], ["rows"], ["dense"]]
+    # What two batches offload cannot be captured.
+    shape = [*shape, "parallelism.dense=replicate", "moe.schedule=two-batch", "training.gradient_accumulation_steps=2"]
+    plain, answers = _estimate(shape, 4, True)("nvlink", "replicate")["total"], []
+    times = {**every, "hidden": {"recompute": 9.0, "offload": 1.0}}
+    for graphs in ("auto", "on"):
+        settings = [*shape, f"memory.budget={plain // 2**10 - 20}KiB", f"training.cuda_graphs={graphs}"]
+        chosen = choose_memory(
+            _estimate(settings, 4, True),
+            "nvlink",
+            CPU,
+            Decisions(),
+            measure_times=lambda: times,
+        )
+        answers.append(chosen.answer["hidden"])
+    assert answers == ["offload", "keep"]
 
     def never() -> Any:
         raise AssertionError("what fits costs nothing")
@@ -126,11 +141,11 @@ def test_a_small_model_has_layers_with_experts() -> None:
     assert small_model(config, 0).layer_types == kinds[:3] and config.num_hidden_layers == 8
 
 
-def _estimate(settings: list[str], num_ranks: int = 1) -> Any:
+def _estimate(settings: list[str], num_ranks: int = 1, cuda: bool = False) -> Any:
     config = load_config(None, [*MODEL, *settings])
     model = meta_model(model_source(config, load_tokenizer("bytes", None, None)))
     degrees = config.parallelism.resolve(num_ranks, min(expert_counts(model).values()))
-    return MemoryEstimate(config, degrees, model, cuda=False)
+    return MemoryEstimate(config, degrees, model, cuda)
 
 
 def test_a_dry_run_shows_what_was_chosen_and_what_it_costs() -> None:

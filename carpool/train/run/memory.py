@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from carpool.planner.captured import by_plan
 from carpool.planner.chosen import Chosen, Decisions, Kind, Record
 from carpool.planner.hardware import Hardware
 from carpool.planner.kept import POLICIES
@@ -105,12 +106,20 @@ def _fitting(
     config, budget = estimate.config, estimate.config.memory.budget_bytes
     assert budget is not None
     dense = _lies(config)
+
+    def preferred(policies: Policies) -> bool:
+        if config.training.cuda_graphs != "on":
+            return True
+        one = estimate.changed(with_policies(config, policies)).candidate(transport, dense)
+        return (one.eager or by_plan(one)) is None
+
     return choose_policies(
         budget,
         open_items(config),
         lambda policies: estimate.changed(with_policies(config, policies))(transport, dense)["total"],
         milliseconds,
         how,
+        preferred,
     )
 
 
