@@ -27,8 +27,9 @@ _OPTIONAL = {
     "triton": "kernels on GPUs",
     "datasets": "Parquet files and Hugging Face dataset folders",
     "tensorboard": "report_to = tensorboard",
-    "matplotlib": "carpool report",
-    "jinja2": "carpool report",
+    "matplotlib": "the figures of carpool bench, carpool recipes race and carpool place",
+    "jinja2": "pages: carpool report, profile, plan and simulate",
+    "peft": "adapters (adapter.kind)",
 }
 _EXCHANGE_SECONDS = 90
 
