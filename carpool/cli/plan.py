@@ -73,7 +73,7 @@ def plan(
         from carpool.planner.routes import Routes
         from carpool.planner.search import plan as search
         from carpool.planner.space import Space
-        from carpool.planner.systems import SYSTEMS
+        from carpool.planner.systems import OTHERS, SYSTEMS
         from carpool.train.config.published import read_keys
         from carpool.train.config.sizes import size_of
 
@@ -93,7 +93,9 @@ def plan(
             )
         usable = None if memory is None else float(size_of(memory, "--memory"))
         if unknown := [name for name in policy or () if name not in SYSTEMS]:
-            raise ValueError(f"--policy {unknown[0]} is not known; there are {', '.join(SYSTEMS)}")
+            raise ValueError(
+                f"--policy {unknown[0]}: {OTHERS.get(unknown[0], 'it is not known')}; there are {', '.join(SYSTEMS)}"
+            )
         space = read_constraints(
             Space(
                 moments=moments,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from carpool.cli.common import TRAIN_PACKAGES, RanksDebug, command, errors, require
 
@@ -55,11 +57,30 @@ def profile(
             # Before any rank is started.
             load_profile(profile_path(compare))
         from carpool.cli.train import check_paths
-        from carpool.train.config import load_config
-        from carpool.train.launch.start import run
+        from carpool.train.config import resolve_config
+        from carpool.train.launch.ahead import look_ahead, stopped_at_once
+        from carpool.train.launch.start import find_world, run, startable_ranks
 
-        settings = load_config(config, overrides or [])
+        resolved = resolve_config(config, overrides or [])
+        settings, fixed = resolved.config, resolved.fixed
         require(TRAIN_PACKAGES)
         check_paths(settings)
+        if find_world(os.environ) is None:
+            # Errors come while there are no ranks.
+            check = "carpool.train.run.profile:check_profile"
+            with (
+                stopped_at_once(),
+                Console(stderr=True).status("checking the settings"),
+                look_ahead(settings, check, debug=debug, fixed=fixed),
+            ):
+                startable_ranks(settings)
         before = str(compare) if compare is not None else None
-        run(settings, "carpool.train.run.profile:profile", debug=debug, steps=steps, compare=before, command=command())
+        run(
+            settings,
+            "carpool.train.run.profile:profile",
+            debug=debug,
+            steps=steps,
+            compare=before,
+            command=command(),
+            fixed=fixed,
+        )

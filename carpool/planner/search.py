@@ -39,6 +39,8 @@ from carpool.planner.systems import System
 
 # Of the memory of a device: the rest is for what the prediction misses.
 USABLE = 0.92
+# How many of those that need the rest, too, are predicted.
+TIGHT = 8
 
 
 @dataclass(frozen=True)
@@ -194,12 +196,12 @@ class Search:
                 heapq.heappop(self.found)
 
     def fastest_tight(self) -> Prediction | None:
-        """Of `Enumeration.tight` the fastest, if it is faster than all that were found."""
+        """The fastest of `Enumeration.tight`, of those with the least bounds, if all that were found are slower."""
         if self.system is not None or not self.found:
             return None
         best, fastest = min(-seconds for seconds, *_ in self.found), None  # type: float, Candidate | None
         bounds = [(self.bounds.seconds(one), number, one) for number, one in enumerate(self.enumeration.tight)]
-        for bound, _, one in sorted(bounds):
+        for bound, _, one in heapq.nsmallest(TIGHT, bounds):
             if bound >= best:
                 break
             if (seconds := self._predicted(one, bound)) < best and self._runs(one):

@@ -252,3 +252,8 @@ SYSTEMS: Mapping[str, System] = MappingProxyType({
         allowed=all_experts_apart,
     ),
 })  # fmt: skip
+# Those that are no policy of a search here, and what says the same.
+OTHERS: Mapping[str, str] = MappingProxyType({
+    "nnscaler": "its users constrain the search, as --only does here for every policy",
+    "schemoe": "it orders compression, exchange and decompression, which are one event here; fsmoe orders chunks",
+})  # fmt: skip

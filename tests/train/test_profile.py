@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from carpool.observe.meter import Meter
 from carpool.profile.numbers import load_profile
 from carpool.profile.trace import load, parse
 from carpool.train.config import load_config
-from carpool.train.run.profile import profile
+from carpool.train.run.profile import check_profile, profile
 from tests.ranks import Ranks
 from tests.train.test_loop import MODEL, text
 
@@ -113,14 +114,27 @@ def test_errors_of_the_command_are_one_line(tmp_path):
     assert "--output is of --show" in error_of("--output", str(tmp_path / "page.html"))
 
 
+def test_what_the_ranks_would_refuse_is_refused_before(tmp_path):
+    given = [*MODEL, "parallelism.num_ranks=2", "parallelism.device=cpu", f"training.output_dir={tmp_path}"]
+    (tmp_path / "metrics.jsonl").write_text("")
+    check_profile(load_config(None, given), ())
+    with pytest.raises(ValueError, match="transport 'nvlink' cannot be used here: there is no CUDA device"):
+        check_profile(load_config(None, [*given, "moe.transport=nvlink"]), ())
+
+
 def test_what_the_command_starts(monkeypatch, tmp_path):
-    started = []
+    started, ahead = [], []
+    monkeypatch.setattr(
+        "carpool.train.launch.ahead.look_ahead", lambda *args, **kwargs: nullcontext(ahead.append((args, kwargs)))
+    )
     monkeypatch.setattr("carpool.train.launch.start.run", lambda *args, **kwargs: started.append((args, kwargs)))
     result = CliRunner().invoke(cli.app, ["profile", f"training.output_dir={tmp_path}", "--steps", "3"])
     assert result.exit_code == 0, result.output
     ((config, entry), kwargs) = started[0]
     assert (config.training.output_dir, entry) == (str(tmp_path), "carpool.train.run.profile:profile")
     assert (kwargs["steps"], kwargs["compare"]) == (3, None)
+    assert kwargs["fixed"] == ahead[0][1]["fixed"] and "training.output_dir" in kwargs["fixed"]
+    assert ahead[0][0] == (config, "carpool.train.run.profile:check_profile")
 
 
 @pytest.mark.parametrize(

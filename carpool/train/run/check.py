@@ -43,6 +43,16 @@ def check_run(config: Config, fixed: Collection[str], compare: str | None = None
         ValueError: that."""
     check_choices(config, compare)
     checkpoint, _ = find_checkpoint(config)
+    _check_foreseen(config, fixed, checkpoint)
+
+
+def check_settings(config: Config, fixed: Collection[str]) -> None:
+    """The same of settings alone, whatever is in the run's folder."""
+    check_choices(config, None)
+    _check_foreseen(config, fixed, None)
+
+
+def _check_foreseen(config: Config, fixed: Collection[str], checkpoint: Path | None) -> None:
     run = foresee(config, fixed, imagine_machine(config, None), checkpoint)
     check_fits(run.estimate, run.likely_transport, run.dense.answer, run.rank_memory)
 

@@ -45,12 +45,19 @@ def dry_run(config: Config, sources: Sources | None = None, gpu: str | None = No
     """
     sources, machine = sources or {}, imagine_machine(config, gpu)
     checkpoint = None
-    if machine.here:
-        check_choices(config, None)
-        if config.training.resume_from_checkpoint is not None:
-            checkpoint, _ = find_checkpoint(config)
     fixed = [f"{section}.{key}" for section, _, key in keys() if (section, key) not in sources]
-    run = foresee(config, fixed, machine, checkpoint)
+    try:
+        if machine.here:
+            check_choices(config, None)
+            if config.training.resume_from_checkpoint is not None:
+                checkpoint, _ = find_checkpoint(config)
+        run = foresee(config, fixed, machine, checkpoint)
+    except ValueError as error:
+        if machine.cuda or config.parallelism.device == "cpu":
+            raise
+        raise ValueError(
+            f"{error} (if the run is meant for GPUs of another machine: --gpu h100, or what they are)"
+        ) from None
     lines = [*_decided(run), *_time(run), *_needed(run)]
     return run.config.to_toml(sources={**sources, **_planned(run)}) + "\n" + "\n".join(f"# {line}" for line in lines)
 

@@ -13,7 +13,7 @@ learning rate is 0, nothing is evaluated or saved, and a run in RUN is left as i
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +30,38 @@ from carpool.report import write_profile
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.resume import checkpoint_to_resume
 from carpool.train.config import Config
+from carpool.train.run.check import check_settings
 from carpool.train.run.files import CONFIG, DECISIONS, INFO, LAYOUT, METRICS
 from carpool.train.run.loop import Run
 
 PROFILE = "profile"
 
 
-def profile(config: Config, *, steps: int = 5, compare: str | None = None, command: str = "carpool profile") -> None:
+def check_profile(config: Config, fixed: Collection[str]) -> None:
+    """Refuse what the ranks of this machine would refuse before their first step (`carpool.train.run.check`). The run
+    in the folder stays as it is, whatever it is.
+
+    Args:
+        fixed: settings that the user has said, by SECTION.KEY.
+
+    Raises:
+        ValueError: that."""
+    folder = Path(config.training.output_dir)
+    check_settings(_as_profiled(config, folder, folder / PROFILE), fixed)
+
+
+def profile(
+    config: Config,
+    *,
+    steps: int = 5,
+    compare: str | None = None,
+    command: str = "carpool profile",
+    fixed: Collection[str] = (),
+) -> None:
     """Run `steps` steps as `config` says and record the last. In every rank, inside an initialised process group.
 
     Args:
+        fixed: settings that the user has said, by SECTION.KEY; a plan leaves them.
         compare: folder of a run that has a profile, to be shown on the same page.
         command: what the user typed, for the record.
 
@@ -56,7 +78,7 @@ def profile(config: Config, *, steps: int = 5, compare: str | None = None, comma
         recorded.mkdir(parents=True, exist_ok=True)
         _remove_old(recorded)
     dist.barrier()
-    run = Run(_as_profiled(config, folder, recorded), None, command)
+    run = Run(_as_profiled(config, folder, recorded), None, command, fixed)
     try:
         own, plain_ms = _record(run, steps, recorded)
         everyone: list[Any] = [None] * run.world
