@@ -15,7 +15,7 @@ depends on the seed, the prompt's number and the step alone, so a text is the sa
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -98,6 +98,7 @@ def generate(
     vocabulary: int | None = None,
     streamer: Any = None,
     graphs: DecodeGraphs | None = None,
+    stop: Callable[[], bool] | None = None,
 ) -> Generated:
     """Continue this rank's prompts. All ranks together, each with prompts of its own, or with none.
 
@@ -112,6 +113,7 @@ def generate(
             nothing. None: all may be.
         streamer: of Transformers, for one prompt.
         graphs: decode steps are CUDA graphs; None: they are not.
+        stop: asked after each token; True ends all texts of this rank.
 
     Raises:
         ValueError: an empty prompt.
@@ -126,7 +128,7 @@ def generate(
     processors = _processors(sampling, numbers or range(len(own)), length, vocabulary, device)
     if (away := host_experts(model)) is not None:
         away.begin()
-    clock = _Clock(ends=not prompts)
+    clock = _Clock(stop if prompts else lambda: True)
     several = dist.is_initialized() and dist.get_world_size() > 1
     training = model.training
     model.eval()
@@ -222,14 +224,15 @@ class _Draw(LogitsProcessor):
 
 
 class _Clock(StoppingCriteria):
-    """Notes when the first token was there. `ends`: all sequences are done with it."""
+    """Notes when the first token was there. `stop`: asked after each token; True: all sequences are done."""
 
-    def __init__(self, ends: bool) -> None:
-        self.ends, self.first = ends, 0.0
+    def __init__(self, stop: Callable[[], bool] | None) -> None:
+        self.stop, self.first = stop, 0.0
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
         if not self.first:
             if input_ids.is_cuda:
                 torch.cuda.synchronize()
             self.first = time.perf_counter()
-        return torch.full((len(input_ids),), self.ends, device=input_ids.device)
+        done = self.stop is not None and self.stop()
+        return torch.full((len(input_ids),), done, device=input_ids.device)

@@ -2,12 +2,17 @@
 
 Rank 0 reads and writes. The others wait for each turn's tokens, and take part in its forwards. Each turn begins with
 the whole conversation, as the checkpoint's own chat template writes it.
+
+Ctrl-C ends an answer, which stays as far as it came; before the first word of a line it ends the conversation. With
+several ranks, whose launcher hears it too, it ends everything.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -94,7 +99,8 @@ def run_rank(config: Config, model: str, system: str | None, options: dict[str, 
     try:
         for words, tokens in _turns(talk):
             _from_rank_0(tokens, group)
-            made: Generated = reply([tokens], streamer=streamer)
+            with _until_interrupted(alone=not several) as stop:
+                made: Generated = reply([tokens], streamer=streamer, stop=stop)
             talk.add(words, source.text.decode(made.tokens[0]))
             speed += Speed.of_ranks([made])
     finally:
@@ -108,6 +114,24 @@ def _from_rank_0(tokens: list[int] | None, group: dist.ProcessGroup | None) -> l
     if group is not None:
         dist.broadcast_object_list(told, src=0, group=group)
     return told[0]
+
+
+@contextmanager
+def _until_interrupted(alone: bool) -> Iterator[Callable[[], bool] | None]:
+    """Inside, Ctrl-C raises nothing; what this yields then returns True. Not unless this process is `alone`."""
+    if not alone:
+        yield None
+        return
+    heard = [False]
+
+    def hear(*_: Any) -> None:
+        heard[0] = True
+
+    before = signal.signal(signal.SIGINT, hear)
+    try:
+        yield lambda: heard[0]
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _turns(talk: Conversation) -> Iterator[tuple[str, list[int]]]:
@@ -140,5 +164,6 @@ def _lines() -> Iterator[str]:
     while True:
         try:
             yield input("> ")
-        except EOFError:
+        except (EOFError, KeyboardInterrupt):
+            print(file=sys.stderr)
             return

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from transformers import TextStreamer
 from typer.testing import CliRunner, Result
 
 from carpool.cli import app
@@ -47,6 +50,25 @@ def test_what_cannot_be_said(tmp_path: Path) -> None:
     assert result.exit_code == 1 and "has no chat template" in result.stderr
     save(tmp_path / "picky", "qwen3_moe", template="{{ raise_exception('no empty messages') }}")
     assert "refuses the conversation: no empty messages" in _chat(tmp_path / "picky", "hi\n").stderr
+
+
+def test_an_answer_that_is_interrupted_stays_as_far_as_it_came(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (whole,) = _answers(tmp_path, "u:hi\na:")
+    put, count = TextStreamer.put, [0]
+
+    def put_and_interrupt(self: Any, value: Any) -> None:
+        put(self, value)
+        count[0] += 1
+        if count[0] == 4:  # the prompt, and three tokens
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TextStreamer, "put", put_and_interrupt)
+        result = _chat(tmp_path, "hi\nso?\n")
+    assert result.exit_code == 0, result.output
+    begun, again = result.stdout.splitlines()
+    assert whole.startswith(begun) and 0 < len(begun) < len(whole)
+    assert [whole, again] == _answers(tmp_path, "u:hi\na:", f"u:hi\na:{begun}\nu:so?\na:")
 
 
 @pytest.mark.slow
