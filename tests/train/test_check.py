@@ -114,8 +114,15 @@ def test_an_error_meanwhile_ends_the_look_ahead() -> None:
 def test_a_signal_ends_the_look_ahead_and_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, signum: int) -> None:
     command, before = sys.modules["carpool.cli.train"], signal.getsignal(signum)
     ahead, sleep = command.look_ahead, "tests.train.ahead_entries:sleep_long"
-    monkeypatch.setattr(command, "look_ahead", lambda config, *_, **__: ahead(config, sleep, rank=0))
-    threading.Timer(0.3, os.kill, (os.getpid(), signum)).start()
+
+    @contextlib.contextmanager
+    def interrupted(config: Config, *_: Any, **__: Any) -> Iterator[None]:
+        with ahead(config, sleep, rank=0):
+            # Not before: whoever has no handler yet is killed.
+            threading.Timer(0.3, os.kill, (os.getpid(), signum)).start()
+            yield
+
+    monkeypatch.setattr(command, "look_ahead", interrupted)
     found = CliRunner().invoke(cli.app, ["train", "parallelism.device=cpu", f"training.output_dir={tmp_path}"])
     assert found.exit_code == 128 + signum
     assert f"stopped by {signal.Signals(signum).name} before the ranks were started" in found.stderr
