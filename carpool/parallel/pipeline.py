@@ -82,8 +82,8 @@ def cut(costs: Sequence[float], stages: int, first: float = 0.0, last: float = 0
     number = len(costs)
     if number < stages:
         raise ValueError(
-            f"{number} layers cannot be cut into {stages} stages: lower parallelism.pp_size, or take a pp_schedule "
-            "with one stage on each rank (GPipe, 1F1B)"
+            f"{number} layers cannot be cut into {stages} stages: lower parallelism.pp_size, so that there are "
+            f"{number} or fewer, or take a pp_schedule with one stage on each rank (GPipe, 1F1B)"
         )
     before = [0.0]
     for cost in costs:

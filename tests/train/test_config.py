@@ -170,6 +170,10 @@ def test_models_that_contradict_themselves():
     [
         (["num_ranks=4", "ep_size=8"], "ep_size = 8 is larger than the number of ranks, 4"),
         (["num_ranks=4", "tp_size=3"], "4 ranks cannot be divided by"),
+        (["num_ranks=4", "tp_size=3"], "= 3 * 1 = 3. The nearest sizes that divide them: parallelism.tp_size=4"),
+        (["num_ranks=8", "pp_size=4", "cp_size=4"], "that divide them: parallelism.cp_size=2"),
+        (["num_ranks=8", "pp_size=4", "cp_size=4", "ep_size=4"], "that divide them: parallelism.pp_size=2"),
+        (["pp_size=2", "num_ranks=4"], "cannot run 1 micro-batches: set training.gradient_accumulation_steps = 2"),
         (["num_ranks=8", "fsdp_size=4", "ep_size=8"], "fsdp_size * tp_size * dp_replicate_size = 4 * 1 * 1 = 4, but"),
         (["num_ranks=8", "dp_replicate_size=2", "ep_size=8"], "ep_size = 8 must divide fsdp_size * tp_size = 4 * 1"),
         (["fsdp_size=4", "ep_size=3"], "ep_size = 3 must divide"),

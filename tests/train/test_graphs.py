@@ -65,6 +65,7 @@ def layer(
     )
 
 
+STAGES = ["parallelism.pp_size=2", "training.gradient_accumulation_steps=2"]
 CONSUMED = ["training.gradients=consumed", "training.max_grad_norm=0", "training.optimizer=one-pass"]
 
 
@@ -84,7 +85,7 @@ CONSUMED = ["training.gradients=consumed", "training.max_grad_norm=0", "training
         (
             OnGpu(),
             layer(),
-            ["parallelism.pp_size=2", "parallelism.pp_schedule=DualPipeV"],
+            ["parallelism.pp_size=2", "parallelism.pp_schedule=DualPipeV", "training.gradient_accumulation_steps=4"],
             "two-batch",
             "two threads",
         ),
@@ -96,8 +97,8 @@ CONSUMED = ["training.gradients=consumed", "training.max_grad_norm=0", "training
         (OnGpu(dropout=0.1), layer(), ["memory.dense=recompute"], "none", "drop-out"),
         (OnGpu(), layer(), ["memory.experts=host"], "none", "host memory"),
         (OnGpu(), layer(), ["training.cuda_graphs=off"], "none", "training.cuda_graphs = 'off'"),
-        (OnGpu(), layer(), ["parallelism.pp_size=2"], "none", None),
-        (OnGpu(), layer(), ["parallelism.pp_size=2", "memory.hidden=offload"], "none", "in another"),
+        (OnGpu(), layer(), STAGES, "none", None),
+        (OnGpu(), layer(), [*STAGES, "memory.hidden=offload"], "none", "in another"),
         (OnGpu(), layer(), ["memory.dense=offload"], "none", None),
         (OnGpu(), layer(), CONSUMED, "none", None),
         (OnGpu(), layer(), [*CONSUMED, "training.optimizer_state=host"], "none", None),

@@ -30,6 +30,7 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from carpool.parallel.combinations import check_supported
+from carpool.parallel.schedules import check_micro_batches
 from carpool.train.config.schema_adapter import AdapterSection
 from carpool.train.config.schema_base import Section, toml_value
 from carpool.train.config.schema_data import DataSection
@@ -74,6 +75,9 @@ class Config(Section):
     @model_validator(mode="after")
     def _goes_together(self) -> Self:
         self.check_supported(self.parallelism.sizes)
+        if self.parallelism.pp_size > 1 and self.parallelism.plan is None:  # which chooses how many
+            micro_batches = self.training.gradient_accumulation_steps
+            check_micro_batches(self.parallelism.pp_schedule, self.parallelism.pp_size, micro_batches)
         return self
 
     @model_validator(mode="after")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from itertools import product
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -180,7 +181,11 @@ class ParallelismSection(Section):
         others = math.prod(self._others.values())
         keys, numbers = " * ".join(self._others), " * ".join(map(str, self._others.values()))
         if world_size % others:
-            raise ValueError(f"{world_size} ranks cannot be divided by parallelism.{keys} = {numbers} = {others}")
+            nearest = " ".join(f"parallelism.{key}={size}" for key, size in self._nearest(world_size).items())
+            raise ValueError(
+                f"{world_size} ranks cannot be divided by parallelism.{keys} = {numbers} = {others}. The nearest sizes "
+                f"that divide them: {nearest}"
+            )
         fsdp_size = world_size // others if self.fsdp_size is None else self.fsdp_size
         if fsdp_size * others != world_size:
             raise ValueError(
@@ -196,6 +201,23 @@ class ParallelismSection(Section):
                 f"these do: {', '.join(str(n) for n in range(1, copy + 1) if copy % n == 0)}"
             )
         return fsdp_size, copy
+
+    def _nearest(self, world_size: int) -> dict[str, int]:
+        """Sizes by key that divide the ranks, in place of those that do not: as few others as can be, then as near as
+        can be, and with the experts' sizes if there are such."""
+        asked, experts = self._others, (self.ep_size or 1) * self.etp_size
+        ways = [[n for n in range(1, 2 * size) if world_size % n == 0] for size in asked.values()]
+        found: list[tuple[int, ...]] = [way for way in product(*ways) if world_size % math.prod(way) == 0]
+
+        def distance(way: tuple[int, ...]) -> tuple[bool, int, float]:
+            pairs = list(zip(asked.values(), way, strict=True))
+            sizes = dict(zip(asked, way, strict=True))
+            copies = sizes["dp_replicate_size"] * sizes.get("pp_size", 1)
+            fits = world_size // copies % experts == 0 and (experts == 1 or experts % sizes["tp_size"] == 0)
+            return not fits, sum(a != b for a, b in pairs), sum(abs(math.log(a / b)) for a, b in pairs)
+
+        best = min(found, key=distance)
+        return {key: size for key, size in zip(asked, best, strict=True) if size != asked[key]}
 
     def resolve(self, world_size: int, num_experts: int) -> Degrees:
         """Every degree as a number, for that many ranks and experts.

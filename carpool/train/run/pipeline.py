@@ -31,7 +31,7 @@ from carpool.memory import Arena
 from carpool.parallel.degrees import Degrees
 from carpool.parallel.meshes import Meshes
 from carpool.parallel.pipeline import Pipeline, Tensors, Work
-from carpool.parallel.schedules import SCHEDULES, check_micro_batches, stages_of
+from carpool.parallel.schedules import SCHEDULES, stages_of
 from carpool.parallel.sequence import gather_rows, num_rows
 from carpool.schedule.forward_backward import ForwardBesideBackward
 from carpool.schedule.split import SplitBackward
@@ -259,12 +259,10 @@ def cut_into_stages(config: Config, degrees: Degrees, blueprint: PreTrainedModel
     """The stages of a run's model; None: it has one.
 
     Raises:
-        ValueError: the model cannot be cut so, a rank would have no layer with experts, or the schedule cannot run the
-            micro-batches."""
+        ValueError: the model cannot be cut so, or a rank would have no layer with experts."""
     if degrees.pp == 1:
         return None
     schedule = config.parallelism.pp_schedule
-    check_micro_batches(schedule, degrees.pp, config.training.gradient_accumulation_steps)
     placed = stages_of(schedule, degrees.pp)
     parts = cut_model(blueprint, sum(map(len, placed)))
     experts = experts_modules(blueprint)
