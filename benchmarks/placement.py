@@ -78,7 +78,7 @@ def predictors(path: Path, ranks: int = 4) -> list[dict[str, Any]]:
     layers = [compare(late_SLE[:, layer], ranks, warmup=64, every=8) for layer in range(late_SLE.shape[1])]
     rows = []
     for same in zip(*layers, strict=True):
-        numbers = {key: float(np.mean([one[key] for one in same])) for key in ("error", "correlation", "load_ratio")}
+        numbers = {key: float(np.mean([one[key] for one in same])) for key in ("error", "load_ratio")}
         rows.append({"loads": path.stem, "predictor": same[0]["name"], **numbers})
     return rows
 

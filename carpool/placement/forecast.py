@@ -48,8 +48,8 @@ def compare(history_NE: Array, num_ranks: int, *, warmup: int = 8, every: int = 
 
     Returns:
         for each predictor, and for "oracle", which knows the next step: `error`, the sum of absolute errors by the
-        sum of loads; `correlation` of ranks (Spearman's); `load_ratio`, max by mean of the rank loads in the next step
-        if experts are placed by LPT from the prediction. Means over steps.
+        sum of loads; `load_ratio`, max by mean of the rank loads in the next step if experts are placed by LPT from the
+        prediction. Means over steps.
     """
     loads_NE = _checked(history_NE)
     if not 1 <= warmup < len(loads_NE):
@@ -65,11 +65,9 @@ def compare(history_NE: Array, num_ranks: int, *, warmup: int = 8, every: int = 
             load_W = np.bincount(pack(guess_E, room_W), weights=real_E, minlength=num_ranks)
             share_E = guess_E / max(guess_E.sum(), 1e-12) * real_E.sum()
             error = np.abs(share_E - real_E).sum() / max(real_E.sum(), 1e-12)
-            rows.append((error, _rank_correlation(guess_E, real_E), load_W.max() / max(load_W.mean(), 1e-12)))
-        error, correlation, ratio = np.mean(rows, axis=0)
-        records.append(
-            {"name": name, "error": float(error), "correlation": float(correlation), "load_ratio": float(ratio)}
-        )
+            rows.append((error, load_W.max() / max(load_W.mean(), 1e-12)))
+        error, ratio = np.mean(rows, axis=0)
+        records.append({"name": name, "error": float(error), "load_ratio": float(ratio)})
     return records
 
 
@@ -85,16 +83,3 @@ def _checked(history_NE: Array) -> Array:
 def _shares(loads_NE: Array) -> Array:
     total_N1 = loads_NE.sum(1, keepdims=True)
     return np.where(total_N1 > 0, loads_NE / np.maximum(total_N1, 1e-12), 1 / loads_NE.shape[1])
-
-
-def _rank_correlation(a_E: Array, b_E: Array) -> float:
-    ranks = [_mean_ranks(x) for x in (a_E, b_E)]
-    if any(rank.std() == 0 for rank in ranks):
-        return 0.0
-    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
-
-
-def _mean_ranks(x_E: Array) -> Array:
-    """Ranks, equal values sharing the mean of theirs."""
-    _, inverse, count = np.unique(x_E, return_inverse=True, return_counts=True)
-    return (np.cumsum(count) - (count - 1) / 2)[inverse]

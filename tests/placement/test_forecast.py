@@ -53,10 +53,10 @@ def test_averages_win_on_noise_and_the_last_step_on_drift() -> None:
 
 def test_compare_knows_the_best_possible() -> None:
     records = {one["name"]: one for one in compare(drifting(), 4, warmup=10, every=3)}
-    assert records["oracle"]["error"] == pytest.approx(0) and records["oracle"]["correlation"] == pytest.approx(1)
+    assert records["oracle"]["error"] == pytest.approx(0)
     for name in PREDICTORS:
         assert records[name]["load_ratio"] >= records["oracle"]["load_ratio"] - 1e-3
-        assert -1 <= float(records[name]["correlation"]) <= 1
+        assert float(records[name]["error"]) > 0
 
 
 def test_an_idle_step_is_no_error() -> None:
