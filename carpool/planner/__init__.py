@@ -5,6 +5,7 @@
     model_shape.py  sizes of a model from its config.json
     candidate.py  one configuration as numbers and words, and its TOML
     routes.py     rows that a token sends inside a node and between nodes
+    travel.py     how long rows, parameters and gradients travel
     lengths.py    how long the pieces of a layer take
     step_graph.py   the event graph of a step
     step.py       what is predicted of it

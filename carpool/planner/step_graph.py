@@ -23,9 +23,10 @@ from functools import cache
 
 from carpool.parallel.schedules import SCHEDULES, rank_of
 from carpool.planner.events import Clock, Graph
-from carpool.planner.lengths import HOST_ACTION, STEP_HOST, TAKEN, Lengths, Piece, stage_layers
+from carpool.planner.lengths import HOST_ACTION, STEP_HOST, TAKEN, Lengths, stage_layers
 from carpool.planner.model_shape import LayerShape
 from carpool.planner.pipelines import Action, add_pipeline, alternate, orders
+from carpool.planner.travel import Piece
 
 _RIDE = ("dispatch", "experts", "combine")
 

@@ -27,9 +27,10 @@ from typing import TYPE_CHECKING, Any
 from carpool.parallel.degrees import Degrees
 from carpool.planner.candidate import Candidate
 from carpool.planner.constraints import constrained
-from carpool.planner.lengths import Lengths, Piece, stage_layers
+from carpool.planner.lengths import Lengths, stage_layers
 from carpool.planner.overlap import Pieces, chunked
 from carpool.planner.routes import Routes
+from carpool.planner.travel import Piece
 
 if TYPE_CHECKING:
     from carpool.planner.model_shape import ModelShape

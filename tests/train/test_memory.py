@@ -165,6 +165,6 @@ def test_losses_do_not_depend_on_policies(ranks: Ranks, text: list[str], tmp_pat
 
 def test_a_dry_run_for_other_machines_says_how() -> None:
     config = load_config(None, [*MODEL, "parallelism.num_ranks=2", "moe.transport=nvlink"])
-    with pytest.raises(ValueError, match="nvlink.*no CUDA device.*meant for GPUs of another machine: --gpu h100"):
+    with pytest.raises(ValueError, match=r"nvlink.*no CUDA device.*meant for GPUs of another machine: --gpu h100"):
         dry_run(config)
     assert "fits in 79 GiB" in dry_run(config, None, "h100")
