@@ -42,6 +42,7 @@ def test_a_slow_node_is_slow_on_both_sides() -> None:
     assert slow_nodes([10.0, 1.0, 1.0, 10.0]) == [2]  # from 1 to 2, and from 2 to 3
     assert slow_nodes([10.0, 1.0, 10.0, 10.0]) == []  # one link, not a node
     assert slow_nodes([1.0, 10.0, 10.0, 1.0]) == [0]
+    assert slow_nodes([1.0, 1.2, 10.0]) == [1] and slow_nodes([10.0, 9.0, 11.0]) == []  # two of three links are slow
     assert slow_nodes([1.0, 10.0]) == []
 
 
