@@ -75,7 +75,11 @@ def plan(
         from carpool.planner.space import Space
         from carpool.planner.systems import OTHERS, SYSTEMS
         from carpool.train.config.published import read_keys
+        from carpool.train.config.schema_parallelism import MAX_RANKS
         from carpool.train.config.sizes import size_of
+
+        if gpus > MAX_RANKS:
+            raise ValueError(f"--gpus {gpus:,} are more than any machine has (at most {MAX_RANKS:,})")
 
         shape, rates = ModelShape.read(read_keys(model)), find_hardware(hardware)
         routes = Routes()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from carpool.cli.common import TRAIN_PACKAGES, RanksDebug, command, errors, require
+from carpool.cli.common import TRAIN_PACKAGES, RanksDebug, check_output, command, errors, require
 
 
 def profile(
@@ -56,24 +54,16 @@ def profile(
 
             # Before any rank is started.
             load_profile(profile_path(compare))
-        from carpool.cli.train import check_paths
+        from carpool.cli.train import check_ahead, check_paths
         from carpool.train.config import resolve_config
-        from carpool.train.launch.ahead import look_ahead, stopped_at_once
-        from carpool.train.launch.start import find_world, run, startable_ranks
+        from carpool.train.launch.start import run
 
         resolved = resolve_config(config, overrides or [])
-        settings, fixed = resolved.config, resolved.fixed
+        settings = resolved.config
         require(TRAIN_PACKAGES)
-        check_paths(settings)
-        if find_world(os.environ) is None:
-            # Errors come while there are no ranks.
-            check = "carpool.train.run.profile:check_profile"
-            with (
-                stopped_at_once(),
-                Console(stderr=True).status("checking the settings"),
-                look_ahead(settings, check, debug=debug, fixed=fixed),
-            ):
-                startable_ranks(settings)
+        check_paths(resolved)
+        check_output("training.output_dir", Path(settings.training.output_dir))
+        check_ahead(resolved, "carpool.train.run.profile:check_profile", debug)
         before = str(compare) if compare is not None else None
         run(
             settings,
@@ -82,5 +72,5 @@ def profile(
             steps=steps,
             compare=before,
             command=command(),
-            fixed=fixed,
+            fixed=resolved.fixed,
         )

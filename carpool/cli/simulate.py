@@ -72,6 +72,7 @@ def simulate(
         from carpool.report.simulation import print_simulation, write_simulation
         from carpool.train.config import load_config
         from carpool.train.config.published import read_keys
+        from carpool.train.config.schema_parallelism import MAX_RANKS
 
         config = load_config(plan, overrides or [])
         settings, parallelism = config.model_dump(), config.parallelism
@@ -80,6 +81,8 @@ def simulate(
         gpus = gpus or asked
         if gpus is None:
             raise ValueError(f"{plan} does not say for how many GPUs it is: say so with --gpus")
+        if gpus > MAX_RANKS:
+            raise ValueError(f"--gpus {gpus:,} are more than any machine has (at most {MAX_RANKS:,})")
         rates = find_hardware(hardware or parallelism.hardware or DEFAULT.name)
         per_node = gpus_per_node or parallelism.ranks_per_node or 8
         degrees = parallelism.resolve(asked or gpus, shape.num_experts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,6 +16,7 @@ from carpool.train.launch.worker import collector_paused
 
 if TYPE_CHECKING:
     from carpool.train.config import Config
+    from carpool.train.config.load import Resolved
 
 
 def train(
@@ -75,7 +76,7 @@ def train(
         require(TRAIN_PACKAGES)
         if not dry_run and not show_examples:
             _check_output(settings)  # before reading data and starting ranks, which take a while
-        check_paths(settings)
+        check_paths(resolved, compare)
         if dry_run:
             with collector_paused():
                 from carpool.train.run.dry_run import dry_run as describe
@@ -89,16 +90,9 @@ def train(
 
             show(settings, show_examples, Console())
             return
-        from carpool.train.launch.start import find_world, run, startable_ranks
+        from carpool.train.launch.start import run
 
-        if find_world(os.environ) is None:
-            # Their errors come while there are no ranks.
-            with stopped_at_once(), Console(stderr=True).status("checking the settings") as status:
-                check = "carpool.train.run.check:check_run"
-                with look_ahead(settings, check, debug=debug, fixed=resolved.fixed, compare=compare):
-                    startable_ranks(settings)
-                status.update("reading data")
-                read_data(settings)
+        check_ahead(resolved, "carpool.train.run.check:check_run", debug, compare=compare)
         entry = "carpool.train.run.loop:train"
         run(settings, entry, debug=debug, compare=compare, command=command(), fixed=resolved.fixed)
 
@@ -209,21 +203,48 @@ def _check_output(config: Config) -> None:
         raise ValueError(f"training.output_dir = {folder}: {why}; choose another folder")
 
 
+def check_ahead(resolved: Resolved, entry: str, debug: bool, **kwargs: Any) -> None:
+    """Refuses what ranks would refuse, by `entry`, and data that cannot be used, while there are no ranks. Those of
+    torchrun and Slurm find it themselves."""
+    from carpool.train.launch.start import find_world, startable_ranks
+
+    if find_world(os.environ) is not None:
+        return
+    settings = resolved.config
+    with stopped_at_once(), Console(stderr=True).status("checking the settings") as status:
+        with look_ahead(settings, entry, debug=debug, fixed=resolved.fixed, **kwargs):
+            startable_ranks(settings)
+        status.update("reading data")
+        read_data(settings)
+
+
 def read_data(config: Config) -> None:
-    """Tokenizes the data of a run, unless that has been done, and refuses what cannot be used."""
+    """Tokenizes the data of a run, unless that has been done, and refuses what cannot be used, and other data than the
+    checkpoint's that the run goes on from."""
+    from carpool.train.checkpoints.manager import CheckpointManager
+    from carpool.train.checkpoints.resume import checkpoint_to_resume, read_run_state
     from carpool.train.data.corpus import prepare
+    from carpool.train.data.loader import check_same_data
     from carpool.train.data.sequences import eval_sequences, train_sequences
     from carpool.train.data.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
     corpus = prepare(config.data, tokenizer, config.model.path)
-    train_sequences(corpus, config.data)
+    train = train_sequences(corpus, config.data)
     eval_sequences(corpus, config.data)
+    folder = Path(config.training.output_dir)
+    resume = checkpoint_to_resume(config.training.resume_from_checkpoint, folder, CheckpointManager(folder))
+    if resume is not None:
+        check_same_data(read_run_state(resume)["loader"], train.fingerprint)
 
 
-def check_paths(config: Config) -> None:
-    """Refuses paths where nothing is, before any rank is started."""
+def check_paths(resolved: Resolved, compare: str | None = None) -> None:
+    """Refuses paths where nothing is, and settings that change nothing, before any rank is started."""
+    from carpool.train.config.effects import check_effects
     from carpool.train.config.published import download_hint, read_keys
+
+    config = resolved.config
+    check_effects(resolved, compare=compare)
 
     if config.model.path is not None and not (Path(config.model.path) / "config.json").is_file():
         raise ValueError(
@@ -243,10 +264,12 @@ def check_paths(config: Config) -> None:
     from carpool.planner.hardware import find_hardware
     from carpool.train.data.chat import read_template
     from carpool.train.data.corpus import check_sources
+    from carpool.train.data.formats import find_format
     from carpool.train.data.tokenizer import load_tokenizer
 
     if config.parallelism.hardware is not None:
         find_hardware(config.parallelism.hardware)
     read_template(config.data)
-    check_sources(config.data)
+    # Now with the format of the data, which is in the first row.
+    check_effects(resolved, find_format(config.data, check_sources(config.data)), compare)
     load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)

@@ -165,7 +165,7 @@ def _has_all_rows(parameter: torch.Tensor, own: ExpertRides, group: Any) -> bool
 
 def is_logical(model: nn.Module) -> bool:
     """Whether experts are whole and in logical order as they are, so that checkpoints need no change."""
-    return all(_lies_logically(own.layout) for own in rides(model).values())
+    return all(lies_logically(own.layout) for own in rides(model).values())
 
 
 def logical_order(model: nn.Module, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -195,7 +195,7 @@ def _each_of_experts(
     slice, of a layer whose layout is not the logical one."""
     result = {} if only_changed else dict(state)
     for name, own in rides(model).items():
-        if _lies_logically(own.layout):
+        if lies_logically(own.layout):
             continue
         for key, tensor in state.items():
             if f"{name}." in key and tensor.dim() and tensor.shape[0] in (own.num_experts, own.layout.num_rows):
@@ -203,7 +203,8 @@ def _each_of_experts(
     return result
 
 
-def _lies_logically(layout: ExpertLayout) -> bool:
+def lies_logically(layout: ExpertLayout) -> bool:
+    """Whether its experts are whole and in logical order."""
     order = places(layout)
     return layout.slices == 1 and order == sorted(order)
 
@@ -275,7 +276,7 @@ def _keep_states_logical(own: ExpertRides) -> None:
     own.states_logical = True
 
     def reorder(state: dict[str, Any], prefix: str, change: Change) -> None:
-        if _lies_logically(own.layout) or states_lie():
+        if lies_logically(own.layout) or states_lie():
             return
         for key, tensor in state.items():
             rows = tensor.shape[0] if key.startswith(prefix) and tensor.dim() else -1

@@ -29,6 +29,8 @@ import numpy as np
 DAY, HOUR = 86400.0, 3600.0
 # Llama 3 (arXiv 2407.21783, section 3.3.4): 419 unexpected interruptions in 54 days on 16,384 H100s.
 GPU_MTBF_HOURS = 54 * 24 * 16384 / 419
+# A run for whose checkpoint and restart failures leave time once in e^5 attempts gets less than 1 % done.
+HOPELESS = 5.0
 GPU_MTBF_SOURCE = (
     "measured by others (Llama 3, arXiv 2407.21783: 419 unexpected interruptions of 16,384 H100s in 54 days)"
 )
@@ -57,8 +59,18 @@ class Failures:
 
     @classmethod
     def of_gpus(cls, gpus: int, gpu_mtbf_hours: float, checkpoint: float, restart: float) -> Failures:
-        """Of a run on so many GPUs, any of which stops it."""
-        return cls(gpu_mtbf_hours * HOUR / gpus, checkpoint, restart)
+        """Of a run on so many GPUs, any of which stops it.
+
+        Raises:
+            ValueError: hardly anything would be trained between failures."""
+        found = cls(gpu_mtbf_hours * HOUR / gpus, checkpoint, restart)
+        if checkpoint + restart > HOPELESS * found.mtbf:
+            raise ValueError(
+                f"one of {gpus:,} GPUs fails every {found.mtbf:.3g} s, but a checkpoint takes {checkpoint:g} s and a "
+                f"restart {restart:g} s: nothing would be trained. Take fewer GPUs, GPUs that fail less often "
+                "(--mtbf-hours), or shorter checkpoints and restarts"
+            )
+        return found
 
     @property
     def per_day(self) -> float:

@@ -60,12 +60,18 @@ class HierarchicalOptions(TransportOptions):
                 raise ValueError(f"{name}={getattr(self, name)!r} is not known; use one of {', '.join(known)}")
         if self.first_hop == "fixed" and self.max_tokens is None:
             raise ValueError("first_hop='fixed' needs max_tokens: the tokens of the largest rank")
-        if self.capacity is not None and (
-            self.first_hop != "fixed" or not 1 <= self.capacity <= (self.max_tokens or 0)
-        ):
+        if self.capacity is not None and self.first_hop != "fixed":
             raise ValueError(
-                f"capacity={self.capacity} is of first_hop='fixed', between 1 and max_tokens={self.max_tokens}"
+                f"the capacity={self.capacity} of transport hierarchical is of a hop of fixed size, and first_hop="
+                f"{self.first_hop!r}: set first_hop='fixed', too, or leave capacity out"
             )
+        if self.capacity is not None and not 1 <= self.capacity <= (self.max_tokens or 0):
+            raise ValueError(
+                f"the capacity={self.capacity} of transport hierarchical must be between 1 and the tokens of the "
+                f"largest rank, max_tokens={self.max_tokens}"
+            )
+        if self.node_rows is not None and not 0 < self.node_rows < math.inf:
+            raise ValueError(f"the node_rows={self.node_rows} of transport hierarchical must be a positive number")
 
     @classmethod
     def from_settings(cls, settings: Mapping[str, Any], sizes: RunSizes, codecs: Codecs = PLAIN) -> Self:

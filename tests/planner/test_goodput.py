@@ -38,3 +38,5 @@ def test_nothing_gets_done_where_failures_come_too_fast() -> None:
     assert Failures(10.0, 60.0, 1.0).daly == 10.0
     with pytest.raises(ValueError, match="must be positive"):
         Failures(0.0, 60.0, 1.0)
+    with pytest.raises(ValueError, match=r"one of 4,096 GPUs fails every .* s, .* nothing would be trained"):
+        Failures.of_gpus(4096, 1e-3, 60.0, 600.0)

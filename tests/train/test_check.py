@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import sys
@@ -49,12 +50,30 @@ REFUSED = [
     ("moe.random_second=true", "random_second drops second choices of two, but a token has 4"),
     ("parallelism.etp_size=2 model.config.intermediate_size=33", "a hidden dimension of 33, which 2 slices do not"),
     ("memory.experts=host", 'memory.experts = "host": experts cannot come from there layer by layer, because they are'),
+    (
+        "moe.layout={0}/mixed.json memory.experts=host training.gradients=consumed training.max_grad_norm=0",
+        'memory.experts = "host": experts cannot come from there layer by layer, because they are to move',
+    ),
+    (
+        "moe.layout={0}/mixed.json training.optimizer_state=host",
+        'training.optimizer_state = "host" cannot be used with',
+    ),
+    (
+        "moe.transport=hierarchical moe.transport_options.capacity=8 parallelism.ranks_per_node=2",
+        "the capacity=8 of transport hierarchical is of a hop of fixed size, and first_hop='auto'",
+    ),
+    (
+        "moe.transport=hierarchical moe.transport_options.node_rows=0.0 parallelism.ranks_per_node=2",
+        "the node_rows=0.0 of transport hierarchical must be a positive number",
+    ),
 ]
 
 
 @pytest.mark.parametrize(("setting", "message"), REFUSED)
 def test_the_run_and_its_dry_run_refuse_the_same(tmp_path: Path, setting: str, message: str) -> None:
     (tmp_path / "file").touch()
+    homes = [[rank, *range(4 + 3 * rank, 7 + 3 * rank)] for rank in range(4)]
+    (tmp_path / "mixed.json").write_text(json.dumps({"homes": homes}))
     settings = ["parallelism.device=cpu", f"training.output_dir={tmp_path / 'new'}", *setting.format(tmp_path).split()]
     found = resolve_config(None, settings)
     for ask in (

@@ -10,7 +10,7 @@ import random
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
 from carpool.hf.build import build_model, make_config
+from carpool.memory.optimizer import AdamW
 from carpool.train.checkpoints.export import export_checkpoint
 from carpool.train.checkpoints.files import (
     STATE_FILE,
@@ -34,9 +35,10 @@ from carpool.train.checkpoints.files import (
 )
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import load
-from carpool.train.checkpoints.resume import read_run_state
+from carpool.train.checkpoints.resume import check_goes_on, checkpoint_to_resume, read_run_state
 from carpool.train.checkpoints.shards import as_rectangles, model_tensors, optimizer_tensors
 from carpool.train.checkpoints.source import keep_source
+from carpool.train.config import load_config
 from tests.full_tensor import full_tensor
 from tests.hf.meshes import reuse_meshes
 from tests.ranks import Ranks
@@ -686,6 +688,38 @@ def test_a_runs_state_that_is_malformed(tmp_path: Path, where: tuple[str, ...]) 
         _signed(path, ("state", *where), value)
         with pytest.raises(CheckpointError, match=rf"state\.json is damaged \(state\.{'.'.join(where)}"):
             read_run_state(path)
+
+
+def test_what_a_run_cannot_go_on_from_is_said_before_weights_are_read(tmp_path: Path) -> None:
+    model = torch.nn.Linear(256, 16).bfloat16()
+    state = {**RUN_STATE, "loader": {"position": 3, "sequence_length": 96, "seed": 0}}
+    plain, whole = torch.optim.AdamW(model.parameters()), AdamW(model.parameters(), moments="int8")
+    for optimizer in (plain, whole):
+        model(torch.ones(1, 256).bfloat16()).sum().backward()
+        optimizer.step()
+    manager = CheckpointManager(tmp_path)
+    one, two = (manager.save(step, model, each, state).path for step, each in ((1, plain), (2, whole)))
+    for path, settings, message in (
+        (one, [], None),
+        (one, ["model.dtype=bfloat16"], None),
+        (one, ["training.stop_at_step=1"], "is at step 1 already, and this run ends at step 1"),
+        (one, ["training.seed=3"], "made with training.seed = 0, now it is 3"),
+        (one, ["data.sequence_length=48"], "data.sequence_length = 96, now it is 48"),
+        (
+            one,
+            ["training.optimizer_moments=int8"],
+            "this run keeps the optimizer's moments in int8, and",
+        ),
+        (two, ["training.optimizer_moments=int8", "model.dtype=bfloat16"], None),
+        (two, ["training.optimizer=torch"], "has float32 masters of bfloat16 parameters, which this run does not keep"),
+        (two, ["model.dtype=bfloat16"], "the checkpoint keeps the optimizer's moments in int8, and this run"),
+    ):
+        with nullcontext() if message is None else pytest.raises(ValueError, match=message):
+            check_goes_on(path, read_run_state(path), load_config(None, settings))
+    for path in (one, two):
+        next((path / "model").glob("*.safetensors")).unlink()
+    with pytest.raises(ValueError, match=r"no checkpoint that can be read \(.*step-00000002.*safetensors.*; check tr"):
+        checkpoint_to_resume("last", tmp_path, manager)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from carpool.train.config import Config, ParallelismSection, TrainingSection, describe, load_config
+from carpool.train.config import Config, ParallelismSection, TrainingSection, describe, load_config, resolve_config
+from carpool.train.config.effects import EFFECTS, check_effects
 from carpool.train.config.schema import keys
 
 
@@ -125,9 +126,9 @@ def test_unknown_keys_name_the_nearest(tmp_path):
         ("training..max_steps=3", "expected section.key=value"),
         ("data.train=[a.txt]", "put single quotes around"),
         ("parallelism.ep_size=-4", "expected a number above 0"),
+        ("parallelism.num_ranks=1000000000", "1,000,000,000 ranks are more than any machine has"),
         ("parallelism.rank_speeds=fast", "'fast' (on the command line): expected 'measured' or a list of numbers"),
         ("memory.budget=76", "memory.budget = '76': expected a size with its unit"),
-        ("adapter.rank=8", "adapter.rank = 8 is of an adapter, but adapter.kind is none"),
     ],
 )
 def test_bad_values_say_key_value_place_and_expectation(override, message):
@@ -151,10 +152,75 @@ def test_all_wrong_values_are_told_at_once(tmp_path):
     ]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "needs"),
+    [
+        (["moe.limit_by=groups"], "moe.limit_ranks or moe.limit_nodes"),
+        (["moe.first_choices_first=true"], "moe.capacity_factor"),
+        (["moe.balance=layer", "moe.router_aux_loss_coef=0"], "a loss: moe.router_aux_loss_coef is 0"),
+        (["moe.fp8_hold_weights=true"], "moe.experts=fp8"),
+        (["moe.expert_stages=measure", "moe.experts=fp8"], "moe.experts=grouped"),
+        (["moe.chunks=3"], "moe.schedule=chunks or tiles"),
+        (["moe.backward_chunks=3", "moe.schedule=tiles"], "moe.schedule=chunks"),
+        (["nvlink.leases=3", "moe.transport=dedup"], "moe.transport=nvlink"),
+        (["codec.merge_width=3", "codec.merge=condense"], "codec.merge=lsh"),
+        (["codec.merge_similarity=0.5"], "codec.merge=condense"),
+        (["codec.hop=nodes", "moe.transport=hierarchical"], "a codec"),
+        (["adapter.rank=8"], "adapter.kind"),
+        (["training.clip_by=previous"], "training.gradients=consumed"),
+        (["training.stop_at_step=181"], "a training.max_steps"),
+        (["training.min_lr_ratio=0.5", "training.lr_scheduler_type=constant"], "training.lr_scheduler_type"),
+        (["training.torch_compile_backend=eager"], "training.torch_compile"),
+        (["training.sample_tokens=3", "training.sample_prompt=none"], "training.sample_prompt"),
+        (["data.eval_max_sequences=3", "data.eval_fraction=0"], "held-out data"),
+        (["data.eval_fraction=0.1", "data.eval=stdlib"], "data.eval=none"),
+        (["data.text_field=a", "data.format=messages"], "rows that are plain text"),
+        (["parallelism.pp_schedule=GPipe"], "parallelism.pp_size"),
+        (["parallelism.sequence_parallel=off"], "parallelism.tp_size"),
+        (["memory.sums=recompute"], "memory.dense=recompute"),
+        (["memory.expert_loading=popular"], "memory.experts=host or disk"),
+        (["memory.experts=host", "memory.few_tokens=3"], "memory.experts=host and memory.expert_loading=popular"),
+        (["memory.experts=host", "memory.experts_memory=1GiB"], "memory.expert_loading=popular"),
+        (["memory.experts=host", "memory.experts_host_memory=1GiB"], "memory.experts=disk"),
+        (["memory.disk_folder=/tmp"], "training.optimizer_state=disk"),
+        (["placement.lag=3"], "placement.policy=migrate"),
+        (["placement.replicas=3"], "placement.every"),
+    ],
+)
+def test_settings_that_change_nothing_are_refused(overrides, needs):
+    with pytest.raises(ValueError) as caught:
+        check_effects(resolve_config(None, overrides))
+    name = next(one for one in str(caught.value).split() if one)
+    assert name in [override.partition("=")[0] for override in overrides]
+    assert "(on the command line) changes nothing without" in str(caught.value) and needs in str(caught.value)
+
+
+def test_settings_that_do_something_are_not(tmp_path):
+    text = ["data.turns=apart", "data.too_long=split"]
+    check_effects(resolve_config(None, text))
+    check_effects(resolve_config(None, text), "messages")
+    with pytest.raises(ValueError, match=r"data.turns = 'apart' .* changes nothing without conversations or prompts"):
+        check_effects(resolve_config(None, text), "text")
+    for overrides in (
+        ["parallelism=auto", "parallelism.cp_attention=ring", "memory.sums=keep"],
+        ["moe.transport=hierarchical", "nvlink.leases=3", "training.eval_steps=none"],
+        ["placement.every=3", "placement.replicas=1", "placement.prefetch=false", "placement.lag=2"],
+    ):
+        check_effects(resolve_config(None, overrides))
+    check_effects(resolve_config(None, ["moe.transport=dedup", "nvlink.leases=3"]), compare="nvlink")
+    recorded = tmp_path / "config.toml"
+    recorded.write_text(Config().to_toml())
+    check_effects(resolve_config(recorded))
+    assert set(EFFECTS) <= {one for section, _, key in keys() for one in (section, f"{section}.{key}")}
+
+
 def test_files_that_are_none(tmp_path):
     assert "does not exist" in error(tmp_path / "missing.toml")
     assert "is a folder; name a TOML file" in error(tmp_path)
     assert "is not valid TOML" in error(write(tmp_path, "[training\n"))
+    twice = error(write(tmp_path, "[training]\nmax_steps = 3\n max_steps = 4\n"))
+    assert "max_steps = 4" in twice and "line 3" in twice
+    assert load_config(write(tmp_path, "\ufeff[training]\nmax_steps = 3\n")).training.max_steps == 3
     (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
     assert "is not text; name a TOML file" in error(tmp_path / "binary.toml")
 

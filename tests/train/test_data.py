@@ -258,12 +258,14 @@ def test_paths_where_nothing_is(tmp_path):
     (tmp_path / "odd").mkdir()
     (tmp_path / "odd" / "x.c").write_text("int x;")
     (tmp_path / "t.csv").write_text("prompt,completion\n")
+    os.mkfifo(tmp_path / "pipe.txt")
     for named, message in [
         (tmp_path / "no.txt", r"data\.train: .*no\.txt does not exist \(seen from [^)]*\)$"),
         ("some-body/chats_v1", "download it first: hf download some-body/chats_v1 --repo-type dataset --local-dir DIR"),
         ("data/chats.jsonl", r"does not exist \(seen from [^)]*\)$"),
         (tmp_path / "t.csv", r"t\.csv is a table of a kind that is not read; write it as JSON lines or Parquet"),
         (tmp_path / "*.no", "no file matches"),
+        (tmp_path / "pipe.txt", "pipe.txt is no file, but a pipe or a device"),
         (tmp_path / "empty", "empty is empty"),
         (tmp_path / "odd", r'no text, JSON-lines or Parquet file, but \.c; if these are text, name them .*\*\.c"'),
     ]:

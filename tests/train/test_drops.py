@@ -40,5 +40,3 @@ def test_training_by_a_recipe_that_drops(two_ranks: Ranks, text: list[str], tmp_
 
 def test_the_recipes_load() -> None:
     assert {load(name).name for name in RECIPES} == set(RECIPES)
-    with pytest.raises(ValueError, match=r"moe.first_choices_first is of moe.capacity_factor, and that is none"):
-        load_config(None, ["moe.first_choices_first=true"])

@@ -67,7 +67,6 @@ def test_round_trip(tmp_path: Path, value: str, comments: bool) -> None:
         (["moe.expert_stages.up=flt"], "did you mean flat?"),
         (["moe.expert_stages.up=[1]"], "moe.expert_stages.up = [1]"),
         (["moe.expert_stage=measure"], "did you mean moe.expert_stages?"),
-        (["moe.experts=fp8", "moe.expert_stages=measure"], "moe.expert_stages is of grouped experts, and moe.experts"),
         (["moe.experts=reference", "memory.hidden=recompute"], "memory.hidden = 'recompute' is of grouped experts"),
     ],
 )  # fmt: skip

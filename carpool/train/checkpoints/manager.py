@@ -111,6 +111,16 @@ class CheckpointManager:
                 logger.warning("a checkpoint is passed over: %s", error)
         return None
 
+    def why_damaged(self) -> tuple[str, ...]:
+        """Of each checkpoint that `latest` passes over, the oldest first: what is wrong with it."""
+        found = []
+        for path in sorted(path for path in self.folder.glob("step-*") if step_of(path) is not None):
+            try:
+                check_files(path, read_state(path)["files"], mine=[])
+            except CheckpointError as error:
+                found.append(str(error))
+        return tuple(found)
+
     def _ordered(self) -> Ordered:
         found: dict[str, Path] = {}
         # `.old-` is a checkpoint whose replacement under the same name was being put in place when the writer died.

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from carpool.memory.optimizer.moments import can_be_blocks
 from carpool.parallel.replicated import sharded_parameters
 from carpool.train.checkpoints.files import (
     MODEL,
@@ -122,28 +123,50 @@ def check_model(path: Path, model: nn.Module) -> None:
     _check_tensors(path, MODEL, stored_tensors(path / MODEL), wanted, set(wanted))
 
 
+def check_optimizer(path: Path, masters: bool, int8: bool) -> None:
+    """Refuse a checkpoint of an optimizer of another kind. Reads no values.
+
+    Args:
+        masters: this run keeps float32 masters of bfloat16 parameters.
+        int8: and moments of 8 bits, where they can be blocks.
+
+    Raises:
+        CheckpointError: masters that this run would lose, or 8-bit moments on one side only."""
+    if (path / OPTIMIZER).is_dir():
+        stored = stored_tensors(path / OPTIMIZER)
+        moments = [tensor.size for name, tensor in stored.items() if name.endswith(".exp_avg")]
+        _check_optimizer(path, stored, masters, int8 and any(can_be_blocks(size) for size in moments))
+
+
+def _low_bits(names: Iterable[str]) -> set[str]:
+    return {name for name in names if name.endswith(".low_bits")}
+
+
+def _codes(names: Iterable[str]) -> bool:
+    return any(name.endswith("_scale") for name in names)
+
+
 def _low_bits_to_zero(folder: Path, stored: dict[str, TensorStorageMetadata], wanted: Tensors) -> Tensors:
     """The low bits of masters, if the checkpoint's bfloat16 parameters had no masters: these are then the weights.
 
     Raises:
-        CheckpointError: masters that this run would lose, or 8-bit moments on one side only."""
+        CheckpointError: as `check_optimizer`."""
+    _check_optimizer(folder, stored, bool(_low_bits(wanted)), _codes(wanted))
+    return {name: wanted[name] for name in _low_bits(wanted)} if not _low_bits(stored) else {}
 
-    def low_bits(names: Iterable[str]) -> set[str]:
-        return {name for name in names if name.endswith(".low_bits")}
 
-    if low_bits(stored) and not low_bits(wanted):
+def _check_optimizer(folder: Path, stored: Iterable[str], masters: bool, codes: bool) -> None:
+    if _low_bits(stored) and not masters:
         raise CheckpointError(
             f"the checkpoint {folder} has float32 masters of bfloat16 parameters, which this run does not keep; set "
             'model.dtype="bfloat16", and training.optimizer="auto" or "one-pass"'
         )
-    codes = [any(name.endswith("_scale") for name in names) for names in (stored, wanted)]
-    if codes[0] != codes[1]:
-        has, lacks = ("the checkpoint", "this run") if codes[0] else ("this run", "the checkpoint")
+    if _codes(stored) != codes:
+        has, lacks = ("this run", "the checkpoint") if codes else ("the checkpoint", "this run")
         raise CheckpointError(
             f"{has} keeps the optimizer's moments in int8, and {lacks} does not ({folder}); give this run the "
             "training.optimizer_moments of the checkpoint's"
         )
-    return {name: wanted[name] for name in low_bits(wanted)} if not low_bits(stored) else {}
 
 
 def _check_tensors(
@@ -156,7 +179,8 @@ def _check_tensors(
     ):
         if missing:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-            raise CheckpointError(f"{text} {', '.join(missing[:3])}{more}; was the model's configuration changed?")
+            what = "the model's configuration" if part == MODEL else "training.freeze, or the optimizer,"
+            raise CheckpointError(f"{text} {', '.join(missing[:3])}{more}; was {what} changed?")
     for name, tensor in wanted.items():
         if stored[name].size != tensor.shape:
             raise CheckpointError(

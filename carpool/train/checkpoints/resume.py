@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from carpool.report.schema import explain
 from carpool.train.checkpoints.files import STATE_FILE, CheckpointError, read_state
 from carpool.train.checkpoints.manager import CheckpointManager
+from carpool.train.checkpoints.reading import check_optimizer
+from carpool.train.config.schema import Config, TrainingSection
+from carpool.train.data.loader import check_same_order
 from carpool.train.run.files import check_no_run
 
 
@@ -90,6 +94,34 @@ def read_run_state(checkpoint: Path) -> dict[str, Any]:
     return state
 
 
+def check_goes_on(checkpoint: Path, state: Mapping[str, Any], config: Config) -> None:
+    """Refuse settings with which a run cannot go on from its checkpoint. Reads neither weights nor data.
+
+    Args:
+        state: of the checkpoint, by `read_run_state`.
+
+    Raises:
+        ValueError: no step is left, the data would be in another order, or the optimizer is of another kind."""
+    training, dtype = config.training, config.model.dtype or "float32"
+    if training.max_steps is not None:
+        check_steps_left(checkpoint, read_state(checkpoint)["step"], training)
+    check_same_order(state["loader"], config.data.sequence_length, training.seed)
+    # Which parameters adapters have is not known here.
+    if config.adapter.kind is None:
+        masters = training.one_pass(dtype) and dtype == "bfloat16"
+        check_optimizer(checkpoint, masters, training.optimizer_moments == "int8")
+
+
+def check_steps_left(checkpoint: Path, step: int, training: TrainingSection) -> None:
+    """Raise ValueError if a run has no step left after that of its checkpoint."""
+    last = min(training.steps, training.stop_at_step or training.steps)
+    if step >= last:
+        raise ValueError(
+            f"{checkpoint} is at step {step} already, and this run ends at step {last}: nothing to do; raise "
+            "training.max_steps (or training.stop_at_step) to go on"
+        )
+
+
 def checkpoint_to_resume(wanted: str | None, folder: Path, checkpoints: CheckpointManager) -> Path | None:
     """The checkpoint that `training.resume_from_checkpoint` means; None for a run that starts.
 
@@ -97,9 +129,10 @@ def checkpoint_to_resume(wanted: str | None, folder: Path, checkpoints: Checkpoi
         ValueError: "last" of none; or a start in a folder that already holds a run."""
     if wanted == "last":
         if (path := checkpoints.latest()) is None:
+            why = "".join(f" ({text})" for text in checkpoints.why_damaged()[-1:])
             raise ValueError(
-                f"training.resume_from_checkpoint = 'last', but {folder} holds no checkpoint that can be read; check "
-                "training.output_dir, or leave training.resume_from_checkpoint out to begin with new weights"
+                f"training.resume_from_checkpoint = 'last', but {folder} holds no checkpoint that can be read{why}; "
+                "check training.output_dir, or leave training.resume_from_checkpoint out to begin with new weights"
             )
         return path
     if wanted is None:

@@ -13,6 +13,7 @@ demo's. For a `path` with weights, other defaults hold (`carpool.train.config.fi
 
 from __future__ import annotations
 
+import re
 import tomllib
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -82,10 +83,12 @@ class Resolved:
 
     Attributes:
         sources: where each value is from that the user has not set, by (section, key).
+        places: where the user has set each key ("in olmoe.toml"), by its parts.
     """
 
     config: Config
     sources: Mapping[tuple[str, str], str]
+    places: Mapping[tuple[str, ...], str]
 
     @property
     def fixed(self) -> list[str]:
@@ -126,7 +129,7 @@ def resolve_config(path: Path | None, overrides: Sequence[str] = ()) -> Resolved
         settings["model"] = _merged(DEMO_MODEL, model)
         sources |= {("model", key): FROM_DEMO for key in DEMO_MODEL if ("model", key) in sources}
     try:
-        return Resolved(Config.model_validate(settings), sources)
+        return Resolved(Config.model_validate(settings), sources, places)
     except ValidationError as error:
         lines: dict[str, list[str]] = {}
         for detail in error.errors():
@@ -148,7 +151,8 @@ def describe() -> Iterator[tuple[str, str, str, str]]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        # Some editors put a byte order mark first.
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise ValueError(f"configuration file {path} does not exist") from None
     except IsADirectoryError:
@@ -160,7 +164,9 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path} is not valid TOML: {error}") from None
+        at = re.search(r"line (\d+)", str(error))
+        line = text.splitlines()[int(at[1]) - 1].strip() if at and int(at[1]) <= len(text.splitlines()) else ""
+        raise ValueError(f"{path} is not valid TOML: {error}{f': {line}' if line else ''}") from None
     # What a recipe says about itself (carpool/recipes) is for its reader, but for what it says is missing.
     recipe = data.pop("recipe", None)
     if isinstance(recipe, dict) and (missing := recipe.get("missing")):

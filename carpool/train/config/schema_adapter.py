@@ -49,13 +49,6 @@ class AdapterSection(Section):
     def _has_targets(self) -> Self:
         if not self.targets:
             raise ValueError(f"adapter.targets is empty: name some of {', '.join(GROUPS)}, or modules")
-        fields = type(self).model_fields.items()
-        changed = next((name for name, field in fields if getattr(self, name) != field.default), None)
-        if changed is not None and self.kind is None:
-            raise ValueError(
-                f"adapter.{changed} = {getattr(self, changed)!r} is of an adapter, but adapter.kind is none, so the "
-                "model itself would be trained: say adapter.kind, for example 'lora', or leave it out"
-            )
         parameters = {"experts", "router", "all-linear"} & set(self.targets)
         if parameters and self.kind == "dora":
             raise ValueError(

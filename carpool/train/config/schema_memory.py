@@ -116,23 +116,8 @@ class MemorySection(Section):
 
     @model_validator(mode="after")
     def _experts_come(self) -> Self:
-        popular = self.experts != "device" and self.expert_loading == "popular"
-        if self.expert_loading == "popular" and not popular:
-            raise ValueError("memory.expert_loading = 'popular' is of experts that come: set memory.experts=host")
         if self.few_tokens != "auto" and self.few_tokens < 0:
             raise ValueError(f"memory.few_tokens = {self.few_tokens}: expected 0 (the CPU computes none), or more")
-        if self.few_tokens and not (popular and self.experts == "host"):
-            raise ValueError(
-                f"memory.few_tokens = {self.few_tokens!r}: the CPU computes experts in host memory that need not come: "
-                "set memory.experts=host and memory.expert_loading=popular"
-            )
-        if self.experts_memory is not None and not popular:
-            raise ValueError(
-                "memory.experts_memory keeps the most popular experts on the device: set memory.experts=host (or disk) "
-                "and memory.expert_loading=popular"
-            )
-        if self.experts_host_memory is not None and self.experts != "disk":
-            raise ValueError("memory.experts_host_memory is for experts on disk: set memory.experts=disk")
         _ = self.experts_bytes
         return self
 
@@ -141,11 +126,6 @@ class MemorySection(Section):
         if self.budget is not None:
             size_of(self.budget)
         if self.sums == "recompute":
-            if self.dense != "recompute" and (self.dense is not None or self.budget is None):
-                raise ValueError(
-                    "memory.sums = 'recompute' is of layers that are computed again: set memory.dense=recompute, or "
-                    "leave it out"
-                )
             for item in ("rows", "hidden"):
                 if getattr(self, item) == "offload":
                     raise ValueError(

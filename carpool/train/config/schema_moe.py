@@ -276,7 +276,9 @@ class MoeSection(Section):
             ValueError: numbers of chunks that make no sense together."""
         if self.schedule == "auto":
             return None
-        return Schedule(self.schedule, self.chunks or DEFAULT_CHUNKS.get(self.schedule, 1), self.backward_chunks)
+        chunks = self.chunks if self.schedule in DEFAULT_CHUNKS else 1
+        backward = self.backward_chunks if self.schedule == "chunks" else None
+        return Schedule(self.schedule, chunks or DEFAULT_CHUNKS[self.schedule], backward)
 
     @property
     def drops(self) -> DropOptions:
@@ -298,27 +300,11 @@ class MoeSection(Section):
 
     @model_validator(mode="after")
     def _have_options(self) -> Self:
-        if self.first_choices_first and self.capacity_factor is None:
-            raise ValueError("moe.first_choices_first is of moe.capacity_factor, and that is none: set it")
-        for key, of in (("chunks", ("chunks", "tiles")), ("backward_chunks", ("chunks",))):
-            if getattr(self, key) is not None and self.schedule not in of:
-                raise ValueError(
-                    f"moe.{key} is of moe.schedule = {' or '.join(map(repr, of))}, and that is {self.schedule!r}: "
-                    "leave one of them out"
-                )
         self.asked_schedule()
         if self.transport_options:
             _check_options("moe.transport_options", self.transport_options, *_options_of_transport(self.transport))
         if self.expert_options:
             _check_options("moe.expert_options", self.expert_options, *_options_of_experts(self.experts))
-        if self.fp8_hold_weights and self.experts != "fp8":
-            raise ValueError(
-                f"moe.fp8_hold_weights is of FP8 experts, and moe.experts = {self.experts!r}: leave one of them out"
-            )
-        if self.experts not in ("auto", "grouped") and self.expert_stages != "default":
-            raise ValueError(
-                f"moe.expert_stages is of grouped experts, and moe.experts = {self.experts!r}: leave one of them out"
-            )
         return self
 
 

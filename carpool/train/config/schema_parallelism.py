@@ -14,6 +14,9 @@ from carpool.parallel.speeds import data_speeds, shares
 from carpool.train.config.schema_base import Numbers, Section
 from carpool.train.launch.world import find_world
 
+# All ranks are gone through one by one, in predictions too.
+MAX_RANKS = 2**17
+
 
 class ParallelismSection(Section):
     """How ranks are divided: pp_size x dp_replicate_size x fsdp_size x cp_size x tp_size = ranks; in each stage and
@@ -163,6 +166,10 @@ class ParallelismSection(Section):
     def check_ranks(self, world_size: int) -> tuple[int, int]:
         """`(fsdp_size, ranks of one copy of a stage)` for that many ranks; ValueError if they cannot be divided as
         asked."""
+        if world_size > MAX_RANKS:
+            raise ValueError(
+                f"{world_size:,} ranks are more than any machine has (at most {MAX_RANKS:,}): ask for fewer"
+            )
         if self.ep_size is not None and self.ep_size > world_size:
             raise ValueError(
                 f"parallelism.ep_size = {self.ep_size} is larger than the number of ranks, {world_size}: lower it, or "

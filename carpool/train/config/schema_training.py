@@ -240,11 +240,6 @@ class TrainingSection(Section):
                 "micro-batches before the update; set it to 1, with a larger training.per_device_train_batch_size, or "
                 'keep gradients (training.gradients = "kept")'
             )
-        if self.gradients == "kept" and self.clip_by == "previous":
-            raise ValueError(
-                'training.clip_by = "previous" is for gradients that are used before their norm is known; set '
-                'training.gradients="consumed", or leave it out'
-            )
         if self.gradients == "consumed" and self.max_grad_norm and self.clip_by == "norm":
             raise ValueError(
                 'training.gradients = "consumed" uses each gradient for an update as soon as it is there, but clipping '

@@ -149,11 +149,13 @@ def prepare(
     )
 
 
-def check_sources(data: DataSection) -> None:
-    """Raises the ValueError that `prepare` would for paths where nothing is; reads no file, so it is quick."""
-    find_sources(data.train, "data.train")
+def check_sources(data: DataSection) -> list[Source]:
+    """The sources of the training data. Raises the ValueError that `prepare` would for paths where nothing is; reads no
+    file, so it is quick."""
+    found = find_sources(data.train, "data.train")
     if data.eval is not None:
         find_sources(data.eval, "data.eval")
+    return found
 
 
 def check_encoder(data: DataSection, tokenizer: Tokenizer, model_path: str | None = None) -> None:

@@ -16,7 +16,7 @@ true where there is no token of one; of packed ones also `position_ids`, int64, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Listed
 from typing import Any
 
@@ -118,21 +118,8 @@ class TrainLoader:
         Raises:
             ValueError: the data, sequence length or seed are not those of the saved position.
         """
-        if state.get("fingerprint") != self.sequences.fingerprint:
-            raise ValueError(
-                "the checkpoint was trained on other data than data.train is now (the tokens differ, or how they are "
-                "packed), so its position means nothing here; restore the data, the tokenizer and [data], or start a "
-                "new run from the checkpoint's weights"
-            )
-        for name, key, now in (
-            ("sequence_length", "data.sequence_length", self.sequences.length),
-            ("seed", "training.seed", self._seed),
-        ):
-            if state.get(name) != now:
-                raise ValueError(
-                    f"the checkpoint was made with {key} = {state.get(name)}, now it is {now}: the order of the data "
-                    f"would not continue; set {key}={state.get(name)}"
-                )
+        check_same_data(state, self.sequences.fingerprint)
+        check_same_order(state, self.sequences.length, self._seed)
         self._position = int(state["position"])
 
     def _at(self, place: int) -> int:
@@ -141,6 +128,26 @@ class TrainLoader:
         if self._order[0] != epoch:
             self._order = (epoch, permutation(self.num_sequences, self._seed, epoch))
         return int(self._order[1][index])
+
+
+def check_same_data(state: Mapping[str, Any], fingerprint: str) -> None:
+    """Raise ValueError if a loader's state is of other data than sequences of this fingerprint."""
+    if state.get("fingerprint") != fingerprint:
+        raise ValueError(
+            "the checkpoint was trained on other data than data.train is now (the tokens differ, or how they are "
+            "packed), so its position means nothing here; restore the data, the tokenizer and [data], or start a "
+            "new run from the checkpoint's weights"
+        )
+
+
+def check_same_order(state: Mapping[str, Any], length: int, seed: int) -> None:
+    """Raise ValueError if a loader's state is of sequences of another length, or in another order."""
+    for name, key, now in (("sequence_length", "data.sequence_length", length), ("seed", "training.seed", seed)):
+        if state.get(name) != now:
+            raise ValueError(
+                f"the checkpoint was made with {key} = {state.get(name)}, now it is {now}: the order of the data "
+                f"would not continue; set {key}={state.get(name)}"
+            )
 
 
 class EvalLoader:

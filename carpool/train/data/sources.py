@@ -71,9 +71,12 @@ def find_sources(named: Sequence[str], key: str) -> list[Source]:
             path = Path(entry).expanduser()
             if path.is_dir():
                 sources = _in_folder(path, key)
-            elif path.exists():
+            elif path.is_file():
                 _check_ending(path, key)
                 sources = [Source(_kind(path), path)]
+            elif path.exists():
+                # Data is read by the agent and by ranks, from the start each time.
+                raise ValueError(f"{key}: {entry} is no file, but a pipe or a device; write what it holds to a file")
             elif glob.has_magic(entry):
                 matches = sorted(Path(m) for m in glob.glob(str(path), recursive=True) if Path(m).is_file())
                 if not matches:

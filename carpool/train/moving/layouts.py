@@ -16,9 +16,13 @@ from carpool.placement.trace import Array
 from carpool.train.config.schema import Config
 
 
-def check_layout_file(config: Config, model_type: str, experts: Mapping[str, int], degrees: Degrees) -> None:
-    """Raise ValueError unless the file `moe.layout` is of this model on these ranks, and, for placement.policy =
-    "place", `carpool place` made it with placement.solver. Needs neither weights nor data.
+def check_layout_file(
+    config: Config, model_type: str, experts: Mapping[str, int], degrees: Degrees
+) -> list[ExpertLayout]:
+    """The layouts of a run's layers if `moe.layout` is a file; else none. Needs neither weights nor data.
+
+    Raises ValueError unless the file is of this model on these ranks, and, for placement.policy = "place", `carpool
+    place` made it with placement.solver.
 
     Args:
         model_type: transformers' name of the model's kind.
@@ -26,7 +30,7 @@ def check_layout_file(config: Config, model_type: str, experts: Mapping[str, int
     """
     file, ranks = config.moe.layout, degrees.expert_ranks
     if file == "contiguous":
-        return
+        return []
     layouts = Layouts.load(file)
     if unknown := sorted(set(layouts) - experts.keys()):
         raise ValueError(
@@ -43,8 +47,9 @@ def check_layout_file(config: Config, model_type: str, experts: Mapping[str, int
                 f"{file}: layer {name}: the layout cuts each expert into {layouts[name].slices} slices, but "
                 f"parallelism.etp_size = {degrees.etp}"
             )
+    found = [layouts[name] for name in experts]
     if config.placement.policy != "place":
-        return
+        return found
     solver, about = config.placement.solver, layouts.about
     again = f"write it again with `carpool place TRACE --ranks {ranks} --solvers {solver}`"
     other = f"or leave placement.policy out: moe.layout={file} alone puts experts where the file says"
@@ -52,15 +57,16 @@ def check_layout_file(config: Config, model_type: str, experts: Mapping[str, int
     if not isinstance(solved_by, Mapping):
         raise ValueError(f"{file}: placement.policy = 'place', but the file does not say which solver made it; {again}")
     for name in experts:
-        if (found := solved_by.get(name)) != solver:
+        if (by := solved_by.get(name)) != solver:
             raise ValueError(
-                f"{file}: placement.solver = {solver!r}, but layer {name} was placed by {found!r}; {again}, {other}"
+                f"{file}: placement.solver = {solver!r}, but layer {name} was placed by {by!r}; {again}, {other}"
             )
     traced = (about.get("trace_meta") or {}).get("model_type", model_type)
     if traced != model_type:
         raise ValueError(
             f"{file} was made from a trace of the model type {traced!r}, but this model's is {model_type!r}; {again}"
         )
+    return found
 
 
 def first_layouts(config: Config, layers: dict[str, ExpertRides], saved: dict[str, Any]) -> tuple[Layouts, str]:

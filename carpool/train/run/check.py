@@ -16,7 +16,7 @@ from carpool.planner.captured import by_plan
 from carpool.planner.chosen import Decisions
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.reading import check_model
-from carpool.train.checkpoints.resume import checkpoint_to_resume, read_run_state
+from carpool.train.checkpoints.resume import check_goes_on, checkpoint_to_resume, read_run_state
 from carpool.train.config.schema import Config
 from carpool.train.data.corpus import check_encoder
 from carpool.train.data.formats import are_packed
@@ -41,18 +41,13 @@ def check_run(config: Config, fixed: Collection[str], compare: str | None = None
 
     Raises:
         ValueError: that."""
-    check_choices(config, compare)
     checkpoint, _ = find_checkpoint(config)
-    _check_foreseen(config, fixed, checkpoint)
+    check_start(config, fixed, checkpoint, compare)
 
 
-def check_settings(config: Config, fixed: Collection[str]) -> None:
-    """The same of settings alone, whatever is in the run's folder."""
-    check_choices(config, None)
-    _check_foreseen(config, fixed, None)
-
-
-def _check_foreseen(config: Config, fixed: Collection[str], checkpoint: Path | None) -> None:
+def check_start(config: Config, fixed: Collection[str], checkpoint: Path | None, compare: str | None = None) -> None:
+    """The same, of a run that goes on from a checkpoint that was looked at, or from none."""
+    check_choices(config, compare)
     run = foresee(config, fixed, imagine_machine(config, None), checkpoint)
     check_fits(run.estimate, run.likely_transport, run.dense.answer, run.rank_memory)
 
@@ -93,13 +88,18 @@ def find_checkpoint(config: Config) -> tuple[Path | None, dict[str, Any]]:
     """The checkpoint that a run goes on from, and what it says beside weights; (None, {}) for one that starts.
 
     Raises:
-        ValueError: none is there, it is damaged, a run is in the folder now, or a start where one was."""
+        ValueError: none is there, it is damaged, these settings do not go on from it, a run is in the folder now, or a
+            start where one was."""
     training = config.training
     folder = Path(training.output_dir)
     check_idle(folder)
     checkpoints = CheckpointManager(folder, training.save_total_limit)
     found = checkpoint_to_resume(training.resume_from_checkpoint, folder, checkpoints)
-    return found, {} if found is None else read_run_state(found)
+    if found is None:
+        return None, {}
+    state = read_run_state(found)
+    check_goes_on(found, state, config)
+    return found, state
 
 
 def decisions_from(config: Config, checkpoint: Path | None) -> Decisions:

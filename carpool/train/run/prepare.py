@@ -33,7 +33,7 @@ from carpool.train.run.model import SEQUENCE_KIND, attention_of, check_implement
 from carpool.train.run.pipeline import CutModel, cut_into_stages
 from carpool.train.run.plan import Planned, choose_plan, with_settings
 from carpool.train.run.speeds import with_speeds
-from carpool.train.run.tiers import check_experts_away, check_tiers
+from carpool.train.run.tiers import check_experts_away, check_layouts_of_tiers, check_tiers
 from carpool.train.run.transports import likely_transport
 
 
@@ -97,10 +97,11 @@ def prepare(
         config = with_settings(config, plan.answer.taken.settings)
     degrees = config.parallelism.resolve(machine.ranks, min(counts.values()))
     config.check_supported(degrees.sizes)
-    check_layout_file(config, model.config.model_type, counts, degrees)
+    layouts = check_layout_file(config, model.config.model_type, counts, degrees)
     _check_whole_experts(config, blueprint, degrees)
     _check_model_has(config, blueprint, degrees)
-    check_experts_away(config)
+    check_experts_away(config, config.training.computes_in_bf16(machine.cuda))
+    check_layouts_of_tiers(config, layouts, config.moe.schedule == "two-batch")
     if config.moe.move_sequences is not None:
         check_moves(config.moe.move_sequences, len(counts), degrees.ep)
     if machine.device is not None:

@@ -28,9 +28,9 @@ from carpool.profile.numbers import Profile, RankNumbers, measure, save_profile
 from carpool.profile.trace import STEP, load, read
 from carpool.report import write_profile
 from carpool.train.checkpoints.manager import CheckpointManager
-from carpool.train.checkpoints.resume import checkpoint_to_resume
+from carpool.train.checkpoints.resume import check_goes_on, checkpoint_to_resume, read_run_state
 from carpool.train.config import Config
-from carpool.train.run.check import check_settings
+from carpool.train.run.check import check_start
 from carpool.train.run.files import CONFIG, DECISIONS, INFO, LAYOUT, METRICS
 from carpool.train.run.loop import Run
 
@@ -47,7 +47,12 @@ def check_profile(config: Config, fixed: Collection[str]) -> None:
     Raises:
         ValueError: that."""
     folder = Path(config.training.output_dir)
-    check_settings(_as_profiled(config, folder, folder / PROFILE), fixed)
+    config = _as_profiled(config, folder, folder / PROFILE)
+    resume = config.training.resume_from_checkpoint
+    if resume is not None:
+        check_goes_on(Path(resume), read_run_state(Path(resume)), config)
+    # What an earlier profile has left in the folder goes.
+    check_start(config, fixed, None if resume is None else Path(resume))
 
 
 def profile(

@@ -21,6 +21,7 @@ from carpool.hf.layouts import is_logical, logical_like, physical_order
 from carpool.train.checkpoints.manager import CheckpointManager
 from carpool.train.checkpoints.ranks import from_rank_0, gather
 from carpool.train.checkpoints.reading import load
+from carpool.train.checkpoints.resume import check_steps_left
 from carpool.train.config.schema import Config
 from carpool.train.data.tokenizer import load_tokenizer
 from carpool.train.launch.stopping import StopRequest
@@ -140,11 +141,9 @@ class Setup(RunState):
                 self.consumed.norm.fill_(state["norm"])
         self.start = self.saved_at = self.step
         self.last_step = min(training.steps, training.stop_at_step or training.steps)
-        if self.step >= self.last_step:
-            raise ValueError(
-                f"{resume} is at step {self.step} already, and this run ends at step {self.last_step}: nothing to do; "
-                "raise training.max_steps (or training.stop_at_step) to go on"
-            )
+        if resume is not None:
+            # Now with the steps of an epoch.
+            check_steps_left(resume, self.step, training)
 
     def _facts(self) -> Facts:
         """What the cost of a layout depends on in this run."""

@@ -9,6 +9,7 @@ both = "disk"                         in files                            carpoo
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,9 @@ import torch
 
 from carpool.hf.build import experts_modules
 from carpool.hf.host_experts import keep_experts_in_host_memory
-from carpool.hf.layouts import is_logical
+from carpool.hf.layouts import lies_logically
 from carpool.hf.stored_experts import StoredExperts
+from carpool.layout import ExpertLayout
 from carpool.memory.disk import check_disk
 from carpool.memory.host import check_host_memory
 from carpool.memory.host_experts import HostExperts
@@ -63,21 +65,9 @@ def make_tiers(run: Assembled) -> tuple[ConsumedGradients | None, HostExperts | 
     Raises:
         ValueError: what is asked for cannot be with this model, layout or schedule."""
     training, where = run.config.training, run.config.memory.experts
-    if training.optimizer_state != "device" and not is_logical(run.model):
-        raise ValueError(
-            f'training.optimizer_state = "{training.optimizer_state}" cannot be used with experts in another order '
-            '(moe.layout): their state in checkpoints would travel between GPUs. Use moe.layout="contiguous"'
-        )
-    halves = run.schedule.answer.name == "two-batch"
-    if training.gradients == "consumed" and (halves or any(not own.layout.slot_is_home for own in run.rides)):
-        raise ValueError(
-            'training.gradients = "consumed" uses each gradient once it is there, but two batches at a time '
-            "(moe.schedule) and replicas of experts (moe.layout) add several to one: choose another schedule or "
-            'layout, or keep gradients (training.gradients = "kept")'
-        )
+    check_layouts_of_tiers(run.config, [own.layout for own in run.rides], run.schedule.answer.name == "two-batch")
     away = None
     if where != "device":
-        _check_experts_can_be_away(run)
         on_disk = _on_disk(run) if where == "disk" else {}
         away = keep_experts_in_host_memory(run.model, **on_disk, **loading_of(run.config.memory, _few_tokens(run)))
     if training.gradients == "kept":
@@ -86,9 +76,35 @@ def make_tiers(run: Assembled) -> tuple[ConsumedGradients | None, HostExperts | 
     return ConsumedGradients(run.model, run.optimizer, away, training.max_grad_norm or math.inf), away
 
 
-def check_experts_away(config: Config) -> None:
-    """Raise ValueError if settings keep experts from being in host memory, or on disk, that are to be there."""
+def check_layouts_of_tiers(config: Config, layouts: Sequence[ExpertLayout], halves: bool) -> None:
+    """Raise ValueError for layouts that keep state or experts from being elsewhere, or gradients from being consumed.
+
+    Args:
+        layouts: of the layers with experts.
+        halves: two batches run at a time."""
+    training, moved = config.training, not all(map(lies_logically, layouts))
+    if training.optimizer_state != "device" and moved:
+        raise ValueError(
+            f'training.optimizer_state = "{training.optimizer_state}" cannot be used with experts in another order '
+            '(moe.layout): their state in checkpoints would travel between GPUs. Use moe.layout="contiguous"'
+        )
+    if training.gradients == "consumed" and (halves or not all(layout.slot_is_home for layout in layouts)):
+        raise ValueError(
+            'training.gradients = "consumed" uses each gradient once it is there, but two batches at a time '
+            "(moe.schedule) and replicas of experts (moe.layout) add several to one: choose another schedule or "
+            'layout, or keep gradients (training.gradients = "kept")'
+        )
+    if config.memory.experts != "device" and moved:
+        _refuse_away(config, _MOVE)
+
+
+def check_experts_away(config: Config, bf16: bool) -> None:
+    """Raise ValueError if settings keep experts from being in host memory, or on disk, that are to be there.
+
+    Args:
+        bf16: the run computes in bfloat16."""
     training, memory, why = config.training, config.memory, None
+    stored = config.model.dtype or "float32"
     if memory.experts == "device":
         return
     trained = config.adapter.kind is None and training.freeze != "experts"
@@ -108,22 +124,12 @@ def check_experts_away(config: Config) -> None:
         why = "compiled layers hold their parameters; set training.torch_compile=false"
     elif config.placement.every is not None:
         why = _MOVE
+    elif bf16 and stored != "bfloat16":
+        why = f"they are stored in {stored} and computed in bfloat16; set model.dtype=bfloat16"
     _refuse_away(config, why)
 
 
 _MOVE = 'they are to move between ranks; use moe.layout="contiguous", without placement.every'
-
-
-def _check_experts_can_be_away(run: Assembled) -> None:
-    """The same for what the model says."""
-    experts = [parameter for own in run.rides for parameter in own.experts.parameters()]
-    computed = torch.bfloat16 if run.bf16 else run.model.dtype
-    why = None
-    if any(parameter.dtype != computed for parameter in experts):
-        why = f"they are stored in {experts[0].dtype} and computed in {computed}; set model.dtype to the latter"
-    elif not is_logical(run.model):
-        why = _MOVE
-    _refuse_away(run.config, why)
 
 
 def _refuse_away(config: Config, why: str | None) -> None:
