@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from carpool.experts import Choices, ExpertFunction, make_activation
 from carpool.experts.slices import check_slices
+from carpool.layer.arguments import check_dtype, check_types
 from carpool.layer.core import LayerCore
 from carpool.layer.module import LayerModule, check_mesh, group_of
 from carpool.layer.replay_check import check_replay
@@ -84,6 +85,7 @@ class MoE(LayerModule):
 
     Raises:
         ValueError: sizes, layout or names that do not fit, saying which.
+        TypeError: an argument of another type.
     """
 
     def __init__(
@@ -113,9 +115,12 @@ class MoE(LayerModule):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        given = dict(locals())
         super().__init__()
-        if schedule is not None and not isinstance(schedule, Schedule):
-            raise TypeError(f'{schedule=} is not a Schedule; pass carpool.schedule.Schedule("chunks", 2), for example')
+        num_ranks = check_mesh(ep_mesh, "ep_mesh")
+        check_mesh(edp_mesh, "edp_mesh")
+        check_types(MoE.__init__, given)
+        check_dtype(dtype)
         if max_tokens is not None and max_tokens < 1:
             raise ValueError(f"{max_tokens=} must be at least 1: the most tokens that any rank will ever have")
         if hidden_size < 1 or intermediate_size < 1:
@@ -124,8 +129,6 @@ class MoE(LayerModule):
             raise ValueError(f"{shared_intermediate_size=} must be 0 (no shared expert) or more")
         if travel_size < 0:
             raise ValueError(f"{travel_size=} must be 0 (rows travel as they are) or more")
-        num_ranks = check_mesh(ep_mesh, "ep_mesh")
-        check_mesh(edp_mesh, "edp_mesh")
         layout = layout or ExpertLayout.contiguous(num_experts, num_ranks)
         if (layout.num_experts, layout.num_ranks) != (num_experts, num_ranks):
             raise ValueError(

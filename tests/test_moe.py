@@ -562,11 +562,20 @@ def test_reduce_gradients_tells_dense_from_expert(ranks: Ranks) -> None:
         ({"hidden_size": 0}, "hidden_size=0"),
         ({"intermediate_size": -3}, "intermediate_size=-3"),
         ({"shared_intermediate_size": -1}, "shared_intermediate_size=-1"),
+        ({"router": {"aux_loss_coef": math.nan}}, "aux_loss_coef=nan must be 0"),
+        ({"dtype": torch.int8}, "dtype=torch.int8 cannot be trained in"),
+        ({"hidden_size": 16.0}, "hidden_size=16.0 must be int"),
+        ({"num_experts": True}, "num_experts=True must be int"),
+        ({"layout": "contiguous"}, r"layout='contiguous' must be carpool.layout.expert_layout.ExpertLayout or None"),
+        ({"transport_options": 3}, "transport_options=3 must be carpool.transport.options.TransportOptions or None"),
+        ({"gated": "no"}, "gated='no' must be bool"),
+        ({"router": "softmax"}, "router='softmax' must be dict or None"),
+        ({"device": 3.5}, "device=3.5 must be torch.device or str or None"),
     ],
 )
 def test_impossible_layers_are_refused(options: dict[str, Any], message: str) -> None:
     sizes = {"hidden_size": H, "intermediate_size": F, "num_experts": EXPERTS, "num_experts_per_tok": K}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         carpool.MoE(**(sizes | options))
 
 
@@ -602,10 +611,11 @@ def test_meshes_that_do_not_fit_are_refused(ranks: Ranks) -> None:
         (torch.randn(3, H + 1), rf"hidden size is {H}, but x has shape \(3, {H + 1}\)"),
         (torch.tensor(1.0), rf"hidden size is {H}, but x has shape \(\)"),
         (torch.randn(3, H).bfloat16(), "x is torch.bfloat16, the layer's parameters are torch.float32"),
+        (torch.randn(3, H).numpy(), rf"x is a ndarray, not a tensor of shape \(..., {H}\)"),
     ],
 )
-def test_input_that_does_not_fit_is_refused(x: torch.Tensor, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_input_that_does_not_fit_is_refused(x: Any, message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
         carpool.MoE(H, F, EXPERTS, K)(x)
 
 

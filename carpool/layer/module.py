@@ -273,6 +273,8 @@ class LayerModule(nn.Module):
             )
 
     def _check_input(self, x: torch.Tensor) -> None:
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"x is a {type(x).__name__}, not a tensor of shape (..., {self.hidden_size})")
         if x.dim() == 0 or x.shape[-1] != self.hidden_size:
             raise ValueError(f"the layer's hidden size is {self.hidden_size}, but x has shape {tuple(x.shape)}")
         if x.dtype != self.up_proj.dtype and not torch.is_autocast_enabled(x.device.type):

@@ -12,6 +12,7 @@ Lossy, off by default: `DropOptions` drop choices beyond an expert's capacity, o
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -83,6 +84,9 @@ class Router(nn.Module):
             raise ValueError(f"num_experts_per_tok={num_experts_per_tok} must be between 1 and {num_experts} experts")
         if score not in ("softmax", "sigmoid"):
             raise ValueError(f"score={score!r} is not known; use 'softmax' or 'sigmoid'")
+        for name, value in (("aux_loss_coef", aux_loss_coef), ("z_loss_coef", z_loss_coef)):
+            if not 0 <= value < math.inf:
+                raise ValueError(f"{name}={value} must be 0 (no such loss) or more, and finite")
         if num_groups or topk_groups:
             _check_groups(num_experts, num_experts_per_tok, num_groups, topk_groups)
         self.drops = DropOptions(capacity_factor, first_choices_first, random_second)

@@ -307,8 +307,17 @@ def test_find_world():
     assert find_world(step | {"SLURM_NTASKS": "1"}) is None
     batch_script = {k: v for k, v in step.items() if k != "SLURM_STEP_ID"} | {"SLURM_PROCID": "0"}
     assert find_world(batch_script) is None, "nobody started the other tasks"
-    with pytest.raises(ValueError, match=r"launcher's environment variables.*'x'"):
-        find_world({"RANK": "x", "WORLD_SIZE": "8"})
+    for wrong, message in (
+        ({"RANK": "x", "WORLD_SIZE": "8"}, "'x'"),
+        ({"RANK": "8", "WORLD_SIZE": "8"}, "rank 8 of 8 ranks"),
+        ({"RANK": "0", "WORLD_SIZE": "0"}, "rank 0 of 0 ranks"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "-1"}, "local rank -1"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_PORT": "99999"}, r"port 99999 \(MASTER_PORT\)"),
+        ({"RANK": "1"}, "RANK=1 is set, but WORLD_SIZE is not"),
+        (step | {"SLURM_PROCID": "8"}, "rank 8 of 8 ranks"),
+    ):
+        with pytest.raises(ValueError, match=rf"launcher's environment variables.*{message}"):
+            find_world(wrong)
 
 
 def failed(folder: Path, rank: int, exit_code: int, error: Exception | None = None) -> ProcessFailure:

@@ -23,6 +23,14 @@ class World:
     master_port: int
     started_by: str
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank {self.rank} of {self.world_size} ranks: ranks count from 0 to their number less 1")
+        if not 0 <= self.local_rank < self.world_size:
+            raise ValueError(f"local rank {self.local_rank} of {self.world_size} ranks in all")
+        if not 0 < self.master_port < 2**16:
+            raise ValueError(f"port {self.master_port} (MASTER_PORT): ports are 1 to {2**16 - 1}")
+
     def environment(self) -> dict[str, str]:
         """The variables that `torch.distributed` reads."""
         return {
@@ -50,6 +58,8 @@ def find_world(env: Mapping[str, str]) -> World | None:
                 master_port=int(env.get("MASTER_PORT", "29500")),
                 started_by="torchrun",
             )
+        if "RANK" in env:
+            raise ValueError(f"RANK={env['RANK']} is set, but WORLD_SIZE is not: set both, or neither")
         tasks = int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "1")))
         # A batch script also has SLURM_PROCID, but only what srun started has a step: without it, this process is
         # alone and would wait forever for ranks that nobody starts.
