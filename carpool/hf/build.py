@@ -16,6 +16,7 @@ import json
 import logging
 import math
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -394,21 +395,40 @@ def _check_loaded(folder: Path, blueprint: PreTrainedModel, info: dict[str, Any]
         )
 
 
+_MISFIT = "the weights in {} do not fit its config.json: {}"
+
+
+def check_weights(folder: Path, blueprint: PreTrainedModel) -> None:
+    """Raise ValueError if the weights in a checkpoint folder are not what its config.json says, by their names and
+    shapes. Reads the heads of the files alone.
+
+    Args:
+        blueprint: the model on the meta device."""
+    if why := _why_misfit(folder, blueprint):
+        raise ValueError(_MISFIT.format(folder, why))
+
+
 def _misfit(folder: Path, blueprint: PreTrainedModel, why: str) -> str:
-    """How weights do not fit, by name, shape and file of the first that is wrong or is not there; otherwise `why`.
-    Shapes are those of the files: of a sharded model, Transformers knows a rank's."""
+    """How weights do not fit, by name, shape and file of the first that is wrong or is not there; otherwise `why`."""
+    return _MISFIT.format(folder, _why_misfit(folder, blueprint) or why)
+
+
+def _why_misfit(folder: Path, blueprint: PreTrainedModel) -> str | None:
+    """Shapes are those of the files: of a sharded model, Transformers knows a rank's."""
     stored = stored_weights(folder)
     layout = OriginalLayout(blueprint, None, stored)
     expected = {name: entry.shape for file in layout.files.values() for name, entry in file.items()}
-    if missing := sorted(expected.keys() - stored.keys()):
-        why = f"{missing[0]} is in none of the files{_and_others(missing)}"
     if wrong := [name for name, one in stored.items() if expected.get(name, one.shape) != one.shape]:
         one = stored[wrong[0]]
-        why = (
+        return (
             f"{wrong[0]} in {one.file} has shape {one.shape}, and the configuration asks for {expected[wrong[0]]}"
             f"{_and_others(wrong)}"
         )
-    return f"the weights in {folder} do not fit its config.json: {why}"
+    needless = blueprint._keys_to_ignore_on_load_missing or ()
+    missing = [name for name in expected.keys() - stored.keys() if not any(re.search(one, name) for one in needless)]
+    if missing:
+        return f"{min(missing)} is in none of the files{_and_others(missing)}"
+    return None
 
 
 def _and_others(names: list[str]) -> str:

@@ -18,7 +18,8 @@ from transformers.distributed.sharding_utils import DtensorShardOperation
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.olmoe.modeling_olmoe import OlmoePreTrainedModel
 
-from carpool.hf.build import _check_shardable, _check_tied, build_model, experts_modules, make_config
+from carpool.hf.build import _check_shardable, _check_tied, build_model, check_weights, experts_modules, make_config
+from carpool.train.run.model import meta_model
 from tests.hf.meshes import reuse_meshes
 from tests.hf.tiny_models import discover, tiny_model
 from tests.ranks import Ranks
@@ -344,6 +345,13 @@ def _refusals(path: str) -> str:
     return _refusal(Path(path), LAYOUTS[1])
 
 
+def _foreseen(folder: Path) -> str:
+    """What is said of weights without loading them."""
+    with pytest.raises(ValueError, match=r"do not fit its config\.json") as refused:
+        check_weights(folder, meta_model(folder))
+    return str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("change", "shapes"),
     [
@@ -364,6 +372,7 @@ def test_weights_of_other_shapes_are_refused(
     other = _copy(folder, tmp_path / "other", **change)
     for message in [_refusal(other), *(ranks(_refusals, str(other)) if "num_experts" in change else [])]:
         assert "do not fit its config.json" in message and shapes in message
+    assert shapes in _foreseen(other)
 
 
 def test_missing_weights_are_refused_and_not_made_up(folder: Path, tmp_path: Path) -> None:
@@ -392,6 +401,8 @@ def test_one_expert_that_does_not_fit_is_named(folder: Path, tmp_path: Path, cha
         "lacking": f"{name} is in none of the files",
     }
     assert expected[change] in _refusal(other)
+    assert expected[change] in _foreseen(other)
+    check_weights(folder, meta_model(folder))
 
 
 def _bytes_read(path: str, layout: Layout) -> tuple[int, int]:

@@ -160,8 +160,11 @@ def test_what_a_command_reads_and_writes_is_checked_before_its_work(tmp_path, as
 def test_a_folder_that_holds_a_run_is_profiled(monkeypatch, tmp_path):
     (tmp_path / "metrics.jsonl").touch()
     monkeypatch.setattr("carpool.train.launch.start.run", lambda config, entry, **_: print("starts", entry))
+    ahead = []
+    monkeypatch.setattr(sys.modules["carpool.cli.train"], "check_ahead", lambda _, entry, debug: ahead.append(entry))
     done = carpool_command("profile", f"training.output_dir={tmp_path}")
     assert (done.exit_code, done.stdout) == (0, "starts carpool.train.run.profile:profile\n")
+    assert ahead == ["carpool.train.run.profile:check_profile"]
 
 
 def test_reports_and_samples_need_a_run(tmp_path):

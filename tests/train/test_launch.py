@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from carpool.train.config import Config, load_config
@@ -21,7 +22,7 @@ from carpool.train.launch import start, stopping
 from carpool.train.launch.failure import first_cause, rank_failure, resume_hint
 from carpool.train.launch.start import RankFailure, find_world, local_ranks, run
 from carpool.train.launch.stopping import STOP_SIGNALS, Relay, StopRequest
-from carpool.train.launch.worker import entry_name, record_error
+from carpool.train.launch.worker import _meeting, entry_name, record_error
 from carpool.train.launch.world import first_host
 from carpool.transport import RankMissingError
 from tests.ranks import free_port
@@ -308,7 +309,7 @@ def test_find_world():
     batch_script = {k: v for k, v in step.items() if k != "SLURM_STEP_ID"} | {"SLURM_PROCID": "0"}
     assert find_world(batch_script) is None, "nobody started the other tasks"
     for wrong, message in (
-        ({"RANK": "x", "WORLD_SIZE": "8"}, "'x'"),
+        ({"RANK": "x", "WORLD_SIZE": "8"}, "RANK='x' is no number"),
         ({"RANK": "8", "WORLD_SIZE": "8"}, "rank 8 of 8 ranks"),
         ({"RANK": "0", "WORLD_SIZE": "0"}, "rank 0 of 0 ranks"),
         ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "-1"}, "local rank -1"),
@@ -318,6 +319,20 @@ def test_find_world():
     ):
         with pytest.raises(ValueError, match=rf"launcher's environment variables.*{message}"):
             find_world(wrong)
+
+
+def test_ranks_that_do_not_meet_say_where_they_waited(monkeypatch, capsys):
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "5"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setattr("carpool.train.launch.worker._MEETING_SECONDS", 0.0)
+    with (
+        pytest.raises(ValueError, match=r"the 2 ranks did not meet at h:5 \(.*\): timed out\. Was each rank"),
+        _meeting(),
+    ):
+        time.sleep(0.2)
+        raise torch.distributed.DistNetworkError("timed out.")
+    assert capsys.readouterr().err == "rank 1 waits for all 2 ranks at h:5 (MASTER_ADDR, MASTER_PORT)\n"
 
 
 def failed(folder: Path, rank: int, exit_code: int, error: Exception | None = None) -> ProcessFailure:

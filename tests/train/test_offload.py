@@ -192,7 +192,7 @@ def test_ways_to_load_that_mean_nothing(overrides: list[str], message: str) -> N
     [
         ([], "they are trained, and their gradients would be on the device all together"),
         (["training.gradients=consumed", *FSDP, "parallelism.ep_size=1"], "FSDP shards or casts these experts"),
-        (["training.gradients=consumed", "training.bf16=true", "model.dtype=float32"], "stored in torch.float32"),
+        (["training.gradients=consumed", "training.bf16=true", "model.dtype=float32"], "stored in float32"),
     ],
 )
 def test_experts_that_cannot_be_away(

@@ -40,6 +40,8 @@ log = logging.getLogger("carpool")
 _PR_SET_PDEATHSIG = 1
 _LEAVE_SECONDS = 5.0
 _END_SECONDS = 20.0
+# After which a rank says that it waits for others at the start.
+_MEETING_SECONDS = 20.0
 # NCCL cannot say which rank it waits for; so much later than the kernels of transport nvlink, which can, it gives up.
 _NCCL_EXTRA_SECONDS = 30
 
@@ -142,9 +144,11 @@ def process_group(config: Config) -> Iterator[None]:
         device = torch.device("cuda", index)
         torch.cuda.set_device(device)
         later = timeout + datetime.timedelta(seconds=_NCCL_EXTRA_SECONDS)
-        dist.init_process_group("nccl", timeout=later, device_id=device)
+        with _meeting():
+            dist.init_process_group("nccl", timeout=later, device_id=device)
     else:
-        dist.init_process_group("gloo", timeout=timeout)
+        with _meeting():
+            dist.init_process_group("gloo", timeout=timeout)
     try:
         yield
     except BaseException:
@@ -154,6 +158,33 @@ def process_group(config: Config) -> Iterator[None]:
     # All is done and written. What a library waits for now must not keep the job.
     if dist.is_initialized():
         _within(_END_SECONDS, dist.destroy_process_group)
+
+
+@contextlib.contextmanager
+def _meeting() -> Iterator[None]:
+    """Ranks meet inside. Those that no agent has started wait for each other, which a person sees and may help with.
+
+    Raises:
+        ValueError: they do not meet."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        yield
+        return
+    where, ranks = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}", os.environ["WORLD_SIZE"]
+    text = f"rank {os.environ['RANK']} waits for all {ranks} ranks at {where} (MASTER_ADDR, MASTER_PORT)\n"
+    note = threading.Timer(_MEETING_SECONDS, sys.stderr.write, (text,))
+    note.daemon = True
+    note.start()
+    try:
+        yield
+    except RuntimeError as error:
+        why = str(error).strip().splitlines()[0].rstrip(".")
+        raise ValueError(
+            f"the {ranks} ranks did not meet at {where} (MASTER_ADDR, MASTER_PORT): {why}. Was each rank started, with "
+            "its own RANK and the same WORLD_SIZE; is the address that of rank 0, and the port free there and open to "
+            "all nodes?"
+        ) from error
+    finally:
+        note.cancel()
 
 
 def die_with(agent: int) -> None:

@@ -51,34 +51,41 @@ def find_world(env: Mapping[str, str]) -> World | None:
     try:
         if "RANK" in env and "WORLD_SIZE" in env:
             return World(
-                rank=int(env["RANK"]),
-                world_size=int(env["WORLD_SIZE"]),
-                local_rank=int(env.get("LOCAL_RANK", "0")),
+                rank=_number(env, "RANK"),
+                world_size=_number(env, "WORLD_SIZE"),
+                local_rank=_number(env, "LOCAL_RANK", 0),
                 master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
-                master_port=int(env.get("MASTER_PORT", "29500")),
+                master_port=_number(env, "MASTER_PORT", 29500),
                 started_by="torchrun",
             )
         if "RANK" in env:
             raise ValueError(f"RANK={env['RANK']} is set, but WORLD_SIZE is not: set both, or neither")
-        tasks = int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "1")))
+        tasks = _number(env, "SLURM_STEP_NUM_TASKS", _number(env, "SLURM_NTASKS", 1))
         # A batch script also has SLURM_PROCID, but only what srun started has a step: without it, this process is
         # alone and would wait forever for ranks that nobody starts.
         in_step = "SLURM_STEP_ID" in env or "SLURM_STEPID" in env
         if "SLURM_PROCID" in env and tasks > 1 and in_step:
             nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or "127.0.0.1"
-            job = int(env.get("SLURM_JOB_ID", "0"))
+            job = _number(env, "SLURM_JOB_ID", 0)
             return World(
-                rank=int(env["SLURM_PROCID"]),
+                rank=_number(env, "SLURM_PROCID"),
                 world_size=tasks,
-                local_rank=int(env.get("SLURM_LOCALID", "0")),
+                local_rank=_number(env, "SLURM_LOCALID", 0),
                 master_addr=env.get("MASTER_ADDR") or first_host(nodes),
                 # Derived from the job, so that all of its ranks agree and two jobs on one node do not.
-                master_port=int(env.get("MASTER_PORT", 15000 + job % 15000)),
+                master_port=_number(env, "MASTER_PORT", 15000 + job % 15000),
                 started_by="slurm",
             )
     except ValueError as error:
         raise ValueError(f"cannot read the launcher's environment variables: {error}") from None
     return None
+
+
+def _number(env: Mapping[str, str], name: str, default: int = 0) -> int:
+    try:
+        return int(env[name]) if name in env else default
+    except ValueError:
+        raise ValueError(f"{name}={env[name]!r} is no number") from None
 
 
 def first_host(nodelist: str) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from carpool.hf.build import check_weights
 from carpool.hf.compiled import check_backend
 from carpool.planner.captured import by_plan
 from carpool.planner.chosen import Decisions
@@ -63,6 +64,8 @@ def foresee(config: Config, fixed: Collection[str], machine: Machine, checkpoint
     tokenizer = load_tokenizer(config.data.tokenizer, config.model.path, config.data.eos_token)
     check_encoder(config.data, tokenizer, config.model.path)
     blueprint = Blueprint.of_config(config, tokenizer)
+    if isinstance(blueprint.source, Path):
+        check_weights(blueprint.source, blueprint.model)
     run = prepare(config, machine, blueprint, decisions_from(config, checkpoint), fixed)
     # Adapters are not in the blueprint, and stages name what they have.
     if checkpoint is not None and config.adapter.kind is None and run.degrees.pp == 1:
