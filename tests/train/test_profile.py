@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -124,9 +125,9 @@ def test_what_the_ranks_would_refuse_is_refused_before(tmp_path):
 
 def test_what_the_command_starts(monkeypatch, tmp_path):
     started, ahead = [], []
-    monkeypatch.setattr(
-        "carpool.train.launch.ahead.look_ahead", lambda *args, **kwargs: nullcontext(ahead.append((args, kwargs)))
-    )
+    module = sys.modules["carpool.cli.train"]
+    monkeypatch.setattr(module, "look_ahead", lambda *args, **kwargs: nullcontext(ahead.append((args, kwargs))))
+    monkeypatch.setattr(module, "read_data", lambda config: None)
     monkeypatch.setattr("carpool.train.launch.start.run", lambda *args, **kwargs: started.append((args, kwargs)))
     result = CliRunner().invoke(cli.app, ["profile", f"training.output_dir={tmp_path}", "--steps", "3"])
     assert result.exit_code == 0, result.output
