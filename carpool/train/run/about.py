@@ -14,6 +14,7 @@ from rich.filesize import decimal
 import carpool
 from carpool.hf.compiled import decoder_layers, shards_inside
 from carpool.layout.layouts import Layouts
+from carpool.layout.uniform import uniform_copies
 from carpool.train.checkpoints.ranks import from_rank_0
 from carpool.train.checkpoints.source import keep_source
 from carpool.train.run.environment import environment
@@ -227,10 +228,11 @@ def say_hello(run: RunState, resume: Path | None) -> None:
         say(f"weights: {decimal(size)} loaded in {run.load_seconds:.1f} s by all ranks together, {rate}/s")
     copies = info["predicted"]["copies_per_token_uniform"]
     say(f"transport {info['transport']['name']}: {run.transport_choice.why}")
-    say(
-        f"a token visits {copies:.2f} of {run.degrees.expert_ranks} ranks, if its experts are chosen uniformly and "
-        "stay in order"
-    )
+    sizes = info["model"]["num_experts"], blueprint.top_k, run.degrees.ep
+    visits, plan = run.degrees.etp * uniform_copies(*sizes), "if its experts are chosen uniformly and stay in order"
+    say(f"a token visits {visits:.2f} of {run.degrees.expert_ranks} ranks, {plan}")
+    if copies > visits + 0.005:
+        say(f"transport {info['transport']['name']} makes {copies:.2f} copies of it, and not one for each of these")
     if size := info["transport"]["buffer_bytes"]:
         tokens = run.options.under(run.schedule.answer, run.config.memory.kept.rows == "resend").max_tokens
         say(f"buffers: {size / 1e6:,.1f} MB on each rank for a ride of {tokens:,} tokens")
