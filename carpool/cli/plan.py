@@ -98,7 +98,7 @@ def plan(
         usable = None if memory is None else float(size_of(memory, "--memory"))
         if unknown := [name for name in policy or () if name not in SYSTEMS]:
             raise ValueError(
-                f"--policy {unknown[0]}: {OTHERS.get(unknown[0], 'it is not known')}; there are {', '.join(SYSTEMS)}"
+                f"--policy {unknown[0]} {OTHERS.get(unknown[0], 'is not known')}; there are {', '.join(SYSTEMS)}"
             )
         space = read_constraints(
             Space(

@@ -321,7 +321,9 @@ class Lengths(Travel):
             one = self._kernel("copied gradients", "reduction", "elementwise", 0, moved)
             yield one._replace(stream=REDUCTIONS)
         shards = dense / (degrees.fsdp * degrees.cp) + experts / degrees.efsdp
-        yield from _some(self.collective("copies", "reduction", 2 * REDUCED * shards, "dp_replicate", REDUCTIONS))
+        yield from _some(
+            self.collective("copies", "reduction", 2 * REDUCED * shards, "dp_replicate", REDUCTIONS, tree=True)
+        )
 
 
 _OF_RIDE = ("copied experts", "dispatch", "experts", "combine")

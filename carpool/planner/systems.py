@@ -255,6 +255,6 @@ SYSTEMS: Mapping[str, System] = MappingProxyType({
 })  # fmt: skip
 # Those that are no policy of a search here, and what says the same.
 OTHERS: Mapping[str, str] = MappingProxyType({
-    "nnscaler": "its users constrain the search, as --only does here for every policy",
-    "schemoe": "it orders compression, exchange and decompression, which are one event here; fsmoe orders chunks",
+    "nnscaler": "is none: its users constrain the search, as --only does here for every policy",
+    "schemoe": "is none: it orders compression, exchange and decompression, which are one event here; see fsmoe",
 })  # fmt: skip

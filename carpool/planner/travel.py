@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from carpool.planner.candidate import Candidate
@@ -20,7 +21,8 @@ from carpool.planner.routes import Routes
 from carpool.planner.work import SPREAD
 
 # Seconds of a step of NCCL's rings inside a node and from one node to the next, as NCCL itself reckons for large
-# messages (src/graph/tuning.cc, hwLat of Ring, Simple). A ring of many nodes has as many steps as ranks.
+# messages (src/graph/tuning.cc, hwLat of Ring, Simple). A ring of many nodes has as many steps as ranks, a tree twice
+# as many as the logarithm of the nodes.
 RING_INSIDE, RING_BETWEEN = 3.4e-6, 14e-6
 # What kernels of transport nvlink reach of copies that no multiprocessor makes (docs/measurements.md).
 OF_PUSH = 0.89
@@ -129,10 +131,13 @@ class Travel:
             seconds, fixed = seconds + extra, fixed + NCCL_RIDE
         return Piece(name, kind, seconds + MEETING, low, high, fixed + MEETING, group)
 
-    def collective(self, name: str, kind: str, size: float, axis: str, stream: str | None = None) -> Piece | None:
+    def collective(
+        self, name: str, kind: str, size: float, axis: str, stream: str | None = None, tree: bool = False
+    ) -> Piece | None:
         """An all-gather to `size` bytes, or a reduction of them to shards, over an axis. None if that has one rank.
 
-        `axis` may also be "fsdp and cp": ranks that shard dense parameters."""
+        `axis` may also be "fsdp and cp": ranks that shard dense parameters. `tree`: what all ranks get in the end is
+        the same, so that a tree can add it up, in fewer steps than a ring."""
         if axis == "fsdp and cp":
             group, per_node = self._sharing()
         else:
@@ -149,6 +154,9 @@ class Travel:
             between = self._over("network", hardware.network, size * (nodes - 1) / nodes / ports)
             seconds, fixed, spread = max((seconds, fixed, spread), between)
             steps = RING_BETWEEN * (nodes - 1) + RING_INSIDE * (group.size - nodes)
+            if tree:
+                inside = RING_INSIDE * (group.size / nodes - 1)
+                steps = min(steps, 2 * (RING_BETWEEN * math.log2(nodes) + inside))
             seconds, fixed = seconds + steps, fixed + steps
         return Piece(name, kind, seconds, *spread, fixed, group, stream)
 

@@ -54,6 +54,7 @@ def test_what_cannot_be_planned_says_why() -> None:
         ({"--hardware": "list.json"}, "list.json is not what 'carpool doctor --measure'"),
         ({"--hardware": "cpu"}, "say what a rank may use, such as --memory 70GiB"),
         ({"--policy": "alpine"}, "--policy alpine is not known; there are aceso, alpa,"),
+        ({"--policy": "nnscaler"}, "as --only does here for every policy; there are aceso, alpa,"),
         ({"--only": "ep"}, "--only ep: expected NAME=VALUES such as ep=8,16"),
         ({"--trace": "docs/traces/e128-1390.npz"}, "the trace has 8 of 128 experts for each token, and the model 8 of"),
     ],

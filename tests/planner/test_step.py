@@ -223,6 +223,11 @@ def test_a_ring_of_many_nodes_has_as_many_steps_as_ranks() -> None:
     # 14 us from a node to the next, 3.4 us from a GPU to the next.
     assert large.fixed - small.fixed == pytest.approx((2048 - 64) * 14e-6 + (16384 - 512 - 1984) * 3.4e-6)
     assert large.seconds > 20 * small.seconds > 0.02
+    # Copies of the model add up by trees.
+    of_copies = Candidate(Degrees(dp_replicate=2048, fsdp=8), 4096, 1)
+    pieces = [*Lengths(shape("mixtral-8x7b", 1), HARDWARE["H100"], of_copies, 8).reductions(1e6, 0.0)]
+    (copies,) = (piece for piece in pieces if piece.name == "copies")
+    assert copies.fixed - 30e-6 == pytest.approx(2 * 11 * 14e-6)
 
 
 def test_float32_moves_twice_the_bytes_and_multiplies_without_tensor_cores() -> None:
